@@ -25,7 +25,7 @@ have never seen. p(k | prompt), the condition `PRIOR`, takes the place of p(k | 
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -122,6 +122,8 @@ class Ensemble:
         class_prior: p(k | class), or images of a class in a shard, (classes, K): for samples with class
             labels ``draw`` draws from it, and the other strategies weigh by it; None where it is not known.
         shift: of the time grid that its samples want (`hddm.sampling.time_grid`).
+        spaces: numbers of the experts' latent spaces, where they differ; such experts, as those of several
+            sample shapes, can be drawn but not mixed.
         texts: where experts take the tokens of several text encoders, the number of each expert's, from 0.
             The tokens of the second are the condition ``encoder_hidden_states_2``, and so on.
 
@@ -140,6 +142,7 @@ class Ensemble:
         class_prior: Sequence[Sequence[float]] | Tensor | None = None,
         shift: float = 1.0,
         texts: Sequence[int] = (),
+        spaces: Sequence[int] = (),
     ) -> None:
         if not experts:
             raise HddmError("an ensemble needs at least one expert")
@@ -149,11 +152,10 @@ class Ensemble:
         self.class_prior = None
         if class_prior is not None:
             self.class_prior = torch.stack([_normalised(row, len(self.experts)) for row in class_prior])
-        self.texts = tuple(texts)
-        if len(self.texts) not in (0, len(self.experts)):
-            raise HddmError(
-                f"texts has {len(self.texts)} numbers for {len(self.experts)} experts; give each one"
-            )
+        self.texts, self.spaces = tuple(texts), tuple(spaces)
+        for name, numbers in (("texts", self.texts), ("spaces", self.spaces)):
+            if len(numbers) not in (0, len(self.experts)):
+                raise HddmError(f"{name} has {len(numbers)} numbers for {len(self.experts)} experts")
         self.strategy = strategy
         self.shift = shift
 
@@ -171,20 +173,48 @@ class Ensemble:
     def strategy(self, name: str) -> None:
         parsed = Strategy.parse(name)
         parsed.check(len(self.experts))
-        shapes = [e.sample_shape for e in self.experts]
-        if parsed.kind != "draw" and len({*shapes} - {None}) > 1:
-            known = ", ".join(f"expert {k} {shape}" for k, shape in enumerate(shapes) if shape)
+        if parsed.kind != "draw" and len(self.kinds) > 1:
             raise HddmError(
-                f"{name} mixes samples of one shape, and these differ: {known}; take experts of one shape, "
-                "or strategy 'draw'"
+                f"{name} mixes samples of one kind, and these differ: {self._kinds_told()}; take experts of "
+                "one kind, or strategy 'draw'"
             )
         self._name, self._strategy = name, parsed
 
     @property
     def sample_shape(self) -> tuple[int, ...] | None:
-        """Shape (C, H, W) of a sample, None where no expert has one or they differ."""
+        """Shape (C, H, W) of a sample, None where no expert has one or they are of several kinds."""
         shapes = {e.sample_shape for e in self.experts if e.sample_shape is not None}
-        return shapes.pop() if len(shapes) == 1 else None
+        return shapes.pop() if len(shapes) == 1 and len(self.kinds) == 1 else None
+
+    @property
+    def kinds(self) -> list[list[int]]:
+        """Indices of the experts whose samples can be mixed: of one shape, in one latent space."""
+        found: list[list[int]] = []
+        for k, one in enumerate(self.experts):
+            for group in found:
+                other, spaces = self.experts[group[0]], self.spaces or [0] * len(self.experts)
+                is_alike = (
+                    None in (one.sample_shape, other.sample_shape) or one.sample_shape == other.sample_shape
+                )
+                if is_alike and spaces[k] == spaces[group[0]]:
+                    group.append(k)
+                    break
+            else:
+                found.append([k])
+        return found
+
+    def _kinds_told(self) -> str:
+        shapes = [f"expert {k} {e.sample_shape}" for k, e in enumerate(self.experts) if e.sample_shape]
+        spaces = [f"expert {k} VAE {number + 1}" for k, number in enumerate(self.spaces)]
+        return ", ".join(shapes if len({e.sample_shape for e in self.experts} - {None}) > 1 else spaces)
+
+    def refuse_kinds(self, experts: Iterable[int]) -> None:
+        """Raise an `HddmError` where samples of ``experts``, by index, cannot be one tensor."""
+        if len(self.kinds) > 1 and sum(not set(group).isdisjoint(experts) for group in self.kinds) > 1:
+            raise HddmError(
+                f"these experts make samples of several kinds ({self._kinds_told()}), and this is one "
+                "tensor: take hddm.HDDMPipeline or hddm sample, which draw and decode each, or one expert="
+            )
 
     @property
     def device(self) -> torch.device:
@@ -201,7 +231,7 @@ class Ensemble:
         """Keywords that any expert takes; None where one takes all, unchecked."""
         if any(expert.conditions is None for expert in self.experts):
             return None
-        names = [name for k in range(len(self.experts)) for name in self._names_of(k).values()]
+        names = [name for k in range(len(self.experts)) for name in self.names_of(k).values()]
         return tuple(dict.fromkeys([*names, *([PRIOR] if len(self.experts) > 1 else [])]))
 
     @property
@@ -264,6 +294,7 @@ class Ensemble:
         mixed = torch.zeros_like(x_t, dtype=torch.promote_types(x_t.dtype, torch.float32))
         used = weights.to("cpu") != 0
         self._refuse_unknown(conditions, used)
+        self.refuse_kinds(used.any(0).nonzero()[:, 0].tolist())
         waiting = in_best_order({k: self.experts[k].network for k in used.any(0).nonzero()[:, 0].tolist()})
         shares: dict[int, tuple[Tensor, Tensor]] = {}
         for place, index in enumerate(waiting):
@@ -390,7 +421,7 @@ class Ensemble:
         # The router may hold every shard of a class for impossible; the class is what was asked for.
         return torch.where(total > 0, product / total, rows.to(probabilities))
 
-    def _names_of(self, index: int) -> dict[str, str]:
+    def names_of(self, index: int) -> dict[str, str]:
         """Names of the conditions of this ensemble by those of an expert's network."""
         names = self.experts[index].conditions or ()
         text = self.texts[index] if self.texts else 0
@@ -401,7 +432,7 @@ class Ensemble:
         shares = []
         joint = self._joint if LABELS in conditions else None
         for index, one in enumerate(self.experts):
-            names = self._names_of(index)
+            names = self.names_of(index)
             own = {name: conditions[here] for name, here in names.items() if here in conditions}
             if one.conditions is None:
                 own = {name: value for name, value in conditions.items() if name != PRIOR}

@@ -63,6 +63,11 @@ class ExpertUse:
         for name, tally in self._tallies.items():
             tally.copy_(torch.tensor(values[name], dtype=tally.dtype))
 
+    def add_all(self, other: "ExpertUse") -> None:
+        """Count all that another tally of the same experts has counted."""
+        for name, tally in self._tallies.items():
+            tally += other._tallies[name]
+
     @property
     def _tallies(self) -> dict[str, Tensor]:
         return {"weight": self._weight, "runs": self._runs, "samples": self._samples}
@@ -141,10 +146,11 @@ def time_grid(steps: int, shift: float = 1.0) -> Tensor:
 
 def initial_noise(seed: int, start: int, stop: int, shape: tuple[int, ...]) -> Tensor:
     """Noise (stop - start, *shape) of samples ``start`` … ``stop`` - 1, in float32 on the CPU."""
-    return _noise(seed, range(start, stop), shape)
+    return noise_of(seed, range(start, stop), shape)
 
 
-def _noise(seed: int, indices: Iterable[int], shape: tuple[int, ...]) -> Tensor:
+def noise_of(seed: int, indices: Iterable[int], shape: tuple[int, ...]) -> Tensor:
+    """Noise (n, *shape) of the samples of these indices, as `initial_noise`."""
     return torch.stack([torch.randn(shape, generator=generator(seed, i)) for i in indices])
 
 
@@ -271,6 +277,7 @@ def sample(
     batch_size: int = 64,
     shape: tuple[int, ...] | None = None,
     start: int = 0,
+    numbers: Tensor | None = None,
     expert: int | None = None,
     router_every: int = 1,
     use: ExpertUse | None = None,
@@ -295,6 +302,7 @@ def sample(
             experts can amplify.
         shape: (C, H, W) of a sample, for a model that has none of its own.
         start: index i of the first sample: a run in several pieces is the run in one.
+        numbers: index i of each sample (num,), in place of ``start``; needs ``expert`` or a router.
         expert: the one expert to use, instead of any strategy.
         router_every: ask the router at every n-th call of the velocity only.
         use: a tally of how the experts were used, to be read afterwards.
@@ -314,6 +322,11 @@ def sample(
             channels than the model's, or a velocity that is not finite.
     """
     known = model.sample_shape
+    if isinstance(model, Ensemble):
+        # An unknown expert is refused below, with the others.
+        one = expert if expert in range(len(model.experts)) else None
+        model.refuse_kinds(range(len(model.experts)) if one is None else [one])
+        known = known if one is None else model.experts[one].sample_shape
     shape = tuple(_shape(shape, known))
     for name, value in {"num": num, "batch_size": batch_size, "seed": seed, "start": start}.items():
         least = 0 if name in ("seed", "start") else 1
@@ -337,6 +350,8 @@ def sample(
     if isinstance(model, Ensemble):
         model, chosen = routed(model, strategy, expert, num, conditions)
         if chosen is None and model.strategy == "draw":
+            if numbers is not None:
+                raise HddmError("numbers= goes with expert= or a router; 'draw' counts from start")
             chosen = draw_experts(model.prior_of(num, conditions), seed, start, start + num)
         model.refuse_weakless(Guidance.of(guidance_scale), chosen)
     elif strategy is not None or expert is not None:
@@ -348,11 +363,12 @@ def sample(
     order = torch.arange(num) if chosen is None else chosen.argsort(stable=True)
     dtype = torch.promote_types(model.dtype, torch.float32)
     samples = torch.empty(num, *shape, dtype=dtype)
+    numbers = torch.arange(start, start + num) if numbers is None else numbers
 
     def make(rows: Tensor) -> Tensor:
         return integrate(
             model,
-            _noise(seed, (start + rows).tolist(), shape).to(model.device, dtype),
+            noise_of(seed, numbers[rows].tolist(), shape).to(model.device, dtype),
             times,
             solver,
             guidance_scale,

@@ -17,20 +17,17 @@ from hddm.experts.compatibility import (
     common_shift,
     compare_classes,
     compare_experts,
-    compare_text_encoder,
-    compare_vae,
     match_router,
     note_overlaps,
     prior_of,
 )
+from hddm.experts.components import arrange
 from hddm.experts.ensemble_folders import (
-    COMPONENTS,
     ENSEMBLE_FILE,
     ROUTER,
     ClassName,
     EnsembleRecord,
     bases_of,
-    kept_components,
     put_component,
     write_ensemble_records,
 )
@@ -48,10 +45,7 @@ from hddm.experts.records import (
     weights_in,
 )
 from hddm.networks.folders import sha256_once
-from hddm.networks.text_encoder import prompt_length, read_tokenizer, text_encoder_facts
-from hddm.networks.vae import read_config, vae_facts
-from hddm.networks.wrappers import text_width
-from hddm.utils.errors import HddmError, UsageError, one_line
+from hddm.utils.errors import HddmError, one_line
 from hddm.utils.files import inside, link_or_copy, new_folder, read_yaml
 from hddm.utils.records import MANIFEST, has_manifest, read_record, refuse_damaged
 from hddm.utils.tensors import read_safetensors, refuse_non_finite
@@ -60,9 +54,6 @@ DEFAULT_STRATEGY = "draw"
 MOMENTS = "moments"
 """In place of a router's folder."""
 MOMENTS_TEMPERATURE = 1.0
-# Defaults of diffusers and transformers, for configs that leave them out.
-_LATENT_CHANNELS = 4
-_POSITIONS = 77
 
 
 @dataclass(frozen=True)
@@ -70,14 +61,15 @@ class EnsembleFolders:
     """Folders that make up an ensemble.
 
     ``outputs`` has the router's output for each expert, None where still open; empty where all are.
-    ``components`` are by name (`hddm.experts.ensemble_folders.COMPONENTS`); ``bases``, the weights that
-    adapters change, by SHA-256. ``shares``, ``class_lists`` and ``moments_temperature`` are as in
+    ``given`` and ``own`` are components by name (`hddm.experts.components.arrange`); ``bases``, the weights
+    that adapters change, by SHA-256. ``shares``, ``class_lists`` and ``moments_temperature`` are as in
     `hddm.experts.ensemble_folders.EnsembleRecord`.
     """
 
     experts: Sequence[Path]
     router: Path | None = None
-    components: Mapping[str, Path] = field(default_factory=dict)
+    given: Mapping[str, Path] = field(default_factory=dict)
+    own: Mapping[str, Path] = field(default_factory=dict)
     outputs: Sequence[int | None] = ()
     bases: Mapping[str, Path] = field(default_factory=dict)
     shares: Shares = ()
@@ -115,8 +107,10 @@ def assemble(
 
     ``router`` is needed for all strategies but ``draw``: a folder, or ``moments`` for one of the experts'
     moments (`hddm.routers.MomentsRouter`). ``vae`` decodes latents, and ``text_encoder`` with
-    ``tokenizer`` reads text; by default they are those that the experts keep. ``strategy`` is the one that
-    the folder recommends. ``bases`` are folders of weights that adapters change, where they have moved since
+    ``tokenizer`` reads text; by default they are those that the experts keep, several where these differ
+    (`hddm.experts.components`). Where experts have topics (`hddm.training.topics`), prompts are routed by
+    them. Experts of unlike samples can be drawn, and not mixed. ``strategy`` is the one that the folder
+    recommends. ``bases`` are folders of weights that adapters change, where they have moved since
     training. Returns notes on what was taken on trust or could not be known.
 
     Raises `HddmError`, before writing, that lists all differences between the parts, and for weights and
@@ -129,18 +123,24 @@ def assemble(
     folders = EnsembleFolders(
         experts,
         None if router in (None, MOMENTS) else Path(router),
-        chosen_components(vae, text_encoder, tokenizer, experts),
+        components_given(vae, text_encoder, tokenizer),
         bases=bases_of(experts, bases_in(bases)),
         shares=fixed,
         class_lists=lists,
         moments_temperature=MOMENTS_TEMPERATURE if router == MOMENTS else None,
     )
-    refuse_inside(out, (*experts, folders.router, *folders.components.values(), *folders.bases.values()))
-    record, notes = check(folders, strategy)
+    refuse_inside(out, (*experts, folders.router, *folders.given.values(), *folders.bases.values()))
+    record, components, notes = check(folders, strategy)
     notes += check_files(experts, folders.router, folders.bases)
     with new_folder(out, ENSEMBLE_FILE, overwrite) as draft:
-        fill(draft, folders, record)
+        fill(draft, folders, record, components)
     return notes
+
+
+def components_given(vae: Path | None, text_encoder: Path | None, tokenizer: Path | None) -> dict[str, Path]:
+    """Components that a caller names, by name."""
+    named = {"vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
+    return {name: folder for name, folder in named.items() if folder is not None}
 
 
 def choices(
@@ -214,29 +214,12 @@ def _names_of(given: ClassNames, name: str, record: ExpertRecord) -> tuple[str, 
     return tuple(given)
 
 
-def chosen_components(
-    vae: Path | None,
-    text_encoder: Path | None,
-    tokenizer: Path | None,
-    experts: Sequence[Path],
-    own: Mapping[str, Path] | None = None,
-) -> dict[str, Path]:
-    """Components by name: those given, else ``own``, else those that the first of ``experts`` keeps.
-
-    Text encoder and tokenizer come from one place.
-    """
-    given = {"vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
-    found = {**(own or {}), **{name: folder for name, folder in given.items() if folder is not None}}
-    for kept in map(kept_components, experts):
-        has_text = not {"text_encoder", "tokenizer"}.isdisjoint(found)
-        found = {name: one for name, one in kept.items() if name == "vae" or not has_text} | found
-    return found
-
-
 def check(
     folders: EnsembleFolders, strategy: str, prior: Sequence[float] | None = None, shift: float | None = None
-) -> tuple[EnsembleRecord, tuple[str, ...]]:
-    """Return the record of an ensemble of ``folders``, and notes; only records and small tensors are read.
+) -> tuple[EnsembleRecord, Mapping[str, Path], tuple[str, ...]]:
+    """Return the record of an ensemble of ``folders``, its components by name, and notes.
+
+    Of weights, only those of components are read.
 
     ``prior`` is for experts of unknown shards (default: equal); ``shift`` defaults to the experts' own.
     Raises `HddmError` that lists all differences between parts, for a strategy that they cannot follow, and
@@ -254,9 +237,9 @@ def check(
         if folders.moments_temperature is not None and not (folder / CALIBRATION).is_file():
             found.differ(str(folder), "has no calibration, as --router moments needs; run hddm calibrate")
     lists = class_lists_of(experts, folders.class_lists)
-    compare_experts(experts, found, folders.shares)
+    compare_experts(experts, found, folders.shares, is_drawn=not is_routed)
     compare_classes(experts, lists, found)
-    _compare_components(folders, experts, found)
+    arranged = arrange(folders.experts, experts, folders.given, folders.own, found)
     outputs: tuple[int, ...] = ()
     if folders.router is not None:
         _files_of(folders.router)
@@ -266,6 +249,8 @@ def check(
         if outputs == tuple(range(total)):
             outputs = ()
     found.refuse()
+    if arranged.vaes or len({one.sample_shape for _, one in experts}) > 1:
+        found.note("experts make samples of several kinds, so they are drawn, one a sample, and never mixed")
     note_overlaps(experts, found)
     shares = prior_of(experts, found, folders.shares, prior)
     record = EnsembleRecord(
@@ -280,23 +265,11 @@ def check(
         moments_temperature=folders.moments_temperature,
         strategy=strategy,
         shift=common_shift(experts, found) if shift is None else shift,
+        texts=arranged.texts,
+        vaes=arranged.vaes,
+        topics=arranged.topics,
     )
-    return record, tuple(found.notes)
-
-
-def _compare_components(folders: EnsembleFolders, experts: Sequence[Named], found: Findings) -> None:
-    vae, text_encoder, tokenizer = (folders.components.get(name) for name in COMPONENTS)
-    if vae is not None:
-        channels = read_config(vae).get("latent_channels", _LATENT_CHANNELS)
-        compare_vae(experts, vae_facts(vae), channels, str(vae), found)
-    if text_encoder is not None and tokenizer is not None:
-        positions = read_config(text_encoder).get("max_position_embeddings", _POSITIONS)
-        length = prompt_length(read_tokenizer(tokenizer).model_max_length, positions)
-        encoder = text_encoder_facts(text_encoder, length)
-        widths = [None if one.text_encoder else text_width(read_config(Path(name))) for name, one in experts]
-        compare_text_encoder(experts, widths, encoder, str(text_encoder), found)
-    elif (text_encoder, tokenizer) != (None, None):
-        raise UsageError("--text-encoder and --tokenizer go together; pass both, or none")
+    return record, arranged.folders, tuple(found.notes)
 
 
 def check_files(experts: Sequence[Path], router: Path | None, bases: Mapping[str, Path]) -> tuple[str, ...]:
@@ -329,14 +302,16 @@ def read_records(folders: Sequence[Path]) -> list[Named]:
     return [(str(folder), read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)) for folder in folders]
 
 
-def fill(draft: Path, folders: EnsembleFolders, record: EnsembleRecord) -> None:
-    """Put ``folders`` and their record into an empty folder, by hard links where possible."""
+def fill(
+    draft: Path, folders: EnsembleFolders, record: EnsembleRecord, components: Mapping[str, Path]
+) -> None:
+    """Put ``folders``, their record and components into an empty folder, by hard links where possible."""
     for folder, name in zip(folders.experts, record.experts, strict=True):
         _link(_files_of(folder), draft / name)
     if folders.router is not None and record.router is not None:
         _link(_files_of(folders.router), draft / record.router)
     kinds: dict[str, ClassName] = {}
-    for name, folder in folders.components.items():
+    for name, folder in components.items():
         kinds[name] = put_component(draft, name, folder)
     write_ensemble_records(draft, record, kinds, folders.bases)
 

@@ -19,7 +19,7 @@ from hddm.experts.assembly import (
     check,
     check_files,
     choices,
-    chosen_components,
+    components_given,
     fill,
     read_records,
     refuse_inside,
@@ -105,9 +105,8 @@ def change(
     folders = EnsembleFolders(
         everyone,
         None if router in (None, MOMENTS) else Path(router),
-        chosen_components(
-            vae, text_encoder, tokenizer, add, {name: ensemble / name for name in components_in(ensemble)}
-        ),
+        components_given(vae, text_encoder, tokenizer),
+        {name: ensemble / name for name in components_in(ensemble)},
         bases=bases_of(stay, own_bases, is_closed=True) | bases_of(add, bases_in(bases)),
         shares=fixed,
         class_lists=lists,
@@ -128,7 +127,7 @@ def change(
     elif router is None:
         folders = replace(folders, moments_temperature=record.moments_temperature)
     prior = [record.prior[k] for k in kept]
-    new_record, notes = check(
+    new_record, components, notes = check(
         folders,
         strategy,
         prior=None if add or not sum(prior) else prior,
@@ -147,7 +146,7 @@ def change(
     target = ensemble.resolve() if out is None else out
     refuse_inside(target, [*add, new_router, vae, text_encoder, tokenizer])
     with new_folder(target, ENSEMBLE_FILE, overwrite=out is None or overwrite) as draft:
-        fill(draft, folders, new_record)
+        fill(draft, folders, new_record, components)
         _link_rest(ensemble, rest, draft)
     return notes
 

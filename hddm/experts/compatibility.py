@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from hddm.classes import join_classes
 from hddm.data.shard_records import overlap
 from hddm.experts.records import ExpertRecord, RouterRecord, ShardRecord
-from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.utils.errors import HddmError, UsageError
 
 ClassLists = Sequence[Sequence[str]]
@@ -64,7 +63,8 @@ def _makes_latents(record: ExpertRecord) -> bool:
     return record.space == "latents"
 
 
-def _takes_text(record: ExpertRecord) -> bool:
+def takes_text(record: ExpertRecord) -> bool:
+    """True for an expert of prompts."""
     return "encoder_hidden_states" in record.conditions
 
 
@@ -101,12 +101,9 @@ _QUALITIES = (
     _Quality("VAE", "vae.fingerprint", _makes_latents),
     _Quality("VAE's scale", "vae.scale"),
     _Quality("VAE's shift", "vae.shift"),
-    _Quality("text encoder", "text_encoder.fingerprint", _takes_text),
-    _Quality("text width", "text_encoder.width"),
-    _Quality("tokens", "text_encoder.tokens"),
 )
 # Qualities that shapes do not show: where nobody records them, a note says so.
-_TRUSTED = ("VAE", "text encoder")
+_TRUSTED = ("VAE",)
 
 
 def class_lists_of(experts: Sequence[Named], given: ClassLists = ()) -> list[tuple[str, ...]]:
@@ -115,10 +112,13 @@ def class_lists_of(experts: Sequence[Named], given: ClassLists = ()) -> list[tup
     return [tuple(own) or record.classes for (_, record), own in zip(experts, lists, strict=True)]
 
 
-def compare_experts(experts: Sequence[Named], found: Findings, shares: Shares = ()) -> None:
+def compare_experts(
+    experts: Sequence[Named], found: Findings, shares: Shares = (), is_drawn: bool = False
+) -> None:
     """Record each expert's differences from the most common values, of equally common ones the first.
 
     Two experts of one shard are no difference where both have a share, which says how they divide its part.
+    Experts that are drawn alone, one a sample, may make samples of several kinds.
     """
     for quality in _QUALITIES:
         values = [quality.of(record) for _, record in experts]
@@ -127,12 +127,14 @@ def compare_experts(experts: Sequence[Named], found: Findings, shares: Shares = 
         if known:
             usual = known.most_common(1)[0][0]
             for (name, _), value in zip(experts, values, strict=True):
-                if value is not None and value != usual:
+                if value is not None and value != usual and not is_drawn:
                     found.differ(name, f"{quality.name} {_difference(value, usual)}")
             for name in without:
                 found.note(f"{name} does not record its {quality.name}; taken on trust")
         elif without and len(experts) > 1 and quality.name in _TRUSTED:
             found.note(f"no expert records its {quality.name}; that all share one is taken on trust")
+    for name in found.differences:
+        found.differ(name, "so it can be drawn, without a router, and not mixed")
     _compare_shards(experts, found, shares or [None] * len(experts))
 
 
@@ -164,55 +166,6 @@ def compare_classes(experts: Sequence[Named], lists: ClassLists, found: Findings
     for (name, record), own in zip(experts, lists, strict=True):
         if named is not None and _takes_classes(record) and not own:
             found.differ(name, f"numbers its classes, and {named} names them; name its classes by --classes")
-
-
-def compare_vae(experts: Sequence[Named], vae: VaeRecord, channels: int, name: str, found: Findings) -> None:
-    """Compare a VAE of latents with ``channels`` with what latent experts record."""
-    latents = [(expert, record) for expert, record in experts if _makes_latents(record)]
-    if not latents:
-        found.differ(name, "a VAE, and these experts make pixels; leave it out")
-    for expert, record in latents:
-        if channels != record.sample_shape[0]:
-            found.differ(name, f"{channels} latent channels, and {expert} has {record.sample_shape[0]}")
-        if record.vae is None:
-            found.note(f"{expert} does not record its VAE; taken on trust")
-            if vae.kind != "AutoencoderTiny" and record.latent_scale not in (None, vae.scale):
-                found.differ(name, f"scale {vae.scale:g}, and {expert} has {record.latent_scale:g}")
-        elif record.vae.kind != vae.kind:
-            # A distilled VAE of the same latents has other weights and another scale of its own.
-            found.note(f"{name} is an {vae.kind}, and {expert} records an {record.vae.kind}; taken on trust")
-        else:
-            _compare_keys(name, vae, expert, record.vae, ("fingerprint", "scale", "shift"), found)
-
-
-def compare_text_encoder(
-    experts: Sequence[Named],
-    widths: Sequence[int | None],
-    encoder: TextEncoderRecord,
-    name: str,
-    found: Findings,
-) -> None:
-    """Compare a text encoder with what experts record, or with the widths that their networks take."""
-    if not any(_takes_text(record) for _, record in experts):
-        found.differ(name, "a text encoder, and none of these experts takes text")
-    for (expert, record), width in zip(experts, widths, strict=True):
-        if not _takes_text(record):
-            continue
-        if record.text_encoder is not None:
-            keys = ("fingerprint", "width", "tokens")
-            _compare_keys(name, encoder, expert, record.text_encoder, keys, found)
-            continue
-        found.note(f"{expert} does not record its text encoder; taken on trust")
-        if width not in (None, encoder.width):
-            found.differ(name, f"tokens {encoder.width} wide, and {expert} takes {width}")
-
-
-def _compare_keys(
-    name: str, mine: object, expert: str, theirs: object, keys: Sequence[str], found: Findings
-) -> None:
-    for key in keys:
-        if getattr(mine, key) != getattr(theirs, key):
-            found.differ(name, f"{key} {getattr(mine, key)}, and {expert} records {getattr(theirs, key)}")
 
 
 def match_router(

@@ -6,7 +6,7 @@
     bases/<hash>/            weights that adapters among them change, where no expert has them for its own
     router/                  a router folder
     scheduler/               the shift once more, for diffusers
-    vae/ text_encoder/ tokenizer/     for experts of latents
+    vae/ text_encoder/ tokenizer/     for experts of latents and text; second ones are vae_2/, …
     manifest.json            the hashes of all these (`hddm.utils.records`)
 
 ``model_index.json`` is foreign text: a part may be of the classes listed in `CLASSES` and of no other, so
@@ -25,6 +25,7 @@ from hddm.experts.lora import base_of, check_base
 from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord, Temperature
 from hddm.networks.folders import WEIGHTS, sha256_once
 from hddm.networks.text_encoder import STEM as TEXT_STEM
+from hddm.networks.text_encoder import TOKENIZERS, kind_of
 from hddm.networks.vae import STEM as VAE_STEM
 from hddm.networks.vae import read_config, read_weights
 from hddm.schedules import from_diffusers
@@ -43,18 +44,32 @@ SCHEDULER_FILE = "scheduler/scheduler_config.json"
 ClassName = tuple[str, str]
 """Library and class, as in ("diffusers", "AutoencoderKL")."""
 
+KEPT = ("vae", "text_encoder", "tokenizer")
+"""Parts that a converted expert may have besides networks, one folder each."""
+MOST_ENCODERS = 3
+"""VAEs, and text encoders, of an ensemble at most."""
+
+
+def numbered(name: str, number: int) -> str:
+    """Name of a component by its number, from 0: ``vae``, ``vae_2``, ``vae_3``, as in diffusers."""
+    return name if number == 0 else f"{name}_{number + 1}"
+
+
+COMPONENTS = tuple(numbered(name, number) for number in range(MOST_ENCODERS) for name in KEPT)
+"""Parts that an ensemble may have besides networks and scheduler."""
+_KINDS: Mapping[str, tuple[ClassName, ...]] = {
+    "vae": (("diffusers", "AutoencoderKL"), ("diffusers", "AutoencoderTiny")),
+    "text_encoder": (("transformers", "CLIPTextModel"), ("transformers", "T5EncoderModel")),
+    "tokenizer": (("transformers", "CLIPTokenizer"), ("transformers", "T5Tokenizer")),
+}
 CLASSES: Mapping[str, tuple[ClassName, ...]] = {
     "experts": (("hddm", "ExpertSet"),),
     "router": (("hddm", "RouterTransformer"),),
     "scheduler": (("diffusers", SCHEDULER),),
-    "vae": (("diffusers", "AutoencoderKL"), ("diffusers", "AutoencoderTiny")),
-    "text_encoder": (("transformers", "CLIPTextModel"),),
-    "tokenizer": (("transformers", "CLIPTokenizer"),),
+    **{name: _KINDS[name.rstrip("_23")] for name in COMPONENTS},
 }
 """Every part that an ensemble may have, and what it may be."""
 
-COMPONENTS = ("vae", "text_encoder", "tokenizer")
-"""Parts that a latent ensemble, or a converted expert, may have besides networks, one folder each."""
 _STEMS = {"vae": VAE_STEM, "text_encoder": TEXT_STEM}
 _TEXT_FILES = (".json", ".txt", ".md")
 
@@ -87,7 +102,8 @@ def read_model_index(folder: Path) -> dict[str, ClassName | None]:
 def write_model_index(folder: Path, classes: Mapping[str, ClassName]) -> None:
     """Write ``model_index.json``; experts and scheduler are always named."""
     always = {part: CLASSES[part][0] for part in _NEEDED}
-    named = {part: (always | dict(classes)).get(part) for part in CLASSES}
+    parts = ("experts", "router", "scheduler", *KEPT, *classes)
+    named = {part: (always | dict(classes)).get(part) for part in CLASSES if part in parts}
     content = {"_class_name": PIPELINE, "_diffusers_version": diffusers.__version__}
     write_json(folder / MODEL_INDEX, content | {part: one or (None, None) for part, one in named.items()})
 
@@ -195,6 +211,7 @@ def _put_in_bases(draft: Path, experts: Sequence[str], bases: Mapping[str, Path]
     return places
 
 
+Number = Annotated[int, Field(ge=0, lt=MOST_ENCODERS)]
 Probabilities = tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...]
 
 
@@ -218,6 +235,12 @@ class EnsembleRecord(Record):
     """p(k | class), one row for each class."""
     moments_temperature: Temperature | None = None
     """Of a router by the experts' moments (`hddm.routers.MomentsRouter`), in place of a learned one."""
+    texts: tuple[Number, ...] = ()
+    """Number of each expert's text encoder, from 0; empty where all have the first."""
+    vaes: tuple[Annotated[int, Field(ge=-1, lt=MOST_ENCODERS)], ...] = ()
+    """Number of each expert's VAE, -1 for experts of pixels; empty where all have the first or none."""
+    topics: Number | None = None
+    """Number of the text encoder that prompts are routed by (`hddm.routers.PromptRouter`); None for none."""
     strategy: str
     shift: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Of the time grid (`hddm.sampling.time_grid`)."""
@@ -236,6 +259,11 @@ class EnsembleRecord(Record):
             strategy=strategy,
             shift=shift,
         )
+
+    @property
+    def is_routed(self) -> bool:
+        """True where a router looks at x_t, learned or by moments."""
+        return self.router is not None or self.moments_temperature is not None
 
     @property
     def outputs(self) -> tuple[int, ...]:
@@ -289,14 +317,20 @@ def put_component(draft: Path, name: str, folder: Path, variant: str | None = No
         _refuse_damaged_component(name, folder)
     target = draft / name
     target.mkdir(parents=True)
-    if name in _STEMS:
-        weights, _ = read_weights(folder, _STEMS[name], variant)
-        link_or_copy(weights, target / f"{_STEMS[name]}{weights.suffix}")
+    kind = name.rstrip("_23")
+    if kind in _STEMS:
+        weights, _ = read_weights(folder, _STEMS[kind], variant)
+        link_or_copy(weights, target / f"{_STEMS[kind]}{weights.suffix}")
     for path in sorted(folder.iterdir()):
         is_text = path.suffix in _TEXT_FILES or path.name.startswith("LICENSE")
         if is_text and path.name != MANIFEST and inside(folder, path.name).is_file():
             link_or_copy(path, target / path.name)
-    return ("diffusers", str(read_config(folder)["_class_name"])) if name == "vae" else CLASSES[name][0]
+    if kind == "tokenizer":
+        stated = read_config(folder, "tokenizer_config.json").get("tokenizer_class", "CLIPTokenizer")
+        return "transformers", TOKENIZERS[stated]
+    if kind == "text_encoder":
+        return "transformers", str(kind_of(read_config(folder)))
+    return "diffusers", str(read_config(folder)["_class_name"])
 
 
 def keep_component(expert: Path, name: str, folder: Path, variant: str | None = None) -> None:
@@ -310,7 +344,7 @@ def keep_component(expert: Path, name: str, folder: Path, variant: str | None = 
 
 def kept_components(expert: Path) -> dict[str, Path]:
     """Folders of the `COMPONENTS` that an expert's folder keeps, by name; `HddmError` for one outside."""
-    return {name: expert / name for name in COMPONENTS if inside(expert, name).is_dir()}
+    return {name: expert / name for name in KEPT if inside(expert, name).is_dir()}
 
 
 def whole_components(expert: Path) -> dict[str, Path]:
@@ -323,7 +357,7 @@ def whole_components(expert: Path) -> dict[str, Path]:
 
 def _refuse_damaged_component(name: str, folder: Path) -> None:
     """Refuse a component whose files are not those that were written with its manifest."""
-    refuse_damaged(folder, "tokenizer_config.json" if name == "tokenizer" else "config.json")
+    refuse_damaged(folder, "tokenizer_config.json" if name.startswith("tokenizer") else "config.json")
 
 
 def refuse_damaged_ensemble(folder: Path, facts: EnsembleRecord, experts: Collection[int]) -> None:
@@ -371,7 +405,7 @@ def _check_numbers(facts: EnsembleRecord, path: Path) -> None:
     for key, row in (("prior", facts.prior), *(("class_prior", row) for row in facts.class_prior)):
         if len(row) != experts or not math.fsum(row) > 0:
             raise HddmError(f"{path}: {key} must be {experts} numbers with a positive sum, not {list(row)}")
-    for key in ("shares", "class_lists"):
+    for key in ("shares", "class_lists", "texts", "vaes"):
         if len(getattr(facts, key)) not in (0, experts):
             raise HddmError(f"{path}: {key} must be of {experts} experts, not {len(getattr(facts, key))}")
     if facts.classes and len(facts.class_prior) not in (0, len(facts.classes)):

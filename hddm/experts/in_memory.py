@@ -85,6 +85,8 @@ def parts_of(
         class_prior=() if model.class_prior is None else tuple(map(_shares, model.class_prior)),
         strategy=model.strategy,
         shift=model.shift,
+        texts=model.texts,
+        vaes=model.spaces,
     )
     return fields, router, record
 

@@ -14,8 +14,8 @@ from hddm.classes import join_classes
 from hddm.ensemble import Ensemble, Strategy
 from hddm.experts.compatibility import Findings, compare_experts, match_router
 from hddm.experts.ensemble_folders import (
-    COMPONENTS,
     ENSEMBLE_FILE,
+    KEPT,
     ROUTER,
     ClassName,
     EnsembleRecord,
@@ -162,7 +162,7 @@ def _ensemble(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) ->
     experts = [open_expert(folder / name, bases) for name in facts.experts]
     named = [(name, expert.facts) for name, expert in zip(facts.experts, experts, strict=True)]
     found = Findings()
-    compare_experts(named, found, facts.shares)
+    compare_experts(named, found, facts.shares, is_drawn=not facts.is_routed)
     if router is not None and router_facts is not None:
         total = router.config.num_experts
         if not written.router_outputs and total != len(written.experts):
@@ -189,6 +189,8 @@ def _only(facts: EnsembleRecord, chosen: Sequence[int]) -> EnsembleRecord:
         "prior": prior,
         "shares": tuple(facts.shares[k] for k in chosen) if facts.shares else (),
         "class_lists": tuple(facts.class_lists[k] for k in chosen) if facts.class_lists else (),
+        "texts": tuple(facts.texts[k] for k in chosen) if facts.texts else (),
+        "vaes": tuple(facts.vaes[k] for k in chosen) if facts.vaes else (),
         "strategy": f"top-{len(chosen)}" if too_many else facts.strategy,
         # A class that none of them has seen is anybody's.
         "class_prior": tuple(tuple(row) if sum(row) else prior for row in rows),
@@ -207,7 +209,7 @@ def _paris(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) -> Op
     if chosen is not None:
         facts = _only(facts, chosen)
         experts = [experts[k] for k in chosen]
-    components = [name for name in COMPONENTS if inside(folder, name).is_dir()]
+    components = [name for name in KEPT if inside(folder, name).is_dir()]
     return OpenedEnsemble(experts, router, router_facts, facts, components)
 
 
@@ -242,7 +244,16 @@ def ensemble_of(
             raise HddmError(f"{ENSEMBLE_FILE}: has no p(k | class) of {', '.join(unknown)}; assemble it anew")
         class_prior = tuple(rows[name] for name in names)
     try:
-        return Ensemble(fields, route, facts.strategy, facts.prior, class_prior or None, facts.shift)
+        return Ensemble(
+            fields,
+            route,
+            facts.strategy,
+            facts.prior,
+            class_prior or None,
+            facts.shift,
+            facts.texts,
+            facts.vaes,
+        )
     except HddmError as error:
         raise HddmError(f"{ENSEMBLE_FILE}: {error}") from error
 
@@ -272,7 +283,7 @@ def save_ensemble(
     """
     named = [(f"expert {k}", expert.facts) for k, expert in enumerate(experts.storable())]
     found = Findings()
-    compare_experts(named, found, facts.shares)
+    compare_experts(named, found, facts.shares, is_drawn=not facts.is_routed)
     if router is not None:
         if not isinstance(router, RouterTransformer) or router_facts is None:
             raise HddmError(f"the router is {described(router)}, and a folder holds a RouterTransformer")

@@ -1,22 +1,27 @@
 """Conditions of a pipeline's calls: prompts, class labels and embeddings by network keyword."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from hddm.classes import Labels, class_indices
-from hddm.networks.text_encoder import encode
+from hddm.classes import LABELS, Labels, class_indices
+from hddm.experts.ensemble_folders import numbered
+from hddm.networks.text_encoder import Embedded, embed
+from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.pipelines.offloading import Offloading
+from hddm.routers import PromptRouter
 from hddm.utils.errors import HddmError
+from hddm.velocity import PRIOR
 
-_TEXT = "encoder_hidden_states"
+_TEXT, _MASK, *_ = TEXT_CONDITIONS
 
 
 class Encoding(Offloading):
     """Encoder of a pipeline's prompts and class labels."""
 
-    tokenizer: Any
     ensemble: Any
 
     def encode(
@@ -32,7 +37,9 @@ class Encoding(Offloading):
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Conditions and negative conditions by network keyword, one row per prompt or class.
 
-        Arguments are those of a call; ``guided`` says whether there will be a negative branch.
+        Arguments are those of a call; ``guided`` says whether there will be a negative branch. Each expert of
+        text gets the tokens of its own text encoder. An expert of classes that is asked by prompt gets the
+        longest name of a class that the prompt contains, and has p = 0 where it contains none that it knows.
 
         Raises:
             HddmError: for prompts without a text encoder, or arguments that exclude each other.
@@ -41,9 +48,9 @@ class Encoding(Offloading):
             raise HddmError("prompt is a text or a list of texts; classes are passed as class_labels=")
         given, against = dict(conditions or {}), dict(negative_conditions or {})
         if class_labels is not None:
-            if "class_labels" in given:
+            if LABELS in given:
                 raise HddmError("class_labels is among the conditions too; pass it once")
-            given["class_labels"] = class_indices(class_labels, self.ensemble.classes)
+            given[LABELS] = class_indices(class_labels, self.ensemble.classes)
         if negative_prompt is not None and prompt is None:
             raise HddmError("a negative_prompt needs a prompt beside it")
         has_negative = negative_prompt is not None or negative_prompt_embeds is not None or _TEXT in against
@@ -51,21 +58,29 @@ class Encoding(Offloading):
             negative_prompt = None
         elif prompt is not None and not has_negative:
             negative_prompt = ""
-        num = 1 if isinstance(prompt, str) else len(prompt or ())
-        for name, texts, tokens, into in (
-            ("prompt", prompt, prompt_embeds, given),
+        texts = None if prompt is None else [prompt] if isinstance(prompt, str) else list(prompt)
+        if isinstance(negative_prompt, str):
+            negative_prompt = [negative_prompt] * len(texts or ())
+        for name, wanted, tokens, into in (
+            ("prompt", texts, prompt_embeds, given),
             ("negative_prompt", negative_prompt, negative_prompt_embeds, against),
         ):
-            if texts is not None and tokens is not None:
+            if wanted is not None and tokens is not None:
                 raise HddmError(f"pass a {name} or {name}_embeds, not both")
-            if _TEXT in into and not (texts is None and tokens is None):
+            if _TEXT in into and not (wanted is None and tokens is None):
                 kind = "conditions" if into is given else "negative conditions"
                 raise HddmError(f"{_TEXT} is among the {kind} too; pass it once")
-            if texts is not None:
-                tokens = self._embed([texts] * num if isinstance(texts, str) else list(texts))
             if tokens is not None:
                 into[_TEXT] = tokens
-        widths = {record.text_encoder.width for record in self.experts.facts if record.text_encoder}
+            if wanted is not None:
+                into |= self._tokens(list(wanted))
+        if texts is not None:
+            given |= self._routed(texts, given)
+        widths = {
+            record.text_encoder.width
+            for record, number in zip(self.experts.facts, self._numbers, strict=True)
+            if record.text_encoder and number == 0
+        }
         if prompt_embeds is not None and widths - {prompt_embeds.shape[-1]}:
             raise HddmError(
                 f"prompt_embeds are {tuple(prompt_embeds.shape)}, and these experts take tokens of "
@@ -73,14 +88,79 @@ class Encoding(Offloading):
             )
         return given, against
 
-    def _embed(self, texts: Sequence[str]) -> Tensor:
-        if self.text_encoder is None or self.tokenizer is None:
+    @property
+    def _numbers(self) -> Sequence[int]:
+        """Number of each expert's text encoder."""
+        return self.experts.record.texts or [0] * len(self.experts.facts)
+
+    @property
+    def readers(self) -> set[int]:
+        """Numbers of the text encoders that a prompt needs: those of experts of text, and of their topics."""
+        of_text = {
+            number
+            for record, number in zip(self.experts.facts, self._numbers, strict=True)
+            if _TEXT in record.conditions
+        }
+        topics = self.experts.record.topics
+        return of_text | (set() if topics is None else {topics}) or {0}
+
+    def can_read(self, number: int) -> bool:
+        """True with the text encoder of that number, and its tokenizer."""
+        names = (numbered("text_encoder", number), numbered("tokenizer", number))
+        return all(getattr(self, name, None) is not None for name in names)
+
+    def _embed(self, number: int, texts: Sequence[str]) -> Embedded:
+        if not self.can_read(number):
             raise HddmError(
-                "a prompt needs a text encoder and a tokenizer, and this ensemble has none; give it both "
+                "a prompt needs a text encoder and a tokenizer, and this ensemble has none"
+                f"{f' of number {number + 1}' if number else ''}; give it both "
                 "(hddm assemble ENSEMBLE --text-encoder FOLDER --tokenizer FOLDER), or pass prompt_embeds"
             )
-        with self.present(self.text_encoder) as text_encoder:
-            return encode(text_encoder, self.tokenizer, texts)
+        tokenizer = getattr(self, numbered("tokenizer", number))
+        with self.present(getattr(self, numbered("text_encoder", number))) as text_encoder:
+            return embed(text_encoder, tokenizer, texts)
+
+    def _tokens(self, texts: Sequence[str]) -> dict[str, Tensor]:
+        """Tokens and masks for all experts of text, by the names of the ensemble's conditions."""
+        found, declared = dict[str, Tensor](), self.ensemble.conditions
+        for number in sorted(self.readers):
+            made = self._embed(number, texts)
+            for keyword, value in ((_TEXT, made.tokens), (_MASK, made.mask)):
+                name = numbered(keyword, number)
+                if value is not None and (declared is None or name in declared):
+                    found[name] = value
+        return found
+
+    def _routed(self, texts: Sequence[str], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """p(k | prompt), and the classes that prompts name, for experts that take no text."""
+        records, ensemble = self.experts.facts, self.ensemble
+        topics = self.experts.record.topics
+        takes_classes = torch.tensor(
+            [LABELS in one.conditions and _TEXT not in one.conditions for one in records]
+        )
+        if len(records) == 1 or (topics is None and not takes_classes.any()):
+            return {}
+        rows = ensemble.prior.expand(len(texts), -1)
+        if topics is not None:
+            router = PromptRouter([one.topic for one in self.experts.experts], ensemble.prior.tolist())
+            rows = router(self._embed(topics, texts).pooled)
+        if not takes_classes.any() or LABELS in given:
+            return {PRIOR: rows}
+        labels = torch.tensor([_named_in(text, ensemble.classes) for text in texts])
+        rows = rows * (~takes_classes | (labels < len(ensemble.classes))[:, None])
+        if not (rows.sum(1) > 0).all():
+            unread = next(text for text, row in zip(texts, rows, strict=True) if not row.any())
+            some = ", ".join(ensemble.classes[:5])
+            raise HddmError(
+                f"prompt {unread[:60]!r}: these experts take classes, and it names none of {some}, …"
+            )
+        return {PRIOR: rows, LABELS: labels}
+
+
+def _named_in(text: str, classes: Sequence[str]) -> int:
+    """Number of the longest class name in a text; the number of classes where it has none."""
+    found = [name for name in classes if re.search(rf"\b{re.escape(name)}\b", text, re.IGNORECASE)]
+    return classes.index(max(found, key=len)) if found else len(classes)
 
 
 def repeated(

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hddm.experts.ensemble_folders import COMPONENTS
 from hddm.networks.text_encoder import read_text_encoder, read_tokenizer
 from hddm.networks.vae import read_vae
-from hddm.sampling import initial_noise, uniform_draws
+from hddm.sampling import initial_noise, noise_of, uniform_draws
 from hddm.utils.errors import HddmError, did_you_mean
 
 _NO: Collection[object] = (None, False)
@@ -33,7 +34,7 @@ SAVING: Mapping[str, Collection[object]] = {
 }
 _OF_DOWNLOADS = ("cache_dir", "token", "proxies")
 """Keywords without effect on a local folder, whatever their value; a token must not get into a message."""
-PARTS = ("scheduler", "router", "vae", "text_encoder", "tokenizer")
+PARTS = ("scheduler", "router", *COMPONENTS)
 """Parts that are passed to diffusers' loaders in place of those in a folder."""
 
 NETWORKS = ("experts", "router", "vae", "text_encoder")
@@ -75,6 +76,16 @@ def noise_and_draws(
         return noise, torch.stack([uniform for _, uniform in pairs])
     noise = _normal((num, *shape), generator) if latents is None else latents
     return noise, _uniform((num,), generator)
+
+
+def noise_of_rows(
+    rows: Tensor, shape: tuple[int, ...], seed: int | None, start: int, generator: Generators
+) -> Tensor:
+    """States at t = 1 (n, *shape) of the images ``rows`` (n,) alone; other arguments as `noise_and_draws`."""
+    if seed is not None:
+        return noise_of(seed, (start + rows).tolist(), shape)
+    own = [generator[row] if isinstance(generator, Sequence) else generator for row in rows.tolist()]
+    return torch.stack([_normal(shape, one) for one in own])
 
 
 def _normal(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
@@ -128,11 +139,11 @@ def read_parts(
     """Parts of a pipeline: those ``given``, and of a folder the others among ``names``, of `COMPONENTS`."""
     found = dict(given)
     for name in set(names) - set(given):
-        match name:
+        match kind := name.rstrip("_23"):
             case "vae":
-                found[name] = read_vae(folder / name, dtypes[name])
+                found[name] = read_vae(folder / name, dtypes[kind])
             case "text_encoder":
-                found[name] = read_text_encoder(folder / name, dtypes[name])
+                found[name] = read_text_encoder(folder / name, dtypes[kind])
             case "tokenizer":
                 found[name] = read_tokenizer(folder / name)
     return found

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hddm.experts.ensemble_folders import COMPONENTS
 from hddm.experts.expert_set import ExpertSet
 from hddm.networks.offload import Offload
 
@@ -19,8 +20,6 @@ class Offloading:
 
     experts: ExpertSet
     router: Callable[..., Tensor] | None
-    vae: nn.Module | None
-    text_encoder: nn.Module | None
     _visits: torch.device | None = None
 
     def enable_model_cpu_offload(
@@ -52,8 +51,8 @@ class Offloading:
         self.experts.to(device)
         if isinstance(self.router, nn.Module):
             self.router.to(device)
-        for part in (self.text_encoder, self.vae):
-            if part is not None:
+        for part in (getattr(self, name, None) for name in COMPONENTS):
+            if isinstance(part, nn.Module):
                 part.to("cpu")
         self._visits = device
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from hddm.classes import Labels
 from hddm.ensemble import Ensemble
 from hddm.experts.ensemble_folders import (
-    CLASSES,
     COMPONENTS,
     ENSEMBLE_FILE,
     EnsembleRecord,
+    numbered,
     shift_of,
 )
 from hddm.experts.expert_set import ExpertSet
@@ -38,6 +38,7 @@ from hddm.pipelines.inputs import (
     Generators,
     dtypes_of,
     noise_and_draws,
+    noise_of_rows,
     read_parts,
     refuse_options,
 )
@@ -66,6 +67,8 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         vae: decodes latents; without it only ``output_type="latent"`` is possible.
         text_encoder: encodes prompts; without it, pass embeddings.
         tokenizer: of the text encoder.
+        vae_2, text_encoder_2, tokenizer_2, vae_3, text_encoder_3, tokenizer_3: of experts in other latent
+            spaces, or of other text encoders, as ``facts`` numbers them.
         facts: strategy and priors; by default those that ``experts`` carry, or ``draw`` with equal shares.
         router_facts: the router's time scale; by default that which it carries, and needed with any other.
 
@@ -73,7 +76,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         HddmError: for parts that contradict each other.
     """
 
-    _optional_components = ["router", "vae", "text_encoder", "tokenizer"]  # noqa: RUF012 - as diffusers has it
+    _optional_components = ["router", *COMPONENTS]  # noqa: RUF012 - as diffusers has it
 
     def __init__(
         self,
@@ -85,6 +88,12 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         tokenizer: Any = None,
         facts: EnsembleRecord | None = None,
         router_facts: RouterRecord | None = None,
+        vae_2: AutoencoderKL | AutoencoderTiny | None = None,
+        text_encoder_2: Any = None,
+        tokenizer_2: Any = None,
+        vae_3: AutoencoderKL | AutoencoderTiny | None = None,
+        text_encoder_3: Any = None,
+        tokenizer_3: Any = None,
     ) -> None:
         super().__init__()
         if isinstance(router, RouterTransformer):
@@ -96,6 +105,12 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
             vae=vae,
             text_encoder=text_encoder,
             tokenizer=tokenizer,
+            vae_2=vae_2,
+            text_encoder_2=text_encoder_2,
+            tokenizer_2=tokenizer_2,
+            vae_3=vae_3,
+            text_encoder_3=text_encoder_3,
+            tokenizer_3=tokenizer_3,
         )
         self.max_memory: int | None = None
         self._ensemble: Ensemble | None = None
@@ -110,14 +125,20 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         Raises `HddmError` for a scheduler that does more than shift its grid, and parts that do not fit or of
         another class.
         """
-        if self.vae is not None:
-            kind_of(self.vae)
+        for vae in self.vaes:
+            kind_of(vae)
         models = (self.experts, self.router, self.router_facts, self.experts.record)
         shift = shift_of(self.scheduler)
         if self._ensemble is None or any(a is not b for a, b in zip(models, self._made_of, strict=True)):
             self._ensemble, self._made_of = ensemble_of(*models), models
         self._ensemble.shift = shift
         return self._ensemble
+
+    @property
+    def vaes(self) -> list[AutoencoderKL | AutoencoderTiny]:
+        """All VAEs."""
+        found = (getattr(self, name) for name in COMPONENTS if name.startswith("vae"))
+        return [vae for vae in found if vae is not None]
 
     @property
     def facts(self) -> EnsembleRecord:
@@ -229,7 +250,8 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         dtype = kwargs.pop("dtype", None) or next((one for one in args if isinstance(one, torch.dtype)), None)
         if dtype is not None:
             # Models of diffusers warn of any cast of their own, though there is nothing to warn of.
-            others = [part for part in (router, self.vae, self.text_encoder) if isinstance(part, nn.Module)]
+            parts = [router, *(getattr(self, name) for name in COMPONENTS)]
+            others = [part for part in parts if isinstance(part, nn.Module)]
             for part in others:
                 nn.Module.to(part, dtype)
             if self.max_memory is not None:
@@ -263,9 +285,9 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
             for name in COMPONENTS:
                 if (part := getattr(self, name)) is not None:
                     part.save_pretrained(draft / name)
-                    kinds[name] = CLASSES[name][0]
-            if self.vae is not None:
-                kinds["vae"] = ("diffusers", kind_of(self.vae))
+                    library = "diffusers" if name.startswith("vae") else "transformers"
+                    kind = kind_of(part) if library == "diffusers" else type(part).__name__
+                    kinds[name] = (library, kind.removesuffix("Fast"))
             save_ensemble(draft, self.experts, self.router, self.router_facts, self.facts, kinds)
 
     @torch.no_grad()
@@ -345,10 +367,18 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         )  # fmt: skip
         given, against, num = repeated(given, against, num_images_per_prompt, batch_size)
         ensemble, chosen = routed(self.ensemble, strategy, expert, num, given)
-        self._check_output(output_type, height, width)
-        assert ensemble.sample_shape is not None
+        self._check_output(output_type, height, width, expert)
+        if expert is None and len(ensemble.kinds) > 1:
+            made = self._drawn(
+                given, against, num, latents, seed, start, generator,
+                num_inference_steps=num_inference_steps, guidance_scale=guidance_scale, solver=solver,
+                output_type=output_type, callback_on_step_end=callback_on_step_end,
+                callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
+            )  # fmt: skip
+            return made if return_dict else (made.images,)
+        shape = self.experts.facts[expert or 0].sample_shape
         dtype = torch.promote_types(ensemble.dtype, torch.float32)
-        x, draws = noise_and_draws(num, ensemble.sample_shape, seed, start, generator, latents)
+        x, draws = noise_and_draws(num, shape, seed, start, generator, latents)
         if chosen is None and ensemble.strategy == "draw":
             chosen = pick_experts(ensemble.prior_of(num, given), draws)
         times = time_grid(num_inference_steps, ensemble.shift)
@@ -376,35 +406,86 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
                 on_step=on_step,
                 is_interrupted=lambda: self._interrupt,
             )
-        images = (
-            x if output_type == "latent" else self.image_processor.postprocess(self.decode(x), output_type)
-        )
-        return HDDMPipelineOutput(images, use) if return_dict else (images,)
+        if output_type != "latent":
+            x = self.image_processor.postprocess(self.decode(x, expert or 0), output_type)
+        return HDDMPipelineOutput(x, use) if return_dict else (x,)
 
-    def decode(self, latents: Tensor) -> Tensor:
-        """Images (N, C, H, W) in [-1, 1] of samples: decoded by the VAE, or pixels, clipped."""
-        if self.vae is None:
+    def _drawn(
+        self,
+        given: Mapping[str, Tensor],
+        against: Mapping[str, Tensor],
+        num: int,
+        latents: Tensor | None,
+        seed: int | None,
+        start: int,
+        generator: Generators,
+        **options: Any,
+    ) -> HDDMPipelineOutput:
+        """Images of experts of several kinds, each drawn and decoded alone, in a list."""
+        if latents is not None or options["output_type"] != "pil":
+            raise HddmError(
+                "these experts make samples of several kinds, a list of pictures: take output_type='pil' "
+                "without latents, or one expert="
+            )
+        # An image's draw comes before its noise, whose shape it decides.
+        _, draws = noise_and_draws(num, (), seed, start, generator, None)
+        chosen = pick_experts(self.ensemble.prior_of(num, given), draws)
+        images, use = [None] * num, ExpertUse(len(self.ensemble.experts))
+        for k in chosen.unique().tolist():
+            rows = (chosen == k).nonzero()[:, 0]
+            part = self(
+                conditions={name: value[rows] for name, value in given.items()},
+                negative_conditions={name: value[rows] for name, value in against.items()},
+                expert=k,
+                batch_size=len(rows),
+                latents=noise_of_rows(rows, self.experts.facts[k].sample_shape, seed, start, generator),
+                **options,
+            )
+            assert isinstance(part, HDDMPipelineOutput)
+            use.add_all(part.expert_use)
+            for row, image in zip(rows.tolist(), part.images, strict=True):
+                images[row] = image
+        return HDDMPipelineOutput(images, use)
+
+    def vae_of(self, expert: int) -> AutoencoderKL | AutoencoderTiny | None:
+        """The VAE of an expert's latents; None for pixels, and where there is none."""
+        number = (self.experts.record.vaes or [0] * len(self.experts.facts))[expert]
+        return None if number < 0 else getattr(self, numbered("vae", number))
+
+    def decode(self, latents: Tensor, expert: int = 0) -> Tensor:
+        """Images (N, C, H, W) in [-1, 1] of an expert's samples: decoded by its VAE, or pixels, clipped."""
+        if (part := self.vae_of(expert)) is None:
             return latents.float().clamp(-1, 1)
-        with self.present(self.vae) as vae:
+        with self.present(part) as vae:
             return decode(vae, latents.to(vae.device))
 
     @property
     def image_size(self) -> tuple[int, int]:
-        """Image height and width in pixels."""
-        height, width = self.experts.facts[0].sample_shape[1:]
-        factor = 1 if self.vae is None else scale_of(self.vae)
+        """Image height and width in pixels, of the first expert where they differ."""
+        return self._size_of(0)
+
+    def _size_of(self, expert: int) -> tuple[int, int]:
+        height, width = self.experts.facts[expert].sample_shape[1:]
+        vae = self.vae_of(expert)
+        factor = 1 if vae is None else scale_of(vae)
         return factor * height, factor * width
 
-    def _check_output(self, output_type: str, height: int | None, width: int | None) -> None:
-        made = self.image_size
-        if (height or made[0], width or made[1]) != made:
-            raise HddmError(f"this ensemble makes images of {made[0]}×{made[1]}, not {height}×{width}")
+    def _check_output(
+        self, output_type: str, height: int | None, width: int | None, expert: int | None
+    ) -> None:
         known = ("pil", "np", "pt", "latent")
         if output_type not in known:
             raise HddmError(f"unknown output_type {output_type!r}: choose one of {', '.join(known)}")
-        facts = self.experts.facts[0]
-        if output_type != "latent" and self.vae is None and facts.space == "latents":
-            raise HddmError(
-                "these experts make latents and there is no VAE: give them one (hddm assemble ENSEMBLE --vae "
-                'FOLDER), or take output_type="latent"'
-            )
+        for k in range(len(self.experts.facts)) if expert is None else [expert]:
+            made = self._size_of(k)
+            if (height or made[0], width or made[1]) != made:
+                raise HddmError(f"this ensemble makes images of {made[0]}×{made[1]}, not {height}×{width}")
+            if (
+                output_type != "latent"
+                and self.vae_of(k) is None
+                and self.experts.facts[k].space == "latents"
+            ):
+                raise HddmError(
+                    "these experts make latents and there is no VAE: give them one (hddm assemble ENSEMBLE "
+                    '--vae FOLDER), or take output_type="latent"'
+                )

@@ -28,14 +28,14 @@ from hddm.networks.folders import sha256_once
 from hddm.networks.wrappers import missing_from
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.pipelines.sheets import sheet_path, write_sheet
-from hddm.sampling import ExpertUse, sample
+from hddm.sampling import ExpertUse, draw_experts, sample
 from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS
 from hddm.utils.drafts import Done, Draft, differences, discard_finished, open_draft
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import read_json, sha256_of, write_json
 from hddm.utils.records import SAMPLING_FILE, Record, content_hash
 from hddm.utils.tensors import available_device, read_safetensors
-from hddm.velocity import Guidance, GuideBy
+from hddm.velocity import PRIOR, Guidance, GuideBy
 
 FORMAT = "1.3"
 LATENTS_FILE = "latents.safetensors"
@@ -159,7 +159,7 @@ def sample_to_folder(
     ).to(device)
     if settings.compile:
         pipeline.experts.compile(dynamic=True)
-    _check_output(source, pipeline, settings)
+    _check_output(source, pipeline, settings, grid)
     given, against = read_cycles(pipeline, settings)
     run = _Run(pipeline, settings, guidance, given, against, on_batch)
     record = _record(source, settings, pipeline, given)
@@ -232,20 +232,24 @@ class _Run:
                     self.on_batch(stop - start)
             else:
                 draft.drop(name)
-                files = self._save(draft, name, self._samples(draft, name, start, stop, rows), start)
-                self._add(draft, name, files)
+                self._add(draft, name, self._save(draft, name, self._samples(draft, name, start, stop, rows)))
             draft.drop_below(name)
         if settings.output_type == "latent":
             latents = [load_file(draft.parts / f"{name}.safetensors")["latents"] for name in names]
             save_file({"latents": torch.cat(latents)}, draft.folder / LATENTS_FILE, {"format": "pt"})
         _warn(self.pipeline, settings, self.use, expected)
 
-    def _samples(self, draft: Draft, name: str, start: int, stop: int, rows: Mapping[str, Any]) -> Tensor:
-        """Samples ``start`` … ``stop`` - 1, whose complete batches are kept in the draft."""
-        numbers = itertools.count()
+    def _samples(
+        self, draft: Draft, name: str, start: int, stop: int, rows: Mapping[str, Tensor]
+    ) -> list[tuple[Tensor, int, Tensor]]:
+        """Samples ``start`` … ``stop`` - 1, whose complete batches are kept in the draft.
+
+        Their numbers, an expert that stands for their kind, and they themselves, (n, C, H, W).
+        """
+        batches = itertools.count()
 
         def keep(rows: Tensor, make: Callable[[], Tensor]) -> Tensor:
-            batch = f"{name}/{next(numbers):05d}"
+            batch = f"{name}/{next(batches):05d}"
             path = draft.parts / f"{batch}.safetensors"
             if done := draft.done(batch, _Made):
                 self.use.load(done.use)
@@ -259,38 +263,53 @@ class _Run:
             self.ready += len(rows)
             return made
 
-        settings = self.settings
-        return sample(
-            self.pipeline.ensemble,
-            stop - start,
-            settings.seed,
-            settings.steps,
-            settings.strategy,
-            settings.solver,
-            self.guidance,
-            negative=cycled(self.against, start, stop) or None,
-            shift=settings.shift,
-            batch_size=settings.batch_size,
-            start=start,
-            expert=settings.expert,
-            router_every=settings.router_every,
-            use=self.use,
-            on_batch=self.on_batch,
-            keep=keep,
-            **rows,
-        )
+        settings, ensemble = self.settings, self.pipeline.ensemble
+        numbers, against = torch.arange(start, stop), cycled(self.against, start, stop)
+        parts: list[tuple[Tensor, int | None]] = [(numbers, settings.expert)]
+        if settings.expert is None and len(ensemble.kinds) > 1:
+            chosen = draw_experts(ensemble.prior_of(len(numbers), rows), settings.seed, start, stop)
+            parts = [(numbers[chosen == k], k) for k in chosen.unique().tolist()]
+        found = []
+        for part, expert in parts:
+            own: dict[str, Any] = {key: value[part - start] for key, value in rows.items()}
+            samples = sample(
+                ensemble,
+                len(part),
+                settings.seed,
+                settings.steps,
+                settings.strategy,
+                settings.solver,
+                self.guidance,
+                negative={key: value[part - start] for key, value in against.items()} or None,
+                shift=settings.shift,
+                batch_size=settings.batch_size,
+                start=start,
+                numbers=None if expert == settings.expert else part,
+                expert=expert,
+                router_every=settings.router_every,
+                use=self.use,
+                on_batch=self.on_batch,
+                keep=keep,
+                **own,
+            )
+            found.append((part, expert or 0, samples))
+        return found
 
-    def _save(self, draft: Draft, name: str, samples: Tensor, start: int) -> list[Path]:
-        """Write the samples of a round from ``start`` on, and return the files."""
+    def _save(self, draft: Draft, name: str, parts: Sequence[tuple[Tensor, int, Tensor]]) -> list[Path]:
+        """Write the samples of a round, and return the files."""
         if self.settings.output_type == "latent":
             path = draft.parts / f"{name}.safetensors"
-            save_file({"latents": samples}, path)
+            save_file({"latents": parts[0][2]}, path)
             return [path]
         paths = []
-        decoded = (self.pipeline.decode(one).cpu() for one in samples.split(self.settings.batch_size))
-        for index, image in enumerate((one for batch in decoded for one in to_bytes(batch)), start):
-            paths.append(draft.folder / IMAGE.format(index))
-            save_png(image, paths[-1])
+        for numbers, expert, samples in parts:
+            decoded = (
+                self.pipeline.decode(one, expert).cpu() for one in samples.split(self.settings.batch_size)
+            )
+            images = (one for batch in decoded for one in to_bytes(batch))
+            for number, image in zip(numbers.tolist(), images, strict=True):
+                paths.append(draft.folder / IMAGE.format(number))
+                save_png(image, paths[-1])
         return paths
 
     def _add(self, draft: Draft, name: str, paths: Sequence[Path]) -> None:
@@ -298,11 +317,24 @@ class _Run:
         draft.add(name, _Made(files=files, use=self.use.values()))
 
 
-def _check_output(source: Path, pipeline: HDDMPipeline, settings: SampleSettings) -> None:
-    facts = pipeline.experts.facts[0]
-    if settings.output_type == "latent" or pipeline.vae is not None:
-        return
-    if facts.space == "latents" or facts.sample_shape[0] not in (1, 3):
+def _check_output(source: Path, pipeline: HDDMPipeline, settings: SampleSettings, grid: bool) -> None:
+    every = range(len(pipeline.experts.facts)) if settings.expert is None else [settings.expert]
+    if settings.expert is None and len(pipeline.ensemble.kinds) > 1:
+        for option, is_given in (
+            ("--output-type latent", settings.output_type == "latent"),
+            ("--grid", grid),
+        ):
+            if is_given:
+                raise UsageError(f"{option}: these experts make samples of several kinds; drop it")
+    for k in every:
+        if not 0 <= k < len(pipeline.experts.facts):
+            # Refused where it is asked for.
+            return
+        facts = pipeline.experts.facts[k]
+        if settings.output_type == "latent" or pipeline.vae_of(k) is not None:
+            continue
+        if facts.space != "latents" and facts.sample_shape[0] in (1, 3):
+            continue
         remedy = f"hddm assemble {source} --vae FOLDER"
         if (source / EXPERT_FILE).exists():
             remedy += " --out ENSEMBLE"
@@ -380,7 +412,7 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> tuple[Cycle
     guided = settings.guidance.by_condition
     if settings.negative_prompt is not None and not guided:
         raise UsageError("--negative-prompt: needs a --guidance-scale other than 1, and --guide-by condition")
-    if settings.prompts and (pipeline.text_encoder is None or pipeline.tokenizer is None):
+    if settings.prompts and not all(map(pipeline.can_read, pipeline.readers)):
         raise UsageError(
             "--prompt: this model has no text encoder and tokenizer; give it both (hddm assemble MODEL "
             "--text-encoder FOLDER --tokenizer FOLDER; in Paris as text_encoder/ and tokenizer/), "
@@ -410,7 +442,14 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> tuple[Cycle
                 raise UsageError(f"{settings.conditions}: {name} is of --guide-by condition; drop it")
             if branch is given or guided:
                 branch[key] = value
-    _refuse_missing(pipeline, given, settings.expert)
+    if PRIOR in given and settings.expert is None:
+        num = len(given[PRIOR])
+        asked = (pipeline.ensemble.prior_of(num, cycled(given, 0, num)) > 0).any(0).nonzero()[:, 0].tolist()
+        for k in set(range(len(pipeline.experts.facts))) - set(asked):
+            warnings.warn(f"expert {k}: no prompt is for it (p = 0)", stacklevel=2)
+    else:
+        asked = list(range(len(pipeline.experts.facts))) if settings.expert is None else [settings.expert]
+    _refuse_missing(pipeline, given, asked)
     takes_text = any("encoder_hidden_states" in facts.conditions for facts in pipeline.experts.facts)
     if takes_text and "encoder_hidden_states" not in given:
         warnings.warn("no --prompt: the experts make what no text stands for", stacklevel=2)
@@ -428,12 +467,14 @@ def class_names(cycles: Cycles, classes: Sequence[str]) -> tuple[str, ...]:
     return tuple(classes[k] if 0 <= k < len(classes) else str(k) for k in labels)
 
 
-def _refuse_missing(pipeline: HDDMPipeline, given: Cycles, only: int | None) -> None:
+def _refuse_missing(pipeline: HDDMPipeline, given: Cycles, asked: Sequence[int]) -> None:
     options = {"encoder_hidden_states": "--prompt", "class_labels": "--class-labels"}
     for index, field in enumerate(pipeline.ensemble.experts):
-        if only not in (None, index):
+        if index not in asked:
             continue
-        for name in missing_from({*given, *field.null_conditions}, field.conditions or ()):
+        names = pipeline.ensemble.names_of(index)
+        held = {name for name, here in names.items() if here in given}
+        for name in missing_from({*held, *field.null_conditions}, field.conditions or ()):
             option = f"{options[name]} or --conditions" if name in options else "--conditions"
             raise UsageError(
                 f"{option}: the experts need {name}, and know no value that stands for none; pass it"

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPTextModel, CLIPTokenizer
 
 import hddm as package
-from hddm.experts.ensemble_folders import COMPONENTS
+from hddm.experts.ensemble_folders import KEPT
 from hddm.utils.records import HASHES, MANIFEST
 from tests.artefacts import Command, edit_json
 from tests.checkpoint_files import SD_BETAS, converted, pipeline, text_unet
@@ -58,13 +58,13 @@ def test_a_converted_pipeline_makes_pictures_by_itself(
     assert hddm("sample", expert, *options, tmp_path / "alone")[0] == 0
     assert hddm("sample", ensemble, *options, tmp_path / "explicit", "--expert", 0)[0] == 0
     assert _images(tmp_path / "alone").equal(_images(tmp_path / "explicit"))
-    assert json.loads(hddm("inspect", expert, "--json")[1])["components"] == list(COMPONENTS)
+    assert json.loads(hddm("inspect", expert, "--json")[1])["components"] == list(KEPT)
     assert hddm("verify", expert)[0] == 0
     # What is put together, or converted again, takes them along.
     assert hddm("assemble", expert, "--out", tmp_path / "one")[0] == 0
     assert not (tmp_path / "one" / "experts" / "0" / "vae").exists()
     converted(hddm, expert, tmp_path / "again")
-    for name in COMPONENTS:
+    for name in KEPT:
         given = {path.name: path.read_bytes() for path in (ensemble / name).iterdir()}
         for folder in (tmp_path / "one", tmp_path / "again"):
             kept = (path for path in (folder / name).iterdir() if path.name not in (MANIFEST, HASHES))
@@ -174,7 +174,7 @@ def test_a_missing_vae_and_text_encoder_name_what_helps(
 ) -> None:
     options = ["--num-images", 1, "--steps", 1, "--out", tmp_path / "out"]
     expert = tmp_path / "epsilon"
-    for name in COMPONENTS:
+    for name in KEPT:
         shutil.rmtree(expert / name)
     assert f"(hddm assemble {expert} --vae FOLDER --out ENSEMBLE)" in hddm("sample", expert, *options)[2]
     assert hddm("assemble", expert, "--out", tmp_path / "bare")[0] == 0

@@ -164,12 +164,13 @@ def test_every_difference_is_told_at_once_a_line_an_expert(trio: Trio, tmp_path:
     assert lines == [
         f"{other}: sample_shape (16, 8, 8), not (4, 8, 8); latent_scale 0.13, not 0.18215; "
         f"VAE {'e' * 16}, not {'a' * 16}; VAE's scale 0.13, not 0.18215; VAE's shift 0.1, not 0.0; "
-        f"text encoder {'f' * 16}, not {'b' * 16}; text width 32, not 16; tokens 120, not 77; "
+        "so it can be drawn, without a router, and not mixed; "
         f"was trained on a shard that {trio.router} does not know ({'d' * 12}); train a router on all shards "
         "and pass it with --router",
         f"{pixels}: sample_shape (1, 4, 4), not (4, 8, 8); space pixels, not latents; latent_scale 1.0, not "
-        f"0.18215; was trained on the same shard ({shard_of_first[:12]}) as {first}; leave one of the two "
-        "out, or say by --share how much of the data each stands for",
+        "0.18215; so it can be drawn, without a router, and not mixed; was trained on the same shard "
+        f"({shard_of_first[:12]}) as {first}; leave one of the two out, or say by --share how much of the "
+        "data each stands for",
         f"{trio.router}: sample_shape (1, 4, 4), not (4, 8, 8)",
     ]
     assert contents(tmp_path) == before
@@ -305,11 +306,14 @@ def test_the_command_line_prints_notes_and_escapes_names(trio: Trio, tmp_path: P
         f"note: {trio.router}: of its 3 outputs, these are left out: 2",
         f"{tmp_path / 'two'}: 2 experts, strategy draw",
     ]
-    code, out, err = hddm("assemble", trio.experts[0], trio.experts[2], odd, "--out", tmp_path / "out")
+    code, out, err = hddm(
+        *("assemble", trio.experts[0], trio.experts[2], odd, "--out", tmp_path / "out", "--router", "moments")
+    )
     assert (code, out) == (1, "")
     assert err.splitlines() == [
         "hddm: these parts do not fit together, and nothing was written:",
-        f"  {tmp_path}/odd\\x1b[2J\\nname: sample_shape (3, 4, 4), not (1, 4, 4)",
+        f"  {tmp_path}/odd\\x1b[2J\\nname: sample_shape (3, 4, 4), not (1, 4, 4); so it can be drawn, "
+        "without a router, and not mixed",
     ]
 
 

@@ -8,7 +8,7 @@ import torch
 
 from hddm.experts.assembly import assemble
 from hddm.experts.assembly_changes import change
-from hddm.experts.ensemble_folders import COMPONENTS, read_ensemble_facts
+from hddm.experts.ensemble_folders import KEPT, read_ensemble_facts
 from hddm.experts.records import EXPERT_FILE, read_router, save_router
 from hddm.networks.folders import WEIGHTS
 from hddm.utils.errors import HddmError
@@ -119,9 +119,9 @@ def test_strategy_shift_and_papers_stay(trio: Trio, whole: Path) -> None:
 
 def test_components_stay(tmp_path: Path) -> None:
     whole = write_text(tmp_path)
-    before = {name: contents(whole / name) for name in COMPONENTS}
+    before = {name: contents(whole / name) for name in KEPT}
     change(whole, remove=[1])
-    assert {name: contents(whole / name) for name in COMPONENTS} == before
+    assert {name: contents(whole / name) for name in KEPT} == before
 
 
 def test_a_new_folder_leaves_the_old_one_alone(whole: Path, tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ def test_experts_of_unlike_samples_are_for_draw_only() -> None:
         Ensemble(fields, strategy="top-1")
     assert "or strategy 'draw'" in caught.value.message
     made_for_draw = Ensemble(fields, strategy="draw")
-    with pytest.raises(HddmError, match="full mixes samples of one shape"):
+    with pytest.raises(HddmError, match="full mixes samples of one kind"):
         made_for_draw.strategy = "full"
     fields[0].sample_shape = None
     Ensemble(fields, strategy="top-1")
