@@ -1,0 +1,313 @@
+"""Ensembles asked by prompt: topics of captions, several text encoders, classes by name, several kinds."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import DDIMScheduler
+from PIL import Image
+from torch import Tensor
+
+import hddm
+from hddm.experts.assembly import assemble
+from hddm.experts.assembly_changes import change
+from hddm.experts.ensemble_folders import read_ensemble_facts
+from hddm.experts.records import save_expert
+from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer
+from hddm.pipelines.pipeline import HDDMPipeline
+from hddm.routers import SPREAD, PromptRouter, Topic
+from hddm.training.topics import describe_topic
+from hddm.utils.errors import HddmError
+from hddm.velocity import PRIOR
+from tests.artefacts import Command, contents, refusal
+from tests.checkpoint_files import SD_BETAS, converted, pipeline, pixart, text_unet
+from tests.component_files import write_clip, write_t5, write_vae
+from tests.ensemble_files import flow_expert, load_ensemble, text_experts
+
+STEPS = {"num_inference_steps": 3, "output_type": "pt"}
+
+
+def _captions(seed: int, num: int, width: int = 10) -> Tensor:
+    noise = torch.Generator().manual_seed(seed)
+    centre = torch.randn(width, generator=noise, dtype=torch.float64)
+    return centre + 0.3 * torch.randn(num, width, generator=noise, dtype=torch.float64)
+
+
+def test_prompts_are_routed_by_the_posterior_of_gaussians_with_one_covariance() -> None:
+    """Against densities of the whole matrices; few captions, so that all directions are kept."""
+    unit = [torch.nn.functional.normalize(_captions(seed, num), dim=1) for seed, num in ((0, 5), (1, 9))]
+    prior = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+    router = PromptRouter([Topic.of(unit[0]), None, Topic.of(3 * unit[1])], prior.tolist())
+    centred = torch.cat([one - one.mean(0) for one in unit])
+    every = torch.cat(unit)
+    total = (every - every.mean(0)).square().sum() / len(every)
+    covariance = centred.T @ centred / len(centred) + SPREAD * total * torch.eye(10, dtype=torch.float64)
+    prompts = torch.nn.functional.normalize(_captions(2, 6), dim=1)
+    densities = [
+        torch.distributions.MultivariateNormal(one.mean(0), covariance).log_prob(prompts) for one in unit
+    ]
+    expected = (torch.stack(densities, 1) + prior[[0, 2]].log()).softmax(1)
+    found = router(5 * prompts)
+    torch.testing.assert_close(found[:, [0, 2]], expected, rtol=1e-9, atol=1e-9)
+    assert not found[:, 1].any()
+
+
+def test_a_topic_is_kilobytes_and_reads_back(tmp_path: Path) -> None:
+    write_clip(tmp_path)
+    for folder, captions in (("a", "a cat\n\ncats\n"), ("b", "dog\n")):
+        (tmp_path / folder).mkdir()
+        save_expert(tmp_path / folder, text_experts(1)[0])
+        (tmp_path / f"{folder}.txt").write_text(captions)
+        texts = {name: tmp_path / name for name in ("text_encoder", "tokenizer")}
+        before = contents(tmp_path / folder)
+        record = describe_topic(tmp_path / folder, tmp_path / f"{folder}.txt", **texts)
+        after = contents(tmp_path / folder)
+        assert {name: after[name] for name in before if name != "manifest.json"} == {
+            name: one for name, one in before.items() if name != "manifest.json"
+        }
+        assert len(after["topic.safetensors"]) < 1000
+        assert b"cat" not in after["topic.safetensors"].split(b"}", 1)[1]
+    topic = Topic.load(tmp_path / "a")
+    assert topic is not None
+    assert (topic.count, record.count) == (2, 1)
+    encoder, tokenizer = (read_text_encoder(texts["text_encoder"]), read_tokenizer(texts["tokenizer"]))
+    expected = Topic.of(embed(encoder, tokenizer, ["a cat", "cats"]).pooled)
+    torch.testing.assert_close(topic.mean, expected.mean, rtol=1e-3, atol=1e-3)
+    assert assemble([tmp_path / "a", tmp_path / "b"], tmp_path / "both", **texts)
+    pipe = HDDMPipeline.from_pretrained(tmp_path / "both")
+    given, _ = pipe.encode(["a cat", "dog"])
+    assert given[PRIOR].argmax(1).tolist() == [0, 1]
+    pipe.save_pretrained(tmp_path / "saved")
+    again, _ = HDDMPipeline.from_pretrained(tmp_path / "saved").encode(["a cat", "dog"])
+    assert torch.equal(given[PRIOR], again[PRIOR])
+
+
+@pytest.fixture(scope="module")
+def two_encoders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Experts of one VAE: a UNet with CLIP and a transformer with T5, as converted from pipelines."""
+    root = tmp_path_factory.mktemp("two")
+    scheduler = DDIMScheduler(**SD_BETAS, prediction_type="epsilon")
+    for name, network in (("sd", text_unet(0)), ("px", pixart(0))):
+        pipeline(root / name, network, scheduler)
+        write_vae(root / name / "vae")
+    write_clip(root / "sd")
+    write_t5(root / "px", width=12)
+    return root
+
+
+def _converted(root: Path, out: Path, hddm: Command) -> tuple[Path, Path]:
+    for name in ("sd", "px"):
+        converted(hddm, root / name, out / name)
+    return out / "sd", out / "px"
+
+
+def test_each_expert_reads_a_prompt_by_its_own_text_encoder(
+    two_encoders: Path, tmp_path: Path, hddm: Command
+) -> None:
+    sd, px = _converted(two_encoders, tmp_path, hddm)
+    assemble([sd, px], tmp_path / "both")
+    facts = read_ensemble_facts(tmp_path / "both")
+    assert (facts.texts, facts.vaes, facts.topics) == ((0, 1), (), None)
+    assert not (tmp_path / "both" / "vae_2").exists()
+    pipe = HDDMPipeline.from_pretrained(tmp_path / "both")
+    prompts = ["a cat", "two dogs"]
+    guided = STEPS | {"guidance_scale": 2.0}
+    for k, folder in enumerate((sd, px)):
+        own = HDDMPipeline.from_pretrained(folder)(prompts, seed=3, **guided).images
+        torch.testing.assert_close(pipe(prompts, seed=3, expert=k, **guided).images, own)
+    drawn = pipe(prompts * 4, seed=3, **STEPS)
+    assert (drawn.expert_use.shares > 0).all()
+    both, made = str(tmp_path / "both"), str(tmp_path / "images.pt")
+    code = f"""if True:
+        import torch
+        from hddm import HDDMPipeline
+        torch.set_num_threads(1)
+        made = HDDMPipeline.from_pretrained({both!r})({prompts!r} * 4, seed=3, **{STEPS!r})
+        torch.save(made.images, {made!r})
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert torch.equal(torch.load(tmp_path / "images.pt"), drawn.images)
+    # Without T5's expert the folder is that of one text encoder again.
+    change(tmp_path / "both", remove=[1])
+    assert read_ensemble_facts(tmp_path / "both").texts == ()
+    assert not (tmp_path / "both" / "text_encoder_2").exists()
+
+
+def test_padding_of_t5_has_no_effect(two_encoders: Path, tmp_path: Path, hddm: Command) -> None:
+    """As in diffusers' pipeline, which masks it: the tokens of the prompt alone give the same."""
+    _, px = _converted(two_encoders, tmp_path, hddm)
+    pipe = HDDMPipeline.from_pretrained(px)
+    given, _ = pipe.encode(["a cat"])
+    length = int(given["encoder_attention_mask"].sum())
+    short = {name: value[:, :length] for name, value in given.items()}
+    x, t = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([0.5])
+    field = pipe.ensemble.experts[0]
+    torch.testing.assert_close(field.velocity(x, t, **given), field.velocity(x, t, **short))
+    assert (
+        field.velocity(x, t, **short)
+        - field.velocity(x, t, **short | {"encoder_hidden_states": short["encoder_hidden_states"] * 2})
+    ).abs().max() > 1e-4
+
+
+def test_topics_of_two_text_encoders_are_refused(two_encoders: Path, tmp_path: Path, hddm: Command) -> None:
+    sd, px = _converted(two_encoders, tmp_path, hddm)
+    notes = []
+    for expert, text in ((sd, "cats"), (px, "dogs")):
+        notes += assemble([sd, px], tmp_path / f"both_{text}")
+        code, out, err = hddm("describe", expert, "--text", text)
+        assert (code, out) == (0, f"{expert}: described by 1 captions, {text}\n")
+    assert any(f"since {px} has no topic; say by hddm describe" in note for note in notes)
+    message = refusal(assemble, [sd, px], tmp_path / "no")
+    assert f"{px}: is described by another text encoder than {sd}; describe both by one" in message
+    hddm(
+        "describe",
+        px,
+        "--text",
+        "dogs",
+        "--text-encoder",
+        sd / "text_encoder",
+        "--tokenizer",
+        sd / "tokenizer",
+    )
+    assemble([sd, px], tmp_path / "routed")
+    assert read_ensemble_facts(tmp_path / "routed").topics == 0
+    code, _, err = hddm(
+        "sample",
+        tmp_path / "routed",
+        "--out",
+        tmp_path / "s",
+        "--prompt",
+        "dogs",
+        "--num-images",
+        2,
+        "--steps",
+        2,
+    )
+    assert code == 0, err
+    assert "p(k | condition) is not known" not in err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((), "--captions, --data, --text: a description is made of one of the three"),
+        (("--text", "cats", "--captions", "{file}"), "a description is made of one of the three"),
+        (("--captions", "{file}"), "keeps no text encoder; name one by --text-encoder and --tokenizer"),
+        (("--text", " , "), "--text: holds no captions"),
+        (("--data", "{shard}"), "its images have no captions; name a file by --captions, or --text"),
+    ],
+    ids=str,
+)
+def test_descriptions_that_cannot_be_made_are_one_line(
+    options: tuple[str, ...], words: str, flow_expert: Path, shards: Path, tmp_path: Path, hddm: Command
+) -> None:
+    expert = shutil.copytree(flow_expert, tmp_path / "expert")
+    (tmp_path / "captions.txt").write_text("a cat\n")
+    given = [one.format(file=tmp_path / "captions.txt", shard=shards / "shard_0") for one in options]
+    before = contents(expert)
+    code, _, err = hddm("describe", expert, *given)
+    assert code in (1, 2)
+    assert err.count("\n") == 1
+    assert words in err
+    assert contents(expert) == before
+
+
+def test_an_expert_of_classes_answers_prompts_that_name_one(tmp_path: Path) -> None:
+    write_clip(tmp_path)
+    latents = {"space": "latents", "latent_scale": None}
+    by_class = flow_expert(0, latents | {"classes": ("dog", "hot dog")}, in_channels=4, num_classes=2)
+    by_text = text_experts(1)[0]
+    for name, expert in (("classes", by_class), ("text", by_text)):
+        (tmp_path / name).mkdir()
+        save_expert(tmp_path / name, expert)
+    texts = {name: tmp_path / name for name in ("text_encoder", "tokenizer")}
+    assemble([tmp_path / "classes", tmp_path / "text"], tmp_path / "both", **texts)
+    pipe = HDDMPipeline.from_pretrained(tmp_path / "both")
+    given, _ = pipe.encode(["a cat", "a Dog!", "hot dogs", "one hot dog"])
+    assert given[PRIOR].tolist() == [[0, 0.5], [0.5, 0.5], [0, 0.5], [0.5, 0.5]]
+    x, t = torch.randn(4, 4, 4, 4, generator=torch.Generator().manual_seed(0)), torch.full((4,), 0.5)
+    found = pipe.ensemble.velocity(x, t, expert=torch.tensor([1, 0, 1, 0]), **given)
+    alone = hddm.load(tmp_path / "classes").velocity(x[1::2], t[1::2], class_labels=torch.tensor([0, 1]))
+    torch.testing.assert_close(found[1::2], alone)
+    # Asked by class, the expert of text has no part.
+    assert pipe.ensemble.prior_of(1, {"class_labels": torch.tensor([1])}).tolist() == [[1, 0]]
+
+
+def test_experts_of_other_sizes_and_latents_are_drawn_and_decoded_each(tmp_path: Path) -> None:
+    for number in (0, 1):
+        write_vae(tmp_path / f"vae{number}", seed=number)
+    sizes = {"small": flow_expert(0), "large": flow_expert(1, sample_size=8)}
+    for name, expert in sizes.items():
+        (tmp_path / name).mkdir()
+        save_expert(tmp_path / name, expert)
+    both = tmp_path / "both"
+    notes = assemble([tmp_path / name for name in sizes], both)
+    assert "experts make samples of several kinds, so they are drawn, one a sample, and never mixed" in notes
+    pipe = HDDMPipeline.from_pretrained(both)
+    images = pipe(seed=5, batch_size=8, num_inference_steps=3).images
+    widths = {image.width for image in images}
+    assert widths == {4, 8}
+    for i, image in enumerate(images):
+        alone = HDDMPipeline.from_pretrained(tmp_path / ("small" if image.width == 4 else "large"))
+        assert image.tobytes() == alone(seed=5, start=i, num_inference_steps=3).images[0].tobytes()
+    ensemble = load_ensemble(both)
+    with pytest.raises(HddmError, match=r"several kinds \(expert 0 \(3, 4, 4\), expert 1 \(3, 8, 8\)\)"):
+        hddm.sample(ensemble, 2)
+    with pytest.raises(HddmError, match="top-1 mixes samples of one kind"):
+        ensemble.strategy = "top-1"
+    assert hddm.sample(ensemble, 2, steps=2, expert=1).shape == (2, 3, 8, 8)
+    message = refusal(assemble, [tmp_path / name for name in sizes], tmp_path / "no", "moments", "top-1")
+    assert "so it can be drawn, without a router, and not mixed" in message
+
+
+def test_two_latent_spaces_have_a_vae_each(two_encoders: Path, tmp_path: Path, hddm: Command) -> None:
+    other = shutil.copytree(two_encoders / "sd", tmp_path / "source")
+    write_vae(other / "vae", seed=1)
+    converted(hddm, two_encoders / "sd", tmp_path / "a")
+    converted(hddm, other, tmp_path / "b")
+    both = tmp_path / "both"
+    assemble([tmp_path / "a", tmp_path / "b"], both)
+    assert read_ensemble_facts(both).vaes == (0, 1)
+    pipe = HDDMPipeline.from_pretrained(both)
+    images = pipe(["a cat"] * 6, seed=1, num_inference_steps=2).images
+    chosen = {}
+    for k, folder in enumerate((tmp_path / "a", tmp_path / "b")):
+        own = HDDMPipeline.from_pretrained(folder)(["a cat"] * 6, seed=1, num_inference_steps=2).images
+        for i, (one, image) in enumerate(zip(own, images, strict=True)):
+            if one.tobytes() == image.tobytes():
+                chosen[i] = k
+    assert set(chosen) == set(range(6))
+    assert set(chosen.values()) == {0, 1}
+    out = tmp_path / "samples"
+    code, _, err = hddm(
+        "sample", both, "--out", out, "--prompt", "a cat", "--num-images", 6, "--seed", 1, "--steps", 2
+    )
+    assert code == 0, err
+    for i, image in enumerate(images):
+        with Image.open(out / f"{i:05d}.png") as made:
+            assert made.tobytes() == image.tobytes()
+    code, _, err = hddm(
+        "sample", both, "--out", tmp_path / "no", "--prompt", "a cat", "--output-type", "latent"
+    )
+    assert code == 2
+    assert "--output-type latent: these experts make samples of several kinds" in err
+
+
+def test_a_prior_of_each_sample_is_checked_and_goes_to_no_expert() -> None:
+    fields = [
+        hddm.VelocityField(lambda x, t: x, hddm.schedules.LinearSchedule(), "flow_prediction", conditions=())
+        for _ in range(2)
+    ]
+    ensemble = hddm.Ensemble(fields, lambda x, t: torch.tensor([[0.3, 0.7]]).expand(len(x), -1), "full")
+    x, t = torch.zeros(2, 1, 2, 2), torch.full((2,), 0.5)
+    prior = torch.tensor([[1.0, 0.0], [3.0, 1.0]])
+    # p(k | x) p(k | prompt)/p(k), with equal p(k).
+    expected = torch.tensor([[1.0, 0.0], [0.9, 0.7]]) / torch.tensor([[1.0], [1.6]])
+    torch.testing.assert_close(ensemble.weights(x, t, conditions={PRIOR: prior}), expected)
+    assert ensemble.velocity(x, t, **{PRIOR: prior}).shape == x.shape
+    for wrong in (prior[:1], -prior, torch.zeros(2, 2)):
+        with pytest.raises(HddmError, match=PRIOR):
+            ensemble.prior_of(2, {PRIOR: wrong})
