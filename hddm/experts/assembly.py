@@ -62,8 +62,8 @@ class EnsembleFolders:
 
     ``outputs`` has the router's output for each expert, None where still open; empty where all are.
     ``given`` and ``own`` are components by name (`hddm.experts.components.arrange`); ``bases``, the weights
-    that adapters change, by SHA-256. ``shares``, ``class_lists`` and ``moments_temperature`` are as in
-    `hddm.experts.ensemble_folders.EnsembleRecord`.
+    that adapters change, by SHA-256. ``aside`` is a learned router that waits for others to go; ``shares``,
+    ``class_lists`` and ``moments_temperature`` are as in `hddm.experts.ensemble_folders.EnsembleRecord`.
     """
 
     experts: Sequence[Path]
@@ -75,6 +75,7 @@ class EnsembleFolders:
     shares: Shares = ()
     class_lists: ClassLists = ()
     moments_temperature: float | None = None
+    aside: Path | None = None
 
 
 ClassNames = Sequence[str] | Mapping[int, str]
@@ -262,6 +263,7 @@ def check(
         class_lists=tuple(map(tuple, folders.class_lists)) if any(folders.class_lists) else (),
         classes=join_classes(tuple(lists)).names,
         class_prior=class_prior_of(experts, lists, shares, found),
+        router_aside=None if folders.aside is None else ROUTER,
         moments_temperature=folders.moments_temperature,
         strategy=strategy,
         shift=common_shift(experts, found) if shift is None else shift,
@@ -308,8 +310,9 @@ def fill(
     """Put ``folders``, their record and components into an empty folder, by hard links where possible."""
     for folder, name in zip(folders.experts, record.experts, strict=True):
         _link(_files_of(folder), draft / name)
-    if folders.router is not None and record.router is not None:
-        _link(_files_of(folders.router), draft / record.router)
+    router = folders.router or folders.aside
+    if router is not None:
+        _link(_files_of(router), draft / ROUTER)
     kinds: dict[str, ClassName] = {}
     for name, folder in components.items():
         kinds[name] = put_component(draft, name, folder)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.experts.assembly import (
     DEFAULT_STRATEGY,
     MOMENTS,
@@ -65,10 +66,10 @@ def change(
     """Add experts to an ensemble folder, or remove some.
 
     Added experts come last. The router stays, with the outputs of the experts present: a posterior over more
-    shards gives exactly the one over fewer. One that does not know the shard of an added expert is left out
-    where the strategy is ``draw``, and refused by other strategies. Priors are counted anew, but for shares
-    given now or before; if those of all experts left were given, they keep their proportions. The strategy,
-    a shift set by hand and all else in the folder stay.
+    shards gives exactly the one over fewer. One that does not know the shard of an added expert is set aside
+    for the moments of all experts, where all are calibrated, until that expert goes. Priors are counted anew,
+    but for shares given now or before; if those of all experts left were given, they keep their proportions.
+    The strategy, a shift set by hand and all else in the folder stay.
 
     ``remove`` has an index or a folder name, as in ``ensemble.json``, per expert. ``out`` is the folder to
     write; by default ``ensemble`` is replaced at the end. ``bases`` are as for
@@ -113,17 +114,24 @@ def change(
         moments_temperature=MOMENTS_TEMPERATURE if router == MOMENTS else None,
     )
     strategy = strategy or record.strategy
-    left_out: tuple[str, ...] = ()
-    if router is None and record.router is not None:
-        unknown = _unknown_to(ensemble / record.router, add) if strategy == DEFAULT_STRATEGY else []
-        if unknown:
-            left_out = (
-                f"the router does not know the shard of {', '.join(unknown)} and is left out; draw needs "
-                f"none, and --router {MOMENTS} routes without a training",
+    told: tuple[str, ...] = ()
+    learned = record.router or record.router_aside
+    if router is None and learned is not None:
+        unknown = _unknown_to(ensemble / learned, everyone if record.router is None else add)
+        is_calibrated = all((folder / CALIBRATION).is_file() for folder in everyone)
+        if unknown and (is_calibrated or strategy == DEFAULT_STRATEGY):
+            temperature = MOMENTS_TEMPERATURE if is_calibrated else None
+            folders = replace(folders, aside=ensemble / learned, moments_temperature=temperature)
+            instead = "the experts' moments route" if is_calibrated else "draw needs none"
+            told = (
+                f"the router does not know the shard of {', '.join(unknown)} and is set aside; {instead}",
             )
+        elif record.router is None:
+            folders = replace(folders, router=ensemble / learned)
+            told = ("the router that was set aside knows all experts, and routes again",)
         else:
             settled = [*(record.outputs[k] for k in kept), *(None for _ in add)]
-            folders = replace(folders, router=ensemble / record.router, outputs=settled)
+            folders = replace(folders, router=ensemble / learned, outputs=settled)
     elif router is None:
         folders = replace(folders, moments_temperature=record.moments_temperature)
     prior = [record.prior[k] for k in kept]
@@ -139,7 +147,7 @@ def change(
         open_expert(folder, folders.bases)
     # The ensemble's own router was checked with it.
     new_router = None if router is None else folders.router
-    notes += left_out + check_files(add, new_router, folders.bases)
+    notes += told + check_files(add, new_router, folders.bases)
     if out is not None and out.resolve() != ensemble.resolve():
         refuse_inside(out, [ensemble])
     # In place, the folder itself and not a link to it is exchanged.

@@ -233,6 +233,8 @@ class EnsembleRecord(Record):
     """Names of all experts' classes; empty where none has names, and in folders of formats up to 1.4."""
     class_prior: tuple[Probabilities, ...] = ()
     """p(k | class), one row for each class."""
+    router_aside: str | None = None
+    """Folder of a learned router that does not know the shards of all experts; it comes back when they go."""
     moments_temperature: Temperature | None = None
     """Of a router by the experts' moments (`hddm.routers.MomentsRouter`), in place of a learned one."""
     texts: tuple[Number, ...] = ()
@@ -279,7 +281,8 @@ def read_ensemble_facts(folder: Path) -> EnsembleRecord:
     """
     path, index, scheduler = folder / ENSEMBLE_FILE, folder / MODEL_INDEX, folder / SCHEDULER_FILE
     facts = read_record(path, EnsembleRecord, FORMAT)
-    for name in (*facts.experts, *facts.bases.values(), *([] if facts.router is None else [facts.router])):
+    routers = [name for name in (facts.router, facts.router_aside) if name is not None]
+    for name in (*facts.experts, *facts.bases.values(), *routers):
         _check_inside(folder, name, path)
     _check_numbers(facts, path)
     if index.exists():
@@ -419,5 +422,5 @@ def _check_numbers(facts: EnsembleRecord, path: Path) -> None:
         raise HddmError(
             f"{path}: router_outputs must be {experts} different outputs of a router, not {list(outputs)}"
         )
-    if facts.router is not None and facts.moments_temperature is not None:
-        raise HddmError(f"{path}: has a learned router and moments_temperature; it routes by one of them")
+    if facts.router is not None and (facts.moments_temperature, facts.router_aside) != (None, None):
+        raise HddmError(f"{path}: has a learned router and another; it routes by one of them")

@@ -6,6 +6,7 @@ All records are read and compared before any weights.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -186,6 +187,7 @@ def _only(facts: EnsembleRecord, chosen: Sequence[int]) -> EnsembleRecord:
     changes = {
         "experts": tuple(facts.experts[k] for k in chosen),
         "router_outputs": tuple(facts.outputs[k] for k in chosen) if facts.router is not None else (),
+        "router_aside": None,
         "prior": prior,
         "shares": tuple(facts.shares[k] for k in chosen) if facts.shares else (),
         "class_lists": tuple(facts.class_lists[k] for k in chosen) if facts.class_lists else (),
@@ -295,7 +297,9 @@ def save_ensemble(
         (draft / ROUTER).mkdir()
         save_router(draft / ROUTER, router, router_facts)
     names = tuple(f"experts/{k}" for k in range(len(experts.experts)))
-    routed = {"router": ROUTER} if router is not None else {"router": None, "router_outputs": ()}
+    routed: dict[str, Any] = {"router": ROUTER, "router_aside": None}
+    if router is None:
+        routed |= {"router": None, "router_outputs": ()}
     known = {
         one.facts.adapter.base_sha256: one.base for one in experts.experts if one.facts.adapter and one.base
     }

@@ -12,7 +12,7 @@ import torch
 import hddm
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.data.shard_records import overlap, sketch_of
-from hddm.experts.assembly import assemble, read_classes
+from hddm.experts.assembly import MOMENTS_TEMPERATURE, assemble, read_classes
 from hddm.experts.assembly_changes import change
 from hddm.experts.ensemble_folders import read_ensemble_facts
 from hddm.networks.transformers import ExpertTransformer
@@ -235,21 +235,29 @@ def test_a_router_by_moments_needs_no_training(ours: Path, theirs: Path, tmp_pat
     assert contents(both) == before
 
 
-def test_an_expert_that_the_router_does_not_know_makes_draw_do_without(
+def test_a_router_is_set_aside_while_there_is_an_expert_that_it_does_not_know(
     trio: Trio, theirs: Path, tmp_path: Path
 ) -> None:
     whole = tmp_path / "whole"
     assemble(trio.experts, whole, trio.router)
-    before = {name: one for name, one in contents(whole).items() if name.startswith("experts/")}
+    first = contents(whole)
+    before = {name: one for name, one in first.items() if name.startswith(("experts/", "router/"))}
     notes = change(whole, add=[theirs])
-    assert f"the router does not know the shard of {theirs} and is left out" in "; ".join(notes)
+    told = f"the router does not know the shard of {theirs} and is set aside; the experts' moments route"
+    assert told in notes
     facts = read_ensemble_facts(whole)
     assert (facts.router, facts.router_outputs, len(facts.prior)) == (None, (), 4)
-    assert not (whole / "router").exists()
+    assert (facts.router_aside, facts.moments_temperature) == ("router", MOMENTS_TEMPERATURE)
     after = contents(whole)
     assert {name: after[name] for name in before} == before
-    change(whole, router="moments", strategy="top-1")
+    change(whole, strategy="top-1")
     assert load_ensemble(whole).velocity(torch.zeros(1, 1, 4, 4), torch.tensor([0.3])).isfinite().all()
+    notes = change(whole, remove=[3])
+    assert "the router that was set aside knows all experts, and routes again" in notes
+    change(whole, strategy="draw")
+    again = contents(whole)
+    del again["manifest.json"], first["manifest.json"]
+    assert again == first
 
 
 def test_overlaps_of_shards_are_told(ours: Path, theirs: Path, tmp_path: Path) -> None:
