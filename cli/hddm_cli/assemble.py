@@ -11,6 +11,8 @@ from hddm.utils.files import restore
 from hddm.utils.records import ENSEMBLE_FILE
 from hddm_cli.options import InputArgument, InputOption, Overwrite, StrategyOption
 
+MOST = 20
+"""Names of classes that are printed."""
 Component = Annotated[
     Path | None, InputOption(help="Folder of this component; default: what the experts keep.")
 ]
@@ -91,6 +93,10 @@ def assemble(
     written = out or experts[0]
     ensemble = read_ensemble_facts(written)
     typer.echo(f"{written}: {counted(len(ensemble.experts), 'expert')}, strategy {ensemble.strategy}")
+    told = zip(ensemble.experts, ensemble.prior, strict=True)
+    typer.echo(f"shares: {', '.join(f'{name} {part:.3g}' for name, part in told)}")")
+    if names := ensemble.classes:
+        typer.echo(f"classes: {', '.join(names[:MOST])}{' …' if len(names) > MOST else ''}")
 
 
 def _shares(given: Sequence[str]) -> dict[str, float]:

@@ -34,6 +34,7 @@ from hddm.experts.paris import expert_arguments, is_paris, paris_experts, paris_
 from hddm.experts.records import EXPERT_FILE, FORMAT, ROUTER_FILE, ExpertRecord, RouterRecord
 from hddm.networks.folders import WEIGHTS, empty_network
 from hddm.networks.wrappers import interface_of
+from hddm.routers import Topic
 from hddm.schedules import from_config
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import read_json
@@ -120,7 +121,7 @@ def _checkpoint(path: Path, allow_pickle: bool, variant: str | None) -> dict[str
 
 def _expert(folder: Path) -> dict[str, Any]:
     record = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
-    calibrated = (folder / CALIBRATION).exists()
+    calibrated, topic = (folder / CALIBRATION).exists(), Topic.load(folder)
     near_noise = "bounded"
     if not calibrated and record.prediction_type is PredictionType.EPSILON:
         near_noise = (
@@ -135,6 +136,7 @@ def _expert(folder: Path) -> dict[str, Any]:
         "calibrated": calibrated,
         "calibrated_on": calibration_record(folder),
         "velocity_near_t_1": near_noise,
+        "topic": None if topic is None or topic.record is None else topic.record.model_dump(mode="json"),
     }
     if record.adapter is None:
         return described | _network(folder)
@@ -217,12 +219,24 @@ def _ensemble(folder: Path) -> dict[str, Any]:
         "parameters": sum(expert["parameters"] for expert in experts)
         + sum(_numbers(folder / name / WEIGHTS)[0] for name in bases - set(record.experts)),
     }
-    if record.router is not None:
-        router = read_record(folder / record.router / ROUTER_FILE, RouterRecord, FORMAT)
+    if record.shares:
+        named = zip(record.experts, record.shares, strict=True)
+        described["shares"] = {name: share for name, share in named if share is not None}
+    routers = []
+    if (learned := record.router or record.router_aside) is not None:
+        router = read_record(folder / learned / ROUTER_FILE, RouterRecord, FORMAT)
+        routers.append(f"learned, of {counted(len(router.shard_hashes), 'shard')}")
+        if record.router is None:
+            routers[0] += ", set aside while there are others"
         described["router_outputs"] = list(record.router_outputs or range(len(experts)))
         described["router_shards"] = len(router.shard_hashes)
         described["router_calibrated"] = bool(router.calibration)
-    return described
+    if record.moments_temperature is not None:
+        routers.append(f"by the moments of {counted(len(experts), 'expert')}")
+    if record.topics is not None:
+        known = sum(expert["topic"] is not None for expert in experts)
+        routers.append(f"of prompts, by the topics of {counted(known, 'expert')}")
+    return described | {"routers": routers}
 
 
 def _network(folder: Path, name: str = WEIGHTS) -> dict[str, Any]:

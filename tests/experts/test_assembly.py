@@ -305,6 +305,8 @@ def test_the_command_line_prints_notes_and_escapes_names(trio: Trio, tmp_path: P
     assert out.splitlines() == [
         f"note: {trio.router}: of its 3 outputs, these are left out: 2",
         f"{tmp_path / 'two'}: 2 experts, strategy draw",
+        "shares: experts/0 0.5, experts/1 0.5",
+        "classes: columns, rows",
     ]
     code, out, err = hddm(
         *("assemble", trio.experts[0], trio.experts[2], odd, "--out", tmp_path / "out", "--router", "moments")
