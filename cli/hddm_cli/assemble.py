@@ -94,7 +94,7 @@ def assemble(
     ensemble = read_ensemble_facts(written)
     typer.echo(f"{written}: {counted(len(ensemble.experts), 'expert')}, strategy {ensemble.strategy}")
     told = zip(ensemble.experts, ensemble.prior, strict=True)
-    typer.echo(f"shares: {', '.join(f'{name} {part:.3g}' for name, part in told)}")")
+    typer.echo(f"shares: {', '.join(f'{name} {part:.3g}' for name, part in told)}")
     if names := ensemble.classes:
         typer.echo(f"classes: {', '.join(names[:MOST])}{' …' if len(names) > MOST else ''}")
 
