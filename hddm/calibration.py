@@ -162,6 +162,12 @@ class Moments:
         others = len(self.mean) - self.basis.shape[1]
         return -(squares + variances[:, :-1].log().sum(1) + others * variances[:, -1].log()) / 2
 
+    def directions(self, t: Tensor) -> Tensor:
+        """Number of directions (N,) that tell data from noise: the sum of (1 - t)² C / ((1 - t)² C + t²)."""
+        t = t[:, None]
+        shares = (1 - t) ** 2 * self.variances / ((1 - t) ** 2 * self.variances + t**2)
+        return shares[:, :-1].sum(1) + (len(self.mean) - self.basis.shape[1]) * shares[:, -1]
+
 
 def _class_means(flat: Tensor, mean: Tensor, labels: Tensor) -> Tensor | None:
     """The class means m_c; None where all images are of one class."""

@@ -96,29 +96,35 @@ class MomentsRouter:
 
         p(k | x_t) proportional to p(k) N(x_t; (1 - t) m_k, (1 - t)² C_k + t² I)^(1/T)
 
-    With T = 1 this is the exact posterior of Gaussian data. Other data are less sure, since what a Gaussian
-    counts as independent evidence is not: T > 1 fits them.
+    With T = 1 this is the exact posterior of Gaussian data. Other data are less sure, since the directions
+    that a Gaussian counts as independent evidence are not. There are D(t) of them whose variance exceeds the
+    noise's (`hddm.calibration.Moments.directions`), on average over experts, and
+
+        T(t) = max(1, D(t) / evidence).
 
     Args:
         moments: of each expert's data, in order; all of images of one shape.
         prior: p(k), K numbers with a positive sum; None for equal ones.
-        temperature: T, above 0.
+        evidence: directions that count in full; None for all, so that T = 1.
 
     Raises:
-        HddmError: for no moments, moments of several shapes, another prior or temperature.
+        HddmError: for no moments, moments of several shapes, another prior, or evidence that is not above 0.
     """
 
     def __init__(
-        self, moments: Sequence[Moments], prior: Sequence[float] | None = None, temperature: float = 1.0
+        self,
+        moments: Sequence[Moments],
+        prior: Sequence[float] | None = None,
+        evidence: float | None = None,
     ) -> None:
         sizes = [len(one.mean) for one in moments]
         if len(set(sizes)) != 1:
             raise HddmError(f"a router by moments needs those of images of one shape, not of {sizes} numbers")
-        if not 0 < temperature < torch.inf:
-            raise HddmError(f"temperature must be a number above 0, not {temperature}")
+        if evidence is not None and not 0 < evidence < torch.inf:
+            raise HddmError(f"evidence must be a number above 0, not {evidence}")
         self.moments = list(moments)
         self.prior = tuple(prior or [1.0] * len(sizes))
-        self.temperature = temperature
+        self.evidence = evidence
         if len(self.prior) != len(sizes) or min(self.prior) < 0 or not 0 < sum(self.prior) < torch.inf:
             raise HddmError(f"prior must be {len(sizes)} numbers, none below 0 and not all 0, not {prior}")
 
@@ -128,9 +134,13 @@ class MomentsRouter:
         Their dtype is x_t's, float32 at least.
         """
         flat, times = to_float64(x_t.flatten(1)), to_float64(t)
-        scores = [one.to(flat).log_likelihood(flat, times.to(flat.device)) for one in self.moments]
-        logits = torch.stack(scores, 1) / self.temperature
-        logits += torch.tensor(self.prior, dtype=flat.dtype, device=flat.device).log()
+        own, times = [one.to(flat) for one in self.moments], times.to(flat.device)
+        logits = torch.stack([one.log_likelihood(flat, times) for one in own], 1)
+        prior = torch.tensor(self.prior, dtype=flat.dtype, device=flat.device)
+        if self.evidence is not None:
+            directions = torch.stack([one.directions(times) for one in own], 1) @ (prior / prior.sum())
+            logits /= (directions / self.evidence).clamp_min(1)[:, None]
+        logits += prior.log()
         return logits.softmax(1).to(x_t.device, torch.promote_types(x_t.dtype, torch.float32))
 
 

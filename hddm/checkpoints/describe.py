@@ -231,7 +231,7 @@ def _ensemble(folder: Path) -> dict[str, Any]:
         described["router_outputs"] = list(record.router_outputs or range(len(experts)))
         described["router_shards"] = len(router.shard_hashes)
         described["router_calibrated"] = bool(router.calibration)
-    if record.moments_temperature is not None:
+    if record.moments_evidence is not None:
         routers.append(f"by the moments of {counted(len(experts), 'expert')}")
     if record.topics is not None:
         known = sum(expert["topic"] is not None for expert in experts)

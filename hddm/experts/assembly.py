@@ -53,7 +53,8 @@ from hddm.utils.tensors import read_safetensors, refuse_non_finite
 DEFAULT_STRATEGY = "draw"
 MOMENTS = "moments"
 """In place of a router's folder."""
-MOMENTS_TEMPERATURE = 1.0
+MOMENTS_EVIDENCE = 10.0
+"""Directions of images that count in full, by measurements on digits and CIFAR-10 (docs/results.md)."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class EnsembleFolders:
     ``outputs`` has the router's output for each expert, None where still open; empty where all are.
     ``given`` and ``own`` are components by name (`hddm.experts.components.arrange`); ``bases``, the weights
     that adapters change, by SHA-256. ``aside`` is a learned router that waits for others to go; ``shares``,
-    ``class_lists`` and ``moments_temperature`` are as in `hddm.experts.ensemble_folders.EnsembleRecord`.
+    ``class_lists`` and ``moments_evidence`` are as in `hddm.experts.ensemble_folders.EnsembleRecord`.
     """
 
     experts: Sequence[Path]
@@ -74,7 +75,7 @@ class EnsembleFolders:
     bases: Mapping[str, Path] = field(default_factory=dict)
     shares: Shares = ()
     class_lists: ClassLists = ()
-    moments_temperature: float | None = None
+    moments_evidence: float | None = None
     aside: Path | None = None
 
 
@@ -128,7 +129,7 @@ def assemble(
         bases=bases_of(experts, bases_in(bases)),
         shares=fixed,
         class_lists=lists,
-        moments_temperature=MOMENTS_TEMPERATURE if router == MOMENTS else None,
+        moments_evidence=MOMENTS_EVIDENCE if router == MOMENTS else None,
     )
     refuse_inside(out, (*experts, folders.router, *folders.given.values(), *folders.bases.values()))
     record, components, notes = check(folders, strategy)
@@ -229,13 +230,13 @@ def check(
     if not folders.experts:
         raise HddmError("an ensemble needs at least one expert")
     Strategy.parse(strategy).check(len(folders.experts))
-    is_routed = folders.router is not None or folders.moments_temperature is not None
+    is_routed = folders.router is not None or folders.moments_evidence is not None
     if not is_routed and strategy != DEFAULT_STRATEGY:
         raise HddmError(f"strategy {strategy!r} needs --router; only 'draw' does without")
     experts, found = read_records(folders.experts), Findings()
     for folder in folders.experts:
         _files_of(folder)
-        if folders.moments_temperature is not None and not (folder / CALIBRATION).is_file():
+        if folders.moments_evidence is not None and not (folder / CALIBRATION).is_file():
             found.differ(str(folder), "has no calibration, as --router moments needs; run hddm calibrate")
     lists = class_lists_of(experts, folders.class_lists)
     compare_experts(experts, found, folders.shares, is_drawn=not is_routed)
@@ -264,7 +265,7 @@ def check(
         classes=join_classes(tuple(lists)).names,
         class_prior=class_prior_of(experts, lists, shares, found),
         router_aside=None if folders.aside is None else ROUTER,
-        moments_temperature=folders.moments_temperature,
+        moments_evidence=folders.moments_evidence,
         strategy=strategy,
         shift=common_shift(experts, found) if shift is None else shift,
         texts=arranged.texts,

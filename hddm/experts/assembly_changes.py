@@ -14,7 +14,7 @@ from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.experts.assembly import (
     DEFAULT_STRATEGY,
     MOMENTS,
-    MOMENTS_TEMPERATURE,
+    MOMENTS_EVIDENCE,
     ClassNames,
     EnsembleFolders,
     check,
@@ -111,7 +111,7 @@ def change(
         bases=bases_of(stay, own_bases, is_closed=True) | bases_of(add, bases_in(bases)),
         shares=fixed,
         class_lists=lists,
-        moments_temperature=MOMENTS_TEMPERATURE if router == MOMENTS else None,
+        moments_evidence=MOMENTS_EVIDENCE if router == MOMENTS else None,
     )
     strategy = strategy or record.strategy
     told: tuple[str, ...] = ()
@@ -120,8 +120,8 @@ def change(
         unknown = _unknown_to(ensemble / learned, everyone if record.router is None else add)
         is_calibrated = all((folder / CALIBRATION).is_file() for folder in everyone)
         if unknown and (is_calibrated or strategy == DEFAULT_STRATEGY):
-            temperature = MOMENTS_TEMPERATURE if is_calibrated else None
-            folders = replace(folders, aside=ensemble / learned, moments_temperature=temperature)
+            evidence = MOMENTS_EVIDENCE if is_calibrated else None
+            folders = replace(folders, aside=ensemble / learned, moments_evidence=evidence)
             instead = "the experts' moments route" if is_calibrated else "draw needs none"
             told = (
                 f"the router does not know the shard of {', '.join(unknown)} and is set aside; {instead}",
@@ -133,7 +133,7 @@ def change(
             settled = [*(record.outputs[k] for k in kept), *(None for _ in add)]
             folders = replace(folders, router=ensemble / learned, outputs=settled)
     elif router is None:
-        folders = replace(folders, moments_temperature=record.moments_temperature)
+        folders = replace(folders, moments_evidence=record.moments_evidence)
     prior = [record.prior[k] for k in kept]
     new_record, components, notes = check(
         folders,

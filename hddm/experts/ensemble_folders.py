@@ -235,7 +235,7 @@ class EnsembleRecord(Record):
     """p(k | class), one row for each class."""
     router_aside: str | None = None
     """Folder of a learned router that does not know the shards of all experts; it comes back when they go."""
-    moments_temperature: Temperature | None = None
+    moments_evidence: Temperature | None = None
     """Of a router by the experts' moments (`hddm.routers.MomentsRouter`), in place of a learned one."""
     texts: tuple[Number, ...] = ()
     """Number of each expert's text encoder, from 0; empty where all have the first."""
@@ -265,7 +265,7 @@ class EnsembleRecord(Record):
     @property
     def is_routed(self) -> bool:
         """True where a router looks at x_t, learned or by moments."""
-        return self.router is not None or self.moments_temperature is not None
+        return self.router is not None or self.moments_evidence is not None
 
     @property
     def outputs(self) -> tuple[int, ...]:
@@ -422,5 +422,5 @@ def _check_numbers(facts: EnsembleRecord, path: Path) -> None:
         raise HddmError(
             f"{path}: router_outputs must be {experts} different outputs of a router, not {list(outputs)}"
         )
-    if facts.router is not None and (facts.moments_temperature, facts.router_aside) != (None, None):
+    if facts.router is not None and (facts.moments_evidence, facts.router_aside) != (None, None):
         raise HddmError(f"{path}: has a learned router and another; it routes by one of them")

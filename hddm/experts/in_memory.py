@@ -19,7 +19,7 @@ from hddm.networks.folders import Unread, cast, fitting
 from hddm.networks.offload import StoredNetwork
 from hddm.networks.transformers import RouterTransformer
 from hddm.networks.wrappers import EXPERT_NETWORKS, NetworkWrapper, described, interface_of
-from hddm.routers import Router
+from hddm.routers import MomentsRouter, Router
 from hddm.schedules import DiscreteSchedule, LinearSchedule, Schedule, from_config
 from hddm.utils.errors import HddmError
 from hddm.utils.records import Record
@@ -66,6 +66,12 @@ def parts_of(
         )
     for field in fields:
         field.sample_shape = shape
+    evidence = None
+    own = [field.calibration and field.calibration.moments for field in fields]
+    if type(router) is MomentsRouter and all(a is b for a, b in zip(router.moments, own, strict=True)):
+        # As many as there are is all of them.
+        evidence = router.evidence or float(math.prod(shape))
+        router = None
     outputs: tuple[int, ...] = ()
     if type(router) is Router and isinstance(router.network, RouterTransformer):
         outputs = tuple(router.outputs or ())
@@ -83,6 +89,7 @@ def parts_of(
         prior=_shares(model.prior),
         classes=model.classes,
         class_prior=() if model.class_prior is None else tuple(map(_shares, model.class_prior)),
+        moments_evidence=evidence,
         strategy=model.strategy,
         shift=model.shift,
         texts=model.texts,

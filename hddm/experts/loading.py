@@ -237,7 +237,7 @@ def ensemble_of(
             raise HddmError("a router needs its router_facts, which say how it counts time")
         outputs = facts.router_outputs or None
         route = Router(router, router_facts.time_scale, router_facts.temperatures, outputs, facts.prior)
-    elif router is None and facts.moments_temperature is not None:
+    elif router is None and facts.moments_evidence is not None:
         route = _moments_router(fields, facts)
     if facts.classes and class_prior:
         rows = dict(zip(facts.classes, class_prior, strict=True))
@@ -267,8 +267,8 @@ def _moments_router(fields: Sequence[VelocityField], facts: EnsembleRecord) -> M
         if field.calibration is None:
             raise HddmError(f"{name}: has no calibration, and a router by moments needs those of all experts")
         moments.append(field.calibration.moments)
-    assert facts.moments_temperature is not None
-    return MomentsRouter(moments, facts.prior, facts.moments_temperature)
+    assert facts.moments_evidence is not None
+    return MomentsRouter(moments, facts.prior, facts.moments_evidence)
 
 
 def save_ensemble(

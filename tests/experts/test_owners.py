@@ -12,7 +12,7 @@ import torch
 import hddm
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.data.shard_records import overlap, sketch_of
-from hddm.experts.assembly import MOMENTS_TEMPERATURE, assemble, read_classes
+from hddm.experts.assembly import MOMENTS_EVIDENCE, assemble, read_classes
 from hddm.experts.assembly_changes import change
 from hddm.experts.ensemble_folders import read_ensemble_facts
 from hddm.networks.transformers import ExpertTransformer
@@ -224,10 +224,15 @@ def test_a_router_by_moments_needs_no_training(ours: Path, theirs: Path, tmp_pat
     x = torch.randn(6, 1, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     t = torch.linspace(0.05, 1, 6, dtype=torch.float64)
     moments = [hddm.load(folder).calibration.moments for folder in (ours, theirs)]
-    expected = MomentsRouter(moments, (0.25, 0.75))(x, t)
+    expected = MomentsRouter(moments, (0.25, 0.75), MOMENTS_EVIDENCE)(x, t)
     torch.testing.assert_close(ensemble.weights(x, t), expected, rtol=1e-9, atol=1e-9)
+    # An ensemble in memory, of exact posteriors, keeps them in a folder.
+    ensemble.router = MomentsRouter([one.calibration.moments for one in ensemble.experts], (0.25, 0.75))
+    exact = ensemble.weights(x.float(), t)
+    HDDMPipeline.from_ensemble(ensemble).save_pretrained(tmp_path / "saved")
+    torch.testing.assert_close(load_ensemble(tmp_path / "saved").weights(x.float(), t), exact)
     change(both, remove=[0])
-    assert read_ensemble_facts(both).moments_temperature == 1
+    assert read_ensemble_facts(both).moments_evidence == MOMENTS_EVIDENCE
     (theirs / CALIBRATION).unlink()
     before = contents(both)
     message = refusal(change, both, add=[theirs])
@@ -247,7 +252,7 @@ def test_a_router_is_set_aside_while_there_is_an_expert_that_it_does_not_know(
     assert told in notes
     facts = read_ensemble_facts(whole)
     assert (facts.router, facts.router_outputs, len(facts.prior)) == (None, (), 4)
-    assert (facts.router_aside, facts.moments_temperature) == ("router", MOMENTS_TEMPERATURE)
+    assert (facts.router_aside, facts.moments_evidence) == ("router", MOMENTS_EVIDENCE)
     after = contents(whole)
     assert {name: after[name] for name in before} == before
     change(whole, strategy="top-1")
@@ -294,7 +299,7 @@ def test_folders_of_before_have_no_names_of_classes(trio: Trio, tmp_path: Path) 
     path = tmp_path / "old" / "ensemble.json"
     record = json.loads(path.read_text())
     rows = record["class_prior"]
-    for key in ("classes", "class_lists", "shares", "moments_temperature"):
+    for key in ("classes", "class_lists", "shares", "moments_evidence"):
         del record[key]
     path.write_text(json.dumps(record | {"format": "1.3"}))
     (tmp_path / "old" / "manifest.json").unlink()

@@ -62,14 +62,25 @@ def test_mixed_experts_that_it_routes_have_the_velocity_of_all_the_data() -> Non
     assert (ensemble.velocity(x_t[inner], t[inner]) - exact.view_as(x_t[inner])).abs().max() < 1e-9
 
 
-def test_a_temperature_makes_it_less_sure_and_keeps_the_order() -> None:
+def test_limited_evidence_makes_it_less_sure_and_keeps_the_order() -> None:
+    """Against the trace of the whole matrices."""
     shards, moments = zip(*(_gaussian(seed, 5) for seed in range(3)), strict=True)
     x_t, t = (one[TIMES.repeat_interleave(40) < 1] for one in _states(list(shards)))
-    sure, unsure = (MomentsRouter(moments, temperature=one)(x_t, t) for one in (1.0, 8.0))
+    sure, unsure = MomentsRouter(moments)(x_t, t), MomentsRouter(moments, evidence=2.0)(x_t, t)
     assert unsure.argmax(1).equal(sure.argmax(1))
     assert (unsure.max(1).values <= sure.max(1).values + 1e-12).all()
+    directions = torch.zeros(len(t), dtype=torch.float64)
+    for one in moments:
+        rest = torch.eye(len(one.mean)) - one.basis @ one.basis.T
+        covariance = one.basis @ one.variances[:-1].diag() @ one.basis.T + one.variances[-1] * rest
+        for row, time in enumerate(t.tolist()):
+            data = (1 - time) ** 2 * covariance.double()
+            directions[row] += (
+                torch.linalg.solve(data + time**2 * torch.eye(len(data)).double(), data).trace() / 3
+            )
+    temperature = (directions / 2).clamp_min(1)[:, None]
     log = sure.log() - sure.log().mean(1, keepdim=True)
-    torch.testing.assert_close(unsure, (log / 8).softmax(1), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(unsure, (log / temperature).softmax(1), rtol=1e-5, atol=1e-7)
 
 
 def test_what_makes_no_router_is_refused() -> None:
@@ -80,8 +91,8 @@ def test_what_makes_no_router_is_refused() -> None:
         ([one, small], {}, r"not of \[12, 4\] numbers"),
         ([one, other], {"prior": [0.0, 0.0]}, "not all 0"),
         ([one, other], {"prior": [1.0]}, "prior must be 2 numbers"),
-        ([one, other], {"temperature": 0.0}, "temperature must be a number above 0, not 0"),
-        ([one, other], {"temperature": float("nan")}, "temperature must be"),
+        ([one, other], {"evidence": 0.0}, "evidence must be a number above 0, not 0"),
+        ([one, other], {"evidence": float("nan")}, "evidence must be"),
     ):
         with pytest.raises(HddmError, match=said):
             MomentsRouter(moments, **options)
