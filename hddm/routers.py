@@ -147,7 +147,7 @@ class MomentsRouter:
 TOPIC = "topic.safetensors"
 _HEADER = "described"
 MAX_DIRECTIONS = 8
-SPREAD = 0.05
+SPREAD = 0.01
 """Share of all variance that every direction of a prompt is taken to have by chance."""
 
 

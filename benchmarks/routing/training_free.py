@@ -1,0 +1,286 @@
+"""Routers that need no training, beside learned ones, on digits: by the image's moments, and by prompts.
+
+python -m benchmarks.routing.training_free. Unconditional experts are routed by a learned router and by
+moments; experts of templated captions by p(k | class), as counted in the shards, and by the topics of their
+captions. The text encoder is a CLIP of random weights: its words differ, which is all that ten digits need.
+"""
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import CLIPTextConfig, CLIPTextModel
+
+from benchmarks.harness import (
+    QUICKSTART,
+    Digits,
+    QuickOption,
+    ResultsOption,
+    SeedsOption,
+    Start,
+    WorkersOption,
+    WorkOption,
+    expert_call,
+    main,
+    router_call,
+    run_calls,
+    typer,
+)
+from hddm.benchmark.presets import load_settings
+from hddm.data.encoding import encode_shards
+from hddm.data.encoding_plan import EncodingSettings, plan_encoding
+from hddm.data.images import load_images, save_png, to_bytes, to_unit_range
+from hddm.data.partition import partition
+from hddm.data.shard_records import find_shards
+from hddm.data.shards import load_shard
+from hddm.evaluation.classifier import FEATURES, FeatureClassifier, train_classifier
+from hddm.evaluation.features import FeatureExtractor
+from hddm.evaluation.scores import Scorer
+from hddm.experts.assembly import assemble
+from hddm.pipelines.pipeline import HDDMPipeline
+from hddm.sampling import sample
+from hddm.training.topics import describe_topic
+from hddm.utils.processes import Workers
+from hddm.utils.tensors import generator
+from hddm.velocity import PRIOR
+
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+TEMPLATES = ("a handwritten {}", "the digit {}", "{}", "a small picture of the number {}", "{} in ink")
+ASKED = {"a wording of captions": TEMPLATES[1], "another wording": "a scan of {}"}
+TIMES = (0.02, 0.1, 0.3, 0.5, 0.7, 0.9)
+STRATEGIES = ("draw", "top-1", "top-2", "full")
+EXPERTS = 4
+CAPTION_STREAM, NOISE_STREAM = 11, 12
+
+
+def write_captioned(images: Path, folder: Path) -> Path:
+    """Write the digits with a caption each, as Hugging Face's image folders have them."""
+    if not folder.exists():
+        found = load_images(images)
+        folder.mkdir(parents=True)
+        rows = []
+        assert found.labels is not None
+        for i, (pixels, label) in enumerate(zip(found.pixels, found.labels.tolist(), strict=True)):
+            save_png(pixels, folder / f"{i:05d}.png")
+            which = int(torch.randint(len(TEMPLATES), (), generator=generator(0, i, CAPTION_STREAM)))
+            text = TEMPLATES[which].format(WORDS[label])
+            rows.append({"file_name": f"{i:05d}.png", "text": text, "label": label})
+        (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def write_text_encoder(folder: Path) -> Path:
+    """Write a CLIP of random weights, and a tokenizer of the captions' words."""
+    if folder.exists():
+        return folder
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    words = sorted(
+        {word for line in (*TEMPLATES, *ASKED.values(), *WORDS) for word in line.split() if word != "{}"}
+    )
+    merges, known = [], {*letters, *(f"{letter}</w>" for letter in letters)}
+    for word in words:
+        parts = [*word[:-1], f"{word[-1]}</w>"]
+        while len(parts) > 1:
+            merges.append(f"{parts[0]} {parts[1]}")
+            parts = [parts[0] + parts[1], *parts[2:]]
+            known.add(parts[0])
+    vocabulary = {word: i for i, word in enumerate([*sorted(known), "<|startoftext|>", "<|endoftext|>"])}
+    tokenizer = folder / "tokenizer"
+    tokenizer.mkdir(parents=True)
+    (tokenizer / "vocab.json").write_text(json.dumps(vocabulary))
+    (tokenizer / "merges.txt").write_text("\n".join(["#version: 0.2", *dict.fromkeys(merges)]) + "\n")
+    special = {
+        "bos_token": "<|startoftext|>",
+        **dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>"),
+    }
+    config = {**special, "tokenizer_class": "CLIPTokenizer", "model_max_length": 16}
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(config))
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ends = {
+        "bos_token_id": len(vocabulary) - 2,
+        "eos_token_id": len(vocabulary) - 1,
+        "pad_token_id": len(vocabulary) - 1,
+    }
+    model = CLIPTextModel(
+        CLIPTextConfig(vocab_size=len(vocabulary), max_position_embeddings=16, **sizes, **ends)
+    )
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
+    model.text_model.embeddings.token_embedding.weight.data.normal_() if hasattr(
+        model, "text_model"
+    ) else None
+    model.save_pretrained(folder / "text_encoder")
+    return folder
+
+
+def accuracy(router: Any, images: Tensor, shards: Tensor, seed: int) -> list[float]:
+    """Share of noised images whose own shard a router holds for the most probable, at each of `TIMES`."""
+    found = []
+    noise = torch.randn(images.shape, generator=generator(seed, NOISE_STREAM))
+    for t in TIMES:
+        p = router((1 - t) * images + t * noise, torch.full((len(images),), t))
+        found.append(float((p.argmax(1) == shards).double().mean()))
+    return found
+
+
+def measure(start: Start, steps: int | None, num: int) -> Path:
+    """Train what is missing, sample, score, write the result."""
+    folder, preset = start.work, load_settings("digits")
+    digits = Digits(folder)
+    captioned = write_captioned(digits.training, folder / "captioned")
+    clip = write_text_encoder(folder / "clip")
+    if not (folder / "shards").exists():
+        partition(captioned, folder / "shards", EXPERTS)
+    if not (folder / "encoded").exists():
+        encode_shards(
+            plan_encoding(
+                folder / "shards", EncodingSettings(), None, clip / "text_encoder", clip / "tokenizer"
+            ),
+            folder / "encoded",
+        )
+    shards = find_shards(folder / "shards")
+    data = [load_shard(shard) for shard in shards]
+    labels = [shard.labels for shard in data if shard.labels is not None]
+    counts = torch.stack([one.bincount(minlength=10) for one in labels], 1).double()
+    classifier = train_classifier(digits.images.normalised, digits.images.labels)
+    extractor = FeatureExtractor("small classifier of the training images", FEATURES, classifier.features)
+    scorer = Scorer(extractor, digits.images.pixels, digits.fresh.pixels, QUICKSTART.resamples)
+    pixels = torch.cat([shard.take(torch.arange(len(shard))) for shard in data])
+    owner = torch.cat([torch.full((len(shard),), k) for k, shard in enumerate(data)])
+    runs = []
+    with Workers(start.workers) as pool:
+        for seed in range(start.seeds):
+            place = folder / f"seed_{seed}"
+            runs.append(
+                _seed(
+                    pool, preset, folder, place, seed, steps, num, scorer, classifier, counts, pixels, owner
+                )
+            )
+    content = {"runs": runs, "times": TIMES, "real": asdict(scorer.real())}
+    return start.write("routing-training-free", _lines(runs, start.seeds, num), content)
+
+
+def _seed(
+    pool: Workers, preset: Any, folder: Path, place: Path, seed: int, steps: int | None, num: int,
+    scorer: Scorer, classifier: FeatureClassifier, counts: Tensor, pixels: Tensor, owner: Tensor,
+) -> dict[str, Any]:  # fmt: skip
+    changes = {} if steps is None else {"steps": steps}
+    plain = preset.expert("flow", seed, **changes)
+    text = preset.expert("flow", seed, **changes, text_conditional=True)
+    calls = [expert_call(one, place / "plain" / one.name, plain) for one in find_shards(folder / "shards")]
+    calls += [expert_call(one, place / "text" / one.name, text) for one in find_shards(folder / "encoded")]
+    calls.append(
+        router_call(folder / "shards", place / "router", preset.router(seed).model_copy(update=changes))
+    )
+    run_calls(pool, calls, f"seed {seed}: train")
+    plains = [place / "plain" / f"shard_{k}" for k in range(EXPERTS)]
+    texts = [place / "text" / f"shard_{k}" for k in range(EXPERTS)]
+    parts = {name: folder / "clip" / name for name in ("text_encoder", "tokenizer")}
+    begun = time.perf_counter()
+    for k, expert in enumerate(texts):
+        describe_topic(expert, data=folder / "shards" / f"shard_{k}", **parts)
+    fit = time.perf_counter() - begun
+    assemble(plains, place / "learned", place / "router", overwrite=True)
+    assemble(plains, place / "moments", "moments", overwrite=True)
+    assemble(texts, place / "prompts", overwrite=True, **parts)
+    run: dict[str, Any] = {"fit_seconds": fit, "rows": {}}
+    for name in ("learned", "moments"):
+        pipe = HDDMPipeline.from_pretrained(place / name)
+        pipe.set_progress_bar_config(disable=True)
+        run[f"accuracy_{name}"] = accuracy(pipe.ensemble.router, pixels, owner, seed)
+        for strategy in STRATEGIES:
+            images = sample(pipe.ensemble, num, seed, strategy=strategy, batch_size=250)
+            run["rows"][f"{name}, {strategy}"] = asdict(scorer.score(to_bytes(images)))
+    pipe = HDDMPipeline.from_pretrained(place / "prompts")
+    asked = torch.arange(num) % 10
+    by_class = counts[asked] / counts[asked].sum(1, keepdim=True)
+    for wording, template in ASKED.items():
+        begun = time.perf_counter()
+        given, _ = pipe.encode([template.format(WORDS[label]) for label in asked.tolist()])
+        routing = time.perf_counter() - begun
+        run[f"prior_gap, {wording}"] = float((given[PRIOR] - by_class).abs().sum(1).mean() / 2)
+        for name, prior in (("class prior", by_class), ("prompts", given[PRIOR])):
+            begun = time.perf_counter()
+            images = to_bytes(
+                sample(pipe.ensemble, num, seed, strategy="draw", batch_size=250, **given | {PRIOR: prior})
+            )
+            run["sampling_seconds"] = time.perf_counter() - begun
+            right = classifier(to_unit_range(images)).argmax(1) == asked
+            score = {**asdict(scorer.score(images)), "label_accuracy": float(right.double().mean())}
+            run["rows"][f"{name}, {wording}"] = score
+    run["routing_seconds"] = routing
+    return run
+
+
+def _mean(values: list[Any]) -> str:
+    numbers = [value["value"] if isinstance(value, dict) else value for value in values]
+    found = torch.tensor(numbers, dtype=torch.float64)
+    spread = f" ± {found.std():.2f}" if len(found) > 1 else ""
+    return f"{found.mean():.2f}{spread}"
+
+
+def _lines(runs: list[dict[str, Any]], seeds: int, num: int) -> list[str]:
+    lines = [
+        "# Routers that need no training, on digits",
+        f"{EXPERTS} flow experts of the digits preset a seed, {seeds} seeds, {num} samples a row; mean ± "
+        "deviation over seeds. Distances are Fréchet's, on features of a classifier of the training images.",
+        "",
+        "| share of training images whose shard is named, at t = | " + " | ".join(map(str, TIMES)) + " |",
+        "|---|" + "---|" * len(TIMES),
+    ]
+    for name in ("learned", "moments"):
+        cells = [_mean([run[f"accuracy_{name}"][i] for run in runs]) for i in range(len(TIMES))]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    lines += ["", "| router, strategy | to training images | to held-out images |", "|---|---|---|"]
+    for name in runs[0]["rows"]:
+        rows = [run["rows"][name] for run in runs]
+        if "label_accuracy" not in rows[0]:
+            cells = [_mean([row[key] for row in rows]) for key in ("to_training", "to_held_out")]
+            lines.append(f"| {name} | {cells[0]} | {cells[1]} |")
+    lines += [
+        "",
+        f"Experts of captions, asked as they were captioned (`{TEMPLATES[1]}`), and by `a scan of …`:",
+    ]
+    lines += [
+        "",
+        "| p(k) by | label accuracy | to training images | to held-out images |",
+        "|---|---|---|---|",
+    ]
+    for name in runs[0]["rows"]:
+        rows = [run["rows"][name] for run in runs]
+        if "label_accuracy" in rows[0]:
+            cells = [
+                _mean([row[key] for row in rows]) for key in ("label_accuracy", "to_training", "to_held_out")
+            ]
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    gaps = [_mean([run[f"prior_gap, {wording}"] for run in runs]) for wording in ASKED]
+    fit = _mean([run["fit_seconds"] for run in runs])
+    share = max(run["routing_seconds"] / run["sampling_seconds"] for run in runs)
+    lines += [
+        "",
+        f"Total variation between p(k | prompt) and p(k | class): {gaps[0]}, by another wording {gaps[1]}. "
+        f"Describing {EXPERTS} experts took {fit} s; encoding and routing {num} prompts took at most "
+        f"{share:.1%} of the time of their sampling, once.",
+    ]
+    return lines
+
+
+def command(
+    results: ResultsOption = Path(__file__).parents[1] / "results",
+    work: WorkOption = Path("runs") / "training_free",
+    quick: QuickOption = False,
+    seeds: SeedsOption = 3,
+    workers: WorkersOption = 2,
+) -> None:
+    """Measure both kinds of routers."""
+    typer.echo(measure(Start(results, work, seeds, workers), 20 if quick else None, 200 if quick else 1000))
+
+
+if __name__ == "__main__":
+    main(lambda: typer.run(command))
