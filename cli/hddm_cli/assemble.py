@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from hddm.utils.errors import UsageError, counted
-from hddm.utils.files import restore
+from hddm.utils.files import check_absent, restore
 from hddm.utils.records import ENSEMBLE_FILE
 from hddm_cli.options import InputArgument, InputOption, Overwrite, StrategyOption
 
@@ -74,6 +74,8 @@ def assemble(
         if not Path(router).exists():
             raise UsageError(f"--router {router}: no such folder; name one, or moments")
     shares = _shares(share or ())
+    if out is not None:
+        check_absent(out, ENSEMBLE_FILE, overwrite)
     from hddm.experts.assembly import DEFAULT_STRATEGY, read_classes
     from hddm.experts.assembly import assemble as put_together
     from hddm.experts.assembly_changes import change

@@ -7,7 +7,9 @@ from typing import Annotated, Literal
 
 import typer
 
+from hddm.data.shard_records import PARTITION_FILE
 from hddm.utils.errors import HddmError, UsageError
+from hddm.utils.files import check_absent
 from hddm_cli.options import InputArgument, Out, Overwrite, Seed
 
 
@@ -38,13 +40,14 @@ def partition(
     ] = None,
 ) -> None:
     """Divide images into shards of similar content and nearly equal size."""
+    number = _number(shards)
+    check_absent(out, PARTITION_FILE, overwrite)
     from hddm.data.encoding_plan import survey
     from hddm.data.partition import partition as divide
     from hddm.data.shard_records import (
         FORMAT,
         HELD_OUT,
         MIN_IMAGES,
-        PARTITION_FILE,
         PartitionRecord,
         read_manifest,
     )
@@ -57,7 +60,7 @@ def partition(
         folders = divide(
             images,
             out,
-            _number(shards),
+            number,
             seed,
             overwrite,
             features=features,

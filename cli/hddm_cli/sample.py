@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from hddm.utils.errors import asked
+from hddm.utils.errors import UsageError, asked
 from hddm_cli.options import (
     AnyDevice,
     InputArgument,
@@ -14,11 +14,13 @@ from hddm_cli.options import (
     Overwrite,
     Seed,
     StrategyOption,
+    is_given,
     parse_size,
 )
 
 
 def sample(
+    context: typer.Context,
     source: Annotated[Path, InputArgument(help="Expert or ensemble folder, or the Paris release.")],
     out: Out,
     num_images: Annotated[int, typer.Option("--num-images", min=1, help="Images to make.")] = 16,
@@ -119,11 +121,17 @@ def sample(
     overwrite: Overwrite = False,
 ) -> None:
     """Make images from an expert or an ensemble. Image i depends on the seed and i alone."""
+    if guidance_scale == 1:
+        of_guidance = ("guide_by", "cfg_channels", "guidance_interval", "guidance_rescale")
+        if given := [f"--{name.replace('_', '-')}" for name in of_guidance if is_given(context, name)]:
+            raise UsageError(
+                f"{' and '.join(given)}: take effect with a --guidance-scale that is not 1; give one"
+            )
     from hddm.pipelines.samples import SampleSettings, sample_to_folder
     from hddm.utils.progress import Progress
     from hddm.utils.records import OPTIONS, parse_record
 
-    given = {
+    options = {
         "num_images": num_images,
         "seed": seed,
         "start": start,
@@ -151,7 +159,7 @@ def sample(
         "output_type": output_type,
     }
     with asked():
-        settings = parse_record(given, SampleSettings, OPTIONS)
+        settings = parse_record(options, SampleSettings, OPTIONS)
 
     with Progress(num_images, "sample") as progress:
         shown = sample_to_folder(source, out, settings, overwrite, progress, grid, resume)

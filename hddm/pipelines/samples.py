@@ -104,21 +104,14 @@ class SampleSettings(Record):
 
     @property
     def guidance(self) -> Guidance:
-        """Scale and other guidance options together; `HddmError` for other options with a scale of 1."""
-        found = Guidance(
+        """Scale and other guidance options together."""
+        return Guidance(
             self.guidance_scale,
             self.cfg_channels,
             self.guidance_interval,
             self.guidance_rescale,
             self.guide_by,
         )
-        if found.scale == 1.0 and found != Guidance(1.0):
-            fields = ("guide_by", "cfg_channels", "guidance_interval", "guidance_rescale")
-            own = type(self).model_fields
-            given = [name for name in fields if getattr(self, name) != own[name].default]
-            options = " and ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise UsageError(f"{options}: take effect with a --guidance-scale that is not 1; give one")
-        return found
 
     @property
     def torch_dtype(self) -> torch.dtype:

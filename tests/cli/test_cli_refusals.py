@@ -133,8 +133,9 @@ def test_debug_lets_the_error_through(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_installed_command_fails_as_tidily(tmp_path: Path) -> None:
     finished = subprocess.run([HDDM, "inspect", tmp_path], capture_output=True, text=True)
     assert (finished.returncode, finished.stdout) == (1, "")
-    assert finished.stderr.startswith(f"hddm: {tmp_path}: holds none of expert.json")
-    assert finished.stderr.count("\n") == 1
+    # A loaded machine takes long to import, and is told of it.
+    (line,) = [one for one in finished.stderr.splitlines() if not one.endswith("so far")]
+    assert line.startswith(f"hddm: {tmp_path}: holds none of expert.json")
 
 
 @pytest.mark.parametrize(
