@@ -6,9 +6,11 @@ them. Before a run, a target weight W (out, in) becomes
 
     W + alpha/rank · B A,   A (rank, in),  B (out, rank),
 
-computed in float32 at least and then cast, so that an adapted network is like any other.
+computed in float32 at least and then cast, so that an adapted network is like any other. Of a convolution W
+is (out, in, h, w), A (rank, in, h, w) and B (out, rank, 1, 1).
 """
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +18,7 @@ from typing import Annotated, Any
 import torch
 from diffusers import ModelMixin
 from pydantic import Field
+from safetensors.torch import save_file
 from torch import Tensor
 
 from hddm.networks.folders import (
@@ -30,7 +33,7 @@ from hddm.networks.folders import (
     unread_network,
 )
 from hddm.utils.errors import HddmError
-from hddm.utils.files import read_json
+from hddm.utils.files import read_json, sha256_of, write_json
 from hddm.utils.records import Record
 from hddm.utils.tensors import read_header
 
@@ -40,11 +43,13 @@ PREFIX = "base_model.model."
 """The prefix that peft puts before the name of every tensor."""
 
 _SHOWN = 5
-# Keys that can change peft's formula, with the values that do not.
+# Keys that can change peft's formula.
 _VARIANTS = (
     *("use_dora", "use_rslora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out"),
-    *("rank_pattern", "alpha_pattern", "layer_replication", "modules_to_save", "trainable_token_indices"),
+    *("layer_replication", "modules_to_save", "trainable_token_indices"),
 )
+_PATTERNS = ("rank_pattern", "alpha_pattern")
+"""Ranks and alphas of single modules; here all have one."""
 
 
 class AdapterRecord(Record):
@@ -63,6 +68,41 @@ class AdapterRecord(Record):
     def base_name(self) -> str:
         """The base's name in messages."""
         return f"{Path(self.base).name} (SHA-256 {self.base_sha256[:16]}…)"
+
+
+def adapter_of(base: Path, out: Path, rank: int, alpha: float, targets: Sequence[str]) -> AdapterRecord:
+    """Make the record of an adapter in ``out`` for the expert in ``base``, which must not be an adapter."""
+    if not (base / WEIGHTS).is_file():
+        raise HddmError(
+            f"{base}: holds no {WEIGHTS} that could be adapted; name its base, or merge them by hddm convert"
+        )
+    return AdapterRecord(
+        rank=rank,
+        alpha=alpha,
+        targets=tuple(targets),
+        base=Path(os.path.relpath(base.resolve(), out.resolve())).as_posix(),
+        base_sha256=sha256_of(base / WEIGHTS),
+    )
+
+
+def peft_config(adapter: AdapterRecord) -> dict[str, Any]:
+    """Arguments of the peft config with the adapter's formula."""
+    layers = [target.removesuffix(".weight") for target in adapter.targets if target.endswith(".weight")]
+    return {
+        "r": adapter.rank,
+        # An integer where possible, as in peft's own scripts.
+        "lora_alpha": int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha,
+        "target_modules": layers,
+        "target_parameters": [one for one in adapter.targets if not one.endswith(".weight")] or None,
+        "base_model_name_or_path": adapter.base,
+    }
+
+
+def write_adapter(folder: Path, adapter: AdapterRecord, tensors: Mapping[str, Tensor]) -> None:
+    """Write the factors of an adapter, by the names of `tensor_names`, and their config for peft."""
+    save_file(dict(tensors), folder / ADAPTER_WEIGHTS, {"format": "pt"})
+    of_kind = {"peft_type": "LORA", "bias": "none", "inference_mode": True}
+    write_json(folder / ADAPTER_CONFIG, of_kind | peft_config(adapter))
 
 
 def base_of(folder: Path, facts: AdapterRecord, bases: Mapping[str, Path] | None = None) -> Path:
@@ -147,12 +187,13 @@ class Merged:
 
 
 def merge(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-    """Compute ``weight + scale · up @ down`` (out, in) in the widest dtype of float32 and the operands.
+    """Compute ``weight + scale · up @ down`` (out, …) in the widest dtype of float32 and the operands.
 
-    ``down`` is A (rank, in), ``up`` is B (out, rank), and ``scale`` is alpha/rank.
+    ``down`` is A (rank, …), ``up`` is B (out, rank) or (out, rank, 1, 1), and ``scale`` is alpha/rank.
     """
     wide = torch.promote_types(weight.dtype, torch.float32)
-    return torch.addmm(weight.to(wide), up.to(wide), down.to(wide), alpha=scale)
+    flat, down, up = (one.to(wide).flatten(1) for one in (weight, down, up))
+    return torch.addmm(flat, up, down, alpha=scale).view(weight.shape)
 
 
 def check_base(folder: Path, facts: AdapterRecord, weights: Path) -> None:
@@ -182,18 +223,29 @@ def tensor_names(targets: Sequence[str]) -> dict[str, tuple[str, str]]:
     return names
 
 
+def factor_shapes(weight: Sequence[int], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of A and B for a weight of a linear layer (out, in) or a convolution (out, in, h, w)."""
+    out, width, *window = weight
+    return (rank, width, *window), (out, rank, *[1] * len(window))
+
+
 def _check_config(path: Path, facts: AdapterRecord) -> None:
     """Refuse a peft config that contradicts the record."""
     config = read_json(path)
     for key, stated in (("peft_type", "LORA"), ("r", facts.rank), ("lora_alpha", facts.alpha)):
         if config.get(key) != stated:
             raise HddmError(f"{path}: {key} is {str(config.get(key))[:40]!r}, and expert.json says {stated}")
-    for key in _VARIANTS:
+    refuse_variants(config, str(path), (*_VARIANTS, *_PATTERNS))
+
+
+def refuse_variants(config: Mapping[str, Any], origin: str, variants: Collection[str] = _VARIANTS) -> None:
+    """Raise an `HddmError` for a peft config of another formula than this module's."""
+    for key in variants:
         if config.get(key):
             variant = f"{key} is {str(config[key])[:40]}, a variant of LoRA that is not read"
-            raise HddmError(f"{path}: {variant}; merge it with peft first")
+            raise HddmError(f"{origin}: {variant}; merge it with peft first")
     if config.get("bias", "none") != "none":
-        raise HddmError(f"{path}: bias is {str(config['bias'])[:40]!r}, and only 'none' is read")
+        raise HddmError(f"{origin}: bias is {str(config['bias'])[:40]!r}, and only 'none' is read")
 
 
 def _factors(path: Path, facts: AdapterRecord, base: Path) -> dict[str, tuple[str, str]]:
@@ -202,11 +254,10 @@ def _factors(path: Path, facts: AdapterRecord, base: Path) -> dict[str, tuple[st
     names, problems = tensor_names(facts.targets), []
     for target, pair in names.items():
         weight = weights.get(target)
-        if weight is None or len(weight.shape) != 2 or not weight.dtype.is_floating_point:
-            problems.append(f"{target!r} is no matrix of its base")
+        if weight is None or len(weight.shape) not in (2, 4) or not weight.dtype.is_floating_point:
+            problems.append(f"{target!r} is no matrix or convolution of its base")
             continue
-        out, width = weight.shape
-        for name, shape in zip(pair, ((facts.rank, width), (out, facts.rank)), strict=True):
+        for name, shape in zip(pair, factor_shapes(weight.shape, facts.rank), strict=True):
             found = header.get(name)
             if found is None:
                 problems.append(f"{name!r} is missing")

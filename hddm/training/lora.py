@@ -5,27 +5,24 @@ packed query, key and value matrix of our own attention is a parameter and no la
 ``target_parameters`` adapts it as one matrix (3 width, width) with one A and one B.
 """
 
-import os
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import ModelMixin
-from safetensors.torch import save_file
 from torch import nn
 
 from hddm.experts.lora import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
     PREFIX,
     AdapterRecord,
+    adapter_of,
+    peft_config,
     tensor_names,
+    write_adapter,
 )
 from hddm.experts.records import Expert, write_records
-from hddm.networks.folders import WEIGHTS
 from hddm.utils.errors import HddmError, optional
-from hddm.utils.files import sha256_of, write_json
 
 _LAYERS = re.compile(
     r"layers\.\d+\.((cross_)?attn\.out_proj|mlp\.[02])"
@@ -57,17 +54,7 @@ def new_adapter(network: nn.Module, rank: int, alpha: float | None, init: Path, 
 
     Its change is scaled by ``alpha``/``rank``; by default alpha is the rank. The init must not be an adapter.
     """
-    if not (init / WEIGHTS).is_file():
-        raise HddmError(
-            f"{init}: holds no {WEIGHTS} that could be adapted; name its base, or merge them by hddm convert"
-        )
-    return AdapterRecord(
-        rank=rank,
-        alpha=float(rank if alpha is None else alpha),
-        targets=targets_of(network),
-        base=Path(os.path.relpath(init.resolve(), out.resolve())).as_posix(),
-        base_sha256=sha256_of(init / WEIGHTS),
-    )
+    return adapter_of(init, out, rank, float(rank if alpha is None else alpha), targets_of(network))
 
 
 def add_adapter(network: ModelMixin, adapter: AdapterRecord, seed: int) -> None:
@@ -77,9 +64,10 @@ def add_adapter(network: ModelMixin, adapter: AdapterRecord, seed: int) -> None:
     """
     peft = _peft()
     network.requires_grad_(False)
+    config = peft.LoraConfig(**peft_config(adapter))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        peft.inject_adapter_in_model(_config(adapter), network)
+        peft.inject_adapter_in_model(config, network)
 
 
 def save_adapted(folder: Path, expert: Expert, adapter: AdapterRecord) -> None:
@@ -90,27 +78,10 @@ def save_adapted(folder: Path, expert: Expert, adapter: AdapterRecord) -> None:
     state = _peft().get_peft_model_state_dict(network, save_embedding_layers=False)
     names = [name for pair in tensor_names(adapter.targets).values() for name in pair]
     tensors = {name: state[name.removeprefix(PREFIX)].detach().cpu().contiguous() for name in names}
-    save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
-    config = {
-        key: sorted(value) if isinstance(value, set) else value
-        for key, value in _config(adapter).to_dict().items()
-    }
-    write_json(folder / ADAPTER_CONFIG, config | {"inference_mode": True})
+    write_adapter(folder, adapter, tensors)
     if expert.calibration is not None:
         expert.calibration.save(folder)
     write_records(folder, expert.facts.model_copy(update={"adapter": adapter}), expert.nulls)
-
-
-def _config(adapter: AdapterRecord) -> Any:
-    layers = [target.removesuffix(".weight") for target in adapter.targets if target.endswith(".weight")]
-    return _peft().LoraConfig(
-        r=adapter.rank,
-        # An integer where possible, as in peft's own scripts.
-        lora_alpha=int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha,
-        target_modules=layers,
-        target_parameters=[target for target in adapter.targets if not target.endswith(".weight")] or None,
-        base_model_name_or_path=adapter.base,
-    )
 
 
 def _peft() -> Any:
