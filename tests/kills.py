@@ -21,12 +21,14 @@ from typing import Any
 
 import torch
 from diffusers import DDIMScheduler
+from safetensors.torch import save_file
 
 from hddm.utils.files import restore
 from hddm_cli.app import app
 from tests.artefacts import CHANGES, write_images
 from tests.checkpoint_files import SD_BETAS, pipeline, text_unet
 from tests.component_files import write_clip, write_vae
+from tests.lora_files import kohya
 
 SECONDS = 120
 """Longest life of a small job."""
@@ -77,6 +79,7 @@ VERBS = (
     _resumed("distill", f"distill ensemble --data shards --out out {_NEW}", "shards", "ensemble"),
     _resumed("sample", "sample ensemble --out out --num-images 6 --batch-size 2 --steps 3", "ensemble"),
     Verb("convert", "convert sd --out out", ("sd",)),
+    Verb("convert lora", "convert lora/a.safetensors --base sd-expert --out out", ("lora", "sd-expert")),
     Verb("write back", "convert sd-expert --out out --to-layout diffusers-unet2d-condition", ("sd-expert",)),
     Verb("assemble", "assemble experts/expert_0 experts/expert_1 --out out", ("experts",)),
     Verb("change", "assemble ensemble --remove 1", ("ensemble",), "ensemble"),
@@ -102,6 +105,7 @@ _INPUTS = (
     f"train router shards --out router {_NEW}",
     "assemble experts/expert_0 experts/expert_1 --router router --out ensemble",
     "convert sd --out sd-expert",
+    "convert lora/a.safetensors --base sd-expert --out lora-expert",
 )
 
 
@@ -158,6 +162,8 @@ def write_inputs(folder: Path) -> None:
     pipeline(folder / "sd", text_unet(0), scheduler)
     write_vae(folder / "sd" / "vae")
     write_clip(folder / "sd")
+    (folder / "lora").mkdir()
+    save_file(kohya(text_unet(0)), folder / "lora" / "a.safetensors")
     for command in _INPUTS:
         code, said = life(folder, command)
         if code:

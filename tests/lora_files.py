@@ -1,9 +1,10 @@
-"""Tiny experts and adapters of them, with random weights."""
+"""Tiny experts, adapters of them, and LoRA files of other tools, with random weights."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hddm.experts.records import Expert, ExpertRecord, read_expert, save_expert
 from hddm.training.lora import add_adapter, new_adapter, save_adapted
@@ -40,6 +41,26 @@ def write_adapter(
     changed = ExpertRecord.model_validate(expert.facts.model_dump() | changes)
     save_adapted(out, Expert(expert.network, changed, expert.calibration, expert.nulls), facts)
     return out
+
+
+def kohya(
+    network: nn.Module,
+    ranks: Sequence[int] = (3,),
+    alphas: Sequence[float] = (2.0,),
+    named: Callable[[str], str] | None = None,
+) -> dict[str, Tensor]:
+    """A LoRA of every linear layer and convolution, in turn of these ranks and alphas, by kohya's names."""
+    noise, content = torch.Generator().manual_seed(7), {}
+    kinds = (nn.Linear, nn.Conv2d)
+    layers = [(name, one.weight) for name, one in network.named_modules() if isinstance(one, kinds)]
+    for index, (name, weight) in enumerate(layers):
+        rank, (out, width, *window) = ranks[index % len(ranks)], weight.shape
+        stem = f"lora_unet_{(named(name) if named else name).replace('.', '_')}"
+        down, up = (rank, width, *window), (out, rank, *[1] * len(window))
+        content[f"{stem}.lora_down.weight"] = 0.1 * torch.randn(down, generator=noise)
+        content[f"{stem}.lora_up.weight"] = 0.1 * torch.randn(up, generator=noise)
+        content[f"{stem}.alpha"] = torch.tensor(alphas[index % len(alphas)])
+    return content
 
 
 def states(shape: tuple[int, int, int] = (3, 4, 4), num: int = 3) -> tuple[Tensor, Tensor]:

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pyarrow as pa
 import torch
+from safetensors.torch import save_file
 
 import hddm
 from hddm.benchmark.presets import load_settings
 from hddm.benchmark.results import read_compared
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.inspect import inspected
+from hddm.checkpoints.lora import convert_lora
 from hddm.checkpoints.plan import Conversion, plan
 from hddm.checkpoints.prompts import PipelineText
 from hddm.data.partition import partition
@@ -27,7 +29,7 @@ from hddm.evaluation.compare import table
 from hddm.evaluation.images import conditions, read_data, read_sampling
 from hddm.evaluation.results import refuse_incomparable
 from hddm.experts.assembly_changes import change
-from hddm.experts.records import read_router
+from hddm.experts.records import read_expert, read_router
 from hddm.networks.text_encoder import encode, read_text_encoder, read_tokenizer, text_encoder_facts
 from hddm.networks.vae import decode, read_vae, vae_facts
 from hddm.training.expert import train_expert
@@ -42,7 +44,7 @@ from tests.data.test_sources import encoded, write_tar
 from tests.data.test_sources_parquet import IMAGE, rows_of, write_parquet
 from tests.ensemble_files import write_text
 from tests.evaluation.test_compare import RESULT
-from tests.lora_files import write_adapter, write_base
+from tests.lora_files import kohya, write_adapter, write_base
 from tests.paris_files import write_paris
 from tests.shard_files import encode as encode_images
 
@@ -169,6 +171,27 @@ def _read_adapter(folder: Path) -> None:
     assert isinstance(field, VelocityField)
     with torch.no_grad():
         field.velocity(torch.zeros(1, 3, 4, 4), torch.tensor([0.5]))
+
+
+def _write_lora(folder: Path) -> None:
+    base = write_base(folder.parent / "base-of-lora")
+    folder.mkdir()
+    save_file(kohya(read_expert(base).network, ranks=(2, 3)), folder / "kohya.safetensors")
+    shapes = {"A": (2, 64), "B": (16, 2)}
+    factors = {
+        f"transformer.layers.0.mlp.2.lora_{part}.weight": torch.ones(one) for part, one in shapes.items()
+    }
+    config = {"r": 2, "lora_alpha": 3, "alpha_pattern": {"mlp.2": 4}, "use_dora": False, "bias": "none"}
+    stated = json.dumps({f"transformer.{key}": value for key, value in config.items()})
+    save_file(factors, folder / "peft.safetensors", {"lora_adapter_metadata": stated})
+
+
+def _read_lora(folder: Path) -> None:
+    out, base = folder.with_name(f"{folder.name}.converted"), folder.parent / "base-of-lora"
+    for path in folder.iterdir():
+        inspected(path)
+        convert_lora(path, base, out, overwrite=True)
+        hddm.load(out)
 
 
 def _read_paris(folder: Path) -> None:
@@ -405,6 +428,7 @@ _KINDS = (
     _Recipe("ensemble", _write_ensemble, _read_ensemble, 3, is_quick=False),
     _Recipe("ensemble-to-change", _write_ensemble, _read_changed_ensemble, 1, is_quick=False),
     _Recipe("adapter", _write_adapter, _read_adapter, 2),
+    _Recipe("lora", _write_lora, _read_lora, 2),
     _Recipe("paris", write_paris, _read_paris, 1, is_quick=False),
     _Recipe("shards", _write_shards, _read_shards, 2),
     _Recipe("encoded-shard", _write_encoded, _read_encoded, 2),

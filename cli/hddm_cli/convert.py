@@ -18,8 +18,9 @@ from hddm_cli.options import (
     refuse_given,
 )
 
-# The parameters that have a say when an expert is written back.
+# The parameters that have a say when an expert is written back, and when a LoRA is converted.
 _WITH_TO_LAYOUT = {"context", "source", "out", "to_layout", "dry_run", "overwrite"}
+_WITH_BASE = {"context", "source", "out", "base", "licence", "dry_run", "overwrite"}
 
 
 def convert(
@@ -65,6 +66,10 @@ def convert(
     licence: Annotated[
         str | None, typer.Option("--licence", help="Licence of the weights, if the source does not state it.")
     ] = None,
+    base: Annotated[
+        Path | None,
+        InputOption("--base", help="Expert that a LoRA file changes; the result is an adapter of it."),
+    ] = None,
     to_layout: Annotated[
         str | None, typer.Option("--to-layout", help="Write an expert back in this layout.")
     ] = None,
@@ -86,6 +91,16 @@ def convert(
 
         with Progress(None, "write back"):
             lines = write_back(source, out, to_layout, dry_run, overwrite)
+        for line in lines:
+            typer.echo(line)
+        return
+    if base is not None:
+        idle = set(inspect.signature(convert).parameters) - _WITH_BASE
+        refuse_given(context, "--base converts a LoRA file, which has it from its base", *sorted(idle))
+        from hddm.checkpoints.lora import convert_lora
+
+        with Progress(None, "convert"):
+            lines = convert_lora(source, base, out, licence, dry_run, overwrite)
         for line in lines:
             typer.echo(line)
         return

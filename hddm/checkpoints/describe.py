@@ -9,6 +9,7 @@ from typing import Any
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import calibration_record
 from hddm.checkpoints.layouts import UnstatedHeads
+from hddm.checkpoints.lora import is_lora, read_lora
 from hddm.checkpoints.plan import open_source
 from hddm.checkpoints.sources import Reading, resolve, with_shift
 from hddm.data.shard_records import FORMAT as SHARD_FORMAT
@@ -39,7 +40,7 @@ from hddm.schedules import from_config
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import read_json
 from hddm.utils.records import damage, has_manifest, read_folder_manifest, read_record
-from hddm.utils.tensors import DTYPES, read_header
+from hddm.utils.tensors import DTYPES, kind_of, read_header
 from hddm.velocity import PredictionType
 
 _HEADS = ("num_heads", "num_attention_heads", "attention_head_dim")
@@ -57,7 +58,24 @@ def describe(folder: Path, allow_pickle: bool = False, variant: str | None = Non
             return described(folder)
     if folder.is_dir() and is_paris(folder):
         return _paris(folder)
+    if folder.is_file() and kind_of(folder) == "safetensors" and is_lora(read_header(folder)[0]):
+        return _lora(folder)
     return _checkpoint(folder, allow_pickle, variant)
+
+
+def _lora(path: Path) -> dict[str, Any]:
+    lora, (total, dtypes) = read_lora(path), _numbers(path)
+    return {
+        "kind": "LoRA",
+        "names_of": lora.naming,
+        "layers": len(lora.layers),
+        "layers_by_rank": lora.ranks,
+        "text_encoder_tensors": len(lora.text),
+        "parameters": total,
+        "dtypes": dtypes,
+        "base": "not in the file: an expert of the network that it was trained on",
+        "read_by": "hddm convert --base",
+    }
 
 
 def _checkpoint(path: Path, allow_pickle: bool, variant: str | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from hddm.checkpoints import ldm
 from hddm.checkpoints.dit_layouts import FACEBOOK_DIT, PIXART_ORIGINAL
 from hddm.checkpoints.layouts import IMAGENET_CLASSES, IMAGENET_LICENCE, FileLayout
+from hddm.checkpoints.lora import is_lora
 from hddm.checkpoints.sources import Checkpoint, Declared, Reading, WeightSet, choose_set, read_file
 from hddm.utils.errors import HddmError
 
@@ -25,6 +26,8 @@ _PREFIXES = ("module.", "_orig_mod.", "model.")
 def open_file(path: Path, reading: Reading) -> Checkpoint:
     """Open the checkpoint in one file; refuses an unknown layout or another than requested."""
     content = read_file(path, reading.allow_pickle)
+    if is_lora(content):
+        raise HddmError(f"{path}: is a LoRA, a change to another network; name that network's expert: --base")
     if reading.layout in (None, LDM):
         networks = _sources(content, lambda one: set(ldm.MARKERS) <= set(one), reading, path)
         if len(networks) > 1:

@@ -7,7 +7,7 @@ field.
 import copy
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -209,6 +209,11 @@ def save_weak(folder: Path, expert: "Expert | UnreadExpert", dtype: torch.dtype 
     """Write the weights to guide ``expert`` by, if any, into its ``folder``."""
     if expert.weak is not None:
         save_file(expert.weak.read(dtype), folder / WEAK, {"format": "pt"})
+
+
+def joint_licence(licences: Iterable[str | None]) -> str | None:
+    """State that all of these licences hold at once; None where none is stated."""
+    return " AND ".join(sorted(set(filter(None, licences)))) or None
 
 
 def write_records(folder: Path, facts: ExpertRecord, nulls: Mapping[str, Tensor]) -> None:

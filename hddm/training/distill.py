@@ -30,6 +30,7 @@ from hddm.experts.records import (
     ExpertRecord,
     UnreadExpert,
     field_of,
+    joint_licence,
     null_conditions,
     read_expert,
     save_expert,
@@ -206,7 +207,7 @@ def distill(
         weighting="velocity",
     )
     record = new_record(union, as_expert, objective)
-    licences = {one.facts.licence for one in teacher.opened.experts}
+    licences = [one.facts.licence for one in teacher.opened.experts]
     given = {LABELS: union.labels} if teacher.classes and union.labels is not None else {}
     if started is None:
         classes = len(teacher.classes) or None
@@ -221,10 +222,9 @@ def distill(
     else:
         _check_start(f"--init {init}", started.facts, record)
         network = started.network.requires_grad_(True)
-        licences |= {started.facts.licence}
-    # All these licences hold at once.
-    licence = " AND ".join(sorted(filter(None, licences))) or None
-    record = record.model_copy(update={"shift": teacher.opened.facts.shift, "licence": licence})
+        licences.append(started.facts.licence)
+    added = {"shift": teacher.opened.facts.shift, "licence": joint_licence(licences)}
+    record = record.model_copy(update=added)
     draw = drawing(union, objective, as_expert, given, null_conditions(record.null_class))
     expert_of_sample = None
     if teacher.expert_of_shard is not None:

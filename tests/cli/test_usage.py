@@ -68,6 +68,8 @@ SLIPS = [
     ("distill {gone} --data {shards} --out {out} --steps 3", "{gone}"),
     ("convert {gone} --out {out}", "{gone}"),
     ("convert {shard} --out {out} --prediction-type noise", "--prediction-type noise: choose one of"),
+    ("convert {shard} --out {out} --base {gone}", "--base {gone}"),
+    ("convert {shard} --out {out} --base {shard} --variant fp16", "--variant: --base converts a LoRA file"),
     ("calibrate {gone}", "{gone}"),
     ("calibrate {shard} --data {gone}", "{gone}"),
     ("verify {gone}", "{gone}"),

@@ -1,0 +1,274 @@
+"""LoRA files of other tools as adapters of an expert: kohya's names, diffusers', and diffusers' before peft.
+
+    lora_unet_PATH.lora_down.weight, ….lora_up.weight, ….alpha    kohya; PATH has _ for its dots
+    unet.PATH.lora_A.weight, ….lora_B.weight                      diffusers, or transformer.PATH…
+    unet.PATH.lora.down.weight, unet.PATH.processor.to_q_lora.down.weight, ….up.weight     before peft
+
+Each layer has a rank, the width of its factors, and an alpha: in a tensor of the file, else in the metadata
+that diffusers writes, else its rank. Kohya's names are ambiguous, so they are looked up among those of the
+base's layers, under diffusers' names and those of latent diffusion (``input_blocks_4_1_…``).
+"""
+
+import contextlib
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import ModelMixin
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from hddm.checkpoints import ldm
+from hddm.experts.ensemble_folders import keep_component, whole_components
+from hddm.experts.lora import (
+    AdapterRecord,
+    adapter_of,
+    factor_shapes,
+    refuse_variants,
+    tensor_names,
+    write_adapter,
+)
+from hddm.experts.records import EXPERT_FILE, SourceRecord, joint_licence, open_expert, write_records
+from hddm.utils.documents import parse_object
+from hddm.utils.errors import HddmError, UsageError, counted, one_line, shown
+from hddm.utils.files import check_absent, new_folder, sha256_of
+from hddm.utils.tensors import TensorInfo, read_header, read_safetensors, refuse_non_finite
+
+_FACTOR = re.compile(r"(.+?)(?:[._]lora\.|\.lora_|\.lora_linear_layer\.)(down|up|A|B)\.weight")
+_ALPHA = re.compile(r"(.+)\.(alpha)")
+_PARTS = {"A": "down", "B": "up"}
+_NETWORK = re.compile(r"^(lora_unet_|lora_transformer_|unet\.|transformer\.)")
+_TEXT = re.compile(r"lora_te\d?_|text_encoder(_\d)?\.")
+_OTHER = re.compile(r"\.(hada_|lokr_|dora_scale|lora_magnitude_vector|lora_mid)")
+_KINDS = {"hada_": "LoHa", "lokr_": "LoKr", "lora_mid": "LoCon with a middle factor"}
+_METADATA = "lora_adapter_metadata"
+
+
+@dataclass(frozen=True)
+class LoraFile:
+    """Header of a LoRA file: names of ``down``, ``up`` and ``alpha`` by layer, and those of text encoders."""
+
+    path: Path
+    header: Mapping[str, TensorInfo]
+    metadata: Mapping[str, str]
+    layers: dict[str, dict[str, str]] = field(default_factory=dict)
+    text: list[str] = field(default_factory=list)
+
+    @property
+    def naming(self) -> str:
+        """The tool whose names these are."""
+        if any(name.startswith("lora_") for name in self.header):
+            return "kohya"
+        return "diffusers" if any(".lora_A." in name for name in self.header) else "diffusers before peft"
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """Number of layers by rank."""
+        shapes = (self.header[parts["down"]].shape for parts in self.layers.values() if "down" in parts)
+        found = Counter(shape[0] for shape in shapes if shape)
+        return {str(rank): found[rank] for rank in sorted(found)}
+
+
+def is_lora(names: Collection[str]) -> bool:
+    """True for tensor names of a LoRA file, or of another kind of small change to a network."""
+    return any(_FACTOR.fullmatch(name) or _OTHER.search(name) for name in names)
+
+
+def read_lora(path: Path) -> LoraFile:
+    """Read the header of a LoRA file; `HddmError` for a pickle, another kind, and tensors of no LoRA."""
+    found = LoraFile(path, *read_header(path))
+    if not is_lora(found.header):
+        raise UsageError(f"--base: {path} is no LoRA; drop the option")
+    for name in found.header:
+        if mark := _OTHER.search(name):
+            kind = _KINDS.get(mark[1], "DoRA")
+            raise HddmError(f"{path}: is a {kind} ({name!r}), which is not read; merge it by its own tool")
+        match = _FACTOR.fullmatch(name) or _ALPHA.fullmatch(name)
+        if _TEXT.match(name):
+            found.text.append(name)
+        elif match is None:
+            raise HddmError(f"{path}: holds {name!r}, which is no factor of a LoRA; take a plain LoRA")
+        else:
+            parts = found.layers.setdefault(_layer(match[1]), {})
+            if (other := parts.setdefault(_PARTS.get(match[2], match[2]), name)) != name:
+                raise HddmError(f"{path}: holds one factor twice, as {other!r} and {name!r}; remove one")
+    return found
+
+
+def _layer(name: str) -> str:
+    """The layer's name without its prefix; ``processor.to_out`` of diffusers before peft is ``to_out.0``."""
+    name, of_processor = re.subn(r"\.processor\.", ".", _NETWORK.sub("", name, 1))
+    return f"{name}.0" if of_processor and name.endswith(".to_out") else name
+
+
+def convert_lora(
+    path: Path,
+    base: Path,
+    out: Path,
+    licence: str | None = None,
+    dry_run: bool = False,
+    overwrite: bool = False,
+) -> list[str]:
+    """Write the LoRA file ``path`` as an adapter of the expert in ``base``; return lines to print.
+
+    The new expert means what its base means (schedule, prediction, conditions, VAE, text encoder), and keeps
+    the base's components. All layers get the largest rank, by zeros, and where their alpha/rank differ it is
+    multiplied into B. ``licence``, of the LoRA's weights, and the base's hold both.
+
+    Raises:
+        UsageError: for a ``base`` that is no expert, and a ``path`` that is no LoRA.
+        HddmError: leaving nothing behind, for a pickle; for LoHa, LoKr, DoRA and LoCon's ``lora_mid``; for
+            tensors of a text encoder or of no layer of the base, and shapes that are not its layers'; for NaN
+            and Inf; for a base that is itself an adapter, or was trained in its calibration.
+    """
+    if not (base / EXPERT_FILE).is_file():
+        raise UsageError(f"--base {base}: no expert folder; convert its checkpoint, and name that")
+    if out.resolve() == base.resolve():
+        raise UsageError(f"--out {out}: is the base itself, which the adapter needs; write it elsewhere")
+    lora, expert = read_lora(path), open_expert(base, with_calibration=False)
+    if lora.text:
+        raise HddmError(
+            f"{path}: {counted(len(lora.text), 'tensor')} in it change a text encoder ({lora.text[0]!r}, …), "
+            "and an adapter is of an expert's network alone; take a LoRA without them"
+        )
+    if expert.facts.training_calibration:
+        raise HddmError(f"{base}: was trained in its calibration, which LoRAs of other tools know nothing of")
+    network: Any = expert.unread.network
+    targets = _targets(lora, network, base)
+    adapter, tensors = _adapter(lora, targets, base, out)
+    check_absent(out, EXPERT_FILE, overwrite)
+    update: dict[str, Any] = {
+        "weights": "unstated",
+        "shard": None,
+        "training": {},
+        "adapter": adapter,
+        "licence": joint_licence((expert.facts.licence, licence)),
+        "source": SourceRecord(
+            layout="lora",
+            files={path.name: sha256_of(path)},
+            options={"naming": lora.naming},
+            hddm=version("hddm-diffusion"),
+            before=expert.facts.source,
+        ),
+    }
+    facts = expert.facts.model_copy(update=update)
+    lines = [
+        f"names of {lora.naming}, {counted(len(targets), 'layer')}, rank {', '.join(lora.ranks)}",
+        f"base: {base} (SHA-256 {adapter.base_sha256[:16]}…)",
+        f"licence: {facts.licence or 'not stated (--licence records it)'}",
+    ]
+    if dry_run:
+        return [*lines, f"{out}: nothing written (--dry-run)"]
+    with new_folder(out, EXPERT_FILE, overwrite) as draft:
+        network.save_config(draft)
+        write_adapter(draft, adapter, tensors)
+        write_records(draft, facts, expert.nulls)
+        for name, folder in whole_components(base).items():
+            keep_component(draft, name, folder)
+        open_expert(draft)
+    return [*lines, f"{out}: converted"]
+
+
+def _targets(lora: LoraFile, network: ModelMixin, base: Path) -> dict[str, dict[str, str]]:
+    """Names in the file of ``down``, ``up`` and ``alpha``, by the base's weight that they change."""
+    known, weights = _layers_of(network), network.state_dict()
+    found: dict[str, dict[str, str]] = {}
+    problems = []
+    for layer, parts in lora.layers.items():
+        if lacking := {"down", "up"} - parts.keys():
+            problems.append(f"{layer!r} has no factor {min(lacking)!r}")
+        elif layer not in known:
+            problems.append(f"{layer!r} is no linear layer or convolution of it")
+        elif (target := f"{known[layer]}.weight") in found:
+            problems.append(f"{layer!r} is {known[layer]!r} once more")
+        else:
+            found[target] = parts
+            factors, weight = [lora.header[parts[part]] for part in ("down", "up")], weights[target]
+            rank = factors[0].shape[0] if factors[0].shape else 0
+            fits = tuple(one.shape for one in factors) == factor_shapes(weight.shape, rank)
+            fits &= all(one.dtype.is_floating_point for one in factors)
+            # A larger rank changes no more, and all layers get the largest.
+            if not fits or not 1 <= rank <= max(len(weight), weight[0].numel()):
+                given = " and ".join(f"{one.shape} in {one.dtype}" for one in factors)
+                problems.append(f"{layer!r} has factors {given} for a weight {tuple(weight.shape)}")
+    if problems:
+        raise HddmError(
+            f"{lora.path}: does not fit the {type(network).__name__} of {base}, so it is a LoRA of another "
+            f"base: {'; '.join(shown(problems, 5))}"
+        )
+    return found
+
+
+def _layers_of(network: ModelMixin) -> dict[str, str]:
+    """Layers of a network by every name that a file may have for them."""
+    kinds = (nn.Linear, nn.Conv2d)
+    layers = [name for name, module in network.named_modules() if isinstance(module, kinds)]
+    names = {layer.replace(".", "_"): layer for layer in layers} | {layer: layer for layer in layers}
+    if isinstance(network, ldm.NETWORK):
+        # Not every block of the class is one of latent diffusion.
+        with contextlib.suppress(HddmError):
+            pairs = ldm.table([f"{layer}.weight" for layer in layers], network.config, "LoRA").pairs
+            foreign = (pair.foreign[0].removeprefix(ldm.UNET).removesuffix(".weight") for pair in pairs)
+            names |= {name.replace(".", "_"): layer for name, layer in zip(foreign, layers, strict=True)}
+    return names
+
+
+def _adapter(
+    lora: LoraFile, targets: Mapping[str, Mapping[str, str]], base: Path, out: Path
+) -> tuple[AdapterRecord, dict[str, Tensor]]:
+    """The adapter of one rank and one alpha that does the same, and its tensors by peft's names."""
+    stored, stated = read_safetensors(lora.path), _stated_alphas(lora, targets)
+    refuse_non_finite(lora.path, stored)
+    ranks = {target: len(stored[parts["down"]]) for target, parts in targets.items()}
+    alphas = {}
+    for target, parts in targets.items():
+        alpha = stated.get(target, ranks[target])
+        if "alpha" in parts:
+            alpha = stored[parts["alpha"]].item() if stored[parts["alpha"]].numel() == 1 else None
+        if not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+            raise HddmError(f"{lora.path}: alpha of {target!r} is {one_line(alpha, 40)}, no positive number")
+        alphas[target] = float(alpha)
+    scales = {target: alphas[target] / ranks[target] for target in targets}
+    widest, is_one = max(ranks, key=ranks.__getitem__), len(set(scales.values())) == 1
+    alpha = alphas[widest] if is_one else float(ranks[widest])
+    adapter = adapter_of(base, out, ranks[widest], alpha, tuple(targets))
+    tensors: dict[str, Tensor] = {}
+    for target, (down, up) in tensor_names(adapter.targets).items():
+        a, b = (stored[targets[target][part]] for part in ("down", "up"))
+        if not is_one:
+            b = b.to(torch.promote_types(b.dtype, torch.float32)) * scales[target]
+        more, window = adapter.rank - len(a), [0, 0] * (a.ndim - 2)
+        tensors |= {down: pad(a, [*window, 0, 0, 0, more]), up: pad(b, [*window, 0, more])}
+    return adapter, tensors
+
+
+def _stated_alphas(lora: LoraFile, targets: Collection[str]) -> dict[str, Any]:
+    """Alphas of ``targets`` by peft's config in the metadata; none without. `HddmError` for a variant.
+
+    A layer's is that of the first pattern at the end of its name, as in peft, else the common one. Patterns
+    at the end of no name, such as those with wildcards, are refused.
+    """
+    if _METADATA not in lora.metadata:
+        return {}
+    origin = f"{lora.path}: {_METADATA}"
+    stated = parse_object(lora.metadata[_METADATA], origin)
+    config = {_NETWORK.sub("", key, 1): value for key, value in stated.items() if _NETWORK.match(key)}
+    refuse_variants(config, origin)
+    patterns = config.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise HddmError(f"{origin}: alpha_pattern is {one_line(patterns, 40)}, no alphas by layer")
+    found = dict.fromkeys(targets, config.get("lora_alpha"))
+    for pattern, alpha in reversed(patterns.items()):
+        end = f"{pattern}.weight"
+        # A caret begins the whole name of a layer.
+        fitting = [target for target in targets if f"^{target}" == end or f".{target}".endswith(f".{end}")]
+        if not fitting:
+            raise HddmError(f"{origin}: alpha_pattern {one_line(pattern, 40)!r} ends the name of no layer")
+        found |= dict.fromkeys(fitting, alpha)
+    return found
