@@ -80,6 +80,7 @@ VERBS = (
     _resumed("sample", "sample ensemble --out out --num-images 6 --batch-size 2 --steps 3", "ensemble"),
     Verb("convert", "convert sd --out out", ("sd",)),
     Verb("convert lora", "convert lora/a.safetensors --base sd-expert --out out", ("lora", "sd-expert")),
+    Verb("merge", "merge sd-expert lora-expert --out out", ("sd-expert", "lora-expert")),
     Verb("write back", "convert sd-expert --out out --to-layout diffusers-unet2d-condition", ("sd-expert",)),
     Verb("assemble", "assemble experts/expert_0 experts/expert_1 --out out", ("experts",)),
     Verb("change", "assemble ensemble --remove 1", ("ensemble",), "ensemble"),

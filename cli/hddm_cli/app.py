@@ -23,6 +23,7 @@ from hddm_cli import (
     encode,
     evaluate,
     inspect,
+    merge,
     partition,
     quickstart,
     sample,
@@ -72,6 +73,7 @@ commands.command("calibrate")(calibrate.calibrate)
 commands.command("describe")(describe.describe)
 commands.command("verify")(verify.verify)
 commands.command("assemble")(assemble.assemble)
+commands.command("merge")(merge.merge)
 commands.command("distill")(distill.distill)
 commands.command("sample")(sample.sample)
 commands.command("evaluate")(evaluate.evaluate)

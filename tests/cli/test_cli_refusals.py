@@ -151,6 +151,7 @@ def test_the_installed_command_fails_as_tidily(tmp_path: Path) -> None:
         ("distill {expert} --data {shard} --steps 2", "{shard}: is a shard, not a partition"),
         ("convert {images}", "{images}"),
         ("convert {images} --base {images}", "--base {images}: no expert folder"),
+        ("merge {expert} {images}", "{images}: no expert folder"),
         ("convert {images} --to-layout facebook-dit", "{images}: no expert folder"),
         ("assemble {images}", "{images}"),
         ("sample {images}", "{images}: neither an expert folder"),

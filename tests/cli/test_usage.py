@@ -70,6 +70,8 @@ SLIPS = [
     ("convert {shard} --out {out} --prediction-type noise", "--prediction-type noise: choose one of"),
     ("convert {shard} --out {out} --base {gone}", "--base {gone}"),
     ("convert {shard} --out {out} --base {shard} --variant fp16", "--variant: --base converts a LoRA file"),
+    ("merge {shard} {gone} --out {out}", "{gone}"),
+    ("merge {shard} {shard} --out {out} --weights a,b", "--weights a,b: write one number an expert, as 0.5"),
     ("calibrate {gone}", "{gone}"),
     ("calibrate {shard} --data {gone}", "{gone}"),
     ("verify {gone}", "{gone}"),

@@ -1,0 +1,137 @@
+"""Experts of one architecture merged into one by averaging their weights (model soups, arXiv:2203.05482)."""
+
+import functools
+import json
+import math
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hddm.checkpoints.architecture import Built
+from hddm.checkpoints.convert import refuse_full_disk, write_network
+from hddm.checkpoints.folders import open_expert
+from hddm.checkpoints.sources import Checkpoint, Reading
+from hddm.experts.compatibility import SHARE_TOLERANCE, Findings, Named, common_shift, compare_experts
+from hddm.experts.ensemble_folders import keep_component, whole_components
+from hddm.experts.records import EXPERT_FILE, WEAK, ExpertRecord, SourceRecord, joint_licence, write_records
+from hddm.networks.folders import empty_network, sha256_once
+from hddm.utils.errors import UsageError, one_line
+from hddm.utils.files import check_absent, new_folder
+from hddm.utils.tensors import Planned
+
+_ALIKE = {
+    *("objective", "prediction_type", "schedule", "time_scale", "variance_head", "round_time"),
+    *("conditions", "classes", "null_class"),
+}
+"""Keys of a record in which experts agree, besides those that `compare_experts` compares."""
+
+
+def merge_experts(
+    experts: Sequence[Path], out: Path, weights: Sequence[float] | None = None, overwrite: bool = False
+) -> list[str]:
+    """Average the weights of two experts or more into one dense expert; return notes for the user.
+
+        W = sum_k w_k W_k,   w_k >= 0,   sum_k w_k = 1
+
+    in float64, and written in the dtype of the parts. ``weights`` are equal by default. Adapters are merged
+    into their bases first. Calibrations and weaker selves belong to other functions, and are left out. The
+    record has the hashes and weights of the parts, and their shard where all have one; components and all
+    else are the first expert's.
+
+    Raises:
+        UsageError: for fewer than two experts, and weights that are not one an expert.
+        HddmError: before writing, with a line for each expert that differs in network, config, conventions,
+            conditions or classes, or was trained in its calibration; and for NaN and Inf.
+    """
+    shares = _shares(experts, weights)
+    parts, found = [open_expert(folder, Reading()) for folder in experts], Findings()
+    records = [one.record for one in parts if one.record is not None]
+    named = list(zip(map(str, experts), records, strict=True))
+    compare_experts(named, found, shares)
+    _compare(parts, named, found)
+    found.refuse("these experts cannot be merged, and nothing was written:")
+    check_absent(out, EXPERT_FILE, overwrite)
+    if weak := [str(folder) for folder in experts if (folder / WEAK).exists()]:
+        found.note(f"weaker selves are left out, of {', '.join(weak)}, so nothing guides by one")
+    found.note(f"{out} has no calibration, since none is of its weights; hddm calibrate {out} fits one")
+    files = {f"{k}/{path.name}": sha256_once(path) for k, one in enumerate(parts) for path in one.files}
+    update: dict[str, Any] = {
+        "weights": "unstated",
+        "shard": records[0].shard if all(one.shard == records[0].shard for one in records) else None,
+        "training": {},
+        "shift": common_shift(named, found),
+        "licence": joint_licence(one.licence for one in records),
+        "source": SourceRecord(
+            layout="merge",
+            files=files,
+            options={"experts": [folder.resolve().name for folder in experts], "weights": shares},
+            hddm=version("hddm-diffusion"),
+        ),
+    }
+    tensors = _averages(parts, shares)
+    refuse_full_disk(out, sum(math.prod(one.shape) * one.dtype.itemsize for one in tensors))
+    with new_folder(out, EXPERT_FILE, overwrite) as draft:
+        write_network(draft, Built(parts[0].network, dict(parts[0].arguments), tensors))
+        write_records(draft, records[0].model_copy(update=update), parts[0].nulls)
+        for name, folder in whole_components(experts[0]).items():
+            keep_component(draft, name, folder)
+    return found.notes
+
+
+def _shares(experts: Sequence[Path], weights: Sequence[float] | None) -> list[float]:
+    if strange := [folder for folder in experts if not (folder / EXPERT_FILE).is_file()]:
+        raise UsageError(f"{strange[0]}: no expert folder; convert a checkpoint, of an ensemble name one")
+    if len(experts) < 2:
+        raise UsageError(f"{experts[0]}: is one expert; name two or more to merge")
+    given = list(weights or [1 / len(experts)] * len(experts))
+    if len(given) != len(experts) or min(given) < 0 or not abs(sum(given) - 1) <= SHARE_TOLERANCE:
+        stated = ",".join(f"{one:g}" for one in given)
+        raise UsageError(f"--weights {stated}: give {len(experts)} numbers of 0 or more that sum to 1")
+    return [one / math.fsum(given) for one in given]
+
+
+def _compare(parts: Sequence[Checkpoint], named: Sequence[Named], found: Findings) -> None:
+    """Record the differences from the first expert, besides those of any ensemble."""
+    first = _qualities(parts[0], named[0][1])
+    for one, (name, record) in zip(parts, named, strict=True):
+        for key, value in _qualities(one, record).items():
+            # Another network has other keys in its config.
+            if value != first.get(key, value):
+                found.differ(name, f"{key} {one_line(value, 60)}, not {one_line(first[key], 60)}")
+        if record.training_calibration:
+            found.differ(name, "was trained in its calibration, and its weights alone mean something else")
+
+
+def _qualities(part: Checkpoint, record: ExpertRecord) -> dict[str, Any]:
+    network = empty_network(part.network, part.arguments, len(part.weights), str(part.path))
+    # Lists and tuples mean the same in a config.
+    config = json.loads(json.dumps(dict(network.config)))
+    return {
+        "network": part.network.__name__,
+        **{f"{key} of its network": value for key, value in config.items() if not key.startswith("_")},
+        **record.model_dump(mode="json", include=_ALIKE),
+        "null values": {name: value.tolist() for name, value in part.nulls.items()},
+    }
+
+
+def _averages(parts: Sequence[Checkpoint], shares: Sequence[float]) -> list[Planned]:
+    """The averages of all tensors, each computed when it is written."""
+    weights = [one.table.renamed(one.weights, str(one.files[0])) for one in parts]
+    origin, planned = ", ".join(str(one.path) for one in parts), []
+    for name, tensor in weights[0].items():
+        tensors = [one[name] for one in weights]
+        dtype = functools.reduce(torch.promote_types, (one.dtype for one in tensors))
+        average = functools.partial(_average, tensors, shares, dtype)
+        planned.append(Planned(name, tuple(tensor.shape), dtype, average, origin))
+    return planned
+
+
+def _average(tensors: Sequence[Tensor], shares: Sequence[float], dtype: torch.dtype) -> Tensor:
+    total = torch.zeros(tensors[0].shape, dtype=torch.float64)
+    for tensor, share in zip(tensors, shares, strict=True):
+        total.add_(tensor.double(), alpha=share)
+    return total.to(dtype)
