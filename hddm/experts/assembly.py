@@ -239,7 +239,8 @@ def check(
         if folders.moments_evidence is not None and not (folder / CALIBRATION).is_file():
             found.differ(str(folder), "has no calibration, as --router moments needs; run hddm calibrate")
     lists = class_lists_of(experts, folders.class_lists)
-    compare_experts(experts, found, folders.shares, is_drawn=not is_routed)
+    for name in compare_experts(experts, found, folders.shares, is_drawn=not is_routed):
+        found.differ(name, "so it can be drawn, without a router, and not mixed")
     compare_classes(experts, lists, found)
     arranged = arrange(folders.experts, experts, folders.given, folders.own, found)
     outputs: tuple[int, ...] = ()

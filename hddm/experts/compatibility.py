@@ -114,11 +114,12 @@ def class_lists_of(experts: Sequence[Named], given: ClassLists = ()) -> list[tup
 
 def compare_experts(
     experts: Sequence[Named], found: Findings, shares: Shares = (), is_drawn: bool = False
-) -> None:
+) -> list[str]:
     """Record each expert's differences from the most common values, of equally common ones the first.
 
     Two experts of one shard are no difference where both have a share, which says how they divide its part.
-    Experts that are drawn alone, one a sample, may make samples of several kinds.
+    Experts that are drawn alone, one a sample, may make samples of several kinds. Returns the names of those
+    of another kind.
     """
     for quality in _QUALITIES:
         values = [quality.of(record) for _, record in experts]
@@ -133,9 +134,9 @@ def compare_experts(
                 found.note(f"{name} does not record its {quality.name}; taken on trust")
         elif without and len(experts) > 1 and quality.name in _TRUSTED:
             found.note(f"no expert records its {quality.name}; that all share one is taken on trust")
-    for name in found.differences:
-        found.differ(name, "so it can be drawn, without a router, and not mixed")
+    others = list(found.differences)
     _compare_shards(experts, found, shares or [None] * len(experts))
+    return others
 
 
 def _difference(mine: Any, usual: Any) -> str:

@@ -85,7 +85,7 @@ SLIPS = [
 # … and what only the work itself finds.
 LATER = [
     (
-        "sample {shard} --out {out} --guidance-interval 0.9 0.1",
+        "sample {shard} --out {out} --guidance-scale 2 --guidance-interval 0.9 0.1",
         "--guidance-interval 0.9 0.1: must be two",
     ),
     ("partition {shard} --out {out} --shards few", "--shards few: must be a whole number from 1"),

@@ -168,9 +168,9 @@ def test_every_difference_is_told_at_once_a_line_an_expert(trio: Trio, tmp_path:
         f"was trained on a shard that {trio.router} does not know ({'d' * 12}); train a router on all shards "
         "and pass it with --router",
         f"{pixels}: sample_shape (1, 4, 4), not (4, 8, 8); space pixels, not latents; latent_scale 1.0, not "
-        "0.18215; so it can be drawn, without a router, and not mixed; was trained on the same shard "
-        f"({shard_of_first[:12]}) as {first}; leave one of the two out, or say by --share how much of the "
-        "data each stands for",
+        f"0.18215; was trained on the same shard ({shard_of_first[:12]}) as {first}; leave one of the two "
+        "out, or say by --share how much of the data each stands for; so it can be drawn, without a router, "
+        "and not mixed",
         f"{trio.router}: sample_shape (1, 4, 4), not (4, 8, 8)",
     ]
     assert contents(tmp_path) == before
