@@ -35,6 +35,7 @@ from hddm.networks.vae import decode, read_vae, vae_facts
 from hddm.training.expert import train_expert
 from hddm.training.router import train_router
 from hddm.training.settings import DistillSettings, ExpertSettings, RouterSettings, RunOptions, settings_of
+from hddm.training.topics import describe_topic
 from hddm.velocity import VelocityField
 from tests.artefacts import Died, ending_at, expert_settings, router_settings, write_images
 from tests.benchmark_files import CONTENT, finish, run_inline, settings
@@ -143,6 +144,8 @@ def _read_router(folder: Path) -> None:
 
 def _write_ensemble(folder: Path) -> None:
     write_text(folder.parent / f"parts-of-{folder.name}").rename(folder)
+    for k, text in enumerate(("cats", "dogs")):
+        describe_topic(folder / "experts" / str(k), text=text)
 
 
 def _read_ensemble(folder: Path) -> None:
@@ -152,8 +155,8 @@ def _read_ensemble(folder: Path) -> None:
     pipe.set_progress_bar_config(disable=True)
     assert isinstance(ensemble, hddm.Ensemble)
     with torch.no_grad():
-        tokens = encode(pipe.text_encoder, pipe.tokenizer, ["a cat"])
-        ensemble.velocity(torch.zeros(1, 4, 4, 4), torch.tensor([0.5]), encoder_hidden_states=tokens)
+        given, _ = pipe.encode(["a cat"])
+        ensemble.velocity(torch.zeros(1, 4, 4, 4), torch.tensor([0.5]), **given)
 
 
 def _read_changed_ensemble(folder: Path) -> None:

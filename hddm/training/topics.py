@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from hddm.data.shard_records import captions_of, read_manifest
-from hddm.experts.ensemble_folders import kept_components
+from hddm.experts.assembly_changes import change
+from hddm.experts.ensemble_folders import kept_components, read_ensemble_facts
 from hddm.experts.records import open_expert
 from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer, text_encoder_facts
 from hddm.routers import TOPIC, Topic, TopicRecord
@@ -34,8 +35,8 @@ def describe_topic(
 
     One of ``captions`` (a file, a caption a line), ``data`` (a shard of images with captions) and ``text``
     (phrases, comma-separated, that stand for captions) is needed. The text encoder is the one given, else
-    that which the expert or the ensemble around it keeps; an ensemble routes prompts where the topics of its
-    experts are of one encoder. The folder is replaced as by `hddm.training.calibrate.recalibrate`.
+    that which the expert or the ensemble around it keeps. An ensemble routes prompts where all its experts of
+    text have topics, which are of one encoder. Folders are replaced as by `hddm.training.calibrate`.
 
     Raises `HddmError` for a folder that is no expert, no captions, or no text encoder.
     """
@@ -56,6 +57,9 @@ def describe_topic(
     known = TopicRecord(count=len(texts), source=source, text_encoder=facts)
     topic = replace(Topic.of(torch.cat(embedded)), record=known)
     put_into(folder, record, TOPIC, topic.save)
+    if (whole := ensemble_around(folder.resolve())) is not None:
+        # It routes prompts once all its experts of text have topics.
+        change(whole, strategy=read_ensemble_facts(whole).strategy)
     return known
 
 

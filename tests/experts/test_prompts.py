@@ -21,6 +21,7 @@ from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.routers import SPREAD, PromptRouter, Topic
 from hddm.training.topics import describe_topic
 from hddm.utils.errors import HddmError
+from hddm.utils.records import write_manifest
 from hddm.velocity import PRIOR
 from tests.artefacts import Command, contents, refusal
 from tests.checkpoint_files import SD_BETAS, converted, pipeline, pixart, text_unet
@@ -80,6 +81,16 @@ def test_a_topic_is_kilobytes_and_reads_back(tmp_path: Path) -> None:
     pipe = HDDMPipeline.from_pretrained(tmp_path / "both")
     given, _ = pipe.encode(["a cat", "dog"])
     assert given[PRIOR].argmax(1).tolist() == [0, 1]
+    for k in (0, 1):
+        # Inside the ensemble, with its own text encoder: one routes no prompts, both do.
+        (tmp_path / "both" / "experts" / str(k) / "topic.safetensors").unlink()
+        write_manifest(tmp_path / "both" / "experts" / str(k))
+    write_manifest(tmp_path / "both")
+    for k, text in enumerate(("dog", "a cat")):
+        describe_topic(tmp_path / "both" / "experts" / str(k), text=text)
+        assert read_ensemble_facts(tmp_path / "both").topics == (0 if k else None)
+    swapped, _ = HDDMPipeline.from_pretrained(tmp_path / "both").encode(["a cat", "dog"])
+    assert swapped[PRIOR].argmax(1).tolist() == [1, 0]
     pipe.save_pretrained(tmp_path / "saved")
     again, _ = HDDMPipeline.from_pretrained(tmp_path / "saved").encode(["a cat", "dog"])
     assert torch.equal(given[PRIOR], again[PRIOR])
