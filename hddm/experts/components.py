@@ -139,14 +139,12 @@ def _arrange_texts(
 ) -> tuple[list[int], int | None, dict[str, Path]]:
     if ("text_encoder" in given) != ("tokenizer" in given):
         raise UsageError("--text-encoder and --tokenizer go together; pass both, or none")
-    sources = [
-        given,
-        *(
-            {"text_encoder": own[numbered("text_encoder", n)], "tokenizer": own[numbered("tokenizer", n)]}
-            for n in range(MOST_ENCODERS)
-            if numbered("text_encoder", n) in own
-        ),
+    names = ("text_encoder", "tokenizer")
+    of_own = [
+        {name: own[numbered(name, n)] for name in names if numbered(name, n) in own}
+        for n in range(MOST_ENCODERS)
     ]
+    sources = [given, *of_own]
     parts = [_text_part(one) for one in sources] + [_text_part(kept_components(one)) for one in folders]
     known = [part for part in parts if part is not None]
     kept = parts[len(sources) :]
