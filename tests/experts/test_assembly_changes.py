@@ -236,6 +236,8 @@ def test_the_command_line_changes_an_ensemble(trio: Trio, whole: Path, tmp_path:
     assert out.splitlines() == [
         f"note: {whole / 'router'}: of its 3 outputs, these are left out: 0, 2",
         f"{whole}: 1 expert, strategy full",
+        "shares: experts/0 1",
+        "classes: columns, rows",
     ]
     code, out, err = hddm("assemble", whole, "--add", trio.experts[2], "--out", tmp_path / "new")
     assert (code, err) == (0, "")
