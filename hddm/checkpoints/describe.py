@@ -103,7 +103,7 @@ def _checkpoint(path: Path, allow_pickle: bool, variant: str | None) -> dict[str
         "layout": source.layout,
         "files": [file.name for file in source.files],
         "weights": list(source.sets),
-        **dict.fromkeys(("prediction_type", "schedule", "schedule_source", "noise_range", "shift")),
+        **dict.fromkeys(("prediction_type", "schedule", "schedule_source", "schedule_range", "shift")),
     }
     notes = list(source.notes)
     try:
@@ -115,7 +115,7 @@ def _checkpoint(path: Path, allow_pickle: bool, variant: str | None) -> dict[str
             "prediction_type": found.prediction_type.value,
             "schedule": found.schedule.config,
             "schedule_source": found.schedule_source,
-            "noise_range": list(found.schedule.range),
+            "schedule_range": list(found.schedule.range),
         }
         notes += found.notes
     except HddmError as error:
@@ -142,13 +142,11 @@ def _expert(folder: Path) -> dict[str, Any]:
     calibrated, topic = (folder / CALIBRATION).exists(), Topic.load(folder)
     near_noise = "bounded"
     if not calibrated and record.prediction_type is PredictionType.EPSILON:
-        near_noise = (
-            "not bounded: grows as 1/(1 - t) up to the end of its noise range; hddm calibrate bounds it"
-        )
+        near_noise = "not bounded: grows as 1/(1 - t) up to the end of its schedule; hddm calibrate bounds it"
     described = {
         "kind": "expert",
         **_with_changes(record.model_dump(mode="json", exclude={"adapter": True, "shard": {"sketch"}})),
-        "noise_range": list(from_config(record.schedule).range),
+        "schedule_range": list(from_config(record.schedule).range),
         "manifest": _manifest(folder, EXPERT_FILE),
         "components": list(kept_components(folder)),
         "calibrated": calibrated,
@@ -231,6 +229,7 @@ def _ensemble(folder: Path) -> dict[str, Any]:
         "classes": list(record.classes) or next((one["classes"] for one in experts if one["classes"]), []),
         "objectives": [expert["objective"] for expert in experts],
         "shards": [expert["shard"] and expert["shard"]["index"] for expert in experts],
+        "noise_ranges": ["{:g}:{:g}".format(*expert["noise_range"]) for expert in experts],
         "manifest": _manifest(folder, ENSEMBLE_FILE),
         "components": {name: ".".join(kind) for name, kind in classes.items() if kind},
         # Shared weights count once.

@@ -64,7 +64,7 @@ def test_a_shard_of_very_many_images_is_inspected(whole: Path, tmp_path: Path, h
 def test_values_become_lines_that_a_reader_knows() -> None:
     for name, value, lines in (
         ("shape", [3, 32, 32], ["shape: 3 × 32 × 32"]),
-        ("noise_range", (0.0, 0.99368), ["noise_range: 0 … 0.99368"]),
+        ("schedule_range", (0.0, 0.99368), ["schedule_range: 0 … 0.99368"]),
         ("known", True, ["known: yes"]),
         *(("text", nothing, ["text: none"]) for nothing in (None, "", [])),
         ("parameters", 1234567, ["parameters: 1,234,567"]),

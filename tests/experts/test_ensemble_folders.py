@@ -200,7 +200,7 @@ def test_a_folder_is_described_without_its_weights(ensemble: Path, ddpm_expert: 
     assert isinstance(field, hddm.VelocityField)
     assert expert["parameters"] == sum(p.numel() for p in field.network.parameters())
     assert (expert["objective"], expert["calibrated"]) == ("ddpm", True)
-    assert expert["noise_range"] == list(field.schedule.range)
+    assert expert["schedule_range"] == list(field.schedule.range)
     assert describe(shards / "shard_0")["images"] == 24
     whole = describe(ensemble)
     assert whole["objectives"] == ["ddpm", "flow"]
