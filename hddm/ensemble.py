@@ -22,6 +22,14 @@ A router sees no condition. Where p(k | class) is known, samples of a class are 
 
 which is exact where class and x_t are independent given k. Without it experts are asked for classes that they
 have never seen. p(k | prompt), the condition `PRIOR`, takes the place of p(k | class) where it is given.
+
+**Domains.** Experts of one shard may divide t among them, as a pair for high and for low noise. Together they
+are a domain, which counts as one expert above. t decides which of its experts runs, and that one has all of
+its probability:
+
+    p(k | x_t, t) = [low_k <= t < high_k] sum_j p(j | x_t)     over the experts j of k's domain
+
+Where two noise ranges meet, the expert of higher noise runs. Those of a domain cover [0, 1] once.
 """
 
 import functools
@@ -32,9 +40,10 @@ import torch
 from torch import Tensor
 
 from hddm.classes import LABELS, JointClasses, join_classes, within
-from hddm.networks.offload import bring, in_best_order
+from hddm.networks.offload import bring, in_best_order, release
 from hddm.networks.wrappers import TEXT_CONDITIONS, described
 from hddm.utils.errors import HddmError
+from hddm.utils.records import NoiseRange
 from hddm.utils.tensors import to_float64
 from hddm.velocity import (
     PRIOR,
@@ -111,6 +120,18 @@ def sparse_weights(probabilities: Tensor, strategy: Strategy) -> Tensor:
     return kept / kept.sum(1, keepdim=True)
 
 
+def misfit_of(ranges: Sequence[NoiseRange]) -> str | None:
+    """The first part of [0, 1] that is in none of ``ranges``, or in two, in words; None without any."""
+    end = 0.0
+    for low, high in sorted(ranges):
+        if low > end:
+            return f"t in {end:g}:{low:g} is missing"
+        if low < end:
+            return f"t in {low:g}:{min(end, high):g} is double"
+        end = high
+    return f"t in {end:g}:1 is missing" if end < 1 else None
+
+
 class Ensemble:
     """Velocity field of ``experts`` mixed by ``router``.
 
@@ -118,7 +139,8 @@ class Ensemble:
         experts: velocity fields on the common path, one a shard.
         router: ``router(x_t, t)`` to probabilities (batch, K). Only ``draw`` does without.
         strategy: see `hddm.ensemble`; can be set later.
-        prior: K shard sizes or probabilities that ``draw`` draws from; None for equal ones.
+        prior: K shard sizes or probabilities that ``draw`` draws from; None for equal ones. Those of a
+            domain's experts add up.
         class_prior: p(k | class), or images of a class in a shard, (classes, K): for samples with class
             labels ``draw`` draws from it, and the other strategies weigh by it; None where it is not known.
         shift: of the time grid that its samples want (`hddm.sampling.time_grid`).
@@ -126,11 +148,12 @@ class Ensemble:
             sample shapes, can be drawn but not mixed.
         texts: where experts take the tokens of several text encoders, the number of each expert's, from 0.
             The tokens of the second are the condition ``encoder_hidden_states_2``, and so on.
+        domains: K numbers, the same for the experts of one domain; by default each is its own.
 
     Raises:
-        HddmError: for no experts, an unknown strategy, a k above K, experts of different sample shapes with
-            another strategy than ``draw``, or a prior that is not K non-negative numbers with a positive sum,
-            for each class too.
+        HddmError: for no experts, an unknown strategy, a k above the number of domains, experts of different
+            sample shapes with another strategy than ``draw``, a prior that is not K non-negative numbers with
+            a positive sum, for each class too, or a domain whose noise ranges do not cover [0, 1] once.
     """
 
     def __init__(
@@ -143,10 +166,23 @@ class Ensemble:
         shift: float = 1.0,
         texts: Sequence[int] = (),
         spaces: Sequence[int] = (),
+        domains: Sequence[int] | None = None,
     ) -> None:
         if not experts:
             raise HddmError("an ensemble needs at least one expert")
         self.experts = list(experts)
+        given = list(range(len(self.experts)) if domains is None else domains)
+        if len(given) != len(self.experts):
+            raise HddmError(f"domains must be {len(self.experts)} numbers, one an expert, not {given}")
+        self.domains = tuple(map(given.index, given))
+        """For each expert the index of the first one of its domain."""
+        for first in set(self.domains):
+            of = [k for k, domain in enumerate(self.domains) if domain == first]
+            if misfit := misfit_of([self.experts[k].noise_range for k in of]):
+                raise HddmError(
+                    f"expert {' and '.join(map(str, of))}: {misfit}; noise ranges of one domain cover [0, 1] "
+                    "once, and domains= says which experts are one"
+                )
         self.router = router
         self.prior = _normalised(prior, len(self.experts))
         self.class_prior = None
@@ -172,13 +208,18 @@ class Ensemble:
     @strategy.setter
     def strategy(self, name: str) -> None:
         parsed = Strategy.parse(name)
-        parsed.check(len(self.experts))
+        parsed.check(self.num_domains)
         if parsed.kind != "draw" and len(self.kinds) > 1:
             raise HddmError(
                 f"{name} mixes samples of one kind, and these differ: {self._kinds_told()}; take experts of "
                 "one kind, or strategy 'draw'"
             )
         self._name, self._strategy = name, parsed
+
+    @property
+    def num_domains(self) -> int:
+        """Number of domains; that of experts, where each covers all of t."""
+        return len(set(self.domains))
 
     @property
     def sample_shape(self) -> tuple[int, ...] | None:
@@ -267,7 +308,8 @@ class Ensemble:
             t: (batch,) in [0, 1].
             guidance_scale: applied by each expert, before mixing; 1 for none, or a `Guidance`.
             negative: conditions of the negative branch.
-            expert: (batch,) indices of the one expert for each sample, instead of the strategy.
+            expert: (batch,) indices of the one expert for each sample, instead of the strategy; each stands
+                for its domain.
             weights: (batch, K), as `weights` gave them for an earlier state, instead of the strategy.
             conditions: keywords of the experts' networks; each expert gets those that it declares.
 
@@ -287,6 +329,10 @@ class Ensemble:
                 f"weights= takes (batch, experts) numbers, {(len(x_t), len(self.experts))}, and no expert= "
                 f"beside it; they are {tuple(weights.shape)}"
             )
+        weights = self.at(times, weights)
+        for one in self.experts if self.num_domains < len(self.experts) else ():
+            if not one.covers(times).any():
+                release(one.network, one.weak and one.weak.network)
         given = self._shared_out(conditions)
         against = self._shared_out(negative or {})
         guidance = Guidance.of(guidance_scale)
@@ -330,7 +376,8 @@ class Ensemble:
         """Raise an `HddmError` where an expert of ``expert``, or any, lacks the weaker self to guide by."""
         if not guidance.by_weak:
             return
-        asked = range(len(self.experts)) if expert is None else expert.unique().tolist()
+        domains = set(self.domains) if expert is None else {self.domains[k] for k in expert.unique().tolist()}
+        asked = [k for k, domain in enumerate(self.domains) if domain in domains]
         if weakless := [str(k) for k in asked if self.experts[k].weak is None]:
             raise HddmError(
                 f"expert {', '.join(weakless)}: has no weaker self to be guided by; guide by condition, or "
@@ -387,14 +434,15 @@ class Ensemble:
                     f"expert= takes an index in 0 … {len(self.experts) - 1} for each of {len(x_t)} states, "
                     f"not {expert.tolist()}"
                 )
-            return torch.nn.functional.one_hot(expert.long(), len(self.experts)).to(x_t.device, torch.float32)
+            chosen = torch.nn.functional.one_hot(expert.long(), len(self.experts))
+            return self.at(t, chosen.to(x_t.device, torch.float32))
         if self._strategy.kind == "draw":
             raise HddmError(
                 "strategy 'draw' keeps one expert a sample: pass expert= indices, or use hddm.sample, "
                 "which draws them"
             )
-        if len(self.experts) == 1:
-            return torch.ones(len(x_t), 1, device=x_t.device)
+        if self.num_domains == 1:
+            return self.at(t, torch.eye(len(self.experts), device=x_t.device)[:1].expand(len(x_t), -1))
         if self.router is None:
             raise HddmError(f"strategy {self.strategy!r} needs a router; only 'draw' does without")
         state_dtype = torch.promote_types(x_t.dtype, torch.float32)
@@ -407,7 +455,15 @@ class Ensemble:
         # Logits passed for probabilities would mix into something that looks like a velocity.
         if not ((probabilities >= 0).all() and ((probabilities.sum(1) - 1).abs() < 1e-2).all()):
             raise HddmError("the router's rows are no probabilities (non-negative, sum 1); apply a softmax?")
-        return sparse_weights(self._given(probabilities, conditions or {}), self._strategy)
+        return sparse_weights(self.at(t, self._given(probabilities, conditions or {})), self._strategy)
+
+    def at(self, t: Tensor, weights: Tensor) -> Tensor:
+        """``weights`` (batch, K), those of each domain given to its expert that covers t (batch,)."""
+        if self.num_domains == len(self.experts):
+            return weights
+        domains = torch.tensor(self.domains, device=weights.device)
+        covers = torch.stack([one.covers(to_float64(t).to(weights.device)) for one in self.experts], 1)
+        return (weights @ (domains[:, None] == domains).to(weights)) * covers
 
     def _given(self, probabilities: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
         """p(k | x_t, class) from the router's p(k | x_t), where p(k | class) or a `PRIOR` is known."""

@@ -43,7 +43,7 @@ class Router:
         time_scale: the network is fed t × ``time_scale``.
         temperatures: at times spread evenly over [0, 1], linear between; one number holds everywhere.
         outputs: of the network, for each expert; None for all in order.
-        shares: of each expert in p(k), above 0; they count where experts have one output in common.
+        shares: of each expert in p(k); they count where experts have one output in common.
     """
 
     def __init__(
@@ -60,7 +60,8 @@ class Router:
         self.outputs = None if outputs is None else list(outputs)
         self._parts: Tensor | None = None
         if outputs is not None and len(set(outputs)) < len(outputs):
-            own = torch.tensor(shares or [1.0] * len(outputs), dtype=torch.float64)
+            # Experts of one output that have no share divide it all the same.
+            own = torch.tensor(shares or [1.0] * len(outputs), dtype=torch.float64).clamp_min(1e-300)
             same = torch.tensor(outputs)[:, None] == torch.tensor(outputs)
             self._parts = own / (same * own).sum(1)
 

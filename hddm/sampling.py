@@ -10,7 +10,7 @@ import inspect
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -98,21 +98,26 @@ class ExpertUse:
             ],
         }
 
-    def warnings(self, expected: Tensor | None = None) -> list[str]:
+    def warnings(self, expected: Tensor | None = None, domains: Sequence[int] = ()) -> list[str]:
         """Warnings of an expert that takes more than 90 % of the weight, or none of it.
 
         Args:
             expected: with ``draw``, how many samples each expert should get, (K,). It explains a large
                 share, and an absence where few are expected.
+            domains: as `Ensemble.domains`; those of one count together, under the first. By default none do.
         """
         lines = []
-        shares = self.shares
-        for k, share in enumerate(shares.tolist()):
-            due = float(expected[k] / expected.sum()) if expected is not None else 0.0
-            if len(shares) > 1 and share > MOST and due <= MOST:
-                if expected is None or expected.sum() >= FEWEST_EXPECTED * len(shares):
-                    lines.append(f"expert {k} takes {share:.0%} of the weight; is the router trained?")
-            elif not self._runs[:, k].any() and (expected is None or expected[k] >= FEWEST_EXPECTED):
+        first = torch.tensor(domains or range(len(self.shares)))
+        same = (first[:, None] == first).double()
+        shares, runs = self.shares @ same, self._runs.sum(0) @ same
+        wanted = None if expected is None else expected.double() @ same
+        leads = first.unique().tolist()
+        for k in leads:
+            due = float(wanted[k] / expected.sum()) if wanted is not None and expected is not None else 0.0
+            if len(leads) > 1 and shares[k] > MOST and due <= MOST:
+                if expected is None or expected.sum() >= FEWEST_EXPECTED * len(leads):
+                    lines.append(f"expert {k} takes {shares[k]:.0%} of the weight; is the router trained?")
+            elif not runs[k] and (wanted is None or wanted[k] >= FEWEST_EXPECTED):
                 lines.append(f"expert {k} is never used")
         return lines
 
@@ -217,6 +222,8 @@ def integrate(
 
     if isinstance(model, Ensemble):
         model.refuse_weakless(asked(), expert)
+    else:
+        model.refuse_beyond(times)
     given, count = {} if conditions is None else conditions, itertools.count()
     kept: Tensor | None = None
     stopped = x if is_interrupted() else None
@@ -230,6 +237,7 @@ def integrate(
         if next(count) % router_every == 0 and (kept is None or expert is None):
             kept = model.weights(x, t.expand(len(x)), expert, given)
         assert kept is not None
+        kept = model.at(t.expand(len(x)), kept)
         if use is not None:
             use.add(float(t), kept)
         return _finite(model.velocity(x, t, asked(), negative, weights=kept, **given), t, kept)
@@ -303,7 +311,8 @@ def sample(
         shape: (C, H, W) of a sample, for a model that has none of its own.
         start: index i of the first sample: a run in several pieces is the run in one.
         numbers: index i of each sample (num,), in place of ``start``; needs ``expert`` or a router.
-        expert: the one expert to use, instead of any strategy.
+        expert: the one expert to use, instead of any strategy; with those of its domain, if it covers a part
+            of t.
         router_every: ask the router at every n-th call of the velocity only.
         use: a tally of how the experts were used, to be read afterwards.
         on_step: see `hddm.solvers`; called for each batch in turn.
@@ -318,8 +327,8 @@ def sample(
 
     Raises:
         HddmError: for a num below 1, an unknown strategy, solver, class or argument, a strategy for a single
-            expert, conditions of another length than num, a model of unknown sample shape, a shape of other
-            channels than the model's, or a velocity that is not finite.
+            expert, a single expert for a part of t, conditions of another length than num, a model of unknown
+            sample shape, a shape of other channels than the model's, or a velocity that is not finite.
     """
     known = model.sample_shape
     if isinstance(model, Ensemble):
@@ -359,8 +368,10 @@ def sample(
         asked = f"strategy {strategy!r}" if strategy is not None else f"expert {expert}"
         raise HddmError(f"{asked} needs an ensemble; this is a single expert")
     times = time_grid(steps, model.shift if shift is None else shift)
-    # Samples of one expert follow each other, so that it comes once and sees large batches.
-    order = torch.arange(num) if chosen is None else chosen.argsort(stable=True)
+    # Samples of one domain follow each other, so that an expert comes once and sees large batches.
+    order = torch.arange(num)
+    if chosen is not None and isinstance(model, Ensemble):
+        order = torch.tensor(model.domains)[chosen].argsort(stable=True)
     dtype = torch.promote_types(model.dtype, torch.float32)
     samples = torch.empty(num, *shape, dtype=dtype)
     numbers = torch.arange(start, start + num) if numbers is None else numbers

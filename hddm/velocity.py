@@ -6,12 +6,12 @@ For an expert with schedule (a, s) = (alpha, sigma) in its own time, at a state 
 2. rescale: the network gets y = (a + s) x, which is a x_0 + s eps, at u;
 3. convert: its output becomes eps - x_0 (`velocity`).
 
-With an exact denoiser the result is exact for every t in the expert's noise range [t_min, t_max].
+With an exact denoiser the result is exact for every t in [t_min, t_max], the range of the expert's schedule.
 
-**Outside the range** one rule holds at both ends. The network is asked at the nearer end. The state is
-rescaled so that its dominant part has the size that the network expects there: y = s(u_max) x/t above t_max
-(the noise keeps its level), y = a(u_min) x/(1 - t) below t_min (the signal does). Of the two estimates, the
-one that the state no longer determines fades with its share in the state:
+**Outside the schedule's range** one rule holds at both ends. The network is asked at the nearer end. The
+state is rescaled so that its dominant part has the size that the network expects there: y = s(u_max) x/t
+above t_max (the noise keeps its level), y = a(u_min) x/(1 - t) below t_min (the signal does). Of the two
+estimates, the one that the state no longer determines fades with its share in the state:
 
     t > t_max:  v = (x - r x_0)/t,          r = [(1-t)/t] / [(1-t_max)/t_max]
     t < t_min:  v = (r eps - x)/(1 - t),    r = [t/(1-t)] / [t_min/(1-t_min)]
@@ -20,6 +20,10 @@ This is how the posterior means of a smooth, centred density behave, to first or
 ends, v = x at t = 1 and v = -x at t = 0. A form that is singular *inside* its schedule's range (epsilon where
 alpha = 0, sample where sigma = 0) has its range end there: at the last alpha > 0 of a discrete schedule,
 `SINGULAR_MARGIN` before the end of a continuous one.
+
+**A noise range** is another thing: the part [low, high] of t that an expert was trained for, whatever its
+schedule could express. Nothing stands in for the expert outside it: its velocity is refused there, and an
+ensemble asks another expert of the same domain (`hddm.ensemble`).
 """
 
 import math
@@ -37,11 +41,14 @@ from hddm.classes import LABELS
 from hddm.networks.wrappers import declared_shape, described, missing_from
 from hddm.schedules import DiscreteSchedule, LinearSchedule, Schedule
 from hddm.utils.errors import HddmError, did_you_mean
+from hddm.utils.records import WHOLE, NoiseRange
 from hddm.utils.tensors import append_dims, device_of, parameter_dtype, to_float64
 
 SINGULAR_MARGIN = 1e-6
 PRIOR = "expert_prior"
 """Condition that no network gets: p(k) of each sample in an ensemble, (batch, K), as a prompt gives it."""
+ROUNDING = 1e-6
+"""A t in float32 may miss the end of a noise range by this much."""
 SETTINGS = frozenset({"time_ids", "resolution", "aspect_ratio", "guidance", PRIOR})
 """Conditions that say how a sample is made, and not what it shows: a negative branch has the same ones."""
 
@@ -279,9 +286,11 @@ class VelocityField:
         classes: names of the classes that ``class_labels`` counts.
         shift: of the time grid that its samples want (`hddm.sampling.time_grid`).
         weak: the same expert with weights of an early step of its training, to guide by.
+        noise_range: (low, high) in t, the part of [0, 1] that it was trained for.
 
     Raises:
-        HddmError: for an unknown prediction type, or flow_prediction on a discrete schedule.
+        HddmError: for an unknown prediction type, flow_prediction on a discrete schedule, or a noise range
+            that is none or lies beyond the schedule's.
     """
 
     def __init__(
@@ -297,6 +306,7 @@ class VelocityField:
         classes: Sequence[str] = (),
         shift: float = 1.0,
         weak: "VelocityField | None" = None,
+        noise_range: NoiseRange = WHOLE,
     ) -> None:
         if not isinstance(schedule, Schedule):
             raise HddmError(f"schedule is {schedule!r}: pass one of hddm.schedules, such as LinearSchedule()")
@@ -316,12 +326,19 @@ class VelocityField:
         # What `hddm.experts` read it from, so that it can be written again with its licence and history.
         self.source: object = None
         self.range = _exact_range(schedule, self.prediction_type)
+        self.noise_range = low, high = noise_range
+        if not (0 <= low < high <= 1 and low < self.range[1] and high > self.range[0]):
+            raise HddmError(
+                f"--noise-range {low:g}:{high:g}: must be LOW:HIGH, with 0 <= LOW < HIGH <= 1, and meet the "
+                f"schedule's own range, {self.range[0]:.4g}:{self.range[1]:.4g}"
+            )
 
     def __repr__(self) -> str:
         facts = [
             described(self.network),
             f"{self.prediction_type} on {type(self.schedule).__name__}",
             f"samples {self.sample_shape or 'of unknown shape'}",
+            *([] if self.noise_range == WHOLE else ["t in {:g}:{:g} alone".format(*self.noise_range)]),
             *(["conditions " + " and ".join(self.conditions)] if self.conditions else []),
             *([f"{len(self.classes)} classes"] if self.classes else []),
             *(["calibrated"] if self.calibration is not None else []),
@@ -364,10 +381,11 @@ class VelocityField:
             Velocity in x_t's shape and dtype, finite on the closed interval.
 
         Raises:
-            HddmError: for a t outside [0, 1] or of another batch size, a condition that the expert
+            HddmError: for a t outside the noise range or of another batch size, a condition that the expert
                 does not declare, or guidance without conditions, or by a weaker self that it lacks.
         """
         times = check_times(x_t, t)
+        self.refuse_beyond(times)
         negative = negative or {}
         for branch in (conditions, negative):
             self._check(x_t, branch)
@@ -401,6 +419,21 @@ class VelocityField:
             # Texts of different lengths: padding one would change what a network without a mask gives.
             conditional, unguided = (self._convert(x_t, times, branch) for branch in (given, against))
         return guidance.combine(conditional, unguided, acts).to(x_t.dtype)
+
+    def refuse_beyond(self, t: Tensor) -> None:
+        """Raise an `HddmError` where a t (n,) lies outside the noise range."""
+        low, high = self.noise_range
+        if self.noise_range == WHOLE or not (beyond := (t < low - ROUNDING) | (t > high + ROUNDING)).any():
+            return
+        raise HddmError(
+            f"t = {float(t[beyond][0]):.4g} is outside the noise range {low:g}:{high:g} of this expert; "
+            "sample it in an ensemble, with one of the rest (hddm assemble)"
+        )
+
+    def covers(self, t: Tensor) -> Tensor:
+        """True (n,) where the expert runs, of those of its domain: low <= t < high, and t = high = 1 too."""
+        low, high = self.noise_range
+        return (t >= low) & ((t < high) | (high == 1))
 
     def _convert(self, x_t: Tensor, t: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
         x = x_t.to(torch.promote_types(x_t.dtype, torch.float32))

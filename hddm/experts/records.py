@@ -33,6 +33,8 @@ from hddm.utils.files import sha256_of, write_json
 from hddm.utils.records import EXPERT_FILE as EXPERT_FILE
 from hddm.utils.records import (
     MANIFEST,
+    WHOLE,
+    NoiseRange,
     Record,
     damage,
     has_manifest,
@@ -119,6 +121,8 @@ class ExpertRecord(Record):
     text_encoder: TextEncoderRecord | None = None
     shift: float = Field(default=1.0, gt=0)
     """Of the time grid that its samples want (`hddm.sampling.time_grid`)."""
+    noise_range: NoiseRange = WHOLE
+    """The part of t that it was trained for (`hddm.velocity`)."""
     variance_head: bool = False
     """The network also outputs a learned variance, which is dropped."""
     round_time: bool = False
@@ -286,6 +290,7 @@ def as_field(
         classes=record.classes,
         shift=record.shift,
         weak=None if weak is None else as_field(expert, weak),
+        noise_range=record.noise_range,
     )
     field.source = expert
     return field

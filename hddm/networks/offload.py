@@ -103,6 +103,11 @@ class Shelf:
         if self._present.pop(network, None) is not None:
             network.clear()
 
+    def release(self, network: "StoredNetwork") -> None:
+        """Remove ``network``, which will not run soon, unless a budget was given: that says what may stay."""
+        if self.offload != "none" and self._budget is None:
+            self.forget(network)
+
     def is_present(self, network: "StoredNetwork") -> bool:
         """True if the weights of ``network`` are on its device or being read."""
         return network in self._present or network in self._coming
@@ -262,3 +267,11 @@ def bring(network: object, following: object = None) -> None:
     if isinstance(following, StoredNetwork):
         with following.shelf.lock:
             following.shelf.prefetch(following)
+
+
+def release(*networks: object) -> None:
+    """Let ``networks``, which will not run soon, leave their device; each only if it is a `StoredNetwork`."""
+    for network in networks:
+        if isinstance(network, StoredNetwork):
+            with network.shelf.lock:
+                network.shelf.release(network)

@@ -346,7 +346,7 @@ def _warn(pipeline: HDDMPipeline, settings: SampleSettings, use: ExpertUse, expe
     # Fewer images than experts say nothing.
     if settings.expert is None and settings.num_images >= len(pipeline.experts.facts):
         is_drawn = (settings.strategy or pipeline.ensemble.strategy) == "draw"
-        for line in use.warnings(expected if is_drawn else None):
+        for line in use.warnings(expected if is_drawn else None, pipeline.ensemble.domains):
             warnings.warn(line, stacklevel=3)
 
 
@@ -462,6 +462,7 @@ def class_names(cycles: Cycles, classes: Sequence[str]) -> tuple[str, ...]:
 
 def _refuse_missing(pipeline: HDDMPipeline, given: Cycles, asked: Sequence[int]) -> None:
     options = {"encoder_hidden_states": "--prompt", "class_labels": "--class-labels"}
+    domains = pipeline.ensemble.domains
     for index, field in enumerate(pipeline.ensemble.experts):
         if index not in asked:
             continue

@@ -11,6 +11,7 @@ later ones require it.
 
 import contextlib
 import hashlib
+import math
 import os
 import re
 import time
@@ -18,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from hddm.utils.errors import HddmError, did_you_mean, one_line, words
@@ -48,6 +49,21 @@ class OpenRecord(Record):
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
+
+def parse_noise_range(value: Any) -> tuple[float, float]:
+    """Read ``0.5:1``, or a pair, as (low, high) in t; `HddmError` unless 0 <= low < high <= 1."""
+    try:
+        low, high = map(float, value.split(":") if isinstance(value, str) else value)
+    except (TypeError, ValueError):
+        low = high = math.nan
+    if not 0 <= low < high <= 1:
+        raise HddmError("must be LOW:HIGH, with 0 <= LOW < HIGH <= 1, as 0.5:1")
+    return low, high
+
+
+NoiseRange = Annotated[tuple[float, float], BeforeValidator(parse_noise_range)]
+"""Part [low, high] of t that an expert covers, on the common path: 0 is data, 1 noise."""
+WHOLE: NoiseRange = (0.0, 1.0)
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 

@@ -147,8 +147,8 @@ class Scales:
         self.most = 0
         self.reads: list[int] = []
 
-    def expert(self, seed: int, **network: int) -> UnreadExpert:
-        expert = flow_expert(seed, **network)
+    def expert(self, seed: int, noise_range: Sequence[float] = (0, 1), **network: int) -> UnreadExpert:
+        expert = flow_expert(seed, {"noise_range": noise_range}, **network)
         stored = {name: value.numpy() for name, value in expert.network.state_dict().items()}
 
         def read(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -175,6 +175,38 @@ def test_eight_experts_never_take_the_memory_of_three() -> None:
     _sampled(model)
     assert size < scales.most < 3 * size
     assert scales.held() <= 2 * size
+
+
+@pytest.mark.parametrize("strategy", ["draw", "full"])
+@pytest.mark.parametrize("mode", ["ram", "disk"])
+def test_of_a_pair_for_parts_of_t_one_is_on_the_device_and_the_switch_comes_once(
+    strategy: str, mode: Offload
+) -> None:
+    parts = [(0.5, 1), (0, 0.5)]
+    scales = Scales()
+    held = ExpertSet([scales.expert(k, part) for k, part in enumerate(parts)], shelf=Shelf(mode))
+    model, here = Ensemble(held.fields(), strategy=strategy, domains=[0, 0]), []
+    for network in held.stored:
+        network.clear()
+        network.network.register_forward_pre_hook(lambda *_: here.append(_present(held.stored)))
+    for run in range(2):
+        hddm.sample(model, 5, 1, 8)
+        # Five of eight steps begin at t = 0.5 or above.
+        assert here == ([[0]] * 5 + [[1]] * 3) * (run + 1)
+    assert scales.reads == ([0, 1, 0, 1] if mode == "disk" else [0, 1])
+    assert mode == "ram" or scales.most == held.stored[0].size
+
+
+def test_with_room_that_was_asked_for_both_of_a_pair_stay() -> None:
+    scales = Scales()
+    experts = [scales.expert(0, (0.5, 1)), scales.expert(1, (0, 0.5))]
+    held = ExpertSet(experts, shelf=Shelf("disk", 10**9))
+    model = Ensemble(held.fields(), strategy="draw", domains=[0, 0])
+    for _ in range(2):
+        _sampled(model)
+    # Each once, however often t comes back to it.
+    assert scales.reads == [0, 1]
+    assert _present(held.stored) == [0, 1]
 
 
 def test_a_limit_of_one_expert_holds_from_the_first_call_on() -> None:
