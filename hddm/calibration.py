@@ -75,6 +75,7 @@ from torch import Tensor
 from hddm.classes import LABELS
 from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError
+from hddm.utils.records import WHOLE, NoiseRange
 from hddm.utils.tensors import generator, read_header, read_safetensors, refuse_non_finite, to_float64
 
 FILE_NAME = "calibration.safetensors"
@@ -333,6 +334,7 @@ def calibrate(
     seed: int = 0,
     batch_size: int = 512,
     on_batch: Callable[[int], None] | None = None,
+    noise_range: NoiseRange = WHOLE,
 ) -> Calibration:
     """Fit moments and blend weights to an expert and its shard.
 
@@ -344,6 +346,7 @@ def calibrate(
         seed: of the noise.
         batch_size: states a call; `STATES` states are drawn at each of `LEVELS` times.
         on_batch: called with the number of states after each call.
+        noise_range: the part of t in which the expert is asked; elsewhere the weights mean nothing.
     """
     if len(images) < 4:
         raise HddmError(f"a calibration needs at least 4 images, not {len(images)}")
@@ -351,14 +354,20 @@ def calibrate(
     if labels is not None and (labels.ndim != 1 or labels.is_floating_point()):
         labels = None
     moments = Moments.of(images, labels)
-    times = torch.linspace(START, 1, LEVELS + 2)
+    low, high = noise_range
+    if high <= START:
+        return Calibration(moments, torch.tensor(WHOLE), torch.zeros(2, len(moments.variances)))
+    # Weights at START are 0, and at 1 they are known; any other end of the range is measured as well.
+    at_start, at_end = int(low <= START), int(high == 1)
+    times = torch.linspace(max(low, START), high, LEVELS + at_start + at_end)
+    measured = times[at_start : at_start + LEVELS]
     noise = generator(seed)
     halves = torch.randperm(len(images), generator=noise).chunk(2)
     sums = torch.zeros(LEVELS, 3, len(moments.variances), dtype=torch.float64)
     for seen, unseen in (halves, halves[::-1]):
         of_seen = None if labels is None else labels[seen.to(labels.device)]
         known = Moments.of(images[seen.to(images.device)], of_seen).to(images)
-        for level, time in enumerate(times[1:-1].tolist()):
+        for level, time in enumerate(measured.tolist()):
             drawn = unseen[torch.randint(len(unseen), (STATES // 2,), generator=noise)]
             for rows in drawn.to(images.device).split(batch_size):
                 x_0 = images[rows]
@@ -379,17 +388,16 @@ def calibrate(
     coordinates = torch.ones(len(moments.variances), dtype=torch.float64)
     coordinates[-1] = max(moments.mean.numel() - moments.basis.shape[1], 1)
     weights = _weights(sums, coordinates).float()
-    late, last = times[-1:], weights[-1:]
+    late, last = torch.ones(1), weights[-1:]
     # Under any other condition the moments' velocity is not exact at t = 1: they get no more than before it.
-    if not set(conditions or ()) - (set() if labels is None else {LABELS}):
+    if at_end and not set(conditions or ()) - (set() if labels is None else {LABELS}):
         fade = torch.logspace(-1, 1 - FADE, FADE - 1, base=2)
-        late = torch.cat([1 - (1 - times[-2]) * fade, late])
+        late = torch.cat([1 - (1 - measured[-1]) * fade, late])
         shares = torch.minimum((1 - last) * fade[:, None] ** 2, (MAX_GAIN * (1 - late[:-1, None])).square())
         last = torch.cat([1 - shares, torch.ones_like(last)])
-    none = torch.zeros(2, len(moments.variances))
-    return Calibration(
-        moments, torch.cat([torch.zeros(1), times[:-1], late]), torch.cat([none, weights, last])
-    )
+    none = torch.zeros(1 + at_start, len(moments.variances))
+    early = torch.cat([torch.zeros(1), times[:at_start], measured])
+    return Calibration(moments, torch.cat([early, late]), torch.cat([none, weights, last]))
 
 
 def _weights(sums: Tensor, coordinates: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from hddm.utils.errors import UsageError, choose
+from hddm.utils.errors import HddmError, UsageError, choose
 from hddm.utils.files import restore
 
 
@@ -52,6 +52,15 @@ def _known_device(value: str) -> str:
     if re.fullmatch(r"(auto|cpu|cuda|mps|xpu)(:\d+)?", value) is None:
         raise UsageError(f"--device {value}: {choose(value, ('auto', 'cpu', 'cuda', 'cuda:1', 'mps'))}")
     return value
+
+
+def _known_range(value: str | None) -> tuple[float, float] | None:
+    from hddm.utils.records import parse_noise_range
+
+    try:
+        return None if value is None else parse_noise_range(value)
+    except HddmError as error:
+        raise UsageError(f"--noise-range {value}: {error.message}") from error
 
 
 def refuse_given(context: typer.Context, reason: str, *names: str) -> None:
@@ -101,6 +110,15 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or mps.")]
 AnyDevice = Annotated[
     str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps.", callback=_known_device)
+]
+NoiseRange = Annotated[
+    str | None,
+    typer.Option(
+        "--noise-range",
+        metavar="LOW:HIGH",
+        help="Part of t, 0 data and 1 noise, that the expert is for, as 0.5:1; default: all.",
+        callback=_known_range,
+    ),
 ]
 StrategyOption = functools.partial(typer.Option, "--strategy", callback=_known_strategy)
 Size = Annotated[

@@ -5,7 +5,17 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from hddm_cli.options import InputArgument, InputOption, Out, Overwrite, Prediction, Size, Steps, refuse_given
+from hddm_cli.options import (
+    InputArgument,
+    InputOption,
+    NoiseRange,
+    Out,
+    Overwrite,
+    Prediction,
+    Size,
+    Steps,
+    refuse_given,
+)
 from hddm_cli.training_options import FILE, KEEPING, LOOP, PICTURES, GivenOptions, takes
 
 commands = typer.Typer(
@@ -42,6 +52,7 @@ LEARNING = {
         ],
         None,
     ),
+    "noise_range": (NoiseRange, None),
     "prediction": (
         Annotated[
             Prediction | None,

@@ -28,7 +28,7 @@ from hddm.solvers import euler
 from hddm.training.expert import calibrated_on, check_fit, check_own, conditions_of
 from hddm.utils.errors import HddmError
 from hddm.utils.files import alone, is_draft, link_or_copy, new_folder, restore
-from hddm.utils.records import ENSEMBLE_FILE, HASHES, MANIFEST, ensemble_around, rewrite_entry
+from hddm.utils.records import ENSEMBLE_FILE, HASHES, MANIFEST, WHOLE, ensemble_around, rewrite_entry
 from hddm.utils.tensors import generator
 from hddm.velocity import PredictionType, VelocityField
 
@@ -155,6 +155,10 @@ def recalibrate(
         raise HddmError(f"{folder}: {foreign}")
     field = field_of(expert.read(torch.float32))
     if shard_folder is None:
+        if field.noise_range != WHOLE:
+            raise HddmError(
+                f"{folder}: draws no samples of its own, since it is for a part of t; pass --data"
+            )
         if num_images < FEW_IMAGES:
             warnings.warn(
                 f"{num_images} samples say little about the moments that take over near t = 1; "

@@ -85,7 +85,7 @@ def continue_expert(
     is_blended = run is not None and run.resume and "kappa" in recorded(out).get("data", {})
     shard = open_shard(shard_folder)
     objective = check_continued(init, expert.facts, expert.network, shard, settings, is_blended)
-    expert = _completed(expert, shard, settings)
+    expert = _completed(expert, shard, settings, objective)
     field = field_of(expert)
     given = _conditions(init, field, shard, settings)
     field.calibration = None
@@ -161,22 +161,25 @@ def _objective(init: Path, record: ExpertRecord, settings: ExpertSettings, is_bl
     """The objective that keeps what an expert predicts, or that its calibration turns into velocity."""
     assert settings.time_sampling is not None
     schedule, drawn = from_config(record.schedule), (settings.time_sampling, settings.snr_gamma)
+    part = settings.noise_range or record.noise_range
     kind, is_blended = record.prediction_type, is_blended or record.training_calibration
     if settings.objective == "flow":
         # x_0 is the same on every path, and its weights of velocity are bounded; all else learns velocity.
         of_sample = kind is PredictionType.SAMPLE and not is_blended
-        return Objective.named("flow", None, *drawn, "sample" if of_sample else "flow_prediction")
+        prediction = "sample" if of_sample else "flow_prediction"
+        return Objective.named("flow", None, *drawn, prediction, noise_range=part)
     is_linear = isinstance(schedule, LinearSchedule)
     if kind is PredictionType.FLOW_PREDICTION or (is_linear and kind is not PredictionType.EPSILON):
         raise HddmError(f"{init}: is a flow expert, which predicts {kind.value}; take flow")
     if record.training_calibration:
         raise HddmError(f"{init}: was trained on with flow matching, so only flow can go on")
-    return Objective.named("ddpm", schedule, *drawn, record.prediction_type)
+    return Objective.named("ddpm", schedule, *drawn, record.prediction_type, noise_range=part)
 
 
-def _completed(expert: Expert, shard: Shard, settings: ExpertSettings) -> Expert:
+def _completed(expert: Expert, shard: Shard, settings: ExpertSettings, objective: Objective) -> Expert:
     """Add to the record of ``expert`` what it lacks and ``shard`` supplies: VAE, text encoder, null text."""
-    record, nulls, found = expert.facts, dict(expert.nulls), dict[str, object]()
+    record, nulls = expert.facts, dict(expert.nulls)
+    found: dict[str, object] = {"noise_range": objective.noise_range}
     if shard.vae is not None and record.vae is None:
         found |= {"vae": shard.vae, "latent_scale": shard.vae.scale}
     if TEXT in record.conditions and settings.text_conditional and shard.texts is not None:

@@ -28,6 +28,8 @@ from hddm.utils.tensors import generator
 from hddm.velocity import VelocityField
 
 TIMES = tuple(k / 10 for k in range(1, 10))
+"""Shares of the expert's noise range."""
+LOWEST = 3
 LATE_TIMES = (0.95, 0.99, 1.0)
 """Times at which a calibration is judged; the Gaussian is almost exact there, so experts hardly differ."""
 # Other random streams: (seed, i) and (seed, i, 1) of sampling, 2 of training, 3 of native samples' classes.
@@ -49,8 +51,9 @@ class Level:
 class Denoising:
     """Errors by noise level; ``margin`` is how far they lie below the Gaussian's, and ``deviation`` its own.
 
-    ``low`` and ``low_deviation`` are the same up to `START`, before any calibration helps the network.
-    ``late`` are errors at `LATE_TIMES`, which count in none of these.
+    ``low`` and ``low_deviation`` are the same up to `START`, before any calibration helps the network; in a
+    noise range beyond it, at the `LOWEST` times, without the calibration. ``late`` are errors at
+    `LATE_TIMES`, which count in none of these.
     """
 
     levels: tuple[Level, ...]
@@ -71,21 +74,31 @@ class Denoising:
 
 @torch.no_grad()
 def denoising(
-    field: VelocityField, images: Tensor, conditions: Mapping[str, Tensor] | None = None, seed: int = 0
+    field: VelocityField,
+    images: Tensor,
+    conditions: Mapping[str, Tensor] | None = None,
+    seed: int = 0,
+    alone: VelocityField | None = None,
 ) -> Denoising:
-    """Measure ``field`` on images at `TIMES` and `LATE_TIMES`, with the same noise for all compared.
+    """Measure ``field`` at those of `TIMES` and `LATE_TIMES` that it covers, with the same noise for all.
 
-    ``images`` (N, C, H, W), float32, are in the expert's units; ``conditions`` are (N, …) by keyword. Fewer
-    than 2 images raise `HddmError`.
+    ``images`` (N, C, H, W), float32, are in the expert's units; ``conditions`` are (N, …) by keyword;
+    ``alone`` is the expert without its calibration. Fewer than 2 images raise `HddmError`.
     """
     number = len(images)
     if number < 2:
         raise HddmError(f"denoising is judged on at least 2 images, not {number}")
     noise = generator(seed, _STREAM)
-    early = torch.tensor([time < START for time in TIMES])
-    levels, late = (_errors(field, images, conditions or {}, one, noise) for one in (TIMES, LATE_TIMES))
+    low, high = field.noise_range
+    times, ends = [low + (high - low) * share for share in TIMES], [t for t in LATE_TIMES if low <= t <= high]
+    early = torch.tensor([time < START for time in times])
+    levels, late = (_errors(field, images, conditions or {}, one, noise) for one in (times, ends))
     gains = levels[:, 1] - levels[:, 0]
-    return Denoising(_levels(TIMES, levels), *_mean(gains), *_mean(gains[early]), _levels(LATE_TIMES, late))
+    lows = gains[early]
+    if not early.any():
+        errors = _errors(alone or field, images, conditions or {}, times[:LOWEST], noise)
+        lows = errors[:, 1] - errors[:, 0]
+    return Denoising(_levels(times, levels), *_mean(gains), *_mean(lows), _levels(ends, late))
 
 
 def _errors(
@@ -165,14 +178,17 @@ def judge(expert: Expert, field: VelocityField, shard: Shard, seed: int) -> Judg
     """
     rows = torch.linspace(0, len(shard) - 1, min(len(shard), IMAGES)).round().long()
     given, images = conditions_at(rows, conditions_of(shard, field), shard, field), shard.take(rows)
-    found = denoising(field, images, given, seed)
+    alone = copy.copy(field)
+    if not expert.facts.training_calibration:
+        alone.calibration = None
+    found = denoising(field, images, given, seed, alone)
     is_calibrated = expert.calibration is not None
     problems, notes = _doubts(found, len(rows), is_calibrated), list[str]()
     unconditional = None
     if given and set(given) <= set(field.null_conditions):
         nulls = {name: field.null_conditions[name] for name in given}
         repeated = {name: null.expand(len(rows), *null.shape) for name, null in nulls.items()}
-        unconditional = denoising(field, images, repeated, seed)
+        unconditional = denoising(field, images, repeated, seed, alone)
         without = f"without {', '.join(nulls)}"
         doubts = _doubts(unconditional, len(rows), is_calibrated)
         if problems and doubts:
@@ -184,8 +200,6 @@ def judge(expert: Expert, field: VelocityField, shard: Shard, seed: int) -> Judg
     if worse:
         spoilt = worse
         if not expert.facts.training_calibration:
-            alone = copy.copy(field)
-            alone.calibration = None
             errors = {level.t: level.expert for level in denoising(alone, images, given, seed).late}
             spoilt = [level for level in worse if not level.expert <= errors[level.t]]
         at = (spoilt or worse)[0]
@@ -207,6 +221,8 @@ def _doubts(found: Denoising, images: int, is_calibrated: bool) -> list[str]:
             f"{found.gaussian:.4f}; {cause}"
         ]
     alone = "up to t = 0.5, where its network stands alone, its error is"
+    if found.levels[0].t >= START:
+        alone = f"up to t = {found.levels[LOWEST - 1].t:g}, without its calibration, its error is"
     if found.low <= 0:
         return [
             f"{alone} {-found.low:.4f} above a Gaussian's; it is hardly trained, or its record says wrongly "

@@ -168,6 +168,7 @@ def new_record(
         schedule=objective.schedule.config,
         schedule_source=schedule_source,
         time_scale=objective.time_scale,
+        noise_range=objective.noise_range,
         sample_shape=shard.shape,
         space=shard.space,
         latent_scale=shard.vae.scale if shard.vae is not None else 1.0,
@@ -290,7 +291,8 @@ def calibrated_on(shard: Shard, field: VelocityField, given: Mapping[str, Tensor
     conditions = {name: value.to(field.device) for name, value in found.items()}
     images = shard.take(rows).to(field.device)
     with Progress(LEVELS * STATES, "calibrate", " states") as progress:
-        calibration = calibrate(field.velocity, images, conditions, seed, on_batch=progress)
+        part = field.noise_range
+        calibration = calibrate(field.velocity, images, conditions, seed, on_batch=progress, noise_range=part)
     return replace(calibration, record=calibration_origin(shard) | {"seed": str(seed)})
 
 

@@ -14,6 +14,9 @@ One family: a network predicts p from y = alpha_u x_0 + sigma_u eps at native ti
 | uniform | uniform in native time |
 | logit-normal | the logit of t = sigma/(alpha + sigma) is normal (SD3, arXiv:2403.03206, section 3.1) |
 
+An expert for a part of t, low <= t < high or up to 1, draws from the same distribution given that t is in it:
+two experts whose ranges meet see together what one of both would.
+
 | weighting | w |
 |---|---|
 | prediction | 1; for epsilon min(SNR, gamma)/SNR where a gamma is given (arXiv:2303.09556) |
@@ -22,6 +25,7 @@ One family: a network predicts p from y = alpha_u x_0 + sigma_u eps at native ti
 | | `BOUND` at least |
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -34,6 +38,7 @@ from hddm.schedules import CosineSchedule, DiscreteSchedule, LinearSchedule, Sch
 from hddm.training.loop import Inputs
 from hddm.training.settings import TEXT, ExpertSettings, TimeSampling, Weighting, default_weighting
 from hddm.utils.errors import HddmError, UsageError
+from hddm.utils.records import WHOLE, NoiseRange
 from hddm.utils.tensors import append_dims
 from hddm.velocity import PredictionType
 
@@ -57,6 +62,7 @@ class Objective:
     weighting: Weighting = "prediction"
     time_sampling: TimeSampling = "uniform"
     snr_gamma: float | None = None
+    noise_range: NoiseRange = WHOLE
 
     @classmethod
     def named(
@@ -67,12 +73,14 @@ class Objective:
         snr_gamma: float | None = None,
         prediction_type: str = "sample",
         weighting: Weighting | None = None,
+        noise_range: NoiseRange | None = None,
     ) -> "Objective":
         """Make the objective called ``name``, with its defaults for what is not given."""
         default: Schedule = CosineSchedule() if name == "ddpm" else LinearSchedule()
         prediction = PredictionType.parse(prediction_type)
         chosen = weighting or default_weighting(prediction)
-        return cls(name, schedule or default, prediction, chosen, time_sampling, snr_gamma)
+        part = noise_range or WHOLE
+        return cls(name, schedule or default, prediction, chosen, time_sampling, snr_gamma, part)
 
     def __post_init__(self) -> None:
         for what, value, known in (
@@ -97,6 +105,11 @@ class Objective:
                 f"--snr-gamma {self.snr_gamma:g} weighs the errors of noise, and this expert learns "
                 f"{self.prediction_type.value} weighted by {self.weighting}; drop it, or take --prediction "
                 "epsilon --weighting prediction"
+            )
+        if self._native[0] > self._native[1]:
+            (low, high), (first, last) = self.noise_range, self.schedule.range
+            raise UsageError(
+                f"--noise-range {low:g}:{high:g}: has none of the schedule's times, in {first:.4g}:{last:.4g}"
             )
 
     @property
@@ -154,13 +167,42 @@ class Objective:
 
     def sample_times(self, num: int, noise: torch.Generator) -> Tensor:
         """Draw native times (num,), float64: whole indices for a discrete schedule."""
+        first, last = self._native
+        is_discrete = isinstance(self.schedule, DiscreteSchedule)
         if self.time_sampling == "logit-normal":
-            t = torch.sigmoid(torch.randn(num, generator=noise, dtype=torch.float64))
-            native = self.schedule.match(t)
-            return native.round() if isinstance(self.schedule, DiscreteSchedule) else native
+            native = self.schedule.match(self._logit_normal(num, noise))
+            return native.round().clamp(first, last) if is_discrete else native
+        if is_discrete:
+            return torch.randint(int(first), int(last) + 1, (num,), generator=noise).double()
+        return first + (last - first) * torch.rand(num, generator=noise, dtype=torch.float64)
+
+    @functools.cached_property
+    def _native(self) -> tuple[float, float]:
+        """First and last native time of the noise range; whole indices of a discrete schedule."""
+        low, high = self.noise_range
+        if self.noise_range == WHOLE:
+            return 0.0, self.schedule.end
+        if not isinstance(self.schedule, DiscreteSchedule):
+            first, last = self.schedule.match(torch.tensor(self.noise_range, dtype=torch.float64)).tolist()
+            return first, last
+        t = self.common_time(torch.arange(self.schedule.end + 1, dtype=torch.float64))
+        last = self.schedule.end if high == 1 else float((t < high).sum()) - 1
+        return float((t < low).sum()), last
+
+    def _logit_normal(self, num: int, noise: torch.Generator) -> Tensor:
+        """Draw t (num,) of the noise range, or of all that is rounded to an index in it."""
+        low, high = self.noise_range
         if isinstance(self.schedule, DiscreteSchedule):
-            return torch.randint(0, int(self.schedule.end) + 1, (num,), generator=noise).double()
-        return torch.rand(num, generator=noise, dtype=torch.float64)
+            first, last = self._native
+            low = self.schedule.common_time(first - 0.5) if first > 0 else 0.0
+            high = self.schedule.common_time(last + 0.5) if last < self.schedule.end else 1.0
+        if (low, high) == WHOLE:
+            return torch.sigmoid(torch.randn(num, generator=noise, dtype=torch.float64))
+        # The inverse of the distribution function, between its values at both ends.
+        start, stop = torch.special.ndtr(torch.tensor([low, high], dtype=torch.float64).logit())
+        uniform = torch.rand(num, generator=noise, dtype=torch.float64)
+        t: Tensor = torch.special.ndtri(start + (stop - start) * uniform).sigmoid().clamp(low, high)
+        return t
 
 
 def objective_of(settings: ExpertSettings, schedule: Schedule | None = None) -> Objective:
@@ -178,6 +220,7 @@ def objective_of(settings: ExpertSettings, schedule: Schedule | None = None) -> 
         settings.snr_gamma,
         settings.prediction,
         settings.weighting,
+        settings.noise_range,
     )
 
 

@@ -76,7 +76,7 @@ FREE = {f"environment.{key}" for key in ("hddm", "torch", "hostname", "device", 
 # Keys that make it another expert; a run that continued with others would have an untrue record.
 _IDENTITY = (
     *("objective", "prediction", "size", "rotary", "class_conditional", "text_conditional"),
-    *("lora_rank", "lora_alpha", "teacher", "optimizer", "weak_at"),
+    *("lora_rank", "lora_alpha", "teacher", "optimizer", "weak_at", "noise_range"),
 )
 FIXED = {f"settings.{key}" for key in _IDENTITY}
 

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from hddm.utils.errors import HddmError, UsageError, did_you_mean
 from hddm.utils.files import read_yaml
-from hddm.utils.records import OPTIONS, Record, parse_record
+from hddm.utils.records import OPTIONS, NoiseRange, Record, parse_record
 
 Positive = Annotated[int, Field(ge=1)]
 
@@ -162,6 +162,8 @@ class ExpertSettings(LoopSettings):
     """Rotary positions of a new network; None is True."""
     time_sampling: TimeSampling | None = None
     """None is logit-normal."""
+    noise_range: NoiseRange | None = None
+    """Part of t to train for; None is all of it, or that of the init."""
     snr_gamma: Annotated[float, Field(gt=0)] | None = None
     """DDPM: weight losses by min(SNR, gamma)/SNR (`hddm.training.objectives`)."""
     class_conditional: bool = False

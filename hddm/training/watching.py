@@ -205,7 +205,8 @@ class SampleGrids:
 
     Class-conditional networks draw the classes in turn, text-conditional ones the first captions of the
     shard, others null conditions. Latents are not decoded: their first three channels are shown as colours.
-    ``conditions`` are the names of those that the network is trained with.
+    ``conditions`` are the names of those that the network is trained with. One for t in [low, high] alone
+    goes from images of the shard, with their classes, at high to the x_0 that it means at low.
     """
 
     def __init__(self, field: VelocityField, shard: Shard, conditions: Collection[str], folder: Path) -> None:
@@ -216,8 +217,12 @@ class SampleGrids:
         if TEXT in conditions and shard.texts is not None:
             self._num = min(IMAGES, len(shard))
             self._conditions[TEXT] = shard.texts.take(torch.arange(self._num))
+        rows = torch.arange(self._num) % len(shard)
+        self._x_0 = shard.take(rows)
         if "class_labels" in conditions:
-            self._conditions["class_labels"] = torch.arange(self._num) % len(shard.classes)
+            own = shard.labels if field.noise_range[1] < 1 else None
+            in_turn = torch.arange(self._num) % len(shard.classes)
+            self._conditions["class_labels"] = in_turn if own is None else own[rows]
 
     def draw(self, report: StepReport) -> dict[str, Tensor]:
         """Write grids and return them, (C, H, W) in bytes, by "raw" and "ema"; {} if the training is to stop.
@@ -244,13 +249,15 @@ class SampleGrids:
     def _grid(self, report: StepReport) -> Tensor:
         field = self._field
         dtype = torch.promote_types(field.dtype, torch.float32)
-        x = integrate(
-            field,
-            initial_noise(SEED, 0, self._num, self._shape).to(field.device, dtype),
-            time_grid(STEPS, field.shift),
-            conditions={name: value.to(field.device) for name, value in self._conditions.items()},
-            is_interrupted=report.should_stop,
-        )
+        low, high = field.noise_range
+        x = (1 - high) * self._x_0 + high * initial_noise(SEED, 0, self._num, self._shape)
+        times = low + (high - low) * time_grid(STEPS, field.shift)
+        given: dict[str, Any] = {name: value.to(field.device) for name, value in self._conditions.items()}
+        x = x.to(field.device, dtype)
+        x = integrate(field, x, times, conditions=given, is_interrupted=report.should_stop)
+        if low > 0:
+            with torch.no_grad():
+                x = x - low * field.velocity(x, times[-1], **given)
         return grid_of(shown(x.cpu(), self._space))
 
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hddm.calibration import MAX_DIRECTIONS, STATES, Calibration, Moments, calibrate
+from hddm.calibration import LEVELS, MAX_DIRECTIONS, STATES, Calibration, Moments, calibrate
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
 from tests.cases import LINEAR, case_named, oracle_field
@@ -101,6 +101,32 @@ def test_weights_are_shares_that_end_at_one(calibration: Calibration) -> None:
     assert calibration.times[0] == 0
     assert calibration.times[-1] == 1
     assert (calibration.times.diff() > 0).all()
+
+
+@pytest.mark.parametrize("part", [(0.6, 1.0), (0.0, 0.8), (0.7, 0.9), (0.0, 0.4)], ids=str)
+def test_a_part_of_t_is_calibrated_within_it(part: tuple[float, float]) -> None:
+    low, high = part
+    images = SHARD.sample(4096, seed=1, shape=SHAPE)
+    asked = set[float]()
+    field = _expert()
+    field.noise_range = part
+
+    def velocity(x: Tensor, t: Tensor) -> Tensor:
+        asked.add(t[0].item())
+        return field.velocity(x, t)
+
+    field.calibration = calibrate(velocity, images, noise_range=part)
+    weights = field.calibration.weights
+    assert len(asked) == (0 if high <= 0.5 else LEVELS)
+    assert (weights[-1] == 1).all() == (high == 1)
+    assert (weights == 0).all() == (high <= 0.5)
+    raw = _expert()
+    for t in (low, low + 0.07, (low + high) / 2, high - 0.01, high):
+        x_t, times = _held_out(t)
+        truth = SHARD.velocity(x_t, times)
+        error = rms_error(field.velocity(x_t, times), truth)
+        assert error**2 < (1.03 * rms_error(raw.velocity(x_t, times), truth)) ** 2 + 1.5**2 / STATES
+        assert t < 0.9 or error < 0.1
 
 
 def test_each_direction_has_its_own_weight() -> None:

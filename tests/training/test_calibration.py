@@ -226,6 +226,23 @@ def test_what_cannot_be_calibrated_stays_as_it_was(
     assert contents(tmp_path) == before
 
 
+def test_an_expert_for_a_part_of_t_draws_no_samples_to_be_calibrated_on(
+    shards: Path, ddpm_expert: Path, tmp_path: Path
+) -> None:
+    part = copied(ddpm_expert, tmp_path)
+    edit_json(part / "expert.json", noise_range=[0.75, 1])
+    before = contents(part)
+    with pytest.raises(
+        HddmError, match="draws no samples of its own, since it is for a part of t; pass data"
+    ):
+        recalibrate(part)
+    assert contents(part) == before
+    recalibrate(part, shards / "shard_0")
+    calibration = Calibration.load(part)
+    assert calibration is not None
+    assert calibration.times[:2].tolist() == [0, 0.75]
+
+
 def test_calibrating_without_data_from_the_command_line(
     shards: Path, ddpm_expert: Path, tmp_path: Path, hddm: Command
 ) -> None:

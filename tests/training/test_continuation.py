@@ -83,6 +83,20 @@ def test_an_expert_trained_on_records_what_it_came_from_and_the_blend_on_the_new
     assert calibration.weights.unique().tolist() == [0, 1]
 
 
+def test_an_expert_goes_on_in_its_part_of_t_or_in_one_that_is_said(
+    shards: Path, ddpm_expert: Path, tmp_path: Path
+) -> None:
+    """By flow matching, whose velocity is refused outside it, and by its own objective."""
+    high, narrow, shard = tmp_path / "high", tmp_path / "narrow", shards / "shard_1"
+    settings = expert_settings("flow", steps=2, noise_range=(0.7, 1))
+    continue_expert(ddpm_expert, shard, high, settings)
+    continue_expert(high, shard, tmp_path / "again", settings.model_copy(update={"noise_range": None}))
+    ddpm = expert_settings("ddpm", steps=2, noise_range=(0.8, 0.9))
+    continue_expert(ddpm_expert, shard, narrow, ddpm)
+    for name, part in (("high", (0.7, 1)), ("again", (0.7, 1)), ("narrow", (0.8, 0.9))):
+        assert hddm.load(tmp_path / name).noise_range == part
+
+
 def test_training_on_trains_and_repeats_itself(shards: Path, ddpm_expert: Path, tmp_path: Path) -> None:
     settings = expert_settings("flow", steps=3)
     for name in ("one", "two"):

@@ -5,12 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from scipy.optimize import brentq
+from scipy.special import logit
+from scipy.stats import truncnorm
 from torch import Tensor
 
 from hddm.data.shards import Shard, load_shard
 from hddm.training.loop import Order
 from hddm.training.objectives import Objective, drawing
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.tensors import append_dims, generator
 from hddm.velocity import VelocityField
 from tests.artefacts import expert_settings, with_pixels
@@ -155,6 +158,53 @@ def test_logit_normal_times_mean_the_same_noise_levels_on_every_schedule(schedul
     # Four standard errors each.
     assert log_snr.mean().abs() < 4 * 2 / NUM**0.5
     assert abs(log_snr.std() - 2) < 4 * 2 / (2 * NUM) ** 0.5
+
+
+@pytest.mark.parametrize("part", [(0.5, 1.0), (0.0, 0.5), (0.3, 0.875)], ids=str)
+@pytest.mark.parametrize(("name", "schedule"), [("flow", "linear"), ("ddpm", "cosine")])
+def test_a_part_of_t_is_drawn_by_the_inverse_distribution_of_all(
+    name: str, schedule: str, part: tuple[float, float]
+) -> None:
+    """Of a normal logit by scipy's truncated one, of uniform native times by their ends."""
+    case, uniform = case_named(schedule), torch.rand(NUM, generator=_noise(), dtype=torch.float64)
+    objective = Objective.named(name, case.schedule, "logit-normal", noise_range=part)
+    t = objective.common_time(objective.sample_times(NUM, _noise()))
+    expected = torch.from_numpy(truncnorm.ppf(uniform.numpy(), *logit(part)))
+    torch.testing.assert_close(t, expected.sigmoid(), rtol=1e-9, atol=1e-9)
+    ends = [brentq(lambda u, t=t: case.common_time(u) - t, 0, 1) for t in part]
+    native = Objective.named(name, case.schedule, noise_range=part).sample_times(NUM, _noise())
+    torch.testing.assert_close(native, ends[0] + uniform * (ends[1] - ends[0]), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("sampling", ["uniform", "logit-normal"])
+@pytest.mark.parametrize("name", ["ddpm-linear", "trained-betas-ztsnr"])
+def test_two_parts_of_t_are_drawn_as_the_indices_of_all(name: str, sampling: str) -> None:
+    """An index is of the part that its t is in, and as frequent there as among all of that part."""
+    case, boundary = case_named(name), 0.6
+    schedule = case.schedule
+    indices = torch.arange(int(schedule.end) + 1)
+    t = torch.tensor([case.common_time(index) for index in indices.double().tolist()])
+    whole = torch.ones(len(indices), dtype=torch.float64)
+    if sampling == "logit-normal":
+        halves = torch.tensor(
+            [0.0, *(case.common_time(i + 0.5) for i in indices[:-1].tolist()), 1.0]
+        ).double()
+        whole = torch.special.ndtr(halves.logit()).diff()
+    for part, rows in (((boundary, 1.0), t >= boundary), ((0.0, boundary), t < boundary)):
+        objective = Objective.named("ddpm", schedule, sampling, noise_range=part)
+        time = objective.sample_times(400 * len(indices), _noise())
+        assert torch.equal(time, time.round())
+        counts = time.long().bincount(minlength=len(indices))
+        assert counts[~rows].sum() == 0
+        expected = whole * rows / whole[rows].sum() * len(time)
+        # As many deviations as one of a thousand counts is off in one of ten million seeds.
+        assert ((counts - expected).abs() <= 6.5 * (expected.sqrt() + 1)).all()
+
+
+def test_a_part_of_t_without_a_time_of_the_schedule_is_refused() -> None:
+    for part in ((0.0, 0.005), (0.995, 1.0), (0.5, 0.5001)):
+        with pytest.raises(UsageError, match=r"noise_range .*: has none of the schedule's times, in 0\.0099"):
+            Objective.named("ddpm", case_named("ddpm-linear").schedule, noise_range=part)
 
 
 def test_combinations_without_meaning_are_refused() -> None:

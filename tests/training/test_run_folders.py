@@ -169,6 +169,22 @@ def test_another_shard_or_objective_is_never_resumed(started: Path, shards: Path
     assert contents(started.with_name("out.run")) == before
 
 
+def test_a_run_for_a_part_of_t_is_of_that_part(whole: Path, tmp_path: Path, hddm: Command) -> None:
+    out = tmp_path / "out"
+    settings = expert_settings("flow", steps=6, noise_range=(0.5, 1), threads=1)
+    losses = train_expert(whole, tmp_path / "plain", settings)
+    with pytest.raises(Died):
+        train_expert(whole, out, settings, on_step=ending_at(4), run=RunOptions(checkpoint_every=2))
+    for other in ((), ("--noise-range", "0.5:0.9")):
+        changed = (*other, "--resume", "--allow-config-change", "--steps", 6)
+        code, _, error = hddm(*_command(whole, out, *changed))
+        assert code == 1
+        assert "choose another --out" in error
+        assert f"settings.noise_range: was [0.5, 1.0], is {[0.5, 0.9] if other else None}" in error
+    assert train_expert(whole, out, settings, run=RunOptions(resume=True)) == losses
+    assert (out / WEIGHTS).read_bytes() == (tmp_path / "plain" / WEIGHTS).read_bytes()
+
+
 def test_two_processes_do_not_train_one_expert(started: Path, whole: Path, hddm: Command) -> None:
     with (started.with_name("out.run") / "lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -25,6 +25,8 @@ def _file(folder: Path, text: str) -> Path:
         ("Steps: 3", "unknown key 'Steps'; did you mean 'steps'?"),
         ("learning_rate: fast", r"key 'learning_rate' \(is 'fast'\)"),
         ("batch_size: 0", "key 'batch_size'"),
+        ("noise_range: 1:0.5", r"key 'noise_range' \(is '1:0.5'\): must be LOW:HIGH, with 0 <= LOW < HIGH"),
+        ("noise_range: [0, .nan]", "key 'noise_range'"),
         ("batch_size: 8\nbatch_size: 9", "key 'batch_size' twice"),
         ("resume: true", "resume is said for one start, as resume=True"),
         ("- steps", "holds no settings"),
@@ -45,7 +47,9 @@ def test_what_a_file_should_not_say_is_named(text: str, message: str, tmp_path: 
 def test_values_are_what_they_are_meant_to_be(tmp_path: Path) -> None:
     """YAML itself takes 1e-4 for a word and no for false."""
     lines = ["size: S/2", "learning_rate: 1e-4", "mixed_precision: no", "random_flip: yes", "# done", ""]
+    lines.append("noise_range: 0.5:1")
     expected = BASE | {"size": "S/2", "learning_rate": 1e-4, "mixed_precision": "no", "random_flip": True}
+    expected["noise_range"] = [0.5, 1]
     for end in ("\n", "\r\n"):
         found = settings_of(ExpertSettings, _file(tmp_path, end.join(lines)), BASE, set())
         assert found == ExpertSettings.model_validate(expected)

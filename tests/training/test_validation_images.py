@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import math
 import os
 import signal
 from dataclasses import replace
@@ -18,7 +19,7 @@ import hddm
 from hddm.data.images import to_bytes
 from hddm.data.shards import Rows, TokenStore, load_shard
 from hddm.networks.transformers import ExpertTransformer
-from hddm.sampling import sample
+from hddm.sampling import initial_noise, sample
 from hddm.schedules import LinearSchedule
 from hddm.training.expert import new_network, train_expert
 from hddm.training.loop import Fitted, Inputs, StepReport, Task, train
@@ -73,6 +74,30 @@ def test_pictures_change_no_bit_of_the_training_and_show_the_expert_that_it_ends
         for event in logged:
             pixels = np.asarray(Image.open(io.BytesIO(event.encoded_image_string)).convert("L"))
             assert np.array_equal(pixels, _read(samples / f"step_{event.step:08d}_{which}.png"))
+
+
+@pytest.mark.parametrize("part", [(0.4, 1.0), (0.0, 0.4), (0.2, 0.7)], ids=str)
+def test_an_expert_for_a_part_of_t_draws_from_images_to_what_it_means(
+    part: tuple[float, float], whole: Path, tmp_path: Path
+) -> None:
+    """With the velocity x - c all is known: x - c = exp(t' - t) (x' - c), and x_0 is x - t v."""
+    shard, (low, high) = load_shard(whole), part
+    network = nn.Linear(1, 1)
+    field = VelocityField(
+        lambda x, time, **labels: x - labels["class_labels"].to(x).view(-1, 1, 1, 1),
+        LinearSchedule(),
+        "flow_prediction",
+        sample_shape=shard.shape,
+        noise_range=part,
+    )
+    found = SampleGrids(field, shard, {"class_labels"}, tmp_path).draw(_report(network))["raw"]
+    assert shard.labels is not None
+    labels = (shard.labels if high < 1 else torch.arange(16) % 2)[:16].view(-1, 1, 1, 1)
+    noise = initial_noise(0, 0, 16, shard.shape)
+    x = (1 - high) * shard.take(torch.arange(16)) + high * noise
+    x = labels + math.exp(low - high) * (x - labels)
+    expected = grid_of(to_bytes(x - low * (x - labels)))
+    assert (found.int() - expected.int()).abs().max() <= 1
 
 
 class _Velocity(nn.Module):

@@ -61,6 +61,23 @@ def test_a_trained_expert_is_accepted_by_images_kept_from_it(class_expert: Path,
     assert verdict.denoising != verify_expert(class_expert, held_out, seed=1).denoising
 
 
+@pytest.mark.parametrize(("part", "late"), [((0.6, 1.0), 3), ((0.0, 0.6), 0)], ids=str)
+def test_an_expert_for_a_part_of_t_is_judged_there(
+    part: tuple[float, float], late: int, whole: Path, held_out: Path, tmp_path: Path
+) -> None:
+    settings = expert_settings("flow", steps=100, batch_size=64, noise_range=part)
+    train_expert(whole, tmp_path / "expert", settings)
+    verdict = verify_expert(tmp_path / "expert", held_out)
+    assert verdict.accepted
+    assert verdict.denoising is not None
+    low, high = part
+    shares = [(level.t - low) / (high - low) for level in verdict.denoising.levels]
+    assert shares == pytest.approx([k / 10 for k in range(1, 10)])
+    assert len(verdict.denoising.late) == late
+    train_expert(whole, tmp_path / "bad", settings.model_copy(update={"steps": 1, "learning_rate": 1e-9}))
+    assert not verify_expert(tmp_path / "bad", held_out).accepted
+
+
 def test_images_of_its_training_are_noted_and_those_of_another_shard_refused(
     class_expert: Path, whole: Path, shards: Path
 ) -> None:
