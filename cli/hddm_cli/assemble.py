@@ -57,6 +57,14 @@ def assemble(
             help="An expert's part of all data; default: by size of shard.",
         ),
     ] = None,
+    domain: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--domain",
+            metavar="HIGH,LOW",
+            help="Experts for parts of t that go together; those of one shard do so by themselves.",
+        ),
+    ] = None,
     classes: Annotated[
         Path | None,
         InputOption("--classes", help="YAML file of experts' class names, where they have numbers."),
@@ -83,7 +91,8 @@ def assemble(
     from hddm.utils.progress import Progress
 
     named = read_classes(classes) if classes else None
-    parts = (vae, text_encoder, tokenizer, base or (), shares, named)
+    domains = [one.split(",") for one in domain or ()]
+    parts = (vae, text_encoder, tokenizer, base or (), shares, named, domains)
     with Progress(None, "check and assemble"):
         if changes:
             notes = change(experts[0], add or (), remove or (), router, out, strategy, overwrite, *parts)

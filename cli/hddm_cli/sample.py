@@ -54,7 +54,10 @@ def sample(
         StrategyOption(help="draw, full, top-K, threshold-X or nucleus-X; default: the ensemble's own."),
     ] = None,
     expert: Annotated[
-        int | None, typer.Option("--expert", min=0, help="Use this expert alone, without the router.")
+        int | None,
+        typer.Option(
+            "--expert", min=0, help="Use this expert alone (of a pair by noise both), without the router."
+        ),
     ] = None,
     router_every: Annotated[
         int, typer.Option("--router-every", min=1, help="Ask the router at every n-th call only.")

@@ -1,5 +1,6 @@
 """Assembly of experts, a router and components into one ensemble folder, after checking that they fit."""
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,17 +10,22 @@ from hddm.classes import LABELS, join_classes
 from hddm.ensemble import Strategy
 from hddm.experts.compatibility import (
     ClassLists,
+    Domains,
     Findings,
     Named,
     Shares,
+    by_domain,
     class_lists_of,
     class_prior_of,
     common_shift,
     compare_classes,
+    compare_domains,
     compare_experts,
+    domains_of,
     match_router,
     note_overlaps,
     prior_of,
+    spread,
 )
 from hddm.experts.components import arrange
 from hddm.experts.ensemble_folders import (
@@ -64,7 +70,7 @@ class EnsembleFolders:
     ``outputs`` has the router's output for each expert, None where still open; empty where all are.
     ``given`` and ``own`` are components by name (`hddm.experts.components.arrange`); ``bases``, the weights
     that adapters change, by SHA-256. ``aside`` is a learned router that waits for others to go; ``shares``,
-    ``class_lists`` and ``moments_evidence`` are as in `hddm.experts.ensemble_folders.EnsembleRecord`.
+    ``class_lists``, ``moments_evidence`` and ``domains`` are as in `EnsembleRecord`.
     """
 
     experts: Sequence[Path]
@@ -77,6 +83,7 @@ class EnsembleFolders:
     class_lists: ClassLists = ()
     moments_evidence: float | None = None
     aside: Path | None = None
+    domains: Domains = ()
 
 
 ClassNames = Sequence[str] | Mapping[int, str]
@@ -95,6 +102,7 @@ def assemble(
     bases: Sequence[Path] = (),
     share: Mapping[str, float] | None = None,
     classes: Mapping[str, ClassNames] | None = None,
+    domain: Sequence[Sequence[str]] = (),
 ) -> tuple[str, ...]:
     """Put experts, a router and components into one folder, after checking that they fit.
 
@@ -105,7 +113,8 @@ def assemble(
     router's output for its shard, so experts may come in any order and cover only some of the router's. Files
     are hard-linked where possible, from the top level of expert and router folders only, since nothing else
     is read. Weights that adapters change are hashed and stored once: in ``bases/``, or in the expert that
-    owns them.
+    owns them. Experts of one shard, each for a part of t, are one domain (`hddm.ensemble`); of others, as
+    converted ones, ``domain`` says which are, a list for each.
 
     ``router`` is needed for all strategies but ``draw``: a folder, or ``moments`` for one of the experts'
     moments (`hddm.routers.MomentsRouter`). ``vae`` decodes latents, and ``text_encoder`` with
@@ -121,7 +130,7 @@ def assemble(
     for folder in experts:
         if (folder / ENSEMBLE_FILE).exists():
             raise HddmError(f"{folder}: is an ensemble; name its experts, or change it by --add and --remove")
-    fixed, lists = choices(experts, share, classes)
+    fixed, lists, domains = choices(experts, share, classes, domain)
     folders = EnsembleFolders(
         experts,
         None if router in (None, MOMENTS) else Path(router),
@@ -130,6 +139,7 @@ def assemble(
         shares=fixed,
         class_lists=lists,
         moments_evidence=MOMENTS_EVIDENCE if router == MOMENTS else None,
+        domains=domains,
     )
     refuse_inside(out, (*experts, folders.router, *folders.given.values(), *folders.bases.values()))
     record, components, notes = check(folders, strategy)
@@ -149,12 +159,14 @@ def choices(
     experts: Sequence[Path],
     share: Mapping[str, float] | None,
     classes: Mapping[str, ClassNames] | None,
-) -> tuple[Shares, ClassLists]:
-    """Shares and class names in the order of ``experts``, None and empty where nothing is given.
+    domain: Sequence[Sequence[str]] = (),
+    kept: Sequence[Sequence[int]] = (),
+) -> tuple[Shares, ClassLists, Domains]:
+    """Shares, class names and domains in the order of ``experts``; None and empty where nothing is given.
 
-    Keys are an expert's folder, the end of its path, or its index. A number without a name is its own
-    name. Raises `HddmError` for a key of no expert, or of several, and for names that do not fit the classes
-    that an expert takes.
+    Keys are an expert's folder, the end of its path, or its index. A number without a name is its own name.
+    ``kept`` are domains of before, by index, where ``domain`` names none of their experts. Raises `HddmError`
+    for a key of no expert, or of several, and for names that do not fit the classes that an expert takes.
     """
     fixed: list[float | None] = [None] * len(experts)
     lists: list[tuple[str, ...]] = [()] * len(experts)
@@ -163,7 +175,10 @@ def choices(
     for name, names in (classes or {}).items():
         k = _index_of(name, experts, "--classes")
         lists[k] = _names_of(names, str(experts[k]), read_records([experts[k]])[0][1])
-    return fixed, lists
+    groups = [[_index_of(name, experts, "--domain") for name in names] for names in domain]
+    named = set(itertools.chain.from_iterable(groups))
+    domains = domains_of(read_records(experts), [*groups, *(one for one in kept if named.isdisjoint(one))])
+    return spread(fixed, domains), lists, domains
 
 
 def _index_of(name: str, experts: Sequence[Path], option: str) -> int:
@@ -229,7 +244,8 @@ def check(
     """
     if not folders.experts:
         raise HddmError("an ensemble needs at least one expert")
-    Strategy.parse(strategy).check(len(folders.experts))
+    domains = tuple(folders.domains) or tuple(range(len(folders.experts)))
+    Strategy.parse(strategy).check(len(set(domains)))
     is_routed = folders.router is not None or folders.moments_evidence is not None
     if not is_routed and strategy != DEFAULT_STRATEGY:
         raise HddmError(f"strategy {strategy!r} needs --router; only 'draw' does without")
@@ -239,8 +255,10 @@ def check(
         if folders.moments_evidence is not None and not (folder / CALIBRATION).is_file():
             found.differ(str(folder), "has no calibration, as --router moments needs; run hddm calibrate")
     lists = class_lists_of(experts, folders.class_lists)
-    for name in compare_experts(experts, found, folders.shares, is_drawn=not is_routed):
+    others = compare_experts(experts, found, folders.shares, domains, is_drawn=not is_routed)
+    for name in others:
         found.differ(name, "so it can be drawn, without a router, and not mixed")
+    compare_domains(experts, domains, lists, found)
     compare_classes(experts, lists, found)
     arranged = arrange(folders.experts, experts, folders.given, folders.own, found)
     outputs: tuple[int, ...] = ()
@@ -248,14 +266,17 @@ def check(
         _files_of(folders.router)
         router, router_record = open_router(folders.router)
         total = router.network.config.num_experts
-        outputs = match_router(experts, router_record, total, found, str(folders.router), folders.outputs)
-        if outputs == tuple(range(total)):
-            outputs = ()
+        one_each, settled = by_domain(experts, domains), by_domain(folders.outputs, domains)
+        outputs = match_router(one_each, router_record, total, found, str(folders.router), settled)
     found.refuse()
+    if outputs:
+        of = dict(zip(dict.fromkeys(domains), outputs, strict=True))
+        outputs = tuple(of[one] for one in domains)
+        outputs = () if outputs == tuple(range(total)) else outputs
     if arranged.vaes or len({one.sample_shape for _, one in experts}) > 1:
         found.note("experts make samples of several kinds, so they are drawn, one a sample, and never mixed")
     note_overlaps(experts, found)
-    shares = prior_of(experts, found, folders.shares, prior)
+    shares = prior_of(experts, found, folders.shares, prior, domains)
     record = EnsembleRecord(
         experts=tuple(f"experts/{k}" for k in range(len(experts))),
         router=None if folders.router is None else ROUTER,
@@ -272,6 +293,7 @@ def check(
         texts=arranged.texts,
         vaes=arranged.vaes,
         topics=arranged.topics,
+        domains=domains if len(set(domains)) < len(domains) else (),
     )
     return record, arranged.folders, tuple(found.notes)
 

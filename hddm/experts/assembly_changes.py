@@ -25,7 +25,7 @@ from hddm.experts.assembly import (
     read_records,
     refuse_inside,
 )
-from hddm.experts.compatibility import Findings, Shares, common_shift
+from hddm.experts.compatibility import Findings, Shares, common_shift, spread
 from hddm.experts.ensemble_folders import (
     BASES,
     COMPONENTS,
@@ -62,6 +62,7 @@ def change(
     bases: Sequence[Path] = (),
     share: Mapping[str, float] | None = None,
     classes: Mapping[str, ClassNames] | None = None,
+    domain: Sequence[Sequence[str]] = (),
 ) -> tuple[str, ...]:
     """Add experts to an ensemble folder, or remove some.
 
@@ -69,7 +70,7 @@ def change(
     shards gives exactly the one over fewer. One that does not know the shard of an added expert is set aside
     for the moments of all experts, where all are calibrated, until that expert goes. Priors are counted anew,
     but for shares given now or before; if those of all experts left were given, they keep their proportions.
-    The strategy, a shift set by hand and all else in the folder stay.
+    The strategy, a shift set by hand, domains of which no expert goes and all else in the folder stay.
 
     ``remove`` has an index or a folder name, as in ``ensemble.json``, per expert. ``out`` is the folder to
     write; by default ``ensemble`` is replaced at the end. ``bases`` are as for
@@ -79,7 +80,8 @@ def change(
     Raises `HddmError`, before writing, as `assemble`, and for a missing expert, a link that leaves the folder
     (whose content would become part of it), and an ``out`` inside it.
     """
-    if not (add or remove or router or strategy or vae or text_encoder or tokenizer or share or classes):
+    given = (add, remove, router, strategy, vae, text_encoder, tokenizer, share, classes, domain)
+    if not any(given):
         raise HddmError(f"{ensemble}: nothing to change; pass --add, --remove or another part")
     restore(ensemble)
     if not (ensemble / ENSEMBLE_FILE).is_file():
@@ -98,11 +100,13 @@ def change(
         return [values[k] for k in kept] + [missing] * len(add)
 
     own_bases = {sha256: ensemble / name for sha256, name in record.bases.items()}
-    fixed, lists = choices(everyone, share, classes)
+    groups = [[k for k, one in enumerate(record.domains) if one == first] for first in set(record.domains)]
+    left = [[kept.index(k) for k in group] for group in groups if gone.isdisjoint(group) and len(group) > 1]
+    fixed, lists, domains = choices(everyone, share, classes, domain, left)
     if record.class_lists:
         lists = [new or old for new, old in zip(lists, kept_of(record.class_lists, ()), strict=True)]
     if record.shares:
-        fixed = _shares(fixed, kept_of(record.shares, None))
+        fixed = spread(_shares(fixed, kept_of(record.shares, None)), domains)
     folders = EnsembleFolders(
         everyone,
         None if router in (None, MOMENTS) else Path(router),
@@ -112,6 +116,7 @@ def change(
         shares=fixed,
         class_lists=lists,
         moments_evidence=MOMENTS_EVIDENCE if router == MOMENTS else None,
+        domains=domains,
     )
     strategy = strategy or record.strategy
     told: tuple[str, ...] = ()

@@ -10,20 +10,25 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from hddm.classes import join_classes
 from hddm.data.shard_records import overlap
+from hddm.ensemble import misfit_of
 from hddm.experts.records import ExpertRecord, RouterRecord, ShardRecord
 from hddm.utils.errors import HddmError, UsageError
+from hddm.utils.records import WHOLE
 
 ClassLists = Sequence[Sequence[str]]
 """Names of each expert's classes, in its own numbering."""
 Shares = Sequence[float | None]
 """The part of all data that each expert stands for, None where the size of its shard decides."""
 SHARE_TOLERANCE = 1e-6
+Domains = Sequence[int]
+"""For each expert the index of the first one of its domain (`hddm.ensemble`)."""
 Named = tuple[str, ExpertRecord]
 """An expert's name for messages, mostly a folder, and its record."""
+Value = TypeVar("Value")
 
 
 @dataclass
@@ -112,12 +117,63 @@ def class_lists_of(experts: Sequence[Named], given: ClassLists = ()) -> list[tup
     return [tuple(own) or record.classes for (_, record), own in zip(experts, lists, strict=True)]
 
 
+def domains_of(experts: Sequence[Named], given: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:
+    """The domain of each expert: one of those ``given``, by index, or that of its shard, if for a part of t.
+
+    Raises `HddmError` for an expert in two of those given.
+    """
+    domains, named = list(range(len(experts))), list(itertools.chain.from_iterable(given))
+    if twice := [experts[k][0] for k in named if named.count(k) > 1]:
+        raise UsageError(f"--domain {twice[0]}: is named twice; an expert is of one domain")
+    for group in given:
+        for k in group:
+            domains[k] = min(group)
+    first: dict[str, int] = {}
+    for k, (name, record) in enumerate(experts):
+        if record.shard is not None and record.noise_range != WHOLE and k not in named:
+            other = first.setdefault(record.shard.hash, k)
+            # One that is named twice is told so.
+            domains[k] = k if experts[other][0] == name else other
+    return tuple(domains)
+
+
+def by_domain(values: Sequence[Value], domains: Domains) -> list[Value]:
+    """Of ``values``, one an expert, that of the first expert of each domain; none where there are none."""
+    return [values[k] for k in dict.fromkeys(domains) if values]
+
+
+def compare_domains(experts: Sequence[Named], domains: Domains, lists: ClassLists, found: Findings) -> None:
+    """Refuse domains whose noise ranges do not cover [0, 1] once, or whose experts are of unlike data."""
+    for domain in dict.fromkeys(domains):
+        of = [k for k, one in enumerate(domains) if one == domain]
+        name, ranges = " and ".join(experts[k][0] for k in of), [experts[k][1].noise_range for k in of]
+        if misfit := misfit_of(ranges):
+            parts = " and ".join(f"{low:g}:{high:g}" for low, high in ranges)
+            remedy = "experts of one domain cover [0, 1] once, and --domain says which are one"
+            found.differ(name, f"for t in {parts}, so that {misfit}; {remedy}")
+        if len({shard.hash for k in of if (shard := experts[k][1].shard)}) > 1:
+            found.differ(name, "are of one domain, and of different shards")
+        if len({tuple(lists[k]) for k in of}) > 1:
+            found.differ(name, "are of one domain, and of different classes")
+
+
+def spread(shares: Shares, domains: Domains) -> list[float | None]:
+    """Shares of domains, each the sum of those given for its experts, divided equally among these."""
+    given = {one: [s for s, d in zip(shares, domains, strict=True) if d == one] for one in domains}
+    sums = {one: None if set(of) == {None} else math.fsum(filter(None, of)) for one, of in given.items()}
+    return [None if (total := sums[one]) is None else total / len(given[one]) for one in domains]
+
+
 def compare_experts(
-    experts: Sequence[Named], found: Findings, shares: Shares = (), is_drawn: bool = False
+    experts: Sequence[Named],
+    found: Findings,
+    shares: Shares = (),
+    domains: Domains = (),
+    is_drawn: bool = False,
 ) -> list[str]:
     """Record each expert's differences from the most common values, of equally common ones the first.
 
-    Two experts of one shard are no difference where both have a share, which says how they divide its part.
+    Two domains of one shard are no difference where both have a share, which says how they divide its part.
     Experts that are drawn alone, one a sample, may make samples of several kinds. Returns the names of those
     of another kind.
     """
@@ -134,8 +190,8 @@ def compare_experts(
                 found.note(f"{name} does not record its {quality.name}; taken on trust")
         elif without and len(experts) > 1 and quality.name in _TRUSTED:
             found.note(f"no expert records its {quality.name}; that all share one is taken on trust")
-    others = list(found.differences)
-    _compare_shards(experts, found, shares or [None] * len(experts))
+    others, first = list(found.differences), domains or range(len(experts))
+    _compare_shards(by_domain(experts, first), found, by_domain(shares or [None] * len(experts), first))
     return others
 
 
@@ -177,7 +233,7 @@ def match_router(
     name: str = "router",
     settled: Sequence[int | None] = (),
 ) -> tuple[int, ...]:
-    """The router's output for each expert, in the ensemble's order: that of the expert's shard.
+    """The router's output for each expert, one a domain, in the ensemble's order: that of the expert's shard.
 
     Experts may come in any order, and outputs may stay unused. Where an expert, or the router, records no
     shard, all are taken to be in the router's order, and the numbers must agree. ``total`` is the number of
@@ -240,18 +296,24 @@ NO_SHIFT = 1.0
 
 
 def prior_of(
-    experts: Sequence[Named], found: Findings, shares: Shares = (), before: Sequence[float] | None = None
+    experts: Sequence[Named],
+    found: Findings,
+    shares: Shares = (),
+    before: Sequence[float] | None = None,
+    domains: Domains = (),
 ) -> tuple[float, ...]:
     """p(k): ``shares`` where they are given, and of the rest a part by shard size.
 
-    Where a size is unknown, the rest is divided by ``before`` (positive in sum), or equally. Raises
-    `HddmError` for shares beyond 0 … 1, shares of all that do not sum to 1, or of some that leave nothing.
+    A domain counts once: its experts have equal parts of its p, and of its share (`spread`). Where a size is
+    unknown, the rest is divided by ``before`` (positive in sum), or equally. Raises `HddmError` for shares
+    beyond 0 … 1, shares of all that do not sum to 1, or of some that leave nothing.
     """
     fixed = {k: share for k, share in enumerate(shares) if share is not None}
     free = [k for k in range(len(experts)) if k not in fixed]
     _check_shares(experts, fixed, free)
+    domains = domains or range(len(experts))
     unknown = [experts[k][0] for k in free if not experts[k][1].shard]
-    if unknown and len(free) > 1:
+    if unknown and len({domains[k] for k in free}) > 1:
         kept = "keeps its proportions" if before else "is equal for all"
         others = " whose share is not given" if fixed else ""
         found.note(f"{', '.join(unknown)}: no shard is recorded, so the prior {kept}{others}")
@@ -261,6 +323,8 @@ def prior_of(
         sizes = [float(shard.images) for k in free if (shard := experts[k][1].shard)]
     if free and not sum(sizes):
         sizes = [1.0] * len(free)
+    if not (unknown and before):
+        sizes = [size / Counter(domains)[domains[k]] for size, k in zip(sizes, free, strict=True)]
     rest = 1 - math.fsum(fixed.values()) if free else 0.0
     parts = fixed | {k: rest * size / sum(sizes) for k, size in zip(free, sizes, strict=True)}
     return tuple(parts[k] for k in range(len(experts)))
@@ -323,7 +387,7 @@ def note_overlaps(experts: Sequence[Named], found: Findings) -> None:
         return
     for (name, mine), (other, theirs) in itertools.combinations(shards, 2):
         part = overlap(mine.sketch, theirs.sketch, mine.images, theirs.images)
-        if part > 0 and (mine.partition is None or mine.partition != theirs.partition):
+        if part > 0 and (mine.partition or mine.hash) != (theirs.partition or theirs.hash):
             found.note(f"about {part:.0%} of the images of {name} are those of {other}, too")
     if silent := [name for name, shard in shards if not shard.sketch]:
         found.note(

@@ -246,6 +246,8 @@ class EnsembleRecord(Record):
     strategy: str
     shift: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Of the time grid (`hddm.sampling.time_grid`)."""
+    domains: tuple[int, ...] = ()
+    """The same number for the experts of one domain (`hddm.ensemble`); empty where each is one of its own."""
     bases: dict[str, str] = Field(default_factory=dict)
     """By SHA-256 the folders of the weights that adapters change: in ``bases/``, or an expert's."""
 
@@ -271,6 +273,11 @@ class EnsembleRecord(Record):
     def outputs(self) -> tuple[int, ...]:
         """Router output of each expert."""
         return self.router_outputs or tuple(range(len(self.experts)))
+
+    @property
+    def domain_of(self) -> tuple[int, ...]:
+        """For each expert the index of the first one of its domain."""
+        return tuple(map(self.domains.index, self.domains)) or tuple(range(len(self.experts)))
 
 
 def read_ensemble_facts(folder: Path) -> EnsembleRecord:
@@ -408,7 +415,7 @@ def _check_numbers(facts: EnsembleRecord, path: Path) -> None:
     for key, row in (("prior", facts.prior), *(("class_prior", row) for row in facts.class_prior)):
         if len(row) != experts or not math.fsum(row) > 0:
             raise HddmError(f"{path}: {key} must be {experts} numbers with a positive sum, not {list(row)}")
-    for key in ("shares", "class_lists", "texts", "vaes"):
+    for key in ("shares", "class_lists", "domains", "texts", "vaes"):
         if len(getattr(facts, key)) not in (0, experts):
             raise HddmError(f"{path}: {key} must be of {experts} experts, not {len(getattr(facts, key))}")
     if facts.classes and len(facts.class_prior) not in (0, len(facts.classes)):
@@ -416,8 +423,9 @@ def _check_numbers(facts: EnsembleRecord, path: Path) -> None:
             f"{path}: class_prior has {len(facts.class_prior)} rows of {len(facts.classes)} classes"
         )
     outputs = facts.router_outputs
-    # Experts of one output divide it by shares that were set.
-    own = [one for k, one in enumerate(outputs) if not facts.shares or facts.shares[k] is None]
+    # Experts of one output divide it by shares that were set, or are of one domain.
+    first = [(k, one) for k, one in enumerate(outputs) if k in facts.domain_of]
+    own = [one for k, one in first if not facts.shares or facts.shares[k] is None]
     if outputs and (facts.router is None or len(outputs) != experts or len(set(own)) < len(own)):
         raise HddmError(
             f"{path}: router_outputs must be {experts} different outputs of a router, not {list(outputs)}"

@@ -94,6 +94,7 @@ def parts_of(
         shift=model.shift,
         texts=model.texts,
         vaes=model.spaces,
+        domains=model.domains if model.num_domains < len(fields) else (),
     )
     return fields, router, record
 
@@ -158,6 +159,7 @@ def _record(field: VelocityField, known: ExpertRecord | None) -> ExpertRecord:
         "classes": field.classes,
         "null_class": int(null) if null is not None and null.ndim == 0 else None,
         "shift": field.shift,
+        "noise_range": field.noise_range,
         "round_time": isinstance(inner, NetworkWrapper) and inner.round_time,
     }
     if known is not None:

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from hddm.classes import join_classes
 from hddm.ensemble import Ensemble, Strategy
-from hddm.experts.compatibility import Findings, compare_experts, match_router
+from hddm.experts.compatibility import (
+    Findings,
+    by_domain,
+    class_lists_of,
+    compare_domains,
+    compare_experts,
+    match_router,
+)
 from hddm.experts.ensemble_folders import (
     ENSEMBLE_FILE,
     KEPT,
@@ -45,6 +52,7 @@ from hddm.networks.wrappers import described
 from hddm.routers import MomentsRouter, Router
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import inside, restore
+from hddm.utils.records import WHOLE
 from hddm.velocity import VelocityField
 
 
@@ -142,6 +150,11 @@ def open_ensemble(folder: Path, dtype: torch.dtype, experts: Sequence[int] | Non
     """
     if (folder / EXPERT_FILE).exists():
         expert = open_expert(folder)
+        if (part := expert.facts.noise_range) != WHOLE:
+            raise HddmError(
+                f"{folder}: is made for t in {part[0]:g}:{part[1]:g} alone; sample it in an ensemble, with "
+                "an expert of the rest (hddm assemble)"
+            )
         facts = EnsembleRecord.equal(["."], has_router=False, shift=expert.facts.shift)
         return OpenedEnsemble([expert], None, None, facts, tuple(whole_components(folder)))
     if (folder / ENSEMBLE_FILE).exists():
@@ -162,13 +175,15 @@ def _ensemble(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) ->
     bases = {sha256: folder / name for sha256, name in facts.bases.items()}
     experts = [open_expert(folder / name, bases) for name in facts.experts]
     named = [(name, expert.facts) for name, expert in zip(facts.experts, experts, strict=True)]
-    found = Findings()
-    compare_experts(named, found, facts.shares, is_drawn=not facts.is_routed)
+    found, domains = Findings(), facts.domain_of
+    compare_experts(named, found, facts.shares, domains, is_drawn=not facts.is_routed)
+    compare_domains(named, domains, class_lists_of(named, facts.class_lists), found)
     if router is not None and router_facts is not None:
         total = router.config.num_experts
         if not written.router_outputs and total != len(written.experts):
             found.differ("router", f"has {total} outputs, not {len(written.experts)}")
-        match_router(named, router_facts, total, found, settled=facts.outputs)
+        outputs = by_domain(facts.outputs, domains)
+        match_router(by_domain(named, domains), router_facts, total, found, settled=outputs)
     found.refuse("the parts of this ensemble do not fit together; assemble it anew:")
     refuse_damaged_ensemble(folder, written, range(len(experts)) if chosen is None else chosen)
     return OpenedEnsemble(experts, router, router_facts, facts, components)
@@ -179,11 +194,15 @@ def _only(facts: EnsembleRecord, chosen: Sequence[int]) -> EnsembleRecord:
     total = len(facts.experts)
     if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(total)):
         raise HddmError(f"experts {list(chosen)}: choose some of 0 … {total - 1}, each once")
+    domains = tuple(facts.domain_of[k] for k in chosen)
+    if parted := [k for k, one in enumerate(facts.domain_of) if one in domains and k not in chosen]:
+        raise HddmError(f"experts {list(chosen)}: one of them is of a domain with {parted}; choose these too")
     rows = [[row[k] for k in chosen] for row in facts.class_prior]
     prior = tuple(facts.prior[k] for k in chosen)
     strategy = Strategy.parse(facts.strategy)
     # All of fewer than k are the k most probable of them.
-    too_many = strategy.kind == "top" and strategy.value > len(chosen)
+    number = len(set(domains))
+    too_many = strategy.kind == "top" and strategy.value > number
     changes = {
         "experts": tuple(facts.experts[k] for k in chosen),
         "router_outputs": tuple(facts.outputs[k] for k in chosen) if facts.router is not None else (),
@@ -193,7 +212,8 @@ def _only(facts: EnsembleRecord, chosen: Sequence[int]) -> EnsembleRecord:
         "class_lists": tuple(facts.class_lists[k] for k in chosen) if facts.class_lists else (),
         "texts": tuple(facts.texts[k] for k in chosen) if facts.texts else (),
         "vaes": tuple(facts.vaes[k] for k in chosen) if facts.vaes else (),
-        "strategy": f"top-{len(chosen)}" if too_many else facts.strategy,
+        "domains": domains if number < len(domains) else (),
+        "strategy": f"top-{number}" if too_many else facts.strategy,
         # A class that none of them has seen is anybody's.
         "class_prior": tuple(tuple(row) if sum(row) else prior for row in rows),
     }
@@ -255,6 +275,7 @@ def ensemble_of(
             facts.shift,
             facts.texts,
             facts.vaes,
+            facts.domain_of,
         )
     except HddmError as error:
         raise HddmError(f"{ENSEMBLE_FILE}: {error}") from error
@@ -284,13 +305,14 @@ def save_ensemble(
     Raises `HddmError` for parts in memory that a folder cannot hold, or that do not fit together.
     """
     named = [(f"expert {k}", expert.facts) for k, expert in enumerate(experts.storable())]
-    found = Findings()
-    compare_experts(named, found, facts.shares, is_drawn=not facts.is_routed)
+    found, domains = Findings(), facts.domain_of
+    compare_experts(named, found, facts.shares, domains, is_drawn=not facts.is_routed)
     if router is not None:
         if not isinstance(router, RouterTransformer) or router_facts is None:
             raise HddmError(f"the router is {described(router)}, and a folder holds a RouterTransformer")
         total = router.config.num_experts
-        match_router(named, router_facts, total, found, settled=facts.outputs)
+        outputs = by_domain(facts.outputs, domains)
+        match_router(by_domain(named, domains), router_facts, total, found, settled=outputs)
     found.refuse("these parts do not fit together in one folder, and nothing was written:")
     experts.save_pretrained(draft / "experts")
     if isinstance(router, RouterTransformer) and router_facts is not None:

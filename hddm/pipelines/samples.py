@@ -441,7 +441,10 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> tuple[Cycle
         for k in set(range(len(pipeline.experts.facts))) - set(asked):
             warnings.warn(f"expert {k}: no prompt is for it (p = 0)", stacklevel=2)
     else:
-        asked = list(range(len(pipeline.experts.facts))) if settings.expert is None else [settings.expert]
+        domains = pipeline.ensemble.domains
+        only = None if settings.expert is None else domains[settings.expert : settings.expert + 1]
+        # One that is not there is refused elsewhere.
+        asked = [k for k, domain in enumerate(domains) if only is None or domain in only]
     _refuse_missing(pipeline, given, asked)
     takes_text = any("encoder_hidden_states" in facts.conditions for facts in pipeline.experts.facts)
     if takes_text and "encoder_hidden_states" not in given:
@@ -462,7 +465,6 @@ def class_names(cycles: Cycles, classes: Sequence[str]) -> tuple[str, ...]:
 
 def _refuse_missing(pipeline: HDDMPipeline, given: Cycles, asked: Sequence[int]) -> None:
     options = {"encoder_hidden_states": "--prompt", "class_labels": "--class-labels"}
-    domains = pipeline.ensemble.domains
     for index, field in enumerate(pipeline.ensemble.experts):
         if index not in asked:
             continue
