@@ -2,7 +2,7 @@
 
 import inspect
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import typer
 
@@ -11,6 +11,7 @@ from hddm_cli.options import (
     AllowPickle,
     InputArgument,
     InputOption,
+    NoiseRange,
     Out,
     Overwrite,
     Prediction,
@@ -49,6 +50,7 @@ def convert(
         Prediction | None,
         typer.Option("--prediction-type", help="What the network predicts, if the source does not state it."),
     ] = None,
+    noise_range: NoiseRange = None,
     architecture: Annotated[
         Literal["adaln-single"] | None,
         typer.Option("--architecture", help="Fold a DiT's adaLN-Zero to AdaLN-Single."),
@@ -126,6 +128,8 @@ def convert(
         text_dim=text_dim,
         recipe=recipe,
         licence=licence,
+        # Its callback has read it.
+        noise_range=cast("tuple[float, float] | None", noise_range),
     )
     with Progress(None, "read the checkpoint"):
         planned = plan(source, conversion)

@@ -1,6 +1,6 @@
 """Conversion of a planned checkpoint into an expert folder, which is complete and checked, or not written.
 
-The check compares the folder with the source's own network at `TIMES` noise levels inside the expert's range,
+The check compares the folder with the source's own network at `TIMES` noise levels inside what it covers,
 on fixed float32 inputs: the raw outputs of both networks, and the expert's velocity against the closed form
 
     u with s(u)/a(u) = t/(1 - t),  y = (a + s) x,  v from the source's output at (y, u)
@@ -54,7 +54,7 @@ from hddm.utils.tensors import write_safetensors
 from hddm.velocity import PredictionType, VelocityField
 
 TIMES = (0.05, 0.25, 0.5, 0.75, 0.95)
-"""Shares of the expert's range of noise levels."""
+"""Shares of the range of t that schedule and expert cover."""
 LARGEST_DIFFERENCE = 1e-4
 LARGEST_FOLD_ERROR = 0.5
 LARGEST_VELOCITY_ERROR = 1e-4
@@ -287,7 +287,7 @@ def _compare(
     channels, *size = written.sample_shape
     size = [min(side, largest_side or side) for side in size]
     schedule, prediction_type = conventions.schedule, conventions.prediction_type
-    low, high = written.range
+    low, high = max(written.range[0], written.noise_range[0]), min(written.range[1], written.noise_range[1])
     noise = torch.Generator().manual_seed(0)
     squares, wanted, largest, errors = 0.0, 0.0, 0.0, {}
     for share in TIMES:

@@ -28,6 +28,7 @@ from hddm.networks.folders import differences, empty_network
 from hddm.networks.wrappers import Interface, interface_of
 from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError, UsageError, choose, shown
+from hddm.utils.records import WHOLE, NoiseRange
 from hddm.utils.tensors import Planned
 from hddm.velocity import PredictionType
 
@@ -48,6 +49,7 @@ class Conversion(Reading):
         recipe: ``exact`` preserves the function; ``paper`` is that of arXiv:2603.06741, for comparison: fresh
             head and text projection, the common path, round(999 t) as timestep.
         licence: of the weights, where the source states none.
+        noise_range: the part of t that the source is for; None for that of an expert, or all.
     """
 
     schedule: Path | None = None
@@ -57,6 +59,7 @@ class Conversion(Reading):
     text_dim: int | None = None
     recipe: Literal["exact", "paper"] = "exact"
     licence: str | None = None
+    noise_range: NoiseRange | None = None
 
 
 @dataclass(frozen=True)
@@ -235,6 +238,7 @@ def _record(
         "sample_size": conversion.sample_size,
         "schedule": conversion.schedule.name if conversion.schedule else None,
         "prediction_type": conversion.prediction_type,
+        "noise_range": conversion.noise_range,
     }
     return ExpertRecord(
         objective="flow" if is_flow or (own and own.objective == "flow") else "ddpm",
@@ -249,6 +253,7 @@ def _record(
         vae=own.vae if own else source.vae,
         text_encoder=text_encoder,
         shift=conventions.shift,
+        noise_range=conversion.noise_range or (own.noise_range if own else WHOLE),
         variance_head=interface.variance_head,
         round_time=paper or bool(own and own.round_time),
         conditions=interface.conditions,
@@ -283,7 +288,7 @@ def summary(plan: Plan) -> list[str]:
         f"weights: {weights}",
         f"predicts: {conventions.prediction_type.value}"
         + (", with a learned variance that is dropped" if record.variance_head else ""),
-        f"schedule: {conventions.schedule_source}; noise range t = {low:.4f} … {high:.4f}",
+        f"schedule: {conventions.schedule_source}; covers t = {low:.4f} … {high:.4f}",
         f"samples: {'×'.join(map(str, record.sample_shape))} {record.space}, latent scale "
         + (f"{record.latent_scale:g}" if record.latent_scale is not None else "not stated"),
         f"conditions: {', '.join(record.conditions) or 'none'}"
@@ -291,6 +296,8 @@ def summary(plan: Plan) -> list[str]:
         f"network: {plan.built.network.__name__}, {plan.parameters:,} parameters, {plan.size / 1e6:,.1f} MB",
         f"licence: {record.licence or 'not stated by the source (--licence records it)'}",
     ]
+    if record.noise_range != WHOLE:
+        lines.append("noise range: t = {:g} … {:g} alone".format(*record.noise_range))
     if record.shift != 1:
         lines.append(f"shift: {record.shift:.6g}, of the time grid that samples want")
     if record.vae is not None:

@@ -1,12 +1,13 @@
 """hddm convert on checkpoints with their own tools' outputs and on experts, and what it leaves behind."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from diffusers import ModelMixin
+from diffusers import DDPMScheduler, ModelMixin
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -191,6 +192,23 @@ def test_an_expert_states_its_own_schedule(hddm: Command, tmp_path: Path) -> Non
     (tmp_path / "betas.json").write_text(json.dumps(LINEAR_BETAS))
     for option in (("--schedule", tmp_path / "betas.json"), ("--prediction-type", "sample")):
         assert "states its own schedule" in refused(hddm, expert, *option)
+
+
+def test_a_checkpoint_for_a_part_of_t_is_said_to_be_one(hddm: Command, tmp_path: Path) -> None:
+    """As the high-noise model of a pair, whose files do not say it."""
+    source, expert = pipeline(tmp_path / "unet", plain_unet(1), DDPMScheduler()), tmp_path / "expert"
+    text = converted(hddm, source, expert, "--noise-range", "0.875:1")
+    assert "noise range: t = 0.875 … 1 alone\n" in text
+    assert facts_of(expert)["noise_range"] == [0.875, 1.0]
+    assert facts_of(expert)["source"]["options"]["noise_range"] == [0.875, 1.0]
+    # The check took place within it.
+    times = [float(one) for one in re.findall(r"at t = ([0-9.]+)", text)]
+    assert len(times) == 5
+    assert 0.875 < min(times) < max(times) < 0.994
+    converted(hddm, expert, tmp_path / "again")
+    assert facts_of(tmp_path / "again")["noise_range"] == [0.875, 1.0]
+    said = "--noise-range 0.995:1: must be LOW:HIGH, with 0 <= LOW < HIGH <= 1, and meet the schedule's own"
+    assert said in refused(hddm, source, "--noise-range", "0.995:1")
 
 
 def test_weights_go_back_only_where_they_mean_the_same(hddm: Command, tmp_path: Path) -> None:

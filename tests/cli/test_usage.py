@@ -50,6 +50,9 @@ SLIPS = [
     (TRAIN + " --mixed-precision bf61", "--mixed-precision bf61: choose one of no, bf16, fp16; did you"),
     (TRAIN + " --device gpu", "--device gpu: choose one of auto, cpu, cuda, mps"),
     (TRAIN + " --size S/3", "--size S/3: choose one of tiny, mini, small, S/2"),
+    (TRAIN + " --noise-range 1:0.5", "--noise-range 1:0.5: must be LOW:HIGH, with 0 <= LOW < HIGH <= 1"),
+    (ALL + " --objective flow --noise-range 0:2", "--noise-range 0:2: must be LOW:HIGH"),
+    ("convert {shard} --out {out} --noise-range a:b", "--noise-range a:b: must be LOW:HIGH"),
     (TRAIN + " --lora-alpha 8", "--lora-alpha 8.0 scales an adapter; give a --lora-rank too"),
     ("train router {shard} --out {out}", "--steps is required, here or in --config"),
     (TRAIN + " --config {run}", "{run}: key 'size' (is 'smal'): choose one of tiny, mini, small"),
@@ -106,6 +109,12 @@ LATER = [
         TRAIN + " --init {expert} --config {fixed}",
         "--config {fixed}: prediction: --init fixes it; remove it",
     ),
+    (TRAIN + " --config {part}", "{part}: key 'noise_range' (is '0.5'): must be LOW:HIGH"),
+    (
+        TRAIN + " --objective ddpm --schedule {betas} --noise-range 0:0.005",
+        "--noise-range 0:0.005: has none of the schedule's times, in 0.0099",
+    ),
+    ("assemble {expert} --out {out} --domain 0,0", "--domain {expert}: is named twice"),
     (TRAIN + " --lora-rank 2", "--lora-rank adapts an expert that exists; name it by --init"),
     ("sample {expert} --out {out} --prompt cat", "--prompt: this model has no text encoder"),
     ("sample {expert} --out {out} --negative-prompt cat", "--negative-prompt: needs a --guidance-scale"),
@@ -119,11 +128,14 @@ def names(images: Path, shards: Path, ddpm_expert: Path, tmp_path: Path) -> dict
     """What stands in a line for a path."""
     (tmp_path / "run.yaml").write_text("size: smal")
     (tmp_path / "fixed.yaml").write_text("steps: 3\nprediction: epsilon")
+    (tmp_path / "part.yaml").write_text('noise_range: "0.5"')
+    (tmp_path / "betas.json").write_text('{"_class_name": "DDPMScheduler"}')
     made = {"images": images, "shards": shards, "shard": shards / "shard_0", "expert": ddpm_expert}
     return (
         made
         | {"out": tmp_path / "out", "gone": tmp_path / "gone", "run": tmp_path / "run.yaml"}
-        | {"fixed": tmp_path / "fixed.yaml"}
+        | {"fixed": tmp_path / "fixed.yaml", "part": tmp_path / "part.yaml"}
+        | {"betas": tmp_path / "betas.json"}
     )
 
 
