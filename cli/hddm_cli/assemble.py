@@ -92,20 +92,23 @@ def assemble(
 
     named = read_classes(classes) if classes else None
     domains = [one.split(",") for one in domain or ()]
-    parts = (vae, text_encoder, tokenizer, base or (), shares, named, domains)
+    options = (vae, text_encoder, tokenizer, base or (), shares, named, domains)
     with Progress(None, "check and assemble"):
         if changes:
-            notes = change(experts[0], add or (), remove or (), router, out, strategy, overwrite, *parts)
+            notes = change(experts[0], add or (), remove or (), router, out, strategy, overwrite, *options)
         else:
             assert out is not None
-            notes = put_together(experts, out, router, strategy or DEFAULT_STRATEGY, overwrite, *parts)
+            notes = put_together(experts, out, router, strategy or DEFAULT_STRATEGY, overwrite, *options)
     for note in notes:
         typer.echo(f"note: {note}")
     written = out or experts[0]
     ensemble = read_ensemble_facts(written)
     typer.echo(f"{written}: {counted(len(ensemble.experts), 'expert')}, strategy {ensemble.strategy}")
-    told = zip(ensemble.experts, ensemble.prior, strict=True)
-    typer.echo(f"shares: {', '.join(f'{name} {part:.3g}' for name, part in told)}")
+    parts: dict[int, tuple[str, float]] = {}
+    for name, share, domain in zip(ensemble.experts, ensemble.prior, ensemble.domain_of, strict=True):
+        before, total = parts.get(domain, ("", 0.0))
+        parts[domain] = (f"{before} with {name}" if before else name, total + share)
+    typer.echo(f"shares: {', '.join(f'{name} {part:.3g}' for name, part in parts.values())}")
     if names := ensemble.classes:
         typer.echo(f"classes: {', '.join(names[:MOST])}{' …' if len(names) > MOST else ''}")
 
