@@ -147,8 +147,8 @@ class MomentsRouter:
 
 TOPIC = "topic.safetensors"
 _HEADER = "described"
-MAX_DIRECTIONS = 8
-SPREAD = 0.01
+MAX_DIRECTIONS = 16
+SPREAD = 0.0005
 """Share of all variance that every direction of a prompt is taken to have by chance."""
 
 

@@ -8,7 +8,7 @@ import typer
 
 from hddm.utils.errors import UsageError, counted
 from hddm.utils.files import check_absent, restore
-from hddm.utils.records import ENSEMBLE_FILE
+from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE
 from hddm_cli.options import InputArgument, InputOption, Overwrite, StrategyOption
 
 MOST = 20
@@ -82,7 +82,7 @@ def assemble(
         if not Path(router).exists():
             raise UsageError(f"--router {router}: no such folder; name one, or moments")
     shares = _shares(share or ())
-    if out is not None:
+    if out is not None and all((one / EXPERT_FILE).is_file() for one in experts):
         check_absent(out, ENSEMBLE_FILE, overwrite)
     from hddm.experts.assembly import DEFAULT_STRATEGY, read_classes
     from hddm.experts.assembly import assemble as put_together
@@ -104,11 +104,11 @@ def assemble(
     written = out or experts[0]
     ensemble = read_ensemble_facts(written)
     typer.echo(f"{written}: {counted(len(ensemble.experts), 'expert')}, strategy {ensemble.strategy}")
-    parts: dict[int, tuple[str, float]] = {}
-    for name, share, domain in zip(ensemble.experts, ensemble.prior, ensemble.domain_of, strict=True):
-        before, total = parts.get(domain, ("", 0.0))
-        parts[domain] = (f"{before} with {name}" if before else name, total + share)
-    typer.echo(f"shares: {', '.join(f'{name} {part:.3g}' for name, part in parts.values())}")
+    told: dict[int, tuple[str, float]] = {}
+    for name, share, first in zip(ensemble.experts, ensemble.prior, ensemble.domain_of, strict=True):
+        before, total = told.get(first, ("", 0.0))
+        told[first] = (f"{before} with {name}" if before else name, total + share)
+    typer.echo(f"shares: {', '.join(f'{name} {part:.3g}' for name, part in told.values())}")
     if names := ensemble.classes:
         typer.echo(f"classes: {', '.join(names[:MOST])}{' …' if len(names) > MOST else ''}")
 

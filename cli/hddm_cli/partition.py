@@ -7,9 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from hddm.data.shard_records import PARTITION_FILE
 from hddm.utils.errors import HddmError, UsageError
-from hddm.utils.files import check_absent
 from hddm_cli.options import InputArgument, Out, Overwrite, Seed
 
 
@@ -41,13 +39,13 @@ def partition(
 ) -> None:
     """Divide images into shards of similar content and nearly equal size."""
     number = _number(shards)
-    check_absent(out, PARTITION_FILE, overwrite)
     from hddm.data.encoding_plan import survey
     from hddm.data.partition import partition as divide
     from hddm.data.shard_records import (
         FORMAT,
         HELD_OUT,
         MIN_IMAGES,
+        PARTITION_FILE,
         PartitionRecord,
         read_manifest,
     )

@@ -222,7 +222,7 @@ def _doubts(found: Denoising, images: int, is_calibrated: bool) -> list[str]:
         ]
     alone = "up to t = 0.5, where its network stands alone, its error is"
     if found.levels[0].t >= START:
-        alone = f"up to t = {found.levels[LOWEST - 1].t:g}, without its calibration, its error is"
+        alone = f"up to t = {found.levels[:LOWEST][-1].t:g}, without its calibration, its error is"
     if found.low <= 0:
         return [
             f"{alone} {-found.low:.4f} above a Gaussian's; it is hardly trained, or its record says wrongly "
