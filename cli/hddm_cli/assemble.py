@@ -105,10 +105,10 @@ def assemble(
     ensemble = read_ensemble_facts(written)
     typer.echo(f"{written}: {counted(len(ensemble.experts), 'expert')}, strategy {ensemble.strategy}")
     told: dict[int, tuple[str, float]] = {}
-    for name, share, first in zip(ensemble.experts, ensemble.prior, ensemble.domain_of, strict=True):
+    for name, part, first in zip(ensemble.experts, ensemble.prior, ensemble.domain_of, strict=True):
         before, total = told.get(first, ("", 0.0))
-        told[first] = (f"{before} with {name}" if before else name, total + share)
-    typer.echo(f"shares: {', '.join(f'{name} {part:.3g}' for name, part in told.values())}")
+        told[first] = (f"{before} with {name}" if before else name, total + part)
+    typer.echo(f"shares: {', '.join(f'{name} {total:.3g}' for name, total in told.values())}")
     if names := ensemble.classes:
         typer.echo(f"classes: {', '.join(names[:MOST])}{' …' if len(names) > MOST else ''}")
 
