@@ -3,6 +3,7 @@
 import datetime
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from hddm.benchmark.jobs import NUMERICS, Store, finite, together
 from hddm.benchmark.results import Results, ScoredRow, compare_rows
@@ -66,7 +67,7 @@ def _scored_row(store: Store, seed: SeedJobs, row: SampledRow) -> ScoredRow:
         model=row.model,
         seed=seed.seed,
         point=row.point,
-        scores=store.result(row.scores.job),
+        scores=store.result(row.scores.job) | _further_scores(store, row),
         images=images,
         expert_evaluations=tuple(sum(counts) / images for counts in experts),
         router_evaluations=sum(one["router_evaluations"] for one in found) / images,
@@ -80,6 +81,11 @@ def _scored_row(store: Store, seed: SeedJobs, row: SampledRow) -> ScoredRow:
             "device": _joined(one.get("device") for one in found),
         },
     )
+
+
+def _further_scores(store: Store, row: SampledRow) -> dict[str, Any]:
+    scores = {} if row.by_domain is None else store.result(row.by_domain.job)
+    return scores | ({} if row.unchanged is None else {"unchanged": store.result(row.unchanged.job)})
 
 
 def _joined(values: Iterable[str | None]) -> str | None:

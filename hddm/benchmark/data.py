@@ -140,6 +140,9 @@ def divide(
     def once(name: str, shards: int, features: str) -> Path:
         chosen: dict[str, Any] = {"features": features, "seed": settings.seed}
         chosen["held_out"] = data.validation_share
+        # Left out where there are none, so that earlier partitions are found again.
+        if settings.classes is not None and name == SHARDS:
+            chosen["classes"] = settings.classes
         job = Job(name, {"shards": shards, **chosen}, {"images": sources.hash})
 
         def make(folder: Path) -> None:
@@ -151,8 +154,10 @@ def divide(
     return PartitionedImages(once(SHARDS, settings.shards, settings.features), once(WHOLE, 1, "pixels"))
 
 
-def reference_job(sources: SourceImages, divided: PartitionedImages, split: Split) -> Job:
-    """The job that packs the images that samples are scored against."""
+def reference_job(
+    sources: SourceImages, divided: PartitionedImages, split: Split, has_domains: bool = False
+) -> Job:
+    """The job that packs the images that samples are scored against, with all labels for `has_domains`."""
     inputs = {"training": read_manifest(divided.all_images).hash, "shards": divided.hashes}
     if split == "validation":
         inputs["fresh"] = [manifest.hash for manifest in divided.validation_manifests]
@@ -163,7 +168,8 @@ def reference_job(sources: SourceImages, divided: PartitionedImages, split: Spli
         )
     else:
         inputs["fresh"] = [hash_of_images(sources.held_out)]
-    return Job("reference", {"score_on": split}, inputs)
+    # Left out where it changes nothing, so that earlier ones are found again.
+    return Job("reference", {"score_on": split} | ({"domains": True} if has_domains else {}), inputs)
 
 
 def fewest_images(sources: SourceImages, divided: PartitionedImages) -> int:
@@ -191,9 +197,20 @@ def write_reference(
             tensors["labels"] = torch.cat(labels)
         if job.settings["score_on"] == "held-out":
             assert sources.held_out is not None
-            tensors["fresh"] = load_images(sources.held_out).pixels
+            fresh = load_images(sources.held_out)
+            tensors["fresh"], fresh_labels = fresh.pixels, fresh.labels
+            if job.settings.get("domains") and fresh.classes != shards[0].classes:
+                raise HddmError(
+                    f"{sources.held_out}: its classes are {list(fresh.classes)}, those of the training images "
+                    f"{list(shards[0].classes)}; domains need the same"
+                )
         else:
-            tensors["fresh"] = _pixels([load_shard(path) for path in divided.validation_folders])
+            kept = [load_shard(path) for path in divided.validation_folders]
+            tensors["fresh"] = _pixels(kept)
+            found = [one.labels for one in kept if one.labels is not None]
+            fresh_labels = torch.cat(found) if len(found) == len(kept) else None
+        if job.settings.get("domains") and fresh_labels is not None:
+            tensors["fresh_labels"] = fresh_labels
         if tensors["fresh"].shape[1:] != tensors["training"].shape[1:]:
             shapes = {name: tuple(tensors[name].shape[1:]) for name in ("training", "fresh")}
             raise HddmError(f"images of different shapes (C, H, W) do not compare: {shapes}")
@@ -205,13 +222,17 @@ def write_reference(
 
 
 def read_reference(folder: Path) -> Mapping[str, Tensor]:
-    """``training`` and ``fresh`` bytes (n, C, H, W); of the former ``shard`` and perhaps ``labels`` (n,)."""
+    """``training`` and ``fresh`` bytes (n, C, H, W); ``shard`` and perhaps ``labels`` (n,) of the former.
+
+    For domains there are ``fresh_labels`` (n,) too.
+    """
     tensors = read_safetensors(folder / _PACKED)
-    fresh = {name: value for name, value in tensors.items() if name == "fresh"}
+    fresh = {name: value for name, value in tensors.items() if name.startswith("fresh")}
     of_training = {name: value for name, value in tensors.items() if name not in fresh}
     kinds = {"training": (torch.uint8, 4), "shard": (torch.int64, 1), "labels": (torch.int64, 1)}
     refuse_other_kinds(folder, of_training, kinds, optional="labels")
-    refuse_other_kinds(folder, fresh, {"fresh": (torch.uint8, 4)})
+    kinds = {"fresh": (torch.uint8, 4), "fresh_labels": (torch.int64, 1)}
+    refuse_other_kinds(folder, fresh, kinds, optional="fresh_labels")
     return tensors
 
 

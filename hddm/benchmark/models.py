@@ -4,10 +4,12 @@ import hashlib
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from hddm.benchmark.compute import Cost, Costs, single_steps
 from hddm.benchmark.data import PartitionedImages
@@ -26,13 +28,15 @@ from hddm.benchmark.settings import (
 from hddm.benchmark.trainings import MODEL, RouterTraining, Training
 from hddm.checkpoints.describe import describe
 from hddm.data.shard_records import read_manifest
+from hddm.data.shards import open_shard
 from hddm.ensemble import Ensemble, Strategy
 from hddm.evaluation.distances import are_few, too_few
 from hddm.experts.assembly import assemble
 from hddm.experts.ensemble_folders import ENSEMBLE_FILE, read_ensemble_facts
 from hddm.experts.loading import load
-from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord
+from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord, field_of, read_expert, save_expert
 from hddm.networks.wrappers import missing_from
+from hddm.training.expert import calibrated, conditions_of
 from hddm.training.settings import ExpertSettings
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json, sha256_of
@@ -98,34 +102,52 @@ class SeedModels:
         return RouterTraining(self.divided.shards, tuple(self.divided.hashes), settings, every)
 
     def trainings(self, model: ModelSettings) -> list[Training]:
-        """Return a training per expert; none for a finished model."""
+        """Return a training per expert, or per model that it is made of; none for a finished model."""
         names = model.named_objectives(self.settings.partition.shards)
         if model.kind == "single":
             return [self._single(model)]
+        if model.of is not None:
+            return [one for name in model.of for one in self.trainings(self.settings.model(name))]
         return [self._expert(model, name, k) for k, name in enumerate(names)]
 
     def cost(self, training: Training) -> Cost:
-        """Return the cost of a training by making one step; refuse one that cannot be made."""
-        return self.costs.expert(training.settings, training.init, training.init_hash)
+        """Return the cost of a training by making one step; refuse one that cannot be made.
+
+        An adapter is counted once the network is there that it adapts, and as that network before.
+        """
+        start, settings = training.start, training.settings
+        if start is None or settings.lora_rank is None:
+            return self.costs.expert(settings, training.init, training.init_hash)
+        if self.store.has(start.job):
+            return self.costs.expert(settings, self.store.path(start.job) / MODEL, start.job.hash)
+        return self.costs.expert(settings.model_copy(update={"lora_rank": None, "lora_alpha": None}))
+
+    def _counted(self, model: ModelSettings) -> list[Training]:
+        """Trainings whose compute is the model's own: none of the old model that it begins with."""
+        if model.of is not None:
+            return [one for name in model.of[1:] for one in self._counted(self.settings.model(name))]
+        trainings = self.trainings(model)
+        return trainings if model.begins_with else [one for each in trainings for one in each.chain]
 
     def open(self, model: ModelSettings) -> Model:
         """``model``, whose trainings are done; an ensemble is assembled."""
         if model.path is not None:
             return self._finished(model, model.path)
         trainings = self.trainings(model)
-        chain = [one for training in trainings for one in training.chain]
+        chain = self._counted(model)
         jobs, router_flop = [one.job for one in chain], 0
-        if model.kind == "single":
-            folder, place = self.store.path(jobs[-1]) / MODEL, ""
+        if model.kind in ("single", "merged"):
+            job = trainings[-1].job if model.kind == "single" else self._merged(trainings)
+            folder, place = self.store.path(job) / MODEL, ""
             source = SampledModel(folder, model_hash(folder), True)
         else:
-            router = self.router
-            assert router is not None
+            router = self.router if model.kind == "ensemble" else None
             ensemble = self._assembled(trainings, router)
             folder, place = self.store.path(ensemble) / MODEL, ENSEMBLES
             source = SampledModel(folder, ensemble.hash, False, _trained_in(expert_records(folder)))
-            jobs.append(router.job)
-            router_flop = self.costs.router(router.settings).of_router(router.settings)
+            if router is not None:
+                jobs.append(router.job)
+                router_flop = self.costs.router(router.settings).of_router(router.settings)
         fitting = sum(map(self._fitting_flop, chain))
         experts = fitting + sum(self.cost(one).steps(one.settings) for one in chain)
         result = ModelResult(
@@ -157,16 +179,24 @@ class SeedModels:
         folder = Path(f"seed_{self.seed}") / place / slug(model.name)
         return {"model": model.name, "seed": self.seed, "hash": source.hash, "folder": str(folder)}
 
-    def _assembled(self, experts: Sequence[Training], router: RouterTraining) -> Job:
-        """The ensemble of an expert a shard, which is made unless it is there."""
-        *folders, last = [self.store.path(job) / MODEL for job in (*(e.job for e in experts), router.job)]
-        hashes = [model_hash(folder) for folder in folders]
-        job = Job("ensemble", {}, {"experts": hashes, "router": model_hash(last)})
+    def _assembled(self, experts: Sequence[Training], router: RouterTraining | None) -> Job:
+        """The ensemble of these experts, which is made unless it is there."""
+        folders = [self.store.path(one.job) / MODEL for one in experts]
+        last = None if router is None else self.store.path(router.job) / MODEL
+        routed = {} if last is None else {"router": model_hash(last)}
+        job = Job("ensemble", {}, {"experts": [model_hash(folder) for folder in folders], **routed})
 
         def make(folder: Path) -> None:
             assemble(folders, folder / MODEL, last)
 
         self.store.once(job, make)
+        return job
+
+    def _merged(self, experts: Sequence[Training]) -> Job:
+        """The expert of the mean of these experts' weights, which is made unless it is there."""
+        folders = [self.store.path(one.job) / MODEL for one in experts]
+        job = Job("merged", {}, {"experts": [model_hash(folder) for folder in folders]})
+        self.store.once(job, lambda folder: average(folders, folder / MODEL, self.divided.all_images))
         return job
 
     def _expert(self, model: ModelSettings, objective: str, shard: int) -> Training:
@@ -187,16 +217,46 @@ class SeedModels:
         return train(rest, start=train(first))
 
     def _single(self, model: ModelSettings) -> Training:
-        steps = single_steps(self.settings, model.objectives, self.costs, **model.training)
+        steps = 1
+        if not self.settings.steps_are_said(model):
+            steps = single_steps(self.settings, model.objectives, self.costs, **model.training)
         settings = self.settings.single(model.objectives, self.seed, steps, **model.training)
+        images, of = self.divided.all_images, self._all_images_hash
+        if model.on is not None:
+            images, of = self.divided.shard_folders[model.on], self.divided.hashes[model.on]
+        start = None
+        if model.begins_with is not None:
+            (start,) = self.trainings(self.settings.model(model.begins_with))
         every = self.settings.training.checkpoint_every
-        return Training(self.divided.all_images, self._all_images_hash, settings, checkpoint_every=every)
+        return Training(images, of, settings, start, checkpoint_every=every)
 
     def _fitting_flop(self, training: Training) -> int:
         """Operations of the calibration that followed a training."""
         (record,) = expert_records(self.store.path(training.job) / MODEL)
         # A calibration that was trained in was not fitted afterwards.
         return 0 if record.training_calibration else self.cost(training).calibration
+
+
+def average(folders: Sequence[Path], out: Path, shard_folder: Path) -> None:
+    """Write the expert whose weights are the mean of those in ``folders``, calibrated on a shard.
+
+    Raises `HddmError` for experts whose networks predict different things, so that a mean has no meaning.
+    """
+    experts, shard = [read_expert(folder) for folder in folders], open_shard(shard_folder)
+    first, *others = experts
+    for folder, one in zip(folders[1:], others, strict=True):
+        for key in ("prediction_type", "schedule", "training_calibration", "classes"):
+            ours, theirs = getattr(first.facts, key), getattr(one.facts, key)
+            if ours != theirs:
+                raise HddmError(f"{folder}: {key} is {theirs}, and {ours} of {folders[0]}; merge like with like")
+    states = [one.network.state_dict() for one in experts]
+    mean = {name: torch.stack([state[name] for state in states]).mean(0) for name in states[0]}
+    first.network.load_state_dict(mean)
+    facts = first.facts.model_copy(update={"shard": None, "training": {}})
+    merged = replace(first, facts=facts, calibration=None, weak=None)
+    given = conditions_of(shard, field_of(merged))
+    out.mkdir()
+    save_expert(out, calibrated(merged, shard, given, 0, torch.device("cpu")))
 
 
 def model_hash(folder: Path) -> str:
@@ -287,7 +347,13 @@ def _abilities(settings: BenchmarkSettings, model: ModelSettings) -> _Abilities:
     if model.kind == "single":
         steps = settings.expert(model.objectives, 0, **model.training).steps
         single = settings.single(model.objectives, 0, steps, **model.training)
-        return _Abilities(0, single.class_conditional, has_weak=_keeps_weak(single, is_new=True))
+        weak = _keeps_weak(single, is_new=model.begins_with is None)
+        return _Abilities(0, single.class_conditional, has_weak=weak)
+    if model.of is not None:
+        parts = [_abilities(settings, settings.model(name)) for name in model.of]
+        is_grown = model.kind == "grown"
+        has_weak = is_grown and all(part.has_weak for part in parts)
+        return _Abilities(len(parts) * is_grown, any(part.has_classes for part in parts), False, has_weak)
     objectives = model.named_objectives(settings.partition.shards)
     experts = [settings.expert(name, 0, **model.training) for name in set(objectives)]
     has_classes = any(one.class_conditional for one in experts)

@@ -34,6 +34,7 @@ from hddm.benchmark.data import (
     refuse_work_among_images,
     write_reference,
 )
+from hddm.benchmark.domains import DomainScoring
 from hddm.benchmark.jobs import Store, stoppable
 from hddm.benchmark.models import check_counts, check_rows, check_shapes
 from hddm.benchmark.report import tables_text, write_report
@@ -227,7 +228,8 @@ def _prepare(
     with Progress(None, "prepare images and shards"):
         sources = prepare_images(settings.data, data, store)
         divided = divide(sources, settings.data, settings.partition, store)
-        reference = reference_job(sources, divided, settings.score_on)
+        has_domains = settings.partition.classes is not None
+        reference = reference_job(sources, divided, settings.score_on, has_domains)
         images = write_reference(store, reference, sources, divided)["images"]
     drawn = min(point.num_images for table in settings.tables for point in points_of(settings, table))
     # Over both splits, so that what is chosen by one is confirmed on the same features.
@@ -245,6 +247,8 @@ def _prepare(
         links[sources.job.kind] = store.path(sources.job)
     with Progress(None, "score real images"):
         real = Scoring(settings, (), reference, features).of_real(store)
+        if (domains := settings.partition.classes) is not None:
+            real |= DomainScoring(domains, settings.resamples, (), reference, features).result(store)
     return SharedInputs(divided, reference, features, real), links
 
 

@@ -17,7 +17,7 @@ from hddm.evaluation.features import INCEPTION, open_extractor
 from hddm.evaluation.scores import Scorer, Scores
 from hddm.utils.processes import Report
 
-_CLASSIFIER = "classifier.safetensors"
+CLASSIFIER = "classifier.safetensors"
 _HELD_OUT = "held_out"
 
 
@@ -38,7 +38,7 @@ def write_features(store: Store, job: Job, reference: Job) -> dict[str, Any]:
         extractor = open_extractor(job.settings["features"], images, job.settings["fewest"])
         owner = getattr(extractor.features, "__self__", None)
         if isinstance(owner, FeatureClassifier):
-            save_classifier(owner, folder / _CLASSIFIER)
+            save_classifier(owner, folder / CLASSIFIER)
         return {
             **{key: value for key, value in vars(extractor).items() if key != "features"},
             "is_classifier": isinstance(owner, FeatureClassifier),
@@ -129,7 +129,7 @@ def _scorer(folder: Path, scoring: Job, reference: Job, features: Job) -> Scorer
     """A scorer of the store in ``folder``, made once a worker: features of all training images take long."""
     store, chosen = Store(folder), scoring.settings
     tensors, made = read_reference(store.path(reference)), store.result(features)
-    option = str(store.path(features) / _CLASSIFIER) if made["is_classifier"] else made["option"]
+    option = str(store.path(features) / CLASSIFIER) if made["is_classifier"] else made["option"]
     training = tensors["training"]
     shards = [training[tensors["shard"] == k] for k in tensors["shard"].unique().tolist()]
     return Scorer(

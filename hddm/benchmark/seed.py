@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from hddm.benchmark.data import PartitionedImages
+from hddm.benchmark.domains import DomainScoring, Unchanged
 from hddm.benchmark.jobs import Job, Runnable, Store, call_of, named
 from hddm.benchmark.models import Model, SeedModels
 from hddm.benchmark.samples import Piece, canonical, pieces
@@ -39,6 +40,13 @@ class SampledRow:
     point: SamplingPoint
     samples: tuple[Piece, ...]
     scores: Scoring
+    by_domain: DomainScoring | None = None
+    unchanged: Unchanged | None = None
+
+    @property
+    def scorings(self) -> list[Scoring | DomainScoring | Unchanged]:
+        """All that is to be done once the samples are there."""
+        return [self.scores, *(one for one in (self.by_domain, self.unchanged) if one is not None)]
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,8 @@ class SeedJobs:
     def jobs(self) -> set[Job]:
         """All that training, sampling and scoring took."""
         drawn = {piece.job for row in self.rows for piece in row.samples}
-        return drawn | {row.scores.job for row in self.rows} | {one.job for one in self.trainings}
+        scored = {one.job for row in self.rows for one in row.scorings}
+        return drawn | scored | {one.job for one in self.trainings}
 
 
 @dataclass(frozen=True)
@@ -143,7 +152,8 @@ class SeedRun:
             for piece in row.samples
         ]
         self._do(pieces, SAMPLE, workers, workload)
-        self._do([_Task(self._name(row), row.row, row.scores) for row in rows], SCORE, workers, workload)
+        scorings = [_Task(self._name(row), row.row, one) for row in rows for one in row.scorings]
+        self._do(scorings, SCORE, workers, workload)
         made = [task.work for task in self._trainings]
         trainings = tuple(one for one in made if isinstance(one, Training | RouterTraining))
         return SeedJobs(self.seed, models, trainings, rows)
@@ -163,8 +173,23 @@ class SeedRun:
                     drawn = tuple(piece.job for piece in samples)
                     scores = Scoring(self.settings, drawn, shared.reference, shared.features)
                     label = row_name(name, len(names) > 1, point, points)
-                    rows.append(SampledRow(table.name, label, name, point, samples, scores))
+                    further = self._further(name, models, point, drawn)
+                    rows.append(SampledRow(table.name, label, name, point, samples, scores, *further))
         return tuple(rows)
+
+    def _further(
+        self, name: str, models: Mapping[str, Model], point: SamplingPoint, drawn: tuple[Job, ...]
+    ) -> tuple[DomainScoring | None, Unchanged | None]:
+        """Scores by domain, and the check of a grown model against the old one that it is made of."""
+        domains, made = self.settings.partition.classes, self.settings.model(name)
+        shared, scoring, unchanged = self.shared, None, None
+        if domains is not None:
+            scoring = DomainScoring(
+                domains, self.settings.resamples, drawn, shared.reference, shared.features
+            )
+        if made.kind == "grown" and made.of is not None:
+            unchanged = Unchanged(models[made.of[0]].source, models[name].source, point, self.seed)
+        return scoring, unchanged
 
     def _name(self, row: SampledRow) -> str:
         """A row in errors: its model, the seed, and how it is sampled."""

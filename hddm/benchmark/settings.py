@@ -99,12 +99,31 @@ TrainingKeys = Annotated[dict[str, Any], AfterValidator(_leaves_seed_and_objecti
 """Keys of `hddm.training.settings`, without those that differ within one benchmark."""
 
 
+def _once(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    twice = next((value for k, value in enumerate(values) if value in values[:k]), None)
+    if twice is not None:
+        raise ValueError(f"{twice!r} is there twice; name each once")
+    return values
+
+
+Item = TypeVar("Item")
+Each = Annotated[tuple[Item, ...], AfterValidator(_once)]
+"""Values without doubles, since what is counted twice would pass for a second measurement."""
+
+
 class ModelSettings(Record):
     """One model of the comparison."""
 
     name: str
-    kind: Literal["single", "ensemble", "finished"] = "ensemble"
-    """One network on all images; an expert per shard with a router; or the model in ``path``."""
+    kind: Literal["single", "ensemble", "finished", "merged", "grown"] = "ensemble"
+    """One network; an expert per shard with a router; the model in ``path``; the single models in ``of``, their
+    weights averaged; or these as experts of one ensemble, drawn by the sizes of their shards."""
+    on: Annotated[int, Field(ge=0)] | None = None
+    """Shard that a single model is trained on; None for all images."""
+    begins_with: str | None = None
+    """A single model further up that a single model continues; its own compute is not counted."""
+    of: Each[str] | None = None
+    """Single models further up; the first is the old model, whose compute is not counted."""
     objectives: str = "flow"
     """``flow`` or ``ddpm``; of an ensemble also ``1:3`` (DDPM on the first shard, flow on three) or
     ``0=ddpm,*=flow``."""
@@ -143,11 +162,18 @@ class ModelSettings(Record):
     @model_validator(mode="after")
     def _says_what_it_is(self) -> "ModelSettings":
         is_finished, starts = self.kind == "finished", (self.converted is not None, self.init is not None)
+        is_made, of = self.kind in ("merged", "grown"), self.of or ()
         if is_finished != (self.path is not None):
             wrong = "path and kind: finished go together"
         # Settings written out in full say flow of every model, so that it passes.
         elif is_finished and (self.training or self.objectives != "flow"):
             wrong = "is finished, so training and objectives have nothing to say; drop them"
+        elif is_made != (len(of) > 1):
+            wrong = "kinds merged and grown go together with the names of two or more models in of"
+        elif is_made and (self.training or self.objectives != "flow"):
+            wrong = "is made of others, so training and objectives have nothing to say; drop them"
+        elif self.kind != "single" and (self.on is not None or self.begins_with is not None):
+            wrong = "on and begins_with are for single models; drop them, or take kind: single"
         elif all(starts):
             wrong = "starts from converted experts or from init; drop one"
         elif any(starts) and self.kind != "ensemble":
@@ -166,23 +192,13 @@ def refuse_shared_folders(models: Sequence[ModelSettings]) -> None:
         name, folder = model.name, slug(model.name)
         if not folder:
             raise ValueError(f"model {name!r} has no letter a-z or digit for its folder; add one")
-        if model.kind == "single" and folder in (ENSEMBLES, FINISHED, SAMPLES):
+        if model.kind in ("single", "merged") and folder in (ENSEMBLES, FINISHED, SAMPLES):
             raise ValueError(f"model {name!r} would take the folder {folder!r}, kept for others; rename it")
         first = folders.setdefault(folder, name)
         if first != name:
             raise ValueError(f"models {first!r} and {name!r} would share the folder {folder!r}; rename one")
 
 
-def _once(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    twice = next((value for k, value in enumerate(values) if value in values[:k]), None)
-    if twice is not None:
-        raise ValueError(f"{twice!r} is there twice; name each once")
-    return values
-
-
-Item = TypeVar("Item")
-Each = Annotated[tuple[Item, ...], AfterValidator(_once)]
-"""Values without doubles, since what is counted twice would pass for a second measurement."""
 Share = Annotated[float, Field(ge=0, lt=1)]
 Split = Literal["validation", "held-out"]
 Calibration = Literal["experts+router", "experts", "router", "none"]
@@ -217,6 +233,14 @@ class PartitionSettings(Record):
     shards: Positive = 4
     features: str = "pixels"
     seed: int = 0
+    classes: tuple[tuple[str, ...], ...] | None = None
+    """Classes of each shard, to divide by them instead of by features: the domains that are scored apart."""
+
+    @model_validator(mode="after")
+    def _has_a_shard_for_each(self) -> "PartitionSettings":
+        if self.classes is not None and len(self.classes) != self.shards:
+            raise ValueError(f"classes are of {len(self.classes)} shards, and shards is {self.shards}")
+        return self
 
 
 class TrainingSettings(Record):
@@ -231,7 +255,8 @@ class TrainingSettings(Record):
     ddpm: TrainingKeys = Field(default_factory=dict)
     flow: TrainingKeys = Field(default_factory=dict)
     single: TrainingKeys = Field(default_factory=dict)
-    router: TrainingKeys
+    router: TrainingKeys = Field(default_factory=dict)
+    """Needed for ensembles, and for a single model whose steps follow from theirs."""
     checkpoint_every: Positive = 500
 
 
@@ -339,12 +364,28 @@ class BenchmarkSettings(Record):
             raise ValueError("score_on: validation needs a data.validation_share; or write held-out")
         if self.partition.shards < 2 and any(model.kind == "ensemble" for model in self.models):
             raise ValueError("an ensemble needs partition.shards of 2 or more")
+        if self.partition.classes is not None and self.features != "classifier":
+            raise ValueError("partition.classes are told apart by a classifier; write features: classifier")
         for table in self.tables:
             points_of(self, table)
-        self.expert("flow", 0), self.expert("ddpm", 0), self.router(0), self.single("flow", 0, 1)
-        for model in self.models:
+        self.expert("flow", 0), self.expert("ddpm", 0), self.single("flow", 0, 1)
+        for place, model in enumerate(self.models):
+            self._find_parts(model, self.models[:place])
             self._try_trainings(model)
         return self
+
+    def model(self, name: str) -> ModelSettings:
+        """The model with this name."""
+        return next(model for model in self.models if model.name == name)
+
+    def _find_parts(self, model: ModelSettings, before: Sequence[ModelSettings]) -> None:
+        """Check that the models and the shard that ``model`` names are there."""
+        known = [one.name for one in before if one.kind == "single"]
+        for name in (*(model.of or ()), *((model.begins_with,) if model.begins_with else ())):
+            if name not in known:
+                raise ValueError(f"{model.name}: there is no single model {name!r} before it")
+        if model.on is not None and model.on >= self.partition.shards:
+            raise ValueError(f"{model.name}: on {model.on}: shards are 0 to {self.partition.shards - 1}")
 
     def expert(self, objective: str, seed: int, **changes: Any) -> ExpertSettings:
         """Return one expert's settings with a model's ``changes``; errors name the place in the file."""
@@ -379,10 +420,17 @@ class BenchmarkSettings(Record):
         with named(f"model {model.name!r}"):
             if model.kind == "single":
                 self.single(model.objectives, 0, 1, **model.training)
+            if model.kind == "ensemble" or (model.kind == "single" and not self.steps_are_said(model)):
+                self.router(0)
+            if model.kind != "ensemble":
                 return
             # Converted experts are DDPM experts first.
             for objective in dict.fromkeys(objectives if model.converted is None else OBJECTIVES):
                 self.expert(objective, 0, **model.training)
+
+    def steps_are_said(self, model: ModelSettings) -> bool:
+        """True unless the steps of a single model follow from the compute of the ensemble."""
+        return "steps" in self.training.single | model.training
 
     def _on_one_thread(self) -> dict[str, Any]:
         # Results are to be the same in any number of workers, of which each has one thread.

@@ -1,4 +1,4 @@
-"""Partition of a data set into shards of similar content and nearly equal size, with images held out.
+"""Partition of a data set into shards of similar content and nearly equal size, or by class; images held out.
 
 The hash of its pixels decides whether an image is held out. So equal images are on one side, whatever the
 number of shards, the features, and images added or removed: the held-out images of one partition were not
@@ -8,7 +8,7 @@ trained on in another. In return, the held-out share is exact only on average.
 import hashlib
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -56,6 +56,7 @@ def partition(
     held_out: float = 0.0,
     caption_column: str | None = None,
     label_column: str | None = None,
+    classes: Sequence[Sequence[str]] | None = None,
 ) -> list[Path]:
     """Divide images into shards of similar content by balanced hierarchical k-means on their features.
 
@@ -75,11 +76,13 @@ def partition(
         held_out: average share in [0, 1) of the images that goes to ``held_out/shard_k`` instead.
         caption_column: as in `open_source`.
         label_column: as in `open_source`.
+        classes: names of the classes of each shard, to divide by them instead of by features.
 
     Raises:
         HddmError: for a partition or a shard as source, unreadable images, a cache of other images, fewer
-            than `MIN_IMAGES` a shard, or a share that leaves too few on a side. All but the last case are
-            found before features are computed, and that one too unless it is due to chance.
+            than `MIN_IMAGES` a shard, or a share that leaves too few on a side; for a class that ``classes``
+            has in no shard or in several. All but a share that by chance leaves too few are found before
+            features are computed.
     """
     if num_shards != "auto" and num_shards < 1:
         raise UsageError(f"--shards {num_shards}: must be 1 or more")
@@ -90,6 +93,7 @@ def partition(
     _refuse_partition(images)
     source = open_source(images, caption_column, label_column)
     _refuse_few(source, len(source), num_shards)
+    shard_of = None if classes is None else _shard_of_class(source, classes, num_shards)
     if held_out:
         _check_share(images, len(source), 2 if num_shards == "auto" else num_shards, held_out)
     check_absent(out, PARTITION_FILE, overwrite)
@@ -103,17 +107,23 @@ def partition(
         else:
             proposal, wanted = None, num_shards
         _refuse_few(source, len(found), wanted)
-        clusters = cluster(found, wanted, FINE_PER_SHARD * wanted, seed)
+        tensors: dict[str, NDArray[np.float64] | NDArray[np.int64]] = {}
+        if shard_of is None:
+            clusters = cluster(found, wanted, FINE_PER_SHARD * wanted, seed)
+            tensors = {"fine_centres": clusters.fine_centres, "fine_to_coarse": clusters.fine_to_coarse}
+            assignment = clusters.assignment
+        else:
+            assignment = shard_of[np.asarray(source.labels)[found.rows]]
         # The first 8 bytes of each pixel hash, in [0, 1); images below the share are held out.
         numbers = np.ascontiguousarray(found.pixels[:, :8]).view(">u8")[:, 0] / 2.0**64
-        _check_rest(images, numbers, clusters.assignment, wanted, held_out)
+        _check_rest(images, numbers, assignment, wanted, held_out)
         with new_folder(out, PARTITION_FILE, overwrite) as draft:
             is_held_out = numbers < held_out
-            hashes = _write_shards(source, found, clusters.assignment, is_held_out, wanted, draft, cache)
-            tensors = {"fine_centres": clusters.fine_centres, "fine_to_coarse": clusters.fine_to_coarse}
-            save_file(tensors, draft / "clusters.safetensors")
+            hashes = _write_shards(source, found, assignment, is_held_out, wanted, draft, cache)
+            if tensors:
+                save_file(tensors, draft / "clusters.safetensors")
             sizes, kept = (
-                np.bincount(clusters.assignment[side], minlength=wanted).tolist()
+                np.bincount(assignment[side], minlength=wanted).tolist()
                 for side in (~is_held_out, is_held_out)
             )
             record = PartitionRecord(
@@ -121,7 +131,7 @@ def partition(
                 images=len(found),
                 features=extractor.name,
                 extractor=extractor.identity,
-                fine_clusters=len(clusters.fine_centres),
+                fine_clusters=len(tensors.get("fine_centres", ())),
                 seed=seed,
                 sizes=sizes,
                 hashes=hashes,
@@ -132,8 +142,21 @@ def partition(
                 proposal=proposal,
             )
             write_json(draft / PARTITION_FILE, record.model_dump())
-            write_report(draft, source, found, clusters.assignment, record)
+            write_report(draft, source, found, assignment, record)
     return [out / f"shard_{k}" for k in range(wanted)]
+
+
+def _shard_of_class(
+    source: ImageSource, classes: Sequence[Sequence[str]], num_shards: int | Literal["auto"]
+) -> NDArray[np.int64]:
+    """Shard of each class number; refuses ``classes`` that are not the source's, each once."""
+    named = [name for names in classes for name in names]
+    if source.labels is None or sorted(named) != sorted(source.classes) or len(classes) != num_shards:
+        raise HddmError(
+            f"{source.root}: its classes are {', '.join(source.classes) or 'unknown'}; name each of them in "
+            f"one of {num_shards} shards, not {[*map(list, classes)]}"
+        )
+    return np.array([next(k for k, names in enumerate(classes) if name in names) for name in source.classes])
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 shards/
   partition.json                 how the shards were made, and their sizes
-  clusters.safetensors           fine centres and their shard
+  clusters.safetensors           fine centres and their shard, unless divided by class
   report.html, pictures/         the report
   held_out/shard_0/…             images kept from training, where any were; shards of their own
   shard_0/manifest.json          files with SHA-256 and label, one hash of it all, one of all shards
@@ -83,6 +83,7 @@ class PartitionRecord(Record):
     extractor: str | None = None
     """Hash of the extractor's settings and weights; older partitions have none."""
     fine_clusters: int
+    """0 where images were divided by class."""
     seed: int
     sizes: list[int]
     hashes: list[str]

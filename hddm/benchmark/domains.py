@@ -1,0 +1,165 @@
+"""Domains of a benchmark whose images are divided by class: what a model still makes of each.
+
+A classifier, trained on all training images, says which class and so which domain a sample is of. Of each
+domain there are the share of samples, their Fréchet distance to the domain's images, and the share of its
+fresh images that samples come near to (recall). All are measured on features of the same classifier.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hddm.benchmark.data import read_reference
+from hddm.benchmark.jobs import Job, Store
+from hddm.benchmark.samples import SampledModel, canonical, prepared, read_samples
+from hddm.benchmark.scores import CLASSIFIER
+from hddm.benchmark.settings import SamplingPoint
+from hddm.data.images import to_unit_range
+from hddm.ensemble import Ensemble
+from hddm.evaluation.classifier import FeatureClassifier, load_classifier
+from hddm.evaluation.distances import are_few, measure, precision_recall
+from hddm.experts.loading import load
+from hddm.sampling import draw_experts, sample
+from hddm.utils.processes import Report
+
+CHECKED = 64
+"""Samples of a grown model that are held against the old model's."""
+
+
+@dataclass(frozen=True)
+class DomainScoring:
+    """Scores of samples by domain; without samples, of the fresh images themselves."""
+
+    domains: tuple[tuple[str, ...], ...]
+    resamples: int
+    samples: tuple[Job, ...]
+    reference: Job
+    features: Job
+
+    @property
+    def job(self) -> Job:
+        inputs = {
+            "samples": [job.hash for job in self.samples],
+            "reference": self.reference.hash,
+            "features": self.features.hash,
+        }
+        return Job("domains", {"domains": self.domains, "resamples": self.resamples}, inputs)
+
+    @property
+    def units(self) -> int:
+        return 1
+
+    def do(self, store: Store, report: Report) -> None:
+        self.result(store)
+        report(1)
+
+    def result(self, store: Store) -> dict[str, Any]:
+        """Score, unless that is done already."""
+        return store.once(self.job, lambda _: self._score(store))
+
+    def _score(self, store: Store) -> dict[str, Any]:
+        known = _known(store.folder, self.reference, self.features, self.domains)
+        if self.samples:
+            pixels, labels = read_samples(store, self.samples)
+        else:
+            tensors = read_reference(store.path(self.reference))
+            pixels, labels = tensors["fresh"], tensors["fresh_labels"]
+        features, found = _classified(known.classifier, pixels)
+        domain = known.domain_of[found]
+        result: dict[str, Any] = {"domains": []}
+        split = str(self.reference.settings["score_on"]).replace("-", "_")
+        for k, (training, fresh) in enumerate(zip(known.training, known.fresh, strict=True)):
+            own = features[domain == k]
+            of_domain: dict[str, Any] = {"share": len(own) / len(features), "images": len(own)}
+            for side, images in (("training", training), (split, fresh)):
+                is_known = not are_few(features.shape[1], [len(own), len(images)])
+                of_domain[f"to_{side}"] = (
+                    asdict(measure(own.numpy(), images.numpy(), self.resamples)) if is_known else None
+                )
+            of_domain[f"on_{split}"] = asdict(precision_recall(features, fresh))
+            result["domains"].append(of_domain)
+        if labels is not None:
+            result["label_accuracy"] = float((found == labels).double().mean())
+            result["domain_accuracy"] = float((domain == known.domain_of[labels]).double().mean())
+        return result
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A classifier, the domain of each of its classes, and features of each domain's images."""
+
+    classifier: FeatureClassifier
+    domain_of: Tensor
+    training: Sequence[Tensor]
+    fresh: Sequence[Tensor]
+
+
+@functools.lru_cache(maxsize=1)
+def _known(folder: Path, reference: Job, features: Job, domains: tuple[tuple[str, ...], ...]) -> _Known:
+    """What is known of the images, once a worker: features of all training images take long."""
+    store = Store(folder)
+    tensors, classes = read_reference(store.path(reference)), store.result(reference)["classes"]
+    classifier = load_classifier(store.path(features) / CLASSIFIER, tensors["training"].shape[1])
+    domain_of = torch.tensor([next(k for k, names in enumerate(domains) if one in names) for one in classes])
+    sides = []
+    for name, labels in (("training", "labels"), ("fresh", "fresh_labels")):
+        domain = domain_of[tensors[labels]]
+        found, _ = _classified(classifier, tensors[name])
+        sides.append([found[domain == k] for k in range(len(domains))])
+    return _Known(classifier, domain_of, *sides)
+
+
+@torch.no_grad()
+def _classified(classifier: FeatureClassifier, pixels: Tensor) -> tuple[Tensor, Tensor]:
+    """Features (n, d), in float64, and class numbers (n,) of images in bytes."""
+    features = torch.cat([classifier.features(to_unit_range(batch)) for batch in pixels.split(512)])
+    return features.double(), classifier.head(features).argmax(1)
+
+
+@dataclass(frozen=True)
+class Unchanged:
+    """Check of a grown model: samples of its first expert are those of the old model alone, bit for bit.
+
+    Samples are drawn one at a time, since a batch of others changes their rounding.
+    """
+
+    old: SampledModel
+    grown: SampledModel
+    point: SamplingPoint
+    seed: int
+
+    @property
+    def job(self) -> Job:
+        settings = canonical(self.point, False).model_dump(mode="json") | {"num_images": CHECKED}
+        return Job(
+            "unchanged", settings | {"seed": self.seed}, {"old": self.old.hash, "grown": self.grown.hash}
+        )
+
+    @property
+    def units(self) -> int:
+        return 1
+
+    def do(self, store: Store, report: Report) -> None:
+        store.once(self.job, lambda _: self._check())
+        report(1)
+
+    def _check(self) -> Mapping[str, int]:
+        point, found = self.point, []
+        for source in (self.old, self.grown):
+            model = prepared(load(source.folder), canonical(point, source.is_single), source.trained_in)
+            labels = {"class_labels": torch.arange(CHECKED) % len(model.classes)} if model.classes else {}
+            strategy = point.strategy if isinstance(model, Ensemble) else None
+            found.append(
+                sample(
+                    model, CHECKED, self.seed, point.steps, strategy, point.solver, batch_size=1, **labels
+                )
+            )
+        assert isinstance(model, Ensemble)
+        is_old = draw_experts(model.prior_of(CHECKED, labels), self.seed, 0, CHECKED) == 0
+        is_equal = (found[0] == found[1]).flatten(1).all(1)
+        return {"images": int(is_old.sum()), "equal": int((is_old & is_equal).sum())}
