@@ -1,18 +1,26 @@
-"""Charts of the report, as inline SVG: the distance of every model, and distance against sampling cost."""
+"""Charts of the report, as inline SVG: the distance of every model, and distance against sampling cost.
+
+Strips of samples are one picture file.
+"""
 
 import html
 import io
 import itertools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from torch import Tensor
+from torch.nn import functional
 
 from hddm.benchmark.results import Results, Row
 from hddm.benchmark.settings import SamplingPoint
@@ -83,6 +91,31 @@ def distances(results: Results) -> Chart:
         (GREY, "┆", "real images, to the training images"),
     )
     return Chart((_panel("distances", alt, paint, 0.75 + 0.42 * len(rows)),), legend)
+
+
+def write_strips(
+    strips: Sequence[tuple[str, Tensor, Sequence[int]]], domains: Mapping[str, Sequence[str]], path: Path
+) -> None:
+    """Write a picture of strips: a name, images (n, C, H, W) in bytes, and the domain of each, its frame."""
+    colours = torch.tensor([[int(one[k : k + 2], 16) for k in (1, 3, 5)] for one in COLOURS]).byte()
+    height, width = len(strips), strips[0][1].shape[0]
+    with rc_context(_STYLE | {"axes.grid": False}):
+        canvas = Canvas(figsize=(2.4 + 0.36 * width, 0.6 + 0.42 * height), layout="constrained")
+        for axes, (name, pixels, of) in zip(canvas.subplots(height, 1), strips, strict=True):
+            big = pixels.expand(-1, 3, -1, -1).repeat_interleave(4, 2).repeat_interleave(4, 3)
+            framed = colours[list(of)][:, :, None, None].repeat(1, 1, *(side + 8 for side in big.shape[2:]))
+            framed[:, :, 4:-4, 4:-4] = big
+            spaced = functional.pad(framed, (2, 2), value=255)
+            axes.imshow(torch.cat([*spaced], 2).permute(1, 2, 0).numpy(), interpolation="nearest")
+            axes.text(-0.01, 0.5, name, transform=axes.transAxes, ha="right", va="center")
+            axes.axis("off")
+        known = [
+            Patch(color=colour, label=f"{name}: {', '.join(classes)}")
+            for colour, (name, classes) in zip(COLOURS, domains.items(), strict=False)
+        ]
+        canvas.legend(handles=known, loc="outside upper right", ncols=len(known), frameon=False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        canvas.savefig(path, dpi=110, metadata={"Software": None})
 
 
 def costs(results: Results) -> Chart:

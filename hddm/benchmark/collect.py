@@ -47,7 +47,7 @@ def collect(
             "device": _joined(one.sampled_as["device"] for one in scored),
             "vae": None,
         },
-        real=finite(shared.real),
+        real=finite({key: value for key, value in shared.real.items() if key != "of_images"}),
         models=tuple(model.result for seed in seeds for model in seed.models.values()),
         scored=scored,
         comparisons=(),
@@ -85,6 +85,7 @@ def _scored_row(store: Store, seed: SeedJobs, row: SampledRow) -> ScoredRow:
 
 def _further_scores(store: Store, row: SampledRow) -> dict[str, Any]:
     scores = {} if row.by_domain is None else store.result(row.by_domain.job)
+    scores.pop("of_images", None)
     return scores | ({} if row.unchanged is None else {"unchanged": store.result(row.unchanged.job)})
 
 

@@ -142,7 +142,7 @@ def divide(
         chosen["held_out"] = data.validation_share
         # Left out where there are none, so that earlier partitions are found again.
         if settings.classes is not None and name == SHARDS:
-            chosen["classes"] = settings.classes
+            chosen["classes"] = [*settings.classes.values()]
         job = Job(name, {"shards": shards, **chosen}, {"images": sources.hash})
 
         def make(folder: Path) -> None:
@@ -201,8 +201,8 @@ def write_reference(
             tensors["fresh"], fresh_labels = fresh.pixels, fresh.labels
             if job.settings.get("domains") and fresh.classes != shards[0].classes:
                 raise HddmError(
-                    f"{sources.held_out}: its classes are {list(fresh.classes)}, those of the training images "
-                    f"{list(shards[0].classes)}; domains need the same"
+                    f"{sources.held_out}: its classes are {list(fresh.classes)}, those of the training "
+                    f"images {list(shards[0].classes)}; domains need the same"
                 )
         else:
             kept = [load_shard(path) for path in divided.validation_folders]

@@ -71,7 +71,7 @@ class DomainScoring:
             pixels, labels = tensors["fresh"], tensors["fresh_labels"]
         features, found = _classified(known.classifier, pixels)
         domain = known.domain_of[found]
-        result: dict[str, Any] = {"domains": []}
+        result: dict[str, Any] = {"domains": [], "of_images": domain.tolist()}
         split = str(self.reference.settings["score_on"]).replace("-", "_")
         for k, (training, fresh) in enumerate(zip(known.training, known.fresh, strict=True)):
             own = features[domain == k]
@@ -152,12 +152,12 @@ class Unchanged:
         point, found = self.point, []
         for source in (self.old, self.grown):
             model = prepared(load(source.folder), canonical(point, source.is_single), source.trained_in)
-            labels = {"class_labels": torch.arange(CHECKED) % len(model.classes)} if model.classes else {}
+            labels: dict[str, Any] = {}
+            if model.classes:
+                labels["class_labels"] = torch.arange(CHECKED) % len(model.classes)
             strategy = point.strategy if isinstance(model, Ensemble) else None
             found.append(
-                sample(
-                    model, CHECKED, self.seed, point.steps, strategy, point.solver, batch_size=1, **labels
-                )
+                sample(model, CHECKED, self.seed, point.steps, strategy, point.solver, batch_size=1, **labels)
             )
         assert isinstance(model, Ensemble)
         is_old = draw_experts(model.prior_of(CHECKED, labels), self.seed, 0, CHECKED) == 0

@@ -222,8 +222,8 @@ class SeedModels:
             steps = single_steps(self.settings, model.objectives, self.costs, **model.training)
         settings = self.settings.single(model.objectives, self.seed, steps, **model.training)
         images, of = self.divided.all_images, self._all_images_hash
-        if model.on is not None:
-            images, of = self.divided.shard_folders[model.on], self.divided.hashes[model.on]
+        if model.shard is not None:
+            images, of = self.divided.shard_folders[model.shard], self.divided.hashes[model.shard]
         start = None
         if model.begins_with is not None:
             (start,) = self.trainings(self.settings.model(model.begins_with))
@@ -248,7 +248,9 @@ def average(folders: Sequence[Path], out: Path, shard_folder: Path) -> None:
         for key in ("prediction_type", "schedule", "training_calibration", "classes"):
             ours, theirs = getattr(first.facts, key), getattr(one.facts, key)
             if ours != theirs:
-                raise HddmError(f"{folder}: {key} is {theirs}, and {ours} of {folders[0]}; merge like with like")
+                raise HddmError(
+                    f"{folder}: {key} is {theirs}, and {ours} of {folders[0]}; merge like with like"
+                )
     states = [one.network.state_dict() for one in experts]
     mean = {name: torch.stack([state[name] for state in states]).mean(0) for name in states[0]}
     first.network.load_state_dict(mean)

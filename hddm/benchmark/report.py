@@ -11,8 +11,9 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 
 from hddm.benchmark import charts
+from hddm.benchmark.domains import CHECKED
 from hddm.benchmark.results import MARK, Comparison, Results, Row, number
-from hddm.benchmark.samples import REAL, grid_path
+from hddm.benchmark.samples import REAL, STRIPS, grid_path
 from hddm.evaluation.compare import escaped, markdown_table
 from hddm.utils.files import write_whole
 
@@ -51,8 +52,14 @@ def tables_text(results: Results) -> str:
         "",
     ]
     lines = [escaped(line) for line in head]
-    for table in (comparison_table(results, name) for name in results.tables):
-        lines += [*markdown_table(table.head, [[cell.text for cell in row] for row in table.rows]), ""]
+    for name in results.tables:
+        for table in (comparison_table(results, name), domain_table(results, name)):
+            if table.rows:
+                lines += [
+                    *markdown_table(table.head, [[cell.text for cell in row] for row in table.rows]),
+                    "",
+                ]
+    lines += [escaped(about_domains(results)), ""] if results.settings.partition.classes else []
     lines += [f"- {escaped(one.sentence)}" for one in results.answers]
     told = [f"- {escaped(line)}" for line in limits(results)]
     lines += ["", "What does not compare, or is not counted:", "", *told]
@@ -69,12 +76,17 @@ def write_report(folder: Path, results: Results) -> None:
         results=results,
         figures=about_figures(results),
         first=comparison_table(results, first),
+        strips=_picture(grid_path(folder, STRIPS)),
+        by_domain=domain_table(results, first),
+        about_domains=about_domains(results),
         compared={row.model for row in results.first},
         distances=charts.distances(results),
         limits=limits(results),
         grids=list(_grids(folder, results)),
         costs=charts.costs(results),
-        others=[comparison_table(results, name) for name in others],
+        others=[
+            each for name in others for each in (comparison_table(results, name), domain_table(results, name))
+        ],
         measures=measures_table(results),
         about_measures=about_measures(results),
         comparisons=all_comparisons(results),
@@ -106,6 +118,32 @@ def comparison_table(results: Results, name: str) -> Table:
         ("images", lambda row: _cell(row.point.num_images, "{:,}".format)),
     ]
     return _table(name, results.tables[name], columns)
+
+
+def domain_table(results: Results, name: str) -> Table:
+    """What rows of a table make of each domain (`hddm.benchmark.domains`); empty without domains."""
+    split = results.score_on.replace("-", "_")
+    columns: list[tuple[str, Callable[[Row], Cell]]] = []
+    for k, domain in enumerate(results.settings.partition.classes or ()):
+        for title, path in (
+            ("share", "share"),
+            ("to training images", "to_training"),
+            (f"to {results.score_on} images", f"to_{split}"),
+            ("recall", f"on_{split}.recall"),
+        ):
+            cell = partial(_figure, results, path=f"domains.{k}.{path}")
+            columns.append((f"{domain}: {title}", cell))
+    columns.append(("label accuracy", lambda row: _figure(results, row, "label_accuracy")))
+    columns.append(("old model's samples", _unchanged))
+    return _table(f"{name}, by domain", results.tables[name] if len(columns) > 2 else (), columns)
+
+
+def _unchanged(row: Row) -> Cell:
+    found = [one.scores["unchanged"] for one in row.scored if "unchanged" in one.scores]
+    images, equal = (sum(one[key] for one in found) for key in ("images", "equal"))
+    if not found:
+        return Cell(_NONE)
+    return Cell(f"bit-equal ({images})" if equal == images else f"{images - equal} of {images} differ")
 
 
 def measures_table(results: Results) -> Table:
@@ -210,6 +248,25 @@ def about_measures(results: Results) -> str:
     return text
 
 
+def about_domains(results: Results) -> str:
+    """Meaning of the figures by domain; empty where there are no domains."""
+    domains = results.settings.partition.classes
+    if domains is None:
+        return ""
+    few = results.features["dimensions"]
+    text = "; ".join(f"{name}: {_listed(classes)}" for name, classes in domains.items())
+    return (
+        f"By domain ({text}): a classifier of the training images, which is right about the domain of "
+        f"{results.real['domain_accuracy']:.1%} and the class of {results.real['label_accuracy']:.1%} of "
+        f"{results.score_on} images, says which samples are of a domain. Share: of all samples. To images: "
+        f"Fréchet distance of these samples to the domain's images, {_NONE} where in some seed they are no "
+        f"more than the {few} features. Recall: share of the domain's {results.score_on} images that as many "
+        "samples come near to. Label accuracy: share of samples that show the class that was asked for. Old "
+        f"model's samples: {CHECKED} samples of a grown model in each seed, of which those by its old expert "
+        "are held against the old model's of the same seed, float for float."
+    )
+
+
 def limits(results: Results) -> list[str]:
     """List rows that do not compare, and costs that are not counted."""
     found = [*_limits_of_distances(results), *_limits_of_compute(results)]
@@ -251,6 +308,11 @@ def _limits_of_compute(results: Results) -> Iterator[str]:
     begun = [one.name for one in models if one.init is not None]
     if finished:
         yield f"Not trained here: {_listed(finished)}. Their data and compute are not known."
+    if continued := [one.name for one in models if one.begins_with or one.of]:
+        yield (
+            f"The old model's own training: it is not counted in {_listed(continued)}, which begin with it "
+            "or are made of it."
+        )
     if begun:
         yield (
             f"Trained on from weights that were there (init): {_listed(begun)}. The data and compute of "
@@ -328,8 +390,13 @@ def _grids(folder: Path, results: Results) -> Iterator[tuple[str, str]]:
     for one in results.scored:
         paths[one.model] = grid_path(folder / f"seed_{results.seeds[0]}", one.model)
     for name, path in paths.items():
-        if path.is_file():
-            yield name, f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+        if address := _picture(path):
+            yield name, address
+
+
+def _picture(path: Path) -> str:
+    """The data address of a PNG; empty where there is none."""
+    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}" if path.is_file() else ""
 
 
 def _signed(value: float) -> str:

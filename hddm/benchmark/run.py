@@ -15,13 +15,14 @@ import functools
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import Field
 
+from hddm.benchmark import charts
 from hddm.benchmark.collect import collect
 from hddm.benchmark.data import (
     SHARDS,
@@ -39,7 +40,7 @@ from hddm.benchmark.jobs import Store, stoppable
 from hddm.benchmark.models import check_counts, check_rows, check_shapes
 from hddm.benchmark.report import tables_text, write_report
 from hddm.benchmark.results import FORMAT, LARGEST, Results
-from hddm.benchmark.samples import REAL, grid_path, read_samples, write_grid
+from hddm.benchmark.samples import REAL, STRIPS, grid_path, read_samples, write_grid
 from hddm.benchmark.scores import Scoring, features_job_of, write_features
 from hddm.benchmark.seed import SeedJobs, SeedRun, SharedInputs
 from hddm.benchmark.settings import BenchmarkSettings, points_of
@@ -52,6 +53,7 @@ from hddm.utils.records import BENCHMARK_FILE, RESULTS_FILE, OpenRecord, parse_r
 
 TABLES_FILE = "tables.md"
 GRID_IMAGES = 64
+STRIP = 20
 
 
 def run_benchmark(
@@ -98,6 +100,8 @@ def run_benchmark(
                 models = seeds[-1].models.values()
                 _link(out, links | {one.result.folder: one.source.folder for one in models})
                 _write_grids(out, seeds[-1], store)
+                if settings.partition.classes is not None:
+                    _write_strips(out, seeds[0], store, shared, settings.partition.classes)
                 with Progress(None, "compare"):
                     results = _dated(collect(settings, store, shared, seeds), before)
                 # Results of fewer seeds than before are not written: the others follow.
@@ -248,7 +252,9 @@ def _prepare(
     with Progress(None, "score real images"):
         real = Scoring(settings, (), reference, features).of_real(store)
         if (domains := settings.partition.classes) is not None:
-            real |= DomainScoring(domains, settings.resamples, (), reference, features).result(store)
+            real |= DomainScoring((*domains.values(),), settings.resamples, (), reference, features).result(
+                store
+            )
     return SharedInputs(divided, reference, features, real), links
 
 
@@ -279,6 +285,21 @@ def _write_grids(out: Path, seed: SeedJobs, store: Store) -> None:
     for model, row in {row.model: row for row in reversed(seed.rows)}.items():
         pixels, _ = read_samples(store, [row.samples[0].job])
         write_grid(pixels[:GRID_IMAGES], grid_path(out / f"seed_{seed.seed}", model))
+
+
+def _write_strips(
+    out: Path, seed: SeedJobs, store: Store, shared: SharedInputs, domains: Mapping[str, Sequence[str]]
+) -> None:
+    """Write a picture of the first samples of every row of the first table, each framed by its domain."""
+    fresh = read_reference(store.path(shared.reference))["fresh"]
+    shown = torch.linspace(0, len(fresh) - 1, STRIP).round().long()
+    first = shared.real["of_images"]
+    strips = [("real images", fresh[shown], [first[k] for k in shown.tolist()])]
+    for row in seed.rows:
+        if row.table == seed.rows[0].table and row.by_domain is not None:
+            pixels, _ = read_samples(store, [row.samples[0].job])
+            strips.append((row.row, pixels[:STRIP], store.result(row.by_domain.job)["of_images"][:STRIP]))
+    charts.write_strips(strips, domains, grid_path(out, STRIPS))
 
 
 def _write(out: Path, results: Results) -> None:

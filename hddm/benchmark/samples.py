@@ -214,8 +214,8 @@ def _counted(networks: Sequence[Callable[..., Tensor]]) -> Iterator[list[int]]:
 
 GRID_COLUMNS = 8
 ENLARGE = 4
-REAL = "real images"
-"""The name of their grid."""
+REAL, STRIPS = "real images", "first samples by domain"
+"""Names of pictures that are of no one model."""
 
 
 def grid_path(folder: Path, name: str) -> Path:

@@ -185,7 +185,7 @@ class SeedRun:
         shared, scoring, unchanged = self.shared, None, None
         if domains is not None:
             scoring = DomainScoring(
-                domains, self.settings.resamples, drawn, shared.reference, shared.features
+                (*domains.values(),), self.settings.resamples, drawn, shared.reference, shared.features
             )
         if made.kind == "grown" and made.of is not None:
             unchanged = Unchanged(models[made.of[0]].source, models[name].source, point, self.seed)

@@ -116,9 +116,9 @@ class ModelSettings(Record):
 
     name: str
     kind: Literal["single", "ensemble", "finished", "merged", "grown"] = "ensemble"
-    """One network; an expert per shard with a router; the model in ``path``; the single models in ``of``, their
-    weights averaged; or these as experts of one ensemble, drawn by the sizes of their shards."""
-    on: Annotated[int, Field(ge=0)] | None = None
+    """One network; an expert per shard with a router; the model in ``path``; or the single models in ``of``,
+    their weights averaged or as experts of one ensemble, drawn by the sizes of their shards."""
+    shard: Annotated[int, Field(ge=0)] | None = None
     """Shard that a single model is trained on; None for all images."""
     begins_with: str | None = None
     """A single model further up that a single model continues; its own compute is not counted."""
@@ -172,8 +172,8 @@ class ModelSettings(Record):
             wrong = "kinds merged and grown go together with the names of two or more models in of"
         elif is_made and (self.training or self.objectives != "flow"):
             wrong = "is made of others, so training and objectives have nothing to say; drop them"
-        elif self.kind != "single" and (self.on is not None or self.begins_with is not None):
-            wrong = "on and begins_with are for single models; drop them, or take kind: single"
+        elif self.kind != "single" and (self.shard is not None or self.begins_with is not None):
+            wrong = "shard and begins_with are for single models; drop them, or take kind: single"
         elif all(starts):
             wrong = "starts from converted experts or from init; drop one"
         elif any(starts) and self.kind != "ensemble":
@@ -233,13 +233,13 @@ class PartitionSettings(Record):
     shards: Positive = 4
     features: str = "pixels"
     seed: int = 0
-    classes: tuple[tuple[str, ...], ...] | None = None
-    """Classes of each shard, to divide by them instead of by features: the domains that are scored apart."""
+    classes: dict[str, tuple[str, ...]] | None = None
+    """Names of domains, which are the shards, with their classes, to divide by class and not by features."""
 
     @model_validator(mode="after")
     def _has_a_shard_for_each(self) -> "PartitionSettings":
         if self.classes is not None and len(self.classes) != self.shards:
-            raise ValueError(f"classes are of {len(self.classes)} shards, and shards is {self.shards}")
+            raise ValueError(f"classes are of {len(self.classes)} domains, and shards is {self.shards}")
         return self
 
 
@@ -384,8 +384,10 @@ class BenchmarkSettings(Record):
         for name in (*(model.of or ()), *((model.begins_with,) if model.begins_with else ())):
             if name not in known:
                 raise ValueError(f"{model.name}: there is no single model {name!r} before it")
-        if model.on is not None and model.on >= self.partition.shards:
-            raise ValueError(f"{model.name}: on {model.on}: shards are 0 to {self.partition.shards - 1}")
+        if model.shard is not None and model.shard >= self.partition.shards:
+            raise ValueError(
+                f"{model.name}: shard {model.shard}: shards are 0 to {self.partition.shards - 1}"
+            )
 
     def expert(self, objective: str, seed: int, **changes: Any) -> ExpertSettings:
         """Return one expert's settings with a model's ``changes``; errors name the place in the file."""
