@@ -222,8 +222,9 @@ class SeedModels:
             steps = single_steps(self.settings, model.objectives, self.costs, **model.training)
         settings = self.settings.single(model.objectives, self.seed, steps, **model.training)
         images, of = self.divided.all_images, self._all_images_hash
-        if model.shard is not None:
-            images, of = self.divided.shard_folders[model.shard], self.divided.hashes[model.shard]
+        if model.domain is not None:
+            shard = [*(self.settings.partition.classes or ())].index(model.domain)
+            images, of = self.divided.shard_folders[shard], self.divided.hashes[shard]
         start = None
         if model.begins_with is not None:
             (start,) = self.trainings(self.settings.model(model.begins_with))

@@ -118,8 +118,8 @@ class ModelSettings(Record):
     kind: Literal["single", "ensemble", "finished", "merged", "grown"] = "ensemble"
     """One network; an expert per shard with a router; the model in ``path``; or the single models in ``of``,
     their weights averaged or as experts of one ensemble, drawn by the sizes of their shards."""
-    shard: Annotated[int, Field(ge=0)] | None = None
-    """Shard that a single model is trained on; None for all images."""
+    domain: str | None = None
+    """Domain (`PartitionSettings.classes`) that a single model is trained on; None for all images."""
     begins_with: str | None = None
     """A single model further up that a single model continues; its own compute is not counted."""
     of: Each[str] | None = None
@@ -172,8 +172,8 @@ class ModelSettings(Record):
             wrong = "kinds merged and grown go together with the names of two or more models in of"
         elif is_made and (self.training or self.objectives != "flow"):
             wrong = "is made of others, so training and objectives have nothing to say; drop them"
-        elif self.kind != "single" and (self.shard is not None or self.begins_with is not None):
-            wrong = "shard and begins_with are for single models; drop them, or take kind: single"
+        elif self.kind != "single" and (self.domain is not None or self.begins_with is not None):
+            wrong = "domain and begins_with are for single models; drop them, or take kind: single"
         elif all(starts):
             wrong = "starts from converted experts or from init; drop one"
         elif any(starts) and self.kind != "ensemble":
@@ -384,10 +384,10 @@ class BenchmarkSettings(Record):
         for name in (*(model.of or ()), *((model.begins_with,) if model.begins_with else ())):
             if name not in known:
                 raise ValueError(f"{model.name}: there is no single model {name!r} before it")
-        if model.shard is not None and model.shard >= self.partition.shards:
-            raise ValueError(
-                f"{model.name}: shard {model.shard}: shards are 0 to {self.partition.shards - 1}"
-            )
+        domains = (*(self.partition.classes or ()),)
+        if model.domain not in (None, *domains):
+            known = ", ".join(domains) or "none, without partition.classes"
+            raise ValueError(f"{model.name}: there is no domain {model.domain!r}; domains are {known}")
 
     def expert(self, objective: str, seed: int, **changes: Any) -> ExpertSettings:
         """Return one expert's settings with a model's ``changes``; errors name the place in the file."""

@@ -20,7 +20,7 @@ HETEROGENEITY = Path(benchmarks.heterogeneity.__file__).parent
 
 def test_the_presets_are_there_and_choose_before_they_confirm() -> None:
     quick, *others = sorted(preset_names(), key=lambda name: name != "quickstart")
-    assert (quick, others) == ("quickstart", ["cifar10", "cifar10-small", "digits"])
+    assert (quick, others) == ("quickstart", ["cifar10", "cifar10-small", "digits", "grow-cifar10", "grow-digits"])
     for name in others:
         preset = load_settings(name)
         assert preset.name == name
@@ -131,7 +131,7 @@ def test_experts_that_may_be_flow_start_from_others(objectives: str) -> None:
 
 
 def test_an_unknown_preset_names_those_that_there_are() -> None:
-    known = "cifar10, cifar10-small, digits, quickstart"
+    known = "cifar10, cifar10-small, digits, grow-cifar10, grow-digits, quickstart"
     with pytest.raises(HddmError, match=rf"digit: no such preset; .*{known}; did you mean 'digits'\?"):
         load_settings("digit")
     with pytest.raises(HddmError, match=r"nowhere\.yaml: no such file"):
