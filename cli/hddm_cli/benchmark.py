@@ -10,7 +10,11 @@ from hddm_cli.options import InputOption
 
 def benchmark(
     which: Annotated[
-        str, typer.Argument(metavar="PRESET|FILE", help="digits, cifar10-small, cifar10, or a YAML file.")
+        str,
+        typer.Argument(
+            metavar="PRESET|FILE",
+            help="digits, cifar10-small, cifar10, grow-digits, grow-cifar10, or a YAML file.",
+        ),
     ],
     out: Annotated[
         Path, typer.Option("--out", help="Folder to write, or of a benchmark like this one, to go on with.")

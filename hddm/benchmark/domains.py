@@ -26,6 +26,7 @@ from hddm.evaluation.distances import are_few, measure, precision_recall
 from hddm.experts.loading import load
 from hddm.sampling import draw_experts, sample
 from hddm.utils.processes import Report
+from hddm.velocity import Guidance
 
 CHECKED = 64
 """Samples of a grown model that are held against the old model's."""
@@ -40,6 +41,7 @@ class DomainScoring:
     samples: tuple[Job, ...]
     reference: Job
     features: Job
+    units: int = 1
 
     @property
     def job(self) -> Job:
@@ -49,10 +51,6 @@ class DomainScoring:
             "features": self.features.hash,
         }
         return Job("domains", {"domains": self.domains, "resamples": self.resamples}, inputs)
-
-    @property
-    def units(self) -> int:
-        return 1
 
     def do(self, store: Store, report: Report) -> None:
         self.result(store)
@@ -77,10 +75,9 @@ class DomainScoring:
             own = features[domain == k]
             of_domain: dict[str, Any] = {"share": len(own) / len(features), "images": len(own)}
             for side, images in (("training", training), (split, fresh)):
-                is_known = not are_few(features.shape[1], [len(own), len(images)])
-                of_domain[f"to_{side}"] = (
-                    asdict(measure(own.numpy(), images.numpy(), self.resamples)) if is_known else None
-                )
+                of_domain[f"to_{side}"] = None
+                if not are_few(features.shape[1], [len(own), len(images)]):
+                    of_domain[f"to_{side}"] = asdict(measure(own.numpy(), images.numpy(), self.resamples))
             of_domain[f"on_{split}"] = asdict(precision_recall(features, fresh))
             result["domains"].append(of_domain)
         if labels is not None:
@@ -132,17 +129,13 @@ class Unchanged:
     grown: SampledModel
     point: SamplingPoint
     seed: int
+    units: int = 1
 
     @property
     def job(self) -> Job:
-        settings = canonical(self.point, False).model_dump(mode="json") | {"num_images": CHECKED}
-        return Job(
-            "unchanged", settings | {"seed": self.seed}, {"old": self.old.hash, "grown": self.grown.hash}
-        )
-
-    @property
-    def units(self) -> int:
-        return 1
+        chosen = canonical(self.point, False).model_dump(mode="json") | {"num_images": CHECKED}
+        inputs = {"old": self.old.hash, "grown": self.grown.hash}
+        return Job("unchanged", chosen | {"seed": self.seed}, inputs)
 
     def do(self, store: Store, report: Report) -> None:
         store.once(self.job, lambda _: self._check())
@@ -150,15 +143,15 @@ class Unchanged:
 
     def _check(self) -> Mapping[str, int]:
         point, found = self.point, []
+        guidance = Guidance(point.guidance_scale, by=point.guide_by)
         for source in (self.old, self.grown):
             model = prepared(load(source.folder), canonical(point, source.is_single), source.trained_in)
             labels: dict[str, Any] = {}
             if model.classes:
                 labels["class_labels"] = torch.arange(CHECKED) % len(model.classes)
-            strategy = point.strategy if isinstance(model, Ensemble) else None
-            found.append(
-                sample(model, CHECKED, self.seed, point.steps, strategy, point.solver, batch_size=1, **labels)
-            )
+            strategy = "draw" if isinstance(model, Ensemble) else None
+            how = (point.steps, strategy, point.solver, guidance)
+            found.append(sample(model, CHECKED, self.seed, *how, batch_size=1, **labels))
         assert isinstance(model, Ensemble)
         is_old = draw_experts(model.prior_of(CHECKED, labels), self.seed, 0, CHECKED) == 0
         is_equal = (found[0] == found[1]).flatten(1).all(1)

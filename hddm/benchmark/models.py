@@ -244,14 +244,11 @@ def average(folders: Sequence[Path], out: Path, shard_folder: Path) -> None:
     Raises `HddmError` for experts whose networks predict different things, so that a mean has no meaning.
     """
     experts, shard = [read_expert(folder) for folder in folders], open_shard(shard_folder)
-    first, *others = experts
-    for folder, one in zip(folders[1:], others, strict=True):
-        for key in ("prediction_type", "schedule", "training_calibration", "classes"):
-            ours, theirs = getattr(first.facts, key), getattr(one.facts, key)
-            if ours != theirs:
-                raise HddmError(
-                    f"{folder}: {key} is {theirs}, and {ours} of {folders[0]}; merge like with like"
-                )
+    first = experts[0]
+    for key in ("prediction_type", "schedule", "training_calibration", "classes"):
+        values = [getattr(one.facts, key) for one in experts]
+        if any(value != values[0] for value in values):
+            raise HddmError(f"{key} differs: {values} of {[*map(str, folders)]}; merge like with like")
     states = [one.network.state_dict() for one in experts]
     mean = {name: torch.stack([state[name] for state in states]).mean(0) for name in states[0]}
     first.network.load_state_dict(mean)

@@ -181,14 +181,13 @@ class SeedRun:
         self, name: str, models: Mapping[str, Model], point: SamplingPoint, drawn: tuple[Job, ...]
     ) -> tuple[DomainScoring | None, Unchanged | None]:
         """Scores by domain, and the check of a grown model against the old one that it is made of."""
-        domains, made = self.settings.partition.classes, self.settings.model(name)
-        shared, scoring, unchanged = self.shared, None, None
+        domains, of, shared = self.settings.partition.classes, self.settings.model(name).of, self.shared
+        scoring, unchanged = None, None
         if domains is not None:
-            scoring = DomainScoring(
-                (*domains.values(),), self.settings.resamples, drawn, shared.reference, shared.features
-            )
-        if made.kind == "grown" and made.of is not None:
-            unchanged = Unchanged(models[made.of[0]].source, models[name].source, point, self.seed)
+            classes, resamples = (*domains.values(),), self.settings.resamples
+            scoring = DomainScoring(classes, resamples, drawn, shared.reference, shared.features)
+        if of is not None and not models[name].source.is_single:
+            unchanged = Unchanged(models[of[0]].source, models[name].source, point, self.seed)
         return scoring, unchanged
 
     def _name(self, row: SampledRow) -> str:

@@ -162,13 +162,13 @@ class ModelSettings(Record):
     @model_validator(mode="after")
     def _says_what_it_is(self) -> "ModelSettings":
         is_finished, starts = self.kind == "finished", (self.converted is not None, self.init is not None)
-        is_made, of = self.kind in ("merged", "grown"), self.of or ()
+        is_made = self.kind in ("merged", "grown")
         if is_finished != (self.path is not None):
             wrong = "path and kind: finished go together"
         # Settings written out in full say flow of every model, so that it passes.
         elif is_finished and (self.training or self.objectives != "flow"):
             wrong = "is finished, so training and objectives have nothing to say; drop them"
-        elif is_made != (len(of) > 1):
+        elif is_made != (len(self.of or ()) > 1):
             wrong = "kinds merged and grown go together with the names of two or more models in of"
         elif is_made and (self.training or self.objectives != "flow"):
             wrong = "is made of others, so training and objectives have nothing to say; drop them"
@@ -379,15 +379,15 @@ class BenchmarkSettings(Record):
         return next(model for model in self.models if model.name == name)
 
     def _find_parts(self, model: ModelSettings, before: Sequence[ModelSettings]) -> None:
-        """Check that the models and the shard that ``model`` names are there."""
-        known = [one.name for one in before if one.kind == "single"]
-        for name in (*(model.of or ()), *((model.begins_with,) if model.begins_with else ())):
+        """Check that the models and the domain that ``model`` names are there."""
+        known = [None, *(one.name for one in before if one.kind == "single")]
+        for name in (*(model.of or ()), model.begins_with):
             if name not in known:
                 raise ValueError(f"{model.name}: there is no single model {name!r} before it")
-        domains = (*(self.partition.classes or ()),)
+        domains = [*(self.partition.classes or ())]
         if model.domain not in (None, *domains):
-            known = ", ".join(domains) or "none, without partition.classes"
-            raise ValueError(f"{model.name}: there is no domain {model.domain!r}; domains are {known}")
+            which = ", ".join(domains) or "none, without partition.classes"
+            raise ValueError(f"{model.name}: there is no domain {model.domain!r}; domains are {which}")
 
     def expert(self, objective: str, seed: int, **changes: Any) -> ExpertSettings:
         """Return one expert's settings with a model's ``changes``; errors name the place in the file."""

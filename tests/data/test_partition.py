@@ -192,6 +192,21 @@ def test_a_full_disk_is_one_line_with_the_folder_and_leaves_nothing(tars: Path, 
     assert contents(tmp_path) == before
 
 
+def test_classes_divide_where_they_are_named_each_in_one_shard(many: Path, tmp_path: Path) -> None:
+    rows, columns = ("rows",), ("columns",)
+    folders = partition(many, tmp_path / "shards", 2, held_out=0.4, classes=[rows, columns])
+    for folder, (name,) in zip(folders, (rows, columns), strict=True):
+        for part in (folder, tmp_path / "shards" / "held_out" / folder.name):
+            found = read_manifest(part)
+            assert found.classes == [*CLASSES]
+            assert {found.classes[one.label or 0] for one in found.images} == {name}
+    assert "divided by class" in (tmp_path / "shards" / "report.html").read_text()
+    assert not (tmp_path / "shards" / "clusters.safetensors").exists()
+    for wrong in ([rows], [rows, rows], [rows, columns, ("else",)], [rows, (*columns, "else")]):
+        text = refusal(partition, many, tmp_path / "other", 2, classes=wrong)
+        assert "its classes are columns, rows; name each of them in one of 2 shards" in text
+
+
 def test_a_partition_or_a_shard_is_no_source_of_images(many: Path, tmp_path: Path) -> None:
     (shard,) = partition(many, tmp_path / "one", 1)
     for folder, told in (
