@@ -4,12 +4,10 @@ import hashlib
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from hddm.benchmark.compute import Cost, Costs, single_steps
 from hddm.benchmark.data import PartitionedImages
@@ -27,16 +25,16 @@ from hddm.benchmark.settings import (
 )
 from hddm.benchmark.trainings import MODEL, RouterTraining, Training
 from hddm.checkpoints.describe import describe
+from hddm.checkpoints.merging import merge_experts
 from hddm.data.shard_records import read_manifest
-from hddm.data.shards import open_shard
 from hddm.ensemble import Ensemble, Strategy
 from hddm.evaluation.distances import are_few, too_few
 from hddm.experts.assembly import assemble
 from hddm.experts.ensemble_folders import ENSEMBLE_FILE, read_ensemble_facts
 from hddm.experts.loading import load
-from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord, field_of, read_expert, save_expert
+from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord
 from hddm.networks.wrappers import missing_from
-from hddm.training.expert import calibrated, conditions_of
+from hddm.training.calibrate import recalibrate
 from hddm.training.settings import ExpertSettings
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json, sha256_of
@@ -196,7 +194,12 @@ class SeedModels:
         """The expert of the mean of these experts' weights, which is made unless it is there."""
         folders = [self.store.path(one.job) / MODEL for one in experts]
         job = Job("merged", {}, {"experts": [model_hash(folder) for folder in folders]})
-        self.store.once(job, lambda folder: average(folders, folder / MODEL, self.divided.all_images))
+
+        def make(folder: Path) -> None:
+            merge_experts(folders, folder / MODEL)
+            recalibrate(folder / MODEL, self.divided.all_images)
+
+        self.store.once(job, make)
         return job
 
     def _expert(self, model: ModelSettings, objective: str, shard: int) -> Training:
@@ -236,27 +239,6 @@ class SeedModels:
         (record,) = expert_records(self.store.path(training.job) / MODEL)
         # A calibration that was trained in was not fitted afterwards.
         return 0 if record.training_calibration else self.cost(training).calibration
-
-
-def average(folders: Sequence[Path], out: Path, shard_folder: Path) -> None:
-    """Write the expert whose weights are the mean of those in ``folders``, calibrated on a shard.
-
-    Raises `HddmError` for experts whose networks predict different things, so that a mean has no meaning.
-    """
-    experts, shard = [read_expert(folder) for folder in folders], open_shard(shard_folder)
-    first = experts[0]
-    for key in ("prediction_type", "schedule", "training_calibration", "classes"):
-        values = [getattr(one.facts, key) for one in experts]
-        if any(value != values[0] for value in values):
-            raise HddmError(f"{key} differs: {values} of {[*map(str, folders)]}; merge like with like")
-    states = [one.network.state_dict() for one in experts]
-    mean = {name: torch.stack([state[name] for state in states]).mean(0) for name in states[0]}
-    first.network.load_state_dict(mean)
-    facts = first.facts.model_copy(update={"shard": None, "training": {}})
-    merged = replace(first, facts=facts, calibration=None, weak=None)
-    given = conditions_of(shard, field_of(merged))
-    out.mkdir()
-    save_expert(out, calibrated(merged, shard, given, 0, torch.device("cpu")))
 
 
 def model_hash(folder: Path) -> str:

@@ -119,4 +119,6 @@ def _train(
 
 
 def _recipe(settings: LoopSettings, is_new: bool = True) -> dict[str, Any]:
-    return settings.with_defaults(is_new).model_dump(mode="json", exclude=_MACHINE)
+    recipe = settings.with_defaults(is_new).model_dump(mode="json", exclude=_MACHINE)
+    # Left out where there is none, so that earlier trainings are found.
+    return {key: value for key, value in recipe.items() if key != "noise_range" or value is not None}

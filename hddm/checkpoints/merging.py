@@ -24,7 +24,7 @@ from hddm.utils.files import check_absent, new_folder
 from hddm.utils.tensors import Planned
 
 _ALIKE = {
-    *("objective", "prediction_type", "schedule", "time_scale", "variance_head", "round_time"),
+    *("prediction_type", "schedule", "time_scale", "variance_head", "round_time"),
     *("conditions", "classes", "null_class", "text_encoder"),
 }
 """Keys of a record in which experts agree, besides those that `compare_experts` compares."""

@@ -185,7 +185,7 @@ def test_all_differences_are_listed_at_once(make: Make, tmp_path: Path, hddm: Co
     assert contents(tmp_path) == before
 
 
-def test_another_network_or_objective_is_told(
+def test_another_network_or_prediction_is_told(
     make: Make, ddpm_expert: Path, flow_expert: Path, tmp_path: Path
 ) -> None:
     write(plan(pipeline(tmp_path / "source", text_unet()), Conversion()), tmp_path / "unet")
@@ -194,7 +194,7 @@ def test_another_network_or_objective_is_told(
     assert "network UNet2DConditionModel, not ExpertTransformer" in str(caught.value)
     with pytest.raises(HddmError) as caught:
         merge_experts([ddpm_expert, flow_expert], tmp_path / "out")
-    assert "objective flow, not ddpm" in str(caught.value)
+    assert "prediction_type sample, not epsilon" in str(caught.value)
     with pytest.raises(HddmError, match="named twice"):
         merge_experts([ddpm_expert, ddpm_expert], tmp_path / "out")
     text = [make(f"text{seed}", seed, text_dim=8) for seed in range(2)]
