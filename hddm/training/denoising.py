@@ -30,6 +30,7 @@ from hddm.velocity import VelocityField
 TIMES = tuple(k / 10 for k in range(1, 10))
 """Shares of the expert's noise range."""
 LOWEST = 3
+"""Times of least noise, at which a network is judged alone if all of `TIMES` lie beyond `START`."""
 LATE_TIMES = (0.95, 0.99, 1.0)
 """Times at which a calibration is judged; the Gaussian is almost exact there, so experts hardly differ."""
 # Other random streams: (seed, i) and (seed, i, 1) of sampling, 2 of training, 3 of native samples' classes.
