@@ -126,7 +126,7 @@ def hddm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     Nothing is told of progress, however slow the machine: many tests want standard error empty.
     """
     monkeypatch.setattr("hddm.utils.progress._SHORT", math.inf)
-    monkeypatch.setattr("hddm.utils.progress._FIRST", math.inf)
+    monkeypatch.setattr("hddm.utils.progress._OFTEN", math.inf)
 
     def run(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["hddm", *map(str, arguments)])

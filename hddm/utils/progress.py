@@ -13,8 +13,8 @@ from tqdm import tqdm
 
 _SHORT = 5.0
 """Seconds; work expected to take less prints no lines."""
-_FIRST, _NEXT = 10.0, 60.0
-"""Seconds after which a line is due: the first one, and one after another."""
+_OFTEN, _SELDOM, _SETTLED = 10.0, 60.0, 180.0
+"""Seconds between lines at most: in the first minutes of a work, and once it has taken longer than those."""
 _BEAT = 1.0
 """Seconds between looks at the clock."""
 
@@ -42,7 +42,6 @@ class Progress:
     ) -> None:
         self._total, self._label, self._more, self._done = total, label, more, 0
         self._start = self._spoke = time.perf_counter()
-        self._is_silent = True
         self._first: tuple[float, int] | None = None
         self._lock, self._ended = threading.RLock(), threading.Event()
         self._bar: tqdm[None] | None = None
@@ -103,11 +102,12 @@ class Progress:
                     self._bar.refresh()
 
     def _speak_if_due(self, now: float) -> None:
-        if not self.is_quiet and now - self._spoke >= (_FIRST if self._is_silent else _NEXT):
+        pause = _OFTEN if now - self._start < _SETTLED else _SELDOM
+        if not self.is_quiet and now - self._spoke >= pause:
             self._speak(now)
 
     def _speak(self, now: float) -> None:
-        self._spoke, self._is_silent = now, False
+        self._spoke = now
         done = [] if self._total is None else [f"{100 * self._done // self._total} %"]
         print(
             f"{self._label}: {', '.join([*done, *self._details(), *self._more()])}",
