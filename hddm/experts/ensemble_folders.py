@@ -131,7 +131,7 @@ def refuse_other_grids(config: Mapping[str, object], origin: str) -> None:
             raise HddmError(f"{origin}: {key} is {_short(config[key])}, and hddm's grid has the shift alone")
 
 
-def shift_of(scheduler: diffusers.FlowMatchEulerDiscreteScheduler) -> float:
+def shift_of(scheduler: "diffusers.FlowMatchEulerDiscreteScheduler") -> float:
     """Shift of a scheduler's time grid; `HddmError` where it does more than shift."""
     if type(scheduler) is not diffusers.FlowMatchEulerDiscreteScheduler:
         raise HddmError(
