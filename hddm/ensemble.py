@@ -192,6 +192,10 @@ class Ensemble:
         for name, numbers in (("texts", self.texts), ("spaces", self.spaces)):
             if len(numbers) not in (0, len(self.experts)):
                 raise HddmError(f"{name} has {len(numbers)} numbers for {len(self.experts)} experts")
+        for group in self.kinds:
+            outside = set(range(len(self.experts))) - set(group)
+            if {self.domains[k] for k in group} & {self.domains[k] for k in outside}:
+                raise HddmError(f"experts of one domain make samples of several kinds ({self._kinds_told()})")
         self.strategy = strategy
         self.shift = shift
 

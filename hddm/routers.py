@@ -239,7 +239,9 @@ class PromptRouter:
         )
         self._directions = (self._means - self._means @ factor @ inner) / spread
         is_known = torch.tensor([topic is not None for topic in topics])
-        self._log_prior = torch.where(is_known, torch.tensor(prior, dtype=torch.float64), 0).log()
+        # Where only experts without a share are described, they are equal.
+        parts = torch.tensor(prior, dtype=torch.float64).clamp_min(1e-300)
+        self._log_prior = torch.where(is_known, parts, 0).log()
         self._places = is_known.nonzero()[:, 0]
 
     def __call__(self, embeddings: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from hddm.utils.tensors import Planned
 
 _ALIKE = {
     *("prediction_type", "schedule", "time_scale", "variance_head", "round_time"),
-    *("conditions", "classes", "null_class", "text_encoder"),
+    *("conditions", "classes", "null_class", "text_encoder", "noise_range"),
 }
 """Keys of a record in which experts agree, besides those that `compare_experts` compares."""
 

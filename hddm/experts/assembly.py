@@ -68,7 +68,8 @@ class EnsembleFolders:
     """Folders that make up an ensemble.
 
     ``outputs`` has the router's output for each expert, None where still open; empty where all are.
-    ``given`` and ``own`` are components by name (`hddm.experts.components.arrange`); ``bases``, the weights
+    ``given`` and ``own`` are components by name, and ``texts`` the numbers of text encoders that experts had
+    (`hddm.experts.components.arrange`); ``bases``, the weights
     that adapters change, by SHA-256. ``aside`` is a learned router that waits for others to go; ``shares``,
     ``class_lists``, ``moments_evidence`` and ``domains`` are as in `EnsembleRecord`.
     """
@@ -77,6 +78,7 @@ class EnsembleFolders:
     router: Path | None = None
     given: Mapping[str, Path] = field(default_factory=dict)
     own: Mapping[str, Path] = field(default_factory=dict)
+    texts: Sequence[int | None] = ()
     outputs: Sequence[int | None] = ()
     bases: Mapping[str, Path] = field(default_factory=dict)
     shares: Shares = ()
@@ -260,7 +262,7 @@ def check(
         found.differ(name, "so it can be drawn, without a router, and not mixed")
     compare_domains(experts, domains, lists, found)
     compare_classes(experts, lists, found)
-    arranged = arrange(folders.experts, experts, folders.given, folders.own, found)
+    arranged = arrange(folders.experts, experts, folders.given, folders.own, found, folders.texts)
     outputs: tuple[int, ...] = ()
     if folders.router is not None:
         _files_of(folders.router)

@@ -25,7 +25,7 @@ from hddm.experts.assembly import (
     read_records,
     refuse_inside,
 )
-from hddm.experts.compatibility import Findings, Shares, common_shift, spread
+from hddm.experts.compatibility import Findings, Shares, common_shift, kind_of, spread
 from hddm.experts.ensemble_folders import (
     BASES,
     COMPONENTS,
@@ -112,6 +112,7 @@ def change(
         None if router in (None, MOMENTS) else Path(router),
         components_given(vae, text_encoder, tokenizer),
         {name: ensemble / name for name in components_in(ensemble)},
+        kept_of(record.texts or [0] * len(record.experts), None),
         bases=bases_of(stay, own_bases, is_closed=True) | bases_of(add, bases_in(bases)),
         shares=fixed,
         class_lists=lists,
@@ -124,6 +125,8 @@ def change(
     if router is None and learned is not None:
         unknown = _unknown_to(ensemble / learned, everyone if record.router is None else add)
         is_calibrated = all((folder / CALIBRATION).is_file() for folder in everyone)
+        # Of several kinds experts are drawn, and nothing routes.
+        is_calibrated &= len({kind_of(one) for _, one in read_records(everyone)}) == 1
         if unknown and (is_calibrated or strategy == DEFAULT_STRATEGY):
             evidence = MOMENTS_EVIDENCE if is_calibrated else None
             folders = replace(folders, aside=ensemble / learned, moments_evidence=evidence)

@@ -142,6 +142,11 @@ def by_domain(values: Sequence[Value], domains: Domains) -> list[Value]:
     return [values[k] for k in dict.fromkeys(domains) if values]
 
 
+def kind_of(record: ExpertRecord) -> tuple[Any, ...]:
+    """Tell the kind of an expert's samples: those of one kind can be mixed."""
+    return record.sample_shape, record.space, record.vae
+
+
 def compare_domains(experts: Sequence[Named], domains: Domains, lists: ClassLists, found: Findings) -> None:
     """Refuse domains whose noise ranges do not cover [0, 1] once, or whose experts are of unlike data."""
     for domain in dict.fromkeys(domains):
@@ -155,6 +160,8 @@ def compare_domains(experts: Sequence[Named], domains: Domains, lists: ClassList
             found.differ(name, "are of one domain, and of different shards")
         if len({tuple(lists[k]) for k in of}) > 1:
             found.differ(name, "are of one domain, and of different classes")
+        if len({kind_of(experts[k][1]) for k in of}) > 1:
+            found.differ(name, "are of one domain, and of different samples or latents")
 
 
 def spread(shares: Shares, domains: Domains) -> list[float | None]:

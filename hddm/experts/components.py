@@ -50,14 +50,16 @@ def arrange(
     given: Mapping[str, Path],
     own: Mapping[str, Path],
     found: Findings,
+    before: Sequence[int | None] = (),
 ) -> Arranged:
     """Choose components for experts, of those ``given``, of the ensemble's ``own``, and of what experts keep.
 
     An expert that records its VAE or text encoder gets the one that is recorded; one that does not gets what
-    it keeps itself, else the first, on trust. Differences and notes go into ``found``.
+    it keeps itself, else the text encoder of the number that it had ``before``, else the first, on trust.
+    Differences and notes go into ``found``.
     """
     vaes, parts = _arrange_vaes(folders, experts, given, own, found)
-    texts, topics, encoders = _arrange_texts(folders, experts, given, own, found)
+    texts, topics, encoders = _arrange_texts(folders, experts, given, own, found, before)
     return Arranged(
         {**parts, **encoders},
         () if set(texts) <= {0} else tuple(texts),
@@ -91,9 +93,9 @@ def _arrange_vaes(
     for number, (record, members) in enumerate(groups):
         for k in members:
             numbers[k] = number
-        chosen = known[0] if known and len(groups) == 1 else None
-        if len(groups) > 1:
-            chosen = next((folder for folder in known if vae_facts(folder) == record), None)
+        chosen = next((folder for folder in known if vae_facts(folder) == record), None)
+        if len(groups) == 1 and known and (chosen is None or "vae" in given):
+            chosen = known[0]
         if chosen is not None and members:
             _compare_vae([experts[k] for k in members], chosen, found)
             parts[numbered("vae", number)] = chosen
@@ -136,6 +138,7 @@ def _arrange_texts(
     given: Mapping[str, Path],
     own: Mapping[str, Path],
     found: Findings,
+    before: Sequence[int | None],
 ) -> tuple[list[int], int | None, dict[str, Path]]:
     if ("text_encoder" in given) != ("tokenizer" in given):
         raise UsageError("--text-encoder and --tokenizer go together; pass both, or none")
@@ -166,7 +169,9 @@ def _arrange_texts(
             part = next((one for one in known if one.record == stated), None)
             numbers[k] = place(stated, part)
             continue
-        part = kept[k] or next(iter(known), None)
+        number = before[k] if before else None
+        had = parts[0] or (None if number is None else parts[1 + number])
+        part = kept[k] or had or next(iter(known), None)
         first = next((one for j in takers if (one := experts[j][1].text_encoder) is not None), None)
         if part is not None or first is not None:
             found.note(f"{name} does not record its text encoder; taken on trust")
@@ -193,7 +198,7 @@ def _arrange_texts(
     if parts[0] is not None and parts[0].folder not in encoders.values():
         if not takers:
             found.differ(str(parts[0].folder), "a text encoder, and none of these experts takes text")
-        for k in takers:
+        for k in (k for k in takers if experts[k][1].text_encoder is not None):
             stated = experts[k][1].text_encoder
             keys_of = ("fingerprint", "width", "tokens")
             _compare_keys(str(parts[0].folder), parts[0].record, experts[k][0], stated, keys_of, found)
@@ -229,4 +234,6 @@ def _topics(folders: Sequence[Path], experts: Sequence[Named], found: Findings) 
             "describe what its captions are about"
         )
         return None
+    if unasked := [name for name, record in experts if not takes_text(record) and name not in known]:
+        found.note(f"no prompt is for {', '.join(unasked)}, which has no topic")
     return known[first].text_encoder

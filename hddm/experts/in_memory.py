@@ -57,6 +57,10 @@ def parts_of(
         raise HddmError(
             f"a pipeline is made of an Ensemble or a VelocityField, not of a {type(model).__name__}"
         )
+    if len(model.kinds) > 1:
+        raise HddmError(
+            "these experts make samples of several kinds; assemble them, and take from_pretrained"
+        )
     fields, shape, router = [copy.copy(one) for one in model.experts], model.sample_shape, model.router
     if shape is None or len(shape) != 3:
         shapes = ", ".join(str(one.sample_shape) for one in fields)

@@ -174,6 +174,13 @@ def _ensemble(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) ->
     components = components_in(folder)
     bases = {sha256: folder / name for sha256, name in facts.bases.items()}
     experts = [open_expert(folder / name, bases) for name in facts.experts]
+    topics = [one.topic.record for one in experts if one.topic is not None and one.topic.record is not None]
+    if facts.topics is not None and len({one.text_encoder.fingerprint for one in topics}) != 1:
+        if topics:
+            raise HddmError(
+                f"{folder}: its experts' topics are of several text encoders; describe all by one"
+            )
+        facts = facts.model_copy(update={"topics": None})
     named = [(name, expert.facts) for name, expert in zip(facts.experts, experts, strict=True)]
     found, domains = Findings(), facts.domain_of
     compare_experts(named, found, facts.shares, domains, is_drawn=not facts.is_routed)

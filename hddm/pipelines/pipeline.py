@@ -31,7 +31,6 @@ from hddm.pipelines.callbacks import Callback, Callbacks
 from hddm.pipelines.encoding import Encoding, repeated
 from hddm.pipelines.inputs import (
     LOADING,
-    NETWORKS,
     PARTS,
     SAVING,
     Dtype,
@@ -238,7 +237,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
             "scheduler": FlowMatchEulerDiscreteScheduler(shift=opened.facts.shift),
         }
         parts |= read_parts(folder, opened.components, dtypes, given)
-        beside = [part for name, part in parts.items() if name in NETWORKS and name != "router"]
+        beside = [part for name, part in parts.items() if isinstance(part, nn.Module) and name != "router"]
         made = cls(opened.expert_set("cpu", dtypes["experts"], offload, max_memory, beside), **parts)
         made.max_memory = max_memory
         return made
@@ -421,7 +420,10 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         generator: Generators,
         **options: Any,
     ) -> HDDMPipelineOutput:
-        """Images of experts of several kinds, each drawn and decoded alone, in a list."""
+        """Images of experts of several kinds, each drawn and decoded alone, in a list.
+
+        Those of experts that an interrupted call has not come to are None.
+        """
         if latents is not None or options["output_type"] != "pil":
             raise HddmError(
                 "these experts make samples of several kinds, a list of pictures: take output_type='pil' "
@@ -443,6 +445,8 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
             )
             assert isinstance(part, HDDMPipelineOutput)
             use.add_all(part.expert_use)
+            if self._interrupt:
+                break
             for row, image in zip(rows.tolist(), part.images, strict=True):
                 images[row] = image
         return HDDMPipelineOutput(images, use)

@@ -411,19 +411,20 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> tuple[Cycle
             "--text-encoder FOLDER --tokenizer FOLDER; in Paris as text_encoder/ and tokenizer/), "
             "or pass the encoded text by --conditions"
         )
-    given, against = pipeline.encode(
-        settings.prompts or None, None, settings.negative_prompt, guided and bool(settings.prompts)
-    )
+    labels = None
     if settings.class_labels is not None:
         if not pipeline.ensemble.classes:
             raise UsageError(
                 f"--class-labels {settings.class_labels}: the model is unconditional; drop the option"
             )
-        labels = [part.strip() for part in settings.class_labels.split(",")]
         try:
-            given["class_labels"] = class_indices(labels, pipeline.ensemble.classes)
+            named = [part.strip() for part in settings.class_labels.split(",")]
+            labels = class_indices(named, pipeline.ensemble.classes)
         except HddmError as error:
             raise UsageError(f"--class-labels: {error}") from error
+    given, against = pipeline.encode(
+        settings.prompts or None, labels, settings.negative_prompt, guided and bool(settings.prompts)
+    )
     if settings.conditions is not None:
         for name, value in _file(settings.conditions).items():
             branch, key = given, name

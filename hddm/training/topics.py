@@ -9,14 +9,14 @@ import torch
 from hddm.data.shard_records import captions_of, read_manifest
 from hddm.experts.assembly_changes import change
 from hddm.experts.ensemble_folders import kept_components, read_ensemble_facts
-from hddm.experts.records import open_expert
+from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord
 from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer, text_encoder_facts
 from hddm.routers import TOPIC, Topic, TopicRecord
 from hddm.training.calibrate import put_into
 from hddm.utils.errors import HddmError, UsageError, counted
 from hddm.utils.files import read_whole, restore
 from hddm.utils.progress import Progress
-from hddm.utils.records import ensemble_around
+from hddm.utils.records import ensemble_around, read_record
 
 LARGEST_CAPTIONS = 2**28
 """Bytes of the largest file of captions."""
@@ -43,7 +43,7 @@ def describe_topic(
     if sum(one is not None for one in (captions, data, text)) != 1:
         raise UsageError("--captions, --data, --text: a description is made of one of the three")
     restore(folder.resolve())
-    record = open_expert(folder).facts
+    record = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
     texts, source = _texts(captions, data, text)
     encoder, words = _encoder(folder, text_encoder, tokenizer)
     network, tokens = read_text_encoder(encoder), read_tokenizer(words)
@@ -55,9 +55,17 @@ def describe_topic(
             progress(len(batch))
     facts = text_encoder_facts(encoder, tokens.model_max_length)
     known = TopicRecord(count=len(texts), source=source, text_encoder=facts)
+    whole = ensemble_around(folder.resolve())
+    if whole is not None:
+        for name in read_ensemble_facts(whole).experts:
+            other = None if (whole / name).samefile(folder) else Topic.load(whole / name)
+            if other and other.record and other.record.text_encoder.fingerprint != facts.fingerprint:
+                raise HddmError(
+                    f"{encoder}: another text encoder describes {whole / name}; take that one for both"
+                )
     topic = replace(Topic.of(torch.cat(embedded)), record=known)
     put_into(folder, record, TOPIC, topic.save)
-    if (whole := ensemble_around(folder.resolve())) is not None:
+    if whole is not None:
         # It routes prompts once all its experts of text have topics.
         change(whole, strategy=read_ensemble_facts(whole).strategy)
     return known

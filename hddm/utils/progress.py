@@ -63,6 +63,8 @@ class Progress:
     def __enter__(self) -> Self:
         if Progress.start is not None:
             Progress.start.__exit__()
+            # What was silent before this work counts.
+            self._spoke = Progress.start._spoke
         if not self.is_quiet:
             threading.Thread(target=self._beat, daemon=True, name="speaks while nothing is counted").start()
         return self
@@ -108,6 +110,8 @@ class Progress:
 
     def _speak(self, now: float) -> None:
         self._spoke = now
+        if Progress.start is not None:
+            Progress.start._spoke = now
         done = [] if self._total is None else [f"{100 * self._done // self._total} %"]
         print(
             f"{self._label}: {', '.join([*done, *self._details(), *self._more()])}",

@@ -322,3 +322,41 @@ def test_a_prior_of_each_sample_is_checked_and_goes_to_no_expert() -> None:
     for wrong in (prior[:1], -prior, torch.zeros(2, 2)):
         with pytest.raises(HddmError, match=PRIOR):
             ensemble.prior_of(2, {PRIOR: wrong})
+
+
+def test_changes_keep_what_experts_have_and_refuse_what_would_mix(
+    two_encoders: Path, tmp_path: Path, hddm: Command
+) -> None:
+    """Found by reading: an encoder lost, a topic of another encoder, a merge of two noise ranges."""
+    source = shutil.copytree(two_encoders / "px", tmp_path / "source")
+    texts = {name: tmp_path / name for name in ("text_encoder", "tokenizer")}
+    for name, folder in texts.items():
+        (source / name).rename(folder)
+    sd, px = tmp_path / "sd", tmp_path / "px"
+    converted(hddm, two_encoders / "sd", sd)
+    converted(hddm, source, px)
+    both = tmp_path / "both"
+    assemble([sd, px], both, **texts)
+    assert read_ensemble_facts(both).texts == (0, 1)
+    change(both, share={"0": 0.3})
+    assert read_ensemble_facts(both).texts == (0, 1)
+    assert (both / "text_encoder_2").exists()
+    for k in (0, 1):
+        describe_topic(both / "experts" / str(k), text="cats")
+    before = contents(both)
+    message = refusal(describe_topic, both / "experts/0", text="dogs", **texts)
+    assert "take that one for both" in message
+    assert contents(both) == before
+
+
+def test_of_two_latent_spaces_either_can_go(two_encoders: Path, tmp_path: Path, hddm: Command) -> None:
+    other = shutil.copytree(two_encoders / "sd", tmp_path / "source")
+    write_vae(other / "vae", seed=1)
+    converted(hddm, two_encoders / "sd", tmp_path / "a")
+    converted(hddm, other, tmp_path / "b")
+    assemble([tmp_path / "a", tmp_path / "b"], tmp_path / "both")
+    for k, kept in ((0, "vae_2"), (1, "vae")):
+        change(tmp_path / "both", remove=[k], out=tmp_path / f"without_{k}")
+        weights = "diffusion_pytorch_model.safetensors"
+        one = (tmp_path / f"without_{k}" / "vae" / weights).read_bytes()
+        assert one == (tmp_path / "both" / kept / weights).read_bytes()

@@ -264,3 +264,16 @@ def test_a_verb_speaks_from_its_start_until_it_counts(
         with progress.Progress(100, "sample"):
             told()
             assert set(told().splitlines()) == {"sample: 0 %"}
+
+
+def test_silence_between_works_counts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[-1])
+    with progress.until_counted("hddm sample"):
+        for _ in range(3):
+            with progress.Progress(100, "round") as advance:
+                now.append(now[-1] + 4)
+                advance(1)
+    assert capsys.readouterr().err.splitlines() == ["round: 1 %"]
