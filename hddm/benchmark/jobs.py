@@ -91,7 +91,7 @@ class Store:
         if record.get("hash") != job.hash:
             raise HddmError(f"{path}: is of another job; remove its folder")
         # Formats before 1.1 have no seal.
-        if record["format"] != "1.0" and record.get("seal") != _seal(record):
+        if record["format"] != "1.0" and record.get("seal") != _seal(finite(record)):
             raise HddmError(f"{path}: is not what was written; remove its folder, and the job is done again")
         return record
 

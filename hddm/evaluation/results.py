@@ -17,11 +17,11 @@ FORMAT = "1.1"
 KIND = "evaluation"
 
 
-Figure = Annotated[float, Field(ge=-1e30, le=1e30)]
+Figure = Annotated[float, Field(strict=True, ge=-1e30, le=1e30)]
 """A number whose square, and sums of it, are finite too."""
 Width = Annotated[Figure, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Count = Annotated[int, Field(ge=0, lt=2**53)]
+Share = Annotated[float, Field(strict=True, ge=0, le=1)]
+Count = Annotated[int, Field(strict=True, ge=0, lt=2**53)]
 
 
 class DistanceRecord(OpenRecord):
@@ -88,7 +88,7 @@ class SamplingRecord(OpenRecord):
     source: str | None = None
     num_images: Count | None = None
     start: Count = 0
-    class_labels: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] | None = None
+    class_labels: tuple[Annotated[int, Field(strict=True, ge=0, lt=2**31)], ...] | None = None
     class_names: tuple[str, ...] | None = None
     prompts: tuple[str, ...] | None = None
 

@@ -129,7 +129,7 @@ class ExpertRecord(Record):
     """The network is fed integer timesteps."""
     conditions: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
-    null_class: int | None = None
+    null_class: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     weights: Literal["ema", "raw", "unstated"] = "ema"
     """Averaged or as the optimiser left them; a source with one set may not say."""
     weights_sha256: str | None = None

@@ -234,6 +234,8 @@ def _open(folder: Path, variant: str | None) -> tuple[Any, dict[str, Tensor], Pa
     try:
         with torch.device("meta"):
             sizes = {key: config[key] for key in _SIZES[kind] if key in config}
+            if wrong := [key for key, value in sizes.items() if isinstance(value, int) and value < 1]:
+                raise ValueError(f"{wrong[0]} is {sizes[wrong[0]]}")
             if kind == T5:
                 model: Any = transformers.T5EncoderModel(transformers.T5Config(**sizes))
             else:

@@ -163,9 +163,14 @@ def test_what_is_no_result_is_refused(tmp_path: Path, hddm: Command) -> None:
     ("change", "problem"),
     [
         ({"to_training": [1]}, "key 'to_training' (is [1]): "),
-        ({"to_training__value": "nan"}, "key 'to_training.value' (is 'nan'): must be a finite number"),
+        ({"to_training__value": "nan"}, "key 'to_training.value' (is 'nan'): must be a number"),
         ({"to_training__value": float("inf")}, "key 'to_training.value' (is inf): must be a finite number"),
         ({"to_training__value": 1e300}, "key 'to_training.value' (is 1e+300): must be 1e+30 or less"),
+        ({"to_held_out__value": "22.0"}, "key 'to_held_out.value' (is '22.0'): must be a"),
+        (
+            {"kernel_to_training__standard_error": "0.002"},
+            "key 'kernel_to_training.standard_error' (is '0.002'): must be a",
+        ),
         ({"to_held_out__half_width": -1}, "key 'to_held_out.half_width' (is -1): must be 0 or more"),
         ({"on_training__images": 0}, "key 'on_training.images' (is 0): must be 1 or more"),
         ({"on_training__recall": 2}, "key 'on_training.recall' (is 2): must be 1 or less"),

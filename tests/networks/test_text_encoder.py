@@ -186,6 +186,7 @@ def test_no_list_of_texts_and_a_tokenizer_of_another_encoder_are_refused(tmp_pat
         ({"architectures": ["BertModel"]}, "holds ['BertModel'], not a CLIPTextModel or T5EncoderModel"),
         ({"architectures": None}, "holds None, not a CLIPTextModel"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+        ({"num_attention_heads": -2}, "no text encoder can be built from it (num_attention_heads is -2)"),
         ({"hidden_act": "os.system"}, "no text encoder can be built from it"),
         ({"hidden_size": 32}, "does not fit its config.json"),
     ],
