@@ -132,6 +132,10 @@ def empty_network(
             f"(at most {_MOST_LAYERS} layers, of {_TENSORS_PER_LAYER} tensors or more)"
         )
     for key, value in arguments.items():
+        numbers = value if isinstance(value, Sequence) else [value]
+        # A constructor may take them, since -2 divides 8, and the network then fails at its first input.
+        if "shift" not in key and any(isinstance(one, int) and one < 0 for one in numbers):
+            raise HddmError(f"{origin}: {key} is {str(value)[:60]}, and no size is negative; correct it")
         if isinstance(value, Sequence) and len(value) > _MOST_LAYERS:
             raise HddmError(
                 f"{origin}: {key} has {len(value)} entries, and networks have {_MOST_LAYERS} at most"

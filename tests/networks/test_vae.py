@@ -167,6 +167,7 @@ def test_broken_latents_and_those_of_another_vae_are_refused(tmp_path: Path) -> 
         ("tiny", {"latent_channels": 8}, "does not fit its config.json"),
         ("kl", {"latents_mean": [0.0] * 4}, "states latents_mean, a scale for each channel"),
         ("kl", {"layers_per_block": 10**9}, "its depth is"),
+        ("kl", {"norm_num_groups": -2}, "norm_num_groups is -2, and no size is negative"),
         ("tiny", {"num_encoder_blocks": [1, 10**9]}, "num_encoder_blocks is [1, 1000000000], and there are"),
         ("tiny", {"num_decoder_blocks": 10**9}, "num_decoder_blocks is 1000000000, and there are"),
         ("tiny", {"block_out_channels": [8, 16]}, "unlike decoder_block_out_channels"),
