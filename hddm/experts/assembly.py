@@ -131,7 +131,10 @@ def assemble(
     """
     for folder in experts:
         if (folder / ENSEMBLE_FILE).exists():
-            raise HddmError(f"{folder}: is an ensemble; name its experts, or change it by --add and --remove")
+            raise HddmError(
+                f"{folder}: is an ensemble; name its experts, {folder}/experts/*, or change it by --add and "
+                "--remove"
+            )
     fixed, lists, domains = choices(experts, share, classes, domain)
     folders = EnsembleFolders(
         experts,

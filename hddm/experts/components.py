@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hddm.experts.compatibility import Findings, Named, takes_text
-from hddm.experts.ensemble_folders import MOST_ENCODERS, kept_components, numbered
+from hddm.experts.ensemble_folders import MOST_ENCODERS, components_of, kept_components, numbered
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.networks.text_encoder import read_tokenizer, text_encoder_facts
 from hddm.networks.vae import read_config, vae_facts
@@ -86,7 +86,7 @@ def _arrange_vaes(
     unknown = kinds.pop(None, [])
     groups = list(kinds.items()) or [(None, [])]
     groups[0][1].extend(unknown)
-    kept = [parts["vae"] for parts in map(kept_components, folders) if "vae" in parts]
+    kept = [parts["vae"] for parts in map(components_of, folders) if "vae" in parts]
     known = [given["vae"]] if "vae" in given else []
     known += [folder for name, folder in own.items() if name.startswith("vae")] + kept
     numbers, parts = [-1] * len(experts), dict[str, Path]()
@@ -148,7 +148,11 @@ def _arrange_texts(
         for n in range(MOST_ENCODERS)
     ]
     sources = [given, *of_own]
-    parts = [_text_part(one) for one in sources] + [_text_part(kept_components(one)) for one in folders]
+    parts = [_text_part(one) for one in sources]
+    # What the ensemble has for an expert that stays may be replaced by what is given.
+    stays = [number is not None for number in before] or [False] * len(folders)
+    for folder, is_here in zip(folders, stays, strict=True):
+        parts.append(_text_part(kept_components(folder) if is_here else components_of(folder)))
     known = [part for part in parts if part is not None]
     kept = parts[len(sources) :]
     keys: dict[Hashable, int] = {}

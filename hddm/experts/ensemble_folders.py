@@ -32,7 +32,15 @@ from hddm.schedules import from_diffusers
 from hddm.utils.errors import HddmError, did_you_mean
 from hddm.utils.files import inside, link_or_copy, read_json, write_json
 from hddm.utils.records import ENSEMBLE_FILE as ENSEMBLE_FILE
-from hddm.utils.records import MANIFEST, Record, has_manifest, read_record, refuse_damaged, write_manifest
+from hddm.utils.records import (
+    MANIFEST,
+    Record,
+    ensemble_around,
+    has_manifest,
+    read_record,
+    refuse_damaged,
+    write_manifest,
+)
 
 MODEL_INDEX = "model_index.json"
 ROUTER = "router"
@@ -355,6 +363,21 @@ def keep_component(expert: Path, name: str, folder: Path, variant: str | None = 
 def kept_components(expert: Path) -> dict[str, Path]:
     """Folders of the `COMPONENTS` that an expert's folder keeps, by name; `HddmError` for one outside."""
     return {name: expert / name for name in KEPT if inside(expert, name).is_dir()}
+
+
+def components_of(expert: Path) -> dict[str, Path]:
+    """`kept_components`, and what the ensemble that holds the expert has for it."""
+    found, whole = kept_components(expert), ensemble_around(expert.resolve())
+    if whole is None:
+        return found
+    facts = read_ensemble_facts(whole)
+    for k in (k for k, held in enumerate(facts.experts) if (whole / held).samefile(expert)):
+        for name in KEPT:
+            numbers = facts.vaes if name == "vae" else facts.texts
+            place = inside(whole, numbered(name, numbers[k] if numbers else 0))
+            if place.is_dir():
+                found.setdefault(name, place)
+    return found
 
 
 def whole_components(expert: Path) -> dict[str, Path]:

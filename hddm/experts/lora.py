@@ -33,8 +33,8 @@ from hddm.networks.folders import (
     unread_network,
 )
 from hddm.utils.errors import HddmError
-from hddm.utils.files import read_json, sha256_of, write_json
-from hddm.utils.records import Record
+from hddm.utils.files import inside, read_json, sha256_of, write_json
+from hddm.utils.records import ENSEMBLE_FILE, Record, ensemble_around
 from hddm.utils.tensors import read_header
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -60,7 +60,7 @@ class AdapterRecord(Record):
     targets: Annotated[tuple[str, ...], Field(min_length=1)]
     """Names of the changed weights."""
     base: str
-    """The base's folder at training, relative to this one; followed only outside ensembles."""
+    """The base's folder at training, relative to this one; an ensemble keeps bases of its own."""
     base_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     """Of the base's weights file."""
 
@@ -108,8 +108,8 @@ def write_adapter(folder: Path, adapter: AdapterRecord, tensors: Mapping[str, Te
 def base_of(folder: Path, facts: AdapterRecord, bases: Mapping[str, Path] | None = None) -> Path:
     """Find the folder of the weights that the adapter in ``folder`` changes.
 
-    It is looked up in ``bases`` by SHA-256; by default it is the place at training. Raises `HddmError` where
-    it is missing or the place is no relative path.
+    It is looked up in ``bases`` by SHA-256; by default it is where the ensemble around the folder keeps it,
+    else the place at training. Raises `HddmError` where it is missing or the place is no relative path.
     """
     if bases is not None:
         if facts.base_sha256 not in bases:
@@ -120,6 +120,10 @@ def base_of(folder: Path, facts: AdapterRecord, bases: Mapping[str, Path] | None
     if Path(facts.base).is_absolute() or any(letter in facts.base for letter in "\\\0\n\r"):
         raise HddmError(f"{folder}: its base is at {facts.base!r}, which is no relative path; refused")
     base = (folder.resolve() / facts.base).resolve()
+    if (whole := ensemble_around(folder.resolve())) is not None:
+        kept = read_json(whole / ENSEMBLE_FILE).get("bases")
+        place = kept.get(facts.base_sha256) if isinstance(kept, dict) else None
+        base = inside(whole, place) if isinstance(place, str) else base
     if not (base / WEIGHTS).is_file():
         raise HddmError(
             f"{folder}: is an adapter of {facts.base_name}, and {folder / facts.base} holds no {WEIGHTS}; "

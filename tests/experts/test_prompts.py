@@ -9,16 +9,19 @@ import pytest
 import torch
 from diffusers import DDIMScheduler
 from PIL import Image
+from safetensors.torch import save_file
 from torch import Tensor
 
 import hddm
 from hddm.experts.assembly import assemble
 from hddm.experts.assembly_changes import change
 from hddm.experts.ensemble_folders import read_ensemble_facts
-from hddm.experts.records import save_expert
+from hddm.experts.records import Expert, read_expert, save_expert
+from hddm.networks.identity import VaeRecord
 from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.routers import SPREAD, PromptRouter, Topic
+from hddm.schedules import CosineSchedule
 from hddm.training.topics import describe_topic
 from hddm.utils.errors import HddmError
 from hddm.utils.records import write_manifest
@@ -27,6 +30,7 @@ from tests.artefacts import Command, contents, refusal
 from tests.checkpoint_files import SD_BETAS, converted, pipeline, pixart, text_unet
 from tests.component_files import write_clip, write_t5, write_vae
 from tests.ensemble_files import flow_expert, load_ensemble, text_experts
+from tests.lora_files import kohya
 
 STEPS = {"num_inference_steps": 3, "output_type": "pt"}
 
@@ -360,3 +364,90 @@ def test_of_two_latent_spaces_either_can_go(two_encoders: Path, tmp_path: Path, 
         weights = "diffusion_pytorch_model.safetensors"
         one = (tmp_path / f"without_{k}" / "vae" / weights).read_bytes()
         assert one == (tmp_path / "both" / kept / weights).read_bytes()
+
+
+def _one_of_another_partition(
+    owner: str, seed: int, classes: tuple[str, ...], objective: str, vae: VaeRecord | None
+) -> Expert:
+    """An expert of classes, trained on the one shard that ``owner`` has."""
+    images = tuple(10 * (k + 1) for k in range(len(classes)))
+    shard = {
+        "index": 0,
+        "num_shards": 1,
+        "images": sum(images),
+        "hash": f"{owner}'s shard",
+        "partition": f"{owner}'s",
+        "class_images": images,
+    }
+    stated = {
+        "space": "latents",
+        "vae": vae,
+        "latent_scale": vae and vae.scale,
+        "classes": classes,
+        "shard": shard,
+    }
+    if objective == "ddpm":
+        stated |= {"objective": "ddpm", "prediction_type": "epsilon", "schedule": CosineSchedule().config}
+    return flow_expert(seed, stated, in_channels=4, sample_size=8, num_classes=len(classes))
+
+
+def test_what_two_people_have_becomes_one_ensemble_by_one_command(
+    two_encoders: Path, tmp_path: Path, hddm: Command
+) -> None:
+    """Partitions, class lists, objectives and text encoders of their own, and a LoRA of one expert."""
+    ann, bob = tmp_path / "ann", tmp_path / "bob"
+    sd, px = _converted(two_encoders, tmp_path, hddm)
+    vae = read_expert(sd).facts.vae
+    owned = {"ann": (("cat", "dog"), "ddpm"), "bob": (("dog", "hot dog", "cow"), "flow")}
+    for seed, (owner, (classes, objective)) in enumerate(owned.items()):
+        (tmp_path / f"{owner}s").mkdir()
+        expert = _one_of_another_partition(owner, seed, classes, objective, vae)
+        save_expert(tmp_path / f"{owner}s", expert)
+    save_file(kohya(text_unet()), tmp_path / "style.safetensors")
+    converted(hddm, tmp_path / "style.safetensors", tmp_path / "lora", "--base", sd)
+    parts = {ann: (sd, tmp_path / "anns"), bob: (tmp_path / "lora", px, tmp_path / "bobs")}
+    for out, experts in parts.items():
+        base = ("--base", sd) if out == bob else ()
+        code, _, error = hddm("assemble", *experts, *base, "--out", out)
+        assert code == 0, error
+    grown = tmp_path / "grown"
+    experts = [folder for one in (ann, bob) for folder in sorted((one / "experts").iterdir())]
+    before = contents(tmp_path)
+    code, _, error = hddm("assemble", *experts, "--out", grown)
+    assert code == 0, error
+    assert contents(tmp_path).items() >= before.items()
+
+    asked = ({"class_labels": ["dog", "cow", "cat", "dog"] * 3}, {"prompt": ["a dog", "two cats"] * 6})
+    pipe = HDDMPipeline.from_pretrained(grown)
+    made = [pipe(**one, seed=3, **STEPS) for one in asked]
+    by_class, by_prompt = (one.expert_use.shares for one in made)
+    # Cats are Ann's alone and cows Bob's; dogs are of both, and the three others take no classes.
+    assert (by_class > 0).tolist() == [False, True, False, False, True]
+    assert (by_class[[1, 4]] >= 0.25).all()
+    assert (by_prompt[[0, 2, 3]] > 0).all()
+    code = f"""if True:
+        import torch
+        from hddm import HDDMPipeline
+        torch.set_num_threads(1)
+        pipe = HDDMPipeline.from_pretrained({str(grown)!r})
+        images = [pipe(**one, seed=3, **{STEPS!r}).images for one in {asked!r}]
+        torch.save(images, {str(tmp_path / "made.pt")!r})
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
+    for images, one in zip(torch.load(tmp_path / "made.pt"), made, strict=True):
+        assert torch.equal(images, one.images)
+
+    held = [contents(grown / "experts" / str(k)) for k in (0, 1, 3, 4)]
+    change_grown = ("assemble", grown, "--remove", 2), ("assemble", grown, "--add", bob / "experts/0")
+    for arguments, number in zip(change_grown, (4, 5), strict=True):
+        code, _, error = hddm(*arguments)
+        assert code == 0, error
+        assert len(read_ensemble_facts(grown).experts) == number
+        assert [contents(grown / "experts" / str(k)) for k in range(4)] == held
+    facts = read_ensemble_facts(grown)
+    assert list(facts.bases.values()) == [facts.experts[0]]
+    again = HDDMPipeline.from_pretrained(grown)
+    assert torch.equal(
+        again(**asked[1], seed=3, expert=4, **STEPS).images,
+        pipe(**asked[1], seed=3, expert=2, **STEPS).images,
+    )
