@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hddm.data.sources import open_source
+from hddm.utils.errors import HddmError
 from tests.artefacts import refusal
 from tests.data.test_sources import encoded, values, write
 
@@ -168,6 +169,24 @@ def test_a_damaged_file_is_named(cut: int, tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", {"image": pa.array(rows_of([1]), IMAGE)})
     path.write_bytes(path.read_bytes()[:cut])
     assert f"{path}: cannot be read as Parquet" in refusal(open_source, path)
+
+
+@pytest.mark.parametrize("kind", [IMAGE, pa.binary()], ids=["struct", "binary"])
+def test_a_file_that_states_more_rows_than_it_has_is_named(kind: Any, tmp_path: Path) -> None:
+    """Found by the soak: wherever the footer has the number of rows, another one is no IndexError."""
+    level = rows_of([1, 2, 3]) if kind == IMAGE else [encoded(level) for level in (1, 2, 3)]
+    path = write_parquet(tmp_path / "a.parquet", {"image": pa.array(level, kind)}, rows=3)
+    content, refused = path.read_bytes(), 0
+    footer = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    # Thrift writes 3 as 6, and 7 as 14.
+    for place in (k for k in range(footer, len(content) - 8) if content[k] == 6):
+        path.write_bytes(content[:place] + b"\x0e" + content[place + 1 :])
+        try:
+            source = open_source(path)
+            assert [source.read(i) for i in range(len(source.files))] == [encoded(k) for k in (1, 2, 3)]
+        except HddmError as error:
+            refused += "rows where its row groups state" in str(error)
+    assert refused >= 2
 
 
 def test_metadata_that_is_not_of_datasets_names_no_classes(tmp_path: Path) -> None:

@@ -127,7 +127,9 @@ class ParquetSource(ImageSource):
 
     def read(self, i: int) -> bytes:
         group = self._group(i)
-        value = self.held.images(*self.groups[group])[i - self.starts[group]].as_py()
+        images = self.held.images(*self.groups[group])
+        _refuse_other_rows(self.groups[group][0], len(images), self.starts[group + 1] - self.starts[group])
+        value = images[i - self.starts[group]].as_py()
         content = value.get("bytes") if isinstance(value, dict) else value
         if not isinstance(content, bytes):
             raise HddmError(
@@ -237,6 +239,8 @@ def _read_table(path: Path, caption_column: str | None, label_column: str | None
         has_path = "path" in image_fields(schema.field(columns.image).type)
         read = [columns.label, columns.caption, f"{columns.image}.path" if has_path else None]
         table = file.read(columns=[name for name in read if name])
+        for found in (len(table), metadata.num_rows):
+            _refuse_other_rows(path, found, sum(group.num_rows for group in groups))
         paths = table[columns.image].to_pylist() if has_path else [None] * metadata.num_rows
         return _Table(
             path,
@@ -247,6 +251,11 @@ def _read_table(path: Path, caption_column: str | None, label_column: str | None
             table[columns.label].to_pylist() if columns.label else [],
             table[columns.caption].to_pylist() if columns.caption else [],
         )
+
+
+def _refuse_other_rows(path: Path, found: int, stated: int) -> None:
+    if found != stated:
+        raise HddmError(f"{path}: has {found} rows where its row groups state {stated}; fetch it again")
 
 
 def _suffix(value: object) -> str:
