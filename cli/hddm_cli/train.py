@@ -171,7 +171,9 @@ def expert(
 @takes(LOOP, KEEPING, FILE)
 def router(
     context: typer.Context,
-    shards: Annotated[Path, InputArgument(help="Partition folder, as hddm partition or encode writes it.")],
+    shards: Annotated[
+        list[Path], InputArgument(help="Partition folders, as hddm partition or encode writes them.")
+    ],
     out: Out,
     steps: Steps = None,
     size: Size = "tiny",
@@ -194,7 +196,8 @@ def router(
     own = {"steps": steps, "size": size, "random_flip": random_flip, "calibrate": calibrate}
     options = GivenOptions(context, {**own, **given})
     settings, run = options.settings(RouterSettings), options.run()
-    if is_complete(out, ROUTER_FILE, run, overwrite, settings, data_of(find_shards(shards))):
+    folders = [folder for partition in shards for folder in find_shards(partition)]
+    if is_complete(out, ROUTER_FILE, run, overwrite, settings, data_of(folders)):
         return
 
     from hddm.experts.records import FORMAT, RouterRecord

@@ -35,14 +35,14 @@ log = logging.getLogger(__name__)
 
 
 def train_router(
-    shards_folder: Path,
+    partitions: Path | Sequence[Path],
     out: Path,
     settings: RouterSettings,
     overwrite: bool = False,
     on_step: OnStep | None = None,
     run: RunOptions | None = None,
 ) -> list[float]:
-    """Train a router on all shards of a partition and write its folder; return the loss of every step.
+    """Train a router on all shards of one or more partitions and write its folder; return all losses.
 
     The loss is cross-entropy against the shard of x_0, on x_t = (1 - t) x_0 + t eps with t uniform in [0, 1]:
     the common path, whatever the experts' objectives are. Its optimum is the posterior p(k | x_t).
@@ -50,17 +50,19 @@ def train_router(
     With ``settings.calibrate`` a part of every shard is kept from training to fit temperatures
     (`calibrate_router`). Accuracy is measured on held-out images of the partition, else on those kept for the
     temperatures, else on the training images, and recorded; no better than chance is a warning. Arguments are
-    those of `hddm.training.expert.train_expert`, with a partition, encoded or not.
+    those of `hddm.training.expert.train_expert`, with partitions, encoded or not; outputs are in the order of
+    their shards.
 
     Raises:
-        HddmError: for shards that are unreadable or differ in shape or VAE, held-out images that are
+        HddmError: for shards that are unreadable, equal, or differ in shape or VAE, held-out images that are
             unreadable or of other shards, a run that differs from the one to be resumed, a ``sample_every``,
             or losses that are not finite.
         Stopped: after a signal, with the run saved.
     """
     if run is not None and run.sample_every:
         raise HddmError(f"sample_every: {run.sample_every}: a router makes no images; leave it out")
-    folders = find_shards(shards_folder)
+    named = [partitions] if isinstance(partitions, Path) else partitions
+    folders = [folder for partition in named for folder in find_shards(partition)]
     data = data_of(folders)
     if is_complete(out, ROUTER_FILE, run, overwrite, settings, data):
         return []
@@ -75,7 +77,7 @@ def train_router(
         held = rows[fresh]
         rows = rows[~fresh]
         seen = Evidence(stored, held, labels[held], "images kept from training")
-    evidence = kept_apart(shards_folder, shards) or seen
+    evidence = kept_apart(shards) or seen
     shape = shards[0].shape
     network = new_network(RouterTransformer, settings.size, shape, settings.seed, num_experts=len(shards))
 
@@ -132,6 +134,10 @@ def train_router(
 
 
 def _check_alike(shards: list[Shard]) -> None:
+    first: dict[str, Shard] = {}
+    for shard in shards:
+        if (other := first.setdefault(shard.hash, shard)) is not shard:
+            raise HddmError(f"{shard.folder}: holds the same images as {other.folder}; name each shard once")
     shapes = {shard.shape for shard in shards}
     if len(shapes) > 1:
         raise HddmError(f"the shards hold images of different shapes: {sorted(shapes)}")
@@ -154,15 +160,15 @@ class Evidence:
     source: str
 
 
-def kept_apart(partition: Path, shards: Sequence[Shard]) -> Evidence | None:
-    """Open the held-out images of a partition, which must be those of ``shards``; None without any."""
-    if not (partition / HELD_OUT).is_dir():
+def kept_apart(shards: Sequence[Shard]) -> Evidence | None:
+    """Open the held-out images of ``shards``; None where one of their partitions holds none out."""
+    if not all((shard.folder.parent / HELD_OUT).is_dir() for shard in shards):
         return None
-    found = [open_shard(partition / HELD_OUT / shard.folder.name) for shard in shards]
+    found = [open_shard(shard.folder.parent / HELD_OUT / shard.folder.name) for shard in shards]
     for one, shard in zip(found, shards, strict=True):
         if one.held_out_of != shard.hash or one.shape != shard.shape:
             raise HddmError(
-                f"{one.folder}: its images were not kept from {shard.folder}; remove {partition / HELD_OUT}"
+                f"{one.folder}: its images were not kept from {shard.folder}; remove {one.folder.parent}"
             )
     store = JoinedStore([one.stored for one in found])
     rows = torch.arange(len(store))

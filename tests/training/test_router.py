@@ -135,6 +135,23 @@ def test_a_router_is_judged_by_images_that_it_was_not_trained_on_where_there_are
     assert (found["of"], found["images"]) == ("images kept from training", round(0.15 * (120 - number)))
 
 
+def test_shards_of_several_partitions_are_told_apart_in_their_order(
+    shards: Path, tmp_path: Path, hddm: Command
+) -> None:
+    other = tmp_path / "other"
+    (shard,) = partition(write_images(tmp_path / "images", 20), other, 1, held_out=0.4)
+    folders = [*find_shards(shards), shard]
+    code, printed, err = hddm("train", "router", shards, other, "--out", tmp_path / "both", *OPTIONS)
+    assert code == 0, err
+    # Only one of the two holds images out.
+    assert "training images at all noise levels" in printed
+    _, record = read_router(tmp_path / "both")
+    assert record.shard_hashes == tuple(load_shard(folder).hash for folder in folders)
+    assert record.shard_images == tuple(len(load_shard(folder)) for folder in folders)
+    again = hddm("train", "router", other, shards, other, "--out", tmp_path / "again", *OPTIONS)
+    assert f"{shard}: holds the same images as {shard}; name each shard once" in again[2]
+
+
 PRIOR = (0.5, 0.3, 0.2)
 SHAPE = (1, 2, 2)
 
