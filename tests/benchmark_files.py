@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from hddm.benchmark import run
 from hddm.benchmark.presets import parse_settings
 from hddm.benchmark.results import Results, compare_rows
 from hddm.benchmark.settings import BenchmarkSettings
-from hddm.utils.processes import Call, Report
+from hddm.utils.processes import Call, Report, nothing
 from tests.artefacts import killing, write_images
 from tests.killed_runs import in_a_process
 
@@ -91,8 +91,21 @@ class Inline:
 
     def __exit__(self, *ended: object) -> None: ...
 
-    def run(self, calls: Sequence[Call], on_progress: Report) -> list[Any]:
-        return [call.function(**call.arguments, report=on_progress) for call in calls]
+    running: tuple[str, ...] = ()
+
+    def run(
+        self,
+        calls: Sequence[Call],
+        on_progress: Report,
+        on_start: Callable[[Call], object] = nothing,
+        on_end: Callable[[Call, Any], object] = nothing,
+    ) -> list[Any]:
+        results = []
+        for call in calls:
+            on_start(call)
+            results.append(call.function(**call.arguments, report=on_progress))
+            on_end(call, results[-1])
+        return results
 
 
 def run_inline(chosen: BenchmarkSettings, out: Path, data: Path, **options: Any) -> Results:

@@ -28,14 +28,14 @@ from tests.artefacts import expert_settings, killing, pixels_of
 
 STEPS, BATCH, EVERY = 24, 7, 5
 
-_context = get_context("forkserver")
+CONTEXT = get_context("forkserver")
 # Imported once, so that a process costs milliseconds.
-_context.set_forkserver_preload([__name__, accelerate.__name__, diffusers.hooks.__name__])
+CONTEXT.set_forkserver_preload([__name__, accelerate.__name__, diffusers.hooks.__name__])
 
 
 def in_a_process(target: Callable[..., None], *arguments: object) -> ForkServerProcess:
     """A call that runs in a process of its own."""
-    process = _context.Process(target=target, args=arguments)
+    process = CONTEXT.Process(target=target, args=arguments)
     process.start()
     return process
 

@@ -12,18 +12,24 @@ def quickstart(
     out: Annotated[Path, typer.Option("--out", help="Folder to write, or to go on with.")] = Path(
         "runs/quickstart"
     ),
-    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Trainings, for the spread between them.")] = 1,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Trainings of every model.")] = 1,
     overwrite: Overwrite = False,
 ) -> None:
-    """Run the whole pipeline on real images, in minutes on a laptop CPU.
+    """Grow an old model of digits by experts of new ones, in minutes on a laptop CPU.
 
-    Partitions scikit-learn's digits, trains isolated flow and DDPM experts, a router and a single
-    model at equal compute, samples them all and compares them.
+    Trains a plain diffusers model, converts it, trains a flow and a DDPM expert on new images, puts all
+    three together, samples and measures: every step a command of hddm, printed as it runs.
     """
-    from hddm.benchmark.presets import chosen, load_settings
-    from hddm.benchmark.report import tables_text
-    from hddm.benchmark.run import quickstart as run
+    from hddm.benchmark.report import REPORT_FILE
+    from hddm.benchmark.story import tell
 
-    results = run(chosen(load_settings("quickstart"), f"0-{seeds - 1}"), out, overwrite)
-    typer.echo(tables_text(results))
-    typer.echo(f"\nreport: {out / 'report.html'}\nfigures: {out / 'results.json'}")
+    if said := tell(out, run_words, overwrite, seeds):
+        typer.echo(f"\n{said}")
+    typer.echo(f"report: {out / REPORT_FILE}")
+
+
+def run_words(words: list[str]) -> None:
+    """Run a command line of hddm, in another process."""
+    from hddm_cli.app import commands
+
+    commands(args=words, prog_name="hddm", standalone_mode=False)

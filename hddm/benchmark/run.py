@@ -13,7 +13,6 @@ The same command resumes after a kill at any moment. Results are written after e
 
 import functools
 import os
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -123,14 +122,6 @@ def _tell(settings: BenchmarkSettings, workload: Workload, out: Path, before: Ma
             f"{workload.total(SCORE)} rows, {settings.workers} at a time"
         )
     print(text, file=sys.stderr, flush=True)
-
-
-def quickstart(settings: BenchmarkSettings, out: Path, overwrite: bool = False) -> Results:
-    """Run a benchmark that brings its own images, or resume it; ``overwrite`` begins anew."""
-    if overwrite and out.exists():
-        check_absent(out, BENCHMARK_FILE, overwrite)
-        shutil.rmtree(out)
-    return run_benchmark(settings, out)
 
 
 class _Chosen(OpenRecord):

@@ -177,6 +177,10 @@ def environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ[key] = value
 
 
+def nothing(*given: object) -> None:
+    """Do nothing."""
+
+
 class Workers:
     """A pool of ``count`` fresh processes; use as a context manager."""
 
@@ -214,8 +218,16 @@ class Workers:
                     child.kill()
             time.sleep(0.05)
 
-    def run(self, calls: Sequence[Call], on_progress: Report) -> list[Any]:
+    def run(
+        self,
+        calls: Sequence[Call],
+        on_progress: Report,
+        on_start: Callable[[Call], object] = nothing,
+        on_end: Callable[[Call, Any], object] = nothing,
+    ) -> list[Any]:
         """Results of ``calls``, in their order, in which they also start.
+
+        ``on_start`` is told of each call as it starts, ``on_end`` of each with its result.
 
         The first exception in a worker is raised here, and no further calls start. Raises `HddmError` if a
         worker process died, since the others cannot continue.
@@ -229,13 +241,16 @@ class Workers:
                 # begin the next one.
                 while waiting and len(running) < self._count:
                     k = waiting.popleft()
+                    on_start(calls[k])
                     running[self._pool.submit(_run, calls[k].function, calls[k].arguments)] = k
                 self.running = tuple(calls[k].name for k in sorted(running.values()))
                 done, _ = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
                 while not self._reports.empty():
                     on_progress(self._reports.get())
                 for future in done:
-                    results[running.pop(future)] = future.result()
+                    k = running.pop(future)
+                    results[k] = future.result()
+                    on_end(calls[k], results[k])
         except BrokenProcessPool as error:
             raise HddmError(
                 "a worker process died without a word: memory may have run out; try fewer workers"

@@ -29,6 +29,8 @@ class Progress:
 
     is_quiet = False
     """True in worker processes, whose work is counted by the one that started them."""
+    heard: ClassVar[Callable[[float], None] | None] = None
+    """Called in worker processes with the part of a work that is done, in [0, 1], as it is counted."""
     start: ClassVar["Progress | None"] = None
     """Speaks until work begins that is counted (`until_counted`)."""
 
@@ -79,6 +81,8 @@ class Progress:
         """Count ``units`` more."""
         with self._lock:
             before, self._done = self._done, self._done + units
+            if self.is_quiet and Progress.heard is not None and self._total:
+                Progress.heard(self._done / self._total)
             if self._bar is not None:
                 self._bar.update(self._done - self._bar.n)
                 return
@@ -91,6 +95,13 @@ class Progress:
                 self._speak(now)
             else:
                 self._speak_if_due(now)
+
+    def say(self, text: str) -> None:
+        """Print lines of their own, above the bar."""
+        with self._lock:
+            self._spoke = time.perf_counter()
+            tqdm.write(text, file=sys.stderr)
+            sys.stderr.flush()
 
     def _beat(self) -> None:
         while not self._ended.wait(_BEAT):

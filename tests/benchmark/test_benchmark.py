@@ -1,4 +1,4 @@
-"""A whole quickstart in miniature: what it writes is complete, consistent and self-contained."""
+"""A whole benchmark in miniature: what it writes is complete, consistent and self-contained."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from hddm.benchmark.data import write_digits
 from hddm.benchmark.presets import load_settings, parse_settings
 from hddm.benchmark.report import tables_text
 from hddm.benchmark.results import Results
-from hddm.benchmark.run import quickstart
+from hddm.benchmark.run import run_benchmark
 from hddm.benchmark.samples import write_grid
 from hddm.data.images import load_images
 from tests.artefacts import contents
@@ -43,12 +43,12 @@ SETTINGS = parse_settings(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("quickstart") / "out"
+    return tmp_path_factory.mktemp("benchmark") / "out"
 
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> Results:
-    return quickstart(SETTINGS, folder)
+    return run_benchmark(SETTINGS, folder)
 
 
 def test_the_two_tables_have_all_their_rows(results: Results, folder: Path) -> None:
@@ -99,11 +99,11 @@ def test_the_terminal_shows_what_the_results_say(results: Results, folder: Path)
         assert results.shown(row, "to_held_out") in text
 
 
-def test_a_finished_quickstart_says_so_and_does_nothing_again(
+def test_a_finished_benchmark_says_so_and_does_nothing_again(
     results: Results, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = {path: path.stat().st_mtime_ns for path in (folder / "jobs").rglob("job.json")}
-    assert quickstart(SETTINGS, folder) == results
+    assert run_benchmark(SETTINGS, folder) == results
     assert f"{folder}: was finished on {results.date}" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in made} == made
 

@@ -1,5 +1,6 @@
 """The README and the guides keep their word: commands are accepted, Python runs, files are read."""
 
+import contextlib
 import os
 import re
 import shlex
@@ -13,8 +14,8 @@ from typing import NamedTuple
 import pytest
 from typer.main import get_command
 
-from hddm.benchmark.data import write_digits
 from hddm.benchmark.presets import load_settings
+from hddm.benchmark.story import train_old_model, write_old_and_new
 from hddm.training.settings import KINDS, ExpertSettings, read_run_file
 from hddm_cli.app import commands
 from tests.artefacts import Command
@@ -157,11 +158,16 @@ def test_the_site_is_built_without_a_warning_and_asks_the_network_for_nothing(tm
 
 def _prepare(folder: Path, ensemble: Path) -> None:
     """Everything that a story begins with, under the names that it has there."""
-    digits, _ = write_digits(folder / "runs/quickstart/digits")
+    quickstart = folder / "runs/quickstart"
+    quickstart.mkdir(parents=True)
+    with contextlib.chdir(quickstart):
+        write_old_and_new()
+        train_old_model(Path("old-pipeline"), 1, 0)
+    shutil.copytree(ensemble, quickstart / "grown")
+    digits = quickstart / "digits/train"
     (folder / "photos").symlink_to(digits)
     for digit, name in enumerate(CLASSES):
         shutil.copytree(digits / str(digit), folder / "cifar/train" / name)
-    shutil.copytree(ensemble, folder / "runs/quickstart/seed_0/ensembles/mixed-2-2")
     checkpoint = pipeline(folder / "stable-diffusion-v1-5", text_unet())
     write_vae(checkpoint / "vae")
     write_clip(checkpoint)

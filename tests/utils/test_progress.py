@@ -148,6 +148,8 @@ def test_long_work_speaks_every_ten_seconds_and_after_three_minutes_every_minute
     # Counted every 6 seconds, so that a line is due at every other count.
     assert spoke == [*range(12, 180, 12), 228, 288, 348]
     assert line == "encode: 5 %, 1 h 34 min left"
+    advance.say("a line of its own")
+    assert capsys.readouterr().err == "a line of its own\n"
 
 
 class _Log(io.StringIO):
@@ -191,10 +193,16 @@ def test_work_that_counts_nothing_speaks_all_the_same(monkeypatch: pytest.Monkey
 def test_a_worker_leaves_progress_to_the_process_that_started_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    heard: list[float] = []
     monkeypatch.setattr(progress.Progress, "is_quiet", True)
+    monkeypatch.setattr(progress.Progress, "heard", heard.append)
     with progress.Progress(10, "features") as advance:
-        advance(10)
+        advance(4)
+        advance(6)
+    with progress.Progress(None, "write"):
+        pass
     assert capsys.readouterr().err == ""
+    assert heard == [0.4, 1.0]
 
 
 class _Terminal(io.StringIO):

@@ -69,8 +69,18 @@ def test_results_come_in_the_order_of_the_calls(workers: Workers) -> None:
     calls = [
         Call(square, {"value": n, "seconds": seconds}, units=n) for n, seconds in enumerate(durations, 1)
     ]
-    assert workers.run(calls, advances.append) == [1, 4, 9, 16]
+    told: list[tuple[str, int]] = []
+    results = workers.run(
+        calls,
+        advances.append,
+        lambda call: told.append(("begins", call.units)),
+        lambda call, result: told.append(("ends", result)),
+    )
+    assert results == [1, 4, 9, 16]
     assert sorted(advances) == [1, 2, 3, 4]
+    # Two at a time, and the first takes longer than the second.
+    assert told[:4] == [("begins", 1), ("begins", 2), ("ends", 4), ("begins", 3)]
+    assert sorted(told[4:]) == [("begins", 4), ("ends", 1), ("ends", 9), ("ends", 16)]
 
 
 def test_workers_are_other_processes_with_one_thread(workers: Workers) -> None:
