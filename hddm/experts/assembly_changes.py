@@ -41,7 +41,7 @@ from hddm.experts.lora import bases_in
 from hddm.experts.records import FORMAT, ROUTER_FILE, RouterRecord, open_expert
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.files import inside, is_draft, link_or_copy, new_folder, restore
-from hddm.utils.records import MANIFEST, read_record
+from hddm.utils.records import MANIFEST, has_manifest, read_record
 
 Value = TypeVar("Value")
 
@@ -149,9 +149,9 @@ def change(
         prior=None if add or not sum(prior) else prior,
         shift=_shift_by_hand(ensemble, record),
     )
-    # Those that stay were checked in full when they came, and are now as they are when they are loaded.
+    # Those that stay were checked in full when they came; their manifest says that they are as they were.
     refuse_damaged_ensemble(ensemble, record, kept)
-    for folder in stay:
+    for folder in stay if not has_manifest(ensemble) else []:
         open_expert(folder, folders.bases)
     # The ensemble's own router was checked with it.
     new_router = None if router is None else folders.router
