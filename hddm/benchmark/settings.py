@@ -230,7 +230,7 @@ class DataSettings(Record):
 class PartitionSettings(Record):
     """Arguments of `hddm.data.partition.partition`."""
 
-    shards: Positive = 4
+    shards: Annotated[int, Field(ge=1, le=4096)] = 4
     features: str = "pixels"
     seed: int = 0
     classes: dict[str, tuple[str, ...]] | None = None

@@ -131,6 +131,7 @@ def _model(**said: Any) -> dict[str, Any]:
         (_model(kind="grown"), "a: kinds merged and grown go together with the names of two or more"),
         (_model(kind="merged", of=["a", "b"]), "a: there is no single model 'a' before it"),
         (_model(kind="grown", of=["a", "b"], objectives="ddpm"), "a: is made of others, so training"),
+        ({"partition": {"shards": 10**9}}, "'partition.shards' (is 1000000000): must be 4096 or less"),
         ({"partition": {"shards": 3, "classes": {"old": ["a"], "new": ["b"]}}}, "classes are of 2 domains"),
         ({"partition": {"shards": 2, "classes": {"old": ["a"], "new": ["b"]}}}, "write features: classifier"),
         (
