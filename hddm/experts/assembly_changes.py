@@ -5,6 +5,7 @@ other names beside it; the next change then restores the old one.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -106,7 +107,13 @@ def change(
     if record.class_lists:
         lists = [new or old for new, old in zip(lists, kept_of(record.class_lists, ()), strict=True)]
     if record.shares:
-        fixed = spread(_shares(fixed, kept_of(record.shares, None)), domains)
+        # What is left of a domain stands for all of it, so that another expert may take the place of one.
+        of, left_of = record.domain_of, Counter(record.domain_of[k] for k in kept)
+        whole = [
+            None if one is None else one * of.count(d) / max(1, left_of[d])
+            for one, d in zip(record.shares, of, strict=True)
+        ]
+        fixed = spread(_shares(fixed, kept_of(whole, None)), domains)
     folders = EnsembleFolders(
         everyone,
         None if router in (None, MOMENTS) else Path(router),

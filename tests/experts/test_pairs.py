@@ -270,6 +270,18 @@ def test_a_change_keeps_pairs_whole(mixed: Path, pair: list[Path], shards: Path,
     assert (facts.domains, facts.router_outputs) == ((0, 1, 1), (1, 0, 0))
 
 
+def test_a_pair_of_which_one_is_replaced_keeps_its_share(
+    nameless: list[Path], flow_expert: Path, tmp_path: Path
+) -> None:
+    out, domain = tmp_path / "out", [["0", "1"]]
+    assemble([*nameless, flow_expert], out, domain=domain, share={"0": 0.8})
+    assert read_ensemble_facts(out).prior == pytest.approx((0.4, 0.4, 0.2))
+    change(out, remove=[1], add=[nameless[1]], domain=[["0", "nameless_low"]])
+    assert read_ensemble_facts(out).prior == pytest.approx((0.4, 0.2, 0.4))
+    change(out, remove=[0], add=[nameless[0]], domain=[["2", "nameless_high"]], share={"1": 0.5, "2": 0.5})
+    assert read_ensemble_facts(out).prior == pytest.approx((0.5, 0.25, 0.25))
+
+
 def test_domains_that_were_said_stay(nameless: list[Path], flow_expert: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assemble([flow_expert, *nameless], out, domain=[["nameless_low", "nameless_high"]])
