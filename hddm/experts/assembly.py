@@ -67,7 +67,8 @@ MOMENTS_EVIDENCE = 10.0
 class EnsembleFolders:
     """Folders that make up an ensemble.
 
-    ``outputs`` has the router's output for each expert, None where still open; empty where all are.
+    ``outputs`` has the router's output for each expert, or that of the one ``aside``, None where still open;
+    empty where all are.
     ``given`` and ``own`` are components by name, and ``texts`` the numbers of text encoders that experts had
     (`hddm.experts.components.arrange`); ``bases``, the weights
     that adapters change, by SHA-256. ``aside`` is a learned router that waits for others to go; ``shares``,
@@ -292,6 +293,7 @@ def check(
         classes=join_classes(tuple(lists)).names,
         class_prior=class_prior_of(experts, lists, shares, found),
         router_aside=None if folders.aside is None else ROUTER,
+        aside_outputs=() if folders.aside is None else tuple(folders.outputs),
         moments_evidence=folders.moments_evidence,
         strategy=strategy,
         shift=common_shift(experts, found) if shift is None else shift,

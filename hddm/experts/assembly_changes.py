@@ -130,7 +130,11 @@ def change(
     told: tuple[str, ...] = ()
     learned = record.router or record.router_aside
     if router is None and learned is not None:
-        unknown = _unknown_to(ensemble / learned, everyone if record.router is None else add)
+        before: Sequence[int | None] = record.outputs
+        if record.router is None:
+            before = record.aside_outputs or [None] * len(record.experts)
+        folders = replace(folders, outputs=kept_of(before, None))
+        unknown = _unknown_to(ensemble / learned, everyone, folders.outputs)
         is_calibrated = all((folder / CALIBRATION).is_file() for folder in everyone)
         # Of several kinds experts are drawn, and nothing routes.
         is_calibrated &= len({kind_of(one) for _, one in read_records(everyone)}) == 1
@@ -141,12 +145,10 @@ def change(
             told = (
                 f"the router does not know the shard of {', '.join(unknown)} and is set aside; {instead}",
             )
-        elif record.router is None:
-            folders = replace(folders, router=ensemble / learned)
-            told = ("the router that was set aside knows all experts, and routes again",)
         else:
-            settled = [*(record.outputs[k] for k in kept), *(None for _ in add)]
-            folders = replace(folders, router=ensemble / learned, outputs=settled)
+            folders = replace(folders, router=ensemble / learned)
+            if record.router is None:
+                told = ("the router that was set aside knows all experts, and routes again",)
     elif router is None:
         folders = replace(folders, moments_evidence=record.moments_evidence)
     prior = [record.prior[k] for k in kept]
@@ -186,11 +188,11 @@ def _index_of(ensemble: Path, record: EnsembleRecord, name: str | int) -> int:
     )
 
 
-def _unknown_to(router: Path, experts: Sequence[Path]) -> list[str]:
-    """Names of the experts whose shard a router does not know."""
+def _unknown_to(router: Path, experts: Sequence[Path], outputs: Sequence[int | None]) -> list[str]:
+    """Names of the experts of no known output whose shard a router does not know."""
     known = read_record(router / ROUTER_FILE, RouterRecord, FORMAT).shard_hashes
-    shards = [(name, record.shard) for name, record in read_records(experts)]
-    return [name for name, shard in shards if shard is None or shard.hash not in known]
+    open_ones = [one for one, output in zip(read_records(experts), outputs, strict=True) if output is None]
+    return [name for name, record in open_ones if record.shard is None or record.shard.hash not in known]
 
 
 def _shares(given: Shares, before: Shares) -> Shares:

@@ -243,6 +243,8 @@ class EnsembleRecord(Record):
     """p(k | class), one row for each class."""
     router_aside: str | None = None
     """Folder of a learned router that does not know the shards of all experts; it comes back when they go."""
+    aside_outputs: tuple[Annotated[int, Field(ge=0)] | None, ...] = ()
+    """Its output for each expert, None for one that it does not know; empty where shards alone tell."""
     moments_evidence: Temperature | None = None
     """Of a router by the experts' moments (`hddm.routers.MomentsRouter`), in place of a learned one."""
     texts: tuple[Number, ...] = ()
@@ -438,7 +440,7 @@ def _check_numbers(facts: EnsembleRecord, path: Path) -> None:
     for key, row in (("prior", facts.prior), *(("class_prior", row) for row in facts.class_prior)):
         if len(row) != experts or not math.fsum(row) > 0:
             raise HddmError(f"{path}: {key} must be {experts} numbers with a positive sum, not {list(row)}")
-    for key in ("shares", "class_lists", "domains", "texts", "vaes"):
+    for key in ("shares", "class_lists", "domains", "texts", "vaes", "aside_outputs"):
         if len(getattr(facts, key)) not in (0, experts):
             raise HddmError(f"{path}: {key} must be of {experts} experts, not {len(getattr(facts, key))}")
     if facts.classes and len(facts.class_prior) not in (0, len(facts.classes)):

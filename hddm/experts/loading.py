@@ -214,6 +214,7 @@ def _only(facts: EnsembleRecord, chosen: Sequence[int]) -> EnsembleRecord:
         "experts": tuple(facts.experts[k] for k in chosen),
         "router_outputs": tuple(facts.outputs[k] for k in chosen) if facts.router is not None else (),
         "router_aside": None,
+        "aside_outputs": (),
         "prior": prior,
         "shares": tuple(facts.shares[k] for k in chosen) if facts.shares else (),
         "class_lists": tuple(facts.class_lists[k] for k in chosen) if facts.class_lists else (),

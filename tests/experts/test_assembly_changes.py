@@ -71,6 +71,13 @@ def test_experts_without_a_shard_record_keep_their_outputs(trio: Trio, whole: Pa
     lost = variant(trio.experts[0], whole.parent / "lost", shard=None)
     told = f"the router does not know the shard of {lost} and is set aside; the experts' moments route"
     assert told in change(whole, add=[lost])
+    # The router knows the others by their places, and comes back for them.
+    facts = read_ensemble_facts(whole)
+    assert (facts.router, facts.router_aside, facts.aside_outputs) == (None, "router", (1, 2, None))
+    change(whole, remove=[0])
+    change(whole, remove=[1])
+    facts = read_ensemble_facts(whole)
+    assert (facts.router, facts.router_outputs, facts.aside_outputs) == ("router", (2,), ())
 
 
 def test_an_expert_of_an_unknown_shard_needs_another_router(trio: Trio, whole: Path, tmp_path: Path) -> None:
