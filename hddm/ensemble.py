@@ -149,6 +149,8 @@ class Ensemble:
         texts: where experts take the tokens of several text encoders, the number of each expert's, from 0.
             The tokens of the second are the condition ``encoder_hidden_states_2``, and so on.
         domains: K numbers, the same for the experts of one domain; by default each is its own.
+        topics: number of the text encoder by which `hddm.HDDMPipeline` routes prompts
+            (`hddm.routers.PromptRouter`); None where it does not.
 
     Raises:
         HddmError: for no experts, an unknown strategy, a k above the number of domains, experts of different
@@ -167,6 +169,7 @@ class Ensemble:
         texts: Sequence[int] = (),
         spaces: Sequence[int] = (),
         domains: Sequence[int] | None = None,
+        topics: int | None = None,
     ) -> None:
         if not experts:
             raise HddmError("an ensemble needs at least one expert")
@@ -188,7 +191,7 @@ class Ensemble:
         self.class_prior = None
         if class_prior is not None:
             self.class_prior = torch.stack([_normalised(row, len(self.experts)) for row in class_prior])
-        self.texts, self.spaces = tuple(texts), tuple(spaces)
+        self.texts, self.spaces, self.topics = tuple(texts), tuple(spaces), topics
         for name, numbers in (("texts", self.texts), ("spaces", self.spaces)):
             if len(numbers) not in (0, len(self.experts)):
                 raise HddmError(f"{name} has {len(numbers)} numbers for {len(self.experts)} experts")

@@ -98,6 +98,7 @@ def parts_of(
         shift=model.shift,
         texts=model.texts,
         vaes=model.spaces,
+        topics=model.topics,
         domains=model.domains if model.num_domains < len(fields) else (),
     )
     return fields, router, record

@@ -52,7 +52,7 @@ from hddm.networks.wrappers import described
 from hddm.routers import MomentsRouter, Router
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import inside, restore
-from hddm.utils.records import WHOLE
+from hddm.utils.records import WHOLE, ensemble_around
 from hddm.velocity import VelocityField
 
 
@@ -284,6 +284,7 @@ def ensemble_of(
             facts.texts,
             facts.vaes,
             facts.domain_of,
+            facts.topics,
         )
     except HddmError as error:
         raise HddmError(f"{ENSEMBLE_FILE}: {error}") from error
@@ -327,9 +328,13 @@ def save_ensemble(
         (draft / ROUTER).mkdir()
         save_router(draft / ROUTER, router, router_facts)
     names = tuple(f"experts/{k}" for k in range(len(experts.experts)))
-    routed: dict[str, Any] = {"router": ROUTER, "router_aside": None}
+    routed: dict[str, Any] = {"router": ROUTER, "router_aside": None, "aside_outputs": ()}
     if router is None:
-        routed |= {"router": None, "router_outputs": ()}
+        routed = {"router": None, "router_outputs": ()}
+        first = experts.experts[0].folder
+        if facts.router_aside is not None and first and (around := ensemble_around(first)):
+            (draft / ROUTER).mkdir()
+            save_router(draft / ROUTER, *read_router(around / facts.router_aside))
     known = {
         one.facts.adapter.base_sha256: one.base for one in experts.experts if one.facts.adapter and one.base
     }

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hddm.classes import Labels
 from hddm.ensemble import Ensemble
+from hddm.experts.compatibility import takes_text
 from hddm.experts.ensemble_folders import (
     COMPONENTS,
     ENSEMBLE_FILE,
@@ -180,16 +181,26 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         vae: AutoencoderKL | AutoencoderTiny | None = None,
         text_encoder: Any = None,
         tokenizer: Any = None,
+        **others: Any,
     ) -> "HDDMPipeline":
         """Make a pipeline of an ensemble in memory, or of one expert, that shares its networks and router.
 
-        Under one seed its samples are those of `hddm.sample`. It is saved where a folder can hold its parts:
-        networks of the classes that `hddm.load` reads, and hddm's own router. Raises `HddmError` for samples
-        of unknown or several shapes.
+        Under one seed its samples are those of `hddm.sample`. ``others`` are second and third components, as
+        the class takes them. It is saved where a folder can hold its parts: networks of the classes that
+        `hddm.load` reads, and hddm's own router. Raises `HddmError` for samples of unknown or several shapes,
+        and for topics of experts whose network was replaced.
         """
         fields, router, record = parts_of(ensemble)
+        experts = ExpertSet(fields, record=record)
+        if record.topics is not None and not all(
+            one.topic for one in experts.experts if takes_text(one.facts)
+        ):
+            raise HddmError(
+                "prompts are routed by the experts' topics, and a network was replaced since; set "
+                "ensemble.topics = None"
+            )
         scheduler = FlowMatchEulerDiscreteScheduler(shift=record.shift)
-        return cls(ExpertSet(fields, record=record), scheduler, router, vae, text_encoder, tokenizer)
+        return cls(experts, scheduler, router, vae, text_encoder, tokenizer, **others)
 
     @classmethod
     def from_pretrained(

@@ -15,6 +15,7 @@ from hddm.data.shard_records import overlap, sketch_of
 from hddm.experts.assembly import MOMENTS_EVIDENCE, assemble, read_classes
 from hddm.experts.assembly_changes import change
 from hddm.experts.ensemble_folders import read_ensemble_facts
+from hddm.experts.records import read_router
 from hddm.networks.transformers import ExpertTransformer
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.routers import MomentsRouter
@@ -257,6 +258,12 @@ def test_a_router_is_set_aside_while_there_is_an_expert_that_it_does_not_know(
     assert {name: after[name] for name in before} == before
     change(whole, strategy="top-1")
     assert load_ensemble(whole).velocity(torch.zeros(1, 1, 4, 4), torch.tensor([0.3])).isfinite().all()
+    # A copy keeps it, too.
+    HDDMPipeline.from_pretrained(whole).save_pretrained(tmp_path / "saved")
+    change(tmp_path / "saved", remove=[3], strategy="full")
+    x, t = torch.randn(4, 1, 4, 4, generator=torch.Generator().manual_seed(0)), torch.full((4,), 0.4)
+    learned = read_router(trio.router)[0](x, 1000 * t).softmax(1)
+    torch.testing.assert_close(load_ensemble(tmp_path / "saved").router(x, t), learned)
     notes = change(whole, remove=[3])
     assert "the router that was set aside knows all experts, and routes again" in notes
     change(whole, strategy="draw")

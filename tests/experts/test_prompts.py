@@ -98,6 +98,12 @@ def test_a_topic_is_kilobytes_and_reads_back(tmp_path: Path) -> None:
     pipe.save_pretrained(tmp_path / "saved")
     again, _ = HDDMPipeline.from_pretrained(tmp_path / "saved").encode(["a cat", "dog"])
     assert torch.equal(given[PRIOR], again[PRIOR])
+    ensemble = load_ensemble(tmp_path / "saved")
+    again, _ = HDDMPipeline.from_ensemble(ensemble, None, encoder, tokenizer).encode(["a cat", "dog"])
+    assert torch.equal(given[PRIOR], again[PRIOR])
+    field = ensemble.experts[0]
+    field.network = field.network.network
+    assert "a network was replaced since" in refusal(HDDMPipeline.from_ensemble, ensemble)
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +140,11 @@ def test_each_expert_reads_a_prompt_by_its_own_text_encoder(
         own = HDDMPipeline.from_pretrained(folder)(prompts, seed=3, **guided).images
         torch.testing.assert_close(pipe(prompts, seed=3, expert=k, **guided).images, own)
     drawn = pipe(prompts * 4, seed=3, **STEPS)
+    in_memory, parts = load_ensemble(tmp_path / "both"), pipe.components
+    seconds = {name: parts[name] for name in ("text_encoder_2", "tokenizer_2")}
+    firsts = (parts[name] for name in ("vae", "text_encoder", "tokenizer"))
+    again = HDDMPipeline.from_ensemble(in_memory, *firsts, **seconds)(prompts * 4, seed=3, **STEPS)
+    assert torch.equal(again.images, drawn.images)
     assert (drawn.expert_use.shares > 0).all()
     both, made = str(tmp_path / "both"), str(tmp_path / "images.pt")
     code = f"""if True:
