@@ -352,7 +352,8 @@ def _warn(pipeline: HDDMPipeline, settings: SampleSettings, use: ExpertUse, expe
 
 def _record(source: Path, settings: SampleSettings, pipeline: HDDMPipeline, given: Cycles) -> dict[str, Any]:
     labels = given.get("class_labels")
-    vae = pipeline.experts.facts[0].vae
+    # One for all; where experts differ, each one's.
+    vaes = [None if one.vae is None else one.vae.model_dump(mode="json") for one in pipeline.experts.facts]
     return {
         "format": FORMAT,
         "hddm": version("hddm-diffusion"),
@@ -366,7 +367,7 @@ def _record(source: Path, settings: SampleSettings, pipeline: HDDMPipeline, give
         "shift": pipeline.facts.shift if settings.shift is None else settings.shift,
         "model_shift": pipeline.facts.shift,
         "weights": sorted({facts.weights for facts in pipeline.experts.facts}),
-        "vae": None if vae is None else vae.model_dump(mode="json"),
+        "vae": vaes[0] if all(one == vaes[0] for one in vaes) else vaes,
         "class_labels": None if labels is None else labels.tolist(),
         "class_names": list(class_names(given, pipeline.ensemble.classes)) or None,
     }

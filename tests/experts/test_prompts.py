@@ -1,5 +1,6 @@
 """Ensembles asked by prompt: topics of captions, several text encoders, classes by name, several kinds."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from hddm.experts.ensemble_folders import read_ensemble_facts
 from hddm.experts.records import Expert, read_expert, save_expert
 from hddm.networks.identity import VaeRecord
 from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer
+from hddm.networks.vae import vae_facts
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.routers import SPREAD, PromptRouter, Topic
 from hddm.schedules import CosineSchedule
@@ -312,6 +314,10 @@ def test_two_latent_spaces_have_a_vae_each(two_encoders: Path, tmp_path: Path, h
         "sample", both, "--out", out, "--prompt", "a cat", "--num-images", 6, "--seed", 1, "--steps", 2
     )
     assert code == 0, err
+    recorded = json.loads((out / "sampling.json").read_text())["vae"]
+    assert [one["fingerprint"] for one in recorded] == [
+        vae_facts(tmp_path / name / "vae").fingerprint for name in ("a", "b")
+    ]
     for i, image in enumerate(images):
         with Image.open(out / f"{i:05d}.png") as made:
             assert made.tobytes() == image.tobytes()
