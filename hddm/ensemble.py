@@ -23,9 +23,9 @@ A router sees no condition. Where p(k | class) is known, samples of a class are 
 which is exact where class and x_t are independent given k. Without it experts are asked for classes that they
 have never seen. p(k | prompt), the condition `PRIOR`, takes the place of p(k | class) where it is given.
 
-**Domains.** Experts of one shard may divide t among them, as a pair for high and for low noise. Together they
-are a domain, which counts as one expert above. t decides which of its experts runs, and that one has all of
-its probability:
+**Domains.** A domain is what a group of images shows, as those of a shard. Its experts may divide t among
+them, as a pair for high and for low noise, and count as one expert above. t decides which of them runs, and
+that one has all of the domain's probability:
 
     p(k | x_t, t) = [low_k <= t < high_k] sum_j p(j | x_t)     over the experts j of k's domain
 
