@@ -24,7 +24,7 @@ from hddm.benchmark.settings import (
     slug,
 )
 from hddm.benchmark.trainings import MODEL, RouterTraining, Training
-from hddm.checkpoints.describe import describe
+from hddm.checkpoints.inspect_models import inspect_model
 from hddm.checkpoints.merging import merge_experts
 from hddm.data.shard_records import read_manifest
 from hddm.ensemble import Ensemble, Strategy
@@ -50,7 +50,7 @@ def expert_records(folder: Path) -> list[ExpertRecord]:
 
 def read_finished(folder: Path) -> list[ExpertRecord]:
     """Read the records of a finished model's experts; refuse other folders and models of latents."""
-    found = describe(folder)
+    found = inspect_model(folder)
     if found["kind"] not in ("expert", "ensemble"):
         raise HddmError(f"{folder}: is a {found['kind']}; a finished model is an expert or an ensemble")
     if "layout" in found:

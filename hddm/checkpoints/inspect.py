@@ -31,7 +31,7 @@ def inspected(path: Path, allow_pickle: bool = False, variant: str | None = None
     """Describe anything that hddm writes, images, or a checkpoint; ``kind`` says what it is.
 
     ``read_by`` names the command that reads it, where it is another one. ``allow_pickle`` and ``variant`` are
-    for checkpoints. Raises `HddmError` as `hddm.checkpoints.describe.describe`.
+    for checkpoints. Raises `HddmError` as `hddm.checkpoints.inspect_models.inspect_model`.
     """
     if path.is_file() and path.suffix == ".json":
         if path.name in (*_MODELS[:3], *_RECORDS, MANIFEST, PARTITION_FILE):
@@ -47,9 +47,9 @@ def inspected(path: Path, allow_pickle: bool = False, variant: str | None = None
         if found is not None:
             return found(path)
     # Imported here: it imports torch.
-    from hddm.checkpoints.describe import describe
+    from hddm.checkpoints.inspect_models import inspect_model
 
-    return describe(path, allow_pickle, variant)
+    return inspect_model(path, allow_pickle, variant)
 
 
 def _run(folder: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hddm
-from hddm.checkpoints.describe import describe
+from hddm.checkpoints.inspect_models import inspect_model
 from hddm.ensemble import Ensemble
 from hddm.experts.assembly import assemble
 from hddm.experts.assembly_changes import change
@@ -196,17 +196,17 @@ def test_a_write_that_fails_midway_leaves_nothing(ddpm_expert: Path, ensemble: P
 
 
 def test_a_folder_is_described_without_its_weights(ensemble: Path, ddpm_expert: Path, shards: Path) -> None:
-    expert, field = describe(ddpm_expert), hddm.load(ddpm_expert)
+    expert, field = inspect_model(ddpm_expert), hddm.load(ddpm_expert)
     assert isinstance(field, hddm.VelocityField)
     assert expert["parameters"] == sum(p.numel() for p in field.network.parameters())
     assert (expert["objective"], expert["calibrated"]) == ("ddpm", True)
     assert expert["schedule_range"] == list(field.schedule.range)
-    assert describe(shards / "shard_0")["images"] == 24
-    whole = describe(ensemble)
+    assert inspect_model(shards / "shard_0")["images"] == 24
+    whole = inspect_model(ensemble)
     assert whole["objectives"] == ["ddpm", "flow"]
     assert (whole["shards"], whole["router_shards"], whole["router_outputs"]) == ([0, 1], 2, [0, 1])
     assert whole["components"]["router"] == "hddm.RouterTransformer"
     assert whole["router_calibrated"] is False
     assert "vae" not in whole["components"]
     with pytest.raises(HddmError, match=r"holds none of expert\.json"):
-        describe(shards.parent)
+        inspect_model(shards.parent)

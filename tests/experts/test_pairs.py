@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import hddm
-from hddm.checkpoints.describe import describe
+from hddm.checkpoints.inspect_models import inspect_model
 from hddm.experts.assembly import assemble
 from hddm.experts.assembly_changes import change
 from hddm.experts.ensemble_folders import read_ensemble_facts
@@ -103,7 +103,7 @@ def test_experts_of_one_shard_are_a_domain_by_themselves(mixed: Path) -> None:
     high, other, low = model.experts
     expected = p[..., :1] * _as_one(high, low) + p[..., 1:] * other.velocity(X, TIMES)
     assert relative_error(model.velocity(X, TIMES), expected) < 1e-5
-    described = describe(mixed)
+    described = inspect_model(mixed)
     assert (described["domains"], described["noise_ranges"]) == ([0, 1, 0], ["0.6:1", "0:1", "0:0.6"])
 
 

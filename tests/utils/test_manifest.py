@@ -14,7 +14,7 @@ import hddm.utils.records
 from hddm import load
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.checkpoints.convert import write
-from hddm.checkpoints.describe import describe
+from hddm.checkpoints.inspect_models import inspect_model
 from hddm.checkpoints.plan import Conversion, plan
 from hddm.experts.assembly import assemble
 from hddm.experts.assembly_changes import change
@@ -178,15 +178,15 @@ def test_what_has_no_meaning_may_come_change_and_go(expert: Path) -> None:
 
 
 def test_a_folder_of_an_older_format_loads_and_is_told(trio: Trio, expert: Path, tmp_path: Path) -> None:
-    assert describe(expert)["manifest"] == "of 4 files"
+    assert inspect_model(expert)["manifest"] == "of 4 files"
     (expert / MANIFEST).unlink()
-    assert describe(expert)["manifest"] == "missing, so the folder is refused"
+    assert inspect_model(expert)["manifest"] == "missing, so the folder is refused"
     _edit(EXPERT_FILE, format="1.3")(expert)
     load(expert)
     verdict = verify_expert(expert)
     assert verdict.accepted
     assert any(MANIFEST in note for note in verdict.notes)
-    assert describe(expert)["manifest"] == "none: written by an older version"
+    assert inspect_model(expert)["manifest"] == "none: written by an older version"
     notes = assemble([expert, trio.experts[1]], tmp_path / "out")
     assert any(str(expert) in note and MANIFEST in note for note in notes)
     # The ensemble holds it against the day of its assembly.

@@ -46,7 +46,7 @@ from hddm.velocity import PredictionType
 _HEADS = ("num_heads", "num_attention_heads", "attention_head_dim")
 
 
-def describe(folder: Path, allow_pickle: bool = False, variant: str | None = None) -> dict[str, Any]:
+def inspect_model(folder: Path, allow_pickle: bool = False, variant: str | None = None) -> dict[str, Any]:
     """Describe an expert, router, ensemble, partition or shard folder, or a checkpoint of other tools.
 
     ``kind`` names which. For a checkpoint, ``unstated`` lists what it does not state; ``allow_pickle`` and
@@ -221,7 +221,7 @@ def _paris(folder: Path) -> dict[str, Any]:
 
 def _ensemble(folder: Path) -> dict[str, Any]:
     record = read_ensemble_facts(folder)
-    experts, bases = [describe(folder / name) for name in record.experts], set(record.bases.values())
+    experts, bases = [inspect_model(folder / name) for name in record.experts], set(record.bases.values())
     classes = read_model_index(folder) if (folder / MODEL_INDEX).exists() else {}
     described = {
         "kind": "ensemble",
