@@ -30,7 +30,7 @@ from hddm.evaluation.images import conditions, read_data, read_sampling
 from hddm.evaluation.results import refuse_incomparable
 from hddm.experts.assembly_changes import change
 from hddm.experts.records import read_expert, read_router
-from hddm.networks.text_encoder import encode, read_text_encoder, read_tokenizer, text_encoder_facts
+from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer, text_encoder_facts
 from hddm.networks.vae import decode, read_vae, vae_facts
 from hddm.training.expert import train_expert
 from hddm.training.router import train_router
@@ -247,7 +247,7 @@ def _write_clip(folder: Path) -> None:
 
 def _read_clip(folder: Path) -> None:
     encoder, tokenizer = read_text_encoder(folder / "text_encoder"), read_tokenizer(folder / "tokenizer")
-    encode(encoder, tokenizer, ["a cat and a dog"])
+    embed(encoder, tokenizer, ["a cat and a dog"])
     text_encoder_facts(folder / "text_encoder", 77)
     text = PipelineText(folder)
     text.record()

@@ -177,11 +177,6 @@ def embed(text_encoder: Any, tokenizer: Any, prompts: Sequence[str], warns: bool
     return Embedded(tokens, mask.to(device), (tokens * weights).sum(1) / weights.sum(1))
 
 
-def encode(text_encoder: Any, tokenizer: Any, prompts: Sequence[str]) -> Tensor:
-    """Return the tokens (len(prompts), tokens, width) of `embed`, the condition of Stable Diffusion."""
-    return embed(text_encoder, tokenizer, prompts).tokens
-
-
 def cuts(tokenizer: Any, prompts: Sequence[str], length: int) -> list[tuple[int, str]]:
     """Indices of the ``prompts`` of more than ``length`` tokens; warns of what each loses."""
     tokens: list[list[int]] = tokenizer(

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, CLIPTextModel, CLIPTextModelWithProjecti
 from transformers.utils import logging as transformers_logging
 
 from hddm.checkpoints.prompts import PipelineText
-from hddm.networks.text_encoder import embed, encode, read_text_encoder, read_tokenizer, text_encoder_facts
+from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer, text_encoder_facts
 from hddm.networks.vae import read_config
 from hddm.utils.errors import HddmError
 from tests.artefacts import edit_json
@@ -24,7 +24,7 @@ FILE = "text_encoder/model.safetensors"
 
 
 def _ours(root: Path, prompts: list[str] = PROMPTS) -> torch.Tensor:
-    return encode(read_text_encoder(root / "text_encoder"), read_tokenizer(root / "tokenizer"), prompts)
+    return embed(read_text_encoder(root / "text_encoder"), read_tokenizer(root / "tokenizer"), prompts).tokens
 
 
 def _theirs(root: Path, length: int = 77, prompts: list[str] = PROMPTS) -> torch.Tensor:
@@ -126,7 +126,9 @@ def test_special_tokens_and_a_choice_of_attention_change_no_hidden_state_and_war
     assert not [one.getMessage() for one in caplog.records]
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         assert getattr(encoder.config, name) in (None, *range(size))
-    assert (encode(encoder, read_tokenizer(tmp_path / "tokenizer"), PROMPTS) - expected).abs().max() < 1e-6
+    assert (
+        embed(encoder, read_tokenizer(tmp_path / "tokenizer"), PROMPTS).tokens - expected
+    ).abs().max() < 1e-6
 
 
 def test_a_tokenizer_that_transformers_saved_makes_its_tokens(tmp_path: Path) -> None:
@@ -166,7 +168,7 @@ def test_a_float16_copy_is_the_same_encoder_and_another_is_another(tmp_path: Pat
     assert half.dtype == torch.float32
     assert (half - _ours(tmp_path / "full")).abs().max() < 0.05
     encoder = read_text_encoder(tmp_path / "full" / "text_encoder", torch.bfloat16)
-    encoded = encode(encoder, read_tokenizer(tmp_path / "full" / "tokenizer"), PROMPTS)
+    encoded = embed(encoder, read_tokenizer(tmp_path / "full" / "tokenizer"), PROMPTS).tokens
     assert (encoded.dtype, encoded.requires_grad, encoder.training) == (torch.bfloat16, False, False)
 
 
