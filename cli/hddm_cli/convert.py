@@ -109,9 +109,9 @@ def convert(
     if modulation_rank and architecture is None:
         raise UsageError(f"--modulation-rank {modulation_rank}: needs --architecture adaln-single")
 
-    from hddm.checkpoints.convert import refuse_full_disk, verdict, write
+    from hddm.checkpoints.convert import verdict, write
     from hddm.checkpoints.plan import Conversion, plan, summary
-    from hddm.utils.files import check_absent
+    from hddm.utils.files import check_absent, refuse_full_disk
     from hddm.utils.records import EXPERT_FILE
 
     conversion = Conversion(

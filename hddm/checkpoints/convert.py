@@ -48,7 +48,7 @@ from hddm.networks.transformers import ExpertBlock
 from hddm.networks.wrappers import EXPERT_NETWORKS, FLUX, OPTIONAL_CONDITIONS, call, text_width
 from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule
 from hddm.utils.errors import HddmError, one_line
-from hddm.utils.files import check_absent, new_folder, sha256_of, write_json
+from hddm.utils.files import check_absent, new_folder, refuse_full_disk, sha256_of, write_json
 from hddm.utils.records import read_record
 from hddm.utils.tensors import write_safetensors
 from hddm.velocity import PredictionType, VelocityField
@@ -134,14 +134,6 @@ def write_network(folder: Path, built: Built) -> None:
     names = {"_class_name": built.network.__name__, "_diffusers_version": diffusers.__version__}
     write_json(folder / "config.json", names | json.loads(json.dumps(config)))
     write_safetensors(folder / WEIGHTS, built.tensors, {"format": "pt"}, check_finite=True)
-
-
-def refuse_full_disk(out: Path, size: int) -> None:
-    """Raise where the disk of ``out`` has less than ``size`` bytes free."""
-    above = next(folder for folder in out.absolute().parents if folder.exists())
-    free = shutil.disk_usage(above).free
-    if free < size * 1.02:
-        raise HddmError(f"{out}: needs {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free on its disk")
 
 
 def _carry_calibration(plan: Plan, draft: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hddm.checkpoints.architecture import Built
-from hddm.checkpoints.convert import refuse_full_disk, write_network
+from hddm.checkpoints.convert import write_network
 from hddm.checkpoints.folders import open_expert
 from hddm.checkpoints.sources import Checkpoint, Reading
 from hddm.experts.compatibility import SHARE_TOLERANCE, Findings, Named, common_shift, compare_experts
@@ -20,7 +20,7 @@ from hddm.experts.ensemble_folders import keep_component, whole_components
 from hddm.experts.records import EXPERT_FILE, WEAK, ExpertRecord, SourceRecord, joint_licence, write_records
 from hddm.networks.folders import empty_network, sha256_once
 from hddm.utils.errors import UsageError, one_line
-from hddm.utils.files import check_absent, new_folder
+from hddm.utils.files import check_absent, new_folder, refuse_full_disk
 from hddm.utils.tensors import Planned
 
 _ALIKE = {

@@ -11,7 +11,7 @@ import torch
 
 from hddm.checkpoints import ldm
 from hddm.checkpoints.architecture import Built
-from hddm.checkpoints.convert import refuse_full_disk, write_network
+from hddm.checkpoints.convert import write_network
 from hddm.checkpoints.folders import DIFFUSERS_LAYOUTS, PIPELINE, SCHEDULER, open_expert
 from hddm.checkpoints.plan import PAPER
 from hddm.checkpoints.single_files import FILE_LAYOUTS, LDM
@@ -20,7 +20,7 @@ from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
 from hddm.networks.wrappers import own_time_factor
 from hddm.schedules import FLOW_MATCH_FAMILY, LinearSchedule, from_config, from_diffusers
 from hddm.utils.errors import HddmError, UsageError, choose
-from hddm.utils.files import check_absent, new_folder, write_json
+from hddm.utils.files import check_absent, new_folder, refuse_full_disk, write_json
 from hddm.utils.tensors import read_safetensors, write_safetensors
 from hddm.velocity import PredictionType
 

@@ -34,7 +34,7 @@ from hddm.networks.text_encoder import cuts, embed
 from hddm.networks.vae import encode
 from hddm.utils.drafts import Done, Draft, open_draft
 from hddm.utils.errors import HddmError
-from hddm.utils.files import sha256_of, write_json, write_whole
+from hddm.utils.files import refuse_full_disk, sha256_of, write_json, write_whole
 from hddm.utils.tensors import Planned, write_safetensors
 
 FILE_BYTES = 64 * 2**20
@@ -68,7 +68,8 @@ def encode_shards(
         open_draft(out, plan.record, identity, "encoding", lambda: kept, overwrite) as draft,
         ThreadPoolExecutor(THREADS) as pool,
     ):
-        _refuse_full_disk(plan, out, draft)
+        written = sum(path.stat().st_size for path in draft.folder.rglob("data-*.safetensors"))
+        refuse_full_disk(out, plan.num_images * plan.row_bytes - written)
         run = _Run(plan, draft, pool, rows, on_images)
         manifests = [run.encode(shard) for shard in plan.shards]
         if plan.record == PARTITION_FILE:
@@ -248,10 +249,3 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     write_safetensors(
         path, [Planned(name, tuple(one.shape), one.dtype, one.detach) for name, one in tensors.items()]
     )
-
-
-def _refuse_full_disk(plan: EncodingPlan, out: Path, draft: Draft) -> None:
-    written = sum(path.stat().st_size for path in draft.folder.rglob("data-*.safetensors"))
-    size, free = plan.num_images * plan.row_bytes - written, shutil.disk_usage(draft.root).free
-    if free < size * 1.02:
-        raise HddmError(f"{out}: needs {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free on its disk")

@@ -177,17 +177,18 @@ def choices(
     fixed: list[float | None] = [None] * len(experts)
     lists: list[tuple[str, ...]] = [()] * len(experts)
     for name, part in (share or {}).items():
-        fixed[_index_of(name, experts, "--share")] = part
+        fixed[index_of(name, experts, "--share")] = part
     for name, names in (classes or {}).items():
-        k = _index_of(name, experts, "--classes")
+        k = index_of(name, experts, "--classes")
         lists[k] = _names_of(names, str(experts[k]), read_records([experts[k]])[0][1])
-    groups = [[_index_of(name, experts, "--domain") for name in names] for names in domain]
+    groups = [[index_of(name, experts, "--domain") for name in names] for names in domain]
     named = set(itertools.chain.from_iterable(groups))
     domains = domains_of(read_records(experts), [*groups, *(one for one in kept if named.isdisjoint(one))])
     return spread(fixed, domains), lists, domains
 
 
-def _index_of(name: str, experts: Sequence[Path], option: str) -> int:
+def index_of(name: str, experts: Sequence[Path], option: str) -> int:
+    """Index of an expert by its folder, the end of its path, or its number; `HddmError` for none."""
     full, parts = Path(name).resolve(), Path(name).parts
     found = [k for k, folder in enumerate(experts) if folder.resolve() == full]
     found = found or [k for k, folder in enumerate(experts) if folder.parts[-len(parts) :] == parts]

@@ -23,6 +23,7 @@ from hddm.experts.assembly import (
     choices,
     components_given,
     fill,
+    index_of,
     read_records,
     refuse_inside,
 )
@@ -40,7 +41,7 @@ from hddm.experts.ensemble_folders import (
 )
 from hddm.experts.lora import bases_in
 from hddm.experts.records import FORMAT, ROUTER_FILE, RouterRecord, open_expert
-from hddm.utils.errors import HddmError, one_line
+from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, is_draft, link_or_copy, new_folder, restore
 from hddm.utils.records import MANIFEST, has_manifest, read_record
 
@@ -73,7 +74,7 @@ def change(
     but for shares given now or before; if those of all experts left were given, they keep their proportions.
     The strategy, a shift set by hand, domains of which no expert goes and all else in the folder stay.
 
-    ``remove`` has an index or a folder name, as in ``ensemble.json``, per expert. ``out`` is the folder to
+    ``remove`` names experts as `hddm.experts.assembly.choices` does. ``out`` is the folder to
     write; by default ``ensemble`` is replaced at the end. ``bases`` are as for
     `hddm.experts.assembly.assemble`, for the added experts; other arguments replace parts of the folder.
     Returns notes, as `assemble`.
@@ -92,9 +93,10 @@ def change(
         if path.is_symlink():
             inside(ensemble, path.relative_to(ensemble).as_posix())
     rest = _rest(ensemble, record)
-    gone = {_index_of(ensemble, record, name) for name in remove}
+    before = [ensemble / name for name in record.experts]
+    gone = {index_of(str(name), before, "--remove") for name in remove}
     kept = [k for k in range(len(record.experts)) if k not in gone]
-    stay = [ensemble / record.experts[k] for k in kept]
+    stay = [before[k] for k in kept]
     everyone = [*stay, *add]
 
     def kept_of(values: Sequence[Value], missing: Value) -> list[Value]:
@@ -130,10 +132,10 @@ def change(
     told: tuple[str, ...] = ()
     learned = record.router or record.router_aside
     if router is None and learned is not None:
-        before: Sequence[int | None] = record.outputs
+        outputs: Sequence[int | None] = record.outputs
         if record.router is None:
-            before = record.aside_outputs or [None] * len(record.experts)
-        folders = replace(folders, outputs=kept_of(before, None))
+            outputs = record.aside_outputs or [None] * len(record.experts)
+        folders = replace(folders, outputs=kept_of(outputs, None))
         unknown = _unknown_to(ensemble / learned, everyone, folders.outputs)
         is_calibrated = all((folder / CALIBRATION).is_file() for folder in everyone)
         # Of several kinds experts are drawn, and nothing routes.
@@ -174,18 +176,6 @@ def change(
         fill(draft, folders, new_record, components)
         _link_rest(ensemble, rest, draft)
     return notes
-
-
-def _index_of(ensemble: Path, record: EnsembleRecord, name: str | int) -> int:
-    if name in record.experts:
-        return record.experts.index(str(name))
-    numbers = {str(index): index for index in range(len(record.experts))}
-    if str(name) in numbers:
-        return numbers[str(name)]
-    known = ", ".join(record.experts)
-    raise HddmError(
-        f"--remove {one_line(name, 60)}: {ensemble} has no such expert; choose by index or of {known}"
-    )
 
 
 def _unknown_to(router: Path, experts: Sequence[Path], outputs: Sequence[int | None]) -> list[str]:

@@ -15,6 +15,7 @@ from hddm.classes import join_classes
 from hddm.ensemble import Ensemble, Strategy
 from hddm.experts.compatibility import (
     Findings,
+    Named,
     by_domain,
     class_lists_of,
     compare_domains,
@@ -182,18 +183,29 @@ def _ensemble(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) ->
             )
         facts = facts.model_copy(update={"topics": None})
     named = [(name, expert.facts) for name, expert in zip(facts.experts, experts, strict=True)]
-    found, domains = Findings(), facts.domain_of
-    compare_experts(named, found, facts.shares, domains, is_drawn=not facts.is_routed)
-    compare_domains(named, domains, class_lists_of(named, facts.class_lists), found)
-    if router is not None and router_facts is not None:
-        total = router.config.num_experts
-        if not written.router_outputs and total != len(written.experts):
-            found.differ("router", f"has {total} outputs, not {len(written.experts)}")
-        outputs = by_domain(facts.outputs, domains)
-        match_router(by_domain(named, domains), router_facts, total, found, settled=outputs)
+    found = _compared(named, facts, router, router_facts)
+    total = None if router is None else router.config.num_experts
+    if total not in (None, len(written.experts)) and not written.router_outputs:
+        found.differ("router", f"has {total} outputs, not {len(written.experts)}")
     found.refuse("the parts of this ensemble do not fit together; assemble it anew:")
     refuse_damaged_ensemble(folder, written, range(len(experts)) if chosen is None else chosen)
     return OpenedEnsemble(experts, router, router_facts, facts, components)
+
+
+def _compared(
+    experts: Sequence[Named],
+    facts: EnsembleRecord,
+    router: RouterTransformer | None,
+    router_facts: RouterRecord | None,
+) -> Findings:
+    """Differences between the parts of an ensemble, by their records."""
+    found, domains = Findings(), facts.domain_of
+    compare_experts(experts, found, facts.shares, domains, is_drawn=not facts.is_routed)
+    compare_domains(experts, domains, class_lists_of(experts, facts.class_lists), found)
+    if router is not None and router_facts is not None:
+        total, outputs = router.config.num_experts, by_domain(facts.outputs, domains)
+        match_router(by_domain(experts, domains), router_facts, total, found, settled=outputs)
+    return found
 
 
 def _only(facts: EnsembleRecord, chosen: Sequence[int]) -> EnsembleRecord:
@@ -314,14 +326,9 @@ def save_ensemble(
     Raises `HddmError` for parts in memory that a folder cannot hold, or that do not fit together.
     """
     named = [(f"expert {k}", expert.facts) for k, expert in enumerate(experts.storable())]
-    found, domains = Findings(), facts.domain_of
-    compare_experts(named, found, facts.shares, domains, is_drawn=not facts.is_routed)
-    if router is not None:
-        if not isinstance(router, RouterTransformer) or router_facts is None:
-            raise HddmError(f"the router is {described(router)}, and a folder holds a RouterTransformer")
-        total = router.config.num_experts
-        outputs = by_domain(facts.outputs, domains)
-        match_router(by_domain(named, domains), router_facts, total, found, settled=outputs)
+    if router is not None and (not isinstance(router, RouterTransformer) or router_facts is None):
+        raise HddmError(f"the router is {described(router)}, and a folder holds a RouterTransformer")
+    found = _compared(named, facts, router, router_facts)
     found.refuse("these parts do not fit together in one folder, and nothing was written:")
     experts.save_pretrained(draft / "experts")
     if isinstance(router, RouterTransformer) and router_facts is not None:

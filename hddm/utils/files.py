@@ -346,6 +346,13 @@ def _full(error: OSError | SafetensorError) -> int | None:
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+def refuse_full_disk(out: Path, size: float) -> None:
+    """Raise `HddmError` where the disk that ``out`` is to lie on has less than ``size`` bytes free."""
+    free = shutil.disk_usage(next(folder for folder in out.absolute().parents if folder.exists())).free
+    if free < size * 1.02:
+        raise HddmError(f"{out}: needs {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free on its disk")
+
+
 def link_or_copy(source: Path, target: Path) -> None:
     """Make ``target`` a hard link to ``source`` if the file system allows, else a copy."""
     try:
