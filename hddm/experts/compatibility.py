@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from hddm.classes import join_classes
 from hddm.data.shard_records import overlap
@@ -64,10 +64,6 @@ class Findings:
             raise HddmError(message, lines)
 
 
-def _makes_latents(record: ExpertRecord) -> bool:
-    return record.space == "latents"
-
-
 def takes_text(record: ExpertRecord) -> bool:
     """True for an expert of prompts."""
     return "encoder_hidden_states" in record.conditions
@@ -77,38 +73,21 @@ def _takes_classes(record: ExpertRecord) -> bool:
     return "class_labels" in record.conditions
 
 
-class _Quality(NamedTuple):
-    """A property that experts must share: its name, its key in a record, and the experts that have it."""
-
-    name: str
-    key: str
-    concerns: Callable[[ExpertRecord], bool] | None = None
-    """None for a key that a record may lack."""
-
-    def of(self, record: ExpertRecord) -> Any:
-        """The value, None where it is unrecorded or does not apply."""
-        if self.concerns is not None and not self.concerns(record):
-            return None
-        value: Any = record
-        for name in self.key.split("."):
-            value = getattr(value, name, None)
-        return None if value == () else value
-
-    def is_missing(self, record: ExpertRecord) -> bool:
-        """True where an expert should record it but does not."""
-        return self.concerns is not None and self.concerns(record) and self.of(record) is None
+_QUALITIES: Mapping[str, Callable[[ExpertRecord], Any]] = {
+    "sample_shape": lambda one: one.sample_shape,
+    "space": lambda one: one.space,
+    "latent_scale": lambda one: one.latent_scale,
+    "VAE": lambda one: one.vae and one.vae.fingerprint,
+    "VAE's scale": lambda one: one.vae and one.vae.scale,
+    "VAE's shift": lambda one: one.vae and one.vae.shift,
+}
+"""Properties that experts must share; None where one does not record it, or it does not apply."""
 
 
-_QUALITIES = (
-    _Quality("sample_shape", "sample_shape"),
-    _Quality("space", "space"),
-    _Quality("latent_scale", "latent_scale", lambda record: True),
-    _Quality("VAE", "vae.fingerprint", _makes_latents),
-    _Quality("VAE's scale", "vae.scale"),
-    _Quality("VAE's shift", "vae.shift"),
-)
-# Qualities that shapes do not show: where nobody records them, a note says so.
-_TRUSTED = ("VAE",)
+def _lacks(record: ExpertRecord, quality: str) -> bool:
+    """True where an expert should record a property, which shapes do not show, and does not."""
+    should = quality == "latent_scale" or (quality == "VAE" and record.space == "latents")
+    return should and _QUALITIES[quality](record) is None
 
 
 def class_lists_of(experts: Sequence[Named], given: ClassLists = ()) -> list[tuple[str, ...]]:
@@ -184,19 +163,19 @@ def compare_experts(
     Experts that are drawn alone, one a sample, may make samples of several kinds. Returns the names of those
     of another kind.
     """
-    for quality in _QUALITIES:
-        values = [quality.of(record) for _, record in experts]
+    for quality, of in _QUALITIES.items():
+        values = [of(record) for _, record in experts]
         known = Counter(value for value in values if value is not None)
-        without = [name for name, record in experts if quality.is_missing(record)]
+        without = [name for name, record in experts if _lacks(record, quality)]
         if known:
             usual = known.most_common(1)[0][0]
             for (name, _), value in zip(experts, values, strict=True):
                 if value is not None and value != usual and not is_drawn:
-                    found.differ(name, f"{quality.name} {_difference(value, usual)}")
+                    found.differ(name, f"{quality} {_difference(value, usual)}")
             for name in without:
-                found.note(f"{name} does not record its {quality.name}; taken on trust")
-        elif without and len(experts) > 1 and quality.name in _TRUSTED:
-            found.note(f"no expert records its {quality.name}; that all share one is taken on trust")
+                found.note(f"{name} does not record its {quality}; taken on trust")
+        elif without and len(experts) > 1 and quality == "VAE":
+            found.note(f"no expert records its {quality}; that all share one is taken on trust")
     others, first = list(found.differences), domains or range(len(experts))
     _compare_shards(by_domain(experts, first), found, by_domain(shares or [None] * len(experts), first))
     return others

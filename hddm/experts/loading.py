@@ -217,25 +217,22 @@ def _only(facts: EnsembleRecord, chosen: Sequence[int]) -> EnsembleRecord:
     if parted := [k for k, one in enumerate(facts.domain_of) if one in domains and k not in chosen]:
         raise HddmError(f"experts {list(chosen)}: one of them is of a domain with {parted}; choose these too")
     rows = [[row[k] for k in chosen] for row in facts.class_prior]
-    prior = tuple(facts.prior[k] for k in chosen)
     strategy = Strategy.parse(facts.strategy)
     # All of fewer than k are the k most probable of them.
     number = len(set(domains))
     too_many = strategy.kind == "top" and strategy.value > number
-    changes = {
-        "experts": tuple(facts.experts[k] for k in chosen),
+    by_expert = ("experts", "prior", "shares", "class_lists", "texts", "vaes")
+    changes: dict[str, Any] = {
+        name: tuple(of[k] for k in chosen) for name in by_expert if (of := getattr(facts, name))
+    }
+    changes |= {
         "router_outputs": tuple(facts.outputs[k] for k in chosen) if facts.router is not None else (),
         "router_aside": None,
         "aside_outputs": (),
-        "prior": prior,
-        "shares": tuple(facts.shares[k] for k in chosen) if facts.shares else (),
-        "class_lists": tuple(facts.class_lists[k] for k in chosen) if facts.class_lists else (),
-        "texts": tuple(facts.texts[k] for k in chosen) if facts.texts else (),
-        "vaes": tuple(facts.vaes[k] for k in chosen) if facts.vaes else (),
         "domains": domains if number < len(domains) else (),
         "strategy": f"top-{number}" if too_many else facts.strategy,
         # A class that none of them has seen is anybody's.
-        "class_prior": tuple(tuple(row) if sum(row) else prior for row in rows),
+        "class_prior": tuple(tuple(row) if sum(row) else changes["prior"] for row in rows),
     }
     return facts.model_copy(update=changes)
 

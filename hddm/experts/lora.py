@@ -32,7 +32,7 @@ from hddm.networks.folders import (
     sha256_once,
     unread_network,
 )
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, shown
 from hddm.utils.files import inside, read_json, sha256_of, write_json
 from hddm.utils.records import ENSEMBLE_FILE, Record, ensemble_around
 from hddm.utils.tensors import read_header
@@ -42,7 +42,6 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """The prefix that peft puts before the name of every tensor."""
 
-_SHOWN = 5
 # Keys that can change peft's formula.
 _VARIANTS = (
     *("use_dora", "use_rslora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out"),
@@ -272,6 +271,5 @@ def _factors(path: Path, facts: AdapterRecord, base: Path) -> dict[str, tuple[st
     known = {name for pair in names.values() for name in pair}
     problems += [f"{name!r} is of no target" for name in header if name not in known]
     if problems:
-        more = f"; … and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise HddmError(f"{path}: does not fit its expert.json: {'; '.join(problems[:_SHOWN])}{more}")
+        raise HddmError(f"{path}: does not fit its expert.json: {'; '.join(shown(problems, 5))}")
     return names
