@@ -49,7 +49,7 @@ class PipelineText:
             return f"there is no text_encoder/{STEM}.safetensors beside"
         if not (tokenizer / "tokenizer_config.json").exists():
             return "there is no tokenizer/tokenizer_config.json beside"
-        if not any((tokenizer / name).exists() for name in ("tokenizer.json", "vocab.json", "spiece.model")):
+        if not any((tokenizer / name).exists() for name in ("tokenizer.json", "vocab.json")):
             return "there is neither tokenizer/tokenizer.json nor tokenizer/vocab.json beside"
         return ""
 
