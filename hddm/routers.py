@@ -7,6 +7,7 @@ adding or removing a row.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
 
@@ -147,9 +148,12 @@ class MomentsRouter:
 
 TOPIC = "topic.safetensors"
 _HEADER = "described"
-MAX_DIRECTIONS = 16
-SPREAD = 0.0005
-"""Share of all variance that every direction of a prompt is taken to have by chance."""
+MAX_CLUSTERS = 32
+SPREAD = 0.01
+"""Share of the captions' variance around the means of their clusters that each direction is taken to have."""
+RIDGE = 1e-6
+FLOOR = 0.1
+"""Experts that a prompt is for by less than this share of what it is for the first get none of it."""
 
 
 class TopicRecord(Record):
@@ -159,35 +163,43 @@ class TopicRecord(Record):
     """Captions that the statistics are of."""
     source: str
     """The file or shard of the captions, or texts that stand for them."""
+    variance: Annotated[float, Field(ge=0)]
+    """Mean squared distance of the captions' embeddings from the means of their clusters."""
     text_encoder: TextEncoderRecord
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Topic:
-    """Statistics of the embeddings z of an expert's captions, scaled to length 1, in D numbers.
+    """Clusters of the embeddings z of an expert's captions, scaled to length 1, in D numbers.
 
-    ``count`` says of how many captions, ``mean`` (D,) is their mean, and ``factor`` (D, r) holds their r
-    largest principal directions, each as long as the deviation along it.
+    ``means`` (r, D) are those of at most `MAX_CLUSTERS` clusters by k-means, ``parts`` (r,) the clusters'
+    shares of the captions, and ``variance`` is the mean squared distance of z from the mean of its cluster.
     """
 
-    count: int
-    mean: Tensor
-    factor: Tensor
+    means: Tensor
+    parts: Tensor
+    variance: float
     record: TopicRecord | None = None
 
     @classmethod
-    def of(cls, embeddings: Tensor) -> "Topic":
-        """Statistics of ``embeddings`` (N, D) of captions."""
-        unit = torch.nn.functional.normalize(to_float64(embeddings), dim=1)
-        mean = unit.mean(0)
-        _, lengths, directions = torch.linalg.svd((unit - mean) / len(unit) ** 0.5, full_matrices=False)
-        rank = min(MAX_DIRECTIONS, len(unit) - 1)
-        return cls(len(unit), mean, directions[:rank].T * lengths[:rank])
+    def of(cls, embeddings: Tensor, counts: Sequence[int] | None = None) -> "Topic":
+        """Clusters of ``embeddings`` (N, D) of captions, of which there are ``counts``; None for one each."""
+        from sklearn.cluster import KMeans
+
+        unit = torch.nn.functional.normalize(to_float64(embeddings).cpu(), dim=1)
+        parts = torch.tensor(counts or [1] * len(unit), dtype=torch.float64)
+        parts /= parts.sum()
+        clusters = min(MAX_CLUSTERS, len(unit.unique(dim=0)))
+        found = KMeans(clusters, n_init=1, random_state=0).fit(unit.numpy(), sample_weight=parts.numpy())
+        own = torch.nn.functional.one_hot(torch.from_numpy(found.labels_).long(), clusters).double()
+        shares = parts @ own
+        means = (own * parts[:, None]).T @ unit / shares[:, None]
+        return cls(means, shares, float(parts @ (unit - own @ means).square().sum(1)))
 
     def save(self, folder: Path) -> None:
         """Write ``topic.safetensors`` into an expert folder, in float16: kilobytes, and no caption."""
         assert self.record is not None
-        tensors = {"mean": self.mean.half(), "factor": self.factor.half().contiguous()}
+        tensors = {"means": self.means.half(), "parts": self.parts.half()}
         save_file(tensors, folder / TOPIC, {_HEADER: self.record.model_dump_json()})
 
     @classmethod
@@ -199,55 +211,92 @@ class Topic:
         remedy = "delete it and describe the expert anew"
         tensors, header = read_safetensors(path), read_header(path)[1].get(_HEADER, "{}")
         record = parse_record(parse_object(header, f"{path}: {_HEADER}"), TopicRecord, f"{path}: {_HEADER}")
-        refuse_other_kinds(path, tensors, {"mean": (torch.float16, 1), "factor": (torch.float16, 2)})
+        refuse_other_kinds(path, tensors, {"means": (torch.float16, 2), "parts": (torch.float16, 1)})
         refuse_non_finite(path, tensors)
-        width = record.text_encoder.width
-        if len(tensors["mean"]) != width or len(tensors["factor"]) != width:
-            raise HddmError(f"{path}: is not of embeddings of {width} numbers; {remedy}")
-        return cls(record.count, tensors["mean"].double(), tensors["factor"].double(), record)
+        means, parts = tensors["means"].double(), tensors["parts"].double()
+        if means.shape != (len(parts), record.text_encoder.width):
+            raise HddmError(f"{path}: is not of embeddings of {record.text_encoder.width} numbers; {remedy}")
+        if not len(parts) or not (parts > 0).all():
+            raise HddmError(f"{path}: has clusters of no captions; {remedy}")
+        return cls(means, parts / parts.sum(), record.variance, record)
 
 
 class PromptRouter:
-    """Probabilities p(k | prompt) over experts, in closed form from the topics of their captions.
+    """Probabilities p(k | prompt) over experts, by logistic regression on the topics of their captions.
 
-        p(k | z) proportional to p(k) exp(m_k^T S^-1 (z - m_k/2)),     S = sum_k n_k C_k / sum_k n_k + s I
+        q(z) = softmax(W z + b),     p(k | z) proportional to p(k) q_k(z), or 0 where q_k < `FLOOR` max q
 
-    z is the prompt's embedding, scaled to length 1, and C_k the covariance of `Topic`: this is the posterior
-    of Gaussians with a covariance in common (linear discriminant analysis). s is `SPREAD` of the variance of
-    all captions, for prompts are worded as no caption was. Each expert is a row: adding or removing one
-    leaves the others' as they are.
+    z is the prompt's embedding, scaled to length 1, then centred and divided by its deviation. W and b
+    minimise the mean, over experts k and over their clusters j by their parts, of
+
+        log sum_i exp((W_i - W_k) m_kj + b_i - b_k + s_k |W_i - W_k|²/2)  +  ridge |W|²/2
+
+    where m_kj is a cluster's mean and s_k is `SPREAD` of the topic's variance: a bound of the cross-entropy
+    where clusters are Gaussian (arXiv:1909.12220). So a caption that several experts have goes to
+    each as often as it is theirs, and wordings as no caption has them go to the nearest topic. Each expert is
+    a row: adding or removing one leaves the topics of others as they are.
 
     Args:
         topics: of each expert's captions, None for an expert that no prompt is for.
         prior: p(k), K numbers with a positive sum.
+        ridge: weight of |W|²; the smaller, the surer is the router of topics that lie apart.
     """
 
-    def __init__(self, topics: Sequence[Topic | None], prior: Sequence[float]) -> None:
+    def __init__(self, topics: Sequence[Topic | None], prior: Sequence[float], ridge: float = RIDGE) -> None:
         self.topics = list(topics)
-        known = [topic for topic in topics if topic is not None]
-        self._means = torch.stack([topic.mean for topic in known])
-        parts = torch.tensor([topic.count for topic in known], dtype=torch.float64)
-        parts /= parts.sum()
-        factor = torch.cat([part.sqrt() * one.factor for part, one in zip(parts, known, strict=True)], 1)
-        apart = self._means - parts @ self._means
-        total = factor.square().sum() + (parts[:, None] * apart.square()).sum()
-        # Without any variance all topics are one, and any number above 0 tells nobody apart.
-        spread = (SPREAD * total).clamp_min(1e-12)
-        # Woodbury's identity: S^-1 m without a matrix of D by D.
-        inner = torch.linalg.solve(
-            spread * torch.eye(factor.shape[1], dtype=torch.float64) + factor.T @ factor, factor.T
-        )
-        self._directions = (self._means - self._means @ factor @ inner) / spread
-        is_known = torch.tensor([topic is not None for topic in topics])
+        self._slopes, self._offsets = _regression(tuple(one for one in topics if one is not None), ridge)
+        self._is_known = torch.tensor([topic is not None for topic in topics])
         # Where only experts without a share are described, they are equal.
-        parts = torch.tensor(prior, dtype=torch.float64).clamp_min(1e-300)
-        self._log_prior = torch.where(is_known, parts, 0).log()
-        self._places = is_known.nonzero()[:, 0]
+        self._prior = torch.tensor(prior, dtype=torch.float64).clamp_min(1e-300)
 
     def __call__(self, embeddings: Tensor) -> Tensor:
         """Probabilities (batch, K), in float64, for embeddings (batch, D) of prompts."""
         unit = torch.nn.functional.normalize(to_float64(embeddings).cpu(), dim=1)
-        scores = unit @ self._directions.T - (self._means * self._directions).sum(1) / 2
-        logits = self._log_prior.repeat(len(unit), 1)
-        logits[:, self._places] += scores
-        return logits.softmax(1)
+        known = (unit @ self._slopes.T + self._offsets).softmax(1)
+        known = known * (known >= FLOOR * known.amax(1, keepdim=True))
+        found = torch.zeros(len(unit), len(self.topics), dtype=torch.float64)
+        found[:, self._is_known] = known * self._prior[self._is_known]
+        return found / found.sum(1, keepdim=True)
+
+
+@lru_cache(maxsize=16)
+def _regression(topics: tuple[Topic, ...], ridge: float) -> tuple[Tensor, Tensor]:
+    """W (K, D) and b (K,) for embeddings as they are; see `PromptRouter`."""
+    with torch.inference_mode(False), torch.enable_grad():
+        means = torch.cat([topic.means for topic in topics])
+        parts = torch.cat([topic.parts for topic in topics]) / len(topics)
+        variance = torch.tensor([topic.variance for topic in topics], dtype=torch.float64)
+        own = torch.arange(len(topics)).repeat_interleave(torch.tensor([len(one.parts) for one in topics]))
+        centre = parts @ means
+        apart = means - centre
+        # Without any variance all topics are one, and any number above 0 tells nobody apart.
+        unit = (parts @ apart.square().sum(1) + variance.mean()).clamp_min(1e-12).sqrt()
+        apart, spread = apart / unit, SPREAD * variance / unit**2
+        _, lengths, directions = torch.linalg.svd(parts.sqrt()[:, None] * apart, full_matrices=False)
+        points = apart @ directions.T
+        # The search is far shorter where the means vary alike in all directions.
+        steps = (lengths.square() + 1e-4).rsqrt()
+        taken = torch.zeros(len(topics), len(steps), dtype=torch.float64, requires_grad=True)
+        offsets = torch.zeros(len(topics), dtype=torch.float64, requires_grad=True)
+        search = torch.optim.LBFGS(
+            [taken, offsets],
+            max_iter=200,
+            tolerance_grad=1e-8,
+            tolerance_change=1e-14,
+            history_size=20,
+            line_search_fn="strong_wolfe",
+        )
+
+        def loss() -> Tensor:
+            search.zero_grad()
+            slopes = taken * steps
+            logits = points @ slopes.T + offsets
+            between = (slopes[:, None] - slopes).square().sum(2) * spread[:, None] / 2
+            margins = logits - logits.gather(1, own[:, None]) + between[own]
+            value: Tensor = parts @ margins.logsumexp(1) + ridge / 2 * slopes.square().sum()
+            value.backward()
+            return value
+
+        search.step(loss)
+    found = (taken.detach() * steps) @ directions / unit
+    return found, offsets.detach() - found @ centre

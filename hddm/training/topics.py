@@ -1,5 +1,6 @@
 """Description of an expert by its captions, which routes prompts to it (`hddm.routers.PromptRouter`)."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -47,14 +48,16 @@ def describe_topic(
     texts, source = _texts(captions, data, text)
     encoder, words = _encoder(folder, text_encoder, tokenizer)
     network, tokens = read_text_encoder(encoder), read_tokenizer(words)
-    embedded = []
-    with Progress(len(texts), "encode captions") as progress:
-        for start in range(0, len(texts), BATCH):
-            batch = texts[start : start + BATCH]
+    embedded, counts = [], Counter(texts)
+    distinct = list(counts)
+    with Progress(len(distinct), "encode captions") as progress:
+        for start in range(0, len(distinct), BATCH):
+            batch = distinct[start : start + BATCH]
             embedded.append(embed(network, tokens, batch, warns=False).pooled)
             progress(len(batch))
     facts = text_encoder_facts(encoder, tokens.model_max_length)
-    known = TopicRecord(count=len(texts), source=source, text_encoder=facts)
+    topic = Topic.of(torch.cat(embedded), list(counts.values()))
+    known = TopicRecord(count=len(texts), source=source, variance=topic.variance, text_encoder=facts)
     whole = ensemble_around(folder.resolve())
     if whole is not None:
         for name in read_ensemble_facts(whole).experts:
@@ -63,8 +66,7 @@ def describe_topic(
                 raise HddmError(
                     f"{encoder}: another text encoder describes {whole / name}; take that one for both"
                 )
-    topic = replace(Topic.of(torch.cat(embedded)), record=known)
-    put_into(folder, record, TOPIC, topic.save)
+    put_into(folder, record, TOPIC, replace(topic, record=known).save)
     if whole is not None:
         # It routes prompts once all its experts of text have topics.
         change(whole, strategy=read_ensemble_facts(whole).strategy)

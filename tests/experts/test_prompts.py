@@ -11,7 +11,6 @@ import torch
 from diffusers import DDIMScheduler
 from PIL import Image
 from safetensors.torch import save_file
-from torch import Tensor
 
 import hddm
 from hddm.experts.assembly import assemble
@@ -37,29 +36,44 @@ from tests.lora_files import kohya
 STEPS = {"num_inference_steps": 3, "output_type": "pt"}
 
 
-def _captions(seed: int, num: int, width: int = 10) -> Tensor:
-    noise = torch.Generator().manual_seed(seed)
-    centre = torch.randn(width, generator=noise, dtype=torch.float64)
-    return centre + 0.3 * torch.randn(num, width, generator=noise, dtype=torch.float64)
-
-
-def test_prompts_are_routed_by_the_posterior_of_gaussians_with_one_covariance() -> None:
-    """Against densities of the whole matrices; few captions, so that all directions are kept."""
-    unit = [torch.nn.functional.normalize(_captions(seed, num), dim=1) for seed, num in ((0, 5), (1, 9))]
-    prior = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
-    router = PromptRouter([Topic.of(unit[0]), None, Topic.of(3 * unit[1])], prior.tolist())
-    centred = torch.cat([one - one.mean(0) for one in unit])
-    every = torch.cat(unit)
-    total = (every - every.mean(0)).square().sum() / len(every)
-    covariance = centred.T @ centred / len(centred) + SPREAD * total * torch.eye(10, dtype=torch.float64)
-    prompts = torch.nn.functional.normalize(_captions(2, 6), dim=1)
-    densities = [
-        torch.distributions.MultivariateNormal(one.mean(0), covariance).log_prob(prompts) for one in unit
-    ]
-    expected = (torch.stack(densities, 1) + prior[[0, 2]].log()).softmax(1)
-    found = router(5 * prompts)
-    torch.testing.assert_close(found[:, [0, 2]], expected, rtol=1e-9, atol=1e-9)
+def test_captions_in_common_go_to_experts_as_often_as_they_have_them() -> None:
+    """Four captions at independent embeddings: p(k | caption) is what counting them gives."""
+    noise = torch.Generator().manual_seed(0)
+    captions = torch.randn(4, 6, generator=noise, dtype=torch.float64)
+    counts = torch.tensor([[40, 10, 30, 10], [10, 40, 30, 40], [20, 20, 10, 30]])
+    topics = [Topic.of(captions[row > 0], row[row > 0].tolist()) for row in counts]
+    prior = counts.sum(1).double()
+    router = PromptRouter([topics[0], None, *topics[1:]], [prior[0], 7.0, *prior[1:]], ridge=0)
+    found = router(5 * captions)
+    torch.testing.assert_close(found[:, [0, 2, 3]], (counts / counts.sum(0)).T.double(), rtol=0, atol=1e-6)
     assert not found[:, 1].any()
+    # Other shares of experts change p(k | caption) as Bayes' rule has it.
+    expected = (counts.double() / prior[:, None]).T * torch.tensor([1.0, 5.0, 1.0], dtype=torch.float64)
+    found = PromptRouter(topics, [1.0, 5.0, 1.0], ridge=0)(captions)
+    torch.testing.assert_close(found, expected / expected.sum(1, keepdim=True), rtol=0, atol=1e-6)
+
+
+def test_variance_around_clusters_makes_prompts_less_sure() -> None:
+    """Of two experts with a cluster each, the bound is least at W_1 - W_0 = (m_1 - m_0) / 2s."""
+    means = torch.tensor([[0.6, 0.8, 0.0], [0.8, 0.6, 0.0]], dtype=torch.float64)
+    one, variance = torch.ones(1, dtype=torch.float64), 6.0
+    router = PromptRouter([Topic(mean[None], one, variance) for mean in means], [1, 1], ridge=0)
+    prompts = torch.nn.functional.normalize(torch.rand(5, 3, dtype=torch.float64) + 0.2, dim=1)
+    logits = (prompts - means.mean(0)) @ (means[1] - means[0]) / (2 * SPREAD * variance)
+    assert (logits.abs() < 2).all()
+    torch.testing.assert_close(router(prompts)[:, 1], logits.sigmoid(), rtol=0, atol=1e-6)
+
+
+def test_domains_that_lie_apart_get_their_prompts_alone() -> None:
+    """Captions that no expert was described by, of two well-separated domains of many wordings."""
+    noise = torch.Generator().manual_seed(0)
+    centres = torch.randn(2, 1, 64, generator=noise)
+    described, asked = (centres + 0.5 * torch.randn(2, n, 64, generator=noise) for n in (400, 50))
+    router = PromptRouter([Topic.of(one) for one in described], [0.5, 0.5])
+    for k, prompts in enumerate(asked):
+        assert (router(prompts)[:, k] > 0.999).all()
+    few = PromptRouter([Topic.of(one[:2]) for one in described], [0.5, 0.5])
+    assert all((few(prompts).argmax(1) == k).all() for k, prompts in enumerate(asked))
 
 
 def test_a_topic_is_kilobytes_and_reads_back(tmp_path: Path) -> None:
@@ -79,10 +93,11 @@ def test_a_topic_is_kilobytes_and_reads_back(tmp_path: Path) -> None:
         assert b"cat" not in after["topic.safetensors"].split(b"}", 1)[1]
     topic = Topic.load(tmp_path / "a")
     assert topic is not None
-    assert (topic.count, record.count) == (2, 1)
+    assert (record.count, topic.record.count) == (1, 2)
     encoder, tokenizer = (read_text_encoder(texts["text_encoder"]), read_tokenizer(texts["tokenizer"]))
     expected = Topic.of(embed(encoder, tokenizer, ["a cat", "cats"]).pooled)
-    torch.testing.assert_close(topic.mean, expected.mean, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(topic.means, expected.means, rtol=1e-3, atol=1e-3)
+    assert topic.parts.tolist() == [0.5, 0.5]
     assert assemble([tmp_path / "a", tmp_path / "b"], tmp_path / "both", **texts)
     pipe = HDDMPipeline.from_pretrained(tmp_path / "both")
     given, _ = pipe.encode(["a cat", "dog"])
