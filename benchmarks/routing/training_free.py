@@ -6,10 +6,12 @@ captions. The text encoder is a CLIP of random weights: its words differ, which 
 """
 
 import json
+import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -35,7 +37,7 @@ from hddm.data.encoding import encode_shards
 from hddm.data.encoding_plan import EncodingSettings, plan_encoding
 from hddm.data.images import load_images, save_png, to_bytes, to_unit_range
 from hddm.data.partition import partition
-from hddm.data.shard_records import find_shards
+from hddm.data.shard_records import captions_of, find_shards, read_manifest
 from hddm.data.shards import load_shard
 from hddm.evaluation.classifier import FEATURES, FeatureClassifier, train_classifier
 from hddm.evaluation.features import FeatureExtractor
@@ -51,9 +53,15 @@ from hddm.velocity import PRIOR
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 TEMPLATES = ("a handwritten {}", "the digit {}", "{}", "a small picture of the number {}", "{} in ink")
 ASKED = TEMPLATES[1]
+GROWN_ASKED = {f"`{line}`": line for line in (ASKED, "the number {} in ink")}
+"""Prompts for grown models: a wording that describes them, and one of known words that does not."""
 TIMES = (0.02, 0.1, 0.3, 0.5, 0.7, 0.9)
 STRATEGIES = ("draw", "top-1", "top-2", "full")
 EXPERTS = 4
+GrownOption = Annotated[
+    Path | None,
+    typer.Option("--grown", help="A finished hddm benchmark grow-digits, whose models to ask by prompts."),
+]
 CAPTION_STREAM, NOISE_STREAM = 11, 12
 
 
@@ -73,12 +81,13 @@ def write_captioned(images: Path, folder: Path) -> Path:
     return folder
 
 
-def write_text_encoder(folder: Path) -> Path:
-    """Write a CLIP of random weights, and a tokenizer of the captions' words."""
+def write_text_encoder(folder: Path, names: Sequence[str] = WORDS) -> Path:
+    """Write a CLIP of random weights, and a tokenizer of the words of captions of ``names``."""
     if folder.exists():
         return folder
     letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
-    words = sorted({word for line in (*TEMPLATES, *WORDS) for word in line.split() if word != "{}"})
+    words = sorted({word for line in (*TEMPLATES, *names) for word in line.split() if word != "{}"})
+    letters += [word for word in words if len(word) == 1 and word not in letters]
     merges, known = [], {*letters, *(f"{letter}</w>" for letter in letters)}
     for word in words:
         parts = [*word[:-1], f"{word[-1]}</w>"]
@@ -127,7 +136,7 @@ def accuracy(router: Any, images: Tensor, shards: Tensor, seed: int) -> list[flo
     return found
 
 
-def measure(start: Start, steps: int | None, num: int) -> Path:
+def measure(start: Start, steps: int | None, num: int, grown: Path | None) -> Path:
     """Train what is missing, sample, score, write the result."""
     folder, preset = start.work, load_settings("digits")
     digits = Digits(folder)
@@ -146,6 +155,9 @@ def measure(start: Start, steps: int | None, num: int) -> Path:
     data = [load_shard(shard) for shard in shards]
     labels = [shard.labels for shard in data if shard.labels is not None]
     counts = torch.stack([one.bincount(minlength=10) for one in labels], 1).double()
+    said = [captions_of(read_manifest(shard).images) for shard in shards]
+    captions = [[list(one or ()).count(ASKED.format(word)) for one in said] for word in WORDS]
+    counted = {"class prior": counts, "captions, as counted": torch.tensor(captions).double()}
     classifier = train_classifier(digits.images.normalised, digits.images.labels)
     extractor = FeatureExtractor("small classifier of the training images", FEATURES, classifier.features)
     scorer = Scorer(extractor, digits.images.pixels, digits.fresh.pixels, QUICKSTART.resamples)
@@ -157,16 +169,20 @@ def measure(start: Start, steps: int | None, num: int) -> Path:
             place = folder / f"seed_{seed}"
             runs.append(
                 _seed(
-                    pool, preset, folder, place, seed, steps, num, scorer, classifier, counts, pixels, owner
+                    pool, preset, folder, place, seed, steps, num, scorer, classifier, counted, pixels, owner
                 )
             )
-    content = {"runs": runs, "times": TIMES, "real": asdict(scorer.real())}
-    return start.write("routing-training-free", _lines(runs, start.seeds, num), content)
+    content: dict[str, Any] = {"runs": runs, "times": TIMES, "real": asdict(scorer.real())}
+    lines = _lines(runs, start.seeds, num)
+    if grown is not None:
+        more, content["grown"] = measure_grown(folder, grown, num)
+        lines += more
+    return start.write("routing-training-free", lines, content)
 
 
 def _seed(
     pool: Workers, preset: Any, folder: Path, place: Path, seed: int, steps: int | None, num: int,
-    scorer: Scorer, classifier: FeatureClassifier, counts: Tensor, pixels: Tensor, owner: Tensor,
+    scorer: Scorer, classifier: FeatureClassifier, counted: dict[str, Tensor], pixels: Tensor, owner: Tensor,
 ) -> dict[str, Any]:  # fmt: skip
     changes = {} if steps is None else {"steps": steps}
     plain = preset.expert("flow", seed, **changes)
@@ -197,12 +213,12 @@ def _seed(
             run["rows"][f"{name}, {strategy}"] = asdict(scorer.score(to_bytes(images)))
     pipe = HDDMPipeline.from_pretrained(place / "prompts")
     asked = torch.arange(num) % 10
-    by_class = counts[asked] / counts[asked].sum(1, keepdim=True)
+    priors = {name: (table / table.sum(1, keepdim=True))[asked] for name, table in counted.items()}
     begun = time.perf_counter()
     given, _ = pipe.encode([ASKED.format(WORDS[label]) for label in asked.tolist()])
     routing = time.perf_counter() - begun
-    run["prior_gap"] = float((given[PRIOR] - by_class).abs().sum(1).mean() / 2)
-    for name, prior in (("class prior", by_class), ("prompts", given[PRIOR])):
+    run["prior_gap"] = float((given[PRIOR] - priors["class prior"]).abs().sum(1).mean() / 2)
+    for name, prior in {**priors, "prompts": given[PRIOR]}.items():
         begun = time.perf_counter()
         images = to_bytes(
             sample(pipe.ensemble, num, seed, strategy="draw", batch_size=250, **given | {PRIOR: prior})
@@ -212,6 +228,58 @@ def _seed(
         run["rows"][name] = {**asdict(scorer.score(images)), "label_accuracy": float(right.double().mean())}
     run["routing_seconds"] = routing
     return run
+
+
+def measure_grown(folder: Path, run: Path, num: int) -> tuple[list[str], list[dict[str, Any]]]:
+    """Ask the grown models of a finished grow-digits run by class, and by prompts after describing them."""
+    names = [str(number) for number in range(10)]
+    domains = list(load_settings("grow-digits").partition.classes.values())
+    clip = write_text_encoder(folder / "clip_of_classes", names)
+    parts = {name: clip / name for name in ("text_encoder", "tokenizer")}
+    images, fresh = (load_images(run / "digits" / side) for side in ("train", "held_out"))
+    classifier = train_classifier(images.normalised, images.labels)
+    extractor = FeatureExtractor("small classifier of the training images", FEATURES, classifier.features)
+    scorer = Scorer(extractor, images.pixels, fresh.pixels, QUICKSTART.resamples)
+    asked, runs = torch.arange(num) % 10, []
+    for seed in sorted(run.glob("seed_*")):
+        place = folder / "grown" / seed.name
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(seed / "ensembles" / "grown-by-class" / "experts", place / "experts")
+        experts = [place / "experts" / str(k) for k in range(len(domains))]
+        for expert, domain in zip(experts, domains, strict=True):
+            lines = [template.format(name) for template in TEMPLATES for name in domain]
+            describe_topic(expert, text=", ".join(lines), **parts)
+        assemble(experts, place / "prompts", **parts)
+        pipe = HDDMPipeline.from_pretrained(place / "prompts")
+        pipe.set_progress_bar_config(disable=True)
+        rows = {}
+        for name, template in {"class": None, **GROWN_ASKED}.items():
+            prompts = [(template or "").format(names[label]) for label in asked.tolist()]
+            given, _ = pipe.encode(prompts) if template else pipe.encode(class_labels=asked.tolist())
+            made = sample(pipe.ensemble, num, int(seed.name[5:]), strategy="draw", batch_size=250, **given)
+            made = to_bytes(made)
+            right = classifier(to_unit_range(made)).argmax(1) == asked
+            own = torch.tensor([k for label in names for k, one in enumerate(domains) if label in one])[asked]
+            routed = float(given[PRIOR].gather(1, own[:, None]).mean()) if template else 1.0
+            rows[name] = {
+                **asdict(scorer.score(made)),
+                "label_accuracy": float(right.double().mean()),
+                "right_expert": routed,
+            }
+        runs.append({"seed": seed.name, "rows": rows})
+    lines = [
+        "",
+        f"Grown digits of `hddm benchmark grow-digits`, {len(runs)} seeds: experts of classes, old of 0 to 4 "
+        f"and new of 5 to 9, each described by {len(TEMPLATES)} wordings of its five classes:",
+        "",
+        "| asked by | p(k) of the right expert | label accuracy | to training images | to held-out images |",
+        "|---|---|---|---|---|",
+    ]
+    keys = ("right_expert", "label_accuracy", "to_training", "to_held_out")
+    for name in runs[0]["rows"]:
+        cells = [_mean([one["rows"][name][key] for one in runs]) for key in keys]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines, runs
 
 
 def _mean(values: list[Any]) -> str:
@@ -246,7 +314,7 @@ def _lines(runs: list[dict[str, Any]], seeds: int, num: int) -> list[str]:
         "|---|---|---|---|",
     ]
     keys = ("label_accuracy", "to_training", "to_held_out")
-    for name in ("class prior", "prompts"):
+    for name in (name for name, row in runs[0]["rows"].items() if "label_accuracy" in row):
         cells = [_mean([run["rows"][name][key] for run in runs]) for key in keys]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     gap, fit = (_mean([run[key] for run in runs]) for key in ("prior_gap", "fit_seconds"))
@@ -265,9 +333,11 @@ def command(
     quick: QuickOption = False,
     seeds: SeedsOption = 3,
     workers: WorkersOption = 2,
+    grown: GrownOption = None,
 ) -> None:
     """Measure both kinds of routers."""
-    typer.echo(measure(Start(results, work, seeds, workers), 20 if quick else None, 200 if quick else 1000))
+    start = Start(results, work, seeds, workers)
+    typer.echo(measure(start, 20 if quick else None, 200 if quick else 1000, grown))
 
 
 if __name__ == "__main__":
