@@ -214,19 +214,25 @@ def _seed(
     pipe = HDDMPipeline.from_pretrained(place / "prompts")
     asked = torch.arange(num) % 10
     priors = {name: (table / table.sum(1, keepdim=True))[asked] for name, table in counted.items()}
-    begun = time.perf_counter()
-    given, _ = pipe.encode([ASKED.format(WORDS[label]) for label in asked.tolist()])
-    routing = time.perf_counter() - begun
-    run["prior_gap"] = float((given[PRIOR] - priors["class prior"]).abs().sum(1).mean() / 2)
-    for name, prior in {**priors, "prompts": given[PRIOR]}.items():
+    for how, wordings in (("", (ASKED,)), (", in all wordings", TEMPLATES)):
         begun = time.perf_counter()
-        images = to_bytes(
-            sample(pipe.ensemble, num, seed, strategy="draw", batch_size=250, **given | {PRIOR: prior})
-        )
-        run["sampling_seconds"] = time.perf_counter() - begun
-        right = classifier(to_unit_range(images)).argmax(1) == asked
-        run["rows"][name] = {**asdict(scorer.score(images)), "label_accuracy": float(right.double().mean())}
-    run["routing_seconds"] = routing
+        texts = [wordings[i // 10 % len(wordings)].format(WORDS[i % 10]) for i in range(num)]
+        given, _ = pipe.encode(texts)
+        routing = time.perf_counter() - begun
+        if not how:
+            # The first prompts also fit the router.
+            run["prior_gap"] = float((given[PRIOR] - priors["class prior"]).abs().sum(1).mean() / 2)
+            run["routing_seconds"] = routing
+        tables = priors if not how else {"class prior": priors["class prior"]}
+        for name, prior in {**tables, "prompts": given[PRIOR]}.items():
+            begun = time.perf_counter()
+            images = to_bytes(
+                sample(pipe.ensemble, num, seed, strategy="draw", batch_size=250, **given | {PRIOR: prior})
+            )
+            run["sampling_seconds"] = time.perf_counter() - begun
+            right = classifier(to_unit_range(images)).argmax(1) == asked
+            scores = {**asdict(scorer.score(images)), "label_accuracy": float(right.double().mean())}
+            run["rows"][f"{name}{how}"] = scores
     return run
 
 
@@ -307,7 +313,8 @@ def _lines(runs: list[dict[str, Any]], seeds: int, num: int) -> list[str]:
         if "label_accuracy" not in rows[0]:
             cells = [_mean([row[key] for row in rows]) for key in ("to_training", "to_held_out")]
             lines.append(f"| {name} | {cells[0]} | {cells[1]} |")
-    lines += ["", f"Experts of captions, asked by `{ASKED}`, one of their {len(TEMPLATES)} wordings:"]
+    wordings = f"one of their {len(TEMPLATES)} wordings, and by all in turn"
+    lines += ["", f"Experts of captions, asked by `{ASKED}`, {wordings}:"]
     lines += [
         "",
         "| p(k) by | label accuracy | to training images | to held-out images |",

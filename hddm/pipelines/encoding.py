@@ -102,7 +102,15 @@ class Encoding(Offloading):
             if _TEXT in record.conditions
         }
         topics = self.experts.record.topics
-        return of_text | (set() if topics is None else {topics}) or {0}
+        found = of_text | (set() if topics is None else {topics})
+        # Names of classes need none.
+        return found or (set() if self._takes_classes.any() else {0})
+
+    @property
+    def _takes_classes(self) -> Tensor:
+        """Which experts are asked for the class that a prompt names (K,)."""
+        conditions = (one.conditions for one in self.experts.facts)
+        return torch.tensor([LABELS in given and _TEXT not in given for given in conditions])
 
     def can_read(self, number: int) -> bool:
         """True with the text encoder of that number, and its tokenizer."""
@@ -133,12 +141,8 @@ class Encoding(Offloading):
 
     def _routed(self, texts: Sequence[str], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """p(k | prompt), and the classes that prompts name, for experts that take no text."""
-        records, ensemble = self.experts.facts, self.ensemble
-        topics = self.experts.record.topics
-        takes_classes = torch.tensor(
-            [LABELS in one.conditions and _TEXT not in one.conditions for one in records]
-        )
-        if len(records) == 1 or (topics is None and not takes_classes.any()):
+        ensemble, topics, takes_classes = self.ensemble, self.experts.record.topics, self._takes_classes
+        if topics is None and not takes_classes.any():
             return {}
         rows = ensemble.prior.expand(len(texts), -1)
         if topics is not None:
@@ -147,14 +151,21 @@ class Encoding(Offloading):
         if not takes_classes.any() or LABELS in given:
             return {PRIOR: rows}
         labels = torch.tensor([_named_in(text, ensemble.classes) for text in texts])
-        rows = rows * (~takes_classes | (labels < len(ensemble.classes))[:, None])
+        is_named = (labels < len(ensemble.classes))[:, None]
+        # Among experts of classes the one that a prompt names decides, within the part that topics give them.
+        by_class = ensemble.prior_of(len(texts), {LABELS: labels})
+        if topics is None:
+            by_class = by_class * (rows * takes_classes).sum(1, keepdim=True)
+        else:
+            by_class = rows * (by_class > 0)
+        rows = torch.where(takes_classes, by_class * is_named, rows)
         if not (rows.sum(1) > 0).all():
             unread = next(text for text, row in zip(texts, rows, strict=True) if not row.any())
             some = ", ".join(ensemble.classes[:5])
             raise HddmError(
                 f"prompt {unread[:60]!r}: these experts take classes, and it names none of {some}, …"
             )
-        return {PRIOR: rows, LABELS: labels}
+        return {LABELS: labels} | ({PRIOR: rows} if rows.shape[1] > 1 else {})
 
 
 def _named_in(text: str, classes: Sequence[str]) -> int:

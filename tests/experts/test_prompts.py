@@ -279,6 +279,32 @@ def test_an_expert_of_classes_answers_prompts_that_name_one(tmp_path: Path) -> N
     assert pipe.ensemble.prior_of(1, {"class_labels": torch.tensor([1])}).tolist() == [[1, 0]]
 
 
+def test_a_class_that_a_prompt_names_goes_to_those_who_have_its_images(tmp_path: Path) -> None:
+    """Found by reading: experts of one class list were asked by share, also for what they never saw."""
+    classes = ("seven", "eight")
+    write_clip(tmp_path)
+    texts = {name: tmp_path / name for name in ("text_encoder", "tokenizer")}
+    latents = {"space": "latents", "latent_scale": None, "classes": classes}
+    for seed, (name, images) in enumerate({"old": (30, 0), "new": (10, 40)}.items()):
+        shard = {"index": 0, "num_shards": 1, "images": sum(images), "hash": name, "class_images": images}
+        (tmp_path / name).mkdir()
+        save_expert(
+            tmp_path / name, flow_expert(seed, latents | {"shard": shard}, in_channels=4, num_classes=2)
+        )
+    asked, experts = ["a seven", "one eight"], [tmp_path / "old", tmp_path / "new"]
+    assemble(experts, tmp_path / "both")
+    # No text encoder is needed to find names.
+    given, _ = HDDMPipeline.from_pretrained(tmp_path / "both").encode(asked)
+    assert torch.equal(given[PRIOR], torch.tensor([[0.75, 0.25], [0, 1]], dtype=torch.float64))
+    # With topics they decide, but not against what is known of the classes.
+    for expert in experts:
+        describe_topic(expert, text="a seven, one eight", **texts)
+    assemble(experts, tmp_path / "described", **texts)
+    given, _ = HDDMPipeline.from_pretrained(tmp_path / "described").encode(asked)
+    assert given[PRIOR][1, 0] == 0
+    assert (given[PRIOR][0] > 0).all()
+
+
 def test_experts_of_other_sizes_and_latents_are_drawn_and_decoded_each(tmp_path: Path) -> None:
     for number in (0, 1):
         write_vae(tmp_path / f"vae{number}", seed=number)

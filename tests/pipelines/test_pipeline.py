@@ -179,7 +179,7 @@ def test_casting_reaches_every_part_and_warns_of_nothing(caplog: pytest.LogCaptu
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "classes": ({"prompt": [0, 1]}, "passed as class_labels="),
-    "prompt": ({"prompt": "a cat"}, "needs a text encoder and a tokenizer"),
+    "prompt": ({"prompt": "a bird"}, "these experts take classes, and it names none of cat, dog, 7"),
     "output": ({"output_type": "jpeg"}, "unknown output_type 'jpeg': choose one of pil, np, pt, latent"),
     "latents": ({"latents": torch.zeros(2, 3, 4, 4)}, r"latents are \(2, 3, 4, 4\), and 1 images need"),
     "class": ({"class_labels": "bird"}, "no class 'bird'; the model's classes are cat, dog, 7"),
