@@ -21,15 +21,8 @@ def quickstart(
     three together, samples and measures: every step a command of hddm, printed as it runs.
     """
     from hddm.benchmark.report import REPORT_FILE
-    from hddm.benchmark.story import tell
+    from hddm_cli.story import tell
 
-    if said := tell(out, run_words, overwrite, seeds):
+    if said := tell(out, overwrite, seeds):
         typer.echo(f"\n{said}")
     typer.echo(f"report: {out / REPORT_FILE}")
-
-
-def run_words(words: list[str]) -> None:
-    """Run a command line of hddm, in another process."""
-    from hddm_cli.app import commands
-
-    commands(args=words, prog_name="hddm", standalone_mode=False)

@@ -362,4 +362,4 @@ def _abilities_of_finished(path: Path) -> _Abilities:
     weak = all(field.weak is not None for field in fields)
     if not isinstance(opened, Ensemble):
         return _Abilities(0, bool(opened.classes), False, weak)
-    return _Abilities(len(fields), bool(opened.classes), opened.router is not None, weak)
+    return _Abilities(opened.num_domains, bool(opened.classes), opened.router is not None, weak)

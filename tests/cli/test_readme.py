@@ -15,9 +15,9 @@ import pytest
 from typer.main import get_command
 
 from hddm.benchmark.presets import load_settings
-from hddm.benchmark.story import train_old_model, write_old_and_new
 from hddm.training.settings import KINDS, ExpertSettings, read_run_file
 from hddm_cli.app import commands
+from hddm_cli.story import train_old_model, write_old_and_new
 from tests.artefacts import Command
 from tests.checkpoint_files import pipeline, text_unet
 from tests.component_files import write_clip, write_vae

@@ -16,7 +16,7 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from importlib.resources import files
@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from PIL import Image
 from torch.nn import functional as F
 
@@ -55,9 +55,6 @@ WORKERS = 2
 _CLASSIFIER, _COMPARISON = "classifier.safetensors", "comparison.md"
 _RECIPE = "--batch-size 32 --learning-rate 2e-3 --ema-decay 0.99 --checkpoint-every 200"
 _SCORING = f"--reference digits/train --held-out digits/held_out --features {_CLASSIFIER}"
-
-Run = Callable[[list[str]], object]
-"""Runs a command line of hddm, given its words."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,7 @@ class Chapter:
 
 def story_of(seeds: int, lengths: Mapping[str, int]) -> list[Chapter]:
     """Return all chapters: what is done once, trainings and samples of each seed, and the end."""
-    first, each, last = (files("hddm.benchmark") / "story.txt").read_text(encoding="utf-8").split("---\n")
+    first, each, last = (files("hddm_cli") / "story.txt").read_text(encoding="utf-8").split("---\n")
     known = {"recipe": _RECIPE, "scoring": _SCORING, "twice": 2 * lengths["new"], **lengths}
     few = min(CHECKED, lengths["images"])
     given = ({"seed": k, "at": _place(k), "by": f" --seed {k}" if k else ""} for k in range(seeds))
@@ -111,12 +108,10 @@ def _place(seed: int) -> str:
     return f"seed_{seed}/" if seed else ""
 
 
-def tell(
-    out: Path, run: Run, overwrite: bool = False, seeds: int = 1, lengths: Mapping[str, int] = LENGTHS
-) -> str:
+def tell(out: Path, overwrite: bool = False, seeds: int = 1, lengths: Mapping[str, int] = LENGTHS) -> str:
     """Tell the story in ``out``, or go on with it; return the end of it, "" if it was told before.
 
-    ``run`` is importable by name, for other processes; ``overwrite`` begins anew.
+    ``overwrite`` begins anew.
 
     Raises:
         HddmError: for a folder of something else or of other commands, and as the commands.
@@ -130,7 +125,7 @@ def tell(
             return ""
         (out / _COMPARISON).unlink(missing_ok=True)
         story = story_of(seeds, lengths)
-        _run(story, run, out, record)
+        _run(story, out, record)
         record |= {"seeds": seeds, "date": date.today().isoformat()}
         said = conclude(out, story, record)
         _keep(out, record)
@@ -164,7 +159,7 @@ def _keep(out: Path, record: Mapping[str, Any]) -> None:
     disk.write_whole(out / STORY_FILE, lambda draft: disk.write_json(draft, record))
 
 
-def _run(story: Sequence[Chapter], run: Run, out: Path, record: dict[str, Any]) -> None:
+def _run(story: Sequence[Chapter], out: Path, record: dict[str, Any]) -> None:
     """Print the plan and do what is left, with progress of the whole; keep the seconds of each step."""
     is_left = {step: not (out / step.made).exists() for chapter in story for step in chapter.steps}
     found = [Chapter(one.title, [step for step in one.steps if is_left[step]]) for one in story]
@@ -194,14 +189,12 @@ def _run(story: Sequence[Chapter], run: Run, out: Path, record: dict[str, Any]) 
             for step in chapter.steps:
                 words = step.command.split()
                 words += ["--resume"] if is_resumed and words[1] in ("train", "sample") else []
-                given = {"folder": out.resolve(), "step": step, "words": words, "run": run}
+                given = {"folder": out.resolve(), "step": step, "words": words}
                 calls.append(Call(_do, given | {"units": int(part * step.seconds)}, 0, step.made))
             workers.run(calls, progress, start, end)
 
 
-def _do(
-    folder: Path, step: Step, words: list[str], run: Run, units: int, report: Report
-) -> tuple[float, str]:
+def _do(folder: Path, step: Step, words: list[str], units: int, report: Report) -> tuple[float, str]:
     """Do a step in ``folder``; return its seconds and what it said."""
     end_with_parent()
     os.chdir(folder)
@@ -219,7 +212,7 @@ def _do(
         Path(_CLASSIFIER).unlink(missing_ok=True)
     with interruptible(), contextlib.redirect_stdout(said):
         if words[0] == "hddm":
-            run(words[1 : words.index(">") if ">" in words else None])
+            run_words(words[1 : words.index(">") if ">" in words else None])
         elif step.made == "digits":
             write_old_and_new()
         else:
@@ -228,6 +221,13 @@ def _do(
         disk.write_whole(Path(_COMPARISON), lambda draft: draft.write_text(said.getvalue(), encoding="utf-8"))
     hear(1.0)
     return round(time.perf_counter() - started, 1), said.getvalue()
+
+
+def run_words(words: list[str]) -> None:
+    """Run a command line of hddm."""
+    from hddm_cli.app import commands
+
+    commands(args=words, prog_name="hddm", standalone_mode=False)
 
 
 def write_old_and_new() -> None:
@@ -331,7 +331,9 @@ def conclude(out: Path, story: Sequence[Chapter], record: Mapping[str, Any]) -> 
     old, tuned, grown, _ = (shares[title] for title, _ in MODELS.values())
     sentence = SENTENCE if old > 90 and tuned < 10 and 30 < grown < 70 else OTHERWISE
     pages = Environment(
-        loader=PackageLoader("hddm.benchmark", ""), autoescape=True, undefined=StrictUndefined
+        loader=ChoiceLoader([PackageLoader(name, "") for name in ("hddm_cli", "hddm.benchmark")]),
+        autoescape=True,
+        undefined=StrictUndefined,
     )
     given = {
         "sentence": sentence,

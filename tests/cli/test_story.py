@@ -15,8 +15,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 from typer.main import get_command
 
-from hddm.benchmark import story
-from hddm.benchmark.story import (
+from hddm.ensemble import Ensemble
+from hddm.experts.loading import load
+from hddm.sampling import draw_experts
+from hddm.utils.errors import HddmError
+from hddm_cli import story
+from hddm_cli.app import commands
+from hddm_cli.story import (
     CHECKED,
     JOINED,
     LAST_OLD,
@@ -29,12 +34,6 @@ from hddm.benchmark.story import (
     story_of,
     tell,
 )
-from hddm.ensemble import Ensemble
-from hddm.experts.loading import load
-from hddm.sampling import draw_experts
-from hddm.utils.errors import HddmError
-from hddm_cli.app import commands
-from hddm_cli.quickstart import run_words
 from tests.artefacts import copied, killing
 from tests.benchmark_files import Inline
 from tests.browser import CHROMIUM, Browser
@@ -59,7 +58,7 @@ def _tell_until_killed(out: Path, printed: Path) -> None:
     sys.addaudithook(killing("os.rename", "router"))
     with printed.open("w", buffering=1) as file, contextlib.redirect_stderr(file):
         story.Workers = Inline  # type: ignore[misc, assignment]
-        tell(out, run_words, lengths=LENGTHS)
+        tell(out, lengths=LENGTHS)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +71,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     with contextlib.redirect_stderr(io.StringIO()) as again, pytest.MonkeyPatch.context() as patch:
         # Workers that are forked after the imports, which cost as much as all else.
         patch.setattr(multiprocessing, "get_context", lambda method: CONTEXT)
-        said = tell(out, run_words, lengths=LENGTHS)
+        said = tell(out, lengths=LENGTHS)
     return Told(out, printed.read_text(), again.getvalue(), said)
 
 
@@ -102,15 +101,15 @@ def test_told_again_it_says_so_and_other_folders_are_left_alone(
     told: Told, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = (told.out / STORY_FILE).stat().st_mtime_ns
-    assert tell(told.out, run_words, lengths=LENGTHS) == ""
+    assert tell(told.out, lengths=LENGTHS) == ""
     assert f"{told.out}: was finished on 20" in capsys.readouterr().err
     assert (told.out / STORY_FILE).stat().st_mtime_ns == before
     with pytest.raises(HddmError, match=f"{told.out}: holds no quickstart of these commands"):
-        tell(told.out, run_words)
+        tell(told.out)
     (tmp_path / "mine").write_text("precious")
     for overwrite, reason in ((False, "holds no quickstart"), (True, "holds no story.json")):
         with pytest.raises(HddmError, match=reason):
-            tell(tmp_path, run_words, overwrite, lengths=LENGTHS)
+            tell(tmp_path, overwrite, lengths=LENGTHS)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
@@ -118,7 +117,7 @@ def test_it_begins_anew_when_asked_to(told: Told, tmp_path: Path, monkeypatch: p
     out = copied(told.out, tmp_path / "out")
     monkeypatch.setattr(story, "_run", lambda *given: None)
     monkeypatch.setattr(story, "conclude", lambda *given: "told")
-    assert tell(out, run_words, overwrite=True, lengths=LENGTHS) == "told"
+    assert tell(out, overwrite=True, lengths=LENGTHS) == "told"
     assert [path.name for path in out.iterdir()] == [STORY_FILE]
 
 
