@@ -238,6 +238,7 @@ def _topics(folders: Sequence[Path], experts: Sequence[Named], found: Findings) 
             "describe what its captions are about"
         )
         return None
-    if unasked := [name for name, record in experts if not takes_text(record) and name not in known]:
+    silent = [name for name, record in experts if not takes_text(record) and not record.classes]
+    if unasked := [name for name in silent if name not in known]:
         found.note(f"no prompt is for {', '.join(unasked)}, which has no topic")
     return known[first].text_encoder

@@ -39,7 +39,8 @@ class Encoding(Offloading):
 
         Arguments are those of a call; ``guided`` says whether there will be a negative branch. Each expert of
         text gets the tokens of its own text encoder. An expert of classes that is asked by prompt gets the
-        longest name of a class that the prompt contains, and has p = 0 where it contains none that it knows.
+        longest name of a class that the prompt contains, and has p = 0 where it contains none that it knows;
+        without a topic its part of those prompts is its share of the images.
 
         Raises:
             HddmError: for prompts without a text encoder, or arguments that exclude each other.
@@ -144,21 +145,24 @@ class Encoding(Offloading):
         ensemble, topics, takes_classes = self.ensemble, self.experts.record.topics, self._takes_classes
         if topics is None and not takes_classes.any():
             return {}
-        rows = ensemble.prior.expand(len(texts), -1)
+        rows, is_described = ensemble.prior.expand(len(texts), -1), torch.zeros(len(takes_classes)).bool()
         if topics is not None:
-            router = PromptRouter([one.topic for one in self.experts.experts], ensemble.prior.tolist())
-            rows = router(self._embed(topics, texts).pooled)
+            known = [one.topic for one in self.experts.experts]
+            rows = PromptRouter(known, ensemble.prior.tolist())(self._embed(topics, texts).pooled)
+            is_described = torch.tensor([topic is not None for topic in known])
         if not takes_classes.any() or LABELS in given:
             return {PRIOR: rows}
         labels = torch.tensor([_named_in(text, ensemble.classes) for text in texts])
         is_named = (labels < len(ensemble.classes))[:, None]
-        # Among experts of classes the one that a prompt names decides, within the part that topics give them.
-        by_class = ensemble.prior_of(len(texts), {LABELS: labels})
-        if topics is None:
-            by_class = by_class * (rows * takes_classes).sum(1, keepdim=True)
-        else:
-            by_class = rows * (by_class > 0)
-        rows = torch.where(takes_classes, by_class * is_named, rows)
+        by_class = ensemble.prior_of(len(texts), {LABELS: labels}) * is_named * takes_classes
+        # Experts of classes without a topic share their part of the images among those that know the class.
+        named = by_class * ~is_described
+        part = (ensemble.prior * takes_classes * ~is_described).sum() * (named.sum(1, keepdim=True) > 0)
+        named = part * named / named.sum(1, keepdim=True).clamp_min(1e-300)
+        rows = torch.where(takes_classes, rows * is_described * (by_class > 0), rows)
+        # Topics may hold those who know the class for impossible; the class is what was asked for.
+        rows = torch.where(rows.sum(1, keepdim=True) > 0, rows, by_class * is_described)
+        rows = named + (1 - part) * rows / rows.sum(1, keepdim=True).clamp_min(1e-300)
         if not (rows.sum(1) > 0).all():
             unread = next(text for text, row in zip(texts, rows, strict=True) if not row.any())
             some = ", ".join(ensemble.classes[:5])
