@@ -44,7 +44,7 @@ def assemble(
     tokenizer: Component = None,
     add: Annotated[list[Path] | None, InputOption("--add", help="Expert to add to an ensemble.")] = None,
     remove: Annotated[
-        list[str] | None, typer.Option("--remove", help="Index or folder of an expert to take out.")
+        list[str] | None, typer.Option("--remove", help="Index or name of an expert to take out.")
     ] = None,
     base: Annotated[
         list[Path] | None, InputOption("--base", help="Base of LoRA experts, if it was moved since training.")
@@ -105,7 +105,7 @@ def assemble(
     ensemble = read_ensemble_facts(written)
     typer.echo(f"{written}: {counted(len(ensemble.experts), 'expert')}, strategy {ensemble.strategy}")
     told: dict[int, tuple[str, float]] = {}
-    for name, part, first in zip(ensemble.experts, ensemble.prior, ensemble.domain_of, strict=True):
+    for name, part, first in zip(ensemble.labels, ensemble.prior, ensemble.domain_of, strict=True):
         before, total = told.get(first, ("", 0.0))
         told[first] = (f"{before} with {name}" if before else name, total + part)
     typer.echo(f"shares: {', '.join(f'{name} {total:.3g}' for name, total in told.values())}")

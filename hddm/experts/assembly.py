@@ -34,6 +34,8 @@ from hddm.experts.ensemble_folders import (
     ClassName,
     EnsembleRecord,
     bases_of,
+    label,
+    name_of,
     put_component,
     write_ensemble_records,
 )
@@ -170,7 +172,7 @@ def choices(
 ) -> tuple[Shares, ClassLists, Domains]:
     """Shares, class names and domains in the order of ``experts``; None and empty where nothing is given.
 
-    Keys are an expert's folder, the end of its path, or its index. A number without a name is its own name.
+    Keys are an expert's folder, the end of its path, its name, or its index. A number without a name is its own name.
     ``kept`` are domains of before, by index, where ``domain`` names none of their experts. Raises `HddmError`
     for a key of no expert, or of several, and for names that do not fit the classes that an expert takes.
     """
@@ -188,14 +190,21 @@ def choices(
 
 
 def index_of(name: str, experts: Sequence[Path], option: str) -> int:
-    """Index of an expert by its folder, the end of its path, or its number; `HddmError` for none."""
+    """Index of an expert by its folder, the end of its path, its name (`name_of`), or its number.
+
+    Digits alone are no name. Raises `HddmError` for no expert, and for several.
+    """
     full, parts = Path(name).resolve(), Path(name).parts
     found = [k for k, folder in enumerate(experts) if folder.resolve() == full]
-    found = found or [k for k, folder in enumerate(experts) if folder.parts[-len(parts) :] == parts]
+    found = found or [
+        k
+        for k, folder in enumerate(experts)
+        if folder.parts[-len(parts) :] == parts or (name == name_of(folder) and not name.isdecimal())
+    ]
     found = found or [k for k in range(len(experts)) if str(k) == name]
     if len(found) != 1:
         which = "no expert" if not found else f"{len(found)} experts"
-        known = ", ".join(map(str, experts))
+        known = ", ".join(label(str(folder), name_of(folder)) for folder in experts)
         raise HddmError(f"{option} {one_line(name, 60)}: names {which}; choose of {known}")
     return found[0]
 
@@ -286,6 +295,7 @@ def check(
     shares = prior_of(experts, found, folders.shares, prior, domains)
     record = EnsembleRecord(
         experts=tuple(f"experts/{k}" for k in range(len(experts))),
+        names=tuple(map(name_of, folders.experts)),
         router=None if folders.router is None else ROUTER,
         router_outputs=outputs,
         prior=shares,

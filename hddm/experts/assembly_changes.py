@@ -166,6 +166,7 @@ def change(
         open_expert(folder, folders.bases)
     # The ensemble's own router was checked with it.
     new_router = None if router is None else folders.router
+    told += tuple(f"removed {record.labels[k]}" for k in sorted(gone))
     notes += told + check_files(add, new_router, folders.bases)
     if out is not None and out.resolve() != ensemble.resolve():
         refuse_inside(out, [ensemble])

@@ -14,6 +14,7 @@ nothing that a folder says decides which code runs.
 """
 
 import math
+import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,7 +30,7 @@ from hddm.networks.text_encoder import TOKENIZERS, kind_of
 from hddm.networks.vae import STEM as VAE_STEM
 from hddm.networks.vae import read_config, read_weights
 from hddm.schedules import from_diffusers
-from hddm.utils.errors import HddmError, did_you_mean
+from hddm.utils.errors import HddmError, did_you_mean, one_line
 from hddm.utils.files import inside, link_or_copy, read_json, write_json
 from hddm.utils.records import ENSEMBLE_FILE as ENSEMBLE_FILE
 from hddm.utils.records import (
@@ -229,6 +230,8 @@ class EnsembleRecord(Record):
     format: str = FORMAT
     experts: Annotated[tuple[str, ...], Field(min_length=1)]
     """Folders of the experts."""
+    names: tuple[str, ...] = ()
+    """Names of the folders that the experts came from; empty where they came from none."""
     router: str | None = None
     router_outputs: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Router output of each expert; empty where it has as many outputs, in order."""
@@ -283,6 +286,11 @@ class EnsembleRecord(Record):
     def outputs(self) -> tuple[int, ...]:
         """Router output of each expert."""
         return self.router_outputs or tuple(range(len(self.experts)))
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Folder of each expert and, where it had another one, that name: ``experts/0 (mine)``."""
+        return tuple(map(label, self.experts, self.names or self.experts))
 
     @property
     def domain_of(self) -> tuple[int, ...]:
@@ -367,6 +375,23 @@ def kept_components(expert: Path) -> dict[str, Path]:
     return {name: expert / name for name in KEPT if inside(expert, name).is_dir()}
 
 
+def name_of(expert: Path) -> str:
+    """Name of an expert's folder; of one in an ensemble its name there, where it has one."""
+    if (whole := ensemble_around(expert.resolve())) is not None:
+        facts = read_ensemble_facts(whole)
+        for held, name in zip(facts.experts, facts.names, strict=False):
+            if (whole / held).resolve() == expert.resolve():
+                return name
+    # A name that is no Unicode could not be read again.
+    return os.fsencode(Path(os.path.abspath(expert)).name).decode(errors="replace")
+
+
+def label(folder: str, name: str) -> str:
+    """An expert's folder, with its name behind it where that is another one."""
+    shown = one_line(name if name.isprintable() else ascii(name), 60)
+    return folder if Path(name).name == Path(folder).name else f"{folder} ({shown})"
+
+
 def components_of(expert: Path) -> dict[str, Path]:
     """`kept_components`, and what the ensemble that holds the expert has for it."""
     found, whole = kept_components(expert), ensemble_around(expert.resolve())
@@ -440,7 +465,7 @@ def _check_numbers(facts: EnsembleRecord, path: Path) -> None:
     for key, row in (("prior", facts.prior), *(("class_prior", row) for row in facts.class_prior)):
         if len(row) != experts or not math.fsum(row) > 0:
             raise HddmError(f"{path}: {key} must be {experts} numbers with a positive sum, not {list(row)}")
-    for key in ("shares", "class_lists", "domains", "texts", "vaes", "aside_outputs"):
+    for key in ("names", "shares", "class_lists", "domains", "texts", "vaes", "aside_outputs"):
         if len(getattr(facts, key)) not in (0, experts):
             raise HddmError(f"{path}: {key} must be of {experts} experts, not {len(getattr(facts, key))}")
     if facts.classes and len(facts.class_prior) not in (0, len(facts.classes)):

@@ -221,7 +221,7 @@ def _only(facts: EnsembleRecord, chosen: Sequence[int]) -> EnsembleRecord:
     # All of fewer than k are the k most probable of them.
     number = len(set(domains))
     too_many = strategy.kind == "top" and strategy.value > number
-    by_expert = ("experts", "prior", "shares", "class_lists", "texts", "vaes")
+    by_expert = ("experts", "names", "prior", "shares", "class_lists", "texts", "vaes")
     changes: dict[str, Any] = {
         name: tuple(of[k] for k in chosen) for name in by_expert if (of := getattr(facts, name))
     }

@@ -302,10 +302,11 @@ def test_the_command_line_prints_notes_and_escapes_names(trio: Trio, tmp_path: P
     odd = variant(trio.experts[1], tmp_path / "odd\x1b[2J\nname", sample_shape=[3, 4, 4], null_class=5)
     code, out, err = hddm("assemble", *trio.experts[:2], "--router", trio.router, "--out", tmp_path / "two")
     assert (code, err) == (0, "")
+    shares = ", ".join(f"experts/{k} ({folder.name}) 0.5" for k, folder in enumerate(trio.experts[:2]))
     assert out.splitlines() == [
         f"note: {trio.router}: of its 3 outputs, these are left out: 2",
         f"{tmp_path / 'two'}: 2 experts, strategy draw",
-        "shares: experts/0 0.5, experts/1 0.5",
+        f"shares: {shares}",
         "classes: columns, rows",
     ]
     code, out, err = hddm(
@@ -324,7 +325,7 @@ def test_the_command_line_prints_notes_and_escapes_names(trio: Trio, tmp_path: P
     [
         ({"router_outputs": [1, 0, 2]}, "experts/0: was trained on the shard of output 0 of router, not 1"),
         (
-            {"experts": ["experts/0", "experts/1"], "prior": [0.5, 0.5], "class_prior": []},
+            {"experts": ["experts/0", "experts/1"], "names": [], "prior": [0.5, 0.5], "class_prior": []},
             "router: has 3 outputs, not 2",
         ),
         ({"router_outputs": [0, 1, 3]}, "router: has outputs 0 to 2, and the ensemble takes [3]"),

@@ -13,6 +13,7 @@ from hddm.experts.assembly_changes import change
 from hddm.experts.ensemble_folders import KEPT, read_ensemble_facts
 from hddm.experts.records import EXPERT_FILE, read_router, save_router
 from hddm.networks.folders import WEIGHTS
+from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.errors import HddmError
 from tests.artefacts import Command, contents, edit_json, largest_file, variant
 from tests.conftest import Trio
@@ -128,6 +129,38 @@ def test_strategy_shift_and_papers_stay(trio: Trio, whole: Path) -> None:
     assert (whole / "notes" / "a.txt").read_text() == "mine"
 
 
+def test_experts_keep_their_names(trio: Trio, tmp_path: Path, hddm: Command) -> None:
+    """Wherever they go: into another place, another ensemble, and a copy by the pipeline."""
+    mine, other, theirs = (
+        variant(folder, tmp_path / name)
+        for folder, name in zip(trio.experts, ("mine", "7", "theirs"), strict=True)
+    )
+    three, two = tmp_path / "three", tmp_path / "two"
+    assemble([mine, other, theirs], three)
+    assert read_ensemble_facts(three).names == ("mine", "7", "theirs")
+    code, out, _ = hddm("assemble", three, "--remove", "mine", "--share", "theirs=0.25")
+    assert code == 0
+    assert "note: removed experts/0 (mine)\n" in out
+    assert "\nshares: experts/0 (7) 0.75, experts/1 (theirs) 0.25\n" in out
+    assert "\nnames: 7, theirs\n" in hddm("inspect", three)[1]
+    HDDMPipeline.from_pretrained(three, experts=[1]).save_pretrained(tmp_path / "one")
+    assert read_ensemble_facts(tmp_path / "one").names == ("theirs",)
+    assemble([three / "experts/1", mine], two)
+    assert read_ensemble_facts(two).names == ("theirs", "mine")
+    # What a new expert has in common with an old one does not name one of them.
+    with pytest.raises(HddmError, match=r"share theirs: names 2 experts; .*two/experts/0 \(theirs\), "):
+        change(two, add=[variant(other, tmp_path / "new" / "theirs")], share={"theirs": 0.5})
+    # A number is an index, and no name.
+    with pytest.raises(HddmError, match="remove 7: names no expert"):
+        change(three, remove=["7"])
+    edit_json(three / "ensemble.json", names=["mine"])
+    with pytest.raises(HddmError, match="names must be of 2 experts, not 1"):
+        read_ensemble_facts(three)
+    # Folders of before have none.
+    edit_json(three / "ensemble.json", names=[])
+    assert read_ensemble_facts(three).labels == ("experts/0", "experts/1")
+
+
 def test_components_stay(tmp_path: Path) -> None:
     whole = write_text(tmp_path)
     before = {name: contents(whole / name) for name in KEPT}
@@ -223,7 +256,7 @@ def test_a_change_puts_back_what_a_killed_one_had_renamed_away(whole: Path) -> N
 def test_a_change_that_cannot_be_is_refused(whole: Path) -> None:
     before = contents(whole.parent)
     for arguments, message in (
-        ({"remove": [3]}, "remove 3: names no expert; choose of .*/experts/0, .*/experts/1"),
+        ({"remove": [3]}, "remove 3: names no expert; choose of .*/experts/0 .e0., .*/experts/1 "),
         ({"remove": ["-1"]}, "remove -1: names no expert"),
         ({"remove": ["9" * 5000]}, "remove 9+…: names no expert"),
         ({"remove": ["\u0661"]}, "remove \u0661: names no expert"),
@@ -242,8 +275,10 @@ def test_the_command_line_changes_an_ensemble(trio: Trio, whole: Path, tmp_path:
     assert (code, err) == (0, "")
     assert out.splitlines() == [
         f"note: {whole / 'router'}: of its 3 outputs, these are left out: 0, 2",
+        f"note: removed experts/0 ({trio.experts[0].name})",
+        f"note: removed experts/2 ({trio.experts[2].name})",
         f"{whole}: 1 expert, strategy full",
-        "shares: experts/0 1",
+        f"shares: experts/0 ({trio.experts[1].name}) 1",
         "classes: columns, rows",
     ]
     code, out, err = hddm("assemble", whole, "--add", trio.experts[2], "--out", tmp_path / "new")
