@@ -14,6 +14,7 @@ from hddm.experts.compatibility import (
     Findings,
     Named,
     Shares,
+    Value,
     by_domain,
     class_lists_of,
     class_prior_of,
@@ -172,21 +173,30 @@ def choices(
 ) -> tuple[Shares, ClassLists, Domains]:
     """Shares, class names and domains in the order of ``experts``; None and empty where nothing is given.
 
-    Keys are an expert's folder, the end of its path, its name, or its index. A number without a name is its own name.
-    ``kept`` are domains of before, by index, where ``domain`` names none of their experts. Raises `HddmError`
-    for a key of no expert, or of several, and for names that do not fit the classes that an expert takes.
+    Keys are an expert's folder, the end of its path, its name, or its index.
+    A number without a name is its own name. ``kept`` are domains of before, by index, where ``domain`` names none of their experts. Raises `HddmError`
+    for a key of no expert, or of several, for two of one expert, and for names that do not fit the classes that an expert takes.
     """
     fixed: list[float | None] = [None] * len(experts)
     lists: list[tuple[str, ...]] = [()] * len(experts)
-    for name, part in (share or {}).items():
-        fixed[index_of(name, experts, "--share")] = part
-    for name, names in (classes or {}).items():
-        k = index_of(name, experts, "--classes")
+    for k, part in _by_index(share, experts, "--share").items():
+        fixed[k] = part
+    for k, names in _by_index(classes, experts, "--classes").items():
         lists[k] = _names_of(names, str(experts[k]), read_records([experts[k]])[0][1])
     groups = [[index_of(name, experts, "--domain") for name in names] for names in domain]
     named = set(itertools.chain.from_iterable(groups))
     domains = domains_of(read_records(experts), [*groups, *(one for one in kept if named.isdisjoint(one))])
     return spread(fixed, domains), lists, domains
+
+
+def _by_index(given: Mapping[str, Value] | None, experts: Sequence[Path], option: str) -> dict[int, Value]:
+    """What is given by names of experts (`index_of`), by their indices; `HddmError` for one named twice."""
+    found: dict[int, Value] = {}
+    for name, value in (given or {}).items():
+        if (k := index_of(name, experts, option)) in found:
+            raise HddmError(f"{option} {one_line(name, 60)}: {experts[k]} is named twice; name it once")
+        found[k] = value
+    return found
 
 
 def index_of(name: str, experts: Sequence[Path], option: str) -> int:

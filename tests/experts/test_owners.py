@@ -116,6 +116,7 @@ def test_shares_override_sizes(
         ({"ours": 1.5}, "ours=1.5: a share lies between 0 and 1"),
         ({"ours": float("nan")}, "ours=nan: a share lies between 0 and 1"),
         ({"ours": 0.4, "theirs": 0.4}, "the shares of all experts sum to 0.8; they must sum to 1"),
+        ({"ours": 0.5, "0": 0.2}, "ours is named twice; name it once"),
         ({"ours": 1.0}, "the shares given sum to 1 and leave nothing for "),
     ],
     ids=str,
@@ -194,6 +195,7 @@ def test_what_an_expert_without_classes_makes_can_be_named(ours: Path, theirs: P
     [
         ("theirs: [a]", "theirs: gives 1 names, and it takes 2 classes"),
         ('theirs: {"2": a}', "theirs: has classes 0 to 1, and no 2"),
+        ("{theirs: [a, b], '1': [c, d]}", "theirs is named twice; name it once"),
         ("theirs: [a, a]", "theirs: has a twice"),
         ("theirs: columns", "theirs must have a list of names, or numbers with names"),
         ("theirs: {one: a}", "theirs: one: a; a class is a number and its name"),
