@@ -54,7 +54,7 @@ from hddm.experts.records import (
     weights_in,
 )
 from hddm.networks.folders import sha256_once
-from hddm.utils.errors import HddmError, one_line
+from hddm.utils.errors import HddmError, did_you_mean, one_line
 from hddm.utils.files import inside, link_or_copy, new_folder, read_yaml
 from hddm.utils.records import MANIFEST, has_manifest, read_record, refuse_damaged
 from hddm.utils.tensors import read_safetensors, refuse_non_finite
@@ -92,8 +92,8 @@ class EnsembleFolders:
     domains: Domains = ()
 
 
-ClassNames = Sequence[str] | Mapping[int, str]
-"""Names of all of an expert's classes, or of some of its numbers."""
+ClassNames = Sequence[str] | Mapping[int | str, str]
+"""Names of all of an expert's classes, or new ones of some, by number or by the name that they have."""
 
 
 def assemble(
@@ -170,19 +170,23 @@ def choices(
     classes: Mapping[str, ClassNames] | None,
     domain: Sequence[Sequence[str]] = (),
     kept: Sequence[Sequence[int]] = (),
+    known: ClassLists = (),
 ) -> tuple[Shares, ClassLists, Domains]:
     """Shares, class names and domains in the order of ``experts``; None and empty where nothing is given.
 
-    Keys are an expert's folder, the end of its path, its name, or its index.
-    A number without a name is its own name. ``kept`` are domains of before, by index, where ``domain`` names none of their experts. Raises `HddmError`
-    for a key of no expert, or of several, for two of one expert, and for names that do not fit the classes that an expert takes.
+    Keys are an expert's folder, the end of its path, its name, or its index. A class of which nothing is said
+    keeps its name, that of ``known`` (given before) or of its expert; a number without one is its own name.
+    ``kept`` are domains of before, by index, where ``domain`` names none of their experts. Raises `HddmError`
+    for a key of no expert, or of several, for two of one expert, and for names that do not fit the classes
+    that an expert takes.
     """
     fixed: list[float | None] = [None] * len(experts)
     lists: list[tuple[str, ...]] = [()] * len(experts)
     for k, part in _by_index(share, experts, "--share").items():
         fixed[k] = part
     for k, names in _by_index(classes, experts, "--classes").items():
-        lists[k] = _names_of(names, str(experts[k]), read_records([experts[k]])[0][1])
+        ((name, record),) = read_records([experts[k]])
+        lists[k] = _names_of(names, name, record, (known[k] if known else ()) or record.classes)
     groups = [[index_of(name, experts, "--domain") for name in names] for names in domain]
     named = set(itertools.chain.from_iterable(groups))
     domains = domains_of(read_records(experts), [*groups, *(one for one in kept if named.isdisjoint(one))])
@@ -224,31 +228,41 @@ def read_classes(path: Path) -> dict[str, ClassNames]:
 
     experts/dit: {207: golden retriever, 281: tabby}
     experts/mine: [tabby, siamese]
+    experts/theirs: {car: automobile}
     """
     classes: dict[str, ClassNames] = {}
-    for expert, names in read_yaml(path).items():
+    for expert, names in read_yaml(path, has_numbers=True).items():
         listed = dict(enumerate(names)) if isinstance(names, list) else names
         if not isinstance(listed, dict) or not listed:
             raise HddmError(
-                f"{path}: {one_line(expert, 60)} must have a list of names, or numbers with names"
+                f"{path}: {one_line(expert, 60)} must have a list of names, or classes with names"
             )
         for number, name in listed.items():
-            if not str(number).isdecimal() or isinstance(name, bool | list | dict | None) or not str(name):
+            if isinstance(name, bool | list | dict | None) or not str(name):
                 wrong = f"{one_line(number, 40)}: {one_line(name, 40)}"
-                raise HddmError(f"{path}: {one_line(expert, 60)}: {wrong}; a class is a number and its name")
-        named = {int(number): str(name) for number, name in listed.items()}
+                raise HddmError(f"{path}: {one_line(expert, 60)}: {wrong}; write a class and its name")
+        named = {int(key) if str(key).isdecimal() else str(key): str(name) for key, name in listed.items()}
+        if len(named) < len(listed):
+            raise HddmError(f"{path}: {one_line(expert, 60)}: has a number twice; name each class once")
+        if str(expert) in classes:
+            raise HddmError(f"{path}: {expert} is named twice; name it once")
         classes[str(expert)] = list(named.values()) if isinstance(names, list) else named
     return classes
 
 
-def _names_of(given: ClassNames, name: str, record: ExpertRecord) -> tuple[str, ...]:
-    size = len(record.classes) or record.null_class
+def _names_of(given: ClassNames, name: str, record: ExpertRecord, known: Sequence[str]) -> tuple[str, ...]:
+    size = len(known) or record.null_class
     if isinstance(given, Mapping):
         if size is None:
             raise HddmError(f"--classes {name}: does not record how many classes it takes; list all names")
-        if beyond := [number for number in given if not 0 <= number < size]:
-            raise HddmError(f"--classes {name}: has classes 0 to {size - 1}, and no {beyond[0]}")
-        given = [given.get(number, str(number)) for number in range(size)]
+        numbers = dict(enumerate(known)) or {number: str(number) for number in range(size)}
+        of = {own: number for number, own in numbers.items()} | {number: number for number in numbers}
+        if beyond := [one for one in given if one not in of]:
+            what = f"--classes {name}: has classes 0 to {size - 1}, and no {one_line(beyond[0], 60)}"
+            raise HddmError(what + did_you_mean(str(beyond[0]), known))
+        if len({of[one] for one in given}) < len(given):
+            raise HddmError(f"--classes {name}: a class is there by number and by name; name each once")
+        given = [*(numbers | {of[one]: new for one, new in given.items()}).values()]
     if given and LABELS in record.conditions and size not in (None, len(given)):
         raise HddmError(f"--classes {name}: gives {len(given)} names, and it takes {size} classes")
     if len(set(given)) < len(given):

@@ -105,9 +105,10 @@ def change(
     own_bases = {sha256: ensemble / name for sha256, name in record.bases.items()}
     groups = [[k for k, one in enumerate(record.domains) if one == first] for first in set(record.domains)]
     left = [[kept.index(k) for k in group] for group in groups if gone.isdisjoint(group) and len(group) > 1]
-    fixed, lists, domains = choices(everyone, share, classes, domain, left)
+    old_lists = kept_of(record.class_lists, ()) if record.class_lists else []
+    fixed, lists, domains = choices(everyone, share, classes, domain, left, old_lists)
     if record.class_lists:
-        lists = [new or old for new, old in zip(lists, kept_of(record.class_lists, ()), strict=True)]
+        lists = [new or old for new, old in zip(lists, old_lists, strict=True)]
     if record.shares:
         # What is left of a domain stands for all of it, so that another expert may take the place of one.
         of, left_of = record.domain_of, Counter(record.domain_of[k] for k in kept)

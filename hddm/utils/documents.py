@@ -52,8 +52,8 @@ def parse_object(text: bytes | str, origin: str) -> dict[str, Any]:
     return content
 
 
-def parse_yaml(text: bytes, origin: str) -> dict[str, Any]:
-    """The mapping of a YAML text, an empty one for an empty text.
+def parse_yaml(text: bytes, origin: str, has_numbers: bool = False) -> dict[str, Any]:
+    """The mapping of a YAML text, an empty one for an empty text; ``has_numbers`` allows these as keys.
 
     Raises `HddmError`, with line and column, for what is no YAML or no mapping, for a key that is no text,
     and for what the module's docstring names.
@@ -68,7 +68,7 @@ def parse_yaml(text: bytes, origin: str) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise HddmError(f"{origin}: holds no settings; write them as 'key: value', a line each")
-    _refuse_odd(content, origin, len(text))
+    _refuse_odd(content, origin, len(text), (str, int) if has_numbers else str)
     return content
 
 
@@ -89,7 +89,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _refuse_odd(content: Any, origin: str, size: int) -> None:
+def _refuse_odd(content: Any, origin: str, size: int, keys: type | tuple[type, ...] = str) -> None:
     """Refuse values that `json` and `yaml` read and later code cannot take; the error names their key."""
     todo: list[tuple[tuple[Any, ...], Any]] = [((), [content])]
     values = 0
@@ -103,9 +103,9 @@ def _refuse_odd(content: Any, origin: str, size: int) -> None:
         items: Iterable[tuple[Any, Any]] = container.items() if is_mapping else enumerate(container)
         for key, value in items:
             wrong = None
-            if is_mapping and not isinstance(key, str):
+            if is_mapping and (not isinstance(key, keys) or isinstance(key, bool)):
                 wrong = "is a key that is no text; put it in quotes"
-            elif is_mapping and not is_text(key):
+            elif is_mapping and not is_text(str(key)):
                 wrong = "is a key that is no Unicode; write it again"
             elif isinstance(value, dict | list):
                 if len(place) > DEEPEST:

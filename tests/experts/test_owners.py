@@ -197,9 +197,13 @@ def test_what_an_expert_without_classes_makes_can_be_named(ours: Path, theirs: P
         ('theirs: {"2": a}', "theirs: has classes 0 to 1, and no 2"),
         ("{theirs: [a, b], '1': [c, d]}", "theirs is named twice; name it once"),
         ("theirs: [a, a]", "theirs: has a twice"),
-        ("theirs: columns", "theirs must have a list of names, or numbers with names"),
-        ("theirs: {one: a}", "theirs: one: a; a class is a number and its name"),
-        ("theirs: [a, []]", "theirs: 1: []; a class is a number and its name"),
+        ("theirs: columns", "theirs must have a list of names, or classes with names"),
+        ("theirs: {dot: a}", "theirs: has classes 0 to 1, and no dot; did you mean 'dots'?"),
+        ("theirs: {-1: a}", "theirs: has classes 0 to 1, and no -1"),
+        ("theirs: {dots: a, 0: b}", "theirs: a class is there by number and by name; name each once"),
+        ('theirs: {0: a, "0": b}', "theirs: has a number twice; name each class once"),
+        ("theirs: {true: a}", "'theirs.True' is a key that is no text"),
+        ("theirs: [a, []]", "theirs: 1: []; write a class and its name"),
         ("other: [a, b]", "other: names no expert; choose of "),
     ],
     ids=str,
@@ -215,9 +219,25 @@ def test_files_of_names_that_do_not_fit_are_refused(
     assert not (tmp_path / "both").exists()
 
 
+def test_classes_of_which_a_file_says_nothing_keep_their_names(
+    ours: Path, theirs: Path, tmp_path: Path, hddm: Command
+) -> None:
+    """By number, by name, and once more in the ensemble, where names that were given count."""
+    both, names = tmp_path / "both", tmp_path / "names.yaml"
+    names.write_text("theirs: {0: spots}\nours: {columns: rows, rows: columns}\n")
+    assert hddm("assemble", ours, theirs, "--out", both, "--classes", names)[0] == 0
+    assert read_ensemble_facts(both).class_lists == (("rows", "columns"), ("spots", "columns"))
+    names.write_text("theirs: {spots: points}\n")
+    assert hddm("assemble", both, "--classes", names)[0] == 0
+    assert read_ensemble_facts(both).class_lists == (("rows", "columns"), ("points", "columns"))
+
+
 def test_names_are_read_as_they_are_written(tmp_path: Path) -> None:
-    (tmp_path / "names.yaml").write_text('a: [yes, 7]\nb: {"207": golden retriever}\n')
-    assert read_classes(tmp_path / "names.yaml") == {"a": ["yes", "7"], "b": {207: "golden retriever"}}
+    (tmp_path / "names.yaml").write_text('a: [yes, 7]\nb: {"207": golden retriever, 8: x}\n')
+    assert read_classes(tmp_path / "names.yaml") == {
+        "a": ["yes", "7"],
+        "b": {207: "golden retriever", 8: "x"},
+    }
 
 
 def test_a_router_by_moments_needs_no_training(ours: Path, theirs: Path, tmp_path: Path) -> None:
