@@ -74,7 +74,8 @@ def change(
     but for shares given now or before; if those of all experts left were given, they keep their proportions.
     The strategy, a shift set by hand, domains of which no expert goes and all else in the folder stay.
 
-    ``remove`` names experts as `hddm.experts.assembly.choices` does. ``out`` is the folder to
+    ``remove`` names experts as `hddm.experts.assembly.choices` does; without ``add``, all of their domains
+    go. ``out`` is the folder to
     write; by default ``ensemble`` is replaced at the end. ``bases`` are as for
     `hddm.experts.assembly.assemble`, for the added experts; other arguments replace parts of the folder.
     Returns notes, as `assemble`.
@@ -95,7 +96,15 @@ def change(
     rest = _rest(ensemble, record)
     before = [ensemble / name for name in record.experts]
     gone = {index_of(str(name), before, "--remove") for name in remove}
+    if not add:
+        # What is left of a domain cannot make a sample alone.
+        of = record.domain_of
+        gone = {k for k, domain in enumerate(of) if domain in {of[one] for one in gone}}
     kept = [k for k in range(len(record.experts)) if k not in gone]
+    if not kept and not add:
+        raise HddmError(
+            f"{ensemble}: --remove takes {', '.join(record.labels)}, and there is no other expert"
+        )
     stay = [before[k] for k in kept]
     everyone = [*stay, *add]
 

@@ -253,9 +253,12 @@ def test_a_pair_without_a_share_is_routed_all_the_same(
 
 def test_a_change_keeps_pairs_whole(mixed: Path, pair: list[Path], shards: Path, tmp_path: Path) -> None:
     before = contents(mixed)
-    message = refusal(change, mixed, remove=[2])
-    assert f"{mixed / 'experts/0'}: for t in 0.6:1, so that t in 0:0.6 is missing" in message
-    assert contents(mixed) == before
+    notes = change(mixed, remove=[2], out=tmp_path / "whole")
+    assert notes[-2:] == ("removed experts/0 (high)", "removed experts/2 (low)")
+    assert (read_ensemble_facts(tmp_path / "whole").names, contents(mixed)) == (("flow",), before)
+    assemble(pair, tmp_path / "alone")
+    message = refusal(change, tmp_path / "alone", remove=["low"])
+    assert "remove takes experts/0 (high), experts/1 (low), and there is no other expert" in message
     assert "one of them is of a domain with [2]" in refusal(hddm.load, mixed, experts=[0, 1])
     assert load_ensemble(mixed, experts=[2, 0]).domains == (0, 0)
     # Another expert for low noise takes the place of one.
