@@ -174,7 +174,7 @@ def compare_experts(
                     found.differ(name, f"{quality} {_difference(value, usual)}")
             for name in without:
                 found.note(f"{name} does not record its {quality}; taken on trust")
-        elif without and len(experts) > 1 and quality == "VAE":
+        elif len(without) > 1 and quality == "VAE":
             found.note(f"no expert records its {quality}; that all share one is taken on trust")
     others, first = list(found.differences), domains or range(len(experts))
     _compare_shards(by_domain(experts, first), found, by_domain(shares or [None] * len(experts), first))
@@ -342,7 +342,7 @@ def class_prior_of(
     if not names or len(experts) == 1:
         return ()
     rows = {name: [0.0] * len(experts) for name in names}
-    without = []
+    without, seen = [], set[str]()
     for k, ((name, record), own) in enumerate(zip(experts, lists, strict=True)):
         counts = record.shard.class_images if record.shard else ()
         if not own:
@@ -352,14 +352,15 @@ def class_prior_of(
             without.append(name)
         for known, count in zip(own, counts, strict=False):
             rows[known][k] += prior[k] * count / sum(counts)
+            seen |= {known} if count else set()
     if len(without) == len(experts) and len(set(map(tuple, lists))) == 1:
         found.note(f"p(k | class) is unknown, so 'draw' has p(k): {', '.join(without)} counts no classes")
         return ()
     if without:
         found.note(f"{', '.join(without)}: counts no images by class, so its classes are taken to be equal")
-    if empty := [name for name, row in rows.items() if not sum(row)]:
-        found.note(f"no shard has images of {', '.join(empty)}; 'draw' takes p(k) for them")
-    for name in empty:
+    if unseen := [name for name in names if name not in seen]:
+        found.note(f"no shard has images of {', '.join(unseen)}; 'draw' takes p(k) for them")
+    for name in (name for name, row in rows.items() if not sum(row)):
         knows = [float(name in own) for own in lists]
         parts = [part * share for part, share in zip(knows, prior, strict=True)]
         rows[name] = parts if sum(parts) else knows

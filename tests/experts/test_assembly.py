@@ -226,6 +226,8 @@ def test_what_is_not_recorded_is_no_difference_but_said(trio: Trio, tmp_path: Pa
     silent = _latent(trio.experts[2], tmp_path / "silent", vae=None, text_encoder=None)
     notes = assemble([unknown, silent], tmp_path / "again")
     assert "no expert records its VAE; that all share one is taken on trust" in notes
+    mixed = assemble([trio.experts[1], silent], tmp_path / "mixed")
+    assert not any("VAE" in note for note in mixed)
     assert "no expert records its text encoder; that all share one is taken on trust" in notes
 
 

@@ -105,7 +105,7 @@ def _unconditional(expert: Path) -> Path:
 def test_shares_override_sizes(
     shares: dict[str, float], prior: tuple[float, ...], ours: Path, theirs: Path, tmp_path: Path
 ) -> None:
-    assemble([ours, theirs], tmp_path / "both", share=shares)
+    assert assemble([ours, theirs], tmp_path / "both", share=shares) == ()
     assert read_ensemble_facts(tmp_path / "both").prior == pytest.approx(prior)
 
 
