@@ -196,10 +196,12 @@ def _compare_shards(experts: Sequence[Named], found: Findings, shares: Shares) -
         if other == name:
             found.differ(name, "is named twice; name it once")
         elif None in (shares[k], shares[before]):
+            given = shares[k] is not None or shares[before] is not None
+            missing = f"; none is given for {name if shares[k] is None else other}" if given else ""
             found.differ(
                 name,
                 f"was trained on the same shard ({record.shard.hash[:12]}) as {other}; leave one of the two "
-                "out, or say by --share how much of the data each stands for",
+                f"out, or say by --share how much of the data each stands for{missing}",
             )
 
 

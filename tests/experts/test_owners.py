@@ -147,6 +147,8 @@ def test_two_experts_of_one_shard_divide_it_by_their_shares(trio: Trio, tmp_path
     twin = variant(trio.experts[2], tmp_path / "twin", shard=facts_of(trio.experts[0])["shard"])
     experts = [*trio.experts, twin]
     assert "leave one of the two out, or say by share" in refusal(assemble, experts, tmp_path / "no")
+    message = refusal(assemble, experts, tmp_path / "no", share={"twin": 0.1})
+    assert message.endswith(f"; none is given for {trio.experts[0]}")
     half = {str(trio.experts[0]): 0.3, "twin": 0.1}
     assemble(experts, tmp_path / "four", trio.router, "full", share=half)
     assemble(trio.experts, tmp_path / "three", trio.router, "full")
