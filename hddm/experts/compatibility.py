@@ -304,6 +304,8 @@ def prior_of(
     if unknown and len({domains[k] for k in free}) > 1:
         kept = "keeps its proportions" if before else "is equal for all"
         others = " whose share is not given" if fixed else ""
+        if not before and len(unknown) < len(free):
+            others += "; the sizes of the other shards are given up; --share EXPERT=0.3 states a part"
         found.note(f"{', '.join(unknown)}: no shard is recorded, so the prior {kept}{others}")
     if unknown:
         sizes = [before[k] if before else 1.0 for k in free]

@@ -94,7 +94,8 @@ def test_without_shards_the_prior_is_equal_and_that_is_said(trio: Trio, tmp_path
     lost = variant(trio.experts[1], tmp_path / "lost", shard=None)
     experts = [trio.experts[0], lost, trio.experts[2]]
     notes = assemble(experts, tmp_path / "out", trio.router, "full")
-    assert f"{lost}: no shard is recorded, so the prior is equal for all" in notes
+    given_up = "; the sizes of the other shards are given up; --share EXPERT=0.3 states a part"
+    assert f"{lost}: no shard is recorded, so the prior is equal for all{given_up}" in notes
     assert f"{lost} records no shard; by its place it is taken for output 1 of the router" in notes
     assert f"{lost}: counts no images by class, so its classes are taken to be equal" in notes
     facts = read_ensemble_facts(tmp_path / "out")
