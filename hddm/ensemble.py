@@ -386,9 +386,9 @@ class Ensemble:
         domains = set(self.domains) if expert is None else {self.domains[k] for k in expert.unique().tolist()}
         asked = [k for k, domain in enumerate(self.domains) if domain in domains]
         if weakless := [str(k) for k in asked if self.experts[k].weak is None]:
+            by = "" if self.conditions in ((), (PRIOR,)) else "guide by condition, or "
             raise HddmError(
-                f"expert {', '.join(weakless)}: has no weaker self to be guided by; guide by condition, or "
-                "take other experts"
+                f"expert {', '.join(weakless)}: has no weaker self to be guided by; {by}take other experts"
             )
 
     def prior_of(self, num: int, conditions: Mapping[str, Tensor]) -> Tensor:
@@ -451,7 +451,9 @@ class Ensemble:
         if self.num_domains == 1:
             return self.at(t, torch.eye(len(self.experts), device=x_t.device)[:1].expand(len(x_t), -1))
         if self.router is None:
-            raise HddmError(f"strategy {self.strategy!r} needs a router; only 'draw' does without")
+            raise HddmError(
+                f"strategy {self.strategy!r} needs a router (hddm assemble --router moments); 'draw' does not"
+            )
         state_dtype = torch.promote_types(x_t.dtype, torch.float32)
         probabilities = self.router(x_t, t.to(x_t.device, state_dtype)).to(state_dtype)
         if probabilities.shape != (len(x_t), len(self.experts)):

@@ -393,15 +393,10 @@ class VelocityField:
         guidance = Guidance.of(guidance_scale)
         acts = guidance.acts(times)
         if guidance.by_condition and not can_guide(conditions, negative):
-            raise HddmError(
-                "guidance needs a condition to guide to: pass one, guide by the weaker self, or take "
-                "--guidance-scale 1"
-            )
+            raise HddmError(f"guidance needs a condition to guide to; {self._remedies}")
         guidance.refuse_negative(bool(negative))
         if guidance.by_weak and self.weak is None:
-            raise HddmError(
-                "this expert has no weaker self to be guided by; guide by condition, or guidance_scale=1"
-            )
+            raise HddmError(f"this expert has no weaker self to be guided by; {self._remedies}")
         if missing := missing_from(given, self.conditions or ()):
             raise HddmError(
                 f"this expert needs {' and '.join(missing)}, and knows no value that stands for none; pass it"
@@ -419,6 +414,13 @@ class VelocityField:
             # Texts of different lengths: padding one would change what a network without a mask gives.
             conditional, unguided = (self._convert(x_t, times, branch) for branch in (given, against))
         return guidance.combine(conditional, unguided, acts).to(x_t.dtype)
+
+    @property
+    def _remedies(self) -> str:
+        """What there is to guide by, in words."""
+        by_condition = [] if self.conditions == () else ["pass a condition to guide by"]
+        by_weak = [] if self.weak is None else ["guide by the weaker self"]
+        return ", or ".join([*by_condition, *by_weak, "take --guidance-scale 1"])
 
     def refuse_beyond(self, t: Tensor) -> None:
         """Raise an `HddmError` where a t (n,) lies outside the noise range."""

@@ -23,6 +23,7 @@ from hddm.checkpoints.folders import LAYOUT as HDDM
 from hddm.checkpoints.layouts import IMAGENET_LICENCE, UnstatedHeads
 from hddm.checkpoints.single_files import FILE_LAYOUTS, LDM, open_file
 from hddm.checkpoints.sources import Checkpoint, Conventions, Reading, resolve, with_shift
+from hddm.experts.paris import is_paris
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
 from hddm.networks.folders import differences, empty_network
 from hddm.networks.wrappers import Interface, interface_of
@@ -115,6 +116,8 @@ def open_source(path: Path, reading: Reading) -> Checkpoint:
         return open_file(path, reading)
     if (path / EXPERT_FILE).exists():
         return open_expert(path, reading)
+    if is_paris(path):
+        raise UsageError(f"{path}: is the Paris release, which needs no conversion: hddm sample {path}")
     if (path / PIPELINE).exists():
         return open_pipeline(path, reading)
     if (path / "config.json").exists():

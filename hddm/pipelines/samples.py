@@ -333,9 +333,10 @@ def _check_output(source: Path, pipeline: HDDMPipeline, settings: SampleSettings
             remedy += " --out ENSEMBLE"
         elif not (source / ENSEMBLE_FILE).exists():
             remedy = f"put one there as {source / 'vae'}"
+        is_mixed = settings.expert is None and len(pipeline.ensemble.kinds) > 1
         raise HddmError(
             f"{source}: its samples are latents of shape {facts.sample_shape} and it has no VAE; give it one "
-            f"({remedy}), or pass --output-type latent"
+            f"({remedy}){'' if is_mixed else ', or pass --output-type latent'}"
         )
 
 
@@ -406,6 +407,8 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> tuple[Cycle
     guided = settings.guidance.by_condition
     if settings.negative_prompt is not None and not guided:
         raise UsageError("--negative-prompt: needs a --guidance-scale other than 1, and --guide-by condition")
+    if settings.prompts and not any(facts.conditions for facts in pipeline.experts.facts):
+        raise UsageError("--prompt: the model is unconditional; drop the option")
     if settings.prompts and not all(map(pipeline.can_read, pipeline.readers)):
         raise UsageError(
             "--prompt: this model has no text encoder and tokenizer; give it both (hddm assemble MODEL "

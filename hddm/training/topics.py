@@ -7,17 +7,19 @@ from pathlib import Path
 
 import torch
 
-from hddm.data.shard_records import captions_of, read_manifest
+from hddm.classes import LABELS
+from hddm.data.shard_records import captions_of, is_encoded, read_manifest
 from hddm.experts.assembly_changes import change
 from hddm.experts.ensemble_folders import kept_components, read_ensemble_facts
 from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord
 from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer, text_encoder_facts
 from hddm.routers import TOPIC, Topic, TopicRecord
 from hddm.training.calibrate import put_into
+from hddm.training.settings import TEXT
 from hddm.utils.errors import HddmError, UsageError, counted
 from hddm.utils.files import read_whole, restore
 from hddm.utils.progress import Progress
-from hddm.utils.records import ensemble_around, read_record
+from hddm.utils.records import ENSEMBLE_FILE, MANIFEST, ensemble_around, read_record
 
 LARGEST_CAPTIONS = 2**28
 """Bytes of the largest file of captions."""
@@ -39,12 +41,16 @@ def describe_topic(
     that which the expert or the ensemble around it keeps. An ensemble routes prompts where all its experts of
     text have topics, which are of one encoder. Folders are replaced as by `hddm.training.calibrate`.
 
-    Raises `HddmError` for a folder that is no expert, no captions, or no text encoder.
+    Raises `HddmError` for a folder that is no expert of text or classes, no captions, or no text encoder.
     """
     if sum(one is not None for one in (captions, data, text)) != 1:
         raise UsageError("--captions, --data, --text: a description is made of one of the three")
     restore(folder.resolve())
+    if (folder / ENSEMBLE_FILE).is_file():
+        raise UsageError(f"{folder}: is an ensemble; describe its experts, as {folder / 'experts/0'}")
     record = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
+    if not {TEXT, LABELS}.intersection(record.conditions):
+        raise HddmError(f"{folder}: takes neither text nor classes, so no prompt is for it")
     texts, source = _texts(captions, data, text)
     encoder, words = _encoder(folder, text_encoder, tokenizer)
     network, tokens = read_text_encoder(encoder), read_tokenizer(words)
@@ -85,6 +91,8 @@ def _texts(captions: Path | None, data: Path | None, text: str | None) -> tuple[
         source = f"{counted(len(found), 'line')} of {captions.name}"
     else:
         assert data is not None
+        if (data / MANIFEST).is_file() and is_encoded(data):
+            raise UsageError(f"--data {data}: is encoded; name the shard of images that it was made of")
         manifest = read_manifest(data)
         listed = captions_of(manifest.images)
         if not listed:

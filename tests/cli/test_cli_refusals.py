@@ -156,6 +156,7 @@ def test_the_installed_command_fails_as_tidily(tmp_path: Path) -> None:
         ("assemble {images}", "{images}"),
         ("sample {images}", "{images}: neither an expert folder"),
         ("sample {expert} --class-labels 3", "--class-labels 3: the model is unconditional"),
+        ("sample {expert} --prompt dog", "--prompt: the model is unconditional; drop the option"),
         ("evaluate {images} --reference {empty}", "{empty}: holds no images"),
         (
             "benchmark cifar10-small --data {empty}",

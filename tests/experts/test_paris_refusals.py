@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import hddm
+from hddm.checkpoints.plan import Conversion, open_source
 from hddm.experts.ensemble_folders import SCHEDULER_FILE
 from hddm.experts.paris import is_paris, paris_experts, paris_router
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
@@ -193,3 +194,10 @@ def test_pickles_in_the_layout_of_paris_count_so_that_the_remedy_is_said(release
     assert is_paris(release)
     (release / "router").rename(release / "classifier")
     assert not is_paris(release)
+
+
+def test_a_release_is_not_converted(release: Path) -> None:
+    with pytest.raises(
+        HddmError, match=f"is the Paris release, which needs no conversion: hddm sample {release}"
+    ):
+        open_source(release, Conversion())

@@ -241,21 +241,35 @@ def test_topics_of_two_text_encoders_are_refused(two_encoders: Path, tmp_path: P
         (("--captions", "{file}"), "keeps no text encoder; name one by --text-encoder and --tokenizer"),
         (("--text", " , "), "--text: holds no captions"),
         (("--data", "{shard}"), "its images have no captions; name a file by --captions, or --text"),
+        (("--data", "{encoded}"), "is encoded; name the shard of images that it was made of"),
     ],
     ids=str,
 )
 def test_descriptions_that_cannot_be_made_are_one_line(
-    options: tuple[str, ...], words: str, flow_expert: Path, shards: Path, tmp_path: Path, hddm: Command
+    options: tuple[str, ...], words: str, class_expert: Path, shards: Path, tmp_path: Path, hddm: Command
 ) -> None:
-    expert = shutil.copytree(flow_expert, tmp_path / "expert")
+    expert = shutil.copytree(class_expert, tmp_path / "expert")
     (tmp_path / "captions.txt").write_text("a cat\n")
-    given = [one.format(file=tmp_path / "captions.txt", shard=shards / "shard_0") for one in options]
+    names = {"file": tmp_path / "captions.txt", "shard": shards / "shard_0", "encoded": tmp_path / "encoded"}
+    if "{encoded}" in options:
+        assert hddm("encode", shards / "shard_0", "--out", tmp_path / "encoded", "--resolution", 4)[0] == 0
+    given = [one.format(**names) for one in options]
     before = contents(expert)
     code, _, err = hddm("describe", expert, *given)
     assert code in (1, 2)
     assert err.count("\n") == 1
     assert words in err
     assert contents(expert) == before
+
+
+def test_ensembles_and_experts_without_text_or_classes_have_no_description(
+    ensemble: Path, flow_expert: Path, hddm: Command
+) -> None:
+    for folder, words in (
+        (ensemble, f"is an ensemble; describe its experts, as {ensemble / 'experts/0'}"),
+        (flow_expert, "takes neither text nor classes, so no prompt is for it"),
+    ):
+        assert f"{folder}: {words}" in hddm("describe", folder, "--text", "cats")[2]
 
 
 def test_an_expert_of_classes_answers_prompts_that_name_one(tmp_path: Path) -> None:
@@ -372,6 +386,15 @@ def test_two_latent_spaces_have_a_vae_each(two_encoders: Path, tmp_path: Path, h
     )
     assert code == 2
     assert "--output-type latent: these experts make samples of several kinds" in err
+    # Nor is it advised where latents without a VAE meet pixels.
+    shutil.rmtree(other / "vae")
+    converted(hddm, other, tmp_path / "bare")
+    (tmp_path / "pixels").mkdir()
+    save_expert(tmp_path / "pixels", flow_expert(0))
+    assemble([tmp_path / "bare", tmp_path / "pixels"], tmp_path / "mixed")
+    code, _, err = hddm("sample", tmp_path / "mixed", "--out", tmp_path / "no", "--prompt", "a cat")
+    assert code == 1
+    assert f"it has no VAE; give it one (hddm assemble {tmp_path / 'mixed'} --vae FOLDER)\n" in err
 
 
 def test_a_prior_of_each_sample_is_checked_and_goes_to_no_expert() -> None:

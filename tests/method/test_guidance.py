@@ -262,6 +262,23 @@ def test_each_expert_of_an_ensemble_is_guided_by_its_own_weaker_self_without_any
     assert len(experts[0].network.conditions) == calls
 
 
+def test_only_what_an_expert_has_is_advised_to_guide_by() -> None:
+    expert = VelocityField(lambda x, t: x, LINEAR.schedule, "flow_prediction", conditions=())
+    x, t = torch.zeros(2, *SHAPE), torch.tensor(0.5)
+    lone = hddm.Ensemble([expert, expert], strategy="draw")
+    for by in ("condition", "weak"):
+        with pytest.raises(
+            HddmError,
+            match="to; take guidance_scale 1$" if by == "condition" else "by; take guidance_scale 1$",
+        ):
+            expert.velocity(x, t, Guidance(3.0, by=by))
+    with pytest.raises(HddmError, match="has no weaker self to be guided by; take other experts"):
+        lone.refuse_weakless(Guidance(3.0, by="weak"), None)
+    expert.weak = expert
+    with pytest.raises(HddmError, match="; guide by the weaker self, or take "):
+        expert.velocity(x, t, 3.0)
+
+
 def test_guidance_by_a_weaker_self_needs_one_and_takes_no_negative_conditions() -> None:
     expert, guidance = _field(ConditionSum()), Guidance(3.0, by="weak")
     with pytest.raises(HddmError, match="has no weaker self"):
