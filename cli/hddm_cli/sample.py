@@ -112,7 +112,8 @@ def sample(
     grid: Annotated[
         bool,
         typer.Option(
-            "--grid", help="Also write OUT.grid.png, a picture of all images, a row for each class or prompt."
+            "--grid",
+            help="Also write OUT.grid.png, a picture of up to 800 images, in rows by class or prompt.",
         ),
     ] = False,
     resume: Annotated[

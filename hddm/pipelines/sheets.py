@@ -23,16 +23,17 @@ def sheet_path(out: Path) -> Path:
 def write_sheet(out: Path, images: Sequence[Path], conditions: Sequence[str] = ()) -> str:
     """Write images of one size as one PNG; return a line on it for the user.
 
-    Each condition is a row if one of ``conditions`` (names by image) has several images; otherwise the sheet
-    is square.
+    Each of several ``conditions`` (names by image) begins a row if one has several images; else the sheet is
+    square.
     """
     path, by_condition = sheet_path(out), dict[str, list[Path]]()
     for image, condition in zip(images, conditions, strict=bool(conditions)):
         by_condition.setdefault(condition, []).append(image)
     rows_are = ""
-    if any(len(row) > 1 for row in by_condition.values()):
-        rows: Sequence[Sequence[Path]] = [row[:COLUMNS] for row in by_condition.values()][:ROWS]
-        rows_are = f", a row each of {shortened(list(by_condition)[:ROWS])}"
+    if len(by_condition) > 1 and any(len(row) > 1 for row in by_condition.values()):
+        rows = [row for own in by_condition.values() for row in lines_of(own, COLUMNS)][:ROWS]
+        is_one = len(rows) == min(len(by_condition), ROWS)
+        rows_are = f", {'a row' if is_one else 'rows'} each of {shortened(list(by_condition)[:ROWS])}"
     else:
         rows = lines_of(images, min(math.ceil(math.sqrt(len(images))), COLUMNS))[:ROWS]
     with Image.open(images[0]) as first:

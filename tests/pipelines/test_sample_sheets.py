@@ -99,11 +99,19 @@ def test_many_conditions_of_one_image_each_are_no_column(tmp_path: Path) -> None
     assert _levels(tmp_path / "out.grid.png", 96) == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
 
 
-def test_a_row_of_a_condition_ends_where_a_sheet_does(tmp_path: Path) -> None:
+def test_a_condition_of_many_images_has_several_rows(tmp_path: Path) -> None:
     images = _images(tmp_path / "out", 50)
     told = write_sheet(tmp_path / "out", images, ["cat", "x" * 40] * 25)
-    assert told.endswith(f": 40 of 50, a row each of cat, {'x' * 29}…")
-    assert _levels(tmp_path / "out.grid.png", 96) == [list(range(1, 40, 2)), list(range(2, 41, 2))]
+    assert told.endswith(f": 50 of 50, rows each of cat, {'x' * 29}…")
+    cats, others = list(range(1, 51, 2)), list(range(2, 51, 2))
+    assert _levels(tmp_path / "out.grid.png", 96) == [cats[:20], cats[20:], others[:20], others[20:]]
+
+
+def test_a_sheet_of_one_condition_is_square(tmp_path: Path) -> None:
+    told = write_sheet(tmp_path / "out", _images(tmp_path / "out", 24), ["cat"] * 24)
+    assert told.endswith(": 24 of 24")
+    levels = _levels(tmp_path / "out.grid.png", 96)
+    assert [len(row) for row in levels] == [5, 5, 5, 5, 4]
 
 
 @pytest.mark.parametrize(("side", "cell"), [(32, 96), (64, 64), (100, 100), (256, 256), (300, 256)])
