@@ -23,13 +23,11 @@ def calibrate(
 ) -> None:
     """Measure the moments and the blend table that an expert needs near t = 1."""
     from hddm.training.calibrate import recalibrate
-    from hddm.utils.progress import Progress
 
     if data is not None:
         refuse_given(context, "with --data no samples are drawn", "num_images", "steps")
         recalibrate(expert, data, seed)
         typer.echo(f"{expert}: calibrated on {data}")
         return
-    with Progress(num_images, "sample") as progress:
-        recalibrate(expert, None, seed, num_images, steps, on_batch=progress)
+    recalibrate(expert, None, seed, num_images, steps)
     typer.echo(f"{expert}: calibrated on {num_images} samples of its own")

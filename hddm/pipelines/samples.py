@@ -200,6 +200,7 @@ class _Run:
     against: Cycles
     on_batch: Callable[[int], None] | None
     ready: int = 0
+    has_begun: bool = False
 
     def __post_init__(self) -> None:
         self.use = ExpertUse(len(self.pipeline.ensemble.experts))
@@ -249,6 +250,9 @@ class _Run:
                 made = load_file(path)["samples"]
             else:
                 draft.drop(batch)
+                if self.ready and not self.has_begun:
+                    log.info("%d of %d images are there; the rest follows", self.ready, settings.num_images)
+                self.has_begun = True
                 made = make()
                 path.parent.mkdir(exist_ok=True)
                 save_file({"samples": made.contiguous()}, path)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hddm.calibration import FILE_NAME, Calibration, calibrate
+from hddm.calibration import FILE_NAME, LEVELS, STATES, Calibration, calibrate
 from hddm.data.shards import open_shard
 from hddm.experts.ensemble_folders import read_ensemble_facts
 from hddm.experts.loading import load
@@ -29,6 +29,7 @@ from hddm.solvers import euler
 from hddm.training.expert import calibrated_on, check_fit, check_own, conditions_of
 from hddm.utils.errors import HddmError
 from hddm.utils.files import alone, is_draft, link_or_copy, new_folder, restore
+from hddm.utils.progress import Progress
 from hddm.utils.records import ENSEMBLE_FILE, HASHES, MANIFEST, WHOLE, ensemble_around, rewrite_entry
 from hddm.utils.tensors import generator
 from hddm.velocity import PredictionType, VelocityField
@@ -127,7 +128,6 @@ def recalibrate(
     seed: int = 0,
     num_images: int = NUM_IMAGES,
     steps: int = STEPS,
-    on_batch: Callable[[int], None] | None = None,
 ) -> None:
     """Fit ``calibration.safetensors`` of an expert folder, which is replaced as a whole with its manifest.
 
@@ -170,7 +170,7 @@ def recalibrate(
                 f"{NUM_IMAGES} are the default",
                 stacklevel=2,
             )
-        calibration = _on_native_samples(folder, record, field, seed, num_images, steps, on_batch)
+        calibration = _on_native_samples(folder, record, field, seed, num_images, steps)
     else:
         shard = open_shard(shard_folder)
         check_fit(shard, record, field.network)
@@ -223,15 +223,17 @@ def _on_native_samples(
     seed: int,
     num: int,
     steps: int,
-    on_batch: Callable[[int], None] | None,
 ) -> Calibration:
     try:
         conditions = native_conditions(field, num, seed)
     except HddmError as error:
         remedy = ": pass --data" if record.space == "pixels" else ""
         raise HddmError(f"{folder}: {error}{remedy}") from error
-    images = native_samples(field, num, seed, steps, conditions, on_batch=on_batch)
+    with Progress(num, "sample") as progress:
+        images = native_samples(field, num, seed, steps, conditions, on_batch=progress)
     if not images.isfinite().all():
         raise HddmError(f"{folder}: its samples are not finite; pass --data, or more --steps than {steps}")
     origin = {"data": "native samples", "images": str(num), "seed": str(seed), "steps": str(steps)}
-    return replace(calibrate(field.velocity, images, conditions, seed), record=origin)
+    with Progress(LEVELS * STATES, "calibrate", " states") as progress:
+        calibration = calibrate(field.velocity, images, conditions, seed, on_batch=progress)
+    return replace(calibration, record=origin)
