@@ -47,7 +47,9 @@ def verify(
         with Progress(None, f"verify {folder}"):
             verdicts.append(verify_expert(folder, shard, seed, base or (), device))
         if not as_json:
-            _show_line(verdicts[-1], "" if data or not is_one else "; --data judges denoising")
+            hint = "; --data judges denoising" if is_one else ""
+            unjudged = "; it names no shard of its own, so no images judge it" if shard is None else ""
+            _show_line(verdicts[-1], unjudged if data else hint)
             if is_one:
                 _show(verdicts[-1])
     if as_json:

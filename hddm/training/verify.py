@@ -60,11 +60,11 @@ def experts_in(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (len(path.name), path.name))
 
 
-def images_for(experts: Sequence[Path], data: Path) -> list[Path]:
+def images_for(experts: Sequence[Path], data: Path) -> Sequence[Path | None]:
     """Return the shard folder to judge each of ``experts`` by.
 
     ``data`` is one shard folder for all, or a folder of shards, of which each expert gets its own; where
-    there is none, `UsageError` is raised.
+    there is none, `UsageError` is raised. Of several experts one that was converted gets None.
     """
     if not data.is_dir():
         raise UsageError(f"--data {data}: no such folder")
@@ -75,10 +75,13 @@ def images_for(experts: Sequence[Path], data: Path) -> list[Path]:
     for folder in below:
         record = _read(folder / MANIFEST)
         shards[str(record.get("held_out_of") or record.get("hash"))] = folder
-    found = []
+    found: list[Path | None] = []
     for expert in experts:
         shard = _read(expert / EXPERT_FILE).get("shard")
         own = shard.get("hash") if isinstance(shard, dict) else None
+        if own is None and len(experts) > 1:
+            found.append(None)
+            continue
         if own not in shards:
             origin = "does not say what it was trained on" if own is None else f"is of shard {str(own)[:16]}…"
             raise UsageError(

@@ -364,6 +364,12 @@ def test_a_folder_of_experts_is_verified_a_line_each_by_the_images_of_each(
     code, out, err = hddm("verify", experts, "--data", trio.shards)
     assert (code, out) == (2, "")
     assert f"none of its 3 shards is that of {experts}/expert_10" in err
+    # One that was converted names no shard.
+    checkpoint = {"layout": "diffusers-folder", "files": {"a": "b"}, "options": {}, "hddm": "1"}
+    edit_json(experts / "expert_10" / "expert.json", shard=None, source=checkpoint)
+    code, out, err = hddm("verify", experts, "--data", data)
+    assert f"{experts}/expert_10: is accepted; it names no shard of its own, so no images judge it" in out
+    assert err.startswith(f"hddm: {experts}: 1 of 2 experts is refused\n  {experts}/expert_2: ")
 
 
 @pytest.mark.parametrize("variance", [0.1, 2.0])
