@@ -213,7 +213,10 @@ def check_fit(shard: Shard, record: ExpertRecord, network: object) -> None:
     if record.space != shard.space:
         raise HddmError(f"{folder}: holds {shard.space}, and the expert works in {record.space}")
     if shard.shape != record.sample_shape:
-        raise HddmError(f"{folder}: images are {shard.shape}, the expert's samples {record.sample_shape}")
+        wanted = record.sample_shape
+        remedy = f"; hddm encode SHARDS --out FOLDER --resolution {wanted[1]} brings them to its size"
+        remedy = remedy if record.space == "pixels" and shard.shape[0] == wanted[0] else ""
+        raise HddmError(f"{folder}: images are {shard.shape}, the expert's samples {wanted}{remedy}")
     if vae is not None and record.vae not in (None, vae):
         raise HddmError(f"{folder}: its latents are of {vae}, the expert's of {record.vae}")
     if vae is not None and record.latent_scale not in (None, vae.scale):

@@ -285,7 +285,9 @@ def test_what_does_not_fit_the_init_is_refused(
     tmp_path: Path,
 ) -> None:
     (large,) = partition(write_images(tmp_path / "images", side=6), tmp_path / "large", 1)
-    assert "images are (1, 6, 6), the expert's samples (1, 4, 4)" in _refused(ddpm_expert, large, tmp_path)
+    said = _refused(ddpm_expert, large, tmp_path)
+    assert "images are (1, 6, 6), the expert's samples (1, 4, 4); hddm encode " in said
+    assert "--resolution 4 brings them to its size" in said
     assert "an ensemble" in _refused(ensemble, whole, tmp_path)
     assert "no such folder" in _refused(tmp_path / "gone", whole, tmp_path)
     asked = {"class_conditional": True}
