@@ -98,13 +98,16 @@ class ExpertUse:
             ],
         }
 
-    def warnings(self, expected: Tensor | None = None, domains: Sequence[int] = ()) -> list[str]:
+    def warnings(
+        self, expected: Tensor | None = None, domains: Sequence[int] = (), is_learned: bool = True
+    ) -> list[str]:
         """Warnings of an expert that takes more than 90 % of the weight, or none of it.
 
         Args:
-            expected: with ``draw``, how many samples each expert should get, (K,). It explains a large
-                share, and an absence where few are expected.
+            expected: how many samples each expert should get by p(k | conditions), (K,), where that is
+                known. It explains a large share, and an absence where few are expected.
             domains: as `Ensemble.domains`; those of one count together, under the first. By default none do.
+            is_learned: where experts are chosen by a router that is trained.
         """
         lines = []
         first = torch.tensor(domains or range(len(self.shares)))
@@ -116,7 +119,8 @@ class ExpertUse:
             due = float(wanted[k] / expected.sum()) if wanted is not None and expected is not None else 0.0
             if len(leads) > 1 and shares[k] > MOST and due <= MOST:
                 if expected is None or expected.sum() >= FEWEST_EXPECTED * len(leads):
-                    lines.append(f"expert {k} takes {shares[k]:.0%} of the weight; is the router trained?")
+                    doubt = "; is the router trained?" if is_learned else ""
+                    lines.append(f"expert {k} takes {shares[k]:.0%} of the weight{doubt}")
             elif not runs[k] and (wanted is None or wanted[k] >= FEWEST_EXPECTED):
                 lines.append(f"expert {k} is never used")
         return lines

@@ -28,6 +28,7 @@ from hddm.networks.folders import sha256_once
 from hddm.networks.wrappers import missing_from
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.pipelines.sheets import sheet_path, write_sheet
+from hddm.routers import MomentsRouter
 from hddm.sampling import ExpertUse, draw_experts, sample
 from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS
 from hddm.utils.drafts import Done, Draft, differences, discard_finished, open_draft
@@ -351,7 +352,10 @@ def _warn(pipeline: HDDMPipeline, settings: SampleSettings, use: ExpertUse, expe
     # Fewer images than experts say nothing.
     if settings.expert is None and settings.num_images >= len(pipeline.experts.facts):
         is_drawn = (settings.strategy or pipeline.ensemble.strategy) == "draw"
-        for line in use.warnings(expected if is_drawn else None, pipeline.ensemble.domains):
+        is_learned = not (is_drawn or isinstance(pipeline.ensemble.router, MomentsRouter))
+        # Conditions may leave one expert alone.
+        known = expected if is_drawn or expected.count_nonzero() == 1 else None
+        for line in use.warnings(known, pipeline.ensemble.domains, is_learned):
             warnings.warn(line, stacklevel=3)
 
 

@@ -94,6 +94,13 @@ def test_an_expert_that_takes_nearly_all_or_nothing_is_worth_a_warning(
     assert use.warnings(None if expected is None else torch.tensor(expected)) == warnings
 
 
+def test_only_a_router_that_is_trained_is_doubted() -> None:
+    use = ExpertUse(2)
+    use.add(0.5, torch.tensor([[1.0, 0.0]] * 20))
+    assert use.warnings(is_learned=False) == ["expert 0 takes 100% of the weight", NONE_OF.format(1)]
+    assert use.warnings(torch.tensor([20.0, 0.0])) == []
+
+
 def test_an_expert_of_little_weight_is_used() -> None:
     use = ExpertUse(2)
     use.add(0.0, torch.tensor([[1.0, 0.0]]))
