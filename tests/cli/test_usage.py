@@ -116,7 +116,7 @@ LATER = [
     ),
     ("assemble {expert} --out {out} --domain 0,0", "--domain {expert}: is named twice"),
     (TRAIN + " --lora-rank 2", "--lora-rank adapts an expert that exists; name it by --init"),
-    ("sample {expert} --out {out} --prompt cat", "--prompt: this model has no text encoder"),
+    ("sample {expert} --out {out} --prompt cat", "--prompt: the model is unconditional; drop the option"),
     ("sample {expert} --out {out} --negative-prompt cat", "--negative-prompt: needs a --guidance-scale"),
     ("sample {expert} --out {out} --strategy top-1", "{expert} is a single expert; drop the option"),
     ("train expert {shard} --out {out} --objective flow --steps 3 --init {shards}", "no expert folder"),
