@@ -233,7 +233,7 @@ class PromptRouter:
 
     where m_kj is a cluster's mean and s_k is `SPREAD` of the topic's variance: a bound of the cross-entropy
     where clusters are Gaussian (arXiv:1909.12220). So a caption that several experts have goes to
-    each as often as it is theirs, and wordings as no caption has them go to the nearest topic. Each expert is
+    each as often as it is theirs; the maximum is over experts of some share; and wordings as no caption has them go to the nearest topic. Each expert is
     a row: adding or removing one leaves the topics of others as they are.
 
     Args:
@@ -246,16 +246,18 @@ class PromptRouter:
         self.topics = list(topics)
         self._slopes, self._offsets = _regression(tuple(one for one in topics if one is not None), ridge)
         self._is_known = torch.tensor([topic is not None for topic in topics])
+        shares = torch.tensor(prior, dtype=torch.float64)[self._is_known]
         # Where only experts without a share are described, they are equal.
-        self._prior = torch.tensor(prior, dtype=torch.float64).clamp_min(1e-300)
+        self._prior = shares if shares.any() else torch.ones_like(shares)
 
     def __call__(self, embeddings: Tensor) -> Tensor:
         """Probabilities (batch, K), in float64, for embeddings (batch, D) of prompts."""
         unit = torch.nn.functional.normalize(to_float64(embeddings).cpu(), dim=1)
         known = (unit @ self._slopes.T + self._offsets).softmax(1)
+        known = known * (self._prior > 0)
         known = known * (known >= FLOOR * known.amax(1, keepdim=True))
         found = torch.zeros(len(unit), len(self.topics), dtype=torch.float64)
-        found[:, self._is_known] = known * self._prior[self._is_known]
+        found[:, self._is_known] = known * self._prior
         return found / found.sum(1, keepdim=True)
 
 

@@ -21,6 +21,7 @@ from hddm.networks.text_encoder import (
     text_encoder_facts,
 )
 from hddm.networks.vae import find_weights
+from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, read_json
 
 
@@ -70,5 +71,8 @@ class PipelineText:
         folder = self.folder / "text_encoder"
         if kind_of(read_json(folder / "config.json")) == T5:
             return None
-        encoder = read_text_encoder(folder, variant=self.variant)
-        return embed(encoder, read_tokenizer(self.folder / "tokenizer"), [""]).tokens[0]
+        encoder, tokenizer = read_text_encoder(folder, variant=self.variant), self.folder / "tokenizer"
+        try:
+            return embed(encoder, read_tokenizer(tokenizer), [""]).tokens[0]
+        except HddmError as error:
+            raise HddmError(f"{self.folder}: makes no tokens of the empty prompt: {error}") from error

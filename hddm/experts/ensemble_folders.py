@@ -398,7 +398,7 @@ def components_of(expert: Path) -> dict[str, Path]:
     if whole is None:
         return found
     facts = read_ensemble_facts(whole)
-    for k in (k for k, held in enumerate(facts.experts) if (whole / held).samefile(expert)):
+    for k in (k for k, held in enumerate(facts.experts) if (whole / held).resolve() == expert.resolve()):
         for name in KEPT:
             numbers = facts.vaes if name == "vae" else facts.texts
             place = inside(whole, numbered(name, numbers[k] if numbers else 0))

@@ -118,15 +118,16 @@ def base_of(folder: Path, facts: AdapterRecord, bases: Mapping[str, Path] | None
         return bases[facts.base_sha256]
     if Path(facts.base).is_absolute() or any(letter in facts.base for letter in "\\\0\n\r"):
         raise HddmError(f"{folder}: its base is at {facts.base!r}, which is no relative path; refused")
-    base = (folder.resolve() / facts.base).resolve()
+    base, place = (folder.resolve() / facts.base).resolve(), None
     if (whole := ensemble_around(folder.resolve())) is not None:
         kept = read_json(whole / ENSEMBLE_FILE).get("bases")
-        place = kept.get(facts.base_sha256) if isinstance(kept, dict) else None
-        base = inside(whole, place) if isinstance(place, str) else base
+        held = kept.get(facts.base_sha256) if isinstance(kept, dict) else None
+        if isinstance(held, str):
+            base = place = inside(whole, held)
     if not (base / WEIGHTS).is_file():
         raise HddmError(
-            f"{folder}: is an adapter of {facts.base_name}, and {folder / facts.base} holds no {WEIGHTS}; "
-            "put the base there, or name its folder: hddm.load(…, base=…), hddm assemble --base"
+            f"{folder}: is an adapter of {facts.base_name}, and {place or folder / facts.base} holds no "
+            f"{WEIGHTS}; put the base there, or name its folder: hddm.load(…, base=…), hddm assemble --base"
         )
     return base
 

@@ -102,10 +102,15 @@ class Encoding(Offloading):
             for record, number in zip(self.experts.facts, self._numbers, strict=True)
             if _TEXT in record.conditions
         }
-        topics = self.experts.record.topics
-        found = of_text | (set() if topics is None else {topics})
+        found = of_text | (set() if self._topics is None else {self._topics})
         # Names of classes need none.
         return found or (set() if self._takes_classes.any() else {0})
+
+    @property
+    def _topics(self) -> int | None:
+        """Number of the text encoder that tells experts apart by prompts; None for one expert alone."""
+        number: int | None = self.experts.record.topics
+        return number if len(self.experts.facts) > 1 else None
 
     @property
     def _takes_classes(self) -> Tensor:
@@ -142,7 +147,7 @@ class Encoding(Offloading):
 
     def _routed(self, texts: Sequence[str], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """p(k | prompt), and the classes that prompts name, for experts that take no text."""
-        ensemble, topics, takes_classes = self.ensemble, self.experts.record.topics, self._takes_classes
+        ensemble, topics, takes_classes = self.ensemble, self._topics, self._takes_classes
         if topics is None and not takes_classes.any():
             return {}
         rows, is_described = ensemble.prior.expand(len(texts), -1), torch.zeros(len(takes_classes)).bool()

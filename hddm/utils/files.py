@@ -347,8 +347,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def refuse_full_disk(out: Path, size: float) -> None:
-    """Raise `HddmError` where the disk that ``out`` is to lie on has less than ``size`` bytes free."""
-    free = shutil.disk_usage(next(folder for folder in out.absolute().parents if folder.exists())).free
+    """Raise `HddmError` where the disk that ``out`` lies on, or is to, has less than ``size`` bytes free."""
+    path = out.absolute()
+    free = shutil.disk_usage(next(one for one in (path, *path.parents) if one.exists())).free
     if free < size * 1.02:
         raise HddmError(f"{out}: needs {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free on its disk")
 

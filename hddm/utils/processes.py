@@ -177,10 +177,6 @@ def environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ[key] = value
 
 
-def nothing(*given: object) -> None:
-    """Do nothing."""
-
-
 class Workers:
     """A pool of ``count`` fresh processes; use as a context manager."""
 
@@ -222,8 +218,8 @@ class Workers:
         self,
         calls: Sequence[Call],
         on_progress: Report,
-        on_start: Callable[[Call], object] = nothing,
-        on_end: Callable[[Call, Any], object] = nothing,
+        on_start: Callable[[Call], object] | None = None,
+        on_end: Callable[[Call, Any], object] | None = None,
     ) -> list[Any]:
         """Results of ``calls``, in their order, in which they also start.
 
@@ -241,7 +237,8 @@ class Workers:
                 # begin the next one.
                 while waiting and len(running) < self._count:
                     k = waiting.popleft()
-                    on_start(calls[k])
+                    if on_start is not None:
+                        on_start(calls[k])
                     running[self._pool.submit(_run, calls[k].function, calls[k].arguments)] = k
                 self.running = tuple(calls[k].name for k in sorted(running.values()))
                 done, _ = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
@@ -250,7 +247,8 @@ class Workers:
                 for future in done:
                     k = running.pop(future)
                     results[k] = future.result()
-                    on_end(calls[k], results[k])
+                    if on_end is not None:
+                        on_end(calls[k], results[k])
         except BrokenProcessPool as error:
             raise HddmError(
                 "a worker process died without a word: memory may have run out; try fewer workers"
