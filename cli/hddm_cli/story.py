@@ -300,7 +300,9 @@ SENTENCE = (
     "ten, and is itself unchanged, bit for bit."
 )
 OTHERWISE = "These trainings do not tell the story that they should: see the shares of the digits."
-HEADS = ("", "0–4 / 5–9", "distance to training images", "to held-out images")
+HEADS = ("", "0–4 / 5–9", "digits made", "distance to training images", "to held-out images")
+LEAST = 0.02
+"""Share of the samples of a model from which a digit counts as made."""
 JOINED = "\u2060–\u2060"
 """The dash of a range of digits, where no line is broken."""
 
@@ -310,7 +312,7 @@ def conclude(out: Path, story: Sequence[Chapter], record: Mapping[str, Any]) -> 
     seeds = range(record["seeds"])
     equal = [check_unchanged(out / _place(seed)) for seed in seeds]
     classifier = load_classifier(out / _CLASSIFIER, 1)
-    rows, strips, shares = [], [], {}
+    rows, strips, shares, kinds = [], [], {}, {}
 
     @torch.no_grad()
     def add(title: str, scores: Sequence[str], folders: Sequence[Path]) -> list[int]:
@@ -318,7 +320,8 @@ def conclude(out: Path, story: Sequence[Chapter], record: Mapping[str, Any]) -> 
         read = [disk.read_json(out / "scores" / score) for score in scores]
         share = shares[title] = round(100 * mean(digit <= LAST_OLD for digit in digits))
         distances = [_distance(read, side) for side in ("to_training", "to_held_out")]
-        rows.append([title, f"{share} % / {100 - share} %", *distances])
+        kinds[title] = sum(digits.count(k) >= LEAST * len(digits) for k in range(10))
+        rows.append([title, f"{share} % / {100 - share} %", f"{kinds[title]} of 10", *distances])
         return digits
 
     add("real images, held out", ["real.json"], [out / "digits/held_out"])
@@ -329,7 +332,8 @@ def conclude(out: Path, story: Sequence[Chapter], record: Mapping[str, Any]) -> 
         images = list(zip(shown[:STRIP], digits, strict=False))
         strips.append((caption, f"{shares[title]} % are 0–4", images))
     old, tuned, grown, _ = (shares[title] for title, _ in MODELS.values())
-    sentence = SENTENCE if old > 90 and tuned < 10 and 30 < grown < 70 else OTHERWISE
+    is_so = old > 90 and tuned < 10 and 30 < grown < 70
+    sentence = SENTENCE if is_so and [*kinds.values()][1:4] == [5, 5, 10] else OTHERWISE
     pages = Environment(
         loader=ChoiceLoader([PackageLoader(name, "") for name in ("hddm_cli", "hddm.benchmark")]),
         autoescape=True,

@@ -193,6 +193,9 @@ def test_its_sentence_is_said_of_samples_that_it_is_true_of(told: Told, tmp_path
     alts = [re.findall(r'alt="(\d)"', strip) for strip in page.split('class="strip"')[1:]]
     assert [sum(int(digit) <= LAST_OLD for digit in alt) for alt in alts] == pytest.approx([20, 0, 10], abs=1)
     shares = dict(re.findall(r'<th scope="row">([^<]*)</th><td>(\d+) % / \d+ %</td>', page))
+    found = dict(re.findall(r'<th scope="row">([^<]*)</th><td>[^<]*</td><td>(\d+ of 10)</td>', page))
+    made = ["10 of 10", "5 of 10", "5 of 10", "10 of 10", "10 of 10"]
+    assert [*found.values()] == made
     assert int(shares["the old model"]) > 95
     assert int(shares["fine-tuned on 5–9"]) < 5
     assert int(shares["grown, one expert an image"]) == pytest.approx(50, abs=3)
