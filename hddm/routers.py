@@ -232,9 +232,10 @@ class PromptRouter:
         log sum_i exp((W_i - W_k) m_kj + b_i - b_k + s_k |W_i - W_k|²/2)  +  ridge |W|²/2
 
     where m_kj is a cluster's mean and s_k is `SPREAD` of the topic's variance: a bound of the cross-entropy
-    where clusters are Gaussian (arXiv:1909.12220). So a caption that several experts have goes to
-    each as often as it is theirs; the maximum is over experts of some share; and wordings as no caption has them go to the nearest topic. Each expert is
-    a row: adding or removing one leaves the topics of others as they are.
+    where clusters are Gaussian (arXiv:1909.12220). So a caption that several experts have goes to each as
+    often as it is theirs, and wordings as no caption has them go to the nearest topic. The maximum of q is
+    over experts with p(k) > 0. Each expert is a row: adding or removing one leaves the topics of others as
+    they are.
 
     Args:
         topics: of each expert's captions, None for an expert that no prompt is for.

@@ -14,7 +14,7 @@ from hddm.benchmark import run
 from hddm.benchmark.presets import parse_settings
 from hddm.benchmark.results import Results, compare_rows
 from hddm.benchmark.settings import BenchmarkSettings
-from hddm.utils.processes import Call, Report, nothing
+from hddm.utils.processes import Call, Report
 from tests.artefacts import killing, write_images
 from tests.killed_runs import in_a_process
 
@@ -97,14 +97,16 @@ class Inline:
         self,
         calls: Sequence[Call],
         on_progress: Report,
-        on_start: Callable[[Call], object] = nothing,
-        on_end: Callable[[Call, Any], object] = nothing,
+        on_start: Callable[[Call], object] | None = None,
+        on_end: Callable[[Call, Any], object] | None = None,
     ) -> list[Any]:
         results = []
         for call in calls:
-            on_start(call)
+            if on_start is not None:
+                on_start(call)
             results.append(call.function(**call.arguments, report=on_progress))
-            on_end(call, results[-1])
+            if on_end is not None:
+                on_end(call, results[-1])
         return results
 
 

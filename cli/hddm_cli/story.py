@@ -111,7 +111,7 @@ def _place(seed: int) -> str:
 def tell(out: Path, overwrite: bool = False, seeds: int = 1, lengths: Mapping[str, int] = LENGTHS) -> str:
     """Tell the story in ``out``, or go on with it; return the end of it, "" if it was told before.
 
-    ``overwrite`` begins anew.
+    ``overwrite`` begins anew; of ``seeds`` and those of an earlier start the larger number counts.
 
     Raises:
         HddmError: for a folder of something else or of other commands, and as the commands.
@@ -119,14 +119,17 @@ def tell(out: Path, overwrite: bool = False, seeds: int = 1, lengths: Mapping[st
     """
     with disk.alone(out), stoppable(out):
         record = _begin(out, story_of(1, lengths), overwrite)
-        if record["date"] and record["seeds"] >= seeds and (out / REPORT_FILE).is_file():
+        is_there = all((out / name).is_file() for name in (REPORT_FILE, _COMPARISON))
+        if record["date"] and record["seeds"] >= seeds and is_there:
             told = f"{out}: was finished on {record['date']}; what is there is not made again"
             print(told, file=sys.stderr, flush=True)
             return ""
+        record |= {"seeds": max(seeds, record["seeds"]), "date": ""}
+        _keep(out, record)
         (out / _COMPARISON).unlink(missing_ok=True)
-        story = story_of(seeds, lengths)
+        story = story_of(record["seeds"], lengths)
         _run(story, out, record)
-        record |= {"seeds": seeds, "date": date.today().isoformat()}
+        record["date"] = date.today().isoformat()
         said = conclude(out, story, record)
         _keep(out, record)
     return said
@@ -140,10 +143,8 @@ def _begin(out: Path, story: Sequence[Chapter], overwrite: bool) -> dict[str, An
         record = disk.read_json(out / STORY_FILE) if (out / STORY_FILE).is_file() else {}
         if record.get("commands") == commands:
             return new | record
-        raise HddmError(
-            f"{out}: holds no quickstart of these commands; choose another folder, or pass --overwrite to "
-            "replace one of another version"
-        )
+        replaces = ", or pass --overwrite to replace that of another version" if record else ""
+        raise HddmError(f"{out}: holds no quickstart of these commands; choose another --out{replaces}")
     disk.check_absent(out, STORY_FILE, overwrite=True)
     out.mkdir(parents=True, exist_ok=True)
     # If killed while files go, what is left is of no story.

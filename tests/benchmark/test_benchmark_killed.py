@@ -29,7 +29,7 @@ def _command(folder: Path) -> list[str]:
 
 
 def _until(condition: Callable[[], bool], process: "subprocess.Popen[bytes]") -> None:
-    for _ in range(6000):
+    for _ in range(60_000):
         if condition():
             return
         assert process.poll() is None

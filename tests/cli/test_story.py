@@ -121,6 +121,22 @@ def test_it_begins_anew_when_asked_to(told: Told, tmp_path: Path, monkeypatch: p
     assert [path.name for path in out.iterdir()] == [STORY_FILE]
 
 
+def test_a_step_of_unknown_time_and_a_comparison_that_went_leave_a_whole_story(
+    told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by a review: a kill between a step's end and its record made every later start fail."""
+    out = copied(told.out, tmp_path / "out")
+    record = json.loads((out / STORY_FILE).read_text())
+    del record["seconds"][COMMANDS[3]]
+    (out / STORY_FILE).write_text(json.dumps(record))
+    (out / "comparison.md").unlink()
+    monkeypatch.setattr(story, "Workers", Inline)
+    assert tell(out, lengths=LENGTHS).startswith(OTHERWISE)
+    assert (out / "comparison.md").read_text() == (told.out / "comparison.md").read_text()
+    page = (out / "report.html").read_text()
+    assert all(command.replace(">", "&gt;") in page for command in COMMANDS)
+
+
 def test_the_old_model_is_in_the_ensemble_bit_for_bit(told: Told, tmp_path: Path) -> None:
     equal = check_unchanged(told.out)
     model = load(told.out / "grown")
