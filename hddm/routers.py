@@ -229,7 +229,7 @@ class PromptRouter:
     z is the prompt's embedding, scaled to length 1, then centred and divided by its deviation. W and b
     minimise the mean, over experts k and over their clusters j by their parts, of
 
-        log sum_i exp((W_i - W_k) m_kj + b_i - b_k + s_k |W_i - W_k|²/2)  +  ridge |W|²/2
+        log sum_i exp((W_i - W_k) m_kj + b_i - b_k + s_k ‖W_i - W_k‖²/2)  +  ridge ‖W‖²/2
 
     where m_kj is a cluster's mean and s_k is `SPREAD` of the topic's variance: a bound of the cross-entropy
     where clusters are Gaussian (arXiv:1909.12220). So a caption that several experts have goes to each as
@@ -240,7 +240,7 @@ class PromptRouter:
     Args:
         topics: of each expert's captions, None for an expert that no prompt is for.
         prior: p(k), K numbers with a positive sum.
-        ridge: weight of |W|²; the smaller, the surer is the router of topics that lie apart.
+        ridge: weight of ‖W‖²; the smaller, the surer is the router of topics that lie apart.
     """
 
     def __init__(self, topics: Sequence[Topic | None], prior: Sequence[float], ridge: float = RIDGE) -> None:
