@@ -69,7 +69,7 @@ def encode_shards(
         ThreadPoolExecutor(THREADS) as pool,
     ):
         written = sum(path.stat().st_size for path in draft.folder.rglob("data-*.safetensors"))
-        refuse_full_disk(draft.folder, plan.num_images * plan.row_bytes - written)
+        refuse_full_disk(out, plan.num_images * plan.row_bytes - written)
         run = _Run(plan, draft, pool, rows, on_images)
         manifests = [run.encode(shard) for shard in plan.shards]
         if plan.record == PARTITION_FILE:

@@ -30,6 +30,7 @@ from hddm.experts.ensemble_folders import (
     EnsembleRecord,
     bases_of,
     components_in,
+    name_of,
     read_ensemble_facts,
     refuse_damaged_ensemble,
     whole_components,
@@ -343,4 +344,7 @@ def save_ensemble(
         one.facts.adapter.base_sha256: one.base for one in experts.experts if one.facts.adapter and one.base
     }
     bases = bases_of([draft / name for name in names], known)
+    folders = [one.folder for one in experts.experts if one.folder is not None]
+    if not facts.names and len(folders) == len(names):
+        routed["names"] = tuple(map(name_of, folders))
     write_ensemble_records(draft, facts.model_copy(update={"experts": names, **routed}), components, bases)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hddm.training.device import Device
 from hddm.training.optimizer import optimizer_of
-from hddm.training.resume import Change, LoopKind, as_recorded, is_complete, run_folder_of, step_of, value_at
+from hddm.training.resume import Change, LoopKind, as_recorded, is_complete, run_folder_of, value_at
 from hddm.training.settings import LoopSettings, RunOptions
 from hddm.training.state import Ema, Run, TrainingState, open_run
 from hddm.utils.errors import HddmError, counted
@@ -345,10 +345,6 @@ def train(
             kept = stack.enter_context(open_run(out, content, run, overwrite))
             if watch is not None:
                 watchers.append(stack.enter_context(watch(kept)))
-        begun_at = None if kept is None else kept.begun_at
-        if on_step is not None and begun_at is not None and step_of(begun_at) >= used.steps:
-            # No step is left that would be told of.
-            on_step(used.steps, math.nan, math.nan)
         try:
             fitted = fit(task, used, kept, watchers)
             if is_first:

@@ -286,15 +286,6 @@ def test_a_disk_that_is_full_at_the_end_keeps_the_training(
     assert hddm(*_command(whole, out, "--resume"))[0] == 0
 
 
-def test_a_training_that_lacks_no_step_says_so_when_it_goes_on(whole: Path, tmp_path: Path) -> None:
-    settings, told = expert_settings("flow", steps=4, threads=1), list[int]()
-    train_expert(whole, tmp_path / "out", settings, run=RunOptions())
-    shutil.rmtree(tmp_path / "out")
-    again = RunOptions(resume=True)
-    train_expert(whole, tmp_path / "out", settings, on_step=lambda step, *given: told.append(step), run=again)
-    assert told == [4]
-
-
 def test_a_full_disk_ends_a_run_and_leaves_the_checkpoint_before(whole: Path, tmp_path: Path) -> None:
     settings = expert_settings("flow", steps=9, threads=1)
     keep = RunOptions(checkpoint_every=3, resume=True)
