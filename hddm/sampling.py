@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from hddm.classes import class_indices, flat_labels
+from hddm.editing import Picture
 from hddm.ensemble import Ensemble, Strategy
-from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, OnStep, solver_named, unchanged
+from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, OnStep, Solver, solver_named, unchanged
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import generator
 from hddm.velocity import PRIOR, Guidance, VelocityField, check_names
@@ -163,6 +164,33 @@ def noise_of(seed: int, indices: Iterable[int], shape: tuple[int, ...]) -> Tenso
     return torch.stack([torch.randn(shape, generator=generator(seed, i)) for i in indices])
 
 
+def noise_stream(seed: int, indices: Iterable[int], shape: tuple[int, ...]) -> Callable[[], Tensor]:
+    """A function that gives new noise (n, *shape) for these samples at every call, apart from `noise_of`."""
+    streams = [generator(seed, i, 2) for i in indices]
+    return lambda: torch.stack([torch.randn(shape, generator=one) for one in streams])
+
+
+def posterior_of(
+    ensemble: Ensemble,
+    num: int,
+    conditions: Mapping[str, Tensor],
+    picture: Picture | None = None,
+    x: Tensor | None = None,
+) -> Tensor:
+    """Probabilities (num, K) that ``draw`` draws the experts of samples from.
+
+    They are p(k | condition), or p(k | x_s, s, condition) for states x (num, C, H, W) of a picture noised by
+    s < 1, where the ensemble has a router.
+    """
+    if picture is None or x is None or picture.strength == 1 or ensemble.router is None:
+        return ensemble.prior_of(num, conditions)
+    full = copy.copy(ensemble)
+    full.strategy = "full"
+    t = torch.full((num,), picture.strength, dtype=torch.float64)
+    here = {name: value.to(full.device) for name, value in conditions.items()}
+    return full.weights(x.to(full.device), t.to(full.device), None, here).cpu()
+
+
 def draw_experts(prior: Tensor, seed: int, start: int, stop: int) -> Tensor:
     """Expert index (stop - start,) of each sample, drawn from ``prior``, (K,) or one row a sample."""
     return pick_experts(prior, uniform_draws(seed, start, stop))
@@ -186,7 +214,7 @@ def integrate(
     model: VelocityField | Ensemble,
     x: Tensor,
     times: Tensor,
-    solver: str = DEFAULT_SOLVER,
+    solver: str | Solver = DEFAULT_SOLVER,
     guidance_scale: float | Guidance | Callable[[], Guidance] = 1.0,
     negative: Mapping[str, Tensor] | None = None,
     conditions: Mapping[str, Tensor] | None = None,
@@ -203,7 +231,7 @@ def integrate(
         model: an expert or an ensemble.
         x: see `hddm.sampling`.
         times: see `time_grid`.
-        solver: see `hddm.solvers`.
+        solver: its name, or a function; see `hddm.solvers`.
         guidance_scale: see `VelocityField.velocity`; a function is asked at every call of the velocity.
         negative: as conditions.
         conditions: see `VelocityField.velocity`; on the model's device. Both are read at every call, so that
@@ -255,7 +283,8 @@ def integrate(
         stopped = x if is_interrupted() else None
         return x
 
-    return solver_named(solver)(velocity, x, times, step)
+    solve = solver_named(solver) if isinstance(solver, str) else solver
+    return solve(velocity, x, times, step)
 
 
 def _finite(v: Tensor, t: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -296,9 +325,10 @@ def sample(
     on_step: OnStep = unchanged,
     on_batch: Callable[[int], None] | None = None,
     keep: Keep = made,
+    picture: Picture | None = None,
     **conditions: Any,
 ) -> Tensor:
-    """Integrate the model's velocity from noise at t = 1 to data at t = 0.
+    """Integrate the model's velocity from noise at t = 1, or from a noised picture, to data at t = 0.
 
     Args:
         model: an expert or an ensemble.
@@ -323,6 +353,8 @@ def sample(
         on_batch: called with the number of samples after each batch.
         keep: called with the rows of each batch (indices, from 0) and a function that makes its samples;
             returns them, made now or kept from an earlier call.
+        picture: what samples begin with, and what of it stays; see `hddm.editing`. With ``draw`` and a router
+            that looks at states, each expert is drawn from p(k | x_s, s).
         conditions: keywords of the experts' networks, each (num, …); ``class_labels`` may be names.
 
     Returns:
@@ -365,13 +397,20 @@ def sample(
         if chosen is None and model.strategy == "draw":
             if numbers is not None:
                 raise HddmError("numbers= goes with expert= or a router; 'draw' counts from start")
-            chosen = draw_experts(model.prior_of(num, conditions), seed, start, start + num)
+            noised = (
+                None if picture is None else picture.noised(initial_noise(seed, start, start + num, shape))
+            )
+            p = posterior_of(model, num, conditions, picture, noised)
+            chosen = pick_experts(p, uniform_draws(seed, start, start + num))
         model.refuse_weakless(Guidance.of(guidance_scale), chosen)
     elif strategy is not None or expert is not None:
         Strategy.parse(strategy or "draw")
         asked = f"strategy {strategy!r}" if strategy is not None else f"expert {expert}"
         raise HddmError(f"{asked} needs an ensemble; this is a single expert")
     times = time_grid(steps, model.shift if shift is None else shift)
+    if picture is not None:
+        picture.check(num, shape)
+        times = picture.times(times)
     # Samples of one domain follow each other, so that an expert comes once and sees large batches.
     order = torch.arange(num)
     if chosen is not None and isinstance(model, Ensemble):
@@ -381,11 +420,17 @@ def sample(
     numbers = torch.arange(start, start + num) if numbers is None else numbers
 
     def make(rows: Tensor) -> Tensor:
+        own = numbers[rows].tolist()
+        x, solve = noise_of(seed, own, shape).to(model.device, dtype), solver_named(solver)
+        if picture is not None:
+            part = picture.rows(rows)
+            solve = part.solver(solve, noise_stream(seed, own, shape))
+            x = part.noised(x)
         return integrate(
             model,
-            noise_of(seed, numbers[rows].tolist(), shape).to(model.device, dtype),
+            x,
             times,
-            solver,
+            solve,
             guidance_scale,
             _rows(negative, rows, model.device) or None,
             _rows(conditions, rows, model.device),

@@ -48,6 +48,22 @@ def sample(
             "--conditions", help="Safetensors file of conditions by keyword, and negative_<keyword>; cycled."
         ),
     ] = None,
+    init_image: Annotated[
+        Path | None,
+        InputOption("--init-image", help="Picture to begin with, cropped and resized to the images' size."),
+    ] = None,
+    strength: Annotated[
+        float | None,
+        typer.Option(
+            "--strength", min=0, max=1, help="How much of --init-image is new; default: 0.8, with --mask 1."
+        ),
+    ] = None,
+    mask: Annotated[
+        Path | None, InputOption("--mask", help="Picture that is white where --init-image is made anew.")
+    ] = None,
+    resampling_steps: Annotated[
+        int, typer.Option("--resampling-steps", min=1, help="How often each step is taken with --mask.")
+    ] = 10,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Solver steps.")] = 25,
     strategy: Annotated[
         str | None,
@@ -154,6 +170,10 @@ def sample(
         "prompts": tuple(prompt or ()),
         "negative_prompt": negative_prompt,
         "conditions": conditions,
+        "init_image": init_image,
+        "strength": strength,
+        "mask": mask,
+        "resampling_steps": resampling_steps,
         "batch_size": batch_size,
         "device": device,
         "dtype": dtype,

@@ -134,6 +134,12 @@ def encode(vae: "AutoencoderKL | AutoencoderTiny", images: Tensor) -> tuple[Tens
     return mean, deviation[0] if deviation else None
 
 
+def latents_of(vae: "AutoencoderKL | AutoencoderTiny", images: Tensor) -> Tensor:
+    """Latents (z - shift) × scale (N, C, h, w), for the mean of z, which `decode` makes ``images`` of."""
+    scale, shift = _scale_and_shift(vae.config)
+    return (encode(vae, images)[0] - shift) * scale
+
+
 def decode(vae: "AutoencoderKL | AutoencoderTiny", latents: Tensor) -> Tensor:
     """Decode samples (N, C, h, w) to images (N, 3, H, W) in [-1, 1], float32, in one batch.
 

@@ -1,16 +1,18 @@
-"""Arguments of a pipeline's calls: options of diffusers, dtypes, noise."""
+"""Arguments of a pipeline's calls: options of diffusers, dtypes, noise, pictures."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from hddm.experts.ensemble_folders import COMPONENTS
 from hddm.networks.text_encoder import read_text_encoder, read_tokenizer
 from hddm.networks.vae import read_vae
-from hddm.sampling import initial_noise, noise_of, uniform_draws
+from hddm.sampling import initial_noise, noise_of, noise_stream, uniform_draws
 from hddm.utils.errors import HddmError, did_you_mean
 
 _NO: Collection[object] = (None, False)
@@ -41,6 +43,8 @@ NETWORKS = ("experts", "router", "vae", "text_encoder")
 """Parts that have a dtype."""
 
 Dtype = torch.dtype | str | Mapping[str, torch.dtype | str] | None
+Images = Image.Image | np.ndarray[Any, Any] | Tensor | Sequence[Image.Image]
+"""As diffusers takes them: of Pillow, arrays (N, H, W, C) in [0, 1], tensors (N, C, H, W) in [-1, 1]."""
 Generators = torch.Generator | Sequence[torch.Generator] | None
 
 
@@ -86,6 +90,55 @@ def noise_of_rows(
         return noise_of(seed, (start + rows).tolist(), shape)
     own = [generator[row] if isinstance(generator, Sequence) else generator for row in rows.tolist()]
     return torch.stack([_normal(shape, one) for one in own])
+
+
+def fresh_noise(
+    num: int, shape: tuple[int, ...], seed: int | None, start: int, generator: Generators
+) -> Callable[[], Tensor]:
+    """New noise (num, *shape) at every call; under a seed, that of `hddm.sample`."""
+    if seed is not None:
+        return noise_stream(seed, range(start, start + num), shape)
+    if isinstance(generator, Sequence):
+        own = generator
+        return lambda: torch.stack([_normal(shape, one) for one in own])
+    return lambda: _normal((num, *shape), generator)
+
+
+def pixels_of(images: Images, channels: int, size: tuple[int, int], name: str = "image") -> Tensor:
+    """Pictures (N, C, H, W) in [-1, 1]; those of Pillow are cropped and resized to ``size`` (H, W).
+
+    Raises `HddmError` for arrays and tensors of another size, and for other types.
+    """
+    if isinstance(images, Image.Image):
+        images = [images]
+    if isinstance(images, np.ndarray):
+        images = torch.from_numpy(images).float().movedim(-1, -3) * 2 - 1
+    if isinstance(images, Tensor):
+        pixels = images.float() if images.ndim == 4 else images.float()[None]
+    elif isinstance(images, Sequence) and images and all(isinstance(one, Image.Image) for one in images):
+        kind = "L" if channels == 1 else "RGB"
+        fitted = [ImageOps.fit(one.convert(kind), size[::-1], Image.Resampling.LANCZOS) for one in images]
+        rows = [torch.from_numpy(np.array(one)).view(*size, channels) for one in fitted]
+        pixels = torch.stack(rows).movedim(-1, 1).float() / 127.5 - 1
+    else:
+        raise HddmError(
+            f"{name}: pass pictures of Pillow, an array or a tensor, not a {type(images).__name__}"
+        )
+    if pixels.ndim != 4 or pixels.shape[1:] != (channels, *size):
+        raise HddmError(f"{name} is {tuple(pixels.shape)}, and this ensemble makes {(channels, *size)}")
+    return pixels
+
+
+def mask_of(images: Images, size: tuple[int, int]) -> Tensor:
+    """Masks (N, 1, H, W), True where pictures are at least half white."""
+    if isinstance(images, np.ndarray | Tensor):
+        # A mask is in [0, 1] as diffusers has it, in tensors too.
+        found = torch.as_tensor(images).float()
+        found = found.view(-1, 1, *found.shape[-2:]) if found.shape[-1] != 1 else found.movedim(-1, -3)
+        if found.shape[-2:] != size:
+            raise HddmError(f"mask_image is {tuple(found.shape)}, and this ensemble makes {size}")
+        return found >= 0.5
+    return pixels_of(images, 1, size, "mask_image") >= 0
 
 
 def _normal(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:

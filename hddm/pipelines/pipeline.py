@@ -10,8 +10,10 @@ from diffusers import AutoencoderKL, AutoencoderTiny, DiffusionPipeline, FlowMat
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils import BaseOutput
 from torch import Tensor, nn
+from torch.nn.functional import adaptive_max_pool2d
 
 from hddm.classes import Labels
+from hddm.editing import DEFAULT_RESAMPLING, Picture
 from hddm.ensemble import Ensemble
 from hddm.experts.compatibility import takes_text
 from hddm.experts.ensemble_folders import (
@@ -27,7 +29,7 @@ from hddm.experts.loading import ensemble_of, open_ensemble, room_beside, save_e
 from hddm.experts.records import RouterRecord
 from hddm.networks.offload import Offload
 from hddm.networks.transformers import RouterTransformer
-from hddm.networks.vae import decode, kind_of, scale_of
+from hddm.networks.vae import decode, kind_of, latents_of, scale_of
 from hddm.pipelines.callbacks import Callback, Callbacks
 from hddm.pipelines.encoding import Encoding, repeated
 from hddm.pipelines.inputs import (
@@ -36,14 +38,18 @@ from hddm.pipelines.inputs import (
     SAVING,
     Dtype,
     Generators,
+    Images,
     dtypes_of,
+    fresh_noise,
+    mask_of,
     noise_and_draws,
     noise_of_rows,
+    pixels_of,
     read_parts,
     refuse_options,
 )
-from hddm.sampling import ExpertUse, integrate, pick_experts, routed, time_grid
-from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS
+from hddm.sampling import ExpertUse, integrate, pick_experts, posterior_of, routed, time_grid
+from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, solver_named
 from hddm.utils.errors import HddmError
 from hddm.utils.files import new_folder, restore
 from hddm.velocity import Guidance, VelocityField
@@ -306,6 +312,10 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         prompt: str | Sequence[str] | None = None,
         class_labels: Labels | None = None,
         *,
+        image: Images | None = None,
+        strength: float | None = None,
+        mask_image: Images | None = None,
+        resampling_steps: int = DEFAULT_RESAMPLING,
         negative_prompt: str | Sequence[str] | None = None,
         prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None,
@@ -335,6 +345,11 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         Args:
             prompt: one text or several; needs a text encoder and a tokenizer.
             class_labels: one class or several, by name or by number.
+            image: pictures to begin with, one for all images or one each; see `hddm.editing`. Those of Pillow
+                are cropped and resized.
+            strength: how much of them is new, from 0 to 1; by default 0.8, with a mask 1.
+            mask_image: white where pictures are new; all else keeps its pixels.
+            resampling_steps: with a mask, how often each step is taken.
             negative_prompt: with guidance, what to move away from; by default the empty prompt.
             prompt_embeds: ``encoder_hidden_states`` (batch, tokens, width) instead of prompts.
             negative_prompt_embeds: the same for the negative branch.
@@ -384,19 +399,25 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
                 num_inference_steps=num_inference_steps, guidance_scale=guidance_scale, solver=solver,
                 output_type=output_type, callback_on_step_end=callback_on_step_end,
                 callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
+                image=image, strength=strength, mask_image=mask_image, resampling_steps=resampling_steps,
             )  # fmt: skip
             return made if return_dict else (made.images,)
         shape = self.experts.facts[expert or 0].sample_shape
         dtype = torch.promote_types(ensemble.dtype, torch.float32)
         x, draws = noise_and_draws(num, shape, seed, start, generator, latents)
+        times, solve = time_grid(num_inference_steps, ensemble.shift), solver_named(solver)
+        picture = self.picture(image, strength, mask_image, resampling_steps, expert or 0)
+        if picture is not None:
+            picture.check(num, shape)
+            solve = picture.solver(solve, fresh_noise(num, shape, seed, start, generator))
+            x, times = picture.noised(x), picture.times(times)
         if chosen is None and ensemble.strategy == "draw":
-            chosen = pick_experts(ensemble.prior_of(num, given), draws)
-        times = time_grid(num_inference_steps, ensemble.shift)
+            chosen = pick_experts(posterior_of(ensemble, num, given, picture, x), draws)
         use, device = ExpertUse(len(ensemble.experts)), ensemble.device
         given = {key: value.to(device) for key, value in given.items()}
         against = {key: value.to(device) for key, value in against.items()}
         step = self._on_step(callback_on_step_end, callback_on_step_end_tensor_inputs, times, given, against)
-        with self.progress_bar(total=num_inference_steps) as bar:
+        with self.progress_bar(total=len(times) - 1) as bar:
 
             def on_step(index: int, x: Tensor) -> Tensor:
                 bar.update()
@@ -406,7 +427,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
                 ensemble,
                 x.to(device, dtype),
                 times,
-                solver,
+                solve,
                 self._guidance,
                 against or None,
                 given,
@@ -417,7 +438,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
                 is_interrupted=lambda: self._interrupt,
             )
         if output_type != "latent":
-            x = self.image_processor.postprocess(self.decode(x, expert or 0), output_type)
+            x = self.image_processor.postprocess(self.decode(x, expert or 0, picture), output_type)
         return HDDMPipelineOutput(x, use) if return_dict else (x,)
 
     def _drawn(
@@ -467,12 +488,51 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         number = (self.experts.record.vaes or [0] * len(self.experts.facts))[expert]
         return None if number < 0 else getattr(self, numbered("vae", number))
 
-    def decode(self, latents: Tensor, expert: int = 0) -> Tensor:
-        """Images (N, C, H, W) in [-1, 1] of an expert's samples: decoded by its VAE, or pixels, clipped."""
+    def picture(
+        self,
+        image: Images | None,
+        strength: float | None = None,
+        mask_image: Images | None = None,
+        resampling_steps: int = DEFAULT_RESAMPLING,
+        expert: int = 0,
+    ) -> Picture | None:
+        """What a call with these arguments begins with: ``image`` in an expert's units, encoded by its VAE.
+
+        A latent is new if any pixel of it is. Raises `HddmError` for a strength or mask without an image, and
+        for pictures that do not fit.
+        """
+        if image is None:
+            if strength is not None or mask_image is not None:
+                raise HddmError("strength and mask_image change an image; pass one as image=")
+            return None
+        if strength is None:
+            strength = 0.8 if mask_image is None else 1.0
+        part, shape, size = (
+            self.vae_of(expert),
+            self.experts.facts[expert].sample_shape,
+            self._size_of(expert),
+        )
+        pixels = pixels_of(image, shape[0] if part is None else part.config.in_channels, size)
+        mask = pixel_mask = None if mask_image is None else mask_of(mask_image, size)
+        x_0 = pixels
+        if part is not None:
+            with self.present(part) as vae:
+                x_0 = latents_of(vae, pixels)
+            if pixel_mask is not None:
+                mask = adaptive_max_pool2d(pixel_mask.float(), shape[1:]) > 0
+        return Picture(x_0.cpu(), strength, mask, resampling_steps, pixels, pixel_mask)
+
+    def decode(self, latents: Tensor, expert: int = 0, picture: Picture | None = None) -> Tensor:
+        """Images (N, C, H, W) in [-1, 1] of an expert's samples: decoded by its VAE, or pixels, clipped.
+
+        Pixels that a ``picture`` keeps are its own.
+        """
         if (part := self.vae_of(expert)) is None:
-            return latents.float().clamp(-1, 1)
-        with self.present(part) as vae:
-            return decode(vae, latents.to(vae.device))
+            images = latents.float().clamp(-1, 1)
+        else:
+            with self.present(part) as vae:
+                images = decode(vae, latents.to(vae.device))
+        return images if picture is None else picture.kept_in(images)
 
     @property
     def image_size(self) -> tuple[int, int]:

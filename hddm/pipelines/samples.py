@@ -4,6 +4,7 @@ Conditions (class labels, prompts, tensors in a file) are cycled over the images
 lie beside the folder, which holds only samples.
 """
 
+import functools
 import itertools
 import json
 import logging
@@ -20,7 +21,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hddm.classes import class_indices
-from hddm.data.images import save_png, to_bytes
+from hddm.data.images import open_image, save_png, to_bytes
+from hddm.data.sources.base import LARGEST_FILE
+from hddm.editing import DEFAULT_RESAMPLING
 from hddm.ensemble import Strategy
 from hddm.experts.ensemble_folders import ENSEMBLE_FILE
 from hddm.experts.records import EXPERT_FILE
@@ -33,7 +36,7 @@ from hddm.sampling import ExpertUse, draw_experts, sample
 from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS
 from hddm.utils.drafts import Done, Draft, differences, discard_finished, open_draft
 from hddm.utils.errors import HddmError, UsageError
-from hddm.utils.files import read_json, sha256_of, write_json
+from hddm.utils.files import read_json, read_whole, sha256_of, write_json
 from hddm.utils.records import SAMPLING_FILE, Record, content_hash
 from hddm.utils.tensors import available_device, read_safetensors
 from hddm.velocity import PRIOR, Guidance, GuideBy
@@ -89,6 +92,14 @@ class SampleSettings(Record):
     negative_prompt: str | None = None
     conditions: Path | None = None
     """A safetensors file of conditions by keyword, and of negative ones as ``negative_<keyword>``, cycled."""
+    init_image: Path | None = None
+    """A picture that all images begin with."""
+    strength: Annotated[float, Field(ge=0, le=1)] | None = None
+    """How much of it is new; by default 0.8, with a mask 1."""
+    mask: Path | None = None
+    """A picture that is white where images are new."""
+    resampling_steps: Positive = DEFAULT_RESAMPLING
+    """How often each step is taken, with a mask."""
     batch_size: Positive = 64
     device: str = "auto"
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
@@ -143,6 +154,9 @@ def sample_to_folder(
     """
     if grid and settings.output_type == "latent":
         raise UsageError("--grid: shows images, and --output-type latent makes none; drop one of the two")
+    for option in ("strength", "mask") if settings.init_image is None else ():
+        if (value := getattr(settings, option)) is not None:
+            raise UsageError(f"--{option} {value}: changes an --init-image; name one")
     guidance, device = settings.guidance, available_device(settings.device)
     for option in ("strategy", "expert", "max_memory") if (source / EXPERT_FILE).exists() else ():
         if (value := getattr(settings, option)) is not None:
@@ -205,6 +219,16 @@ class _Run:
 
     def __post_init__(self) -> None:
         self.use = ExpertUse(len(self.pipeline.ensemble.experts))
+        settings = self.settings
+        image, mask = (
+            None if path is None else open_image(read_whole(path, LARGEST_FILE), path)
+            for path in (settings.init_image, settings.mask)
+        )
+        self.picture = functools.cache(
+            lambda expert: self.pipeline.picture(
+                image, settings.strength, mask, settings.resampling_steps, expert
+            )
+        )
 
     def kept(self) -> str:
         """Say what an interrupted run leaves, and how to go on."""
@@ -288,6 +312,7 @@ class _Run:
                 use=self.use,
                 on_batch=self.on_batch,
                 keep=keep,
+                picture=self.picture(expert or 0),
                 **own,
             )
             found.append((part, expert or 0, samples))
@@ -302,7 +327,8 @@ class _Run:
         paths = []
         for numbers, expert, samples in parts:
             decoded = (
-                self.pipeline.decode(one, expert).cpu() for one in samples.split(self.settings.batch_size)
+                self.pipeline.decode(one, expert, self.picture(expert)).cpu()
+                for one in samples.split(self.settings.batch_size)
             )
             images = (one for batch in decoded for one in to_bytes(batch))
             for number, image in zip(numbers.tolist(), images, strict=True):
@@ -368,9 +394,13 @@ def _record(source: Path, settings: SampleSettings, pipeline: HDDMPipeline, give
         "hddm": version("hddm-diffusion"),
         "source": str(source),
         "source_sha256": content_hash(source, sha256_once),
-        **settings.model_dump(mode="json"),
-        # Older records lack it, and compare with new ones where there are none.
-        **({"conditions_sha256": sha256_of(settings.conditions)} if settings.conditions else {}),
+        # Older records lack these, and compare with new ones where there are none.
+        **settings.model_dump(mode="json", exclude=_OF_PICTURES if settings.init_image is None else None),
+        **{
+            f"{name}_sha256": sha256_of(path)
+            for name in ("conditions", "init_image", "mask")
+            if (path := getattr(settings, name)) is not None
+        },
         "device": str(available_device(settings.device)),
         "strategy": None if settings.expert is not None else settings.strategy or pipeline.facts.strategy,
         "shift": pipeline.facts.shift if settings.shift is None else settings.shift,
@@ -382,9 +412,10 @@ def _record(source: Path, settings: SampleSettings, pipeline: HDDMPipeline, give
     }
 
 
+_OF_PICTURES = {"init_image", "strength", "mask", "resampling_steps"}
 _FREE = {"format", "hddm", "offload", "max_memory", "expert_use"}
 """Keys of the record that decide no image."""
-_HASHED = {"source", "conditions", "model_shift", "weights", "vae", "class_names"}
+_HASHED = {"source", "conditions", "init_image", "mask", "model_shift", "weights", "vae", "class_names"}
 """Keys of the record for which a hash stands, of the source or of the conditions."""
 
 

@@ -1,0 +1,133 @@
+"""Samples that begin with a picture: image to image, and inpainting.
+
+On the common path a picture x_0 at t = s is x_s = (1 - s) x_0 + s eps, whatever an expert was trained with,
+so sampling goes on from there with any expert, router and solver. The strength s says how much is new: at 0
+the picture stays, at 1 nothing is left of it (SDEdit, arXiv:2108.01073).
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hddm.solvers import OnStep, Solver, Velocity, unchanged
+from hddm.utils.errors import HddmError
+
+DEFAULT_RESAMPLING = 10
+_SAME = 1e-9
+"""Times that differ by less are one."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Pictures that samples begin with, one a sample, or one for all.
+
+    Args:
+        x_0: (num or 1, C, H, W), in the units that the experts were trained in.
+        strength: s in [0, 1].
+        mask: (num or 1, 1, H, W), True where a sample is new and False where the picture stays; None for new
+            all over.
+        resampling: with a mask, how often each step is taken; see `inpainting`.
+        pixels: (num or 1, C, H, W) in [-1, 1], where ``x_0`` are latents of them.
+        pixel_mask: the mask of ``pixels``.
+
+    Raises:
+        HddmError: for a strength outside [0, 1], a ``resampling`` below 1, x_0 that is not finite, and a mask
+            of another size.
+    """
+
+    x_0: Tensor
+    strength: float
+    mask: Tensor | None = None
+    resampling: int = DEFAULT_RESAMPLING
+    pixels: Tensor | None = None
+    pixel_mask: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.strength <= 1:
+            raise HddmError(f"strength is {self.strength}, and must be from 0 (the picture) to 1 (all new)")
+        if self.resampling < 1:
+            raise HddmError(f"resampling starts at 1, not {self.resampling}")
+        if not self.x_0.isfinite().all():
+            raise HddmError("the picture that sampling begins with holds NaN or Inf")
+        for picture, mask in ((self.x_0, self.mask), (self.pixels, self.pixel_mask)):
+            if mask is not None and picture is not None and mask.shape[1:] != (1, *picture.shape[2:]):
+                raise HddmError(f"the mask is {tuple(mask.shape)}, and the picture {tuple(picture.shape)}")
+
+    def rows(self, rows: Tensor) -> "Picture":
+        """The pictures of these samples."""
+        names = ("x_0", "mask", "pixels", "pixel_mask")
+        each = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return replace(self, **{name: one if len(one) == 1 else one[rows] for name, one in each.items()})
+
+    def check(self, num: int, shape: Sequence[int]) -> None:
+        """Raise an `HddmError` if these are no pictures for ``num`` samples (C, H, W)."""
+        for name, one, own in (("picture", self.x_0, shape), ("mask", self.mask, (1, *shape[1:]))):
+            if one is not None and (len(one) not in (1, num) or one.shape[1:] != tuple(own)):
+                wanted = (num, *own)
+                raise HddmError(f"the {name} is {tuple(one.shape)}, and {num} samples need {wanted}")
+
+    def noised(self, noise: Tensor) -> Tensor:
+        """x_s for eps = ``noise`` (n, C, H, W)."""
+        return (1 - self.strength) * self.x_0.to(noise) + self.strength * noise
+
+    def times(self, times: Tensor) -> Tensor:
+        """The part of a time grid, from 1 to 0, that is below the strength, which it begins with."""
+        return torch.cat([times.new_tensor([self.strength]), times[times < self.strength - _SAME]])
+
+    def solver(self, solver: Solver, fresh: Callable[[], Tensor]) -> Solver:
+        """The solver that leaves what the mask keeps; without a mask, ``solver`` itself."""
+        if self.mask is None:
+            return solver
+        return inpainting(solver, self.x_0, self.mask, self.resampling, fresh)
+
+    def kept_in(self, images: Tensor) -> Tensor:
+        """``images`` (n, C, H, W) with the picture's own pixels where it stays."""
+        if self.pixels is None:
+            return images
+        if self.strength == 0:
+            return self.pixels.to(images).expand_as(images)
+        if self.pixel_mask is None:
+            return images
+        return torch.where(self.pixel_mask.to(images.device), images, self.pixels.to(images))
+
+
+def inpainting(
+    solver: Solver, x_0: Tensor, mask: Tensor, resampling: int, fresh: Callable[[], Tensor]
+) -> Solver:
+    """A solver that samples what a mask leaves open, given the rest (RePaint, arXiv:2201.09865).
+
+    Before each step the part that stays is set to (1 - t) x_0 + t eps, with new noise. A step from t down to
+    t' is taken ``resampling`` times; between, new noise brings x back up to t:
+
+        x_t = (1 - t)/(1 - t') x_t' + sqrt(t^2 - ((1 - t)/(1 - t'))^2 t'^2) eps
+
+    so that the open part comes to agree with the rest. Samples approach those of p(open part | rest) as
+    ``resampling`` grows. Each step is a solver's first, so that one with a memory is Euler's.
+
+    Args:
+        solver: takes each step.
+        x_0: (batch or 1, C, H, W) the picture.
+        mask: (batch or 1, 1, H, W) True where x is open.
+        resampling: at least 1.
+        fresh: new noise (batch, C, H, W).
+    """
+
+    def solve(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep = unchanged) -> Tensor:
+        is_open, clean = mask.to(x.device), x_0.to(x)
+        for index, (now, then) in enumerate(itertools.pairwise(times.tolist())):
+            # At t = 1 nothing of the picture is in x.
+            repeats = resampling if now < 1 else 1
+            for left in reversed(range(repeats)):
+                x = torch.where(is_open, x, (1 - now) * clean + now * fresh().to(x))
+                x = solver(velocity, x, times[index : index + 2])
+                if left:
+                    back = (1 - now) / (1 - then)
+                    x = back * x + math.sqrt(now**2 - (back * then) ** 2) * fresh().to(x)
+            x = on_step(index, x if then else torch.where(is_open, x, clean))
+        return x
+
+    return solve

@@ -1,0 +1,96 @@
+"""Samples that begin with a picture, against what Gaussians and their mixtures give in closed form."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from hddm.editing import DEFAULT_RESAMPLING, Picture
+from hddm.ensemble import Ensemble
+from hddm.sampling import ExpertUse, sample
+from hddm.solvers import SOLVERS
+from tests.cases import LINEAR, case_named, oracle_field
+from tests.oracles import GaussianMixture, exact_router
+
+PRIOR = [0.3, 0.5, 0.2]
+SHARDS = [GaussianMixture.random(seed=20 + k, modes=2, dim=4, spread=0.3) for k in range(3)]
+WHOLE = GaussianMixture.union(SHARDS, PRIOR)
+SHAPE = (1, 2, 2)
+MASK = torch.tensor([[False, False], [True, True]]).view(1, 1, 2, 2)
+OPTIONS = {"shape": SHAPE, "batch_size": 5}
+
+
+def _ensemble(strategy: str) -> Ensemble:
+    kinds = [(LINEAR, "flow_prediction"), (case_named("cosine"), "epsilon"), (LINEAR, "epsilon")]
+    experts = [oracle_field(shard, *kind) for shard, kind in zip(SHARDS, kinds, strict=True)]
+    return Ensemble(experts, exact_router(SHARDS, PRIOR), strategy, prior=PRIOR)
+
+
+@pytest.mark.parametrize("strategy", ["full", "top-2", "draw"])
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_at_strength_0_it_is_the_picture_and_at_1_the_plain_sample(strategy: str, solver: str) -> None:
+    ensemble, pictures = _ensemble(strategy), WHOLE.sample(7, 1, SHAPE).float()
+    how = {"seed": 3, "steps": 6, "solver": solver, **OPTIONS}
+    assert torch.equal(sample(ensemble, 7, picture=Picture(pictures, 0), **how), pictures)
+    assert torch.equal(sample(ensemble, 7, picture=Picture(pictures, 1), **how), sample(ensemble, 7, **how))
+
+
+@pytest.mark.parametrize("strength", [0.3, 0.8])
+def test_between_it_is_the_flow_of_a_gaussian(strength: float) -> None:
+    """Of one Gaussian, of variance c: (x_0 - m) / sqrt(c) = (x_s - (1 - s) m) / sqrt((1 - s)^2 c + s^2)."""
+    c, mean = 0.3, torch.tensor([0.5, -1.0, 0.2, 2.0], dtype=torch.float64)
+    shard = GaussianMixture(torch.ones(1).double(), mean[None], c * torch.eye(4).double()[None])
+    pictures = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 1, 2, 2)
+    picture, how = Picture(pictures, strength), {"seed": 5, "shape": SHAPE}
+    made = sample(oracle_field(shard), 3, steps=400, solver="heun", picture=picture, **how)
+    # At strength 1 the flow of pure noise tells which noise these samples have.
+    plain = sample(oracle_field(shard), 3, steps=400, solver="heun", **how)
+    noise = (plain - mean.view(SHAPE)) / c**0.5
+    state = (1 - strength) * (pictures - mean.view(SHAPE)) + strength * noise
+    exact = mean.view(SHAPE) + state * (c / ((1 - strength) ** 2 * c + strength**2)) ** 0.5
+    assert (made - exact).abs().max() < 1e-4
+    assert (made - plain).abs().max() > 0.1
+
+
+def test_draw_asks_the_router_whose_picture_it_is() -> None:
+    apart = [GaussianMixture.random(seed=30 + k, modes=1, dim=4, spread=8.0) for k in range(3)]
+    experts = [oracle_field(shard) for shard in apart]
+    ensemble = Ensemble(experts, exact_router(apart, PRIOR), "draw", prior=PRIOR)
+    pictures = torch.cat([shard.sample(4, k, SHAPE) for k, shard in enumerate(apart)])
+    for strength, shares in ((0.4, [1 / 3] * 3), (1.0, None)):
+        use = ExpertUse(3)
+        sample(ensemble, 12, steps=3, use=use, picture=Picture(pictures, strength), **OPTIONS)
+        drawn = use.shares.tolist()
+        assert drawn == pytest.approx(shares) if shares else drawn != pytest.approx([1 / 3] * 3)
+
+
+def _conditional(known: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and deviation (2,) of the open pixels, the last two, given the first two."""
+    covariances, residual = WHOLE.covariances, known - WHOLE.means[:, :2]
+    inverse = torch.linalg.inv(covariances[:, :2, :2])
+    gain = covariances[:, 2:, :2] @ inverse
+    means = WHOLE.means[:, 2:] + (gain @ residual[:, :, None])[:, :, 0]
+    within = covariances[:, 2:, 2:] - gain @ covariances[:, :2, 2:]
+    distance = torch.einsum("mi,mij,mj->m", residual, inverse, residual)
+    share = (WHOLE.weights.log() + 0.5 * inverse.logdet() - 0.5 * distance).softmax(0)
+    mean = share @ means
+    second = share @ (within.diagonal(dim1=1, dim2=2) + means**2)
+    return mean, (second - mean**2).sqrt()
+
+
+def _error(resampling: int, num: int = 400) -> float:
+    """Distance of the open pixels' mean from the exact one in deviations, averaged over six pictures."""
+    errors = []
+    for index, picture in enumerate(WHOLE.sample(6, 2, SHAPE).float()):
+        start = Picture(picture[None], 1, MASK, resampling)
+        how = {"shape": SHAPE, "batch_size": num, "solver": "euler"}
+        made = sample(_ensemble("full"), num, index, picture=start, **how)
+        assert torch.equal(made[:, :, 0], picture[:, 0].expand(num, 1, 2))
+        mean, deviation = _conditional(picture.flatten()[:2].double())
+        errors.append(((made.flatten(1)[:, 2:].mean(0) - mean) / deviation).abs().mean())
+    return float(torch.stack(errors).mean())
+
+
+def test_inpainting_approaches_the_posterior_as_steps_are_taken_again() -> None:
+    errors = [_error(resampling) for resampling in (1, DEFAULT_RESAMPLING)]
+    assert errors[1] < 0.1
+    assert errors[1] < 0.6 * errors[0]
