@@ -375,13 +375,19 @@ def kept_components(expert: Path) -> dict[str, Path]:
     return {name: expert / name for name in KEPT if inside(expert, name).is_dir()}
 
 
+def _held(expert: Path) -> tuple[Path, EnsembleRecord, int] | None:
+    """The ensemble that holds an expert's folder, its record, and the expert's index; None without one."""
+    if (whole := ensemble_around(expert.resolve())) is None:
+        return None
+    facts = read_ensemble_facts(whole)
+    places = [(whole / name).resolve() for name in facts.experts]
+    return (whole, facts, places.index(expert.resolve())) if expert.resolve() in places else None
+
+
 def name_of(expert: Path) -> str:
     """Name of an expert's folder; of one in an ensemble its name there, where it has one."""
-    if (whole := ensemble_around(expert.resolve())) is not None:
-        facts = read_ensemble_facts(whole)
-        for held, name in zip(facts.experts, facts.names, strict=False):
-            if (whole / held).resolve() == expert.resolve():
-                return name
+    if (held := _held(expert)) is not None and held[1].names:
+        return held[1].names[held[2]]
     # A name that is no Unicode could not be read again.
     return os.fsencode(Path(os.path.abspath(expert)).name).decode(errors="replace")
 
@@ -394,16 +400,15 @@ def label(folder: str, name: str) -> str:
 
 def components_of(expert: Path) -> dict[str, Path]:
     """`kept_components`, and what the ensemble that holds the expert has for it."""
-    found, whole = kept_components(expert), ensemble_around(expert.resolve())
-    if whole is None:
+    found = kept_components(expert)
+    if (held := _held(expert)) is None:
         return found
-    facts = read_ensemble_facts(whole)
-    for k in (k for k, held in enumerate(facts.experts) if (whole / held).resolve() == expert.resolve()):
-        for name in KEPT:
-            numbers = facts.vaes if name == "vae" else facts.texts
-            place = inside(whole, numbered(name, numbers[k] if numbers else 0))
-            if place.is_dir():
-                found.setdefault(name, place)
+    whole, facts, k = held
+    for name in KEPT:
+        numbers = facts.vaes if name == "vae" else facts.texts
+        place = inside(whole, numbered(name, numbers[k] if numbers else 0))
+        if place.is_dir():
+            found.setdefault(name, place)
     return found
 
 
