@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hddm.calibration import FILE_NAME, LEVELS, STATES, Calibration, calibrate
 from hddm.data.shards import open_shard
-from hddm.experts.ensemble_folders import read_ensemble_facts
 from hddm.experts.loading import load
 from hddm.experts.records import (
     EXPERT_FILE,
@@ -146,11 +145,7 @@ def recalibrate(
         # Says what else it is, if it is nothing to be sampled from.
         load(folder)
         raise HddmError(f"{folder}: an ensemble; calibrate its experts one by one")
-    whole = ensemble_around(folder.resolve())
-    bases = None
-    if whole is not None:
-        bases = {sha256: whole / name for sha256, name in read_ensemble_facts(whole).bases.items()}
-    expert = open_expert(folder, bases, with_calibration=False)
+    expert = open_expert(folder, with_calibration=False)
     record = expert.facts
     if record.training_calibration:
         raise HddmError(
