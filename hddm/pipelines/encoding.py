@@ -74,9 +74,10 @@ class Encoding(Offloading):
             if tokens is not None:
                 into[_TEXT] = tokens
             if wanted is not None:
-                into |= self._tokens(list(wanted))
-        if texts is not None:
-            given |= self._routed(texts, given)
+                embedded = {number: self._embed(number, wanted) for number in sorted(self.readers)}
+                into |= self._tokens(embedded)
+                if into is given:
+                    given |= self._routed(wanted, given, embedded)
         widths = {
             record.text_encoder.width
             for record, number in zip(self.experts.facts, self._numbers, strict=True)
@@ -134,26 +135,30 @@ class Encoding(Offloading):
         with self.present(getattr(self, numbered("text_encoder", number))) as text_encoder:
             return embed(text_encoder, tokenizer, texts)
 
-    def _tokens(self, texts: Sequence[str]) -> dict[str, Tensor]:
+    def _tokens(self, embedded: Mapping[int, Embedded]) -> dict[str, Tensor]:
         """Tokens and masks for all experts of text, by the names of the ensemble's conditions."""
         found, declared = dict[str, Tensor](), self.ensemble.conditions
-        for number in sorted(self.readers):
-            made = self._embed(number, texts)
+        for number, made in embedded.items():
             for keyword, value in ((_TEXT, made.tokens), (_MASK, made.mask)):
                 name = numbered(keyword, number)
                 if value is not None and (declared is None or name in declared):
                     found[name] = value
         return found
 
-    def _routed(self, texts: Sequence[str], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """p(k | prompt), and the classes that prompts name, for experts that take no text."""
+    def _routed(
+        self, texts: Sequence[str], given: Mapping[str, Tensor], embedded: Mapping[int, Embedded]
+    ) -> dict[str, Tensor]:
+        """p(k | prompt), and the classes that prompts name, for experts that take no text.
+
+        ``embedded`` has the texts by the number of their encoder.
+        """
         ensemble, topics, takes_classes = self.ensemble, self._topics, self._takes_classes
         if topics is None and not takes_classes.any():
             return {}
         rows, is_described = ensemble.prior.expand(len(texts), -1), torch.zeros(len(takes_classes)).bool()
         if topics is not None:
             known = [one.topic for one in self.experts.experts]
-            rows = PromptRouter(known, ensemble.prior.tolist())(self._embed(topics, texts).pooled)
+            rows = PromptRouter(known, ensemble.prior.tolist())(embedded[topics].pooled)
             is_described = torch.tensor([topic is not None for topic in known])
         if not takes_classes.any() or LABELS in given:
             return {PRIOR: rows}
