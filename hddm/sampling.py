@@ -170,23 +170,17 @@ def noise_stream(seed: int, indices: Iterable[int], shape: tuple[int, ...]) -> C
     return lambda: torch.stack([torch.randn(shape, generator=one) for one in streams])
 
 
-def posterior_of(
-    ensemble: Ensemble,
-    num: int,
-    conditions: Mapping[str, Tensor],
-    picture: Picture | None = None,
-    x: Tensor | None = None,
-) -> Tensor:
-    """Probabilities (num, K) that ``draw`` draws the experts of samples from.
+def posterior_of(ensemble: Ensemble, x: Tensor, s: float, conditions: Mapping[str, Tensor]) -> Tensor:
+    """Probabilities (batch, K) that ``draw`` draws the experts of noised pictures from.
 
-    They are p(k | condition), or p(k | x_s, s, condition) for states x (num, C, H, W) of a picture noised by
-    s < 1, where the ensemble has a router.
+    They are p(k | x_s, s, condition) for the states x (batch, C, H, W), where the ensemble has a router and s
+    is below 1, else p(k | condition).
     """
-    if picture is None or x is None or picture.strength == 1 or ensemble.router is None:
-        return ensemble.prior_of(num, conditions)
+    if s == 1 or ensemble.router is None:
+        return ensemble.prior_of(len(x), conditions)
     full = copy.copy(ensemble)
     full.strategy = "full"
-    t = torch.full((num,), picture.strength, dtype=torch.float64)
+    t = torch.full((len(x),), s, dtype=torch.float64)
     here = {name: value.to(full.device) for name, value in conditions.items()}
     return full.weights(x.to(full.device), t.to(full.device), None, here).cpu()
 
@@ -391,17 +385,23 @@ def sample(
         if value.ndim == 0 or len(value) != num:
             found = len(value) if value.ndim else "no"
             raise HddmError(f"condition {name!r} has {found} rows for {num} samples")
+    if picture is not None:
+        picture.check(num, shape)
     chosen = None
     if isinstance(model, Ensemble):
         model, chosen = routed(model, strategy, expert, num, conditions)
         if chosen is None and model.strategy == "draw":
             if numbers is not None:
                 raise HddmError("numbers= goes with expert= or a router; 'draw' counts from start")
-            noised = (
-                None if picture is None else picture.noised(initial_noise(seed, start, start + num, shape))
-            )
-            p = posterior_of(model, num, conditions, picture, noised)
-            chosen = pick_experts(p, uniform_draws(seed, start, start + num))
+            prior = model.prior_of(num, conditions)
+            if picture is not None:
+                parts = []
+                for rows in torch.arange(num).split(batch_size):
+                    x_s = picture.rows(rows).noised(noise_of(seed, (start + rows).tolist(), shape))
+                    given = _rows(conditions, rows, model.device)
+                    parts.append(posterior_of(model, x_s, picture.strength, given))
+                prior = torch.cat(parts)
+            chosen = pick_experts(prior, uniform_draws(seed, start, start + num))
         model.refuse_weakless(Guidance.of(guidance_scale), chosen)
     elif strategy is not None or expert is not None:
         Strategy.parse(strategy or "draw")
@@ -409,7 +409,6 @@ def sample(
         raise HddmError(f"{asked} needs an ensemble; this is a single expert")
     times = time_grid(steps, model.shift if shift is None else shift)
     if picture is not None:
-        picture.check(num, shape)
         times = picture.times(times)
     # Samples of one domain follow each other, so that an expert comes once and sees large batches.
     order = torch.arange(num)

@@ -412,7 +412,10 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
             solve = picture.solver(solve, fresh_noise(num, shape, seed, start, generator))
             x, times = picture.noised(x), picture.times(times)
         if chosen is None and ensemble.strategy == "draw":
-            chosen = pick_experts(posterior_of(ensemble, num, given, picture, x), draws)
+            prior = ensemble.prior_of(num, given)
+            if picture is not None:
+                prior = posterior_of(ensemble, x, picture.strength, given)
+            chosen = pick_experts(prior, draws)
         use, device = ExpertUse(len(ensemble.experts)), ensemble.device
         given = {key: value.to(device) for key, value in given.items()}
         against = {key: value.to(device) for key, value in against.items()}
