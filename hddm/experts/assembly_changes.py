@@ -27,7 +27,7 @@ from hddm.experts.assembly import (
     read_records,
     refuse_inside,
 )
-from hddm.experts.compatibility import Findings, Shares, common_shift, kind_of, spread
+from hddm.experts.compatibility import Findings, Shares, common_shift, sample_kind, spread
 from hddm.experts.ensemble_folders import (
     BASES,
     COMPONENTS,
@@ -149,7 +149,7 @@ def change(
         unknown = _unknown_to(ensemble / learned, everyone, folders.outputs)
         is_calibrated = all((folder / CALIBRATION).is_file() for folder in everyone)
         # Of several kinds experts are drawn, and nothing routes.
-        is_calibrated &= len({kind_of(one) for _, one in read_records(everyone)}) == 1
+        is_calibrated &= len({sample_kind(one) for _, one in read_records(everyone)}) == 1
         if unknown and (is_calibrated or strategy == DEFAULT_STRATEGY):
             evidence = MOMENTS_EVIDENCE if is_calibrated else None
             folders = replace(folders, aside=ensemble / learned, moments_evidence=evidence)

@@ -121,7 +121,7 @@ def by_domain(values: Sequence[Value], domains: Domains) -> list[Value]:
     return [values[k] for k in dict.fromkeys(domains) if values]
 
 
-def kind_of(record: ExpertRecord) -> tuple[Any, ...]:
+def sample_kind(record: ExpertRecord) -> tuple[Any, ...]:
     """Tell the kind of an expert's samples: those of one kind can be mixed."""
     return record.sample_shape, record.space, record.vae
 
@@ -139,7 +139,7 @@ def compare_domains(experts: Sequence[Named], domains: Domains, lists: ClassList
             found.differ(name, "are of one domain, and of different shards")
         if len({tuple(lists[k]) for k in of}) > 1:
             found.differ(name, "are of one domain, and of different classes")
-        if len({kind_of(experts[k][1]) for k in of}) > 1:
+        if len({sample_kind(experts[k][1]) for k in of}) > 1:
             found.differ(name, "are of one domain, and of different samples or latents")
 
 

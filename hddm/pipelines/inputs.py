@@ -9,6 +9,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from hddm.data.images import to_unit_range
 from hddm.experts.ensemble_folders import COMPONENTS
 from hddm.networks.text_encoder import read_text_encoder, read_tokenizer
 from hddm.networks.vae import read_vae
@@ -119,7 +120,7 @@ def pixels_of(images: Images, channels: int, size: tuple[int, int], name: str = 
         kind = "L" if channels == 1 else "RGB"
         fitted = [ImageOps.fit(one.convert(kind), size[::-1], Image.Resampling.LANCZOS) for one in images]
         rows = [torch.from_numpy(np.array(one)).view(*size, channels) for one in fitted]
-        pixels = torch.stack(rows).movedim(-1, 1).float() / 127.5 - 1
+        pixels = to_unit_range(torch.stack(rows).movedim(-1, 1))
     else:
         raise HddmError(
             f"{name}: pass pictures of Pillow, an array or a tensor, not a {type(images).__name__}"
