@@ -82,8 +82,6 @@ class Finished:
 class Inline:
     """Workers that are this process."""
 
-    running = ()
-
     def __init__(self, count: int) -> None: ...
 
     def __enter__(self) -> "Inline":
