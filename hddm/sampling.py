@@ -47,9 +47,12 @@ class ExpertUse:
         self._weight = torch.zeros(BINS, num_experts, dtype=torch.float64)
         self._runs = torch.zeros(BINS, num_experts, dtype=torch.float64)
         self._samples = torch.zeros(BINS, dtype=torch.float64)
+        self.last = torch.zeros(0, num_experts)
+        """Weights (samples, K) of the last call of the velocity."""
 
     def add(self, t: float, weights: Tensor) -> None:
         """Count one call of the velocity at ``t`` with ``weights`` (samples, K)."""
+        self.last = weights
         place = min(int(t * BINS), BINS - 1)
         self._weight[place] += weights.sum(0).double().cpu()
         self._runs[place] += (weights != 0).sum(0).double().cpu()

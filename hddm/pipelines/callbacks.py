@@ -11,13 +11,14 @@ from typing import Any
 from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 from torch import Tensor
 
+from hddm.sampling import ExpertUse
 from hddm.solvers import OnStep
 from hddm.utils.errors import HddmError
 from hddm.velocity import Guidance
 
 Callback = Callable[[Any, int, float, dict[str, Tensor]], Mapping[str, Tensor] | None]
 
-_LATENTS, _NEGATIVE = "latents", "negative_"
+_LATENTS, _WEIGHTS, _NEGATIVE = "latents", "expert_weights", "negative_"
 _KEYWORDS = {
     "prompt_embeds": "encoder_hidden_states",
     "pooled_prompt_embeds": "pooled_projections",
@@ -30,7 +31,9 @@ _KEYWORDS = {
 class Callbacks:
     """The state of a call that callbacks read and set."""
 
-    _callback_tensor_inputs = ["latents", "prompt_embeds", "negative_prompt_embeds"]  # noqa: RUF012 - diffusers'
+    _callback_tensor_inputs = [  # noqa: RUF012 - diffusers'
+        "latents", "expert_weights", "prompt_embeds", "negative_prompt_embeds"
+    ]  # fmt: skip
     _asked = Guidance(1.0)
     _guidance_scale = 1.0
     _num_timesteps = 0
@@ -83,6 +86,7 @@ class Callbacks:
         times: Tensor,
         given: dict[str, Tensor],
         against: dict[str, Tensor],
+        use: ExpertUse,
     ) -> OnStep:
         """The ``on_step`` of a solver that calls ``callback``, and puts what it returns in its place.
 
@@ -91,13 +95,15 @@ class Callbacks:
         """
         if isinstance(callback, PipelineCallback | MultiPipelineCallbacks):
             names = callback.tensor_inputs
-        for name in names:
+        for name in (one for one in names if one != _WEIGHTS):
             _place(name, given, against)
 
         def step(index: int, x: Tensor) -> Tensor:
             if callback is None:
                 return x
-            before = {name: _held(name, x, given, against) for name in names}
+            before = {
+                name: use.last if name == _WEIGHTS else _held(name, x, given, against) for name in names
+            }
             outcome = callback(self, index, 1000 * float(times[index]), dict(before)) or {}
             if self._asked.scale == 1.0 and self._guidance().scale != 1.0:
                 raise HddmError(

@@ -374,7 +374,8 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
             callback_on_step_end: called as ``callback(pipeline, step, timestep, tensors)``, timestep being
                 1000 t; what it returns replaces the tensors. It may set ``pipeline._interrupt`` to stop, and
                 ``pipeline._guidance_scale``, where 1 and less is no guidance. Those of diffusers work too.
-            callback_on_step_end_tensor_inputs: ``latents``, ``prompt_embeds``, ``negative_prompt_embeds``, or
+            callback_on_step_end_tensor_inputs: ``latents``, ``expert_weights`` (batch, K) of the step's last
+                call of the velocity, which are only read, ``prompt_embeds``, ``negative_prompt_embeds``, or
                 another condition by its keyword.
 
         Raises:
@@ -419,7 +420,8 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         use, device = ExpertUse(len(ensemble.experts)), ensemble.device
         given = {key: value.to(device) for key, value in given.items()}
         against = {key: value.to(device) for key, value in against.items()}
-        step = self._on_step(callback_on_step_end, callback_on_step_end_tensor_inputs, times, given, against)
+        names = callback_on_step_end_tensor_inputs
+        step = self._on_step(callback_on_step_end, names, times, given, against, use)
         with self.progress_bar(total=len(times) - 1) as bar:
 
             def on_step(index: int, x: Tensor) -> Tensor:

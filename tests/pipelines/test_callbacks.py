@@ -178,3 +178,20 @@ def test_class_labels_are_seen_by_their_keyword(classes: HDDMPipeline) -> None:
     given = {"callback_on_step_end": other, "callback_on_step_end_tensor_inputs": names, **LATENT}
     there = classes(class_labels=[0, 1], **given).images
     assert not torch.equal(there, classes(class_labels=[0, 1], **LATENT).images)
+
+
+def test_weights_of_each_step_are_seen_and_not_replaced(classes: HDDMPipeline) -> None:
+    seen: list[Tensor] = []
+
+    def watch(pipeline: HDDMPipeline, step: int, timestep: float, tensors: Tensors) -> Tensors:
+        seen.append(tensors["expert_weights"])
+        return {}
+
+    names = ["latents", "expert_weights"]
+    given = {"class_labels": [0, 1], "strategy": "draw", "solver": "euler", **LATENT}
+    use = classes(callback_on_step_end=watch, callback_on_step_end_tensor_inputs=names, **given).expert_use
+    assert [one.shape for one in seen] == [(2, 2)] * STEPS
+    assert all((one.sum(1) == 1).all() for one in seen)
+    assert torch.allclose(torch.cat(seen).double().mean(0), use.shares)
+    given |= {"callback_on_step_end": lambda *_: {"expert_weights": seen[0]}}
+    assert "not 'expert_weights'" in refusal(classes, **given)
