@@ -340,35 +340,41 @@ class Ensemble:
         for one in self.experts if self.num_domains < len(self.experts) else ():
             if not one.covers(times).any():
                 release(one.network, one.weak and one.weak.network)
-        given = self._shared_out(conditions)
-        against = self._shared_out(negative or {})
-        guidance = Guidance.of(guidance_scale)
-        is_guided = guidance.by_condition and can_guide(conditions, negative or {})
+        asked = self.shared_out(Guidance.of(guidance_scale), negative or {}, conditions)
         mixed = torch.zeros_like(x_t, dtype=torch.promote_types(x_t.dtype, torch.float32))
         used = weights.to("cpu") != 0
         self._refuse_unknown(conditions, used)
         self.refuse_kinds(used.any(0).nonzero()[:, 0].tolist())
-        waiting = in_best_order({k: self.experts[k].network for k in used.any(0).nonzero()[:, 0].tolist()})
-        shares: dict[int, tuple[Tensor, Tensor]] = {}
-        for place, index in enumerate(waiting):
-            rows = used[:, index].nonzero()[:, 0]
-            following = [self.experts[k].network for k in waiting[place + 1 : place + 2]]
-            bring(self.experts[index].network, *following)
+        places = {k: used[:, k].nonzero()[:, 0] for k in used.any(0).nonzero()[:, 0].tolist()}
+
+        def ask(index: int) -> Tensor:
+            rows, (guidance, against, given) = places[index], asked[index]
             here = rows.to(x_t.device)
-            v = self.experts[index].velocity(
+            return self.experts[index].velocity(
                 x_t[here].to(mixed.dtype),
                 times[rows.to(times.device)],
-                # An expert that takes nothing of what guides takes part as it is.
-                guidance if can_guide(given[index], against[index]) or not is_guided else 1.0,
-                {key: value[here] for key, value in against[index].items()} or None,
-                **{key: value[here] for key, value in given[index].items()},
+                guidance,
+                {key: value[here] for key, value in against.items()} or None,
+                **{key: value[here] for key, value in given.items()},
             )
+
+        shares: dict[int, tuple[Tensor, Tensor]] = {}
+        for index, v in self.ask_each(list(places), ask):
+            here = places[index].to(x_t.device)
             share = weights[here, index].view(-1, *[1] * (x_t.ndim - 1))
             shares[index] = here, share.to(mixed) * v
         # In one order, whoever ran first: sums round differently in another.
         for index in sorted(shares):
             mixed.index_add_(0, *shares[index])
         return mixed.to(x_t.dtype)
+
+    def ask_each(self, experts: Sequence[int], ask: Callable[[int], Tensor]) -> Iterable[tuple[int, Tensor]]:
+        """Velocities of ``experts``, asked one after the other, those whose weights are present first."""
+        waiting = in_best_order({k: self.experts[k].network for k in experts})
+        for place, index in enumerate(waiting):
+            following = [self.experts[k].network for k in waiting[place + 1 : place + 2]]
+            bring(self.experts[index].network, *following)
+            yield index, ask(index)
 
     def _refuse_unknown(self, conditions: Mapping[str, Tensor], used: Tensor) -> None:
         if (labels := conditions.get(LABELS)) is None:
@@ -492,7 +498,22 @@ class Ensemble:
         text = self.texts[index] if self.texts else 0
         return {name: f"{name}_{text + 1}" if text and name in TEXT_CONDITIONS else name for name in names}
 
-    def _shared_out(self, conditions: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    def shared_out(
+        self, guidance: Guidance, negative: Mapping[str, Tensor], conditions: Mapping[str, Tensor]
+    ) -> list[tuple[Guidance, dict[str, Tensor], dict[str, Tensor]]]:
+        """What each expert is asked with: guidance, negative conditions and conditions.
+
+        They have its own names, and classes its own numbering. An expert that takes nothing of what guides
+        takes part without guidance.
+        """
+        against, given = self._own(negative), self._own(conditions)
+        is_guided = guidance.by_condition and can_guide(conditions, negative)
+        return [
+            (guidance if not is_guided or can_guide(has, lacks) else Guidance(1.0), lacks, has)
+            for lacks, has in zip(against, given, strict=True)
+        ]
+
+    def _own(self, conditions: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """The conditions that each expert takes, by its own names, and classes in its own numbering."""
         shares = []
         joint = self._joint if LABELS in conditions else None

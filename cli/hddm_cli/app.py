@@ -27,6 +27,7 @@ from hddm_cli import (
     partition,
     quickstart,
     sample,
+    serve,
     train,
     train_all,
     usage,
@@ -76,6 +77,7 @@ commands.command("assemble")(assemble.assemble)
 commands.command("merge")(merge.merge)
 commands.command("distill")(distill.distill)
 commands.command("sample")(sample.sample)
+commands.command("serve")(serve.serve)
 commands.command("evaluate")(evaluate.evaluate)
 commands.command("compare")(compare.compare)
 commands.command("inspect")(inspect.inspect)

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import IO, TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -321,7 +321,7 @@ def tiled(images: "Tensor", columns: int, scale: int) -> "Tensor":
     return torch.cat([torch.cat(list(row), dim=2) for row in big.split(columns)], dim=1)
 
 
-def save_png(pixels: "Tensor", path: Path) -> None:
+def save_png(pixels: "Tensor", file: Path | IO[bytes]) -> None:
     """Write one image (C, H, W) in uint8."""
     array = pixels.permute(1, 2, 0).numpy()
-    Image.fromarray(array[..., 0] if array.shape[2] == 1 else array).save(path)
+    Image.fromarray(array[..., 0] if array.shape[2] == 1 else array).save(file, "PNG")

@@ -54,7 +54,7 @@ class RayCluster:
 
     def run(self, islands: Sequence[Island], stop: StopRequest, on_step: OnIsland | None) -> list[Outcome]:
         ray = self._ray
-        with _connected(ray, self.address):
+        with connected(ray, self.address):
             has_gpus = ray.cluster_resources().get("GPU", 0) > 0
             tasks = {_submit(ray, one, self.retries, has_gpus): one for one in map(_absolute, islands)}
             return _collect(ray, tasks, stop, on_step)
@@ -147,14 +147,17 @@ def _train(island: Island) -> Outcome | None:
 
 
 @contextlib.contextmanager
-def _connected(ray: Any, address: str) -> Iterator[None]:
-    """Connect to Ray for a block; a connection that existed before stays."""
+def connected(ray: Any, address: str, **own: Any) -> Iterator[None]:
+    """Connect to Ray for a block; a connection that existed before stays.
+
+    ``own`` are options of the cluster that ``local`` starts. Raises `HddmError` where no cluster answers.
+    """
     if ray.is_initialized():
         yield
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     handlers = {one: signal.getsignal(one) for one in SIGNALS}
-    own = {"include_dashboard": False} if address == LOCAL else {}
+    own = {"include_dashboard": False} | own if address == LOCAL else {}
     try:
         ray.init(address=address, logging_level=logging.WARNING, **own)
     except (ConnectionError, ValueError, RuntimeError) as error:

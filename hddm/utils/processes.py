@@ -123,6 +123,11 @@ class StopRequest:
         """True after a signal."""
         return self.number is not None
 
+    def wait(self) -> None:
+        """Wait for a signal."""
+        while not self.requested:
+            time.sleep(0.2)
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.number is not None:
             if time.monotonic() - self._since >= TOGETHER:

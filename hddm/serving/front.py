@@ -1,0 +1,468 @@
+"""The front of a service: answers requests with what its workers compute.
+
+It holds text encoders, router and VAEs. Under ``draw`` each image is one message to the worker of its expert
+and one back; for other strategies it integrates, and at each step states go to the workers of weight. What a
+lost worker had to do is asked again: a sample depends on seed and index alone.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import io
+import json
+import logging
+import math
+import time
+from base64 import b64encode
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hddm.data.images import save_png, to_bytes
+from hddm.ensemble import Ensemble
+from hddm.pipelines.encoding import repeated
+from hddm.pipelines.pipeline import HDDMPipeline
+from hddm.sampling import ExpertUse, integrate, noise_of, pick_experts, routed, time_grid, uniform_draws
+from hddm.serving.requests import LARGEST_BODY, ImageRequest, Refusal, read_request
+from hddm.serving.workers import Asked, Computed, Drawn, Job, RemoteEnsemble
+from hddm.utils.errors import HddmError, did_you_mean, one_line
+from hddm.utils.records import WHOLE
+from hddm.velocity import Guidance
+
+AGAIN = 0.25
+"""Seconds until a worker that was lost is asked again."""
+TRIES = 20
+TOLD = 20
+"""Latest requests that the time of a waiting one is estimated from."""
+
+log = logging.getLogger(__name__)
+
+Report = Callable[[int], None]
+Conditions = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What the images of a request are made of."""
+
+    wanted: ImageRequest
+    ensemble: Ensemble
+    chosen: Tensor | None
+    """The one expert of each image (n,); None where they are mixed."""
+    conditions: Conditions
+    negative: Conditions
+
+    @property
+    def guidance(self) -> Guidance:
+        return Guidance(self.wanted.guidance_scale)
+
+    @property
+    def times(self) -> Tensor:
+        return time_grid(self.wanted.steps, self.ensemble.shift)
+
+    def rows(self, rows: Tensor) -> tuple[Conditions, Conditions]:
+        """Negative conditions and conditions of these rows."""
+        negative = {name: value[rows] for name, value in self.negative.items()}
+        return negative, {name: value[rows] for name, value in self.conditions.items()}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of what is accepted, and of what is computed together."""
+
+    images: int = 10
+    """Images of a request."""
+    steps: int = 250
+    """Solver steps of a request."""
+    queue: int = 64
+    """Requests that wait or run; one more is answered with 429."""
+    seconds: float = 600.0
+    """Time for a request."""
+    batch_size: int = 16
+    """Samples that a worker computes together."""
+    is_batched: bool = True
+    """Compute several requests together."""
+
+
+class Front:
+    """Answers requests, as the ingress deployment of Ray Serve.
+
+    Args:
+        folder: the ensemble.
+        dtype: of router, text encoders and VAEs.
+        threads: of torch.
+        limits: see there.
+        token: SHA-256 of the bearer token in hexadecimal; None lets everybody in.
+        workers: handles of the experts' deployments, in their order.
+    """
+
+    def __init__(
+        self, folder: str, dtype: torch.dtype, threads: int, limits: Limits, token: str | None, *workers: Any
+    ) -> None:
+        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+        # Ray shows what a worker writes to its standard error.
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("hddm").setLevel(logging.INFO)
+        torch.set_num_threads(threads)
+        self.limits, self.token, self.workers = limits, token, workers
+        self.name = Path(folder).name
+        # No weights of experts are read, since their networks are never called here.
+        self.pipeline = HDDMPipeline.from_pretrained(folder, dtype=dtype)
+        self.ensemble = RemoteEnsemble(self.pipeline.ensemble, self._velocity)
+        record = self.pipeline.facts
+        self.experts = list(record.names or (str(k) for k in range(len(workers))))
+        self.threads = ThreadPoolExecutor(
+            limits.queue + 1, "hddm-front", initializer=torch.set_num_threads, initargs=(threads,)
+        )
+        self.active, self.created = 0, int(time.time())
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.times: list[float] = []
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter("hddm_requests", "Requests answered", ["status"], registry=registry)
+        self.seconds = Histogram("hddm_request_seconds", "Seconds of a request for images", registry=registry)
+        self.queue = Gauge("hddm_queue", "Requests that wait or run", registry=registry)
+        self.queue.set_function(lambda: self.active)
+        self.images = Counter(
+            "hddm_expert_images",
+            "Images by the expert that made them, in parts by weight",
+            ["expert"],
+            registry=registry,
+        )
+        self.batches = Histogram(
+            "hddm_batch_size", "Samples that an expert computed together", ["expert"],
+            buckets=[2**k for k in range(9)], registry=registry,
+        )  # fmt: skip
+        self.lost = Counter("hddm_worker_lost", "Calls whose worker was lost", ["expert"], registry=registry)
+
+    async def __call__(self, request: Any) -> Any:
+        """Answer a request (of Starlette)."""
+        from starlette.responses import JSONResponse
+
+        self.loop = asyncio.get_running_loop()
+        answers = {
+            "/healthz": ("GET", self._health),
+            "/metrics": ("GET", self._metrics),
+            "/v1/models": ("GET", self._models),
+            "/v1/images/generations": ("POST", self._generate),
+        }
+        path, refusal = request.url.path, None
+        try:
+            if path != "/healthz":
+                self._check_token(request)
+            if path not in answers:
+                raise Refusal(404, f"{one_line(path, 100)}: there is {', '.join(answers)}")
+            method, answer = answers[path]
+            if request.method not in (method, "HEAD" if method == "GET" else method):
+                raise Refusal(405, f"{one_line(request.method, 20)} {path}: takes {method}")
+            response = await answer(request)
+        except Refusal as error:
+            refusal = error
+        except Exception:
+            log.exception("%s %s", request.method, path)
+            refusal = Refusal(500, "the service failed; its log says why")
+        if refusal is not None:
+            headers = {429: {"Retry-After": str(self._patience)}, 401: {"WWW-Authenticate": "Bearer"}}
+            response = JSONResponse(refusal.body, refusal.status, headers.get(refusal.status))
+        self.requests.labels(str(response.status_code)).inc()
+        return response
+
+    def _check_token(self, request: Any) -> None:
+        if self.token is None:
+            return
+        kind, _, given = request.headers.get("authorization", "").partition(" ")
+        found = hashlib.sha256(given.strip().encode()).hexdigest()
+        if kind.lower() != "bearer" or not hmac.compare_digest(found, self.token):
+            raise Refusal(401, "send the service's token: Authorization: Bearer TOKEN")
+
+    @property
+    def _patience(self) -> int:
+        """Seconds after which a request that was turned away may find room."""
+        return math.ceil(sum(self.times) / len(self.times)) if self.times else 1
+
+    async def _health(self, request: Any) -> Any:
+        from starlette.responses import JSONResponse
+
+        async def is_there(worker: Any) -> bool:
+            try:
+                return bool(await asyncio.wait_for(worker.ready.remote(), 2))
+            except Exception:  # whatever kept it from answering
+                return False
+
+        there = await asyncio.gather(*map(is_there, self.workers))
+        missing = [name for name, is_up in zip(self.experts, there, strict=True) if not is_up]
+        content = {"status": "waits for experts" if missing else "ok", "missing": missing}
+        return JSONResponse(content, 503 if missing else 200)
+
+    async def _metrics(self, request: Any) -> Any:
+        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+        from starlette.responses import Response
+
+        return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def _models(self, request: Any) -> Any:
+        from starlette.responses import JSONResponse
+
+        names = [self.name, *(f"{self.name}/{expert}" for expert in self.experts)]
+        shared = {"object": "model", "created": self.created, "owned_by": "hddm"}
+        return JSONResponse({"object": "list", "data": [{"id": name, **shared} for name in names]})
+
+    async def _generate(self, request: Any) -> Any:
+        from starlette.responses import JSONResponse, StreamingResponse
+
+        wanted = read_request(await _body(request), self.limits.images, self.limits.steps)
+        expert = self._check(wanted)
+        if self.active >= self.limits.queue:
+            raise Refusal(429, f"{self.active} requests wait or run; try again in {self._patience} s")
+        async with self._admitted():
+            call = await self._in_thread(self._prepared, wanted, expert)
+            if not wanted.stream:
+                images = await self._make(call, lambda step: None)
+                found = [_datum(wanted, *image) for image in images]
+                return JSONResponse({"created": int(time.time()), "data": found})
+        return StreamingResponse(self._events(call), media_type="text/event-stream")
+
+    def _check(self, wanted: ImageRequest) -> int | None:
+        """Index of the expert that a request asks for, None for all; raises a `Refusal`."""
+        height, width = self.pipeline.image_size
+        if wanted.size not in ("auto", size := f"{width}x{height}"):
+            raise Refusal(
+                400, f"size is {wanted.size!r}, and this ensemble makes {size}; or pass auto", "size"
+            )
+        if wanted.model in (None, self.name):
+            return None
+        names = [f"{self.name}/{expert}" for expert in self.experts]
+        if wanted.model not in names:
+            near = did_you_mean(str(wanted.model), [self.name, *names])
+            known = f"GET /v1/models lists them{near}"
+            raise Refusal(404, f"there is no model {one_line(repr(wanted.model), 60)}; {known}", "model")
+        return names.index(wanted.model)
+
+    @asynccontextmanager
+    async def _admitted(self) -> AsyncIterator[None]:
+        """Block of a request that counts as active, and ends in time."""
+        self.active += 1
+        begun = time.monotonic()
+        try:
+            async with asyncio.timeout(self.limits.seconds):
+                yield
+            taken = time.monotonic() - begun
+            self.seconds.observe(taken)
+            self.times = [*self.times, taken][-TOLD:]
+        except TimeoutError as error:
+            raise Refusal(
+                504, f"took more than {self.limits.seconds:g} s; ask for fewer images or steps"
+            ) from error
+        except Refusal:
+            raise
+        except HddmError as error:
+            raise Refusal(400, error.message) from error
+        finally:
+            self.active -= 1
+
+    async def _events(self, call: _Call) -> AsyncIterator[str]:
+        """Server-sent events of a request: its steps, then its images, or an error."""
+        wanted, steps, loop = call.wanted, asyncio.Queue[int | None](), asyncio.get_running_loop()
+
+        def tell(step: int) -> None:
+            loop.call_soon_threadsafe(steps.put_nowait, step)
+
+        async def made() -> Sequence[tuple[int, bytes]]:
+            async with self._admitted():
+                return await self._make(call, tell)
+
+        task = asyncio.ensure_future(made())
+        task.add_done_callback(lambda _: steps.put_nowait(None))
+        kind = "image_generation"
+        try:
+            yield _event(f"{kind}.queued", requests=self.active)
+            while (step := await steps.get()) is not None:
+                yield _event(f"{kind}.progress", step=step, steps=wanted.steps)
+            for image in task.result():
+                yield _event(f"{kind}.completed", created_at=int(time.time()), **_datum(wanted, *image))
+        except Refusal as refusal:
+            yield _event("error", **refusal.body)
+        finally:
+            task.cancel()
+
+    def _prepared(self, wanted: ImageRequest, expert: int | None) -> _Call:
+        """A request with its conditions encoded and its experts chosen."""
+        given, against = self._encode(wanted)
+        ensemble, chosen = routed(self.ensemble, wanted.strategy, expert, wanted.n, given)
+        if chosen is None and ensemble.strategy == "draw":
+            draws = uniform_draws(wanted.seed, wanted.start, wanted.start + wanted.n)
+            chosen = pick_experts(ensemble.prior_of(wanted.n, given), draws)
+        call = _Call(wanted, ensemble, chosen, given, against)
+        ensemble.refuse_weakless(call.guidance, chosen)
+        return call
+
+    def _encode(self, wanted: ImageRequest) -> tuple[Conditions, Conditions]:
+        """Conditions and negative conditions of a request, a row an image."""
+        pipeline, guided = self.pipeline, Guidance(wanted.guidance_scale).by_condition
+        if wanted.negative_prompt is not None and not guided:
+            raise HddmError("negative_prompt needs a guidance_scale other than 1")
+        given, against = Conditions(), Conditions()
+        if wanted.prompt in pipeline.ensemble.classes:
+            given, against = pipeline.encode(class_labels=[wanted.prompt])
+        elif any(facts.conditions for facts in pipeline.experts.facts):
+            given, against = pipeline.encode(wanted.prompt, None, wanted.negative_prompt, guided)
+        elif wanted.prompt:
+            raise HddmError("this ensemble takes no prompt; send an empty one")
+        return repeated(given, against, 1, wanted.n)[:2]
+
+    async def _make(self, call: _Call, on_step: Report) -> Sequence[tuple[int, bytes]]:
+        """Numbers and PNG files of the images."""
+        ensemble, num, use = call.ensemble, call.wanted.n, ExpertUse(len(self.workers))
+        every = torch.arange(num)
+        if call.chosen is None:
+            made = [(every, 0, await self._mixed(call, every, None, on_step, use))]
+        else:
+            made = await self._drawn(call, call.chosen, on_step)
+            use.add(1.0, torch.nn.functional.one_hot(call.chosen, len(self.workers)))
+        if len(ensemble.kinds) == 1:
+            # Decoded together, as those of one batch of hddm sample are.
+            order = torch.cat([rows for rows, _, _ in made]).argsort()
+            made = [(every, 0, torch.cat([x for _, _, x in made])[order])]
+        for name, share in zip(self.experts, use.shares.tolist(), strict=True):
+            self.images.labels(name).inc(share * num)
+        files = [await self._in_thread(self._decode, *part) for part in made]
+        shares = zip(self.experts, use.shares.tolist(), strict=True)
+        by = ", ".join(f"{name} {share:.0%}" for name, share in shares if share)
+        log.info("%d images in %d steps by %s; %d requests now", num, call.wanted.steps, by, self.active)
+        return sorted(one for part in files for one in part)
+
+    async def _drawn(self, call: _Call, chosen: Tensor, on_step: Report) -> list[tuple[Tensor, int, Tensor]]:
+        """Samples of the experts ``chosen`` for each (n,): rows, their expert, and the samples."""
+        done: dict[int, int] = {}
+
+        async def part(k: int, rows: Tensor) -> tuple[Tensor, int, Tensor]:
+            def tell(step: int) -> None:
+                done[int(rows[0])] = step
+                if len(done) == len(parts) and step == min(done.values()):
+                    on_step(step)
+
+            if call.ensemble.experts[k].noise_range != WHOLE:
+                # Its domain has another expert for the rest of t.
+                return rows, k, await self._mixed(call, rows, k, tell)
+            wanted, asked = call.wanted, call.ensemble.shared_out(call.guidance, *call.rows(rows))[k]
+            indices = tuple((wanted.start + rows).tolist())
+            settings = (wanted.steps, call.ensemble.shift, wanted.solver)
+            job = Drawn(wanted.seed, indices, *settings, *asked)
+            return rows, k, (await self._ask(k, job, tell)).value
+
+        parts = [
+            (k, rows)
+            for k in chosen.unique().tolist()
+            for rows in (chosen == k).nonzero()[:, 0].split(self.limits.batch_size)
+        ]
+        return list(await asyncio.gather(*(part(k, rows) for k, rows in parts)))
+
+    async def _mixed(
+        self, call: _Call, rows: Tensor, expert: int | None, on_step: Report, use: ExpertUse | None = None
+    ) -> Tensor:
+        """Samples (n, C, H, W) of these rows, by several experts: at each step states go to those asked."""
+        wanted, is_left = call.wanted, False
+        shape = call.ensemble.experts[expert or 0].sample_shape
+        negative, conditions = call.rows(rows)
+
+        def step(index: int, x: Tensor) -> Tensor:
+            on_step(index + 1)
+            return x
+
+        def make() -> Tensor:
+            assert shape is not None
+            return integrate(
+                call.ensemble,
+                noise_of(wanted.seed, (wanted.start + rows).tolist(), shape),
+                call.times,
+                wanted.solver,
+                call.guidance,
+                negative or None,
+                conditions,
+                expert=None if expert is None else torch.full((len(rows),), expert),
+                use=use,
+                on_step=step,
+                is_interrupted=lambda: is_left,
+            )
+
+        try:
+            made: Tensor = await self._in_thread(make)
+            return made
+        finally:
+            is_left = True
+
+    def _decode(self, rows: Tensor, expert: int, samples: Tensor) -> list[tuple[int, bytes]]:
+        """Numbers and PNG files of the images of these samples."""
+        found = []
+        for row, image in zip(rows.tolist(), to_bytes(self.pipeline.decode(samples, expert)), strict=True):
+            save_png(image, file := io.BytesIO())
+            found.append((row, file.getvalue()))
+        return found
+
+    async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self.threads, function, *arguments)
+
+    def _velocity(self, k: int, job: Asked) -> Tensor:
+        """The velocity of expert k, for a thread that waits."""
+        assert self.loop is not None
+        return asyncio.run_coroutine_threadsafe(self._ask(k, job), self.loop).result().value
+
+    async def _ask(self, k: int, job: Job, on_step: Report = lambda step: None) -> Computed:
+        """What the worker of expert k computes; one that is lost is asked again, `TRIES` times."""
+        from ray.exceptions import RayError, RayTaskError
+        from ray.serve.exceptions import RayServeException
+
+        for _ in range(TRIES):
+            try:
+                if isinstance(job, Asked):
+                    found: Computed = await self.workers[k].velocity.remote(job)
+                else:
+                    found = await _last(self.workers[k].options(stream=True).draw.remote(job), on_step)
+            except RayTaskError as error:
+                raise error.cause if isinstance(error.cause, HddmError) else error from error
+            except (RayError, RayServeException) as error:
+                self.lost.labels(self.experts[k]).inc()
+                log.warning(
+                    "%s: its worker was lost (%s), and is asked again", self.experts[k], type(error).__name__
+                )
+                await asyncio.sleep(AGAIN)
+            else:
+                self.batches.labels(self.experts[k]).observe(found.batch)
+                return found
+        raise Refusal(503, f"the worker of {self.experts[k]} was lost {TRIES} times")
+
+
+async def _last(answers: Any, on_step: Report) -> Computed:
+    """The last of a worker's answers, which come after the steps."""
+    try:
+        async for answer in answers:
+            if isinstance(answer, Computed):
+                return answer
+            on_step(answer)
+    finally:
+        answers.cancel()
+    raise HddmError("a worker ended without an answer")
+
+
+async def _body(request: Any) -> bytes:
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > LARGEST_BODY:
+            raise Refusal(413, f"the body has more than {LARGEST_BODY} bytes")
+    return body
+
+
+def _datum(wanted: ImageRequest, row: int, image: bytes) -> dict[str, Any]:
+    """An image as the API has it, with what makes it again."""
+    return {"b64_json": b64encode(image).decode(), "seed": wanted.seed, "index": wanted.start + row}
+
+
+def _event(kind: str, **values: Any) -> str:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **values})}\n\n"

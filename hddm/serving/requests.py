@@ -1,0 +1,109 @@
+"""Requests of the images API, checked, and its errors.
+
+The interface is that of OpenAI's ``POST /v1/images/generations``, so that its clients work unchanged; what it
+has no word for (seed, steps, strategy, …) is named as by ``hddm sample``. A request holds numbers and texts
+only: nothing in it is opened, imported or run.
+"""
+
+import json
+import secrets
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field
+
+from hddm.ensemble import Strategy
+from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, solver_named
+from hddm.utils.errors import HddmError, one_line
+from hddm.utils.records import Record, parse_record
+
+LARGEST_BODY = 1 << 16
+"""Bytes of a request's body at most."""
+LONGEST_PROMPT = 4000
+SEEDS = 1 << 53
+"""Seeds that are not given are below this, since JavaScript has no larger whole numbers."""
+
+
+class Refusal(HddmError):
+    """A request that is answered with an error: its status, and the parameter that is to blame."""
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param = status, param
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error as clients of the API read it."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
+
+
+def _known_strategy(name: str) -> str:
+    Strategy.parse(name)
+    return name
+
+
+def _known_solver(name: str) -> str:
+    solver_named(name)
+    return name
+
+
+def _unicode(text: str) -> str:
+    # JSON can hold halves of characters, which no tokenizer takes.
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("must be Unicode text") from error
+    return text
+
+
+Prompt = Annotated[str, Field(max_length=LONGEST_PROMPT), AfterValidator(_unicode)]
+
+
+class ImageRequest(Record):
+    """Body of a request for images.
+
+    Image i of it is image ``start`` + i of ``hddm sample`` with the same settings.
+    """
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    prompt: Prompt
+    """A text, or the name of a class."""
+    model: str | None = None
+    """The ensemble by default, or one of its experts; see ``GET /v1/models``."""
+    n: Annotated[int, Field(ge=1)] = 1
+    """Images to make."""
+    size: Annotated[str, Field(pattern=r"^(auto|\d{1,5}x\d{1,5})$")] = "auto"
+    response_format: Literal["b64_json"] = "b64_json"
+    output_format: Literal["png"] = "png"
+    user: str | None = None
+    """Without effect."""
+    stream: bool = False
+    """Tell the progress in server-sent events."""
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = Field(default_factory=lambda: secrets.randbelow(SEEDS))
+    start: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
+    steps: Annotated[int, Field(ge=1)] = DEFAULT_STEPS
+    solver: Annotated[str, AfterValidator(_known_solver)] = DEFAULT_SOLVER
+    strategy: Annotated[str, Field(max_length=40), AfterValidator(_known_strategy)] | None = None
+    guidance_scale: float = 1.0
+    negative_prompt: Prompt | None = None
+
+
+def read_request(body: bytes, most_images: int, most_steps: int) -> ImageRequest:
+    """Check a body; raises a `Refusal` with status 400 that names the key, the value and what is known."""
+    try:
+        content = json.loads(body.decode())
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, f"the body is no JSON: {one_line(error, 100)}") from error
+    if not isinstance(content, dict):
+        raise Refusal(400, f"the body is JSON, but no object: {one_line(content, 40)}")
+    try:
+        request = parse_record(content, ImageRequest, "request")
+    except HddmError as error:
+        raise Refusal(400, error.message) from error
+    for name, most in (("n", most_images), ("steps", most_steps)):
+        if (value := getattr(request, name)) > most:
+            raise Refusal(
+                400, f"{name} is {one_line(value, 30)}, and this service makes at most {most}", name
+            )
+    return request

@@ -1,0 +1,193 @@
+"""Service of an ensemble on a Ray cluster: a deployment for the front, and one for each expert (`Service`).
+
+Every machine needs this package, and sees the ensemble's folder under the same path. Ray Serve starts a
+worker that died again, elsewhere if need be.
+"""
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hddm.experts.loading import open_ensemble
+from hddm.serving.front import Front, Limits
+from hddm.serving.workers import Worker
+from hddm.training.ray_islands import LOCAL, connected
+from hddm.utils.errors import HddmError, UsageError, choose, one_line, optional
+from hddm.utils.processes import StopRequest
+from hddm.utils.progress import Progress
+
+FRONT = "front"
+APPLICATION = "hddm"
+TOKEN = "HDDM_TOKEN"
+"""Environment variable that holds the bearer token of a service."""
+QUIET = {"log_level": "WARNING", "enable_access_log": False}
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How often each expert runs and what each of its workers takes; keys are names, "" stands for all."""
+
+    replicas: Mapping[str, int] = field(default_factory=dict)
+    resources: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """As Ray names them: ``num_cpus``, ``num_gpus``, ``memory``, or resources of one's own."""
+
+    def refuse_unknown(self, names: Sequence[str]) -> None:
+        """Raise a `UsageError` for an expert that is not there."""
+        for option, given in (("--num-replicas", self.replicas), ("--resources", self.resources)):
+            known = [*names, *([FRONT] if option == "--resources" else [])]
+            for name in given:
+                if name and name not in known:
+                    raise UsageError(f"{option} {name}: {choose(name, known)}")
+
+    def of(self, name: str, has_gpus: bool) -> dict[str, Any]:
+        """Options of Ray for a worker of this name."""
+        asked = {"num_cpus": 1.0, "num_gpus": float(has_gpus and name != FRONT)}
+        # The front is not an expert.
+        asked |= dict(self.resources.get("", {})) if name != FRONT else {}
+        asked |= dict(self.resources.get(name, {}))
+        named = {key: asked.pop(key) for key in ("num_cpus", "num_gpus", "memory") if key in asked}
+        return named | ({"resources": asked} if asked else {})
+
+
+def serve(
+    folder: Path,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    limits: Limits | None = None,
+    placement: Placement | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "auto",
+    address: str = LOCAL,
+    on_ready: Callable[[Sequence[str]], None] = lambda names: None,
+) -> None:
+    """Serve an ensemble until a signal comes.
+
+    Args:
+        folder: an ensemble, an expert, or the Paris release.
+        host: address to listen at; another than this machine alone needs a token in `TOKEN`.
+        port: to listen at.
+        limits: of requests.
+        placement: of the experts.
+        dtype: that networks run in.
+        device: of the workers; see `hddm.utils.tensors.available_device`.
+        address: of a Ray cluster; ``local`` starts one on this machine.
+        on_ready: told the names of the experts, once requests are answered.
+
+    Raises:
+        HddmError: without Ray, for an ensemble that cannot be opened, a cluster that does not answer or has
+            too little, and a port that is taken.
+    """
+    ray = optional("ray", "hddm serve", "serve")
+    optional("ray.serve", "hddm serve", "serve")
+    token = os.environ.get(TOKEN) or None
+    if token is None and host not in LOOPBACK:
+        raise UsageError(
+            f"--host {host}: is open to other machines; set {TOKEN} to a token that clients send"
+        )
+    names, limits, placement = names_of(folder), limits or Limits(), placement or Placement()
+    placement.refuse_unknown(names)
+    replicas = {name: placement.replicas.get(name, placement.replicas.get("", 1)) for name in names}
+    own: dict[str, Any] = {}
+    if address == LOCAL:
+        # Ray counts processors to place workers, and all of these are to be on this machine.
+        needed = [placement.of(name, False)["num_cpus"] * count for name, count in replicas.items()]
+        own = {"num_cpus": int(sum(needed) + placement.of(FRONT, False)["num_cpus"]) + 1}
+    with StopRequest() as stop, connected(ray, address, **own):
+        from ray import serve as ray_serve
+
+        has_gpus = device in ("auto", "cuda") and ray.cluster_resources().get("GPU", 0) > 0
+        of = {name: placement.of(name, has_gpus) for name in (*names, FRONT)}
+        _refuse_lack(
+            ray.cluster_resources(), [of[FRONT], *(of[name] for name in names for _ in range(replicas[name]))]
+        )
+        log.info("%s: starts %d experts; each reads its own weights", folder, len(names))
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        try:
+            ray_serve.start(
+                proxy_location="HeadOnly",
+                http_options={"host": host, "port": port},
+                logging_config=QUIET,
+            )
+            application = _application(
+                ray_serve, folder.absolute(), names, replicas, of, limits, token, dtype, device
+            )
+            try:
+                with Progress(None, f"start of {len(names)} experts", is_drawn=False):
+                    ray_serve.run(application, name=APPLICATION, route_prefix="/")
+            except (RuntimeError, ValueError) as error:
+                raise HddmError(f"{folder}: the service did not start ({one_line(error, 400)})") from error
+            on_ready(names)
+            stop.wait()
+        finally:
+            ray_serve.delete(APPLICATION)
+            if address == LOCAL:
+                ray_serve.shutdown()
+
+
+def names_of(folder: Path) -> list[str]:
+    """Names of an ensemble's experts, by which they are asked for and placed; raises as `hddm.load`."""
+    opened = open_ensemble(folder, torch.float32)
+    return list(opened.facts.names or map(str, range(len(opened.experts))))
+
+
+def _application(
+    ray_serve: Any,
+    folder: Path,
+    names: Sequence[str],
+    replicas: Mapping[str, int],
+    of: Mapping[str, dict[str, Any]],
+    limits: Limits,
+    token: str | None,
+    dtype: torch.dtype,
+    device: str,
+) -> Any:
+    """The deployments, bound to each other."""
+    quick = {"health_check_period_s": 2, "health_check_timeout_s": 60, "graceful_shutdown_timeout_s": 5}
+
+    def deployed(kind: type, name: str, **options: Any) -> Any:
+        made = ray_serve.deployment(kind, name=name, logging_config=QUIET, **quick)
+        # More than it admits, so that the service itself turns requests away.
+        return made.options(
+            ray_actor_options=of[name], max_ongoing_requests=16 * limits.queue + 100, **options
+        )
+
+    workers = [
+        deployed(Worker, name, num_replicas=replicas[name]).bind(
+            str(folder), k, dtype, device, _threads(of[name]), limits.batch_size, limits.is_batched
+        )
+        for k, name in enumerate(names)
+    ]
+    # The token itself stays in this process.
+    digest = None if token is None else hashlib.sha256(token.encode()).hexdigest()
+    return deployed(Front, FRONT).bind(str(folder), dtype, _threads(of[FRONT]), limits, digest, *workers)
+
+
+def _threads(options: Mapping[str, Any]) -> int:
+    return max(1, round(float(options.get("num_cpus", 1))))
+
+
+def _refuse_lack(there: Mapping[str, float], asked: Sequence[Mapping[str, Any]]) -> None:
+    """Raise an `HddmError` where a cluster has less of a resource than the workers ask for together."""
+    total: dict[str, float] = {}
+    for options in asked:
+        flat = {key: value for key, value in options.items() if key != "resources"} | options.get(
+            "resources", {}
+        )
+        for key, value in flat.items():
+            name = {"num_cpus": "CPU", "num_gpus": "GPU"}.get(key, key)
+            total[name] = total.get(name, 0) + value
+    for name, value in total.items():
+        if value > there.get(name, 0):
+            raise HddmError(
+                f"--resources: the workers ask for {value:g} of {name}, and the cluster has "
+                f"{there.get(name, 0):g}; ask for less, or add machines"
+            )

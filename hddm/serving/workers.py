@@ -1,0 +1,279 @@
+"""Workers of a service: each holds one expert, and computes for requests of like settings together.
+
+Under ``draw`` a job is a sample from noise to data: what comes is a seed, indices and embeddings, what goes
+are latents. For other strategies a job is one call of the velocity, of a state that comes and a velocity that
+goes. Jobs change each other by rounding only.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hddm.ensemble import Ensemble
+from hddm.experts.loading import open_ensemble
+from hddm.networks.offload import bring
+from hddm.sampling import integrate, noise_of, time_grid
+from hddm.utils.errors import HddmError
+from hddm.utils.tensors import available_device
+from hddm.velocity import Guidance, VelocityField
+
+LULL = 0.005
+"""Seconds that an idle worker waits for more jobs, so that those of one moment are one batch."""
+Conditions = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Samples (n, C, H, W) of these indices under ``seed``, by one expert alone."""
+
+    seed: int
+    indices: tuple[int, ...]
+    steps: int
+    shift: float
+    solver: str
+    guidance: Guidance
+    negative: Conditions
+    conditions: Conditions
+
+    @property
+    def like(self) -> Hashable:
+        """Key of the jobs that can be computed together."""
+        return (
+            *(self.steps, self.shift, self.solver, self.guidance),
+            *(_shapes(self.negative), _shapes(self.conditions)),
+        )
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Velocity of states x (n, C, H, W) at times t (n,)."""
+
+    x: Tensor
+    t: Tensor
+    guidance: Guidance
+    negative: Conditions
+    conditions: Conditions
+
+    @property
+    def like(self) -> Hashable:
+        """Key of the jobs that can be computed together."""
+        return self.guidance, self.x.shape[1:], _shapes(self.negative), _shapes(self.conditions)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+
+Job = Drawn | Asked
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What a job asked for, and the number of samples in its batch."""
+
+    value: Tensor
+    batch: int
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A job until it is done; ``on_step`` is told of its steps."""
+
+    job: Job
+    on_step: Callable[[int], None]
+    done: asyncio.Future[Computed] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Worker:
+    """One expert of an ensemble, as a deployment of Ray Serve.
+
+    Args:
+        folder: the ensemble, on every machine under the same path.
+        index: of the expert.
+        dtype: that its network runs in.
+        device: of `hddm.utils.tensors.available_device`.
+        threads: of torch, on a CPU.
+        batch_size: samples computed together, at most.
+        is_batched: compute jobs of several requests together; without it images are those of
+            ``hddm sample`` to the bit.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        index: int,
+        dtype: torch.dtype,
+        device: str,
+        threads: int,
+        batch_size: int,
+        is_batched: bool,
+    ) -> None:
+        self.field = _read(Path(folder), index, dtype, available_device(device))
+        self.batch_size, self.is_batched = batch_size, is_batched
+        self._waiting: list[_Waiting] = []
+        self._work: asyncio.Task[None] | None = None
+        # One thread, so that batches follow each other; it has a number of threads of its own in torch.
+        self._thread = ThreadPoolExecutor(1, "hddm-worker", torch.set_num_threads, (threads,))
+
+    def ready(self) -> bool:
+        """True, once the weights are there."""
+        return True
+
+    async def velocity(self, job: Asked) -> Computed:
+        """The velocity that the expert has there."""
+        return await self._done(_Waiting(job, lambda step: None))
+
+    async def draw(self, job: Drawn) -> AsyncIterator[int | Computed]:
+        """The samples, after the number of each step that is done."""
+        loop, steps = asyncio.get_running_loop(), asyncio.Queue[int | None]()
+
+        def tell(step: int) -> None:
+            loop.call_soon_threadsafe(steps.put_nowait, step)
+
+        made = asyncio.ensure_future(self._done(_Waiting(job, tell)))
+        made.add_done_callback(lambda _: steps.put_nowait(None))
+        try:
+            while (step := await steps.get()) is not None:
+                yield step
+            yield made.result()
+        finally:
+            made.cancel()
+
+    async def _done(self, one: _Waiting) -> Computed:
+        self._waiting.append(one)
+        if self._work is None or self._work.done():
+            self._work = asyncio.create_task(self._work_off())
+        try:
+            return await one.done
+        finally:
+            # Cancelled or done: nobody waits for it.
+            if one in self._waiting:
+                self._waiting.remove(one)
+
+    async def _work_off(self) -> None:
+        """Compute what waits, batch after batch, the oldest job and its like first."""
+        if self.is_batched:
+            await asyncio.sleep(LULL)
+        while self._waiting:
+            oldest, rows = self._waiting[0], 0
+            batch = []
+            for one in list(self._waiting):
+                alike = type(one.job) is type(oldest.job) and one.job.like == oldest.job.like
+                if one is oldest or (self.is_batched and alike and rows + len(one.job) <= self.batch_size):
+                    batch.append(one)
+                    rows += len(one.job)
+                    self._waiting.remove(one)
+            await self._compute(batch)
+
+    async def _compute(self, batch: Sequence[_Waiting]) -> None:
+        run = asyncio.get_running_loop().run_in_executor
+        try:
+            values = await run(self._thread, self._run, batch)
+        except Exception as error:
+            # One of them may be to blame, and the others go on.
+            for one in batch if len(batch) > 1 else ():
+                await self._compute([one])
+            if len(batch) == 1 and not batch[0].done.done():
+                batch[0].done.set_exception(error)
+            return
+        for one, value in zip(batch, values, strict=True):
+            if not one.done.done():
+                one.done.set_result(Computed(value, sum(len(other.job) for other in batch)))
+
+    @torch.no_grad()
+    def _run(self, batch: Sequence[_Waiting]) -> Sequence[Tensor]:
+        jobs = [one.job for one in batch]
+        first, expert = jobs[0], self.field
+        negative, conditions = (
+            _joined((getattr(job, name) for job in jobs), expert.device)
+            for name in ("negative", "conditions")
+        )
+        if isinstance(first, Asked):
+            x = torch.cat([job.x for job in jobs if isinstance(job, Asked)]).to(expert.device)
+            t = torch.cat([job.t for job in jobs if isinstance(job, Asked)])
+            values = expert.velocity(x, t, first.guidance, negative or None, **conditions)
+        else:
+            assert expert.sample_shape is not None
+            drawn = [job for job in jobs if isinstance(job, Drawn)]
+            x = torch.cat([noise_of(job.seed, job.indices, expert.sample_shape) for job in drawn])
+
+            def on_step(index: int, x: Tensor) -> Tensor:
+                for one in batch:
+                    one.on_step(index + 1)
+                return x
+
+            values = integrate(
+                expert,
+                x.to(expert.device, torch.promote_types(expert.dtype, torch.float32)),
+                time_grid(first.steps, first.shift),
+                first.solver,
+                first.guidance,
+                negative or None,
+                conditions,
+                on_step=on_step,
+                # Clients that left cost nothing more, once all of a batch have.
+                is_interrupted=lambda: all(one.done.done() for one in batch),
+            )
+        parts: Sequence[Tensor] = values.cpu().split([len(job) for job in jobs])
+        return parts
+
+
+def _read(folder: Path, index: int, dtype: torch.dtype, device: torch.device) -> VelocityField:
+    """The expert, with its weights; those of the others are not opened."""
+    found = open_ensemble(folder, dtype).expert_set(device, dtype).fields()[index]
+    for network in (found.network, found.weak and found.weak.network):
+        bring(network)
+    return found
+
+
+def _shapes(conditions: Conditions) -> Hashable:
+    return tuple(sorted((name, value.shape[1:], value.dtype) for name, value in conditions.items()))
+
+
+def _joined(conditions: Iterable[Conditions], device: torch.device) -> dict[str, Tensor]:
+    rows = list(conditions)
+    return {name: torch.cat([one[name] for one in rows]).to(device) for name in rows[0]}
+
+
+class RemoteExpert(VelocityField):
+    """An expert whose network is elsewhere; ``ask`` gives its velocity there."""
+
+    def __init__(self, known: VelocityField, ask: Callable[[Asked], Tensor]) -> None:
+        vars(self).update(vars(known))
+        self.network = _elsewhere
+        self._ask = ask
+
+    def velocity(
+        self,
+        x_t: Tensor,
+        t: Tensor,
+        guidance_scale: float | Guidance = 1.0,
+        negative: Conditions | None = None,
+        **conditions: Tensor,
+    ) -> Tensor:
+        return self._ask(Asked(x_t, t, Guidance.of(guidance_scale), dict(negative or {}), conditions))
+
+
+def _elsewhere(*inputs: Any, **conditions: Any) -> Tensor:
+    raise HddmError("this expert's network is in another process")
+
+
+class RemoteEnsemble(Ensemble):
+    """An ensemble of experts that are asked at the same time, by ``ask`` with their index and a job."""
+
+    def __init__(self, known: Ensemble, ask: Callable[[int, Asked], Tensor]) -> None:
+        vars(self).update(vars(known))
+        self.experts = [RemoteExpert(one, partial(ask, k)) for k, one in enumerate(known.experts)]
+        self._threads = ThreadPoolExecutor(thread_name_prefix="hddm-ask", max_workers=64)
+
+    def ask_each(self, experts: Sequence[int], ask: Callable[[int], Tensor]) -> Iterable[tuple[int, Tensor]]:
+        return zip(experts, self._threads.map(ask, experts), strict=True)
