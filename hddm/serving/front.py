@@ -140,6 +140,9 @@ class Front:
             buckets=[2**k for k in range(9)], registry=registry,
         )  # fmt: skip
         self.lost = Counter("hddm_worker_lost", "Calls whose worker was lost", ["expert"], registry=registry)
+        for name in self.experts:
+            for metric in (self.images, self.batches, self.lost):
+                metric.labels(name)
 
     async def __call__(self, request: Any) -> Any:
         """Answer a request (of Starlette)."""
@@ -433,7 +436,8 @@ class Front:
                 )
                 await asyncio.sleep(AGAIN)
             else:
-                self.batches.labels(self.experts[k]).observe(found.batch)
+                if found.batch:
+                    self.batches.labels(self.experts[k]).observe(found.batch)
                 return found
         raise Refusal(503, f"the worker of {self.experts[k]} was lost {TRIES} times")
 

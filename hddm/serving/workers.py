@@ -78,10 +78,11 @@ Job = Drawn | Asked
 
 @dataclass(frozen=True)
 class Computed:
-    """What a job asked for, and the number of samples in its batch."""
+    """What a job asked for."""
 
     value: Tensor
     batch: int
+    """Number of samples in its batch, as the first job of it tells; 0 for the others."""
 
 
 @dataclass(eq=False)
@@ -187,7 +188,8 @@ class Worker:
             return
         for one, value in zip(batch, values, strict=True):
             if not one.done.done():
-                one.done.set_result(Computed(value, sum(len(other.job) for other in batch)))
+                rows = sum(len(other.job) for other in batch) if one is batch[0] else 0
+                one.done.set_result(Computed(value, rows))
 
     @torch.no_grad()
     def _run(self, batch: Sequence[_Waiting]) -> Sequence[Tensor]:

@@ -1,0 +1,434 @@
+"""Requests to the front of a service, whose workers are in this process."""
+
+import asyncio
+import base64
+import hashlib
+import io
+import json
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
+from ray.exceptions import ActorDiedError
+from starlette.requests import Request
+
+from hddm.experts.assembly import assemble
+from hddm.experts.records import save_expert
+from hddm.pipelines.samples import SampleSettings, sample_to_folder
+from hddm.serving.front import Front, Limits
+from hddm.serving.workers import Computed, Job, Worker
+from tests.ensemble_files import CLASSES, flow_expert, write_ensemble, write_mixed, write_text
+
+IMAGES = "/v1/images/generations"
+STEPS = 4
+TOKEN = "7d4a1f0c9a9a4a8a8e0f3a5c0f2f6b1e"
+
+
+class Answers:
+    """Answers of a worker that come one by one, as from a handle of Ray Serve."""
+
+    def __init__(self, answers: AsyncIterator[int | Computed]) -> None:
+        self._answers = answers
+
+    def __aiter__(self) -> AsyncIterator[int | Computed]:
+        return self._answers
+
+    def cancel(self) -> None:
+        self._closing = asyncio.ensure_future(self._answers.aclose())  # type: ignore[attr-defined]
+
+
+class Handle:
+    """A worker in this process, asked as a handle of Ray Serve is; the first ``deaths`` calls are lost."""
+
+    def __init__(self, worker: Worker, deaths: int = 0) -> None:
+        self.worker, self.deaths, self.jobs = worker, deaths, list[Job]()
+        self.draw = self.velocity = self.ready = self
+
+    def options(self, stream: bool) -> "Handle":
+        return self
+
+    def remote(self, job: Job | None = None) -> Any:
+        if job is None:
+            return self._ready()
+        self.jobs.append(job)
+        if self.deaths:
+            self.deaths -= 1
+            raise ActorDiedError
+        if hasattr(job, "x"):
+            return self.worker.velocity(job)
+        return Answers(self.worker.draw(job))
+
+    async def _ready(self) -> bool:
+        return self.worker.ready()
+
+
+def front_of(folder: Path, deaths: int = 0, token: str | None = None, **limits: Any) -> Front:
+    bounds = Limits(**limits)
+    num = len(json.loads((folder / "ensemble.json").read_text())["experts"])
+    workers = [
+        Worker(str(folder), k, torch.float32, "cpu", 1, bounds.batch_size, bounds.is_batched)
+        for k in range(num)
+    ]
+    return Front(str(folder), torch.float32, 1, bounds, token, *(Handle(one, deaths) for one in workers))
+
+
+def talk(front: Front, talks: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
+    """What ``talks`` returns, with a client of this front."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        request = Request(scope, receive)
+        response = await front(request)
+        await response(scope, receive, send)
+
+    async def main() -> Any:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://front") as client:
+            return await talks(client)
+
+    return asyncio.run(main())
+
+
+def ask(front: Front, **body: Any) -> httpx.Response:
+    """The answer to one request for images."""
+    return talk(front, lambda client: client.post(IMAGES, json={"steps": STEPS, "seed": 3, **body}))
+
+
+def files_in(answer: httpx.Response) -> list[bytes]:
+    assert answer.status_code == 200, answer.text
+    return [base64.b64decode(one["b64_json"]) for one in answer.json()["data"]]
+
+
+def sampled(folder: Path, out: Path, **settings: Any) -> list[bytes]:
+    """Files that ``hddm sample`` writes with these settings."""
+    sample_to_folder(folder, out, SampleSettings(steps=STEPS, seed=3, **settings))
+    return [path.read_bytes() for path in sorted(out.glob("*.png"))]
+
+
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three flow experts of classes."""
+    experts = [flow_expert(seed, num_classes=3) for seed in range(3)]
+    return write_ensemble(tmp_path_factory.mktemp("classes"), experts)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+Ways = Sequence[tuple[dict[str, Any], dict[str, Any]]]
+GUIDED = {"guidance_scale": 3.0}
+
+
+def same(folder: Path, tmp_path: Path, ways: Ways) -> None:
+    """Each request has the files that ``hddm sample`` has with the settings beside it."""
+    front = front_of(folder, is_batched=False)
+    for place, (body, settings) in enumerate(ways):
+        found = files_in(ask(front, n=5, **body))
+        assert found == sampled(folder, tmp_path / str(place), num_images=5, **settings), body
+        assert len(set(found)) == 5
+
+
+def test_images_are_those_of_hddm_sample_by_class(classes: Path, tmp_path: Path) -> None:
+    dog = {"class_labels": "dog"}
+    same(
+        classes,
+        tmp_path,
+        [
+            ({"prompt": "dog"}, dog),
+            ({"prompt": "dog", "strategy": "draw"}, dog | {"strategy": "draw"}),
+            ({"prompt": "dog", "strategy": "draw", **GUIDED}, dog | GUIDED | {"strategy": "draw"}),
+            ({"prompt": "dog", "start": 7, "solver": "euler"}, dog | {"start": 7, "solver": "euler"}),
+            ({"prompt": "dog", "model": "ensemble/2"}, dog | {"expert": 2}),
+        ],
+    )
+
+
+def test_images_are_those_of_hddm_sample_by_prompt(text: Path, tmp_path: Path) -> None:
+    cat = {"prompts": ("a cat",)}
+    negative = {"negative_prompt": "a dog", **GUIDED}
+    draw = {"strategy": "draw"}
+    with pytest.warns(UserWarning, match="draw picks experts by the prior alone"):
+        same(
+            text,
+            tmp_path,
+            [
+                ({"prompt": "a cat"}, cat),
+                ({"prompt": "a cat", **negative}, cat | negative),
+                ({"prompt": "a cat", **GUIDED, **draw}, cat | GUIDED | draw),
+            ],
+        )
+
+
+def test_images_of_unlike_experts_are_those_of_hddm_sample(tmp_path: Path) -> None:
+    """DDPM and flow, with and without classes, each in its own numbering."""
+    folder = write_mixed(tmp_path)
+    ways = [({"prompt": "2"}, {"class_labels": "2"})]
+    ways += [
+        ({"prompt": "2", "strategy": "draw", **GUIDED}, {"class_labels": "2", "strategy": "draw", **GUIDED})
+    ]
+    same(folder, tmp_path, ways)
+
+
+def test_experts_of_several_sizes_and_pairs_by_noise_are_served(tmp_path: Path) -> None:
+    """Two sizes of images; of the larger a pair, each for a part of t."""
+    facts: list[dict[str, Any]] = [{}, {"noise_range": (0.0, 0.6)}, {"noise_range": (0.6, 1.0)}]
+    folders = []
+    for k, (given, size) in enumerate(zip(facts, (4, 8, 8), strict=True)):
+        (folder := tmp_path / f"one{k}").mkdir()
+        save_expert(folder, flow_expert(k, given, sample_size=size))
+        folders.append(folder)
+    out = tmp_path / "ensemble"
+    assemble(folders, out, strategy="draw", domain=[["one1", "one2"]], share={"one0": 0.5})
+    front = front_of(out, is_batched=False)
+    found = files_in(ask(front, prompt="", n=6))
+    assert found == sampled(out, tmp_path / "out", num_images=6)
+    # The small ones were one message each way.
+    small, low, high = (handle.jobs for handle in front.workers)
+    assert len(small) == 1
+    assert min(len(low), len(high)) > 1
+
+
+def test_requests_of_one_moment_are_one_batch_and_change_an_image_by_rounding_only(classes: Path) -> None:
+    front = front_of(classes)
+    bodies = [{"prompt": CLASSES[k % 3], "seed": k, "strategy": "draw", "steps": STEPS} for k in range(24)]
+
+    async def together(client: httpx.AsyncClient) -> Any:
+        return await asyncio.gather(*(client.post(IMAGES, json=body) for body in bodies))
+
+    found = [files_in(answer)[0] for answer in talk(front, together)]
+    alone = front_of(classes, is_batched=False)
+    for body, image in zip(bodies, found, strict=True):
+        (expected,) = files_in(ask(alone, **body))
+        assert np.abs(_levels(image) - _levels(expected)).max() <= 1
+    values = metrics(front)
+    batches = sum(values["hddm_batch_size_count", str(k)] for k in range(3))
+    assert sum(values["hddm_batch_size_sum", str(k)] for k in range(3)) == 24
+    assert batches <= 12
+    assert sum(values["hddm_expert_images_total", str(k)] for k in range(3)) == 24
+
+
+def _levels(png: bytes) -> "np.ndarray[Any, Any]":
+    return np.asarray(Image.open(io.BytesIO(png))).astype(int)
+
+
+def metrics(front: Front) -> dict[tuple[str, str], float]:
+    """Values of /metrics by name and label."""
+    text = talk(front, lambda client: client.get("/metrics")).text
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for one in family.samples:
+            label = next((value for key, value in one.labels.items() if key != "le"), "")
+            found[one.name, label] = one.value
+    return found
+
+
+def test_a_request_that_breaks_a_batch_breaks_no_other(text: Path) -> None:
+    """Guidance and all else alike, one prompt has a seed that is broken in its worker."""
+    front = front_of(text)
+    worker = front.workers[0].worker
+    run = worker._run
+
+    def broken(batch: Sequence[Any]) -> Any:
+        if any(one.job.seed == 13 for one in batch):
+            raise RuntimeError("out of memory")
+        return run(batch)
+
+    worker._run = broken
+
+    async def together(client: httpx.AsyncClient) -> Any:
+        bodies = [
+            {"prompt": "a cat", "model": "ensemble/0", "seed": seed, "steps": 2} for seed in (12, 13, 14)
+        ]
+        return await asyncio.gather(*(client.post(IMAGES, json=body) for body in bodies))
+
+    assert [answer.status_code for answer in talk(front, together)] == [200, 500, 200]
+
+
+def test_what_a_lost_worker_had_to_do_is_asked_again(classes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hddm.serving.front.AGAIN", 0.01)
+    for strategy in ("draw", "full"):
+        body = {"prompt": "cat", "n": 4, "strategy": strategy}
+        whole = files_in(ask(front_of(classes, is_batched=False), **body))
+        front = front_of(classes, deaths=3, is_batched=False)
+        assert files_in(ask(front, **body)) == whole
+        assert sum(metrics(front)["hddm_worker_lost_total", str(k)] for k in range(3)) >= 3
+    monkeypatch.setattr("hddm.serving.front.TRIES", 2)
+    answer = ask(front_of(classes, deaths=3), prompt="cat", model="ensemble/1")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (
+        503,
+        "the worker of 1 was lost 2 times",
+    )
+
+
+def test_progress_comes_as_events_before_the_images(classes: Path) -> None:
+    front = front_of(classes, is_batched=False)
+    for strategy in ("draw", "full"):
+        body = {"prompt": "cat", "n": 2, "strategy": strategy}
+        text = ask(front, stream=True, **body).text
+        events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+        kinds = [event["type"].removeprefix("image_generation.") for event in events]
+        assert kinds == ["queued", *["progress"] * STEPS, "completed", "completed"]
+        assert [event["step"] for event in events[1:-2]] == list(range(1, STEPS + 1))
+        images = [base64.b64decode(event["b64_json"]) for event in events[-2:]]
+        assert images == files_in(ask(front, **body))
+        assert [(event["seed"], event["index"]) for event in events[-2:]] == [(3, 0), (3, 1)]
+
+
+@pytest.mark.parametrize("strategy", ["draw", "full"])
+def test_a_client_that_leaves_costs_nothing_more(classes: Path, strategy: str) -> None:
+    front = front_of(classes, steps=10_000)
+
+    async def leave(client: httpx.AsyncClient) -> Any:
+        body = {"prompt": "cat", "steps": 10_000, "seed": 1, "strategy": strategy}
+        task = asyncio.ensure_future(client.post(IMAGES, json=body))
+        while not any(handle.jobs for handle in front.workers):
+            await asyncio.sleep(0.01)
+        assert front.active == 1
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert front.active == 0
+        # The workers are free for the next one at once.
+        return await client.post(IMAGES, json={"prompt": "cat", "steps": 2, "strategy": strategy})
+
+    asked = asyncio.wait_for
+    assert talk(front, lambda client: asked(leave(client), 30)).status_code == 200
+
+
+def test_a_full_queue_turns_requests_away(classes: Path) -> None:
+    front = front_of(classes, queue=2)
+
+    async def crowd(client: httpx.AsyncClient) -> Any:
+        body = {"prompt": "cat", "steps": 50, "strategy": "draw"}
+        return await asyncio.gather(*(client.post(IMAGES, json=body | {"seed": k}) for k in range(6)))
+
+    answers = talk(front, crowd)
+    assert sorted(answer.status_code for answer in answers) == [200, 200, 429, 429, 429, 429]
+    turned = next(answer for answer in answers if answer.status_code == 429)
+    assert int(turned.headers["retry-after"]) >= 1
+    assert "2 requests wait or run" in turned.json()["error"]["message"]
+
+
+def test_a_request_ends_in_time(classes: Path) -> None:
+    answer = ask(front_of(classes, seconds=0.2, steps=10_000), prompt="cat", steps=10_000, strategy="draw")
+    assert answer.status_code == 504
+    assert answer.json()["error"]["message"] == "took more than 0.2 s; ask for fewer images or steps"
+
+
+def test_a_token_is_asked_for(classes: Path) -> None:
+    front = front_of(classes, token=hashlib.sha256(TOKEN.encode()).hexdigest())
+
+    async def knock(client: httpx.AsyncClient) -> Any:
+        given = [{}, {"Authorization": f"Bearer {TOKEN}x"}, {"Authorization": TOKEN}]
+        given += [{"Authorization": f"Bearer {TOKEN}"}]
+        codes = [(await client.get("/v1/models", headers=one)).status_code for one in given]
+        return codes, (await client.get("/healthz")).status_code, (await client.get("/metrics")).status_code
+
+    assert talk(front, knock) == ([401, 401, 401, 200], 200, 401)
+
+
+def test_models_are_the_ensemble_and_its_experts(classes: Path) -> None:
+    models = talk(front_of(classes), lambda client: client.get("/v1/models")).json()["data"]
+    assert [model["id"] for model in models] == ["ensemble", "ensemble/0", "ensemble/1", "ensemble/2"]
+
+
+WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
+    "class": ({"prompt": "horse"}, 400, "it names none of cat, dog, 7"),
+    "model": ({"prompt": "cat", "model": "ensemble/9"}, 404, "there is no model 'ensemble/9'"),
+    "size": ({"prompt": "cat", "size": "1024x1024"}, 400, "this ensemble makes 4x4; or pass auto"),
+    "many": ({"prompt": "cat", "n": 11}, 400, "n is 11, and this service makes at most 10"),
+    "steps": ({"prompt": "cat", "steps": 251}, 400, "steps is 251"),
+    "key": ({"prompt": "cat", "sed": 1}, 400, "request: unknown key 'sed'; did you mean 'seed'?"),
+    "address": ({"prompt": "cat", "response_format": "url"}, 400, "'response_format'"),
+    "strategy": ({"prompt": "cat", "strategy": "top-9"}, 400, "top-9 needs 9 experts and there are 3"),
+    "text": ({"prompt": "cat", "n": "2"}, 400, "key 'n' (is '2')"),
+    "guidance": ({"prompt": "cat", "guidance_scale": 1e39}, 400, "the velocity of expert"),
+    "negative": ({"prompt": "cat", "negative_prompt": "dog"}, 400, "needs a guidance_scale other than 1"),
+    "nothing": ({}, 400, "key 'prompt': "),
+}
+
+
+@pytest.mark.parametrize(("body", "status", "words"), WRONG.values(), ids=WRONG)
+def test_a_wrong_request_is_told_what_is_wrong(
+    classes: Path, body: dict[str, Any], status: int, words: str
+) -> None:
+    answer = ask(front_of(classes), **body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (status, "invalid_request_error")
+    assert words in error["message"]
+    assert "\n" not in error["message"]
+
+
+def test_malformed_requests_are_refused_each(classes: Path) -> None:
+    front = front_of(classes, images=4, steps=5)
+
+    async def throw(client: httpx.AsyncClient) -> list[tuple[int, object]]:
+        found = []
+        for method, path, content in malformed(300, seed=0):
+            answer = await client.request(method, path, content=content)
+            found.append((answer.status_code, (method, path, content[:200])))
+        return found
+
+    wrong = [one for one in talk(front, throw) if not 400 <= one[0] < 500]
+    assert not wrong
+
+
+def malformed(num: int, seed: int) -> list[tuple[str, str, bytes]]:
+    """Requests that no service could answer: method, path and body."""
+    draw = random.Random(seed)
+    values: list[Any] = [
+        *(
+            None,
+            -1,
+            0,
+            1e400,
+            -1e308,
+            2**70,
+            0.5,
+            [],
+            {},
+            [[]],
+            "",
+            "x" * 5000,
+            "\ud800",
+            "../../etc/passwd",
+            True,
+        ),
+    ]
+    keys = ["n", "size", "steps", "seed", "start", "solver", "strategy", "guidance_scale", "model", "stream"]
+    keys += ["response_format", "output_format", "negative_prompt", "__class__", "init_image", "quality"]
+    fine: dict[str, set[Any]] = {
+        "guidance_scale": {-1, 0, -1e308, 0.5}, "seed": {0, None}, "start": {0}, "stream": {True},
+        "model": {None}, "strategy": {None}, "negative_prompt": {None},
+    }  # fmt: skip
+    made: list[tuple[str, str, bytes]] = []
+    while len(made) < num:
+        kind = draw.randrange(6)
+        if kind == 0:
+            body = draw.randbytes(draw.randrange(200))
+        elif kind == 1:
+            whole = json.dumps({"prompt": "cat", "n": 1}).encode()
+            body = whole[: draw.randrange(len(whole))]
+        elif kind == 2:
+            body = b"[" * draw.choice((1, 1000, 60_000)) + b"1"
+        elif kind == 3:
+            body = b'{"prompt": "' + b"a" * 70_000 + b'"}'
+        elif kind == 4:
+            method = draw.choice(("GET", "PUT", "DELETE", "PATCH", "OPTIONS"))
+            path = draw.choice((IMAGES, "/v1/images", "/v1/../etc", "/%2e%2e/x", "/v1/models/x", "/\u00e9"))
+            made.append((method, path, b""))
+            continue
+        else:
+            key, value = draw.choice(keys), draw.choice(values)
+            is_fine = not isinstance(value, list | dict) and value in fine.get(key, ())
+            if is_fine or (key == "steps" and value is True):
+                continue
+            body = json.dumps({"prompt": "cat", key: value}).encode()
+        made.append(("POST", IMAGES, body))
+    return made
