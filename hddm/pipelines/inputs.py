@@ -35,6 +35,17 @@ SAVING: Mapping[str, Collection[object]] = {
     **dict.fromkeys(("variant", "max_shard_size", "repo_id", "commit_message"), _NONE),
     **dict.fromkeys(("push_to_hub", "private", "create_pr"), _NO),
 }
+CALLING: Mapping[str, tuple[Collection[object], str]] = {
+    "eta": ((None, 0), "samples follow an ODE, and eta is the noise of DDIM's steps"),
+    "timesteps": (_NONE, "pass num_inference_steps; the grid is linear in t, but for the scheduler's shift"),
+    "sigmas": (_NONE, "pass num_inference_steps; the grid is linear in t, but for the scheduler's shift"),
+    "guidance_rescale": ((None, 0), "pass guidance_scale=hddm.velocity.Guidance(scale, rescale=…)"),
+    "clip_skip": (_NONE, "the experts take the layer that they were trained with"),
+    "cross_attention_kwargs": (_NONE, "a LoRA is an expert of its own here (hddm convert)"),
+    "callback": (_NONE, "pass callback_on_step_end"),
+    "callback_steps": ((None, 1), "pass callback_on_step_end"),
+}
+"""Keywords of diffusers' calls: the values that have no effect here, and what to do about others."""
 _OF_DOWNLOADS = ("cache_dir", "token", "proxies")
 """Keywords without effect on a local folder, whatever their value; a token must not get into a message."""
 PARTS = ("scheduler", "router", *COMPONENTS)
@@ -164,6 +175,16 @@ def refuse_options(call: str, options: Mapping[str, Any], harmless: Mapping[str,
                 f"{call}({name}={value!r}) is not supported; nothing but a local folder of safetensors is "
                 f"read or written, and no code of it runs{remedy}"
             )
+
+
+def refuse_call_options(options: Mapping[str, Any], known: Collection[str]) -> None:
+    """Refuse keywords of a call that are not ``known``, or whose value would change something."""
+    for name, value in options.items():
+        if name not in CALLING:
+            raise TypeError(f"HDDMPipeline takes no {name!r}{did_you_mean(name, [*known, *CALLING])}")
+        harmless, remedy = CALLING[name]
+        if value not in harmless:
+            raise HddmError(f"{name}={value!r} is not supported: {remedy}")
 
 
 def dtypes_of(dtype: Dtype, torch_dtype: Dtype) -> dict[str, torch.dtype]:

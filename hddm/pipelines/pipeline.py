@@ -1,5 +1,6 @@
 """Diffusers pipeline of an ensemble: from prompts or class labels to images."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,11 +47,12 @@ from hddm.pipelines.inputs import (
     noise_of_rows,
     pixels_of,
     read_parts,
+    refuse_call_options,
     refuse_options,
 )
 from hddm.sampling import ExpertUse, integrate, pick_experts, posterior_of, routed, time_grid
 from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, solver_named
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, one_line
 from hddm.utils.files import new_folder, restore
 from hddm.velocity import Guidance, VelocityField
 
@@ -339,6 +341,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         return_dict: bool = True,
         callback_on_step_end: Callback | None = None,
         callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
+        **options: Any,
     ) -> HDDMPipelineOutput | tuple[Any]:
         """Make images.
 
@@ -357,7 +360,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
             negative_conditions: the same for the negative branch.
             num_images_per_prompt: images per prompt or class.
             batch_size: prompts or classes, where one or none of them stands for all.
-            height: of the images; there is one size, `image_size`.
+            height: of the images in pixels, where the networks allow another than `image_size`.
             width: likewise.
             num_inference_steps: solver steps.
             guidance_scale: 1 for none, or a `hddm.velocity.Guidance`.
@@ -377,11 +380,15 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
             callback_on_step_end_tensor_inputs: ``latents``, ``expert_weights`` (batch, K) of the step's last
                 call of the velocity, which are only read, ``prompt_embeds``, ``negative_prompt_embeds``, or
                 another condition by its keyword.
+            options: of other pipelines' calls, such as ``eta``, if they ask for what is done anyway.
 
         Raises:
-            HddmError: for a condition that no expert takes or that is lacking, missing parts, contradictory
-                numbers, and whatever `hddm.sampling.integrate` refuses.
+            TypeError: for an unknown keyword.
+            HddmError: for an option that would change something, a condition that no expert takes or that is
+                lacking, missing parts, contradictory numbers, a size that a network cannot have, and whatever
+                `hddm.sampling.integrate` refuses.
         """
+        refuse_call_options(options, inspect.signature(self.__call__).parameters)
         guidance = Guidance.of(guidance_scale)
         self._begin(guidance, num_inference_steps)
         guided = guidance.by_condition
@@ -393,8 +400,15 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         )  # fmt: skip
         given, against, num = repeated(given, against, num_images_per_prompt, batch_size)
         ensemble, chosen = routed(self.ensemble, strategy, expert, num, given)
-        self._check_output(output_type, height, width, expert)
+        self._check_output(output_type, expert)
         if expert is None and len(ensemble.kinds) > 1:
+            if any(
+                (height or size[0], width or size[1]) != size
+                for size in map(self._size_of, range(len(ensemble.experts)))
+            ):
+                raise HddmError(
+                    "these experts make images of several sizes: drop height and width, or take one expert="
+                )
             made = self._drawn(
                 given, against, num, latents, seed, start, generator,
                 num_inference_steps=num_inference_steps, guidance_scale=guidance_scale, solver=solver,
@@ -403,11 +417,11 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
                 image=image, strength=strength, mask_image=mask_image, resampling_steps=resampling_steps,
             )  # fmt: skip
             return made if return_dict else (made.images,)
-        shape = self.experts.facts[expert or 0].sample_shape
+        size, shape = self._asked_size(expert or 0, height, width)
         dtype = torch.promote_types(ensemble.dtype, torch.float32)
         x, draws = noise_and_draws(num, shape, seed, start, generator, latents)
         times, solve = time_grid(num_inference_steps, ensemble.shift), solver_named(solver)
-        picture = self.picture(image, strength, mask_image, resampling_steps, expert or 0)
+        picture = self.picture(image, strength, mask_image, resampling_steps, expert or 0, size)
         if picture is not None:
             picture.check(num, shape)
             solve = picture.solver(solve, fresh_noise(num, shape, seed, start, generator))
@@ -428,20 +442,29 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
                 bar.update()
                 return step(index, x)
 
-            x = integrate(
-                ensemble,
-                x.to(device, dtype),
-                times,
-                solve,
-                self._guidance,
-                against or None,
-                given,
-                expert=None if chosen is None else chosen.to(device),
-                router_every=router_every,
-                use=use,
-                on_step=on_step,
-                is_interrupted=lambda: self._interrupt,
-            )
+            try:
+                x = integrate(
+                    ensemble,
+                    x.to(device, dtype),
+                    times,
+                    solve,
+                    self._guidance,
+                    against or None,
+                    given,
+                    expert=None if chosen is None else chosen.to(device),
+                    router_every=router_every,
+                    use=use,
+                    on_step=on_step,
+                    is_interrupted=lambda: self._interrupt,
+                )
+            except (RuntimeError, ValueError) as error:
+                if size == self._size_of(expert or 0) or isinstance(error, HddmError):
+                    raise
+                own = "×".join(map(str, self._size_of(expert or 0)))
+                raise HddmError(
+                    f"height={size[0]}, width={size[1]}: a network of images of {own} fails on it: "
+                    f"{one_line(error)}"
+                ) from error
         if output_type != "latent":
             x = self.image_processor.postprocess(self.decode(x, expert or 0, picture), output_type)
         return HDDMPipelineOutput(x, use) if return_dict else (x,)
@@ -500,11 +523,13 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         mask_image: Images | None = None,
         resampling_steps: int = DEFAULT_RESAMPLING,
         expert: int = 0,
+        size: tuple[int, int] | None = None,
     ) -> Picture | None:
         """What a call with these arguments begins with: ``image`` in an expert's units, encoded by its VAE.
 
-        A latent is new if any pixel of it is. Raises `HddmError` for a strength or mask without an image, and
-        for pictures that do not fit.
+        It has ``size`` (height, width) in pixels, by default that of the expert's images. A latent is new if
+        any pixel of it is. Raises `HddmError` for a strength or mask without an image, and for pictures that
+        do not fit.
         """
         if image is None:
             if strength is not None or mask_image is not None:
@@ -512,11 +537,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
             return None
         if strength is None:
             strength = 0.8 if mask_image is None else 1.0
-        part, shape, size = (
-            self.vae_of(expert),
-            self.experts.facts[expert].sample_shape,
-            self._size_of(expert),
-        )
+        part, (size, shape) = self.vae_of(expert), self._asked_size(expert, *(size or (None, None)))
         pixels = pixels_of(image, shape[0] if part is None else part.config.in_channels, size)
         mask = pixel_mask = None if mask_image is None else mask_of(mask_image, size)
         x_0 = pixels
@@ -550,16 +571,23 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         factor = 1 if vae is None else scale_of(vae)
         return factor * height, factor * width
 
-    def _check_output(
-        self, output_type: str, height: int | None, width: int | None, expert: int | None
-    ) -> None:
+    def _asked_size(
+        self, expert: int, height: int | None, width: int | None
+    ) -> tuple[tuple[int, int], tuple[int, ...]]:
+        """Size of the images asked for, (height, width) in pixels, and shape of an expert's samples of it."""
+        own, (channels, *sides) = self._size_of(expert), self.experts.facts[expert].sample_shape
+        size, factor = (height or own[0], width or own[1]), own[0] // sides[0]
+        if any(not isinstance(side, int) or side < 1 or side % factor for side in size):
+            raise HddmError(
+                f"height={size[0]}, width={size[1]}: are whole numbers of pixels, multiples of {factor}"
+            )
+        return size, (channels, size[0] // factor, size[1] // factor)
+
+    def _check_output(self, output_type: str, expert: int | None) -> None:
         known = ("pil", "np", "pt", "latent")
         if output_type not in known:
             raise HddmError(f"unknown output_type {output_type!r}: choose one of {', '.join(known)}")
         for k in range(len(self.experts.facts)) if expert is None else [expert]:
-            made = self._size_of(k)
-            if (height or made[0], width or made[1]) != made:
-                raise HddmError(f"this ensemble makes images of {made[0]}×{made[1]}, not {height}×{width}")
             if (
                 output_type != "latent"
                 and self.vae_of(k) is None

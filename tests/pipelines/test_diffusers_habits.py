@@ -9,12 +9,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import AsymmetricAutoencoderKL, DiffusionPipeline, FlowMatchEulerDiscreteScheduler, VQModel
+from diffusers import (
+    AsymmetricAutoencoderKL,
+    DDPMScheduler,
+    DiffusionPipeline,
+    FlowMatchEulerDiscreteScheduler,
+    VQModel,
+)
+from PIL import Image
 
 import hddm
+from hddm.checkpoints.convert import write
+from hddm.checkpoints.plan import Conversion, plan
+from hddm.experts.assembly import assemble
 from hddm.networks.vae import read_vae
 from hddm.pipelines.pipeline import HDDMPipeline
 from tests.artefacts import copied, refusal
+from tests.checkpoint_files import pipeline, plain_unet
+from tests.component_files import write_vae
 from tests.ensemble_files import (
     WEIGHTS,
     flow_expert,
@@ -254,3 +266,42 @@ def test_the_loader_of_diffusers_names_the_class_that_it_lacks(folder: Path) -> 
     # As docs/guides/python.md says; diffusers looks in its own module alone.
     with pytest.raises(AttributeError, match="module diffusers has no attribute HDDMPipeline"):
         DiffusionPipeline.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"eta": 0.5}, "eta=0.5 is not supported: samples follow an ODE"),
+        ({"guidance_rescale": 0.7}, "hddm.velocity.Guidance(scale, rescale=…)"),
+        ({"sigmas": [1.0, 0.5]}, "pass num_inference_steps"),
+        ({"cross_attention_kwargs": {"scale": 0.5}}, "a LoRA is an expert of its own here"),
+    ],
+)
+def test_what_other_pipelines_take_is_refused_by_name(
+    folder: Path, options: dict[str, Any], words: str
+) -> None:
+    pipe = load_pipeline(folder)
+    assert words in refusal(pipe, class_labels=LABELS, **options)
+    # What is done anyway may be asked for.
+    assert torch.equal(_images(pipe, eta=0.0, sigmas=None, callback_steps=1), _images(pipe))
+    with pytest.raises(TypeError, match="HDDMPipeline takes no 'num_inference_step'; did you mean 'num_inf"):
+        pipe(class_labels=LABELS, num_inference_step=3)
+
+
+def test_images_have_another_size_where_the_network_allows_it(tmp_path: Path) -> None:
+    """A UNet of latents 8×8 and a VAE that doubles; the first states are those of that shape."""
+    unet = plain_unet(1, in_channels=4, out_channels=4, block_out_channels=(32, 32))
+    source = pipeline(tmp_path / "unet", unet, DDPMScheduler(beta_schedule="linear"))
+    write(plan(source, Conversion()), tmp_path / "expert")
+    write_vae(tmp_path / "vae")
+    assemble([tmp_path / "expert"], tmp_path / "ensemble", vae=tmp_path / "vae")
+    pipe = load_pipeline(tmp_path / "ensemble")
+    height, width = pipe.image_size
+    factor = height // 8
+    given = {"height": height, "width": 2 * width, "num_inference_steps": 3, "seed": 4}
+    assert pipe(**given).images[0].size == (2 * width, height)
+    latents = pipe(output_type="latent", **given).images
+    assert torch.equal(latents, hddm.sample(pipe.ensemble, 1, 4, 3, shape=(4, 8, 16)))
+    image = Image.new("RGB", (50, 20), "red")
+    assert pipe(image=image, **given).images[0].size == (2 * width, height)
+    assert f"multiples of {factor}" in refusal(pipe, height=height + 1)

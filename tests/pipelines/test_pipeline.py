@@ -227,11 +227,11 @@ def test_an_unknown_keyword_is_no_keyword(pipe: HDDMPipeline) -> None:
         pipe.save_pretrained("anywhere", safe_serialization=False)
 
 
-def test_there_is_one_size_of_images(pipe: HDDMPipeline) -> None:
+def test_a_size_that_a_network_cannot_have_is_refused(pipe: HDDMPipeline) -> None:
     assert pipe.image_size == (4, 4)
     assert pipe(height=4, width=4, **LATENT).images.shape == (1, 3, 4, 4)
-    with pytest.raises(HddmError, match="images of 4×4, not 512×512"):
-        pipe(height=512, width=512, **LATENT)
+    with pytest.raises(HddmError, match="height=8, width=4: a network of images of 4×4 fails on it"):
+        pipe(height=8, **LATENT)
 
 
 def test_latents_need_a_vae_to_become_images() -> None:

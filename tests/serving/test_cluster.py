@@ -1,0 +1,215 @@
+"""A service on a Ray cluster of three nodes of this machine, as its users run it."""
+
+import asyncio
+import base64
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.ensemble_files import flow_expert, write_ensemble
+from tests.serving.test_front import IMAGES, malformed
+
+pytestmark = pytest.mark.slow
+NODES = 3
+PATIENCE = 240
+ALONE = {"OMP_NUM_THREADS": "1"}
+"""A worker has one thread."""
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """A cluster of three nodes, of which each has a resource ``node0`` … ``node2``."""
+    from ray.cluster_utils import Cluster
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    cluster = Cluster()
+    try:
+        for k in range(NODES):
+            options = {"include_dashboard": False} if k == 0 else {}
+            cluster.add_node(num_cpus=2, resources={f"node{k}": 1}, **options)
+        yield cluster.address
+    finally:
+        cluster.shutdown()
+
+
+@dataclass(frozen=True)
+class Service:
+    """A service that runs."""
+
+    folder: Path
+    url: str
+    log: Path
+
+    def ask(self, **body: Any) -> list[bytes]:
+        """Images of one request."""
+        answer = httpx.post(self.url + IMAGES, json=body, timeout=PATIENCE)
+        assert answer.status_code == 200, answer.text
+        return [base64.b64decode(one["b64_json"]) for one in answer.json()["data"]]
+
+
+@contextlib.contextmanager
+def serving(folder: Path, log: Path, address: str, port: int, *options: str) -> Iterator[Service]:
+    """``hddm serve`` with an expert a node, until the block ends."""
+    places = [option for k in range(2) for option in ("--resources", f"{k}:node{k + 1}=0.5")]
+    command = [sys.executable, "-m", "hddm_cli", "serve", str(folder), "--ray", address, "--port", str(port)]
+    with log.open("w") as out:
+        process = subprocess.Popen([*command, *places, *options], stdout=out, stderr=out, env=os.environ)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        end = time.monotonic() + PATIENCE
+        while "answer; Ctrl-C" not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < end, log.read_text()
+            time.sleep(0.2)
+        assert httpx.get(f"{url}/healthz", timeout=PATIENCE).json() == {"status": "ok", "missing": []}
+        yield Service(folder, url, log)
+    finally:
+        process.send_signal(signal.SIGINT)
+        code = process.wait(PATIENCE)
+    assert code == 0, log.read_text()
+
+
+def workers() -> dict[str, int]:
+    """Process numbers of the service's workers and front by name."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            name = path.read_bytes().split(b"\0")[0].decode(errors="replace").strip()
+            if name.startswith("ray::ServeReplica:hddm:"):
+                found[name.rpartition(":")[2].split(".")[0]] = int(path.parent.name)
+    return found
+
+
+def resident(pid: int) -> int:
+    """Bytes that a process has in memory."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.fixture(scope="module")
+def service(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    root = tmp_path_factory.mktemp("service")
+    folder = write_ensemble(root, [flow_expert(seed, num_classes=3) for seed in range(2)])
+    with serving(folder, root / "log", address, 8431, "--no-batching", "--max-queue", "100") as one:
+        yield one
+
+
+@pytest.mark.parametrize("strategy", ["draw", "full"])
+def test_images_are_those_of_hddm_sample(service: Service, tmp_path: Path, strategy: str) -> None:
+    found = service.ask(prompt="dog", n=6, seed=5, steps=7, strategy=strategy)
+    options = ["--class-labels", "dog", "--num-images", "6", "--seed", "5", "--steps", "7"]
+    command = [
+        sys.executable,
+        "-m",
+        "hddm_cli",
+        "sample",
+        str(service.folder),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    subprocess.run([*command, *options, "--strategy", strategy], env=os.environ | ALONE, check=True)
+    assert found == [path.read_bytes() for path in sorted((tmp_path / "out").glob("*.png"))]
+
+
+def test_the_client_of_openai_makes_an_image(service: Service) -> None:
+    import openai
+
+    client = openai.OpenAI(base_url=f"{service.url}/v1", api_key="none")
+    made = client.images.generate(model="ensemble", prompt="cat", n=2, response_format="b64_json")
+    assert made.data is not None
+    files = [base64.b64decode(one.b64_json or "") for one in made.data]
+    assert [file[:8] for file in files] == [b"\x89PNG\r\n\x1a\n"] * 2
+    assert [model.id for model in client.models.list()] == ["ensemble", "ensemble/0", "ensemble/1"]
+    with pytest.raises(openai.BadRequestError, match="it names none of cat"):
+        client.images.generate(model="ensemble", prompt="horse")
+
+
+def test_a_worker_that_is_killed_loses_no_request_and_changes_no_image(service: Service) -> None:
+    bodies = [
+        {"prompt": "cat", "seed": seed, "steps": 60, "strategy": "draw" if seed % 2 else "full"}
+        for seed in range(50)
+    ]
+    expected = [service.ask(**body) for body in bodies[:8]]
+    before = workers()
+
+    async def crowd() -> list[httpx.Response]:
+        async with httpx.AsyncClient(timeout=PATIENCE) as client:
+            tasks = [asyncio.ensure_future(client.post(service.url + IMAGES, json=body)) for body in bodies]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            os.kill(before["1"], signal.SIGKILL)
+            assert sum(not task.done() for task in tasks) > 20
+            return await asyncio.gather(*tasks)
+
+    answers = asyncio.run(crowd())
+    assert [answer.status_code for answer in answers] == [200] * 50
+    found = [[base64.b64decode(one["b64_json"]) for one in answer.json()["data"]] for answer in answers]
+    assert found[:8] == expected
+    assert found == [service.ask(**body) for body in bodies]
+    after = workers()
+    assert after["1"] != before["1"]
+    assert after["0"] == before["0"]
+
+
+def test_ten_thousand_malformed_requests_are_refused_and_leave_nothing(service: Service) -> None:
+    def throw(num: int, seed: int) -> list[object]:
+        with httpx.Client(timeout=PATIENCE) as client:
+            wrong = []
+            for method, path, content in malformed(num, seed):
+                answer = client.request(method, service.url + path, content=content)
+                if not 400 <= answer.status_code < 500:
+                    wrong.append((answer.status_code, method, path, content[:200]))
+            return wrong
+
+    assert not throw(2000, seed=0)
+    front = workers()["front"]
+    before = resident(front)
+    assert not throw(8000, seed=1)
+    assert workers()["front"] == front
+    assert resident(front) - before < 16e6
+    assert service.ask(prompt="cat")
+
+
+def test_a_worker_holds_the_weights_of_its_expert_alone(address: str, tmp_path: Path) -> None:
+    """Two experts of 240 MB, against workers of tiny ones."""
+    held = {}
+    for name, sizes in (("tiny", {}), ("large", {"hidden_size": 1024, "depth": 4, "num_heads": 8})):
+        root = tmp_path / name
+        root.mkdir()
+        experts = [flow_expert(seed, num_classes=3, **sizes) for seed in range(2)]
+        bytes_of = sum(p.numel() * p.element_size() for p in experts[0].network.parameters())
+        folder = write_ensemble(root, experts)
+        with serving(folder, root / "log", address, 8432):
+            held[name] = {one: resident(pid) for one, pid in workers().items()}
+    assert bytes_of > 200e6
+    for one in ("0", "1"):
+        above = held["large"][one] - held["tiny"][one]
+        print(f"expert {one}: {above / bytes_of:.3f} of {bytes_of / 1e6:.0f} MB")
+        assert 0.9 * bytes_of < above < 1.1 * bytes_of
+    # The front reads none.
+    assert held["large"]["front"] - held["tiny"]["front"] < 0.1 * bytes_of
+
+
+def test_a_wrong_placement_is_refused_in_a_line(service: Service, address: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hddm_cli", "serve", str(service.folder), "--port", "8433"]
+    for options, words in (
+        (
+            ["--ray", address, "--resources", "1:node9=1"],
+            "the workers ask for 1 of node9, and the cluster has 0",
+        ),
+        (["--ray", "127.0.0.1:1"], "--ray 127.0.0.1:1: no cluster answers there"),
+        (["--num-replicas", "cats=2"], "--num-replicas cats: choose 0 or 1"),
+        (["--host", "0.0.0.0"], "--host 0.0.0.0: is open to other machines; set HDDM_TOKEN"),
+    ):
+        done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=PATIENCE)
+        assert done.returncode in (1, 2), done.stderr
+        assert words in done.stderr.splitlines()[-1]
