@@ -3,7 +3,10 @@
 import asyncio
 import base64
 import contextlib
+import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -21,6 +24,7 @@ from tests.serving.test_front import IMAGES, malformed
 
 pytestmark = pytest.mark.slow
 NODES = 3
+GUIDE = Path(__file__).parents[2] / "docs/guides/serve.md"
 PATIENCE = 240
 ALONE = {"OMP_NUM_THREADS": "1"}
 """A worker has one thread."""
@@ -132,6 +136,18 @@ def test_the_client_of_openai_makes_an_image(service: Service) -> None:
     assert [model.id for model in client.models.list()] == ["ensemble", "ensemble/0", "ensemble/1"]
     with pytest.raises(openai.BadRequestError, match="it names none of cat"):
         client.images.generate(model="ensemble", prompt="horse")
+
+
+def test_the_lines_of_the_guide_work(service: Service) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    block = block.replace("http://127.0.0.1:8000", service.url).replace('"grown"', '"ensemble"')
+    found: dict[str, Any] = {}
+    exec(block, found)
+    assert base64.b64decode(found["image"].data[0].b64_json) == service.ask(prompt="cat", seed=7, steps=30)[0]
+    for line in re.findall(r"^curl .*$", GUIDE.read_text(), re.MULTILINE):
+        words = shlex.split(line.replace("http://127.0.0.1:8000", service.url))
+        answer = json.loads(subprocess.run(words, capture_output=True, check=True).stdout)
+        assert len(answer["data"]) == (2 if "generations" in line else 3)
 
 
 def test_a_worker_that_is_killed_loses_no_request_and_changes_no_image(service: Service) -> None:
