@@ -160,7 +160,7 @@ def lines(found: Sequence[dict[str, Any]]) -> list[str]:
         "# A service beside the library",
         "",
         f"`hddm serve` of {EXPERTS} flow experts under `draw` on this machine, a thread each, beside "
-        "`hddm.sample` in this process, in turn. Medians, least and greatest in brackets. A request alone: one "
+        "`hddm.sample` in this process, in turn. Medians, least and greatest in brackets. A request: one "
         "expert, a thread, PNG files on both sides. A crowd: clients that each send one request after the "
         "other for one image of a seed of its own, beside one call of the library for all of them with "
         f"{EXPERTS} threads.",
