@@ -78,13 +78,13 @@ class ExpertUse:
 
     @property
     def shares(self) -> Tensor:
-        """Share of each expert in all weight (K,)."""
-        return self._weight.sum(0) / self._weight.sum()
+        """Share of each expert in all weight (K,); 0 where none ran."""
+        return (self._weight.sum(0) / self._weight.sum()).nan_to_num()
 
     @property
     def experts_a_sample(self) -> float:
-        """Experts that ran for a sample and call, on average."""
-        return float(self._runs.sum() / self._samples.sum())
+        """Experts that ran for a sample and call, on average; 0 where none ran."""
+        return float((self._runs.sum() / self._samples.sum()).nan_to_num())
 
     def report(self) -> dict[str, Any]:
         """Plain values: a row a bin that was visited, from data to noise."""

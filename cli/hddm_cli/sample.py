@@ -147,6 +147,8 @@ def sample(
             raise UsageError(
                 f"{' and '.join(given)}: take effect with a --guidance-scale that is not 1; give one"
             )
+    if mask is None and is_given(context, "resampling_steps"):
+        raise UsageError("--resampling-steps: takes effect with a --mask; give one")
     from hddm.pipelines.samples import SampleSettings, sample_to_folder
     from hddm.utils.progress import Progress
     from hddm.utils.records import OPTIONS, parse_record

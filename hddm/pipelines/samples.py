@@ -352,8 +352,7 @@ def _check_output(source: Path, pipeline: HDDMPipeline, settings: SampleSettings
                 raise UsageError(f"{option}: these experts make samples of several kinds; drop it")
     for k in every:
         if not 0 <= k < len(pipeline.experts.facts):
-            # Refused where it is asked for.
-            return
+            raise UsageError(f"--expert {k}: there are 0 … {len(pipeline.experts.facts) - 1}")
         facts = pipeline.experts.facts[k]
         if settings.output_type == "latent" or pipeline.vae_of(k) is not None:
             continue
@@ -375,8 +374,9 @@ def _warn(pipeline: HDDMPipeline, settings: SampleSettings, use: ExpertUse, expe
     own = pipeline.facts.shift
     if settings.shift is not None and settings.shift != own:
         warnings.warn(f"--shift {settings.shift:g}, and the model's own is {own:g}", stacklevel=3)
-    # Fewer images than experts say nothing.
-    if settings.expert is None and settings.num_images >= len(pipeline.experts.facts):
+    # Fewer images than experts say nothing, and a picture may be one expert's.
+    is_told = settings.expert is None and settings.init_image is None
+    if is_told and settings.num_images >= len(pipeline.experts.facts):
         is_drawn = (settings.strategy or pipeline.ensemble.strategy) == "draw"
         is_learned = not (is_drawn or isinstance(pipeline.ensemble.router, MomentsRouter))
         # Conditions may leave one expert alone.

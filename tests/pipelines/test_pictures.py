@@ -1,5 +1,6 @@
 """Pipelines and ``hddm sample`` that begin with a picture, as diffusers' users know them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,24 @@ def test_the_command_line_makes_the_same(pipe: HDDMPipeline, tmp_path: Path, hdd
     # Another picture is another run.
     picture(1).save(tmp_path / "old.png")
     assert "init_image_sha256" in hddm(*base, *begin, "--out", tmp_path / "out", "--resume")[2]
-    code, _, error = hddm(*base, "--strength", 0.5, "--out", tmp_path / "no")
-    assert (code, "--strength 0.5: changes an --init-image; name one" in error) == (2, True)
+    for wrong, words in (
+        (("--strength", 0.5), "--strength 0.5: changes an --init-image; name one"),
+        ((*begin[:2], "--resampling-steps", 3), "--resampling-steps: takes effect with a --mask; give one"),
+    ):
+        code, _, error = hddm(*base, *wrong, "--out", tmp_path / "no")
+        assert (code, words in error) == (2, True)
+    single = ("sample", tmp_path / "model", *begin[:2], "--steps", 4, "--out", tmp_path / "no", "--expert", 3)
+    assert "--expert 3: there are 0 … 2" in hddm(*single)[2]
     assert not (tmp_path / "no").exists()
+
+
+def test_no_expert_is_missed_where_a_picture_is_all_there_is(
+    pipe: HDDMPipeline, tmp_path: Path, hddm: Command
+) -> None:
+    pipe.save_pretrained(tmp_path / "model")
+    picture().save(tmp_path / "old.png")
+    begin = ("--init-image", tmp_path / "old.png", "--strength", 0, "--num-images", 3)
+    code, _, error = hddm("sample", tmp_path / "model", *begin, "--out", tmp_path / "out")
+    assert (code, "expert" in error) == (0, False)
+    record = (tmp_path / "out" / "sampling.json").read_text()
+    assert json.loads(record, parse_constant=pytest.fail)["expert_use"]["shares"] == [0, 0, 0]
