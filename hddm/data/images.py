@@ -73,28 +73,34 @@ def read_header(content: bytes | Path, name: Path) -> Header:
 
 
 def open_image(content: bytes, name: Path) -> Image.Image:
-    """Decode one PNG, JPEG, WebP, BMP, GIF or TIFF to an upright image in mode L or RGB.
-
-    16-bit gray is divided by 257 and rounded, so that 65535 becomes 255; of 16-bit colour Pillow keeps the
-    upper 8 bits. ``name`` is for the message.
+    """Decode one PNG, JPEG, WebP, BMP, GIF or TIFF to what `as_trained` makes of it.
 
     Raises:
         OversizedImageError: for more than `LARGEST_IMAGE` pixels, before they are decoded.
-        HddmError: for a file that is no image or damaged, and for a mode without 8-bit form.
+        HddmError: for a file that is no image or damaged, and as `as_trained`.
     """
     with _opened(content, name) as image:
-        mode, kind = image.mode, image.format
-        upright: Image.Image = ImageOps.exif_transpose(image)
-        if mode in _GRAY:
-            return upright.convert("L")
-        if mode in _COLOUR:
-            # Converting straight to RGB warns for palettes with several transparent colours.
-            return (upright.convert("RGBA") if mode == "P" else upright).convert("RGB")
-        # Before its version 11, Pillow opened a PNG of 16 bits in 32.
-        if mode in _DEEP or (mode == "I" and kind == "PNG"):
-            deep = np.asarray(upright).astype(np.uint32)
-            # Rounded; 257 is odd, so no value lies halfway.
-            return Image.fromarray(((deep + 128) // 257).astype(np.uint8))
+        return as_trained(image, name)
+
+
+def as_trained(image: Image.Image, name: object = "image") -> Image.Image:
+    """The image upright in mode L or RGB, as experts are trained on it; ``name`` is for the message.
+
+    16-bit gray is divided by 257 and rounded, so that 65535 becomes 255; of 16-bit colour Pillow keeps the
+    upper 8 bits. Raises `HddmError` for a mode without 8-bit form.
+    """
+    mode, kind = image.mode, image.format
+    upright: Image.Image = ImageOps.exif_transpose(image)
+    if mode in _GRAY:
+        return upright.convert("L")
+    if mode in _COLOUR:
+        # Converting straight to RGB warns for palettes with several transparent colours.
+        return (upright.convert("RGBA") if mode == "P" else upright).convert("RGB")
+    # Before its version 11, Pillow opened a PNG of 16 bits in 32.
+    if mode in _DEEP or (mode == "I" and kind == "PNG"):
+        deep = np.asarray(upright).astype(np.uint32)
+        # Rounded; 257 is odd, so no value lies halfway.
+        return Image.fromarray(((deep + 128) // 257).astype(np.uint8))
     raise HddmError(f"{name}: mode {mode} has no 8-bit form; convert it to gray or RGB first")
 
 

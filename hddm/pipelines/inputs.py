@@ -9,7 +9,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from hddm.data.images import to_unit_range
+from hddm.data.images import as_trained, to_unit_range
 from hddm.experts.ensemble_folders import COMPONENTS
 from hddm.networks.text_encoder import read_text_encoder, read_tokenizer
 from hddm.networks.vae import read_vae
@@ -119,17 +119,20 @@ def fresh_noise(
 def pixels_of(images: Images, channels: int, size: tuple[int, int], name: str = "image") -> Tensor:
     """Pictures (N, C, H, W) in [-1, 1]; those of Pillow are cropped and resized to ``size`` (H, W).
 
-    Raises `HddmError` for arrays and tensors of another size, and for other types.
+    Raises `HddmError` for arrays and tensors of another size or range, and for other types.
     """
     if isinstance(images, Image.Image):
         images = [images]
     if isinstance(images, np.ndarray):
+        if images.size and not 0 <= images.min() <= images.max() <= 1:
+            raise HddmError(f"{name}: array of {images.min():g} to {images.max():g}; pass pixels from 0 to 1")
         images = torch.from_numpy(images).float().movedim(-1, -3) * 2 - 1
     if isinstance(images, Tensor):
         pixels = images.float() if images.ndim == 4 else images.float()[None]
     elif isinstance(images, Sequence) and images and all(isinstance(one, Image.Image) for one in images):
         kind = "L" if channels == 1 else "RGB"
-        fitted = [ImageOps.fit(one.convert(kind), size[::-1], Image.Resampling.LANCZOS) for one in images]
+        told = [as_trained(one, name).convert(kind) for one in images]
+        fitted = [ImageOps.fit(one, size[::-1], Image.Resampling.LANCZOS) for one in told]
         rows = [torch.from_numpy(np.array(one)).view(*size, channels) for one in fitted]
         pixels = to_unit_range(torch.stack(rows).movedim(-1, 1))
     else:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 
 import hddm
 from hddm.data.images import to_unit_range
@@ -60,6 +60,17 @@ def test_strength_goes_from_the_picture_to_the_plain_sample(pipe: HDDMPipeline, 
     assert torch.equal(default, pipe(image=image, strength=0.8, output_type="latent", **how).images)
 
 
+def test_pictures_are_read_as_images_of_a_data_set_are(pipe: HDDMPipeline, tmp_path: Path) -> None:
+    turned, deep = Image.Exif(), np.arange(16, dtype=np.uint16).reshape(4, 4) * 17
+    turned[ExifTags.Base.Orientation] = 6
+    image = picture()
+    image.save(tmp_path / "turned.png", exif=turned)
+    Image.fromarray(deep * 257).save(tmp_path / "deep.png")
+    for name, pixels in (("turned", np.rot90(np.array(image), -1)), ("deep", np.stack([deep] * 3, -1))):
+        with Image.open(tmp_path / f"{name}.png") as opened:
+            assert (np.array(pipe(image=opened, strength=0, **STEPS).images[0]) == pixels).all()
+
+
 def test_what_a_mask_leaves_black_keeps_its_pixels(pipe: HDDMPipeline) -> None:
     image, how = picture(), {"strategy": "top-2", "batch_size": 3, **STEPS}
     made = pipe(image=image, mask_image=white(MASK), resampling_steps=2, **how).images
@@ -76,6 +87,9 @@ def test_what_a_mask_leaves_black_keeps_its_pixels(pipe: HDDMPipeline) -> None:
 def test_pictures_of_latents_are_encoded_and_keep_their_pixels(tmp_path: Path) -> None:
     write_vae(tmp_path / "vae")
     expert = flow_expert(0, {"space": "latents", "latent_scale": None}, in_channels=4)
+    bare = pipeline_in_memory([expert])
+    with pytest.raises(HddmError, match=r"latents \(4, 4, 4\) and there is no VAE to encode it"):
+        bare(image=picture(), strength=0.5, output_type="latent", **STEPS)
     pipe = pipeline_in_memory([expert], vae=read_vae(tmp_path / "vae"))
     height, width = pipe.image_size
     image, mask = picture(1, 2 * width), white(MASK, height // 4)
@@ -95,6 +109,7 @@ def test_pictures_of_latents_are_encoded_and_keep_their_pixels(tmp_path: Path) -
         ({"image": picture(), "strength": 1.5}, "strength is 1.5, and must be from 0"),
         ({"image": torch.zeros(1, 3, 8, 8)}, r"image is \(1, 3, 8, 8\), and this ensemble makes \(3, 4, 4\)"),
         ({"image": picture(), "mask_image": torch.ones(1, 8, 8)}, r"mask_image is .*makes \(4, 4\)"),
+        ({"image": np.full((4, 4, 3), 200, np.uint8)}, "image: array of 200 to 200; pass pixels from 0 to 1"),
         ({"image": "cat.png"}, "image: pass pictures of Pillow, an array or a tensor, not a str"),
         ({"image": [picture()] * 2, "batch_size": 3}, "the picture is .*, and 3 samples need"),
         ({"image": torch.full((1, 3, 4, 4), torch.nan)}, "holds NaN or Inf"),
