@@ -6,8 +6,8 @@ from torch import Tensor
 
 from hddm.editing import DEFAULT_RESAMPLING, Picture
 from hddm.ensemble import Ensemble
-from hddm.sampling import ExpertUse, sample
-from hddm.solvers import SOLVERS
+from hddm.sampling import ExpertUse, noise_of, sample, time_grid
+from hddm.solvers import SOLVERS, solver_named
 from tests.cases import LINEAR, case_named, oracle_field
 from tests.oracles import GaussianMixture, exact_router
 
@@ -49,6 +49,22 @@ def test_between_it_is_the_flow_of_a_gaussian(strength: float) -> None:
     exact = mean.view(SHAPE) + state * (c / ((1 - strength) ** 2 * c + strength**2)) ** 0.5
     assert (made - exact).abs().max() < 1e-4
     assert (made - plain).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_strength_just_above_a_time_of_the_grid_enlarges_no_rounding(solver: str) -> None:
+    """Networks in bfloat16 are wrong by about 2^-8, in another way at every time."""
+    picture, errors = WHOLE.sample(4, 1, SHAPE).float(), torch.Generator().manual_seed(0)
+
+    def rounded(x: Tensor, t: Tensor) -> Tensor:
+        return WHOLE.velocity(x, t.expand(len(x))) + torch.randn(x.shape, generator=errors) / 256
+
+    ends = []
+    for strength in (0.6, 0.6 + 1e-5):
+        start = Picture(picture, strength)
+        noised = start.noised(noise_of(0, range(4), SHAPE))
+        ends.append(solver_named(solver)(rounded, noised, start.times(time_grid(25))))
+    assert (ends[1] - ends[0]).abs().max() < 0.1
 
 
 def test_draw_asks_the_router_whose_picture_it_is() -> None:
