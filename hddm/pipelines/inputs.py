@@ -105,15 +105,15 @@ def noise_of_rows(
 
 
 def fresh_noise(
-    num: int, shape: tuple[int, ...], seed: int | None, start: int, generator: Generators
+    rows: Tensor, shape: tuple[int, ...], seed: int | None, start: int, generator: Generators
 ) -> Callable[[], Tensor]:
-    """New noise (num, *shape) at every call; under a seed, that of `hddm.sample`."""
+    """New noise (n, *shape) at every call, for `noise_of_rows`; under a seed, that of `hddm.sample`."""
     if seed is not None:
-        return noise_stream(seed, range(start, start + num), shape)
+        return noise_stream(seed, (start + rows).tolist(), shape)
     if isinstance(generator, Sequence):
-        own = generator
+        own = [generator[row] for row in rows.tolist()]
         return lambda: torch.stack([_normal(shape, one) for one in own])
-    return lambda: _normal((num, *shape), generator)
+    return lambda: _normal((len(rows), *shape), generator)
 
 
 def pixels_of(images: Images, channels: int, size: tuple[int, int], name: str = "image") -> Tensor:

@@ -390,7 +390,6 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         """
         refuse_call_options(options, inspect.signature(self.__call__).parameters)
         guidance = Guidance.of(guidance_scale)
-        self._begin(guidance, num_inference_steps)
         guided = guidance.by_condition
         negatives = negative_prompt or negative_conditions or negative_prompt_embeds is not None
         guidance.refuse_negative(bool(negatives))
@@ -401,109 +400,103 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         given, against, num = repeated(given, against, num_images_per_prompt, batch_size)
         ensemble, chosen = routed(self.ensemble, strategy, expert, num, given)
         self._check_output(output_type, expert)
-        if expert is None and len(ensemble.kinds) > 1:
-            if any(
-                (height or size[0], width or size[1]) != size
-                for size in map(self._size_of, range(len(ensemble.experts)))
-            ):
-                raise HddmError(
-                    "these experts make images of several sizes: drop height and width, or take one expert="
-                )
-            made = self._drawn(
-                given, against, num, latents, seed, start, generator,
-                num_inference_steps=num_inference_steps, guidance_scale=guidance_scale, solver=solver,
-                output_type=output_type, callback_on_step_end=callback_on_step_end,
-                callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
-                image=image, strength=strength, mask_image=mask_image, resampling_steps=resampling_steps,
-            )  # fmt: skip
-            return made if return_dict else (made.images,)
-        size, shape = self._asked_size(expert or 0, height, width)
-        dtype = torch.promote_types(ensemble.dtype, torch.float32)
-        x, draws = noise_and_draws(num, shape, seed, start, generator, latents)
-        times, solve = time_grid(num_inference_steps, ensemble.shift), solver_named(solver)
-        picture = self.picture(image, strength, mask_image, resampling_steps, expert or 0, size)
-        if picture is not None:
-            picture.check(num, shape)
-            solve = picture.solver(solve, fresh_noise(num, shape, seed, start, generator))
-            x, times = picture.noised(x), picture.times(times)
-        if chosen is None and ensemble.strategy == "draw":
-            prior = ensemble.prior_of(num, given)
+        device, dtype = ensemble.device, torch.promote_types(ensemble.dtype, torch.float32)
+
+        def make(
+            rows: Tensor, x: Tensor, k: int, chosen: Tensor | None, draws: Tensor | None = None
+        ) -> HDDMPipelineOutput:
+            """Images ``rows`` of this call, from noise x in the units of expert k."""
+            times, solve = time_grid(num_inference_steps, ensemble.shift), solver_named(solver)
+            own = {key: value[rows] for key, value in given.items()}
+            size = self._asked_size(k, height, width)[0]
+            picture = self.picture(image, strength, mask_image, resampling_steps, k, size)
             if picture is not None:
-                prior = posterior_of(ensemble, x, picture.strength, given)
-            chosen = pick_experts(prior, draws)
-        use, device = ExpertUse(len(ensemble.experts)), ensemble.device
-        given = {key: value.to(device) for key, value in given.items()}
-        against = {key: value.to(device) for key, value in against.items()}
-        names = callback_on_step_end_tensor_inputs
-        step = self._on_step(callback_on_step_end, names, times, given, against, use)
-        with self.progress_bar(total=len(times) - 1) as bar:
+                picture.check(num, x.shape[1:])
+                picture = picture.rows(rows)
+                solve = picture.solver(solve, fresh_noise(rows, tuple(x.shape[1:]), seed, start, generator))
+                x, times = picture.noised(x), picture.times(times)
+            if chosen is None and ensemble.strategy == "draw" and draws is not None:
+                prior = ensemble.prior_of(num, own)
+                if picture is not None:
+                    prior = posterior_of(ensemble, x, picture.strength, own)
+                chosen = pick_experts(prior, draws)
+            self._begin(guidance, len(times) - 1)
+            own = {key: value.to(device) for key, value in own.items()}
+            other = {key: value[rows].to(device) for key, value in against.items()}
+            use, names = ExpertUse(len(ensemble.experts)), callback_on_step_end_tensor_inputs
+            step = self._on_step(callback_on_step_end, names, times, own, other, use)
+            with self.progress_bar(total=len(times) - 1) as bar:
 
-            def on_step(index: int, x: Tensor) -> Tensor:
-                bar.update()
-                return step(index, x)
+                def on_step(index: int, x: Tensor) -> Tensor:
+                    bar.update()
+                    return step(index, x)
 
-            try:
-                x = integrate(
-                    ensemble,
-                    x.to(device, dtype),
-                    times,
-                    solve,
-                    self._guidance,
-                    against or None,
-                    given,
-                    expert=None if chosen is None else chosen.to(device),
-                    router_every=router_every,
-                    use=use,
-                    on_step=on_step,
-                    is_interrupted=lambda: self._interrupt,
-                )
-            except (RuntimeError, ValueError) as error:
-                if size == self._size_of(expert or 0) or isinstance(error, HddmError):
-                    raise
-                own = "×".join(map(str, self._size_of(expert or 0)))
+                try:
+                    x = integrate(
+                        ensemble,
+                        x.to(device, dtype),
+                        times,
+                        solve,
+                        self._guidance,
+                        other or None,
+                        own,
+                        expert=None if chosen is None else chosen.to(device),
+                        router_every=router_every,
+                        use=use,
+                        on_step=on_step,
+                        is_interrupted=lambda: self._interrupt,
+                    )
+                except (RuntimeError, ValueError) as error:
+                    if size == self._size_of(k) or isinstance(error, HddmError):
+                        raise
+                    of = "×".join(map(str, self._size_of(k)))
+                    raise HddmError(
+                        f"height={size[0]}, width={size[1]}: a network of images of {of} fails on it: "
+                        f"{one_line(error)}"
+                    ) from error
+            if output_type == "latent":
+                return HDDMPipelineOutput(x, use)
+            decoded = self.decode(x, k, picture)
+            return HDDMPipelineOutput(self.image_processor.postprocess(decoded, output_type), use)
+
+        if expert is None and len(ensemble.kinds) > 1:
+            if latents is not None or output_type != "pil":
                 raise HddmError(
-                    f"height={size[0]}, width={size[1]}: a network of images of {own} fails on it: "
-                    f"{one_line(error)}"
-                ) from error
-        if output_type != "latent":
-            x = self.image_processor.postprocess(self.decode(x, expert or 0, picture), output_type)
-        return HDDMPipelineOutput(x, use) if return_dict else (x,)
+                    "these experts make samples of several kinds, a list of pictures: take output_type='pil' "
+                    "without latents, or one expert="
+                )
+            if height or width:
+                raise HddmError(
+                    "height and width: these experts make images of several kinds; take one expert="
+                )
+            # An image's draw comes before its noise, whose shape it decides.
+            _, draws = noise_and_draws(num, (), seed, start, generator, None)
+            made = self._drawn(
+                pick_experts(ensemble.prior_of(num, given), draws), make, seed, start, generator
+            )
+        else:
+            shape = self._asked_size(expert or 0, height, width)[1]
+            x, draws = noise_and_draws(num, shape, seed, start, generator, latents)
+            made = make(torch.arange(num), x, expert or 0, chosen, draws)
+        return made if return_dict else (made.images,)
 
     def _drawn(
         self,
-        given: Mapping[str, Tensor],
-        against: Mapping[str, Tensor],
-        num: int,
-        latents: Tensor | None,
+        chosen: Tensor,
+        make: Callable[[Tensor, Tensor, int, Tensor], HDDMPipelineOutput],
         seed: int | None,
         start: int,
         generator: Generators,
-        **options: Any,
     ) -> HDDMPipelineOutput:
-        """Images of experts of several kinds, each drawn and decoded alone, in a list.
+        """Images of experts of several kinds, each made and decoded by the one ``chosen``, in a list.
 
         Those of experts that an interrupted call has not come to are None.
         """
-        if latents is not None or options["output_type"] != "pil":
-            raise HddmError(
-                "these experts make samples of several kinds, a list of pictures: take output_type='pil' "
-                "without latents, or one expert="
-            )
-        # An image's draw comes before its noise, whose shape it decides.
-        _, draws = noise_and_draws(num, (), seed, start, generator, None)
-        chosen = pick_experts(self.ensemble.prior_of(num, given), draws)
-        images, use = [None] * num, ExpertUse(len(self.ensemble.experts))
+        images, use = [None] * len(chosen), ExpertUse(len(self.ensemble.experts))
         for k in chosen.unique().tolist():
             rows = (chosen == k).nonzero()[:, 0]
-            part = self(
-                conditions={name: value[rows] for name, value in given.items()},
-                negative_conditions={name: value[rows] for name, value in against.items()},
-                expert=k,
-                batch_size=len(rows),
-                latents=noise_of_rows(rows, self.experts.facts[k].sample_shape, seed, start, generator),
-                **options,
-            )
-            assert isinstance(part, HDDMPipelineOutput)
+            noise = noise_of_rows(rows, self.experts.facts[k].sample_shape, seed, start, generator)
+            part = make(rows, noise, k, chosen[rows])
             use.add_all(part.expert_use)
             if self._interrupt:
                 break

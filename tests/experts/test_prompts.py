@@ -351,6 +351,29 @@ def test_experts_of_other_sizes_and_latents_are_drawn_and_decoded_each(tmp_path:
     assert "so it can be drawn, without a router, and not mixed" in message
 
 
+def test_experts_of_other_sizes_begin_with_a_picture_each(tmp_path: Path, hddm: Command) -> None:
+    for name, expert in {"small": flow_expert(0), "large": flow_expert(1, sample_size=8)}.items():
+        (tmp_path / name).mkdir()
+        save_expert(tmp_path / name, expert)
+    both = tmp_path / "both"
+    assemble([tmp_path / "small", tmp_path / "large"], both)
+    pipe = HDDMPipeline.from_pretrained(both)
+    begins = pipe(seed=1, batch_size=8, num_inference_steps=3).images
+    mask = Image.new("L", (8, 8))
+    mask.paste(255, (0, 0, 8, 4))
+    how = {"seed": 5, "num_inference_steps": 3, "mask_image": mask, "resampling_steps": 2}
+    for i, image in enumerate(pipe(image=begins, batch_size=8, **how).images):
+        assert image.tobytes() == pipe(image=begins[i], start=i, **how).images[0].tobytes()
+    begins[0].save(tmp_path / "begin.png")
+    mask.save(tmp_path / "mask.png")
+    given = ("--init-image", tmp_path / "begin.png", "--mask", tmp_path / "mask.png", "--resampling-steps", 2)
+    code, _, err = hddm("sample", both, "--seed", 5, "--steps", 3, *given, "--out", tmp_path / "out")
+    assert code == 0, err
+    for i, image in enumerate(pipe(image=begins[0], batch_size=16, **how).images):
+        with Image.open(tmp_path / "out" / f"{i:05d}.png") as made:
+            assert made.tobytes() == image.tobytes()
+
+
 def test_two_latent_spaces_have_a_vae_each(two_encoders: Path, tmp_path: Path, hddm: Command) -> None:
     other = shutil.copytree(two_encoders / "sd", tmp_path / "source")
     write_vae(other / "vae", seed=1)

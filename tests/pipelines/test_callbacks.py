@@ -126,6 +126,10 @@ def test_callbacks_read_what_a_call_was_asked_for(classes: HDDMPipeline) -> None
         seen.clear()
         classes(class_labels=0, guidance_scale=guidance, callback_on_step_end=look, **LATENT)
         assert seen == [expected] * STEPS
+    seen.clear()
+    begin = torch.zeros(1, *classes.experts.facts[0].sample_shape)
+    classes(class_labels=0, image=begin, strength=2 / STEPS, callback_on_step_end=look, **LATENT)
+    assert seen == [(2, 1.0, 0.0)] * 2
 
 
 def test_prompts_can_be_exchanged_on_the_way(text: HDDMPipeline) -> None:
