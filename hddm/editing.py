@@ -114,7 +114,8 @@ def inpainting(
         x_t = (1 - t)/(1 - t') x_t' + sqrt(t^2 - ((1 - t)/(1 - t'))^2 t'^2) eps
 
     so that the open part comes to agree with the rest. Samples approach those of p(open part | rest) as
-    ``resampling`` grows. Each step is a solver's first, so that one with a memory is Euler's.
+    ``resampling`` grows, up to the solver's own error, which every step adds again: Euler's draws samples
+    together, Heun's much less. Each step is a solver's first, so that one with a memory is Euler's.
 
     Args:
         solver: takes each step.
