@@ -136,24 +136,43 @@ def pixels_of(images: Images, channels: int, size: tuple[int, int], name: str = 
         rows = [torch.from_numpy(np.array(one)).view(*size, channels) for one in fitted]
         pixels = to_unit_range(torch.stack(rows).movedim(-1, 1))
     else:
-        raise HddmError(
-            f"{name}: pass pictures of Pillow, an array or a tensor, not a {type(images).__name__}"
-        )
+        kinds = " and ".join(sorted({type(one).__name__ for one in _listed(images)})) or "nothing"
+        raise HddmError(f"{name}: pass pictures of Pillow, an array or a tensor, not {kinds}")
     if pixels.ndim != 4 or pixels.shape[1:] != (channels, *size):
         raise HddmError(f"{name} is {tuple(pixels.shape)}, and this ensemble makes {(channels, *size)}")
     return pixels
 
 
-def mask_of(images: Images, size: tuple[int, int]) -> Tensor:
-    """Masks (N, 1, H, W), True where pictures are at least half white."""
-    if isinstance(images, np.ndarray | Tensor):
+def mask_of(masks: Images, images: Images, size: tuple[int, int]) -> Tensor:
+    """Masks (N, 1, H, W) of ``images``, True where they are at least half white.
+
+    Raises `HddmError` as `pixels_of`, for masks with nothing white, and for pictures of Pillow of another
+    aspect than their images, which are cropped otherwise.
+    """
+    if isinstance(masks, np.ndarray | Tensor):
         # A mask is in [0, 1] as diffusers has it, in tensors too.
-        found = torch.as_tensor(images).float()
-        found = found.view(-1, 1, *found.shape[-2:]) if found.shape[-1] != 1 else found.movedim(-1, -3)
-        if found.shape[-2:] != size:
-            raise HddmError(f"mask_image is {tuple(found.shape)}, and this ensemble makes {size}")
-        return found >= 0.5
-    return pixels_of(images, 1, size, "mask_image") >= 0
+        found = torch.as_tensor(masks).float()
+        if found.shape[-1] == 1 and found.ndim > 2:
+            found = found.movedim(-1, -3)
+        if found.ndim < 4:
+            found = found.view(-1, 1, *found.shape[-2:])
+        if found.shape[1:] != (1, *size):
+            raise HddmError(f"mask_image is {tuple(found.shape)}, and this ensemble makes {(1, *size)}")
+        is_open = found >= 0.5
+    else:
+        is_open = pixels_of(masks, 1, size, "mask_image") >= 0
+        sides = [one.size for one in (*_listed(masks), *_listed(images)) if isinstance(one, Image.Image)]
+        ratios = [width / height for width, height in sides]
+        if max(ratios) > 1.02 * min(ratios):
+            of, other = ("×".join(map(str, one)) for one in (sides[0], sides[-1]))
+            raise HddmError(f"mask_image of {of} pixels is cropped unlike image, of {other}; crop them alike")
+    if not is_open.flatten(1).any(1).all():
+        raise HddmError("mask_image: no pixel is white, so nothing would be new; paint what is to change")
+    return is_open
+
+
+def _listed(images: Images) -> Sequence[object]:
+    return images if isinstance(images, Sequence) else [images]
 
 
 def _normal(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:

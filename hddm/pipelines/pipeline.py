@@ -538,7 +538,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
                 "one (hddm assemble ENSEMBLE --vae FOLDER), or pass latents as a tensor"
             )
         pixels = pixels_of(image, shape[0] if part is None else part.config.in_channels, size)
-        mask = pixel_mask = None if mask_image is None else mask_of(mask_image, size)
+        mask = pixel_mask = None if mask_image is None else mask_of(mask_image, image, size)
         x_0 = pixels
         if part is not None:
             with self.present(part) as vae:
