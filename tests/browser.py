@@ -83,12 +83,12 @@ class Browser:
                 return found
             self._note(answer)
 
-    def open(self, page: Path, width: int, height: int = 900) -> None:
-        """Load a file in a window of this size, as a phone's up to 600 pixels."""
+    def open(self, page: Path | str, width: int, height: int = 900) -> None:
+        """Load a file or an address in a window of this size, as a phone's up to 600 pixels."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1}
         self.call("Emulation.setDeviceMetricsOverride", **size, mobile=width <= 600)
         self._events.clear()
-        self.call("Page.navigate", url=page.resolve().as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         while not any(event["method"] == "Page.loadEventFired" for event in self._events):
             self._note(self._read())
 

@@ -25,6 +25,7 @@ from hddm_cli import (
     inspect,
     merge,
     partition,
+    play,
     quickstart,
     sample,
     serve,
@@ -77,6 +78,7 @@ commands.command("assemble")(assemble.assemble)
 commands.command("merge")(merge.merge)
 commands.command("distill")(distill.distill)
 commands.command("sample")(sample.sample)
+commands.command("play")(play.play)
 commands.command("serve")(serve.serve)
 commands.command("evaluate")(evaluate.evaluate)
 commands.command("compare")(compare.compare)

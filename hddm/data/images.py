@@ -9,16 +9,17 @@ profiles are ignored; an animation gives its first frame. Gray images stay gray.
 import hashlib
 import io
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageOps
+from PIL.PngImagePlugin import PngInfo
 
 from hddm.data.sources import open_source
 from hddm.utils.errors import TO_ONE_SIZE, HddmError, counted, shown
@@ -327,7 +328,9 @@ def tiled(images: "Tensor", columns: int, scale: int) -> "Tensor":
     return torch.cat([torch.cat(list(row), dim=2) for row in big.split(columns)], dim=1)
 
 
-def save_png(pixels: "Tensor", file: Path | IO[bytes]) -> None:
-    """Write one image (C, H, W) in uint8."""
-    array = pixels.permute(1, 2, 0).numpy()
-    Image.fromarray(array[..., 0] if array.shape[2] == 1 else array).save(file, "PNG")
+def save_png(pixels: "Tensor", file: Path | BinaryIO, texts: Mapping[str, str] | None = None) -> None:
+    """Write one image (C, H, W) in uint8, with ``texts`` by keyword as chunks of the PNG."""
+    array, info = pixels.permute(1, 2, 0).numpy(), PngInfo()
+    for key, text in (texts or {}).items():
+        info.add_itxt(key, text)
+    Image.fromarray(array[..., 0] if array.shape[2] == 1 else array).save(file, "png", pnginfo=info)

@@ -167,7 +167,7 @@ def sample_to_folder(
     ).to(device)
     if settings.compile:
         pipeline.experts.compile(dynamic=True)
-    _check_output(source, pipeline, settings, grid)
+    check_output(source, pipeline, settings, grid)
     given, against = read_cycles(pipeline, settings)
     run = _Run(pipeline, settings, guidance, given, against, on_batch)
     record = _record(source, settings, pipeline, given)
@@ -341,7 +341,8 @@ class _Run:
         draft.add(name, _Made(files=files, use=self.use.values()))
 
 
-def _check_output(source: Path, pipeline: HDDMPipeline, settings: SampleSettings, grid: bool) -> None:
+def check_output(source: Path, pipeline: HDDMPipeline, settings: SampleSettings, grid: bool = False) -> None:
+    """Raise an `HddmError` where these experts make no pictures, or not those that are asked for."""
     every = range(len(pipeline.experts.facts)) if settings.expert is None else [settings.expert]
     if settings.expert is None and len(pipeline.ensemble.kinds) > 1:
         for option, is_given in (

@@ -1,0 +1,260 @@
+"""Images while they form, and which expert painted what: the work behind the page of ``hddm play``.
+
+A `Panel` is what one model is asked for, with settings as ``hddm sample`` has them, so that its
+`Panel.commands` make the same images. `paint` makes those of several panels.
+"""
+
+import functools
+import io
+import shlex
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from hddm.data.images import save_png, to_bytes
+from hddm.pipelines.pipeline import HDDMPipeline, HDDMPipelineOutput
+from hddm.pipelines.samples import SampleSettings, check_output, cycled, read_cycles
+from hddm.sampling import draw_experts, time_grid
+from hddm.utils.errors import HddmError, one_line
+from hddm.utils.records import EXPERT_FILE
+from hddm.utils.tensors import available_device
+
+_LEAST, _PART = 0.1, 4
+"""Seconds between previews at least, and as many times what one takes, so that a VAE slows no run by much."""
+
+
+class Opened:
+    """A model to play with: an ensemble or expert folder, or the Paris release.
+
+    Raises `HddmError` as `HDDMPipeline.from_pretrained`, and for latents without a VAE.
+    """
+
+    def __init__(self, source: Path, settings: SampleSettings) -> None:
+        self.source, self._settings = source, settings
+        self.pipeline = self._pipeline(None)
+        check_output(source, self.pipeline, settings)
+        self.is_alone = (source / EXPERT_FILE).exists()
+        facts = self.pipeline.experts.record
+        folders = [source.resolve()] if self.is_alone else map(Path, facts.names or facts.experts)
+        names = [f"expert {one.name}" if one.name.isdecimal() else one.name for one in folders]
+        self.names = [one if names.count(one) == 1 else f"{one} ({k})" for k, one in enumerate(names)]
+        """Names of the experts, no two alike."""
+        self.domains = facts.domain_of
+        self.leads = {self.names[k]: k for k in sorted({*self.domains})}
+        """The first expert of each domain, by name."""
+        self._without = functools.lru_cache(1)(self._pipeline)
+
+    def _pipeline(self, experts: tuple[int, ...] | None) -> HDDMPipeline:
+        device, dtype = available_device(self._settings.device), self._settings.torch_dtype
+        made = HDDMPipeline.from_pretrained(self.source, torch_dtype=dtype, experts=experts).to(device)
+        made.set_progress_bar_config(disable=True)
+        return made
+
+    def panel(
+        self, title: str, settings: SampleSettings, expert: int | None = None, without: int | None = None
+    ) -> "Panel":
+        """A panel of the whole, of one expert, or of all but one, with renormalised weights.
+
+        Experts that share the domain of ``without`` go with it.
+        """
+        if self.is_alone or expert is not None:
+            # An expert's folder has no other, and is asked without its number.
+            expert = None if self.is_alone else expert
+            settings = settings.model_copy(update={"strategy": None, "expert": expert})
+        pipeline, names = self.pipeline, self.names
+        if without is not None:
+            rest = [k for k, domain in enumerate(self.domains) if domain != self.domains[without]]
+            pipeline, names = self._without(tuple(rest)), [names[k] for k in rest]
+        if settings.expert is None and len(pipeline.ensemble.kinds) > 1:
+            # Samples of several kinds do not go through a network together.
+            settings = settings.model_copy(update={"batch_size": 1})
+        return Panel(title, self.source, pipeline, names, settings, without)
+
+
+@dataclass
+class Painted:
+    """An image as far as it is: pixels (C, H, W) in uint8, and the experts' weights (K,) of each step."""
+
+    number: int
+    pixels: Tensor | None = None
+    weights: list[Tensor] = field(default_factory=list)
+    is_done: bool = False
+
+    @property
+    def shares(self) -> list[float]:
+        """Mean weights over the steps so far (K,); empty before the first."""
+        return torch.stack(self.weights).double().mean(0).tolist() if self.weights else []
+
+
+@dataclass
+class Panel:
+    """A model, what it is asked for, and its images; ``without`` is the expert that was taken out."""
+
+    title: str
+    source: Path
+    pipeline: HDDMPipeline
+    names: Sequence[str]
+    settings: SampleSettings
+    without: int | None = None
+    error: str = ""
+
+    def __post_init__(self) -> None:
+        self.images, self.steps = [Painted(number) for number in self.settings.numbers], self.settings.steps
+
+    @property
+    def commands(self) -> list[str]:
+        """Command lines that make the same images; what they leave out is the default."""
+        source, name, lines = self.source, self.title.replace(" ", "-"), []
+        if self.without is not None:
+            change = ["hddm", "assemble", str(source), "--remove", str(self.without)]
+            source = Path(f"{source.name}-{name}")
+            lines.append(shlex.join([*change, "--out", str(source)]))
+        words = ["hddm", "sample", str(source), "--out", f"samples-{name}"]
+        for key, known in SampleSettings.model_fields.items():
+            if (value := getattr(self.settings, key)) != known.default:
+                option = "--prompt" if key == "prompts" else f"--{key.replace('_', '-')}"
+                for one in value if isinstance(value, tuple) else [value]:
+                    words += [option, str(one)]
+        return [*lines, shlex.join(words)]
+
+    def png(self, image: Painted) -> bytes:
+        """A PNG file of an image, with its number, the settings and the command lines as text in it."""
+        commands, file = "\n".join(self.commands), io.BytesIO()
+        texts = {
+            "number": str(image.number),
+            "settings": self.settings.model_dump_json(),
+            "command": commands,
+        }
+        assert image.pixels is not None
+        save_png(image.pixels, file, texts)
+        return file.getvalue()
+
+    def paint(
+        self,
+        picture: Image.Image | None,
+        mask: Image.Image | None,
+        stopped: threading.Event,
+        show: Callable[[], object],
+    ) -> None:
+        """Make the images, ``show`` being called as they change; raises `HddmError` as ``hddm sample``."""
+        settings, pipeline, ensemble = self.settings, self.pipeline, self.pipeline.ensemble
+        given, against = read_cycles(pipeline, settings)
+        for start in settings.numbers[:: settings.batch_size]:
+            images = self.images[start : start + settings.batch_size]
+            stop, expert = start + len(images), settings.expert
+            rows = cycled(given, start, stop)
+            if expert is None and len(ensemble.kinds) > 1:
+                expert = int(draw_experts(ensemble.prior_of(1, rows), settings.seed, start, stop))
+            edit: dict[str, Any] = {"strength": settings.strength, "mask_image": mask}
+            edit |= {"image": picture, "resampling_steps": settings.resampling_steps}
+            begun, times = (
+                pipeline.picture(**edit, expert=expert or 0),
+                time_grid(settings.steps, ensemble.shift),
+            )
+            times = times if begun is None else begun.times(times)
+            self.steps = len(times) - 1
+            pixels = functools.partial(pipeline.decode, expert=expert or 0, picture=begun)
+            made = pipeline(
+                conditions=rows,
+                negative_conditions=cycled(against, start, stop) or None,
+                batch_size=len(images),
+                num_inference_steps=settings.steps,
+                guidance_scale=settings.guidance,
+                strategy=settings.strategy,
+                expert=expert,
+                solver=settings.solver,
+                seed=settings.seed,
+                start=start,
+                output_type="latent",
+                callback_on_step_end=_watch(images, times.tolist(), pixels, stopped, show),
+                callback_on_step_end_tensor_inputs=("latents", "expert_weights"),
+                **edit,
+            )
+            if stopped.is_set():
+                return
+            assert isinstance(made, HDDMPipelineOutput)
+            for image, own in zip(images, to_bytes(pixels(made.images)).cpu(), strict=True):
+                image.pixels, image.is_done = own, True
+            show()
+
+
+def _watch(
+    images: Sequence[Painted],
+    times: Sequence[float],
+    pixels: Callable[[Tensor], Tensor],
+    stopped: threading.Event,
+    show: Callable[[], object],
+) -> Callable[..., dict[str, Tensor]]:
+    """A callback that keeps the weights of each step and, where there is time for it, a preview."""
+    before, due = torch.empty(0), 0.0
+
+    def on_step(pipeline: Any, step: int, _: float, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        nonlocal before, due
+        pipeline._interrupt = stopped.is_set()
+        x, began = tensors["latents"], time.monotonic()
+        for image, weights in zip(images, tensors["expert_weights"].cpu(), strict=True):
+            image.weights.append(weights)
+        if 0 < step < len(times) - 2 and began >= due:
+            x_0 = preview(before, x, times[step], times[step + 1])
+            for image, own in zip(images, to_bytes(pixels(x_0)).cpu(), strict=True):
+                image.pixels = own
+            show()
+            now = time.monotonic()
+            due = now + max(_LEAST, _PART * (now - began))
+        before = x
+        return {}
+
+    return on_step
+
+
+def preview(x: Tensor, following: Tensor, t: float, then: float) -> Tensor:
+    """x_0 of a path that goes on straight, by its states x at t and ``following`` at ``then`` < t.
+
+        v = (x_t - x_then) / (t - then),   x_0 = x_then - then v
+
+    No network is asked for it.
+    """
+    return following - then * (x - following) / (t - then)
+
+
+def paint(
+    panels: Sequence[Panel],
+    picture: Image.Image | None,
+    mask: Image.Image | None,
+    stopped: threading.Event,
+) -> Iterator[None]:
+    """Paint all panels in a thread; yields after changes, as often as the caller comes for them.
+
+    What one panel refuses is its ``error``, and the others go on. All end a step after ``stopped`` is set.
+    """
+    changed = threading.Event()
+
+    def work() -> None:
+        for panel in panels:
+            try:
+                if not stopped.is_set():
+                    panel.paint(picture, mask, stopped, changed.set)
+            except HddmError as error:
+                panel.error = " ".join([error.message, *error.details])
+            except Exception as error:  # the page lives on, whatever it is
+                panel.error = f"unexpected {type(error).__name__}: {one_line(error)}"
+            changed.set()
+
+    thread = threading.Thread(target=work, daemon=True, name="paints")
+    thread.start()
+    try:
+        while thread.is_alive():
+            if changed.wait(0.2):
+                changed.clear()
+                yield
+    finally:
+        # The caller may leave before the end.
+        stopped.set()
+        thread.join()
