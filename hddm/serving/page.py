@@ -46,7 +46,7 @@ _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#
 _CSS = """
 .gradio-container { max-width: 1200px !important; margin: auto !important; }
 .hddm h1 { font-size: 1.5rem; } .hddm h3 { margin: 1rem 0 .4rem; } .hddm p { margin: .4rem 0; }
-.hddm a { margin: 0; }
+.hddm a { margin: 0 !important; padding: 0 !important; }
 .hddm .cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(140px, 1fr)); gap: 1rem; }
 .hddm figure { margin: 0; min-width: 0; font-size: .85rem; overflow-wrap: anywhere; }
 .hddm img, .hddm .blank { width: 100%; aspect-ratio: 1; object-fit: contain; display: block;
@@ -109,7 +109,9 @@ def _card(image: Painted, panel: Panel, legend: Sequence[str], title: str) -> st
         kind += " small" if max(image.pixels.shape) <= 128 else ""
         shown = f'<img class="{kind}" alt="image {image.number}, {caption}" src="{picture}">'
         if image.is_done:
-            name = f"{caption}-seed-{panel.settings.seed}-{image.number}.png".replace(" ", "-")
+            name = f"{html.escape(panel.title)}-seed-{panel.settings.seed}-{image.number}.png".replace(
+                " ", "-"
+            )
             caption += f'<br><a download="{name}" href="{picture}">Save as PNG</a>'
     return f"<figure>{shown}<figcaption>{caption}</figcaption>{strip(image, panel, legend)}</figure>"
 
@@ -124,7 +126,7 @@ def results(panels: Sequence[Panel], state: str, files: Sequence[tuple[str, byte
     ``state`` is a line above; ``files`` are pictures by name, PNG, that the commands read.
     """
     legend = list(dict.fromkeys(name for panel in panels for name in panel.names))
-    parts = [f'<p role="status">{html.escape(state)}</p>']
+    parts = [f'<p role="status">{html.escape(state)}</p>'] if state else []
     parts += [
         _error(f"{panel.title}: {panel.error}" if panels[1:] else panel.error)
         for panel in panels
@@ -207,7 +209,7 @@ class Play:
         files = {name: _png(one) for name, one in ((START, picture), (MASK, mask)) if one is not None}
         asked |= {"init_image": Path(START) if picture else None, "mask": Path(MASK) if mask else None}
         # What is painted over is all new, the default with a mask.
-        asked["strength"] = asked["strength"] if picture and not mask else None
+        asked["strength"] = None if mask or not picture or asked["strength"] == 0.8 else asked["strength"]
         show, left_out, expert = (asked.pop(name) for name in ("show", "left_out", "expert"))
         try:
             panels = self._panels(show, left_out, self._settings(asked), self._model.leads.get(expert))
@@ -220,7 +222,7 @@ class Play:
             yield results(panels, "Painting …", [*files.items()])
         images = [image for panel in panels if not panel.error for image in panel.images]
         done = sum(image.is_done for image in images)
-        state = f"{counted(done, 'image')} in {time.monotonic() - began:.1f} s"
+        state = f"{counted(done, 'image')} in {time.monotonic() - began:.1f} s" if images else ""
         yield results(panels, state if done == len(images) else f"Stopped: {state}", [*files.items()])
 
     def _settings(self, asked: dict[str, Any]) -> SampleSettings:
@@ -251,13 +253,13 @@ class Play:
         return [model.panel(model.source.resolve().name, settings, expert)]
 
     def _pictures(self, canvas: dict[str, Any] | None) -> tuple[Image.Image | None, Image.Image | None]:
-        """The starting picture in the images' size, and white where it was painted over, by half at least."""
+        """The starting picture in the images' size, and white where a sixteenth or more was painted over."""
         if not canvas or canvas["background"] is None:
             return None, None
         size = self._model.pipeline.image_size[::-1]
         picture = ImageOps.fit(canvas["background"].convert("RGB"), size, Image.Resampling.LANCZOS)
         strokes = [one.getchannel("A").resize(size, Image.Resampling.BOX) for one in canvas["layers"]]
-        masks = [one.point([255 * (value >= 128) for value in range(256)]) for one in strokes]
+        masks = [one.point([255 * (value >= 16) for value in range(256)]) for one in strokes]
         return picture, next((one for one in masks if one.getbbox()), None)
 
     def _enlarged(self, canvas: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -294,7 +296,7 @@ class Play:
                     )  # fmt: skip
                     asked["prompts"] = gr.Textbox(label="Prompt", lines=2, visible=_reads(model))
                     likeliest = (
-                        "draw: one an image, by lot. full: all. top-2: the two likeliest at each step."
+                        "draw: one for each image, by lot. full: all. top-2: the two likeliest at each step."
                     )
                     asked["strategy"] = gr.Dropdown(
                         list(strategies), label="Which experts paint", info=likeliest, visible=several,
@@ -308,8 +310,9 @@ class Play:
                         other, stop = (gr.Button(one, min_width=90) for one in ("New seed", "Stop"))
                     make = gr.Button("Make images", variant="primary")
                     with gr.Accordion("Begin with a picture", open=False):
+                        gr.HTML("Drop one, and paint over what is to be made anew.", js_on_load=None)
                         asked["canvas"] = gr.ImageEditor(
-                            type="pil", format="png", label="Drop one; paint over what is to be made anew",
+                            type="pil", format="png", label="Picture",
                             sources=("upload", "clipboard"), layers=False, transforms=(), buttons=[],
                             height=360,
                             brush=gr.Brush(default_size=48, colors=["#ff2d78"], color_mode="fixed"),

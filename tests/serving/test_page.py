@@ -1,0 +1,400 @@
+"""The page of ``hddm play``: what it shows is what the pipeline does, and it works in a real browser."""
+
+import base64
+import io
+import json
+import re
+import shlex
+import socket
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from hddm.pipelines.samples import SampleSettings
+from hddm.serving.page import EVERY, HOST, LESS, MASK, START, WHOLE, Play, results, serve, strip
+from hddm.serving.painting import Opened, Panel, paint, preview
+from hddm.utils.errors import HddmError
+from tests.artefacts import Command
+from tests.browser import CHROMIUM, Browser
+from tests.ensemble_files import flow_expert, write_ensemble
+
+PHONE, DESKTOP = 390, 1280
+MANY = {"num_images": 3, "steps": 4, "seed": 2, "solver": "euler"}
+# Of the drawing library behind the editor of pictures: calls that it holds for outdated, and drawing without
+# a graphics card, as headless browsers do.
+KNOWN = re.compile(r"Index-\w+\.js|CanvasTextSystem|software WebGL|GL Driver Message")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``my ensemble`` of two experts by class, and in ``parts`` these alone."""
+    root = tmp_path_factory.mktemp("play")
+    experts = [flow_expert(seed, num_classes=3) for seed in range(2)]
+    write_ensemble(root, experts, "nucleus-0.9").rename(root / "my ensemble")
+    return root
+
+
+@pytest.fixture(scope="module")
+def ensemble(models: Path) -> Path:
+    return models / "my ensemble"
+
+
+def _painted(panel: Panel, picture: Image.Image | None = None, mask: Image.Image | None = None) -> Panel:
+    for _ in paint([panel], picture, mask, threading.Event()):
+        pass
+    return panel
+
+
+def test_a_preview_is_x_0_where_the_path_is_straight() -> None:
+    x_0, eps = torch.randn(2, 3, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for t, then in ((1.0, 0.96), (0.5, 0.1), (0.2, 0.0)):
+        states = ((1 - one) * x_0 + one * eps for one in (t, then))
+        assert torch.allclose(preview(*states, t, then), x_0, rtol=0, atol=1e-12)
+
+
+def test_the_strip_tells_the_weights_that_the_pipeline_tallied(ensemble: Path) -> None:
+    settings = SampleSettings(**MANY, strategy="full", class_labels="dog")
+    model = Opened(ensemble, settings)
+    panel = _painted(model.panel("all", settings))
+    assert panel.error == ""
+    asked = {"class_labels": ["dog"] * 3, "num_inference_steps": 4, "solver": "euler", "seed": 2}
+    shares = model.pipeline(**asked, strategy="full").expert_use.shares
+    assert torch.allclose(torch.tensor([one.shares for one in panel.images]).double().mean(0), shares)
+    for image in panel.images:
+        shown = strip(image, panel, panel.names)
+        drawn = re.findall(r'<rect x="(\d)" y="([\d.]+)" width="(\d)" height="([\d.]+)"', shown)
+        area = {0.0: 0.0}
+        for _, y, width, height in drawn:
+            area[min(float(y), 1.0)] = area.get(min(float(y), 1.0), 0) + int(width) * float(height) / 4
+        assert area[0.0] == pytest.approx(image.shares[0], abs=1e-3)
+        assert sum(area.values()) == pytest.approx(1, abs=1e-3)
+        told = dict(re.findall(r"</b> (expert \d) (\d+) %", shown))
+        assert told == {f"expert {k}": f"{100 * share:.0f}" for k, share in enumerate(image.shares)}
+
+
+PICTURE = Image.radial_gradient("L").convert("RGB").resize((4, 4))
+HOLE = Image.new("L", (4, 4))
+HOLE.paste(255, (0, 0, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expert", "without", "edit"),
+    [
+        ({}, None, None, ()),
+        ({"class_labels": "dog,cat", "guidance_scale": 2.0, "strategy": "top-1"}, None, None, ()),
+        ({"dtype": "float64", "solver": "adams-moulton"}, 1, None, ()),
+        ({"strategy": "draw"}, None, 0, ()),
+        ({"init_image": Path(START), "strength": 0.5}, None, None, (PICTURE, None)),
+        ({"init_image": Path(START), "mask": Path(MASK)}, None, None, (PICTURE, HOLE)),
+    ],
+    ids=["default", "class", "expert", "without", "picture", "mask"],
+)
+def test_the_commands_make_the_same_pixels(
+    changes: dict[str, Any],
+    expert: int | None,
+    without: int | None,
+    edit: tuple[Any, ...],
+    ensemble: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    hddm: Command,
+) -> None:
+    settings = SampleSettings.model_validate(MANY | {"class_labels": "cat"} | changes)
+    model = Opened(ensemble, settings)
+    panel = _painted(model.panel("it's all", settings, expert, without), *edit)
+    assert panel.error == ""
+    monkeypatch.chdir(tmp_path)
+    for name, picture in zip((START, MASK), edit, strict=False):
+        if picture is not None:
+            picture.save(name)
+    for line in panel.commands:
+        code, _, error = hddm(*shlex.split(line)[1:])
+        assert code == 0, error
+    made = sorted((tmp_path / "samples-it's-all").glob("*.png"))
+    assert len(made) == 3
+    for image, path in zip(panel.images, made, strict=True):
+        with Image.open(path) as theirs, Image.open(io.BytesIO(panel.png(image))) as ours:
+            assert ours.tobytes() == theirs.tobytes()
+            assert ours.text["command"] == "\n".join(panel.commands)
+            assert SampleSettings.model_validate_json(ours.text["settings"]) == panel.settings
+
+
+def test_a_command_leaves_out_what_is_the_default(models: Path, ensemble: Path) -> None:
+    default = SampleSettings()
+    (line,) = Opened(ensemble, default).panel("all", default).commands
+    assert shlex.split(line) == ["hddm", "sample", str(ensemble), "--out", "samples-all"]
+    settings = SampleSettings(prompts=("it's -- a cat",), strategy="full")
+    alone = Opened(models / "parts" / "0", default).panel("all", settings)
+    assert shlex.split(alone.commands[0])[5:] == ["--prompt", "it's -- a cat"]
+
+
+def test_a_stopped_run_ends_with_what_there_is(ensemble: Path) -> None:
+    settings, stopped = SampleSettings(**MANY | {"steps": 500}, class_labels="cat"), threading.Event()
+    panel = Opened(ensemble, settings).panel("all", settings)
+    for _ in paint([panel], None, None, stopped):
+        stopped.set()
+    assert panel.error == ""
+    assert 0 < len(panel.images[0].weights) < 500
+    assert not any(image.is_done for image in panel.images)
+    assert "forming" in results([panel], "")
+
+
+def test_what_one_panel_refuses_is_told_and_the_others_go_on(ensemble: Path) -> None:
+    settings = SampleSettings(**MANY, class_labels="cat")
+    model = Opened(ensemble, settings)
+    wrong = model.panel("<wrong>", settings.model_copy(update={"strategy": "top-9"}))
+    right = model.panel("right", settings)
+    for _ in paint([wrong, right], None, None, threading.Event()):
+        pass
+    shown = results([wrong, right], "")
+    assert 'role="alert">&lt;wrong&gt;: top-9 needs 9 experts and there are 2<' in shown
+    assert shown.count('class="done') == 3
+
+
+def test_it_is_served_to_this_machine_alone(ensemble: Path) -> None:
+    pytest.importorskip("gradio")
+    with socket.create_server((HOST, 0)) as taken:
+        port = taken.getsockname()[1]
+        with serve(Play([ensemble]), port) as (address, _):
+            assert address.startswith(f"http://{HOST}:")
+            assert int(address.rpartition(":")[2]) > port
+            with urllib.request.urlopen(address) as page:
+                policy = page.headers["content-security-policy"]
+            assert re.findall(r"\w+://|\*", policy) == []
+            assert policy.startswith("default-src 'self';")
+            stranger = urllib.request.Request(address, headers={"Host": "rebound.example"})
+            with pytest.raises(urllib.error.HTTPError, match="400"):
+                urllib.request.urlopen(stranger)
+            with pytest.raises(OSError, match="refused"):
+                socket.create_connection(("127.0.0.2", int(address.rpartition(":")[2])))
+    with (
+        pytest.raises(HddmError, match="port 70000: it and the next 19 are taken"),
+        serve(Play([ensemble]), 70000),
+    ):
+        pass
+
+
+class Visitor:
+    """Someone who looks at the page, and clicks."""
+
+    def __init__(self, browser: Browser) -> None:
+        self.browser = browser
+
+    def wait(self, expression: str) -> Any:
+        """The value of an expression in the page, once it is true."""
+        end = time.monotonic() + 30
+        while not (found := self.browser.evaluate(expression)):
+            assert time.monotonic() < end, (expression, self.told())
+            time.sleep(0.02)
+        return found
+
+    def click(self, text: str) -> None:
+        """The button, label or head of a fold that says so, as soon as there is one."""
+        said = "one.innerText.split(/[▼◀]/)[0].trim()"
+        found = f"[...document.querySelectorAll('button, label')].find(one => {said} === {text!r})"
+        self.wait(f"{found} !== undefined")
+        self.browser.evaluate(f"{found}.click()")
+
+    def told(self) -> str:
+        """All text of the results."""
+        return str(self.browser.evaluate("document.querySelector('#result')?.innerText"))
+
+    def set(self, label: str, value: object) -> None:
+        """Type into the field below a label."""
+        block = f"[...document.querySelectorAll('.block')].find(one => one.innerText.startsWith({label!r}))"
+        self.wait(f"!!{block}?.querySelector('input, textarea')")
+        self.browser.evaluate(
+            f"{{ const field = {block}.querySelector('input[type=number], input, textarea'); field.focus(); "
+            f"field.value = {str(value)!r}; field.dispatchEvent(new Event('input', {{bubbles: true}})); }}"
+        )
+        pause = "new Promise(done => setTimeout(done, 100))"
+        self.browser.evaluate(pause)
+        self.browser.press("Enter", 13, "\r")
+        self.browser.evaluate(f"document.activeElement.blur(); {pause}")
+
+    def make(self) -> str:
+        """Make images, wait for the end, and return what is told; ``window.forming`` counts previews."""
+        self.wait("!!document.querySelector('#result')")
+        self.browser.evaluate(
+            "window.result = document.querySelector('#result'); window.forming = 0; window.lines = []; "
+            "window.line = () => result.querySelector('[role=status], [role=alert]')?.innerText; "
+            "window.last = line(); "
+            "window.watch ??= new MutationObserver(() => { forming += result.querySelectorAll('.forming').length; "
+            "if (line() !== last) lines.push(last = line()); }); "
+            "watch.observe(result, {childList: true, subtree: true, attributes: true, characterData: true})"
+        )
+        self.click("Make images")
+        self.wait("lines.length > 0 && !lines.at(-1).startsWith('Painting')")
+        return self.told()
+
+    def saved(self, name: str) -> list[bytes]:
+        """Files whose name begins like this, as links would save them."""
+        links = (
+            f"[...document.querySelectorAll('#result a[download^={json.dumps(name)}]')].map(one => one.href)"
+        )
+        return [base64.b64decode(link.partition(",")[2]) for link in self.browser.evaluate(links)]
+
+    def drop(self, picture: Path) -> None:
+        """Put a picture into the editor, and paint over the middle of it."""
+        self.click("Begin with a picture")
+        self.wait("!!document.querySelector('input[type=file]') && !!document.querySelector('canvas')")
+        self.browser.call("DOM.enable")
+        root = self.browser.call("DOM.getDocument", depth=0)["root"]["nodeId"]
+        (field,) = self.browser.call("DOM.querySelectorAll", nodeId=root, selector="input[type=file]")[
+            "nodeIds"
+        ]
+        self.browser.call("DOM.setFileInputFiles", nodeId=field, files=[str(picture)])
+        # The page returns it in the images' size, enlarged.
+        self.wait("performance.getEntriesByType('resource').some(one => one.name.includes('/file=')) && 1")
+        time.sleep(2)
+        self.browser.evaluate("document.querySelector('canvas').scrollIntoView({block: 'center'})")
+        box = "(({x, y, width, height}) => [x + width / 2, y + height / 2])"
+        x, y = self.browser.evaluate(f"{box}(document.querySelector('canvas').getBoundingClientRect())")
+        for kind, right in (("Moved", -40), ("Pressed", -40), *(("Moved", k) for k in range(-30, 50, 10))):
+            self.browser.call(
+                "Input.dispatchMouseEvent", type=f"mouse{kind}", x=x + right, y=y, button="left", clickCount=1
+            )
+        self.browser.call(
+            "Input.dispatchMouseEvent", type="mouseReleased", x=x + 40, y=y, button="left", clickCount=1
+        )
+        time.sleep(1)
+
+
+@pytest.fixture(scope="module")
+def visits(
+    models: Path, ensemble: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Visitor, str, set[str]]]:
+    """A browser, the page's address, and the hosts that this process has asked for."""
+    pytest.importorskip("gradio")
+    if CHROMIUM is None:
+        pytest.skip("no chromium on PATH: apt-get install chromium, or a Chrome")
+    asked: set[str] = set()
+    places = {"socket.connect": 1, "socket.getaddrinfo": 0, "socket.gethostbyname": 0}
+    sys.addaudithook(lambda event, told: (event in places and asked.add(str(told[places[event]]))) or None)
+    play, profile = Play([models / "parts" / "0", ensemble]), tmp_path_factory.mktemp("browser")
+    with serve(play, 7860) as (address, _), Browser(profile) as browser:
+        yield Visitor(browser), address, asked
+
+
+def _pixels(files: Sequence[bytes]) -> list[bytes]:
+    found = []
+    for file in files:
+        with Image.open(io.BytesIO(file)) as image:
+            found.append(image.tobytes())
+    return found
+
+
+def _commands(told: str) -> list[list[str]]:
+    return [shlex.split(line)[1:] for line in told.splitlines() if line.startswith("hddm ")]
+
+
+def _made(folder: Path) -> list[bytes]:
+    return _pixels([path.read_bytes() for path in sorted(folder.glob("*.png"))])
+
+
+def test_a_visitor_plays(
+    visits: tuple[Visitor, str, set[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hddm: Command
+) -> None:
+    visitor, address, asked = visits
+    browser = visitor.browser
+    monkeypatch.chdir(tmp_path)
+    browser.open(address, DESKTOP)
+    visitor.wait("document.body.innerText.includes('2 experts, expert 0 (flow), expert 1 (flow)')")
+
+    # Two ensembles beside each other.
+    told = visitor.make()
+    assert "Image 3, all from the same noise" in told
+    before, after = _commands(told)
+    assert before[1].endswith("/parts/0")
+    for command in (before, after):
+        assert hddm(*command)[0] == 0
+    assert _made(tmp_path / "samples-0") == _pixels(visitor.saved("0-seed-0-"))
+    assert _made(tmp_path / "samples-my-ensemble") == _pixels(visitor.saved("my-ensemble-seed-0-"))
+
+    # One of them, by class, with previews.
+    visitor.click(WHOLE)
+    visitor.click("Advanced")
+    visitor.set("Steps", 100)
+    visitor.set("How many images", 2)
+    told = visitor.make()
+    assert browser.evaluate("window.forming") > 0
+    assert re.search(r"2 images in [\d.]+ s", told)
+    assert re.search(r"[AB] expert [01] \d+ %", told)
+    assert browser.evaluate("document.querySelectorAll('#result .done, #result .strip rect').length") >= 4
+    (command,) = _commands(told)
+    assert command[4:] == ["--num-images", "2", "--steps", "100", "--class-labels", "cat"]
+    saved = visitor.saved("my-ensemble-seed-0-")
+    for number, file in enumerate(saved):
+        with Image.open(io.BytesIO(file)) as image:
+            assert image.text["number"] == str(number)
+            assert json.loads(image.text["settings"])["steps"] == 100
+            assert image.text["command"] == shlex.join(["hddm", *command])
+    assert hddm(*command, "--overwrite")[0] == 0
+    assert _made(tmp_path / "samples-my-ensemble") == _pixels(saved)
+
+    # Every expert, and all but one.
+    visitor.set("Steps", 4)
+    visitor.click(EVERY)
+    told = visitor.make()
+    assert [one in told for one in ("all together", "expert 0 alone", "expert 1 alone")] == [True] * 3
+    visitor.click(LESS)
+    told = visitor.make()
+    assert "without expert 0" in told
+    whole, removed, rest = _commands(told)
+    assert removed[0] == "assemble"
+    for command in (whole, removed, rest):
+        assert hddm(*command)[0] == 0
+    assert _made(tmp_path / rest[3]) == _pixels(visitor.saved("without-expert-0"))
+
+    # A slip is a line, and the page goes on.
+    visitor.click(WHOLE)
+    visitor.set("Which experts paint", "top-9")
+    assert visitor.make() == "top-9 needs 9 experts and there are 2"
+    visitor.set("Which experts paint", "full")
+    assert "2 images in" in visitor.make()
+
+    # A picture to begin with, and a hole in it.
+    PICTURE.resize((40, 60)).save(tmp_path / "photo.png")
+    visitor.drop(tmp_path / "photo.png")
+    told = visitor.make()
+    (command,) = _commands(told)
+    assert command[-4:] == ["--init-image", START, "--mask", MASK]
+    for name in (START, MASK):
+        (file,) = visitor.saved(name)
+        (tmp_path / name).write_bytes(file)
+    with Image.open(tmp_path / MASK) as mask:
+        assert mask.size == (4, 4)
+        assert mask.getextrema() == (0, 255)
+    assert hddm(*command, "--overwrite")[0] == 0
+    saved = visitor.saved("my-ensemble-seed-0-")
+    assert _made(tmp_path / "samples-my-ensemble") == _pixels(saved)
+
+    strange = [one for one in browser.requests if not one.startswith((address, f"blob:{address}"))]
+    assert strange == []
+    assert asked <= {HOST, "localhost"}
+    assert [one for one in browser.complaints if not KNOWN.search(one)] == []
+
+
+@pytest.mark.parametrize("width", [PHONE, DESKTOP])
+def test_nothing_is_wider_than_the_window(width: int, visits: tuple[Visitor, str, set[str]]) -> None:
+    visitor, address, _ = visits
+    visitor.browser.open(address, width)
+    assert "8 images in" in visitor.make()
+    for fold in ("Begin with a picture", "Advanced"):
+        visitor.click(fold)
+    visitor.wait("!!document.querySelector('canvas')")
+    assert visitor.browser.evaluate("document.documentElement.scrollWidth") <= width
+    wide = visitor.browser.evaluate(
+        "[...document.querySelectorAll('#result *')].filter(one => one.getBoundingClientRect().right > "
+        f"{width} + 1).map(one => one.outerHTML.slice(0, 80))"
+    )
+    assert wide == []
