@@ -15,7 +15,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -51,9 +51,9 @@ _CSS = """
 .hddm figure { margin: 0; min-width: 0; font-size: .85rem; overflow-wrap: anywhere; }
 .hddm img, .hddm .blank { width: 100%; aspect-ratio: 1; object-fit: contain; display: block;
   background: var(--background-fill-secondary); } .hddm .small { image-rendering: pixelated; }
-.hddm .strip { position: relative; height: 18px; background: var(--border-color-primary); }
+.hddm .strip { position: relative; height: 22px; background: var(--border-color-primary); }
 .hddm svg { width: 100%; height: 100%; display: block; }
-.hddm .strip b { position: absolute; top: 0; line-height: 18px; transform: translateX(-50%); color: #000;
+.hddm .strip b { position: absolute; top: 0; line-height: 22px; transform: translateX(-50%); color: #000;
   text-shadow: 0 0 2px #fff, 0 0 3px #fff, 0 0 3px #fff; }
 .hddm .ends { display: flex; justify-content: space-between; font-size: .75rem; }
 .hddm i { display: inline-block; width: .8em; height: .8em; margin-right: .4em; }
@@ -93,7 +93,8 @@ def strip(image: Painted, panel: Panel, legend: Sequence[str]) -> str:
     )
     return (
         '<div class="strip" role="img" aria-label="experts at work, from noise to image">'
-        f'<svg viewBox="0 0 {panel.steps} 1" preserveAspectRatio="none">{bars}</svg>{letters}</div>'
+        f'<svg viewBox="0 0 {panel.steps} 1" preserveAspectRatio="none" shape-rendering="crispEdges">'
+        f"{bars}</svg>{letters}</div>"
         f'<div class="ends"><span>noise</span><span>image</span></div>{lines}'
     )
 
@@ -109,43 +110,42 @@ def _card(image: Painted, panel: Panel, legend: Sequence[str], title: str) -> st
         kind += " small" if max(image.pixels.shape) <= 128 else ""
         shown = f'<img class="{kind}" alt="image {image.number}, {caption}" src="{picture}">'
         if image.is_done:
-            name = f"{html.escape(panel.title)}-seed-{panel.settings.seed}-{image.number}.png".replace(
-                " ", "-"
-            )
-            caption += f'<br><a download="{name}" href="{picture}">Save as PNG</a>'
+            name = f"{panel.title}-seed-{panel.settings.seed}-{image.number}.png".replace(" ", "-")
+            caption += f'<br><a download="{html.escape(name)}" href="{picture}">Save as PNG</a>'
     return f"<figure>{shown}<figcaption>{caption}</figcaption>{strip(image, panel, legend)}</figure>"
 
 
-def _address(content: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
+def _address(picture: bytes | Image.Image) -> str:
+    """A picture, or its PNG file, as an address within the page."""
+    if isinstance(picture, Image.Image):
+        file = io.BytesIO()
+        picture.save(file, "png")
+        picture = file.getvalue()
+    return f"data:image/png;base64,{base64.b64encode(picture).decode()}"
 
 
-def results(panels: Sequence[Panel], state: str, files: Sequence[tuple[str, bytes]] = ()) -> str:
+def results(panels: Sequence[Panel], state: str = "", files: Mapping[str, Image.Image] | None = None) -> str:
     """All images with their strips as HTML, in rows from the same noise, and the command lines.
 
-    ``state`` is a line above; ``files`` are pictures by name, PNG, that the commands read.
+    ``state`` is a line above; ``files`` are pictures by the name under which the commands read them.
     """
     legend = list(dict.fromkeys(name for panel in panels for name in panel.names))
     parts = [f'<p role="status">{html.escape(state)}</p>'] if state else []
-    parts += [
-        _error(f"{panel.title}: {panel.error}" if panels[1:] else panel.error)
-        for panel in panels
-        if panel.error
-    ]
-    shown = [panel for panel in panels if not panel.error]
-    for row in zip(*(panel.images for panel in shown), strict=True) if panels[1:] else []:
-        cards = [_card(one, panel, legend, panel.title) for one, panel in zip(row, shown, strict=True)]
-        head = f"<h3>Image {row[0].number}, all from the same noise</h3>"
-        parts.append(f'{head}<div class="cards">{"".join(cards)}</div>')
-    if shown and not panels[1:]:
-        cards = [_card(one, shown[0], legend, f"image {one.number}") for one in shown[0].images]
+    many, shown = len(panels) > 1, [panel for panel in panels if not panel.error]
+    parts += [_error(f"{one.title}: {one.error}" if many else one.error) for one in panels if one.error]
+    rows = [[(image, one) for image in one.images] for one in shown]
+    for row in zip(*rows, strict=True) if many else rows:
+        cards = [
+            _card(image, one, legend, one.title if many else f"image {image.number}") for image, one in row
+        ]
+        parts.append(f"<h3>Image {row[0][0].number}, all from the same noise</h3>" if many else "")
         parts.append(f'<div class="cards">{"".join(cards)}</div>')
     if shown:
         lines = html.escape("\n".join(line for panel in shown for line in panel.commands))
-        named = " and ".join(
-            f'<a download="{name}" href="{_address(file)}">{name}</a>' for name, file in files
-        )
-        save = f"<p>They read {named}: save them to where you type this.</p>" if named else ""
+        named = [
+            f'<a download="{name}" href="{_address(file)}">{name}</a>' for name, file in (files or {}).items()
+        ]
+        save = f"<p>They read {' and '.join(named)}: save them to where you type this.</p>" if named else ""
         told = "<p>A saved PNG has settings and command in it.</p>"
         parts.append(f"<h3>The same images on the command line</h3><pre>{lines}</pre>{save}{told}")
     return f'<div class="hddm">{"".join(parts)}</div>'
@@ -185,12 +185,6 @@ def _reads(model: Opened) -> bool:
     return takes and all(map(pipeline.can_read, pipeline.readers))
 
 
-def _png(picture: Image.Image) -> bytes:
-    file = io.BytesIO()
-    picture.save(file, "png")
-    return file.getvalue()
-
-
 class Play:
     """The page, the models that it plays with, and the run that is under way."""
 
@@ -206,7 +200,7 @@ class Play:
         asked: dict[str, Any] = dict(zip(names, values, strict=True)) | self._shared
         self._stopped = stopped = threading.Event()
         picture, mask = self._pictures(asked.pop("canvas"))
-        files = {name: _png(one) for name, one in ((START, picture), (MASK, mask)) if one is not None}
+        files = {name: one for name, one in ((START, picture), (MASK, mask)) if one is not None}
         asked |= {"init_image": Path(START) if picture else None, "mask": Path(MASK) if mask else None}
         # What is painted over is all new, the default with a mask.
         asked["strength"] = None if mask or not picture or asked["strength"] == 0.8 else asked["strength"]
@@ -217,13 +211,13 @@ class Play:
             yield f'<div class="hddm">{_error(" ".join([error.message, *error.details]))}</div>'
             return
         began = time.monotonic()
-        yield results(panels, "Painting …", [*files.items()])
-        for _ in paint(panels, picture, mask, stopped):
-            yield results(panels, "Painting …", [*files.items()])
+        yield results(panels, "Painting …", files)
+        for _ in paint(panels, {"image": picture, "mask_image": mask}, stopped):
+            yield results(panels, "Painting …", files)
         images = [image for panel in panels if not panel.error for image in panel.images]
         done = sum(image.is_done for image in images)
         state = f"{counted(done, 'image')} in {time.monotonic() - began:.1f} s" if images else ""
-        yield results(panels, state if done == len(images) else f"Stopped: {state}", [*files.items()])
+        yield results(panels, state if done == len(images) else f"Stopped: {state}", files)
 
     def _settings(self, asked: dict[str, Any]) -> SampleSettings:
         ensemble = self._model.pipeline.ensemble

@@ -9,13 +9,12 @@ import io
 import shlex
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from hddm.data.images import save_png, to_bytes
@@ -26,6 +25,7 @@ from hddm.utils.errors import HddmError, one_line
 from hddm.utils.records import EXPERT_FILE
 from hddm.utils.tensors import available_device
 
+Edit = Mapping[str, Any]
 _LEAST, _PART = 0.1, 4
 """Seconds between previews at least, and as many times what one takes, so that a VAE slows no run by much."""
 
@@ -136,15 +136,11 @@ class Panel:
         save_png(image.pixels, file, texts)
         return file.getvalue()
 
-    def paint(
-        self,
-        picture: Image.Image | None,
-        mask: Image.Image | None,
-        stopped: threading.Event,
-        show: Callable[[], object],
-    ) -> None:
+    def paint(self, edit: Edit, stopped: threading.Event, show: Callable[[], object]) -> None:
         """Make the images, ``show`` being called as they change; raises `HddmError` as ``hddm sample``."""
         settings, pipeline, ensemble = self.settings, self.pipeline, self.pipeline.ensemble
+        own = {"strength": settings.strength, "resampling_steps": settings.resampling_steps}
+        edit = {"image": None, **edit, **own}
         given, against = read_cycles(pipeline, settings)
         for start in settings.numbers[:: settings.batch_size]:
             images = self.images[start : start + settings.batch_size]
@@ -152,8 +148,6 @@ class Panel:
             rows = cycled(given, start, stop)
             if expert is None and len(ensemble.kinds) > 1:
                 expert = int(draw_experts(ensemble.prior_of(1, rows), settings.seed, start, stop))
-            edit: dict[str, Any] = {"strength": settings.strength, "mask_image": mask}
-            edit |= {"image": picture, "resampling_steps": settings.resampling_steps}
             begun, times = (
                 pipeline.picture(**edit, expert=expert or 0),
                 time_grid(settings.steps, ensemble.shift),
@@ -173,7 +167,7 @@ class Panel:
                 seed=settings.seed,
                 start=start,
                 output_type="latent",
-                callback_on_step_end=_watch(images, times.tolist(), pixels, stopped, show),
+                callback_on_step_end=_Watch(images, times.tolist(), pixels, stopped, show),
                 callback_on_step_end_tensor_inputs=("latents", "expert_weights"),
                 **edit,
             )
@@ -185,33 +179,32 @@ class Panel:
             show()
 
 
-def _watch(
-    images: Sequence[Painted],
-    times: Sequence[float],
-    pixels: Callable[[Tensor], Tensor],
-    stopped: threading.Event,
-    show: Callable[[], object],
-) -> Callable[..., dict[str, Tensor]]:
+@dataclass
+class _Watch:
     """A callback that keeps the weights of each step and, where there is time for it, a preview."""
-    before, due = torch.empty(0), 0.0
 
-    def on_step(pipeline: Any, step: int, _: float, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        nonlocal before, due
-        pipeline._interrupt = stopped.is_set()
+    images: Sequence[Painted]
+    times: Sequence[float]
+    pixels: Callable[[Tensor], Tensor]
+    stopped: threading.Event
+    show: Callable[[], object]
+    before: Tensor | None = None
+    due: float = 0.0
+
+    def __call__(self, pipeline: Any, step: int, _: float, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        pipeline._interrupt = self.stopped.is_set()
         x, began = tensors["latents"], time.monotonic()
-        for image, weights in zip(images, tensors["expert_weights"].cpu(), strict=True):
+        for image, weights in zip(self.images, tensors["expert_weights"].cpu(), strict=True):
             image.weights.append(weights)
-        if 0 < step < len(times) - 2 and began >= due:
-            x_0 = preview(before, x, times[step], times[step + 1])
-            for image, own in zip(images, to_bytes(pixels(x_0)).cpu(), strict=True):
+        if self.before is not None and step < len(self.times) - 2 and began >= self.due:
+            x_0 = preview(self.before, x, self.times[step], self.times[step + 1])
+            for image, own in zip(self.images, to_bytes(self.pixels(x_0)).cpu(), strict=True):
                 image.pixels = own
-            show()
+            self.show()
             now = time.monotonic()
-            due = now + max(_LEAST, _PART * (now - began))
-        before = x
+            self.due = now + max(_LEAST, _PART * (now - began))
+        self.before = x
         return {}
-
-    return on_step
 
 
 def preview(x: Tensor, following: Tensor, t: float, then: float) -> Tensor:
@@ -224,15 +217,11 @@ def preview(x: Tensor, following: Tensor, t: float, then: float) -> Tensor:
     return following - then * (x - following) / (t - then)
 
 
-def paint(
-    panels: Sequence[Panel],
-    picture: Image.Image | None,
-    mask: Image.Image | None,
-    stopped: threading.Event,
-) -> Iterator[None]:
+def paint(panels: Sequence[Panel], edit: Edit, stopped: threading.Event) -> Iterator[None]:
     """Paint all panels in a thread; yields after changes, as often as the caller comes for them.
 
-    What one panel refuses is its ``error``, and the others go on. All end a step after ``stopped`` is set.
+    ``edit`` has a starting picture and its mask, as ``image`` and ``mask_image`` of a pipeline's call. What
+    one panel refuses is its ``error``, and the others go on. All end a step after ``stopped`` is set.
     """
     changed = threading.Event()
 
@@ -240,7 +229,7 @@ def paint(
         for panel in panels:
             try:
                 if not stopped.is_set():
-                    panel.paint(picture, mask, stopped, changed.set)
+                    panel.paint(edit, stopped, changed.set)
             except HddmError as error:
                 panel.error = " ".join([error.message, *error.details])
             except Exception as error:  # the page lives on, whatever it is

@@ -1,11 +1,14 @@
 """The page of ``hddm play``: what it shows is what the pipeline does, and it works in a real browser."""
 
 import base64
+import contextlib
 import io
 import json
 import re
 import shlex
+import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -19,13 +22,15 @@ import pytest
 import torch
 from PIL import Image
 
+from hddm.experts.assembly import assemble
+from hddm.experts.records import save_expert
 from hddm.pipelines.samples import SampleSettings
 from hddm.serving.page import EVERY, HOST, LESS, MASK, START, WHOLE, Play, results, serve, strip
 from hddm.serving.painting import Opened, Panel, paint, preview
 from hddm.utils.errors import HddmError
 from tests.artefacts import Command
 from tests.browser import CHROMIUM, Browser
-from tests.ensemble_files import flow_expert, write_ensemble
+from tests.ensemble_files import flow_expert, write_ensemble, write_text
 
 PHONE, DESKTOP = 390, 1280
 MANY = {"num_images": 3, "steps": 4, "seed": 2, "solver": "euler"}
@@ -48,8 +53,9 @@ def ensemble(models: Path) -> Path:
     return models / "my ensemble"
 
 
-def _painted(panel: Panel, picture: Image.Image | None = None, mask: Image.Image | None = None) -> Panel:
-    for _ in paint([panel], picture, mask, threading.Event()):
+def _painted(panel: Panel, *edit: Image.Image | None) -> Panel:
+    pictures = dict(zip(("image", "mask_image"), edit or (None, None), strict=True))
+    for _ in paint([panel], pictures, threading.Event()):
         pass
     return panel
 
@@ -105,27 +111,44 @@ def test_the_commands_make_the_same_pixels(
     edit: tuple[Any, ...],
     ensemble: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     hddm: Command,
 ) -> None:
     settings = SampleSettings.model_validate(MANY | {"class_labels": "cat"} | changes)
-    model = Opened(ensemble, settings)
-    panel = _painted(model.panel("it's all", settings, expert, without), *edit)
-    assert panel.error == ""
-    monkeypatch.chdir(tmp_path)
     for name, picture in zip((START, MASK), edit, strict=False):
         if picture is not None:
-            picture.save(name)
-    for line in panel.commands:
-        code, _, error = hddm(*shlex.split(line)[1:])
-        assert code == 0, error
-    made = sorted((tmp_path / "samples-it's-all").glob("*.png"))
-    assert len(made) == 3
-    for image, path in zip(panel.images, made, strict=True):
-        with Image.open(path) as theirs, Image.open(io.BytesIO(panel.png(image))) as ours:
-            assert ours.tobytes() == theirs.tobytes()
-            assert ours.text["command"] == "\n".join(panel.commands)
-            assert SampleSettings.model_validate_json(ours.text["settings"]) == panel.settings
+            picture.save(tmp_path / name)
+    panel = Opened(ensemble, settings).panel("it's all", settings, expert, without)
+    _same_as_its_command(panel, tmp_path, hddm, *edit)
+    with Image.open(io.BytesIO(panel.png(panel.images[2]))) as image:
+        assert (image.text["number"], image.text["command"]) == ("2", "\n".join(panel.commands))
+        assert SampleSettings.model_validate_json(image.text["settings"]) == panel.settings
+
+
+def _same_as_its_command(panel: Panel, folder: Path, hddm: Command, *edit: Any) -> None:
+    """Hold images against those of the panel's command lines, run in ``folder``."""
+    assert _painted(panel, *edit).error == ""
+    with contextlib.chdir(folder):
+        for line in panel.commands:
+            code, _, error = hddm(*shlex.split(line)[1:])
+            assert code == 0, error
+    made = [path.read_bytes() for path in sorted(folder.glob("samples-*/*.png"))]
+    assert _pixels([panel.png(image) for image in panel.images]) == _pixels(made)
+
+
+def test_prompts_have_their_command(tmp_path: Path, hddm: Command) -> None:
+    asked = SampleSettings(num_images=2, steps=3, prompts=("it's a cat",), guidance_scale=3.0)
+    _same_as_its_command(Opened(write_text(tmp_path), asked).panel("text", asked), tmp_path, hddm)
+
+
+def test_images_of_several_sizes_have_their_command(tmp_path: Path, hddm: Command) -> None:
+    for name, size in (("small", 4), ("large", 8)):
+        (tmp_path / name).mkdir()
+        save_expert(tmp_path / name, flow_expert(size, sample_size=size))
+    assemble([tmp_path / "small", tmp_path / "large"], tmp_path / "both", strategy="draw")
+    asked = SampleSettings(num_images=4, steps=3)
+    panel = Opened(tmp_path / "both", asked).panel("sizes", asked)
+    _same_as_its_command(panel, tmp_path, hddm)
+    assert len({image.pixels.shape for image in panel.images if image.pixels is not None}) == 2
 
 
 def test_a_command_leaves_out_what_is_the_default(models: Path, ensemble: Path) -> None:
@@ -140,12 +163,12 @@ def test_a_command_leaves_out_what_is_the_default(models: Path, ensemble: Path) 
 def test_a_stopped_run_ends_with_what_there_is(ensemble: Path) -> None:
     settings, stopped = SampleSettings(**MANY | {"steps": 500}, class_labels="cat"), threading.Event()
     panel = Opened(ensemble, settings).panel("all", settings)
-    for _ in paint([panel], None, None, stopped):
+    for _ in paint([panel], {}, stopped):
         stopped.set()
     assert panel.error == ""
     assert 0 < len(panel.images[0].weights) < 500
     assert not any(image.is_done for image in panel.images)
-    assert "forming" in results([panel], "")
+    assert "forming" in results([panel])
 
 
 def test_what_one_panel_refuses_is_told_and_the_others_go_on(ensemble: Path) -> None:
@@ -153,9 +176,9 @@ def test_what_one_panel_refuses_is_told_and_the_others_go_on(ensemble: Path) -> 
     model = Opened(ensemble, settings)
     wrong = model.panel("<wrong>", settings.model_copy(update={"strategy": "top-9"}))
     right = model.panel("right", settings)
-    for _ in paint([wrong, right], None, None, threading.Event()):
+    for _ in paint([wrong, right], {}, threading.Event()):
         pass
-    shown = results([wrong, right], "")
+    shown = results([wrong, right])
     assert 'role="alert">&lt;wrong&gt;: top-9 needs 9 experts and there are 2<' in shown
     assert shown.count('class="done') == 3
 
@@ -228,7 +251,8 @@ class Visitor:
             "window.result = document.querySelector('#result'); window.forming = 0; window.lines = []; "
             "window.line = () => result.querySelector('[role=status], [role=alert]')?.innerText; "
             "window.last = line(); "
-            "window.watch ??= new MutationObserver(() => { forming += result.querySelectorAll('.forming').length; "
+            "window.watch ??= new MutationObserver(() => { "
+            "forming += result.querySelectorAll('.forming').length; "
             "if (line() !== last) lines.push(last = line()); }); "
             "watch.observe(result, {childList: true, subtree: true, attributes: true, characterData: true})"
         )
@@ -355,6 +379,16 @@ def test_a_visitor_plays(
         assert hddm(*command)[0] == 0
     assert _made(tmp_path / rest[3]) == _pixels(visitor.saved("without-expert-0"))
 
+    # Enough of it.
+    visitor.set("Steps", 100)
+    visitor.set("How many images", 16)
+    visitor.click("Make images")
+    visitor.wait("document.querySelector('#result').innerText.includes('Painting')")
+    visitor.click("Stop")
+    visitor.wait("document.querySelector('#result').innerText.includes('Stopped: ')")
+    visitor.set("Steps", 4)
+    visitor.set("How many images", 2)
+
     # A slip is a line, and the page goes on.
     visitor.click(WHOLE)
     visitor.set("Which experts paint", "top-9")
@@ -398,3 +432,20 @@ def test_nothing_is_wider_than_the_window(width: int, visits: tuple[Visitor, str
         f"{width} + 1).map(one => one.outerHTML.slice(0, 80))"
     )
     assert wide == []
+
+
+@pytest.mark.slow
+def test_the_verb_says_where_the_page_is_and_ends_by_a_signal(ensemble: Path) -> None:
+    pytest.importorskip("gradio")
+    line = [sys.executable, "-m", "hddm_cli", "play", str(ensemble), "--port", "7960"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"{ensemble}: expert 0, expert 1\n"
+        address = process.stdout.readline().split()[0]
+        with urllib.request.urlopen(address) as page:
+            assert b"hddm play" in page.read()
+        process.send_signal(signal.SIGINT)
+        out, error = process.communicate(timeout=30)
+    assert (process.returncode, out) == (130, "")
+    assert error.endswith("hddm: stopped by SIGINT; nothing half-written is left\n")
+    assert "Traceback" not in error
