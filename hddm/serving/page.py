@@ -9,7 +9,6 @@ import contextlib
 import functools
 import html
 import io
-import os
 import random
 import socket
 import tempfile
@@ -27,6 +26,7 @@ from hddm.pipelines.samples import SampleSettings
 from hddm.serving.painting import Opened, Painted, Panel, paint
 from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, SOLVERS
 from hddm.utils.errors import HddmError, counted, optional
+from hddm.utils.processes import environment
 from hddm.utils.records import OPTIONS, parse_record
 
 HOST, PORTS = "127.0.0.1", 20
@@ -39,6 +39,7 @@ _POLICY = (
 )
 WHOLE, EVERY, LESS, GROWN = "The images", "Every expert", "Leave one out", "Before and after"
 START, MASK = "start.png", "mask.png"
+_STRATEGIES = "draw: one for each image, by lot. full: all. top-2: the two likeliest at each step."
 _ENLARGED = 512
 """Pixels of a starting picture's longer side, about, to paint on."""
 # Told apart by the colour-blind too (Okabe and Ito); letters say the same.
@@ -186,9 +187,13 @@ def _reads(model: Opened) -> bool:
 
 
 class Play:
-    """The page, the models that it plays with, and the run that is under way."""
+    """The page, the models that it plays with, and the run that is under way.
+
+    Raises `HddmError` as `Opened`, and without Gradio.
+    """
 
     def __init__(self, sources: Sequence[Path], device: str = "auto", dtype: str = "float32") -> None:
+        self.gradio = optional("gradio", "hddm play", "play")
         self._shared = {"device": device, "dtype": dtype}
         settings = parse_record(dict(self._shared), SampleSettings, OPTIONS)
         self.models = [Opened(source, settings) for source in sources]
@@ -222,15 +227,10 @@ class Play:
     def _settings(self, asked: dict[str, Any]) -> SampleSettings:
         ensemble = self._model.pipeline.ensemble
         # A comma would part a name.
-        labels = [
-            str(ensemble.classes.index(one)) if "," in one else one for one in asked["class_labels"] or ()
-        ]
-        asked |= {
-            "class_labels": ",".join(labels) or None,
-            "prompts": tuple(filter(None, [asked["prompts"]])),
-        }
-        if asked["strategy"] in ("", ensemble.strategy):
-            asked["strategy"] = None
+        names = {one: str(k) if "," in one else one for k, one in enumerate(ensemble.classes)}
+        asked["class_labels"] = ",".join(names[one] for one in asked["class_labels"] or ()) or None
+        asked["prompts"] = (prompt,) if (prompt := (asked["prompts"] or "").strip()) else ()
+        asked["strategy"] = None if asked["strategy"] in ("", ensemble.strategy) else asked["strategy"]
         return parse_record(asked, SampleSettings, OPTIONS)
 
     def _panels(self, show: str, left_out: str, settings: SampleSettings, expert: int | None) -> list[Panel]:
@@ -270,12 +270,11 @@ class Play:
 
     def blocks(self) -> Any:
         """The page in Gradio's parts; the inputs are called as the settings are."""
-        gr = optional("gradio", "hddm play", "play")
+        gr, asked = self.gradio, dict[str, Any]()
         model, several, wide = self._model, len(self._model.leads) > 1, {"min_width": 300}
         ensemble, experts = model.pipeline.ensemble, [*model.leads]
         shows = [WHOLE, *([EVERY, LESS] if several else []), *([GROWN] if self.models[1:] else [])]
         strategies = dict.fromkeys([ensemble.strategy, "draw", "full", "top-1", "top-2", "nucleus-0.9"])
-        asked: dict[str, Any] = {}
         with gr.Blocks(title="hddm play", analytics_enabled=False) as page:
             gr.HTML(about(self.models), js_on_load=None)
             with gr.Row():
@@ -283,32 +282,26 @@ class Play:
                     first = shows[-1] if self.models[1:] else WHOLE
                     asked["show"] = gr.Radio(shows, value=first, label="What to see", visible=len(shows) > 1)
                     asked["left_out"] = gr.Dropdown(experts, label="Leave out", visible=False)
-                    names, several_take_turns = list(ensemble.classes), "Several take turns."
+                    names = list(ensemble.classes)
                     asked["class_labels"] = gr.Dropdown(
-                        names, value=names[:1], multiselect=True, label="Class", info=several_take_turns,
-                        visible=bool(names),
+                        names, value=names[:1], multiselect=True, label="Class", visible=bool(names),
+                        info="Several take turns.",
                     )  # fmt: skip
                     asked["prompts"] = gr.Textbox(label="Prompt", lines=2, visible=_reads(model))
-                    likeliest = (
-                        "draw: one for each image, by lot. full: all. top-2: the two likeliest at each step."
-                    )
                     asked["strategy"] = gr.Dropdown(
-                        list(strategies), label="Which experts paint", info=likeliest, visible=several,
+                        list(strategies), label="Which experts paint", info=_STRATEGIES, visible=several,
                         allow_custom_value=True,
                     )  # fmt: skip
                     asked["num_images"] = gr.Slider(1, 16, 4, step=1, label="How many images")
-                    asked["seed"] = gr.Number(
-                        0, label="Seed, the number of the noise", precision=0, minimum=0
-                    )
+                    asked["seed"] = gr.Number(0, label="Seed, the number of the noise", precision=0)
                     with gr.Row():
                         other, stop = (gr.Button(one, min_width=90) for one in ("New seed", "Stop"))
                     make = gr.Button("Make images", variant="primary")
                     with gr.Accordion("Begin with a picture", open=False):
                         gr.HTML("Drop one, and paint over what is to be made anew.", js_on_load=None)
                         asked["canvas"] = gr.ImageEditor(
-                            type="pil", format="png", label="Picture",
-                            sources=("upload", "clipboard"), layers=False, transforms=(), buttons=[],
-                            height=360,
+                            type="pil", format="png", label="Picture", sources=("upload", "clipboard"),
+                            layers=False, transforms=(), buttons=[], height=360,
                             brush=gr.Brush(default_size=48, colors=["#ff2d78"], color_mode="fixed"),
                         )  # fmt: skip
                         new = "How much is new, where nothing is painted over"
@@ -317,10 +310,8 @@ class Play:
                         asked["steps"] = gr.Slider(1, 100, DEFAULT_STEPS, step=1, label="Steps")
                         asked["solver"] = gr.Dropdown(list(SOLVERS), value=DEFAULT_SOLVER, label="Solver")
                         asked["expert"] = gr.Dropdown(["all", *experts], label="Expert", visible=several)
-                        guidable = bool(ensemble.conditions)
-                        asked["guidance_scale"] = gr.Slider(
-                            1, 15, 1, label="Guidance scale", visible=guidable
-                        )
+                        told = {"label": "Guidance scale", "visible": bool(ensemble.conditions)}
+                        asked["guidance_scale"] = gr.Slider(1, 15, 1, **told)
                 with gr.Column(scale=5, **wide):
                     start = '<div class="hddm"><p>Images appear here while they form.</p></div>'
                     result = gr.HTML(start, elem_id="result", js_on_load=None)
@@ -340,28 +331,28 @@ class Play:
 def serve(play: Play, port: int) -> Iterator[tuple[str, threading.Thread]]:
     """Serve the page within the block, on the first free port from ``port`` on; its address and its thread.
 
-    Raises `HddmError` if all of `PORTS` are taken, or without Gradio.
+    Raises `HddmError` if all of `PORTS` are taken.
     """
-    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
-    with tempfile.TemporaryDirectory(prefix="hddm-play-") as folder, _listening(port) as listener:
-        # Pictures that were dropped on the page go with it.
-        os.environ["GRADIO_TEMP_DIR"] = folder
-        gr = optional("gradio", "hddm play", "play")
-        import fastapi
-        import uvicorn
-        from starlette.middleware.trustedhost import TrustedHostMiddleware
+    import fastapi
+    import uvicorn
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-        fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
-        dim = {"body_text_color_subdued": "*neutral_600", "body_text_color_subdued_dark": "*neutral_300"}
-        theme = gr.themes.Default(**fonts).set(**dim)
-        look = {"theme": theme, "css": _CSS, "footer_links": [], "ssr_mode": False}
-        app = gr.mount_gradio_app(fastapi.FastAPI(openapi_url=None), play.blocks(), "", HOST, **look)
-        # Pages from elsewhere that have a name point here would come under that name.
+    fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
+    dim = {"body_text_color_subdued": "*neutral_600", "body_text_color_subdued_dark": "*neutral_300"}
+    folder, listener = tempfile.TemporaryDirectory(prefix="hddm-play-"), _listening(port)
+    # Pictures that were dropped on the page go with the folder.
+    quiet = environment({"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_TEMP_DIR": folder.name})
+    with listener, folder, quiet:
+        gr, page = play.gradio, play.blocks()
+        look = {"theme": gr.themes.Default(**fonts).set(**dim), "css": _CSS, "ssr_mode": False}
+        app = fastapi.FastAPI(openapi_url=None)
+        app = gr.mount_gradio_app(app, page, "", server_name=HOST, footer_links=[], **look)
+        # A page from elsewhere whose name points here would have to come under that name.
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
         policy = [("content-security-policy", _POLICY)]
         config = uvicorn.Config(app, log_level="error", headers=policy, timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, args=([listener],), daemon=True, name="serves the page")
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True, name="serves")
         thread.start()
         try:
             while not server.started and thread.is_alive():
@@ -374,7 +365,7 @@ def serve(play: Play, port: int) -> Iterator[tuple[str, threading.Thread]]:
 
 
 def _listening(port: int) -> socket.socket:
-    for one in range(port, port + PORTS):
-        with contextlib.suppress(OSError, OverflowError):
+    for one in range(port, min(port + PORTS, 1 << 16)):
+        with contextlib.suppress(OSError):
             return socket.create_server((HOST, one))
     raise HddmError(f"--port {port}: it and the next {PORTS - 1} are taken; choose another")

@@ -394,6 +394,9 @@ def test_a_visitor_plays(
     visitor.set("Which experts paint", "top-9")
     assert visitor.make() == "top-9 needs 9 experts and there are 2"
     visitor.set("Which experts paint", "full")
+    visitor.set("Seed", -4)
+    assert visitor.make() == "--seed -4: must be 0 or more"
+    visitor.set("Seed", 0)
     assert "2 images in" in visitor.make()
 
     # A picture to begin with, and a hole in it.
