@@ -90,7 +90,7 @@ def strip(image: Painted, panel: Panel, legend: Sequence[str]) -> str:
         f'<div><i style="background:{_COLOURS[place % len(_COLOURS)]}"></i><b>{_letter(place)}</b> '
         f"{html.escape(name)} {100 * share:.0f} %</div>"
         for share, place, name in sorted(shares, reverse=True)
-        if share
+        if share >= 0.005
     )
     return (
         '<div class="strip" role="img" aria-label="experts at work, from noise to image">'
@@ -160,7 +160,8 @@ def about(models: Sequence[Opened]) -> str:
     """What the page is for, and what was opened, as HTML."""
     parts = [
         "<h1>Play with an ensemble</h1><p>Diffusion models turn noise into images. Here several that were "
-        "trained apart, the <b>experts</b>, paint together: make images, and see who painted what.</p>"
+        "trained apart, the <b>experts</b>, paint together. Make images; the strip under each tells who "
+        "painted when.</p>"
     ]
     for model in models:
         records, ensemble = model.pipeline.experts.facts, model.pipeline.ensemble
@@ -339,7 +340,7 @@ def serve(play: Play, port: int) -> Iterator[tuple[str, threading.Thread]]:
 
     fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
     dim = {"body_text_color_subdued": "*neutral_600", "body_text_color_subdued_dark": "*neutral_300"}
-    folder, listener = tempfile.TemporaryDirectory(prefix="hddm-play-"), _listening(port)
+    listener, folder = _listening(port), tempfile.TemporaryDirectory(prefix="hddm-play-")
     # Pictures that were dropped on the page go with the folder.
     quiet = environment({"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_TEMP_DIR": folder.name})
     with listener, folder, quiet:
