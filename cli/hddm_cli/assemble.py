@@ -69,6 +69,10 @@ def assemble(
         Path | None,
         InputOption("--classes", help="YAML file of experts' class names, where they have numbers."),
     ] = None,
+    diffusers_pipeline: Annotated[
+        bool,
+        typer.Option("--diffusers-pipeline", help="Add a pipeline.py, by which stock diffusers opens it."),
+    ] = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Put experts and a router into one ensemble folder, after checking that they fit; or change one."""
@@ -92,7 +96,7 @@ def assemble(
 
     named = read_classes(classes) if classes else None
     domains = [one.split(",") for one in domain or ()]
-    options = (vae, text_encoder, tokenizer, base or (), shares, named, domains)
+    options = (vae, text_encoder, tokenizer, base or (), shares, named, domains, diffusers_pipeline)
     with Progress(None, "check and assemble"):
         if changes:
             notes = change(experts[0], add or (), remove or (), router, out, strategy, overwrite, *options)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def verify(
     expert: Annotated[
-        Path, InputArgument(help="Expert folder, of whoever trained it; or a folder of several experts.")
+        Path, InputArgument(help="Expert, of whoever trained it; an ensemble, or a folder of experts.")
     ],
     data: Annotated[
         Path | None,
@@ -34,9 +34,10 @@ def verify(
 ) -> None:
     """Judge experts before they are used: records, hashes, finite weights, denoising of held-out images.
 
-    Exits with 0 if all are accepted, 1 if one is refused, 2 if the call was wrong.
+    Of an ensemble all files are judged, with a pipeline.py, which diffusers would run. Exits with 0 if all
+    are accepted, 1 if one is refused, 2 if the call was wrong.
     """
-    from hddm.training.verify import experts_in, images_for, verify_expert
+    from hddm.training.verify import experts_in, images_for, problems_around, verify_expert
     from hddm.utils.progress import Progress
 
     experts = experts_in(expert)
@@ -55,13 +56,16 @@ def verify(
     if as_json:
         reports = [verdict.report() for verdict in verdicts]
         typer.echo(json.dumps(reports[0] if is_one else reports, indent=2))
+    around = problems_around(expert)
     refused = [verdict for verdict in verdicts if not verdict.accepted]
     if refused and is_one:
         raise HddmError(f"{expert}: is refused", refused[0].problems)
     if refused:
         lines = [f"{verdict.folder}: {problem}" for verdict in refused for problem in verdict.problems]
         verb = "is" if len(refused) == 1 else "are"
-        raise HddmError(f"{expert}: {len(refused)} of {len(experts)} experts {verb} refused", lines)
+        raise HddmError(f"{expert}: {len(refused)} of {len(experts)} experts {verb} refused", lines + around)
+    if around:
+        raise HddmError(f"{expert}: is refused, and its experts are not", around)
     if not (as_json or is_one):
         hint = "" if data else "; --data judges denoising"
         typer.echo(f"{expert}: all {len(experts)} experts are accepted{hint}")

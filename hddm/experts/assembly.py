@@ -55,7 +55,7 @@ from hddm.experts.records import (
 )
 from hddm.networks.folders import sha256_once
 from hddm.utils.errors import HddmError, did_you_mean, one_line
-from hddm.utils.files import inside, link_or_copy, new_folder, read_yaml
+from hddm.utils.files import inside, link_or_copy, new_folder, read_yaml, write_whole
 from hddm.utils.records import MANIFEST, has_manifest, read_record, refuse_damaged
 from hddm.utils.tensors import read_safetensors, refuse_non_finite
 
@@ -64,6 +64,21 @@ MOMENTS = "moments"
 """In place of a router's folder."""
 MOMENTS_EVIDENCE = 10.0
 """Directions of images that count in full, by measurements on digits and CIFAR-10 (docs/results.md)."""
+
+PIPELINE_FILE = "pipeline.py"
+PIPELINE_CODE = b'''"""Opens this folder in diffusers by the installed hddm; it has no other code.
+
+    DiffusionPipeline.from_pretrained(folder, custom_pipeline=folder, trust_remote_code=True)
+"""
+
+from importlib import import_module
+
+try:
+    HDDMPipeline = import_module("hddm").HDDMPipeline
+except (ImportError, AttributeError) as error:
+    raise ImportError("this folder is an ensemble of hddm; pip install hddm-diffusion") from error
+'''
+"""Of an import statement diffusers would tell to install "hddm", which on PyPI is another project."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +124,7 @@ def assemble(
     share: Mapping[str, float] | None = None,
     classes: Mapping[str, ClassNames] | None = None,
     domain: Sequence[Sequence[str]] = (),
+    diffusers_pipeline: bool = False,
 ) -> tuple[str, ...]:
     """Put experts, a router and components into one folder, after checking that they fit.
 
@@ -128,7 +144,8 @@ def assemble(
     (`hddm.experts.components`). Where experts have topics (`hddm.training.topics`), prompts are routed by
     them. Experts of unlike samples can be drawn, and not mixed. ``strategy`` is the one that the folder
     recommends. ``bases`` are folders of weights that adapters change, where they have moved since
-    training. Returns notes on what was taken on trust or could not be known.
+    training. ``diffusers_pipeline`` adds a ``pipeline.py``, by which stock diffusers opens the folder
+    (`hddm.pipelines.stock`). Returns notes on what was taken on trust or could not be known.
 
     Raises `HddmError`, before writing, that lists all differences between the parts, and for weights and
     calibrations that are not those of their record.
@@ -155,7 +172,26 @@ def assemble(
     notes += check_files(experts, folders.router, folders.bases)
     with new_folder(out, ENSEMBLE_FILE, overwrite) as draft:
         fill(draft, folders, record, components)
+        if diffusers_pipeline:
+            write_pipeline(draft)
     return notes
+
+
+def write_pipeline(folder: Path) -> None:
+    """Write `PIPELINE_FILE`, which no manifest lists: hddm never reads it but to compare it."""
+    # Not in place, since the file may be a hard link to that of another folder.
+    write_whole(folder / PIPELINE_FILE, lambda draft: draft.write_bytes(PIPELINE_CODE))
+
+
+def foreign_pipeline(folder: Path) -> str | None:
+    """How `PIPELINE_FILE` in an ensemble differs from hddm's; None for that, and without one."""
+    path = folder / PIPELINE_FILE
+    if not (path.exists() or path.is_symlink()) or (path.is_file() and path.read_bytes() == PIPELINE_CODE):
+        return None
+    return (
+        f"{PIPELINE_FILE}: is not hddm's, and diffusers would run it; remove it, or replace it by hddm "
+        f"assemble {folder} --diffusers-pipeline"
+    )
 
 
 def components_given(vae: Path | None, text_encoder: Path | None, tokenizer: Path | None) -> dict[str, Path]:

@@ -26,6 +26,7 @@ from hddm.experts.assembly import (
     index_of,
     read_records,
     refuse_inside,
+    write_pipeline,
 )
 from hddm.experts.compatibility import Findings, Shares, common_shift, sample_kind, spread
 from hddm.experts.ensemble_folders import (
@@ -65,6 +66,7 @@ def change(
     share: Mapping[str, float] | None = None,
     classes: Mapping[str, ClassNames] | None = None,
     domain: Sequence[Sequence[str]] = (),
+    diffusers_pipeline: bool = False,
 ) -> tuple[str, ...]:
     """Add experts to an ensemble folder, or remove some.
 
@@ -83,8 +85,8 @@ def change(
     Raises `HddmError`, before writing, as `assemble`, and for a missing expert, a link that leaves the folder
     (whose content would become part of it), and an ``out`` inside it.
     """
-    given = (add, remove, router, strategy, vae, text_encoder, tokenizer, share, classes, domain)
-    if not any(given):
+    parts = (add, remove, router, strategy, vae, text_encoder, tokenizer)
+    if not any((*parts, share, classes, domain, diffusers_pipeline)):
         raise HddmError(f"{ensemble}: nothing to change; pass --add, --remove or another part")
     restore(ensemble)
     if not (ensemble / ENSEMBLE_FILE).is_file():
@@ -186,6 +188,8 @@ def change(
     with new_folder(target, ENSEMBLE_FILE, overwrite=out is None or overwrite) as draft:
         fill(draft, folders, new_record, components)
         _link_rest(ensemble, rest, draft)
+        if diffusers_pipeline:
+            write_pipeline(draft)
     return notes
 
 

@@ -25,9 +25,10 @@ LOADING: Mapping[str, Collection[object]] = {
     "device_map": ("cpu", None),
     "subfolder": ("", None),
     **dict.fromkeys(("variant", "revision", "custom_revision", "custom_pipeline"), _NONE),
-    **dict.fromkeys(("quantization_config", "offload_folder", "safety_checker"), _NONE),
+    **dict.fromkeys(("quantization_config", "offload_folder", "safety_checker", "max_memory"), _NONE),
     **dict.fromkeys(("trust_remote_code", "force_download", "load_connected_pipeline", "use_onnx"), _NO),
     **dict.fromkeys(("offload_state_dict", "output_loading_info", "requires_safety_checker"), _NO),
+    **dict.fromkeys(("use_flashpack", "disable_mmap"), _NO),
 }
 """Keywords of diffusers' loaders, with the values that have no effect here."""
 SAVING: Mapping[str, Collection[object]] = {

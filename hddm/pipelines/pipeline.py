@@ -50,6 +50,7 @@ from hddm.pipelines.inputs import (
     refuse_call_options,
     refuse_options,
 )
+from hddm.pipelines.stock import parts_for_loader
 from hddm.sampling import ExpertUse, integrate, pick_experts, posterior_of, routed, time_grid
 from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, solver_named
 from hddm.utils.errors import HddmError, one_line
@@ -90,7 +91,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         self,
         experts: ExpertSet,
         scheduler: FlowMatchEulerDiscreteScheduler,
-        router: Callable[..., Tensor] | None = None,
+        router: RouterTransformer | Callable[..., Tensor] | None = None,
         vae: AutoencoderKL | AutoencoderTiny | None = None,
         text_encoder: Any = None,
         tokenizer: Any = None,
@@ -260,6 +261,12 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         made = cls(opened.expert_set("cpu", dtypes["experts"], offload, max_memory, beside), **parts)
         made.max_memory = max_memory
         return made
+
+    @classmethod
+    def extract_init_dict(cls, config_dict: Mapping[str, Any], **options: Any) -> tuple[Any, ...]:
+        """Parts of ``model_index.json`` for the loader of diffusers (`hddm.pipelines.stock`)."""
+        parts, *others = super().extract_init_dict(config_dict, **options)
+        return parts_for_loader(parts), *others
 
     def to(self, *args: Any, **kwargs: Any) -> "HDDMPipeline":
         """Cast and move all parts, as in any diffusers pipeline."""

@@ -11,7 +11,8 @@ import torch
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.data.shard_records import LARGEST_MANIFEST, PARTITION_FILE
 from hddm.data.shards import Shard, open_shard
-from hddm.experts.ensemble_folders import COMPONENTS, ENSEMBLE_FILE, whole_components
+from hddm.experts.assembly import foreign_pipeline
+from hddm.experts.ensemble_folders import COMPONENTS, ENSEMBLE_FILE, read_ensemble_facts, whole_components
 from hddm.experts.lora import ADAPTER_WEIGHTS, bases_in, refuse_base
 from hddm.experts.records import (
     EXPERT_FILE,
@@ -29,11 +30,10 @@ from hddm.training.expert import check_fit, check_own
 from hddm.training.resume import RUN_FILE
 from hddm.utils.errors import HddmError, UsageError, asked
 from hddm.utils.files import read_json, sha256_of
-from hddm.utils.records import HASHES, MANIFEST, has_manifest
+from hddm.utils.records import HASHES, MANIFEST, damage, has_manifest
 from hddm.utils.tensors import available_device
 
 _OTHERS = {
-    ENSEMBLE_FILE: "an ensemble, and its experts are verified by hddm verify {folder}/experts",
     ROUTER_FILE: "a router, and experts alone are verified",
     PARTITION_FILE: "a partition; name an expert, and the images to judge it by with --data",
     MANIFEST: "a shard; name an expert, and the shard to judge it by with --data",
@@ -42,13 +42,18 @@ _OTHERS = {
 
 
 def experts_in(folder: Path) -> list[Path]:
-    """Return ``folder`` if it is an expert, else the experts right below it by number, or `UsageError`."""
+    """Return ``folder`` if it is an expert, else those of an ensemble, or the experts right below by number.
+
+    Raises `UsageError` for any other folder.
+    """
     if not folder.is_dir():
         raise UsageError(
             f"{folder}: {'is a file' if folder.exists() else 'no such folder'}; name an expert's folder"
         )
     if (folder / EXPERT_FILE).exists():
         return [folder]
+    if (folder / ENSEMBLE_FILE).exists():
+        return [folder / name for name in read_ensemble_facts(folder).experts]
     for record, kind in _OTHERS.items():
         if (folder / record).exists():
             raise UsageError(f"{folder}: is {kind.format(folder=folder)}")
@@ -58,6 +63,16 @@ def experts_in(folder: Path) -> list[Path]:
             f"{folder}: holds no {EXPERT_FILE}, nor does a folder in it; name what train or convert wrote"
         )
     return sorted(found, key=lambda path: (len(path.name), path.name))
+
+
+def problems_around(folder: Path) -> list[str]:
+    """List what is wrong with an ensemble besides its experts; nothing for any other folder."""
+    if not (folder / ENSEMBLE_FILE).exists():
+        return []
+    record, found = read_ensemble_facts(folder), [*damage(folder, ENSEMBLE_FILE, sha256=sha256_of)]
+    if (router := record.router or record.router_aside) is not None:
+        found += [f"{router}/{line}" for line in damage(folder / router, ROUTER_FILE, sha256=sha256_of)]
+    return [f"{folder}/{line}" for line in (*found, foreign_pipeline(folder)) if line]
 
 
 def images_for(experts: Sequence[Path], data: Path) -> Sequence[Path | None]:

@@ -295,7 +295,6 @@ def test_without_a_calibration_the_network_is_not_to_blame(class_expert: Path, h
 def test_a_wrong_call_is_told_from_a_bad_expert_by_its_code_and_before_anything_is_hashed(
     class_expert: Path,
     held_out: Path,
-    ensemble: Path,
     router: Path,
     shards: Path,
     images: Path,
@@ -303,8 +302,7 @@ def test_a_wrong_call_is_told_from_a_bad_expert_by_its_code_and_before_anything_
     hddm: Command,
 ) -> None:
     folder = copied(class_expert, tmp_path)
-    content = (folder / WEIGHTS).read_bytes()
-    (folder / WEIGHTS).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    _spoil_last_byte(folder / WEIGHTS)
     damaged = copied(held_out, tmp_path)
     next((damaged / "images").rglob("*.png")).write_bytes(b"spoilt")
     (tmp_path / "expert.run").mkdir()
@@ -325,7 +323,6 @@ def test_a_wrong_call_is_told_from_a_bad_expert_by_its_code_and_before_anything_
         assert told in err
     assert hddm("verify", folder, "--data", held_out)[0] == 1
     for folder, told in (
-        (ensemble, f"is an ensemble, and its experts are verified by hddm verify {ensemble}/experts"),
         (router, "is a router, and experts alone are verified"),
         (shards, "is a partition; name an expert"),
         (shards / "shard_0", "is a shard; name an expert"),
@@ -337,6 +334,31 @@ def test_a_wrong_call_is_told_from_a_bad_expert_by_its_code_and_before_anything_
         code, out, err = hddm("verify", folder)
         assert (code, out, err.count("\n")) == (2, "", 1), err
         assert err.startswith(f"hddm: {folder}: {told}")
+
+
+def test_an_ensemble_is_refused_for_a_file_and_for_code_that_is_not_its_own(
+    ensemble: Path, tmp_path: Path, hddm: Command
+) -> None:
+    folder = copied(ensemble, tmp_path)
+    assert hddm("assemble", folder, "--diffusers-pipeline")[0] == 0
+    code, out, _ = hddm("verify", folder)
+    assert (code, out.splitlines()[-1]) == (
+        0,
+        f"{folder}: all 2 experts are accepted; --data judges denoising",
+    )
+    with (folder / "pipeline.py").open("a") as file:
+        file.write("print('more')\n")
+    refused = f"hddm: {folder}: is refused, and its experts are not"
+    line = f"  {folder}/pipeline.py: is not hddm's, and diffusers would run it; remove it, or replace it by "
+    line += f"hddm assemble {folder} --diffusers-pipeline"
+    code, _, err = hddm("verify", folder)
+    assert (code, err.splitlines()) == (1, [refused, line])
+    # hddm itself reads no such file.
+    assert hddm("assemble", folder, "--diffusers-pipeline")[0] == 0
+    assert hddm("verify", folder)[0] == 0
+    _spoil_last_byte(folder / "router" / WEIGHTS)
+    code, _, err = hddm("verify", folder)
+    assert (code, err.splitlines()) == (1, [refused, f"  {folder}/router/{WEIGHTS}: has changed"])
 
 
 def test_a_folder_of_experts_is_verified_a_line_each_by_the_images_of_each(
@@ -395,3 +417,8 @@ def test_errors_on_gaussian_images_are_the_posterior_variance(variance: float) -
     assert found.expert <= found.gaussian
     with pytest.raises(HddmError, match="at least 2 images, not 1"):
         denoising(field, images[:1])
+
+
+def _spoil_last_byte(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
