@@ -26,6 +26,7 @@ from hddm_cli import (
     merge,
     partition,
     play,
+    push,
     quickstart,
     sample,
     serve,
@@ -82,6 +83,7 @@ commands.command("play")(play.play)
 commands.command("serve")(serve.serve)
 commands.command("evaluate")(evaluate.evaluate)
 commands.command("compare")(compare.compare)
+commands.command("push")(push.push)
 commands.command("inspect")(inspect.inspect)
 
 

@@ -236,9 +236,10 @@ def _licence(above: Path, layout: str, arguments: dict[str, Any]) -> str | None:
     if (above / "README.md").is_file():
         with inside(above, "README.md").open(encoding="utf-8", errors="replace") as file:
             front = file.read(65536)
-        match = re.search(r"\A---\n.*?^license:\s*([^\n]+)$.*?^---$", front, re.MULTILINE | re.DOTALL)
-        if match:
-            return match[1].strip().strip("'\"")
+        for key in ("license_name", "license"):
+            match = re.search(rf"\A---\n.*?^{key}:\s*([^\n]+)$.*?^---$", front, re.MULTILINE | re.DOTALL)
+            if match:
+                return match[1].strip().strip("'\"")
     if layout == "diffusers-dit" and arguments.get("num_embeds_ada_norm") == IMAGENET_CLASSES:
         return IMAGENET_LICENCE
     return None

@@ -167,7 +167,7 @@ def refuse_existing(path: Path, overwrite: bool = False) -> None:
         return
     if not overwrite:
         raise HddmError(f"{path} exists: choose another file, or pass --overwrite to replace it")
-    _read(path)
+    read_result(path)
 
 
 def read_groups(paths: Sequence[Path]) -> list[ResultGroup]:
@@ -177,7 +177,7 @@ def read_groups(paths: Sequence[Path]) -> list[ResultGroup]:
     """
     if len(paths) < 2:
         raise HddmError(f"{len(paths)} result does not compare: name two or more files or folders of results")
-    return [ResultGroup(str(path), tuple(_read(file) for file in _files(path))) for path in paths]
+    return [ResultGroup(str(path), tuple(read_result(file) for file in _files(path))) for path in paths]
 
 
 def _files(path: Path) -> list[Path]:
@@ -187,7 +187,8 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _read(path: Path) -> Result:
+def read_result(path: Path) -> Result:
+    """Read one result; `HddmError` for a file that is none."""
     content = read_json(path)
     if content.get("kind") != KIND:
         raise HddmError(f"{path}: is no result of an evaluation; hddm evaluate --out writes them")

@@ -69,7 +69,8 @@ def takes_text(record: ExpertRecord) -> bool:
     return "encoder_hidden_states" in record.conditions
 
 
-def _takes_classes(record: ExpertRecord) -> bool:
+def takes_classes(record: ExpertRecord) -> bool:
+    """True for an expert of classes."""
     return "class_labels" in record.conditions
 
 
@@ -209,7 +210,7 @@ def compare_classes(experts: Sequence[Named], lists: ClassLists, found: Findings
     """Refuse experts that number their classes without names beside others that name theirs."""
     named = next((name for (name, _), own in zip(experts, lists, strict=True) if own), None)
     for (name, record), own in zip(experts, lists, strict=True):
-        if named is not None and _takes_classes(record) and not own:
+        if named is not None and takes_classes(record) and not own:
             found.differ(name, f"numbers its classes, and {named} names them; name its classes by --classes")
 
 

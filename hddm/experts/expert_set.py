@@ -171,6 +171,16 @@ class ExpertSet(nn.Module):
             save_weak(target, expert, torch.bfloat16 if on_disk else dtype)
             write_records(target, facts, expert.nulls)
 
+    def is_as_stored(self) -> bool:
+        """True where all experts have folders, and weights that are in memory are those in them."""
+        for expert, network in zip(self.experts, self._running, strict=True):
+            tensors = expert.unread.network.state_dict()
+            is_here = not any(value.is_meta for value in tensors.values())
+            dtype = parameter_dtype(network) or torch.float32
+            if expert.folder is None or (is_here and _differ(expert, tensors, dtype)):
+                return False
+        return True
+
     def storable(self) -> list[UnreadExpert]:
         """The experts as folders hold them; `HddmError` names the first that no folder could hold."""
         found = list(self.experts)

@@ -33,7 +33,7 @@ LOADING: Mapping[str, Collection[object]] = {
 """Keywords of diffusers' loaders, with the values that have no effect here."""
 SAVING: Mapping[str, Collection[object]] = {
     "safe_serialization": (True, None),
-    **dict.fromkeys(("variant", "max_shard_size", "repo_id", "commit_message"), _NONE),
+    **dict.fromkeys(("variant", "max_shard_size", "repo_id", "commit_message", "subfolder"), _NONE),
     **dict.fromkeys(("push_to_hub", "private", "create_pr"), _NO),
 }
 CALLING: Mapping[str, tuple[Collection[object], str]] = {
@@ -49,6 +49,10 @@ CALLING: Mapping[str, tuple[Collection[object], str]] = {
 """Keywords of diffusers' calls: the values that have no effect here, and what to do about others."""
 _OF_DOWNLOADS = ("cache_dir", "token", "proxies")
 """Keywords without effect on a local folder, whatever their value; a token must not get into a message."""
+_REMEDIES = {
+    "device_map": '; move the pipeline by .to("cuda")',
+    "push_to_hub": '; call push_to_hub("OWNER/NAME") of the pipeline',
+}
 PARTS = ("scheduler", "router", *COMPONENTS)
 """Parts that are passed to diffusers' loaders in place of those in a folder."""
 
@@ -193,7 +197,7 @@ def refuse_options(call: str, options: Mapping[str, Any], harmless: Mapping[str,
     for name, value in options.items():
         known = (type(one) is type(value) and one == value for one in harmless.get(name, ()))
         if name not in _OF_DOWNLOADS and not any(known):
-            remedy = '; move the pipeline by .to("cuda")' if name == "device_map" else ""
+            remedy = _REMEDIES.get(name, "")
             raise HddmError(
                 f"{call}({name}={value!r}) is not supported; nothing but a local folder of safetensors is "
                 f"read or written, and no code of it runs{remedy}"

@@ -1,6 +1,7 @@
 """Diffusers pipeline of an ensemble: from prompts or class labels to images."""
 
 import inspect
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +34,10 @@ from hddm.networks.transformers import RouterTransformer
 from hddm.networks.vae import decode, kind_of, latents_of, scale_of
 from hddm.pipelines.callbacks import Callback, Callbacks
 from hddm.pipelines.encoding import Encoding, repeated
+from hddm.pipelines.hub import plan_upload, upload
 from hddm.pipelines.inputs import (
     LOADING,
+    NETWORKS,
     PARTS,
     SAVING,
     Dtype,
@@ -124,6 +127,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         self.max_memory: int | None = None
         self._ensemble: Ensemble | None = None
         self._made_of: tuple[Any, ...] = ()
+        self._opened: Path | None = None
         self.image_processor = VaeImageProcessor()
         self.ensemble  # noqa: B018 - so that what does not fit is refused here
 
@@ -260,6 +264,8 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         beside = [part for name, part in parts.items() if isinstance(part, nn.Module) and name != "router"]
         made = cls(opened.expert_set("cpu", dtypes["experts"], offload, max_memory, beside), **parts)
         made.max_memory = max_memory
+        if experts is None and not given and (folder / ENSEMBLE_FILE).is_file():
+            made._opened = folder
         return made
 
     @classmethod
@@ -314,6 +320,61 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
                     kind = kind_of(part) if library == "diffusers" else type(part).__name__
                     kinds[name] = (library, kind.removesuffix("Fast"))
             save_ensemble(draft, self.experts, self.router, self.router_facts, self.facts, kinds)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: str | None = None,
+        commit_message: str | None = None,
+        licence: str | None = None,
+        picture: Path | None = None,
+        results: Path | None = None,
+        **options: Any,
+    ) -> str:
+        """Publish the ensemble with a model card, and return its address.
+
+        Files of a folder go as they are, where nothing was changed since it was opened; else it is saved to a
+        temporary one first (`save_pretrained`).
+
+        Args:
+            repo_id: owner/name; it is made where it is not there.
+            private: of a new one; by default as its owner has it.
+            token: by default ``HF_TOKEN``, or that of ``hf auth login``.
+            commit_message: of the one commit.
+            licence: of experts that record none.
+            picture: file that the card shows.
+            results: of ``hddm evaluate``, or a table in Markdown, for the card.
+            options: of diffusers' method, if they ask for what is done anyway.
+
+        Raises:
+            HddmError: for other options, a hub that refuses or cannot be reached, and as `save_pretrained`.
+        """
+        refuse_options("push_to_hub", options, SAVING)
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = self._opened
+            if folder is None or not self._is_as_in(folder):
+                folder = Path(temporary) / "ensemble"
+                self.save_pretrained(folder)
+            planned = plan_upload(folder, repo_id, licence, picture, results)
+            return upload(planned, private, token, commit_message)
+
+    def _is_as_in(self, folder: Path) -> bool:
+        """True where parts and settings are those in ``folder``, in whatever dtype."""
+        dtypes = {name: part.dtype for name in NETWORKS if (part := getattr(self, name)) is not None}
+        stored = type(self).from_pretrained(folder, dtype=dtypes)
+        for name in ("router", *COMPONENTS):
+            ours, theirs = getattr(self, name), getattr(stored, name)
+            if (ours is None) != (theirs is None):
+                return False
+            if isinstance(ours, nn.Module):
+                tensors = theirs.state_dict()
+                if any(not torch.equal(one.cpu(), tensors[key]) for key, one in ours.state_dict().items()):
+                    return False
+            elif ours is not None and ours.get_vocab() != theirs.get_vocab():
+                return False
+        return self.facts == stored.facts and self.experts.is_as_stored()
 
     @torch.no_grad()
     def __call__(

@@ -84,6 +84,7 @@ SLIPS = [
     ("evaluate {gone} --reference {shard}", "{gone}"),
     ("compare {gone} {gone}", "{gone}"),
     ("inspect {gone}", "{gone}"),
+    ("push {gone} me/model", "{gone}"),
 ]
 # … and what only the work itself finds.
 LATER = [
@@ -117,6 +118,8 @@ LATER = [
     ("assemble {expert} --out {out} --domain 0,0", "--domain {expert}: is named twice"),
     (TRAIN + " --lora-rank 2", "--lora-rank adapts an expert that exists; name it by --init"),
     ("sample {expert} --out {out} --prompt cat", "--prompt: the model is unconditional; drop the option"),
+    ("push {expert} model", "model: write OWNER/NAME"),
+    ("push {expert} me/model", "{expert}: no ensemble folder (ensemble.json)"),
     ("sample {expert} --out {out} --negative-prompt cat", "--negative-prompt: needs a --guidance-scale"),
     ("sample {expert} --out {out} --strategy top-1", "{expert} is a single expert; drop the option"),
     ("train expert {shard} --out {out} --objective flow --steps 3 --init {shards}", "no expert folder"),

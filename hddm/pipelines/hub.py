@@ -1,0 +1,132 @@
+"""Ensembles on a model hub that speaks the protocol of huggingface_hub."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import CommitOperationAdd, HfApi, get_token
+from huggingface_hub.utils.tqdm import (
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+)
+
+from hddm.experts.assembly import foreign_pipeline
+from hddm.experts.ensemble_folders import ENSEMBLE_FILE, read_ensemble_facts, refuse_damaged_ensemble
+from hddm.pipelines.card import CARD, MARK, model_card
+from hddm.utils.errors import HddmError, UsageError, counted, one_line
+from hddm.utils.files import inside, restore
+from hddm.utils.progress import Progress
+
+_PICTURES = (".png", ".jpg", ".jpeg", ".webp")
+
+
+@dataclass(frozen=True)
+class Upload:
+    """Files of a repository by name, on disk or as text, and notes on them."""
+
+    repo_id: str
+    files: dict[str, Path | bytes]
+    notes: tuple[str, ...]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file."""
+        files = self.files.items()
+        return {name: len(one) if isinstance(one, bytes) else one.stat().st_size for name, one in files}
+
+
+def plan_upload(
+    folder: Path,
+    repo_id: str,
+    licence: str | None = None,
+    picture: Path | None = None,
+    results: Path | None = None,
+) -> Upload:
+    """Return what a repository of an ensemble holds: its folder's files but for hidden ones, and a card.
+
+    Arguments are those of `hddm.pipelines.card.model_card`, with ``picture`` a file. A README.md in the
+    folder that hddm did not write stays the card.
+
+    Raises:
+        UsageError: for a name that is not OWNER/NAME, no ensemble, or parts of a card beside one's own.
+        HddmError: for an ensemble that is damaged or brings code, and as `model_card`.
+    """
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repo_id, re.ASCII):
+        raise UsageError(f"{one_line(repo_id, 60)}: write OWNER/NAME, of letters, digits, '-', '_' and '.'")
+    restore(folder)
+    if not (folder / ENSEMBLE_FILE).is_file():
+        raise UsageError(
+            f"{folder}: no ensemble folder ({ENSEMBLE_FILE}); hddm assemble makes one of experts"
+        )
+    facts = read_ensemble_facts(folder)
+    refuse_damaged_ensemble(folder, facts, range(len(facts.experts)))
+    if line := foreign_pipeline(folder):
+        raise HddmError(f"{folder}/{line}")
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    files: dict[str, Path | bytes] = {
+        name: inside(folder, name) for name in names if not re.search(r"(^|/)\.", name)
+    }
+    own = folder / CARD
+    if own.is_file() and MARK not in own.read_text(encoding="utf-8", errors="replace"):
+        given = {"licence": licence, "picture": picture, "results": results}
+        if asked := [name for name, one in given.items() if one is not None]:
+            raise UsageError(f"--{asked[0]}: is for a card that hddm writes, and {own} is yours; drop one")
+        return Upload(repo_id, files, (f"{own} is yours, and is the card as it is",))
+    shown = None
+    if picture is not None:
+        if (suffix := picture.suffix.lower()) not in _PICTURES:
+            raise UsageError(f"--picture {picture}: take a file that ends in {', '.join(_PICTURES)}")
+        shown = f"picture{suffix}"
+        files[shown] = picture
+    text, notes = model_card(folder, repo_id, facts, licence, shown, results)
+    return Upload(repo_id, files | {CARD: text.encode()}, tuple(notes))
+
+
+def upload(
+    planned: Upload, private: bool | None = None, token: str | None = None, message: str | None = None
+) -> str:
+    """Send files to a repository, which is made where it is not there; return its address.
+
+    ``token`` is by default that of huggingface_hub: ``HF_TOKEN``, or of ``hf auth login``. All files appear
+    in one commit at the end. Raises `HddmError` without a token, and where the hub refuses or cannot be
+    reached.
+    """
+    token = token or get_token()
+    if not token:
+        raise HddmError("no token for the hub: set HF_TOKEN, or log in by hf auth login")
+    api, sizes = HfApi(token=token), planned.sizes
+    additions = [CommitOperationAdd(name, one) for name, one in planned.files.items()]
+    count, repo_id = counted(len(additions), "file"), planned.repo_id
+    with _told(api.endpoint, repo_id, token), Progress(sum(sizes.values()), f"push {count}", "B") as advance:
+        address = api.create_repo(repo_id, private=private, exist_ok=True)
+        for one in additions:
+            api.preupload_lfs_files(repo_id, [one])
+            advance(sizes[one.path_in_repo])
+        api.create_commit(repo_id, additions, commit_message=message or "Upload an ensemble by hddm")
+    return str(address)
+
+
+@contextlib.contextmanager
+def _told(endpoint: str, repo_id: str, token: str) -> Iterator[None]:
+    """Tell errors of huggingface_hub in one line, without its bars and without the token."""
+    were_off = are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    # Of connections it raises the errors of another library, which differ by its version.
+    except Exception as error:
+        answers = (getattr(one, "response", None) for one in (error, error.__cause__))
+        status = next((one.status_code for one in answers if one is not None), None)
+        why = {
+            401: "the hub does not take this token; log in anew by hf auth login, or set HF_TOKEN",
+            403: f"this token may not write to {repo_id}; take one that may write, of its owner",
+            404: f"there is no {repo_id} that this token may see; check the owner's name",
+        }.get(status or 0)
+        text = one_line(error).replace(token, "…")
+        raise HddmError(f"{endpoint}: {why or text}; nothing was published") from error
+    finally:
+        if not were_off:
+            enable_progress_bars()
