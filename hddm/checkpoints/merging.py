@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from hddm.checkpoints.architecture import Built
@@ -17,7 +18,15 @@ from hddm.checkpoints.folders import open_expert
 from hddm.checkpoints.sources import Checkpoint, Reading
 from hddm.experts.compatibility import SHARE_TOLERANCE, Findings, Named, common_shift, compare_experts
 from hddm.experts.ensemble_folders import keep_component, whole_components
-from hddm.experts.records import EXPERT_FILE, WEAK, ExpertRecord, SourceRecord, joint_licence, write_records
+from hddm.experts.records import (
+    EXPERT_FILE,
+    EXTRAS_FILE,
+    WEAK,
+    ExpertRecord,
+    SourceRecord,
+    joint_licence,
+    write_records,
+)
 from hddm.networks.folders import empty_network, sha256_once
 from hddm.utils.errors import UsageError, one_line
 from hddm.utils.files import check_absent, new_folder, refuse_full_disk
@@ -76,6 +85,8 @@ def merge_experts(
     refuse_full_disk(out, sum(math.prod(one.shape) * one.dtype.itemsize for one in tensors))
     with new_folder(out, EXPERT_FILE, overwrite) as draft:
         write_network(draft, Built(parts[0].network, dict(parts[0].arguments), tensors))
+        if kept := _alike(parts):
+            save_file(kept, draft / EXTRAS_FILE, {"format": "pt"})
         write_records(draft, records[0].model_copy(update=update), parts[0].nulls)
         for name, folder in whole_components(experts[0]).items():
             keep_component(draft, name, folder)
@@ -104,6 +115,15 @@ def _compare(parts: Sequence[Checkpoint], named: Sequence[Named], found: Finding
                 found.differ(name, f"{key} {one_line(value, 60)}, not {one_line(first[key], 60)}")
         if record.training_calibration:
             found.differ(name, "was trained in its calibration, and its weights alone mean something else")
+
+
+def _alike(parts: Sequence[Checkpoint]) -> dict[str, Tensor]:
+    """Tensors kept for the way back that all parts have alike, such as a table of positions."""
+    return {
+        name: one.contiguous()
+        for name, one in parts[0].kept.items()
+        if all(name in part.kept and torch.equal(one, part.kept[name]) for part in parts)
+    }
 
 
 def _qualities(part: Checkpoint, record: ExpertRecord) -> dict[str, Any]:

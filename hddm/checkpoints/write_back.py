@@ -16,6 +16,7 @@ from hddm.checkpoints.folders import DIFFUSERS_LAYOUTS, PIPELINE, SCHEDULER, ope
 from hddm.checkpoints.plan import PAPER
 from hddm.checkpoints.single_files import FILE_LAYOUTS, LDM
 from hddm.checkpoints.sources import Checkpoint, Reading, as_planned
+from hddm.experts.ensemble_folders import ENSEMBLE_FILE, components_of, put_component
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
 from hddm.networks.wrappers import own_time_factor
 from hddm.schedules import FLOW_MATCH_FAMILY, LinearSchedule, from_config, from_diffusers
@@ -42,13 +43,15 @@ def write_back(
     """Write the expert in ``folder`` as ``layout``; return lines to print.
 
     Single-file layouts become ``checkpoint.safetensors`` with the source's names and prefix; diffusers'
-    become a pipeline's component with its scheduler. The written files are read again and compared. Raises
-    `HddmError` for a layout that is unknown, cannot hold this network, or would change the meaning of its
-    weights.
+    become a pipeline with scheduler, and the VAE, text encoder and tokenizer that the expert or its ensemble
+    keeps. The written files are read again and compared. Raises `HddmError` for a layout that is unknown,
+    cannot hold this network, or would change the meaning of its weights.
     """
     known = (*FILE_LAYOUTS, LDM, *DIFFUSERS_LAYOUTS)
     if layout not in known:
         raise UsageError(f"--to-layout {layout}: {choose(layout, known)}")
+    if (folder / ENSEMBLE_FILE).is_file():
+        raise UsageError(f"{folder}: is an ensemble; name one of its experts, as {folder}/experts/0")
     if not (folder / EXPERT_FILE).is_file():
         raise UsageError(f"{folder}: no expert folder, and --to-layout writes back experts; convert it first")
     source = open_expert(folder, Reading())
@@ -151,6 +154,8 @@ def _write_pipeline(source: Checkpoint, record: ExpertRecord, layout: str, draft
         "_diffusers_version": diffusers.__version__,
         component: ["diffusers", kind.__name__],
     }
+    for name, folder in components_of(source.path).items():
+        index[name] = put_component(draft, name, folder)
     scheduler, notes = _scheduler(record, own_time_factor(kind.__name__)), []
     if scheduler is None:
         notes.append(f"note: no scheduler of diffusers has the schedule {record.schedule}; none written")

@@ -5,11 +5,13 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from diffusers import DDPMScheduler, ModelMixin
+from diffusers import DDIMScheduler, DDPMScheduler, ModelMixin, StableDiffusionPipeline
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import CLIPTokenizer
 
 import hddm as library
 from hddm.checkpoints import convert
@@ -20,6 +22,7 @@ from hddm.utils.errors import HddmError
 from hddm.velocity import PredictionType
 from tests.artefacts import Command, contents, edit_json, largest_file, seal
 from tests.checkpoint_files import (
+    SD_BETAS,
     conditions_of,
     converted,
     dit,
@@ -32,6 +35,7 @@ from tests.checkpoint_files import (
     text_unet,
     written_back,
 )
+from tests.component_files import write_clip, write_vae
 from tests.transformer_files import dit_network
 
 WEIGHTS, BACK = "diffusion_pytorch_model.safetensors", "checkpoint.safetensors"
@@ -60,6 +64,48 @@ def test_a_tools_own_outputs_are_reproduced_and_its_file_comes_back(
     if layout.startswith("diffusers"):
         before, after = (facts_of(tmp_path / name) for name in ("expert", "again"))
         assert all(before[key] == after[key] for key in ("schedule", "prediction_type", "conditions"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_out_of_an_ensemble_and_out_of_a_merge_the_file_comes_back(
+    hddm: Command, tmp_path: Path, layout: str
+) -> None:
+    """The mean of a network and itself is that network."""
+    source, expert = shared_checkpoint(layout), tmp_path / "expert"
+    converted(hddm, source, expert, *(() if layout.startswith("diffusers") else PICKLED))
+    assert hddm("assemble", expert, "--out", tmp_path / "ensemble")[0] == 0
+    assert hddm("merge", expert, expert, "--out", tmp_path / "merged")[0] == 0
+    expected = _weights(source)
+    for name in ("ensemble/experts/0", "merged"):
+        found = _weights(written_back(hddm, tmp_path / name, tmp_path / f"{name}-back", layout))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+    said = f"is an ensemble; name one of its experts, as {tmp_path / 'ensemble'}/experts/0"
+    assert said in refused(hddm, tmp_path / "ensemble", "--to-layout", layout)
+
+
+@torch.no_grad()
+def test_a_pipeline_comes_back_out_of_an_ensemble_whole(hddm: Command, tmp_path: Path) -> None:
+    """Stable Diffusion's own pipeline makes the same picture of it as of the source."""
+    parts = tmp_path / "parts"
+    of_text = {
+        "text_encoder": write_clip(parts),
+        "tokenizer": CLIPTokenizer.from_pretrained(parts / "tokenizer"),
+    }
+    scheduler = DDIMScheduler(**SD_BETAS, steps_offset=1, clip_sample=False)
+    pipe = StableDiffusionPipeline(
+        **{"vae": write_vae(parts / "vae"), "unet": text_unet(), "scheduler": scheduler},
+        **{**of_text, "safety_checker": None, "feature_extractor": None},
+    )
+    pipe.save_pretrained(tmp_path / "source")
+    converted(hddm, tmp_path / "source", tmp_path / "expert")
+    assert hddm("assemble", tmp_path / "expert", "--out", tmp_path / "ensemble")[0] == 0
+    one = tmp_path / "ensemble/experts/0"
+    back = written_back(hddm, one, tmp_path / "back", "diffusers-unet2d-condition")
+    again = StableDiffusionPipeline.from_pretrained(back)
+    given = {"prompt": "a cat", "num_inference_steps": 2, "output_type": "np"}
+    images = [each(**given, generator=torch.Generator().manual_seed(0)).images for each in (pipe, again)]
+    assert np.array_equal(*images)
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
