@@ -232,7 +232,9 @@ def _ensemble(folder: Path) -> dict[str, Any]:
         "shards": [expert["shard"] and expert["shard"]["index"] for expert in experts],
         "noise_ranges": ["{:g}:{:g}".format(*expert["noise_range"]) for expert in experts],
         "manifest": _manifest(folder, ENSEMBLE_FILE),
-        "pipeline_py": _pipeline(folder),
+        "pipeline_py": "another's, which hddm does not run"
+        if foreign_pipeline(folder)
+        else (folder / PIPELINE_FILE).is_file(),
         "components": {name: ".".join(kind) for name, kind in classes.items() if kind},
         # Shared weights count once.
         "parameters": sum(expert["parameters"] for expert in experts)
@@ -256,12 +258,6 @@ def _ensemble(folder: Path) -> dict[str, Any]:
         known = sum(expert["topic"] is not None for expert in experts)
         routers.append(f"of prompts, by the topics of {counted(known, 'expert')}")
     return described | {"routers": routers}
-
-
-def _pipeline(folder: Path) -> str:
-    if foreign_pipeline(folder):
-        return "another's, which hddm does not run"
-    return "hddm's, for stock diffusers" if (folder / PIPELINE_FILE).is_file() else "none"
 
 
 def _network(folder: Path, name: str = WEIGHTS) -> dict[str, Any]:

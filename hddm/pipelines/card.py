@@ -40,16 +40,8 @@ def model_card(
 ) -> tuple[str, list[str]]:
     """Return the card of the ensemble in ``folder``, to be called ``repo_id``, and what it warns of.
 
-    Args:
-        folder: of the ensemble.
-        repo_id: owner/name.
-        facts: its record.
-        licence: of the experts that record none.
-        picture: name of a file beside the card.
-        results: of ``hddm evaluate``, or a table in Markdown.
-
-    Raises:
-        HddmError: for unreadable results, and those of another model.
+    ``licence`` is of experts that record none, ``picture`` a file beside the card, ``results`` those of
+    ``hddm evaluate``, or a table in Markdown. Raises `HddmError` for results of another model.
     """
     records = [record for _, record in read_records([folder / name for name in facts.experts])]
     licences = licences_of(folder, facts, records, licence)
@@ -62,12 +54,10 @@ def model_card(
         pipeline_tag="text-to-image" if has_text else "unconditional-image-generation",
         tags=["hddm", "diffusion", "ensemble", "mixture-of-experts"],
     )
+    of = dict(zip(facts.labels, map(_row, records), strict=True))
     rows = [
-        [name, *_row(record), licences[name] or f"unknown: ask the owner of {name}"]
-        for name, record in zip(facts.labels, records, strict=True)
-    ]
-    rows += [
-        [name, "", "", "", stated or ""] for name, stated in licences.items() if name not in facts.labels
+        [name, *of.get(name, [""] * 3), one or f"unknown: ask the owner of {name}"]
+        for name, one in licences.items()
     ]
     title = repo_id.split("/")[-1]
     makes = "images from prompts" if has_text else "images"
@@ -144,13 +134,10 @@ def usage(repo_id: str, records: Sequence[ExpertRecord], components: Sequence[st
         "from huggingface_hub import snapshot_download\n",
         f'pipe = hddm.HDDMPipeline.from_pretrained(snapshot_download("{repo_id}"))',
     ]
-    given = ""
+    given = "class_labels=[0], " if any(map(takes_classes, records)) else ""
     if any(map(takes_text, records)):
-        is_read = any(name.startswith("text_encoder") for name in components)
-        given = '"a red car", ' if is_read else "prompt_embeds=…, "
-    elif any(map(takes_classes, records)):
-        given = "class_labels=[0], "
-    is_decoded = records[0].space == "pixels" or any(name.startswith("vae") for name in components)
+        given = '"a red car", ' if "text_encoder" in components else "prompt_embeds=…, "
+    is_decoded = records[0].space == "pixels" or "vae" in components
     end = 'seed=0).images[0].save("image.png")' if is_decoded else 'seed=0, output_type="latent").images'
     return "\n".join([*lines, f"pipe({given}{end}"])
 

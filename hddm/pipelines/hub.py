@@ -47,12 +47,9 @@ def plan_upload(
 ) -> Upload:
     """Return what a repository of an ensemble holds: its folder's files but for hidden ones, and a card.
 
-    Arguments are those of `hddm.pipelines.card.model_card`, with ``picture`` a file. A README.md in the
-    folder that hddm did not write stays the card.
-
-    Raises:
-        UsageError: for a name that is not OWNER/NAME, no ensemble, or parts of a card beside one's own.
-        HddmError: for an ensemble that is damaged or brings code, and as `model_card`.
+    Arguments are those of `model_card`, with ``picture`` a file. A README.md that hddm did not write stays.
+    Raises `UsageError` for a name that is not OWNER/NAME, no ensemble, and parts of a card beside one's own;
+    `HddmError` for an ensemble that is damaged or brings code, and as `model_card`.
     """
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repo_id, re.ASCII):
         raise UsageError(f"{one_line(repo_id, 60)}: write OWNER/NAME, of letters, digits, '-', '_' and '.'")
@@ -69,19 +66,19 @@ def plan_upload(
     files: dict[str, Path | bytes] = {
         name: inside(folder, name) for name in names if not re.search(r"(^|/)\.", name)
     }
-    own = folder / CARD
-    if own.is_file() and MARK not in own.read_text(encoding="utf-8", errors="replace"):
-        given = {"licence": licence, "picture": picture, "results": results}
-        if asked := [name for name, one in given.items() if one is not None]:
-            raise UsageError(f"--{asked[0]}: is for a card that hddm writes, and {own} is yours; drop one")
-        return Upload(repo_id, files, (f"{own} is yours, and is the card as it is",))
-    shown = None
+    own, shown = folder / CARD, None
+    is_own = own.is_file() and MARK not in own.read_text(encoding="utf-8", errors="replace")
+    given = {"licence": licence, "picture": picture, "results": results}
+    if is_own and (asked := [name for name, one in given.items() if one is not None]):
+        raise UsageError(f"--{asked[0]}: is for a card that hddm writes, and {own} is yours; drop one")
     if picture is not None:
         if (suffix := picture.suffix.lower()) not in _PICTURES:
             raise UsageError(f"--picture {picture}: take a file that ends in {', '.join(_PICTURES)}")
         shown = f"picture{suffix}"
         files[shown] = picture
     text, notes = model_card(folder, repo_id, facts, licence, shown, results)
+    if is_own:
+        return Upload(repo_id, files, (f"{own} is yours, and is the card as it is", *notes))
     return Upload(repo_id, files | {CARD: text.encode()}, tuple(notes))
 
 

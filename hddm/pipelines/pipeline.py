@@ -2,6 +2,7 @@
 
 import inspect
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -336,17 +337,8 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         """Publish the ensemble with a model card, and return its address.
 
         Files of a folder go as they are, where nothing was changed since it was opened; else it is saved to a
-        temporary one first (`save_pretrained`).
-
-        Args:
-            repo_id: owner/name; it is made where it is not there.
-            private: of a new one; by default as its owner has it.
-            token: by default ``HF_TOKEN``, or that of ``hf auth login``.
-            commit_message: of the one commit.
-            licence: of experts that record none.
-            picture: file that the card shows.
-            results: of ``hddm evaluate``, or a table in Markdown, for the card.
-            options: of diffusers' method, if they ask for what is done anyway.
+        temporary one first. Arguments are those of diffusers, with ``licence`` of experts that record none,
+        and for the card a ``picture`` and ``results`` (`hddm.pipelines.card.model_card`).
 
         Raises:
             HddmError: for other options, a hub that refuses or cannot be reached, and as `save_pretrained`.
@@ -358,6 +350,8 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
                 folder = Path(temporary) / "ensemble"
                 self.save_pretrained(folder)
             planned = plan_upload(folder, repo_id, licence, picture, results)
+            for note in planned.notes:
+                warnings.warn(note, UserWarning, stacklevel=2)
             return upload(planned, private, token, commit_message)
 
     def _is_as_in(self, folder: Path) -> bool:
@@ -366,13 +360,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         stored = type(self).from_pretrained(folder, dtype=dtypes)
         for name in ("router", *COMPONENTS):
             ours, theirs = getattr(self, name), getattr(stored, name)
-            if (ours is None) != (theirs is None):
-                return False
-            if isinstance(ours, nn.Module):
-                tensors = theirs.state_dict()
-                if any(not torch.equal(one.cpu(), tensors[key]) for key, one in ours.state_dict().items()):
-                    return False
-            elif ours is not None and ours.get_vocab() != theirs.get_vocab():
+            if type(ours) is not type(theirs) or not _are_equal(ours, theirs):
                 return False
         return self.facts == stored.facts and self.experts.is_as_stored()
 
@@ -664,3 +652,11 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
                     "these experts make latents and there is no VAE: give them one (hddm assemble ENSEMBLE "
                     '--vae FOLDER), or take output_type="latent"'
                 )
+
+
+def _are_equal(ours: Any, theirs: Any) -> bool:
+    """True for networks of equal weights, tokenizers of equal words, and two parts that are absent."""
+    if not isinstance(ours, nn.Module):
+        return ours is None or bool(ours.get_vocab() == theirs.get_vocab())
+    weights, others = ours.state_dict(), theirs.state_dict()
+    return all(torch.equal(one.cpu(), others[key]) for key, one in weights.items())

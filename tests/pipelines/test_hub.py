@@ -94,7 +94,11 @@ def test_a_pipeline_sends_its_folder_or_what_it_is_now(folder: Path, hub: Hub, t
     pipe.ensemble.strategy = "full"
     pipe.push_to_hub("me/full")
     memory = pipeline_in_memory([flow_expert(7, num_classes=3)])
+    with pytest.warns(UserWarning, match="Licence unknown.*: ask the owner of experts/0"):
+        memory.push_to_hub("me/memory")
+    assert "license: unknown" in hub.repos["me/memory"]["README.md"].decode()
     memory.push_to_hub("me/memory", licence="MIT")
+    assert "license: mit" in hub.repos["me/memory"]["README.md"].decode()
     for name, ours in (("me/full", pipe), ("me/memory", memory)):
         again = load_pipeline(hub.write(name, tmp_path / name))
         assert torch.equal(again(**GIVEN).images, ours(**GIVEN).images)
