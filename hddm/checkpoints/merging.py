@@ -67,6 +67,11 @@ def merge_experts(
     if weak := [str(folder) for folder in experts if (folder / WEAK).exists()]:
         found.note(f"weaker selves are left out, of {', '.join(weak)}, so nothing guides by one")
     found.note(f"{out} has no calibration, since none is of its weights; hddm calibrate {out} fits one")
+    kept = _alike(parts)
+    if lost := sorted({name for part in parts for name in part.kept} - set(kept)):
+        found.note(
+            f"left out, since the experts differ in what their layout has besides weights: {', '.join(lost)}"
+        )
     files = {f"{k}/{path.name}": sha256_once(path) for k, one in enumerate(parts) for path in one.files}
     update: dict[str, Any] = {
         "weights": "unstated",
@@ -85,7 +90,7 @@ def merge_experts(
     refuse_full_disk(out, sum(math.prod(one.shape) * one.dtype.itemsize for one in tensors))
     with new_folder(out, EXPERT_FILE, overwrite) as draft:
         write_network(draft, Built(parts[0].network, dict(parts[0].arguments), tensors))
-        if kept := _alike(parts):
+        if kept:
             save_file(kept, draft / EXTRAS_FILE, {"format": "pt"})
         write_records(draft, records[0].model_copy(update=update), parts[0].nulls)
         for name, folder in whole_components(experts[0]).items():

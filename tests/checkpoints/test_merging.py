@@ -15,7 +15,7 @@ from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.merging import merge_experts
 from hddm.checkpoints.plan import Conversion, plan
-from hddm.experts.records import NULL_FILE, WEAK
+from hddm.experts.records import EXTRAS_FILE, NULL_FILE, WEAK
 from hddm.training.expert import train_expert
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import sha256_of
@@ -63,6 +63,20 @@ def test_weights_are_averaged_in_float64_and_rounded_once(
         step = torch.nextafter(tensor.abs(), torch.tensor(torch.inf)) - tensor.abs()
         assert ((tensor - expected).abs() <= 0.5000001 * step.double()).all()
     assert not torch.equal(_velocity(tmp_path / "out"), _velocity(parts[0]))
+
+
+def test_what_a_layout_has_besides_weights_stays_where_all_experts_have_it_alike(
+    make: Make, tmp_path: Path
+) -> None:
+    parts, table = [make("one", 1), make("two", 2)], torch.arange(6.0).view(2, 3)
+    for k, part in enumerate(parts):
+        save_file({"pos_embed": table, "other": table + k}, part / EXTRAS_FILE)
+        seal(part)
+    notes = merge_experts(parts, tmp_path / "out")
+    assert load_file(tmp_path / "out" / EXTRAS_FILE).keys() == {"pos_embed"}
+    assert torch.equal(load_file(tmp_path / "out" / EXTRAS_FILE)["pos_embed"], table)
+    assert any(note.endswith("besides weights: other") for note in notes)
+    assert library.load(tmp_path / "out")
 
 
 @pytest.mark.parametrize("weights", [None, (0.3, 0.7), (0.25, 0.7499999)], ids=str)

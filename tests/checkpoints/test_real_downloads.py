@@ -146,6 +146,9 @@ def test_the_licence_of_a_model_card_and_of_imagenet(hddm: Command, tmp_path: Pa
     (source / "README.md").write_bytes(card.replace("\n", "\r\n").encode())
     assert "licence: openrail++" in converted(hddm, source, tmp_path / "other")
     assert facts_of(tmp_path / "other")["licence"] == "openrail++"
+    (source / "README.md").write_text("---\nlicense: other\nlicense_name: dev-non-commercial\n---\n")
+    assert "licence: dev-non-commercial" in converted(hddm, source, tmp_path / "named")
+    (source / "README.md").write_bytes(card.encode())
     assert "states 'openrail++'" in refused(hddm, source, "--licence", "mine")
 
 
