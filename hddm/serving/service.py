@@ -111,6 +111,7 @@ def serve(
         )
         log.info("%s: starts %d experts; each reads its own weights", folder, len(names))
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        _refuse_another(ray, address)
         try:
             ray_serve.start(
                 proxy_location="HeadOnly",
@@ -128,9 +129,7 @@ def serve(
             on_ready(names)
             stop.wait()
         finally:
-            ray_serve.delete(APPLICATION)
-            if address == LOCAL:
-                ray_serve.shutdown()
+            ray_serve.shutdown()
 
 
 def names_of(folder: Path) -> list[str]:
@@ -173,6 +172,17 @@ def _application(
 
 def _threads(options: Mapping[str, Any]) -> int:
     return max(1, round(float(options.get("num_cpus", 1))))
+
+
+def _refuse_another(ray: Any, address: str) -> None:
+    """Raise an `HddmError` where a cluster runs Ray Serve already, whose port and applications would stay."""
+    try:
+        ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+    except ValueError:
+        return
+    raise HddmError(
+        f"--ray {address}: this cluster runs Ray Serve already; end that, or take another cluster"
+    )
 
 
 def _refuse_lack(there: Mapping[str, float], asked: Sequence[Mapping[str, Any]]) -> None:

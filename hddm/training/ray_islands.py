@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -33,6 +34,8 @@ LOCAL = "local"
 LOCK_SECONDS = 60.0
 """Seconds that a task waits for the lock of its predecessor, whose machine may be gone."""
 SAVE_SECONDS = 120.0
+REACH_SECONDS = 10.0
+"""Seconds that the head of a cluster has to answer."""
 
 log = logging.getLogger(__name__)
 
@@ -158,9 +161,13 @@ def connected(ray: Any, address: str, **own: Any) -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     handlers = {one: signal.getsignal(one) for one in SIGNALS}
     own = {"include_dashboard": False} | own if address == LOCAL else {}
+    host, _, port = address.rpartition(":")
     try:
+        if host and port.isdecimal():
+            # Ray itself would try for minutes.
+            socket.create_connection((host.rpartition("/")[2], int(port)), REACH_SECONDS).close()
         ray.init(address=address, logging_level=logging.WARNING, **own)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, OverflowError, ValueError, RuntimeError) as error:
         raise HddmError(f"--ray {address}: no cluster answers there ({error})") from error
     try:
         # Ray's own handler of SIGTERM would exit in the middle of our work.

@@ -24,6 +24,7 @@ from tests.serving.test_front import IMAGES, malformed
 
 pytestmark = pytest.mark.slow
 NODES = 3
+MARK = "HDDM_TEST_CLUSTER"
 GUIDE = Path(__file__).parents[2] / "docs/guides/serve.md"
 PATIENCE = 240
 ALONE = {"OMP_NUM_THREADS": "1"}
@@ -35,7 +36,8 @@ def address() -> Iterator[str]:
     """A cluster of three nodes, of which each has a resource ``node0`` … ``node2``."""
     from ray.cluster_utils import Cluster
 
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Processes of this cluster inherit it.
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", MARK: str(os.getpid())}
     cluster = Cluster()
     try:
         for k in range(NODES):
@@ -63,11 +65,10 @@ class Service:
 
 @contextlib.contextmanager
 def serving(folder: Path, log: Path, address: str, port: int, *options: str) -> Iterator[Service]:
-    """``hddm serve`` with an expert a node, until the block ends."""
-    places = [option for k in range(2) for option in ("--resources", f"{k}:node{k + 1}=0.5")]
+    """``hddm serve`` until the block ends."""
     command = [sys.executable, "-m", "hddm_cli", "serve", str(folder), "--ray", address, "--port", str(port)]
     with log.open("w") as out:
-        process = subprocess.Popen([*command, *places, *options], stdout=out, stderr=out, env=os.environ)
+        process = subprocess.Popen([*command, *options], stdout=out, stderr=out, env=os.environ)
     url = f"http://127.0.0.1:{port}"
     try:
         end = time.monotonic() + PATIENCE
@@ -83,13 +84,14 @@ def serving(folder: Path, log: Path, address: str, port: int, *options: str) -> 
     assert code == 0, log.read_text()
 
 
-def workers() -> dict[str, int]:
-    """Process numbers of the service's workers and front by name."""
+def workers(mark: str = f"{os.getpid()}") -> dict[str, int]:
+    """Process numbers of a service's workers and front by name."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             name = path.read_bytes().split(b"\0")[0].decode(errors="replace").strip()
-            if name.startswith("ray::ServeReplica:hddm:"):
+            is_ours = f"{MARK}={mark}".encode() in (path.parent / "environ").read_bytes().split(b"\0")
+            if is_ours and name.startswith("ray::ServeReplica:hddm:"):
                 found[name.rpartition(":")[2].split(".")[0]] = int(path.parent.name)
     return found
 
@@ -104,7 +106,9 @@ def resident(pid: int) -> int:
 def service(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     root = tmp_path_factory.mktemp("service")
     folder = write_ensemble(root, [flow_expert(seed, num_classes=3) for seed in range(2)])
-    with serving(folder, root / "log", address, 8431, "--no-batching", "--max-queue", "100") as one:
+    places = [option for k in range(2) for option in ("--resources", f"{k}:node{k + 1}=0.5")]
+    options = ("--no-batching", "--max-queue", "100", *places)
+    with serving(folder, root / "log", address, 8431, *options) as one:
         yield one
 
 
@@ -195,8 +199,12 @@ def test_ten_thousand_malformed_requests_are_refused_and_leave_nothing(service: 
     assert service.ask(prompt="cat")
 
 
-def test_a_worker_holds_the_weights_of_its_expert_alone(address: str, tmp_path: Path) -> None:
+def test_a_worker_holds_the_weights_of_its_expert_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two experts of 240 MB, against workers of tiny ones."""
+    # Not those of the other services here.
+    monkeypatch.setenv(MARK, here := f"{os.getpid()} memory")
     held = {}
     for name, sizes in (("tiny", {}), ("large", {"hidden_size": 1024, "depth": 4, "num_heads": 8})):
         root = tmp_path / name
@@ -204,8 +212,8 @@ def test_a_worker_holds_the_weights_of_its_expert_alone(address: str, tmp_path: 
         experts = [flow_expert(seed, num_classes=3, **sizes) for seed in range(2)]
         bytes_of = sum(p.numel() * p.element_size() for p in experts[0].network.parameters())
         folder = write_ensemble(root, experts)
-        with serving(folder, root / "log", address, 8432):
-            held[name] = {one: resident(pid) for one, pid in workers().items()}
+        with serving(folder, root / "log", "local", 8432):
+            held[name] = {one: resident(pid) for one, pid in workers(here).items()}
     assert bytes_of > 200e6
     for one in ("0", "1"):
         above = held["large"][one] - held["tiny"][one]
@@ -223,6 +231,7 @@ def test_a_wrong_placement_is_refused_in_a_line(service: Service, address: str, 
             "the workers ask for 1 of node9, and the cluster has 0",
         ),
         (["--ray", "127.0.0.1:1"], "--ray 127.0.0.1:1: no cluster answers there"),
+        (["--ray", address], "this cluster runs Ray Serve already; end that, or take another cluster"),
         (["--num-replicas", "cats=2"], "--num-replicas cats: choose 0 or 1"),
         (["--host", "0.0.0.0"], "--host 0.0.0.0: is open to other machines; set HDDM_TOKEN"),
     ):
