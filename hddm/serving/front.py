@@ -41,6 +41,8 @@ TRIES = 20
 TOLD = 20
 """Latest requests that the time of a waiting one is estimated from."""
 
+FAILED = Refusal(500, "the service failed; its log says why")
+
 log = logging.getLogger(__name__)
 
 Report = Callable[[int], None]
@@ -169,7 +171,7 @@ class Front:
             refusal = error
         except Exception:
             log.exception("%s %s", request.method, path)
-            refusal = Refusal(500, "the service failed; its log says why")
+            refusal = FAILED
         if refusal is not None:
             headers = {429: {"Retry-After": str(self._patience)}, 401: {"WWW-Authenticate": "Bearer"}}
             response = JSONResponse(refusal.body, refusal.status, headers.get(refusal.status))
@@ -223,13 +225,25 @@ class Front:
         expert = self._check(wanted)
         if self.active >= self.limits.queue:
             raise Refusal(429, f"{self.active} requests wait or run; try again in {self._patience} s")
-        async with self._admitted():
-            call = await self._in_thread(self._prepared, wanted, expert)
-            if not wanted.stream:
-                images = await self._make(call, lambda step: None)
-                found = [_datum(wanted, *image) for image in images]
-                return JSONResponse({"created": int(time.time()), "data": found})
-        return StreamingResponse(self._events(call), media_type="text/event-stream")
+        if not wanted.stream:
+            images = await self._made(wanted, expert, lambda step: None)
+            found = [_datum(wanted, *image) for image in images]
+            return JSONResponse({"created": int(time.time()), "data": found})
+        steps, loop = asyncio.Queue[int | None](), asyncio.get_running_loop()
+
+        def tell(step: int) -> None:
+            loop.call_soon_threadsafe(steps.put_nowait, step)
+
+        task = asyncio.ensure_future(self._made(wanted, expert, tell))
+        task.add_done_callback(lambda _: steps.put_nowait(None))
+        try:
+            # What is refused before the first step has a status of its own.
+            if await steps.get() is None:
+                await task
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        return StreamingResponse(self._events(wanted, task, steps), media_type="text/event-stream")
 
     def _check(self, wanted: ImageRequest) -> int | None:
         """Index of the expert that a request asks for, None for all; raises a `Refusal`."""
@@ -269,19 +283,13 @@ class Front:
         finally:
             self.active -= 1
 
-    async def _events(self, call: _Call) -> AsyncIterator[str]:
+    async def _events(
+        self,
+        wanted: ImageRequest,
+        task: "asyncio.Task[Sequence[tuple[int, bytes]]]",
+        steps: "asyncio.Queue[int | None]",
+    ) -> AsyncIterator[str]:
         """Server-sent events of a request: its steps, then its images, or an error."""
-        wanted, steps, loop = call.wanted, asyncio.Queue[int | None](), asyncio.get_running_loop()
-
-        def tell(step: int) -> None:
-            loop.call_soon_threadsafe(steps.put_nowait, step)
-
-        async def made() -> Sequence[tuple[int, bytes]]:
-            async with self._admitted():
-                return await self._make(call, tell)
-
-        task = asyncio.ensure_future(made())
-        task.add_done_callback(lambda _: steps.put_nowait(None))
         kind = "image_generation"
         try:
             yield _event(f"{kind}.queued", requests=self.active)
@@ -291,8 +299,20 @@ class Front:
                 yield _event(f"{kind}.completed", created_at=int(time.time()), **_datum(wanted, *image))
         except Refusal as refusal:
             yield _event("error", **refusal.body)
+        except Exception:
+            log.exception("in the middle of a stream")
+            yield _event("error", **FAILED.body)
         finally:
             task.cancel()
+
+    async def _made(
+        self, wanted: ImageRequest, expert: int | None, on_step: Report
+    ) -> Sequence[tuple[int, bytes]]:
+        """Numbers and PNG files of a request's images; ``on_step`` is told 0 once it is prepared."""
+        async with self._admitted():
+            call = await self._in_thread(self._prepared, wanted, expert)
+            on_step(0)
+            return await self._make(call, on_step)
 
     def _prepared(self, wanted: ImageRequest, expert: int | None) -> _Call:
         """A request with its conditions encoded and its experts chosen."""

@@ -23,6 +23,7 @@ from hddm.experts.assembly import assemble
 from hddm.experts.records import save_expert
 from hddm.pipelines.samples import SampleSettings, sample_to_folder
 from hddm.serving.front import Front, Limits
+from hddm.serving.requests import Refusal
 from hddm.serving.workers import Computed, Job, Worker
 from tests.ensemble_files import CLASSES, flow_expert, write_ensemble, write_mixed, write_text
 
@@ -276,9 +277,27 @@ def test_progress_comes_as_events_before_the_images(classes: Path) -> None:
         kinds = [event["type"].removeprefix("image_generation.") for event in events]
         assert kinds == ["queued", *["progress"] * STEPS, "completed", "completed"]
         assert [event["step"] for event in events[1:-2]] == list(range(1, STEPS + 1))
+        # It counts itself, from its preparation to its end.
+        assert events[0]["requests"] == 1
         images = [base64.b64decode(event["b64_json"]) for event in events[-2:]]
         assert images == files_in(ask(front, **body))
         assert [(event["seed"], event["index"]) for event in events[-2:]] == [(3, 0), (3, 1)]
+    assert metrics(front)["hddm_request_seconds_count", ""] == 4
+
+
+def test_a_stream_that_fails_ends_in_an_error(classes: Path) -> None:
+    """With its status where no step was made, else as its last event."""
+    front = front_of(classes)
+    refused = ask(front, prompt="horse", stream=True)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, 400)
+    for error, code in ((RuntimeError("out of memory"), 500), (Refusal(503, "lost"), 503)):
+
+        def broken(*given: Any, error: Exception = error) -> Any:
+            raise error
+
+        front.pipeline.decode = broken  # type: ignore[method-assign]
+        last = ask(front, prompt="cat", stream=True).text.strip().splitlines()[-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == code
 
 
 @pytest.mark.parametrize("strategy", ["draw", "full"])
