@@ -31,13 +31,15 @@ from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.sampling import ExpertUse, integrate, noise_of, pick_experts, routed, time_grid, uniform_draws
 from hddm.serving.requests import LARGEST_BODY, ImageRequest, Refusal, read_request
 from hddm.serving.workers import Asked, Computed, Drawn, Job, RemoteEnsemble
-from hddm.utils.errors import HddmError, did_you_mean, one_line
+from hddm.utils.errors import HddmError, did_you_mean, one_line, with_arguments
 from hddm.utils.records import WHOLE
 from hddm.velocity import Guidance
 
 AGAIN = 0.25
 """Seconds until a worker that was lost is asked again."""
 TRIES = 20
+BODY = 10.0
+"""Seconds until a body must be there, since each that is not takes a place among the calls of Ray Serve."""
 TOLD = 20
 """Latest requests that the time of a waiting one is estimated from."""
 
@@ -279,7 +281,7 @@ class Front:
         except Refusal:
             raise
         except HddmError as error:
-            raise Refusal(400, error.message) from error
+            raise Refusal(400, with_arguments(error.message)) from error
         finally:
             self.active -= 1
 
@@ -377,7 +379,7 @@ class Front:
             indices = tuple((wanted.start + rows).tolist())
             settings = (wanted.steps, call.ensemble.shift, wanted.solver)
             job = Drawn(wanted.seed, indices, *settings, *asked)
-            return rows, k, (await self._ask(k, job, tell)).value
+            return rows, k, await self._ask(k, job, tell)
 
         parts = [
             (k, rows)
@@ -434,9 +436,9 @@ class Front:
     def _velocity(self, k: int, job: Asked) -> Tensor:
         """The velocity of expert k, for a thread that waits."""
         assert self.loop is not None
-        return asyncio.run_coroutine_threadsafe(self._ask(k, job), self.loop).result().value
+        return asyncio.run_coroutine_threadsafe(self._ask(k, job), self.loop).result()
 
-    async def _ask(self, k: int, job: Job, on_step: Report = lambda step: None) -> Computed:
+    async def _ask(self, k: int, job: Job, on_step: Report = lambda step: None) -> Tensor:
         """What the worker of expert k computes; one that is lost is asked again, `TRIES` times."""
         from ray.exceptions import RayError, RayTaskError
         from ray.serve.exceptions import RayServeException
@@ -447,8 +449,8 @@ class Front:
                     found: Computed = await self.workers[k].velocity.remote(job)
                 else:
                     found = await _last(self.workers[k].options(stream=True).draw.remote(job), on_step)
-            except RayTaskError as error:
-                raise error.cause if isinstance(error.cause, HddmError) else error from error
+            except RayTaskError:
+                raise
             except (RayError, RayServeException) as error:
                 self.lost.labels(self.experts[k]).inc()
                 log.warning(
@@ -458,7 +460,9 @@ class Front:
             else:
                 if found.batch:
                     self.batches.labels(self.experts[k]).observe(found.batch)
-                return found
+                if isinstance(found.value, HddmError):
+                    raise found.value
+                return found.value
         raise Refusal(503, f"the worker of {self.experts[k]} was lost {TRIES} times")
 
 
@@ -475,11 +479,19 @@ async def _last(answers: Any, on_step: Report) -> Computed:
 
 
 async def _body(request: Any) -> bytes:
+    from starlette.requests import ClientDisconnect
+
     body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > LARGEST_BODY:
-            raise Refusal(413, f"the body has more than {LARGEST_BODY} bytes")
+    try:
+        async with asyncio.timeout(BODY):
+            async for part in request.stream():
+                body += part
+                if len(body) > LARGEST_BODY:
+                    raise Refusal(413, f"the body has more than {LARGEST_BODY} bytes")
+    except TimeoutError as error:
+        raise Refusal(408, f"the body took more than {BODY:g} s") from error
+    except ClientDisconnect as error:
+        raise Refusal(400, "the client left before its body was whole") from error
     return body
 
 

@@ -81,7 +81,7 @@ class ImageRequest(Record):
     stream: bool = False
     """Tell the progress in server-sent events."""
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = Field(default_factory=lambda: secrets.randbelow(SEEDS))
-    start: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
+    start: Annotated[int, Field(ge=0, lt=1 << 62)] = 0
     steps: Annotated[int, Field(ge=1)] = DEFAULT_STEPS
     solver: Annotated[str, AfterValidator(_known_solver)] = DEFAULT_SOLVER
     strategy: Annotated[str, Field(max_length=40), AfterValidator(_known_strategy)] | None = None

@@ -78,9 +78,9 @@ Job = Drawn | Asked
 
 @dataclass(frozen=True)
 class Computed:
-    """What a job asked for."""
+    """What a job asked for, or what is wrong with it: Ray would log the calls that led to an exception."""
 
-    value: Tensor
+    value: Tensor | HddmError
     batch: int
     """Number of samples in its batch, as the first job of it tells; 0 for the others."""
 
@@ -184,7 +184,10 @@ class Worker:
             for one in batch if len(batch) > 1 else ():
                 await self._compute([one])
             if len(batch) == 1 and not batch[0].done.done():
-                batch[0].done.set_exception(error)
+                if isinstance(error, HddmError):
+                    batch[0].done.set_result(Computed(error, 0))
+                else:
+                    batch[0].done.set_exception(error)
             return
         for one, value in zip(batch, values, strict=True):
             if not one.done.done():

@@ -25,6 +25,7 @@ from hddm.pipelines.samples import SampleSettings, sample_to_folder
 from hddm.serving.front import Front, Limits
 from hddm.serving.requests import Refusal
 from hddm.serving.workers import Computed, Job, Worker
+from hddm.utils.errors import on_command_line
 from tests.ensemble_files import CLASSES, flow_expert, write_ensemble, write_mixed, write_text
 
 IMAGES = "/v1/images/generations"
@@ -370,6 +371,7 @@ WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
     "guidance": ({"prompt": "cat", "guidance_scale": 1e39}, 400, "the velocity of expert"),
     "negative": ({"prompt": "cat", "negative_prompt": "dog"}, 400, "needs a guidance_scale other than 1"),
     "nothing": ({}, 400, "key 'prompt': "),
+    "start": ({"prompt": "cat", "start": (1 << 63) - 1, "n": 2}, 400, "key 'start'"),
 }
 
 
@@ -382,6 +384,47 @@ def test_a_wrong_request_is_told_what_is_wrong(
     assert (answer.status_code, error["type"]) == (status, "invalid_request_error")
     assert words in error["message"]
     assert "\n" not in error["message"]
+
+
+def test_options_are_named_as_keys_of_a_request(tmp_path: Path) -> None:
+    front = front_of(write_ensemble(tmp_path, [flow_expert(0), flow_expert(1)]))
+    with on_command_line():
+        answer = ask(front, prompt="", guidance_scale=3.0)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].endswith("take guidance_scale 1")
+
+
+@pytest.mark.parametrize("strategy", ["draw", "full"])
+def test_a_worker_raises_nothing_for_a_request_that_is_wrong(tmp_path: Path, strategy: str) -> None:
+    """What a worker raises Ray writes to the log, calls and all."""
+    front = front_of(write_ensemble(tmp_path, [flow_expert(0), flow_expert(1)]))
+    assert ask(front, prompt="", guidance_scale=3.0, strategy=strategy).status_code == 400
+    worker, job = front.workers[0].worker, front.workers[0].jobs[0]
+
+    async def answers() -> list[Any]:
+        if strategy == "full":
+            return [await worker.velocity(job)]
+        return [one async for one in worker.draw(job)]
+
+    (found,) = asyncio.run(answers())
+    assert "guidance needs a condition" in found.value.message
+
+
+@pytest.mark.parametrize(("event", "status"), [(None, 408), ({"type": "http.disconnect"}, 400)])
+def test_a_body_that_does_not_come_is_no_failure_of_the_service(
+    classes: Path, monkeypatch: pytest.MonkeyPatch, event: dict[str, str] | None, status: int
+) -> None:
+    monkeypatch.setattr("hddm.serving.front.BODY", 0.05)
+    front = front_of(classes)
+
+    async def receive() -> Any:
+        if event is None:
+            await asyncio.Event().wait()
+        return event
+
+    scope = {"type": "http", "method": "POST", "path": IMAGES, "headers": [], "query_string": b""}
+    answer = asyncio.run(asyncio.wait_for(front(Request(scope, receive)), 30))
+    assert answer.status_code == status
 
 
 def test_malformed_requests_are_refused_each(classes: Path) -> None:
