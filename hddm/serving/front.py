@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import hmac
 import io
+import itertools
 import json
 import logging
 import math
@@ -89,7 +90,7 @@ class Limits:
     seconds: float = 600.0
     """Time for a request."""
     batch_size: int = 16
-    """Samples that a worker computes together."""
+    """Samples that a worker computes together, and those of a batch of ``hddm sample``."""
     is_batched: bool = True
     """Compute several requests together."""
 
@@ -381,10 +382,15 @@ class Front:
             job = Drawn(wanted.seed, indices, *settings, *asked)
             return rows, k, await self._ask(k, job, tell)
 
+        # The batches of hddm sample: images of one domain follow each other, or each kind is apart.
+        order = torch.tensor(call.ensemble.domains)[chosen].argsort(stable=True)
+        is_apart = len(call.ensemble.kinds) > 1
+        groups = [(chosen == k).nonzero()[:, 0] for k in chosen.unique()] if is_apart else [order]
         parts = [
-            (k, rows)
-            for k in chosen.unique().tolist()
-            for rows in (chosen == k).nonzero()[:, 0].split(self.limits.batch_size)
+            (k, batch[chosen[batch] == k])
+            for group in groups
+            for batch in group.split(self.limits.batch_size)
+            for k in chosen[batch].unique().tolist()
         ]
         return list(await asyncio.gather(*(part(k, rows) for k, rows in parts)))
 
@@ -394,38 +400,43 @@ class Front:
         """Samples (n, C, H, W) of these rows, by several experts: at each step states go to those asked."""
         wanted, is_left = call.wanted, False
         shape = call.ensemble.experts[expert or 0].sample_shape
-        negative, conditions = call.rows(rows)
+        batches, done = rows.split(self.limits.batch_size), itertools.count(1)
 
         def step(index: int, x: Tensor) -> Tensor:
-            on_step(index + 1)
+            # Each step is told once, whatever the number of batches.
+            whole, rest = divmod(next(done), len(batches))
+            if rest == 0:
+                on_step(whole)
             return x
 
-        def make() -> Tensor:
+        def make(batch: Tensor) -> Tensor:
             assert shape is not None
+            negative, conditions = call.rows(batch)
             return integrate(
                 call.ensemble,
-                noise_of(wanted.seed, (wanted.start + rows).tolist(), shape),
+                noise_of(wanted.seed, (wanted.start + batch).tolist(), shape),
                 call.times,
                 wanted.solver,
                 call.guidance,
                 negative or None,
                 conditions,
-                expert=None if expert is None else torch.full((len(rows),), expert),
+                expert=None if expert is None else torch.full((len(batch),), expert),
                 use=use,
                 on_step=step,
                 is_interrupted=lambda: is_left,
             )
 
         try:
-            made: Tensor = await self._in_thread(make)
-            return made
+            return torch.cat([await self._in_thread(make, batch) for batch in batches])
         finally:
             is_left = True
 
     def _decode(self, rows: Tensor, expert: int, samples: Tensor) -> list[tuple[int, bytes]]:
         """Numbers and PNG files of the images of these samples."""
         found = []
-        for row, image in zip(rows.tolist(), to_bytes(self.pipeline.decode(samples, expert)), strict=True):
+        decoded = (self.pipeline.decode(one, expert) for one in samples.split(self.limits.batch_size))
+        images = (image for batch in decoded for image in to_bytes(batch))
+        for row, image in zip(rows.tolist(), images, strict=True):
             save_png(image, file := io.BytesIO())
             found.append((row, file.getvalue()))
         return found

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import hashlib
 import io
+import itertools
 import json
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -150,6 +151,23 @@ def test_images_are_those_of_hddm_sample_by_class(classes: Path, tmp_path: Path)
             ({"prompt": "dog", "model": "ensemble/2"}, dog | {"expert": 2}),
         ],
     )
+
+
+@pytest.mark.parametrize("strategy", ["draw", "full"])
+def test_more_images_than_a_batch_are_the_batches_of_hddm_sample(
+    classes: Path, tmp_path: Path, strategy: str
+) -> None:
+    front = front_of(classes, is_batched=False, images=11, batch_size=4)
+    body = {"prompt": "dog", "strategy": strategy, "n": 11}
+    settings = {"class_labels": "dog", "strategy": strategy, "num_images": 11, "batch_size": 4}
+    assert files_in(ask(front, **body)) == sampled(classes, tmp_path / "out", **settings)
+    sizes = [len(job) for handle in front.workers for job in handle.jobs]
+    assert max(sizes) <= 4
+    if strategy == "draw":
+        assert {4, 8} <= set(itertools.accumulate(sizes))
+    events = ask(front, stream=True, **body).text.split("event: ")
+    steps = [event for event in events if event.startswith("image_generation.progress")]
+    assert len(steps) == STEPS
 
 
 def test_images_are_those_of_hddm_sample_by_prompt(text: Path, tmp_path: Path) -> None:
