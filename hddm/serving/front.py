@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from hddm.pipelines.encoding import repeated
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.sampling import ExpertUse, integrate, noise_of, pick_experts, routed, time_grid, uniform_draws
 from hddm.serving.requests import LARGEST_BODY, ImageRequest, Refusal, read_request
-from hddm.serving.workers import Asked, Computed, Drawn, Job, RemoteEnsemble
+from hddm.serving.workers import Asked, Computed, Drawn, RemoteEnsemble
 from hddm.utils.errors import HddmError, did_you_mean, one_line, with_arguments
 from hddm.utils.records import WHOLE
 from hddm.velocity import Guidance
@@ -39,6 +39,8 @@ from hddm.velocity import Guidance
 AGAIN = 0.25
 """Seconds until a worker that was lost is asked again."""
 TRIES = 20
+MESSAGES = 2
+"""Messages with states that are under way to an expert at a time."""
 BODY = 10.0
 """Seconds until a body must be there, since each that is not takes a place among the calls of Ray Serve."""
 TOLD = 20
@@ -128,6 +130,8 @@ class Front:
         )
         self.active, self.created = 0, int(time.time())
         self.loop: asyncio.AbstractEventLoop | None = None
+        self.outbox: list[list[tuple[Asked, asyncio.Future[Any]]]] = [[] for _ in workers]
+        self.senders: list[set[asyncio.Task[None]]] = [set() for _ in workers]
         self.times: list[float] = []
         self.registry = registry = CollectorRegistry()
         self.requests = Counter("hddm_requests", "Requests answered", ["status"], registry=registry)
@@ -380,7 +384,7 @@ class Front:
             indices = tuple((wanted.start + rows).tolist())
             settings = (wanted.steps, call.ensemble.shift, wanted.solver)
             job = Drawn(wanted.seed, indices, *settings, *asked)
-            return rows, k, await self._ask(k, job, tell)
+            return rows, k, _value((await self._ask(k, job, tell))[0])
 
         # The batches of hddm sample: images of one domain follow each other, or each kind is apart.
         order = torch.tensor(call.ensemble.domains)[chosen].argsort(stable=True)
@@ -447,19 +451,44 @@ class Front:
     def _velocity(self, k: int, job: Asked) -> Tensor:
         """The velocity of expert k, for a thread that waits."""
         assert self.loop is not None
-        return asyncio.run_coroutine_threadsafe(self._ask(k, job), self.loop).result()
+        return asyncio.run_coroutine_threadsafe(self._posted(k, job), self.loop).result()
 
-    async def _ask(self, k: int, job: Job, on_step: Report = lambda step: None) -> Tensor:
-        """What the worker of expert k computes; one that is lost is asked again, `TRIES` times."""
+    async def _posted(self, k: int, job: Asked) -> Tensor:
+        """The velocity of expert k; jobs that come while messages are under way are one message together."""
+        done = asyncio.get_running_loop().create_future()
+        self.outbox[k].append((job, done))
+        if len(self.senders[k]) < MESSAGES:
+            sender = asyncio.create_task(self._post(k))
+            self.senders[k].add(sender)
+            sender.add_done_callback(self.senders[k].discard)
+        return _value(await done)
+
+    async def _post(self, k: int) -> None:
+        """Send what waits for expert k, message after message."""
+        while posted := self.outbox[k]:
+            self.outbox[k] = []
+            try:
+                found: list[Any] = await self._ask(k, [job for job, _ in posted])
+            except Exception as error:
+                found = [error] * len(posted)
+            for (_, done), one in zip(posted, found, strict=True):
+                if not done.done():
+                    done.set_result(one)
+
+    async def _ask(self, k: int, work: Drawn | list[Asked], on_step: Report = lambda step: None) -> list[Any]:
+        """What the worker of expert k computes, `Computed` or an exception for each job.
+
+        One that is lost is asked again, `TRIES` times.
+        """
         from ray.exceptions import RayError, RayTaskError
         from ray.serve.exceptions import RayServeException
 
         for _ in range(TRIES):
             try:
-                if isinstance(job, Asked):
-                    found: Computed = await self.workers[k].velocity.remote(job)
+                if isinstance(work, Drawn):
+                    found = [await _last(self.workers[k].options(stream=True).draw.remote(work), on_step)]
                 else:
-                    found = await _last(self.workers[k].options(stream=True).draw.remote(job), on_step)
+                    found = await self.workers[k].velocity.remote(work)
             except RayTaskError:
                 raise
             except (RayError, RayServeException) as error:
@@ -469,12 +498,19 @@ class Front:
                 )
                 await asyncio.sleep(AGAIN)
             else:
-                if found.batch:
-                    self.batches.labels(self.experts[k]).observe(found.batch)
-                if isinstance(found.value, HddmError):
-                    raise found.value
-                return found.value
+                for one in found:
+                    if isinstance(one, Computed) and one.batch:
+                        self.batches.labels(self.experts[k]).observe(one.batch)
+                return found
         raise Refusal(503, f"the worker of {self.experts[k]} was lost {TRIES} times")
+
+
+def _value(found: Any) -> Tensor:
+    """The tensor of what was `Computed`, or the error in its place raised."""
+    value = found.value if isinstance(found, Computed) else found
+    if isinstance(value, Exception):
+        raise value
+    return cast(Tensor, value)
 
 
 async def _last(answers: Any, on_step: Report) -> Computed:

@@ -129,9 +129,10 @@ class Worker:
         """True, once the weights are there."""
         return True
 
-    async def velocity(self, job: Asked) -> Computed:
-        """The velocity that the expert has there."""
-        return await self._done(_Waiting(job, lambda step: None))
+    async def velocity(self, jobs: Sequence[Asked]) -> list[Computed | BaseException]:
+        """The velocities that the expert has there, or what went wrong with each."""
+        waiting = (self._done(_Waiting(job, lambda step: None)) for job in jobs)
+        return await asyncio.gather(*waiting, return_exceptions=True)
 
     async def draw(self, job: Drawn) -> AsyncIterator[int | Computed]:
         """The samples, after the number of each step that is done."""

@@ -25,7 +25,7 @@ from hddm.experts.records import save_expert
 from hddm.pipelines.samples import SampleSettings, sample_to_folder
 from hddm.serving.front import Front, Limits
 from hddm.serving.requests import Refusal
-from hddm.serving.workers import Computed, Job, Worker
+from hddm.serving.workers import Asked, Computed, Drawn, Worker
 from hddm.utils.errors import on_command_line
 from tests.ensemble_files import CLASSES, flow_expert, write_ensemble, write_mixed, write_text
 
@@ -51,20 +51,20 @@ class Handle:
     """A worker in this process, asked as a handle of Ray Serve is; the first ``deaths`` calls are lost."""
 
     def __init__(self, worker: Worker, deaths: int = 0) -> None:
-        self.worker, self.deaths, self.jobs = worker, deaths, list[Job]()
+        self.worker, self.deaths, self.jobs = worker, deaths, list[Drawn | list[Asked]]()
         self.draw = self.velocity = self.ready = self
 
     def options(self, stream: bool) -> "Handle":
         return self
 
-    def remote(self, job: Job | None = None) -> Any:
+    def remote(self, job: Drawn | list[Asked] | None = None) -> Any:
         if job is None:
             return self._ready()
         self.jobs.append(job)
         if self.deaths:
             self.deaths -= 1
             raise ActorDiedError
-        if hasattr(job, "x"):
+        if isinstance(job, list):
             return self.worker.velocity(job)
         return Answers(self.worker.draw(job))
 
@@ -232,6 +232,25 @@ def test_requests_of_one_moment_are_one_batch_and_change_an_image_by_rounding_on
     assert sum(values["hddm_batch_size_sum", str(k)] for k in range(3)) == 24
     assert batches <= 12
     assert sum(values["hddm_expert_images_total", str(k)] for k in range(3)) == 24
+
+
+def test_states_of_one_moment_are_one_message(classes: Path) -> None:
+    """Eight requests that mix send each expert far fewer messages than states, and get their own images."""
+    front = front_of(classes)
+    bodies = [{"prompt": CLASSES[k % 3], "seed": k, "strategy": "full", "steps": STEPS} for k in range(8)]
+
+    async def together(client: httpx.AsyncClient) -> Any:
+        return await asyncio.gather(*(client.post(IMAGES, json=body) for body in bodies))
+
+    found = [files_in(answer)[0] for answer in talk(front, together)]
+    states = [sum(len(message) for message in handle.jobs) for handle in front.workers]
+    messages = [len(handle.jobs) for handle in front.workers]
+    assert len(set(states)) == 1
+    assert states[0] % len(bodies) == 0
+    assert max(messages) < 0.7 * states[0]
+    alone = front_of(classes, is_batched=False)
+    for body, image in zip(bodies, found, strict=True):
+        assert np.abs(_levels(image) - _levels(files_in(ask(alone, **body))[0])).max() <= 1
 
 
 def _levels(png: bytes) -> "np.ndarray[Any, Any]":
@@ -421,7 +440,7 @@ def test_a_worker_raises_nothing_for_a_request_that_is_wrong(tmp_path: Path, str
 
     async def answers() -> list[Any]:
         if strategy == "full":
-            return [await worker.velocity(job)]
+            return await worker.velocity(job)
         return [one async for one in worker.draw(job)]
 
     (found,) = asyncio.run(answers())
