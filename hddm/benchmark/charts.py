@@ -1,7 +1,4 @@
-"""Charts of the report, as inline SVG: the distance of every model, and distance against sampling cost.
-
-Strips of samples are one picture file.
-"""
+"""Pictures of the report: distance against sampling cost as inline SVG, and strips of samples as one file."""
 
 import html
 import io
@@ -27,11 +24,10 @@ from hddm.benchmark.settings import SamplingPoint
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f5f2a", "#666666")
 """Colours distinguishable without red or green (Okabe and Ito)."""
-GREY = "#777777"
 WIDTH, HEIGHT = 4.0, 2.9
+"""Inches of a panel."""
 _MARKERS = {"o": "●", "^": "▲", "s": "■", "D": "◆", "v": "▼", "P": "✚", "X": "✖", "<": "◀", ">": "▶"}
 _DASHES = {"-": "━", "--": "╌", ":": "┄", "-.": "╍"}
-_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
 _STYLE: Any = {
     # Text stays text: found, selected, read aloud, and a tenth of the size of outlines.
     "svg.fonttype": "none",
@@ -41,7 +37,7 @@ _STYLE: Any = {
     "axes.titlesize": 9.5,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.edgecolor": GREY,
+    "axes.edgecolor": "#777777",
     "axes.grid": True,
     "grid.color": "#e4e4e4",
     "grid.linewidth": 0.6,
@@ -59,38 +55,7 @@ class Chart:
     """Panels as SVG elements, and a legend of (colour, symbol, meaning)."""
 
     panels: tuple[str, ...]
-    legend: tuple[tuple[str, str, str], ...] = ()
-
-
-def distances(results: Results) -> Chart:
-    """The deciding distance of the first table: seeds, their mean, and its interval over samples."""
-    rows = [(row, results.decisive(row)) for row in results.first]
-
-    def paint(axes: Axes) -> None:
-        for place, (row, found) in enumerate(rows):
-            half, values = found.half_width or 0, list(found.values.values())
-            axes.hlines(place, found.mean - half, found.mean + half, color=COLOURS[0], linewidth=5, alpha=0.3)
-            axes.plot(values, [place] * len(values), "o", color=COLOURS[0], ms=4, mfc="none")
-            axes.plot(found.mean, place, "|", color="black", ms=13, mew=1.8)
-            axes.text(
-                0, place - 0.3, row.name, transform=axes.get_yaxis_transform(), va="bottom", bbox=_WHITE
-            )
-        axes.axvline(results.real["to_training"]["value"], color=GREY, linestyle="--", linewidth=1)
-        axes.set_ylim(len(rows) - 0.5, -0.95)
-        axes.set_yticks([])
-        axes.grid(visible=False, axis="y")
-        axes.spines["left"].set_visible(False)
-        axes.set_xlabel(f"Fréchet distance to {results.score_on} images")
-
-    values = "; ".join(f"{row.name} {results.shown(row, results.decides)}" for row, _ in rows)
-    alt = f"Fréchet distance to {results.score_on} images of every model. {values}."
-    legend = (
-        ("black", "❘", "mean"),
-        (COLOURS[0], "○", "one training seed"),
-        (COLOURS[0], "▬", "95 % interval over samples (bootstrap)"),
-        (GREY, "┆", "real images, to the training images"),
-    )
-    return Chart((_panel("distances", alt, paint, 0.75 + 0.42 * len(rows)),), legend)
+    legend: tuple[tuple[str, str, str], ...]
 
 
 def write_strips(
@@ -185,13 +150,13 @@ def _plain_ticks(axes: Axes) -> None:
         axis.set_minor_locator(NullLocator())
 
 
-def _panel(name: str, alt: str, paint: Callable[[Axes], None], height: float = HEIGHT) -> str:
-    """Draw an ``<svg>`` element, ``height`` inches high and `WIDTH` wide, with ``alt`` for screen readers.
+def _panel(name: str, alt: str, paint: Callable[[Axes], None]) -> str:
+    """Draw an ``<svg>`` element with ``alt`` for screen readers.
 
     All ids begin with ``name``, which must be unique in the page.
     """
     with rc_context(_STYLE):
-        canvas = Canvas(figsize=(WIDTH, height), layout="constrained")
+        canvas = Canvas(figsize=(WIDTH, HEIGHT), layout="constrained")
         paint(canvas.subplots())
         text = io.StringIO()
         canvas.savefig(text, format="svg", transparent=True, metadata=_NO_METADATA)

@@ -80,7 +80,6 @@ def write_report(folder: Path, results: Results) -> None:
         by_domain=domain_table(results, first),
         about_domains=about_domains(results),
         compared={row.model for row in results.first},
-        distances=charts.distances(results),
         limits=limits(results),
         grids=list(_grids(folder, results)),
         costs=charts.costs(results),
