@@ -2,7 +2,7 @@
 
 import base64
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
@@ -19,9 +19,9 @@ from hddm.utils.files import write_whole
 
 REPORT_FILE = "report.html"
 PERCENT_UNEQUAL = 2.0
-PERCENT_BESIDE = 20.0
 PUBLISHED = 50_000
 _NONE = "–"
+_signed = partial(number, signed=True)
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,10 @@ class Table:
     title: str
     head: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
+
+
+Column = tuple[str, Callable[[Row], Cell]]
+"""Head of a column, and what it shows of a row."""
 
 
 def tables_text(results: Results) -> str:
@@ -105,12 +109,15 @@ def write_report(folder: Path, results: Results) -> None:
 
 def comparison_table(results: Results, name: str) -> Table:
     """One table of the benchmark: distances with both uncertainties, verdicts, and cost."""
-    columns: list[tuple[str, Callable[[Row], Cell]]] = [
-        (f"to {results.score_on} images", lambda row: _figure(results, row, results.decides)),
+    further = (
+        ("to training images", "to_training"),
+        ("diversity", "diversity"),
+        ("nearest-image ratio", "memorisation.ratio"),
+    )
+    columns: list[Column] = [
+        *_figures(results, [(f"to {results.score_on} images", results.decides)]),
         *_verdict_columns(results, name),
-        ("to training images", lambda row: _figure(results, row, "to_training")),
-        ("diversity", lambda row: _figure(results, row, "diversity")),
-        ("nearest-image ratio", lambda row: _figure(results, row, "memorisation.ratio")),
+        *_figures(results, further),
         ("training FLOP", lambda row: _flop(row.training_flop)),
         ("experts a step", lambda row: _cell(row.experts_a_step, "{:.2f}".format)),
         ("MFLOP an image", lambda row: Cell(f"{row.sampling_flop / 1e6:,.1f}", row.sampling_flop)),
@@ -121,20 +128,21 @@ def comparison_table(results: Results, name: str) -> Table:
 
 def domain_table(results: Results, name: str) -> Table:
     """What rows of a table make of each domain (`hddm.benchmark.domains`); empty without domains."""
-    split = results.score_on.replace("-", "_")
-    columns: list[tuple[str, Callable[[Row], Cell]]] = []
-    for k, domain in enumerate(results.settings.partition.classes or ()):
-        for title, path in (
-            ("share", "share"),
-            ("to training images", "to_training"),
-            (f"to {results.score_on} images", f"to_{split}"),
-            ("recall", f"on_{split}.recall"),
-        ):
-            cell = partial(_figure, results, path=f"domains.{k}.{path}")
-            columns.append((f"{domain}: {title}", cell))
-    columns.append(("label accuracy", lambda row: _figure(results, row, "label_accuracy")))
-    columns.append(("old model's samples", _unchanged))
-    return _table(f"{name}, by domain", results.tables[name] if len(columns) > 2 else (), columns)
+    domains, on = results.settings.partition.classes or (), results.decides.replace("to_", "on_")
+    of_each = (
+        ("share", "share"),
+        ("to training images", "to_training"),
+        (f"to {results.score_on} images", results.decides),
+        ("recall", f"{on}.recall"),
+    )
+    figures = [
+        (f"{domain}: {title}", f"domains.{k}.{path}")
+        for k, domain in enumerate(domains)
+        for title, path in of_each
+    ]
+    columns = _figures(results, [*figures, ("label accuracy", "label_accuracy")])
+    rows = results.tables[name] if domains else ()
+    return _table(f"{name}, by domain", rows, [*columns, ("old model's samples", _unchanged)])
 
 
 def _unchanged(row: Row) -> Cell:
@@ -148,23 +156,20 @@ def _unchanged(row: Row) -> Cell:
 def measures_table(results: Results) -> Table:
     """Memorisation, diversity, kernel distances, precision and recall of the first table's models."""
     split = results.decides.removeprefix("to_")
-    columns = [
-        (title, lambda row, path=path: _figure(results, row, path))
-        for title, path in (
-            ("nearest-image ratio", "memorisation.ratio"),
-            ("share near", "memorisation.share_near"),
-            ("diversity (1: as training images)", "diversity"),
-            ("distance within a condition", "within_conditions.images"),
-            ("of training images", "within_conditions.reference"),
-            (f"precision, {results.score_on}", f"on_{split}.precision"),
-            (f"recall, {results.score_on}", f"on_{split}.recall"),
-            ("precision, training", "on_training.precision"),
-            ("recall, training", "on_training.recall"),
-            (f"kernel distance, {results.score_on}", f"kernel_to_{split}"),
-            ("kernel distance, training", "kernel_to_training"),
-        )
-    ]
-    return _table("measures", results.first, columns)
+    figures = (
+        ("nearest-image ratio", "memorisation.ratio"),
+        ("share near", "memorisation.share_near"),
+        ("diversity (1: as training images)", "diversity"),
+        ("distance within a condition", "within_conditions.images"),
+        ("of training images", "within_conditions.reference"),
+        (f"precision, {results.score_on}", f"on_{split}.precision"),
+        (f"recall, {results.score_on}", f"on_{split}.recall"),
+        ("precision, training", "on_training.precision"),
+        ("recall, training", "on_training.recall"),
+        (f"kernel distance, {results.score_on}", f"kernel_to_{split}"),
+        ("kernel distance, training", "kernel_to_training"),
+    )
+    return _table("measures", results.first, _figures(results, figures))
 
 
 def all_comparisons(results: Results) -> Table:
@@ -324,20 +329,9 @@ def _limits_of_compute(results: Results) -> Iterator[str]:
         percent = 100 * (known[high] / known[low] - 1)
         if percent > PERCENT_UNEQUAL:
             yield f"Training compute: {high} costs {percent:.2g} % more than {low}, router included."
-    shares = [
-        (100 * (one.calibration_flop + one.router_flop) / one.training_flop, one.model)
-        for one in results.models
-        if one.training_flop and one.router_flop and one.calibration_flop is not None
-    ]
-    share, model = max(shares, default=(0.0, ""))
-    if share > PERCENT_BESIDE:
-        yield (
-            f"Of the training compute of {model}, {share:.2g} % went into calibration and router, not into "
-            "steps of experts."
-        )
 
 
-def _verdict_columns(results: Results, table: str) -> Iterator[tuple[str, Callable[[Row], Cell]]]:
+def _verdict_columns(results: Results, table: str) -> Iterator[Column]:
     """A column a baseline, and one for changes of a setting."""
     model = {row.name: row.model for row in results.tables[table]}
     found: dict[str, dict[str, Comparison]] = {}
@@ -358,7 +352,7 @@ def _judged(by_row: Mapping[str, Comparison], row: Row) -> Cell:
     return Cell(text, one.verdict.gap, judgement)
 
 
-def _table(title: str, rows: Sequence[Row], columns: Sequence[tuple[str, Callable[[Row], Cell]]]) -> Table:
+def _table(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> Table:
     """Make a table, without columns that have nothing to show."""
     cells = [(head, [cell(row) for row in rows]) for head, cell in columns]
     shown = [(head, each) for head, each in cells if any(one.text != _NONE for one in each)]
@@ -370,9 +364,14 @@ def _table(title: str, rows: Sequence[Row], columns: Sequence[tuple[str, Callabl
     )
 
 
-def _figure(results: Results, row: Row, path: str) -> Cell:
-    found = row.figure(path)
-    return Cell(results.shown(row, path), None if found is None else found.mean)
+def _figures(results: Results, figures: Iterable[tuple[str, str]]) -> list[Column]:
+    """Columns of scores, by their heads and their places in the results."""
+
+    def cell(row: Row, path: str) -> Cell:
+        found = row.figure(path)
+        return Cell(results.shown(row, path), None if found is None else found.mean)
+
+    return [(head, partial(cell, path=path)) for head, path in figures]
 
 
 def _cell(value: float | None, text: Callable[[float], str], unknown: str = _NONE) -> Cell:
@@ -396,10 +395,6 @@ def _grids(folder: Path, results: Results) -> Iterator[tuple[str, str]]:
 def _picture(path: Path) -> str:
     """The data address of a PNG; empty where there is none."""
     return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}" if path.is_file() else ""
-
-
-def _signed(value: float) -> str:
-    return number(value, signed=True)
 
 
 def _listed(values: Sequence[object]) -> str:
