@@ -43,7 +43,6 @@ from hddm.benchmark.samples import REAL, STRIPS, grid_path, read_samples, write_
 from hddm.benchmark.scores import Scoring, features_job_of, write_features
 from hddm.benchmark.seed import SeedJobs, SeedRun, SharedInputs
 from hddm.benchmark.settings import BenchmarkSettings, points_of
-from hddm.benchmark.workload import SAMPLE, SCORE, TRAIN, Workload
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import check_absent, read_json, write_json, write_whole
 from hddm.utils.processes import Workers
@@ -90,36 +89,38 @@ def run_benchmark(
         _write_real(out, shared, store)
         runs = [SeedRun(settings, number, shared, store) for number in settings.seeds]
         with Progress(None, "count the operations of each network"):
-            workload = Workload({key: units for run in runs for key, units in run.planned().items()})
-        _tell(settings, workload, out, before)
+            planned, to_train = (sum(map(of, runs)) for of in (SeedRun.planned, SeedRun.to_train))
+        _tell(settings, to_train, out, before)
         seeds: list[SeedJobs] = []
-        with Workers(settings.workers) as workers:
+
+        def now() -> list[str]:
+            return [f"now {'; '.join(workers.running)}"] if workers.running else []
+
+        workers, progress = Workers(settings.workers), Progress(planned, settings.name, "FLOP", now)
+        with workers, progress:
             for run in runs:
-                seeds.append(run.run(workers, workload))
+                seeds.append(run.run(workers, progress))
                 models = seeds[-1].models.values()
                 _link(out, links | {one.result.folder: one.source.folder for one in models})
                 _write_grids(out, seeds[-1], store)
                 if settings.partition.classes is not None:
                     _write_strips(out, seeds[0], store, shared, settings.partition.classes)
-                with Progress(None, "compare"):
-                    results = _dated(collect(settings, store, shared, seeds), before)
+                results = _dated(collect(settings, store, shared, seeds), before)
                 # Results of fewer seeds than before are not written: the others follow.
                 if not set(results.seeds) < set(before.get("seeds", ())):
                     _write(out, results)
     return results
 
 
-def _tell(settings: BenchmarkSettings, workload: Workload, out: Path, before: Mapping[str, Any]) -> None:
+def _tell(settings: BenchmarkSettings, to_train: int, out: Path, before: Mapping[str, Any]) -> None:
     """Print what is ahead; the time that it takes is told with the first progress."""
     if set(settings.seeds) <= set(before.get("seeds", ())):
         text = f"{out}: was finished on {before['date']}; what is there is not made again"
     else:
-        seeds = counted(len(settings.seeds), "seed")
         text = (
-            f"{settings.name}: {len(settings.models)} models, trained for {seeds} "
-            f"({workload.total(TRAIN) / 1e12:.3g} TFLOP to go), sampled "
-            f"({workload.total(SAMPLE) / 1e12:.3g} TFLOP) and scored on {settings.score_on} images in "
-            f"{workload.total(SCORE)} rows, {settings.workers} at a time"
+            f"{settings.name}: {len(settings.models)} models, trained for "
+            f"{counted(len(settings.seeds), 'seed')} ({to_train / 1e12:.3g} TFLOP to go), sampled and scored "
+            f"on {settings.score_on} images, {settings.workers} at a time"
         )
     print(text, file=sys.stderr, flush=True)
 

@@ -13,11 +13,23 @@ from hddm.benchmark.samples import Piece, canonical, pieces
 from hddm.benchmark.scores import Scoring
 from hddm.benchmark.settings import BenchmarkSettings, SamplingPoint, points_of
 from hddm.benchmark.trainings import RouterTraining, Training
-from hddm.benchmark.workload import SAMPLE, SCORE, TRAIN, Workload, evaluations
+from hddm.ensemble import Strategy
 from hddm.utils.processes import Workers
 from hddm.utils.progress import Progress
 
 _ALWAYS_NAMED = ("strategy", "solver", "steps")
+_SCORE = 10**11
+"""Operations that the score of a row counts as in the progress: some seconds of a CPU core."""
+_CALLS = {"heun": 2}
+"""Calls of the velocity in a step, by solver; of others 1."""
+
+
+def evaluations(point: SamplingPoint, experts: int) -> int:
+    """Networks that run for one image at ``point``, of a model of so many ``experts``, at most."""
+    strategy = Strategy.parse(point.strategy)
+    at_once = {"draw": 1, "top": int(strategy.value)}.get(strategy.kind, experts)
+    guided = 1 if point.guidance_scale == 1 else 2
+    return point.steps * _CALLS.get(point.solver, 1) * min(at_once, max(1, experts)) * guided
 
 
 @dataclass(frozen=True)
@@ -75,6 +87,10 @@ class _Task:
     work: Runnable
     weight: int = 1
 
+    @property
+    def units(self) -> int:
+        return self.work.units * self.weight
+
 
 @dataclass
 class SeedRun:
@@ -109,18 +125,23 @@ class SeedRun:
             tasks.append(_Task(f"router, seed {self.seed}", "router", router, step))
         return tasks
 
-    def planned(self) -> dict[tuple[int, str], int]:
-        """Work of each stage: of trainings what is not done, of samples and scores all of it."""
-        train = sum(task.work.units * task.weight for task in self._todo(self._trainings))
-        points = [
-            (point, self._flop(model.name, point))
-            for table in self.settings.tables
-            for model in self.settings.models
-            if not table.models or model.name in table.models
-            for point in points_of(self.settings, table)
-        ]
-        sample = sum(point.num_images * flop for point, flop in points)
-        return {(self.seed, TRAIN): train, (self.seed, SAMPLE): sample, (self.seed, SCORE): len(points)}
+    def planned(self) -> int:
+        """Operations of all trainings, samples and scores, about; done or not."""
+        # First, since errors of trainings name the model.
+        found = sum(task.units for task in self._trainings)
+        for table in self.settings.tables:
+            points = points_of(self.settings, table)
+            # A single model has one row of all points that are alike for it.
+            alike = list(dict.fromkeys(canonical(point, True) for point in points))
+            for name in table.models or [model.name for model in self.settings.models]:
+                is_single = self.settings.model(name).kind in ("single", "merged")
+                for point in alike if is_single else points:
+                    found += point.num_images * self._flop(name, point) + _SCORE
+        return found
+
+    def to_train(self) -> int:
+        """Operations of the trainings that are not done."""
+        return sum(task.units for task in self._todo(self._trainings))
 
     @cached_property
     def _forward(self) -> dict[str, tuple[int, int]]:
@@ -136,14 +157,13 @@ class SeedRun:
         forward, experts = self._forward[model]
         return max(1, forward * evaluations(point, experts))
 
-    def run(self, workers: Workers, workload: Workload) -> SeedJobs:
+    def run(self, workers: Workers, progress: Progress) -> SeedJobs:
         """Train, sample, score; what is done already is not done again."""
         waves: tuple[list[_Task], list[_Task]] = [], []
         for task in self._trainings:
             waves[isinstance(task.work, Training) and task.work.start is not None].append(task)
-        first, second = waves
-        self._do(first, TRAIN, workers, workload, second)
-        self._do(second, TRAIN, workers, workload)
+        for wave in waves:
+            self._do(wave, workers, progress)
         models = {one.name: self._models.open(one) for one in self.settings.models}
         rows = self._rows(models)
         pieces = [
@@ -151,9 +171,13 @@ class SeedRun:
             for row in rows
             for piece in row.samples
         ]
-        self._do(pieces, SAMPLE, workers, workload)
-        scorings = [_Task(self._name(row), row.row, one) for row in rows for one in row.scorings]
-        self._do(scorings, SCORE, workers, workload)
+        self._do(pieces, workers, progress)
+        scorings = [
+            _Task(self._name(row), row.row, one, _SCORE * (one is row.scores))
+            for row in rows
+            for one in row.scorings
+        ]
+        self._do(scorings, workers, progress)
         made = [task.work for task in self._trainings]
         trainings = tuple(one for one in made if isinstance(one, Training | RouterTraining))
         return SeedJobs(self.seed, models, trainings, rows)
@@ -204,38 +228,12 @@ class SeedRun:
         """Tasks that are not done, each once."""
         return list({task.work.job: task for task in tasks if not self.store.has(task.work.job)}.values())
 
-    def _do(
-        self,
-        tasks: Iterable[_Task],
-        stage: str,
-        workers: Workers,
-        workload: Workload,
-        later: Iterable[_Task] = (),
-    ) -> None:
-        """Do the tasks that are not done, each once, with progress of this stage and of the whole.
-
-        Tasks of the same stage that come ``later`` belong to the workload.
-        """
-        calls = [
-            call_of(self.store, task.work, task.name, task.weight, task.shown) for task in self._todo(tasks)
-        ]
-        total = sum(call.units for call in calls)
-        further = sum(task.work.units * task.weight for task in self._todo(later))
-        workload.begin(self.seed, stage, total + further)
-        if not calls:
-            return
-
-        def more() -> list[str]:
-            return [*workload.left(), *([f"now {'; '.join(workers.running)}"] if workers.running else [])]
-
-        unit = "FLOP" if stage != SCORE else " rows"
-        with Progress(total, f"seed {self.seed}: {stage}", unit, more) as progress:
-
-            def count(units: int) -> None:
-                workload.count(self.seed, stage, units)
-                progress(units)
-
-            workers.run(calls, count)
+    def _do(self, tasks: Sequence[_Task], workers: Workers, progress: Progress) -> None:
+        """Do the tasks that are not done, each once."""
+        todo = self._todo(tasks)
+        progress.skip(sum(task.units for task in tasks) - sum(task.units for task in todo))
+        calls = [call_of(self.store, task.work, task.name, task.weight, task.shown) for task in todo]
+        workers.run(calls, progress)
 
 
 def row_name(model: str, name_model: bool, point: SamplingPoint, points: Sequence[SamplingPoint]) -> str:

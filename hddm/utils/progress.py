@@ -96,6 +96,15 @@ class Progress:
             else:
                 self._speak_if_due(now)
 
+    def skip(self, units: int) -> None:
+        """Count ``units`` that were done before, which tell nothing of the time that is left."""
+        with self._lock:
+            self._done += units
+            if self._first is not None:
+                self._first = (self._first[0], self._first[1] + units)
+            if self._bar is not None:
+                self._bar.update(units)
+
     def say(self, text: str) -> None:
         """Print lines of their own, above the bar."""
         with self._lock:

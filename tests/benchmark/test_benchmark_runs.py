@@ -17,6 +17,7 @@ from hddm.benchmark.jobs import together
 from hddm.benchmark.presets import chosen
 from hddm.benchmark.results import read_results
 from hddm.utils.errors import HddmError
+from hddm.utils.progress import Progress
 from tests.artefacts import copied, edit_json
 from tests.benchmark_files import (
     CONTENT,
@@ -137,6 +138,25 @@ def test_another_strategy_draws_other_samples_of_the_same_experts(
     drawn = {one.row: one.samples for one in results.scored}
     assert drawn["mixed 1:1"] == known["top-1"]
     assert drawn["single model"] == known["single model"]
+
+
+def test_progress_ends_with_all_that_was_planned_whatever_was_done_before(
+    miniature: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[tuple[int, int]] = []
+
+    class Kept(Progress):
+        def __exit__(self, *ended: object) -> None:
+            super().__exit__(*ended)
+            if self._total is not None:
+                counted.append((self._done, self._total))
+
+    monkeypatch.setattr(run, "Progress", Kept)
+    again(
+        miniature, tmp_path / "out", settings(tables=[{"name": "a", "vary": {"strategy": ["draw", "top-1"]}}])
+    )
+    ((done, planned),) = counted
+    assert done == planned > 0
 
 
 def test_another_training_setting_trains_anew_what_depends_on_it(miniature: Finished, tmp_path: Path) -> None:

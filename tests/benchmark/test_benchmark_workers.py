@@ -1,4 +1,4 @@
-"""Workers of a benchmark do not outlive who started them, and a workload tells how long they will take."""
+"""Workers of a benchmark do not outlive who started them, and progress counts what they do."""
 
 import multiprocessing
 import os
@@ -8,8 +8,8 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from hddm.benchmark import workload
 from hddm.benchmark.jobs import end_with_parent
+from hddm.benchmark.seed import evaluations
 from hddm.benchmark.settings import SamplingPoint
 
 
@@ -50,33 +50,6 @@ def _runs(process: int) -> bool:
         return False
 
 
-def test_a_workload_tells_the_time_of_all_seeds_by_the_pace_of_each_stage(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr(workload.time, "perf_counter", lambda: now[-1])
-    stages = {workload.TRAIN: 1000, workload.SAMPLE: 400, workload.SCORE: 3}
-    work = workload.Workload({(seed, stage): units for seed in (0, 1) for stage, units in stages.items()})
-
-    def pass_time(seconds: float, seed: int, stage: str, units: int) -> list[str]:
-        now.append(now[-1] + seconds)
-        work.count(seed, stage, units)
-        return work.left()
-
-    # A quarter of the training was there already, and a score is taken to need ten seconds.
-    work.begin(0, workload.TRAIN, 750)
-    assert work.left() == []
-    assert pass_time(50, 0, workload.TRAIN, 500) == [
-        f"{round((250 + 1000 + 800) / 10 / 60 + 1)} min to the end"
-    ]
-    assert pass_time(25, 0, workload.TRAIN, 250) == [f"{round((1000 + 800) / 10 / 60 + 1)} min to the end"]
-    # Samples turn out to take five times as long.
-    work.begin(0, workload.SAMPLE, 400)
-    assert pass_time(200, 0, workload.SAMPLE, 400) == [f"{round((100 + 200 + 60) / 60)} min to the end"]
-    work.begin(0, workload.SCORE, 3)
-    assert pass_time(3, 0, workload.SCORE, 3) == [f"{round((100 + 200 + 3) / 60)} min to the end"]
-
-
 @pytest.mark.parametrize(
     ("changes", "calls"),
     [
@@ -86,5 +59,5 @@ def test_a_workload_tells_the_time_of_all_seeds_by_the_pace_of_each_stage(
         ({"strategy": "top-1", "steps": 10, "guidance_scale": 2.0}, 20),
     ],
 )
-def test_a_workload_counts_the_networks_that_one_image_needs(changes: dict[str, object], calls: int) -> None:
-    assert workload.evaluations(SamplingPoint.model_validate(changes), 4) == calls
+def test_progress_counts_the_networks_that_one_image_needs(changes: dict[str, object], calls: int) -> None:
+    assert evaluations(SamplingPoint.model_validate(changes), 4) == calls

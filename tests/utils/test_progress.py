@@ -17,7 +17,7 @@ from hddm.training.loop import summary_of
 from hddm.training.settings import RunOptions
 from hddm.training.state import Run, TrainingState
 from hddm.utils import progress
-from hddm.utils.progress import TrainingProgress
+from hddm.utils.progress import Progress, TrainingProgress
 from tests.artefacts import expert_settings
 
 
@@ -164,6 +164,24 @@ class _Log(io.StringIO):
         if text.endswith("\n"):
             self.spoken.release()
         return count
+
+
+def test_what_was_done_before_tells_nothing_of_the_time_that_is_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A unit takes a second, and 40 of 100 were there already: before the start 10, later 30."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    with Progress(100, "work") as progress:
+        progress.skip(10)
+        for k in range(60):
+            if k == 9:
+                progress.skip(30)
+            now[0] += 1
+            progress(1)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "work: 50 %, 50 s left"
+    assert lines[1] == "work: 60 %, 40 s left"
 
 
 def test_work_that_counts_nothing_speaks_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
