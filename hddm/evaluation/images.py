@@ -2,10 +2,10 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from hddm.data.shard_records import (
     is_encoded,
     open_images,
 )
-from hddm.data.shards import open_shard
+from hddm.data.shards import Shard, open_shard
 from hddm.data.sources import open_source
 from hddm.data.sources.base import ImageSource
 from hddm.evaluation.results import SamplingRecord
@@ -37,24 +37,16 @@ _ROWS = 4096
 """Rows of an encoded shard converted to bytes at once."""
 
 
-@dataclass
-class ReadImages:
-    """Images (H, W) or (H, W, 3) in bytes, their ``names``, and ``bad`` ones by name, with reasons.
+class ReadImage(NamedTuple):
+    """An image (H, W) or (H, W, 3) in bytes, and its number among the classes, if it has one.
 
-    ``modes`` are Pillow's of the files, or L and RGB for encoded shards. ``labels`` are numbers among
-    ``classes``, None for an image without one.
+    ``mode`` is Pillow's of the file, or L or RGB for an encoded shard.
     """
 
-    classes: tuple[str, ...] = ()
-    names: list[str] = field(default_factory=list)
-    arrays: list[NDArray[np.uint8]] = field(default_factory=list)
-    modes: list[str] = field(default_factory=list)
-    labels: list[int] | None = field(default_factory=list)
-    bad: dict[str, str] = field(default_factory=dict)
-
-    def add_labels(self, labels: list[int] | None) -> None:
-        """Append labels of the next images, if any."""
-        self.labels = None if self.labels is None or labels is None else self.labels + labels
+    name: str
+    pixels: NDArray[np.uint8]
+    mode: str
+    label: int | None
 
 
 @dataclass(frozen=True)
@@ -88,28 +80,32 @@ def read_data(paths: Mapping[Role, Path], max_bad: int = 0) -> dict[str, ImageGr
     Raises `HddmError` as `read_images`; for more than ``max_bad`` unreadable images in all, by name; for
     images of several sizes, and fewer than `FEWEST` in a group.
     """
-    read = {role: read_images(path, role) for role, path in paths.items()}
-    bad = [reason for one in read.values() for reason in one.bad.values()]
-    if len(bad) > max_bad:
-        places = dict.fromkeys(str(paths[role]) for role, one in read.items() if one.bad)
-        raise too_many_bad(", ".join(places), bad, max_bad)
-    return {role: _group(paths[role], one) for role, one in read.items()}
+    bad: dict[Role, dict[str, str]] = {role: {} for role in paths}
+    read = {role: read_images(path, role, bad[role]) for role, path in paths.items()}
+    reasons = [reason for one in bad.values() for reason in one.values()]
+    if len(reasons) > max_bad:
+        places = dict.fromkeys(str(paths[role]) for role, one in bad.items() if one)
+        raise too_many_bad(", ".join(places), reasons, max_bad)
+    return {role: _group(paths[role], *read[role], tuple(bad[role])) for role in paths}
 
 
-def _group(root: Path, found: ReadImages) -> ImageGroup:
-    names, arrays = found.names, found.arrays
-    if len(names) < FEWEST:
+def _group(
+    root: Path, found: Sequence[ReadImage], classes: tuple[str, ...], skipped: tuple[str, ...]
+) -> ImageGroup:
+    if len(found) < FEWEST:
         raise HddmError(
-            f"{root}: holds {counted(len(names), 'image')}; a distance needs at least {FEWEST} a side"
+            f"{root}: holds {counted(len(found), 'image')}; a distance needs at least {FEWEST} a side"
         )
+    names, arrays = tuple(one.name for one in found), [one.pixels for one in found]
     pixels = stack(arrays, names, root)
     gray = sum(array.ndim == 2 for array in arrays) if pixels.shape[1] == 3 else 0
-    labels = None if found.labels is None else torch.tensor(found.labels)
-    images = ImageSet(root, tuple(names), pixels, labels, found.classes)
+    labels = [one.label for one in found if one.label is not None]
+    tensor = torch.tensor(labels) if len(labels) == len(found) else None
     digests = [hashlib.sha256(f"{one.shape} ".encode() + one.tobytes()).digest() for one in arrays]
     digest = hashlib.sha256(b"".join(sorted(digests))).hexdigest()
-    shape, modes = tuple(pixels.shape[1:]), dict(Counter(found.modes))
-    return ImageGroup(images, DataRecord(str(root), len(names), digest, shape, modes, gray, tuple(found.bad)))
+    shape, modes = tuple(pixels.shape[1:]), dict(Counter(one.mode for one in found))
+    record = DataRecord(str(root), len(names), digest, shape, modes, gray, skipped)
+    return ImageGroup(ImageSet(root, names, pixels, tensor, classes), record)
 
 
 def alike(groups: dict[str, ImageGroup]) -> dict[str, ImageGroup]:
@@ -177,30 +173,29 @@ def _numbers(names: Sequence[str], classes: tuple[str, ...]) -> Tensor:
     return torch.tensor([classes.index(name) for name in names])
 
 
-def read_images(root: Path, role: Role) -> ReadImages:
-    """Read all images at ``root``, in sorted order; unreadable ones are ``bad``.
+def read_images(root: Path, role: Role, bad: dict[str, str]) -> tuple[list[ReadImage], tuple[str, ...]]:
+    """Read all images at ``root``, in sorted order, and their classes; ``bad`` gets unreadable ones by name.
 
     ``root`` is a source as in `hddm.data.sources.open_source`, or a shard or a partition, of images or
     encoded to pixels; ``role`` selects the training or the held-out images of a partition. Samples must not
     be JPEG, by content, since its compression changes distances. Raises `HddmError` as `open_source`,
-    `find_shards` and `open_shard`; for JPEG samples, latents, a partition as samples, and one without the
-    held-out images asked for.
+    `open_shard` and `hddm.data.shard_records.find_shards`, for latents, for JPEG samples, for a partition as
+    samples, and for one that holds nothing out as held-out images.
     """
-    folders = _shards(root, role)
-    found = ReadImages()
-    if not folders:
-        _add_source(found, open_source(root), "", role)
-    classes = set()
-    for folder in folders:
+    folders, found, classes = _shards(root, role), list[ReadImage](), set()
+    for folder in folders or [root]:
         prefix = "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
-        if is_encoded(folder):
-            _add_encoded(found, folder, prefix)
+        if folders and is_encoded(folder):
+            shard = open_shard(folder)
+            found += _encoded(folder, shard, prefix)
+            classes.add(shard.classes)
         else:
-            _add_source(found, open_images(folder), prefix, role)
-        classes.add(found.classes)
+            source = open_images(folder) if folders else open_source(root)
+            found += _of_source(source, prefix, role, bad)
+            classes.add(source.classes)
     if len(classes) > 1:
         raise HddmError(f"{root}: its shards have different classes; take them from one partition")
-    return found
+    return found, classes.pop()
 
 
 def check_images(root: Path, role: Role) -> None:
@@ -228,38 +223,32 @@ def _shards(root: Path, role: Role) -> list[Path]:
     return found
 
 
-def _add_encoded(found: ReadImages, folder: Path, prefix: str) -> None:
-    shard = open_shard(folder)
+def _encoded(folder: Path, shard: Shard, prefix: str) -> Iterator[ReadImage]:
     if shard.space != "pixels":
         raise HddmError(
             f"{folder}: holds latents, and figures are of pixels; name the partition of images that it was "
             "encoded from"
         )
+    labels = [None] * len(shard) if shard.labels is None else shard.labels.tolist()
     for rows in torch.arange(len(shard)).split(_ROWS):
         pixels = to_bytes(shard.take(rows)).permute(0, 2, 3, 1).numpy()
-        found.arrays += [image[..., 0] if image.shape[2] == 1 else image for image in pixels]
-    found.classes = shard.classes
-    found.names += [f"{prefix}{row}" for row in range(len(shard))]
-    found.modes += ["L" if shard.shape[0] == 1 else "RGB"] * len(shard)
-    found.add_labels(None if shard.labels is None else shard.labels.tolist())
+        for row, image in zip(rows.tolist(), pixels, strict=True):
+            gray = image.shape[2] == 1
+            yield ReadImage(
+                f"{prefix}{row}", image[..., 0] if gray else image, "L" if gray else "RGB", labels[row]
+            )
 
 
-def _add_source(found: ReadImages, source: ImageSource, prefix: str, role: Role) -> None:
-    rows = []
+def _of_source(source: ImageSource, prefix: str, role: Role, bad: dict[str, str]) -> Iterator[ReadImage]:
     for row, name in enumerate(source.files):
         path = source.root / name
         try:
             content = source.read(row)
-            header, array = read_header(content, path), decode(content, path)
+            header, pixels = read_header(content, path), decode(content, path)
         except HddmError as error:
-            found.bad[f"{prefix}{name}"] = error.message
+            bad[f"{prefix}{name}"] = error.message
             continue
         if role == "images" and header.format in ("JPEG", "MPO"):
             raise HddmError(f"{path}: JPEG compression moves a Fréchet distance; save samples as PNG")
-        rows.append(row)
-        found.names.append(f"{prefix}{name}")
-        found.arrays.append(array)
-        found.modes.append(header.mode)
-    labels = source.labels
-    found.classes = source.classes
-    found.add_labels(None if labels is None else [labels[row] for row in rows])
+        label = None if source.labels is None else source.labels[row]
+        yield ReadImage(f"{prefix}{name}", pixels, header.mode, label)
