@@ -27,14 +27,13 @@ from functools import cached_property
 from importlib.metadata import version
 from multiprocessing.connection import wait
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
 
 from hddm.utils.errors import HddmError, with_arguments
 from hddm.utils.files import locked, new_folder, put_in_place, read_json, write_json
-from hddm.utils.processes import SIGNALS, Call, Report, Stopped, handling
+from hddm.utils.processes import Call, Interrupted, Report, Stopped, interruptible
 from hddm.utils.records import check_format
 
 FORMAT = "1.1"
@@ -287,16 +286,11 @@ def end_with_parent() -> None:
 
 @contextmanager
 def stoppable(out: Path) -> Iterator[None]:
-    """Within the block a signal raises `Stopped`, on which `hddm.utils.processes.Workers` stops its own.
-
-    Outside the main thread nothing changes.
-    """
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        for one in SIGNALS:
-            # A second signal ends the process at once.
-            signal.signal(one, signal.SIG_DFL)
-        raise Stopped(f"{out}: stopped; what was done is saved, and the same command goes on with it", number)
-
-    with handling(stop):
-        yield
+    """Within the block a signal raises `Stopped`, on which `hddm.utils.processes.Workers` stops its own."""
+    try:
+        with interruptible():
+            yield
+    except Interrupted as error:
+        raise Stopped(
+            f"{out}: stopped; what was done is saved, and the same command goes on with it", error.number
+        ) from error

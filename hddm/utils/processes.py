@@ -83,14 +83,17 @@ def interruptible() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Let ``handler`` take `SIGNALS` within the block, in the main thread; Python takes none in others."""
+def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[dict[int, Any]]:
+    """Let ``handler`` take `SIGNALS` within the block, whose previous handlers are yielded.
+
+    Does nothing outside the main thread, where Python allows no handlers.
+    """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield {}
         return
-    before = {one: signal.signal(one, handler) for one in SIGNALS}
+    before: dict[int, Any] = {one: signal.signal(one, handler) for one in SIGNALS}
     try:
-        yield
+        yield before
     finally:
         for one, former in before.items():
             # None stands for a handler that was not set from Python.
@@ -98,25 +101,20 @@ def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[Non
 
 
 class StopRequest:
-    """Block in which signals are only noted, as ``number``; previous handlers run too.
-
-    Does nothing outside the main thread, where Python allows no handlers.
-    """
+    """Block in which signals are only noted, as ``number``; previous handlers run too (`handling`)."""
 
     def __init__(self) -> None:
         self.number: int | None = None
         self._since = 0.0
-        self._before: dict[signal.Signals, Any] = {}
+        self._handling = handling(self._note)
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
-        if threading.current_thread() is threading.main_thread():
-            self._before = {one: signal.signal(one, self._note) for one in SIGNALS}
+        self._before = self._handling.__enter__()
         return self
 
     def __exit__(self, *ended: object) -> None:
-        for one, handler in self._before.items():
-            # None stands for a handler that was not set from Python.
-            signal.signal(one, signal.SIG_DFL if handler is None else handler)
+        self._handling.__exit__(None, None, None)
 
     @property
     def requested(self) -> bool:
@@ -134,7 +132,7 @@ class StopRequest:
                 os._exit(128 + number)
             return
         self.number, self._since = number, time.monotonic()
-        handler: Callable[..., object] | int | None = self._before.get(signal.Signals(number))
+        handler: Callable[..., object] | int | None = self._before.get(number)
         # Python's own handler and ours raise an exception in the middle of a step.
         if callable(handler) and not (
             handler is signal.default_int_handler or isinstance(handler, _Interrupt)
