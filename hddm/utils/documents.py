@@ -62,7 +62,8 @@ def parse_yaml(text: bytes, origin: str, has_numbers: bool = False) -> dict[str,
         content = yaml.load(text.decode(), Loader=_CoreLoader)
     except RecursionError as error:
         raise HddmError(f"{origin}: {_TOO_DEEP}") from error
-    except (yaml.YAMLError, ValueError, OverflowError) as error:
+    # KeyError is a word that a user tagged as a boolean.
+    except (yaml.YAMLError, ValueError, KeyError, OverflowError) as error:
         raise HddmError(f"{origin}: is no YAML ({_reason(error)}); correct it") from error
     if content is None:
         return {}
@@ -164,37 +165,20 @@ class _CoreLoader(yaml.SafeLoader):
             seen.add(key)
         return super().construct_mapping(node, deep)
 
-    def construct_yaml_bool(self, node: yaml.ScalarNode) -> bool:
-        return _chosen(self, node, _BOOL).lower() == "true"
-
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        text = _chosen(self, node, _INT)
+        text = str(self.construct_scalar(node))
         return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
-
-    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
-        text = _chosen(self, node, _FLOAT)
-        # Python knows both names without their dot.
-        return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
 
     yaml_constructors: ClassVar[dict[Any, Any]] = {
         f"{_TAG}null": yaml.SafeLoader.construct_yaml_null,
-        f"{_TAG}bool": construct_yaml_bool,
+        f"{_TAG}bool": yaml.SafeLoader.construct_yaml_bool,
         f"{_TAG}int": construct_yaml_int,
-        f"{_TAG}float": construct_yaml_float,
+        f"{_TAG}float": yaml.SafeLoader.construct_yaml_float,
         f"{_TAG}str": yaml.SafeLoader.construct_yaml_str,
         f"{_TAG}seq": yaml.SafeLoader.construct_yaml_seq,
         f"{_TAG}map": yaml.SafeLoader.construct_yaml_map,
         None: yaml.SafeLoader.construct_undefined,
     }
-
-
-def _chosen(loader: _CoreLoader, node: yaml.ScalarNode, pattern: re.Pattern[str]) -> str:
-    """Text of a scalar, whose tag a user may have written in front of anything."""
-    text = str(loader.construct_scalar(node))
-    if not pattern.fullmatch(text):
-        what = f"{one_line(text, 60)!r} is not of its tag"
-        raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
-    return text
 
 
 # ``$`` would leave out a final line end.

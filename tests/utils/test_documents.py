@@ -51,12 +51,13 @@ _DEEP = "is nested more than 64 levels deep; write it flatter"
         ("a: 1\nb: {c: 1, c: 2}", "is no YAML (line 2, column 11: key 'c' twice); correct it"),
         ("1: 2", "key '1' is a key that is no text; put it in quotes"),
         ("? [1]\n: 2", "is no YAML (line 1, column 3: a key is no text); correct it"),
-        ("a: !!int x", "is no YAML (line 1, column 4: 'x' is not of its tag); correct it"),
+        ("a: !!int x", "is no YAML (invalid literal for int() with base 10: 'x'); correct it"),
+        ("a: !!bool x", "is no YAML ('x'); correct it"),
         ("a: !!binary x", "is no YAML (line 1, column 4: could not determine a constructor for the tag "),
         ('a: "\\UFFFFFFFF"', "is no YAML ("),
         ("- a", "holds no settings; write them as 'key: value', a line each"),
     ],
-    ids=range(16),
+    ids=range(17),
 )
 def test_yaml_that_means_harm_is_refused_in_one_line(text: str, message: str) -> None:
     _is_refused(lambda: parse_yaml(text.encode(), "f"), message)
