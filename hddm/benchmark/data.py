@@ -188,35 +188,32 @@ def write_reference(
     """Do `reference_job`: pack bytes into one file, which workers read fast; return its result."""
 
     def make(folder: Path) -> dict[str, Any]:
-        tensors: dict[str, Tensor] = {}
         shards = [load_shard(path) for path in divided.shard_folders]
-        tensors["training"] = _pixels(shards)
-        tensors["shard"] = torch.cat([torch.full((len(one),), one.index) for one in shards])
-        labels = [one.labels for one in shards if one.labels is not None]
-        if len(labels) == len(shards):
-            tensors["labels"] = torch.cat(labels)
+        classes = shards[0].classes
         if job.settings["score_on"] == "held-out":
             assert sources.held_out is not None
-            fresh = load_images(sources.held_out)
-            tensors["fresh"], fresh_labels = fresh.pixels, fresh.labels
-            if job.settings.get("domains") and fresh.classes != shards[0].classes:
+            held_out = load_images(sources.held_out)
+            fresh, fresh_labels = held_out.pixels, held_out.labels
+            if job.settings.get("domains") and held_out.classes != classes:
                 raise HddmError(
-                    f"{sources.held_out}: its classes are {list(fresh.classes)}, those of the training "
-                    f"images {list(shards[0].classes)}; domains need the same"
+                    f"{sources.held_out}: its classes are {list(held_out.classes)}, those of the training "
+                    f"images {list(classes)}; domains need the same"
                 )
         else:
-            kept = [load_shard(path) for path in divided.validation_folders]
-            tensors["fresh"] = _pixels(kept)
-            found = [one.labels for one in kept if one.labels is not None]
-            fresh_labels = torch.cat(found) if len(found) == len(kept) else None
-        if job.settings.get("domains") and fresh_labels is not None:
-            tensors["fresh_labels"] = fresh_labels
-        if tensors["fresh"].shape[1:] != tensors["training"].shape[1:]:
-            shapes = {name: tuple(tensors[name].shape[1:]) for name in ("training", "fresh")}
+            fresh, fresh_labels = _joined([load_shard(path) for path in divided.validation_folders])
+        training, labels = _joined(shards)
+        if fresh.shape[1:] != training.shape[1:]:
+            shapes = {"training": tuple(training.shape[1:]), "fresh": tuple(fresh.shape[1:])}
             raise HddmError(f"images of different shapes (C, H, W) do not compare: {shapes}")
-        save_file(tensors, folder / _PACKED)
-        counts = {name: len(tensors[name]) for name in ("training", "fresh")}
-        return {"classes": list(shards[0].classes), "images": counts}
+        tensors = {
+            "training": training,
+            "shard": torch.cat([torch.full((len(one),), one.index) for one in shards]),
+            "labels": labels,
+            "fresh": fresh,
+            "fresh_labels": fresh_labels if job.settings.get("domains") else None,
+        }
+        save_file({name: one for name, one in tensors.items() if one is not None}, folder / _PACKED)
+        return {"classes": list(classes), "images": {"training": len(training), "fresh": len(fresh)}}
 
     return store.once(job, make)
 
@@ -226,13 +223,11 @@ def read_reference(folder: Path) -> Mapping[str, Tensor]:
 
     For domains there are ``fresh_labels`` (n,) too.
     """
-    tensors = read_safetensors(folder / _PACKED)
-    fresh = {name: value for name, value in tensors.items() if name.startswith("fresh")}
-    of_training = {name: value for name, value in tensors.items() if name not in fresh}
-    kinds = {"training": (torch.uint8, 4), "shard": (torch.int64, 1), "labels": (torch.int64, 1)}
-    refuse_other_kinds(folder, of_training, kinds, optional="labels")
-    kinds = {"fresh": (torch.uint8, 4), "fresh_labels": (torch.int64, 1)}
-    refuse_other_kinds(folder, fresh, kinds, optional="fresh_labels")
+    tensors, numbers = read_safetensors(folder / _PACKED), (torch.int64, 1)
+    for images, labels, further in (("training", "labels", ["shard"]), ("fresh", "fresh_labels", [])):
+        kinds = {images: (torch.uint8, 4), labels: numbers, **dict.fromkeys(further, numbers)}
+        found = {name: value for name, value in tensors.items() if name in kinds}
+        refuse_other_kinds(folder, found, kinds, optional=labels)
     return tensors
 
 
@@ -248,8 +243,11 @@ def hash_of_images(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _pixels(shards: Sequence[Shard]) -> Tensor:
-    return torch.cat([to_bytes(shard.images) for shard in shards])
+def _joined(shards: Sequence[Shard]) -> tuple[Tensor, Tensor | None]:
+    """Bytes (n, C, H, W) of all images, and their labels (n,) where all have some."""
+    labels = [one.labels for one in shards if one.labels is not None]
+    pixels = torch.cat([to_bytes(shard.images) for shard in shards])
+    return pixels, torch.cat(labels) if len(labels) == len(shards) else None
 
 
 def _split(images: Path, share: float, folder: Path) -> None:
