@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -135,12 +135,16 @@ class SeedModels:
         chain = self._counted(model)
         jobs, router_flop = [one.job for one in chain], 0
         if model.kind in ("single", "merged"):
-            job = trainings[-1].job if model.kind == "single" else self._merged(trainings)
+            job = trainings[-1].job
+            if model.kind == "merged":
+                job = self._made("merged", trainings, self._merge)
             folder, place = self.store.path(job) / MODEL, ""
             source = SampledModel(folder, model_hash(folder), True)
         else:
             router = self.router if model.kind == "ensemble" else None
-            ensemble = self._assembled(trainings, router)
+            last = None if router is None else self.store.path(router.job) / MODEL
+            routed = {} if last is None else {"router": model_hash(last)}
+            ensemble = self._made("ensemble", trainings, partial(assemble, router=last), **routed)
             folder, place = self.store.path(ensemble) / MODEL, ENSEMBLES
             source = SampledModel(folder, ensemble.hash, False, _trained_in(expert_records(folder)))
             if router is not None:
@@ -177,30 +181,23 @@ class SeedModels:
         folder = Path(f"seed_{self.seed}") / place / slug(model.name)
         return {"model": model.name, "seed": self.seed, "hash": source.hash, "folder": str(folder)}
 
-    def _assembled(self, experts: Sequence[Training], router: RouterTraining | None) -> Job:
-        """The ensemble of these experts, which is made unless it is there."""
+    def _made(
+        self, kind: str, experts: Sequence[Training], make: Callable[[list[Path], Path], object], **of: str
+    ) -> Job:
+        """The model that ``make`` makes of these experts, unless it is there."""
         folders = [self.store.path(one.job) / MODEL for one in experts]
-        last = None if router is None else self.store.path(router.job) / MODEL
-        routed = {} if last is None else {"router": model_hash(last)}
-        job = Job("ensemble", {}, {"experts": [model_hash(folder) for folder in folders], **routed})
+        job = Job(kind, {}, {"experts": [model_hash(folder) for folder in folders], **of})
 
-        def make(folder: Path) -> None:
-            assemble(folders, folder / MODEL, last)
+        def fill(draft: Path) -> None:
+            make(folders, draft / MODEL)
 
-        self.store.once(job, make)
+        self.store.once(job, fill)
         return job
 
-    def _merged(self, experts: Sequence[Training]) -> Job:
-        """The expert of the mean of these experts' weights, which is made unless it is there."""
-        folders = [self.store.path(one.job) / MODEL for one in experts]
-        job = Job("merged", {}, {"experts": [model_hash(folder) for folder in folders]})
-
-        def make(folder: Path) -> None:
-            merge_experts(folders, folder / MODEL)
-            recalibrate(folder / MODEL, self.divided.all_images)
-
-        self.store.once(job, make)
-        return job
+    def _merge(self, experts: list[Path], out: Path) -> None:
+        """Average the weights of experts, and calibrate what comes out."""
+        merge_experts(experts, out)
+        recalibrate(out, self.divided.all_images)
 
     def _expert(self, model: ModelSettings, objective: str, shard: int) -> Training:
         train = partial(
