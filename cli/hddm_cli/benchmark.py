@@ -43,10 +43,10 @@ def benchmark(
     Settings are chosen on validation images; --held-out confirms them on images and seeds that chose nothing.
     The same command goes on with a benchmark that was interrupted.
     """
-    from hddm.benchmark.presets import chosen, load_settings, preset
+    from hddm.benchmark.presets import chosen, load_settings, settings_file
 
     # An unknown one is refused before torch is imported.
-    preset(which)
+    settings_file(which)
 
     from hddm.benchmark.report import tables_text
     from hddm.benchmark.run import run_benchmark

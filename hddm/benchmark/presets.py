@@ -1,7 +1,5 @@
 """Settings of a benchmark, from a preset or a user's file, with the choices of one start (`chosen`)."""
 
-from importlib.resources import as_file, files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,29 +10,27 @@ if TYPE_CHECKING:
     from hddm.benchmark.settings import BenchmarkSettings
 
 # The schema needs torch, so it is imported where a file is read: an unknown preset is refused before.
-_PRESETS = files("hddm.benchmark") / "presets"
-_SUFFIX = ".yaml"
+_PRESETS = Path(__file__).with_name("presets")
 
 
 def preset_names() -> list[str]:
     """Names of the presets, in order."""
-    names = [path.name for path in _PRESETS.iterdir()]
-    return sorted(name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX))
+    return sorted(path.stem for path in _PRESETS.glob("*.yaml"))
 
 
-def preset(which: str) -> Traversable | None:
-    """Return the file of the preset called ``which``; None for a user's own file.
+def settings_file(which: str) -> Path:
+    """The file of the preset called ``which``, or a user's own: a name with a suffix or a folder in it.
 
-    That is a name with a suffix or a folder in it. Raises `UsageError` for an unknown preset.
+    Raises `UsageError` for an unknown preset.
     """
     if "/" in which or Path(which).suffix:
-        return None
+        return Path(which)
     if which not in preset_names():
         raise UsageError(
             f"{which}: no such preset; name a file of your own by its path, as ./mine.yaml, or "
             f"{choose(which, preset_names())}"
         )
-    return _PRESETS / f"{which}{_SUFFIX}"
+    return _PRESETS / f"{which}.yaml"
 
 
 def load_settings(which: str) -> "BenchmarkSettings":
@@ -45,11 +41,7 @@ def load_settings(which: str) -> "BenchmarkSettings":
     """
     from hddm.utils.files import read_yaml
 
-    found = preset(which)
-    if found is None:
-        return parse_settings(read_yaml(Path(which)), which)
-    with as_file(found) as path:
-        return parse_settings(read_yaml(path), which)
+    return parse_settings(read_yaml(settings_file(which)), which)
 
 
 def parse_settings(content: dict[str, Any], origin: str) -> "BenchmarkSettings":
