@@ -111,22 +111,13 @@ class Store:
         """Return the folder in which a resumable job keeps its state."""
         return self.folder / f".{job.name}.work"
 
-    def finish_work(self, job: Job, result: Mapping[str, Any], seconds: float) -> None:
-        """Turn the work folder of ``job`` into its own; its record is the last file that is written."""
-        draft = self.work_folder(job) / f".{RECORD}"
-        write_json(draft, _record_of(job, result, seconds))
-        os.replace(draft, draft.with_name(RECORD))
-        self.publish_work(job)
-
-    def publish_work(self, job: Job) -> bool:
-        """Put the work folder of ``job`` in place if its record is there; return whether it was."""
+    def finish_work(self, job: Job, seconds: float) -> None:
+        """Turn the work folder of ``job``, without what it needed on the way, into its own."""
         work = self.work_folder(job)
-        if not (work / RECORD).is_file():
-            return False
         for run in work.glob("*.run"):
             shutil.rmtree(run)
+        write_json(work / RECORD, _record_of(job, {}, seconds))
         put_in_place(work, self.path(job), overwrite=True)
-        return True
 
     @contextmanager
     def held(self) -> Iterator[None]:

@@ -1,27 +1,22 @@
 """Trainings of a benchmark, as work for processes; a killed one resumes from its last checkpoint."""
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-
 from hddm.benchmark.jobs import Job, Store
-from hddm.experts.records import EXPERT_FILE, ROUTER_FILE, weights_in
+from hddm.experts.records import EXPERT_FILE, ROUTER_FILE
 from hddm.training.continuation import continue_expert
 from hddm.training.expert import train_expert
 from hddm.training.router import train_router
 from hddm.training.settings import ExpertSettings, LoopSettings, RouterSettings, RunOptions
 from hddm.training.state import wait_for_run
-from hddm.utils.files import read_json, sha256_of
+from hddm.utils.files import read_json
 from hddm.utils.processes import Report
 
 MODEL = "model"
-_LOSSES = "losses.safetensors"
 # What may differ between machines without making another model of it.
 _MACHINE = {"device", "threads"}
 _PATIENCE = 60.0
@@ -59,7 +54,7 @@ class Training:
 
     def do(self, store: Store, report: Report) -> None:
         init = self.init if self.start is None else store.path(self.start.job) / MODEL
-        train: Callable[..., list[float]] = (
+        train: Callable[..., object] = (
             partial(train_expert, self.shard) if init is None else partial(continue_expert, init, self.shard)
         )
         _train(store, self, train, EXPERT_FILE, report)
@@ -89,33 +84,25 @@ class RouterTraining:
 def _train(
     store: Store,
     task: Training | RouterTraining,
-    train: Callable[..., list[float]],
+    train: Callable[..., object],
     record: str,
     report: Report,
 ) -> None:
     job, settings = task.job, task.settings
-    if store.publish_work(job):
-        return
     work = store.work_folder(job)
     work.mkdir(exist_ok=True)
     out, reported = work / MODEL, 0
-    if out.exists():
-        # Killed before its losses were written; resuming from the last checkpoint restores both at once.
-        shutil.rmtree(out)
 
     def on_step(step: int, loss: float, seconds: float) -> None:
         nonlocal reported
         report((step - reported) * settings.batch_size)
         reported = step
 
-    wait_for_run(out, _PATIENCE)
-    options = RunOptions(resume=True, checkpoint_every=task.checkpoint_every, keep=1, log_every=100)
-    losses = train(out, settings, on_step=on_step, run=options)
-    save_file({"loss": torch.tensor(losses)}, work / _LOSSES)
-    weights = weights_in(out)
-    assert weights is not None
-    result = {"weights_sha256": sha256_of(weights), "images_seen": task.units}
-    store.finish_work(job, result, read_json(out / record)["training"]["seconds"])
+    if not out.exists():
+        wait_for_run(out, _PATIENCE)
+        options = RunOptions(resume=True, checkpoint_every=task.checkpoint_every, keep=1, log_every=100)
+        train(out, settings, on_step=on_step, run=options)
+    store.finish_work(job, read_json(out / record)["training"]["seconds"])
 
 
 def _recipe(settings: LoopSettings, is_new: bool = True) -> dict[str, Any]:

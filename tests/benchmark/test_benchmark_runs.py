@@ -31,10 +31,10 @@ from tests.benchmark_files import (
 )
 
 MOMENTS = [
-    # Within the first training, within the second, with its weights written and its losses not, between two.
+    # Within the first training, within the second, with its weights written and its record not, between two.
     ("os.rename", "step_00000004"),
     ("os.rename", "step_00000006"),
-    ("open", ".job.json"),
+    ("open", ".work/job.json"),
     ("os.rename", ".work"),
     ("os.rename", "router-"),
     ("os.rename", "ensemble-"),
