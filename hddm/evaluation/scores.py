@@ -1,8 +1,9 @@
 """All scores of a set of images, against training images, held-out images and each shard."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -156,7 +157,15 @@ class Scorer:
         memory = None
         if held_out is not None:
             memory = memorisation(self._to_nearest(pixels), self._fresh_distances, self._mirrored)
-        scores = Scores(
+        further: dict[str, Any] = {}
+        if self._complete:
+            sides = {"training": training} | ({} if held_out is None else {"held_out": held_out})
+            for name, side in sides.items():
+                further[f"kernel_to_{name}"] = kernel_distance(images.features, side.features)
+                further[f"on_{name}"] = _overlap(images, side)
+            if labels is not None:
+                further["within_conditions"] = self._within(pixels, images.features, labels)
+        return Scores(
             extractor=self._extractor.name,
             images=len(pixels),
             to_training=self._distance(images, training),
@@ -165,18 +174,7 @@ class Scorer:
             nearest_ratio=None if memory is None else memory.ratio,
             memorisation=memory,
             shards=shard_distances(images.features, self._shards, self._resamples) if self._shards else (),
-        )
-        if not self._complete:
-            return scores
-        return replace(
-            scores,
-            kernel_to_training=kernel_distance(images.features, training.features),
-            kernel_to_held_out=None
-            if held_out is None
-            else kernel_distance(images.features, held_out.features),
-            on_training=_overlap(images, training),
-            on_held_out=None if held_out is None else _overlap(images, held_out),
-            within_conditions=None if labels is None else self._within(pixels, images.features, labels),
+            **further,
         )
 
     def _distance(self, images: FeatureSet, reference: FeatureSet) -> Distance:
