@@ -197,25 +197,22 @@ def differences(before: Any, now: Any, place: str = "") -> list[str]:
     """Differences of two plain values, a line each; those that change no result are left out."""
     if place in _FREE or before == now:
         return []
-    if isinstance(before, dict) and isinstance(now, dict):
-        keys = dict.fromkeys([*before, *now])
-        inner = [(before.get(key), now.get(key), f"{place}.{key}".strip(".")) for key in keys]
-        return [line for one in inner for line in differences(*one)]
-    if _are_named(before) and _are_named(now):
-        return differences(
-            {one["name"]: one for one in before}, {one["name"]: one for one in now}, place
-        ) or [f"{place}: in another order"]
-    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        inner = [(a, b, f"{place}.{k}") for k, (a, b) in enumerate(zip(before, now, strict=True))]
-        return [line for one in inner for line in differences(*one)]
+    ours, theirs = _by_key(before), _by_key(now)
+    if ours is not None and theirs is not None:
+        keys = dict.fromkeys([*ours, *theirs])
+        inner = [(ours.get(key), theirs.get(key), f"{place}.{key}".strip(".")) for key in keys]
+        lines = [line for one in inner for line in differences(*one)]
+        return lines or ([f"{place}: in another order"] if isinstance(before, list) else [])
     if None in (before, now) and isinstance(before or now, dict):
         return [f"{place}: is {'new' if before is None else 'gone'}"]
     return [f"{place}: was {before!r}, is {now!r}"]
 
 
-def _are_named(values: Any) -> bool:
-    """Models or tables, which differ by name."""
-    return isinstance(values, list) and all(isinstance(one, dict) and "name" in one for one in values)
+def _by_key(values: Any) -> dict[str, Any] | None:
+    """A mapping, or models or tables by their names; None for anything else."""
+    if isinstance(values, list) and all(isinstance(one, dict) and "name" in one for one in values):
+        return {one["name"]: one for one in values}
+    return values if isinstance(values, dict) else None
 
 
 def _prepare(
