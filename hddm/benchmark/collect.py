@@ -2,7 +2,7 @@
 
 import datetime
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hddm.benchmark.jobs import NUMERICS, Store, finite, together
@@ -47,7 +47,7 @@ def collect(
             "device": _joined(one.sampled_as["device"] for one in scored),
             "vae": None,
         },
-        real=finite({key: value for key, value in shared.real.items() if key != "of_images"}),
+        real=finite(_without_images(shared.real)),
         models=tuple(model.result for seed in seeds for model in seed.models.values()),
         scored=scored,
         comparisons=(),
@@ -60,6 +60,7 @@ def _scored_row(store: Store, seed: SeedJobs, row: SampledRow) -> ScoredRow:
     drawn = [store.record(piece.job) for piece in row.samples]
     found = [one["result"] for one in drawn]
     images = sum(one["images"] for one in found)
+    unchanged = {} if row.unchanged is None else {"unchanged": store.result(row.unchanged.job)}
     experts = zip(*(one["expert_evaluations"] for one in found), strict=True)
     return ScoredRow(
         table=row.table,
@@ -67,7 +68,7 @@ def _scored_row(store: Store, seed: SeedJobs, row: SampledRow) -> ScoredRow:
         model=row.model,
         seed=seed.seed,
         point=row.point,
-        scores=store.result(row.scores.job) | _further_scores(store, row),
+        scores=_without_images(store.result(row.scores.job)) | unchanged,
         images=images,
         expert_evaluations=tuple(sum(counts) / images for counts in experts),
         router_evaluations=sum(one["router_evaluations"] for one in found) / images,
@@ -83,10 +84,8 @@ def _scored_row(store: Store, seed: SeedJobs, row: SampledRow) -> ScoredRow:
     )
 
 
-def _further_scores(store: Store, row: SampledRow) -> dict[str, Any]:
-    scores = {} if row.by_domain is None else store.result(row.by_domain.job)
-    scores.pop("of_images", None)
-    return scores | ({} if row.unchanged is None else {"unchanged": store.result(row.unchanged.job)})
+def _without_images(scores: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in scores.items() if key != "of_images"}
 
 
 def _joined(values: Iterable[str | None]) -> str | None:

@@ -5,23 +5,19 @@ domain there are the share of samples, their Fréchet distance to the domain's i
 fresh images that samples come near to (recall). All are measured on features of the same classifier.
 """
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hddm.benchmark.data import read_reference
 from hddm.benchmark.jobs import Job, Store
-from hddm.benchmark.samples import SampledModel, canonical, prepared, read_samples
-from hddm.benchmark.scores import CLASSIFIER
-from hddm.benchmark.settings import SamplingPoint
+from hddm.benchmark.samples import SampledModel, canonical, prepared
+from hddm.benchmark.settings import SamplingPoint, Split
 from hddm.data.images import to_unit_range
 from hddm.ensemble import Ensemble
-from hddm.evaluation.classifier import FeatureClassifier, load_classifier
+from hddm.evaluation.classifier import FeatureClassifier
 from hddm.evaluation.distances import are_few, measure, precision_recall
 from hddm.experts.loading import load
 from hddm.sampling import draw_experts, sample
@@ -32,62 +28,33 @@ CHECKED = 64
 """Samples of a grown model that are held against the old model's."""
 
 
-@dataclass(frozen=True)
-class DomainScoring:
-    """Scores of samples by domain; without samples, of the fresh images themselves."""
+def domain_scores(
+    known: "KnownDomains", split: Split, resamples: int, pixels: Tensor, labels: Tensor | None
+) -> dict[str, Any]:
+    """Scores by domain of images (n, C, H, W) in bytes, asked for by ``labels`` (n,) if by any.
 
-    domains: tuple[tuple[str, ...], ...]
-    resamples: int
-    samples: tuple[Job, ...]
-    reference: Job
-    features: Job
-    units: int = 1
-
-    @property
-    def job(self) -> Job:
-        inputs = {
-            "samples": [job.hash for job in self.samples],
-            "reference": self.reference.hash,
-            "features": self.features.hash,
-        }
-        return Job("domains", {"domains": self.domains, "resamples": self.resamples}, inputs)
-
-    def do(self, store: Store, report: Report) -> None:
-        self.result(store)
-        report(1)
-
-    def result(self, store: Store) -> dict[str, Any]:
-        """Score, unless that is done already."""
-        return store.once(self.job, lambda _: self._score(store))
-
-    def _score(self, store: Store) -> dict[str, Any]:
-        known = _known(store.folder, self.reference, self.features, self.domains)
-        if self.samples:
-            pixels, labels = read_samples(store, self.samples)
-        else:
-            tensors = read_reference(store.path(self.reference))
-            pixels, labels = tensors["fresh"], tensors["fresh_labels"]
-        features, found = _classified(known.classifier, pixels)
-        domain = known.domain_of[found]
-        result: dict[str, Any] = {"domains": [], "of_images": domain.tolist()}
-        split = str(self.reference.settings["score_on"]).replace("-", "_")
-        for k, (training, fresh) in enumerate(zip(known.training, known.fresh, strict=True)):
-            own = features[domain == k]
-            of_domain: dict[str, Any] = {"share": len(own) / len(features), "images": len(own)}
-            for side, images in (("training", training), (split, fresh)):
-                of_domain[f"to_{side}"] = None
-                if not are_few(features.shape[1], [len(own), len(images)]):
-                    of_domain[f"to_{side}"] = asdict(measure(own.numpy(), images.numpy(), self.resamples))
-            of_domain[f"on_{split}"] = asdict(precision_recall(features, fresh))
-            result["domains"].append(of_domain)
-        if labels is not None:
-            result["label_accuracy"] = float((found == labels).double().mean())
-            result["domain_accuracy"] = float((domain == known.domain_of[labels]).double().mean())
-        return result
+    ``of_images`` is the domain of each.
+    """
+    features, found = _classified(known.classifier, pixels)
+    domain, name = known.domain_of[found], split.replace("-", "_")
+    result: dict[str, Any] = {"domains": [], "of_images": domain.tolist()}
+    for k, (training, fresh) in enumerate(zip(known.training, known.fresh, strict=True)):
+        own = features[domain == k]
+        of_domain: dict[str, Any] = {"share": len(own) / len(features), "images": len(own)}
+        for side, images in (("training", training), (name, fresh)):
+            of_domain[f"to_{side}"] = None
+            if not are_few(features.shape[1], [len(own), len(images)]):
+                of_domain[f"to_{side}"] = asdict(measure(own.numpy(), images.numpy(), resamples))
+        of_domain[f"on_{name}"] = asdict(precision_recall(features, fresh))
+        result["domains"].append(of_domain)
+    if labels is not None:
+        result["label_accuracy"] = float((found == labels).double().mean())
+        result["domain_accuracy"] = float((domain == known.domain_of[labels]).double().mean())
+    return result
 
 
 @dataclass(frozen=True)
-class _Known:
+class KnownDomains:
     """A classifier, the domain of each of its classes, and features of each domain's images."""
 
     classifier: FeatureClassifier
@@ -95,20 +62,24 @@ class _Known:
     training: Sequence[Tensor]
     fresh: Sequence[Tensor]
 
-
-@functools.lru_cache(maxsize=1)
-def _known(folder: Path, reference: Job, features: Job, domains: tuple[tuple[str, ...], ...]) -> _Known:
-    """What is known of the images, once a worker: features of all training images take long."""
-    store = Store(folder)
-    tensors, classes = read_reference(store.path(reference)), store.result(reference)["classes"]
-    classifier = load_classifier(store.path(features) / CLASSIFIER, tensors["training"].shape[1])
-    domain_of = torch.tensor([next(k for k, names in enumerate(domains) if one in names) for one in classes])
-    sides = []
-    for name, labels in (("training", "labels"), ("fresh", "fresh_labels")):
-        domain = domain_of[tensors[labels]]
-        found, _ = _classified(classifier, tensors[name])
-        sides.append([found[domain == k] for k in range(len(domains))])
-    return _Known(classifier, domain_of, *sides)
+    @classmethod
+    def of(
+        cls,
+        classifier: FeatureClassifier,
+        tensors: Mapping[str, Tensor],
+        classes: Sequence[str],
+        domains: Sequence[Sequence[str]],
+    ) -> "KnownDomains":
+        """What is known of the images in ``tensors`` (`read_reference`), which are of these classes."""
+        domain_of = torch.tensor(
+            [next(k for k, names in enumerate(domains) if one in names) for one in classes]
+        )
+        sides = []
+        for name, labels in (("training", "labels"), ("fresh", "fresh_labels")):
+            domain = domain_of[tensors[labels]]
+            found, _ = _classified(classifier, tensors[name])
+            sides.append([found[domain == k] for k in range(len(domains))])
+        return cls(classifier, domain_of, *sides)
 
 
 @torch.no_grad()

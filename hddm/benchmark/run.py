@@ -34,7 +34,6 @@ from hddm.benchmark.data import (
     refuse_work_among_images,
     write_reference,
 )
-from hddm.benchmark.domains import DomainScoring
 from hddm.benchmark.jobs import Store, stoppable
 from hddm.benchmark.models import check_counts, check_rows, check_shapes
 from hddm.benchmark.report import tables_text, write_report
@@ -240,10 +239,6 @@ def _prepare(
         links[sources.job.kind] = store.path(sources.job)
     with Progress(None, "score real images"):
         real = Scoring(settings, (), reference, features).of_real(store)
-        if (domains := settings.partition.classes) is not None:
-            real |= DomainScoring((*domains.values(),), settings.resamples, (), reference, features).result(
-                store
-            )
     return SharedInputs(divided, reference, features, real), links
 
 
@@ -285,9 +280,9 @@ def _write_strips(
     first = shared.real["of_images"]
     strips = [("real images", fresh[shown], [first[k] for k in shown.tolist()])]
     for row in seed.rows:
-        if row.table == seed.rows[0].table and row.by_domain is not None:
+        if row.table == seed.rows[0].table:
             pixels, _ = read_samples(store, [row.samples[0].job])
-            strips.append((row.row, pixels[:STRIP], store.result(row.by_domain.job)["of_images"][:STRIP]))
+            strips.append((row.row, pixels[:STRIP], store.result(row.scores.job)["of_images"][:STRIP]))
     charts.write_strips(strips, domains, grid_path(out, STRIPS))
 
 

@@ -6,12 +6,15 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from hddm.benchmark.data import read_reference
+from hddm.benchmark.domains import KnownDomains, domain_scores
 from hddm.benchmark.jobs import Job, Store
 from hddm.benchmark.samples import read_samples
 from hddm.benchmark.settings import BenchmarkSettings, Split
 from hddm.data.images import ImageSet
-from hddm.evaluation.classifier import FeatureClassifier, save_classifier
+from hddm.evaluation.classifier import FeatureClassifier, load_classifier, save_classifier
 from hddm.evaluation.diversity import SMALLEST, why_not_lpips
 from hddm.evaluation.features import INCEPTION, open_extractor
 from hddm.evaluation.scores import Scorer, Scores
@@ -69,6 +72,8 @@ class Scoring:
         }
         if _sees_mirrored(self.settings):
             chosen["mirrored"] = True
+        if (domains := self.settings.partition.classes) is not None:
+            chosen["domains"] = [*domains.values()]
         inputs = {
             "samples": [job.hash for job in self.samples],
             "reference": self.reference.hash,
@@ -82,19 +87,31 @@ class Scoring:
 
     def do(self, store: Store, report: Report) -> None:
         def make(_: Path) -> dict[str, Any]:
-            found = asdict(self._open_scorer(store).score(*read_samples(store, self.samples)))
-            return of_split(found, self.reference.settings["score_on"])
+            (scorer, domains), (pixels, labels) = self._open(store), read_samples(store, self.samples)
+            found = of_split(asdict(scorer.score(pixels, labels)), self.reference.settings["score_on"])
+            return found | self._by_domain(domains, pixels, labels)
 
         store.once(self.job, make)
         report(1)
 
     def of_real(self, store: Store) -> dict[str, Any]:
         """Distance of the split's own images to the training images: what a perfect model reaches."""
-        own = replace(self, samples=())
-        return store.once(own.job, lambda _: {"to_training": asdict(self._open_scorer(store).real())})
 
-    def _open_scorer(self, store: Store) -> Scorer:
-        return _scorer(store.folder, replace(self, samples=()).job, self.reference, self.features)
+        def make(_: Path) -> dict[str, Any]:
+            (scorer, domains), tensors = self._open(store), read_reference(store.path(self.reference))
+            by_domain = self._by_domain(domains, tensors["fresh"], tensors.get("fresh_labels"))
+            return {"to_training": asdict(scorer.real())} | by_domain
+
+        return store.once(replace(self, samples=()).job, make)
+
+    def _open(self, store: Store) -> tuple[Scorer, KnownDomains | None]:
+        return _opened(store.folder, replace(self, samples=()).job, self.reference, self.features)
+
+    def _by_domain(self, known: KnownDomains | None, pixels: Tensor, labels: Tensor | None) -> dict[str, Any]:
+        if known is None:
+            return {}
+        split = self.reference.settings["score_on"]
+        return domain_scores(known, split, self.settings.resamples, pixels, labels)
 
 
 def of_split(scores: Mapping[str, Any], split: Split) -> dict[str, Any]:
@@ -125,14 +142,18 @@ def training_set(store: Store, reference: Job) -> ImageSet:
 
 
 @functools.lru_cache(maxsize=1)
-def _scorer(folder: Path, scoring: Job, reference: Job, features: Job) -> Scorer:
+def _opened(folder: Path, scoring: Job, reference: Job, features: Job) -> tuple[Scorer, KnownDomains | None]:
     """A scorer of the store in ``folder``, made once a worker: features of all training images take long."""
     store, chosen = Store(folder), scoring.settings
     tensors, made = read_reference(store.path(reference)), store.result(features)
     option = str(store.path(features) / CLASSIFIER) if made["is_classifier"] else made["option"]
     training = tensors["training"]
     shards = [training[tensors["shard"] == k] for k in tensors["shard"].unique().tolist()]
-    return Scorer(
+    known = None
+    if domains := chosen.get("domains"):
+        classifier = load_classifier(Path(option), training.shape[1])
+        known = KnownDomains.of(classifier, tensors, store.result(reference)["classes"], domains)
+    scorer = Scorer(
         open_extractor(option, training_set(store, reference), len(training)),
         training,
         tensors["fresh"],
@@ -143,3 +164,4 @@ def _scorer(folder: Path, scoring: Job, reference: Job, features: Job) -> Scorer
         shards=shards if chosen["complete"] else (),
         mirrored=chosen.get("mirrored", False),
     )
+    return scorer, known

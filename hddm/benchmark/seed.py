@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from hddm.benchmark.data import PartitionedImages
-from hddm.benchmark.domains import DomainScoring, Unchanged
+from hddm.benchmark.domains import Unchanged
 from hddm.benchmark.jobs import Job, Runnable, Store, call_of, named
 from hddm.benchmark.models import Model, SeedModels
 from hddm.benchmark.samples import Piece, canonical, pieces
@@ -52,13 +52,12 @@ class SampledRow:
     point: SamplingPoint
     samples: tuple[Piece, ...]
     scores: Scoring
-    by_domain: DomainScoring | None = None
     unchanged: Unchanged | None = None
 
     @property
-    def scorings(self) -> list[Scoring | DomainScoring | Unchanged]:
+    def scorings(self) -> list[Scoring | Unchanged]:
         """All that is to be done once the samples are there."""
-        return [self.scores, *(one for one in (self.by_domain, self.unchanged) if one is not None)]
+        return [self.scores, *([] if self.unchanged is None else [self.unchanged])]
 
 
 @dataclass(frozen=True)
@@ -197,22 +196,16 @@ class SeedRun:
                     drawn = tuple(piece.job for piece in samples)
                     scores = Scoring(self.settings, drawn, shared.reference, shared.features)
                     label = row_name(name, len(names) > 1, point, points)
-                    further = self._further(name, models, point, drawn)
-                    rows.append(SampledRow(table.name, label, name, point, samples, scores, *further))
+                    unchanged = self._unchanged(name, models, point)
+                    rows.append(SampledRow(table.name, label, name, point, samples, scores, unchanged))
         return tuple(rows)
 
-    def _further(
-        self, name: str, models: Mapping[str, Model], point: SamplingPoint, drawn: tuple[Job, ...]
-    ) -> tuple[DomainScoring | None, Unchanged | None]:
-        """Scores by domain, and the check of a grown model against the old one that it is made of."""
-        domains, of, shared = self.settings.partition.classes, self.settings.model(name).of, self.shared
-        scoring, unchanged = None, None
-        if domains is not None:
-            classes, resamples = (*domains.values(),), self.settings.resamples
-            scoring = DomainScoring(classes, resamples, drawn, shared.reference, shared.features)
-        if of is not None and not models[name].source.is_single:
-            unchanged = Unchanged(models[of[0]].source, models[name].source, point, self.seed)
-        return scoring, unchanged
+    def _unchanged(self, name: str, models: Mapping[str, Model], point: SamplingPoint) -> Unchanged | None:
+        """The check of a grown model against the old one that it is made of."""
+        of = self.settings.model(name).of
+        if of is None or models[name].source.is_single:
+            return None
+        return Unchanged(models[of[0]].source, models[name].source, point, self.seed)
 
     def _name(self, row: SampledRow) -> str:
         """A row in errors: its model, the seed, and how it is sampled."""

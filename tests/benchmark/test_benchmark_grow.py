@@ -8,14 +8,14 @@ import torch
 from safetensors.torch import save_file
 
 from hddm.benchmark.data import divide, prepare_images, read_reference, reference_job
-from hddm.benchmark.domains import DomainScoring, Unchanged
+from hddm.benchmark.domains import Unchanged
 from hddm.benchmark.jobs import Job, Store
 from hddm.benchmark.models import SeedModels
 from hddm.benchmark.report import about_domains, tables_text
 from hddm.benchmark.results import Results, read_results
 from hddm.benchmark.run import run_benchmark
 from hddm.benchmark.samples import SampledModel
-from hddm.benchmark.scores import features_job_of
+from hddm.benchmark.scores import Scoring, features_job_of
 from hddm.benchmark.settings import BenchmarkSettings
 from hddm.experts.loading import load
 from hddm.experts.records import read_expert
@@ -132,9 +132,9 @@ def test_real_images_of_one_domain_are_all_in_it_and_at_no_distance(run: Run) ->
         save_file({"pixels": of_new, "labels": labels}, folder / "samples.safetensors")
 
     run.store.once(samples, make)
-    domains = tuple((run.settings.partition.classes or {}).values())
-    scoring = DomainScoring(domains, 2, (samples,), run.reference, run.features)
-    found = scoring.result(run.store)
+    scoring = Scoring(run.settings, (samples,), run.reference, run.features)
+    scoring.do(run.store, lambda done: None)
+    found = run.store.result(scoring.job)
     old, new = found["domains"]
     assert (old["share"], new["share"]) == (0.0, 1.0)
     assert old["to_training"] is None
