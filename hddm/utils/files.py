@@ -458,7 +458,7 @@ def _replace(draft: Path, target: Path) -> None:
     if not target.exists():
         draft.rename(target)
         return
-    old = target.parent / f"{_aside(target)}{os.getpid()}"
+    old = target.parent / f".{target.name}.old-{os.getpid()}"
     shutil.rmtree(old, ignore_errors=True)
     target.rename(old)
     try:
@@ -471,11 +471,6 @@ def _replace(draft: Path, target: Path) -> None:
     gone = target.parent / f".{target.name}.part-{os.getpid()}"
     old.rename(gone)
     shutil.rmtree(gone)
-
-
-def _aside(target: Path) -> str:
-    """Name of a folder that was renamed away, without the process number."""
-    return f".{target.name}.old-"
 
 
 def _is_left(path: Path) -> bool:
