@@ -19,7 +19,7 @@ from hddm.experts.loading import load
 from hddm.routers import Router
 from hddm.sampling import sample
 from hddm.utils.processes import Report
-from hddm.utils.tensors import read_safetensors, refuse_other_kinds
+from hddm.utils.tensors import available_device, read_safetensors, refuse_other_kinds
 from hddm.velocity import Guidance, VelocityField
 
 PIECE = 1000
@@ -92,9 +92,7 @@ class Piece:
 
     def do(self, store: Store, report: Report) -> None:
         def make(folder: Path) -> dict[str, Any]:
-            device, point = self.device, canonical(self.point, self.source.is_single)
-            if device == "auto":
-                device = "cuda" if torch.cuda.is_available() else "cpu"
+            device, point = available_device(self.device), canonical(self.point, self.source.is_single)
             model = prepared(load(self.source.folder, device=device), point, self.source.trained_in)
             drawn = draw(model, point, self.seed, self.start, self.stop, report)
             tensors = {"pixels": drawn.pixels} | ({} if drawn.labels is None else {"labels": drawn.labels})
@@ -104,7 +102,7 @@ class Piece:
                 "expert_evaluations": drawn.expert_rows,
                 "router_evaluations": drawn.router_rows,
                 "flop": drawn.flop,
-                "device": device,
+                "device": str(device),
             }
 
         store.once(self.job, make)
