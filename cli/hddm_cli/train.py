@@ -138,19 +138,13 @@ def expert(
     if init is not None:
         refuse_given(context, "--init fixes it", *FIXED_BY_INIT)
 
-    from hddm.training.resume import fresh_data, is_complete
     from hddm.training.settings import ExpertSettings
-    from hddm.utils.records import EXPERT_FILE
 
     own = {"objective": objective, "steps": steps, "lora_rank": lora_rank, "lora_alpha": lora_alpha}
     options = GivenOptions(context, {**own, **given})
     if init is not None:
         options.refuse_in_file("--init fixes it", *FIXED_BY_INIT)
     settings, run = options.settings(ExpertSettings), options.run()
-    is_plain = init is None and schedule is None
-    # Before torch and networks are imported; a wrong shard is refused before an ``out`` that exists.
-    if is_plain and is_complete(out, EXPERT_FILE, run, overwrite, settings, fresh_data(shard, settings)):
-        return
 
     from hddm.training.continuation import continue_expert
     from hddm.training.expert import train_expert, with_schedule
@@ -188,19 +182,13 @@ def router(
     **given: Any,
 ) -> None:
     """Train the router that tells the shards apart, on noised images."""
-    from hddm.data.shard_records import find_shards
-    from hddm.training.resume import data_of, is_complete
     from hddm.training.settings import RouterSettings
-    from hddm.utils.records import ROUTER_FILE
 
     own = {"steps": steps, "size": size, "random_flip": random_flip, "calibrate": calibrate}
     options = GivenOptions(context, {**own, **given})
     settings, run = options.settings(RouterSettings), options.run()
-    folders = [folder for partition in shards for folder in find_shards(partition)]
-    if is_complete(out, ROUTER_FILE, run, overwrite, settings, data_of(folders)):
-        return
 
-    from hddm.experts.records import FORMAT, RouterRecord
+    from hddm.experts.records import FORMAT, ROUTER_FILE, RouterRecord
     from hddm.training.loop import summary_of
     from hddm.training.router import accuracy_text, train_router
     from hddm.utils.progress import TrainingProgress

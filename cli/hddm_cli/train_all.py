@@ -54,7 +54,7 @@ def train_all(
         refuse_given(context, "the cluster decides how many run at a time", "parallel")
 
     from hddm.data.shard_records import find_shards
-    from hddm.training.island_jobs import make_islands, parse_objectives, refuse_failed, split_complete
+    from hddm.training.island_jobs import make_islands, parse_objectives, refuse_failed
     from hddm.training.settings import ExpertSettings
     from hddm.utils.files import alone
 
@@ -76,10 +76,8 @@ def train_all(
         islands = make_islands(folders, out, objectives, settings, run, schedule, init, overwrite)
     # Two of these with one --out would each train some of the experts.
     with alone(out):
-        outcomes, left = split_complete(islands)
-        if left:
-            outcomes += _trained(left, parallel, retries, ray)
-    for one in sorted(outcomes, key=lambda outcome: outcome.island.index):
+        outcomes = _trained(islands, parallel, retries, ray)
+    for one in outcomes:
         if one.summary:
             typer.echo(f"{one.island.out}: {one.summary}")
     refuse_failed(outcomes)

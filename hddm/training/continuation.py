@@ -38,7 +38,7 @@ from hddm.training.expert import (
 from hddm.training.loop import Fitted, OnStep, Task, completed, train
 from hddm.training.lora import add_adapter, new_adapter, save_adapted
 from hddm.training.objectives import Objective, check_conditions, drawing, loss_of
-from hddm.training.resume import expert_data, is_complete, recorded
+from hddm.training.resume import expert_data, is_complete
 from hddm.training.settings import TEXT, ExpertSettings, RunOptions
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, UsageError
@@ -81,10 +81,8 @@ def continue_expert(
         return []
     settings = completed(settings.model_copy(update=DECIDED_BY_INIT), out, run, is_new=False)
     expert = read_expert(init)
-    # Runs of older versions blended x_0 too.
-    is_blended = run is not None and run.resume and "kappa" in recorded(out).get("data", {})
     shard = open_shard(shard_folder)
-    objective = check_continued(init, expert.facts, expert.network, shard, settings, is_blended)
+    objective = check_continued(init, expert.facts, expert.network, shard, settings)
     expert = _completed(expert, shard, settings, objective)
     field = field_of(expert)
     given = _conditions(init, field, shard, settings)
@@ -135,18 +133,13 @@ DECIDED_BY_INIT = {"prediction": None, "weighting": None, "rotary": None}
 
 
 def check_continued(
-    init: Path,
-    record: ExpertRecord,
-    network: object,
-    shard: Shard,
-    settings: ExpertSettings,
-    is_blended: bool = False,
+    init: Path, record: ExpertRecord, network: object, shard: Shard, settings: ExpertSettings
 ) -> Objective:
     """The objective that goes on with an expert on ``shard``, or its outline, with ``settings`` filled in.
 
-    ``is_blended`` is a run that began in a calibration. Raises `HddmError` as `continue_expert`.
+    Raises `HddmError` as `continue_expert`.
     """
-    objective = _objective(init, record, settings, is_blended)
+    objective = _objective(init, record, settings)
     check_fit(shard, record, network)
     check_conditions(shard, settings)
     if settings.class_conditional and shard.classes != record.classes:
@@ -157,15 +150,15 @@ def check_continued(
     return objective
 
 
-def _objective(init: Path, record: ExpertRecord, settings: ExpertSettings, is_blended: bool) -> Objective:
+def _objective(init: Path, record: ExpertRecord, settings: ExpertSettings) -> Objective:
     """The objective that keeps what an expert predicts, or that its calibration turns into velocity."""
     assert settings.time_sampling is not None
     schedule, drawn = from_config(record.schedule), (settings.time_sampling, settings.snr_gamma)
     part = settings.noise_range or record.noise_range
-    kind, is_blended = record.prediction_type, is_blended or record.training_calibration
+    kind = record.prediction_type
     if settings.objective == "flow":
         # x_0 is the same on every path, and its weights of velocity are bounded; all else learns velocity.
-        of_sample = kind is PredictionType.SAMPLE and not is_blended
+        of_sample = kind is PredictionType.SAMPLE and not record.training_calibration
         prediction = "sample" if of_sample else "flow_prediction"
         return Objective.named("flow", None, *drawn, prediction, noise_range=part)
     is_linear = isinstance(schedule, LinearSchedule)

@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hddm.training.resume import fresh_data, is_complete, is_kept, run_folder_of
+from hddm.training.resume import run_folder_of
 from hddm.training.settings import ExpertSettings, RunOptions
 from hddm.utils.errors import HddmError, UsageError, did_you_mean
-from hddm.utils.records import EXPERT_FILE
 
 OBJECTIVES = ("ddpm", "flow")
 REST = "*"
@@ -135,28 +134,3 @@ def refuse_failed(outcomes: Sequence[Outcome]) -> None:
     raise HddmError(
         f"{outcomes[0].island.out.parent}: {len(failed)} of {len(outcomes)} experts failed; {others}", lines
     )
-
-
-def split_complete(islands: Sequence[Island]) -> tuple[list[Outcome], list[Island]]:
-    """Split ``islands`` into outcomes of those that are complete (`is_complete`) and islands to train.
-
-    A complete one that was started with other settings or data has failed.
-    """
-    outcomes, left = [], []
-    for one in islands:
-        # Others compare themselves with their run where they are trained (`hddm.training.loop.train`).
-        is_plain = one.init is None and one.schedule is None
-        if not is_plain or not is_kept(one.out, EXPERT_FILE, one.run, one.overwrite):
-            left.append(one)
-            continue
-        try:
-            data = fresh_data(one.shard, one.settings)
-            is_done = is_complete(one.out, EXPERT_FILE, one.run, settings=one.settings, data=data)
-        except HddmError as failure:
-            outcomes.append(Outcome(one, failure=failure))
-        else:
-            if is_done:
-                outcomes.append(Outcome(one))
-            else:
-                left.append(one)
-    return outcomes, left

@@ -1,6 +1,6 @@
 """Resuming a run, decided by records alone: ``OUT.run/run.json`` and the manifests of shards.
 
-Neither torch nor a network is imported. A change of settings on the way is recorded as
+A change of settings on the way is recorded as
 
     {"step": 1000, "key": "learning_rate", "was": 0.0015, "is": 0.0003}
 
@@ -24,7 +24,7 @@ from hddm.data.shard_records import (
     read_encoded_manifest,
     read_manifest,
 )
-from hddm.training.settings import ExpertSettings, LoopSettings, RunOptions
+from hddm.training.settings import LoopSettings, RunOptions
 from hddm.utils.errors import HddmError
 from hddm.utils.files import check_absent, read_json, settle, sha256_of
 from hddm.utils.records import OpenRecord, parse_record, refuse_damaged
@@ -37,13 +37,7 @@ OPEN = (
 )
 """Settings that are None until a run fills them in."""
 NOT_RECORDED = "not recorded"
-"""Stands for values that an older version did not record."""
-ADDED: dict[str, Any] = {"optimizer": "adamw", "muon_learning_rate": None}
-"""Settings that runs of older versions did not record, with what these versions did."""
-ADDED_TO_NEW = {"weighting": "prediction", "rotary": False}
-"""The same for experts with a new network, besides `PREDICTIONS`."""
-PREDICTIONS = {"ddpm": "epsilon", "flow": "flow_prediction"}
-"""What older versions trained, by objective."""
+"""Stands for values that the run did not record."""
 
 
 def with_changes(before: Sequence[Change], new: Sequence[Change], step: int) -> list[Change]:
@@ -68,6 +62,7 @@ def value_at(step: int, key: str, today: Any, changes: Sequence[Change]) -> Any:
 LoopKind = TypeVar("LoopKind", bound=LoopSettings)
 
 RUN_FILE = "run.json"
+RUN_FORMAT = "2.0"
 CHECKPOINTS = "checkpoints"
 # Parts of a run's record that determine its result; the rest is how it is kept, and its history.
 _COMPARED = ("settings", "data", "environment")
@@ -137,32 +132,23 @@ def recorded(out: Path) -> dict[str, Any]:
     return read_run(path) if path.exists() else {}
 
 
-def recorded_settings(out: Path) -> dict[str, Any]:
-    """Read the settings of the run of ``out``, with those that its version did not record; {} for no run."""
+def resumable(out: Path) -> dict[str, Any]:
+    """Read the record of the run of ``out`` to go on with it; {} for no run, `HddmError` for an older one."""
     record = recorded(out)
-    before: dict[str, Any] = record.get("settings", {})
-    if before.get("optimizer") == "adamw":
-        # Format 1.4 recorded a rate that nobody used.
-        return before | {"muon_learning_rate": None}
-    if "optimizer" in before or not before:
-        return before
-    added = dict(ADDED)
-    if "objective" in before:
-        added["weak_at"] = 0.0
-    if "init" not in record.get("data", {}):
-        if "objective" in before:
-            added |= ADDED_TO_NEW | {"prediction": PREDICTIONS[before["objective"]]}
-        if "teacher" in before:
-            added |= {"rotary": False, "prediction": PREDICTIONS["flow"]}
-    return added | before
+    if record and str(record.get("format")).split(".")[0] != RUN_FORMAT.split(".")[0]:
+        raise HddmError(
+            f"{run_folder_of(out)}: is a run of format {record.get('format')}, by another version of hddm, "
+            f"and {RUN_FORMAT} goes on; go on with that version, or begin anew with --overwrite"
+        )
+    return record
 
 
 def as_recorded(settings: LoopKind, out: Path) -> LoopKind:
     """Fill in what ``settings`` leave open, of `OPEN`, from the run of ``out``."""
-    if not (before := recorded_settings(out)):
+    if not (before := resumable(out).get("settings", {})):
         return settings
     left_open = {name for name, value in settings if value is None}.intersection(OPEN, before)
-    if settings.optimizer not in (None, before["optimizer"]):
+    if settings.optimizer not in (None, before.get("optimizer")):
         # It is refused as another optimiser, and not for its rates.
         left_open.discard("muon_learning_rate")
     return settings.model_copy(update={name: before[name] for name in left_open})
@@ -176,7 +162,7 @@ def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -
     refused.
     """
     folder = run_folder_of(out)
-    before = recorded(out) | {"settings": recorded_settings(out)}
+    before = resumable(out)
     given = json.loads(json.dumps(dict(record)))
     old, new = (_flat({key: one.get(key, {}) for key in _COMPARED}) for one in (before, given))
     differing, lines, fixed = {}, {}, []
@@ -186,8 +172,7 @@ def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -
         differing[key] = old.get(key, NOT_RECORDED), new.get(key, NOT_RECORDED)
         was, now = (value if value is NOT_RECORDED else repr(value) for value in differing[key])
         lines[key] = f"{key}: was {was}, is {now}"
-        # A value that an older version did not record is no reason to refuse a run.
-        if key in old and (key in FIXED or key.startswith("data.")):
+        if key in FIXED or key.startswith("data."):
             fixed.append(lines[key])
     if fixed:
         raise HddmError(
@@ -249,15 +234,6 @@ def encoding_of(shards: Sequence[Path]) -> dict[str, Any]:
 def _content(manifest: EncodedManifest) -> str:
     files = [*manifest.data, *([manifest.null] if manifest.null else [])]
     return " ".join([*(one.sha256 for one in files), *(one.file for one in manifest.skipped)])
-
-
-# `Schedule.config` of each objective's own schedule.
-_SCHEDULES = {"ddpm": {"name": "cosine"}, "flow": {"name": "linear"}}
-
-
-def fresh_data(shard: Path, settings: ExpertSettings) -> dict[str, Any]:
-    """Return `expert_data` of an expert with random initial weights, on its objective's own schedule."""
-    return expert_data(shard, _SCHEDULES[settings.objective])
 
 
 def is_kept(out: Path, record: str, run: RunOptions | None, overwrite: bool = False) -> bool:

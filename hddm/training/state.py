@@ -31,6 +31,7 @@ from hddm.networks.folders import differences
 from hddm.training.resume import (
     CHECKPOINTS,
     RUN_FILE,
+    RUN_FORMAT,
     Change,
     checkpoints_in,
     compare_records,
@@ -306,7 +307,6 @@ def _set_aside(path: Path) -> None:
         path.rename(path.with_name(f"damaged_{free}_{path.name}"))
 
 
-RUN_FORMAT = "1.1"
 LOCK = "lock"
 # Names of drafts of run.json begin with this; a killed process may leave some.
 DRAFT = f".{RUN_FILE}"

@@ -19,22 +19,18 @@ from hddm.experts.assembly import assemble
 from hddm.experts.records import WEAK, Expert, ExpertRecord, save_expert
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.transformers import ExpertTransformer
-from hddm.training import continuation
 from hddm.training.calibrate import recalibrate
 from hddm.training.continuation import continue_expert
 from hddm.training.expert import new_network, train_expert
-from hddm.training.settings import RunOptions
 from hddm.utils.errors import HddmError
 from hddm.velocity import PredictionType
 from tests.artefacts import (
     CLASSES,
     Command,
-    Died,
     aged,
     contents,
     copied,
     edit_json,
-    ending_at,
     expert_settings,
     seal,
     shard_record,
@@ -165,22 +161,6 @@ def test_an_expert_of_ddpm_that_predicts_x_0_goes_on_with_it_and_needs_no_blend(
     error = field.velocity(((1 - t) * x_0 + t * eps).float(), t.flatten()) - (eps - x_0)
     expected = ((t / t.clamp(min=0.05)) * error).square().mean().item()
     assert found == pytest.approx(expected, rel=0.03)
-
-
-def test_a_run_of_an_older_version_that_blended_x_0_goes_on_so(
-    shards: Path, flow_expert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen = continuation._objective
-    settings, run = expert_settings("flow"), RunOptions(checkpoint_every=3, resume=True)
-    with monkeypatch.context() as older:
-        older.setattr(continuation, "_objective", lambda *given: chosen(*given[:-1], True))
-        losses = continue_expert(flow_expert, shards / "shard_0", tmp_path / "one", settings)
-        with pytest.raises(Died):
-            continue_expert(
-                flow_expert, shards / "shard_0", tmp_path / "two", settings, on_step=ending_at(7), run=run
-            )
-    assert continue_expert(flow_expert, shards / "shard_0", tmp_path / "two", settings, run=run) == losses
-    assert continue_expert(flow_expert, shards / "shard_0", tmp_path / "two", settings, run=run) == []
 
 
 @pytest.mark.parametrize("objective", ["ddpm", "flow"])

@@ -102,7 +102,7 @@ def test_folders_in_the_way_and_runs_worked_on_are_told_at_once_and_nothing_star
     runs = [run_folder_of(one.out) for one in islands]
     for run in runs:
         run.mkdir()
-        (run / "run.json").write_text('{"format": "1.0", "settings": {"threads": 3}}')
+        (run / "run.json").write_text('{"format": "2.0", "settings": {"threads": 3}}')
     islands[0].out.mkdir()
     with pytest.raises(HddmError, match="resume=True goes on with them") as refused:
         train_islands(islands)
@@ -326,6 +326,10 @@ def test_all_experts_are_trained_from_the_command_line_and_fit(
     assert code == 0, err
     assert f"{out / 'expert_1'}: trained for 3 steps" in printed
     assert contents(out / "expert_0") == first
+    code, printed, err = hddm(*command, *objective, "--resume", "--seed", 5)
+    assert (code, printed) == (1, "")
+    assert err.count("settings.seed: was 0, is 5") == 1
+    assert "2 of 2 experts failed" in err
     experts = [out / "expert_0", out / "expert_1"]
     facts = [json.loads((one / "expert.json").read_text()) for one in experts]
     assert [one["objective"] for one in facts] == ["ddpm", "flow"]

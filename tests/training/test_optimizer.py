@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.training.continuation import continue_expert
 from hddm.training.expert import train_expert
 from hddm.training.optimizer import optimizer_of
-from hddm.training.settings import ExpertSettings, RunOptions, size_config
+from hddm.training.settings import RunOptions, size_config
 from hddm.utils.errors import HddmError
 from tests.artefacts import Died, ending_at, expert_settings
 
@@ -99,40 +98,6 @@ def test_a_training_by_muon_resumes_to_the_last_bit(
     for file in (WEIGHTS, WEAK):
         one, two = (load_file(tmp_path / name / file) for name in ("one", "two"))
         assert all(torch.equal(one[name], two[name]) for name in one)
-
-
-OLD = {"optimizer": "adamw", "rotary": False, "weak_at": 0.0}
-
-
-@pytest.mark.parametrize("kind", ["flow", "ddpm", "init"])
-def test_a_run_of_an_older_version_goes_on_as_it_began(kind: str, whole: Path, tmp_path: Path) -> None:
-    """Its record names none of the newer settings, and its network is without rotary positions."""
-    objective = "ddpm" if kind == "ddpm" else "flow"
-    settings = expert_settings(
-        objective, **OLD, prediction="epsilon" if kind == "ddpm" else "flow_prediction"
-    )
-    run = RunOptions(checkpoint_every=3, resume=True)
-    train_expert(whole, tmp_path / "base", settings)
-
-    def start(out: str, settings: ExpertSettings, **options: Any) -> list[float]:
-        if kind == "init":
-            return continue_expert(tmp_path / "base", whole, tmp_path / out, settings, **options)
-        return train_expert(whole, tmp_path / out, settings, **options)
-
-    losses = start("uninterrupted", settings)
-    with pytest.raises(Died):
-        start("out", settings, on_step=ending_at(7), run=run)
-    record = tmp_path / "out.run" / "run.json"
-    content = json.loads(record.read_text())
-    for name in ("optimizer", "muon_learning_rate", "prediction", "weighting", "rotary", "weak_at"):
-        del content["settings"][name]
-    record.write_text(json.dumps(content))
-    names = ("optimizer", "prediction", "rotary", "weak_at", "time_sampling")
-    left_open = settings.model_copy(update=dict.fromkeys(names))
-    assert start("out", left_open, run=run) == losses
-    one, two = (tmp_path / name for name in ("uninterrupted", "out"))
-    assert (one / "config.json").read_text() == (two / "config.json").read_text()
-    assert start("out", left_open, run=run) == []
 
 
 def test_another_optimiser_cannot_take_over(whole: Path, tmp_path: Path) -> None:

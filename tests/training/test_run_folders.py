@@ -138,6 +138,15 @@ def test_every_changed_setting_is_told_and_stops_a_resume(started: Path, whole: 
     assert (started / "expert.json").exists()
 
 
+def test_a_run_of_an_older_version_does_not_go_on(started: Path, whole: Path, hddm: Command) -> None:
+    edit_json(run_folder_of(started) / "run.json", format="1.1")
+    code, _, error = hddm(*_command(whole, started), "--resume", "--allow-config-change")
+    assert code == 1
+    assert f"{started}.run: is a run of format 1.1" in error
+    assert "begin anew with --overwrite" in error
+    assert hddm(*_command(whole, started), "--overwrite")[0] == 0
+
+
 @pytest.mark.parametrize("recorded", [None, 100], ids=["today's default", "an older default"])
 def test_a_run_goes_on_with_the_warm_up_that_it_recorded(
     recorded: int | None, whole: Path, tmp_path: Path
@@ -382,7 +391,7 @@ def _record(out: Path) -> Any:
 def test_settings_that_were_changed_on_the_way_are_told_with_their_steps(
     whole: Path, tmp_path: Path, hddm: Command
 ) -> None:
-    """None before the first checkpoint, nor there and back between two; older runs say nothing of them."""
+    """None before the first checkpoint, nor there and back between two."""
     out = tmp_path / "out"
     _train(whole, out, until=1, learning_rate=1e-3)
     _train(whole, out, until=3)
@@ -392,8 +401,6 @@ def test_settings_that_were_changed_on_the_way_are_told_with_their_steps(
     assert _record(out)["changes"] == [_change(2, "seed", 7, 5)]
     _train(whole, out, until=3)
     assert _record(out)["changes"] == []
-    old = {key: before[key] for key in ("settings", "data", "environment")}
-    (run_folder_of(out) / "run.json").write_text(json.dumps(old))
     _train(whole, out, until=7, learning_rate=1e-3, batch_size=8)
     rate, batch = _change(2, "learning_rate", 3e-3, 1e-3), _change(2, "batch_size", 16, 8)
     assert sorted(_record(out)["changes"], key=str) == sorted([rate, batch], key=str)

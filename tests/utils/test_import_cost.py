@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.artefacts import HEAVY, Command, in_a_fresh_process
+from tests.artefacts import HEAVY, in_a_fresh_process
 
 
 def _imported(code: str) -> set[str]:
@@ -34,23 +34,3 @@ def test_a_function_stays_what_it_is_when_its_module_has_been_imported() -> None
 def test_looking_at_images_imports_nothing_heavy(images: Path) -> None:
     for code, output, heavy in in_a_fresh_process([["data", "check", images], ["inspect", images]]):
         assert (code, heavy) == (0, set()), output
-
-
-def test_to_go_on_with_what_is_finished_imports_nothing_heavy(
-    shards: Path, tmp_path: Path, hddm: Command
-) -> None:
-    options = ["--steps", 2, "--batch-size", 8, "--size", "tiny", "--resume"]
-    flow, ddpm = ["--objective", "flow"], ["--objective", "ddpm"]
-    lines: list[list[object]] = [
-        ["train", "expert", shards / "shard_0", "--out", tmp_path / "all" / "expert_0", *ddpm, *options],
-        ["train", "expert", shards / "shard_1", "--out", tmp_path / "all" / "expert_1", *flow, *options],
-        ["train", "router", shards, "--out", tmp_path / "router", *options],
-    ]
-    for line in lines:
-        assert hddm(*line)[0] == 0
-    every = ["train", "all", "--shards", shards, "--out", tmp_path / "all", "--objective", "0=ddpm,*=flow"]
-    again = in_a_fresh_process([*lines, [*every, *options], [*every, *options, "--seed", 5]])
-    assert [(code, heavy) for code, _, heavy in again] == [(0, set())] * 4 + [(1, set())]
-    error = again[-1][1]
-    assert (error.count("\n"), error.count("settings.seed: was 0, is 5")) == (3, 1)
-    assert "2 of 2 experts failed" in error
