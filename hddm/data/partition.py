@@ -199,22 +199,11 @@ def _check_share(images: Path, num: int, num_shards: int, share: float) -> None:
     if each * (1 + _ROUNDING) >= _images_needed(share):
         return
     start = f"{images}: --held-out {share:g} of {num} images in {counted(num_shards, 'shard')}"
+    start += f": one has about {each:.0f}, and needs {MIN_IMAGES} to train on and {MIN_IMAGES} to judge by"
     if each < 2 * MIN_IMAGES:
-        raise HddmError(
-            f"{start}: a shard has about {each:.0f}, and needs {MIN_IMAGES} to train on and {MIN_IMAGES} "
-            "to be judged by; take fewer shards or hold none out"
-        )
-    if share <= 0.5:
-        least = _rounded(MIN_IMAGES / each, up=True)
-        raise HddmError(
-            f"{start} are about {share * each:.1f} a shard, too few to judge its expert by; the "
-            f"smallest share that works is {least:g}, or take fewer shards"
-        )
-    most = _rounded(1 - MIN_IMAGES / each, up=False)
-    raise HddmError(
-        f"{start} leaves about {(1 - share) * each:.1f} a shard to train on, and {MIN_IMAGES} are needed; "
-        f"the largest share that can work is {most:g}, or take fewer shards"
-    )
+        raise HddmError(f"{start}; take fewer shards or hold none out")
+    least = math.ceil(1000 * MIN_IMAGES / each - _ROUNDING) / 1000
+    raise HddmError(f"{start}; shares from {least:g} to {1 - least:g} leave as many, or take fewer shards")
 
 
 def _check_rest(
@@ -222,21 +211,12 @@ def _check_rest(
 ) -> None:
     """Refuse a share of ``numbers`` (M,) that leaves a shard fewer than `MIN_IMAGES` training images."""
     left = np.bincount(shard[numbers >= share], minlength=num_shards)
-    if left.min() >= MIN_IMAGES:
-        return
-    largest = min(float(np.sort(numbers[shard == k])[-MIN_IMAGES]) for k in range(num_shards))
-    raise HddmError(
-        f"{images}: with --shards {num_shards}, --held-out {share:g} shard {left.argmin()} has "
-        f"{counted(int(left.min()), 'image')} left to train on and needs {MIN_IMAGES}; --held-out "
-        f"{_rounded(largest, up=False):g} leaves every shard enough, or take fewer shards"
-    )
-
-
-def _rounded(value: float, up: bool) -> float:
-    """Round ``value`` in (0, 1) to three significant digits, in the safe direction."""
-    factor = 10.0 ** (2 - math.floor(math.log10(value)))
-    scaled = value * factor
-    return (math.ceil(scaled - _ROUNDING) if up else math.floor(scaled + _ROUNDING)) / factor
+    if left.min() < MIN_IMAGES:
+        raise HddmError(
+            f"{images}: with --shards {num_shards}, --held-out {share:g} shard {left.argmin()} has "
+            f"{counted(int(left.min()), 'image')} left to train on and needs {MIN_IMAGES}; take a smaller "
+            "--held-out, or fewer shards"
+        )
 
 
 def _write_shards(
