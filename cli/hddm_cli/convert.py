@@ -28,9 +28,6 @@ def convert(
     context: typer.Context,
     source: Annotated[Path, InputArgument(help="Checkpoint file, model or pipeline folder, or expert.")],
     out: Out,
-    layout: Annotated[
-        str | None, typer.Option("--layout", help="Layout of the source; default: by its content.")
-    ] = None,
     allow_pickle: AllowPickle = False,
     num_heads: Annotated[
         int | None, typer.Option("--num-heads", min=1, help="Attention heads, for a size never published.")
@@ -115,7 +112,6 @@ def convert(
     from hddm.utils.records import EXPERT_FILE
 
     conversion = Conversion(
-        layout=layout,
         allow_pickle=allow_pickle,
         weights=weights,
         variant=variant,

@@ -106,8 +106,6 @@ def open_model(
     if network.__name__ != FLUX:
         _set_size(arguments, reading.sample_size, path)
     layout = next(name for name, kind in DIFFUSERS_LAYOUTS.items() if kind is network)
-    if reading.layout not in (None, layout):
-        raise HddmError(f"--layout {reading.layout}: {folder} is {layout}")
     sets = _weight_files(folder, reading.variant) if file is None else _set_of(folder, file, reading.variant)
     chosen = choose_set(sets, reading.weights, str(folder / (file or "")))
     weights, files = _read_weights(folder, sets[chosen], reading.allow_pickle)
@@ -152,8 +150,6 @@ def open_expert(folder: Path, reading: Reading) -> Checkpoint:
         files = (folder / ADAPTER_WEIGHTS, base / WEIGHTS)
         network, weights, arguments = open_adapted(folder, record.adapter, base, EXPERT_NETWORKS)
         record = without_adapter(record)
-    if reading.layout not in (None, LAYOUT):
-        raise HddmError(f"--layout {reading.layout}: {folder} is an expert folder")
     if reading.weights not in (None, record.weights):
         raise HddmError(f"--weights {reading.weights}: {folder} holds {record.weights} weights")
     refuse_damaged(folder, EXPERT_FILE, FILES, remedy=remedy(folder))

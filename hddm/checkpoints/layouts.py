@@ -36,7 +36,7 @@ class FileLayout:
     """The checkpoint file format of one code base.
 
     Args:
-        name: as in ``--layout``.
+        name: as in ``--to-layout``.
         markers: keys that all files of this layout have, and together no other.
         network: class that computes the same function.
         arguments: its arguments, from the tensors and the user's options.

@@ -28,12 +28,11 @@ from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
 from hddm.networks.folders import differences, empty_network
 from hddm.networks.wrappers import Interface, interface_of
 from hddm.schedules import LinearSchedule
-from hddm.utils.errors import HddmError, UsageError, choose, shown
+from hddm.utils.errors import HddmError, UsageError, shown
 from hddm.utils.records import WHOLE, NoiseRange
 from hddm.utils.tensors import Planned
 from hddm.velocity import PredictionType
 
-LAYOUTS = (*FILE_LAYOUTS, LDM, *DIFFUSERS_LAYOUTS, HDDM)
 _ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 PAPER = "paper"
 TEXT = "encoder_hidden_states"
@@ -103,11 +102,8 @@ def open_source(path: Path, reading: Reading) -> Checkpoint:
     """Open the checkpoint at ``path`` after recognising its content.
 
     A folder without any config may hold one weights file; a file beside the ``config.json`` of its diffusers
-    model is that model with exactly that file. Raises `HddmError` for an unknown layout or another than
-    requested.
+    model is that model with exactly that file. Raises `HddmError` for an unknown layout.
     """
-    if reading.layout is not None and reading.layout not in LAYOUTS:
-        raise UsageError(f"--layout {reading.layout}: {choose(reading.layout, list(LAYOUTS))}")
     if not path.exists():
         raise HddmError(f"{path}: no such file or folder")
     if not path.is_dir():

@@ -24,20 +24,18 @@ _PREFIXES = ("module.", "_orig_mod.", "model.")
 
 
 def open_file(path: Path, reading: Reading) -> Checkpoint:
-    """Open the checkpoint in one file; refuses an unknown layout or another than requested."""
+    """Open the checkpoint in one file; refuses an unknown layout."""
     content = read_file(path, reading.allow_pickle)
     if is_lora(content):
         raise HddmError(f"{path}: is a LoRA, a change to another network; name that network's expert: --base")
-    if reading.layout in (None, LDM):
-        networks = _sources(content, lambda one: set(ldm.MARKERS) <= set(one), reading, path)
-        if len(networks) > 1:
-            raise HddmError(f"{path}: {_listed(networks)} hold whole networks; save one in a file of its own")
-        if networks:
-            return ldm.open_ldm(path, next(iter(networks.values())), reading)
+    networks = _sources(content, lambda one: set(ldm.MARKERS) <= set(one), reading, path)
+    if len(networks) > 1:
+        raise HddmError(f"{path}: {_listed(networks)} hold whole networks; save one in a file of its own")
+    if networks:
+        return ldm.open_ldm(path, next(iter(networks.values())), reading)
     sets = {name: _strip(tensors) for name, tensors in _weight_sets(content, reading, path).items()}
-    layout = _layout(sets, reading.layout, path)
-    if reading.layout is None:
-        sets = {name: one for name, one in sets.items() if set(layout.markers) <= set(one[0])}
+    layout = _layout(sets, path)
+    sets = {name: one for name, one in sets.items() if set(layout.markers) <= set(one[0])}
     chosen = choose_set(sets, reading.weights, str(path))
     weights, prefix = sets[chosen]
     arguments = layout.arguments(weights, reading, str(path))
@@ -146,21 +144,14 @@ def _strip(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]:
     return tensors, prefix
 
 
-def _layout(
-    sets: Mapping[WeightSet, tuple[dict[str, Tensor], str]], asked: str | None, path: Path
-) -> FileLayout:
-    """The layout of a file's weight sets: as requested, else the only one that fits."""
-    known = ", ".join([*FILE_LAYOUTS, LDM])
-    if asked is not None:
-        if asked not in FILE_LAYOUTS:
-            raise HddmError(f"--layout {asked}: {path} is a single file; choose {known}")
-        return FILE_LAYOUTS[asked]
+def _layout(sets: Mapping[WeightSet, tuple[dict[str, Tensor], str]], path: Path) -> FileLayout:
+    """The only layout that a file's weight sets fit."""
     candidates = {one.name: one for tensors, _ in sets.values() for one in _known(tensors)}
     if len(candidates) != 1:
         names = sorted(name for tensors, _ in sets.values() for name in tensors)
         some = ", ".join(names[:5]) or "no tensors at all"
         raise HddmError(
-            f"{path}: of no known layout ({some}, …): known are {known}; a diffusers model is a folder with "
-            "its config.json"
+            f"{path}: of no known layout ({some}, …): known are {', '.join([*FILE_LAYOUTS, LDM])}; a "
+            "diffusers model is a folder with its config.json"
         )
     return next(iter(candidates.values()))

@@ -55,7 +55,6 @@ class Reading:
     """Options for reading a checkpoint.
 
     Args:
-        layout: one of `hddm.checkpoints.plan.LAYOUTS`, to override detection.
         allow_pickle: read pickle files (their code is never run).
         weights: the set of weights; by default averaged ones where there are any.
         variant: of file names in a diffusers folder, such as ``fp16``.
@@ -63,7 +62,6 @@ class Reading:
         sample_size: side of a sample, where nothing states it.
     """
 
-    layout: str | None = None
     allow_pickle: bool = False
     weights: WeightSet | None = None
     variant: str | None = None

@@ -281,7 +281,6 @@ def test_weights_that_follow_the_rule_of_a_layout_may_go_there(hddm: Command, tm
 def test_options_that_change_nothing_are_refused(hddm: Command, tmp_path: Path) -> None:
     expert = _dit_expert(tmp_path / "expert")
     assert "--num-heads" in refused(hddm, expert, "--num-heads", 2)
-    assert "--layout facebook-dit" in refused(hddm, expert, "--layout", "facebook-dit")
     assert "--recipe" in refused(hddm, expert, "--to-layout", "facebook-dit", "--recipe", "paper")
 
 
