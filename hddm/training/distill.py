@@ -39,7 +39,7 @@ from hddm.networks.folders import sha256_once
 from hddm.networks.transformers import ExpertTransformer
 from hddm.training.expert import begun_with, calibrated, check_fit, new_network, new_record
 from hddm.training.loop import Fitted, Inputs, OnStep, Task, completed, train
-from hddm.training.objectives import Objective, drawing
+from hddm.training.objectives import Objective, drawing, objective_of
 from hddm.training.resume import data_of, is_complete
 from hddm.training.settings import DistillSettings, RunOptions
 from hddm.training.watching import watching
@@ -195,17 +195,11 @@ def distill(
     if init is not None:
         settings = settings.model_copy(update={"prediction": None, "rotary": None})
     settings = completed(settings, out, run, is_new=init is None)
-    assert settings.time_sampling is not None
     as_expert = settings.as_expert(bool(teacher.classes))
     started, begun = (None, {}) if init is None else (_read_init(init), begun_with(init))
     prediction = settings.prediction if started is None else started.facts.prediction_type
-    assert prediction is not None
-    objective = Objective.named(
-        "flow",
-        time_sampling=settings.time_sampling,
-        prediction_type=prediction,
-        weighting="velocity",
-    )
+    learned = as_expert.model_copy(update={"prediction": prediction, "weighting": "velocity"})
+    objective = objective_of(learned)
     record = new_record(union, as_expert, objective)
     licences = [one.facts.licence for one in teacher.opened.experts]
     given = {LABELS: union.labels} if teacher.classes and union.labels is not None else {}

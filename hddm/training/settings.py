@@ -150,27 +150,40 @@ class LoopSettings(Record):
         return self
 
 
-class ExpertSettings(LoopSettings):
-    """Settings of an expert."""
+class DenoiserSettings(LoopSettings):
+    """What the settings of experts and students have in common."""
 
-    objective: Literal["ddpm", "flow"]
     prediction: Prediction | None = None
     """Of a new network; None is sample."""
-    weighting: Weighting | None = None
-    """Of the loss (`hddm.training.objectives`); None is velocity for sample, else prediction."""
     rotary: bool | None = None
     """Rotary positions of a new network; None is True."""
     time_sampling: TimeSampling | None = None
     """None is logit-normal."""
+    condition_dropout: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of samples that are learned without their conditions."""
+    random_flip: bool = False
+    """Mirror half the images of a step, at random, left to right."""
+
+    def with_defaults(self, is_new: bool) -> Self:
+        """Fill in times too, and a new network's prediction and positions."""
+        found: dict[str, Any] = {"time_sampling": self.time_sampling or "logit-normal"}
+        if is_new:
+            found |= {"prediction": self.prediction or "sample", "rotary": self.rotary is not False}
+        return super().with_defaults(is_new).model_copy(update=found)
+
+
+class ExpertSettings(DenoiserSettings):
+    """Settings of an expert."""
+
+    objective: Literal["ddpm", "flow"]
+    weighting: Weighting | None = None
+    """Of the loss (`hddm.training.objectives`); None is velocity for sample, else prediction."""
     noise_range: NoiseRange | None = None
     """Part of t to train for; None is all of it, or that of the init."""
     snr_gamma: Annotated[float, Field(gt=0)] | None = None
     """DDPM: weight losses by min(SNR, gamma)/SNR (`hddm.training.objectives`)."""
     class_conditional: bool = False
     text_conditional: bool = False
-    condition_dropout: Annotated[float, Field(ge=0, le=1)] = 0.1
-    random_flip: bool = False
-    """Mirror half the images of a step, at random, left to right."""
     weak_at: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Share of the steps after which the averages are kept as a weaker self to guide by; 0 for none, None is
     `WEAK_AT` for a new network, and 0 for one that goes on."""
@@ -180,16 +193,14 @@ class ExpertSettings(LoopSettings):
     """Scale of the adapter's product, as alpha/rank; None is the rank."""
 
     def with_defaults(self, is_new: bool) -> Self:
-        """Fill in times and weaker self too, and a new network's prediction, weighting and positions."""
-        found: dict[str, Any] = {
-            "time_sampling": self.time_sampling or "logit-normal",
-            "weak_at": (WEAK_AT if is_new else 0.0) if self.weak_at is None else self.weak_at,
-        }
-        if is_new:
-            found["prediction"] = self.prediction or "sample"
-            found["weighting"] = self.weighting or default_weighting(found["prediction"])
-            found["rotary"] = self.rotary is not False
-        return super().with_defaults(is_new).model_copy(update=found)
+        """Fill in the weaker self too, and a new network's weighting."""
+        filled = super().with_defaults(is_new)
+        found: dict[str, Any] = {}
+        if self.weak_at is None:
+            found["weak_at"] = WEAK_AT if is_new else 0.0
+        if is_new and filled.prediction is not None:
+            found["weighting"] = self.weighting or default_weighting(filled.prediction)
+        return filled.model_copy(update=found)
 
     @property
     def weak_step(self) -> int:
@@ -224,25 +235,10 @@ class RouterSettings(LoopSettings):
     calibrate: bool = False
 
 
-class DistillSettings(LoopSettings):
-    """Settings of a student; ``condition_dropout`` is the share of samples learned without class labels."""
+class DistillSettings(DenoiserSettings):
+    """Settings of a student."""
 
     teacher: Literal["shard", "routed"] = "shard"
-    prediction: Prediction | None = None
-    """Of a new network; None is sample."""
-    rotary: bool | None = None
-    """Rotary positions of a new network; None is True."""
-    time_sampling: TimeSampling | None = None
-    """None is logit-normal."""
-    condition_dropout: Annotated[float, Field(ge=0, le=1)] = 0.1
-    random_flip: bool = False
-
-    def with_defaults(self, is_new: bool) -> Self:
-        """Fill in the times too, and a new network's prediction and positions."""
-        as_expert = self.as_expert(False).with_defaults(is_new)
-        names = ("prediction", "rotary", "time_sampling")
-        found = {name: getattr(as_expert, name) for name in names}
-        return super().with_defaults(is_new).model_copy(update=found)
 
     def as_expert(self, class_conditional: bool) -> ExpertSettings:
         """Return the settings of the flow expert that the student is."""
