@@ -54,7 +54,6 @@ def continue_expert(
     settings: ExpertSettings,
     overwrite: bool = False,
     on_step: OnStep | None = None,
-    kappa: float = KAPPA,
     run: RunOptions | None = None,
 ) -> list[float]:
     """Train the expert in ``init`` on one shard and write the result to ``out``; return all losses.
@@ -62,8 +61,7 @@ def continue_expert(
     Arguments are those of `hddm.training.expert.train_expert`. Network, prediction type and schedule are the
     init's, and the loss is that of its prediction, or of velocity for flow: the size, prediction, weighting
     and positions of ``settings`` are ignored. With a ``lora_rank`` an adapter is trained, and ``out`` holds
-    that alone (`hddm.experts.lora`). ``kappa`` bounds the gain of flow matching; an init that was continued
-    before keeps its own.
+    that alone (`hddm.experts.lora`).
 
     Raises:
         HddmError: as `train_expert`; for a shard that does not fit the init, a condition without value or
@@ -88,7 +86,7 @@ def continue_expert(
     given = _conditions(init, field, shard, settings)
     field.calibration = None
     if objective.prediction_type is PredictionType.FLOW_PREDICTION:
-        field.calibration = _parametrisation(init, expert, field, shard, given.get(LABELS), kappa)
+        field.calibration = _parametrisation(init, expert, field, shard, given.get(LABELS))
     adapter = None
     if settings.lora_rank is None:
         expert.network.requires_grad_(True)
@@ -101,7 +99,7 @@ def continue_expert(
     task = Task(expert.network, len(shard), draw, loss, (shard.index,), settings.weak_step, is_new=False)
     begun = begun_with(init)
     if field.calibration is not None:
-        begun["kappa"] = expert.facts.training.get("kappa", kappa)
+        begun["kappa"] = expert.facts.training.get("kappa", KAPPA)
 
     def write(draft: Path, fitted: Fitted, used: ExpertSettings) -> None:
         expert.network.requires_grad_(False)
@@ -200,13 +198,13 @@ def _conditions(
 
 
 def _parametrisation(
-    init: Path, expert: Expert, field: VelocityField, shard: Shard, labels: Tensor | None, kappa: float
+    init: Path, expert: Expert, field: VelocityField, shard: Shard, labels: Tensor | None
 ) -> Calibration | None:
     """Return the init's own calibration where its weights were trained in one, else a new one."""
     if not expert.facts.training_calibration:
         rows = calibration_rows(shard)
         moments = Moments.of(shard.take(rows), None if labels is None else labels[rows])
-        blend = bounded_gain(field.prediction_type, field.range[1], moments, kappa)
+        blend = bounded_gain(field.prediction_type, field.range[1], moments, KAPPA)
         return blend and replace(blend, record=calibration_origin(shard))
     # A record in memory knows no files.
     if foreign := foreign_calibration(init, read_record(init / EXPERT_FILE, ExpertRecord, FORMAT)):

@@ -107,7 +107,7 @@ def test_an_expert_trained_on_twice_keeps_the_calibration_that_its_weights_know(
 ) -> None:
     settings = expert_settings("flow", steps=1, learning_rate=1e-9)
     again = tmp_path / "again"
-    continue_expert(continued, shards / "shard_0", again, settings, kappa=16.0)
+    continue_expert(continued, shards / "shard_0", again, settings)
     assert contents(again)[FILE_NAME] == contents(continued)[FILE_NAME]
     assert json.loads((again / "expert.json").read_text())["training"]["kappa"] == KAPPA
     before, after = hddm.load(continued), hddm.load(again)
