@@ -6,6 +6,7 @@ lost worker had to do is asked again: a sample depends on seed and index alone.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import io
@@ -17,7 +18,6 @@ import time
 from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -226,7 +226,14 @@ class Front:
         return JSONResponse({"object": "list", "data": [{"id": name, **shared} for name in names]})
 
     async def _generate(self, request: Any) -> Any:
+        from ray.exceptions import TaskCancelledError
         from starlette.responses import JSONResponse, StreamingResponse
+
+        class Stream(StreamingResponse):
+            async def listen_for_disconnect(self, receive: Any) -> None:
+                # Ray raises where a client left, and would write it to the log.
+                with contextlib.suppress(TaskCancelledError):
+                    await super().listen_for_disconnect(receive)
 
         wanted = read_request(await _body(request), self.limits.images, self.limits.steps)
         expert = self._check(wanted)
@@ -250,7 +257,7 @@ class Front:
         except asyncio.CancelledError:
             task.cancel()
             raise
-        return StreamingResponse(self._events(wanted, task, steps), media_type="text/event-stream")
+        return Stream(self._events(wanted, task, steps), media_type="text/event-stream")
 
     def _check(self, wanted: ImageRequest) -> int | None:
         """Index of the expert that a request asks for, None for all; raises a `Refusal`."""
@@ -268,7 +275,7 @@ class Front:
             raise Refusal(404, f"there is no model {one_line(repr(wanted.model), 60)}; {known}", "model")
         return names.index(wanted.model)
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def _admitted(self) -> AsyncIterator[None]:
         """Block of a request that counts as active, and ends in time."""
         self.active += 1
@@ -526,6 +533,7 @@ async def _last(answers: Any, on_step: Report) -> Computed:
 
 
 async def _body(request: Any) -> bytes:
+    from ray.exceptions import TaskCancelledError
     from starlette.requests import ClientDisconnect
 
     body = b""
@@ -537,7 +545,7 @@ async def _body(request: Any) -> bytes:
                     raise Refusal(413, f"the body has more than {LARGEST_BODY} bytes")
     except TimeoutError as error:
         raise Refusal(408, f"the body took more than {BODY:g} s") from error
-    except ClientDisconnect as error:
+    except (ClientDisconnect, TaskCancelledError) as error:
         raise Refusal(400, "the client left before its body was whole") from error
     return body
 

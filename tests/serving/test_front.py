@@ -17,7 +17,7 @@ import pytest
 import torch
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, TaskCancelledError
 from starlette.requests import Request
 
 from hddm.experts.assembly import assemble
@@ -447,21 +447,51 @@ def test_a_worker_raises_nothing_for_a_request_that_is_wrong(tmp_path: Path, str
     assert "guidance needs a condition" in found.value.message
 
 
-@pytest.mark.parametrize(("event", "status"), [(None, 408), ({"type": "http.disconnect"}, 400)])
+@pytest.mark.parametrize(
+    ("event", "status"), [(None, 408), ({"type": "http.disconnect"}, 400), (TaskCancelledError(), 400)]
+)
 def test_a_body_that_does_not_come_is_no_failure_of_the_service(
-    classes: Path, monkeypatch: pytest.MonkeyPatch, event: dict[str, str] | None, status: int
+    classes: Path, monkeypatch: pytest.MonkeyPatch, event: Any, status: int
 ) -> None:
+    """A client that leaves is an event or, from Ray, an exception."""
     monkeypatch.setattr("hddm.serving.front.BODY", 0.05)
     front = front_of(classes)
 
     async def receive() -> Any:
         if event is None:
             await asyncio.Event().wait()
+        if isinstance(event, Exception):
+            raise event
         return event
 
     scope = {"type": "http", "method": "POST", "path": IMAGES, "headers": [], "query_string": b""}
     answer = asyncio.run(asyncio.wait_for(front(Request(scope, receive)), 30))
     assert answer.status_code == status
+
+
+def test_a_client_that_leaves_a_stream_ends_it_in_silence(classes: Path) -> None:
+    front = front_of(classes, steps=10_000)
+    body = json.dumps({"prompt": "cat", "steps": 10_000, "stream": True}).encode()
+    events, sent = iter([{"type": "http.request", "body": body}]), []
+
+    async def receive() -> Any:
+        if event := next(events, None):
+            return event
+        while len(sent) < 3:
+            await asyncio.sleep(0.01)
+        raise TaskCancelledError
+
+    async def send(event: Any) -> None:
+        sent.append(event)
+
+    async def stream() -> None:
+        scope = {"type": "http", "method": "POST", "path": IMAGES, "headers": [], "query_string": b""}
+        answer = await front(Request(scope, receive))
+        await answer(scope, receive, send)
+        while front.active:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(stream(), 30))
 
 
 def test_malformed_requests_are_refused_each(classes: Path) -> None:
