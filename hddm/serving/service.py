@@ -7,6 +7,7 @@ worker that died again, elsewhere if need be.
 import hashlib
 import logging
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from hddm.experts.loading import open_ensemble
 from hddm.serving.front import Front, Limits
 from hddm.serving.workers import Worker
 from hddm.training.ray_islands import LOCAL, connected
-from hddm.utils.errors import HddmError, UsageError, choose, one_line, optional
+from hddm.utils.errors import HddmError, UsageError, choose, did_you_mean, one_line, optional
 from hddm.utils.processes import StopRequest
 from hddm.utils.progress import Progress
 
@@ -88,7 +89,8 @@ def serve(
     """
     ray = optional("ray", "hddm serve", "serve")
     optional("ray.serve", "hddm serve", "serve")
-    token = os.environ.get(TOKEN) or None
+    # Files that hold one end in a line break.
+    token = os.environ.get(TOKEN, "").strip() or None
     if token is None and host not in LOOPBACK:
         raise UsageError(
             f"--host {host}: is open to other machines; set {TOKEN} to a token that clients send"
@@ -98,10 +100,14 @@ def serve(
     replicas = {name: placement.replicas.get(name, placement.replicas.get("", 1)) for name in names}
     own: dict[str, Any] = {}
     if address == LOCAL:
+        _refuse_taken(host, port)
+        # On a busy machine Ray would give its proxy up and begin anew, and warn of what `Progress` tells.
+        os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "120")
+        os.environ.setdefault("SERVE_SLOW_STARTUP_WARNING_S", "600")
         # Ray counts processors to place workers, and all of these are to be on this machine.
         needed = [placement.of(name, False)["num_cpus"] * count for name, count in replicas.items()]
         own = {"num_cpus": int(sum(needed) + placement.of(FRONT, False)["num_cpus"]) + 1}
-    with StopRequest() as stop, connected(ray, address, **own):
+    with connected(ray, address, **own):
         from ray import serve as ray_serve
 
         has_gpus = device in ("auto", "cuda") and ray.cluster_resources().get("GPU", 0) > 0
@@ -109,27 +115,36 @@ def serve(
         _refuse_lack(
             ray.cluster_resources(), [of[FRONT], *(of[name] for name in names for _ in range(replicas[name]))]
         )
+        if running := ray_serve.status().applications:
+            raise HddmError(
+                f"--ray {address}: Ray Serve runs {', '.join(running)} there already, on one port; end it "
+                "first (where it was started, or by: serve shutdown), or take another cluster"
+            )
         log.info("%s: starts %d experts; each reads its own weights", folder, len(names))
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        _refuse_another(ray, address)
+        application = _application(
+            ray_serve, folder.absolute(), names, replicas, of, limits, token, dtype, device
+        )
         try:
-            ray_serve.start(
-                proxy_location="HeadOnly",
-                http_options={"host": host, "port": port},
-                logging_config=QUIET,
-            )
-            application = _application(
-                ray_serve, folder.absolute(), names, replicas, of, limits, token, dtype, device
-            )
             try:
                 with Progress(None, f"start of {len(names)} experts", is_drawn=False):
+                    # One that has nothing to run would keep its own port.
+                    ray_serve.shutdown()
+                    ray_serve.start(
+                        proxy_location="HeadOnly",
+                        http_options={"host": host, "port": port},
+                        logging_config=QUIET,
+                    )
                     ray_serve.run(application, name=APPLICATION, route_prefix="/")
-            except (RuntimeError, ValueError) as error:
+            except (RuntimeError, ValueError, ray.exceptions.RayError) as error:
                 raise HddmError(f"{folder}: the service did not start ({one_line(error, 400)})") from error
-            on_ready(names)
-            stop.wait()
+            with StopRequest() as stop:
+                on_ready(names)
+                stop.wait()
         finally:
-            ray_serve.shutdown()
+            # A cluster of this machine alone ends with the connection, and may have been stopped with us.
+            if address != LOCAL:
+                ray_serve.shutdown()
 
 
 def names_of(folder: Path) -> list[str]:
@@ -170,19 +185,20 @@ def _application(
     return deployed(Front, FRONT).bind(str(folder), dtype, _threads(of[FRONT]), limits, digest, *workers)
 
 
+def _refuse_taken(host: str, port: int) -> None:
+    """Raise an `HddmError` where one cannot listen, which Ray would try again and again."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind((host, port))
+    except OSError as error:
+        raise HddmError(
+            f"--port {port}: nobody can listen there at {host} ({error.strerror}); take another"
+        ) from error
+
+
 def _threads(options: Mapping[str, Any]) -> int:
     return max(1, round(float(options.get("num_cpus", 1))))
-
-
-def _refuse_another(ray: Any, address: str) -> None:
-    """Raise an `HddmError` where a cluster runs Ray Serve already, whose port and applications would stay."""
-    try:
-        ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
-    except ValueError:
-        return
-    raise HddmError(
-        f"--ray {address}: this cluster runs Ray Serve already; end that, or take another cluster"
-    )
 
 
 def _refuse_lack(there: Mapping[str, float], asked: Sequence[Mapping[str, Any]]) -> None:
@@ -200,4 +216,5 @@ def _refuse_lack(there: Mapping[str, float], asked: Sequence[Mapping[str, Any]])
             raise HddmError(
                 f"--resources: the workers ask for {value:g} of {name}, and the cluster has "
                 f"{there.get(name, 0):g}; ask for less, or add machines"
+                f"{did_you_mean(name, ['num_cpus', 'num_gpus', *there])}"
             )

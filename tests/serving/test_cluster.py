@@ -102,6 +102,26 @@ def resident(pid: int) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def test_a_worker_holds_the_weights_of_its_expert_alone(address: str, tmp_path: Path) -> None:
+    """Two experts of 240 MB, against workers of tiny ones; before `service`, since a cluster has one."""
+    held = {}
+    for name, sizes in (("tiny", {}), ("large", {"hidden_size": 1024, "depth": 4, "num_heads": 8})):
+        root = tmp_path / name
+        root.mkdir()
+        experts = [flow_expert(seed, num_classes=3, **sizes) for seed in range(2)]
+        bytes_of = sum(p.numel() * p.element_size() for p in experts[0].network.parameters())
+        folder = write_ensemble(root, experts)
+        with serving(folder, root / "log", address, 8432):
+            held[name] = {one: resident(pid) for one, pid in workers().items()}
+    assert bytes_of > 200e6
+    for one in ("0", "1"):
+        above = held["large"][one] - held["tiny"][one]
+        print(f"expert {one}: {above / bytes_of:.3f} of {bytes_of / 1e6:.0f} MB")
+        assert 0.9 * bytes_of < above < 1.1 * bytes_of
+    # The front reads none.
+    assert held["large"]["front"] - held["tiny"]["front"] < 0.1 * bytes_of
+
+
 @pytest.fixture(scope="module")
 def service(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     root = tmp_path_factory.mktemp("service")
@@ -199,30 +219,6 @@ def test_ten_thousand_malformed_requests_are_refused_and_leave_nothing(service: 
     assert service.ask(prompt="cat")
 
 
-def test_a_worker_holds_the_weights_of_its_expert_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two experts of 240 MB, against workers of tiny ones."""
-    # Not those of the other services here.
-    monkeypatch.setenv(MARK, here := f"{os.getpid()} memory")
-    held = {}
-    for name, sizes in (("tiny", {}), ("large", {"hidden_size": 1024, "depth": 4, "num_heads": 8})):
-        root = tmp_path / name
-        root.mkdir()
-        experts = [flow_expert(seed, num_classes=3, **sizes) for seed in range(2)]
-        bytes_of = sum(p.numel() * p.element_size() for p in experts[0].network.parameters())
-        folder = write_ensemble(root, experts)
-        with serving(folder, root / "log", "local", 8432):
-            held[name] = {one: resident(pid) for one, pid in workers(here).items()}
-    assert bytes_of > 200e6
-    for one in ("0", "1"):
-        above = held["large"][one] - held["tiny"][one]
-        print(f"expert {one}: {above / bytes_of:.3f} of {bytes_of / 1e6:.0f} MB")
-        assert 0.9 * bytes_of < above < 1.1 * bytes_of
-    # The front reads none.
-    assert held["large"]["front"] - held["tiny"]["front"] < 0.1 * bytes_of
-
-
 def test_a_wrong_placement_is_refused_in_a_line(service: Service, address: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hddm_cli", "serve", str(service.folder), "--port", "8433"]
     for options, words in (
@@ -230,11 +226,33 @@ def test_a_wrong_placement_is_refused_in_a_line(service: Service, address: str, 
             ["--ray", address, "--resources", "1:node9=1"],
             "the workers ask for 1 of node9, and the cluster has 0",
         ),
+        (["--ray", address], "Ray Serve runs hddm there already"),
         (["--ray", "127.0.0.1:1"], "--ray 127.0.0.1:1: no cluster answers there"),
-        (["--ray", address], "this cluster runs Ray Serve already; end that, or take another cluster"),
         (["--num-replicas", "cats=2"], "--num-replicas cats: choose one of 0, 1"),
         (["--host", "0.0.0.0"], "--host 0.0.0.0: is open to other machines; set HDDM_TOKEN"),
     ):
         done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode in (1, 2), done.stderr
         assert words in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_experts_start_ends_them(tmp_path: Path, number: signal.Signals) -> None:
+    """To all processes, as a terminal and a system's manager send it; with a cluster of its own."""
+    folder = write_ensemble(tmp_path, [flow_expert(seed) for seed in range(2)])
+    command = [sys.executable, "-m", "hddm_cli", "serve", str(folder), "--port", "8434"]
+    log = tmp_path / "log"
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+    end = time.monotonic() + PATIENCE
+    while "starts 2 experts" not in log.read_text():
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < end, log.read_text()
+        time.sleep(0.1)
+    os.killpg(process.pid, number)
+    assert process.wait(PATIENCE) == 128 + number
+    assert f"stopped by {number.name}" in log.read_text()
+    # None of Ray's processes of this session is left.
+    while left := subprocess.run(["pgrep", "-s", str(process.pid)], capture_output=True, text=True).stdout:
+        assert time.monotonic() < end, left
+        time.sleep(0.5)

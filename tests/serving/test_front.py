@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import random
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,9 @@ from hddm.experts.records import save_expert
 from hddm.pipelines.samples import SampleSettings, sample_to_folder
 from hddm.serving.front import Front, Limits
 from hddm.serving.requests import Refusal
+from hddm.serving.service import serve
 from hddm.serving.workers import Asked, Computed, Drawn, Worker
-from hddm.utils.errors import on_command_line
+from hddm.utils.errors import HddmError, UsageError, on_command_line
 from tests.ensemble_files import CLASSES, flow_expert, write_ensemble, write_mixed, write_text
 
 IMAGES = "/v1/images/generations"
@@ -388,6 +390,20 @@ def test_a_token_is_asked_for(classes: Path) -> None:
         return codes, (await client.get("/healthz")).status_code, (await client.get("/metrics")).status_code
 
     assert talk(front, knock) == ([401, 401, 401, 200], 200, 401)
+
+
+def test_what_cannot_be_listened_at_is_refused_before_ray_starts(
+    classes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray would share the port with the other service, or try again and again."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(HddmError, match=f"port {port}: nobody can listen there at 127.0.0.1"):
+            serve(classes, port=port)
+    # A file's line break is no token.
+    monkeypatch.setenv("HDDM_TOKEN", " \n")
+    with pytest.raises(UsageError, match="set HDDM_TOKEN"):
+        serve(classes, host="0.0.0.0")
 
 
 def test_models_are_the_ensemble_and_its_experts(classes: Path) -> None:
