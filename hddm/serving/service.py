@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
+from hddm.experts.ensemble_folders import numbered
 from hddm.experts.loading import open_ensemble
+from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.serving.front import Front, Limits
 from hddm.serving.workers import Worker
 from hddm.training.ray_islands import LOCAL, connected
@@ -148,9 +150,26 @@ def serve(
 
 
 def names_of(folder: Path) -> list[str]:
-    """Names of an ensemble's experts, by which they are asked for and placed; raises as `hddm.load`."""
+    """Names of an ensemble's experts, by which they are asked for and placed.
+
+    Raises `HddmError` as `hddm.load`, and where an expert lacks the VAE or the text encoder that every image
+    of it needs.
+    """
     opened = open_ensemble(folder, torch.float32)
-    return list(opened.facts.names or map(str, range(len(opened.experts))))
+    own, num = opened.facts, len(opened.experts)
+    names = list(own.names or map(str, range(num)))
+    for k, expert in enumerate(opened.experts):
+        facts, vae, text = expert.facts, *((numbers or [0] * num)[k] for numbers in (own.vaes, own.texts))
+        needed = ["vae"] if facts.space == "latents" or facts.sample_shape[0] not in (1, 3) else []
+        if TEXT_CONDITIONS[0] in facts.conditions and not own.classes:
+            needed += ["text_encoder", "tokenizer"]
+        for part in needed:
+            if numbered(part, vae if part == "vae" else text) not in opened.components:
+                raise HddmError(
+                    f"{folder}: expert {names[k]} has no {part}, and makes no image without; hddm assemble "
+                    f"--{part.replace('_', '-')} FOLDER gives it one, or to Paris a folder {part} in it"
+                )
+    return names
 
 
 def _application(

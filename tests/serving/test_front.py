@@ -26,10 +26,11 @@ from hddm.experts.records import save_expert
 from hddm.pipelines.samples import SampleSettings, sample_to_folder
 from hddm.serving.front import Front, Limits
 from hddm.serving.requests import Refusal
-from hddm.serving.service import serve
+from hddm.serving.service import names_of, serve
 from hddm.serving.workers import Asked, Computed, Drawn, Worker
 from hddm.utils.errors import HddmError, UsageError, on_command_line
-from tests.ensemble_files import CLASSES, flow_expert, write_ensemble, write_mixed, write_text
+from tests.ensemble_files import CLASSES, flow_expert, text_experts, write_ensemble, write_mixed, write_text
+from tests.paris_files import write_paris
 
 IMAGES = "/v1/images/generations"
 STEPS = 4
@@ -404,6 +405,17 @@ def test_what_cannot_be_listened_at_is_refused_before_ray_starts(
     monkeypatch.setenv("HDDM_TOKEN", " \n")
     with pytest.raises(UsageError, match="set HDDM_TOKEN"):
         serve(classes, host="0.0.0.0")
+
+
+def test_an_ensemble_that_can_make_no_image_is_refused_before_ray_starts(tmp_path: Path) -> None:
+    write_paris(tmp_path / "paris")
+    with pytest.raises(HddmError, match="expert 0 has no vae, and makes no image without"):
+        serve(tmp_path / "paris")
+    (folder := tmp_path / "text").mkdir()
+    save_expert(folder, text_experts(1)[0])
+    with pytest.raises(HddmError, match=r"expert 0 has no (vae|text_encoder)"):
+        names_of(folder)
+    assert names_of(write_text(tmp_path)) == ["0", "1"]
 
 
 def test_models_are_the_ensemble_and_its_experts(classes: Path) -> None:
