@@ -32,7 +32,7 @@ from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.sampling import ExpertUse, integrate, noise_of, pick_experts, routed, time_grid, uniform_draws
 from hddm.serving.requests import LARGEST_BODY, ImageRequest, Refusal, read_request
 from hddm.serving.workers import Asked, Computed, Drawn, RemoteEnsemble
-from hddm.utils.errors import HddmError, did_you_mean, one_line, with_arguments
+from hddm.utils.errors import HddmError, counted, did_you_mean, one_line, with_arguments
 from hddm.utils.records import WHOLE
 from hddm.velocity import Guidance
 
@@ -371,7 +371,9 @@ class Front:
         files = [await self._in_thread(self._decode, *part) for part in made]
         shares = zip(self.experts, use.shares.tolist(), strict=True)
         by = ", ".join(f"{name} {share:.0%}" for name, share in shares if share)
-        log.info("%d images in %d steps by %s; %d requests now", num, call.wanted.steps, by, self.active)
+        log.info(
+            "%s in %d steps by %s; %d in the queue", counted(num, "image"), call.wanted.steps, by, self.active
+        )
         return sorted(one for part in files for one in part)
 
     async def _drawn(self, call: _Call, chosen: Tensor, on_step: Report) -> list[tuple[Tensor, int, Tensor]]:
