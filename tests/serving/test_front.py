@@ -29,6 +29,7 @@ from hddm.serving.requests import Refusal
 from hddm.serving.service import names_of, serve
 from hddm.serving.workers import Asked, Computed, Drawn, Worker
 from hddm.utils.errors import HddmError, UsageError, on_command_line
+from hddm.velocity import Guidance
 from tests.ensemble_files import CLASSES, flow_expert, text_experts, write_ensemble, write_mixed, write_text
 from tests.paris_files import write_paris
 
@@ -238,22 +239,22 @@ def test_requests_of_one_moment_are_one_batch_and_change_an_image_by_rounding_on
 
 
 def test_states_of_one_moment_are_one_message(classes: Path) -> None:
-    """Eight requests that mix send each expert far fewer messages than states, and get their own images."""
-    front = front_of(classes)
-    bodies = [{"prompt": CLASSES[k % 3], "seed": k, "strategy": "full", "steps": STEPS} for k in range(8)]
+    front = front_of(classes, is_batched=False)
+    x = torch.randn(5, 1, 3, 4, 4, generator=torch.Generator().manual_seed(1))
+    times = torch.rand(5, 1, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    conditions = {"class_labels": torch.tensor([1])}
 
-    async def together(client: httpx.AsyncClient) -> Any:
-        return await asyncio.gather(*(client.post(IMAGES, json=body) for body in bodies))
+    async def together() -> list[torch.Tensor]:
+        jobs = [Asked(one, t, Guidance(1.0), {}, conditions) for one, t in zip(x, times, strict=True)]
+        return await asyncio.gather(*(front._posted(2, job) for job in jobs))
 
-    found = [files_in(answer)[0] for answer in talk(front, together)]
-    states = [sum(len(message) for message in handle.jobs) for handle in front.workers]
-    messages = [len(handle.jobs) for handle in front.workers]
-    assert len(set(states)) == 1
-    assert states[0] % len(bodies) == 0
-    assert max(messages) < 0.7 * states[0]
-    alone = front_of(classes, is_batched=False)
-    for body, image in zip(bodies, found, strict=True):
-        assert np.abs(_levels(image) - _levels(files_in(ask(alone, **body))[0])).max() <= 1
+    found = asyncio.run(together())
+    assert [len(message) for message in front.workers[2].jobs] == [5]
+    field = front.workers[2].worker.field
+    assert all(
+        torch.equal(v, field.velocity(one, t, **conditions))
+        for v, one, t in zip(found, x, times, strict=True)
+    )
 
 
 def _levels(png: bytes) -> "np.ndarray[Any, Any]":
