@@ -253,7 +253,8 @@ class Play:
             return None, None
         size = self._model.pipeline.image_size[::-1]
         picture = ImageOps.fit(canvas["background"].convert("RGB"), size, Image.Resampling.LANCZOS)
-        strokes = [one.getchannel("A").resize(size, Image.Resampling.BOX) for one in canvas["layers"]]
+        alphas = [one.getchannel("A") for one in canvas["layers"]]
+        strokes = [ImageOps.fit(one, size, Image.Resampling.BOX) for one in alphas]
         masks = [one.point([255 * (value >= 16) for value in range(256)]) for one in strokes]
         return picture, next((one for one in masks if one.getbbox()), None)
 
@@ -311,7 +312,7 @@ class Play:
                         asked["steps"] = gr.Slider(1, 100, DEFAULT_STEPS, step=1, label="Steps")
                         asked["solver"] = gr.Dropdown(list(SOLVERS), value=DEFAULT_SOLVER, label="Solver")
                         asked["expert"] = gr.Dropdown(["all", *experts], label="Expert", visible=several)
-                        told = {"label": "Guidance scale", "visible": bool(ensemble.conditions)}
+                        told = {"label": "Guidance scale", "visible": bool(names) or _reads(model)}
                         asked["guidance_scale"] = gr.Slider(1, 15, 1, **told)
                 with gr.Column(scale=5, **wide):
                     start = '<div class="hddm"><p>Images appear here while they form.</p></div>'

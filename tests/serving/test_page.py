@@ -183,6 +183,24 @@ def test_what_one_panel_refuses_is_told_and_the_others_go_on(ensemble: Path) -> 
     assert shown.count('class="done') == 3
 
 
+def test_guidance_is_offered_where_there_is_something_to_guide_to(ensemble: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gradio")
+    plain = write_ensemble(tmp_path, [flow_expert(seed) for seed in range(2)])
+    for folder, is_offered in ((ensemble, True), (plain, False)):
+        parts = Play([folder]).blocks().blocks.values()
+        (scale,) = [one for one in parts if getattr(one, "label", "") == "Guidance scale"]
+        assert scale.visible is is_offered
+
+
+def test_what_is_painted_over_is_cropped_as_its_picture(ensemble: Path) -> None:
+    pytest.importorskip("gradio")
+    wide, strokes = Image.new("RGB", (80, 40)), Image.new("RGBA", (80, 40))
+    strokes.paste((255, 0, 0, 255), (20, 0, 40, 40))
+    _, mask = Play([ensemble])._pictures({"background": wide, "layers": [strokes], "composite": None})
+    assert mask is not None
+    assert mask.tobytes() == bytes([255, 255, 0, 0] * 4)
+
+
 def test_it_is_served_to_this_machine_alone(ensemble: Path) -> None:
     pytest.importorskip("gradio")
     with socket.create_server((HOST, 0)) as taken:
