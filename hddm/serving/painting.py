@@ -86,6 +86,8 @@ class Painted:
     pixels: Tensor | None = None
     weights: list[Tensor] = field(default_factory=list)
     is_done: bool = False
+    file: tuple[Tensor, bytes] | None = None
+    """Pixels, and the PNG file of them."""
 
     @property
     def shares(self) -> list[float]:
@@ -126,15 +128,13 @@ class Panel:
 
     def png(self, image: Painted) -> bytes:
         """A PNG file of an image, with its number, the settings and the command lines as text in it."""
-        commands, file = "\n".join(self.commands), io.BytesIO()
-        texts = {
-            "number": str(image.number),
-            "settings": self.settings.model_dump_json(),
-            "command": commands,
-        }
         assert image.pixels is not None
-        save_png(image.pixels, file, texts)
-        return file.getvalue()
+        # The page asks again whenever another image has changed.
+        if image.file is None or image.file[0] is not image.pixels:
+            texts = {"settings": self.settings.model_dump_json(), "command": "\n".join(self.commands)}
+            save_png(image.pixels, file := io.BytesIO(), {"number": str(image.number), **texts})
+            image.file = image.pixels, file.getvalue()
+        return image.file[1]
 
     def paint(self, edit: Edit, stopped: threading.Event, show: Callable[[], object]) -> None:
         """Make the images, ``show`` being called as they change; raises `HddmError` as ``hddm sample``."""

@@ -160,6 +160,17 @@ def test_a_command_leaves_out_what_is_the_default(models: Path, ensemble: Path) 
     assert shlex.split(alone.commands[0])[5:] == ["--prompt", "it's -- a cat"]
 
 
+def test_an_image_is_written_once_until_it_changes(ensemble: Path) -> None:
+    settings = SampleSettings(**MANY, class_labels="cat")
+    panel = _painted(Opened(ensemble, settings).panel("all", settings))
+    image = panel.images[0]
+    written = panel.png(image)
+    assert panel.png(image) is written
+    assert image.pixels is not None
+    image.pixels = 255 - image.pixels
+    assert _pixels([panel.png(image)]) == [image.pixels.permute(1, 2, 0).numpy().tobytes()]
+
+
 def test_a_stopped_run_ends_with_what_there_is(ensemble: Path) -> None:
     settings, stopped = SampleSettings(**MANY | {"steps": 500}, class_labels="cat"), threading.Event()
     panel = Opened(ensemble, settings).panel("all", settings)
