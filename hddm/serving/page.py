@@ -42,7 +42,7 @@ START, MASK = "start.png", "mask.png"
 _STRATEGIES = "draw: one for each image, by lot. full: all. top-2: the two likeliest at each step."
 _ENLARGED = 512
 """Pixels of a starting picture's longer side, about, to paint on."""
-# Told apart by the colour-blind too (Okabe and Ito); letters say the same.
+# Told apart by the colour-blind too (Okabe and Ito), and darker when they come again; letters say the same.
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#f0e442", "#8c8c8c")
 _CSS = """
 .gradio-container { max-width: 1200px !important; margin: auto !important; }
@@ -75,7 +75,7 @@ def strip(image: Painted, panel: Panel, legend: Sequence[str]) -> str:
         width, top = len(list(same)), 0.0
         for place, share in zip(places, row, strict=True):
             box = f'x="{at}" y="{top:.4f}" width="{width}" height="{share:.4f}"'
-            bars += f'<rect {box} fill="{_COLOURS[place % len(_COLOURS)]}"/>' if share else ""
+            bars += f'<rect {box} fill="{_colour(place)}"/>' if share else ""
             top += share
         at += width
     letters, at = "", 0
@@ -87,7 +87,7 @@ def strip(image: Painted, panel: Panel, legend: Sequence[str]) -> str:
         at += width
     shares = zip(image.shares, places, panel.names, strict=bool(image.shares))
     lines = "".join(
-        f'<div><i style="background:{_COLOURS[place % len(_COLOURS)]}"></i><b>{_letter(place)}</b> '
+        f'<div><i style="background:{_colour(place)}"></i><b>{_letter(place)}</b> '
         f"{html.escape(name)} {100 * share:.0f} %</div>"
         for share, place, name in sorted(shares, reverse=True)
         if share >= 0.005
@@ -97,6 +97,12 @@ def strip(image: Painted, panel: Panel, legend: Sequence[str]) -> str:
         f'<svg viewBox="0 0 {panel.steps} 1" preserveAspectRatio="none" shape-rendering="crispEdges">'
         f"{bars}</svg>{letters}</div>"
         f'<div class="ends"><span>noise</span><span>image</span></div>{lines}'
+    )
+
+
+def _colour(place: int) -> str:
+    return (
+        f"color-mix(in srgb, #000 {40 * (place // len(_COLOURS)) % 90}%, {_COLOURS[place % len(_COLOURS)]})"
     )
 
 

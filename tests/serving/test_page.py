@@ -26,7 +26,7 @@ from hddm.experts.assembly import assemble
 from hddm.experts.records import save_expert
 from hddm.pipelines.samples import SampleSettings
 from hddm.serving.page import EVERY, HOST, LESS, MASK, START, WHOLE, Play, results, serve, strip
-from hddm.serving.painting import Opened, Panel, paint, preview
+from hddm.serving.painting import Opened, Painted, Panel, paint, preview
 from hddm.utils.errors import HddmError
 from tests.artefacts import Command
 from tests.browser import CHROMIUM, Browser
@@ -85,6 +85,14 @@ def test_the_strip_tells_the_weights_that_the_pipeline_tallied(ensemble: Path) -
         assert sum(area.values()) == pytest.approx(1, abs=1e-3)
         told = dict(re.findall(r"</b> (expert \d) (\d+) %", shown))
         assert told == {f"expert {k}": f"{100 * share:.0f}" for k, share in enumerate(image.shares)}
+
+
+def test_experts_have_a_colour_each(ensemble: Path) -> None:
+    settings, names = SampleSettings(steps=1), [f"expert {k}" for k in range(16)]
+    panel = Panel("all", ensemble, Opened(ensemble, settings).pipeline, names, settings)
+    shown = strip(Painted(0, weights=[torch.full((16,), 1 / 16)]), panel, names)
+    for key in ('fill="', "background:"):
+        assert len(set(re.findall(rf'{key}([^"]+)"', shown))) == 16
 
 
 PICTURE = Image.radial_gradient("L").convert("RGB").resize((4, 4))
