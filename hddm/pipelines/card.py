@@ -13,7 +13,7 @@ from hddm.experts.assembly import PIPELINE_FILE, read_records
 from hddm.experts.compatibility import takes_classes, takes_text
 from hddm.experts.ensemble_folders import EnsembleRecord, components_in
 from hddm.experts.records import ExpertRecord
-from hddm.utils.errors import HddmError, counted
+from hddm.utils.errors import HddmError, counted, one_line
 from hddm.utils.records import WHOLE, content_hash
 
 CARD = "README.md"
@@ -99,7 +99,9 @@ def licences_of(
 
 def _known(licence: object) -> str | None:
     """A licence, None where what is recorded names none."""
-    return licence if isinstance(licence, str) and licence.lower() not in ("", "other", "unknown") else None
+    known = one_line(licence) if isinstance(licence, str) and licence.strip() else "unknown"
+    known = "".join(filter(str.isprintable, known))
+    return None if known.lower() in ("other", "unknown") else known
 
 
 def licence_of(licences: Licences) -> tuple[str, str | None, list[str]]:

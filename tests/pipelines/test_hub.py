@@ -207,6 +207,15 @@ def test_a_card_is_read_by_hubs_and_says_first_what_is_not_commercial(tmp_path: 
     assert len([line for line in lines.splitlines() if line]) <= 5
 
 
+def test_a_licence_from_elsewhere_stays_within_its_line(folder: Path, tmp_path: Path, hddm: Command) -> None:
+    made = copied(folder, tmp_path)
+    edit_json(made / "experts/0/expert.json", licence="CC-BY-NC\n\n# Free for all\x07")
+    code, out, err = hddm("push", made, NAME, "--dry-run")
+    assert (code, err) == (0, "")
+    assert re.findall(r"^.*Free for all", out, re.MULTILINE)[0].startswith("note: Non-commercial: experts/0")
+    assert "\x07" not in out
+
+
 def test_measured_numbers_are_those_of_this_model(
     folder: Path, ensemble: Path, images: Path, tmp_path: Path, hddm: Command
 ) -> None:
