@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hddm.data.images import save_png, to_bytes
-from hddm.pipelines.pipeline import HDDMPipeline, HDDMPipelineOutput
+from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.pipelines.samples import SampleSettings, check_output, cycled, read_cycles
 from hddm.sampling import draw_experts, time_grid
 from hddm.utils.errors import HddmError, one_line
@@ -148,14 +148,12 @@ class Panel:
             rows = cycled(given, start, stop)
             if expert is None and len(ensemble.kinds) > 1:
                 expert = int(draw_experts(ensemble.prior_of(1, rows), settings.seed, start, stop))
-            begun, times = (
-                pipeline.picture(**edit, expert=expert or 0),
-                time_grid(settings.steps, ensemble.shift),
-            )
+            begun = pipeline.picture(**edit, expert=expert or 0)
+            times = time_grid(settings.steps, ensemble.shift)
             times = times if begun is None else begun.times(times)
             self.steps = len(times) - 1
             pixels = functools.partial(pipeline.decode, expert=expert or 0, picture=begun)
-            made = pipeline(
+            pipeline(
                 conditions=rows,
                 negative_conditions=cycled(against, start, stop) or None,
                 batch_size=len(images),
@@ -173,15 +171,11 @@ class Panel:
             )
             if stopped.is_set():
                 return
-            assert isinstance(made, HDDMPipelineOutput)
-            for image, own in zip(images, to_bytes(pixels(made.images)).cpu(), strict=True):
-                image.pixels, image.is_done = own, True
-            show()
 
 
 @dataclass
 class _Watch:
-    """A callback that keeps the weights of each step and, where there is time for it, a preview."""
+    """A callback that keeps the weights of each step, the images, and where there is time a preview."""
 
     images: Sequence[Painted]
     times: Sequence[float]
@@ -193,13 +187,14 @@ class _Watch:
 
     def __call__(self, pipeline: Any, step: int, _: float, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         pipeline._interrupt = self.stopped.is_set()
-        x, began = tensors["latents"], time.monotonic()
+        x, began, is_last = tensors["latents"], time.monotonic(), step == len(self.times) - 2
         for image, weights in zip(self.images, tensors["expert_weights"].cpu(), strict=True):
             image.weights.append(weights)
-        if self.before is not None and step < len(self.times) - 2 and began >= self.due:
-            x_0 = preview(self.before, x, self.times[step], self.times[step + 1])
+        if is_last or (self.before is not None and began >= self.due):
+            t, then = self.times[step : step + 2]
+            x_0 = x if is_last or self.before is None else preview(self.before, x, t, then)
             for image, own in zip(self.images, to_bytes(self.pixels(x_0)).cpu(), strict=True):
-                image.pixels = own
+                image.pixels, image.is_done = own, is_last
             self.show()
             now = time.monotonic()
             self.due = now + max(_LEAST, _PART * (now - began))
