@@ -60,13 +60,15 @@ def model_card(
         for name, one in licences.items()
     ]
     title = repo_id.split("/")[-1]
-    makes = "images from prompts" if has_text else "images"
+    of_classes = f"of {counted(len(facts.classes), 'class', 'classes')} " if facts.classes else ""
+    shapes = dict.fromkeys("×".join(map(str, one.sample_shape)) + f" {one.space}" for one in records)
     blocks = [
         f"---\n{data.to_yaml()}\n---",
         f"# {title}",
         *map(escaped, said),
         f"{counted(len(records), 'diffusion expert')} that learned apart, sampled as one model by hddm. It "
-        f"makes {makes}; strategy {facts.strategy}.",
+        f"makes images {'from prompts ' if has_text else of_classes}in {', '.join(shapes)}; at sampling the "
+        f"experts are chosen by the strategy {facts.strategy}.",
         *([f"![Samples]({picture})"] if picture else []),
         "## Parts\n\n"
         + "\n".join(markdown_table(["part", "objective", "data", "source", "licence"], rows, "left")),

@@ -60,6 +60,7 @@ def test_a_pushed_folder_comes_back_as_it_was(
     assert sent.pop("picture.png") == picture.read_bytes()
     assert sent == _files(folder)
     assert "![Samples](picture.png)" in card.text
+    assert "It makes images of 3 classes in 3×4×4 pixels; at sampling the experts are" in card.text
     again = load_pipeline(hub.write(NAME, tmp_path / "again"))
     assert torch.equal(again(**GIVEN).images, load_pipeline(folder)(**GIVEN).images)
     # The lines of the card, and diffusers by itself, in a process that knows the hub's address alone.
