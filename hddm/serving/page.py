@@ -295,7 +295,9 @@ class Play:
                         names, value=names[:1], multiselect=True, label="Class", visible=bool(names),
                         info="Several take turns.",
                     )  # fmt: skip
-                    asked["prompts"] = gr.Textbox(label="Prompt", lines=2, visible=_reads(model))
+                    asked["prompts"] = gr.Textbox(
+                        label="Prompt", lines=2, placeholder="What is to be seen", visible=_reads(model)
+                    )
                     asked["strategy"] = gr.Dropdown(
                         list(strategies), label="Which experts paint", info=_STRATEGIES, visible=several,
                         allow_custom_value=True,
@@ -317,7 +319,9 @@ class Play:
                     with gr.Accordion("Advanced", open=False):
                         asked["steps"] = gr.Slider(1, 100, DEFAULT_STEPS, step=1, label="Steps")
                         asked["solver"] = gr.Dropdown(list(SOLVERS), value=DEFAULT_SOLVER, label="Solver")
-                        asked["expert"] = gr.Dropdown(["all", *experts], label="Expert", visible=several)
+                        asked["expert"] = gr.Dropdown(
+                            ["all", *experts], label="One expert alone", visible=several
+                        )
                         told = {"label": "Guidance scale", "visible": bool(names) or _reads(model)}
                         asked["guidance_scale"] = gr.Slider(1, 15, 1, **told)
                 with gr.Column(scale=5, **wide):

@@ -28,6 +28,8 @@ from hddm.utils.tensors import available_device
 Edit = Mapping[str, Any]
 _LEAST, _PART = 0.1, 4
 """Seconds between previews at least, and as many times what one takes, so that a VAE slows no run by much."""
+_PREVIEW = 256
+"""Pixels of a preview's side, about, since all that is shown goes to the browser at every change."""
 
 
 class Opened:
@@ -193,7 +195,9 @@ class _Watch:
         if is_last or (self.before is not None and began >= self.due):
             t, then = self.times[step : step + 2]
             x_0 = x if is_last or self.before is None else preview(self.before, x, t, then)
-            for image, own in zip(self.images, to_bytes(self.pixels(x_0)).cpu(), strict=True):
+            pixels = to_bytes(self.pixels(x_0)).cpu()
+            part = 1 if is_last else max(1, pixels.shape[-1] // _PREVIEW)
+            for image, own in zip(self.images, pixels[..., ::part, ::part], strict=True):
                 image.pixels, image.is_done = own, is_last
             self.show()
             now = time.monotonic()

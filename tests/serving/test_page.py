@@ -179,6 +179,22 @@ def test_an_image_is_written_once_until_it_changes(ensemble: Path) -> None:
     assert _pixels([panel.png(image)]) == [image.pixels.permute(1, 2, 0).numpy().tobytes()]
 
 
+def test_previews_of_large_images_are_small_and_images_are_not(tmp_path: Path) -> None:
+    (tmp_path / "large").mkdir()
+    save_expert(tmp_path / "large", flow_expert(sample_size=1024, patch_size=128))
+    asked, shown = SampleSettings(num_images=1, steps=4), []
+    panel = Opened(tmp_path / "large", asked).panel("all", asked)
+    (image,) = panel.images
+
+    def show() -> None:
+        assert image.pixels is not None
+        shown.append((image.is_done, tuple(image.pixels.shape)))
+
+    panel.paint({}, threading.Event(), show)
+    assert shown[0] == (False, (3, 256, 256))
+    assert shown[-1] == (True, (3, 1024, 1024))
+
+
 def test_a_stopped_run_ends_with_what_there_is(ensemble: Path) -> None:
     settings, stopped = SampleSettings(**MANY | {"steps": 500}, class_labels="cat"), threading.Event()
     panel = Opened(ensemble, settings).panel("all", settings)
