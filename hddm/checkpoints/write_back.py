@@ -58,12 +58,12 @@ def write_back(
     record = source.record
     assert record is not None
     _refuse_other_meaning(source, record, layout)
+    _refuse_misfit(source, record, layout)
     check_absent(out, RECORD, overwrite)
     size = sum(tensor.numel() * tensor.itemsize for tensor in source.weights.values())
     refuse_full_disk(out, size)
     if dry_run:
         return [f"{out}: {layout}, {size / 1e6:,.1f} MB; nothing written (--dry-run)"]
-    _refuse_misfit(source, record, layout)
     lines = []
     with new_folder(out, RECORD, overwrite) as draft:
         if layout in DIFFUSERS_LAYOUTS:

@@ -203,6 +203,8 @@ def test_the_record_of_a_source_survives_a_second_conversion_and_the_way_back(
     back = written_back(hddm, tmp_path / "second", tmp_path / "back", "diffusers-dit")
     assert sampling.items() <= json.loads((back / "scheduler" / "scheduler_config.json").read_text()).items()
     assert "it can go to diffusers-dit" in refused(hddm, first, "--to-layout", "facebook-dit")
+    for more in ((), ("--dry-run",)):
+        assert "cannot hold the" in refused(hddm, first, "--to-layout", "diffusers-unet2d", *more)
     assert "convert it first" in refused(hddm, source, "--to-layout", "diffusers-dit")
 
 
