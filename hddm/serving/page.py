@@ -70,26 +70,26 @@ def strip(image: Painted, panel: Panel, legend: Sequence[str]) -> str:
 
     The place of a name in ``legend`` gives its letter and colour. A share is the mean over the steps.
     """
-    places, bars, at = [legend.index(name) for name in panel.names], "", 0
+    marks, bars, at = [_mark(legend.index(name)) for name in panel.names], "", 0
     for row, same in groupby(weights.tolist() for weights in image.weights):
         width, top = len(list(same)), 0.0
-        for place, share in zip(places, row, strict=True):
+        for (colour, _), share in zip(marks, row, strict=True):
             box = f'x="{at}" y="{top:.4f}" width="{width}" height="{share:.4f}"'
-            bars += f'<rect {box} fill="{_colour(place)}"/>' if share else ""
+            bars += f'<rect {box} fill="{colour}"/>' if share else ""
             top += share
         at += width
     letters, at = "", 0
-    for place, run in groupby(places[int(weights.argmax())] for weights in image.weights):
+    for (_, letter), run in groupby(marks[int(weights.argmax())] for weights in image.weights):
         width = len(list(run))
         # There is room for a letter.
         if width >= panel.steps / 12:
-            letters += f'<b style="left:{100 * (at + width / 2) / panel.steps:.1f}%">{_letter(place)}</b>'
+            letters += f'<b style="left:{100 * (at + width / 2) / panel.steps:.1f}%">{letter}</b>'
         at += width
-    shares = zip(image.shares, places, panel.names, strict=bool(image.shares))
+    shares = zip(image.shares, marks, panel.names, strict=bool(image.shares))
     lines = "".join(
-        f'<div><i style="background:{_colour(place)}"></i><b>{_letter(place)}</b> '
+        f'<div><i style="background:{colour}"></i><b>{letter}</b> '
         f"{html.escape(name)} {100 * share:.0f} %</div>"
-        for share, place, name in sorted(shares, reverse=True)
+        for share, (colour, letter), name in sorted(shares, reverse=True)
         if share >= 0.005
     )
     return (
@@ -100,14 +100,11 @@ def strip(image: Painted, panel: Panel, legend: Sequence[str]) -> str:
     )
 
 
-def _colour(place: int) -> str:
-    return (
-        f"color-mix(in srgb, #000 {40 * (place // len(_COLOURS)) % 90}%, {_COLOURS[place % len(_COLOURS)]})"
-    )
-
-
-def _letter(place: int) -> str:
-    return chr(ord("A") + place) if place < 26 else str(place + 1)
+def _mark(place: int) -> tuple[str, str]:
+    """Colour and letter of an expert by its place in the legend."""
+    again, k = divmod(place, len(_COLOURS))
+    letter = chr(ord("A") + place) if place < 26 else str(place + 1)
+    return f"color-mix(in srgb, #000 {40 * again % 90}%, {_COLOURS[k]})", letter
 
 
 def _card(image: Painted, panel: Panel, legend: Sequence[str], title: str) -> str:
