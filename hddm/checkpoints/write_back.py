@@ -57,7 +57,6 @@ def write_back(
     source = open_expert(folder, Reading())
     record = source.record
     assert record is not None
-    _refuse_other_meaning(source, record, layout)
     _refuse_misfit(source, record, layout)
     check_absent(out, RECORD, overwrite)
     size = sum(tensor.numel() * tensor.itemsize for tensor in source.weights.values())
@@ -74,18 +73,24 @@ def write_back(
     return [*lines, f"{out}: written back as {layout}", f"licence: {record.licence or 'not stated'}"]
 
 
-def _refuse_other_meaning(source: Checkpoint, record: ExpertRecord, layout: str) -> None:
+def _refuse_misfit(source: Checkpoint, record: ExpertRecord, layout: str) -> None:
+    """Refuse a layout that cannot hold the network, or in which its weights would mean something else."""
     if record.training_calibration:
         raise HddmError(
             f"{source.path}: was trained on in its calibration, and {layout} has no place for that; its "
             "weights alone would mean something else"
         )
-    if layout in DIFFUSERS_LAYOUTS:
-        return
+    file_layout, is_folder = FILE_LAYOUTS.get(layout), layout in DIFFUSERS_LAYOUTS
+    kind = file_layout.network if file_layout else DIFFUSERS_LAYOUTS.get(layout, ldm.NETWORK)
+    is_other = source.network is not kind or (is_folder and record.round_time)
+    if is_other or (layout == "facebook-dit" and source.arguments.get("modulation") != "zero"):
+        raise HddmError(
+            f"--to-layout {layout}: cannot hold the {source.network.__name__} of {source.path}; "
+            f"{_where_to(source)}"
+        )
     chain = record.source
-    if chain is not None and chain.first.layout == layout and not _is_restarted(chain):
+    if is_folder or (chain is not None and chain.first.layout == layout and not _is_restarted(chain)):
         return
-    file_layout = FILE_LAYOUTS.get(layout)
     if file_layout is None:
         raise HddmError(f"--to-layout {layout}: {source.path} does not come from it; {_where_to(source)}")
     rule = from_diffusers(file_layout.scheduler)
@@ -106,17 +111,6 @@ def _refuse_other_meaning(source: Checkpoint, record: ExpertRecord, layout: str)
 
 def _is_restarted(chain: SourceRecord) -> bool:
     return chain.options.get("recipe") == PAPER or (chain.before is not None and _is_restarted(chain.before))
-
-
-def _refuse_misfit(source: Checkpoint, record: ExpertRecord, layout: str) -> None:
-    file_layout = FILE_LAYOUTS.get(layout)
-    kind = file_layout.network if file_layout else DIFFUSERS_LAYOUTS.get(layout, ldm.NETWORK)
-    is_other = source.network is not kind or (layout in DIFFUSERS_LAYOUTS and record.round_time)
-    if is_other or (layout == "facebook-dit" and source.arguments.get("modulation") != "zero"):
-        raise HddmError(
-            f"--to-layout {layout}: cannot hold the {source.network.__name__} of {source.path}; "
-            f"{_where_to(source)}"
-        )
 
 
 def _where_to(source: Checkpoint) -> str:

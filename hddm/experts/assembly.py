@@ -55,7 +55,7 @@ from hddm.experts.records import (
 )
 from hddm.networks.folders import sha256_once
 from hddm.utils.errors import HddmError, did_you_mean, one_line
-from hddm.utils.files import inside, link_or_copy, new_folder, read_yaml, write_whole
+from hddm.utils.files import inside, link_or_copy, new_folder, read_yaml
 from hddm.utils.records import MANIFEST, has_manifest, read_record, refuse_damaged
 from hddm.utils.tensors import read_safetensors, refuse_non_finite
 
@@ -171,16 +171,8 @@ def assemble(
     record, components, notes = check(folders, strategy)
     notes += check_files(experts, folders.router, folders.bases)
     with new_folder(out, ENSEMBLE_FILE, overwrite) as draft:
-        fill(draft, folders, record, components)
-        if diffusers_pipeline:
-            write_pipeline(draft)
+        fill(draft, folders, record, components, diffusers_pipeline)
     return notes
-
-
-def write_pipeline(folder: Path) -> None:
-    """Write `PIPELINE_FILE`, which no manifest lists: hddm never reads it but to compare it."""
-    # Not in place, since the file may be a hard link to that of another folder.
-    write_whole(folder / PIPELINE_FILE, lambda draft: draft.write_bytes(PIPELINE_CODE))
 
 
 def foreign_pipeline(folder: Path) -> str | None:
@@ -407,9 +399,16 @@ def read_records(folders: Sequence[Path]) -> list[Named]:
 
 
 def fill(
-    draft: Path, folders: EnsembleFolders, record: EnsembleRecord, components: Mapping[str, Path]
+    draft: Path,
+    folders: EnsembleFolders,
+    record: EnsembleRecord,
+    components: Mapping[str, Path],
+    diffusers_pipeline: bool,
 ) -> None:
-    """Put ``folders``, their record and components into an empty folder, by hard links where possible."""
+    """Put ``folders``, their record and components into an empty folder, by hard links where possible.
+
+    No manifest lists `PIPELINE_FILE`: hddm never reads it but to compare it.
+    """
     for folder, name in zip(folders.experts, record.experts, strict=True):
         _link(_files_of(folder), draft / name)
     router = folders.router or folders.aside
@@ -419,6 +418,8 @@ def fill(
     for name, folder in components.items():
         kinds[name] = put_component(draft, name, folder)
     write_ensemble_records(draft, record, kinds, folders.bases)
+    if diffusers_pipeline:
+        (draft / PIPELINE_FILE).write_bytes(PIPELINE_CODE)
 
 
 def refuse_inside(out: Path, folders: Iterable[Path | None]) -> None:

@@ -26,7 +26,6 @@ from hddm.experts.assembly import (
     index_of,
     read_records,
     refuse_inside,
-    write_pipeline,
 )
 from hddm.experts.compatibility import Findings, Shares, common_shift, sample_kind, spread
 from hddm.experts.ensemble_folders import (
@@ -186,10 +185,8 @@ def change(
     target = ensemble.resolve() if out is None else out
     refuse_inside(target, [*add, new_router, vae, text_encoder, tokenizer])
     with new_folder(target, ENSEMBLE_FILE, overwrite=out is None or overwrite) as draft:
-        fill(draft, folders, new_record, components)
+        fill(draft, folders, new_record, components, diffusers_pipeline)
         _link_rest(ensemble, rest, draft)
-        if diffusers_pipeline:
-            write_pipeline(draft)
     return notes
 
 
