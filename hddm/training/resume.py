@@ -172,7 +172,8 @@ def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -
         differing[key] = old.get(key, NOT_RECORDED), new.get(key, NOT_RECORDED)
         was, now = (value if value is NOT_RECORDED else repr(value) for value in differing[key])
         lines[key] = f"{key}: was {was}, is {now}"
-        if key in FIXED or key.startswith("data."):
+        # A value that the run did not record is no reason to refuse it for good.
+        if key in old and (key in FIXED or key.startswith("data.")):
             fixed.append(lines[key])
     if fixed:
         raise HddmError(
