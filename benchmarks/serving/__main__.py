@@ -41,9 +41,9 @@ class Settings:
     steps: int = 10
     batch: int = 16
     clients: int = 32
-    images: int = 192
-    requests: int = 8
-    repeats: int = 5
+    images: int = 128
+    requests: int = 6
+    repeats: int = 3
 
 
 LARGE = Settings("DiT-S width and depth, 64 tokens", 384, 12, 16)
