@@ -69,10 +69,14 @@ def train(shard: Path, out: Path, diary: Path, moment: tuple[str, str] | None = 
         sys.addaudithook(killing(*moment))
     read = open_shard(shard)
     noted = NotedPixels(Rows((pixels_of(read),)))
+    begun: list[int] = []
 
     def note(step: int, loss: float, seconds: float) -> None:
+        begun.append(step)
+        # Those of later steps are taken ahead.
+        batches = [rows for rows in noted.taken if len(rows) == BATCH]
         with diary.open("a") as file:
-            file.write(json.dumps([step, noted.taken[-1], loss]) + "\n")
+            file.write(json.dumps([step, batches[step - begun[0]], loss]) + "\n")
         if moment == ("step", str(step)):
             os.kill(os.getpid(), signal.SIGKILL)
         if moment is not None and moment[0].startswith("signal") and step == 3:

@@ -11,6 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -59,9 +60,56 @@ class Order:
         return torch.randperm(self.num_samples, generator=draws)
 
 
+Inputs = dict[str, Tensor]
+AHEAD = 2
+"""Steps whose inputs are drawn before they are asked for."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Inputs of a step, the samples that they are of, and the seed of what the network draws itself."""
+
+    rows: Tensor
+    inputs: Inputs
+    seed: int
+
+
+class Loader:
+    """Inputs of one step after another, drawn in a thread while the steps before compute.
+
+    What a step draws depends on its number alone, so it is the same whenever it is drawn. ``draw`` is that of
+    a `Task`; ``last`` is the last step. An error of a step is raised where the step is asked for.
+    """
+
+    def __init__(self, order: Order, draw: Callable[[Tensor, torch.Generator], Inputs], last: int) -> None:
+        self._order, self._draw, self._last = order, draw, last
+        self._coming: dict[int, Future[Drawn]] = {}
+        threads = torch.get_num_threads()
+        # Its own few operations on one core, beside those of the step.
+        self._thread = ThreadPoolExecutor(1, "hddm-loader", torch.set_num_threads, (1,))
+        self._thread.submit(int).result()
+        # Torch gives the number that was set last to threads that begin later.
+        torch.set_num_threads(threads)
+
+    def take(self, step: int) -> Drawn:
+        """The inputs of ``step``; those of the next steps are begun."""
+        for one in range(step, min(step + AHEAD, self._last) + 1):
+            if one not in self._coming:
+                self._coming[one] = self._thread.submit(self._drawn, one)
+        return self._coming.pop(step).result()
+
+    def close(self) -> None:
+        """Drop what is drawn ahead."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _drawn(self, step: int) -> Drawn:
+        rows, draws = self._order.rows(step), self._order.draws(step)
+        inputs = self._draw(rows, draws)
+        return Drawn(rows, inputs, int(torch.randint(2**62, (), generator=draws)))
+
+
 OnStep = Callable[[int, float, float], None]
 """Called with a step, its loss, and its seconds, without the time between steps."""
-Inputs = dict[str, Tensor]
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +147,8 @@ class StepReport:
     learning_rates: tuple[float, ...]
     """Of AdamW, and of Muon where it trains the matrices."""
     seconds: float
+    waited: float
+    """Seconds of the step that it waited for its inputs."""
     state: TrainingState
     should_stop: Callable[[], bool]
 
@@ -155,8 +205,12 @@ def fit(
     settings = settings.with_defaults(task.is_new)
     # It catches signals only within its block.
     stop = StopRequest()
-    with Device(settings) as device, stop if run is not None else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        device = stack.enter_context(Device(settings))
+        if run is not None:
+            stack.enter_context(stop)
         trainer = _Trainer(task, settings, device)
+        stack.callback(trainer.loader.close)
         state = trainer.state
         if run is not None:
             run.restore(state)
@@ -221,21 +275,22 @@ class _Trainer:
         self.state = TrainingState(
             task.network, Ema(task.network, settings.ema_decay), optimizer, device.scaler
         )
-        self.order = Order(task.num_samples, settings.batch_size, settings.seed, task.key)
+        order = Order(task.num_samples, settings.batch_size, settings.seed, task.key)
+        self.loader = Loader(order, task.draw, settings.steps)
 
     def step(self, stop: StopRequest) -> StepReport:
         state, device = self.state, self.device
         begun = time.perf_counter()
         step = state.step + 1
-        rows, draws = self.order.rows(step), self.order.draws(step)
-        inputs = self.task.draw(rows, draws)
+        drawn = self.loader.take(step)
+        waited = time.perf_counter() - begun
         # Dropout layers draw from torch's global generator.
-        torch.manual_seed(int(torch.randint(2**62, (), generator=draws)))
+        torch.manual_seed(drawn.seed)
         factor = learning_rate_factor(step - 1, self.settings)
         for group in state.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
         state.optimizer.zero_grad(set_to_none=True)
-        losses = self._backward(device.share(inputs))
+        losses = self._backward(device.share(drawn.inputs))
         clipped = device.clip(state.optimizer, self.parameters, self.settings.max_grad_norm)
         losses, norm = device.gathered(losses, clipped)
         loss = losses.mean().item()
@@ -249,12 +304,12 @@ class _Trainer:
         elif math.isfinite(loss) and device.scaler.is_enabled() and (scale := device.scaler.get_scale()) >= 1:
             log.info("step %d: gradients left the range of fp16; its scale is now %g", step, scale)
         else:
-            self._skipped(step, rows, losses, norm)
-        t = inputs["t"].float() if "t" in inputs else torch.full((len(rows),), math.nan)
+            self._skipped(step, drawn.rows, losses, norm)
+        t = drawn.inputs["t"].float() if "t" in drawn.inputs else torch.full((len(drawn.rows),), math.nan)
         seconds = time.perf_counter() - begun
         state.seconds += seconds
         rates = tuple(group["lr"] for group in state.optimizer.param_groups)
-        return StepReport(step, losses, t, loss, norm, rates, seconds, state, lambda: stop.requested)
+        return StepReport(step, losses, t, loss, norm, rates, seconds, waited, state, lambda: stop.requested)
 
     def _backward(self, inputs: Inputs) -> Tensor:
         """Return losses (batch,) of this process; gradients are summed over the parts of its batch."""

@@ -178,7 +178,7 @@ def test_a_network_is_left_as_it_was() -> None:
 
 def _report(network: nn.Module) -> StepReport:
     state = TrainingState(network, Ema(network, 0.9), torch.optim.AdamW(network.parameters()))
-    return StepReport(1, torch.zeros(1), torch.zeros(1), 0.0, 0.0, 0.0, 0.0, state, lambda: False)
+    return StepReport(1, torch.zeros(1), torch.zeros(1), 0.0, 0.0, (), 0.0, 0.0, state, lambda: False)
 
 
 def test_texts_are_the_first_captions_of_the_shard(whole: Path, tmp_path: Path) -> None:
