@@ -128,7 +128,7 @@ class Figures:
 
         ``train/loss`` and ``train/loss_by_noise/0.2-0.4``, of samples with t there, are means since the last
         entry; ``train/gradient_norm``, before clipping, ``train/learning_rate`` and, with Muon,
-        ``train/muon_learning_rate`` are this step's;
+        ``train/muon_learning_rate`` are this step's, as is ``train/seconds_waited`` for its inputs;
         ``train/images_per_second`` is since the last entry of this process, with checkpoints and without
         `paused`.
         """
@@ -184,6 +184,7 @@ def _entry(kept: dict[str, Any], report: StepReport) -> dict[str, float]:
     for index, each in enumerate(kept["bins"]):
         sums[f"train/loss_by_noise/{index / BINS:.1f}-{(index + 1) / BINS:.1f}"] = each
     entry = {name: total / count for name, (total, count) in sums.items() if count}
+    entry["train/seconds_waited"] = report.waited
     if math.isfinite(report.grad_norm):
         entry["train/gradient_norm"] = report.grad_norm
     names = ("train/learning_rate", "train/muon_learning_rate")

@@ -55,7 +55,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("pixels", {}), ("half", {}), ("text", {"dtype": "bfloat16"})], ids=str
+    ("name", "options"),
+    [
+        ("pixels", {}),
+        pytest.param("half", {}, marks=pytest.mark.slow),
+        pytest.param("text", {"dtype": "bfloat16"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_stock_diffusers_makes_the_same_bytes(
     name: str, options: dict[str, str], folders: dict[str, Path], tmp_path: Path

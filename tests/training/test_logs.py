@@ -30,6 +30,7 @@ from hddm.utils.processes import Stopped
 from tests.artefacts import Died, contents, ending_at, expert_settings, largest_file, router_settings
 
 Scalars = dict[str, list[tuple[int, float]]]
+BY_THE_CLOCK = ("train/images_per_second", "train/seconds_waited")
 
 
 def _scalars(logs: Path) -> Scalars:
@@ -40,7 +41,7 @@ def _scalars(logs: Path) -> Scalars:
 
 
 def _without_speed(scalars: Scalars) -> Scalars:
-    return {tag: values for tag, values in scalars.items() if tag != "train/images_per_second"}
+    return {tag: values for tag, values in scalars.items() if tag not in BY_THE_CLOCK}
 
 
 def _at(step: int, act: Callable[[], None]) -> OnStep:

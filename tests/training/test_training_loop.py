@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hddm.training.loop import Inputs, Order, StepReport, Task, fit
+from hddm.training.loop import Inputs, Loader, Order, StepReport, Task, fit
 from hddm.training.settings import ExpertSettings, LoopSettings, RunOptions
 from hddm.training.state import Ema, open_run
 from hddm.utils.errors import HddmError
@@ -202,3 +203,39 @@ def test_adamw_alone_has_a_rate_of_its_own() -> None:
         for name in ("muon", "adamw")
     ]
     assert rates == pytest.approx([0.2 / 128, 0.5 / 128])
+
+
+def test_inputs_drawn_ahead_are_those_of_their_step_and_end_with_the_last() -> None:
+    asked: list[int] = []
+
+    def draw(rows: Tensor, noise: torch.Generator) -> Inputs:
+        asked.append(threading.get_ident())
+        return {"rows": rows, "eps": torch.randn(4, generator=noise)}
+
+    order, again = (Order(10, 4, 3, (1,)) for _ in range(2))
+    loader = Loader(order, draw, last=7)
+    for step in range(1, 8):
+        drawn, draws = loader.take(step), again.draws(step)
+        assert torch.equal(drawn.rows, again.rows(step))
+        assert torch.equal(drawn.inputs["eps"], torch.randn(4, generator=draws))
+        assert drawn.seed == int(torch.randint(2**62, (), generator=draws))
+    loader.close()
+    assert len(asked) == 7
+    assert set(asked).isdisjoint({threading.get_ident()})
+
+
+def test_what_goes_wrong_ahead_is_told_at_its_step() -> None:
+    point = _Point()
+    losses: list[float] = []
+
+    def draw(rows: Tensor, noise: torch.Generator) -> Inputs:
+        if 5 in rows:
+            raise HddmError("image 5 cannot be read")
+        return {"rows": rows}
+
+    task = Task(point, 12, draw, lambda network, inputs: point.place.sum().expand(len(inputs["rows"])))
+    wrong = next(step for step in itertools.count(1) if 5 in Order(12, 2, 0, ()).rows(step))
+    settings = LoopSettings(steps=20, batch_size=2, learning_rate=1e-3, optimizer="adamw", device="cpu")
+    with pytest.raises(HddmError, match="image 5 cannot be read"):
+        fit(task, settings, watchers=[lambda report: losses.append(report.loss)])
+    assert len(losses) == wrong - 1
