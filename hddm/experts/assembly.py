@@ -78,7 +78,7 @@ try:
 except (ImportError, AttributeError) as error:
     raise ImportError("this folder is an ensemble of hddm; pip install hddm-diffusion") from error
 '''
-"""Of an import statement diffusers would tell to install "hddm", which on PyPI is another project."""
+"""Of an import statement diffusers would tell to install "hddm", a name that another project has."""
 
 
 @dataclass(frozen=True)
