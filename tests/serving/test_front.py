@@ -9,6 +9,7 @@ import json
 import random
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,12 @@ def talk(front: Front, talks: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> 
 
     async def main() -> Any:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://front") as client:
-            return await talks(client)
+            try:
+                return await talks(client)
+            finally:
+                # A thread of a client that left may ask once more, and would wait for ever for a closed loop.
+                await asyncio.to_thread(front.threads.shutdown)
+                front.threads = ThreadPoolExecutor(front.limits.queue + 1)
 
     return asyncio.run(main())
 
