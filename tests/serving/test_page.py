@@ -285,17 +285,22 @@ class Visitor:
         return str(self.browser.evaluate("document.querySelector('#result')?.innerText"))
 
     def set(self, label: str, value: object) -> None:
-        """Type into the field below a label."""
+        """Type into the field below a label, as soon as there is one."""
         block = f"[...document.querySelectorAll('.block')].find(one => one.innerText.startsWith({label!r}))"
-        self.wait(f"!!{block}?.querySelector('input, textarea')")
-        self.browser.evaluate(
-            f"{{ const field = {block}.querySelector('input[type=number], input, textarea'); field.focus(); "
-            f"field.value = {str(value)!r}; field.dispatchEvent(new Event('input', {{bubbles: true}})); }}"
-        )
-        pause = "new Promise(done => setTimeout(done, 100))"
-        self.browser.evaluate(pause)
-        self.browser.press("Enter", 13, "\r")
-        self.browser.evaluate(f"document.activeElement.blur(); {pause}")
+        field = f"{block}?.querySelector('input[type=number], input, textarea')"
+        self.wait(f"!!{field}")
+        end = time.monotonic() + 30
+        # A fold that was just opened gives its fields their first values after they are there.
+        while self.browser.evaluate(f"{field}.value") != str(value):
+            assert time.monotonic() < end, (label, value)
+            self.browser.evaluate(
+                f"{{ const field = {field}; field.focus(); field.value = {str(value)!r}; "
+                "field.dispatchEvent(new Event('input', {bubbles: true})); }"
+            )
+            pause = "new Promise(done => setTimeout(done, 100))"
+            self.browser.evaluate(pause)
+            self.browser.press("Enter", 13, "\r")
+            self.browser.evaluate(f"document.activeElement.blur(); {pause}")
 
     def make(self) -> str:
         """Make images, wait for the end, and return what is told; ``window.forming`` counts previews."""
