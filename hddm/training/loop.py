@@ -66,7 +66,7 @@ AHEAD = 2
 
 
 @dataclass(frozen=True)
-class Drawn:
+class StepInputs:
     """Inputs of a step, the samples that they are of, and the seed of what the network draws itself."""
 
     rows: Tensor
@@ -83,7 +83,7 @@ class Loader:
 
     def __init__(self, order: Order, draw: Callable[[Tensor, torch.Generator], Inputs], last: int) -> None:
         self._order, self._draw, self._last = order, draw, last
-        self._coming: dict[int, Future[Drawn]] = {}
+        self._coming: dict[int, Future[StepInputs]] = {}
         threads = torch.get_num_threads()
         # Its own few operations on one core, beside those of the step.
         self._thread = ThreadPoolExecutor(1, "hddm-loader", torch.set_num_threads, (1,))
@@ -91,7 +91,7 @@ class Loader:
         # Torch gives the number that was set last to threads that begin later.
         torch.set_num_threads(threads)
 
-    def take(self, step: int) -> Drawn:
+    def take(self, step: int) -> StepInputs:
         """The inputs of ``step``; those of the next steps are begun."""
         for one in range(step, min(step + AHEAD, self._last) + 1):
             if one not in self._coming:
@@ -102,10 +102,10 @@ class Loader:
         """Drop what is drawn ahead."""
         self._thread.shutdown(cancel_futures=True)
 
-    def _drawn(self, step: int) -> Drawn:
+    def _drawn(self, step: int) -> StepInputs:
         rows, draws = self._order.rows(step), self._order.draws(step)
         inputs = self._draw(rows, draws)
-        return Drawn(rows, inputs, int(torch.randint(2**62, (), generator=draws)))
+        return StepInputs(rows, inputs, int(torch.randint(2**62, (), generator=draws)))
 
 
 OnStep = Callable[[int, float, float], None]
