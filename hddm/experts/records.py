@@ -145,6 +145,11 @@ class ExpertRecord(Record):
     adapter: AdapterRecord | None = None
     """Where the weights are those of a base, changed (`hddm.experts.lora`); None where they are here."""
 
+    @property
+    def makes_pictures(self) -> bool:
+        """True where samples are pixels, gray or in colour, and no VAE is needed to see them."""
+        return self.space == "pixels" and self.sample_shape[0] in (1, 3)
+
 
 Temperature = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 

@@ -587,8 +587,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         if strength is None:
             strength = 0.8 if mask_image is None else 1.0
         part, (size, shape) = self.vae_of(expert), self._asked_size(expert, *(size or (None, None)))
-        is_latent = self.experts.facts[expert].space == "latents" or shape[0] not in (1, 3)
-        if part is None and is_latent and not isinstance(image, Tensor):
+        if part is None and not self.experts.facts[expert].makes_pictures and not isinstance(image, Tensor):
             raise HddmError(
                 f"image: the experts make latents {tuple(shape)} and there is no VAE to encode it; give them "
                 "one (hddm assemble ENSEMBLE --vae FOLDER), or pass latents as a tensor"

@@ -58,6 +58,10 @@ def _known_strategy(name: str) -> str:
     return name
 
 
+KnownStrategy = Annotated[str, AfterValidator(_known_strategy)]
+"""Name of a strategy (`hddm.ensemble`)."""
+
+
 def _ordered(interval: tuple[float, float]) -> tuple[float, float]:
     if not 0 <= interval[0] <= interval[1] <= 1:
         raise ValueError("must be two t, 0 <= low <= high <= 1")
@@ -77,7 +81,7 @@ class SampleSettings(Record):
     solver: str = DEFAULT_SOLVER
     shift: float | None = None
     """Of the time grid; None for the model's own."""
-    strategy: Annotated[str, AfterValidator(_known_strategy)] | None = None
+    strategy: KnownStrategy | None = None
     expert: int | None = None
     router_every: Positive = 1
     guidance_scale: float = 1.0
@@ -357,7 +361,7 @@ def check_output(source: Path, pipeline: HDDMPipeline, settings: SampleSettings,
         facts = pipeline.experts.facts[k]
         if settings.output_type == "latent" or pipeline.vae_of(k) is not None:
             continue
-        if facts.space != "latents" and facts.sample_shape[0] in (1, 3):
+        if facts.makes_pictures:
             continue
         remedy = f"hddm assemble {source} --vae FOLDER"
         if (source / EXPERT_FILE).exists():
