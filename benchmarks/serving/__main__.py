@@ -19,11 +19,10 @@ import typer
 
 import hddm
 from benchmarks.harness import RESULTS, QuickOption, ResultsOption, Start, main
+from benchmarks.inference.models import Size, random_expert
 from hddm.data.images import save_png, to_bytes
 from hddm.experts.assembly import assemble
-from hddm.experts.records import Expert, ExpertRecord, save_expert
-from hddm.networks.transformers import ExpertTransformer
-from hddm.schedules import LinearSchedule
+from hddm.experts.records import save_expert
 
 PORT = 8461
 PATIENCE = 600
@@ -52,27 +51,11 @@ TINY = Settings("the quickstart's size", 64, 4, 8)
 
 def write_experts(folder: Path, settings: Settings) -> Path:
     """An ensemble of random weights under ``draw``."""
-    folders = []
+    folders, size = [], Size(settings.hidden_size, settings.depth, settings.hidden_size // 64)
     for k in range(EXPERTS):
-        torch.manual_seed(k)
-        network = ExpertTransformer(
-            sample_size=settings.side,
-            in_channels=3,
-            patch_size=2,
-            hidden_size=settings.hidden_size,
-            depth=settings.depth,
-            num_heads=settings.hidden_size // 64,
-        )
-        facts = ExpertRecord(
-            objective="flow",
-            prediction_type="flow_prediction",
-            schedule=LinearSchedule().config,
-            schedule_source="the benchmark",
-            time_scale=1000.0,
-            sample_shape=(3, settings.side, settings.side),
-        )
         (one := folder / f"expert{k}").mkdir(parents=True)
-        save_expert(one, Expert(network, facts, None, {}))
+        # Those of even numbers flow.
+        save_expert(one, random_expert(size, (3, settings.side, settings.side), 2, 2 * k, 2 * EXPERTS))
         folders.append(one)
     assemble(folders, folder / "ensemble")
     return folder / "ensemble"

@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from base64 import b64encode
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +31,9 @@ from hddm.pipelines.encoding import repeated
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.sampling import ExpertUse, integrate, noise_of, pick_experts, routed, time_grid, uniform_draws
 from hddm.serving.requests import LARGEST_BODY, ImageRequest, Refusal, read_request
-from hddm.serving.workers import Asked, Computed, Drawn, RemoteEnsemble
+from hddm.serving.workers import Answer, RemoteEnsemble, SampleJob, VelocityJob
 from hddm.utils.errors import HddmError, counted, did_you_mean, one_line, with_arguments
+from hddm.utils.processes import Report
 from hddm.utils.records import WHOLE
 from hddm.velocity import Guidance
 
@@ -50,7 +51,6 @@ FAILED = Refusal(500, "the service failed; its log says why")
 
 log = logging.getLogger(__name__)
 
-Report = Callable[[int], None]
 Conditions = dict[str, Tensor]
 
 
@@ -106,11 +106,17 @@ class Front:
         threads: of torch.
         limits: see there.
         token: SHA-256 of the bearer token in hexadecimal; None lets everybody in.
-        workers: handles of the experts' deployments, in their order.
+        workers: handles of the experts' deployments by their names, in their order.
     """
 
     def __init__(
-        self, folder: str, dtype: torch.dtype, threads: int, limits: Limits, token: str | None, *workers: Any
+        self,
+        folder: str,
+        dtype: torch.dtype,
+        threads: int,
+        limits: Limits,
+        token: str | None,
+        workers: Mapping[str, Any],
     ) -> None:
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -118,19 +124,18 @@ class Front:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("hddm").setLevel(logging.INFO)
         torch.set_num_threads(threads)
-        self.limits, self.token, self.workers = limits, token, workers
+        self.limits, self.token = limits, token
+        self.experts, self.workers = list(workers), list(workers.values())
         self.name = Path(folder).name
         # No weights of experts are read, since their networks are never called here.
         self.pipeline = HDDMPipeline.from_pretrained(folder, dtype=dtype)
         self.ensemble = RemoteEnsemble(self.pipeline.ensemble, self._velocity)
-        record = self.pipeline.facts
-        self.experts = list(record.names or (str(k) for k in range(len(workers))))
         self.threads = ThreadPoolExecutor(
             limits.queue + 1, "hddm-front", initializer=torch.set_num_threads, initargs=(threads,)
         )
         self.active, self.created = 0, int(time.time())
         self.loop: asyncio.AbstractEventLoop | None = None
-        self.outbox: list[list[tuple[Asked, asyncio.Future[Any]]]] = [[] for _ in workers]
+        self.outbox: list[list[tuple[VelocityJob, asyncio.Future[Any]]]] = [[] for _ in workers]
         self.senders: list[set[asyncio.Task[None]]] = [set() for _ in workers]
         self.times: list[float] = []
         self.registry = registry = CollectorRegistry()
@@ -366,11 +371,11 @@ class Front:
             # Decoded together, as those of one batch of hddm sample are.
             order = torch.cat([rows for rows, _, _ in made]).argsort()
             made = [(every, 0, torch.cat([x for _, _, x in made])[order])]
-        for name, share in zip(self.experts, use.shares.tolist(), strict=True):
+        shares = dict(zip(self.experts, use.shares.tolist(), strict=True))
+        for name, share in shares.items():
             self.images.labels(name).inc(share * num)
         files = [await self._in_thread(self._decode, *part) for part in made]
-        shares = zip(self.experts, use.shares.tolist(), strict=True)
-        by = ", ".join(f"{name} {share:.0%}" for name, share in shares if share)
+        by = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share)
         log.info(
             "%s in %d steps by %s; %d in the queue", counted(num, "image"), call.wanted.steps, by, self.active
         )
@@ -392,7 +397,7 @@ class Front:
             wanted, asked = call.wanted, call.ensemble.shared_out(call.guidance, *call.rows(rows))[k]
             indices = tuple((wanted.start + rows).tolist())
             settings = (wanted.steps, call.ensemble.shift, wanted.solver)
-            job = Drawn(wanted.seed, indices, *settings, *asked)
+            job = SampleJob(wanted.seed, indices, *settings, *asked)
             return rows, k, _value((await self._ask(k, job, tell))[0])
 
         # The batches of hddm sample: images of one domain follow each other, or each kind is apart.
@@ -457,12 +462,12 @@ class Front:
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.threads, function, *arguments)
 
-    def _velocity(self, k: int, job: Asked) -> Tensor:
+    def _velocity(self, k: int, job: VelocityJob) -> Tensor:
         """The velocity of expert k, for a thread that waits."""
         assert self.loop is not None
         return asyncio.run_coroutine_threadsafe(self._posted(k, job), self.loop).result()
 
-    async def _posted(self, k: int, job: Asked) -> Tensor:
+    async def _posted(self, k: int, job: VelocityJob) -> Tensor:
         """The velocity of expert k; jobs that come while messages are under way are one message together."""
         done = asyncio.get_running_loop().create_future()
         self.outbox[k].append((job, done))
@@ -484,8 +489,10 @@ class Front:
                 if not done.done():
                     done.set_result(one)
 
-    async def _ask(self, k: int, work: Drawn | list[Asked], on_step: Report = lambda step: None) -> list[Any]:
-        """What the worker of expert k computes, `Computed` or an exception for each job.
+    async def _ask(
+        self, k: int, work: SampleJob | list[VelocityJob], on_step: Report = lambda step: None
+    ) -> list[Any]:
+        """What the worker of expert k answers: an `Answer` or an exception for each job.
 
         One that is lost is asked again, `TRIES` times.
         """
@@ -494,7 +501,7 @@ class Front:
 
         for _ in range(TRIES):
             try:
-                if isinstance(work, Drawn):
+                if isinstance(work, SampleJob):
                     found = [await _last(self.workers[k].options(stream=True).draw.remote(work), on_step)]
                 else:
                     found = await self.workers[k].velocity.remote(work)
@@ -508,25 +515,25 @@ class Front:
                 await asyncio.sleep(AGAIN)
             else:
                 for one in found:
-                    if isinstance(one, Computed) and one.batch:
+                    if isinstance(one, Answer) and one.batch:
                         self.batches.labels(self.experts[k]).observe(one.batch)
                 return found
         raise Refusal(503, f"the worker of {self.experts[k]} was lost {TRIES} times")
 
 
 def _value(found: Any) -> Tensor:
-    """The tensor of what was `Computed`, or the error in its place raised."""
-    value = found.value if isinstance(found, Computed) else found
+    """The tensor of an `Answer`, or the error in its place raised."""
+    value = found.value if isinstance(found, Answer) else found
     if isinstance(value, Exception):
         raise value
     return cast(Tensor, value)
 
 
-async def _last(answers: Any, on_step: Report) -> Computed:
+async def _last(answers: Any, on_step: Report) -> Answer:
     """The last of a worker's answers, which come after the steps."""
     try:
         async for answer in answers:
-            if isinstance(answer, Computed):
+            if isinstance(answer, Answer):
                 return answer
             on_step(answer)
     finally:

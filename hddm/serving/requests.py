@@ -5,14 +5,14 @@ has no word for (seed, steps, strategy, …) is named as by ``hddm sample``. A r
 only: nothing in it is opened, imported or run.
 """
 
-import json
 import secrets
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 
-from hddm.ensemble import Strategy
+from hddm.pipelines.samples import KnownStrategy
 from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, solver_named
+from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.records import Record, parse_record
 
@@ -37,26 +37,12 @@ class Refusal(HddmError):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
 
 
-def _known_strategy(name: str) -> str:
-    Strategy.parse(name)
-    return name
-
-
 def _known_solver(name: str) -> str:
     solver_named(name)
     return name
 
 
-def _unicode(text: str) -> str:
-    # JSON can hold halves of characters, which no tokenizer takes.
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError("must be Unicode text") from error
-    return text
-
-
-Prompt = Annotated[str, Field(max_length=LONGEST_PROMPT), AfterValidator(_unicode)]
+Prompt = Annotated[str, Field(max_length=LONGEST_PROMPT)]
 
 
 class ImageRequest(Record):
@@ -84,7 +70,7 @@ class ImageRequest(Record):
     start: Annotated[int, Field(ge=0, lt=1 << 62)] = 0
     steps: Annotated[int, Field(ge=1)] = DEFAULT_STEPS
     solver: Annotated[str, AfterValidator(_known_solver)] = DEFAULT_SOLVER
-    strategy: Annotated[str, Field(max_length=40), AfterValidator(_known_strategy)] | None = None
+    strategy: Annotated[KnownStrategy, Field(max_length=40)] | None = None
     guidance_scale: float = 1.0
     negative_prompt: Prompt | None = None
 
@@ -92,13 +78,7 @@ class ImageRequest(Record):
 def read_request(body: bytes, most_images: int, most_steps: int) -> ImageRequest:
     """Check a body; raises a `Refusal` with status 400 that names the key, the value and what is known."""
     try:
-        content = json.loads(body.decode())
-    except (ValueError, RecursionError) as error:
-        raise Refusal(400, f"the body is no JSON: {one_line(error, 100)}") from error
-    if not isinstance(content, dict):
-        raise Refusal(400, f"the body is JSON, but no object: {one_line(content, 40)}")
-    try:
-        request = parse_record(content, ImageRequest, "request")
+        request = parse_record(parse_object(body, "request"), ImageRequest, "request")
     except HddmError as error:
         raise Refusal(400, error.message) from error
     for name, most in (("n", most_images), ("steps", most_steps)):

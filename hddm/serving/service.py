@@ -1,4 +1,4 @@
-"""Service of an ensemble on a Ray cluster: a deployment for the front, and one for each expert (`Service`).
+"""Service of an ensemble on a Ray cluster: a deployment for the front, and one for each expert (`serve`).
 
 Every machine needs this package, and sees the ensemble's folder under the same path. Ray Serve starts a
 worker that died again, elsewhere if need be.
@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,8 @@ FRONT = "front"
 APPLICATION = "hddm"
 TOKEN = "HDDM_TOKEN"
 """Environment variable that holds the bearer token of a service."""
+RAYS_OWN = ("num_cpus", "num_gpus", "memory")
+"""Resources that Ray has options for; others are of one's own."""
 QUIET = {"log_level": "WARNING", "enable_access_log": False}
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -51,14 +54,12 @@ class Placement:
                 if name and name not in known:
                     raise UsageError(f"{option} {name}: {choose(name, known)}")
 
-    def of(self, name: str, has_gpus: bool) -> dict[str, Any]:
-        """Options of Ray for a worker of this name."""
+    def of(self, name: str, has_gpus: bool) -> dict[str, float]:
+        """Resources of a worker of this name."""
         asked = {"num_cpus": 1.0, "num_gpus": float(has_gpus and name != FRONT)}
         # The front is not an expert.
-        asked |= dict(self.resources.get("", {})) if name != FRONT else {}
-        asked |= dict(self.resources.get(name, {}))
-        named = {key: asked.pop(key) for key in ("num_cpus", "num_gpus", "memory") if key in asked}
-        return named | ({"resources": asked} if asked else {})
+        asked |= self.resources.get("", {}) if name != FRONT else {}
+        return asked | dict(self.resources.get(name, {}))
 
 
 def serve(
@@ -160,7 +161,7 @@ def names_of(folder: Path) -> list[str]:
     names = list(own.names or map(str, range(num)))
     for k, expert in enumerate(opened.experts):
         facts, vae, text = expert.facts, *((numbers or [0] * num)[k] for numbers in (own.vaes, own.texts))
-        needed = ["vae"] if facts.space == "latents" or facts.sample_shape[0] not in (1, 3) else []
+        needed = [] if facts.makes_pictures else ["vae"]
         if TEXT_CONDITIONS[0] in facts.conditions and not own.classes:
             needed += ["text_encoder", "tokenizer"]
         for part in needed:
@@ -177,7 +178,7 @@ def _application(
     folder: Path,
     names: Sequence[str],
     replicas: Mapping[str, int],
-    of: Mapping[str, dict[str, Any]],
+    of: Mapping[str, Mapping[str, float]],
     limits: Limits,
     token: str | None,
     dtype: torch.dtype,
@@ -187,21 +188,22 @@ def _application(
     quick = {"health_check_period_s": 2, "health_check_timeout_s": 60, "graceful_shutdown_timeout_s": 5}
 
     def deployed(kind: type, name: str, **options: Any) -> Any:
-        made = ray_serve.deployment(kind, name=name, logging_config=QUIET, **quick)
+        asked: dict[str, Any] = {key: value for key, value in of[name].items() if key in RAYS_OWN}
+        asked["resources"] = {key: value for key, value in of[name].items() if key not in RAYS_OWN}
         # More than it admits, so that the service itself turns requests away.
-        return made.options(
-            ray_actor_options=of[name], max_ongoing_requests=16 * limits.queue + 100, **options
-        )
+        most = 16 * limits.queue + 100
+        made = ray_serve.deployment(kind, name=name, logging_config=QUIET, **quick)
+        return made.options(ray_actor_options=asked, max_ongoing_requests=most, **options)
 
-    workers = [
-        deployed(Worker, name, num_replicas=replicas[name]).bind(
+    workers = {
+        name: deployed(Worker, name, num_replicas=replicas[name]).bind(
             str(folder), k, dtype, device, _threads(of[name]), limits.batch_size, limits.is_batched
         )
         for k, name in enumerate(names)
-    ]
-    # The token itself stays in this process.
+    }
+    # The front needs no more to know the token by.
     digest = None if token is None else hashlib.sha256(token.encode()).hexdigest()
-    return deployed(Front, FRONT).bind(str(folder), dtype, _threads(of[FRONT]), limits, digest, *workers)
+    return deployed(Front, FRONT).bind(str(folder), dtype, _threads(of[FRONT]), limits, digest, workers)
 
 
 def _refuse_taken(host: str, port: int) -> None:
@@ -216,21 +218,17 @@ def _refuse_taken(host: str, port: int) -> None:
         ) from error
 
 
-def _threads(options: Mapping[str, Any]) -> int:
-    return max(1, round(float(options.get("num_cpus", 1))))
+def _threads(resources: Mapping[str, float]) -> int:
+    return max(1, round(resources["num_cpus"]))
 
 
-def _refuse_lack(there: Mapping[str, float], asked: Sequence[Mapping[str, Any]]) -> None:
+def _refuse_lack(there: Mapping[str, float], asked: Sequence[Mapping[str, float]]) -> None:
     """Raise an `HddmError` where a cluster has less of a resource than the workers ask for together."""
-    total: dict[str, float] = {}
-    for options in asked:
-        flat = {key: value for key, value in options.items() if key != "resources"} | options.get(
-            "resources", {}
-        )
-        for key, value in flat.items():
-            name = {"num_cpus": "CPU", "num_gpus": "GPU"}.get(key, key)
-            total[name] = total.get(name, 0) + value
-    for name, value in total.items():
+    total = Counter[str]()
+    for resources in asked:
+        total.update(resources)
+    for key, value in total.items():
+        name = {"num_cpus": "CPU", "num_gpus": "GPU"}.get(key, key)
         if value > there.get(name, 0):
             raise HddmError(
                 f"--resources: the workers ask for {value:g} of {name}, and the cluster has "

@@ -30,7 +30,7 @@ Conditions = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SampleJob:
     """Samples (n, C, H, W) of these indices under ``seed``, by one expert alone."""
 
     seed: int
@@ -45,17 +45,15 @@ class Drawn:
     @property
     def like(self) -> Hashable:
         """Key of the jobs that can be computed together."""
-        return (
-            *(self.steps, self.shift, self.solver, self.guidance),
-            *(_shapes(self.negative), _shapes(self.conditions)),
-        )
+        settings = (self.steps, self.shift, self.solver, self.guidance)
+        return settings, _shapes(self.negative), _shapes(self.conditions)
 
     def __len__(self) -> int:
         return len(self.indices)
 
 
 @dataclass(frozen=True)
-class Asked:
+class VelocityJob:
     """Velocity of states x (n, C, H, W) at times t (n,)."""
 
     x: Tensor
@@ -73,12 +71,9 @@ class Asked:
         return len(self.x)
 
 
-Job = Drawn | Asked
-
-
 @dataclass(frozen=True)
-class Computed:
-    """What a job asked for, or what is wrong with it: Ray would log the calls that led to an exception."""
+class Answer:
+    """What a job asks for, or what is wrong with it: Ray would log the calls that led to an exception."""
 
     value: Tensor | HddmError
     batch: int
@@ -89,9 +84,9 @@ class Computed:
 class _Waiting:
     """A job until it is done; ``on_step`` is told of its steps."""
 
-    job: Job
+    job: SampleJob | VelocityJob
     on_step: Callable[[int], None]
-    done: asyncio.Future[Computed] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    done: asyncio.Future[Answer] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class Worker:
@@ -129,12 +124,12 @@ class Worker:
         """True, once the weights are there."""
         return True
 
-    async def velocity(self, jobs: Sequence[Asked]) -> list[Computed | BaseException]:
+    async def velocity(self, jobs: Sequence[VelocityJob]) -> list[Answer | BaseException]:
         """The velocities that the expert has there, or what went wrong with each."""
         waiting = (self._done(_Waiting(job, lambda step: None)) for job in jobs)
         return await asyncio.gather(*waiting, return_exceptions=True)
 
-    async def draw(self, job: Drawn) -> AsyncIterator[int | Computed]:
+    async def draw(self, job: SampleJob) -> AsyncIterator[int | Answer]:
         """The samples, after the number of each step that is done."""
         loop, steps = asyncio.get_running_loop(), asyncio.Queue[int | None]()
 
@@ -150,7 +145,7 @@ class Worker:
         finally:
             made.cancel()
 
-    async def _done(self, one: _Waiting) -> Computed:
+    async def _done(self, one: _Waiting) -> Answer:
         self._waiting.append(one)
         if self._work is None or self._work.done():
             self._work = asyncio.create_task(self._work_off())
@@ -186,14 +181,14 @@ class Worker:
                 await self._compute([one])
             if len(batch) == 1 and not batch[0].done.done():
                 if isinstance(error, HddmError):
-                    batch[0].done.set_result(Computed(error, 0))
+                    batch[0].done.set_result(Answer(error, 0))
                 else:
                     batch[0].done.set_exception(error)
             return
         for one, value in zip(batch, values, strict=True):
             if not one.done.done():
                 rows = sum(len(other.job) for other in batch) if one is batch[0] else 0
-                one.done.set_result(Computed(value, rows))
+                one.done.set_result(Answer(value, rows))
 
     @torch.no_grad()
     def _run(self, batch: Sequence[_Waiting]) -> Sequence[Tensor]:
@@ -203,13 +198,13 @@ class Worker:
             _joined((getattr(job, name) for job in jobs), expert.device)
             for name in ("negative", "conditions")
         )
-        if isinstance(first, Asked):
-            x = torch.cat([job.x for job in jobs if isinstance(job, Asked)]).to(expert.device)
-            t = torch.cat([job.t for job in jobs if isinstance(job, Asked)])
+        if isinstance(first, VelocityJob):
+            x = torch.cat([job.x for job in jobs if isinstance(job, VelocityJob)]).to(expert.device)
+            t = torch.cat([job.t for job in jobs if isinstance(job, VelocityJob)])
             values = expert.velocity(x, t, first.guidance, negative or None, **conditions)
         else:
             assert expert.sample_shape is not None
-            drawn = [job for job in jobs if isinstance(job, Drawn)]
+            drawn = [job for job in jobs if isinstance(job, SampleJob)]
             x = torch.cat([noise_of(job.seed, job.indices, expert.sample_shape) for job in drawn])
 
             def on_step(index: int, x: Tensor) -> Tensor:
@@ -253,7 +248,7 @@ def _joined(conditions: Iterable[Conditions], device: torch.device) -> dict[str,
 class RemoteExpert(VelocityField):
     """An expert whose network is elsewhere; ``ask`` gives its velocity there."""
 
-    def __init__(self, known: VelocityField, ask: Callable[[Asked], Tensor]) -> None:
+    def __init__(self, known: VelocityField, ask: Callable[[VelocityJob], Tensor]) -> None:
         vars(self).update(vars(known))
         self.network = _elsewhere
         self._ask = ask
@@ -266,7 +261,7 @@ class RemoteExpert(VelocityField):
         negative: Conditions | None = None,
         **conditions: Tensor,
     ) -> Tensor:
-        return self._ask(Asked(x_t, t, Guidance.of(guidance_scale), dict(negative or {}), conditions))
+        return self._ask(VelocityJob(x_t, t, Guidance.of(guidance_scale), dict(negative or {}), conditions))
 
 
 def _elsewhere(*inputs: Any, **conditions: Any) -> Tensor:
@@ -276,7 +271,7 @@ def _elsewhere(*inputs: Any, **conditions: Any) -> Tensor:
 class RemoteEnsemble(Ensemble):
     """An ensemble of experts that are asked at the same time, by ``ask`` with their index and a job."""
 
-    def __init__(self, known: Ensemble, ask: Callable[[int, Asked], Tensor]) -> None:
+    def __init__(self, known: Ensemble, ask: Callable[[int, VelocityJob], Tensor]) -> None:
         vars(self).update(vars(known))
         self.experts = [RemoteExpert(one, partial(ask, k)) for k, one in enumerate(known.experts)]
         self._threads = ThreadPoolExecutor(thread_name_prefix="hddm-ask", max_workers=64)

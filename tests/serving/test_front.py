@@ -28,7 +28,7 @@ from hddm.pipelines.samples import SampleSettings, sample_to_folder
 from hddm.serving.front import Front, Limits
 from hddm.serving.requests import Refusal
 from hddm.serving.service import names_of, serve
-from hddm.serving.workers import Asked, Computed, Drawn, Worker
+from hddm.serving.workers import Answer, SampleJob, VelocityJob, Worker
 from hddm.utils.errors import HddmError, UsageError, on_command_line
 from hddm.velocity import Guidance
 from tests.ensemble_files import CLASSES, flow_expert, text_experts, write_ensemble, write_mixed, write_text
@@ -42,10 +42,10 @@ TOKEN = "7d4a1f0c9a9a4a8a8e0f3a5c0f2f6b1e"
 class Answers:
     """Answers of a worker that come one by one, as from a handle of Ray Serve."""
 
-    def __init__(self, answers: AsyncIterator[int | Computed]) -> None:
+    def __init__(self, answers: AsyncIterator[int | Answer]) -> None:
         self._answers = answers
 
-    def __aiter__(self) -> AsyncIterator[int | Computed]:
+    def __aiter__(self) -> AsyncIterator[int | Answer]:
         return self._answers
 
     def cancel(self) -> None:
@@ -56,13 +56,13 @@ class Handle:
     """A worker in this process, asked as a handle of Ray Serve is; the first ``deaths`` calls are lost."""
 
     def __init__(self, worker: Worker, deaths: int = 0) -> None:
-        self.worker, self.deaths, self.jobs = worker, deaths, list[Drawn | list[Asked]]()
+        self.worker, self.deaths, self.jobs = worker, deaths, list[SampleJob | list[VelocityJob]]()
         self.draw = self.velocity = self.ready = self
 
     def options(self, stream: bool) -> "Handle":
         return self
 
-    def remote(self, job: Drawn | list[Asked] | None = None) -> Any:
+    def remote(self, job: SampleJob | list[VelocityJob] | None = None) -> Any:
         if job is None:
             return self._ready()
         self.jobs.append(job)
@@ -79,12 +79,10 @@ class Handle:
 
 def front_of(folder: Path, deaths: int = 0, token: str | None = None, **limits: Any) -> Front:
     bounds = Limits(**limits)
-    num = len(json.loads((folder / "ensemble.json").read_text())["experts"])
-    workers = [
-        Worker(str(folder), k, torch.float32, "cpu", 1, bounds.batch_size, bounds.is_batched)
-        for k in range(num)
-    ]
-    return Front(str(folder), torch.float32, 1, bounds, token, *(Handle(one, deaths) for one in workers))
+    names = json.loads((folder / "ensemble.json").read_text())["names"]
+    settings = (torch.float32, "cpu", 1, bounds.batch_size, bounds.is_batched)
+    workers = {name: Handle(Worker(str(folder), k, *settings), deaths) for k, name in enumerate(names)}
+    return Front(str(folder), torch.float32, 1, bounds, token, workers)
 
 
 def talk(front: Front, talks: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
@@ -251,7 +249,7 @@ def test_states_of_one_moment_are_one_message(classes: Path) -> None:
     conditions = {"class_labels": torch.tensor([1])}
 
     async def together() -> list[torch.Tensor]:
-        jobs = [Asked(one, t, Guidance(1.0), {}, conditions) for one, t in zip(x, times, strict=True)]
+        jobs = [VelocityJob(one, t, Guidance(1.0), {}, conditions) for one, t in zip(x, times, strict=True)]
         return await asyncio.gather(*(front._posted(2, job) for job in jobs))
 
     found = asyncio.run(together())
