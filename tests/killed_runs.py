@@ -19,7 +19,7 @@ import diffusers.hooks
 import torch
 from torch import Tensor
 
-from hddm.data.shards import PixelStore, Rows, open_shard
+from hddm.data.shards import ALL, Own, PixelStore, Rows, open_shard
 from hddm.training import expert
 from hddm.training.resume import run_folder_of
 from hddm.training.settings import RunOptions
@@ -52,9 +52,11 @@ class NotedPixels(PixelStore):
 
     taken: list[list[int]] = field(default_factory=list)
 
-    def take(self, rows: Tensor, noise: torch.Generator | None, flip: Tensor | None) -> Tensor:
-        self.taken.append(rows.tolist())
-        return super().take(rows, noise, flip)
+    def take(
+        self, rows: Tensor, noise: torch.Generator | None, flip: Tensor | None, own: Own = ALL
+    ) -> Tensor:
+        self.taken.append(rows[own].tolist())
+        return super().take(rows, noise, flip, own)
 
 
 def train(shard: Path, out: Path, diary: Path, moment: tuple[str, str] | None = None) -> None:

@@ -86,9 +86,10 @@ def pretrain(
     network = size.network(images.shape[1:], settings.seed, "zero")
     objective = Objective.named("ddpm", from_diffusers(DDPM_LINEAR), prediction_type="epsilon")
 
-    def draw(rows: Tensor, noise: torch.Generator) -> Inputs:
-        time = objective.sample_times(len(rows), noise)
-        return {"x_0": images[rows], "eps": torch.randn(images[rows].shape, generator=noise), "time": time}
+    def draw(rows: Tensor, noise: torch.Generator, own: slice) -> Inputs:
+        time = objective.sample_times(len(rows), noise)[own]
+        eps = torch.randn(len(rows), *images.shape[1:], generator=noise)[own]
+        return {"x_0": images[rows[own]], "eps": eps, "time": time}
 
     def loss(module: nn.Module, inputs: Inputs) -> Tensor:
         return objective.errors(module, **inputs, conditions={})

@@ -92,10 +92,11 @@ class OwnLoop:
         )
         fit(Task(self.network, IMAGES, self._draw, self._loss), options, watchers=[step_done])
 
-    def _draw(self, rows: Tensor, noise: torch.Generator) -> dict[str, Tensor]:
-        t = self._objective.sample_times(len(rows), noise)
-        eps = torch.randn(len(rows), *self._settings.shape, generator=noise)
-        return {"x_0": self._images[rows], "class_labels": self._labels[rows], "t": t, "eps": eps}
+    def _draw(self, rows: Tensor, noise: torch.Generator, own: slice) -> dict[str, Tensor]:
+        t = self._objective.sample_times(len(rows), noise)[own]
+        eps = torch.randn(len(rows), *self._settings.shape, generator=noise)[own]
+        mine = rows[own]
+        return {"x_0": self._images[mine], "class_labels": self._labels[mine], "t": t, "eps": eps}
 
     def _loss(self, network: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         conditions = {"class_labels": inputs["class_labels"]}

@@ -44,6 +44,10 @@ from hddm.utils.files import inside
 from hddm.utils.records import HashCache
 from hddm.utils.tensors import read_safetensors
 
+Own = slice | Tensor
+"""Selects the rows that one of several processes reads: a slice, or a mask (n,)."""
+ALL = slice(None)
+
 
 class Stored(Protocol):
     """Samples in model space, by row."""
@@ -54,7 +58,9 @@ class Stored(Protocol):
 
     def __len__(self) -> int: ...
 
-    def take(self, rows: Tensor, noise: torch.Generator | None, flip: Tensor | None) -> Tensor:
+    def take(
+        self, rows: Tensor, noise: torch.Generator | None, flip: Tensor | None, own: Own = ALL
+    ) -> Tensor:
         """As `hddm.data.shards.Shard.take`."""
 
     def digest(self, row: int) -> bytes:
@@ -123,11 +129,15 @@ class JoinedStore(Joined):
     def shape(self) -> tuple[int, int, int]:
         return self.parts[0].shape
 
-    def take(self, rows: Tensor, noise: torch.Generator | None, flip: Tensor | None) -> Tensor:
-        taken = torch.empty(len(rows), *self.shape)
-        for k, here, own in self.divided(rows):
-            taken[here] = self.parts[k].take(own, noise, None if flip is None else flip[here])
-        return taken
+    def take(
+        self, rows: Tensor, noise: torch.Generator | None, flip: Tensor | None, own: Own = ALL
+    ) -> Tensor:
+        taken, kept = torch.empty(len(rows), *self.shape), torch.zeros(len(rows), dtype=torch.bool)
+        kept[own] = True
+        for k, here, within in self.divided(rows):
+            mirrored = None if flip is None else flip[here]
+            taken[here & kept] = self.parts[k].take(within, noise, mirrored, kept[here])
+        return taken[own]
 
     def digest(self, row: int) -> bytes:
         ((k, _, own),) = self.divided(torch.tensor([row]))
@@ -148,9 +158,13 @@ class PixelStore:
     def __len__(self) -> int:
         return len(self.pixels)
 
-    def take(self, rows: Tensor, noise: torch.Generator | None, flip: Tensor | None) -> Tensor:
-        images = to_unit_range(self.pixels.take(rows))
-        return images if flip is None else torch.where(flip[:, None, None, None], images.flip(-1), images)
+    def take(
+        self, rows: Tensor, noise: torch.Generator | None, flip: Tensor | None, own: Own = ALL
+    ) -> Tensor:
+        images = to_unit_range(self.pixels.take(rows[own]))
+        if flip is None:
+            return images
+        return torch.where(flip[own][:, None, None, None], images.flip(-1), images)
 
     def digest(self, row: int) -> bytes:
         return self.pixels.digest(row)
@@ -179,12 +193,15 @@ class LatentStore:
     def __len__(self) -> int:
         return len(self.mean)
 
-    def take(self, rows: Tensor, noise: torch.Generator | None, flip: Tensor | None) -> Tensor:
+    def take(
+        self, rows: Tensor, noise: torch.Generator | None, flip: Tensor | None, own: Own = ALL
+    ) -> Tensor:
         """As `hddm.data.shards.Shard.take`; raises `HddmError` for ``flip`` without encoded mirror images."""
-        z = _either(self.mean, self.mirrored_mean, rows, flip)
+        mine, mirrored = rows[own], None if flip is None else flip[own]
+        z = _either(self.mean, self.mirrored_mean, mine, mirrored)
         if noise is not None and self.deviation is not None:
-            drawn = torch.randn(z.shape, generator=noise)
-            z += _either(self.deviation, self.mirrored_deviation, rows, flip) * drawn
+            drawn = torch.randn(len(rows), *self.shape, generator=noise)[own]
+            z += _either(self.deviation, self.mirrored_deviation, mine, mirrored) * drawn
         return (z - self.shift) * self.scale
 
     def digest(self, row: int) -> bytes:
@@ -259,13 +276,19 @@ class Shard:
         """All samples (N, C, H, W), from `take`."""
         return self.take(torch.arange(len(self)))
 
-    def take(self, rows: Tensor, noise: torch.Generator | None = None, flip: Tensor | None = None) -> Tensor:
+    def take(
+        self,
+        rows: Tensor,
+        noise: torch.Generator | None = None,
+        flip: Tensor | None = None,
+        own: Own = ALL,
+    ) -> Tensor:
         """Samples (n, C, H, W) in model space, float32, at indices ``rows`` (n,).
 
         ``noise`` draws from the VAE's posterior; without it, its mean is used. ``flip`` (n,) bool mirrors
-        left to right.
+        left to right. Only samples ``own`` of ``rows`` are read and returned; ``noise`` is drawn for all.
         """
-        return self.stored.take(rows, noise, flip)
+        return self.stored.take(rows, noise, flip, own)
 
 
 def open_shard(folder: Path, is_outline: bool = False) -> Shard:

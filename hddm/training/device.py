@@ -1,6 +1,7 @@
 """Hardware of a training: devices, precision and processes, through accelerate."""
 
 import contextlib
+import math
 
 import torch
 from torch import Tensor, nn
@@ -77,15 +78,19 @@ class Device:
         )
         return wrapped
 
-    def share(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return this process's part of a batch, on its device."""
-        rank = self._accelerator.process_index
+    def share(self, batch_size: int) -> slice:
+        """Return the samples of a batch that are this process's."""
+        number = batch_size // self.processes
+        start = self._accelerator.process_index * number
+        return slice(start, start + number)
+
+    def moved(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return inputs on the device."""
         # Times are float64, which MPS lacks.
         stays = torch.float64 if self.target.type == "mps" else None
-        parts = {name: value.chunk(self.processes)[rank] for name, value in inputs.items()}
         return {
-            name: part if part.dtype is stays else part.to(self.target, non_blocking=True)
-            for name, part in parts.items()
+            name: value if value.dtype is stays else value.to(self.target, non_blocking=True)
+            for name, value in inputs.items()
         }
 
     def part(self, module: nn.Module, last: bool) -> contextlib.AbstractContextManager[None]:
@@ -115,11 +120,17 @@ class Device:
         self.scaler.step(optimizer)
         self.scaler.update()
 
-    def gathered(self, losses: Tensor, norm: Tensor) -> tuple[Tensor, float]:
-        """Return losses (batch,) of all processes, on the CPU, and the norm: a step's one wait for a GPU."""
-        together: Tensor = self._accelerator.gather(losses)
-        values = torch.cat([together.float(), norm.float()[None]]).cpu()
-        return values[:-1], values[-1].item()
+    def gathered(self, losses: Tensor, t: Tensor | None, norm: Tensor) -> tuple[Tensor, Tensor, float]:
+        """Return losses and times (batch,) of all processes, on the CPU, and the norm; without ``t`` NaN.
+
+        It is a step's one wait for a GPU.
+        """
+        losses = losses.float()
+        times = torch.full_like(losses, math.nan) if t is None else t.to(losses)
+        together: Tensor = self._accelerator.gather(torch.stack([losses, times], dim=1))
+        values = torch.cat([together.T.flatten(), norm.float()[None]]).cpu()
+        losses, times = values[:-1].view(2, -1)
+        return losses, times, values[-1].item()
 
     def any(self, flag: bool) -> bool:
         """Return true where ``flag`` holds on any process."""

@@ -225,8 +225,9 @@ def distill(
         counts = torch.tensor([len(shard) for shard in shards])
         expert_of_sample = teacher.expert_of_shard.repeat_interleave(counts)
 
-    def drawn(rows: Tensor, noise: torch.Generator) -> Inputs:
-        return draw(rows, noise) | ({} if expert_of_sample is None else {"expert": expert_of_sample[rows]})
+    def drawn(rows: Tensor, noise: torch.Generator, own: slice) -> Inputs:
+        inputs = draw(rows, noise, own)
+        return inputs if expert_of_sample is None else inputs | {"expert": expert_of_sample[rows[own]]}
 
     def write(draft: Path, fitted: Fitted, used: DistillSettings) -> None:
         network.requires_grad_(False)

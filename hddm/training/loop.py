@@ -61,13 +61,15 @@ class Order:
 
 
 Inputs = dict[str, Tensor]
+Draw = Callable[[Tensor, torch.Generator, slice], Inputs]
+"""Draws the inputs of a step; see `Task`."""
 AHEAD = 2
 """Steps whose inputs are drawn before they are asked for."""
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Inputs of a step, the samples that they are of, and the seed of what the network draws itself."""
+    """This process's inputs of a step, the step's samples, and the seed of what the network draws itself."""
 
     rows: Tensor
     inputs: Inputs
@@ -78,11 +80,12 @@ class Loader:
     """Inputs of one step after another, drawn in a thread while the steps before compute.
 
     What a step draws depends on its number alone, so it is the same whenever it is drawn. ``draw`` is that of
-    a `Task`; ``last`` is the last step. An error of a step is raised where the step is asked for.
+    a `Task`; ``last`` is the last step, ``own`` this process's share of a batch. An error of a step is raised
+    where the step is asked for.
     """
 
-    def __init__(self, order: Order, draw: Callable[[Tensor, torch.Generator], Inputs], last: int) -> None:
-        self._order, self._draw, self._last = order, draw, last
+    def __init__(self, order: Order, draw: Draw, last: int, own: slice) -> None:
+        self._order, self._draw, self._last, self._own = order, draw, last, own
         self._coming: dict[int, Future[StepInputs]] = {}
         threads = torch.get_num_threads()
         # Its own few operations on one core, beside those of the step.
@@ -104,7 +107,7 @@ class Loader:
 
     def _drawn(self, step: int) -> StepInputs:
         rows, draws = self._order.rows(step), self._order.draws(step)
-        inputs = self._draw(rows, draws)
+        inputs = self._draw(rows, draws, self._own)
         return StepInputs(rows, inputs, int(torch.randint(2**62, (), generator=draws)))
 
 
@@ -118,17 +121,18 @@ log = logging.getLogger(__name__)
 class Task:
     """A network, trained in place where its parameters require gradients, and the loss to minimise.
 
-    ``draw(rows, noise)`` returns the inputs of the loss for these of the ``num_samples`` samples, batch
-    first, on the CPU. Everything random comes from ``noise``; "t" among the inputs is the time on the common
-    path. ``loss(network, inputs)`` returns the loss of each sample (n,), in float32, also for a part of the
-    batch; the mean over the batch is minimised. ``key`` tells apart trainings of one seed. The averages of
-    step ``weak_step`` are kept to guide by, where it is not 0. ``is_new`` tells that the network's weights
-    are random.
+    ``draw(rows, noise, own)`` returns the inputs of the loss, batch first, on the CPU. ``rows`` are the
+    batch, of the ``num_samples`` samples; only its part ``own``, this process's, is read and returned.
+    Everything random comes from ``noise``, and is drawn for the whole batch; "t" among the inputs is the time
+    on the common path. ``loss(network, inputs)`` returns the loss of each sample (n,), in float32, also for a
+    part of the batch; the mean over the batch is minimised. ``key`` tells apart trainings of one seed. The
+    averages of step ``weak_step`` are kept to guide by, where it is not 0. ``is_new`` tells that the
+    network's weights are random.
     """
 
     network: nn.Module
     num_samples: int
-    draw: Callable[[Tensor, torch.Generator], Inputs]
+    draw: Draw
     loss: Callable[[nn.Module, Inputs], Tensor]
     key: tuple[int, ...] = ()
     weak_step: int = 0
@@ -276,7 +280,7 @@ class _Trainer:
             task.network, Ema(task.network, settings.ema_decay), optimizer, device.scaler
         )
         order = Order(task.num_samples, settings.batch_size, settings.seed, task.key)
-        self.loader = Loader(order, task.draw, settings.steps)
+        self.loader = Loader(order, task.draw, settings.steps, device.share(settings.batch_size))
 
     def step(self, stop: StopRequest) -> StepReport:
         state, device = self.state, self.device
@@ -290,9 +294,10 @@ class _Trainer:
         for group in state.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
         state.optimizer.zero_grad(set_to_none=True)
-        losses = self._backward(device.share(drawn.inputs))
+        inputs = device.moved(drawn.inputs)
+        losses = self._backward(inputs)
         clipped = device.clip(state.optimizer, self.parameters, self.settings.max_grad_norm)
-        losses, norm = device.gathered(losses, clipped)
+        losses, t, norm = device.gathered(losses, inputs.get("t"), clipped)
         loss = losses.mean().item()
         state.losses.append(loss)
         fine = math.isfinite(loss) and math.isfinite(norm)
@@ -305,7 +310,6 @@ class _Trainer:
             log.info("step %d: gradients left the range of fp16; its scale is now %g", step, scale)
         else:
             self._skipped(step, drawn.rows, losses, norm)
-        t = drawn.inputs["t"].float() if "t" in drawn.inputs else torch.full((len(drawn.rows),), math.nan)
         seconds = time.perf_counter() - begun
         state.seconds += seconds
         rates = tuple(group["lr"] for group in state.optimizer.param_groups)

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from hddm.data.shards import Shard
 from hddm.schedules import CosineSchedule, DiscreteSchedule, LinearSchedule, Schedule
-from hddm.training.loop import Inputs
+from hddm.training.loop import Draw, Inputs
 from hddm.training.settings import TEXT, ExpertSettings, TimeSampling, Weighting, default_weighting
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.records import WHOLE, NoiseRange
@@ -233,7 +233,7 @@ def drawing(
     settings: ExpertSettings,
     given: Mapping[str, Tensor],
     nulls: Mapping[str, Tensor],
-) -> Callable[[Tensor, torch.Generator], Inputs]:
+) -> Draw:
     """Return the function that draws the inputs of a step (`hddm.training.loop.Task.draw`).
 
     With probability ``settings.condition_dropout`` a sample has null values for all its conditions at once,
@@ -241,15 +241,16 @@ def drawing(
     which come from the shard; ``nulls`` are null values without batch dimension.
     """
 
-    def draw(rows: Tensor, noise: torch.Generator) -> Inputs:
-        flip = torch.rand(len(rows), generator=noise) < 0.5 if settings.random_flip else None
-        x_0 = shard.take(rows, noise, flip)
-        time = objective.sample_times(len(rows), noise)
-        eps = torch.randn(x_0.shape, generator=noise)
-        conditions = {name: value[rows] for name, value in given.items()}
+    def draw(rows: Tensor, noise: torch.Generator, own: slice) -> Inputs:
+        number, mine = len(rows), rows[own]
+        flip = torch.rand(number, generator=noise) < 0.5 if settings.random_flip else None
+        x_0 = shard.take(rows, noise, flip, own)
+        time = objective.sample_times(number, noise)[own]
+        eps = torch.randn(number, *shard.shape, generator=noise)[own]
+        conditions = {name: value[mine] for name, value in given.items()}
         if settings.text_conditional and shard.texts is not None:
-            conditions[TEXT] = shard.texts.take(rows)
-        dropped = torch.rand(len(rows), generator=noise) < settings.condition_dropout
+            conditions[TEXT] = shard.texts.take(mine)
+        dropped = (torch.rand(number, generator=noise) < settings.condition_dropout)[own]
         for name in set(conditions) & set(nulls):
             value = conditions[name]
             where = dropped.reshape(-1, *[1] * (value.ndim - 1))

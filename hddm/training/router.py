@@ -81,12 +81,13 @@ def train_router(
     shape = shards[0].shape
     network = new_network(RouterTransformer, settings.size, shape, settings.seed, num_experts=len(shards))
 
-    def draw(chosen: Tensor, noise: torch.Generator) -> Inputs:
-        flip = torch.rand(len(chosen), generator=noise) < 0.5 if settings.random_flip else None
-        x_0 = stored.take(rows[chosen], noise, flip)
-        t = torch.rand(len(chosen), generator=noise)
-        eps = torch.randn(x_0.shape, generator=noise)
-        return {"x_0": x_0, "eps": eps, "t": t, "shard": labels[rows[chosen]]}
+    def draw(chosen: Tensor, noise: torch.Generator, own: slice) -> Inputs:
+        number = len(chosen)
+        flip = torch.rand(number, generator=noise) < 0.5 if settings.random_flip else None
+        x_0 = stored.take(rows[chosen], noise, flip, own)
+        t = torch.rand(number, generator=noise)[own]
+        eps = torch.randn(number, *shape, generator=noise)[own]
+        return {"x_0": x_0, "eps": eps, "t": t, "shard": labels[rows[chosen[own]]]}
 
     def loss(module: nn.Module, inputs: Inputs) -> Tensor:
         wide = append_dims(inputs["t"], inputs["x_0"].ndim)

@@ -1,22 +1,32 @@
 """Trainings on each device, and by several processes, as accelerate starts them."""
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 import hddm
+from hddm.data.shards import PixelStore, Rows, open_shard
 from hddm.networks.folders import WEIGHTS
-from hddm.training.expert import train_expert
+from hddm.networks.transformers import ExpertTransformer
+from hddm.training.expert import new_network, train_expert
+from hddm.training.loop import Fitted, Task, train
+from hddm.training.objectives import drawing, loss_of, objective_of
 from hddm.training.settings import ExpertSettings, RunOptions
-from tests.artefacts import Died, ending_at, expert_settings
-from tests.killed_runs import checkpoint
+from hddm.utils.files import write_json
+from tests.artefacts import Died, ending_at, expert_settings, pixels_of
+from tests.killed_runs import checkpoint, in_a_process
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -70,6 +80,87 @@ def _finish(process: subprocess.Popen[str]) -> None:
     assert process.returncode == 0, told
 
 
+@dataclass(frozen=True)
+class NotedRows(Rows):
+    """Rows that remember which were read."""
+
+    read: list[list[int]] = field(default_factory=list)
+
+    def take(self, rows: Tensor) -> Tensor:
+        self.read.append(rows.tolist())
+        return super().take(rows)
+
+
+def train_in_float64(
+    folder: Path, out: Path, settings: ExpertSettings, run: RunOptions | None = None
+) -> None:
+    """Train a network in float64 and write it, and beside it the rows that this process read.
+
+    The order of a sum leaves no trace there; in float32 Adam scales it up where a gradient is nothing else,
+    as that of a bias of keys, and Muon's iteration where it turns the rounding to bfloat16.
+    """
+    torch.set_num_threads(1)
+    shard = open_shard(folder)
+    noted = NotedRows((pixels_of(shard),))
+    shard = replace(shard, stored=PixelStore(noted))
+    settings = settings.with_defaults(is_new=True)
+    network = new_network(ExpertTransformer, settings.size, shard.shape, 0, rotary=True).double()
+    objective = objective_of(settings)
+
+    def in_float64(module: nn.Module) -> Callable[..., Tensor]:
+        return lambda y, time: module(y.double(), time.double())
+
+    task = Task(
+        network, len(shard), drawing(shard, objective, settings, {}, {}), loss_of(objective, in_float64)
+    )
+
+    def write(draft: Path, fitted: Fitted, used: ExpertSettings) -> None:
+        save_file(network.state_dict(), draft / WEIGHTS)
+        write_json(draft / LOSSES, fitted.losses)
+
+    train(task, settings, out, LOSSES, write, {}, run=run)
+    out.with_name(f"{out.name}.rows{os.environ.get('RANK', '')}").write_text(json.dumps(noted.read))
+
+
+LOSSES = "losses.json"
+
+
+def _as_one_of_two(rank: int, port: int, target: Callable[..., None], *arguments: object) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update({name: str(value) for name, value in place.items()} | {"MASTER_PORT": str(port)})
+    target(*arguments)
+
+
+def _by_two(target: Callable[..., None], *arguments: object) -> None:
+    """Call a function in two processes that know of each other, as a launcher starts them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [in_a_process(_as_one_of_two, rank, port, target, *arguments) for rank in range(2)]
+    for process in processes:
+        process.join(SECONDS)
+    assert [process.exitcode for process in processes] == [0, 0]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_two_processes_train_to_the_weights_of_one_and_each_reads_its_own_images(
+    optimizer: str, whole: Path, tmp_path: Path
+) -> None:
+    chosen = {"steps": 100, "batch_size": 12, "threads": 1, "device": "cpu", "optimizer": optimizer}
+    settings = expert_settings("flow", **chosen)
+    train_in_float64(whole, tmp_path / "one", settings)
+    _by_two(train_in_float64, whole, tmp_path / "two", settings)
+    one, two = (load_file(tmp_path / name / WEIGHTS) for name in ("one", "two"))
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=0, atol=1e-6)
+    alone, *apart = (
+        json.loads((tmp_path / name).read_text()) for name in ("one.rows", "two.rows0", "two.rows1")
+    )
+    assert [len(rows) for rows in alone] == [12] * 100
+    assert [first + second for first, second in zip(*apart, strict=True)] == alone
+    assert {len(rows) for rows in (*apart[0], *apart[1])} == {6}
+
+
 # Muon's iteration is in bfloat16, where the order of a sum counts: a quarter of a step's rate is allowed.
 @pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "atol"), [("adamw", 2e-5), ("muon", 1e-2)])
@@ -90,11 +181,19 @@ def test_two_processes_train_as_one_does(optimizer: str, atol: float, whole: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    ("optimizer", "number"),
+    [
+        ("adamw", signal.SIGTERM),
+        ("muon", signal.SIGTERM),
+        ("adamw", signal.SIGKILL),
+        ("muon", signal.SIGKILL),
+    ],
+)
 def test_two_processes_that_are_stopped_together_go_on_as_if_nothing_had_been(
-    optimizer: str, whole: Path, tmp_path: Path
+    optimizer: str, number: signal.Signals, whole: Path, tmp_path: Path
 ) -> None:
-    """The signal goes to all of them and to their launcher, which passes it on once more."""
+    """The signal goes to all of them and to their launcher, which passes SIGTERM on once more."""
     chosen = {"steps": 400, "threads": 1, "device": "cpu", "gradient_accumulation_steps": 2}
     settings = expert_settings("flow", **chosen, optimizer=optimizer)
     for name in ("straight", "stopped"):
@@ -105,7 +204,7 @@ def test_two_processes_that_are_stopped_together_go_on_as_if_nothing_had_been(
     saved, end = out.with_name("out.run") / "checkpoints", time.monotonic() + SECONDS
     while not list(saved.glob("step_*")) and process.poll() is None and time.monotonic() < end:
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGTERM)
+    os.killpg(process.pid, number)
     process.communicate(timeout=SECONDS)
     assert not out.exists()
     _finish(_launched(whole, out, settings, "--checkpoint-every", "5", "--resume"))

@@ -89,7 +89,7 @@ def test_figures_are_those_of_the_steps_since_the_last_entry(tmp_path: Path) -> 
     place = nn.Linear(1, 1)
     seen: list[StepReport] = []
 
-    def draw(rows: Tensor, noise: torch.Generator) -> Inputs:
+    def draw(rows: Tensor, noise: torch.Generator, own: slice) -> Inputs:
         t = torch.rand(len(rows), generator=noise) * 0.55
         return {"t": torch.where(t > 0.5, 1.0, t), "rows": rows.float()}
 

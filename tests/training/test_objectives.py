@@ -1,6 +1,7 @@
 """Training losses against the least possible, in closed form for Gaussian data; and the inputs of a step."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,15 +11,18 @@ from scipy.special import logit
 from scipy.stats import truncnorm
 from torch import Tensor
 
-from hddm.data.shards import Shard, load_shard
+from hddm.data.shards import ALL, JoinedStore, Rows, Shard, TokenStore, load_shard, open_shard
 from hddm.training.loop import Order
 from hddm.training.objectives import Objective, drawing
+from hddm.training.settings import TEXT
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.tensors import append_dims, generator
 from hddm.velocity import VelocityField
 from tests.artefacts import expert_settings, with_pixels
 from tests.cases import Case, case_named
+from tests.component_files import write_clip, write_vae
 from tests.oracles import GaussianMixture, OracleNetwork
+from tests.shard_files import encode, noise, write_shard
 
 VARIANCE, SHAPE, NUM = 0.5, (1, 4, 4), 20_000
 GAUSSIAN = GaussianMixture(
@@ -276,7 +280,7 @@ def test_all_conditions_of_a_sample_are_dropped_at_once(shard: Shard, probabilit
     nulls = {"class_labels": torch.tensor(5), "size": torch.tensor([-1.0, -2.0])}
     draw = drawing(shard, Objective.named("ddpm"), settings, given, nulls)
     rows = torch.arange(len(shard)).repeat(50)
-    drawn = draw(rows, generator(0))
+    drawn = draw(rows, generator(0), ALL)
     angle = drawn["time"] * torch.pi / 2
     torch.testing.assert_close(drawn["t"], angle.sin() / (angle.sin() + angle.cos()), rtol=1e-6, atol=1e-9)
     gone = drawn["class_labels"] == 5
@@ -286,6 +290,46 @@ def test_all_conditions_of_a_sample_are_dropped_at_once(shard: Shard, probabilit
     assert (drawn["size"] == torch.where(gone[:, None], nulls["size"], torch.ones(2))).all()
 
 
+def _spied(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Rows that are read from any tensor of a shard, a list for each time."""
+    read: list[list[int]] = []
+    take = Rows.take
+
+    def noted(rows: Rows, chosen: Tensor) -> Tensor:
+        read.append(chosen.tolist())
+        return take(rows, chosen)
+
+    monkeypatch.setattr(Rows, "take", noted)
+    return read
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_processes_read_their_own_rows_and_have_together_what_one_draws(
+    processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Latents drawn from the posterior, of two stores, mirrored or not, with captions and labels."""
+    write_shard(tmp_path / "source", noise(24), None, [str(n) for n in range(24)])
+    write_vae(tmp_path / "vae")
+    write_clip(tmp_path, tokens=8)
+    networks = {name: tmp_path / name for name in ("vae", "text_encoder", "tokenizer")}
+    shard = open_shard(encode(tmp_path / "source", tmp_path / "out", 10, random_flip=True, **networks))
+    assert shard.texts is not None
+    texts = TokenStore(Rows(shard.texts.tokens.parts * 2), shard.texts.null)
+    shard = replace(shard, stored=JoinedStore([shard.stored] * 2), texts=texts)
+    settings = expert_settings("flow", random_flip=True, text_conditional=True, condition_dropout=0.3)
+    given = {"class_labels": torch.arange(48) % 5}
+    nulls = {"class_labels": torch.tensor(5), TEXT: texts.null}
+    draw, rows = drawing(shard, FLOW, settings, given, nulls), torch.arange(48).flip(0)[:36]
+    whole, number = draw(rows, generator(1), ALL), 36 // processes
+    read = _spied(monkeypatch)
+    parts = [draw(rows, generator(1), slice(k * number, (k + 1) * number)) for k in range(processes)]
+    assert whole.keys() == {"x_0", "eps", "time", "t", "class_labels", TEXT}
+    for name, value in whole.items():
+        assert torch.equal(torch.cat([part[name] for part in parts]), value)
+    # Of each sample mean, deviation and tokens, once.
+    assert sum(map(len, read)) == 3 * 36
+
+
 def test_half_the_images_are_mirrored_where_that_is_asked_for(shard: Shard) -> None:
     ramp = torch.arange(len(shard) * 16, dtype=torch.uint8).view(len(shard), 1, 4, 4)
     shard = with_pixels(shard, ramp)
@@ -293,7 +337,7 @@ def test_half_the_images_are_mirrored_where_that_is_asked_for(shard: Shard) -> N
 
     def images(flip: bool) -> Tensor:
         settings = expert_settings("flow", random_flip=flip)
-        return drawing(shard, FLOW, settings, {}, {})(rows, generator(1))["x_0"]
+        return drawing(shard, FLOW, settings, {}, {})(rows, generator(1), ALL)["x_0"]
 
     plain = shard.take(rows)
     assert torch.equal(images(False), plain)

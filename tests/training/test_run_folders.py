@@ -321,7 +321,7 @@ def test_a_run_that_stays_without_a_finite_loss_keeps_its_good_checkpoint(tmp_pa
     def loss(network: torch.nn.Module, inputs: Inputs) -> torch.Tensor:
         return network(inputs["x"])[:, 0].square() * (math.nan if next(calls) > 7 else 1)
 
-    task = Task(point, 50, lambda rows, noise: {"x": rows[:, None].float()}, loss)
+    task = Task(point, 50, lambda rows, noise, own: {"x": rows[:, None].float()}, loss)
     settings, keep = LoopSettings(steps=40, max_non_finite=3), RunOptions(checkpoint_every=4)
     with (
         open_run(tmp_path / "out", {}, keep) as run,

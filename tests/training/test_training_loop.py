@@ -29,7 +29,7 @@ class _Point(nn.Module):
 def _task(point: _Point, loss: Callable[[], Tensor]) -> Task:
     """One loss for every sample."""
 
-    def draw(rows: Tensor, noise: torch.Generator) -> Inputs:
+    def draw(rows: Tensor, noise: torch.Generator, own: slice) -> Inputs:
         return {"rows": rows}
 
     return Task(point, 1000, draw, lambda network, inputs: loss().expand(len(inputs["rows"])))
@@ -115,7 +115,7 @@ def test_a_step_that_is_not_finite_is_left_out_and_named_with_its_samples(
     def loss(network: nn.Module, inputs: Inputs) -> Tensor:
         return point.place.sum() * torch.where(inputs["rows"] == 5, bad, 1.0)
 
-    task = Task(point, 12, lambda rows, noise: {"rows": rows}, loss)
+    task = Task(point, 12, lambda rows, noise, own: {"rows": rows}, loss)
     settings = LoopSettings(steps=8, batch_size=3, learning_rate=0.1, warmup=0)
     order = Order(12, 3, settings.seed, ())
     broken = [step for step in range(1, 9) if 5 in order.rows(step)]
@@ -208,12 +208,12 @@ def test_adamw_alone_has_a_rate_of_its_own() -> None:
 def test_inputs_drawn_ahead_are_those_of_their_step_and_end_with_the_last() -> None:
     asked: list[int] = []
 
-    def draw(rows: Tensor, noise: torch.Generator) -> Inputs:
+    def draw(rows: Tensor, noise: torch.Generator, own: slice) -> Inputs:
         asked.append(threading.get_ident())
         return {"rows": rows, "eps": torch.randn(4, generator=noise)}
 
     order, again = (Order(10, 4, 3, (1,)) for _ in range(2))
-    loader = Loader(order, draw, last=7)
+    loader = Loader(order, draw, last=7, own=slice(4))
     for step in range(1, 8):
         drawn, draws = loader.take(step), again.draws(step)
         assert torch.equal(drawn.rows, again.rows(step))
@@ -228,7 +228,7 @@ def test_what_goes_wrong_ahead_is_told_at_its_step() -> None:
     point = _Point()
     losses: list[float] = []
 
-    def draw(rows: Tensor, noise: torch.Generator) -> Inputs:
+    def draw(rows: Tensor, noise: torch.Generator, own: slice) -> Inputs:
         if 5 in rows:
             raise HddmError("image 5 cannot be read")
         return {"rows": rows}

@@ -125,7 +125,7 @@ def test_a_signal_while_pictures_are_drawn_ends_that_within_a_solver_step(
     field = VelocityField(network, LinearSchedule(), "flow_prediction", sample_shape=shard.shape)
     settings = ExpertSettings(objective="flow", steps=4, batch_size=4, ema_decay=0.5, learning_rate=0.01)
 
-    def draw(rows: Tensor, noise: torch.Generator) -> Inputs:
+    def draw(rows: Tensor, noise: torch.Generator, own: slice) -> Inputs:
         return {"x_0": shard.take(rows)}
 
     task = Task(
