@@ -32,16 +32,19 @@ def measure_training(
     settings = replace(settings, rounds=rounds or settings.rounds)
     threads = threads or os.cpu_count() or 1
     measured = {dtype: _apart(settings, device, dtype, compiled, threads) for dtype in dtypes}
-    times = {dtype: found for dtype, (found, _) in measured.items()}
-    sizes = next(iter(measured.values()))[1]
-    content = {**timed(settings, device, compiled, threads, times), "million_parameters": sizes}
+    times = {dtype: found for dtype, (found, _, _) in measured.items()}
+    content = {
+        **timed(settings, device, compiled, threads, times),
+        "million_parameters": next(iter(measured.values()))[1],
+        "waited": {dtype: waited for dtype, (_, _, waited) in measured.items()},
+    }
     text = lines(settings, content, times)
     return start.write(name_of(settings, device, compiled, "-speed"), text, content)
 
 
 def _apart(
     settings: Settings, device: str, dtype: str, compiled: bool, threads: int
-) -> tuple[Times, dict[str, float]]:
+) -> tuple[Times, dict[str, float], float]:
     """In a fresh process, with the environment that hddm gives its own; it is the same for every way."""
     # glibc reads its variables when a process starts.
     fresh = multiprocessing.get_context("spawn")

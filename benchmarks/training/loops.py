@@ -71,11 +71,15 @@ class OwnLoop:
         self._objective = Objective.named("flow", prediction_type="flow_prediction")
         self._device, self._compiled = device, compiled
         self._precision = "bf16" if dtype == "bfloat16" else "no"
+        self.waits: list[float] = []
+        """Shares of its steps that it waited for their inputs, without the first of each run."""
 
     def run(self, steps: int, on_step: Callable[[], None]) -> None:
         """``steps`` of them, with a call after each."""
 
         def step_done(report: StepReport) -> None:
+            if report.step > 1:
+                self.waits.append(report.waited / report.seconds)
             on_step()
 
         options = LoopSettings(

@@ -12,6 +12,9 @@ from benchmarks.training.times import DIFFUSERS, OWN, OWN_PRODUCTS, PRODUCTS
 TARGETS = {("cpu", "float32"): 1.05, ("cpu", "bfloat16"): 1.2, ("cuda", "bfloat16"): 1.25}
 """Images a second over those of diffusers' DiT, at least; on a GPU compiled."""
 
+MOST_WAIT = 3
+"""Per cent of a step that hddm's loop waits for its inputs, at most."""
+
 
 def lines(settings: Settings, content: Mapping[str, Any], times: Mapping[str, Times]) -> list[str]:
     """The report, its title first."""
@@ -19,8 +22,21 @@ def lines(settings: Settings, content: Mapping[str, Any], times: Mapping[str, Ti
     text += _method(settings, content)
     for dtype, each in times.items():
         target = TARGETS.get((content["device"].split(":")[0], dtype))
-        text += [f"{dtype}:", "", *_times(settings, content, each), "", *_verdicts(each, target), ""]
+        text += [
+            f"{dtype}:",
+            "",
+            *_times(settings, content, each),
+            "",
+            *_verdicts(each, target),
+            _wait(content["waited"][dtype]),
+            "",
+        ]
     return text
+
+
+def _wait(share: float) -> str:
+    aim = met(100 * share, MOST_WAIT, at_most=True)
+    return f"- {OWN} waits {share:.2%} of a step for its inputs; target at most {MOST_WAIT} %: {aim}."
 
 
 def _method(settings: Settings, content: Mapping[str, Any]) -> list[str]:

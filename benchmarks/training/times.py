@@ -1,5 +1,6 @@
 """Time a step of each way: hddm's loop, a plain one, and the products of a step alone."""
 
+import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -72,13 +73,19 @@ class Products:
 
 def measure_times(
     settings: Settings, device: str, dtype: str, compiled: bool
-) -> tuple[Times, dict[str, float]]:
-    """Seconds a step, one value a round, after a warm-up; and millions of parameters."""
+) -> tuple[Times, dict[str, float], float]:
+    """Seconds a step, one value a round, after a warm-up; millions of parameters; and hddm's mean wait.
+
+    That is the share of a step in which it waits for its inputs.
+    """
     ways, sizes = ways_of(settings, device, dtype, compiled)
     for way in ways.values():
         way.run(2, lambda: None)
     timed = {name: partial(_taken, way, settings.steps, device) for name, way in ways.items()}
-    return in_turn(timed, settings.rounds), sizes
+    times = in_turn(timed, settings.rounds)
+    own = ways[OWN]
+    assert isinstance(own, OwnLoop)
+    return times, sizes, statistics.fmean(own.waits)
 
 
 def ways_of(

@@ -68,9 +68,10 @@ def test_the_plain_loop_learns(modulation: str | None, dtype: str) -> None:
 
 
 def test_every_way_is_timed_once_a_round() -> None:
-    times, sizes = measure_times(QUICK, "cpu", "bfloat16", compiled=False)
+    times, sizes, waited = measure_times(QUICK, "cpu", "bfloat16", compiled=False)
     assert list(times) == WAYS
     assert all(len(each) == QUICK.rounds and all(one.seconds > 0 for one in each) for each in times.values())
+    assert 0 < waited < 1
     assert sizes[OWN] == sizes[PLAIN] < sizes[ZERO] < sizes[DIFFUSERS]
 
 
@@ -96,10 +97,14 @@ def test_the_quick_run_writes_a_report_that_says_what_was_met(tmp_path: Path) ->
     assert "· `training --quick` ·" in written.read_text()
     seconds = {DIFFUSERS: 1.1, OWN: 1.0, PLAIN: 1.0, ZERO: 1.0, PRODUCTS: 0.88, OWN_PRODUCTS: 0.9}
     taken = {name: [Taken(value, value)] for name, value in seconds.items()}
+    assert content["waited"].keys() == {"float32"}
+    content["waited"] = {"float32": 0.03, "bfloat16": 0.0312}
     text = "\n".join(lines(QUICK, content, {"float32": taken, "bfloat16": taken}))
     for line in (
         "1.10 [1.10, 1.10] × the images a second of diffusers' DiT, plain loop; target at least 1.05: met.",
         "1.10 [1.10, 1.10] × the images a second of diffusers' DiT, plain loop; target at least 1.2: missed.",
+        "waits 3.00% of a step for its inputs; target at most 3 %: met.",
+        "waits 3.12% of a step for its inputs; target at most 3 %: missed.",
         "80% of a step of diffusers' DiT, and 90% of hddm's.",
     ):
         assert line in text
