@@ -199,6 +199,12 @@ class Ensemble:
             outside = set(range(len(self.experts))) - set(group)
             if {self.domains[k] for k in group} & {self.domains[k] for k in outside}:
                 raise HddmError(f"experts of one domain make samples of several kinds ({self._kinds_told()})")
+        students = [str(k) for k, one in enumerate(self.experts) if one.sampling_steps is not None]
+        if 0 < len(students) < len(self.experts):
+            raise HddmError(
+                f"expert {', '.join(students)}: students of few steps and other experts do not go together; "
+                "take the ones or the others"
+            )
         self.strategy = strategy
         self.shift = shift
 
@@ -220,6 +226,11 @@ class Ensemble:
             raise HddmError(
                 f"{name} mixes samples of one kind, and these differ: {self._kinds_told()}; take experts of "
                 "one kind, or strategy 'draw'"
+            )
+        if parsed.kind != "draw" and self.num_domains > 1 and self.sampling_steps is not None:
+            raise HddmError(
+                f"{name} mixes velocities at a time, and those of students of few steps are means over "
+                "steps; take strategy 'draw'"
             )
         self._name, self._strategy = name, parsed
 
@@ -263,6 +274,12 @@ class Ensemble:
                 f"these experts make samples of several kinds ({self._kinds_told()}), and this is one "
                 "tensor: take hddm.HDDMPipeline or hddm sample, which draw and decode each, or one expert="
             )
+
+    @property
+    def sampling_steps(self) -> int | None:
+        """Steps of the experts where they are students of few steps, of the most where they differ."""
+        found = {one.sampling_steps for one in self.experts}
+        return max((steps for steps in found if steps is not None), default=None)
 
     @property
     def device(self) -> torch.device:

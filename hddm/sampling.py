@@ -23,7 +23,7 @@ from hddm.ensemble import Ensemble, Strategy
 from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, OnStep, Solver, solver_named, unchanged
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import generator
-from hddm.velocity import PRIOR, Guidance, VelocityField, check_names
+from hddm.velocity import INTERVAL, PRIOR, Guidance, VelocityField, check_names
 
 Keep = Callable[[Tensor, Callable[[], Tensor]], Tensor]
 
@@ -34,6 +34,7 @@ def made(rows: Tensor, make: Callable[[], Tensor]) -> Tensor:
 
 
 BINS = 10
+STUDENT_SOLVER = "euler"
 MOST = 0.9
 """Share of the weight that one expert may take without a warning."""
 FEWEST_EXPECTED = 3
@@ -206,6 +207,24 @@ def pick_experts(prior: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(bounds, uniform[:, None].contiguous(), right=True)[:, 0]
 
 
+def settled(
+    model: VelocityField | Ensemble, steps: int | None = None, solver: str | None = None
+) -> tuple[int, str]:
+    """The numbers of steps and the solver that are asked for, or by default the model's own.
+
+    Those of a student of few steps are the steps that it was trained for, and ``euler``. Raises `HddmError`
+    for another solver of a student.
+    """
+    own = model.sampling_steps
+    if own is not None and solver not in (None, STUDENT_SOLVER):
+        raise HddmError(
+            f"--solver {solver}: a student of few steps gives the mean velocity over a step, which "
+            f"{STUDENT_SOLVER} takes exactly; drop the option"
+        )
+    default = DEFAULT_SOLVER if own is None else STUDENT_SOLVER
+    return own or DEFAULT_STEPS if steps is None else steps, solver or default
+
+
 @torch.no_grad()
 def integrate(
     model: VelocityField | Ensemble,
@@ -254,6 +273,7 @@ def integrate(
     else:
         model.refuse_beyond(times)
     given, count = {} if conditions is None else conditions, itertools.count()
+    ends = dict(itertools.pairwise(times.tolist())) if model.sampling_steps is not None else {}
     kept: Tensor | None = None
     stopped = x if is_interrupted() else None
 
@@ -261,15 +281,18 @@ def integrate(
         nonlocal kept
         if stopped is not None:
             return torch.zeros_like(x)
+        over = dict[str, Tensor]()
+        if ends:
+            over[INTERVAL] = torch.full((len(x),), float(t) - ends[float(t)], device=x.device)
         if not isinstance(model, Ensemble):
-            return _finite(model.velocity(x, t, asked(), negative, **given), t)
+            return _finite(model.velocity(x, t, asked(), negative, **given, **over), t)
         if next(count) % router_every == 0 and (kept is None or expert is None):
             kept = model.weights(x, t.expand(len(x)), expert, given)
         assert kept is not None
         kept = model.at(t.expand(len(x)), kept)
         if use is not None:
             use.add(float(t), kept)
-        return _finite(model.velocity(x, t, asked(), negative, weights=kept, **given), t, kept)
+        return _finite(model.velocity(x, t, asked(), negative, weights=kept, **given, **over), t, kept)
 
     def step(index: int, x: Tensor) -> Tensor:
         nonlocal stopped
@@ -305,9 +328,9 @@ def sample(
     model: VelocityField | Ensemble,
     num: int,
     seed: int = 0,
-    steps: int = DEFAULT_STEPS,
+    steps: int | None = None,
     strategy: str | None = None,
-    solver: str = DEFAULT_SOLVER,
+    solver: str | None = None,
     guidance_scale: float | Guidance = 1.0,
     *,
     negative: Mapping[str, Tensor] | None = None,
@@ -331,9 +354,10 @@ def sample(
         model: an expert or an ensemble.
         num: number of samples.
         seed: sample i depends on (seed, i) alone.
-        steps: solver steps, even in t up to ``shift``.
+        steps: solver steps, even in t up to ``shift``; by default 25, or a student's own.
         strategy: for this call, instead of the ensemble's own; see `hddm.ensemble`.
-        solver: ``euler``, ``heun``, ``adams-bashforth`` or ``adams-moulton``; see `hddm.solvers`.
+        solver: ``euler``, ``heun``, ``adams-bashforth`` or ``adams-moulton``, the default; see
+            `hddm.solvers`. Students of few steps take ``euler`` alone.
         guidance_scale: 1 for none, another number by condition, or a `hddm.velocity.Guidance`.
         negative: conditions to guide away from, each (num, …); by default the null ones.
         shift: of the time grid; by default the model's own.
@@ -370,6 +394,7 @@ def sample(
         model.refuse_kinds(range(len(model.experts)) if one is None else [one])
         known = known if one is None else model.experts[one].sample_shape
     shape = tuple(_shape(shape, known))
+    steps, solver = settled(model, steps, solver)
     for name, value in {"num": num, "batch_size": batch_size, "seed": seed, "start": start}.items():
         least = 0 if name in ("seed", "start") else 1
         if not isinstance(value, Integral) or value < least:

@@ -49,7 +49,9 @@ PRIOR = "expert_prior"
 """Condition that no network gets: p(k) of each sample in an ensemble, (batch, K), as a prompt gives it."""
 ROUNDING = 1e-6
 """A t in float32 may miss the end of a noise range by this much."""
-SETTINGS = frozenset({"time_ids", "resolution", "aspect_ratio", "guidance", PRIOR})
+INTERVAL = "interval"
+"""Condition of a student of few steps: t - r of each state (batch,), over which its velocity is the mean."""
+SETTINGS = frozenset({"time_ids", "resolution", "aspect_ratio", "guidance", INTERVAL, PRIOR})
 """Conditions that say how a sample is made, and not what it shows: a negative branch has the same ones."""
 
 
@@ -287,6 +289,8 @@ class VelocityField:
         shift: of the time grid that its samples want (`hddm.sampling.time_grid`).
         weak: the same expert with weights of an early step of its training, to guide by.
         noise_range: (low, high) in t, the part of [0, 1] that it was trained for.
+        sampling_steps: of a student of few steps, that number: its velocity is the mean over the interval
+            that the condition `INTERVAL` gives, and an Euler step takes it exactly.
 
     Raises:
         HddmError: for an unknown prediction type, flow_prediction on a discrete schedule, or a noise range
@@ -307,6 +311,7 @@ class VelocityField:
         shift: float = 1.0,
         weak: "VelocityField | None" = None,
         noise_range: NoiseRange = WHOLE,
+        sampling_steps: int | None = None,
     ) -> None:
         if not isinstance(schedule, Schedule):
             raise HddmError(f"schedule is {schedule!r}: pass one of hddm.schedules, such as LinearSchedule()")
@@ -323,6 +328,7 @@ class VelocityField:
         self.classes = tuple(classes)
         self.shift = shift
         self.weak = weak
+        self.sampling_steps = sampling_steps
         # What `hddm.experts` read it from, so that it can be written again with its licence and history.
         self.source: object = None
         self.range = _exact_range(schedule, self.prediction_type)
@@ -343,6 +349,7 @@ class VelocityField:
             *([f"{len(self.classes)} classes"] if self.classes else []),
             *(["calibrated"] if self.calibration is not None else []),
             *(["a weaker self"] if self.weak is not None else []),
+            *([] if self.sampling_steps is None else [f"a student of {self.sampling_steps} steps"]),
         ]
         return f"VelocityField({'; '.join(facts)})"
 

@@ -34,10 +34,24 @@ def distill(
             "--init", help="Flow expert to begin with, one of the ensemble's say; fixes the network."
         ),
     ] = None,
+    sampling_steps: Annotated[
+        Literal["1", "2", "4"] | None,
+        typer.Option("--sampling-steps", help="Train a student of few steps, this number; needs --init."),
+    ] = None,
+    trajectories: Annotated[
+        int,
+        typer.Option(
+            "--trajectories", min=1, help="Of the teacher, that a student of few steps learns from."
+        ),
+    ] = 8192,
+    guidance_scale: Annotated[
+        float,
+        typer.Option("--guidance-scale", help="Of the teacher of a student of few steps; 1 is none."),
+    ] = 1.0,
     overwrite: Overwrite = False,
     **given: Any,
 ) -> None:
-    """Train one dense flow model to do what an ensemble does, at the cost of one expert a step.
+    """Train one dense flow model to do what an ensemble does, in steps of one expert's cost, or in few steps.
 
     The student is an expert folder. The run is kept in OUT.run; --resume goes on with it.
     """
@@ -49,7 +63,12 @@ def distill(
     from hddm.training.settings import DistillSettings
     from hddm.utils.progress import TrainingProgress
 
-    options = GivenOptions(context, {"steps": steps, "teacher": teacher, **given})
+    few = {
+        "sampling_steps": None if sampling_steps is None else int(sampling_steps),
+        "trajectories": trajectories,
+        "guidance_scale": guidance_scale,
+    }
+    options = GivenOptions(context, {"steps": steps, "teacher": teacher, **few, **given})
     settings = options.settings(DistillSettings)
     with TrainingProgress(settings.steps, settings.batch_size, "distill") as progress:
         losses = run(ensemble, data, out, settings, overwrite, progress.reach, options.run(), init)

@@ -64,7 +64,9 @@ def sample(
     resampling_steps: Annotated[
         int, typer.Option("--resampling-steps", min=1, help="How often each step is taken with --mask.")
     ] = 10,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Solver steps.")] = 25,
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=1, help="Solver steps; default: 25, or a student's own.")
+    ] = None,
     strategy: Annotated[
         str | None,
         StrategyOption(help="draw, full, top-K, threshold-X or nucleus-X; default: the ensemble's own."),
@@ -79,9 +81,9 @@ def sample(
         int, typer.Option("--router-every", min=1, help="Ask the router at every n-th call only.")
     ] = 1,
     solver: Annotated[
-        Literal["euler", "heun", "adams-bashforth", "adams-moulton"],
-        typer.Option("--solver", help="Solver of the ODE."),
-    ] = "adams-moulton",
+        Literal["euler", "heun", "adams-bashforth", "adams-moulton"] | None,
+        typer.Option("--solver", help="Solver of the ODE; default: adams-moulton, or a student's euler."),
+    ] = None,
     shift: Annotated[
         float | None, typer.Option("--shift", help="Shift of the time grid, 1 is even; default: the model's.")
     ] = None,

@@ -44,7 +44,7 @@ from hddm.utils.records import (
 )
 from hddm.utils.records import ROUTER_FILE as ROUTER_FILE
 from hddm.utils.tensors import read_safetensors, refuse_non_finite
-from hddm.velocity import PredictionType, VelocityField
+from hddm.velocity import INTERVAL, PredictionType, VelocityField
 
 FORMAT = "1.5"
 NULL_FILE = "null_conditions.safetensors"
@@ -121,6 +121,8 @@ class ExpertRecord(Record):
     text_encoder: TextEncoderRecord | None = None
     shift: float = Field(default=1.0, gt=0)
     """Of the time grid that its samples want (`hddm.sampling.time_grid`)."""
+    sampling_steps: Annotated[int, Field(ge=1)] | None = None
+    """Of a student of few steps, whose network gives mean velocities (`hddm.training.mean_flow`)."""
     noise_range: NoiseRange = WHOLE
     """The part of t that it was trained for (`hddm.velocity`)."""
     variance_head: bool = False
@@ -283,6 +285,9 @@ def as_field(
     Raises `HddmError` for a schedule that is unknown or does not fit the prediction type.
     """
     record = expert.facts
+    nulls = null_conditions(record.null_class) | dict(expert.nulls)
+    if INTERVAL in record.conditions:
+        nulls[INTERVAL] = torch.tensor(0.0)
     field = VelocityField(
         network,
         from_config(record.schedule),
@@ -290,12 +295,13 @@ def as_field(
         record.time_scale,
         expert.calibration,
         conditions=record.conditions,
-        null_conditions=null_conditions(record.null_class) | dict(expert.nulls),
+        null_conditions=nulls,
         sample_shape=record.sample_shape,
         classes=record.classes,
         shift=record.shift,
         weak=None if weak is None else as_field(expert, weak),
         noise_range=record.noise_range,
+        sampling_steps=record.sampling_steps,
     )
     field.source = expert
     return field

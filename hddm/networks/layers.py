@@ -62,6 +62,8 @@ class _Attend(torch.autograd.Function):
 
 LAYER_NORM_EPS = 1e-5
 FREQUENCIES = 256
+SMOOTH = 0.03
+"""Highest frequency of a smooth embedding of times, in radians a timestep; 1000 timesteps are all of t."""
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -103,17 +105,23 @@ class _MultiplyAdd(torch.autograd.Function):
         )
 
 
-def sinusoid(times: Tensor, dim: int, dtype: torch.dtype, frequency_shift: int = 0) -> Tensor:
+def sinusoid(
+    times: Tensor, dim: int, dtype: torch.dtype, frequency_shift: int = 0, highest: float = 1.0
+) -> Tensor:
     """Sinusoidal embedding (batch, dim) of ``times`` (batch,): cosines, then sines.
 
-    With half = dim/2 the frequencies are 10000^(-i / (half - frequency_shift)) for i < half. Only the result
-    is cast to ``dtype``, since 987.2 and 988.5 are one number in bfloat16.
+    With half = dim/2 the frequencies are 10000^(-i / (half - frequency_shift)) for i < half; those above
+    ``highest`` give 0. Only the result is cast to ``dtype``, since 987.2 and 988.5 are one number in
+    bfloat16.
     """
     half = dim // 2
     steps = torch.arange(half, device=times.device, dtype=times.dtype)
     frequencies = torch.exp(-math.log(1e4) * steps / (half - frequency_shift))
     angles = times[:, None] * frequencies
-    return torch.cat([angles.cos(), angles.sin()], dim=-1).to(dtype)
+    embedded = torch.cat([angles.cos(), angles.sin()], dim=-1)
+    if highest < 1:
+        embedded = embedded * (frequencies <= highest).to(embedded).repeat(2)
+    return embedded.to(dtype)
 
 
 def grid_positions(hidden_size: int, side: int) -> Tensor:
@@ -158,11 +166,15 @@ def linear(fan_in: int, fan_out: int, std: float | None = None, bias: bool = Tru
 
 
 class TimeEmbedding(nn.Module):
-    """Sinusoid, then a two-layer perceptron: times (batch,) to (batch, hidden_size)."""
+    """Sinusoid, then a two-layer perceptron: times (batch,) to (batch, hidden_size).
 
-    def __init__(self, hidden_size: int, frequency_shift: int = 0) -> None:
+    With ``smooth`` the frequencies above `SMOOTH` are left out. What a network learns with them is noise
+    between the times that it has seen, and so is most of its derivative.
+    """
+
+    def __init__(self, hidden_size: int, frequency_shift: int = 0, smooth: bool = False) -> None:
         super().__init__()
-        self.frequency_shift = frequency_shift
+        self.frequency_shift, self.smooth = frequency_shift, smooth
         self.mlp = nn.Sequential(
             linear(FREQUENCIES, hidden_size, std=0.02),
             nn.SiLU(),
@@ -171,7 +183,7 @@ class TimeEmbedding(nn.Module):
 
     def forward(self, times: Tensor) -> Tensor:
         dtype = next(self.mlp.parameters()).dtype
-        angles = sinusoid(times, FREQUENCIES, dtype, frequency_shift=self.frequency_shift)
+        angles = sinusoid(times, FREQUENCIES, dtype, self.frequency_shift, SMOOTH if self.smooth else 1.0)
         embedded: Tensor = self.mlp(angles)
         return embedded
 

@@ -27,6 +27,8 @@ from hddm.utils.records import Record
 
 MODULATIONS = ("single", "zero")
 FINAL_MODULATIONS = ("table", "linear")
+INTERVAL_SCALE = 1000.0
+"""Timesteps in all of t, in which intervals are embedded."""
 
 
 class ExpertBlock(nn.Module):
@@ -150,6 +152,8 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
         frequency_shift: see `sinusoid`; 0 in DiT, 1 in diffusers' DiT.
         out_channels: output channels, where not C, as with a learned variance.
         rotary: give queries and keys rotary positions, beside those that are added to patches.
+        interval: take an interval of time too, for mean velocities over it (MeanFlow, arXiv:2505.13447): its
+            embedding, zero at first, is added to that of time, and both are smooth.
 
     Raises `HddmError` for an unknown modulation, or heads that do not divide the width, by 4 with ``rotary``.
     Sources: DiT (arXiv:2212.09748), PixArt-α (arXiv:2310.00426).
@@ -176,6 +180,7 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
         frequency_shift: int = 0,
         out_channels: int | None = None,
         rotary: bool = False,
+        interval: bool = False,
     ) -> None:
         super().__init__()
         self.gradient_checkpointing = False
@@ -187,7 +192,10 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
         zero = modulation == "zero"
         self.patch_embed = PatchEmbedding(in_channels, hidden_size, patch_size)
         self.pos_embed = nn.Parameter(grid_positions(hidden_size, sample_size // patch_size))
-        self.time_embed = TimeEmbedding(hidden_size, frequency_shift)
+        self.time_embed = TimeEmbedding(hidden_size, frequency_shift, smooth=interval)
+        self.interval_embed = TimeEmbedding(hidden_size, frequency_shift, smooth=True) if interval else None
+        if self.interval_embed is not None:
+            nn.init.zeros_(cast(Tensor, self.interval_embed.mlp[-1].weight))
         self.t_block = (
             None if zero else nn.Sequential(nn.SiLU(), linear(hidden_size, 6 * hidden_size, std=0.02))
         )
@@ -217,14 +225,18 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
         timestep: Tensor,
         class_labels: Tensor | None = None,
         encoder_hidden_states: Tensor | None = None,
+        interval: Tensor | None = None,
     ) -> Tensor:
         """Output (batch, out_channels, S, S) for ``hidden_states`` (batch, C, S, S).
 
         ``timestep`` (batch,) is in the unit of training. With ``num_classes``, integer ``class_labels``
         (batch,) are required; with ``text_dim``, ``encoder_hidden_states`` (batch, tokens, text_dim).
+        ``interval`` (batch,) is in t, from 0 to 1.
         """
         x = self.patch_embed(hidden_states) + self.pos_embed
         embedded = self.time_embed(timestep)
+        if self.interval_embed is not None and interval is not None:
+            embedded = embedded + self.interval_embed(INTERVAL_SCALE * interval)
         if self.class_embed is not None:
             embedded = embedded + self.class_embed(class_labels)
         text = None

@@ -127,7 +127,8 @@ _Conditions = tuple[tuple[str, ...], int | None, int | None]
 def _expert(config: Mapping[str, object]) -> _Conditions:
     classes = _count(config, "num_classes")
     text = ("encoder_hidden_states",) if config.get("text_dim") else ()
-    return (*(("class_labels",) if classes else ()), *text), classes, classes
+    interval = ("interval",) if config.get("interval") else ()
+    return (*(("class_labels",) if classes else ()), *text, *interval), classes, classes
 
 
 def _dit(config: Mapping[str, object]) -> _Conditions:

@@ -55,8 +55,8 @@ from hddm.pipelines.inputs import (
     refuse_options,
 )
 from hddm.pipelines.stock import parts_for_loader
-from hddm.sampling import ExpertUse, integrate, pick_experts, posterior_of, routed, time_grid
-from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, solver_named
+from hddm.sampling import ExpertUse, integrate, pick_experts, posterior_of, routed, settled, time_grid
+from hddm.solvers import solver_named
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.files import new_folder, restore
 from hddm.velocity import Guidance, VelocityField
@@ -383,11 +383,11 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         batch_size: int | None = None,
         height: int | None = None,
         width: int | None = None,
-        num_inference_steps: int = DEFAULT_STEPS,
+        num_inference_steps: int | None = None,
         guidance_scale: float | Guidance = 1.0,
         strategy: str | None = None,
         expert: int | None = None,
-        solver: str = DEFAULT_SOLVER,
+        solver: str | None = None,
         router_every: int = 1,
         seed: int | None = None,
         start: int = 0,
@@ -418,7 +418,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
             batch_size: prompts or classes, where one or none of them stands for all.
             height: of the images in pixels, where the networks allow another than `image_size`.
             width: likewise.
-            num_inference_steps: solver steps.
+            num_inference_steps: solver steps; by default 25, or a student's own.
             guidance_scale: 1 for none, or a `hddm.velocity.Guidance`.
             strategy: instead of the ensemble's own; see `hddm.ensemble`.
             expert: use this expert only, instead of a strategy.
@@ -455,6 +455,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         )  # fmt: skip
         given, against, num = repeated(given, against, num_images_per_prompt, batch_size)
         ensemble, chosen = routed(self.ensemble, strategy, expert, num, given)
+        steps, own_solver = settled(ensemble, num_inference_steps, solver)
         self._check_output(output_type, expert)
         device, dtype = ensemble.device, torch.promote_types(ensemble.dtype, torch.float32)
 
@@ -462,7 +463,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
             rows: Tensor, x: Tensor, k: int, chosen: Tensor | None, draws: Tensor | None = None
         ) -> HDDMPipelineOutput:
             """Images ``rows`` of this call, from noise x in the units of expert k."""
-            times, solve = time_grid(num_inference_steps, ensemble.shift), solver_named(solver)
+            times, solve = time_grid(steps, ensemble.shift), solver_named(own_solver)
             own = {key: value[rows] for key, value in given.items()}
             size = self._asked_size(k, height, width)[0]
             picture = self.picture(image, strength, mask_image, resampling_steps, k, size)

@@ -32,8 +32,7 @@ from hddm.networks.wrappers import missing_from
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.pipelines.sheets import sheet_path, write_sheet
 from hddm.routers import MomentsRouter
-from hddm.sampling import ExpertUse, draw_experts, sample
-from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS
+from hddm.sampling import ExpertUse, draw_experts, sample, settled
 from hddm.utils.drafts import Done, Draft, differences, discard_finished, open_draft
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import read_json, read_whole, sha256_of, write_json
@@ -77,8 +76,10 @@ class SampleSettings(Record):
     num_images: Positive = 16
     seed: Annotated[int, Field(ge=0)] = 0
     start: Annotated[int, Field(ge=0)] = 0
-    steps: Positive = DEFAULT_STEPS
-    solver: str = DEFAULT_SOLVER
+    steps: Positive | None = None
+    """None for the model's own."""
+    solver: str | None = None
+    """None for the model's own."""
     shift: float | None = None
     """Of the time grid; None for the model's own."""
     strategy: KnownStrategy | None = None
@@ -172,6 +173,8 @@ def sample_to_folder(
     if settings.compile:
         pipeline.experts.compile(dynamic=True)
     check_output(source, pipeline, settings, grid)
+    steps, solver = settled(pipeline.ensemble, settings.steps, settings.solver)
+    settings = settings.model_copy(update={"steps": steps, "solver": solver})
     given, against = read_cycles(pipeline, settings)
     run = _Run(pipeline, settings, guidance, given, against, on_batch)
     record = _record(source, settings, pipeline, given)

@@ -29,7 +29,16 @@ from hddm.data.images import save_png, to_bytes
 from hddm.ensemble import Ensemble
 from hddm.pipelines.encoding import repeated
 from hddm.pipelines.pipeline import HDDMPipeline
-from hddm.sampling import ExpertUse, integrate, noise_of, pick_experts, routed, time_grid, uniform_draws
+from hddm.sampling import (
+    ExpertUse,
+    integrate,
+    noise_of,
+    pick_experts,
+    routed,
+    settled,
+    time_grid,
+    uniform_draws,
+)
 from hddm.serving.requests import LARGEST_BODY, ImageRequest, Refusal, read_request
 from hddm.serving.workers import Answer, RemoteEnsemble, SampleJob, VelocityJob
 from hddm.utils.errors import HddmError, counted, did_you_mean, one_line, with_arguments
@@ -64,6 +73,8 @@ class _Call:
     """The one expert of each image (n,); None where they are mixed."""
     conditions: Conditions
     negative: Conditions
+    steps: int
+    solver: str
 
     @property
     def guidance(self) -> Guidance:
@@ -71,7 +82,7 @@ class _Call:
 
     @property
     def times(self) -> Tensor:
-        return time_grid(self.wanted.steps, self.ensemble.shift)
+        return time_grid(self.steps, self.ensemble.shift)
 
     def rows(self, rows: Tensor) -> tuple[Conditions, Conditions]:
         """Negative conditions and conditions of these rows."""
@@ -312,8 +323,9 @@ class Front:
         kind = "image_generation"
         try:
             yield _event(f"{kind}.queued", requests=self.active)
+            of, _ = settled(self.ensemble, wanted.steps)
             while (step := await steps.get()) is not None:
-                yield _event(f"{kind}.progress", step=step, steps=wanted.steps)
+                yield _event(f"{kind}.progress", step=step, steps=of)
             for image in task.result():
                 yield _event(f"{kind}.completed", created_at=int(time.time()), **_datum(wanted, *image))
         except Refusal as refusal:
@@ -340,7 +352,8 @@ class Front:
         if chosen is None and ensemble.strategy == "draw":
             draws = uniform_draws(wanted.seed, wanted.start, wanted.start + wanted.n)
             chosen = pick_experts(ensemble.prior_of(wanted.n, given), draws)
-        call = _Call(wanted, ensemble, chosen, given, against)
+        how = settled(ensemble, wanted.steps, wanted.solver)
+        call = _Call(wanted, ensemble, chosen, given, against, *how)
         ensemble.refuse_weakless(call.guidance, chosen)
         return call
 
@@ -376,9 +389,7 @@ class Front:
             self.images.labels(name).inc(share * num)
         files = [await self._in_thread(self._decode, *part) for part in made]
         by = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share)
-        log.info(
-            "%s in %d steps by %s; %d in the queue", counted(num, "image"), call.wanted.steps, by, self.active
-        )
+        log.info("%s in %d steps by %s; %d in the queue", counted(num, "image"), call.steps, by, self.active)
         return sorted(one for part in files for one in part)
 
     async def _drawn(self, call: _Call, chosen: Tensor, on_step: Report) -> list[tuple[Tensor, int, Tensor]]:
@@ -396,7 +407,7 @@ class Front:
                 return rows, k, await self._mixed(call, rows, k, tell)
             wanted, asked = call.wanted, call.ensemble.shared_out(call.guidance, *call.rows(rows))[k]
             indices = tuple((wanted.start + rows).tolist())
-            settings = (wanted.steps, call.ensemble.shift, wanted.solver)
+            settings = (call.steps, call.ensemble.shift, call.solver)
             job = SampleJob(wanted.seed, indices, *settings, *asked)
             return rows, k, _value((await self._ask(k, job, tell))[0])
 
@@ -434,7 +445,7 @@ class Front:
                 call.ensemble,
                 noise_of(wanted.seed, (wanted.start + batch).tolist(), shape),
                 call.times,
-                wanted.solver,
+                call.solver,
                 call.guidance,
                 negative or None,
                 conditions,

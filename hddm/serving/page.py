@@ -23,8 +23,9 @@ from PIL import Image, ImageOps
 
 from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.pipelines.samples import SampleSettings
+from hddm.sampling import settled
 from hddm.serving.painting import Opened, Painted, Panel, paint
-from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, SOLVERS
+from hddm.solvers import SOLVERS
 from hddm.utils.errors import HddmError, counted, optional
 from hddm.utils.processes import environment
 from hddm.utils.records import OPTIONS, parse_record
@@ -202,6 +203,7 @@ class Play:
         settings = parse_record(dict(self._shared), SampleSettings, OPTIONS)
         self.models = [Opened(source, settings) for source in sources]
         self._model = self.models[-1]
+        self._own = settled(self._model.pipeline.ensemble)
         self._stopped = threading.Event()
 
     def run(self, names: Sequence[str], *values: Any) -> Iterator[str]:
@@ -235,6 +237,8 @@ class Play:
         asked["class_labels"] = ",".join(names[one] for one in asked["class_labels"] or ()) or None
         asked["prompts"] = (prompt,) if (prompt := (asked["prompts"] or "").strip()) else ()
         asked["strategy"] = None if asked["strategy"] in ("", ensemble.strategy) else asked["strategy"]
+        for name, own in zip(("steps", "solver"), self._own, strict=True):
+            asked[name] = None if asked[name] == own else asked[name]
         return parse_record(asked, SampleSettings, OPTIONS)
 
     def _panels(self, show: str, left_out: str, settings: SampleSettings, expert: int | None) -> list[Panel]:
@@ -314,8 +318,8 @@ class Play:
                         new = "How much is new, where nothing is painted over"
                         asked["strength"] = gr.Slider(0, 1, 0.8, step=0.05, label=new)
                     with gr.Accordion("Advanced", open=False):
-                        asked["steps"] = gr.Slider(1, 100, DEFAULT_STEPS, step=1, label="Steps")
-                        asked["solver"] = gr.Dropdown(list(SOLVERS), value=DEFAULT_SOLVER, label="Solver")
+                        asked["steps"] = gr.Slider(1, 100, self._own[0], step=1, label="Steps")
+                        asked["solver"] = gr.Dropdown(list(SOLVERS), value=self._own[1], label="Solver")
                         asked["expert"] = gr.Dropdown(
                             ["all", *experts], label="One expert alone", visible=several
                         )

@@ -20,7 +20,7 @@ from torch import Tensor
 from hddm.data.images import save_png, to_bytes
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.pipelines.samples import SampleSettings, check_output, cycled, read_cycles
-from hddm.sampling import draw_experts, time_grid
+from hddm.sampling import draw_experts, settled, time_grid
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.records import EXPERT_FILE
 from hddm.utils.tensors import available_device
@@ -110,7 +110,8 @@ class Panel:
     error: str = ""
 
     def __post_init__(self) -> None:
-        self.images, self.steps = [Painted(number) for number in self.settings.numbers], self.settings.steps
+        self.images = [Painted(number) for number in self.settings.numbers]
+        self.steps, _ = settled(self.pipeline.ensemble, self.settings.steps)
 
     @property
     def commands(self) -> list[str]:
@@ -151,7 +152,7 @@ class Panel:
             if expert is None and len(ensemble.kinds) > 1:
                 expert = int(draw_experts(ensemble.prior_of(1, rows), settings.seed, start, stop))
             begun = pipeline.picture(**edit, expert=expert or 0)
-            times = time_grid(settings.steps, ensemble.shift)
+            times = time_grid(settled(ensemble, settings.steps)[0], ensemble.shift)
             times = times if begun is None else begun.times(times)
             self.steps = len(times) - 1
             pixels = functools.partial(pipeline.decode, expert=expert or 0, picture=begun)

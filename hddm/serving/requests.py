@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Field
 
 from hddm.pipelines.samples import KnownStrategy
-from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, solver_named
+from hddm.solvers import solver_named
 from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.records import Record, parse_record
@@ -68,8 +68,9 @@ class ImageRequest(Record):
     """Tell the progress in server-sent events."""
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = Field(default_factory=lambda: secrets.randbelow(SEEDS))
     start: Annotated[int, Field(ge=0, lt=1 << 62)] = 0
-    steps: Annotated[int, Field(ge=1)] = DEFAULT_STEPS
-    solver: Annotated[str, AfterValidator(_known_solver)] = DEFAULT_SOLVER
+    steps: Annotated[int, Field(ge=1)] | None = None
+    """None for the model's own, as its solver."""
+    solver: Annotated[str, AfterValidator(_known_solver)] | None = None
     strategy: Annotated[KnownStrategy, Field(max_length=40)] | None = None
     guidance_scale: float = 1.0
     negative_prompt: Prompt | None = None
@@ -82,7 +83,7 @@ def read_request(body: bytes, most_images: int, most_steps: int) -> ImageRequest
     except HddmError as error:
         raise Refusal(400, error.message) from error
     for name, most in (("n", most_images), ("steps", most_steps)):
-        if (value := getattr(request, name)) > most:
+        if (value := getattr(request, name)) is not None and value > most:
             raise Refusal(
                 400, f"{name} is {one_line(value, 30)}, and this service makes at most {most}", name
             )

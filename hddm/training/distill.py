@@ -11,7 +11,7 @@ the noise of the two. Velocities are converted and calibrated as in sampling.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -39,13 +39,15 @@ from hddm.networks.folders import sha256_once
 from hddm.networks.transformers import ExpertTransformer
 from hddm.training.expert import begun_with, calibrated, check_fit, new_network, new_record
 from hddm.training.loop import Fitted, Inputs, OnStep, Task, completed, train
+from hddm.training.mean_flow import SECOND_STAGE, TRAJECTORIES, MeanFlow, Trajectories, solve
 from hddm.training.objectives import Objective, drawing, objective_of
 from hddm.training.resume import data_of, is_complete
 from hddm.training.settings import DistillSettings, RunOptions
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.records import MANIFEST
-from hddm.utils.tensors import append_dims
+from hddm.utils.tensors import append_dims, generator
+from hddm.velocity import INTERVAL
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,8 @@ def distill(
     Arguments are those of `hddm.training.expert.train_expert`, with a teacher, which is an ensemble or one
     expert, and a partition, encoded or not. The student starts with the network of the flow expert in
     ``init``, whatever ``settings.size``, else with random weights. It is on the linear path and calibrated on
-    the whole data.
+    the whole data. With ``settings.sampling_steps`` it is a student of few steps
+    (`hddm.training.mean_flow`), which has no calibration and begins with the network of ``init``.
 
     Its record names the teacher with the hashes of all its files, and as its shard the whole partition
     (`hddm.data.shards.joined`). Licences that the teacher's experts state hold for it too.
@@ -194,6 +197,8 @@ def distill(
     teacher = open_teacher(ensemble_folder, union, shards, settings.teacher, settings.condition_dropout)
     if init is not None:
         settings = settings.model_copy(update={"prediction": None, "rotary": None})
+    elif settings.sampling_steps is not None:
+        raise UsageError("--sampling-steps: a student of few steps begins with an expert; name one by --init")
     settings = completed(settings, out, run, is_new=init is None)
     as_expert = settings.as_expert(bool(teacher.classes))
     started, begun = (None, {}) if init is None else (_read_init(init), begun_with(init))
@@ -229,18 +234,74 @@ def distill(
         inputs = draw(rows, noise, own)
         return inputs if expert_of_sample is None else inputs | {"expert": expert_of_sample[rows[own]]}
 
+    on = functools.partial(teacher.opened.on, dtype=torch.float32)
+    key = (len(shards), 1)
+    if settings.sampling_steps is None:
+        task = Task(network, len(union), drawn, matching(on, objective), key, is_new=init is None)
+    else:
+        network = with_interval(network, f"--init {init}")
+        few = {"sampling_steps": settings.sampling_steps, "conditions": (*record.conditions, INTERVAL)}
+        record = record.model_copy(update=few)
+        learned_from = given | ({} if expert_of_sample is None else {"expert": expert_of_sample})
+        solved = functools.partial(_solved, settings, union, learned_from, record)
+        flow = MeanFlow(on, record.prediction_type, settings.sampling_steps, settings.guidance_scale, solved)
+        task = Task(
+            network,
+            settings.trajectories,
+            flow.draw,
+            flow.loss,
+            key,
+            is_new=False,
+            prepare=flow.prepare,
+            second_loss=(SECOND_STAGE, flow.second_loss) if settings.sampling_steps == 1 else None,
+        )
+
     def write(draft: Path, fitted: Fitted, used: DistillSettings) -> None:
         network.requires_grad_(False)
         training = fitted.record(used, begun) | {"teacher": teacher.record}
         student = Expert(network, record.model_copy(update={"training": training}), None)
-        save_expert(draft, calibrated(student, union, given, settings.seed, fitted.device))
+        if settings.sampling_steps is None:
+            student = calibrated(student, union, given, settings.seed, fitted.device)
+        save_expert(draft, student)
 
-    on = functools.partial(teacher.opened.on, dtype=torch.float32)
-    loss = matching(on, objective)
-    task = Task(network, len(union), drawn, loss, (len(shards), 1), is_new=init is None)
     data |= {"teacher": teacher.record, **begun}
     watch = watching(field_of(Expert(network, record, None)), union, as_expert)
     return train(task, settings, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
+
+
+def _solved(
+    settings: DistillSettings,
+    union: Shard,
+    given: Mapping[str, Tensor],
+    record: ExpertRecord,
+    teacher: Ensemble,
+    file: Path | None,
+) -> Trajectories:
+    """Trajectories under conditions of random samples of the data, of ``given`` (N,), or their null."""
+    draws = generator(settings.seed, TRAJECTORIES)
+    rows = torch.randint(len(union), (settings.trajectories,), generator=draws)
+    conditions = {name: value[rows] for name, value in given.items()}
+    if LABELS in conditions:
+        assert record.null_class is not None
+        is_dropped = torch.rand(len(rows), generator=draws) < settings.condition_dropout
+        conditions[LABELS] = torch.where(is_dropped, record.null_class, conditions[LABELS])
+    shape = record.sample_shape
+    return solve(teacher, len(rows), settings.seed, shape, conditions, settings.guidance_scale, file)
+
+
+def with_interval(network: nn.Module, name: str) -> ExpertTransformer:
+    """A network that takes intervals too, with the weights of ``network``; refuses another class."""
+    if not isinstance(network, ExpertTransformer):
+        raise HddmError(
+            f"{name}: --sampling-steps needs hddm's own transformer, and it is a {type(network).__name__}; "
+            "begin with an expert that was trained here"
+        )
+    config = {key: value for key, value in network.config.items() if not key.startswith("_")}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        wider: ExpertTransformer = ExpertTransformer(**config | {"interval": True})
+    wider.load_state_dict(wider.state_dict() | network.state_dict())
+    return wider
 
 
 def _read_init(init: Path) -> Expert:

@@ -117,6 +117,9 @@ OnStep = Callable[[int, float, float], None]
 log = logging.getLogger(__name__)
 
 
+SecondLoss = Callable[[nn.Module, Inputs, Mapping[str, Tensor]], Tensor]
+
+
 @dataclass(frozen=True)
 class Task:
     """A network, trained in place where its parameters require gradients, and the loss to minimise.
@@ -127,7 +130,9 @@ class Task:
     on the common path. ``loss(network, inputs)`` returns the loss of each sample (n,), in float32, also for a
     part of the batch; the mean over the batch is minimised. ``key`` tells apart trainings of one seed. The
     averages of step ``weak_step`` are kept to guide by, where it is not 0. ``is_new`` tells that the
-    network's weights are random.
+    network's weights are random. ``prepare(device, folder)`` is called before the first step, with the run's
+    folder where there is one. ``second_loss`` takes the place of ``loss`` after this share of the steps; it
+    also gets the averages of the trained parameters by name.
     """
 
     network: nn.Module
@@ -137,6 +142,8 @@ class Task:
     key: tuple[int, ...] = ()
     weak_step: int = 0
     is_new: bool = True
+    prepare: Callable[[torch.device, Path | None], None] | None = None
+    second_loss: tuple[float, SecondLoss] | None = None
 
 
 @dataclass(frozen=True)
@@ -211,6 +218,8 @@ def fit(
     stop = StopRequest()
     with contextlib.ExitStack() as stack:
         device = stack.enter_context(Device(settings))
+        if task.prepare is not None:
+            task.prepare(device.target, None if run is None else run.folder)
         if run is not None:
             stack.enter_context(stop)
         trainer = _Trainer(task, settings, device)
@@ -259,10 +268,13 @@ class _Losses(nn.Module):
 
     def __init__(self, task: Task) -> None:
         super().__init__()
-        self.network, self._loss = task.network, task.loss
+        self.network, self._task = task.network, task
 
-    def forward(self, inputs: Inputs) -> Tensor:
-        return self._loss(self.network, inputs)
+    def forward(self, inputs: Inputs, averages: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Losses (n,), with ``averages`` those of the second stage."""
+        if averages is None or self._task.second_loss is None:
+            return self._task.loss(self.network, inputs)
+        return self._task.second_loss[1](self.network, inputs, averages)
 
 
 class _Trainer:
@@ -295,7 +307,9 @@ class _Trainer:
             group["lr"] = group["initial_lr"] * factor
         state.optimizer.zero_grad(set_to_none=True)
         inputs = device.moved(drawn.inputs)
-        losses = self._backward(inputs)
+        share = 1.0 if self.task.second_loss is None else self.task.second_loss[0]
+        is_second = step > share * self.settings.steps
+        losses = self._backward(inputs, state.ema.tensors() if is_second else None)
         clipped = device.clip(state.optimizer, self.parameters, self.settings.max_grad_norm)
         losses, t, norm = device.gathered(losses, inputs.get("t"), clipped)
         loss = losses.mean().item()
@@ -315,7 +329,7 @@ class _Trainer:
         rates = tuple(group["lr"] for group in state.optimizer.param_groups)
         return StepReport(step, losses, t, loss, norm, rates, seconds, waited, state, lambda: stop.requested)
 
-    def _backward(self, inputs: Inputs) -> Tensor:
+    def _backward(self, inputs: Inputs, averages: Mapping[str, Tensor] | None) -> Tensor:
         """Return losses (batch,) of this process; gradients are summed over the parts of its batch."""
         number = self.settings.gradient_accumulation_steps
         parts = zip(*(value.chunk(number) for value in inputs.values()), strict=True)
@@ -323,7 +337,7 @@ class _Trainer:
         for index, part in enumerate(parts, 1):
             with self.device.part(self.losses, last=index == number):
                 with self.device.precision():
-                    each = self.losses(dict(zip(inputs, part, strict=True)))
+                    each = self.losses(dict(zip(inputs, part, strict=True)), averages)
                 self.device.backward(each.sum() / len(next(iter(inputs.values()))))
             losses.append(each.detach())
         return torch.cat(losses)

@@ -239,11 +239,24 @@ class DistillSettings(DenoiserSettings):
     """Settings of a student."""
 
     teacher: Literal["shard", "routed"] = "shard"
+    sampling_steps: Literal[1, 2, 4] | None = None
+    """Steps of a student of few steps (`hddm.training.mean_flow`); None is a student of velocities."""
+    trajectories: Positive = 8192
+    """Of the teacher, that a student of few steps learns from."""
+    guidance_scale: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    """Of the teacher of a student of few steps, which has it inside; 1 for none."""
 
     def as_expert(self, class_conditional: bool) -> ExpertSettings:
         """Return the settings of the flow expert that the student is."""
-        same = self.model_dump(exclude={"teacher"})
+        same = self.model_dump(exclude=set(DistillSettings.model_fields) - set(DenoiserSettings.model_fields))
         return ExpertSettings(objective="flow", class_conditional=class_conditional, **same)
+
+    @model_validator(mode="after")
+    def _few_steps_are_said(self) -> "DistillSettings":
+        for name in ("trajectories", "guidance_scale") if self.sampling_steps is None else ():
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} {value:g} is for a student of few steps; give sampling_steps too")
+        return self
 
 
 class Keeping(Record):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hddm.data.images import save_png, tiled, to_bytes
 from hddm.data.shards import Shard
-from hddm.sampling import initial_noise, integrate, time_grid
+from hddm.sampling import initial_noise, integrate, settled, time_grid
 from hddm.training.loop import StepReport, Watcher
 from hddm.training.resume import RUN_FILE, read_run
 from hddm.training.settings import TEXT, ExpertSettings
@@ -252,10 +252,11 @@ class SampleGrids:
         dtype = torch.promote_types(field.dtype, torch.float32)
         low, high = field.noise_range
         x = (1 - high) * self._x_0 + high * initial_noise(SEED, 0, self._num, self._shape)
-        times = low + (high - low) * time_grid(STEPS, field.shift)
+        steps, solver = settled(field, STEPS if field.sampling_steps is None else None)
+        times = low + (high - low) * time_grid(steps, field.shift)
         given: dict[str, Any] = {name: value.to(field.device) for name, value in self._conditions.items()}
         x = x.to(field.device, dtype)
-        x = integrate(field, x, times, conditions=given, is_interrupted=report.should_stop)
+        x = integrate(field, x, times, solver, conditions=given, is_interrupted=report.should_stop)
         if low > 0:
             with torch.no_grad():
                 x = x - low * field.velocity(x, times[-1], **given)

@@ -1,0 +1,244 @@
+"""Students of few steps: mean velocities in closed form, what a training writes, and who samples it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import hddm
+from hddm.ensemble import Ensemble
+from hddm.experts.assembly import assemble
+from hddm.networks.folders import WEIGHTS
+from hddm.pipelines.pipeline import HDDMPipeline
+from hddm.sampling import initial_noise, sample
+from hddm.schedules import LinearSchedule
+from hddm.training.distill import distill, with_interval
+from hddm.training.mean_flow import FILE, FLOOR, STUDENT_STEPS, MeanFlow, identity_target, solve
+from hddm.training.resume import run_folder_of
+from hddm.training.settings import DistillSettings, RunOptions
+from hddm.utils.errors import HddmError
+from hddm.velocity import PredictionType, VelocityField
+from tests.artefacts import Command, Died, ending_at
+from tests.conftest import Trio
+from tests.ensemble_files import flow_expert, write_ensemble
+
+MEAN, VARIANCE = 0.7, 0.3
+"""Of the Gaussian data whose flow is known."""
+SHAPE = (1, 2, 2)
+
+
+def _deviation(t: Tensor) -> Tensor:
+    return ((1 - t) ** 2 * VARIANCE + t**2).sqrt()
+
+
+def _flow(x: Tensor, t: Tensor, r: Tensor) -> Tensor:
+    """x_r through x_t: states keep their distance from the mean, in deviations."""
+    return (1 - r) * MEAN + _deviation(r) / _deviation(t) * (x - (1 - t) * MEAN)
+
+
+def _wide(t: Tensor, x: Tensor) -> Tensor:
+    return t.to(x).view(-1, 1, 1, 1)
+
+
+def _velocity(x: Tensor, t: Tensor) -> Tensor:
+    t = _wide(t, x)
+    gain = (t - (1 - t) * VARIANCE) / _deviation(t) ** 2
+    return gain * (x - (1 - t) * MEAN) - MEAN
+
+
+def _mean_velocity(x: Tensor, t: Tensor, interval: Tensor) -> Tensor:
+    t, over = _wide(t, x), _wide(interval, x)
+    mean = (x - _flow(x, t, t - over)) / over.where(over > 0, 1)
+    return torch.where(over > 0, mean, _velocity(x, t[:, 0, 0, 0]))
+
+
+class Exact(nn.Module):
+    """A network of the Gaussian's mean velocities, in what it predicts, ``off`` by a constant."""
+
+    def __init__(self, kind: str = "flow_prediction", off: float = 0.0) -> None:
+        super().__init__()
+        self.kind, self.off = kind, nn.Parameter(torch.tensor(off, dtype=torch.float64))
+
+    def forward(self, x: Tensor, timestep: Tensor, interval: Tensor) -> Tensor:
+        t = timestep.double() / 1000
+        u, wide = _mean_velocity(x, t, interval) + self.off, _wide(t, x)
+        match self.kind:
+            case "sample":
+                return x - wide * u
+            case "v_prediction":
+                return (wide**2 + (1 - wide) ** 2) * u - (2 * wide - 1) * x
+        return u
+
+
+def _student(steps: int, kind: str = "flow_prediction") -> VelocityField:
+    nulls = {"interval": torch.tensor(0.0)}
+    return VelocityField(
+        Exact(kind), LinearSchedule(), kind, 1000, None, ("interval",), nulls, SHAPE, sampling_steps=steps
+    )
+
+
+def _teacher() -> Ensemble:
+    network: Callable[..., Tensor] = lambda x, timestep: _velocity(x, timestep / 1000)  # noqa: E731
+    return Ensemble(
+        [VelocityField(network, LinearSchedule(), "flow_prediction", 1000, None, ())], None, "full"
+    )
+
+
+def _times(num: int) -> tuple[Tensor, Tensor]:
+    drawn = torch.rand(2, num, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    return drawn.max(0)[0], drawn.min(0)[0]
+
+
+def test_the_identity_gives_the_mean_velocity_of_a_gaussians_flow() -> None:
+    (t, r), x = _times(64), 2 * torch.randn(64, *SHAPE, dtype=torch.float64)
+    found = identity_target(_mean_velocity, x, _velocity(x, t), t, r)
+    torch.testing.assert_close(found, _mean_velocity(x, t, t - r), rtol=0, atol=1e-9)
+    # Of a u that is off, it is not that u; and it is v where there is no interval.
+    wrong = identity_target(lambda x, t, d: 1.1 * _mean_velocity(x, t, d), x, _velocity(x, t), t, r)
+    assert (wrong - 1.1 * _mean_velocity(x, t, t - r)).abs().mean() > 0.01
+    torch.testing.assert_close(identity_target(_mean_velocity, x, _velocity(x, t), t, t), _velocity(x, t))
+
+
+def test_the_identitys_second_term_is_no_longer_than_its_bound() -> None:
+    (t, r), x = _times(64), torch.randn(64, *SHAPE, dtype=torch.float64)
+    v = _velocity(x, t)
+    found = identity_target(lambda x, t, d: torch.sin(1e4 * x), x, v, t, r, bound=1.0)
+    size = (found - v).flatten(1).square().mean(1).sqrt()
+    assert (size / (v.flatten(1).square().mean(1).sqrt() + 1)).max().item() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("kind", ["flow_prediction", "sample", "v_prediction"])
+def test_both_losses_vanish_at_the_mean_velocity_alone(kind: str) -> None:
+    flow = MeanFlow(
+        lambda device: _teacher(),
+        PredictionType(kind),
+        2,
+        1.0,
+        lambda teacher, file: solve(teacher, 400, 0, SHAPE, {}, 1.0, file),
+    )
+    flow.prepare(torch.device("cpu"), None)
+    noise = torch.Generator().manual_seed(1)
+    drawn = flow.draw(torch.arange(400), noise, slice(None))
+    inputs = {name: value.double() if value.ndim == 4 else value for name, value in drawn.items()}
+    assert inputs["by_identity"].any()
+    exact, wrong = Exact(kind), Exact(kind, 0.1)
+    held = dict(exact.named_parameters())
+    off = 0.01 / (0.01 + FLOOR) ** 0.5
+    for loss in (flow.loss, lambda network, inputs: flow.second_loss(network, inputs, held)):
+        # The trajectories are solved in 24 steps.
+        assert loss(exact, inputs).max() < 1e-3
+        assert loss(wrong, inputs).mean().item() == pytest.approx(off, rel=0.02)
+
+
+def test_trajectories_are_the_flow_and_depend_on_their_number_alone() -> None:
+    found = solve(_teacher(), 300, 7, SHAPE, {}, 1.0)
+    x = found.states[:, 0]
+    for place, t in enumerate(found.times.tolist()):
+        exact = _flow(x.double(), torch.tensor(1.0), torch.tensor(t))
+        torch.testing.assert_close(found.states[:, place].double(), exact, rtol=0, atol=2e-3)
+    assert torch.equal(solve(_teacher(), 10, 7, SHAPE, {}, 1.0).states, found.states[:10])
+
+
+@pytest.mark.parametrize("kind", ["flow_prediction", "sample", "v_prediction"])
+@pytest.mark.parametrize("steps", STUDENT_STEPS)
+def test_steps_of_any_length_are_exact(steps: int, kind: str) -> None:
+    noise = initial_noise(5, 0, 8, SHAPE).double()
+    exact = _flow(noise, torch.tensor(1.0), torch.tensor(0.0))
+    for model in (_student(steps, kind), Ensemble([_student(steps, kind)] * 2, strategy="draw")):
+        for asked in (None, 1, 3):
+            found = sample(model, 8, 5, asked)
+            torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5)
+
+
+def test_what_students_cannot_do_is_refused() -> None:
+    other = VelocityField(Exact(), LinearSchedule(), "flow_prediction", 1000, None, ("interval",))
+    with pytest.raises(HddmError, match="solver heun: a student of few steps"):
+        sample(_student(2), 1, solver="heun")
+    with pytest.raises(HddmError, match="expert 0: students of few steps and other experts"):
+        Ensemble([_student(2), other], strategy="draw")
+    with pytest.raises(HddmError, match="full mixes velocities at a time"):
+        Ensemble([_student(2), _student(2)], strategy="full")
+    with pytest.raises(HddmError, match="cannot predict noise"):
+        MeanFlow(lambda device: _teacher(), PredictionType.EPSILON, 1, 1.0, lambda teacher, file: None)  # type: ignore[arg-type,return-value]
+    with pytest.raises(HddmError, match="needs hddm's own transformer, and it is a Linear"):
+        with_interval(nn.Linear(2, 2), "--init it")
+
+
+def test_a_student_begins_as_its_expert_but_for_high_frequencies_of_time() -> None:
+    expert = flow_expert(3).network
+    student = with_interval(expert, "it")
+    x, t = torch.randn(4, 3, 4, 4), torch.linspace(0, 1000, 4)
+    assert torch.equal(student(x, t), student(x, t, interval=torch.zeros(4)))
+    expert.time_embed.smooth = True
+    assert torch.equal(expert(x, t), student(x, t, interval=torch.rand(4)))
+
+
+def _settings(**changes: object) -> DistillSettings:
+    short = {"steps": 8, "batch_size": 8, "learning_rate": 3e-3, "trajectories": 16, "teacher": "routed"}
+    return DistillSettings.model_validate({**short, "sampling_steps": 1, "seed": 7, **changes})
+
+
+def test_a_killed_training_goes_on_to_the_same_student(
+    ensemble: Path, shards: Path, flow_expert: Path, tmp_path: Path
+) -> None:
+    """Through both stages; what the teacher solved is kept beside the checkpoints."""
+    given = (ensemble, shards)
+    whole = distill(*given, tmp_path / "whole", _settings(), init=flow_expert)
+    out = tmp_path / "student"
+    options = RunOptions(checkpoint_every=2)
+    with pytest.raises(Died):
+        distill(*given, out, _settings(), on_step=ending_at(7), run=options, init=flow_expert)
+    kept = run_folder_of(out) / FILE
+    written = kept.stat().st_mtime_ns
+    losses = distill(*given, out, _settings(), run=RunOptions(resume=True), init=flow_expert)
+    assert losses == whole
+    assert kept.stat().st_mtime_ns == written
+    made, expected = (load_file(folder / WEIGHTS) for folder in (out, tmp_path / "whole"))
+    assert all(torch.equal(made[name], value) for name, value in expected.items())
+
+
+def test_a_student_is_trained_sampled_and_verified_from_the_command_line(
+    trio: Trio, tmp_path: Path, hddm: Command
+) -> None:
+    """Of experts with classes, whose guidance it has inside."""
+    assemble(trio.experts, tmp_path / "trio", trio.router, "full")
+    out = tmp_path / "student"
+    line = ["distill", tmp_path / "trio", "--data", trio.shards, "--out", out, "--teacher", "routed"]
+    few = ["--sampling-steps", 2, "--trajectories", 32, "--guidance-scale", 2, "--batch-size", 8]
+    flow = next(one for one in trio.experts if "flow" in (one / "expert.json").read_text())
+    code, _, error = hddm(*line, *few, "--steps", 4)
+    assert (code, "begins with an expert; name one by --init" in error) == (2, True)
+    code, _, error = hddm(*line, "--guidance-scale", 2, "--steps", 4)
+    assert (code, "give --sampling-steps too" in error) == (2, True)
+    code, _, error = hddm(*line, *few, "--steps", 4, "--init", flow)
+    assert code == 0, error
+    record = json.loads((out / "expert.json").read_text())
+    assert (record["sampling_steps"], record["conditions"]) == (2, ["class_labels", "interval"])
+    assert record["training"]["guidance_scale"] == 2
+
+    images = tmp_path / "images"
+    assert hddm("sample", out, "--class-labels", 0, "--num-images", 4, "--out", images)[0] == 0
+    settings = json.loads((images / "sampling.json").read_text())
+    assert (settings["steps"], settings["solver"]) == (2, "euler")
+    code, _, error = hddm("sample", out, "--solver", "heun", "--out", tmp_path / "heun")
+    assert (code, "a student of few steps" in error) == (1, True)
+    pipeline = HDDMPipeline.from_pretrained(out)
+    made = pipeline(class_labels=[0] * 4, seed=0, output_type="pt").images
+    assert torch.equal(
+        made, pipeline(class_labels=[0] * 4, seed=0, output_type="pt", num_inference_steps=2).images
+    )
+    assert hddm("verify", out)[0] == 0
+
+
+def test_an_ensemble_of_students_is_drawn_from(tmp_path: Path) -> None:
+    facts = {"sampling_steps": 2}
+    folder = write_ensemble(tmp_path, [flow_expert(seed, facts, interval=True) for seed in range(2)], "draw")
+    model = hddm.load(folder)
+    assert isinstance(model, Ensemble)
+    assert model.sampling_steps == 2
+    assert torch.equal(sample(model, 6, 1), sample(model, 6, 1, 2, solver="euler"))
+    assert not torch.equal(sample(model, 6, 1), sample(model, 6, 1, 3))
