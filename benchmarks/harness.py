@@ -50,7 +50,9 @@ def command() -> str:
     """The command that started this process, without the places that it names."""
     kept = [word for word, before in zip(sys.argv[1:], sys.argv, strict=False) if before not in _PLACES]
     words = [word for word in kept if word not in _PLACES]
-    return " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).parent.name}", *words])
+    module = Path(sys.argv[0])
+    own = "" if module.stem == "__main__" else f".{module.stem}"
+    return " ".join(["python -m", f"benchmarks.{module.parent.name}{own}", *words])
 
 
 def main(app: Callable[[], object]) -> None:

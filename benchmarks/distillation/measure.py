@@ -80,18 +80,18 @@ class Bench:
         return teacher.parent / "experts" / str(last) if recipe.init else None
 
     def scores(
-        self, place: Path, models: Mapping[str, tuple[Path, str | None]], seed: int, label: str
+        self, place: Path, models: Mapping[str, tuple[Path, Mapping[str, Any]]], seed: int, label: str
     ) -> dict[str, Any]:
-        """Scores of models, by their names; rows are kept in ``place``."""
+        """Scores of models by name, each sampled with its changes to the settings; kept in ``place``."""
         rows = {name: place / f"{slug(name)}.json" for name in models}
         common = {"scorer": self.scorer, "seed": seed, "settings": self.settings}
         calls = [
             Call(
                 score_job,
-                {"source": source, "strategy": strategy, "row": rows[name], **common},
+                {"source": source, "changes": changes, "row": rows[name], **common},
                 self.settings.quickstart.sampling.num_images,
             )
-            for name, (source, strategy) in models.items()
+            for name, (source, changes) in models.items()
         ]
         run_calls(self.pool, calls, label)
         return {name: read_json(path) for name, path in rows.items()}
@@ -139,7 +139,7 @@ def tune(bench: Bench) -> dict[str, dict[str, Any]]:
         outs = {str(recipe): place / slug(f"{kind} {recipe}") for recipe in bench.settings.recipes}
         calls = [make(outs[str(recipe)], recipe) for recipe in bench.settings.recipes]
         run_calls(bench.pool, calls, f"tuning: {kind}")
-        models: dict[str, tuple[Path, str | None]] = {name: (out, None) for name, out in outs.items()}
+        models: dict[str, tuple[Path, dict[str, Any]]] = {name: (out, {}) for name, out in outs.items()}
         scores = bench.scores(place / f"rows-{slug(kind)}", models, TUNING_SEED, f"tuning: sample {kind}")
         distances = {name: scores[name]["to_training"]["value"] for name in outs}
         best = min(bench.settings.recipes, key=lambda recipe: distances[str(recipe)])
@@ -154,8 +154,11 @@ def _run(bench: Bench, tuned: dict[str, dict[str, Any]], seed: int) -> dict[str,
     outs = {row: place / slug(row) for row in (STUDENT, COUNTED, CONTROL)}
     calls = [bench.student(teacher, outs[row], row, recipe, seed) for row in (STUDENT, COUNTED)]
     run_calls(bench.pool, [*calls, bench.control(teacher, outs[CONTROL], plain, seed)], f"seed {seed}: train")
-    models: dict[str, tuple[Path, str | None]] = {TEACHER: (teacher, "draw"), MIXTURE: (teacher, "full")}
-    models |= {row: (out, None) for row, out in outs.items()}
+    models: dict[str, tuple[Path, dict[str, Any]]] = {
+        TEACHER: (teacher, {"strategy": "draw"}),
+        MIXTURE: (teacher, {"strategy": "full"}),
+        **{row: (out, {}) for row, out in outs.items()},
+    }
     return {"seed": seed, "rows": bench.scores(place / "rows", models, seed, f"seed {seed}: sample")}
 
 
@@ -170,7 +173,7 @@ def distill_job(
 
 def score_job(
     source: Path,
-    strategy: str | None,
+    changes: Mapping[str, Any],
     row: Path,
     scorer: Scorer,
     seed: int,
@@ -179,15 +182,15 @@ def score_job(
 ) -> None:
     """Write the scores of a model's samples to ``row``, and a picture beside it, unless they are there.
 
-    ``strategy`` is that of an ensemble, its own by default.
+    ``changes`` are those to the quickstart's sampling; by default an ensemble's strategy is its own.
     """
-    point = settings.quickstart.sampling
+    point = settings.quickstart.sampling.model_copy(update=dict(changes))
     if row.exists():
         report(point.num_images)
         return
     model = load(source)
-    if isinstance(model, Ensemble):
-        point = point.model_copy(update={"strategy": strategy or model.strategy})
+    if isinstance(model, Ensemble) and "strategy" not in changes:
+        point = point.model_copy(update={"strategy": model.strategy})
     drawn = draw(model, point, seed, 0, point.num_images, report)
     row.parent.mkdir(parents=True, exist_ok=True)
     write_grid(drawn.pixels[:GRID_IMAGES], row.with_suffix(".png"))

@@ -39,7 +39,7 @@ from hddm.sampling import (
     time_grid,
     uniform_draws,
 )
-from hddm.serving.requests import LARGEST_BODY, ImageRequest, Refusal, read_request
+from hddm.serving.requests import LARGEST_BODY, ImageRequest, Refusal, read_request, refuse_more
 from hddm.serving.workers import Answer, RemoteEnsemble, SampleJob, VelocityJob
 from hddm.utils.errors import HddmError, counted, did_you_mean, one_line, with_arguments
 from hddm.utils.processes import Report
@@ -353,6 +353,7 @@ class Front:
             draws = uniform_draws(wanted.seed, wanted.start, wanted.start + wanted.n)
             chosen = pick_experts(ensemble.prior_of(wanted.n, given), draws)
         how = settled(ensemble, wanted.steps, wanted.solver)
+        refuse_more("steps", how[0], self.limits.steps)
         call = _Call(wanted, ensemble, chosen, given, against, *how)
         ensemble.refuse_weakless(call.guidance, chosen)
         return call

@@ -82,9 +82,12 @@ def read_request(body: bytes, most_images: int, most_steps: int) -> ImageRequest
         request = parse_record(parse_object(body, "request"), ImageRequest, "request")
     except HddmError as error:
         raise Refusal(400, error.message) from error
-    for name, most in (("n", most_images), ("steps", most_steps)):
-        if (value := getattr(request, name)) is not None and value > most:
-            raise Refusal(
-                400, f"{name} is {one_line(value, 30)}, and this service makes at most {most}", name
-            )
+    refuse_more("n", request.n, most_images)
+    refuse_more("steps", request.steps or 0, most_steps)
     return request
+
+
+def refuse_more(name: str, value: int, most: int) -> None:
+    """Raise a `Refusal` with status 400 where a number is beyond what a service makes."""
+    if value > most:
+        raise Refusal(400, f"{name} is {one_line(value, 30)}, and this service makes at most {most}", name)

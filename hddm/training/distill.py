@@ -134,7 +134,7 @@ def _check_strategy(folder: Path, opened: OpenedEnsemble) -> None:
         raise HddmError(
             f"{folder}: its strategy, draw, is no mixture; assemble it with another, or take --teacher shard"
         )
-    if opened.router is None and len(opened.experts) > 1:
+    if not opened.facts.is_routed and len(opened.experts) > 1:
         raise HddmError(f"{folder}: --teacher routed needs its router, and it has none; take --teacher shard")
 
 

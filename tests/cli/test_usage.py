@@ -203,7 +203,8 @@ def test_help_imports_nothing_heavy_and_shows_every_name_whole_on_80_columns(
 
 
 def test_choices_are_those_there_are_and_a_device_is_chosen_alike_by_all_verbs() -> None:
-    assert get_args(get_type_hints(sample)["solver"]) == tuple(SOLVERS)
+    solvers, _ = get_args(get_type_hints(sample)["solver"])
+    assert get_args(solvers) == tuple(SOLVERS)
     kinds, _ = get_args(get_type_hints(convert)["prediction_type"])
     assert get_args(kinds) == tuple(one.value for one in PredictionType)
     devices = {one.default for verb in VERBS.values() for one in verb.params if one.name == "device"}
