@@ -243,6 +243,7 @@ def distill(
         few = {"sampling_steps": settings.sampling_steps, "conditions": (*record.conditions, INTERVAL)}
         record = record.model_copy(update=few)
         learned_from = given | ({} if expert_of_sample is None else {"expert": expert_of_sample})
+        _check_told(learned_from)
         solved = functools.partial(_solved, settings, union, learned_from, record)
         flow = MeanFlow(on, record.prediction_type, settings.sampling_steps, settings.guidance_scale, solved)
         task = Task(
@@ -287,6 +288,18 @@ def _solved(
         conditions[LABELS] = torch.where(is_dropped, record.null_class, conditions[LABELS])
     shape = record.sample_shape
     return solve(teacher, len(rows), settings.seed, shape, conditions, settings.guidance_scale, file)
+
+
+def _check_told(given: Mapping[str, Tensor]) -> None:
+    """Refuse an ``expert`` of each sample (N,) that its label (N,) does not tell."""
+    if (expert := given.get("expert")) is None or len(expert.unique()) == 1:
+        return
+    labels = given.get(LABELS, torch.zeros_like(expert))
+    if len(torch.stack([labels, expert]).unique(dim=1).T) > len(labels.unique()):
+        raise UsageError(
+            "--teacher shard: noise and class do not tell the shard here, and a student of few steps would learn "
+            "the mean of its experts' images; take --teacher routed"
+        )
 
 
 def with_interval(network: nn.Module, name: str) -> ExpertTransformer:

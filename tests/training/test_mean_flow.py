@@ -16,7 +16,7 @@ from hddm.networks.folders import WEIGHTS
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.sampling import initial_noise, sample
 from hddm.schedules import LinearSchedule
-from hddm.training.distill import distill, with_interval
+from hddm.training.distill import _check_told, distill, with_interval
 from hddm.training.mean_flow import FILE, FLOOR, STUDENT_STEPS, MeanFlow, identity_target, solve
 from hddm.training.resume import run_folder_of
 from hddm.training.settings import DistillSettings, RunOptions
@@ -232,6 +232,17 @@ def test_a_student_is_trained_sampled_and_verified_from_the_command_line(
         made, pipeline(class_labels=[0] * 4, seed=0, output_type="pt", num_inference_steps=2).images
     )
     assert hddm("verify", out)[0] == 0
+
+
+def test_a_teacher_by_shard_is_for_classes_that_tell_it(
+    ensemble: Path, shards: Path, trio: Trio, flow_expert: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(HddmError, match="do not tell the shard here"):
+        distill(ensemble, shards, tmp_path / "no", _settings(teacher="shard"), init=flow_expert)
+    assert not (tmp_path / "no").exists()
+    _check_told({"expert": torch.tensor([0, 1, 1, 0]), "class_labels": torch.tensor([2, 0, 1, 2])})
+    with pytest.raises(HddmError, match="do not tell"):
+        _check_told({"expert": torch.tensor([0, 1, 1, 0]), "class_labels": torch.tensor([2, 0, 1, 0])})
 
 
 def test_an_ensemble_of_students_is_drawn_from(tmp_path: Path) -> None:
