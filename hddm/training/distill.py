@@ -297,8 +297,8 @@ def _check_told(given: Mapping[str, Tensor]) -> None:
     labels = given.get(LABELS, torch.zeros_like(expert))
     if len(torch.stack([labels, expert]).unique(dim=1).T) > len(labels.unique()):
         raise UsageError(
-            "--teacher shard: noise and class do not tell the shard here, and a student of few steps would learn "
-            "the mean of its experts' images; take --teacher routed"
+            "--teacher shard: noise and class do not tell the shard here, and a student of few steps would "
+            "learn the mean of its experts' images; take --teacher routed"
         )
 
 
