@@ -6,6 +6,8 @@ goes. Jobs change each other by rounding only.
 """
 
 import asyncio
+import contextlib
+import ctypes
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -114,6 +116,9 @@ class Worker:
         is_batched: bool,
     ) -> None:
         self.field = _read(Path(folder), index, dtype, available_device(device))
+        # glibc keeps tens of megabytes that reading has freed; other libraries have no such call.
+        with contextlib.suppress(AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
         self.batch_size, self.is_batched = batch_size, is_batched
         self._waiting: list[_Waiting] = []
         self._work: asyncio.Task[None] | None = None
