@@ -177,6 +177,10 @@ def compare_experts(
                 found.note(f"{name} does not record its {quality}; taken on trust")
         elif len(without) > 1 and quality == "VAE":
             found.note(f"no expert records its {quality}; that all share one is taken on trust")
+    students = [name for name, record in experts if record.sampling_steps is not None]
+    if 0 < len(students) < len(experts) or (students and not is_drawn):
+        for name in students:
+            found.differ(name, "is a student of few steps; it goes with such alone, and under draw")
     others, first = list(found.differences), domains or range(len(experts))
     _compare_shards(by_domain(experts, first), found, by_domain(shares or [None] * len(experts), first))
     return others

@@ -147,6 +147,11 @@ class ExpertRecord(Record):
     adapter: AdapterRecord | None = None
     """Where the weights are those of a base, changed (`hddm.experts.lora`); None where they are here."""
 
+    def refuse_student(self, name: str, why: str) -> None:
+        """Raise an `HddmError` that tells ``why`` a student of few steps, called ``name``, is not taken."""
+        if self.sampling_steps is not None:
+            raise HddmError(f"{name}: is a student of few steps; {why}")
+
     @property
     def makes_pictures(self) -> bool:
         """True where samples are pixels, gray or in colour, and no VAE is needed to see them."""

@@ -147,6 +147,7 @@ def recalibrate(
         raise HddmError(f"{folder}: an ensemble; calibrate its experts one by one")
     expert = open_expert(folder, with_calibration=False)
     record = expert.facts
+    record.refuse_student(str(folder), "a calibration is of velocities, and its are means over steps")
     if record.training_calibration:
         raise HddmError(
             f"{folder}: was trained on in its calibration, which must stay as it is; there is nothing to fit"

@@ -137,6 +137,7 @@ def check_continued(
 
     Raises `HddmError` as `continue_expert`.
     """
+    record.refuse_student(f"--init {init}", "train on the expert that it began with, and distill anew")
     objective = _objective(init, record, settings)
     check_fit(shard, record, network)
     check_conditions(shard, settings)

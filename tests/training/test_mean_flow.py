@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import hddm
 from hddm.ensemble import Ensemble
 from hddm.experts.assembly import assemble
+from hddm.experts.records import save_expert
 from hddm.networks.folders import WEIGHTS
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.sampling import initial_noise, sample
@@ -24,7 +25,7 @@ from hddm.utils.errors import HddmError
 from hddm.velocity import PredictionType, VelocityField
 from tests.artefacts import Command, Died, ending_at
 from tests.conftest import Trio
-from tests.ensemble_files import flow_expert, write_ensemble
+from tests.ensemble_files import flow_expert
 
 MEAN, VARIANCE = 0.7, 0.3
 """Of the Gaussian data whose flow is known."""
@@ -247,9 +248,42 @@ def test_a_teacher_by_shard_is_for_classes_that_tell_it(
 
 def test_an_ensemble_of_students_is_drawn_from(tmp_path: Path) -> None:
     facts = {"sampling_steps": 2}
-    folder = write_ensemble(tmp_path, [flow_expert(seed, facts, interval=True) for seed in range(2)], "draw")
-    model = hddm.load(folder)
+    parts = [tmp_path / name for name in "ab"]
+    for seed, part in enumerate(parts):
+        part.mkdir()
+        save_expert(part, flow_expert(seed, facts, interval=True))
+    assemble(parts, tmp_path / "both")
+    model = hddm.load(tmp_path / "both")
     assert isinstance(model, Ensemble)
     assert model.sampling_steps == 2
     assert torch.equal(sample(model, 6, 1), sample(model, 6, 1, 2, solver="euler"))
     assert not torch.equal(sample(model, 6, 1), sample(model, 6, 1, 3))
+
+
+def test_other_verbs_refuse_students(
+    ensemble: Path, flow_expert: Path, shards: Path, tmp_path: Path, hddm: Command
+) -> None:
+    student = tmp_path / "student"
+    given = {"sampling_steps": 2, "trajectories": 4, "steps": 1}
+    distill(ensemble, shards, student, _settings(**given), init=flow_expert)
+    for line in (
+        ("assemble", student, flow_expert, "--out", tmp_path / "out"),
+        ("merge", student, flow_expert, "--out", tmp_path / "out"),
+        ("calibrate", student),
+        (
+            "train",
+            "expert",
+            shards / "shard_0",
+            "--objective",
+            "flow",
+            "--init",
+            student,
+            "--steps",
+            1,
+            "--out",
+            tmp_path / "out",
+        ),
+    ):
+        code, _, error = hddm(*line)
+        assert (code, "is a student of few steps; " in error) == (1, True), error
+    assert not (tmp_path / "out").exists()
