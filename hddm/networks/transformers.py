@@ -15,12 +15,14 @@ from hddm.networks.layers import (
     PatchEmbedding,
     TimeEmbedding,
     add_gated,
-    grid_positions,
+    grid_coordinates,
     grid_rotations,
     layer_norm,
     linear,
     mlp,
     modulate,
+    positions_on,
+    square_positions,
 )
 from hddm.utils.errors import HddmError
 from hddm.utils.records import Record
@@ -130,15 +132,16 @@ class FinalLayer(nn.Module):
 
 
 class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
-    """Diffusion transformer: x (batch, C, S, S) to an output (batch, out_channels, S, S).
+    """Diffusion transformer: x (batch, C, H, W) to an output (batch, out_channels, H, W).
 
+    It is made for squares, H = W = ``sample_size``; positions follow to other sizes (`positions_on`).
     `VelocityField` holds the output's meaning (noise, velocity, …). With ``text_dim`` every block attends to
     ``encoder_hidden_states``; with ``num_classes`` an embedding of ``class_labels`` is added to that of time,
     and label ``num_classes`` is the null class of classifier-free guidance. By default parameters are named
     as in the Paris release.
 
     Args:
-        sample_size: side S of the square input, a multiple of ``patch_size``.
+        sample_size: side of the square input, a multiple of ``patch_size``.
         in_channels: channels C.
         patch_size, hidden_size, depth, num_heads: sizes of the DiT.
         num_classes: number of classes, None for no class condition.
@@ -191,7 +194,7 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
             )
         zero = modulation == "zero"
         self.patch_embed = PatchEmbedding(in_channels, hidden_size, patch_size)
-        self.pos_embed = nn.Parameter(grid_positions(hidden_size, sample_size // patch_size))
+        self.pos_embed = nn.Parameter(square_positions(hidden_size, sample_size // patch_size))
         self.time_embed = TimeEmbedding(hidden_size, frequency_shift, smooth=interval)
         self.interval_embed = TimeEmbedding(hidden_size, frequency_shift, smooth=True) if interval else None
         if self.interval_embed is not None:
@@ -227,13 +230,14 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
         encoder_hidden_states: Tensor | None = None,
         interval: Tensor | None = None,
     ) -> Tensor:
-        """Output (batch, out_channels, S, S) for ``hidden_states`` (batch, C, S, S).
+        """Output (batch, out_channels, H, W) for ``hidden_states`` (batch, C, H, W) in whole patches.
 
         ``timestep`` (batch,) is in the unit of training. With ``num_classes``, integer ``class_labels``
         (batch,) are required; with ``text_dim``, ``encoder_hidden_states`` (batch, tokens, text_dim).
         ``interval`` (batch,) is in t, from 0 to 1.
         """
-        x = self.patch_embed(hidden_states) + self.pos_embed
+        rows, columns = (side // self.config.patch_size for side in hidden_states.shape[-2:])
+        x = self.patch_embed(hidden_states) + positions_on(self.pos_embed, rows, columns)
         embedded = self.time_embed(timestep)
         if self.interval_embed is not None and interval is not None:
             embedded = embedded + self.interval_embed(INTERVAL_SCALE * interval)
@@ -244,10 +248,11 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
             if encoder_hidden_states is None:
                 raise HddmError("this network attends to text: pass encoder_hidden_states")
             text = self.text_proj(encoder_hidden_states.to(x.dtype))
-        side, rotations = hidden_states.shape[-2] // self.config.patch_size, None
+        rotations = None
         if self.config.rotary:
             head = self.config.hidden_size // self.config.num_heads
-            rotations = grid_rotations(head, side, side, x)
+            side = self.config.sample_size // self.config.patch_size
+            rotations = grid_rotations(head, *grid_coordinates(rows, columns, side, x.device), x)
         shared = _six(self.t_block(embedded)) if self.t_block is not None else None
         activated = F.silu(embedded)
         for layer in self.layers:
@@ -259,7 +264,7 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
         image: Tensor = rearrange(
             self.final_layer(x, embedded),
             "b (h w) (p q c) -> b c (h p) (w q)",
-            h=side,
+            h=rows,
             p=patch,
             q=patch,
         )
@@ -331,7 +336,7 @@ class RouterTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
         super().__init__()
         self.gradient_checkpointing = False
         self.patch_embed = PatchEmbedding(in_channels, hidden_size, patch_size)
-        self.pos_embed = nn.Parameter(grid_positions(hidden_size, sample_size // patch_size))
+        self.pos_embed = nn.Parameter(square_positions(hidden_size, sample_size // patch_size))
         self.cls_token = nn.Parameter(torch.randn(1, 1, hidden_size) * 0.02)
         self.time_embed = TimeEmbedding(hidden_size)
         self.layers = nn.ModuleList(RouterBlock(hidden_size, num_heads) for _ in range(depth))
@@ -344,8 +349,9 @@ class RouterTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
         )
 
     def forward(self, hidden_states: Tensor, timestep: Tensor) -> Tensor:
-        """Logits (batch, num_experts) of x_t (batch, C, S, S) at ``timestep`` (batch,)."""
-        patches = self.patch_embed(hidden_states) + self.pos_embed
+        """Logits (batch, num_experts) of x_t (batch, C, H, W) in whole patches at ``timestep`` (batch,)."""
+        rows, columns = (side // self.config.patch_size for side in hidden_states.shape[-2:])
+        patches = self.patch_embed(hidden_states) + positions_on(self.pos_embed, rows, columns)
         x = torch.cat([self.cls_token.expand(len(patches), -1, -1), patches], dim=1)
         embedded = self.time_embed(timestep)
         for index, layer in enumerate(self.layers, 1):

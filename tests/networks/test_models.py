@@ -1,6 +1,7 @@
 """The networks: sizes, shapes, initial values and what depends on what."""
 
 import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,13 @@ from hddm.networks.layers import (
     TimeEmbedding,
     add_gated,
     attend,
+    grid_coordinates,
     grid_rotations,
     modulate,
+    positions_on,
     rotate,
     sinusoid,
+    square_positions,
 )
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.training.settings import size_config
@@ -163,7 +167,7 @@ def test_equal_patches_are_told_apart_by_their_place() -> None:
 def test_rotary_scores_depend_on_the_distance_of_patches_alone() -> None:
     """Queries and keys that are the same everywhere, on a grid of 3 × 4."""
     same = torch.randn(2, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    rotations = grid_rotations(8, 3, 4, same)
+    rotations = grid_rotations(8, torch.arange(3), torch.arange(4), same)
     q, k = (rotate(one.expand(1, 1, 12, 8), rotations) for one in same)
     torch.testing.assert_close(q.norm(dim=-1), same[0].norm().expand(1, 1, 12))
     scores = (q @ k.mT)[0, 0].reshape(3, 4, 3, 4)
@@ -179,6 +183,55 @@ def test_rotary_scores_depend_on_the_distance_of_patches_alone() -> None:
     assert torch.equal(q[..., 0, :], same[:1].expand(1, 1, 8))
     with pytest.raises(HddmError, match="2 heads of 4, 8, … numbers, not 12 in all"):
         ExpertTransformer(**TINY | {"hidden_size": 12}, rotary=True)
+
+
+def _sine_cosine(place: float, numbers: int) -> list[float]:
+    angles = [place * 10000 ** (-i / (numbers // 2)) for i in range(numbers // 2)]
+    return [math.cos(angle) for angle in angles] + [math.sin(angle) for angle in angles]
+
+
+def test_coordinates_have_one_scale_and_the_centre_of_the_square() -> None:
+    for side in (3, 4, 8, 32):
+        for axis in grid_coordinates(side, side, side):
+            assert torch.equal(axis, torch.arange(side).float())
+    # Of the square's area: the distances of neighbours stay 1.
+    row, column = grid_coordinates(2, 8, 4)
+    assert row.tolist() == [1, 2]
+    assert column.tolist() == [-2, -1, 0, 1, 2, 3, 4, 5]
+    # Four times the area: half as far apart.
+    row, column = grid_coordinates(4, 16, 4)
+    assert row.tolist() == [0.75, 1.25, 1.75, 2.25]
+    assert column.diff().unique().tolist() == [0.5]
+
+
+def test_positions_of_another_grid_are_those_of_its_coordinates_and_what_was_learned_there() -> None:
+    table = square_positions(16, 4)
+    expected = [[_sine_cosine(c, 8) + _sine_cosine(r, 8) for c in range(4)] for r in range(4)]
+    torch.testing.assert_close(table[0], torch.tensor(expected).flatten(0, 1))
+    assert positions_on(table, 4, 4) is table
+    wide = positions_on(table, 2, 8)
+    expected = [[_sine_cosine(c, 8) + _sine_cosine(r, 8) for c in range(-2, 6)] for r in (1, 2)]
+    torch.testing.assert_close(wide[0], torch.tensor(expected).flatten(0, 1))
+    # What was learned is linear in the row here, 0, 10, 20, 30, and a constant beyond the square.
+    learned = 10 * torch.arange(4.0)[:, None].repeat_interleave(4, 0)
+    tall = positions_on(table + learned, 8, 2) - positions_on(table, 8, 2)
+    torch.testing.assert_close(tall[0, ::2, 0], torch.tensor([0.0, 0, 0, 10, 20, 30, 30, 30]))
+    larger = positions_on(table + learned, 8, 8) - positions_on(table, 8, 8)
+    between = torch.tensor([0.0, 2.5, 7.5, 12.5, 17.5, 22.5, 27.5, 30])
+    torch.testing.assert_close(larger[0, ::8, 5], between, atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_a_wide_picture_is_not_a_tall_one() -> None:
+    """Same patches in the same order: only their places differ."""
+    for rotary in (False, True):
+        network = _awake(ExpertTransformer(**TINY, rotary=rotary))
+        wide = torch.zeros(2, 3, 4, 16)
+        wide_out, tall_out = network(wide, T), network(wide.mT, T)
+        assert wide_out.shape == wide.shape
+        assert not torch.allclose(wide_out, tall_out.mT, atol=1e-4)
+    router = RouterTransformer(num_experts=2, **TINY)
+    assert router(torch.zeros(2, 3, 4, 16), T).shape == (2, 2)
 
 
 def test_rotary_positions_reach_the_blocks_with_and_without_checkpoints() -> None:
