@@ -151,17 +151,26 @@ class Moments:
         """v_gauss (N, D) for ``x_t`` (N, D) at ``t`` (N,) and their ``labels`` (N,)."""
         t, mean = t[:, None], self.mean_of(labels)
         gain = (t - (1 - t) * self.variances) / ((1 - t) ** 2 * self.variances + t**2)
-        along, rest = self.split(x_t - (1 - t) * mean)
+        along, rest = self.split(self._centred(x_t, t, mean))
         return (gain[:, :-1] * along) @ self.basis.T + gain[:, -1:] * rest - mean
 
     def log_likelihood(self, x_t: Tensor, t: Tensor) -> Tensor:
         """Log N(x_t; (1 - t) m, (1 - t)² C + t² I), (N,), without its constant D/2 log(2 pi)."""
         t = t[:, None]
         variances = (1 - t) ** 2 * self.variances + t**2
-        along, rest = self.split(x_t - (1 - t) * self.mean)
+        along, rest = self.split(self._centred(x_t, t, self.mean))
         squares = (along.square() / variances[:, :-1]).sum(1) + rest.square().sum(1) / variances[:, -1]
         others = len(self.mean) - self.basis.shape[1]
         return -(squares + variances[:, :-1].log().sum(1) + others * variances[:, -1].log()) / 2
+
+    def _centred(self, x_t: Tensor, t: Tensor, mean: Tensor) -> Tensor:
+        if x_t.shape[1] != len(self.mean):
+            # Callers that know the size that was asked for name it.
+            raise ValueError(
+                f"its calibration is of samples of {len(self.mean)} numbers, not of {x_t.shape[1]}; experts "
+                "trained on hddm encode --buckets have none"
+            )
+        return x_t - (1 - t) * mean
 
     def directions(self, t: Tensor) -> Tensor:
         """Number of directions (N,) that tell data from noise: the sum of (1 - t)² C / ((1 - t)² C + t²)."""

@@ -106,6 +106,12 @@ def sample(
     guidance_rescale: Annotated[
         float, typer.Option("--guidance-rescale", help="Share of the way back to the unguided deviation.")
     ] = 0.0,
+    height: Annotated[
+        int | None, typer.Option("--height", min=1, help="Of the images in pixels; default: the model's.")
+    ] = None,
+    width: Annotated[
+        int | None, typer.Option("--width", min=1, help="Of the images in pixels; default: the model's.")
+    ] = None,
     batch_size: Annotated[
         int, typer.Option("--batch-size", min=1, help="Images at a time; changes them by rounding only.")
     ] = 64,
@@ -178,6 +184,8 @@ def sample(
         "strength": strength,
         "mask": mask,
         "resampling_steps": resampling_steps,
+        "height": height,
+        "width": width,
         "batch_size": batch_size,
         "device": device,
         "dtype": dtype,

@@ -1,9 +1,10 @@
 """Diffusers pipeline of an ensemble: from prompts or class labels to images."""
 
+import contextlib
 import inspect
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -465,7 +466,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
             """Images ``rows`` of this call, from noise x in the units of expert k."""
             times, solve = time_grid(steps, ensemble.shift), solver_named(own_solver)
             own = {key: value[rows] for key, value in given.items()}
-            size = self._asked_size(k, height, width)[0]
+            size = self.asked_size(k, height, width)[0]
             picture = self.picture(image, strength, mask_image, resampling_steps, k, size)
             if picture is not None:
                 picture.check(num, x.shape[1:])
@@ -482,35 +483,26 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
             other = {key: value[rows].to(device) for key, value in against.items()}
             use, names = ExpertUse(len(ensemble.experts)), callback_on_step_end_tensor_inputs
             step = self._on_step(callback_on_step_end, names, times, own, other, use)
-            with self.progress_bar(total=len(times) - 1) as bar:
+            with self.progress_bar(total=len(times) - 1) as bar, self.of_size(k, size):
 
                 def on_step(index: int, x: Tensor) -> Tensor:
                     bar.update()
                     return step(index, x)
 
-                try:
-                    x = integrate(
-                        ensemble,
-                        x.to(device, dtype),
-                        times,
-                        solve,
-                        self._guidance,
-                        other or None,
-                        own,
-                        expert=None if chosen is None else chosen.to(device),
-                        router_every=router_every,
-                        use=use,
-                        on_step=on_step,
-                        is_interrupted=lambda: self._interrupt,
-                    )
-                except (RuntimeError, ValueError) as error:
-                    if size == self._size_of(k) or isinstance(error, HddmError):
-                        raise
-                    of = "×".join(map(str, self._size_of(k)))
-                    raise HddmError(
-                        f"height={size[0]}, width={size[1]}: a network of images of {of} fails on it: "
-                        f"{one_line(error)}"
-                    ) from error
+                x = integrate(
+                    ensemble,
+                    x.to(device, dtype),
+                    times,
+                    solve,
+                    self._guidance,
+                    other or None,
+                    own,
+                    expert=None if chosen is None else chosen.to(device),
+                    router_every=router_every,
+                    use=use,
+                    on_step=on_step,
+                    is_interrupted=lambda: self._interrupt,
+                )
             if output_type == "latent":
                 return HDDMPipelineOutput(x, use)
             decoded = self.decode(x, k, picture)
@@ -532,7 +524,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
                 pick_experts(ensemble.prior_of(num, given), draws), make, seed, start, generator
             )
         else:
-            shape = self._asked_size(expert or 0, height, width)[1]
+            shape = self.asked_size(expert or 0, height, width)[1]
             x, draws = noise_and_draws(num, shape, seed, start, generator, latents)
             made = make(torch.arange(num), x, expert or 0, chosen, draws)
         return made if return_dict else (made.images,)
@@ -587,7 +579,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
             return None
         if strength is None:
             strength = 0.8 if mask_image is None else 1.0
-        part, (size, shape) = self.vae_of(expert), self._asked_size(expert, *(size or (None, None)))
+        part, (size, shape) = self.vae_of(expert), self.asked_size(expert, *(size or (None, None)))
         if part is None and not self.experts.facts[expert].makes_pictures and not isinstance(image, Tensor):
             raise HddmError(
                 f"image: the experts make latents {tuple(shape)} and there is no VAE to encode it; give them "
@@ -626,17 +618,37 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         factor = 1 if vae is None else scale_of(vae)
         return factor * height, factor * width
 
-    def _asked_size(
+    def asked_size(
         self, expert: int, height: int | None, width: int | None
     ) -> tuple[tuple[int, int], tuple[int, ...]]:
-        """Size of the images asked for, (height, width) in pixels, and shape of an expert's samples of it."""
+        """Size of the images asked for, (height, width) in pixels, and shape of an expert's samples of it.
+
+        Raises `HddmError` for sides that its VAE cannot have.
+        """
         own, (channels, *sides) = self._size_of(expert), self.experts.facts[expert].sample_shape
         size, factor = (height or own[0], width or own[1]), own[0] // sides[0]
         if any(not isinstance(side, int) or side < 1 or side % factor for side in size):
             raise HddmError(
-                f"height={size[0]}, width={size[1]}: are whole numbers of pixels, multiples of {factor}"
+                f"--height {size[0]}, --width {size[1]}: are whole numbers of pixels, multiples of {factor}"
             )
         return size, (channels, size[0] // factor, size[1] // factor)
+
+    @contextlib.contextmanager
+    def of_size(self, expert: int, size: tuple[int, int]) -> Iterator[None]:
+        """Open a block in which the networks take ``size`` (height, width) in pixels.
+
+        Raises `HddmError` where they fail on it and it is not that of an expert's images.
+        """
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            if size == self._size_of(expert) or isinstance(error, HddmError):
+                raise
+            of = "×".join(map(str, self._size_of(expert)))
+            raise HddmError(
+                f"--height {size[0]}, --width {size[1]}: a network of images of {of} fails on it: "
+                f"{one_line(error)}"
+            ) from error
 
     def _check_output(self, output_type: str, expert: int | None) -> None:
         known = ("pil", "np", "pt", "latent")

@@ -105,6 +105,9 @@ class SampleSettings(Record):
     """A picture that is white where images are new."""
     resampling_steps: Positive = DEFAULT_RESAMPLING
     """How often each step is taken, with a mask."""
+    height: Positive | None = None
+    """Of the images in pixels; None for the model's own."""
+    width: Positive | None = None
     batch_size: Positive = 64
     device: str = "auto"
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
@@ -231,9 +234,10 @@ class _Run:
             None if path is None else open_image(read_whole(path, LARGEST_FILE), path)
             for path in (settings.init_image, settings.mask)
         )
+        self.size = lambda expert: self.pipeline.asked_size(expert, settings.height, settings.width)
         self.picture = functools.cache(
             lambda expert: self.pipeline.picture(
-                image, settings.strength, mask, settings.resampling_steps, expert
+                image, settings.strength, mask, settings.resampling_steps, expert, self.size(expert)[0]
             )
         )
 
@@ -273,6 +277,7 @@ class _Run:
         Their numbers, an expert that stands for their kind, and they themselves, (n, C, H, W).
         """
         batches = itertools.count()
+        size, shape = self.size(self.settings.expert or 0)
 
         def keep(rows: Tensor, make: Callable[[], Tensor]) -> Tensor:
             batch = f"{name}/{next(batches):05d}"
@@ -285,7 +290,8 @@ class _Run:
                 if self.ready and not self.has_begun:
                     log.info("%d of %d images are there; the rest follows", self.ready, settings.num_images)
                 self.has_begun = True
-                made = make()
+                with self.pipeline.of_size(settings.expert or 0, size):
+                    made = make()
                 path.parent.mkdir(exist_ok=True)
                 save_file({"samples": made.contiguous()}, path)
                 self._add(draft, batch, [path])
@@ -312,6 +318,7 @@ class _Run:
                 negative={key: value[part - start] for key, value in against.items()} or None,
                 shift=settings.shift,
                 batch_size=settings.batch_size,
+                shape=shape if settings.height or settings.width else None,
                 start=start,
                 numbers=None if expert == settings.expert else part,
                 expert=expert,
@@ -355,6 +362,8 @@ def check_output(source: Path, pipeline: HDDMPipeline, settings: SampleSettings,
         for option, is_given in (
             ("--output-type latent", settings.output_type == "latent"),
             ("--grid", grid),
+            (f"--height {settings.height}", settings.height is not None),
+            (f"--width {settings.width}", settings.width is not None),
         ):
             if is_given:
                 raise UsageError(f"{option}: these experts make samples of several kinds; drop it")
@@ -403,7 +412,13 @@ def _record(source: Path, settings: SampleSettings, pipeline: HDDMPipeline, give
         "source": str(source),
         "source_sha256": content_hash(source, sha256_once),
         # Older records lack these, and compare with new ones where there are none.
-        **settings.model_dump(mode="json", exclude=_OF_PICTURES if settings.init_image is None else None),
+        **settings.model_dump(
+            mode="json",
+            exclude={
+                *(_OF_PICTURES if settings.init_image is None else ()),
+                *(name for name in ("height", "width") if getattr(settings, name) is None),
+            },
+        ),
         **{
             f"{name}_sha256": sha256_of(path)
             for name in ("conditions", "init_image", "mask")

@@ -232,7 +232,7 @@ def test_a_size_that_a_network_cannot_have_is_refused(pipe: HDDMPipeline) -> Non
     assert pipe(height=4, width=4, **LATENT).images.shape == (1, 3, 4, 4)
     assert pipe(height=8, **LATENT).images.shape == (1, 3, 8, 4)
     words = (
-        r"height=5, width=4: a network of images of 4×4 fails on it: \(5, 4\) does not divide into patches"
+        r"height 5, width 4: a network of images of 4×4 fails on it: \(5, 4\) does not divide into patches"
     )
     with pytest.raises(HddmError, match=words):
         pipe(height=5, **LATENT)
