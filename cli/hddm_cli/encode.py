@@ -23,6 +23,18 @@ def encode(
         int | None,
         typer.Option("--resolution", min=1, help="Side to resize and crop to; default: as the images are."),
     ] = None,
+    buckets: Annotated[
+        bool,
+        typer.Option(
+            "--buckets", help="Fit each picture to the nearest aspect ratio, 1:2 to 2:1, of the same area."
+        ),
+    ] = False,
+    bucket_step: Annotated[
+        int | None,
+        typer.Option(
+            "--bucket-step", min=1, help="Sides of buckets are multiples of it; default: 4 numbers of a row."
+        ),
+    ] = None,
     random_crop: Annotated[
         bool, typer.Option("--random-crop/--center-crop", help="What is kept of the longer side.")
     ] = False,
@@ -45,16 +57,18 @@ def encode(
     seed: Seed = 0,
     overwrite: Overwrite = False,
 ) -> None:
-    """Bring a shard's images to one size, to latents and to text tokens, once for all trainings.
+    """Bring a shard's images to one size or to buckets, to latents and text tokens, once for all trainings.
 
     The same command goes on where a killed one stopped; --batch-size and --device may be others then.
     """
-    from hddm.data.encoding import encode_shards
+    from hddm.data.encoding import described, encode_shards
     from hddm.data.encoding_plan import EncodingSettings, plan_encoding
     from hddm.utils.progress import Progress
 
     if vae is None and text_encoder is None:
         refuse_given(context, "pixels are stored as bytes and pass no network", "dtype", "device")
+    if not buckets:
+        refuse_given(context, "it is of --buckets", "bucket_step")
     if resolution is None:
         refuse_given(
             context,
@@ -64,6 +78,8 @@ def encode(
         )
     settings = EncodingSettings(
         resolution=resolution,
+        buckets=buckets,
+        bucket_step=bucket_step,
         crop="random" if random_crop else "center",
         interpolation=image_interpolation_mode,
         random_flip=random_flip,
@@ -79,5 +95,7 @@ def encode(
     for shard, manifest in zip(plan.shards, manifests, strict=True):
         shape = "×".join(map(str, manifest.encoding.shape))
         typer.echo(f"{out / shard.place}: {manifest.num_rows} images as {manifest.encoding.space}, {shape}")
+        if buckets:
+            typer.echo(f"  {described(plan, shard, manifest)}")
         for skipped in manifest.skipped:
             typer.echo(f"  left out: {skipped.file}: {skipped.reason}")

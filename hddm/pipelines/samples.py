@@ -234,12 +234,15 @@ class _Run:
             None if path is None else open_image(read_whole(path, LARGEST_FILE), path)
             for path in (settings.init_image, settings.mask)
         )
-        self.size = lambda expert: self.pipeline.asked_size(expert, settings.height, settings.width)
         self.picture = functools.cache(
             lambda expert: self.pipeline.picture(
                 image, settings.strength, mask, settings.resampling_steps, expert, self.size(expert)[0]
             )
         )
+
+    def size(self, expert: int) -> tuple[tuple[int, int], tuple[int, ...]]:
+        """Size of an expert's images and shape of its samples (`HDDMPipeline.asked_size`)."""
+        return self.pipeline.asked_size(expert, self.settings.height, self.settings.width)
 
     def kept(self) -> str:
         """Say what an interrupted run leaves, and how to go on."""

@@ -194,6 +194,7 @@ def distill(
         return []
     shards = [open_shard(folder) for folder in folders]
     union = joined(shards, shards_folder)
+    union.refuse_buckets("hddm distill")
     teacher = open_teacher(ensemble_folder, union, shards, settings.teacher, settings.condition_dropout)
     if init is not None:
         settings = settings.model_copy(update={"prediction": None, "rotary": None})
