@@ -438,6 +438,21 @@ def _inner(moments: Moments, a: Tensor, b: Tensor) -> Tensor:
     return torch.cat([along, to_float64(a_rest * b_rest).sum()[None]]).cpu()
 
 
+def gauss_shares(prediction_type: str, t_max: float, kappa: float = KAPPA) -> dict[float, float]:
+    """1 - K(t) of a bounded gain by t, linear between; empty where K = 1 everywhere. See `bounded_gain`."""
+    if not kappa > 1:
+        raise HddmError(f"kappa must be above 1, not {kappa}")
+    low, high = 0.0, t_max
+    if prediction_type == "epsilon":
+        high = min(t_max, 1 - 1 / kappa)
+    if prediction_type == "sample":
+        low = 1 / kappa
+    if low == 0 and high == 1:
+        return {}
+    # A knot that two rules share stands once.
+    return ({0.0: 1.0} if low > 0 else {}) | {low: 0.0, high: 0.0} | ({1.0: 1.0} if high < 1 else {})
+
+
 def bounded_gain(
     prediction_type: str, t_max: float, moments: Moments, kappa: float = KAPPA
 ) -> Calibration | None:
@@ -452,16 +467,8 @@ def bounded_gain(
     Raises:
         HddmError: for a kappa of 1 or less, which would preserve nothing.
     """
-    if not kappa > 1:
-        raise HddmError(f"kappa must be above 1, not {kappa}")
-    low, high = 0.0, t_max
-    if prediction_type == "epsilon":
-        high = min(t_max, 1 - 1 / kappa)
-    if prediction_type == "sample":
-        low = 1 / kappa
-    if low == 0 and high == 1:
+    shares = gauss_shares(prediction_type, t_max, kappa)
+    if not shares:
         return None
-    # A knot that two rules share stands once.
-    shares = ({0.0: 1.0} if low > 0 else {}) | {low: 0.0, high: 0.0} | ({1.0: 1.0} if high < 1 else {})
     weights = torch.tensor(list(shares.values()))[:, None].expand(-1, len(moments.variances))
     return Calibration(moments, torch.tensor(list(shares)), weights.contiguous())

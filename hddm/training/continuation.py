@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hddm.calibration import KAPPA, Calibration, Moments, bounded_gain
+from hddm.calibration import KAPPA, Calibration, Moments, bounded_gain, gauss_shares
 from hddm.classes import LABELS
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.records import (
@@ -216,8 +216,11 @@ def _parametrisation(
     init: Path, expert: Expert, field: VelocityField, shard: Shard, labels: Tensor | None
 ) -> Calibration | None:
     """Return the init's own calibration where its weights were trained in one, else a new one."""
+    is_new = not expert.facts.training_calibration
+    if is_new and not gauss_shares(field.prediction_type, field.range[1], KAPPA):
+        return None
     shard.refuse_buckets(f"flow matching of {init}, which rests on moments of one shape,")
-    if not expert.facts.training_calibration:
+    if is_new:
         rows = calibration_rows(shard)
         moments = Moments.of(shard.take(rows), None if labels is None else labels[rows])
         blend = bounded_gain(field.prediction_type, field.range[1], moments, KAPPA)
