@@ -175,9 +175,8 @@ def judge(expert: Expert, field: VelocityField, shard: Shard, seed: int) -> Judg
     - Near t = 1 its calibration must not raise its error above that of v = 0. A network whose own error is
       above, as that of one that predicts noise may be, gets a note.
 
-    Raises `HddmError` for classes other than its own, for images in buckets, and for fewer than 2 images.
+    Raises `HddmError` for classes other than its own, and for fewer than 2 images.
     """
-    shard.refuse_buckets("hddm verify")
     rows = torch.linspace(0, len(shard) - 1, min(len(shard), IMAGES)).round().long()
     given, images = conditions_at(rows, conditions_of(shard, field), shard, field), shard.take(rows)
     alone = copy.copy(field)

@@ -251,7 +251,9 @@ def _unbound(expert: UnreadExpert) -> list[str]:
             )
     if expert.calibration is None:
         if record.calibration_sha256 is None and record.source is None:
-            found.append(f"{CALIBRATION}: is not there, and training writes one; hddm calibrate fits another")
+            found.append(
+                f"{CALIBRATION}: is not there; training on squares writes one, hddm calibrate another"
+            )
     elif is_old and record.calibration_sha256 is None:
         found.append(
             f"{EXPERT_FILE}: holds no hash of the calibration; whether it is its own, only what that says of "
@@ -261,7 +263,8 @@ def _unbound(expert: UnreadExpert) -> list[str]:
 
 
 def _belongs(shard: Shard, expert: UnreadExpert) -> list[str]:
-    """Notes on images of the expert's shard; refuse those of another one, or a single image."""
+    """Notes on images of the expert's shard; refuse those of another one, in buckets, or a single image."""
+    shard.refuse_buckets("hddm verify")
     if len(shard) < 2:
         raise HddmError(f"{shard.folder}: judging an expert needs at least 2 images, not {len(shard)}")
     check_fit(shard, expert.facts, expert.unread.network)
