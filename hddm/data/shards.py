@@ -326,8 +326,7 @@ class Shard:
 
         ``noise`` draws from the VAE's posterior; without it, its mean is used. ``flip`` (n,) bool mirrors
         left to right. Only samples ``own`` of ``rows`` are read and returned; ``noise`` is drawn for all.
-        Raises
-        `HddmError` for rows of several of the `buckets`.
+        Raises `HddmError` for rows of several of the `buckets`.
         """
         return self.stored.take(rows, noise, flip, own)
 

@@ -86,7 +86,7 @@ def train_router(
         flip = torch.rand(number, generator=noise) < 0.5 if settings.random_flip else None
         x_0 = stored.take(rows[chosen], noise, flip, own)
         t = torch.rand(number, generator=noise)[own]
-        eps = torch.randn(number, *shape, generator=noise)[own]
+        eps = torch.randn(number, *x_0.shape[1:], generator=noise)[own]
         return {"x_0": x_0, "eps": eps, "t": t, "shard": labels[rows[chosen[own]]]}
 
     def loss(module: nn.Module, inputs: Inputs) -> Tensor:
