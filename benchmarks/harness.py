@@ -5,15 +5,17 @@ there is not made again. It writes ``<date>-<name>-<subject>`` as .md, .json and
 """
 
 import math
+import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 import typer
 from matplotlib.figure import Figure
@@ -32,7 +34,7 @@ from hddm.training.router import train_router
 from hddm.training.settings import ExpertSettings, RouterSettings
 from hddm.utils.errors import HddmError, on_command_line
 from hddm.utils.files import read_json, write_json
-from hddm.utils.processes import Call, Report, Workers
+from hddm.utils.processes import Call, Report, Workers, compute_environment, environment
 from hddm.utils.progress import Progress
 
 RESULTS = Path(__file__).parent / "results"
@@ -44,6 +46,8 @@ QuickOption = Annotated[bool, typer.Option("--quick", help="About a minute; the 
 SeedsOption = Annotated[int, typer.Option("--seeds", min=1)]
 WorkersOption = Annotated[int, typer.Option("--workers", min=1, help="Processes, one thread each.")]
 _PLACES = ("--archives", "--work", "--results")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 def command() -> str:
@@ -241,6 +245,16 @@ class Digits:
         """Scores of ``num`` samples against both sides."""
         extractor = choose_extractor(self.images, min(len(self.images), len(self.fresh), num))
         return Scorer(extractor, self.images.pixels, self.fresh.pixels, resamples)
+
+
+def apart(
+    threads: int, function: Callable[Arguments, Result], *args: Arguments.args, **options: Arguments.kwargs
+) -> Result:
+    """Call ``function`` in a fresh process, with the environment that hddm gives its own."""
+    # glibc reads its variables when a process starts.
+    fresh = multiprocessing.get_context("spawn")
+    with environment(compute_environment(threads)), ProcessPoolExecutor(1, fresh) as pool:
+        return pool.submit(function, *args, **options).result()
 
 
 def run_calls(pool: Workers, calls: Sequence[Call], label: str) -> list[Any]:

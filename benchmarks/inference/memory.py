@@ -136,11 +136,7 @@ def memory_of(ask: dict[str, Any]) -> Memory:
     with peak(device) as first:
         pass
     with peak(device) as opened:
-        model = load(ask["path"], dtype, device, offload=ask["offload"], max_memory=ask["max_memory"])
-        assert isinstance(model, Ensemble)
-        assert isinstance(model.router, Router)
-        assert isinstance(model.router.network, torch.nn.Module)
-        model.router.network = EvenRouter(model.router.network)
+        model = load_even(ask["path"], dtype, device, offload=ask["offload"], max_memory=ask["max_memory"])
         model.weights(x, torch.ones(len(x)))
     with peak(device) as running:
         integrate(model, x, times)
@@ -152,6 +148,16 @@ def memory_of(ask: dict[str, Any]) -> Memory:
         for i in (0, 1)
     )
     return Memory(resident[0], resident[1], own[0], own[1], seconds)
+
+
+def load_even(path: str, dtype: torch.dtype, device: str, **options: Any) -> Ensemble:
+    """`hddm.load` of an ensemble, whose router then shares samples out evenly."""
+    model = load(path, dtype, device, **options)
+    assert isinstance(model, Ensemble)
+    assert isinstance(model.router, Router)
+    assert isinstance(model.router.network, torch.nn.Module)
+    model.router.network = EvenRouter(model.router.network)
+    return model
 
 
 @contextmanager

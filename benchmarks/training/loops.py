@@ -1,6 +1,6 @@
 """A plain good training loop around any network, and hddm's own; both flow matching on random images."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from benchmarks.timing import DTYPES
 from benchmarks.training.networks import Call, Settings, awake
-from hddm.training.loop import StepReport, Task, fit
+from hddm.training.loop import Fitted, StepReport, Task, Watcher, fit
 from hddm.training.objectives import TIME_SCALE, Objective
 from hddm.training.settings import LoopSettings
 
@@ -70,7 +70,7 @@ class OwnLoop:
         self._images, self._labels = images_and_labels(settings)
         self._objective = Objective.named("flow", prediction_type="flow_prediction")
         self._device, self._compiled = device, compiled
-        self._precision = "bf16" if dtype == "bfloat16" else "no"
+        self._precision = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype, "no")
         self.waits: list[float] = []
         """Shares of its steps that it waited for their inputs, without the first of each run."""
 
@@ -82,6 +82,10 @@ class OwnLoop:
                 self.waits.append(report.waited / report.seconds)
             on_step()
 
+        self.fit(steps, [step_done])
+
+    def fit(self, steps: int, watchers: Sequence[Watcher]) -> Fitted:
+        """``steps`` of them, with calls of ``watchers`` after each."""
         options = LoopSettings(
             steps=steps,
             batch_size=self._settings.batch,
@@ -94,7 +98,7 @@ class OwnLoop:
             mixed_precision=self._precision,  # type: ignore[arg-type]
             compile=self._compiled,
         )
-        fit(Task(self.network, IMAGES, self._draw, self._loss), options, watchers=[step_done])
+        return fit(Task(self.network, IMAGES, self._draw, self._loss), options, watchers=watchers)
 
     def _draw(self, rows: Tensor, noise: torch.Generator, own: slice) -> dict[str, Tensor]:
         t = self._objective.sample_times(len(rows), noise)[own]

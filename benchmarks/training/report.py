@@ -25,16 +25,17 @@ def lines(settings: Settings, content: Mapping[str, Any], times: Mapping[str, Ti
         text += [
             f"{dtype}:",
             "",
-            *_times(settings, content, each),
+            *times_table(settings, content["million_parameters"], each),
             "",
             *_verdicts(each, target),
-            _wait(content["waited"][dtype]),
+            wait_line(content["waited"][dtype]),
             "",
         ]
     return text
 
 
-def _wait(share: float) -> str:
+def wait_line(share: float) -> str:
+    """Share of a step that hddm's loop waits for its inputs, and whether that is little enough."""
     aim = met(100 * share, MOST_WAIT, at_most=True)
     return f"- {OWN} waits {share:.2%} of a step for its inputs; target at most {MOST_WAIT} %: {aim}."
 
@@ -68,10 +69,11 @@ def _method(settings: Settings, content: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _times(settings: Settings, content: Mapping[str, Any], times: Times) -> list[str]:
+def times_table(settings: Settings, sizes: Mapping[str, float], times: Times) -> list[str]:
+    """Times of steps; ``sizes`` are millions of parameters by the name of the way."""
     rows, base = [], processor(times, DIFFUSERS)
     for name, each in times.items():
-        weights = content["million_parameters"].get(name)
+        weights = sizes.get(name)
         rows.append(
             [
                 name,
@@ -86,14 +88,19 @@ def _times(settings: Settings, content: Mapping[str, Any], times: Times) -> list
     return table(columns, rows)
 
 
-def _verdicts(times: Times, target: float | None) -> list[str]:
+def gain_line(times: Times, target: float | None) -> str:
+    """Images a second of hddm's loop over those of diffusers' DiT, and whether they reach ``target``."""
     low, gain, high = quartiles(ratios(times, DIFFUSERS, OWN))
     aim = "" if target is None else f"; target at least {target:g}: {met(gain, target, at_most=False)}"
+    return f"- {OWN} takes in {gain:.2f} [{low:.2f}, {high:.2f}] × the images a second of {DIFFUSERS}{aim}."
+
+
+def _verdicts(times: Times, target: float | None) -> list[str]:
     products, own = (
         statistics.median(ratios(times, *both)) for both in ((PRODUCTS, DIFFUSERS), (OWN_PRODUCTS, OWN))
     )
     return [
-        f"- {OWN} takes in {gain:.2f} [{low:.2f}, {high:.2f}] × the images a second of {DIFFUSERS}{aim}.",
+        gain_line(times, target),
         f"- Matrix products and attention are {products:.0%} of a step of diffusers' DiT, and "
         f"{own:.0%} of {OWN}'s.",
     ]

@@ -1,7 +1,7 @@
 """Time a step of each way: hddm's loop, a plain one, and the products of a step alone."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ PLAIN = "hddm's network, plain loop"
 ZERO = "the same with adaLN-Zero"
 PRODUCTS = "products of diffusers' DiT alone"
 OWN_PRODUCTS = "products of hddm's network alone"
+WAYS = (DIFFUSERS, OWN, PLAIN, ZERO, PRODUCTS, OWN_PRODUCTS)
 
 
 class Way(Protocol):
@@ -72,13 +73,13 @@ class Products:
 
 
 def measure_times(
-    settings: Settings, device: str, dtype: str, compiled: bool
+    settings: Settings, device: str, dtype: str, compiled: bool, names: Collection[str] = WAYS
 ) -> tuple[Times, dict[str, float], float]:
     """Seconds a step, one value a round, after a warm-up; millions of parameters; and hddm's mean wait.
 
-    That is the share of a step in which it waits for its inputs.
+    That is the share of a step in which it waits for its inputs. ``names`` are the ways, hddm's among them.
     """
-    ways, sizes = ways_of(settings, device, dtype, compiled)
+    ways, sizes = ways_of(settings, device, dtype, compiled, names)
     for way in ways.values():
         way.run(2, lambda: None)
     timed = {name: partial(_taken, way, settings.steps, device) for name, way in ways.items()}
@@ -89,9 +90,9 @@ def measure_times(
 
 
 def ways_of(
-    settings: Settings, device: str, dtype: str, compiled: bool
+    settings: Settings, device: str, dtype: str, compiled: bool, names: Collection[str] = WAYS
 ) -> tuple[dict[str, Way], dict[str, float]]:
-    """All ways, and the millions of parameters of those that have a network."""
+    """The ways of these names, and the millions of parameters of those that have a network."""
 
     def plain(zero: bool, compiled: bool = compiled) -> PlainLoop:
         network = expert(settings, "zero" if zero else "single")
@@ -100,17 +101,17 @@ def ways_of(
     def dit(compiled: bool = compiled) -> PlainLoop:
         return PlainLoop(diffusers_dit(settings), call_dit, settings, device, dtype, compiled)
 
-    loops: dict[str, PlainLoop | OwnLoop] = {
-        DIFFUSERS: dit(),
-        OWN: OwnLoop(expert(settings, "single"), settings, device, dtype, compiled),
-        PLAIN: plain(zero=False),
-        ZERO: plain(zero=True),
+    makers: dict[str, Callable[[], PlainLoop | OwnLoop | Products]] = {
+        DIFFUSERS: dit,
+        OWN: lambda: OwnLoop(expert(settings, "single"), settings, device, dtype, compiled),
+        PLAIN: lambda: plain(zero=False),
+        ZERO: lambda: plain(zero=True),
+        PRODUCTS: lambda: Products(dit(compiled=False).step),
+        OWN_PRODUCTS: lambda: Products(plain(zero=False, compiled=False).step),
     }
-    products = {
-        PRODUCTS: Products(dit(compiled=False).step),
-        OWN_PRODUCTS: Products(plain(zero=False, compiled=False).step),
-    }
-    return {**loops, **products}, {name: millions(loop.network) for name, loop in loops.items()}
+    ways = {name: makers[name]() for name in names}
+    sizes = {name: millions(way.network) for name, way in ways.items() if not isinstance(way, Products)}
+    return dict(ways), sizes
 
 
 def _taken(way: Way, steps: int, device: str) -> Taken:
