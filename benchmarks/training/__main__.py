@@ -1,21 +1,20 @@
 """``python -m benchmarks.training``: see ``--help``."""
 
-import multiprocessing
 import os
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from benchmarks.harness import RESULTS, QuickOption, ResultsOption, Start, main
-from benchmarks.timing import CompileOption, DeviceOption, DType, DTypeOption, Times, name_of, timed
-from benchmarks.training.networks import Settings, settings_for
+from benchmarks.harness import RESULTS, QuickOption, ResultsOption, Start, apart, main
+from benchmarks.timing import CompileOption, DeviceOption, DType, DTypeOption, name_of, timed
+from benchmarks.training.checklist import measure_checklist
+from benchmarks.training.networks import settings_for
 from benchmarks.training.report import lines
 from benchmarks.training.times import measure_times
-from hddm.utils.processes import compute_environment, environment
+from hddm.utils.errors import UsageError
 
 
 def measure_training(
@@ -31,7 +30,8 @@ def measure_training(
     settings = settings_for(device, quick)
     settings = replace(settings, rounds=rounds or settings.rounds)
     threads = threads or os.cpu_count() or 1
-    measured = {dtype: _apart(settings, device, dtype, compiled, threads) for dtype in dtypes}
+    # The environment is the same for every way.
+    measured = {dtype: apart(threads, measure_times, settings, device, dtype, compiled) for dtype in dtypes}
     times = {dtype: found for dtype, (found, _, _) in measured.items()}
     content = {
         **timed(settings, device, compiled, threads, times),
@@ -42,16 +42,6 @@ def measure_training(
     return start.write(name_of(settings, device, compiled, "-speed"), text, content)
 
 
-def _apart(
-    settings: Settings, device: str, dtype: str, compiled: bool, threads: int
-) -> tuple[Times, dict[str, float], float]:
-    """In a fresh process, with the environment that hddm gives its own; it is the same for every way."""
-    # glibc reads its variables when a process starts.
-    fresh = multiprocessing.get_context("spawn")
-    with environment(compute_environment(threads)), ProcessPoolExecutor(1, fresh) as pool:
-        return pool.submit(measure_times, settings, device, dtype, compiled).result()
-
-
 def training(
     results: ResultsOption = RESULTS,
     device: DeviceOption = "cpu",
@@ -60,8 +50,17 @@ def training(
     rounds: Annotated[int | None, typer.Option("--rounds", min=1, help="Default 15.")] = None,
     threads: Annotated[int | None, typer.Option("--threads", min=1, help="Default: all cores.")] = None,
     quick: QuickOption = False,
+    checklist: Annotated[
+        bool, typer.Option("--checklist", help="Check all that only a GPU can show; small on a CPU.")
+    ] = False,
 ) -> None:
     """Time training steps: hddm's, and a plain loop around diffusers' DiT."""
+    if checklist:
+        if dtype or compile_networks or rounds:
+            raise UsageError("--checklist has its own --dtype, --compile and --rounds; drop yours")
+        written, is_fine = measure_checklist(Start(results), device, threads or os.cpu_count() or 1, quick)
+        typer.echo(written)
+        raise typer.Exit(not is_fine)
     dtypes = [one.value for one in dtype or DType]
     typer.echo(measure_training(Start(results), device, dtypes, compile_networks, rounds, threads, quick))
 

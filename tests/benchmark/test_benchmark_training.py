@@ -2,16 +2,30 @@
 
 import json
 import statistics
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity
 
 from benchmarks.harness import Start
 from benchmarks.timing import Taken
+from benchmarks.training import checklist
 from benchmarks.training.__main__ import measure_training
-from benchmarks.training.loops import PlainLoop
+from benchmarks.training.checklist import (
+    DONE,
+    NEED_GPU,
+    NO_GPU,
+    PROFILED,
+    covered,
+    measure_checklist,
+    step_times,
+    traced,
+    watched,
+)
+from benchmarks.training.loops import OwnLoop, PlainLoop
 from benchmarks.training.networks import (
     CPU,
     CUDA,
@@ -108,3 +122,41 @@ def test_the_quick_run_writes_a_report_that_says_what_was_met(tmp_path: Path) ->
         "80% of a step of diffusers' DiT, and 90% of hddm's.",
     ):
         assert line in text
+
+
+def test_the_time_that_kernels_run_counts_what_overlaps_once() -> None:
+    assert covered([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.75)]) == 4
+    loop = OwnLoop(expert(QUICK, "single"), QUICK, "cpu", "float32", compiled=False)
+    profiler, wall = watched(loop, "cpu", ProfilerActivity.CPU)
+    names = [event.name for event in profiler.events()]
+    assert sum(name.startswith("ProfilerStep") for name in names) == PROFILED
+    # What runs while the profiler starts and stops is recorded too.
+    assert 0.1 * wall < covered(traced(profiler, "cpu_op")) < 2 * wall
+
+
+@pytest.mark.slow
+def test_the_checklist_runs_every_check_that_needs_no_gpu(tmp_path: Path) -> None:
+    written, is_fine = measure_checklist(Start(tmp_path, command="--checklist"), "cpu", 1, quick=True)
+    assert is_fine
+    checks = json.loads(written.with_suffix(".json").read_text())["checks"]
+    outcomes = {name: one["outcome"] for name, one in checks.items()}
+    assert outcomes == {name: NO_GPU if name in NEED_GPU else DONE for name in outcomes}
+    assert len(outcomes) == 7
+    assert checks["offload"]["same_bytes"]
+    assert checks["resume"]["largest_difference"] == {"resumed": 0, "run twice": 0}
+    found = checks["students of few steps"]["students"]
+    assert [len(one["seconds_a_step"]) for one in found.values()] == [1, 2]
+    assert "its numbers mean nothing for a GPU" in written.read_text()
+
+
+@pytest.mark.slow
+def test_a_check_that_fails_is_told_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = {"wrong": partial(step_times, "no settings"), "fine": partial(step_times, QUICK)}
+    monkeypatch.setattr(checklist, "_checks", lambda *_: both)
+    written, is_fine = measure_checklist(Start(tmp_path, command="--checklist"), "cpu", 1, quick=True)
+    checks = json.loads(written.with_suffix(".json").read_text())["checks"]
+    assert [one["outcome"] for one in checks.values()] == ["failed", DONE]
+    assert "`AttributeError: 'str' object has no attribute" in written.read_text()
+    assert not is_fine
