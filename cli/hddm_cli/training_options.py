@@ -62,6 +62,10 @@ LOOP: Group = {
         False,
     ),
     "compile": (Annotated[bool, typer.Option("--compile", help="By torch.compile.")], False),
+    "fsdp": (
+        Annotated[bool, typer.Option("--fsdp", help="Split the weights over the processes of accelerate.")],
+        False,
+    ),
     "device": (Device, "auto"),
     "threads": (
         Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; rounding depends on it.")],

@@ -74,7 +74,7 @@ _FREE = {
     *("steps", "batch_size", "gradient_accumulation_steps", "warmup", "weight_decay"),
     *("learning_rate", "muon_learning_rate", "weighting", "time_sampling"),
     *("ema_decay", "max_grad_norm", "max_non_finite", "calibrate", "seed"),
-    *("device", "threads", "mixed_precision", "compile"),
+    *("device", "threads", "mixed_precision", "compile", "fsdp"),
 }
 
 
@@ -128,7 +128,7 @@ def _count_batch(train: Callable[..., object], settings: LoopSettings, batch_siz
     first step, such as taking moments, does not count.
     """
     changes: dict[str, Any] = {"steps": 2, "batch_size": batch_size, "gradient_accumulation_steps": 1}
-    changes |= {"mixed_precision": "no", "compile": False, "device": "cpu", "threads": 1}
+    changes |= {"mixed_precision": "no", "compile": False, "fsdp": False, "device": "cpu", "threads": 1}
     if isinstance(settings, RouterSettings):
         changes["calibrate"] = False
     totals: list[int] = []

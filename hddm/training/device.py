@@ -1,10 +1,17 @@
-"""Hardware of a training: devices, precision and processes, through accelerate."""
+"""Hardware of a training: devices and precision through accelerate, and weights split over processes."""
 
 import contextlib
+import copy
+import itertools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hddm.training.settings import LoopSettings
 from hddm.utils.errors import HddmError
@@ -14,7 +21,8 @@ class Device:
     """Hardware of one training; within its block torch's generators and thread count are the training's own.
 
     With several processes (``accelerate launch``) each takes its share of every batch, and gradients are
-    averaged. Missing hardware or precision, or a batch that does not divide, raises `HddmError`.
+    averaged; with ``settings.fsdp`` each also keeps only its part of the weights (`split`). Missing hardware
+    or precision, or a batch that does not divide, raises `HddmError`.
     """
 
     def __init__(self, settings: LoopSettings) -> None:
@@ -43,6 +51,7 @@ class Device:
                 f"--batch-size {settings.batch_size} does not divide over {self.processes} processes with "
                 f"{settings.gradient_accumulation_steps} parts each; take a multiple of {parts}"
             )
+        self._splits = settings.fsdp and self.processes > 1
         self._inside = contextlib.ExitStack()
 
     def __enter__(self) -> "Device":
@@ -69,9 +78,16 @@ class Device:
     def is_main(self) -> bool:
         return bool(self._accelerator.is_main_process)
 
+    def place(self, network: nn.Module) -> Callable[[], object]:
+        """Move ``network`` here, whole or its part of it; return what brings it back to the CPU, whole."""
+        if self._splits:
+            return split(network, init_device_mesh(self.target.type, (self.processes,)))
+        network.to(self.target)
+        return lambda: network.to("cpu")
+
     def distributed(self, module: nn.Module) -> nn.Module:
-        """Return ``module``, wrapped to average its gradients over processes where there are several."""
-        if self.processes == 1:
+        """Return ``module``, wrapped to average its gradients over processes where no split does that."""
+        if self.processes == 1 or self._splits:
             return module
         wrapped: nn.Module = torch.nn.parallel.DistributedDataParallel(
             module, device_ids=[self.target] if self.target.type == "cuda" else None
@@ -94,12 +110,19 @@ class Device:
         }
 
     def part(self, module: nn.Module, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Open a block for a part of a batch; gradients are exchanged after the ``last`` part only."""
-        return contextlib.nullcontext() if last else self._accelerator.no_sync(module)
+        """Open a block for a part of a batch; gradients are exchanged after the ``last`` part only.
+
+        Those of split weights are after each, since they would be whole until then.
+        """
+        return contextlib.nullcontext() if last or self._splits else self._accelerator.no_sync(module)
 
     def precision(self) -> contextlib.AbstractContextManager[None]:
         """Open a block for a forward pass in the chosen precision."""
-        block: contextlib.AbstractContextManager[None] = self._accelerator.autocast()
+        from accelerate.utils import AutocastKwargs
+
+        # Kept copies in lower precision would be of whole weights.
+        kept = AutocastKwargs(cache_enabled=not self._splits)
+        block: contextlib.AbstractContextManager[None] = self._accelerator.autocast(kept)
         return block
 
     def backward(self, loss: Tensor) -> None:
@@ -110,6 +133,7 @@ class Device:
         """Clip gradients to a norm of ``limit``; return their norm before that, not waiting for a GPU."""
         self.scaler.unscale_(optimizer)
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         # The comparison would wait for a GPU; on a CPU it saves a pass over gradients within the limit.
         if self.target.type != "cpu" or not norm <= limit:
             nn.utils.clip_grads_with_norm_(parameters, limit, norm)
@@ -141,3 +165,63 @@ class Device:
 
     def wait(self) -> None:
         self._accelerator.wait_for_everyone()
+
+
+def split(network: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
+    """Split the parameters of ``network`` over the processes of ``mesh``; return what makes them whole again.
+
+    Each is cut along its first axis by FSDP2 (`torch.distributed.fsdp.fully_shard`), and is whole only while
+    its block computes: an element of a list of modules of the network, or the rest. The network stays the
+    same object. All processes call what is returned, and have whole parameters on the CPU afterwards.
+    """
+    before: list[tuple[nn.Module, type, dict[str, Any]]] = [
+        (module, type(module), {key: _copied(value) for key, value in vars(module).items()})
+        for module in network.modules()
+    ]
+    lists = [child for child in network.children() if isinstance(child, nn.ModuleList)]
+    for module in (*itertools.chain.from_iterable(lists), network):
+        own = [p for p in module.parameters() if not isinstance(p, DTensor)]
+        fully_shard(module, mesh=mesh)
+        for parameter in own:
+            # It is needed again at the end, and its values only then.
+            parameter.data = parameter.new_empty(0)
+
+    def join() -> None:
+        found: dict[nn.Parameter, Tensor] = {}
+        for module, _, attributes in before:
+            for name, parameter in module._parameters.items():
+                if isinstance(parameter, DTensor):
+                    found[attributes["_parameters"][name]] = parameter.full_tensor().cpu()
+        for module, kind, attributes in before:
+            module.__class__ = kind
+            module.__dict__ = attributes
+        for parameter, value in found.items():
+            parameter.data = value
+        network.to("cpu")
+
+    return join
+
+
+def _copied(value: object) -> object:
+    # Hooks and parameters are kept in dictionaries of a module, which are changed in place.
+    return copy.copy(value) if isinstance(value, dict) else value
+
+
+def whole(value: Tensor) -> Tensor:
+    """Return a tensor that is split over processes whole, in the first of them; others stay as they are.
+
+    All processes must call this; all but the first get an empty tensor.
+    """
+    if not isinstance(value, DTensor):
+        return value
+    full = value.full_tensor()
+    # Every process of a machine would hold as many copies as the first one writes.
+    return full.cpu() if value.device_mesh.get_rank() == 0 else full.new_empty(0)
+
+
+def split_like(value: Tensor, other: Tensor) -> Tensor:
+    """Return ``value``, which each process has whole, on the device of ``other`` and split as that is."""
+    value = value.to(other.device)
+    if not isinstance(other, DTensor):
+        return value
+    return distribute_tensor(value, other.device_mesh, other.placements, src_data_rank=None)

@@ -25,7 +25,7 @@ from hddm.training.optimizer import optimizer_of
 from hddm.training.resume import Change, LoopKind, as_recorded, is_complete, run_folder_of, value_at
 from hddm.training.settings import LoopSettings, RunOptions
 from hddm.training.state import Ema, Run, TrainingState, open_run
-from hddm.utils.errors import HddmError, counted
+from hddm.utils.errors import HddmError, UsageError, counted
 from hddm.utils.files import new_folder, nothing
 from hddm.utils.processes import Interrupted, Stopped, StopRequest
 from hddm.utils.tensors import generator
@@ -286,7 +286,7 @@ def fit(
         task.network.eval()
         # The compiled call would compile again for every other mode and shape.
         task.network._compiled_call_impl = None
-        task.network.to("cpu")
+        trainer.bring_back()
     changes = [] if run is None else run.changes
     return Fitted(state.losses, state.seconds, device.target, changes, state.weak)
 
@@ -296,8 +296,9 @@ def _keep(run: Run, state: TrainingState, settings: LoopSettings, device: Device
     stopping = device.any(stop.requested)
     due = state.step % run.options.checkpoint_every == 0 or state.step == settings.steps
     if due or stopping:
+        tensors = state.tensors()
         if device.is_main:
-            run.save(state)
+            run.save(state, tensors)
         device.wait()
     if stopping and state.step < settings.steps:
         raise Stopped(
@@ -326,7 +327,7 @@ class _Trainer:
         self.task, self.settings, self.device = task, settings, device
         if settings.gradient_checkpointing:
             _checkpointed(task.network)
-        task.network.to(device.target)
+        self.bring_back = device.place(task.network)
         self.parameters = [p for p in task.network.parameters() if p.requires_grad]
         optimizer = optimizer_of(task.network, settings)
         if settings.compile:
@@ -446,6 +447,11 @@ def train(
     if is_complete(out, record, run, overwrite, settings, data):
         return []
     used = completed(settings, out, run, task.is_new)
+    if used.fsdp and run is not None and run.sample_every:
+        raise UsageError(
+            f"--sample-every {run.sample_every}: one process draws pictures, and with --fsdp none has the "
+            "whole network; drop one of the two"
+        )
     watchers: list[Watcher] = []
     if on_step is not None:
         watchers.append(lambda report: on_step(report.step, report.loss, report.seconds))

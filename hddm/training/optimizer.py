@@ -4,7 +4,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from hddm.training.device import split_like
 from hddm.training.settings import LoopSettings
 
 # Layers that make the output of our networks and diffusers': their matrices are AdamW's, as in Muon's recipe.
@@ -30,9 +32,8 @@ def optimizer_of(network: nn.Module, settings: LoopSettings) -> torch.optim.Opti
         optimizers.append(torch.optim.AdamW(rest, lr=settings.learning_rate, weight_decay=decay, fused=True))
     if inner:
         assert settings.muon_learning_rate is not None
-        muon = torch.optim.Muon(
-            inner, lr=settings.muon_learning_rate, weight_decay=decay, adjust_lr_fn="original"
-        )
+        kind = _SplitMuon if isinstance(inner[0], DTensor) else torch.optim.Muon
+        muon = kind(inner, lr=settings.muon_learning_rate, weight_decay=decay, adjust_lr_fn="original")
         optimizers.append(muon)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -51,6 +52,32 @@ def _matrices(network: nn.Module) -> set[str]:
             if parameter.ndim == 2 and (is_packed or isinstance(module, nn.Linear)):
                 found.add(name)
     return found
+
+
+class _SplitMuon(torch.optim.Muon):
+    """Muon of matrices that are split over processes, each of which computes a whole step and keeps its part.
+
+    On such matrices torch's own sums in bfloat16 part by part, which is another step.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            rate, beta = group["lr"], group["momentum"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                momentum = self.state[parameter].setdefault(
+                    "momentum_buffer", torch.zeros_like(parameter.grad)
+                )
+                momentum.lerp_(parameter.grad, 1 - beta)
+                update = parameter.grad.lerp(momentum, beta).full_tensor()
+                change = torch.zeros_like(update, requires_grad=True)
+                change.grad = update
+                torch.optim.Muon(
+                    [change], rate, weight_decay=0, momentum=0, nesterov=False, adjust_lr_fn="original"
+                ).step()
+                parameter.mul_(1 - rate * group["weight_decay"]).add_(split_like(change, parameter))
 
 
 class _Together(torch.optim.Optimizer):

@@ -68,6 +68,7 @@ CHECKPOINTS = "checkpoints"
 _COMPARED = ("settings", "data", "environment")
 # Keys that may change between two starts of a run without changing its result.
 FREE = {f"environment.{key}" for key in ("hddm", "torch", "hostname", "device", "processes")}
+FREE |= {"settings.fsdp"}
 # Keys that make it another expert; a run that continued with others would have an untrue record.
 _IDENTITY = (
     *("objective", "prediction", "size", "rotary", "class_conditional", "text_conditional"),
@@ -167,7 +168,7 @@ def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -
     old, new = (_flat({key: one.get(key, {}) for key in _COMPARED}) for one in (before, given))
     differing, lines, fixed = {}, {}, []
     for key in dict.fromkeys([*old, *new]):
-        if old.get(key) == new.get(key):
+        if old.get(key) == new.get(key) or (key in FREE and key not in old):
             continue
         differing[key] = old.get(key, NOT_RECORDED), new.get(key, NOT_RECORDED)
         was, now = (value if value is NOT_RECORDED else repr(value) for value in differing[key])

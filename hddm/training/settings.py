@@ -107,6 +107,8 @@ class LoopSettings(Record):
     gradient_accumulation_steps: Positive = 1
     gradient_checkpointing: bool = False
     compile: bool = False
+    fsdp: bool = False
+    """Split weights, gradients and the optimiser's state over the processes; one alone splits nothing."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     threads: Positive | None = None
     """CPU threads, which affect rounding; None is torch's default, which is then recorded."""
@@ -139,6 +141,12 @@ class LoopSettings(Record):
     def warmup_steps(self) -> int:
         """``warmup``, by default a tenth of the steps, at most `LONGEST_WARMUP`."""
         return min(LONGEST_WARMUP, self.steps // 10) if self.warmup is None else self.warmup
+
+    @model_validator(mode="after")
+    def _split_weights_have_their_range(self) -> "LoopSettings":
+        if self.fsdp and self.mixed_precision == "fp16":
+            raise ValueError("fsdp goes with mixed_precision bf16 or no, and not with fp16")
+        return self
 
     @model_validator(mode="after")
     def _accumulates_whole_batches(self) -> "LoopSettings":

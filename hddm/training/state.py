@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hddm.networks.folders import differences
+from hddm.training.device import split_like, whole
 from hddm.training.resume import (
     CHECKPOINTS,
     RUN_FILE,
@@ -146,7 +147,16 @@ class TrainingState:
         return len(self.losses)
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Return all tensors by file and name, not copied; a parameter with two names occurs once."""
+        """Return all tensors by file and name; a parameter with two names occurs once.
+
+        They are not copied, but for those that are split over processes (`hddm.training.device.whole`).
+        """
+        return {
+            file: {name: whole(value) for name, value in tensors.items()}
+            for file, tensors in self._live().items()
+        }
+
+    def _live(self) -> dict[str, dict[str, Tensor]]:
         trained, saved = self._trained(), self.network.state_dict()
         moments = {
             f"{key}.{name}": value
@@ -167,7 +177,9 @@ class TrainingState:
         with self.ema.averaged():
             tensors = self.network.state_dict().items()
             self.weak = {
-                name: value.to("cpu", torch.bfloat16 if value.is_floating_point() else value.dtype, copy=True)
+                name: whole(value).to(
+                    "cpu", torch.bfloat16 if value.is_floating_point() else value.dtype, copy=True
+                )
                 for name, value in tensors
             }
 
@@ -184,21 +196,22 @@ class TrainingState:
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Mapping[str, Tensor]], values: dict[str, Any], name: str) -> None:
         """Load what `tensors` and `values` gave, of the same network; ``name`` is the source in errors."""
-        live, trained = self.tensors(), self._trained()
+        live, trained = self._live(), self._trained()
         progress = parse_record(values, ProgressRecord, f"{name}/{PROGRESS}")
         for file in (WEIGHTS, EMA):
             if lines := differences(live[file], tensors[file]):
                 raise HddmError(f"{name}, {file}: is of another network", lines)
             for key, value in live[file].items():
-                value.copy_(tensors[file][key])
+                value.copy_(split_like(tensors[file][key], value))
         for key, value in tensors[OPTIMIZER].items():
             moment, _, parameter = key.partition(".")
             if parameter not in trained or value.shape not in ((), trained[parameter].shape):
                 raise HddmError(f"{name}, {OPTIMIZER}: {key!r} is of another network")
             # A copy: rounding may depend on where in memory a tensor begins, and a mapped one begins
             # anywhere. The step count goes along, since the fused optimiser reads it on the device.
-            kept = value.to(trained[parameter].device).clone()
-            self.optimizer.state[trained[parameter]][moment] = kept
+            of = trained[parameter]
+            kept = split_like(value, of) if value.ndim else value.to(of.device)
+            self.optimizer.state[of][moment] = kept.clone()
         losses = tensors[LOSSES].get("losses")
         if losses is None or losses.ndim != 1 or not losses.is_floating_point():
             raise HddmError(f"{name}, {LOSSES}: holds no losses")
@@ -254,16 +267,19 @@ class Run:
             state.load(tensors, read_json(path / PROGRESS), str(path))
             log.info("%s: going on from step %d", self.folder, state.step)
 
-    def save(self, state: TrainingState) -> None:
-        """Write a checkpoint, verify it, and only then remove older ones; disk errors raise `HddmError`."""
+    def save(self, state: TrainingState, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Write a checkpoint, verify it, and only then remove older ones; disk errors raise `HddmError`.
+
+        ``tensors`` are those of ``state``.
+        """
         target = self._checkpoints / f"step_{state.step:08d}"
         if _is_complete(target):
             return
         with writing(target):
             _set_aside(target)
         with new_folder(target, MANIFEST, is_locked=True, kept=self.kept) as draft:
-            for name, tensors in state.tensors().items():
-                on_cpu = {key: value.cpu().contiguous() for key, value in tensors.items()}
+            for name, each in tensors.items():
+                on_cpu = {key: value.cpu().contiguous() for key, value in each.items()}
                 save_file(on_cpu, draft / f"{name}.safetensors")
             write_json(draft / PROGRESS, state.values())
             hashes = {path.name: sha256_of(path) for path in sorted(draft.iterdir())}

@@ -41,8 +41,8 @@ _COMMAND_LINE = "HDDM_COMMAND_LINE"
 # In a command to be typed options stay as they are.
 _OPTION = re.compile(r"\bhddm [a-z][^;,()]*|--([a-z]+(?:-[a-z]+)*)")
 _FLAGS = {
-    *("allow_config_change", "allow_few", "allow_pickle", "class_conditional", "gradient_checkpointing"),
-    *("overwrite", "random_flip", "resume", "text_conditional"),
+    *("allow_config_change", "allow_few", "allow_pickle", "class_conditional", "fsdp"),
+    *("gradient_checkpointing", "overwrite", "random_flip", "resume", "text_conditional"),
 }
 
 

@@ -168,9 +168,14 @@ def test_wrong_usage_is_one_line_and_exits_with_2(
 
 
 @pytest.mark.parametrize(
-    "settings", [{"batch_size": 10, "gradient_accumulation_steps": 3}, {"lora_alpha": 2.0}]
+    "settings",
+    [
+        {"batch_size": 10, "gradient_accumulation_steps": 3},
+        {"lora_alpha": 2.0},
+        {"fsdp": True, "mixed_precision": "fp16"},
+    ],
 )
-def test_what_several_values_make_wrong_names_their_options(settings: dict[str, float]) -> None:
+def test_what_several_values_make_wrong_names_their_options(settings: dict[str, Any]) -> None:
     values = {"steps": 1, "objective": "flow", **settings}
     with pytest.raises(HddmError) as error:
         parse_record(values, ExpertSettings, OPTIONS)

@@ -365,6 +365,8 @@ def test_precisions_and_parts_that_cannot_be_are_refused(whole: Path, tmp_path: 
         (("--mixed-precision", "fp16", "--device", "cpu"), "fp16 needs a GPU; on a CPU take bf16 or no"),
         (("--mixed-precision", "fp8"), "--mixed-precision fp8: choose one of no, bf16, fp16"),
         (("--gradient-accumulation-steps", 3), "--batch-size 8 does not divide into 3"),
+        (("--fsdp", "--mixed-precision", "fp16"), "--fsdp goes with --mixed-precision bf16 or no"),
+        (("--fsdp", "--sample-every", 2), "--sample-every 2: one process draws pictures, and with --fsdp"),
     ):
         code, _, error = hddm(*_command(whole, tmp_path / "out", *options))
         assert code in (1, 2)
@@ -386,6 +388,16 @@ def _train(shard: Path, out: Path, until: int | None = None, every: int = 2, **c
 
 def _record(out: Path) -> Any:
     return json.loads((run_folder_of(out) / "run.json").read_text())
+
+
+def test_a_run_that_knew_no_split_weights_goes_on_without_a_change(whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    _train(whole, out, until=3)
+    record = _record(out)
+    del record["settings"]["fsdp"]
+    (run_folder_of(out) / "run.json").write_text(json.dumps(record))
+    _train(whole, out)
+    assert _record(out)["changes"] == []
 
 
 def test_settings_that_were_changed_on_the_way_are_told_with_their_steps(
