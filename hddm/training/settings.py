@@ -261,6 +261,8 @@ class DistillSettings(DenoiserSettings):
 
     @model_validator(mode="after")
     def _few_steps_are_said(self) -> "DistillSettings":
+        if self.sampling_steps == 1 and self.fsdp:
+            raise ValueError("fsdp splits the weights whose derivative a student of one step needs; drop it")
         for name in ("trajectories", "guidance_scale") if self.sampling_steps is None else ():
             if (value := getattr(self, name)) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} {value:g} is for a student of few steps; give sampling_steps too")

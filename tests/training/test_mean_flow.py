@@ -211,6 +211,8 @@ def test_a_student_is_trained_sampled_and_verified_from_the_command_line(
     line = ["distill", tmp_path / "trio", "--data", trio.shards, "--out", out, "--teacher", "routed"]
     few = ["--sampling-steps", 2, "--trajectories", 32, "--guidance-scale", 2, "--batch-size", 8]
     flow = next(one for one in trio.experts if "flow" in (one / "expert.json").read_text())
+    code, _, error = hddm(*line, "--sampling-steps", 1, "--fsdp", "--steps", 4, "--init", flow)
+    assert (code, "whose derivative a student of one step needs" in error) == (2, True)
     code, _, error = hddm(*line, *few, "--steps", 4)
     assert (code, "begins with an expert; name one by --init" in error) == (2, True)
     code, _, error = hddm(*line, "--guidance-scale", 2, "--steps", 4)
