@@ -18,7 +18,7 @@ from hddm.utils.processes import Report
 
 MODEL = "model"
 # What may differ between machines without making another model of it.
-_MACHINE = {"device", "threads"}
+_MACHINE = {"device", "threads", "fsdp"}
 _PATIENCE = 60.0
 _CHECKPOINT_EVERY = 500
 
