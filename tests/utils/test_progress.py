@@ -7,10 +7,11 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from hddm.training.expert import train_expert
 from hddm.training.loop import summary_of
@@ -97,9 +98,9 @@ def test_a_rate_leaves_out_what_comes_before_between_and_after_steps(
         now[0] += 0.001
         return now[0]
 
-    def slowly(kept: Run, state: TrainingState) -> None:
+    def slowly(kept: Run, state: TrainingState, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
         now[0] += 100
-        save(kept, state)
+        save(kept, state, tensors)
 
     monkeypatch.setattr(time, "perf_counter", clock)
     monkeypatch.setattr(Run, "save", slowly)
