@@ -230,7 +230,7 @@ def integrate(
     model: VelocityField | Ensemble,
     x: Tensor,
     times: Tensor,
-    solver: str | Solver = DEFAULT_SOLVER,
+    solver: str | Solver | None = None,
     guidance_scale: float | Guidance | Callable[[], Guidance] = 1.0,
     negative: Mapping[str, Tensor] | None = None,
     conditions: Mapping[str, Tensor] | None = None,
@@ -247,7 +247,7 @@ def integrate(
         model: an expert or an ensemble.
         x: see `hddm.sampling`.
         times: see `time_grid`.
-        solver: its name, or a function; see `hddm.solvers`.
+        solver: its name, or a function; see `hddm.solvers`. None is the model's own (`settled`).
         guidance_scale: see `VelocityField.velocity`; a function is asked at every call of the velocity.
         negative: as conditions.
         conditions: see `VelocityField.velocity`; on the model's device. Both are read at every call, so that
@@ -303,8 +303,9 @@ def integrate(
         stopped = x if is_interrupted() else None
         return x
 
-    solve = solver_named(solver) if isinstance(solver, str) else solver
-    return solve(velocity, x, times, step)
+    if solver is None or isinstance(solver, str):
+        solver = solver_named(settled(model, None, solver)[1])
+    return solver(velocity, x, times, step)
 
 
 def _finite(v: Tensor, t: Tensor, weights: Tensor | None = None) -> Tensor:

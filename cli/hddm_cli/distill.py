@@ -73,5 +73,5 @@ def distill(
     with TrainingProgress(settings.steps, settings.batch_size, "distill") as progress:
         losses = run(ensemble, data, out, settings, overwrite, progress.reach, options.run(), init)
     if losses:
-        name = "distance to the teacher's velocity"
+        name = "distance to the teacher's velocity" if sampling_steps is None else "loss"
         typer.echo(f"{out}: {summary_of(losses, name)}")

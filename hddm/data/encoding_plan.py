@@ -288,7 +288,8 @@ def _buckets(settings: EncodingSettings, factor: int) -> tuple[tuple[int, int], 
     step = settings.bucket_step or 4 * factor
     if side % step:
         raise UsageError(
-            f"--bucket-step {step}: divides no square of --resolution {side}; change one of them"
+            f"--resolution {side}: is no multiple of the buckets' step, {step}; take one, or another "
+            "--bucket-step"
         )
     found = buckets_of(side, step)
     if len(found) == 1:

@@ -237,8 +237,9 @@ class Play:
         asked["class_labels"] = ",".join(names[one] for one in asked["class_labels"] or ()) or None
         asked["prompts"] = (prompt,) if (prompt := (asked["prompts"] or "").strip()) else ()
         asked["strategy"] = None if asked["strategy"] in ("", ensemble.strategy) else asked["strategy"]
-        for name, own in zip(("steps", "solver"), self._own, strict=True):
-            asked[name] = None if asked[name] == own else asked[name]
+        if all(settled(one.pipeline.ensemble) == self._own for one in self.models):
+            for name, own in zip(("steps", "solver"), self._own, strict=True):
+                asked[name] = None if asked[name] == own else asked[name]
         return parse_record(asked, SampleSettings, OPTIONS)
 
     def _panels(self, show: str, left_out: str, settings: SampleSettings, expert: int | None) -> list[Panel]:

@@ -140,6 +140,7 @@ def _check_strategy(folder: Path, opened: OpenedEnsemble) -> None:
 
 def _check_conditions(name: str, record: ExpertRecord, shard: Shard, dropout: float) -> None:
     """Refuse an expert, named ``name`` in errors, whose conditions a student of ``shard`` cannot learn."""
+    record.refuse_student(name, "name the ensemble that it learned from as the teacher")
     others = [condition for condition in record.conditions if condition != LABELS]
     if others:
         raise HddmError(f"{name}: takes {', '.join(others)}; a student learns classes, and no texts yet")
@@ -245,6 +246,11 @@ def distill(
         record = record.model_copy(update=few)
         learned_from = given | ({} if expert_of_sample is None else {"expert": expert_of_sample})
         _check_told(learned_from)
+        if settings.guidance_scale != 1 and LABELS not in given:
+            raise UsageError(
+                f"--guidance-scale {settings.guidance_scale:g}: the teacher takes no classes to guide by; "
+                "drop the option"
+            )
         solved = functools.partial(_solved, settings, union, learned_from, record)
         flow = MeanFlow(on, record.prediction_type, settings.sampling_steps, settings.guidance_scale, solved)
         task = Task(
@@ -326,6 +332,7 @@ def _read_init(init: Path) -> Expert:
 
 def _check_start(name: str, start: ExpertRecord, record: ExpertRecord) -> None:
     """Refuse a ``start``, named ``name`` in errors, that does not agree with the student's ``record``."""
+    start.refuse_student(name, "begin with the expert that it began with")
     qualities: dict[str, Callable[[ExpertRecord], Any]] = {
         "schedule": lambda one: one.schedule,
         "time scale": lambda one: one.time_scale,

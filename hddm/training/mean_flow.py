@@ -4,7 +4,8 @@ Through x_t a teacher's velocity v leads to x_r at a time r < t. The mean veloci
 
     u(x_t, t, r) = (x_t - x_r)/(t - r),        u(x_t, t, t) = v(x_t, t),
 
-so a step x_r = x_t - (t - r) u of any length is exact. A network learns u in a stage, for one step in two:
+so a step x_r = x_t - (t - r) u of any length is exact. A network learns u in one stage; students of one step
+have a second:
 
 1. From (x_t, x_r) on trajectories of the teacher, solved from noise once and kept: a target that no network
    in training has a part in (arXiv:2605.17834, its warm-up by discrete solutions).
@@ -84,17 +85,26 @@ def solve(
     guidance_scale: float,
     file: Path | None = None,
 ) -> Trajectories:
-    """Solve ``num`` trajectories of the teacher from noise, or read those that are in ``file``.
+    """Solve ``num`` trajectories of the teacher from noise, or read those in ``file`` if they are the same.
 
     ``conditions`` (num,) are labels, and ``expert`` unless the teacher mixes. They depend on ``seed`` alone.
-    Raises `HddmError` as `hddm.sampling.integrate`.
+    The file is one teacher's. Raises `HddmError` as `hddm.sampling.integrate`.
     """
     fine = time_grid(SOLVED, teacher.shift)
     stride = SOLVED // KEPT
     times = fine[::stride]
+    asked = {name: value.contiguous() for name, value in conditions.items()}
+    asked |= {
+        "num": torch.tensor(num),
+        "seed": torch.tensor(seed),
+        "guidance_scale": torch.tensor(guidance_scale),
+    }
     if file is not None and file.exists():
-        log.info("%s: %s of the teacher are there", file, counted(num, "trajectory", "trajectories"))
-        return Trajectories(read_safetensors(file)["states"], times, conditions)
+        kept = read_safetensors(file)
+        kept_states = kept.pop("states")
+        if kept.keys() == asked.keys() and all(torch.equal(kept[name], one) for name, one in asked.items()):
+            log.info("%s: %s of the teacher are there", file, counted(num, "trajectory", "trajectories"))
+            return Trajectories(kept_states, times, conditions)
     states = torch.empty(num, KEPT + 1, *shape)
     with Progress(num, "teacher", " trajectories") as progress:
         for rows in torch.arange(num).split(_BATCH):
@@ -119,7 +129,7 @@ def solve(
             )
             progress(len(rows))
     if file is not None:
-        write_whole(file, lambda path: save_file({"states": states}, path))
+        write_whole(file, lambda path: save_file({"states": states, **asked}, path))
     return Trajectories(states, times, conditions)
 
 

@@ -73,6 +73,7 @@ FREE |= {"settings.fsdp"}
 _IDENTITY = (
     *("objective", "prediction", "size", "rotary", "class_conditional", "text_conditional"),
     *("lora_rank", "lora_alpha", "teacher", "optimizer", "weak_at", "noise_range"),
+    *("sampling_steps", "trajectories", "guidance_scale"),
 )
 FIXED = {f"settings.{key}" for key in _IDENTITY}
 

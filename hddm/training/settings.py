@@ -13,7 +13,13 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from hddm.utils.errors import HddmError, UsageError, did_you_mean
 from hddm.utils.files import read_yaml
@@ -258,6 +264,12 @@ class DistillSettings(DenoiserSettings):
         """Return the settings of the flow expert that the student is."""
         same = self.model_dump(exclude=set(DistillSettings.model_fields) - set(DenoiserSettings.model_fields))
         return ExpertSettings(objective="flow", class_conditional=class_conditional, **same)
+
+    @model_serializer(mode="wrap")
+    def _without_few_steps(self, values: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Values; runs of students of velocities say nothing of few steps, as those of older versions."""
+        few = ("sampling_steps", "trajectories", "guidance_scale") if self.sampling_steps is None else ()
+        return {key: value for key, value in values(self).items() if key not in few}
 
     @model_validator(mode="after")
     def _few_steps_are_said(self) -> "DistillSettings":

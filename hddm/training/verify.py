@@ -249,7 +249,7 @@ def _unbound(expert: UnreadExpert) -> list[str]:
             found.append(
                 f"{EXPERT_FILE}: holds no hash of the weights; whether these are its own is not known"
             )
-    if expert.calibration is None:
+    if expert.calibration is None and record.sampling_steps is None:
         if record.calibration_sha256 is None and record.source is None:
             found.append(
                 f"{CALIBRATION}: is not there; training on squares writes one, hddm calibrate another"
@@ -265,6 +265,9 @@ def _unbound(expert: UnreadExpert) -> list[str]:
 def _belongs(shard: Shard, expert: UnreadExpert) -> list[str]:
     """Notes on images of the expert's shard; refuse those of another one, in buckets, or a single image."""
     shard.refuse_buckets("hddm verify")
+    expert.facts.refuse_student(
+        expert.name, "verify judges velocities, and its are means over steps; drop --data"
+    )
     if len(shard) < 2:
         raise HddmError(f"{shard.folder}: judging an expert needs at least 2 images, not {len(shard)}")
     check_fit(shard, expert.facts, expert.unread.network)

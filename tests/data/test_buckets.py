@@ -179,7 +179,7 @@ def test_folders_without_buckets_say_nothing_of_them(source: Path, tmp_path: Pat
 def test_buckets_that_cannot_be_are_refused(source: Path, tmp_path: Path) -> None:
     asked = [
         ({}, "--buckets: needs --resolution"),
-        ({"resolution": 18}, "--bucket-step 4: divides no square of --resolution 18"),
+        ({"resolution": 18}, "--resolution 18: is no multiple of the buckets' step, 4"),
         ({"resolution": 16, "bucket_step": 16}, "--bucket-step 16: leaves the square alone"),
     ]
     for options, words in asked:

@@ -165,6 +165,9 @@ def test_a_calibrated_expert_of_squares_says_why_it_makes_no_others(
     code, _, told = hddm("sample", flow_expert, "--out", tmp_path / "out", "--width", 8, "--num-images", 1)
     assert code == 1
     assert "--height 4, --width 8: a network of images of 4×4 fails on it: its calibration is of" in told
+    # Nor others of as many numbers.
+    code, _, told = hddm("sample", flow_expert, "--out", tmp_path / "out", "--width", 8, "--height", 2)
+    assert (code, "its calibration is of samples (1, 4, 4), not of (1, 2, 8)" in told) == (1, True)
 
 
 def test_a_training_on_buckets_that_broke_off_goes_on_to_the_same_weights(
