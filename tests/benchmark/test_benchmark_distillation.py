@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.distillation import few_steps
 from benchmarks.distillation.measure import measure_distillation
 from benchmarks.distillation.report import ratio
 from benchmarks.distillation.settings import (
@@ -19,6 +20,7 @@ from benchmarks.distillation.settings import (
     TEACHER,
 )
 from benchmarks.harness import Start
+from hddm.training.mean_flow import STUDENT_STEPS
 
 
 def test_students_have_a_quarter_of_the_teachers_compute_without_and_with_its_forwards() -> None:
@@ -58,3 +60,13 @@ def test_the_whole_benchmark_runs_and_keeps_what_it_has_measured(tmp_path: Path)
     assert all(f"| {row} " in text for row in ROWS)
     assert path.with_suffix(".png").stat().st_size > 5_000
     assert len(list((tmp_path / "work" / QUICK.name / "seed_0" / "rows").glob("*.png"))) == len(ROWS)
+
+
+@pytest.mark.slow
+def test_students_of_few_steps_are_trained_scored_and_timed(tmp_path: Path) -> None:
+    path = few_steps.measure(few_steps.SHORT, Start(tmp_path / "results", tmp_path / "work"))
+    content = json.loads(path.with_suffix(".json").read_text())
+    rows = set(content["runs"][0]["rows"])
+    assert len(rows) == len(few_steps.KINDS) * (2 + len(STUDENT_STEPS))
+    assert set().union(*content["seconds"].values()) == rows
+    assert path.read_text().count("| student, 2 steps ") == len(few_steps.KINDS)
