@@ -568,6 +568,7 @@ def malformed(num: int, seed: int) -> list[tuple[str, str, bytes]]:
     fine: dict[str, set[Any]] = {
         "guidance_scale": {-1, 0, -1e308, 0.5, 2**70}, "seed": {0, None}, "start": {0}, "stream": {True},
         "model": {None}, "strategy": {None}, "negative_prompt": {None}, "solver": {None},
+        "steps": {None},
     }  # fmt: skip
     made: list[tuple[str, str, bytes]] = []
     while len(made) < num:
