@@ -278,7 +278,7 @@ class Ensemble:
     @property
     def sampling_steps(self) -> int | None:
         """Steps of the experts where they are students of few steps, of the most where they differ."""
-        found = {one.sampling_steps for one in self.experts}
+        found = (one.sampling_steps for one in self.experts)
         return max((steps for steps in found if steps is not None), default=None)
 
     @property

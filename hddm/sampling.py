@@ -34,7 +34,6 @@ def made(rows: Tensor, make: Callable[[], Tensor]) -> Tensor:
 
 
 BINS = 10
-STUDENT_SOLVER = "euler"
 MOST = 0.9
 """Share of the weight that one expert may take without a warning."""
 FEWEST_EXPECTED = 3
@@ -163,9 +162,9 @@ def initial_noise(seed: int, start: int, stop: int, shape: tuple[int, ...]) -> T
     return noise_of(seed, range(start, stop), shape)
 
 
-def noise_of(seed: int, indices: Iterable[int], shape: tuple[int, ...]) -> Tensor:
-    """Noise (n, *shape) of the samples of these indices, as `initial_noise`."""
-    return torch.stack([torch.randn(shape, generator=generator(seed, i)) for i in indices])
+def noise_of(seed: int, indices: Iterable[int], shape: tuple[int, ...], *stream: int) -> Tensor:
+    """Noise (n, *shape) of the samples of these indices, as `initial_noise`; ``stream`` is another one."""
+    return torch.stack([torch.randn(shape, generator=generator(seed, *stream, i)) for i in indices])
 
 
 def noise_stream(seed: int, indices: Iterable[int], shape: tuple[int, ...]) -> Callable[[], Tensor]:
@@ -205,6 +204,10 @@ def pick_experts(prior: Tensor, uniform: Tensor) -> Tensor:
     """Expert index (batch,) for numbers in [0, 1) by the inverse distribution of ``prior``."""
     bounds = prior.expand(len(uniform), -1).cumsum(1)[:, :-1].contiguous()
     return torch.searchsorted(bounds, uniform[:, None].contiguous(), right=True)[:, 0]
+
+
+STUDENT_SOLVER = "euler"
+"""Solver of students of few steps: its step along a mean velocity is exact."""
 
 
 def settled(

@@ -34,12 +34,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hddm.classes import LABELS
 from hddm.ensemble import Ensemble
-from hddm.sampling import integrate, time_grid
+from hddm.sampling import integrate, noise_of, time_grid
 from hddm.training.loop import Inputs
+from hddm.training.objectives import TIME_SCALE
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import write_whole
 from hddm.utils.progress import Progress
-from hddm.utils.tensors import append_dims, generator, read_safetensors
+from hddm.utils.tensors import append_dims, read_safetensors
 from hddm.velocity import INTERVAL, PathPoint, PredictionType, velocity
 
 SOLVED, KEPT = 24, 8
@@ -108,7 +109,7 @@ def solve(
     states = torch.empty(num, KEPT + 1, *shape)
     with Progress(num, "teacher", " trajectories") as progress:
         for rows in torch.arange(num).split(_BATCH):
-            x = _noise(seed, rows, shape)
+            x = noise_of(seed, rows.tolist(), shape, TRAJECTORIES)
             states[rows, 0] = x
 
             def keep(index: int, x: Tensor, rows: Tensor = rows) -> Tensor:
@@ -131,11 +132,6 @@ def solve(
     if file is not None:
         write_whole(file, lambda path: save_file({"states": states, **asked}, path))
     return Trajectories(states, times, conditions)
-
-
-def _noise(seed: int, rows: Tensor, shape: tuple[int, ...]) -> Tensor:
-    streams = [generator(seed, TRAJECTORIES, row) for row in rows.tolist()]
-    return torch.stack([torch.randn(shape, generator=one) for one in streams])
 
 
 class MeanFlow:
@@ -239,7 +235,7 @@ class MeanFlow:
 
         def u(x_t: Tensor, t: Tensor, interval: Tensor) -> Tensor:
             time, ahead = t.to(x_t), _wide(t, x_t)
-            output = network(x_t, 1000 * time, **conditions, **{INTERVAL: interval.to(x_t)})
+            output = network(x_t, TIME_SCALE * time, **conditions, **{INTERVAL: interval.to(x_t)})
             at = PathPoint(
                 x_t, x_t, ahead, 1 - ahead, ahead, lambda: (-torch.ones_like(ahead), torch.ones_like(ahead))
             )
