@@ -149,13 +149,14 @@ class JoinedStore(Joined):
         for k, here, within in self.divided(rows):
             mirrored = None if flip is None else flip[here]
             part = self.parts[k].take(within, noise, mirrored, kept[here])
+            mine = here[own]
             if taken is None:
-                taken = part.new_empty(len(rows), *part.shape[1:])
+                taken = part.new_empty(len(mine), *part.shape[1:])
             if part.shape[1:] != taken.shape[1:]:
                 shapes = f"{tuple(taken.shape[1:])} and {tuple(part.shape[1:])}"
                 raise HddmError(f"samples of {shapes} make no batch; take those of one bucket")
-            taken[here & kept] = part
-        return torch.empty(0, *self.shape) if taken is None else taken[own]
+            taken[mine] = part
+        return torch.empty(0, *self.shape) if taken is None else taken
 
     def digest(self, row: int) -> bytes:
         ((k, _, own),) = self.divided(torch.tensor([row]))
