@@ -250,8 +250,7 @@ def calibrate_router(
     """Fit temperatures of a router to fresh images, and measure its calibration without and with them.
 
     ``network(x_t, t × time_scale)`` gives logits (batch, K). The router was trained on none of the images of
-    ``evidence``. The ``knots`` temperatures are at times spread
-    evenly over [0, 1].
+    ``evidence``. The ``knots`` temperatures are at times spread evenly over [0, 1].
 
     The record that is returned with them holds expected calibration error and cross-entropy, before and
     after, over all times and in `TIME_BINS` intervals of t. Figures "after" are cross-fitted: each half of

@@ -207,8 +207,8 @@ class SampleGrids:
     Class-conditional networks draw the classes in turn, text-conditional ones the first captions of the
     shard, others null conditions. Latents are not decoded: their first three channels are shown as colours.
     ``conditions`` are the names of those that the network is trained with. Of a shard in buckets all are of
-    the fullest one. One for t in [low, high] alone
-    goes from images of the shard, with their classes, at high to the x_0 that it means at low.
+    the fullest one. A network for t in [low, high] alone goes from images of the shard, with their classes,
+    at high to the x_0 that it means at low.
     """
 
     def __init__(self, field: VelocityField, shard: Shard, conditions: Collection[str], folder: Path) -> None:
@@ -254,11 +254,11 @@ class SampleGrids:
         dtype = torch.promote_types(field.dtype, torch.float32)
         low, high = field.noise_range
         x = (1 - high) * self._x_0 + high * initial_noise(SEED, 0, self._num, self._shape)
-        steps, solver = settled(field, STEPS if field.sampling_steps is None else None)
+        steps, _ = settled(field, STEPS if field.sampling_steps is None else None)
         times = low + (high - low) * time_grid(steps, field.shift)
         given: dict[str, Any] = {name: value.to(field.device) for name, value in self._conditions.items()}
         x = x.to(field.device, dtype)
-        x = integrate(field, x, times, solver, conditions=given, is_interrupted=report.should_stop)
+        x = integrate(field, x, times, conditions=given, is_interrupted=report.should_stop)
         if low > 0:
             with torch.no_grad():
                 x = x - low * field.velocity(x, times[-1], **given)
