@@ -19,9 +19,11 @@ from benchmarks.harness import Start, as_json, check_kept, expert_call, run_call
 from benchmarks.reports import SIDES, Runs, figure, score_cells, table
 from hddm.experts.assembly import assemble
 from hddm.experts.loading import load
+from hddm.experts.records import EXPERT_FILE
 from hddm.sampling import sample
 from hddm.training.mean_flow import STUDENT_STEPS
 from hddm.training.settings import DistillSettings
+from hddm.utils.files import read_json
 from hddm.utils.processes import Call, Workers
 
 TEACHER_STEPS, GOAL = 30, 1.3
@@ -51,17 +53,18 @@ class Settings:
 
     def student(self, steps: int, seed: int) -> DistillSettings:
         """The training of a student of so many steps."""
-        return DistillSettings(
-            steps=self.steps,
-            batch_size=self.batch_size,
-            optimizer="adamw",
-            learning_rate=self.learning_rate,
-            ema_decay=0.99,
-            teacher="routed",
-            sampling_steps=1 if steps == 1 else 2 if steps == 2 else 4,
-            trajectories=self.trajectories,
-            seed=seed,
-        )
+        asked = {
+            "steps": self.steps,
+            "batch_size": self.batch_size,
+            "optimizer": "adamw",
+            "learning_rate": self.learning_rate,
+            "ema_decay": 0.99,
+            "teacher": "routed",
+            "sampling_steps": steps,
+            "trajectories": self.trajectories,
+            "seed": seed,
+        }
+        return DistillSettings.model_validate(asked)
 
 
 def teachers(bench: Bench, seed: int) -> dict[str, tuple[Path, Path]]:
@@ -82,9 +85,8 @@ def teachers(bench: Bench, seed: int) -> dict[str, tuple[Path, Path]]:
 
 def _flow_of(experts: Sequence[Path]) -> Path | None:
     """The last of these experts that is a flow expert; None without one."""
-    return next(
-        (one for one in reversed(experts) if '"objective": "flow"' in (one / "expert.json").read_text()), None
-    )
+    flows = (one for one in reversed(experts) if read_json(one / EXPERT_FILE)["objective"] == "flow")
+    return next(flows, None)
 
 
 def measure(settings: Settings, start: Start) -> Path:
