@@ -10,9 +10,14 @@ arXiv:2501.05450, section 3.2), whatever each expert was trained to predict. A s
     top-k         the k most probable (ties to the lower index), k in 1 … K
     threshold-x   every expert with p >= x, the most probable one if there is none
     nucleus-x     the smallest set of the most probable whose sum reaches x
-    draw          one expert, drawn once a sample from the prior and kept to the end of sampling
+    draw          one expert per sample, drawn once from the prior and kept to the end of sampling
+    commit-x      weights p above t = x; at x each sample draws one expert from p and keeps it
 
-The weights of those chosen are renormalised to sum to 1.
+The weights of the chosen experts are renormalised to sum to 1.
+
+``commit-x`` is as exact as ``full``: a state x_s of the mixture with an expert drawn from p(k | x_s) is a
+draw of (k, x_s), and expert k alone carries it on to its own data. Below x one expert runs per sample, and
+the router does not.
 
 Classes are numbered together, by name, and each expert is asked in its own numbering (`hddm.classes`).
 
@@ -32,6 +37,7 @@ that one has all of the domain's probability:
 Where two noise ranges meet, the expert of higher noise runs. Those of a domain cover [0, 1] once.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,7 +71,7 @@ class Strategy:
 
     @classmethod
     def parse(cls, name: str) -> "Strategy":
-        """Read ``top-2``, ``full``, ``threshold-0.1``, ``nucleus-0.9`` or ``draw``.
+        """Read ``top-2``, ``full``, ``threshold-0.1``, ``nucleus-0.9``, ``commit-0.8`` or ``draw``.
 
         Raises:
             HddmError: for another name, a k below 1 or an x outside (0, 1].
@@ -75,7 +81,7 @@ class Strategy:
             return cls(kind)
         if kind == "top" and value.isdecimal() and int(value) >= 1:
             return cls(kind, int(value))
-        if kind in ("threshold", "nucleus"):
+        if kind in ("threshold", "nucleus", "commit"):
             try:
                 share = float(value)
             except ValueError:
@@ -83,8 +89,8 @@ class Strategy:
             if 0 < share <= 1:
                 return cls(kind, share)
         raise HddmError(
-            f"unknown strategy {name!r}: choose top-K (K = 1, 2, …), full, threshold-X or nucleus-X "
-            "(0 < X <= 1), or draw"
+            f"unknown strategy {name!r}: choose commit-X, threshold-X or nucleus-X (0 < X <= 1), top-K "
+            "(K = 1, 2, …), full, or draw"
         )
 
     def check(self, num_experts: int) -> None:
@@ -97,7 +103,7 @@ def sparse_weights(probabilities: Tensor, strategy: Strategy) -> Tensor:
     """Weights (batch, K), each row summing to 1, from ``probabilities`` (batch, K).
 
     Raises:
-        HddmError: for ``draw``, which does not depend on probabilities, or a k above K.
+        HddmError: for ``draw`` and ``commit-x``, which choose an expert by index, or a k above K.
     """
     strategy.check(probabilities.shape[1])
     if strategy.kind == "full":
@@ -115,7 +121,7 @@ def sparse_weights(probabilities: Tensor, strategy: Strategy) -> Tensor:
             before = ranked.cumsum(1).roll(1, dims=1)
             chosen = (before < strategy.value) | (rank == 0)
         case _:
-            raise HddmError("strategy 'draw' picks experts by index, not from probabilities")
+            raise HddmError(f"strategy {strategy.kind!r} picks experts by index, not from probabilities")
     kept = torch.zeros_like(probabilities).scatter(1, order, ranked * chosen)
     return kept / kept.sum(1, keepdim=True)
 
@@ -235,6 +241,17 @@ class Ensemble:
         self._name, self._strategy = name, parsed
 
     @property
+    def commits_at(self) -> float | None:
+        """The time x of ``commit-x``; None under another strategy."""
+        return self._strategy.value if self._strategy.kind == "commit" else None
+
+    def under(self, strategy: str) -> "Ensemble":
+        """The same ensemble under another strategy; this one keeps its own."""
+        other = copy.copy(self)
+        other.strategy = strategy
+        return other
+
+    @property
     def num_domains(self) -> int:
         """Number of domains; that of experts, where each covers all of t."""
         return len(set(self.domains))
@@ -339,8 +356,8 @@ class Ensemble:
 
         Raises:
             HddmError: as `VelocityField.velocity`; for a strategy that needs a router where there is
-                none; for ``draw`` without ``expert``; for a condition that no expert declares; for weights
-                of another shape.
+                none; for ``draw``, and for ``commit-x`` at or below x, without ``expert``; for a condition
+                that no expert declares; for weights of another shape.
         """
         times = check_times(x_t, t)
         for branch in (conditions, negative or {}):
@@ -466,10 +483,13 @@ class Ensemble:
                 )
             chosen = torch.nn.functional.one_hot(expert.long(), len(self.experts))
             return self.at(t, chosen.to(x_t.device, torch.float32))
-        if self._strategy.kind == "draw":
+        strategy = self._strategy
+        if strategy.kind == "commit" and (t > strategy.value).all():
+            strategy = Strategy("full")
+        if strategy.kind in ("draw", "commit"):
             raise HddmError(
-                "strategy 'draw' keeps one expert a sample: pass expert= indices, or use hddm.sample, "
-                "which draws them"
+                f"strategy {self.strategy!r} keeps one expert per sample: pass expert= indices, or use "
+                "hddm.sample, which draws them"
             )
         if self.num_domains == 1:
             return self.at(t, torch.eye(len(self.experts), device=x_t.device)[:1].expand(len(x_t), -1))
@@ -487,7 +507,7 @@ class Ensemble:
         # Logits passed for probabilities would mix into something that looks like a velocity.
         if not ((probabilities >= 0).all() and ((probabilities.sum(1) - 1).abs() < 1e-2).all()):
             raise HddmError("the router's rows are no probabilities (non-negative, sum 1); apply a softmax?")
-        return sparse_weights(self.at(t, self._given(probabilities, conditions or {})), self._strategy)
+        return sparse_weights(self.at(t, self._given(probabilities, conditions or {})), strategy)
 
     def at(self, t: Tensor, weights: Tensor) -> Tensor:
         """``weights`` (batch, K), those of each domain given to its expert that covers t (batch,)."""

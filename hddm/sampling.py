@@ -4,7 +4,6 @@ Sample i depends on (seed, i) alone: its noise, and the expert that ``draw`` giv
 of its own, whatever the batch size. A batch size changes rounding only.
 """
 
-import copy
 import functools
 import inspect
 import itertools
@@ -24,6 +23,9 @@ from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, OnStep, Solver, solver_n
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import generator
 from hddm.velocity import INTERVAL, PRIOR, Guidance, VelocityField, check_names
+
+_SAME = 1e-9
+"""Times nearer to each other than this are one."""
 
 Keep = Callable[[Tensor, Callable[[], Tensor]], Tensor]
 
@@ -181,8 +183,7 @@ def posterior_of(ensemble: Ensemble, x: Tensor, s: float, conditions: Mapping[st
     """
     if s == 1 or ensemble.router is None:
         return ensemble.prior_of(len(x), conditions)
-    full = copy.copy(ensemble)
-    full.strategy = "full"
+    full = ensemble.under("full")
     t = torch.full((len(x),), s, dtype=torch.float64)
     here = {name: value.to(full.device) for name, value in conditions.items()}
     return full.weights(x.to(full.device), t.to(full.device), None, here).cpu()
@@ -190,13 +191,13 @@ def posterior_of(ensemble: Ensemble, x: Tensor, s: float, conditions: Mapping[st
 
 def draw_experts(prior: Tensor, seed: int, start: int, stop: int) -> Tensor:
     """Expert index (stop - start,) of each sample, drawn from ``prior``, (K,) or one row a sample."""
-    return pick_experts(prior, uniform_draws(seed, start, stop))
+    return pick_experts(prior, uniform_draws(seed, range(start, stop)))
 
 
-def uniform_draws(seed: int, start: int, stop: int) -> Tensor:
-    """Numbers in [0, 1) (stop - start,), one a sample, in float64 on the CPU."""
+def uniform_draws(seed: int, indices: Iterable[int]) -> Tensor:
+    """Numbers in [0, 1), one per sample, in float64 on the CPU."""
     # The second key keeps this stream apart from the noise of the same sample.
-    streams = [generator(seed, i, 1) for i in range(start, stop)]
+    streams = [generator(seed, i, 1) for i in indices]
     return torch.stack([torch.rand((), generator=stream, dtype=torch.float64) for stream in streams])
 
 
@@ -239,6 +240,7 @@ def integrate(
     conditions: Mapping[str, Tensor] | None = None,
     *,
     expert: Tensor | None = None,
+    draws: Tensor | None = None,
     router_every: int = 1,
     use: ExpertUse | None = None,
     on_step: OnStep = unchanged,
@@ -256,6 +258,8 @@ def integrate(
         conditions: see `VelocityField.velocity`; on the model's device. Both are read at every call, so that
             ``on_step`` may change them.
         expert: (batch,) the one expert of each sample; ``draw`` needs it.
+        draws: (batch,) numbers in [0, 1), by which ``commit-x`` draws an expert per sample, at the first of
+            ``times`` at or below x. There the velocity changes, so solvers begin anew.
         router_every: the router is asked at every n-th call of the velocity; between, its choice stays.
         use: a tally of the weights, where one is wanted.
         on_step: see `hddm.solvers`.
@@ -267,6 +271,29 @@ def integrate(
     """
     if router_every < 1:
         raise HddmError(f"router_every starts at 1, not {router_every}")
+    if isinstance(model, Ensemble) and expert is None and model.commits_at is not None and draws is not None:
+        above = int((times > model.commits_at + _SAME).sum())
+        part = functools.partial(
+            integrate,
+            solver=solver,
+            guidance_scale=guidance_scale,
+            negative=negative,
+            conditions=conditions,
+            router_every=router_every,
+            use=use,
+            is_interrupted=is_interrupted,
+        )
+        if above:
+            x = part(model.under("full"), x, times[: above + 1], on_step=on_step)
+        if above == len(times) - 1 or is_interrupted():
+            return x
+        chosen = pick_experts(posterior_of(model, x, float(times[above]), conditions or {}), draws)
+        kept_from = above
+
+        def later(index: int, x: Tensor) -> Tensor:
+            return on_step(kept_from + index, x)
+
+        return part(model, x, times[above:], expert=chosen.to(x.device), on_step=later)
 
     def asked() -> Guidance:
         return guidance_scale() if callable(guidance_scale) else Guidance.of(guidance_scale)
@@ -433,7 +460,7 @@ def sample(
                     given = _rows(conditions, rows, model.device)
                     parts.append(posterior_of(model, x_s, picture.strength, given))
                 prior = torch.cat(parts)
-            chosen = pick_experts(prior, uniform_draws(seed, start, start + num))
+            chosen = pick_experts(prior, uniform_draws(seed, range(start, start + num)))
         model.refuse_weakless(Guidance.of(guidance_scale), chosen)
     elif strategy is not None or expert is not None:
         Strategy.parse(strategy or "draw")
@@ -466,6 +493,7 @@ def sample(
             _rows(negative, rows, model.device) or None,
             _rows(conditions, rows, model.device),
             expert=None if chosen is None else chosen[rows].to(model.device),
+            draws=uniform_draws(seed, own),
             router_every=router_every,
             use=use,
             on_step=on_step,
@@ -498,8 +526,7 @@ def routed(
         HddmError: for an unknown strategy, an expert that is not there, or both at once.
     """
     # A copy, so that another thread's sampling keeps its own strategy.
-    ensemble = copy.copy(ensemble)
-    ensemble.strategy = strategy or ensemble.strategy
+    ensemble = ensemble.under(strategy or ensemble.strategy)
     if expert is not None:
         if strategy is not None:
             raise HddmError(f"expert {expert} and strategy {strategy!r}: choose one of the two")

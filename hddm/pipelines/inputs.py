@@ -90,7 +90,7 @@ def noise_and_draws(
         raise HddmError(f"latents are {tuple(latents.shape)}, and {num} images need {(num, *shape)}")
     if seed is not None:
         noise = initial_noise(seed, start, start + num, shape) if latents is None else latents
-        return noise, uniform_draws(seed, start, start + num)
+        return noise, uniform_draws(seed, range(start, start + num))
     if isinstance(generator, Sequence):
         pairs = [(_normal(shape, one), _uniform((), one)) for one in generator]
         noise = torch.stack([normal for normal, _ in pairs]) if latents is None else latents

@@ -498,6 +498,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
                     other or None,
                     own,
                     expert=None if chosen is None else chosen.to(device),
+                    draws=draws,
                     router_every=router_every,
                     use=use,
                     on_step=on_step,

@@ -31,9 +31,9 @@ from hddm.pipelines.encoding import repeated
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.sampling import (
     ExpertUse,
+    draw_experts,
     integrate,
     noise_of,
-    pick_experts,
     routed,
     settled,
     time_grid,
@@ -350,8 +350,9 @@ class Front:
         given, against = self._encode(wanted)
         ensemble, chosen = routed(self.ensemble, wanted.strategy, expert, wanted.n, given)
         if chosen is None and ensemble.strategy == "draw":
-            draws = uniform_draws(wanted.seed, wanted.start, wanted.start + wanted.n)
-            chosen = pick_experts(ensemble.prior_of(wanted.n, given), draws)
+            chosen = draw_experts(
+                ensemble.prior_of(wanted.n, given), wanted.seed, wanted.start, wanted.start + wanted.n
+            )
         how = settled(ensemble, wanted.steps, wanted.solver)
         refuse_more("steps", how[0], self.limits.steps)
         call = _Call(wanted, ensemble, chosen, given, against, *how)
@@ -451,6 +452,7 @@ class Front:
                 negative or None,
                 conditions,
                 expert=None if expert is None else torch.full((len(batch),), expert),
+                draws=uniform_draws(wanted.seed, (wanted.start + batch).tolist()),
                 use=use,
                 on_step=step,
                 is_interrupted=lambda: is_left,

@@ -161,7 +161,25 @@ def test_an_expert_that_is_named_is_the_one_always_picked(k: int) -> None:
     assert torch.equal(named, sample(always.experts[k], 7, steps=4))
 
 
-@pytest.mark.parametrize("strategy", ["full", "top-1", "draw"])
+@pytest.mark.parametrize("solver", list(CALLS))
+def test_committing_asks_the_router_above_its_time_and_once_there(solver: str) -> None:
+    ensemble = _ensemble("commit-0.5")
+    sample(ensemble, 10, steps=8, solver=solver)
+    asked = ensemble.router.times
+    assert len(asked) == 4 * CALLS[solver] + 1
+    assert asked[-1] == 0.5
+    # Above, all three experts run for each of 10 samples; below, one does.
+    assert sum(sum(one.network.rows) for one in ensemble.experts) == 4 * CALLS[solver] * 10 * (3 + 1)
+
+
+def test_committing_before_the_first_step_is_drawing_and_after_the_last_is_mixing() -> None:
+    ensemble = _ensemble("commit-1", prior=[1, 2, 3])
+    assert torch.equal(sample(ensemble, 8, steps=5), sample(ensemble, 8, steps=5, strategy="draw"))
+    late = sample(ensemble, 8, steps=5, strategy="commit-0.01")
+    assert torch.equal(late, sample(ensemble, 8, steps=5, strategy="full"))
+
+
+@pytest.mark.parametrize("strategy", ["full", "top-1", "draw", "commit-0.6"])
 def test_a_run_in_pieces_is_the_run_in_one(strategy: str) -> None:
     ensemble = _ensemble(strategy, ("class_labels",), class_prior=[[1, 2, 3], [3, 2, 1]])
     labels = torch.arange(10) % 2

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from hddm.ensemble import Ensemble
 from hddm.networks.transformers import ExpertTransformer
-from hddm.sampling import draw_experts, initial_noise, sample, time_grid
+from hddm.sampling import ExpertUse, draw_experts, initial_noise, sample, time_grid
 from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
@@ -71,13 +72,51 @@ def test_noise_flows_to_the_gaussian_along_its_known_map(
 
 def test_samples_of_an_ensemble_have_the_moments_of_the_whole() -> None:
     whole = GaussianMixture.union(SHARDS, PRIOR)
-    for strategy in ("full", "draw"):
+    for strategy in ("full", "draw", "commit-0.7", "commit-0.3"):
         data = sample(_ensemble(strategy), 3000, 1, 50, batch_size=3000).double().flatten(1)
         torch.testing.assert_close(data.mean(0), whole.mean, atol=0.15, rtol=0)
         torch.testing.assert_close(data.T.cov(), whole.covariance, atol=0.3, rtol=0)
 
 
-@pytest.mark.parametrize("strategy", ["full", "top-1", "draw"])
+def test_committing_weighs_by_the_posterior_and_gives_each_expert_its_own_data() -> None:
+    # The shards overlap, so that who is drawn depends on the state, and whom it ends at on who was drawn.
+    ensemble, num = _ensemble("commit-0.6"), 6000
+    t = torch.full((num,), 0.6001, dtype=torch.float64)
+    states = GaussianMixture.union(SHARDS, PRIOR).states(t, seed=1, shape=SHAPE)
+    posterior = exact_router(SHARDS, PRIOR)(states, t)
+    torch.testing.assert_close(ensemble.weights(states, t), posterior, atol=1e-9, rtol=0)
+    seen: list[Tensor] = []
+    use = ExpertUse(3)
+
+    def on_step(index: int, x: Tensor) -> Tensor:
+        if index == 39:
+            seen.append(use.last.argmax(1))
+        return x
+
+    made = sample(ensemble, num, 1, 40, batch_size=num, use=use, on_step=on_step).double().flatten(1)
+    for k, (shard, share) in enumerate(zip(SHARDS, PRIOR, strict=True)):
+        own = made[seen[0] == k]
+        assert abs(len(own) / num - share) < 4 * (share * (1 - share) / num) ** 0.5
+        error = (shard.covariance.diagonal() / len(own)).sqrt()
+        assert ((own.mean(0) - shard.mean).abs() < 4 * error + 0.02).all()
+        torch.testing.assert_close(own.T.cov(), shard.covariance, atol=0.2, rtol=0)
+
+
+@pytest.mark.parametrize(("solver", "order"), [("euler", 1), ("heun", 2), ("adams-moulton", 2)])
+def test_committing_keeps_the_order_of_a_solver(solver: str, order: int) -> None:
+    def at(steps: int, solver: str = solver) -> Tensor:
+        return sample(_ensemble("commit-0.5"), 64, 2, steps, solver=solver).double()
+
+    exact = at(640, "heun")
+    # Samples that another step size sends to another expert say nothing about the order.
+    errors = torch.stack([(at(steps) - exact).flatten(1).norm(dim=1) for steps in (40, 80)])
+    same = errors.amax(0) < 0.5
+    assert same.sum() > 48
+    coarse, fine = errors[:, same].square().mean(1).sqrt().tolist()
+    assert coarse / fine > 2 ** (order - 0.3)
+
+
+@pytest.mark.parametrize("strategy", ["full", "top-1", "draw", "commit-0.6"])
 def test_a_sample_depends_on_its_seed_and_index_alone(strategy: str) -> None:
     ensemble = _ensemble(strategy)
     many = sample(ensemble, 11, seed=7, steps=8)

@@ -45,7 +45,7 @@ def pipe() -> HDDMPipeline:
     return pipeline_in_memory([flow_expert(seed) for seed in range(3)])
 
 
-@pytest.mark.parametrize("strategy", ["draw", "top-2"])
+@pytest.mark.parametrize("strategy", ["draw", "top-2", "commit-0.5"])
 def test_strength_goes_from_the_picture_to_the_plain_sample(pipe: HDDMPipeline, strategy: str) -> None:
     image, how = picture(), {"strategy": strategy, "batch_size": 3, **STEPS}
     assert all(one.tobytes() == image.tobytes() for one in pipe(image=image, strength=0, **how).images)

@@ -30,7 +30,7 @@ def pipe() -> HDDMPipeline:
     return pipeline_in_memory(experts, class_prior=CLASS_PRIOR, shift=2.0)
 
 
-@pytest.mark.parametrize("strategy", ["top-1", "nucleus-0.7", "full", "draw"])
+@pytest.mark.parametrize("strategy", ["top-1", "nucleus-0.7", "full", "draw", "commit-0.6"])
 @pytest.mark.parametrize("guidance", [1.0, 3.0, Guidance(4.0, 2, (0.2, 0.8), 0.5)], ids=str)
 def test_images_are_those_of_sample(pipe: HDDMPipeline, strategy: str, guidance: float | Guidance) -> None:
     for solver in ("euler", "heun"):

@@ -161,7 +161,7 @@ def test_images_are_those_of_hddm_sample_by_class(classes: Path, tmp_path: Path)
     )
 
 
-@pytest.mark.parametrize("strategy", ["draw", "full"])
+@pytest.mark.parametrize("strategy", ["draw", "full", "commit-0.5"])
 def test_more_images_than_a_batch_are_the_batches_of_hddm_sample(
     classes: Path, tmp_path: Path, strategy: str
 ) -> None:
