@@ -48,7 +48,9 @@ LEARNING = {
     "time_sampling": (
         Annotated[
             Literal["uniform", "logit-normal"] | None,
-            typer.Option("--time-sampling", help="Distribution of noise levels; default: logit-normal."),
+            typer.Option(
+                "--time-sampling", help="Distribution of noise levels; default: uniform (ddpm), logit-normal."
+            ),
         ],
         None,
     ),
@@ -57,7 +59,8 @@ LEARNING = {
         Annotated[
             Prediction | None,
             typer.Option(
-                "--prediction", help="Of the network; default: sample (x_0), or what --schedule states."
+                "--prediction",
+                help="What the network predicts; default: epsilon (ddpm), sample (flow; learns faster).",
             ),
         ],
         None,

@@ -4,14 +4,17 @@ One family: a network predicts p from y = alpha_u x_0 + sigma_u eps at native ti
 
     E_u  w(u) || network(y, u) - p ||²
 
+With ``sample`` both objectives learn x_0 by the error of the velocity at the same noise levels: they differ
+in the scale of y alone. By default they differ in prediction, weighting, noise levels and path.
+
 | objective | path | p, the first by default |
 |---|---|---|
-| ddpm | cosine, or one of diffusers' | sample: x_0; epsilon: eps; v_prediction: alpha eps - sigma x_0 |
+| ddpm | cosine, or one of diffusers' | epsilon: eps; sample: x_0; v_prediction: alpha eps - sigma x_0 |
 | flow | linear | sample: x_0; flow_prediction: eps - x_0; epsilon; v_prediction |
 
 | noise levels | u |
 |---|---|
-| uniform | uniform in native time |
+| uniform | uniform in native time: the default of ddpm, unless it predicts x_0 |
 | logit-normal | the logit of t = sigma/(alpha + sigma) is normal (SD3, arXiv:2403.03206, section 3.1) |
 
 An expert for a part of t, low <= t < high or up to 1, draws from the same distribution given that t is in it:

@@ -168,11 +168,11 @@ class DenoiserSettings(LoopSettings):
     """What the settings of experts and students have in common."""
 
     prediction: Prediction | None = None
-    """Of a new network; None is sample."""
+    """Of a new network; None is epsilon for ddpm, else sample."""
     rotary: bool | None = None
     """Rotary positions of a new network; None is True."""
     time_sampling: TimeSampling | None = None
-    """None is logit-normal."""
+    """None is uniform for ddpm, unless it asks for the prediction of x_0, else logit-normal."""
     condition_dropout: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Share of samples that are learned without their conditions."""
     random_flip: bool = False
@@ -180,9 +180,12 @@ class DenoiserSettings(LoopSettings):
 
     def with_defaults(self, is_new: bool) -> Self:
         """Fill in times too, and a new network's prediction and positions."""
-        found: dict[str, Any] = {"time_sampling": self.time_sampling or "logit-normal"}
+        is_ddpm = isinstance(self, ExpertSettings) and self.objective == "ddpm"
+        times = "uniform" if is_ddpm and self.prediction != "sample" else "logit-normal"
+        found: dict[str, Any] = {"time_sampling": self.time_sampling or times}
         if is_new:
-            found |= {"prediction": self.prediction or "sample", "rotary": self.rotary is not False}
+            prediction = self.prediction or ("epsilon" if is_ddpm else "sample")
+            found |= {"prediction": prediction, "rotary": self.rotary is not False}
         return super().with_defaults(is_new).model_copy(update=found)
 
 

@@ -27,7 +27,13 @@ from tests.benchmark_files import of_models, run_inline
 OLD, TUNED, SOUP, GROWN = "old alone", "fine-tuned on new", "soup", "grown"
 BY_CLASS = {"training": {"class_conditional": True, "steps": 4}}
 MODELS: list[dict[str, Any]] = [
-    {"name": OLD, "kind": "single", "domain": "old", "objectives": "ddpm", "training": {"steps": 9}},
+    {
+        "name": OLD,
+        "kind": "single",
+        "domain": "old",
+        "objectives": "ddpm",
+        "training": {"steps": 9, "prediction": "sample"},
+    },
     {"name": TUNED, "kind": "single", "domain": "new", "begins_with": OLD},
     {"name": "adapted", "kind": "single", "domain": "new", "begins_with": OLD, "training": {"lora_rank": 2}},
     {"name": SOUP, "kind": "merged", "of": [OLD, TUNED]},

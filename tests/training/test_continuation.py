@@ -145,7 +145,9 @@ def test_an_expert_of_ddpm_that_predicts_x_0_goes_on_with_it_and_needs_no_blend(
     objective: str, shards: Path, tmp_path: Path
 ) -> None:
     """The loss is in velocity with t bounded at 0.05; that of flow is that of the converted expert."""
-    train_expert(shards / "shard_0", tmp_path / "init", expert_settings("ddpm", steps=60))
+    train_expert(
+        shards / "shard_0", tmp_path / "init", expert_settings("ddpm", steps=60, prediction="sample")
+    )
     settings = expert_settings(objective, steps=1, batch_size=8192)
     (found,) = continue_expert(tmp_path / "init", shards / "shard_1", tmp_path / "out", settings)
     facts = json.loads((tmp_path / "out" / "expert.json").read_text())

@@ -5,7 +5,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -51,14 +51,22 @@ def test_an_experts_losses_are_the_golden_ones(objective: str, whole: Path, tmp_
     _check_golden(f"{objective}_tiny", losses)
 
 
-@pytest.mark.parametrize("objective", ["flow", "ddpm"])
-def test_losses_by_the_default_recipe_are_the_golden_ones(
-    objective: Literal["flow", "ddpm"], whole: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("objective", "given", "name"),
+    [
+        ("flow", {}, "flow_sample"),
+        ("ddpm", {}, "ddpm_epsilon"),
+        # x_0 by the error of the velocity: flow's own draws, and losses that are near flow's.
+        ("ddpm", {"prediction": "sample"}, "ddpm_sample"),
+    ],
+)
+def test_losses_by_the_default_recipes_are_the_golden_ones(
+    objective: Literal["flow", "ddpm"], given: dict[str, Any], name: str, whole: Path, tmp_path: Path
 ) -> None:
-    """Muon, x_0 with the loss in velocity, rotary positions, logit-normal times."""
-    settings = ExpertSettings(objective=objective, steps=10, batch_size=16, size="tiny", seed=7)
+    """Muon and rotary positions; ddpm predicts epsilon at uniform timesteps."""
+    settings = ExpertSettings(objective=objective, steps=10, batch_size=16, size="tiny", seed=7, **given)
     # Muon makes matrices orthogonal in bfloat16.
-    _check_golden(f"{objective}_default", train_expert(whole, tmp_path / "expert", settings), rel=2e-3)
+    _check_golden(name, train_expert(whole, tmp_path / "expert", settings), rel=2e-3)
 
 
 def test_a_routers_losses_are_the_golden_ones(shards: Path, tmp_path: Path) -> None:
