@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 from torch import Tensor
 
 from hddm.benchmark.jobs import Job, Store
 from hddm.benchmark.settings import DataSettings, PartitionSettings, Split
-from hddm.data.images import load_images, save_png, to_bytes
+from hddm.data.images import decode, fit_image, load_images, save_png, to_bytes
 from hddm.data.partition import partition
 from hddm.data.shard_records import HELD_OUT, ShardManifest, find_shards, read_manifest
 from hddm.data.shards import Shard, load_shard
@@ -87,10 +88,16 @@ def prepare_images(settings: DataSettings, data: Path | None, store: Store) -> S
     else:
         training, held_out = image_paths(settings, data)
         content, share = hash_of_images(training), settings.held_out_share
-        if not share:
+        if settings.classes or settings.resolution:
+            assert held_out is not None
+            chosen: dict[str, Any] = {"classes": list(settings.classes), "resolution": settings.resolution}
+            job = Job("resized", chosen, {"images": content, "held_out": hash_of_images(held_out)})
+            write = partial(_resize, {TRAINING_SIDE: training, HELD_OUT_SIDE: held_out}, **chosen)
+        elif share:
+            job = Job("split", {"held_out_share": share}, {"images": content})
+            write = partial(_split, training, share)
+        else:
             return SourceImages(training, held_out, content)
-        job = Job("split", {"held_out_share": share}, {"images": content})
-        write = partial(_split, training, share)
 
     def make(folder: Path) -> dict[str, str]:
         write(folder)
@@ -248,6 +255,24 @@ def _joined(shards: Sequence[Shard]) -> tuple[Tensor, Tensor | None]:
     labels = [one.labels for one in shards if one.labels is not None]
     pixels = torch.cat([to_bytes(shard.images) for shard in shards])
     return pixels, torch.cat(labels) if len(labels) == len(shards) else None
+
+
+def _resize(sides: Mapping[str, Path], folder: Path, classes: Sequence[str], resolution: int | None) -> None:
+    """Write the images of ``classes``, or all, cropped and resized, to a folder per side and class."""
+    for side, images in sides.items():
+        source = open_source(images)
+        if unknown := sorted(set(classes) - set(source.classes)):
+            raise HddmError(
+                f"{images}: has no class {', '.join(unknown)}; it has {', '.join(source.classes)}"
+            )
+        for index, name in enumerate(source.files):
+            label = "" if source.labels is None else source.classes[source.labels[index]]
+            if classes and label not in classes:
+                continue
+            image = Image.fromarray(decode(source.read(index), images / name))
+            path = folder / side / label / f"{index:06d}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            (fit_image(image, (resolution, resolution)) if resolution else image).save(path)
 
 
 def _split(images: Path, share: float, folder: Path) -> None:

@@ -15,6 +15,7 @@ from hddm.benchmark.domains import CHECKED
 from hddm.benchmark.results import MARK, Comparison, Results, Row, number
 from hddm.benchmark.samples import REAL, STRIPS, grid_path
 from hddm.evaluation.compare import escaped, markdown_table
+from hddm.evaluation.scores import LEARNED, RECOGNISED
 from hddm.utils.files import write_whole
 
 REPORT_FILE = "report.html"
@@ -111,6 +112,8 @@ def comparison_table(results: Results, name: str) -> Table:
     """One table of the benchmark: distances with both uncertainties, verdicts, and cost."""
     further = (
         ("to training images", "to_training"),
+        ("recognised", "recognised.share"),
+        ("of real images", "recognised.real"),
         ("diversity", "diversity"),
         ("nearest-image ratio", "memorisation.ratio"),
     )
@@ -220,6 +223,11 @@ def about_figures(results: Results) -> str:
         "the 95 % half-width over samples, s the standard deviation over training seeds. Real "
         f"{results.score_on} images are at {number(real['value'])}{half} from the training images."
     )
+    if any(one.scores.get("recognised") for one in results.scored):
+        text += (
+            f" Recognised: share that the classifier gives a class with more than {RECOGNISED:.0%}; a model "
+            f"below {LEARNED:g} times the real images' share did not learn, and is not compared."
+        )
     fixed = [one.name for one in results.settings.models if one.name in results.one_model]
     if fixed and len(results.seeds) > 1:
         text += (

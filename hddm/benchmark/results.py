@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field, model_validator
 from hddm.benchmark.settings import BenchmarkSettings, SamplingPoint, Split
 from hddm.evaluation.compare import figure_at
 from hddm.evaluation.results import Result, ResultGroup, ScoresRecord, checked, read_groups
+from hddm.evaluation.scores import LEARNED
 from hddm.evaluation.verdict import Contrast, Figure, GapVerdict, verdicts
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json
@@ -141,6 +142,12 @@ class Row:
         """A score by its name, dots between parts; None where it was not measured."""
         results = tuple(Result(Path(), one.scores, str(one.seed)) for one in self.scored)
         return figure_at(ResultGroup(self.name, results), path)
+
+    @property
+    def has_learned(self) -> bool:
+        """False where samples are recognised less than `LEARNED` times as often as real images."""
+        own, real = (self.figure(f"recognised.{key}") for key in ("share", "real"))
+        return own is None or real is None or own.mean >= LEARNED * real.mean
 
     @property
     def experts_a_step(self) -> float:
@@ -389,9 +396,12 @@ def _are_alike(one: SamplingPoint, other: SamplingPoint, has_no_router: bool) ->
 
 def _contrast(results: Results, ours: Row, base: Row) -> Contrast:
     why = None
+    failed = [row.name for row in (ours, base) if not row.has_learned]
     fixed = [name for name in dict.fromkeys((ours.model, base.model)) if name in results.one_model]
     if all(a.samples == b.samples for a, b in zip(ours.scored, base.scored, strict=True)):
         why = "the same samples in every seed"
+    elif failed:
+        why = f"{' and '.join(failed)}: did not learn, since a classifier recognises too few of its samples"
     elif fixed:
         why = f"{' and '.join(fixed)}: one set of weights in every seed, so no other training is judged"
     return Contrast(results.decisive(ours), results.decisive(base), "lower", why)

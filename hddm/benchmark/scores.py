@@ -43,7 +43,7 @@ def write_features(store: Store, job: Job, reference: Job) -> dict[str, Any]:
         if isinstance(owner, FeatureClassifier):
             save_classifier(owner, folder / CLASSIFIER)
         return {
-            **{key: value for key, value in vars(extractor).items() if key != "features"},
+            **{key: value for key, value in vars(extractor).items() if not callable(value)},
             "is_classifier": isinstance(owner, FeatureClassifier),
             "option": "clip" if extractor.name.startswith("CLIP") else "inception",
         }

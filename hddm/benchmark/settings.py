@@ -215,6 +215,10 @@ class DataSettings(Record):
     """Images that no choice is made by, likewise."""
     held_out_share: Share = 0.0
     """Share of the training images to hold out, where there is no ``held_out``."""
+    classes: Each[str] = ()
+    """Class folders to take, on both sides; empty for all."""
+    resolution: Positive | None = None
+    """Side in pixels that images are cropped and resized to; None leaves them as they are."""
     validation_share: Share = 0.0
     """Share of the remaining training images to choose settings by; no model is trained on them."""
 
@@ -224,6 +228,10 @@ class DataSettings(Record):
             raise ValueError("the digits have their held-out images already; drop held_out, held_out_share")
         if self.held_out is not None and self.held_out_share:
             raise ValueError("held_out names the images, so held_out_share has nothing to say; drop one")
+        if (self.classes or self.resolution) and (self.source == "digits" or self.held_out is None):
+            raise ValueError(
+                "classes and resolution are for a folder of images beside one that held_out names"
+            )
         return self
 
 

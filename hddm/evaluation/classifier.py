@@ -52,6 +52,12 @@ class FeatureClassifier(nn.Module):
         """Features (n, 64) of images (n, C, H, W) in [-1, 1]."""
         return torch.cat([self.body(batch) for batch in images.split(batch_size)])
 
+    @torch.no_grad()
+    def confidence(self, features: Tensor) -> Tensor:
+        """Probability (n,) of the most probable class, from features (n, 64)."""
+        logits: Tensor = self.head(features.to(self.head.weight))
+        return logits.softmax(1).amax(1)
+
 
 def train_classifier(
     images: Tensor, labels: Tensor, seed: int = 0, epochs: int = 30, batch_size: int = 64

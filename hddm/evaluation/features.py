@@ -43,7 +43,8 @@ class FeatureExtractor:
     """Named features: ``features`` turns images (n, C, H, W) in [-1, 1] into (n, dimensions).
 
     ``hash`` is of the weights, ``resize`` describes the resizing to the network's input, ``choice`` the
-    reason for these features, ``device`` where the network runs.
+    reason for these features, ``device`` where the network runs. ``confidence`` turns features into the
+    probability (n,) of the most probable class, where they are a classifier's.
     """
 
     name: str
@@ -53,6 +54,7 @@ class FeatureExtractor:
     resize: str = "none"
     choice: str = ASKED
     device: str = "cpu"
+    confidence: Callable[[Tensor], Tensor] | None = None
 
 
 def open_extractor(features: str, training: ImageSet, fewest: int) -> FeatureExtractor:
@@ -113,7 +115,8 @@ def trained(training: ImageSet) -> FeatureClassifier:
 def of_classifier(classifier: FeatureClassifier, choice: str = ASKED) -> FeatureExtractor:
     """Features of a small classifier."""
     name, digest = "small classifier of the training images", weights_hash(classifier.state_dict())
-    return FeatureExtractor(name, FEATURES, classifier.features, digest, choice=choice)
+    confidence = classifier.confidence
+    return FeatureExtractor(name, FEATURES, classifier.features, digest, choice=choice, confidence=confidence)
 
 
 def inception_features(weights: Path) -> FeatureFunction:

@@ -77,6 +77,7 @@ class ScoresRecord(OpenRecord):
     on_held_out: OverlapRecord | None = None
     on_validation: OverlapRecord | None = None
     diversity: Figure | None = None
+    recognised: dict[Literal["share", "real"], Figure] | None = None
     memorisation: MemorisationRecord | None = None
     within_conditions: WithinConditions | None = None
     shards: tuple[ShardFigures, ...] | None = None

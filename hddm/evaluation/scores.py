@@ -88,12 +88,27 @@ def shard_distances(
     return tuple(found)
 
 
+RECOGNISED = 0.9
+"""A classifier recognises an image that it gives a class with more than this probability."""
+LEARNED = 0.5
+"""Samples of a model that has learned are recognised at least this many times as often as real images."""
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """Shares of the samples and of real images (held-out ones, where there are any) that are recognised."""
+
+    share: float
+    real: float
+
+
 @dataclass(frozen=True)
 class Scores:
     """Scores of a set of images; they depend on the features, which ``extractor`` names.
 
-    Fields that need held-out images, labels or shards are None or empty without them. Kernel distances,
-    precision and recall, and the diversity within conditions need a ``complete`` `Scorer`.
+    Fields that need held-out images, labels or shards are None or empty without them, as is ``recognised``
+    for features that are not a classifier's. Kernel distances, precision and recall, and the diversity within
+    conditions need a ``complete`` `Scorer`.
     """
 
     extractor: str
@@ -109,6 +124,7 @@ class Scores:
     on_held_out: PrecisionRecall | None = None
     within_conditions: ConditionDiversity | None = None
     shards: tuple[ShardDistance, ...] = ()
+    recognised: Recognised | None = None
 
 
 class Scorer:
@@ -174,8 +190,19 @@ class Scorer:
             nearest_ratio=None if memory is None else memory.ratio,
             memorisation=memory,
             shards=shard_distances(images.features, self._shards, self._resamples) if self._shards else (),
+            recognised=self._recognised(images),
             **further,
         )
+
+    def _recognised(self, images: FeatureSet) -> Recognised | None:
+        if (confidence := self._extractor.confidence) is None:
+            return None
+        sides = (images, self._held_out or self._training)
+        share, real = (
+            (confidence(torch.from_numpy(side.features)) > RECOGNISED).double().mean().item()
+            for side in sides
+        )
+        return Recognised(share, real)
 
     def _distance(self, images: FeatureSet, reference: FeatureSet) -> Distance:
         return measure(

@@ -16,11 +16,13 @@ from hddm.benchmark.data import (
     divide,
     fewest_images,
     hash_of_images,
+    prepare_images,
     reference_job,
 )
 from hddm.benchmark.jobs import Job, Store
 from hddm.benchmark.scores import features_job_of, training_set
 from hddm.benchmark.settings import DataSettings, PartitionSettings
+from hddm.data.images import load_images
 from hddm.evaluation.features import INCEPTION
 from hddm.utils.errors import HddmError
 from tests.artefacts import number_of_pixels, write_images
@@ -106,3 +108,17 @@ def test_features_are_settled_anew_when_inception_is_there(monkeypatch: pytest.M
         hashes.append(features_job_of(settings(), reference, 40).hash)
     assert hashes[0] != hashes[1]
     assert features_job_of(settings(features="classifier"), reference, 40).hash not in hashes
+
+
+def test_images_of_some_classes_are_resized_on_both_sides(tmp_path: Path) -> None:
+    write_sides(tmp_path / "data")
+    chosen = DataSettings(training="train", held_out="test", classes=("rows",), resolution=2)
+    sides = prepare_images(chosen, tmp_path / "data", Store(tmp_path / "jobs"))
+    assert sides.held_out is not None
+    for side, of_class in ((sides.training, 64), (sides.held_out, 20)):
+        found = load_images(side)
+        assert found.classes == ("rows",)
+        assert found.pixels.shape == (of_class, 1, 2, 2)
+    wrong = chosen.model_copy(update={"classes": ("rows", "gnu")})
+    with pytest.raises(HddmError, match="has no class gnu; it has"):
+        prepare_images(wrong, tmp_path / "data", Store(tmp_path / "jobs"))
