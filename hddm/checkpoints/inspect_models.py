@@ -144,8 +144,11 @@ def _expert(folder: Path) -> dict[str, Any]:
     near_noise = "bounded"
     if not calibrated and record.prediction_type is PredictionType.EPSILON:
         near_noise = "not bounded: grows as 1/(1 - t) up to the end of its schedule; hddm calibrate bounds it"
+    trained = {"flow": "trained by flow matching", "ddpm": "trained as DDPM"}[record.objective]
+    began = ", as the checkpoint it began with" if "init" in record.training else ""
     described = {
         "kind": "expert",
+        "summary": f"{trained}; its network predicts {record.prediction_type.value}{began}",
         **_with_changes(record.model_dump(mode="json", exclude={"adapter": True, "shard": {"sketch"}})),
         "schedule_range": list(from_config(record.schedule).range),
         "manifest": _manifest(folder, EXPERT_FILE),

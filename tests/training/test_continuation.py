@@ -13,6 +13,7 @@ from torch import Tensor
 import hddm
 from hddm import load, sample
 from hddm.calibration import FILE_NAME, KAPPA, Calibration, Moments, bounded_gain
+from hddm.checkpoints.inspect_models import inspect_model
 from hddm.data.partition import partition
 from hddm.data.shards import load_shard
 from hddm.experts.assembly import assemble
@@ -152,6 +153,9 @@ def test_an_expert_of_ddpm_that_predicts_x_0_goes_on_with_it_and_needs_no_blend(
     (found,) = continue_expert(tmp_path / "init", shards / "shard_1", tmp_path / "out", settings)
     facts = json.loads((tmp_path / "out" / "expert.json").read_text())
     assert (facts["prediction_type"], facts["training_calibration"]) == ("sample", False)
+    trained = {"flow": "trained by flow matching", "ddpm": "trained as DDPM"}[objective]
+    began = "its network predicts sample, as the checkpoint it began with"
+    assert inspect_model(tmp_path / "out")["summary"] == f"{trained}; {began}"
     field, images = hddm.load(tmp_path / "init"), load_shard(shards / "shard_1").images
     field.calibration = None
     noise = torch.Generator().manual_seed(0)
