@@ -45,7 +45,7 @@ from hddm.benchmark.seed import SampledRow, SeedJobs, SeedRun, SharedInputs
 from hddm.benchmark.settings import BenchmarkSettings, points_of
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import check_absent, read_json, write_json, write_whole
-from hddm.utils.processes import Workers
+from hddm.utils.processes import Workers, require_main_guard
 from hddm.utils.progress import Progress
 from hddm.utils.records import BENCHMARK_FILE, RESULTS_FILE, OpenRecord, parse_record
 
@@ -72,6 +72,7 @@ def run_benchmark(
             its model cannot be sampled for, an ``out`` that holds anything else, or a store in use.
         Stopped: after a signal, with all finished work saved.
     """
+    require_main_guard()
     if settings.data.source == "folder":
         refuse_work_among_images(settings.data, data, (out, jobs or out))
     check_rows(settings)

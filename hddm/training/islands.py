@@ -34,7 +34,7 @@ from hddm.training.resume import is_kept, recorded, run_folder_of
 from hddm.training.state import discard_runs
 from hddm.utils.errors import HddmError
 from hddm.utils.files import check_absent
-from hddm.utils.processes import SIGNALS, Stopped, StopRequest, compute_environment, environment
+from hddm.utils.processes import SIGNALS, Output, Stopped, StopRequest, compute_environment, environment
 
 RETRIES = 3
 REPORT_SECONDS = 0.1
@@ -279,6 +279,7 @@ class _Job:
     island: Island
     process: SpawnProcess
     connection: "Connection[int, object]"
+    output: Output
     slot: int
     starts: int
     ended: Ended | None = None
@@ -317,6 +318,7 @@ class Processes:
                 # Returns in time to notice a signal, which interrupts nothing.
                 ready = wait([job.connection for job in running], timeout=0.2)
                 for job in list(running):
+                    job.output.pass_on()
                     if job.connection not in ready or _read(job, on_step):
                         continue
                     running.remove(job)
@@ -345,11 +347,12 @@ def _start(island: Island, slot: int, starts: int) -> _Job:
     if gpus > 1:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
         variables["CUDA_VISIBLE_DEVICES"] = visible.split(",")[slot % gpus]
-    with environment(variables):
+    output = Output()
+    with environment(variables), output.caught():
         process.start()
     # The child now holds the only copy of its end, which closes when it dies.
     there.close()
-    return _Job(island, process, here, slot, starts)
+    return _Job(island, process, here, output, slot, starts)
 
 
 def _read(job: _Job, on_step: OnIsland | None) -> bool:
@@ -378,13 +381,8 @@ def _close(running: Sequence[_Job]) -> None:
         if job.process.is_alive():
             job.process.kill()
             job.process.join()
+        job.output.pass_on()
 
 
 def _how(job: _Job) -> str:
-    code = job.process.exitcode
-    if job.ended is not None:
-        return "was told to stop"
-    if code is not None and code < 0:
-        reason = "; memory may have run out" if code == -signal.SIGKILL else ""
-        return f"was killed by {signal.Signals(-code).name}{reason}"
-    return f"ended with code {code}"
+    return "was told to stop" if job.ended is not None else job.output.ended(job.process.exitcode)

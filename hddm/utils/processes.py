@@ -12,6 +12,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +20,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.queues import SimpleQueue
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, one_line
 from hddm.utils.progress import Progress
 
 TOGETHER = 1.0
@@ -180,6 +182,62 @@ def environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ[key] = value
 
 
+def require_main_guard() -> None:
+    """Raise `HddmError` in a worker that is importing its own script, which would start workers again."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        text = 'put what it runs below if __name__ == "__main__":'
+        raise HddmError(f"worker processes import the script that starts them; {text}")
+
+
+_VMSTAT = Path("/proc/vmstat")
+_MOST = 2**16
+"""Bytes of output that are read at once."""
+
+
+def _kills_for_memory() -> int:
+    """Processes that the system has killed because memory ran out; 0 where it does not count them."""
+    with contextlib.suppress(OSError):
+        return int(_VMSTAT.read_text().partition("oom_kill ")[2].split()[0])
+    return 0
+
+
+class Output:
+    """What processes write to their standard error: passed on to ours, and quoted if one dies."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - it stays open
+        self._read, self._kills = 0, _kills_for_memory()
+
+    @contextlib.contextmanager
+    def caught(self) -> Iterator[None]:
+        """Block in which a process starts, as `require_main_guard`; what we write in it is passed on too."""
+        require_main_guard()
+        ours = os.dup(2)
+        os.dup2(self._file.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(ours, 2)
+            os.close(ours)
+
+    def pass_on(self) -> None:
+        """Write what is new to our standard error."""
+        while new := os.pread(self._file.fileno(), _MOST, self._read):
+            self._read += len(new)
+            os.write(2, new)
+
+    def ended(self, code: int | None) -> str:
+        """Say how a process ended, by its exit code, and the last line: ``ended with exit code 1 (…)``."""
+        self.pass_on()
+        how = f"ended with exit code {code}"
+        if code is not None and code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        if code == -signal.SIGKILL and _kills_for_memory() > self._kills:
+            how += " because memory ran out; let fewer run at a time"
+        text = os.pread(self._file.fileno(), _MOST, max(0, self._read - _MOST)).decode(errors="replace")
+        return f"{how} ({one_line(text.strip().rpartition(chr(10))[2])})" if text.strip() else how
+
+
 class Workers:
     """A pool of ``count`` fresh processes; use as a context manager."""
 
@@ -192,6 +250,7 @@ class Workers:
         self._states, number = context.RawArray("q", count), context.Value("i", 0)
         self._pool = ProcessPoolExecutor(count, context, _start, (self._reports, self._states, number))
         self._environment = contextlib.ExitStack()
+        self._output = Output()
         self.running: tuple[str, ...] = ()
         """Names of the calls that run now."""
 
@@ -203,11 +262,12 @@ class Workers:
         if kind is not None:
             self._stop()
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._output.pass_on()
         self._environment.close()
 
     def _stop(self) -> None:
         """End all workers; a call that saves its work on a signal does so first, and none begins."""
-        children = multiprocessing.active_children()
+        children = list(self._pool._processes.values())
         for child in children:
             child.terminate()
         while any(child.is_alive() for child in children):
@@ -229,7 +289,7 @@ class Workers:
         ``on_start`` is told of each call as it starts, ``on_end`` of each with its result.
 
         The first exception in a worker is raised here, and no further calls start. Raises `HddmError` if a
-        worker process died, since the others cannot continue.
+        worker process died, since the others cannot continue; it says how, and the worker's last words.
         """
         waiting = collections.deque(range(len(calls)))
         running: dict[Future[Any], int] = {}
@@ -242,9 +302,11 @@ class Workers:
                     k = waiting.popleft()
                     if on_start is not None:
                         on_start(calls[k])
-                    running[self._pool.submit(_run, calls[k].function, calls[k].arguments)] = k
+                    with self._output.caught():
+                        running[self._pool.submit(_run, calls[k].function, calls[k].arguments)] = k
                 self.running = tuple(calls[k].name for k in sorted(running.values()))
                 done, _ = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
+                self._output.pass_on()
                 while not self._reports.empty():
                     on_progress(self._reports.get())
                 for future in done:
@@ -253,10 +315,17 @@ class Workers:
                     if on_end is not None:
                         on_end(calls[k], results[k])
         except BrokenProcessPool as error:
-            raise HddmError(
-                "a worker process died without a word: memory may have run out; try fewer workers"
-            ) from error
+            raise HddmError(f"a worker process {self._how_one_died()}") from error
         return [results[k] for k in range(len(calls))]
+
+    def _how_one_died(self) -> str:
+        """Say how the worker ended that broke the pool, which then ends the others by SIGTERM."""
+        code, end = None, time.monotonic() + TOGETHER
+        # The system tells a code once, and the pool's own thread may just be the one that asks.
+        while code in (None, -signal.SIGTERM) and time.monotonic() < end:
+            codes = [one.exitcode for one in self._pool._processes.values()]
+            code = max(codes, key=lambda one: one not in (None, -signal.SIGTERM))
+        return self._output.ended(code)
 
 
 _reports: "SimpleQueue[int] | None" = None

@@ -12,6 +12,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ from hddm.training.resume import run_folder_of
 from hddm.training.settings import RunOptions
 from hddm.training.state import Run
 from hddm.utils.errors import HddmError
-from hddm.utils.processes import SIGNALS, Stopped
+from hddm.utils.processes import SIGNALS, Stopped, StopRequest
 from tests.artefacts import Command, contents, copied, expert_settings
 from tests.killed_runs import checkpoint, holder
 
@@ -237,6 +238,15 @@ def test_reports_of_an_island_leave_no_step_out_and_come_before_its_calibration(
     assert ended == Ended(Outcome(island, summary_of(losses)))
 
 
+def test_a_process_that_fails_by_a_bug_is_quoted(tmp_path: Path) -> None:
+    island: Any = replace(_island(tmp_path, tmp_path / "expert_0"), run=None)
+    with StopRequest() as stop:
+        (outcome,) = Processes(retries=0).run([island], stop, None)
+    assert outcome.failure is not None
+    told = "its process ended with exit code 1 (AttributeError: 'NoneType' object has no attribute"
+    assert told in outcome.failure.message
+
+
 @pytest.mark.slow
 def test_a_killed_process_goes_on_and_a_signal_saves_and_ends_all(
     whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -260,7 +270,7 @@ def test_a_killed_process_goes_on_and_a_signal_saves_and_ends_all(
     assert stopped.value.exit_code == 143
     assert not multiprocessing.active_children()
     assert not island.out.exists()
-    assert "was killed by SIGKILL; memory may have run out; it is started again" in caplog.text
+    assert "was killed by SIGKILL; it is started again" in caplog.text
     assert "going on from step" in caplog.text
 
     (outcome,) = train_islands([_island(whole, island.out, resume=True)])

@@ -5,6 +5,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hddm.utils import processes
 from hddm.utils.errors import HddmError
 from hddm.utils.processes import SIGNALS, Call, Interrupted, Report, StopRequest, Workers, interruptible
 from hddm_cli.app import app
@@ -56,6 +58,17 @@ def surroundings(report: Report) -> tuple[int, int, str | None]:
 
 def die(report: Report) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_for_memory(counter: Path, report: Report) -> None:
+    """As the system does it, which counts such deaths."""
+    counter.write_text("oom_kill 8\n")
+    die(report)
+
+
+def give_up(report: Report) -> None:
+    os.write(2, b"where it was\nno more room\n")
+    os._exit(3)
 
 
 @pytest.fixture(scope="module")
@@ -148,9 +161,37 @@ def test_the_environment_is_restored(before: str | None, monkeypatch: pytest.Mon
 
 def test_a_worker_that_dies_is_an_error_of_one_line(workers: Workers) -> None:
     """The last test here: a pool does not survive it."""
-    with pytest.raises(HddmError, match="a worker process died") as caught:
+    with pytest.raises(HddmError, match=r"^a worker process was killed by SIGKILL$"):
         workers.run([Call(die, {}, 1)], lambda units: None)
-    assert "\n" not in str(caught.value)
+
+
+def test_a_worker_that_dies_is_quoted_and_memory_is_blamed_where_the_system_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with (
+        pytest.raises(HddmError, match=r"^a worker process ended with exit code 3 \(no more room\)$"),
+        Workers(2) as pool,
+    ):
+        pool.run([Call(square, {"value": 1, "seconds": 60}, 1), Call(give_up, {}, 1)], lambda units: None)
+    assert capfd.readouterr().err.count("where it was\nno more room\n") == 1
+    counter = tmp_path / "vmstat"
+    counter.write_text("oom_kill 7\n")
+    monkeypatch.setattr(processes, "_VMSTAT", counter)
+    with pytest.raises(HddmError, match="was killed by SIGKILL because memory ran out"), Workers(1) as pool:
+        pool.run([Call(die_for_memory, {"counter": counter}, 1)], lambda units: None)
+
+
+def test_a_script_that_starts_workers_as_it_is_imported_is_told_what_to_do(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from hddm.utils.processes import Call, Workers\n"
+        "with Workers(1) as pool:\n    pool.run([Call(print, {}, 1)], print)\n"
+    )
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert ended.returncode == 1
+    last = ended.stderr.splitlines()[-1]
+    assert "a worker process ended with exit code 1 (hddm.utils.errors.HddmError: worker processes" in last
+    assert 'if __name__ == "__main__":' in last
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda one: one.name)
