@@ -81,6 +81,20 @@ def test_class_folders_are_labels_and_other_files_are_left_alone(tmp_path: Path)
     assert (flat.classes, flat.labels, len(flat)) == ((), None, 4)
 
 
+def test_files_that_are_no_images_are_counted_by_suffix(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = {"a/1.png": "PNG", "a/2.gif": "GIF", "b/3.TIF": "TIFF", "b/4.tiff": "TIFF"}
+    write(tmp_path, {name: encoded(7, kind) for name, kind in names.items()})
+    (tmp_path / "sampling.json").write_text("{}")
+    assert list(open_source(tmp_path).files) == list(names)
+    assert not caplog.text
+    faces = {f"b/{i}.PGM": encoded(i, "PPM") for i in range(3)}
+    write(tmp_path, faces | {"a/1.txt": b"none", "a/LICENCE": b"none", ".git/index.pgm": b"none"})
+    assert len(open_source(tmp_path)) == 4
+    assert f"{tmp_path}: left out 3 .pgm, 1 .txt, 1 LICENCE; only .bmp, .gif, " in caplog.text
+
+
 def test_metadata_gives_captions_and_labels_by_file(tmp_path: Path) -> None:
     write(tmp_path, {"x/1.png": encoded(1), "2.png": encoded(2), "3.png": encoded(3)})
     write_metadata(

@@ -1,5 +1,7 @@
 """Sources of images: folders, tar shards and Parquet files, opened by `open_source` and read the same way."""
 
+import logging
+from collections import Counter
 from pathlib import Path
 
 from hddm.data.sources.base import METADATA, PARQUET, SUFFIXES, TAR, ImageSource, find_files
@@ -7,6 +9,8 @@ from hddm.data.sources.folder import open_described_folder, open_folder
 from hddm.data.sources.parquet import open_parquet
 from hddm.data.sources.tar import open_tars
 from hddm.utils.errors import HddmError
+
+log = logging.getLogger(__name__)
 
 
 def open_source(
@@ -21,6 +25,7 @@ def open_source(
 
     Captions are in ``caption_column``, else in ``text`` or ``caption`` (in tars ``txt``), if present; class
     labels in ``label_column``, else in ``label`` (in tars also ``cls``). Plain folders have no columns.
+    Files of a folder that are not read are counted in a warning, by suffix.
     Raises `HddmError` for a path without images or with several kinds, and as the opener of its kind.
     """
     columns = caption_column, label_column
@@ -41,6 +46,10 @@ def open_source(
         return open_tars(path, found.tars, *columns)
     if found.parquets:
         return open_parquet(path, found.parquets, *columns)
+    read = ", ".join(sorted(SUFFIXES))
+    if found.others:
+        left = ", ".join(f"{number} {suffix}" for suffix, number in Counter(found.others).most_common(9))
+        log.warning("%s: left out %s; only %s are read as images", path, left, read)
     other = [name for name in found.tables if name != METADATA]
     if other:
         raise HddmError(
@@ -50,7 +59,7 @@ def open_source(
     if found.tables:
         return open_described_folder(path, found.images, *columns)
     if not found.images:
-        raise HddmError(f"{path}: holds no images ({', '.join(sorted(SUFFIXES))}, {TAR}, {PARQUET})")
+        raise HddmError(f"{path}: holds no images ({read}, {TAR}, {PARQUET})")
     for option, value in zip(("--caption-column", "--label-column"), columns, strict=True):
         if value is not None:
             raise HddmError(f"{option} {value}: {path} is a plain folder; describe its images in {METADATA}")

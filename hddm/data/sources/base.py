@@ -1,6 +1,7 @@
 """Interface of image sources, file names, and columns of labels and captions."""
 
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from hddm.utils.errors import HddmError, did_you_mean
 
 METADATA = "metadata.jsonl"
 TAR, PARQUET = ".tar", ".parquet"
-SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
+SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 """Suffixes of image files, matched without case."""
 CAPTION_COLUMNS = ("text", "caption")
 LARGEST_FILE = 2**30
@@ -66,6 +67,8 @@ class Found:
     parquets: list[str] = field(default_factory=list)
     tables: list[str] = field(default_factory=list)
     """Files named ``metadata``, such as ``metadata.jsonl``."""
+    others: list[str] = field(default_factory=list)
+    """Of each file that is none of these, hidden or JSON: its suffix, or the name if it has none."""
 
 
 def find_files(root: Path) -> Found:
@@ -83,6 +86,8 @@ def find_files(root: Path) -> Found:
                 kinds[suffix].append(safe_name(path.relative_to(root).as_posix(), root))
             if path.stem == "metadata" and suffix in (".jsonl", ".csv"):
                 found.tables.append(path.relative_to(root).as_posix())
+            elif suffix not in (*kinds, ".json") and not re.search(r"(^|/)\.", f"{path.relative_to(root)}"):
+                found.others.append(suffix or name)
     for names in (found.images, found.tars, found.parquets, found.tables):
         names.sort()
     return found
