@@ -82,7 +82,12 @@ KEEPING: Group = {
         False,
     ),
     "checkpoint_every": (
-        Annotated[int, typer.Option("--checkpoint-every", min=1, help="Steps between checkpoints.")],
+        Annotated[
+            int,
+            typer.Option(
+                "--checkpoint-every", min=1, help="Steps between checkpoints; two minutes at the latest."
+            ),
+        ],
         500,
     ),
     "wandb": (

@@ -155,7 +155,7 @@ def train_island(island: Island, on_step: OnStep | None = None) -> list[float]:
     `Stopped` after a signal, with the run saved.
     """
     # A run that `prepare` has left is resumed, whether of this start or of the one before.
-    run = island.run.model_copy(update={"resume": True})
+    run = island.run.model_copy(update={"resume": island.run.resume or bool(recorded(island.out))})
     shard, out, settings, overwrite = island.shard, island.out, island.settings, island.overwrite
     try:
         if island.init is not None:

@@ -206,6 +206,8 @@ class StepReport:
     """Seconds of the step that it waited for its inputs."""
     state: TrainingState
     should_stop: Callable[[], bool]
+    is_due: bool = False
+    """A checkpoint follows."""
 
 
 Watcher = Callable[[StepReport], None]
@@ -273,7 +275,7 @@ def fit(
             run.restore(state)
         task.network.train()
         while state.step < settings.steps:
-            report = trainer.step(stop)
+            report = trainer.step(stop, run)
             # A run whose number of steps was changed may be beyond that step already.
             if 0 < task.weak_step <= state.step and not state.weak:
                 state.keep_weak()
@@ -281,7 +283,7 @@ def fit(
                 for watcher in watchers:
                     watcher(report)
             if run is not None:
-                _keep(run, state, settings, device, stop)
+                _keep(run, report, settings, device, stop)
         state.ema.copy_to_network()
         task.network.eval()
         # The compiled call would compile again for every other mode and shape.
@@ -291,11 +293,10 @@ def fit(
     return Fitted(state.losses, state.seconds, device.target, changes, state.weak)
 
 
-def _keep(run: Run, state: TrainingState, settings: LoopSettings, device: Device, stop: StopRequest) -> None:
+def _keep(run: Run, report: StepReport, settings: LoopSettings, device: Device, stop: StopRequest) -> None:
     """Save a checkpoint where one is due or a signal came; after a signal raise `Stopped`."""
-    stopping = device.any(stop.requested)
-    due = state.step % run.options.checkpoint_every == 0 or state.step == settings.steps
-    if due or stopping:
+    state, stopping = report.state, device.any(stop.requested)
+    if report.is_due or state.step == settings.steps or stopping:
         tensors = state.tensors()
         if device.is_main:
             run.save(state, tensors)
@@ -339,7 +340,7 @@ class _Trainer:
         order = Order(task.num_samples, settings.batch_size, settings.seed, task.key, task.buckets)
         self.loader = Loader(order, task.draw, settings.steps, device.share(settings.batch_size))
 
-    def step(self, stop: StopRequest) -> StepReport:
+    def step(self, stop: StopRequest, run: Run | None) -> StepReport:
         state, device = self.state, self.device
         begun = time.perf_counter()
         step = state.step + 1
@@ -372,7 +373,11 @@ class _Trainer:
         seconds = time.perf_counter() - begun
         state.seconds += seconds
         rates = tuple(group["lr"] for group in state.optimizer.param_groups)
-        return StepReport(step, losses, t, loss, norm, rates, seconds, waited, state, lambda: stop.requested)
+        # The clocks of several processes differ, and all must save together.
+        is_due = run is not None and device.any(device.is_main and run.is_due(state))
+        return StepReport(
+            step, losses, t, loss, norm, rates, seconds, waited, state, lambda: stop.requested, is_due
+        )
 
     def _backward(self, inputs: Inputs, averages: Mapping[str, Tensor] | None) -> Tensor:
         """Return losses (batch,) of this process; gradients are summed over the parts of its batch."""

@@ -288,7 +288,7 @@ class Keeping(Record):
     """Intervals at which a run is saved, logged and pictured."""
 
     checkpoint_every: Positive = 500
-    """Steps between checkpoints."""
+    """Steps between checkpoints; one is due after two minutes too."""
     keep: Positive = 2
     """Complete checkpoints to keep."""
     log_every: Positive = 10

@@ -235,6 +235,12 @@ class CheckpointManifest(Record):
     files: dict[str, str]
 
 
+LATEST = 120.0
+"""Most seconds without a checkpoint, unless one takes so long to write that `_SPACING` asks for more."""
+_SPACING = 10
+"""Least time between checkpoints by the clock, as a multiple of the time that one takes."""
+
+
 class Run:
     """A run folder, locked by this process, with its checkpoints, of which the ``options.keep`` newest stay.
 
@@ -246,6 +252,7 @@ class Run:
         self.folder, self.options = folder, options
         self.changes: list[Change] = []
         self._checkpoints = folder / CHECKPOINTS
+        self._saved, self._took = time.monotonic(), 0.0
 
     @functools.cached_property
     def begun_at(self) -> Path | None:
@@ -267,11 +274,19 @@ class Run:
             state.load(tensors, read_json(path / PROGRESS), str(path))
             log.info("%s: going on from step %d", self.folder, state.step)
 
+    def is_due(self, state: TrainingState) -> bool:
+        """Tell whether a checkpoint is due now, by the step or by the clock."""
+        pause = max(LATEST, _SPACING * self._took)
+        # The clock does not replace good checkpoints by those of steps that are skipped.
+        is_late = time.monotonic() - self._saved >= pause and not state.non_finite
+        return is_late or state.step % self.options.checkpoint_every == 0
+
     def save(self, state: TrainingState, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Write a checkpoint, verify it, and only then remove older ones; disk errors raise `HddmError`.
 
         ``tensors`` are those of ``state``.
         """
+        begun = time.monotonic()
         target = self._checkpoints / f"step_{state.step:08d}"
         if _is_complete(target):
             return
@@ -288,6 +303,8 @@ class Run:
         if not _is_complete(target):
             raise HddmError(f"{target}: does not read back as it was written; the disk may be failing")
         self._prune(state.step)
+        self._saved = time.monotonic()
+        self._took = self._saved - begun
 
     def kept(self) -> str:
         """Say what a training that ends now can go on from."""
@@ -367,6 +384,8 @@ def open_run(
         for path in (folder / CHECKPOINTS).glob(".step_*"):
             log.warning("%s was never finished; it is removed", path)
             remove(path)
+        if options.resume and run.begun_at is None:
+            log.info("%s: holds no checkpoint to go on from; the training begins anew, at step 1", folder)
         yield run
 
 

@@ -79,7 +79,7 @@ class _Watch:
                 if entry or pictures:
                     sink.use(lambda one: one.put(report.step, entry, pictures))
                 # A checkpoint follows, and no step before it may be missing from the log.
-                if report.step % self._options.checkpoint_every == 0 or report.should_stop():
+                if report.is_due or report.should_stop():
                     sink.use(lambda one: one.sync())
 
     def _drawn(self, report: StepReport) -> dict[str, Tensor]:

@@ -3,11 +3,14 @@
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
+import logging
 import math
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from safetensors.torch import load_file
 from hddm import load
 from hddm.experts.records import EXPERT_FILE
 from hddm.networks.folders import WEIGHTS
+from hddm.training import state
 from hddm.training.expert import train_expert
 from hddm.training.loop import Inputs, Task, fit
 from hddm.training.resume import run_folder_of, with_changes
@@ -315,7 +319,40 @@ def test_a_full_disk_ends_a_run_and_leaves_the_checkpoint_before(whole: Path, tm
     assert checkpoint(tmp_path / "full.run") == checkpoint(tmp_path / "plain.run")
 
 
-def test_a_run_that_stays_without_a_finite_loss_keeps_its_good_checkpoint(tmp_path: Path) -> None:
+def test_a_checkpoint_is_saved_after_two_minutes_and_changes_nothing(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "hddm")
+    settings, out = expert_settings("flow", steps=9, threads=1), tmp_path / "out"
+    losses = train_expert(whole, tmp_path / "plain", settings, run=RunOptions())
+    assert "begins anew" not in caplog.text
+    seconds = itertools.count(0, 50)
+    clock = SimpleNamespace(now=next(seconds))
+    monkeypatch.setattr(state, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    def tick(step: int, loss: float, of_step: float) -> None:
+        clock.now = next(seconds)
+        ending_at(8)(step, loss, of_step)
+
+    with pytest.raises(Died):
+        train_expert(whole, out, settings, on_step=tick, run=RunOptions(resume=True))
+    assert f"{out}.run: holds no checkpoint to go on from; the training begins anew, at step 1" in caplog.text
+    # After the third step 150 seconds were over, and since the fourth one less than 120 were.
+    assert [path.name for path in (tmp_path / "out.run" / "checkpoints").iterdir()] == ["step_00000004"]
+    caplog.clear()
+    assert train_expert(whole, out, settings, run=RunOptions(resume=True)) == losses
+    assert f"{out}.run: going on from step 4" in caplog.text
+    assert "begins anew" not in caplog.text
+    assert checkpoint(tmp_path / "out.run") == checkpoint(tmp_path / "plain.run")
+    assert (out / WEIGHTS).read_bytes() == (tmp_path / "plain" / WEIGHTS).read_bytes()
+
+
+@pytest.mark.parametrize(("seconds", "good"), [(120.0, 4), (0.0, 7)])
+def test_a_run_that_stays_without_a_finite_loss_keeps_its_good_checkpoint(
+    seconds: float, good: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "LATEST", seconds)
+    monkeypatch.setattr(state, "_SPACING", 0)
     point, calls = torch.nn.Linear(1, 1), iter(range(1, 1000))
 
     def loss(network: torch.nn.Module, inputs: Inputs) -> torch.Tensor:
@@ -329,7 +366,7 @@ def test_a_run_that_stays_without_a_finite_loss_keeps_its_good_checkpoint(tmp_pa
     ):
         fit(task, settings, run)
     kept = sorted(path.name for path in (tmp_path / "out.run" / "checkpoints").iterdir())
-    assert kept[0] == "step_00000004"
+    assert kept[0] == f"step_{good:08d}"
 
 
 def test_a_batch_in_parts_learns_as_one_batch_does(whole: Path, tmp_path: Path) -> None:
