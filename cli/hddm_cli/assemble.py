@@ -8,7 +8,7 @@ import typer
 
 from hddm.utils.errors import UsageError, counted
 from hddm.utils.files import check_absent, restore
-from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE
+from hddm.utils.records import ENSEMBLE_FILE
 from hddm_cli.options import InputArgument, InputOption, Overwrite, StrategyOption
 
 MOST = 20
@@ -86,7 +86,7 @@ def assemble(
         if not Path(router).exists():
             raise UsageError(f"--router {router}: no such folder; name one, or moments")
     shares = _shares(share or ())
-    if out is not None and all((one / EXPERT_FILE).is_file() for one in experts):
+    if out is not None:
         check_absent(out, ENSEMBLE_FILE, overwrite)
     from hddm.experts.assembly import DEFAULT_STRATEGY, read_classes
     from hddm.experts.assembly import assemble as put_together

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from hddm_cli.options import InputOption
+from hddm.utils.records import BENCHMARK_FILE
+from hddm_cli.options import InputOption, refuse_other
 
 
 def benchmark(
@@ -45,8 +46,9 @@ def benchmark(
     """
     from hddm.benchmark.presets import chosen, load_settings, settings_file
 
-    # An unknown one is refused before torch is imported.
+    # An unknown one is refused before torch is imported, as is a folder of something else.
     settings_file(which)
+    refuse_other(out, BENCHMARK_FILE, "benchmark")
 
     from hddm.benchmark.report import tables_text
     from hddm.benchmark.run import run_benchmark

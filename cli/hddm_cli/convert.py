@@ -7,6 +7,7 @@ from typing import Annotated, Literal, cast
 import typer
 
 from hddm.utils.errors import UsageError
+from hddm.utils.files import check_absent, refuse_full_disk, refuse_pickle
 from hddm_cli.options import (
     AllowPickle,
     InputArgument,
@@ -105,10 +106,13 @@ def convert(
         return
     if modulation_rank and architecture is None:
         raise UsageError(f"--modulation-rank {modulation_rank}: needs --architecture adaln-single")
+    # Of a folder that holds both kinds, safetensors are read.
+    pickles = [] if any(source.rglob("*.safetensors")) else source.rglob("diffusion_pytorch_model*.bin")
+    for file in [source] if source.is_file() and source.suffix != ".json" else pickles:
+        refuse_pickle(file, allow_pickle)
 
     from hddm.checkpoints.convert import verdict, write
     from hddm.checkpoints.plan import Conversion, plan, summary
-    from hddm.utils.files import check_absent, refuse_full_disk
     from hddm.utils.records import EXPERT_FILE
 
     conversion = Conversion(

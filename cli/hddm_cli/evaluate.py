@@ -44,9 +44,13 @@ def evaluate(
 
     Memorising is judged by the training images as they are: mirrored copies are not found.
     """
+    from hddm.evaluation.results import refuse_existing
+
+    if out is not None:
+        refuse_existing(out, overwrite)
+
     from hddm.evaluation.evaluate import evaluate_folder
     from hddm.evaluation.images import check_images
-    from hddm.evaluation.results import refuse_existing
     from hddm.utils.errors import shown
     from hddm.utils.files import write_json, write_whole
     from hddm.utils.progress import Progress
@@ -55,8 +59,6 @@ def evaluate(
     check_images(reference, "reference")
     if held_out is not None:
         check_images(held_out, "held-out")
-    if out is not None:
-        refuse_existing(out, overwrite)
     with Progress(None, "measure"):
         result = evaluate_folder(
             images,

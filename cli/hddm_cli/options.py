@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from hddm.utils.errors import HddmError, UsageError, choose
-from hddm.utils.files import restore
+from hddm.utils.files import check_absent, restore
+from hddm.utils.records import EXPERT_FILE
 
 
 def existing(param: typer.CallbackParam, value: Any) -> Any:
@@ -26,6 +27,25 @@ def existing(param: typer.CallbackParam, value: Any) -> Any:
             option = f"{param.opts[0]} " if param.param_type_name == "option" else ""
             raise UsageError(f"{option}{path}: no such file or folder")
     return value
+
+
+def absent(context: typer.Context, value: Path) -> Path:
+    """Callback of --out: what is in the way is refused before anything is imported to fill it.
+
+    With --overwrite or --resume, which are eager, what is there may be of the right kind.
+
+    Raises:
+        HddmError: as `check_absent`.
+    """
+    if not (context.params.get("overwrite") or context.params.get("resume")):
+        check_absent(value, EXPERT_FILE)
+    return value
+
+
+def refuse_other(out: Path, record: str, kind: str) -> None:
+    """Refuse a folder with content but no file ``record``, which marks the ``kind`` that goes on there."""
+    if out.is_dir() and any(out.iterdir()) and not (out / record).is_file():
+        raise HddmError(f"{out} exists and holds no {kind}: choose another folder")
 
 
 def _known_strategy(value: str | None) -> str | None:
@@ -83,8 +103,8 @@ def is_given(context: typer.Context, name: str) -> bool:
 InputArgument = functools.partial(typer.Argument, callback=existing)
 InputOption = functools.partial(typer.Option, callback=existing)
 
-Out = Annotated[Path, typer.Option("--out", help="Folder to write; must not exist.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing --out.")]
+Out = Annotated[Path, typer.Option("--out", help="Folder to write; must not exist.", callback=absent)]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing --out.", is_eager=True)]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of everything random.")]
 Steps = Annotated[
     int | None, typer.Option("--steps", min=1, help="Training steps; required, here or in --config.")

@@ -5,7 +5,10 @@ from typing import Annotated
 
 import typer
 
-from hddm_cli.options import Overwrite
+from hddm_cli.options import Overwrite, refuse_other
+
+STORY_FILE = "story.json"
+"""Record of the folder that a quickstart writes."""
 
 
 def quickstart(
@@ -20,6 +23,9 @@ def quickstart(
     Trains a plain diffusers model, converts it, trains a flow and a DDPM expert on new images, puts all
     three together, samples and measures: every step a command of hddm, printed as it runs.
     """
+    if not overwrite:
+        refuse_other(out, STORY_FILE, "quickstart")
+
     from hddm.benchmark.report import REPORT_FILE
     from hddm_cli.story import tell
 

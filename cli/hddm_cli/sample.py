@@ -143,7 +143,7 @@ def sample(
     resume: Annotated[
         bool,
         typer.Option(
-            "--resume", help="Go on with an interrupted run of the same options, to the same images."
+            "--resume", is_eager=True, help="Go on with a run of the same options, to the same images."
         ),
     ] = False,
     overwrite: Overwrite = False,

@@ -42,9 +42,9 @@ from hddm.utils.errors import HddmError, counted
 from hddm.utils.processes import Call, Report, Workers, interruptible
 from hddm.utils.progress import Progress, duration
 from hddm.utils.tensors import read_safetensors
+from hddm_cli.quickstart import STORY_FILE
 
 FORMAT = "1.0"
-STORY_FILE = "story.json"
 LENGTHS = {"old": 1500, "new": 600, "router": 2000, "images": 600}
 """Training steps of the old model, of each new expert and of the router; images that a model makes."""
 LAST_OLD = 4

@@ -54,7 +54,7 @@ def train_all(
         refuse_given(context, "the cluster decides how many run at a time", "parallel")
 
     from hddm.data.shard_records import find_shards
-    from hddm.training.island_jobs import make_islands, parse_objectives, refuse_failed
+    from hddm.training.island_jobs import make_islands, parse_objectives, refuse_failed, refuse_present
     from hddm.training.settings import ExpertSettings
     from hddm.utils.files import alone
 
@@ -74,6 +74,7 @@ def train_all(
     run = options.run()
     with asked():
         islands = make_islands(folders, out, objectives, settings, run, schedule, init, overwrite)
+    refuse_present(islands)
     # Two of these with one --out would each train some of the experts.
     with alone(out):
         outcomes = _trained(islands, parallel, retries, ray)

@@ -74,7 +74,7 @@ LOOP: Group = {
 }
 KEEPING: Group = {
     "resume": (
-        Annotated[bool, typer.Option("--resume", help="Go on with the run beside --out, if there is one.")],
+        Annotated[bool, typer.Option("--resume", is_eager=True, help="Go on with a run beside --out.")],
         False,
     ),
     "allow_config_change": (
@@ -82,12 +82,7 @@ KEEPING: Group = {
         False,
     ),
     "checkpoint_every": (
-        Annotated[
-            int,
-            typer.Option(
-                "--checkpoint-every", min=1, help="Steps between checkpoints; two minutes at the latest."
-            ),
-        ],
+        Annotated[int, typer.Option("--checkpoint-every", min=1, help="Steps to a checkpoint, or 2 min.")],
         500,
     ),
     "wandb": (
@@ -178,7 +173,11 @@ class GivenOptions:
                 raise UsageError(f"--config {file}: {name}: {reason}; remove it")
 
     def run(self) -> "RunOptions":
-        """Options of keeping the run; raises as `settings`."""
+        """Options of keeping the run; raises as `settings`, and for a run that is in the way."""
+        from hddm.training.resume import refuse_run
         from hddm.training.settings import RunOptions
 
-        return self.settings(RunOptions)
+        options = self.settings(RunOptions)
+        if not (options.resume or self.context.params["overwrite"]):
+            refuse_run(self.context.params["out"])
+        return options

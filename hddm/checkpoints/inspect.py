@@ -8,7 +8,7 @@ from hddm.data.shard_records import MANIFEST, PARTITION_FILE
 from hddm.data.sources.base import PARQUET, TAR, find_files
 from hddm.evaluation.results import KIND
 from hddm.training.resume import CHECKPOINTS, RUN_FILE, checkpoints_in, read_run, step_of
-from hddm.utils.files import read_json
+from hddm.utils.files import read_json, refuse_pickle
 from hddm.utils.records import (
     BENCHMARK_FILE,
     ENSEMBLE_FILE,
@@ -46,6 +46,8 @@ def inspected(path: Path, allow_pickle: bool = False, variant: str | None = None
             found = _read_by("images", "hddm data check, hddm partition")
         if found is not None:
             return found(path)
+    if path.is_file():
+        refuse_pickle(path, allow_pickle)
     # Imported here: it imports torch.
     from hddm.checkpoints.inspect_models import inspect_model
 

@@ -39,9 +39,9 @@ from hddm.networks.wrappers import interface_of
 from hddm.routers import Topic
 from hddm.schedules import from_config
 from hddm.utils.errors import HddmError, counted
-from hddm.utils.files import read_json
+from hddm.utils.files import kind_of, read_json
 from hddm.utils.records import damage, has_manifest, read_folder_manifest, read_record
-from hddm.utils.tensors import DTYPES, kind_of, read_header
+from hddm.utils.tensors import DTYPES, read_header
 from hddm.velocity import PredictionType
 
 _HEADS = ("num_heads", "num_attention_heads", "attention_head_dim")

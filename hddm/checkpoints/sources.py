@@ -33,9 +33,9 @@ from hddm.schedules import (
     from_diffusers,
 )
 from hddm.utils.errors import HddmError, shown
-from hddm.utils.files import read_json
+from hddm.utils.files import kind_of, read_json
 from hddm.utils.pickles import read_pickle
-from hddm.utils.tensors import Planned, kind_of, read_safetensors
+from hddm.utils.tensors import Planned, read_safetensors
 from hddm.velocity import PredictionType
 
 WeightSet = Literal["ema", "raw", "unstated"]

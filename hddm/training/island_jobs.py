@@ -5,9 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hddm.training.resume import run_folder_of
+from hddm.training.resume import is_kept, recorded, run_folder_of
 from hddm.training.settings import ExpertSettings, RunOptions
 from hddm.utils.errors import HddmError, UsageError, did_you_mean
+from hddm.utils.files import check_absent
+from hddm.utils.records import EXPERT_FILE
 
 OBJECTIVES = ("ddpm", "flow")
 REST = "*"
@@ -84,6 +86,26 @@ def make_islands(
             own = own.model_copy(update={"prediction": None})
         islands.append(Island(index, shard, out / f"expert_{index}", own, run, path, init, overwrite))
     return islands
+
+
+def refuse_present(islands: Sequence[Island]) -> None:
+    """Refuse folders and runs that are in the way of ``islands``, all in one `HddmError`."""
+    problems: list[str] = []
+    for one in islands:
+        if is_kept(one.out, EXPERT_FILE, one.run, one.overwrite):
+            continue
+        try:
+            check_absent(one.out, EXPERT_FILE, one.overwrite)
+        except HddmError as error:
+            problems.append(error.message)
+        if recorded(one.out) and not (one.run.resume or one.overwrite):
+            problems.append(f"{run_folder_of(one.out)}: holds a run")
+    if problems:
+        raise HddmError(
+            f"{islands[0].out.parent}: holds experts or runs already; --resume goes on with them, "
+            "--overwrite starts anew",
+            problems,
+        )
 
 
 def parse_objectives(text: str, shards: int, name: str = "--objective") -> list[str]:

@@ -25,15 +25,14 @@ import torch
 from safetensors import SafetensorError
 
 from hddm.data.shards import open_shard
-from hddm.experts.records import EXPERT_FILE, open_expert
+from hddm.experts.records import open_expert
 from hddm.training.continuation import DECIDED_BY_INIT, check_continued, continue_expert
 from hddm.training.expert import check_new, train_expert, with_schedule
-from hddm.training.island_jobs import Island, Outcome
+from hddm.training.island_jobs import Island, Outcome, refuse_present
 from hddm.training.loop import OnStep, completed, mean, summary_of
-from hddm.training.resume import is_kept, recorded, run_folder_of
+from hddm.training.resume import recorded
 from hddm.training.state import discard_runs
 from hddm.utils.errors import HddmError
-from hddm.utils.files import check_absent
 from hddm.utils.processes import SIGNALS, Output, Stopped, StopRequest, compute_environment, environment
 
 RETRIES = 3
@@ -100,22 +99,7 @@ def prepare(islands: Sequence[Island]) -> None:
     All folders that are in the way or in use raise one `HddmError`, before anything is removed, and so do all
     settings that a shard does not allow.
     """
-    problems: list[str] = []
-    for one in islands:
-        if is_kept(one.out, EXPERT_FILE, one.run, one.overwrite):
-            continue
-        try:
-            check_absent(one.out, EXPERT_FILE, one.overwrite)
-        except HddmError as error:
-            problems.append(error.message)
-        if recorded(one.out) and not (one.run.resume or one.overwrite):
-            problems.append(f"{run_folder_of(one.out)}: holds a run")
-    if problems:
-        raise HddmError(
-            f"{islands[0].out.parent}: holds experts or runs already; --resume goes on with them, "
-            "--overwrite starts anew",
-            problems,
-        )
+    refuse_present(islands)
     _check_settings(islands)
     discard_runs([one.out for one in islands if one.overwrite and not one.run.resume])
 

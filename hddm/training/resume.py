@@ -134,6 +134,13 @@ def recorded(out: Path) -> dict[str, Any]:
     return read_run(path) if path.exists() else {}
 
 
+def refuse_run(out: Path) -> None:
+    """Refuse an ``out`` that has a run already; raises `HddmError`."""
+    if (folder := run_folder_of(out)).joinpath(RUN_FILE).exists():
+        text = "--resume goes on with it, --overwrite starts anew"
+        raise HddmError(f"{folder}: holds a run of {out} already; {text}")
+
+
 def resumable(out: Path) -> dict[str, Any]:
     """Read the record of the run of ``out`` to go on with it; {} for no run, `HddmError` for an older one."""
     record = recorded(out)

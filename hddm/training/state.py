@@ -37,6 +37,7 @@ from hddm.training.resume import (
     checkpoints_in,
     compare_records,
     recorded,
+    refuse_run,
     run_folder_of,
     step_of,
     with_changes,
@@ -366,10 +367,9 @@ def open_run(
         if overwrite and not options.resume:
             _clear(folder)
         run = Run(folder, options)
-        if (folder / RUN_FILE).exists():
-            if not options.resume:
-                remedy = "--resume goes on with it, --overwrite starts anew"
-                raise HddmError(f"{folder}: holds a run of {out} already; {remedy}")
+        if not options.resume:
+            refuse_run(out)
+        elif (folder / RUN_FILE).exists():
             differing = compare_records(out, record, options)
             run.changes = _changes(recorded(out).get("changes", []), differing, run)
         for left in folder.glob(f"{DRAFT}*"):

@@ -13,7 +13,7 @@ import stat
 from collections.abc import Callable, Iterator
 from io import BufferedReader
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 from filelock import FileLock, SoftFileLock, Timeout
 from safetensors import SafetensorError
@@ -391,6 +391,46 @@ def read_start(path: Path, size: int) -> bytes:
     """First ``size`` bytes of a file, or all; raises `HddmError` for any but a readable regular one."""
     with opened(path) as file:
         return file.read(size)
+
+
+Kind = Literal["safetensors", "torch-zip", "pickle"]
+
+_LARGEST_HEADER = 100_000_000
+"""Bytes of the largest safetensors header that the library accepts."""
+
+
+def kind_of(path: Path) -> Kind:
+    """``"safetensors"``, ``"torch-zip"`` (by `torch.save`) or ``"pickle"`` (before torch 1.6).
+
+    Raises `HddmError` for a missing, empty or unknown file, and for anything but a regular one.
+    """
+    head = read_start(path, 16)
+    if not head:
+        raise HddmError(f"{path}: is empty; fetch it again")
+    if head.startswith(b"PK\x03\x04"):
+        return "torch-zip"
+    pickled = head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")
+    # The length of a safetensors header may begin with the bytes of a pickle.
+    if head[8:9] == b"{" and not (pickled and int.from_bytes(head[:8], "little") > _LARGEST_HEADER):
+        return "safetensors"
+    if pickled:
+        return "pickle"
+    if head.startswith(b"version https"):
+        raise HddmError(f"{path}: is a Git LFS pointer, not the weights; fetch them with git lfs pull")
+    if head.lstrip().startswith(b"{"):
+        raise HddmError(f"{path}: is JSON, not weights; name the folder that it belongs to")
+    raise HddmError(
+        f"{path}: is neither safetensors nor a PyTorch checkpoint (begins with {head[:8]!r}); fetch it again"
+    )
+
+
+def refuse_pickle(path: Path, allow_pickle: bool) -> None:
+    """Refuse a weights file that is a pickle, unless it is allowed; raises as `kind_of`."""
+    if (kind := kind_of(path)) != "safetensors" and not allow_pickle:
+        raise HddmError(
+            f"{path}: is a pickle ({kind}), which can carry code; take the safetensors version, "
+            "or pass --allow-pickle to read its tensors and nothing else"
+        )
 
 
 def sha256_of(path: Path) -> str:

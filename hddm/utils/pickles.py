@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from hddm.utils.errors import HddmError, one_line, shown
-from hddm.utils.tensors import Kind, kind_of
+from hddm.utils.files import Kind, kind_of, refuse_pickle
 
 LARGEST_PICKLE = 8 * 2**20
 """Bytes of the largest pickle scanned; without its tensors, thousands take one MB or two."""
@@ -293,11 +293,7 @@ def read_pickle(path: Path, allow_pickle: bool) -> dict[str, Any]:
     kind = kind_of(path)
     if kind == "safetensors":
         raise HddmError(f"{path}: is safetensors, not a pickle")
-    if not allow_pickle:
-        raise HddmError(
-            f"{path}: is a pickle ({kind}), which can carry code; take the safetensors version, "
-            "or pass --allow-pickle to read its tensors and nothing else"
-        )
+    refuse_pickle(path, allow_pickle)
     if TorchVersion(torch.__version__) < SAFE_TORCH:
         raise HddmError(
             f"{path}: reading pickles needs torch>={SAFE_TORCH}, whose unpickler has no known holes, "

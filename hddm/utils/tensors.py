@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hddm.utils.errors import HddmError, one_line
-from hddm.utils.files import read_start, writing
+from hddm.utils.files import kind_of, writing
 
 
 def append_dims(values: Tensor, ndim: int) -> Tensor:
@@ -75,37 +75,6 @@ def _parameters(network: object) -> Iterator[Tensor]:
     if isinstance(placement, Tensor):
         return iter((placement,))
     return network.parameters() if isinstance(network, nn.Module) else iter(())
-
-
-Kind = Literal["safetensors", "torch-zip", "pickle"]
-
-_LARGEST_HEADER = 100_000_000
-"""Bytes of the largest safetensors header that the library accepts."""
-
-
-def kind_of(path: Path) -> Kind:
-    """``"safetensors"``, ``"torch-zip"`` (by `torch.save`) or ``"pickle"`` (before torch 1.6).
-
-    Raises `HddmError` for a missing, empty or unknown file, and for anything but a regular one.
-    """
-    head = read_start(path, 16)
-    if not head:
-        raise HddmError(f"{path}: is empty; fetch it again")
-    if head.startswith(b"PK\x03\x04"):
-        return "torch-zip"
-    pickled = head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")
-    # The length of a safetensors header may begin with the bytes of a pickle.
-    if head[8:9] == b"{" and not (pickled and int.from_bytes(head[:8], "little") > _LARGEST_HEADER):
-        return "safetensors"
-    if pickled:
-        return "pickle"
-    if head.startswith(b"version https"):
-        raise HddmError(f"{path}: is a Git LFS pointer, not the weights; fetch them with git lfs pull")
-    if head.lstrip().startswith(b"{"):
-        raise HddmError(f"{path}: is JSON, not weights; name the folder that it belongs to")
-    raise HddmError(
-        f"{path}: is neither safetensors nor a PyTorch checkpoint (begins with {head[:8]!r}); fetch it again"
-    )
 
 
 def refuse_non_finite(path: Path, weights: Mapping[str, Tensor]) -> None:

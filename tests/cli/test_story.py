@@ -21,13 +21,13 @@ from hddm.sampling import draw_experts
 from hddm.utils.errors import HddmError
 from hddm_cli import story
 from hddm_cli.app import commands
+from hddm_cli.quickstart import STORY_FILE
 from hddm_cli.story import (
     CHECKED,
     JOINED,
     LAST_OLD,
     OTHERWISE,
     SENTENCE,
-    STORY_FILE,
     STRIP,
     check_unchanged,
     conclude,

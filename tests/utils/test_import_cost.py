@@ -34,3 +34,45 @@ def test_a_function_stays_what_it_is_when_its_module_has_been_imported() -> None
 def test_looking_at_images_imports_nothing_heavy(images: Path) -> None:
     for code, output, heavy in in_a_fresh_process([["data", "check", images], ["inspect", images]]):
         assert (code, heavy) == (0, set()), output
+
+
+def test_what_paths_decide_is_refused_before_anything_heavy_is_imported(
+    images: Path, shards: Path, tmp_path: Path
+) -> None:
+    there, pickled, pipeline = tmp_path / "there", tmp_path / "weights.ckpt", tmp_path / "unet"
+    for folder in (there / "expert_0", tmp_path / "run.run", pipeline):
+        folder.mkdir(parents=True)
+    pickled.write_bytes(b"PK\x03\x04")
+    (pipeline / "diffusion_pytorch_model.bin").write_bytes(b"PK\x03\x04")
+    (tmp_path / "run.run" / "run.json").write_text("{}")
+    steps, new = ["--steps", 2], ["--out", tmp_path / "new"]
+    lines: list[tuple[list[object], str]] = [
+        *(
+            ([*verb, "--out", there], f"{there} exists")
+            for verb in (
+                ["assemble", images],
+                ["benchmark", "digits"],
+                ["convert", pickled],
+                ["distill", images, "--data", images, *steps],
+                ["encode", images],
+                ["evaluate", images, "--reference", images],
+                ["merge", images, images],
+                ["partition", images, "--shards", 2],
+                ["quickstart"],
+                ["sample", images],
+                ["train", "expert", images, "--objective", "flow", *steps],
+                ["train", "router", images, *steps],
+            )
+        ),
+        (
+            ["train", "expert", images, "--objective", "flow", *steps, "--out", tmp_path / "run"],
+            "holds a run",
+        ),
+        (["convert", pickled, *new], "weights.ckpt: is a pickle (torch-zip)"),
+        (["convert", pipeline, *new], "diffusion_pytorch_model.bin: is a pickle (torch-zip)"),
+        (["inspect", pickled], "weights.ckpt: is a pickle (torch-zip)"),
+    ]
+    found = in_a_fresh_process([line for line, _ in lines])
+    for (line, told), (code, output, heavy) in zip(lines, found, strict=True):
+        assert (code, heavy) == (1, set()), (line, output)
+        assert told in output

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from hddm.checkpoints.folders import read_index
 from hddm.utils.errors import HddmError
-from hddm.utils.files import inside
+from hddm.utils.files import inside, kind_of
 from hddm.utils.pickles import read_pickle
-from hddm.utils.tensors import Planned, TensorInfo, kind_of, read_header, read_safetensors, write_safetensors
+from hddm.utils.tensors import Planned, TensorInfo, read_header, read_safetensors, write_safetensors
 from tests.hostile import grown_by, save, zipped
 
 DTYPES = [

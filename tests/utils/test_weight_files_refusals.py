@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hddm.checkpoints.folders import read_index
-from hddm.utils.files import inside, sha256_of
-from hddm.utils.tensors import Planned, kind_of, read_header, read_safetensors, write_safetensors
+from hddm.utils.files import inside, kind_of, sha256_of
+from hddm.utils.tensors import Planned, read_header, read_safetensors, write_safetensors
 from tests.artefacts import largest_file, refusal
 from tests.hostile import ZIP_OR_LEGACY, Calls, address_space, grown_by, save
 
