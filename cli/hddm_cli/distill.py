@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from hddm_cli.options import InputArgument, InputOption, Out, Overwrite, Steps, refuse_given
+from hddm_cli.options import InputArgument, InputOption, Out, Overwrite, Steps, StrategyOption, refuse_given
 from hddm_cli.train import LEARNING
 from hddm_cli.training_options import FILE, KEEPING, LOOP, PICTURES, GivenOptions, takes
 
@@ -28,6 +28,12 @@ def distill(
             "--teacher", help="The expert of each sample's shard, or the mixture by the ensemble's strategy."
         ),
     ] = "shard",
+    strategy: Annotated[
+        str | None,
+        StrategyOption(
+            help="Mixture of the routed teacher; default: the ensemble's own, full where that is draw."
+        ),
+    ] = None,
     init: Annotated[
         Path | None,
         InputOption(
@@ -68,7 +74,9 @@ def distill(
         "trajectories": trajectories,
         "guidance_scale": guidance_scale,
     }
-    options = GivenOptions(context, {"steps": steps, "teacher": teacher, **few, **given})
+    options = GivenOptions(
+        context, {"steps": steps, "teacher": teacher, "strategy": strategy, **few, **given}
+    )
     settings = options.settings(DistillSettings)
     with TrainingProgress(settings.steps, settings.batch_size, "distill") as progress:
         losses = run(ensemble, data, out, settings, overwrite, progress.reach, options.run(), init)

@@ -11,8 +11,9 @@ the noise of the two. Velocities are converted and calibrated as in sampling.
 """
 
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,10 +45,12 @@ from hddm.training.objectives import Objective, drawing, objective_of
 from hddm.training.resume import data_of, is_complete
 from hddm.training.settings import DistillSettings, RunOptions
 from hddm.training.watching import watching
-from hddm.utils.errors import HddmError, UsageError
+from hddm.utils.errors import HddmError, UsageError, asked
 from hddm.utils.records import MANIFEST
 from hddm.utils.tensors import append_dims, generator
 from hddm.velocity import INTERVAL
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -74,17 +77,23 @@ def open_teacher(
     shards: Sequence[Shard],
     kind: Literal["shard", "routed"],
     condition_dropout: float,
+    strategy: str | None = None,
 ) -> Teacher:
     """Open the teacher in ``folder``, an ensemble or one expert, for a student of ``shards`` and their union.
 
     The ``shard`` kind is each sample's own expert, found by the hash of its shard; the ``routed`` kind is the
-    mixture. ``condition_dropout`` is the share of samples that the student learns without their conditions.
+    mixture, by ``strategy`` or by default the ensemble's own. ``draw`` is no mixture, and ``full`` takes its
+    place: with an exact router both have the same samples. ``condition_dropout`` is the share of samples that
+    the student learns without their conditions.
 
     Raises:
-        HddmError: for an unreadable folder, a shard without expert, a strategy that is no mixture, conditions
-            other than classes, classes that the data lacks, or samples of another shape or space.
+        HddmError: for an unreadable folder, a shard without expert, a mixture without a router or of more
+            experts than there are, conditions other than classes, classes that the data lacks, or samples of
+            another shape or space.
     """
     opened = open_ensemble(folder, torch.float32)
+    if kind == "routed":
+        opened = _mixing(folder, opened, strategy)
     experts = dict(zip(opened.facts.experts, opened.experts, strict=True))
     for name, expert in experts.items():
         _check_conditions(f"{folder / name}", expert.facts, union, condition_dropout)
@@ -92,8 +101,6 @@ def open_teacher(
     expert_of_shard = None
     if kind == "shard":
         expert_of_shard = _by_shard(folder, experts, shards)
-    else:
-        _check_strategy(folder, opened)
     record: dict[str, Any] = {
         "ensemble": folder.resolve().name,
         "kind": kind,
@@ -129,13 +136,17 @@ def _by_shard(folder: Path, experts: dict[str, UnreadExpert], shards: Sequence[S
     return torch.tensor([places[one.hash] for one in shards])
 
 
-def _check_strategy(folder: Path, opened: OpenedEnsemble) -> None:
-    if Strategy.parse(opened.facts.strategy).kind == "draw":
-        raise HddmError(
-            f"{folder}: its strategy, draw, is no mixture; assemble it with another, or take --teacher shard"
-        )
-    if not opened.facts.is_routed and len(opened.experts) > 1:
+def _mixing(folder: Path, opened: OpenedEnsemble, strategy: str | None) -> OpenedEnsemble:
+    """An ensemble with the strategy by which it mixes as a teacher."""
+    facts = opened.facts
+    if not facts.is_routed and len(opened.experts) > 1:
         raise HddmError(f"{folder}: --teacher routed needs its router, and it has none; take --teacher shard")
+    if strategy is None and facts.strategy == "draw" and len(opened.experts) > 1:
+        log.info("%s: draws an expert for each sample; the student learns their full mixture", folder)
+    chosen = strategy or ("full" if facts.strategy == "draw" else facts.strategy)
+    with asked():
+        Strategy.parse(chosen).check(len(set(facts.domain_of)))
+    return replace(opened, facts=facts.model_copy(update={"strategy": chosen}))
 
 
 def _check_conditions(name: str, record: ExpertRecord, shard: Shard, dropout: float) -> None:
@@ -196,7 +207,9 @@ def distill(
     shards = [open_shard(folder) for folder in folders]
     union = joined(shards, shards_folder)
     union.refuse_buckets("hddm distill")
-    teacher = open_teacher(ensemble_folder, union, shards, settings.teacher, settings.condition_dropout)
+    teacher = open_teacher(
+        ensemble_folder, union, shards, settings.teacher, settings.condition_dropout, settings.strategy
+    )
     if init is not None:
         settings = settings.model_copy(update={"prediction": None, "rotary": None})
     elif settings.sampling_steps is not None:

@@ -256,6 +256,8 @@ class DistillSettings(DenoiserSettings):
     """Settings of a student."""
 
     teacher: Literal["shard", "routed"] = "shard"
+    strategy: str | None = None
+    """Of a routed teacher; None for the ensemble's own, or ``full`` where that is ``draw``."""
     sampling_steps: Literal[1, 2, 4] | None = None
     """Steps of a student of few steps (`hddm.training.mean_flow`); None is a student of velocities."""
     trajectories: Positive = 8192
@@ -272,7 +274,16 @@ class DistillSettings(DenoiserSettings):
     def _without_few_steps(self, values: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Values; runs of students of velocities say nothing of few steps, as those of older versions."""
         few = ("sampling_steps", "trajectories", "guidance_scale") if self.sampling_steps is None else ()
-        return {key: value for key, value in values(self).items() if key not in few}
+        absent = (*few, *(("strategy",) if self.strategy is None else ()))
+        return {key: value for key, value in values(self).items() if key not in absent}
+
+    @model_validator(mode="after")
+    def _strategy_mixes(self) -> "DistillSettings":
+        if self.strategy is not None and self.teacher == "shard":
+            raise ValueError(f"strategy {self.strategy} is for teacher routed, and teacher is shard")
+        if self.strategy == "draw":
+            raise ValueError("strategy draw picks one expert per sample, and a teacher mixes them; take full")
+        return self
 
     @model_validator(mode="after")
     def _few_steps_are_said(self) -> "DistillSettings":

@@ -20,7 +20,7 @@ from hddm.networks.folders import WEIGHTS
 from hddm.training.distill import distill, matching
 from hddm.training.objectives import Objective
 from hddm.training.settings import DistillSettings, RunOptions
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, UsageError
 from hddm.velocity import VelocityField
 from tests.artefacts import CLASSES, PER_CLASS, Command, Died, copied, edit_json, ending_at, write_images
 from tests.cases import LINEAR, case_named
@@ -221,6 +221,29 @@ def test_a_student_records_router_strategy_and_licences_and_fits_beside_no_exper
     assemble([student], tmp_path / "alone")
 
 
+def test_an_ensemble_that_draws_teaches_the_full_mixture_or_another_that_is_asked_for(
+    ddpm_expert: Path, flow_expert: Path, router: Path, shards: Path, tmp_path: Path, hddm: Command
+) -> None:
+    """As the README assembles one."""
+    for strategy in ("draw", "full", "top-1"):
+        assemble([ddpm_expert, flow_expert], tmp_path / strategy / "ensemble", router, strategy)
+    given = ("--data", shards, "--teacher", "routed", "--steps", 2, "--batch-size", 8, "--size", "tiny")
+    trained = {}
+    for name, ensemble, more in (
+        ("by default", "draw", ()),
+        ("as full", "full", ()),
+        ("asked", "draw", ("--strategy", "top-1")),
+        ("as top-1", "top-1", ()),
+    ):
+        out = tmp_path / name
+        code, _, told = hddm("distill", tmp_path / ensemble / "ensemble", *given, "--out", out, *more)
+        assert code == 0, told
+        trained[name] = _sha256(out)
+    assert trained["by default"] == trained["as full"] != trained["asked"] == trained["as top-1"]
+    facts = json.loads((tmp_path / "by default" / "expert.json").read_text())
+    assert facts["training"]["teacher"]["strategy"] == "full"
+
+
 def test_a_student_of_class_conditional_experts_takes_their_classes(trio: Trio, tmp_path: Path) -> None:
     assemble(trio.experts, tmp_path / "trio", trio.router, "full")
     for teacher in ("shard", "routed"):
@@ -282,12 +305,17 @@ def test_a_shard_without_its_expert_and_an_expert_without_its_shard_are_named(
     assert not (tmp_path / "student").exists()
 
 
-def test_a_teacher_that_is_no_mixture_or_of_other_images_and_classes_is_refused(
+def test_a_teacher_that_cannot_mix_or_of_other_images_and_classes_is_refused(
     ddpm_expert: Path, flow_expert: Path, shards: Path, ensemble: Path, trio: Trio, tmp_path: Path
 ) -> None:
     assemble([ddpm_expert, flow_expert], tmp_path / "drawing")
-    with pytest.raises(HddmError, match="its strategy, draw, is no mixture"):
+    with pytest.raises(HddmError, match="teacher routed needs its router"):
         distill(tmp_path / "drawing", shards, tmp_path / "student", _settings(teacher="routed"))
+    with pytest.raises(UsageError, match="top-3 needs 3 experts"):
+        distill(ensemble, shards, tmp_path / "student", _settings(teacher="routed", strategy="top-3"))
+    for strategy, teacher in (("draw", "routed"), ("full", "shard")):
+        with pytest.raises(ValueError, match=f"strategy {strategy}"):
+            _settings(teacher=teacher, strategy=strategy)
     partition(write_images(tmp_path / "large", side=8), tmp_path / "large-shards", 2)
     with pytest.raises(HddmError, match=r"images are \(1, 8, 8\)"):
         distill(ensemble, tmp_path / "large-shards", tmp_path / "student", _settings())
