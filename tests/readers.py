@@ -25,9 +25,9 @@ from hddm.data.partition import partition
 from hddm.data.shard_records import find_shards
 from hddm.data.shards import open_shard
 from hddm.data.sources import open_source
-from hddm.evaluation.compare import table
+from hddm.evaluation.compare import summary, table
 from hddm.evaluation.images import conditions, read_data, read_sampling
-from hddm.evaluation.results import refuse_incomparable
+from hddm.evaluation.results import read_groups, refuse_incomparable
 from hddm.experts.assembly_changes import change
 from hddm.experts.records import read_expert, read_router
 from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer, text_encoder_facts
@@ -295,6 +295,7 @@ def _compare(*paths: Path) -> None:
 
 def _read_results(folder: Path) -> None:
     inspected(folder / "a.json")
+    summary(read_groups([folder / "a.json"])[0])
     _compare(folder / "a.json", folder / "b.json")
 
 

@@ -12,8 +12,8 @@ def compare(
     results: Annotated[
         list[Path],
         InputArgument(
-            help="Results of hddm evaluate --out, the first to compare with; a folder is one model. "
-            "Or folders of benchmarks."
+            help="Results of hddm evaluate --out, the first to compare with, one alone is shown; a folder is "
+            "one model. Or folders of benchmarks."
         ),
     ],
     varies: Annotated[
@@ -28,11 +28,13 @@ def compare(
     comparisons. Of benchmarks the rows that their first tables share are compared, one after the other.
     """
     from hddm.benchmark.results import read_compared
-    from hddm.evaluation.compare import escaped, table
+    from hddm.evaluation.compare import escaped, summary, table
     from hddm.evaluation.results import refuse_incomparable
 
     rows = read_compared(results)
     for groups in rows.values():
-        refuse_incomparable(groups, varies or ())
+        if sum(len(group.results) for group in groups) > 1:
+            refuse_incomparable(groups, varies or ())
     for row, groups in rows.items():
-        typer.echo(f"## {escaped(row)}\n\n{table(groups)}\n" if row else table(groups))
+        shown = table(groups) if len(groups) > 1 else summary(groups[0])
+        typer.echo(f"## {escaped(row)}\n\n{shown}\n" if row else shown)

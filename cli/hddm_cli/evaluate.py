@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from hddm_cli.options import InputArgument, InputOption, Overwrite
+from hddm_cli.options import AsJson, InputArgument, InputOption, Overwrite
 
 
 def evaluate(
@@ -30,7 +30,8 @@ def evaluate(
         Path | None, InputOption("--shards", help="Partition of the training images: distances by shard.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="JSON file for the result, for hddm compare; default: print.")
+        Path | None,
+        typer.Option("--out", help="JSON file for the result, for hddm compare and inspect; default: print."),
     ] = None,
     allow_few: Annotated[
         bool, typer.Option("--allow-few", help="Measure fewer images than features; not comparable.")
@@ -38,17 +39,19 @@ def evaluate(
     max_bad: Annotated[
         int, typer.Option("--max-bad", min=0, help="Broken images in all folders to skip, by name.")
     ] = 0,
+    as_json: AsJson = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Measure distances, precision and recall, diversity and memorising of a folder of images, as JSON.
+    """Measure distances, precision and recall, diversity and memorising of a folder of images.
 
     Memorising is judged by the training images as they are: mirrored copies are not found.
     """
-    from hddm.evaluation.results import refuse_existing
+    from hddm.evaluation.results import ResultGroup, checked, refuse_existing
 
     if out is not None:
         refuse_existing(out, overwrite)
 
+    from hddm.evaluation.compare import summary
     from hddm.evaluation.evaluate import evaluate_folder
     from hddm.evaluation.images import check_images
     from hddm.utils.errors import shown
@@ -74,8 +77,11 @@ def evaluate(
         if data:
             for name in shown([f"{data['path']}/{name}: cannot be read" for name in data["skipped"]]):
                 typer.echo(f"skipped {name}", err=True)
-    if out is None:
+    if as_json:
         typer.echo(json.dumps(result, indent=2))
+    elif out is None:
+        typer.echo(summary(ResultGroup(str(images), (checked(images, result, ""),))))
+    if out is None:
         return
     write_whole(out, lambda draft: write_json(draft, result), overwrite)
     for reason in result["reasons"]:

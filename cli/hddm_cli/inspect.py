@@ -20,6 +20,12 @@ def inspect(
     from hddm.checkpoints.inspect import inspected
 
     description = inspected(path, allow_pickle, variant)
+    if description["kind"] == "evaluation" and not as_json:
+        from hddm.evaluation.compare import summary
+        from hddm.evaluation.results import read_groups
+
+        typer.echo(summary(read_groups([path])[0]))
+        return
     typer.echo(json.dumps(description, indent=2) if as_json else "\n".join(plain_lines(description)))
 
 

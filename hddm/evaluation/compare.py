@@ -1,4 +1,4 @@
-"""Results of evaluations side by side: one line per figure, every model judged against the first."""
+"""Results of evaluations: one alone (`summary`), or side by side, every model judged against the first."""
 
 import math
 import statistics
@@ -12,11 +12,12 @@ from hddm.evaluation.verdict import FEWEST, Better, Contrast, Figure, GapVerdict
 
 @dataclass(frozen=True)
 class Measure:
-    """A figure to compare: its place in a result, and which direction is better, if any."""
+    """A figure to compare: its place in a result, which direction is better, if any, and what it says."""
 
     name: str
     path: str
     better: Better | None = None
+    says: str = ""
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,24 @@ def table(groups: Sequence[ResultGroup]) -> str:
         for ours, one in zip(line.figures[1:], line.verdicts, strict=True)
     )
     return "\n".join([*markdown_table(heads, rows, "left"), "", *map(escaped, _notes(groups, judged))])
+
+
+def summary(group: ResultGroup) -> str:
+    """Markdown table of one model's figures and what they say, with notes on what they depend on."""
+    found = lines([group])
+    rows = [[one.measure.name, _shown(one.figures[0]), one.measure.says] for one in found]
+    notes = ["± is the half-width of the 95 % interval over images."]
+    if len(group.results) > 1:
+        notes.append(f"Means of {len(group.results)} results, and s their standard deviation.")
+    content = group.results[0].content
+    sides = (("samples", "images"), ("training", "reference"), ("held-out", "held_out"))
+    known = [(name, content["data"].get(key)) for name, key in sides]
+    counts = ", ".join(f"{one['images']} {name}" for name, one in known if one)
+    how = content["features"]
+    notes.append(f"Images: {counts}. Features: {how.get('name')} ({how.get('choice')}).")
+    notes += [f"Compares with no other: {one}." for one in content["reasons"]]
+    heads = ["", group.name, "what it says"]
+    return "\n".join([*markdown_table(heads, rows, "left"), "", *map(escaped, notes)])
 
 
 def escaped(text: str) -> str:
@@ -183,26 +202,28 @@ def _measures(groups: Sequence[ResultGroup]) -> list[Measure]:
     split = contents[0].get("split", "held-out")
     fresh = split.replace("-", "_")
     splits = (("training", "training"), (split, fresh))
-    scores: tuple[tuple[str, str, str, Better], ...] = (
-        ("Fréchet distance to", "to", "", "lower"),
-        ("kernel distance to", "kernel_to", "", "lower"),
-        ("precision on", "on", ".precision", "higher"),
-        ("recall on", "on", ".recall", "higher"),
+    scores: tuple[tuple[str, str, str, Better, str], ...] = (
+        ("Fréchet distance to", "to", "", "lower", "difference of the distributions; lower is better"),
+        ("kernel distance to", "kernel_to", "", "lower", "the same, fair for few images; lower is better"),
+        ("precision on", "on", ".precision", "higher", "share of samples that look like these images"),
+        ("recall on", "on", ".recall", "higher", "share of these images that samples come near"),
     )
     measures = [
-        Measure(f"{title} {which} images", f"{prefix}_{key}{end}", better)
-        for title, prefix, end, better in scores
+        Measure(f"{title} {which} images", f"{prefix}_{key}{end}", better, says)
+        for title, prefix, end, better, says in scores
         for which, key in splits
     ]
-    measures.append(Measure("diversity against training images", "diversity"))
+    measures.append(Measure("diversity against training images", "diversity", says="1 is as varied as they"))
     # Distances of different kinds do not compare, within conditions and to nearest images alike.
     kinds = {(one.get("within_conditions") or {}).get("distance", "") for one in contents}
     if len(kinds) == 1:
-        measures.append(Measure(f"distance within conditions ({kinds.pop()})", "within_conditions.images"))
+        title, says = f"distance within conditions ({kinds.pop()})", "between two images of a class or prompt"
+        measures.append(Measure(title, "within_conditions.images", says=says))
     if len({bool((one.get("memorisation") or {}).get("mirrored")) for one in contents}) == 1:
-        measures.append(Measure("nearest-image ratio", "memorisation.ratio"))
+        says = "about 1 is right, well below 1 repeats training images"
+        measures.append(Measure("nearest-image ratio", "memorisation.ratio", says=says))
     for k in range(min(len(one.get("shards") or ()) for one in contents)):
         for which, key in (("all", "all"), ("its own", "own")):
             title = f"Fréchet distance to shard {k}, {which} samples"
-            measures.append(Measure(title, f"shards.{k}.{key}", "lower"))
+            measures.append(Measure(title, f"shards.{k}.{key}", "lower", "lower is better"))
     return [*measures, Measure("training, 1e12 operations", "training_tflop")]

@@ -174,10 +174,8 @@ def refuse_existing(path: Path, overwrite: bool = False) -> None:
 def read_groups(paths: Sequence[Path]) -> list[ResultGroup]:
     """Read a group per path: a result, or a folder of results, one per training seed, with equal names.
 
-    Raises `HddmError` for fewer than two paths, a folder without results, and files that are no results.
+    Raises `HddmError` for a folder without results, and files that are no results.
     """
-    if len(paths) < 2:
-        raise HddmError(f"{len(paths)} result does not compare: name two or more files or folders of results")
     return [ResultGroup(str(path), tuple(read_result(file) for file in _files(path))) for path in paths]
 
 

@@ -12,6 +12,7 @@ from hddm.training.settings import RunOptions
 from hddm_cli.inspect import plain_lines
 from tests.artefacts import Command, copied, expert_settings
 from tests.component_files import write_vae
+from tests.evaluation.test_compare import RESULT
 
 
 @pytest.mark.parametrize("kind", ["expert", "router", "ensemble", "shard", "partition"])
@@ -153,9 +154,10 @@ def test_a_result_tells_whether_it_compares_and_other_json_is_no_broken_download
     tmp_path: Path, hddm: Command
 ) -> None:
     result, other = tmp_path / "result.json", tmp_path / "other.json"
-    result.write_text(json.dumps({"kind": "evaluation", "comparable": False, "reasons": ["too few"]}))
-    lines = ["kind: evaluation", "comparable: no", "reasons: too few", "read_by: hddm compare"]
-    assert hddm("inspect", result)[1].splitlines() == lines
+    judged = {"kind": "evaluation", "comparable": False, "reasons": ["too few"]}
+    result.write_text(json.dumps(RESULT | judged))
+    assert json.loads(hddm("inspect", result, "--json")[1]) == judged | {"read_by": "hddm compare"}
+    assert hddm("inspect", result)[:2] == hddm("compare", result)[:2]
     other.write_text('{"a": 1}')
     said = f"hddm: {other}: is JSON, not weights; name the folder that it belongs to\n"
     assert hddm("inspect", other) == (1, "", said)

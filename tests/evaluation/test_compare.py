@@ -155,8 +155,35 @@ def test_what_is_no_result_is_refused(tmp_path: Path, hddm: Command) -> None:
         assert message in _refused(hddm, other, result)
     (tmp_path / "empty").mkdir()
     assert "holds no results" in _refused(hddm, tmp_path / "empty", result)
-    assert "1 result does not compare" in _refused(hddm, result)
     assert "no such file" in _refused(hddm, tmp_path / "gone.json", result)
+
+
+def test_one_result_is_shown_alone_with_intervals_and_why_it_compares_with_nothing(
+    tmp_path: Path, hddm: Command
+) -> None:
+    result = _write(tmp_path / "a.json", 1, comparable=False, reasons=["too few images"])
+    code, out, _ = hddm("compare", result)
+    assert code == 0
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if "|" in line]
+    shown = {cell[0]: cell[1] for cell in cells[2:]}
+    assert (
+        shown.items()
+        >= {
+            "Fréchet distance to training images": "20.00 ± 1.0",
+            "Fréchet distance to held-out images": "22.00 ± 1.5",
+            "precision on training images": "0.8000 ± 0.039",
+            "recall on training images": "0.5000 ± 0.049",
+            "diversity against training images": "0.9000",
+            "nearest-image ratio": "1.100 ± 0.10",
+        }.items()
+    )
+    # Each says what it means.
+    assert all(cell[2] for cell in cells[2:])
+    assert "too few images" in out
+    assert hddm("inspect", result)[:2] == (0, out)
+    for seed in range(2):
+        _write(tmp_path / "model" / f"{seed}.json", 2 + seed, diversity=0.5 + seed)
+    assert "1.000 (s 0.71)" in hddm("compare", tmp_path / "model")[1]
 
 
 @pytest.mark.parametrize(

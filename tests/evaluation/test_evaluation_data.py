@@ -82,10 +82,13 @@ def test_bad_images_of_all_sides_are_named_at_once_and_left_out_when_asked(
     assert f"{samples}, {shards}: {told}, or leave them out with --max-bad 2 where that is an option\n" in err
     assert f"  {samples / 'columns/05.png'}: cannot be read as an image" in err
     assert f"  {changed}: its content changed since the partition" in err
-    code, out, err = hddm(*command, "--max-bad", 2)
+    code, out, err = hddm(*command, "--max-bad", 2, "--json")
     assert code == 0
     assert f"skipped {shards / 'shard_0/images/rows/03.png'}: cannot be read\n" in err
     result = json.loads(out)
+    table = hddm(*command, "--max-bad", 2)[1]
+    assert f"| {result['diversity']:.3f}" in table
+    assert "159 samples, 159 training" in table
     assert result["data"]["images"]["skipped"] == ["columns/05.png"]
     assert result["data"]["reference"]["skipped"] == ["shard_0/images/rows/03.png"]
     assert (result["data"]["images"]["images"], result["data"]["reference"]["images"]) == (159, 159)
