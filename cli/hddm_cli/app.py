@@ -10,7 +10,7 @@ import typer
 
 from hddm.utils.errors import HddmError, on_command_line
 from hddm.utils.processes import Interrupted, interruptible
-from hddm.utils.progress import until_counted
+from hddm.utils.progress import Progress
 from hddm_cli import (
     assemble,
     benchmark,
@@ -101,7 +101,8 @@ def app() -> None:
     warnings.showwarning = _show_warning
     try:
         # Libraries take seconds to load, and on a busy machine a minute.
-        with interruptible(), on_command_line(), until_counted(" ".join(["hddm", *arguments[:1]])):
+        start = Progress(None, " ".join(["hddm", *arguments[:1]]), is_drawn=False)
+        with interruptible(), on_command_line(), start:
             sys.exit(commands(args=arguments, prog_name="hddm", standalone_mode=False))
     except typer.Abort:
         sys.exit(130)

@@ -65,6 +65,7 @@ def distill(
         refuse_given(context, "--init fixes it", "size", "prediction", "rotary")
 
     from hddm.training.distill import distill as run
+    from hddm.training.expert import CALIBRATION_COST
     from hddm.training.loop import summary_of
     from hddm.training.settings import DistillSettings
     from hddm.utils.progress import TrainingProgress
@@ -78,7 +79,9 @@ def distill(
         context, {"steps": steps, "teacher": teacher, "strategy": strategy, **few, **given}
     )
     settings = options.settings(DistillSettings)
-    with TrainingProgress(settings.steps, settings.batch_size, "distill") as progress:
+    # A student of few steps gets no calibration.
+    after = CALIBRATION_COST if sampling_steps is None else 0
+    with TrainingProgress(settings.steps, settings.batch_size, "distill", after) as progress:
         losses = run(ensemble, data, out, settings, overwrite, progress.reach, options.run(), init)
     if losses:
         name = "distance to the teacher's velocity" if sampling_steps is None else "loss"

@@ -77,10 +77,9 @@ def evaluate(
         if data:
             for name in shown([f"{data['path']}/{name}: cannot be read" for name in data["skipped"]]):
                 typer.echo(f"skipped {name}", err=True)
-    if as_json:
-        typer.echo(json.dumps(result, indent=2))
-    elif out is None:
-        typer.echo(summary(ResultGroup(str(images), (checked(images, result, ""),))))
+    if as_json or out is None:
+        table = summary(ResultGroup(str(images), (checked(images, result, ""),)))
+        typer.echo(json.dumps(result, indent=2) if as_json else table)
     if out is None:
         return
     write_whole(out, lambda draft: write_json(draft, result), overwrite)

@@ -197,8 +197,8 @@ def sample(
     with asked():
         settings = parse_record(options, SampleSettings, OPTIONS)
 
-    with Progress(num_images, "sample") as progress:
-        shown = sample_to_folder(source, out, settings, overwrite, progress, grid, resume)
+    with Progress(None, f"open {source}", is_drawn=False):
+        shown = sample_to_folder(source, out, settings, overwrite, grid, resume)
     typer.echo(f"{out}: {num_images} images")
     if shown:
         typer.echo(shown)

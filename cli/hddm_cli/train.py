@@ -150,11 +150,11 @@ def expert(
     settings, run = options.settings(ExpertSettings), options.run()
 
     from hddm.training.continuation import continue_expert
-    from hddm.training.expert import train_expert, with_schedule
+    from hddm.training.expert import CALIBRATION_COST, train_expert, with_schedule
     from hddm.training.loop import summary_of
     from hddm.utils.progress import TrainingProgress
 
-    with TrainingProgress(settings.steps, settings.batch_size, "train") as progress:
+    with TrainingProgress(settings.steps, settings.batch_size, "train", CALIBRATION_COST) as progress:
         if init is not None:
             losses = continue_expert(init, shard, out, settings, overwrite, progress.reach, run=run)
         else:

@@ -86,6 +86,7 @@ def train_all(
 
 def _trained(islands: Sequence["Island"], parallel: int, retries: int, ray: str | None) -> list["Outcome"]:
     """Train ``islands`` with a bar each, and return how each ended."""
+    from hddm.training.expert import CALIBRATION_COST
     from hddm.training.islands import Processes, train_islands
     from hddm.training.ray_islands import RayCluster
     from hddm.utils.progress import TrainingProgress
@@ -98,7 +99,7 @@ def _trained(islands: Sequence["Island"], parallel: int, retries: int, ray: str 
         def on_step(index: int, step: int, loss: float, seconds: float) -> None:
             if index not in bars:
                 of = by_index[index]
-                bar = TrainingProgress(of.settings.steps, of.settings.batch_size, of.name)
+                bar = TrainingProgress(of.settings.steps, of.settings.batch_size, of.name, CALIBRATION_COST)
                 bars[index] = stack.enter_context(bar)
             bars[index].reach(step, loss, seconds)
 

@@ -49,6 +49,7 @@ from hddm.networks.wrappers import EXPERT_NETWORKS, FLUX, OPTIONAL_CONDITIONS, c
 from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.files import check_absent, new_folder, refuse_full_disk, sha256_of, write_json
+from hddm.utils.progress import Progress
 from hddm.utils.records import read_record
 from hddm.utils.tensors import write_safetensors
 from hddm.velocity import PredictionType, VelocityField
@@ -133,7 +134,8 @@ def write_network(folder: Path, built: Built) -> None:
     config = {key: value for key, value in network.config.items() if not key.startswith("_")}
     names = {"_class_name": built.network.__name__, "_diffusers_version": diffusers.__version__}
     write_json(folder / "config.json", names | json.loads(json.dumps(config)))
-    write_safetensors(folder / WEIGHTS, built.tensors, {"format": "pt"}, check_finite=True)
+    with Progress(len(built.tensors), "write the weights", " tensors") as progress:
+        write_safetensors(folder / WEIGHTS, built.tensors, {"format": "pt"}, True, progress)
 
 
 def _carry_calibration(plan: Plan, draft: Path) -> None:
@@ -282,25 +284,30 @@ def _compare(
     low, high = max(written.range[0], written.noise_range[0]), min(written.range[1], written.noise_range[1])
     noise = torch.Generator().manual_seed(0)
     squares, wanted, largest, errors = 0.0, 0.0, 0.0, {}
-    for share in TIMES:
-        t = low + share * (high - low)
-        x = torch.randn(1, channels, *size, generator=noise) * math.hypot(1 - t, t)
-        given: dict[str, Any] = {**conditions, **extra}
-        v = written.velocity(x, torch.tensor([t], dtype=torch.float64), **given)
-        a, s, u = _native(schedule, t)
-        y = (a + s) * x
-        timestep = torch.tensor([u * conventions.time_scale], dtype=torch.float32)
-        expected = outputs[-1] if source is None else source(y, timestep, conditions)
-        difference = (outputs[-1] - expected).double()
-        squares, wanted = squares + difference.square().sum().item(), wanted + expected.square().sum().item()
-        # A comparison with NaN is false, so the maximum would hide one.
-        largest = max(largest, difference.abs().max().item()) if difference.isfinite().all() else math.nan
-        closed = _closed_form(
-            prediction_type, expected[:, : x.shape[1]].double(), x.double(), y.double(), a, s, t
-        )
-        errors[round(t, 4)] = ((v.double() - closed).norm() / closed.norm().clamp_min(1e-30)).item()
-        if not math.isfinite(largest):
-            break
+    with Progress(len(TIMES), "compare with the source", " noise levels") as progress:
+        for share in TIMES:
+            t = low + share * (high - low)
+            x = torch.randn(1, channels, *size, generator=noise) * math.hypot(1 - t, t)
+            given: dict[str, Any] = {**conditions, **extra}
+            v = written.velocity(x, torch.tensor([t], dtype=torch.float64), **given)
+            a, s, u = _native(schedule, t)
+            y = (a + s) * x
+            timestep = torch.tensor([u * conventions.time_scale], dtype=torch.float32)
+            expected = outputs[-1] if source is None else source(y, timestep, conditions)
+            difference = (outputs[-1] - expected).double()
+            squares, wanted = (
+                squares + difference.square().sum().item(),
+                wanted + expected.square().sum().item(),
+            )
+            # A comparison with NaN is false, so the maximum would hide one.
+            largest = max(largest, difference.abs().max().item()) if difference.isfinite().all() else math.nan
+            closed = _closed_form(
+                prediction_type, expected[:, : x.shape[1]].double(), x.double(), y.double(), a, s, t
+            )
+            errors[round(t, 4)] = ((v.double() - closed).norm() / closed.norm().clamp_min(1e-30)).item()
+            progress(1)
+            if not math.isfinite(largest):
+                break
     return ConversionCheck(largest, math.sqrt(squares / max(wanted, 1e-30)), errors)
 
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from hddm.utils.errors import HddmError
 from hddm.utils.files import write_whole
+from hddm.utils.progress import Progress
 from hddm.utils.tensors import generator, read_safetensors
 
 FEATURES = 64
@@ -77,15 +78,17 @@ def train_classifier(
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=1e-2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
     draws = generator(seed, 0, CLASSIFIER_STREAM)
-    for _ in range(steps):
-        rows = torch.randint(len(images), (batch_size,), generator=draws)
-        down, right = torch.randint(-1, 2, (2,), generator=draws).tolist()
-        shifted = F.pad(images[rows], (1, 1, 1, 1), value=-1.0).roll((down, right), (2, 3))
-        loss = F.cross_entropy(model(shifted[..., 1:-1, 1:-1]), labels[rows])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
+    with Progress(steps, "train a classifier for features", " steps") as progress:
+        for _ in range(steps):
+            rows = torch.randint(len(images), (batch_size,), generator=draws)
+            down, right = torch.randint(-1, 2, (2,), generator=draws).tolist()
+            shifted = F.pad(images[rows], (1, 1, 1, 1), value=-1.0).roll((down, right), (2, 3))
+            loss = F.cross_entropy(model(shifted[..., 1:-1, 1:-1]), labels[rows])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            progress(1)
     return model.eval()
 
 

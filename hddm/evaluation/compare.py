@@ -9,6 +9,8 @@ from typing import Any
 from hddm.evaluation.results import Result, ResultGroup
 from hddm.evaluation.verdict import FEWEST, Better, Contrast, Figure, GapVerdict, verdicts
 
+_SIGNS = "± is the half-width of the 95 % interval over images, s the standard deviation over results."
+
 
 @dataclass(frozen=True)
 class Measure:
@@ -101,15 +103,12 @@ def summary(group: ResultGroup) -> str:
     """Markdown table of one model's figures and what they say, with notes on what they depend on."""
     found = lines([group])
     rows = [[one.measure.name, _shown(one.figures[0]), one.measure.says] for one in found]
-    notes = ["± is the half-width of the 95 % interval over images."]
-    if len(group.results) > 1:
-        notes.append(f"Means of {len(group.results)} results, and s their standard deviation.")
     content = group.results[0].content
     sides = (("samples", "images"), ("training", "reference"), ("held-out", "held_out"))
     known = [(name, content["data"].get(key)) for name, key in sides]
     counts = ", ".join(f"{one['images']} {name}" for name, one in known if one)
     how = content["features"]
-    notes.append(f"Images: {counts}. Features: {how.get('name')} ({how.get('choice')}).")
+    notes = [_SIGNS, f"Images: {counts}. Features: {how.get('name')} ({how.get('choice')})."]
     notes += [f"Compares with no other: {one}." for one in content["reasons"]]
     heads = ["", group.name, "what it says"]
     return "\n".join([*markdown_table(heads, rows, "left"), "", *map(escaped, notes)])
@@ -158,7 +157,7 @@ def _said(one: GapVerdict | None) -> str:
 
 
 def _notes(groups: Sequence[ResultGroup], judged: int) -> list[str]:
-    notes = ["± is the half-width of the 95 % interval over images, s the standard deviation over results."]
+    notes = [_SIGNS]
     if judged:
         paired = len({frozenset(result.seed for result in group.results) for group in groups}) == 1
         how = "paired by the names of files or seeds" if paired else "not paired, as the names differ"

@@ -10,7 +10,7 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,10 +32,11 @@ from hddm.networks.wrappers import missing_from
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.pipelines.sheets import sheet_path, write_sheet
 from hddm.routers import MomentsRouter
-from hddm.sampling import ExpertUse, draw_experts, sample, settled
+from hddm.sampling import ExpertUse, draw_experts, sample, settled, time_grid
 from hddm.utils.drafts import Done, Draft, differences, discard_finished, open_draft
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import read_json, read_whole, sha256_of, write_json
+from hddm.utils.progress import Progress
 from hddm.utils.records import SAMPLING_FILE, Record, content_hash
 from hddm.utils.tensors import available_device, read_safetensors
 from hddm.velocity import PRIOR, Guidance, GuideBy
@@ -145,7 +146,6 @@ def sample_to_folder(
     out: Path,
     settings: SampleSettings,
     overwrite: bool = False,
-    on_batch: Callable[[int], None] | None = None,
     grid: bool = False,
     resume: bool = False,
 ) -> str | None:
@@ -179,7 +179,7 @@ def sample_to_folder(
     steps, solver = settled(pipeline.ensemble, settings.steps, settings.solver)
     settings = settings.model_copy(update={"steps": steps, "solver": solver})
     given, against = read_cycles(pipeline, settings)
-    run = _Run(pipeline, settings, guidance, given, against, on_batch)
+    run = _Run(pipeline, settings, guidance, given, against)
     record = _record(source, settings, pipeline, given)
     sheet, is_new = sheet_path(out), True
     if resume and not overwrite and (out / SAMPLING_FILE).is_file():
@@ -192,7 +192,8 @@ def sample_to_folder(
     else:
         identity = _identity(record)
         with open_draft(out, SAMPLING_FILE, identity, "sampling", run.kept, overwrite, resume) as draft:
-            run.write(draft)
+            with Progress(settings.num_images * run.steps, "sample", " steps") as run.progress:
+                run.write(draft)
             write_json(draft.folder / SAMPLING_FILE, record | {"expert_use": run.use.report()})
     if overwrite:
         # The sheet of the replaced images would be taken for one of these.
@@ -223,7 +224,8 @@ class _Run:
     guidance: Guidance
     given: Cycles
     against: Cycles
-    on_batch: Callable[[int], None] | None
+    progress: Progress = field(init=False)
+    """Of `steps` per image."""
     ready: int = 0
     has_begun: bool = False
 
@@ -239,6 +241,15 @@ class _Run:
                 image, settings.strength, mask, settings.resampling_steps, expert, self.size(expert)[0]
             )
         )
+
+    @functools.cached_property
+    def steps(self) -> int:
+        """Steps of an image: those of the solver, and one to decode and write it."""
+        own, asked = self.pipeline.ensemble, self.settings
+        shift = own.shift if asked.shift is None else asked.shift
+        times = time_grid(settled(own, asked.steps, asked.solver)[0], shift)
+        picture = self.picture(asked.expert or 0)
+        return len(times if picture is None else picture.times(times))
 
     def size(self, expert: int) -> tuple[tuple[int, int], tuple[int, ...]]:
         """Size of an expert's images and shape of its samples (`HDDMPipeline.asked_size`)."""
@@ -261,8 +272,7 @@ class _Run:
             if done := draft.done(name, _Made):
                 self.use.load(done.use)
                 self.ready += stop - start
-                if self.on_batch is not None:
-                    self.on_batch(stop - start)
+                self.progress.skip((stop - start) * self.steps)
             else:
                 draft.drop(name)
                 self._add(draft, name, self._save(draft, name, self._samples(draft, name, start, stop, rows)))
@@ -287,6 +297,7 @@ class _Run:
             path = draft.parts / f"{batch}.safetensors"
             if done := draft.done(batch, _Made):
                 self.use.load(done.use)
+                self.progress.skip(len(rows) * (self.steps - 1))
                 made = load_file(path)["samples"]
             else:
                 draft.drop(batch)
@@ -300,6 +311,10 @@ class _Run:
                 self._add(draft, batch, [path])
             self.ready += len(rows)
             return made
+
+        def count(index: int, x: Tensor) -> Tensor:
+            self.progress(len(x))
+            return x
 
         settings, ensemble = self.settings, self.pipeline.ensemble
         numbers, against = torch.arange(start, stop), cycled(self.against, start, stop)
@@ -327,7 +342,7 @@ class _Run:
                 expert=expert,
                 router_every=settings.router_every,
                 use=self.use,
-                on_batch=self.on_batch,
+                on_step=count,
                 keep=keep,
                 picture=self.picture(expert or 0),
                 **own,
@@ -340,6 +355,7 @@ class _Run:
         if self.settings.output_type == "latent":
             path = draft.parts / f"{name}.safetensors"
             save_file({"latents": parts[0][2]}, path)
+            self.progress(len(parts[0][2]))
             return [path]
         paths = []
         for numbers, expert, samples in parts:
@@ -351,6 +367,7 @@ class _Run:
             for number, image in zip(numbers.tolist(), images, strict=True):
                 paths.append(draft.folder / IMAGE.format(number))
                 save_png(image, paths[-1])
+                self.progress(1)
         return paths
 
     def _add(self, draft: Draft, name: str, paths: Sequence[Path]) -> None:
@@ -535,12 +552,12 @@ def class_names(cycles: Cycles, classes: Sequence[str]) -> tuple[str, ...]:
 
 def _refuse_missing(pipeline: HDDMPipeline, given: Cycles, asked: Sequence[int]) -> None:
     options = {"encoder_hidden_states": "--prompt", "class_labels": "--class-labels"}
-    for index, field in enumerate(pipeline.ensemble.experts):
+    for index, expert in enumerate(pipeline.ensemble.experts):
         if index not in asked:
             continue
         names = pipeline.ensemble.names_of(index)
         held = {name for name, here in names.items() if here in given}
-        for name in missing_from({*held, *field.null_conditions}, field.conditions or ()):
+        for name in missing_from({*held, *expert.null_conditions}, expert.conditions or ()):
             option = f"{options[name]} or --conditions" if name in options else "--conditions"
             raise UsageError(
                 f"{option}: the experts need {name}, and know no value that stands for none; pass it"

@@ -22,7 +22,7 @@ from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.serving.front import Front, Limits
 from hddm.serving.workers import Worker
 from hddm.training.ray_islands import LOCAL, connected
-from hddm.utils.errors import HddmError, UsageError, choose, did_you_mean, one_line, optional
+from hddm.utils.errors import HddmError, UsageError, choose, counted, did_you_mean, one_line, optional
 from hddm.utils.processes import StopRequest
 from hddm.utils.progress import Progress
 
@@ -32,7 +32,7 @@ TOKEN = "HDDM_TOKEN"
 """Environment variable that holds the bearer token of a service."""
 RAYS_OWN = ("num_cpus", "num_gpus", "memory")
 """Resources that Ray has options for; others are of one's own."""
-QUIET = {"log_level": "WARNING", "enable_access_log": False}
+QUIET = {"log_level": "ERROR", "enable_access_log": False}
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 log = logging.getLogger(__name__)
@@ -124,13 +124,20 @@ def serve(
                 "first (where it was started, or by: serve shutdown), or take another cluster"
             )
         log.info("%s: starts %d experts; each reads its own weights", folder, len(names))
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
         application = _application(
             ray_serve, folder.absolute(), names, replicas, of, limits, token, dtype, device
         )
+
+        def started() -> list[str]:
+            found = ray_serve.status().applications.get(APPLICATION)
+            of_each = [] if found is None else [found.deployments.get(name) for name in names]
+            ready = sum(one is not None and one.status == "HEALTHY" for one in of_each)
+            return [f"{ready} of {counted(len(names), 'expert')} ready" if of_each else "Ray Serve itself"]
+
         try:
             try:
-                with Progress(None, f"start of {len(names)} experts", is_drawn=False):
+                with Progress(None, "start the service", more=started, is_drawn=False):
                     # One that has nothing to run would keep its own port.
                     ray_serve.shutdown()
                     ray_serve.start(

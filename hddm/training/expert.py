@@ -291,6 +291,8 @@ def conditions_at(
     return conditions
 
 
+CALIBRATION_COST = LEVELS * STATES // 4
+"""Images whose training takes about as long as a calibration: a state is one call of the network."""
 CALIBRATION_IMAGES, CALIBRATION_BYTES = 4096, 2**30
 """Most images, and most bytes of them, in a calibration: samples in float64, tokens in float32."""
 

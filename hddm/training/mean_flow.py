@@ -107,7 +107,7 @@ def solve(
             log.info("%s: %s of the teacher are there", file, counted(num, "trajectory", "trajectories"))
             return Trajectories(kept_states, times, conditions)
     states = torch.empty(num, KEPT + 1, *shape)
-    with Progress(num, "teacher", " trajectories") as progress:
+    with Progress(num * SOLVED, "solve the teacher's trajectories", " steps") as progress:
         for rows in torch.arange(num).split(_BATCH):
             x = noise_of(seed, rows.tolist(), shape, TRAJECTORIES)
             states[rows, 0] = x
@@ -115,6 +115,7 @@ def solve(
             def keep(index: int, x: Tensor, rows: Tensor = rows) -> Tensor:
                 if (index + 1) % stride == 0:
                     states[rows, (index + 1) // stride] = x.float().cpu()
+                progress(len(rows))
                 return x
 
             given = {name: value[rows].to(teacher.device) for name, value in conditions.items()}
@@ -128,7 +129,6 @@ def solve(
                 expert=expert,
                 on_step=keep,
             )
-            progress(len(rows))
     if file is not None:
         write_whole(file, lambda path: save_file({"states": states, **asked}, path))
     return Trajectories(states, times, conditions)

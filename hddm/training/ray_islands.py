@@ -158,6 +158,7 @@ def connected(ray: Any, address: str, **own: Any) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     handlers = {one: signal.getsignal(one) for one in SIGNALS}
     own = {"include_dashboard": False} | own if address == LOCAL else {}
@@ -166,7 +167,7 @@ def connected(ray: Any, address: str, **own: Any) -> Iterator[None]:
         if host and port.isdecimal():
             # Ray itself would try for minutes.
             socket.create_connection((host.rpartition("/")[2], int(port)), REACH_SECONDS).close()
-        ray.init(address=address, logging_level=logging.WARNING, **own)
+        ray.init(address=address, logging_level=logging.ERROR, **own)
     except (OSError, OverflowError, ValueError, RuntimeError) as error:
         raise HddmError(f"--ray {address}: no cluster answers there ({error})") from error
     try:

@@ -1,12 +1,11 @@
 """Progress of long work: a bar on a terminal, else a line every tenth and minute; none for short work."""
 
-import contextlib
 import math
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import ClassVar, Self
 
 from tqdm import tqdm
@@ -23,16 +22,17 @@ class Progress:
     """``with Progress(total, "encode") as advance: advance(n)``; written to standard error.
 
     ``total`` counts units of work, called ``unit`` in the bar. With None the work cannot be counted, and
-    lines tell how long it has taken. ``label`` starts a line; ``more`` returns parts that end it; without
-    ``is_drawn`` there is no bar. A thread speaks while nothing is counted: no work is silent for long.
+    lines tell how long it has taken, as they do until the time that is left is known. ``label`` starts a
+    line; ``more`` returns parts that end it; without ``is_drawn`` there is no bar. A thread speaks while
+    nothing is counted, of the innermost work: none is silent for long.
     """
 
     is_quiet = False
     """True in worker processes, whose work is counted by the one that started them."""
     heard: ClassVar[Callable[[float], None] | None] = None
     """Called in worker processes with the part of a work that is done, in [0, 1], as it is counted."""
-    start: ClassVar["Progress | None"] = None
-    """Speaks until work begins that is counted (`until_counted`)."""
+    opened: ClassVar[list["Progress"]] = []
+    """Works in progress, the innermost last."""
 
     def __init__(
         self,
@@ -47,32 +47,43 @@ class Progress:
         self._first: tuple[float, int] | None = None
         self._lock, self._ended = threading.RLock(), threading.Event()
         self._bar: tqdm[None] | None = None
-        if is_drawn and sys.stderr.isatty() and not self.is_quiet:
+        if is_drawn:
+            self._draw(unit, "{desc}: {elapsed}" if total is None else None)
+
+    def _draw(self, unit: str, bar_format: str | None) -> None:
+        total = self._total
+        if sys.stderr.isatty() and not self.is_quiet:
             # tqdm draws nothing on a terminal without a size, as in some containers.
             columns, lines = shutil.get_terminal_size()
             self._bar = tqdm(
                 total=total,
-                desc=label,
+                desc=self._label,
                 unit=unit,
                 unit_scale=total is not None and total >= 1_000_000,
                 smoothing=0.05,
                 ncols=columns,
                 nrows=lines,
-                bar_format="{desc}: {elapsed}" if total is None else None,
+                bar_format=bar_format,
                 leave=total is not None,
             )
 
     def __enter__(self) -> Self:
-        if Progress.start is not None:
-            Progress.start.__exit__()
+        if Progress.opened:
             # What was silent before this work counts.
-            self._spoke = Progress.start._spoke
+            self._spoke = Progress.opened[-1]._spoke
+            # The outermost is a verb that starts, and from here on it has started.
+            Progress.opened[0]._ended.set()
+        Progress.opened.append(self)
         if not self.is_quiet:
             threading.Thread(target=self._beat, daemon=True, name="speaks while nothing is counted").start()
         return self
 
     def __exit__(self, *ended: object) -> None:
         self._ended.set()
+        if self in Progress.opened:
+            Progress.opened.remove(self)
+            for outer in Progress.opened[-1:]:
+                outer._spoke = max(outer._spoke, self._spoke)
         with self._lock:
             if self._bar is not None:
                 self._bar.close()
@@ -119,7 +130,8 @@ class Progress:
                 if self._ended.is_set():
                     return
                 if self._bar is None:
-                    self._speak_if_due(time.perf_counter())
+                    if Progress.opened[-1:] == [self]:
+                        self._speak_if_due(time.perf_counter())
                 elif not self._bar.disable:
                     self._bar.refresh()
 
@@ -130,8 +142,6 @@ class Progress:
 
     def _speak(self, now: float) -> None:
         self._spoke = now
-        if Progress.start is not None:
-            Progress.start._spoke = now
         done = [] if self._total is None else [f"{100 * self._done // self._total} %"]
         print(
             f"{self._label}: {', '.join([*done, *self._details(), *self._more()])}",
@@ -141,34 +151,26 @@ class Progress:
 
     def _details(self) -> list[str]:
         """Further parts of a line: the time that is left at the pace so far."""
-        if self._total is None:
-            return [f"{duration(self._spoke - self._start)} so far"]
-        if self._first is None or not self._first[1] < self._done < self._total:
+        if self._done == self._total:
             return []
+        if self._total is None or self._first is None or self._done <= self._first[1]:
+            return [f"{duration(self._spoke - self._start)} so far"]
         pace = (self._spoke - self._first[0]) / (self._done - self._first[1])
         return [f"{duration(pace * (self._total - self._done))} left"]
-
-
-@contextlib.contextmanager
-def until_counted(label: str) -> Iterator[None]:
-    """Print how long the block has taken, in lines, until another `Progress` is opened in it."""
-    with Progress(None, label, is_drawn=False) as Progress.start:
-        try:
-            yield
-        finally:
-            Progress.start = None
 
 
 class TrainingProgress(Progress):
     """``with TrainingProgress(steps, batch_size, "train") as progress: progress.reach(step, loss, seconds)``.
 
     A line gives the step and, over the steps since the previous line, mean loss, images per second, and the
-    remaining time at that rate. Waits between steps do not count. The bar counts steps.
+    remaining time at that rate. Waits between steps do not count. The bar counts steps, and is drawn from the
+    first one on. ``after`` is the number of images whose training takes as long as what follows the last
+    step, and is a part of the remaining time.
     """
 
-    def __init__(self, steps: int, batch_size: int, label: str) -> None:
-        super().__init__(steps, label, " steps")
-        self._batch_size, self._begun = batch_size, False
+    def __init__(self, steps: int, batch_size: int, label: str, after: float = 0.0) -> None:
+        super().__init__(steps, label, " steps", is_drawn=False)
+        self._batch_size, self._after, self._begun = batch_size, after, False
         self._forget()
 
     def _forget(self) -> None:
@@ -191,7 +193,8 @@ class TrainingProgress(Progress):
             if math.isfinite(loss):
                 self._loss_sum, self._losses = self._loss_sum + steps * loss, self._losses + steps
             if self._bar is not None:
-                self._bar.set_postfix_str(", ".join([*self._mean_loss(), *self._rate()]), refresh=False)
+                details = [*self._mean_loss(), *self._rate(), *self._left(step)]
+                self._bar.set_postfix_str(", ".join(details), refresh=False)
             self(step - self._done)
             if step == self._total:
                 # What follows the last step is no part of the training, nor of its rate.
@@ -199,6 +202,9 @@ class TrainingProgress(Progress):
 
     def _begin(self, step: int) -> None:
         """Count losses and time from ``step`` on."""
+        if not self._begun:
+            # The time that is left comes with the details.
+            self._draw(" steps", "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}{postfix}]")
         self._begun = True
         self._forget()
         if self._bar is not None:
@@ -207,12 +213,18 @@ class TrainingProgress(Progress):
             self._bar.initial = step
 
     def _details(self) -> list[str]:
-        details = [f"step {self._done} of {self._total}", *self._mean_loss(), *self._rate()]
-        if self._rate() and self._total is not None and self._done < self._total:
-            left = (self._total - self._done) * self._seconds / self._timed
-            details.append(f"{duration(left)} left")
+        if not self._begun:
+            return [f"preparing for {duration(self._spoke - self._start)}"]
+        step = f"step {self._done} of {self._total}"
+        details = [step, *self._mean_loss(), *self._rate(), *self._left(self._done)]
         self._forget()
         return details
+
+    def _left(self, step: int) -> list[str]:
+        images = ((self._total or 0) - step) * self._batch_size + self._after
+        if not self._rate() or images <= 0:
+            return []
+        return [f"{duration(images / self._batch_size * self._seconds / self._timed)} left"]
 
     def _mean_loss(self) -> list[str]:
         return [f"loss {self._loss_sum / self._losses:.4f}"] if self._losses else []

@@ -198,6 +198,7 @@ def write_safetensors(
     tensors: Sequence[Planned],
     metadata: Mapping[str, str] | None = None,
     check_finite: bool = False,
+    on_tensor: Callable[[int], None] = lambda count: None,
 ) -> None:
     """Write a new file tensor by tensor, wide dtypes first, then by name, so that all are aligned.
 
@@ -210,6 +211,7 @@ def write_safetensors(
             file.write(header)
             for planned in ordered:
                 _write(file, planned, path, check_finite)
+                on_tensor(1)
             # Flushing the buffer may fail on a full disk too.
             file.flush()
         except BaseException:

@@ -76,6 +76,8 @@ def serving(folder: Path, log: Path, address: str, port: int, *options: str) -> 
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < end, log.read_text()
             time.sleep(0.2)
+        # Nothing of Ray's own.
+        assert not re.search(r"\x1b|WARNING", log.read_text())
         assert httpx.get(f"{url}/healthz", timeout=PATIENCE).json() == {"status": "ok", "missing": []}
         yield Service(folder, url, log)
     finally:

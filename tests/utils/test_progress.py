@@ -19,7 +19,7 @@ from hddm.training.settings import RunOptions
 from hddm.training.state import Run, TrainingState
 from hddm.utils import progress
 from hddm.utils.progress import Progress, TrainingProgress
-from tests.artefacts import expert_settings
+from tests.artefacts import Command, expert_settings, write_images
 
 
 @pytest.fixture(autouse=True)
@@ -204,7 +204,7 @@ def test_work_that_counts_nothing_speaks_all_the_same(monkeypatch: pytest.Monkey
     assert log.getvalue().splitlines() == [
         "hash weights: 10 s so far",
         "hash weights: 71 s so far",
-        "score: 25 %, 2 h in all",
+        "score: 25 %, 1 s so far, 2 h in all",
         "score: 50 %, 56 s left, 2 h in all",
     ]
 
@@ -286,11 +286,35 @@ def test_a_verb_speaks_from_its_start_until_it_counts(
             time.sleep(0.01)
         return text
 
-    with progress.until_counted("hddm sample"):
+    with Progress(None, "hddm sample"):
         assert told().startswith("hddm sample: 1 s so far\n")
-        with progress.Progress(100, "sample"):
+        with Progress(None, "open"):
+            with Progress(100, "sample"):
+                told()
+                assert set(told().splitlines()) == {"sample: 0 %, 1 s so far"}
             told()
-            assert set(told().splitlines()) == {"sample: 0 %"}
+            assert set(told().splitlines()) == {"open: 1 s so far"}
+
+
+def test_works_of_a_known_length_say_how_far_they_are(
+    flow_expert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hddm: Command
+) -> None:
+    """Even those of one batch, whose images are all done at its end."""
+    monkeypatch.setattr(progress, "_SHORT", 0.0)
+    images = write_images(tmp_path / "images", per_class=40)
+    samples, out = tmp_path / "samples", tmp_path / "out"
+    features = ("--features", "classifier")
+    for words, label in (
+        (("sample", flow_expert, "--out", samples, "--num-images", 2, "--steps", 4), "sample"),
+        (("evaluate", images, "--reference", images, *features), "train a classifier for features"),
+        (("convert", flow_expert, "--out", out), "write the weights"),
+        (("convert", flow_expert, "--out", out, "--overwrite"), "compare with the source"),
+    ):
+        code, _, told = hddm(*words)
+        assert code == 0, told
+        parts = [int(part) for part in re.findall(rf"^{label}: (\d+) %", told, re.M)]
+        assert len(parts) >= 4, told
+        assert parts[-1] == 100
 
 
 def test_silence_between_works_counts(
@@ -298,9 +322,32 @@ def test_silence_between_works_counts(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now[-1])
-    with progress.until_counted("hddm sample"):
+    with Progress(None, "hddm sample"):
         for _ in range(3):
-            with progress.Progress(100, "round") as advance:
+            with Progress(100, "round") as advance:
                 now.append(now[-1] + 4)
                 advance(1)
-    assert capsys.readouterr().err.splitlines() == ["round: 1 %"]
+    assert capsys.readouterr().err.splitlines() == ["round: 1 %, 4 s so far"]
+
+
+def test_what_follows_the_last_step_is_a_part_of_the_time_that_is_left(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A step of 8 images takes a second, and a calibration as long as the training of 80."""
+    with TrainingProgress(20, 8, "train", after=80) as shown:
+        for step in range(1, 21):
+            shown.reach(step, 1.0, 1.0)
+    left = [line.split(", ")[-1] for line in capsys.readouterr().err.splitlines()]
+    assert (left[4], left[9]) == ("20 s left", "10 s left")
+
+
+def test_a_training_is_at_no_part_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a refusal, after which a bar at 0 % would say that it had begun."""
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(progress, "_OFTEN", 0.0)
+    monkeypatch.setattr(progress, "_BEAT", 0.001)
+    with TrainingProgress(10, 8, "train"):
+        while terminal.getvalue().count("\n") < 2:
+            time.sleep(0.001)
+    assert set(terminal.getvalue().splitlines()) == {"train: 0 %, preparing for 1 s"}
