@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hddm.utils.errors import asked
+from hddm.utils.errors import asked, counted
 from hddm_cli.options import InputOption, Overwrite, Steps, refuse_given
 from hddm_cli.train import FIXED_BY_INIT, LEARNING, Init, LoraAlpha, LoraRank, Schedule
 from hddm_cli.training_options import FILE, KEEPING, LOOP, PICTURES, GivenOptions, takes
@@ -89,11 +89,12 @@ def _trained(islands: Sequence["Island"], parallel: int, retries: int, ray: str 
     from hddm.training.expert import CALIBRATION_COST
     from hddm.training.islands import Processes, train_islands
     from hddm.training.ray_islands import RayCluster
-    from hddm.utils.progress import TrainingProgress
+    from hddm.utils.progress import Progress, TrainingProgress
 
     by_index = {island.index: island for island in islands}
     backend = Processes(parallel, retries) if ray is None else RayCluster(ray, retries)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(Progress(None, f"train {counted(len(islands), 'expert')}", is_drawn=False))
         bars: dict[int, TrainingProgress] = {}
 
         def on_step(index: int, step: int, loss: float, seconds: float) -> None:

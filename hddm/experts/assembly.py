@@ -76,7 +76,7 @@ from importlib import import_module
 try:
     HDDMPipeline = import_module("hddm").HDDMPipeline
 except (ImportError, AttributeError) as error:
-    raise ImportError("this folder is an ensemble of hddm; pip install hddm-diffusion") from error
+    raise ImportError("this folder is an ensemble of hddm; pip install . in a checkout of hddm") from error
 '''
 """Of an import statement diffusers would tell to install "hddm", a name that another project has."""
 

@@ -73,7 +73,7 @@ def model_card(
         "## Parts\n\n"
         + "\n".join(markdown_table(["part", "objective", "data", "source", "licence"], rows, "left")),
         *([f"## Measured\n\n{_measured(results, folder, title)}"] if results else []),
-        f"## Use\n\n```bash\npip install hddm-diffusion\n```\n\n```python\n"
+        f"## Use\n\n```bash\npip install .  # in a checkout of hddm\n```\n\n```python\n"
         f"{usage(repo_id, records, components)}\n```",
     ]
     if (folder / PIPELINE_FILE).exists():

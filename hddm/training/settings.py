@@ -279,10 +279,8 @@ class DistillSettings(DenoiserSettings):
 
     @model_validator(mode="after")
     def _strategy_mixes(self) -> "DistillSettings":
-        if self.strategy is not None and self.teacher == "shard":
-            raise ValueError(f"strategy {self.strategy} is for teacher routed, and teacher is shard")
-        if self.strategy == "draw":
-            raise ValueError("strategy draw picks one expert per sample, and a teacher mixes them; take full")
+        if self.strategy == "draw" or (self.strategy is not None and self.teacher == "shard"):
+            raise ValueError(f"strategy {self.strategy}: is for teacher routed alone, and cannot be draw")
         return self
 
     @model_validator(mode="after")

@@ -82,7 +82,9 @@ def test_commands_of_other_tools_exist() -> None:
                 assert words[0] == "hddm", words
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     text = "".join(page.read_text() for page in PAGES)
-    assert set(re.findall(r"hddm-diffusion\[(\w+)\]", text)) <= extras.keys()
+    assert set(re.findall(r"pip install '\.\[(\w+)\]'", text)) <= extras.keys()
+    # The distribution is on no index.
+    assert not re.search(r"pip install '?hddm", text)
 
 
 @pytest.mark.parametrize("line", HDDM, ids=shlex.join)

@@ -199,4 +199,4 @@ def test_metadata_that_is_not_of_datasets_names_no_classes(tmp_path: Path) -> No
 def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path, {"a.parquet": b"PAR1"})
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert "pip install 'hddm-diffusion[parquet]'" in refusal(open_source, path)
+    assert "pip install '.[parquet]' in a checkout" in refusal(open_source, path)

@@ -81,7 +81,7 @@ def test_without_hddm_it_says_how_to_install_it(folders: dict[str, Path], tmp_pa
     (tmp_path / "hddm" / "__init__.py").touch()
     line = [sys.executable, folders["pixels"] / PIPELINE_FILE]
     made = subprocess.run(line, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
-    said = "ImportError: this folder is an ensemble of hddm; pip install hddm-diffusion"
+    said = "ImportError: this folder is an ensemble of hddm; pip install . in a checkout of hddm"
     assert made.stderr.splitlines()[-1] == said
 
 

@@ -24,7 +24,7 @@ from hddm.data.sources.base import (
     choose_column,
 )
 from hddm.utils.documents import parse_json
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, optional
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,8 @@ def _features(schema: Any) -> dict[str, dict[str, Any]]:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     """The Parquet file; its errors become an `HddmError` that names it."""
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise HddmError(f"{path}: Parquet needs pyarrow: pip install 'hddm-diffusion[parquet]'") from error
+    pa = optional("pyarrow", f"{path}: Parquet", "parquet")
+    pq = optional("pyarrow.parquet", f"{path}: Parquet", "parquet")
     try:
         with pq.ParquetFile(path) as file:
             yield file
