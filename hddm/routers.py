@@ -18,7 +18,6 @@ from torch import Tensor
 
 from hddm.calibration import Moments
 from hddm.networks.identity import TextEncoderRecord
-from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError
 from hddm.utils.records import Record, parse_record
 from hddm.utils.tensors import (
@@ -210,7 +209,7 @@ class Topic:
             return None
         remedy = "delete it and describe the expert anew"
         tensors, header = read_safetensors(path), read_header(path)[1].get(_HEADER, "{}")
-        record = parse_record(parse_object(header, f"{path}: {_HEADER}"), TopicRecord, f"{path}: {_HEADER}")
+        record = parse_record(header.encode(), TopicRecord, f"{path}: {_HEADER}")
         refuse_other_kinds(path, tensors, {"means": (torch.float16, 2), "parts": (torch.float16, 1)})
         refuse_non_finite(path, tensors)
         means, parts = tensors["means"].double(), tensors["parts"].double()

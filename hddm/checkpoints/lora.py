@@ -10,7 +10,6 @@ base's layers, under diffusers' names and those of latent diffusion (``input_blo
 """
 
 import contextlib
-import math
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -38,7 +37,8 @@ from hddm.experts.records import EXPERT_FILE, SourceRecord, joint_licence, open_
 from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError, UsageError, counted, one_line, shown
 from hddm.utils.files import check_absent, new_folder, sha256_of
-from hddm.utils.tensors import TensorInfo, read_header, read_safetensors, refuse_non_finite
+from hddm.utils.records import LARGEST
+from hddm.utils.tensors import TensorInfo, promoted, read_header, read_safetensors, refuse_non_finite
 
 _FACTOR = re.compile(r"(.+?)(?:[._]lora\.|\.lora_|\.lora_linear_layer\.)(down|up|A|B)\.weight")
 _ALPHA = re.compile(r"(.+)\.(alpha)")
@@ -231,8 +231,9 @@ def _adapter(
         alpha = stated.get(target, ranks[target])
         if "alpha" in parts:
             alpha = stored[parts["alpha"]].item() if stored[parts["alpha"]].numel() == 1 else None
-        if not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
-            raise HddmError(f"{lora.path}: alpha of {target!r} is {one_line(alpha, 40)}, no positive number")
+        if not isinstance(alpha, int | float) or not 0 < alpha <= LARGEST:
+            wanted = f"no number above 0 and up to {LARGEST:g}"
+            raise HddmError(f"{lora.path}: alpha of {target!r} is {one_line(alpha, 40)}, {wanted}")
         alphas[target] = float(alpha)
     scales = {target: alphas[target] / ranks[target] for target in targets}
     widest, is_one = max(ranks, key=ranks.__getitem__), len(set(scales.values())) == 1
@@ -241,8 +242,9 @@ def _adapter(
     tensors: dict[str, Tensor] = {}
     for target, (down, up) in tensor_names(adapter.targets).items():
         a, b = (stored[targets[target][part]] for part in ("down", "up"))
+        a, b = a.to(promoted(a.dtype)), b.to(promoted(b.dtype))
         if not is_one:
-            b = b.to(torch.promote_types(b.dtype, torch.float32)) * scales[target]
+            b = b.to(promoted(b.dtype, torch.float32)) * scales[target]
         more, window = adapter.rank - len(a), [0, 0] * (a.ndim - 2)
         tensors |= {down: pad(a, [*window, 0, 0, 0, more]), up: pad(b, [*window, 0, more])}
     return adapter, tensors

@@ -30,7 +30,7 @@ from hddm.experts.records import (
 from hddm.networks.folders import empty_network, sha256_once
 from hddm.utils.errors import UsageError, one_line
 from hddm.utils.files import check_absent, new_folder, refuse_full_disk
-from hddm.utils.tensors import Planned
+from hddm.utils.tensors import Planned, promoted
 
 _ALIKE = {
     *("prediction_type", "schedule", "time_scale", "variance_head", "round_time"),
@@ -149,7 +149,7 @@ def _averages(parts: Sequence[Checkpoint], shares: Sequence[float]) -> list[Plan
     origin, planned = ", ".join(str(one.path) for one in parts), []
     for name, tensor in weights[0].items():
         tensors = [one[name] for one in weights]
-        dtype = functools.reduce(torch.promote_types, (one.dtype for one in tensors))
+        dtype = promoted(*(one.dtype for one in tensors))
         average = functools.partial(_average, tensors, shares, dtype)
         planned.append(Planned(name, tuple(tensor.shape), dtype, average, origin))
     return planned

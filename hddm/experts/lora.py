@@ -34,8 +34,8 @@ from hddm.networks.folders import (
 )
 from hddm.utils.errors import HddmError, shown
 from hddm.utils.files import inside, read_json, sha256_of, write_json
-from hddm.utils.records import ENSEMBLE_FILE, Record, ensemble_around
-from hddm.utils.tensors import read_header
+from hddm.utils.records import ENSEMBLE_FILE, Positive, Record, ensemble_around
+from hddm.utils.tensors import promoted, read_header, refuse_non_finite
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -55,7 +55,7 @@ class AdapterRecord(Record):
     """The weights changed by the adapter beside an ``expert.json``, and their base."""
 
     rank: Annotated[int, Field(ge=1)]
-    alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    alpha: Positive
     targets: Annotated[tuple[str, ...], Field(min_length=1)]
     """Names of the changed weights."""
     base: str
@@ -187,6 +187,8 @@ class Merged:
         for name, (down, up) in self._factors.items():
             weight = weights[name]
             weights[name] = merge(weight, factors[down], factors[up], scale).to(dtype or weight.dtype)
+            merged = f"{name} merged with alpha {self._facts.alpha:g}"
+            refuse_non_finite(self._folder / ADAPTER_WEIGHTS, {merged: weights[name]})
         return weights if dtype is None else cast(weights, dtype)
 
 
@@ -195,7 +197,7 @@ def merge(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
 
     ``down`` is A (rank, …), ``up`` is B (out, rank) or (out, rank, 1, 1), and ``scale`` is alpha/rank.
     """
-    wide = torch.promote_types(weight.dtype, torch.float32)
+    wide = promoted(weight.dtype, torch.float32)
     flat, down, up = (one.to(wide).flatten(1) for one in (weight, down, up))
     return torch.addmm(flat, up, down, alpha=scale).view(weight.shape)
 

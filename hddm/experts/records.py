@@ -10,11 +10,11 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from diffusers import ModelMixin
-from pydantic import Field
+from pydantic import Field, model_validator
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -34,7 +34,9 @@ from hddm.utils.records import EXPERT_FILE as EXPERT_FILE
 from hddm.utils.records import (
     MANIFEST,
     WHOLE,
+    Count,
     NoiseRange,
+    Positive,
     Record,
     damage,
     has_manifest,
@@ -69,11 +71,11 @@ FILES = (
 class ShardRecord(Record):
     """Shard that an expert was trained on."""
 
-    index: int
-    num_shards: int
+    index: Count
+    num_shards: Count
     hash: str
-    images: int
-    class_images: tuple[int, ...] = ()
+    images: Annotated[Count, Field(ge=1)]
+    class_images: tuple[Count, ...] = ()
     """Images of each class, in the order of the expert's ``classes``; empty where images have no labels."""
     partition: str | None = None
     """The hash that all shards of one partition share."""
@@ -111,15 +113,15 @@ class ExpertRecord(Record):
     prediction_type: PredictionType
     schedule: dict[str, Any]
     schedule_source: str
-    time_scale: float
+    time_scale: Positive
     sample_shape: tuple[int, int, int]
     space: Literal["pixels", "latents"] = "pixels"
-    latent_scale: float | None = 1.0
+    latent_scale: Positive | None = 1.0
     """Samples are data × this factor; 1 for pixels in [-1, 1], None where the source does not say."""
     vae: VaeRecord | None = None
     """None for pixels, and where the source does not hold its VAE."""
     text_encoder: TextEncoderRecord | None = None
-    shift: float = Field(default=1.0, gt=0)
+    shift: Positive = 1.0
     """Of the time grid that its samples want (`hddm.sampling.time_grid`)."""
     sampling_steps: Annotated[int, Field(ge=1)] | None = None
     """Of a student of few steps, whose network gives mean velocities (`hddm.training.mean_flow`)."""
@@ -147,6 +149,14 @@ class ExpertRecord(Record):
     adapter: AdapterRecord | None = None
     """Where the weights are those of a base, changed (`hddm.experts.lora`); None where they are here."""
 
+    @model_validator(mode="after")
+    def _counts_its_classes(self) -> Self:
+        counts = self.shard.class_images if self.shard else ()
+        if self.classes and counts and len(counts) != len(self.classes):
+            counted = f"shard.class_images counts {len(counts)} classes"
+            raise ValueError(f"{counted}, and there are {len(self.classes)}; copy the expert again")
+        return self
+
     def refuse_student(self, name: str, why: str) -> None:
         """Raise an `HddmError` that tells ``why`` a student of few steps, called ``name``, is not taken."""
         if self.sampling_steps is not None:
@@ -165,11 +175,11 @@ class RouterRecord(Record):
     """``router.json``: the shards that a router distinguishes, and its time scale."""
 
     format: str = FORMAT
-    time_scale: float
+    time_scale: Positive
     sample_shape: tuple[int, int, int]
     shard_hashes: tuple[str, ...]
     """One a shard, in the order of the router's outputs; none where the shards are not known."""
-    shard_images: tuple[int, ...]
+    shard_images: tuple[Count, ...]
     temperatures: Annotated[tuple[Temperature, ...], Field(min_length=1)] = (1.0,)
     """Logits are divided by these, at times spread evenly over [0, 1] and linearly between."""
     calibration: dict[str, Any] = Field(default_factory=dict)
@@ -385,6 +395,14 @@ def open_expert(
         stated, found = getattr(record, key), getattr(interface, key)
         if stated != found:
             raise HddmError(f"{folder}: expert.json says {key} {stated}, config.json {found}")
+    if (classes := interface.num_classes) is not None:
+        # A UNet may have been trained with its last class for none; its config does not say.
+        null = classes - 1 if interface.null_class is None else interface.null_class
+        if record.null_class not in (None, null) or len(record.classes) > classes:
+            stated = f"null_class {record.null_class} and {len(record.classes)} names of classes"
+            raise HddmError(
+                f"{folder}: expert.json says {stated}; of {classes} classes, {null} stands for none"
+            )
     calibration = Calibration.load(folder) if with_calibration else None
     if calibration is not None and len(calibration.moments.mean) != math.prod(record.sample_shape):
         found = f"is of samples of {len(calibration.moments.mean)} numbers, not of {record.sample_shape}"

@@ -4,7 +4,9 @@ import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from hddm.utils.records import Record
+from pydantic import Field
+
+from hddm.utils.records import Positive, Record
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,8 +24,8 @@ class VaeRecord(Record):
 
     kind: str
     fingerprint: str
-    scale: float
-    shift: float = 0.0
+    scale: Positive
+    shift: float = Field(default=0.0, allow_inf_nan=False)
 
 
 class TextEncoderRecord(Record):

@@ -22,8 +22,18 @@ from typing import Annotated, Any, TypeVar, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
+from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError, did_you_mean, one_line, words
-from hddm.utils.files import LARGEST_JSON, inside, opened, read_json, sha256_of, write_json, write_whole
+from hddm.utils.files import (
+    LARGEST_JSON,
+    inside,
+    opened,
+    read_json,
+    read_whole,
+    sha256_of,
+    write_json,
+    write_whole,
+)
 
 BENCHMARK_FILE = "benchmark.json"
 ENSEMBLE_FILE = "ensemble.json"
@@ -64,6 +74,10 @@ def parse_noise_range(value: Any) -> tuple[float, float]:
 NoiseRange = Annotated[tuple[float, float], BeforeValidator(parse_noise_range)]
 """Part [low, high] of t that an expert covers, on the common path: 0 is data, 1 noise."""
 WHOLE: NoiseRange = (0.0, 1.0)
+Count = Annotated[int, Field(ge=0, le=10**12)]
+"""A number of images, or of what there are fewer of."""
+LARGEST = 1e9
+Positive = Annotated[float, Field(gt=0, le=LARGEST)]
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 
@@ -76,14 +90,19 @@ def read_record(
     Raises `HddmError`, with file and key, for a missing file, a newer major format, or an unknown, missing or
     ill-typed key.
     """
-    content = read_json(path, largest)
-    check_format(content, format_version, path)
-    return parse_record(content, record, str(path))
+    text = read_whole(path, largest)
+    check_format(parse_object(text, str(path)), format_version, path)
+    return parse_record(text, record, str(path))
 
 
-def parse_record(content: dict[str, Any], record: type[AnyRecord], origin: str) -> AnyRecord:
-    """Parse ``content``; ``origin`` names its source in errors, or is `OPTIONS`."""
+def parse_record(content: dict[str, Any] | bytes, record: type[AnyRecord], origin: str) -> AnyRecord:
+    """Parse ``content``; ``origin`` names its source in errors, or is `OPTIONS`.
+
+    Bytes are JSON, of others: there a number is no text, no boolean, and where it is whole has no fraction.
+    """
     try:
+        if isinstance(content, bytes):
+            return record.model_validate_json(content, strict=True)
         return record.model_validate(content)
     except ValidationError as error:
         first = first_problem(error)
@@ -91,7 +110,7 @@ def parse_record(content: dict[str, Any], record: type[AnyRecord], origin: str) 
             raise HddmError(_of_options(first, record.model_fields)) from error
         # pydantic lists our validators as steps on the way to the value.
         place = [step for step in first["loc"] if step != "function-after"]
-        key = one_line(".".join(map(str, place)), 100)
+        key = place and one_line(".".join(map(str, place)), 100)
         if first["type"] == "extra_forbidden":
             nearest = did_you_mean(str(place[-1]), _fields_at(record, place[:-1]))
             raise HddmError(f"{origin}: unknown key {key!r}{nearest}") from error

@@ -5,6 +5,7 @@ its JSON, ranges that overlap, leave holes or do not cover the file, and shapes 
 This module adds checks for files of another kind and dtypes that torch lacks, and the form of errors.
 """
 
+import functools
 import json
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +33,12 @@ def to_float64(values: Tensor) -> Tensor:
     if values.device.type == "mps":
         values = values.cpu()
     return values.to(torch.float64)
+
+
+def promoted(*dtypes: torch.dtype) -> torch.dtype:
+    """The dtype that `torch.promote_types` gives; float8, which that does not take, counts as float32."""
+    wide = (torch.float32 if one.is_floating_point and one.itemsize == 1 else one for one in dtypes)
+    return functools.reduce(torch.promote_types, wide)
 
 
 def generator(seed: int, *key: int) -> torch.Generator:
@@ -80,7 +87,7 @@ def _parameters(network: object) -> Iterator[Tensor]:
 def refuse_non_finite(path: Path, weights: Mapping[str, Tensor]) -> None:
     """Refuse weights of the file ``path`` with NaN or Inf; the error names the first such tensor."""
     for key, value in weights.items():
-        if not value.isfinite().all():
+        if not _is_finite(value):
             raise HddmError(f"{path}: {key!r} holds NaN or Inf; take the weights anew")
 
 
