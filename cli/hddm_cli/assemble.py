@@ -73,6 +73,12 @@ def assemble(
         bool,
         typer.Option("--diffusers-pipeline", help="Add a pipeline.py, by which stock diffusers opens it."),
     ] = False,
+    allow_mixed_sizes: Annotated[
+        bool,
+        typer.Option(
+            "--allow-mixed-sizes", help="With --add: an expert of another size or latent space may be added."
+        ),
+    ] = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Put experts and a router into one ensemble folder, after checking that they fit; or change one."""
@@ -99,7 +105,8 @@ def assemble(
     options = (vae, text_encoder, tokenizer, base or (), shares, named, domains, diffusers_pipeline)
     with Progress(None, "check and assemble"):
         if changes:
-            notes = change(experts[0], add or (), remove or (), router, out, strategy, overwrite, *options)
+            parts = (experts[0], add or (), remove or (), router, out, strategy, overwrite)
+            notes = change(*parts, *options, allow_mixed_sizes)
         else:
             assert out is not None
             notes = put_together(experts, out, router, strategy or DEFAULT_STRATEGY, overwrite, *options)

@@ -66,6 +66,7 @@ def change(
     classes: Mapping[str, ClassNames] | None = None,
     domain: Sequence[Sequence[str]] = (),
     diffusers_pipeline: bool = False,
+    allow_mixed_sizes: bool = False,
 ) -> tuple[str, ...]:
     """Add experts to an ensemble folder, or remove some.
 
@@ -79,6 +80,7 @@ def change(
     go. ``out`` is the folder to
     write; by default ``ensemble`` is replaced at the end. ``bases`` are as for
     `hddm.experts.assembly.assemble`, for the added experts; other arguments replace parts of the folder.
+    ``allow_mixed_sizes`` lets added experts make samples of another size or latent space than those there.
     Returns notes, as `assemble`.
 
     Raises `HddmError`, before writing, as `assemble`, and for a missing expert, a link that leaves the folder
@@ -108,6 +110,7 @@ def change(
         )
     stay = [before[k] for k in kept]
     everyone = [*stay, *add]
+    _refuse_other_kinds(ensemble, () if allow_mixed_sizes else add, stay)
 
     def kept_of(values: Sequence[Value], missing: Value) -> list[Value]:
         return [values[k] for k in kept] + [missing] * len(add)
@@ -188,6 +191,24 @@ def change(
         fill(draft, folders, new_record, components, diffusers_pipeline)
         _link_rest(ensemble, rest, draft)
     return notes
+
+
+def _refuse_other_kinds(ensemble: Path, add: Sequence[Path], stay: Sequence[Path]) -> None:
+    """Refuse experts whose samples have the size and latent space of no expert that stays.
+
+    A VAE that one of two does not record is taken on trust.
+    """
+    known = dict.fromkeys(sample_kind(one) for _, one in read_records(stay))
+    for name, one in read_records(add) if known else ():
+        shape, space, vae = sample_kind(one)
+        alike = [other for *kind, other in known if kind == [shape, space]]
+        if not any(None in (vae, other) or vae == other for other in alike):
+            theirs = " and ".join(f"{size} {kind}" for size, kind, _ in known)
+            mine = f"{shape} {space}{' of another VAE' if alike else ''}"
+            raise HddmError(
+                f"{name}: makes {mine}, and the experts of {ensemble} {theirs}, so that "
+                "images of several kinds would be in one folder; --allow-mixed-sizes adds it all the same"
+            )
 
 
 def _unknown_to(router: Path, experts: Sequence[Path], outputs: Sequence[int | None]) -> list[str]:

@@ -20,7 +20,7 @@ from pydantic import AfterValidator, Field
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hddm.classes import class_indices
+from hddm.classes import LABELS, class_indices
 from hddm.data.images import open_image, save_png, to_bytes
 from hddm.data.sources.base import LARGEST_FILE
 from hddm.editing import DEFAULT_RESAMPLING
@@ -382,11 +382,14 @@ def check_output(source: Path, pipeline: HDDMPipeline, settings: SampleSettings,
         for option, is_given in (
             ("--output-type latent", settings.output_type == "latent"),
             ("--grid", grid),
+            (f"--init-image {settings.init_image}", settings.init_image is not None),
             (f"--height {settings.height}", settings.height is not None),
             (f"--width {settings.width}", settings.width is not None),
         ):
             if is_given:
-                raise UsageError(f"{option}: these experts make samples of several kinds; drop it")
+                raise UsageError(
+                    f"{option}: these experts make samples of several kinds; drop it, or name one by --expert"
+                )
     for k in every:
         if not 0 <= k < len(pipeline.experts.facts):
             raise UsageError(f"--expert {k}: there are 0 … {len(pipeline.experts.facts) - 1}")
@@ -569,6 +572,11 @@ def _file(path: Path) -> dict[str, Tensor]:
         raise UsageError(f"--conditions {path}: no such file")
     tensors = read_safetensors(path)
     empty = [name for name, value in tensors.items() if value.ndim == 0 or not len(value)]
+    for name, value in tensors.items():
+        if name.removeprefix(NEGATIVE) == LABELS and value.ndim != 1:
+            raise HddmError(
+                f"--conditions {path}: {name} is {tuple(value.shape)}; give a list, a label an image"
+            )
     if empty or not tensors:
         raise HddmError(f"--conditions {path}: holds no rows of {empty or 'anything'}")
     return tensors

@@ -3,6 +3,7 @@
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +12,13 @@ from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.experts.assembly import assemble
 from hddm.experts.assembly_changes import change
 from hddm.experts.ensemble_folders import KEPT, read_ensemble_facts
-from hddm.experts.records import EXPERT_FILE, read_router, save_router
+from hddm.experts.records import EXPERT_FILE, read_router, save_expert, save_router
 from hddm.networks.folders import WEIGHTS
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.errors import HddmError
 from tests.artefacts import Command, contents, edit_json, largest_file, variant
 from tests.conftest import Trio
-from tests.ensemble_files import load_ensemble, random_router, write_text
+from tests.ensemble_files import flow_expert, load_ensemble, random_router, write_text
 
 X = torch.randn(5, 1, 4, 4, generator=torch.Generator().manual_seed(1))
 TIMES = torch.tensor([0.02, 0.3, 0.6, 0.9, 1.0])
@@ -268,6 +269,29 @@ def test_a_change_that_cannot_be_is_refused(whole: Path) -> None:
         with pytest.raises(HddmError, match=message):
             change(whole, **arguments)
     assert contents(whole.parent) == before
+
+
+def test_an_expert_of_another_size_or_latent_space_is_added_only_when_that_is_asked_for(
+    tmp_path: Path, hddm: Command
+) -> None:
+    latents = {"space": "latents", "latent_scale": 1.0}
+    vaes: list[dict[str, Any]] = [{"vae": None}, {"vae": {"kind": "K", "fingerprint": "a", "scale": 1.0}}]
+    vaes += [{"vae": {"kind": "K", "fingerprint": "b", "scale": 1.0}}]
+    kinds: list[tuple[int, dict[str, Any]]] = [(4, {}), (8, {}), *((4, latents | vae) for vae in vaes)]
+    for n, (side, facts) in enumerate(kinds):
+        (tmp_path / str(n)).mkdir()
+        save_expert(tmp_path / str(n), flow_expert(n, facts, sample_size=side))
+    for first, added, is_other in ((0, 1, True), (0, 2, True), (2, 3, False), (3, 4, True)):
+        ensemble = tmp_path / f"{first} and {added}"
+        assemble([tmp_path / str(first)], ensemble)
+        before = contents(ensemble)
+        if is_other:
+            code, _, err = hddm("assemble", ensemble, "--add", tmp_path / str(added))
+            assert (code, "--allow-mixed-sizes" in err) == (1, True)
+            assert contents(ensemble) == before
+        change(ensemble, add=[tmp_path / str(added)], allow_mixed_sizes=is_other)
+        assert len(read_ensemble_facts(ensemble).experts) == 2
+        change(ensemble, add=[tmp_path / str(first)], remove=[0, 1])
 
 
 def test_the_command_line_changes_an_ensemble(trio: Trio, whole: Path, tmp_path: Path, hddm: Command) -> None:

@@ -367,9 +367,13 @@ def test_experts_of_other_sizes_begin_with_a_picture_each(tmp_path: Path, hddm: 
     begins[0].save(tmp_path / "begin.png")
     mask.save(tmp_path / "mask.png")
     given = ("--init-image", tmp_path / "begin.png", "--mask", tmp_path / "mask.png", "--resampling-steps", 2)
-    code, _, err = hddm("sample", both, "--seed", 5, "--steps", 3, *given, "--out", tmp_path / "out")
+    command = ("sample", both, "--seed", 5, "--steps", 3, *given, "--out", tmp_path / "out")
+    code, _, err = hddm(*command)
+    assert (code, "--init-image" in err, "--expert" in err) == (2, True, True)
+    assert not list(tmp_path.glob("*out*"))
+    code, _, err = hddm(*command, "--expert", 1)
     assert code == 0, err
-    for i, image in enumerate(pipe(image=begins[0], batch_size=16, **how).images):
+    for i, image in enumerate(pipe(image=begins[0], batch_size=16, expert=1, **how).images):
         with Image.open(tmp_path / "out" / f"{i:05d}.png") as made:
             assert made.tobytes() == image.tobytes()
 
