@@ -25,6 +25,7 @@ from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.sampling import initial_noise
 from hddm.schedules import DiscreteSchedule
 from hddm.solvers import euler
+from hddm.training.denoising import misread
 from hddm.training.expert import calibrated_on, check_fit, check_own, conditions_of
 from hddm.utils.errors import HddmError
 from hddm.utils.files import alone, is_draft, link_or_copy, new_folder, restore
@@ -172,6 +173,8 @@ def recalibrate(
         check_fit(shard, record, field.network)
         check_own(shard, record)
         calibration = calibrated_on(shard, field, conditions_of(shard, field), seed)
+        if (doubt := misread(field, shard, seed)) is not None:
+            warnings.warn(f"{folder}: {doubt}", stacklevel=2)
     put_into(folder, record, FILE_NAME, calibration.save)
 
 

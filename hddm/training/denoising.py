@@ -12,20 +12,25 @@ For each image m is the mean of the other images, since few images would otherwi
 """
 
 import copy
+import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hddm.calibration import START
 from hddm.data.shards import Shard
 from hddm.experts.records import Expert
+from hddm.schedules import DiscreteSchedule, from_config
 from hddm.training.expert import conditions_at, conditions_of
+from hddm.training.objectives import TIME_SCALE
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import generator
-from hddm.velocity import VelocityField
+from hddm.velocity import PredictionType, VelocityField
 
 TIMES = tuple(k / 10 for k in range(1, 10))
 """Shares of the expert's noise range."""
@@ -175,9 +180,11 @@ def judge(expert: Expert, field: VelocityField, shard: Shard, seed: int) -> Judg
     - Near t = 1 its calibration must not raise its error above that of v = 0. A network whose own error is
       above, as that of one that predicts noise may be, gets a note.
 
+    - No other reading of its weights may fit clearly better (`misread`).
+
     Raises `HddmError` for classes other than its own, and for fewer than 2 images.
     """
-    rows = torch.linspace(0, len(shard) - 1, min(len(shard), IMAGES)).round().long()
+    rows = _spread(shard, IMAGES)
     given, images = conditions_at(rows, conditions_of(shard, field), shard, field), shard.take(rows)
     alone = copy.copy(field)
     if not expert.facts.training_calibration:
@@ -206,7 +213,97 @@ def judge(expert: Expert, field: VelocityField, shard: Shard, seed: int) -> Judg
         at = (spoilt or worse)[0]
         text = f"at t = {at.t:g} its error is {at.expert:.4f}, and that of no velocity at all {at.zero:.4f}"
         (problems if spoilt else notes).append(f"{text}: {_remedy(expert, bool(spoilt))}")
+    if (other := misread(alone, shard, seed)) is not None:
+        problems.insert(0, other)
     return Judged(len(rows), found, unconditional, tuple(problems), tuple(notes))
+
+
+def _spread(shard: Shard, most: int) -> Tensor:
+    return torch.linspace(0, len(shard) - 1, min(len(shard), most)).round().long()
+
+
+_DDPM: Mapping[str, Any] = {"_class_name": "DDPMScheduler", "num_train_timesteps": 1000}
+USUAL = (
+    {"name": "linear"},
+    {"name": "cosine"},
+    *(
+        {**_DDPM, "beta_schedule": name}
+        for name in ("linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid")
+    ),
+    {**_DDPM, "beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012},
+)
+"""Schedules that weights may be of, whatever their record says."""
+READ_IMAGES = 64
+CLEARLY = 0.95
+"""Part of the recorded reading's error below which that of the true one lies."""
+
+
+class _Remembering(nn.Module):
+    """A network that several readings ask the same."""
+
+    def __init__(self, network: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.network = network
+        self.answers = deque[tuple[Tensor, Tensor, Tensor]](maxlen=len(TIMES))
+
+    def forward(self, y: Tensor, timestep: Tensor, **conditions: Tensor) -> Tensor:
+        for state, time, known in self.answers:
+            if torch.equal(time, timestep) and torch.equal(state, y):
+                return known
+        self.answers.append((y, timestep, self.network(y, timestep, **conditions)))
+        return self.answers[-1][2]
+
+
+@torch.no_grad()
+def misread(field: VelocityField, shard: Shard, seed: int) -> str | None:
+    """Say, in words, how the weights of ``field`` are to be read, if another reading fits clearly better.
+
+    Readings differ in prediction type, schedule and time scale: the four types, the recorded schedule and
+    `USUAL` ones, half and double the recorded scale. All see the same images and noise, at levels that both
+    schedules cover. The other one must be better than a Gaussian by `SURE` deviations, and its error, which
+    a trained network has least where it is read as trained, below `CLEARLY` of the recorded one's, by four
+    deviations of their difference by image. Of several as good, the one most like the record is named.
+    Raises `HddmError` as `judge`.
+    """
+    rows, (low, high) = _spread(shard, READ_IMAGES), field.noise_range
+    given, images = conditions_at(rows, conditions_of(shard, field), shard, field), shard.take(rows)
+    times = [low + (high - low) * share for share in TIMES[::2]]
+    scales = [(field.schedule, field.time_scale * factor) for factor in (1.0, 0.5, 2.0)]
+    for one in (field.schedule, *map(from_config, USUAL)):
+        scales += [(one, 1.0)] if isinstance(one, DiscreteSchedule) else [(one, 1.0), (one, TIME_SCALE)]
+    fits, network = [], _Remembering(field.network)
+    recorded = _errors(field, images, given, times, generator(seed, _STREAM))
+    for (schedule, scale), kind in itertools.product(scales, PredictionType):
+        if kind is PredictionType.FLOW_PREDICTION and isinstance(schedule, DiscreteSchedule):
+            continue
+        nulls = field.null_conditions
+        other = VelocityField(network, schedule, kind, scale, field.calibration, field.conditions, nulls)
+        low, high = max(field.range[0], other.range[0]), min(field.range[1], other.range[1])
+        covered = torch.tensor([low <= time <= high for time in times])
+        errors = _errors(other, images, given, times, generator(seed, _STREAM))[covered]
+        mine, theirs = recorded[covered, 0].mean().item(), errors[:, 0].mean().item()
+        is_clear = theirs < CLEARLY * mine and covered.sum() > len(times) / 2
+        for worse, sure in ((recorded[covered, 0], 4.0), (errors[:, 1], SURE)):
+            gain, deviation = _mean(worse - errors[:, 0])
+            is_clear = is_clear and gain > sure * deviation
+        if is_clear:
+            pairs = zip(_words(other), _words(field), strict=True)
+            fits.append((theirs / mine, [pair for pair in pairs if pair[0] != pair[1]], theirs, mine))
+    least = min((fit[0] for fit in fits), default=0.0)
+    if not fits:
+        return None
+    as_good = (fit for fit in fits if 0.98 * fit[0] <= least)
+    _, parts, theirs, mine = min(as_good, key=lambda fit: len(fit[1]))
+    true, stated = (" and ".join(pair[k] for pair in parts) for k in (0, 1))
+    verb = "predict" if parts[0][0] in list(PredictionType) else "take"
+    return f"these weights {verb} {true}, the record says {stated}: {theirs:.2f} against {mine:.2f}"
+
+
+def _words(reading: VelocityField) -> tuple[str, str, str]:
+    config = reading.schedule.config
+    betas = "{beta_schedule} betas ({beta_start:g}…{beta_end:g}, {num_train_timesteps} steps)"
+    path = betas.format(**config) if "beta_schedule" in config else f"the {config['name']} path"
+    return reading.prediction_type.value, path, f"time_scale {reading.time_scale:g}"
 
 
 def _doubts(found: Denoising, images: int, is_calibrated: bool) -> list[str]:
