@@ -1,7 +1,8 @@
 """Class labels: names and numbers of classes, and the numbering that several experts share.
 
 Experts of different people count their classes differently. `join_classes` joins them by name: an ensemble
-numbers each name once, and asks every expert in its own numbering.
+numbers each name once, and asks every expert in its own numbering. Names are equal if they are after Unicode
+normalisation (NFC).
 """
 
 import functools
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hddm.utils.errors import HddmError, did_you_mean, one_line
+from hddm.utils.records import composed
 
 LABELS = "class_labels"
 """Keyword of the networks' class labels."""
@@ -42,10 +44,10 @@ def class_indices(labels: Labels, classes: Sequence[str]) -> Tensor:
     labels = flat_labels(labels)
     if not classes:
         raise HddmError(f"class_labels {labels}: this model knows no classes; drop them")
-    names = {name: index for index, name in enumerate(classes)}
+    names = {composed(name): index for index, name in enumerate(classes)}
     indices = []
     for label in labels:
-        text = str(label)
+        text = composed(str(label))
         is_number = isinstance(label, Integral)
         number = int(label) if is_number else names.get(text, int(text) if text.isdecimal() else -1)
         if not 0 <= number < len(classes):
@@ -99,6 +101,7 @@ def join_classes(lists: tuple[tuple[str, ...], ...]) -> JointClasses:
 
     A list is empty for an expert that takes no class, or numbers without names: it may be asked for any.
     """
+    lists = tuple(tuple(map(composed, one)) for one in lists)
     names = tuple(dict.fromkeys(itertools.chain.from_iterable(lists)))
     if all(one in ((), names) for one in lists):
         return JointClasses(names)

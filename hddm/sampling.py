@@ -22,7 +22,7 @@ from hddm.ensemble import Ensemble, Strategy
 from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, OnStep, Solver, solver_named, unchanged
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import generator
-from hddm.velocity import INTERVAL, PRIOR, Guidance, VelocityField, check_names
+from hddm.velocity import INTERVAL, PRIOR, Guidance, VelocityField, check_labels, check_names
 
 _SAME = 1e-9
 """Times nearer to each other than this are one."""
@@ -439,6 +439,7 @@ def sample(
         is_named = any(isinstance(label, str) for label in flat)
         conditions["class_labels"] = class_indices(flat, model.classes) if is_named else torch.tensor(flat)
     conditions = {name: torch.as_tensor(value) for name, value in conditions.items()}
+    check_labels(conditions, model.classes)
     negative = {name: torch.as_tensor(value) for name, value in (negative or {}).items()}
     for name, value in (*conditions.items(), *negative.items()):
         if value.ndim == 0 or len(value) != num:

@@ -31,17 +31,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from numbers import Real
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from hddm.calibration import MAX_GAIN, Calibration
-from hddm.classes import LABELS
+from hddm.classes import LABELS, class_indices
 from hddm.networks.wrappers import declared_shape, described, missing_from
 from hddm.schedules import DiscreteSchedule, LinearSchedule, Schedule
 from hddm.utils.errors import HddmError, did_you_mean
-from hddm.utils.records import WHOLE, NoiseRange
+from hddm.utils.records import WHOLE, NoiseRange, composed
 from hddm.utils.tensors import append_dims, device_of, parameter_dtype, to_float64
 
 SINGULAR_MARGIN = 1e-6
@@ -176,6 +176,15 @@ def check_conditions(x_t: Tensor, conditions: Mapping[str, Tensor]) -> None:
     for name, value in conditions.items():
         if value.ndim == 0 or len(value) != len(x_t):
             raise HddmError(f"condition {name!r} has shape {tuple(value.shape)} for {len(x_t)} states")
+
+
+def check_labels(conditions: Mapping[str, Any], classes: Sequence[str]) -> None:
+    """Refuse class labels that are none of ``classes``, where there are any.
+
+    A prompt that names no class has a label beyond them, and a `PRIOR`.
+    """
+    if classes and LABELS in conditions and PRIOR not in conditions:
+        class_indices(conditions[LABELS], classes)
 
 
 def can_guide(conditions: Mapping[str, Tensor], negative: Mapping[str, Tensor]) -> bool:
@@ -325,7 +334,7 @@ class VelocityField:
         self.sample_shape = sample_shape or declared_shape(network)
         if self.prediction_type is PredictionType.FLOW_PREDICTION:
             schedule.derivatives(torch.zeros(1, dtype=torch.float64))
-        self.classes = tuple(classes)
+        self.classes = tuple(map(composed, classes))
         self.shift = shift
         self.weak = weak
         self.sampling_steps = sampling_steps

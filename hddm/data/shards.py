@@ -41,7 +41,7 @@ from hddm.data.shard_records import (
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.utils.errors import HddmError
 from hddm.utils.files import inside
-from hddm.utils.records import HashCache
+from hddm.utils.records import HashCache, composed
 from hddm.utils.tensors import read_safetensors
 
 Own = slice | Tensor
@@ -413,7 +413,7 @@ def _shard(
         manifest.shard,
         manifest.num_shards,
         manifest.hash,
-        tuple(manifest.classes),
+        tuple(map(composed, manifest.classes)),
         stored,
         None if labels is None else torch.tensor(labels),
         manifest.partition,

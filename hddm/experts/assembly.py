@@ -56,7 +56,7 @@ from hddm.experts.records import (
 from hddm.networks.folders import sha256_once
 from hddm.utils.errors import HddmError, did_you_mean, one_line
 from hddm.utils.files import inside, link_or_copy, new_folder, read_yaml
-from hddm.utils.records import MANIFEST, has_manifest, read_record, refuse_damaged
+from hddm.utils.records import MANIFEST, composed, has_manifest, read_record, refuse_damaged
 from hddm.utils.tensors import read_safetensors, refuse_non_finite
 
 DEFAULT_STRATEGY = "draw"
@@ -269,7 +269,8 @@ def read_classes(path: Path) -> dict[str, ClassNames]:
             if isinstance(name, bool | list | dict | None) or not str(name):
                 wrong = f"{one_line(number, 40)}: {one_line(name, 40)}"
                 raise HddmError(f"{path}: {one_line(expert, 60)}: {wrong}; write a class and its name")
-        named = {int(key) if str(key).isdecimal() else str(key): str(name) for key, name in listed.items()}
+        texts = [(composed(str(key)), composed(str(name))) for key, name in listed.items()]
+        named = {int(key) if key.isdecimal() else key: name for key, name in texts}
         if len(named) < len(listed):
             raise HddmError(f"{path}: {one_line(expert, 60)}: has a number twice; name each class once")
         if str(expert) in classes:

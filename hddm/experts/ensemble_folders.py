@@ -35,6 +35,7 @@ from hddm.utils.files import inside, link_or_copy, read_json, write_json
 from hddm.utils.records import ENSEMBLE_FILE as ENSEMBLE_FILE
 from hddm.utils.records import (
     MANIFEST,
+    ComposedName,
     Record,
     ensemble_around,
     has_manifest,
@@ -238,9 +239,9 @@ class EnsembleRecord(Record):
     prior: Probabilities
     shares: tuple[Annotated[float, Field(ge=0, le=1)] | None, ...] = ()
     """Parts of the prior that were set by hand, None for those by shard size; empty where all are."""
-    class_lists: tuple[tuple[str, ...], ...] = ()
+    class_lists: tuple[tuple[ComposedName, ...], ...] = ()
     """Names of each expert's classes where they were given, empty for those of its record."""
-    classes: tuple[str, ...] = ()
+    classes: tuple[ComposedName, ...] = ()
     """Names of all experts' classes; empty where none has names, and in folders of formats up to 1.4."""
     class_prior: tuple[Probabilities, ...] = ()
     """p(k | class), one row for each class."""

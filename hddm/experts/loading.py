@@ -279,6 +279,8 @@ def ensemble_of(
         route = _moments_router(fields, facts)
     if facts.classes and class_prior:
         rows = dict(zip(facts.classes, class_prior, strict=True))
+        if len(rows) < len(facts.classes):
+            raise HddmError(f"{ENSEMBLE_FILE}: has a class twice, in two Unicode forms; assemble it anew")
         names = join_classes(tuple(field.classes for field in fields)).names
         if unknown := [name for name in names if name not in rows]:
             raise HddmError(f"{ENSEMBLE_FILE}: has no p(k | class) of {', '.join(unknown)}; assemble it anew")

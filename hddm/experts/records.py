@@ -34,6 +34,7 @@ from hddm.utils.records import EXPERT_FILE as EXPERT_FILE
 from hddm.utils.records import (
     MANIFEST,
     WHOLE,
+    ComposedName,
     Count,
     NoiseRange,
     Positive,
@@ -132,7 +133,7 @@ class ExpertRecord(Record):
     round_time: bool = False
     """The network is fed integer timesteps."""
     conditions: tuple[str, ...] = ()
-    classes: tuple[str, ...] = ()
+    classes: tuple[ComposedName, ...] = ()
     null_class: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     weights: Literal["ema", "raw", "unstated"] = "ema"
     """Averaged or as the optimiser left them; a source with one set may not say."""

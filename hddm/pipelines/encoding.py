@@ -14,7 +14,8 @@ from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.pipelines.offloading import Offloading
 from hddm.routers import PromptRouter
 from hddm.utils.errors import HddmError
-from hddm.velocity import PRIOR
+from hddm.utils.records import composed
+from hddm.velocity import PRIOR, check_labels
 
 _TEXT, _MASK, *_ = TEXT_CONDITIONS
 
@@ -52,6 +53,7 @@ class Encoding(Offloading):
             if LABELS in given:
                 raise HddmError("class_labels is among the conditions too; pass it once")
             given[LABELS] = class_indices(class_labels, self.ensemble.classes)
+        check_labels(given, self.ensemble.classes)
         if negative_prompt is not None and prompt is None:
             raise HddmError("a negative_prompt needs a prompt beside it")
         has_negative = negative_prompt is not None or negative_prompt_embeds is not None or _TEXT in against
@@ -184,6 +186,7 @@ class Encoding(Offloading):
 
 def _named_in(text: str, classes: Sequence[str]) -> int:
     """Number of the longest class name in a text; the number of classes where it has none."""
+    text = composed(text)
     found = [name for name in classes if re.search(rf"\b{re.escape(name)}\b", text, re.IGNORECASE)]
     return classes.index(max(found, key=len)) if found else len(classes)
 

@@ -39,7 +39,7 @@ from hddm.utils.files import read_json, read_whole, sha256_of, write_json
 from hddm.utils.progress import Progress
 from hddm.utils.records import SAMPLING_FILE, Record, content_hash
 from hddm.utils.tensors import available_device, read_safetensors
-from hddm.velocity import PRIOR, Guidance, GuideBy
+from hddm.velocity import PRIOR, Guidance, GuideBy, check_labels
 
 FORMAT = "1.3"
 LATENTS_FILE = "latents.safetensors"
@@ -525,6 +525,10 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> tuple[Cycle
                 raise UsageError(f"{settings.conditions}: {name} is of --guide-by condition; drop it")
             if branch is given or guided:
                 branch[key] = value
+        try:
+            check_labels(given, pipeline.ensemble.classes)
+        except HddmError as error:
+            raise HddmError(f"--conditions {settings.conditions}: {error.message}") from error
     if PRIOR in given and settings.expert is None:
         num = len(given[PRIOR])
         asked = (pipeline.ensemble.prior_of(num, cycled(given, 0, num)) > 0).any(0).nonzero()[:, 0].tolist()

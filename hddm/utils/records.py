@@ -15,11 +15,12 @@ import math
 import os
 import re
 import time
+import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from hddm.utils.documents import parse_object
@@ -78,6 +79,15 @@ Count = Annotated[int, Field(ge=0, le=10**12)]
 """A number of images, or of what there are fewer of."""
 LARGEST = 1e9
 Positive = Annotated[float, Field(gt=0, le=LARGEST)]
+
+
+def composed(name: str) -> str:
+    """``name`` in Unicode's form NFC: macOS writes "é" as two characters, other systems as one."""
+    return unicodedata.normalize("NFC", name)
+
+
+ComposedName = Annotated[str, AfterValidator(composed)]
+"""Name of a class, normalised."""
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 

@@ -95,6 +95,12 @@ def test_files_that_are_no_images_are_counted_by_suffix(
     assert f"{tmp_path}: left out 3 .pgm, 1 .txt, 1 LICENCE; only .bmp, .gif, " in caplog.text
 
 
+def test_a_class_folder_in_either_unicode_form_has_the_same_class(tmp_path: Path) -> None:
+    write(tmp_path, {"cafe\u0301/1.png": encoded(1), "caf\u00e9/2.png": encoded(2)})
+    source = open_source(tmp_path)
+    assert (source.classes, source.labels) == (("caf\u00e9",), (0, 0))
+
+
 def test_metadata_gives_captions_and_labels_by_file(tmp_path: Path) -> None:
     write(tmp_path, {"x/1.png": encoded(1), "2.png": encoded(2), "3.png": encoded(3)})
     write_metadata(

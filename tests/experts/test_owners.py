@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from hddm.networks.transformers import ExpertTransformer
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.routers import MomentsRouter
 from hddm.utils.errors import HddmError
+from hddm.utils.records import write_manifest
 from tests.artefacts import Command, contents, edit_json, refusal, variant
 from tests.checkpoint_files import facts_of, randomised
 from tests.conftest import Trio
@@ -71,6 +73,26 @@ def test_classes_are_joined_by_name_and_each_expert_is_asked_in_its_numbering(
     found = ensemble.velocity(x, t, expert=torch.tensor([0, 1, 1]), class_labels=torch.tensor([1, 0, 2]))
     assert torch.equal(found[:1], mine.velocity(x[:1], t[:1], class_labels=torch.tensor([1])))
     assert torch.equal(found[1:], other.velocity(x[1:], t[1:], class_labels=torch.tensor([1, 0])))
+
+
+def test_names_of_another_unicode_form_are_the_same_classes(trio: Trio, tmp_path: Path) -> None:
+    """Of "é" in one character and, as macOS writes it, in two."""
+    composed, decomposed = "caf\u00e9", "cafe\u0301"
+    sizes = {"images": 12, "class_images": [9, 3]}
+    ours = _owned(trio, 0, tmp_path / "ours", "a", classes=[composed, "rows"], shard=sizes)
+    theirs = _owned(trio, 1, tmp_path / "theirs", "b", classes=["dots", decomposed], shard=sizes)
+    assemble([ours, theirs], tmp_path / "both")
+    assert load_ensemble(tmp_path / "both").classes == (composed, "rows", "dots")
+    facts = read_ensemble_facts(tmp_path / "both")
+    assert torch.allclose(torch.tensor(facts.class_prior[0]), torch.tensor([0.75, 0.25]))
+    for form in ("NFC", "NFD"):
+        file = tmp_path / "names.yaml"
+        file.write_text(unicodedata.normalize(form, f"{ours}: {{{composed}: ros\u00e9}}"))
+        assert read_classes(file) == {str(ours): {composed: "ros\u00e9"}}
+    # Folders of before have both forms.
+    edit_json(tmp_path / "both/ensemble.json", classes=[composed, decomposed, "dots"])
+    write_manifest(tmp_path / "both")
+    assert "class twice, in two Unicode forms; assemble it anew" in refusal(hddm.load, tmp_path / "both")
 
 
 def test_the_pipeline_draws_of_those_who_know_a_class(ours: Path, theirs: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Experts that number their classes in unlike ways, asked by name."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,36 @@ def test_classes_are_numbered_once_by_name() -> None:
     assert joint.numbers.tolist() == [[0, 1, -1, -1], [-1, 1, 0, 2], [0, 1, 2, 3]]
     for lists in ((("cat", "dog"),) * 2, (("cat", "dog"), ()), ((), ())):
         assert join_classes(lists).numbers is None
+
+
+def test_a_name_is_one_class_in_either_form_of_unicode(ensemble: Ensemble) -> None:
+    composed, decomposed = "caf\u00e9", "cafe\u0301"
+    joint = join_classes(((composed, "dog"), ("ship", decomposed)))
+    assert joint.names == (composed, "dog", "ship")
+    assert joint.numbers is not None
+    assert joint.numbers.tolist() == [[0, 1, -1], [1, -1, 0]]
+    expert = _expert("cat", "dog")
+    expert.classes = VelocityField(
+        expert.network, expert.schedule, "sample", classes=("dog", decomposed)
+    ).classes
+    assert expert.classes == ("dog", composed)
+    for name in (composed, decomposed):
+        images = sample(expert, 1, steps=2, solver="euler", class_labels=[name])
+        assert (images - MEANS["dog"]).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("number", [2, 3, -1])
+def test_a_label_of_no_class_is_refused_when_sampling_and_is_the_networks_own_in_velocity(
+    number: int,
+) -> None:
+    expert = _expert("cat", "dog")
+    for model in (expert, Ensemble([expert, _expert("cat", "dog")], strategy="draw")):
+        for labels in ([0, number], torch.tensor([0, number]), np.array([0, number])):
+            with pytest.raises(HddmError, match=f"no class {number}; the model's classes are cat, dog"):
+                sample(model, 2, steps=2, class_labels=labels)
+    x, t = torch.ones(1, *SHAPE, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    # The network's mean of no class is 0.
+    assert torch.equal(expert.velocity(x, t, class_labels=torch.tensor([2])), x)
 
 
 @pytest.mark.parametrize("strategy", ["draw", "full", "top-2"])

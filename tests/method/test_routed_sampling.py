@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from hddm import load
@@ -16,6 +17,7 @@ from hddm.sampling import initial_noise, sample
 from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
+from tests.artefacts import Command
 
 SHAPE = (1, 2, 2)
 CALLS = {"euler": 1, "heun": 2, "adams-bashforth": 1, "adams-moulton": 1}
@@ -248,6 +250,16 @@ def test_classes_are_named_in_python_too(class_expert: Path) -> None:
     assert torch.equal(by_name, sample(expert, 2, steps=2, class_labels=np.array([1, 0])))
     with pytest.raises(HddmError, match=r"no class .colums.*did you mean .columns"):
         sample(expert, 2, steps=2, class_labels=["rows", "colums"])
+
+
+def test_labels_of_no_class_in_a_file_are_refused_with_its_name(
+    class_expert: Path, tmp_path: Path, hddm: Command
+) -> None:
+    file = tmp_path / "labels.safetensors"
+    save_file({"class_labels": torch.tensor([0, 2])}, file)
+    code, _, error = hddm("sample", class_expert, "--out", tmp_path / "out", "--conditions", file)
+    assert (code, f"{file}: no class 2; the model's classes are columns, rows" in error) == (1, True)
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
 
 def test_a_velocity_that_is_not_finite_is_an_error_with_its_expert_and_time() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 import hddm
 from hddm.data.images import to_bytes
 from hddm.pipelines.pipeline import HDDMPipeline
+from hddm.sampling import initial_noise, integrate, time_grid
 from hddm.solvers import SOLVERS
 from hddm.utils.errors import HddmError
 from hddm.velocity import Guidance
@@ -103,10 +104,11 @@ def test_classes_have_names_and_numbers(pipe: HDDMPipeline) -> None:
     assert torch.equal(same, one)
     two = pipe(class_labels=["dog", "cat"], num_images_per_prompt=2, seed=0, **LATENT).images
     assert torch.equal(two, pipe(class_labels=[1, 1, 0, 0], seed=0, **LATENT).images)
-    # No class at all is the null class, the number after the last.
+    # No class at all is the networks' null class, the number after the last.
     none = pipe(batch_size=2, seed=0, **LATENT).images
-    null = pipe(conditions={"class_labels": torch.tensor([3, 3])}, seed=0, **LATENT).images
-    assert torch.equal(none, null)
+    null, grid = {"class_labels": torch.tensor([3, 3])}, time_grid(4, pipe.ensemble.shift)
+    noise = initial_noise(0, 0, 2, (3, 4, 4))
+    assert torch.equal(none, integrate(pipe.ensemble, noise, grid, conditions=null))
 
 
 def test_a_callback_sees_every_step_and_may_change_the_state(pipe: HDDMPipeline) -> None:
@@ -184,6 +186,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "latents": ({"latents": torch.zeros(2, 3, 4, 4)}, r"latents are \(2, 3, 4, 4\), and 1 images need"),
     "class": ({"class_labels": "bird"}, "no class 'bird'; the model's classes are cat, dog, 7"),
     "number": ({"class_labels": -1}, "no class -1"),
+    "null": ({"class_labels": [0, 3]}, "no class 3; the model's classes are cat, dog, 7"),
+    "null tensor": ({"conditions": {"class_labels": torch.tensor([3])}}, "no class 3; the model's"),
     "nobody": ({"class_labels": []}, "conditions have no rows"),
     "twice": (
         {"class_labels": 0, "conditions": {"class_labels": torch.tensor([1])}},

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from hddm.utils.errors import HddmError, did_you_mean
+from hddm.utils.records import composed
 
 METADATA = "metadata.jsonl"
 TAR, PARQUET = ".tar", ".parquet"
@@ -155,7 +156,7 @@ def as_labels(
     texts: list[str] = []
     for value, name in zip(values, names, strict=True):
         if isinstance(value, str) and not numbers:
-            texts.append(value)
+            texts.append(composed(value))
         elif type(value) is int and 0 <= value <= LARGEST_LABEL and not texts:
             numbers.append(value)
         else:
