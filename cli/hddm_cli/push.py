@@ -9,7 +9,7 @@ from hddm_cli.options import InputArgument, InputOption
 
 
 def push(
-    ensemble: Annotated[Path, InputArgument(help="Ensemble folder; its files go as they are.")],
+    ensemble: Annotated[Path, InputArgument(help="Ensemble folder; what its manifests list is sent.")],
     name: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Repository; made if it is not there.")],
     private: Annotated[bool, typer.Option("--private", help="Make a new repository a private one.")] = False,
     licence: Annotated[
@@ -36,7 +36,7 @@ def push(
 
     planned = plan_upload(ensemble, name, licence, picture, results)
     for note in planned.notes:
-        typer.echo(f"note: {note.replace('**', '')}")
+        typer.echo(f"note: {note}")
     if not dry_run:
         typer.echo(upload(planned, private or None, message=message))
         return

@@ -56,7 +56,7 @@ def model_card(
     )
     of = dict(zip(facts.labels, map(_row, records), strict=True))
     rows = [
-        [name, *of.get(name, [""] * 3), one or f"unknown: ask the owner of {name}"]
+        [*map(_literal, (name, *of.get(name, [""] * 3), one or f"unknown: ask the owner of {name}"))]
         for name, one in licences.items()
     ]
     title = repo_id.split("/")[-1]
@@ -64,11 +64,11 @@ def model_card(
     shapes = dict.fromkeys("×".join(map(str, one.sample_shape)) + f" {one.space}" for one in records)
     blocks = [
         f"---\n{data.to_yaml()}\n---",
-        f"# {title}",
-        *map(escaped, said),
+        f"# {_literal(title)}",
+        *("**{}**:{}".format(*escaped(_literal(line)).split(":", 1)) for line in said),
         f"{counted(len(records), 'diffusion expert')} that learned apart, sampled as one model by hddm. It "
         f"makes images {'from prompts ' if has_text else of_classes}in {', '.join(shapes)}; at sampling the "
-        f"experts are chosen by the strategy {facts.strategy}.",
+        f"experts are chosen by the strategy {escaped(_literal(facts.strategy))}.",
         *([f"![Samples]({picture})"] if picture else []),
         "## Parts\n\n"
         + "\n".join(markdown_table(["part", "objective", "data", "source", "licence"], rows, "left")),
@@ -113,13 +113,13 @@ def licence_of(licences: Licences) -> tuple[str, str | None, list[str]]:
     so; an unknown licence makes it unknown.
     """
     said = [
-        f"**Non-commercial**: {name} is under {one}, so all of this is not for commercial use."
+        f"Non-commercial: {name} is under {one}, so all of this is not for commercial use."
         for name, one in licences.items()
         if one is not None and _NON_COMMERCIAL.search(one)
     ]
     is_free, unknown = not said, [name for name, one in licences.items() if one is None]
     if unknown:
-        said.append(f"**Licence unknown**: ask the owner of {', '.join(unknown)}.")
+        said.append(f"Licence unknown: ask the owner of {', '.join(unknown)}.")
     # A remark in brackets says where a licence is known from.
     stated = {each for one in licences.values() if one for each in one.lower().split(" and ")}
     joint = " and ".join(sorted({re.sub(r" \(.*", "", one) for one in stated}))
@@ -168,4 +168,9 @@ def _measured(results: Path, folder: Path, title: str) -> str:
     if source not in (None, content_hash(folder)):
         raise HddmError(f"--results {results}: measures another model; sample {folder}, and evaluate that")
     marks = [f"Not comparable: {reason}." for reason in result.content["reasons"]]
-    return "\n\n".join([table([ResultGroup(title, (result,))]), *map(escaped, marks)])
+    return "\n\n".join([table([ResultGroup(title, (result,))]), *map(escaped, map(_literal, marks))])
+
+
+def _literal(text: str) -> str:
+    """``text`` without a meaning in Markdown, but for what `escaped` treats."""
+    return re.sub(r"([\\`*_~$&\[\]])", r"\\\1", text)

@@ -13,12 +13,13 @@ from huggingface_hub.utils.tqdm import (
     enable_progress_bars,
 )
 
-from hddm.experts.assembly import foreign_pipeline
+from hddm.experts.assembly import PIPELINE_FILE, foreign_pipeline
 from hddm.experts.ensemble_folders import ENSEMBLE_FILE, read_ensemble_facts, refuse_damaged_ensemble
 from hddm.pipelines.card import CARD, MARK, model_card
-from hddm.utils.errors import HddmError, UsageError, counted, one_line
+from hddm.utils.errors import HddmError, UsageError, counted, one_line, shown
 from hddm.utils.files import inside, restore
 from hddm.utils.progress import Progress
+from hddm.utils.records import MANIFEST, PAPERS, has_manifest, sealed_files
 
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 
@@ -45,7 +46,10 @@ def plan_upload(
     picture: Path | None = None,
     results: Path | None = None,
 ) -> Upload:
-    """Return what a repository of an ensemble holds: its folder's files but for hidden ones, and a card.
+    """Return what a repository of an ensemble holds, and a card.
+
+    These are the files that its manifests list, its pictures, and README, LICENSE and the like; a note names
+    the rest, but for hidden files.
 
     Arguments are those of `model_card`, with ``picture`` a file. A README.md that hddm did not write stays.
     Raises `UsageError` for a name that is not OWNER/NAME, no ensemble, and parts of a card beside one's own;
@@ -62,11 +66,21 @@ def plan_upload(
     refuse_damaged_ensemble(folder, facts, range(len(facts.experts)))
     if line := foreign_pipeline(folder):
         raise HddmError(f"{folder}/{line}")
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    files: dict[str, Path | bytes] = {
-        name: inside(folder, name) for name in names if not re.search(r"(^|/)\.", name)
-    }
-    own, shown = folder / CARD, None
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    sealed = sealed_files(folder) if has_manifest(folder) else {MANIFEST}
+    if gone := sorted(name for name in sealed if not inside(folder, name).is_file()):
+        raise HddmError(
+            f"{folder / gone[0]}: is not there; copy the folder again, whole, or write {MANIFEST} anew by "
+            f"hddm assemble {folder} --strategy {facts.strategy}"
+        )
+    # `foreign_pipeline` knows this one.
+    sealed |= names & {PIPELINE_FILE}
+    others = [name for name in sorted(names - sealed) if not re.search(r"(^|/)\.", name)]
+    papers = {name for name in others if Path(name).name.upper().startswith(PAPERS)}
+    papers |= {name for name in others if name.lower().endswith(_PICTURES)}
+    files: dict[str, Path | bytes] = {name: inside(folder, name) for name in sorted(sealed | papers)}
+    left_out = shown([name for name in others if name not in papers])
+    own, sheet = folder / CARD, None
     is_own = own.is_file() and MARK not in own.read_text(encoding="utf-8", errors="replace")
     given = {"licence": licence, "picture": picture, "results": results}
     if is_own and (asked := [name for name, one in given.items() if one is not None]):
@@ -74,9 +88,11 @@ def plan_upload(
     if picture is not None:
         if (suffix := picture.suffix.lower()) not in _PICTURES:
             raise UsageError(f"--picture {picture}: take a file that ends in {', '.join(_PICTURES)}")
-        shown = f"picture{suffix}"
-        files[shown] = picture
-    text, notes = model_card(folder, repo_id, facts, licence, shown, results)
+        sheet = f"picture{suffix}"
+        files[sheet] = picture
+    text, notes = model_card(folder, repo_id, facts, licence, sheet, results)
+    if left_out:
+        notes.append(f"left out, since no manifest lists them: {', '.join(left_out)}")
     if is_own:
         return Upload(repo_id, files, (f"{own} is yours, and is the card as it is", *notes))
     return Upload(repo_id, files | {CARD: text.encode()}, tuple(notes))

@@ -17,7 +17,7 @@ import re
 import time
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -189,7 +189,7 @@ SINCE = (1, 4)
 SMALL = 2**24
 """Bytes below which a file is hashed on every opening."""
 
-_PAPERS = ("README", "LICENSE", "NOTICE", "COPYING")
+PAPERS = ("README", "LICENSE", "NOTICE", "COPYING")
 _NO_MEANING = {".md", ".rst", ".png", ".jpg", ".jpeg", ".gif", ".webp", ".svg", ".html", ".pdf", ".log"}
 
 
@@ -241,6 +241,20 @@ def has_manifest(folder: Path) -> bool:
 def read_folder_manifest(folder: Path) -> FolderManifest:
     """Manifest of a folder; raises as `read_record`."""
     return read_record(folder / MANIFEST, FolderManifest, FORMAT)
+
+
+def sealed_files(folder: Path, name: str = MANIFEST) -> set[str]:
+    """Files that a manifest lists, itself, and the same of every manifest that it lists; paths in ``folder``.
+
+    Raises `HddmError` as `read_folder_manifest`, and as `inside`.
+    """
+    part = PurePosixPath(name).parent
+    found = {name}
+    for path in (part / one for one in read_folder_manifest(folder / part).files):
+        inside(folder, path.as_posix())
+        is_other = path.name == MANIFEST and path.as_posix() != name
+        found |= sealed_files(folder, path.as_posix()) if is_other else {path.as_posix()}
+    return found
 
 
 def damage(
@@ -309,7 +323,7 @@ def _listed(folder: Path, root: Path) -> list[str]:
             continue
         if path.is_dir():
             names += _listed(path, root)
-        elif path.suffix.lower() not in _NO_MEANING and not path.name.upper().startswith(_PAPERS):
+        elif path.suffix.lower() not in _NO_MEANING and not path.name.upper().startswith(PAPERS):
             names.append(path.relative_to(root).as_posix())
     return names
 

@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard
 
 from hddm.experts.assembly_changes import change
 from hddm.pipelines.card import MARK, licence_of
+from hddm.utils.records import write_manifest
 from tests.artefacts import Command, copied, edit_json, refusal
 from tests.ensemble_files import flow_expert, load_pipeline, pipeline_in_memory, write_ensemble, write_text
 from tests.hub import READS_ONLY, TOKEN, Hub, running_hub
@@ -156,6 +157,43 @@ def test_a_card_of_ones_own_stays_and_one_of_hddm_is_made_anew(
     assert "an old one" not in hub.repos[NAME]["README.md"].decode()
 
 
+def test_only_what_belongs_to_an_ensemble_is_sent_and_the_rest_is_named(
+    folder: Path, hub: Hub, tmp_path: Path, hddm: Command
+) -> None:
+    made = copied(folder, tmp_path)
+    keys = ("experts/0/wandb/token.json", "experts/1/manifest.json.bak", "id_rsa", "secrets.txt")
+    for name in (*keys, "LICENSE", "pictures/sheet.PNG", ".env"):
+        (made / name).parent.mkdir(exist_ok=True)
+        (made / name).write_bytes(name.encode())
+    code, out, _ = hddm("push", made, NAME, "--dry-run")
+    assert (code, f"note: left out, since no manifest lists them: {', '.join(keys)}\n" in out) == (0, True)
+    assert hddm("push", made, NAME)[0] == 0
+    sent = dict(hub.repos[NAME])
+    assert {sent.pop(name) for name in ("LICENSE", "pictures/sheet.PNG")} == {
+        b"LICENSE",
+        b"pictures/sheet.PNG",
+    }
+    assert sent.keys() - {"README.md"} == _files(folder).keys()
+    (made / "experts/1/config.json").unlink()
+    assert "experts/1/config.json: is not there; copy" in hddm("push", made, "me/other")[2]
+    edit_json(made / "experts/1/manifest.json", files={"../../../keys": "0" * 64})
+    write_manifest(made)
+    assert "does not stay inside the folder" in hddm("push", made, "me/other")[2]
+    assert hub.repos.keys() == {NAME}
+
+
+def test_a_folder_of_before_manifests_is_sent_once_it_has_one(
+    folder: Path, hub: Hub, tmp_path: Path, hddm: Command
+) -> None:
+    old = copied(folder, tmp_path)
+    (old / "manifest.json").unlink()
+    edit_json(old / "ensemble.json", format="1.3")
+    error = hddm("push", old, NAME)[2]
+    assert f"{old}/manifest.json: is not there" in error
+    assert hddm(*error.split(" by hddm ")[1].split())[0] == 0
+    assert hddm("push", old, NAME)[0] == 0
+
+
 @pytest.mark.parametrize(
     ("licences", "front", "name", "first"),
     [
@@ -211,10 +249,13 @@ def test_a_card_is_read_by_hubs_and_says_first_what_is_not_commercial(tmp_path: 
 def test_a_licence_from_elsewhere_stays_within_its_line(folder: Path, tmp_path: Path, hddm: Command) -> None:
     made = copied(folder, tmp_path)
     edit_json(made / "experts/0/expert.json", licence="CC-BY-NC\n\n# Free for all\x07")
+    edit_json(made / "ensemble.json", names=["[mine](http://bad) *x* `y`", "b_c"])
     code, out, err = hddm("push", made, NAME, "--dry-run")
     assert (code, err) == (0, "")
     assert re.findall(r"^.*Free for all", out, re.MULTILINE)[0].startswith("note: Non-commercial: experts/0")
     assert "\x07" not in out
+    assert r"experts/0 (\[mine\](http://bad) \*x\* \`y\`)" in out[out.index("# some-ensemble") :]
+    assert "](http" not in out[out.index("# some-ensemble") :].replace(r"\](http", "")
 
 
 def test_measured_numbers_are_those_of_this_model(
