@@ -179,6 +179,10 @@ class Ensemble:
     ) -> None:
         if not experts:
             raise HddmError("an ensemble needs at least one expert")
+        if odd := [type(one).__name__ for one in experts if not isinstance(one, VelocityField)]:
+            raise HddmError(
+                f"experts hold a {odd[0]}: wrap it in hddm.VelocityField(network, schedule, prediction_type)"
+            )
         self.experts = list(experts)
         given = list(range(len(self.experts)) if domains is None else domains)
         if len(given) != len(self.experts):
@@ -445,7 +449,7 @@ class Ensemble:
             if rows.shape != (num, len(self.experts)) or not ((rows >= 0).all() and (rows.sum(1) > 0).all()):
                 shape = (num, len(self.experts))
                 raise HddmError(
-                    f"{PRIOR} must be {shape} numbers, none below 0, each row with a positive sum"
+                    f"p(k | prompt) must be {shape} numbers, none below 0, each row with a positive sum"
                 )
             rows = rows / rows.sum(1, keepdim=True)
         if (labels := conditions.get(LABELS)) is None:

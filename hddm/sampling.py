@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -356,7 +357,7 @@ def _finite(v: Tensor, t: Tensor, weights: Tensor | None = None) -> Tensor:
 
 @torch.no_grad()
 def sample(
-    model: VelocityField | Ensemble,
+    model: VelocityField | Ensemble | str | Path,
     num: int,
     seed: int = 0,
     steps: int | None = None,
@@ -382,7 +383,7 @@ def sample(
     """Integrate the model's velocity from noise at t = 1, or from a noised picture, to data at t = 0.
 
     Args:
-        model: an expert or an ensemble.
+        model: an expert or an ensemble, or the folder of one.
         num: number of samples.
         seed: sample i depends on (seed, i) alone.
         steps: solver steps, even in t up to ``shift``; by default 25, or a student's own.
@@ -418,6 +419,10 @@ def sample(
             expert, a single expert for a part of t, conditions of another length than num, a model of unknown
             sample shape, a shape of other channels than the model's, or a velocity that is not finite.
     """
+    if isinstance(model, str | Path):
+        from hddm.experts.loading import load
+
+        model = load(model)
     known = model.sample_shape
     if isinstance(model, Ensemble):
         # An unknown expert is refused below, with the others.

@@ -166,8 +166,9 @@ def check_names(
     """Refuse conditions that are not ``declared``, where anything is; ``arguments`` may be meant as well."""
     for name in names:
         if declared is not None and name not in declared:
-            known = ", ".join(declared) or "none"
-            near = did_you_mean(name, [*arguments, *declared])
+            named = [one for one in declared if one != PRIOR]
+            known = ", ".join(named) or "none"
+            near = did_you_mean(name, [*arguments, *named])
             raise HddmError(f"this model takes no condition {name!r}; it declares: {known}{near}")
 
 
@@ -285,7 +286,8 @@ class VelocityField:
 
     Args:
         network: ``network(x, timestep, **conditions)``, x (batch, …), timestep (batch,), to a tensor
-            of x's shape. A module runs in the dtype of its parameters.
+            of x's shape, alone or first in a tuple or an output of diffusers. A module runs in the dtype of
+            its parameters.
         schedule: the one that it was trained on.
         prediction_type: what it predicts, a `hddm.velocity.PredictionType` or its name.
         time_scale: the network is fed native time × ``time_scale`` (SD3: 1000, Flux: 1).
@@ -508,11 +510,14 @@ class VelocityField:
         """The network's own prediction for a state ``y`` on its path, at ``native`` times (batch,)."""
         dtype = parameter_dtype(self.network) or y.dtype
         timestep = (native * self.time_scale).to(y.device, y.dtype)
-        output = self.network(y.to(dtype), timestep, **conditions)
-        if output.shape != y.shape:
+        output: Any = self.network(y.to(dtype), timestep, **conditions)
+        if isinstance(output, tuple) or hasattr(output, "to_tuple"):
+            output = output[0]
+        if not isinstance(output, Tensor) or output.shape != y.shape:
+            found = tuple(output.shape) if isinstance(output, Tensor) else f"a {type(output).__name__}"
             raise HddmError(
-                f"the network returned {tuple(output.shape)} for a state of {tuple(y.shape)}: a head "
-                "with more channels than the state needs an adapter that drops the rest"
+                f"the network returned {found} for a state of {tuple(y.shape)}, and must return a tensor "
+                "of that shape; a head with more channels than the state needs an adapter that drops the rest"
             )
         return output.to(y.dtype)
 

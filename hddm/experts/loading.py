@@ -52,15 +52,19 @@ from hddm.networks.offload import Offload, Shelf
 from hddm.networks.transformers import RouterTransformer
 from hddm.networks.wrappers import described
 from hddm.routers import MomentsRouter, Router
-from hddm.utils.errors import HddmError, UsageError
+from hddm.utils.errors import HddmError, UsageError, choose
 from hddm.utils.files import inside, restore
 from hddm.utils.records import WHOLE, ensemble_around
+from hddm.utils.tensors import available_device
 from hddm.velocity import VelocityField
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPES = {str(one).removeprefix("torch."): one for one in _DTYPES}
 
 
 def load(
     path: str | Path,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | str = torch.float32,
     device: torch.device | str = "cpu",
     *,
     experts: Sequence[int] | None = None,
@@ -74,7 +78,7 @@ def load(
 
     Args:
         path: folder to load.
-        dtype: that networks run in; other weights are cast.
+        dtype: that networks run in, or its name; other weights are cast.
         device: that networks run on.
         experts: indices of the ensemble's experts to take, in this order; by default all.
         offload: where idle experts wait; see `hddm.networks.offload`.
@@ -89,6 +93,11 @@ def load(
     restore(folder)
     if not folder.is_dir():
         raise HddmError(f"{folder}: no such folder")
+    device = available_device(device)
+    if isinstance(dtype, str):
+        if dtype not in DTYPES:
+            raise HddmError(f"--dtype {dtype}: {choose(dtype, list(DTYPES))}")
+        dtype = DTYPES[dtype]
     if not (folder / EXPERT_FILE).exists():
         if base is not None:
             raise HddmError(f"{folder}: is no expert folder; a base goes with one adapter")

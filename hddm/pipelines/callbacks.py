@@ -14,7 +14,7 @@ from torch import Tensor
 from hddm.sampling import ExpertUse
 from hddm.solvers import OnStep
 from hddm.utils.errors import HddmError
-from hddm.velocity import Guidance
+from hddm.velocity import PRIOR, Guidance
 
 Callback = Callable[[Any, int, float, dict[str, Tensor]], Mapping[str, Tensor] | None]
 
@@ -129,7 +129,7 @@ def _place(name: str, given: dict[str, Tensor], against: dict[str, Tensor]) -> t
     keyword = _KEYWORDS.get(own, own)
     if name != _LATENTS and keyword not in branch:
         named = {keyword: own for own, keyword in _KEYWORDS.items()}
-        known = [_LATENTS, *(named.get(one, one) for one in given)]
+        known = [_LATENTS, *(named.get(one, one) for one in given if one != PRIOR)]
         known += [_NEGATIVE + named.get(one, one) for one in against]
         raise HddmError(f"callbacks see {', '.join(map(repr, known))} in this call, not {name!r}")
     return branch, keyword

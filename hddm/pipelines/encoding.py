@@ -200,7 +200,7 @@ def repeated(
     """
     if times < 1 or (batch is not None and batch < 1):
         raise HddmError(f"num_images_per_prompt and batch_size start at 1, not {times} and {batch}")
-    rows = {name: len(value) for name, value in given.items()}
+    rows = {"prompt" if name == PRIOR else name: len(value) for name, value in given.items()}
     rows |= {f"negative {name}": len(value) for name, value in against.items()}
     rows |= {} if batch is None else {"batch_size": batch}
     batch = max(rows.values(), default=1)

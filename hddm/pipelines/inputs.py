@@ -47,6 +47,8 @@ CALLING: Mapping[str, tuple[Collection[object], str]] = {
     "callback_steps": ((None, 1), "pass callback_on_step_end"),
 }
 """Keywords of diffusers' calls: the values that have no effect here, and what to do about others."""
+_OURS = {"num_images": "num_images_per_prompt", "steps": "num_inference_steps"}
+"""Keywords of a call by the names of ``hddm sample``."""
 _OF_DOWNLOADS = ("cache_dir", "token", "proxies")
 """Keywords without effect on a local folder, whatever their value; a token must not get into a message."""
 _REMEDIES = {
@@ -208,7 +210,8 @@ def refuse_call_options(options: Mapping[str, Any], known: Collection[str]) -> N
     """Refuse keywords of a call that are not ``known``, or whose value would change something."""
     for name, value in options.items():
         if name not in CALLING:
-            raise TypeError(f"HDDMPipeline takes no {name!r}{did_you_mean(name, [*known, *CALLING])}")
+            near = did_you_mean(_OURS.get(name, name), [*known, *CALLING])
+            raise TypeError(f"HDDMPipeline takes no {name!r}{near}")
         harmless, remedy = CALLING[name]
         if value not in harmless:
             raise HddmError(f"{name}={value!r} is not supported: {remedy}")

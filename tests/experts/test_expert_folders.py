@@ -108,6 +108,23 @@ def test_an_expert_loads_in_the_dtype_that_is_asked_for(flow_expert: Path) -> No
         assert v.dtype == torch.float64
         torch.testing.assert_close(single.velocity(X, TIMES).double(), v, rtol=1e-4, atol=1e-5)
         assert not torch.equal(single.velocity(X, TIMES).double(), v)
+    assert hddm.load(flow_expert, dtype="float16").dtype == torch.float16
+    message = _refusal(lambda: hddm.load(flow_expert, dtype="float61"))
+    assert message.startswith("dtype float61: choose one of float32, bfloat16, float16, float64")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_one_line(flow_expert: Path, ensemble: Path) -> None:
+    for folder in (flow_expert, ensemble):
+        message = _refusal(lambda folder=folder: hddm.load(folder, device="cuda"))
+        assert message.startswith("device cuda: is not available here")
+        assert "\n" not in message
+
+
+def test_a_folder_is_sampled_as_what_it_holds(flow_expert: Path, ensemble: Path) -> None:
+    for folder in (flow_expert, str(ensemble)):
+        assert torch.equal(hddm.sample(folder, 2, steps=1), hddm.sample(hddm.load(folder), 2, steps=1))
+    assert "nowhere: no such folder" in _refusal(lambda: hddm.sample("nowhere", 2))
 
 
 def test_tensors_that_do_not_fit_are_named(flow_expert: Path, tmp_path: Path) -> None:

@@ -294,6 +294,21 @@ def test_an_expert_of_classes_answers_prompts_that_name_one(tmp_path: Path) -> N
     described = HDDMPipeline.from_pretrained(tmp_path / "both")
     told, _ = described.encode(["a cat", "a Dog!", "hot dogs", "one hot dog"])
     assert told[PRIOR].tolist() == [[0, 1], [0.5, 0.5], [0, 1], [0.5, 0.5]]
+    # What routes prompts is no argument of anyone's, so no message names it.
+    labels = {"class_labels": torch.tensor([0, 1])}
+    seen = {"output_type": "latent", "callback_on_step_end_tensor_inputs": ["mask"]}
+    for call, said in (
+        (
+            lambda: hddm.sample(pipe.ensemble, 1, caption=[1]),
+            "no condition 'caption'; it declares: class_labels",
+        ),
+        (lambda: hddm.sample(pipe.ensemble, 1, expert_prio=[1]), "no condition 'expert_prio'"),
+        (lambda: pipe(prompt=["a dog"] * 3, conditions=labels), "different numbers of them"),
+        (lambda: pipe("a dog", **seen), "callbacks see 'latents'"),
+    ):
+        message = refusal(call)
+        assert said in message
+        assert "expert_prior" not in message
     # Asked by class, the expert of text has no part.
     assert pipe.ensemble.prior_of(1, {"class_labels": torch.tensor([1])}).tolist() == [[1, 0]]
 
@@ -437,7 +452,7 @@ def test_a_prior_of_each_sample_is_checked_and_goes_to_no_expert() -> None:
     torch.testing.assert_close(ensemble.weights(x, t, conditions={PRIOR: prior}), expected)
     assert ensemble.velocity(x, t, **{PRIOR: prior}).shape == x.shape
     for wrong in (prior[:1], -prior, torch.zeros(2, 2)):
-        with pytest.raises(HddmError, match=PRIOR):
+        with pytest.raises(HddmError, match=r"p\(k \| prompt\) must be \(2, 2\) numbers"):
             ensemble.prior_of(2, {PRIOR: wrong})
 
 

@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from hddm.networks.wrappers import declared_shape
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
 from tests.cases import LINEAR, Case, ConditionSum, case_named, each_legal
+from tests.checkpoint_files import plain_unet
 from tests.oracles import BoundedNetwork, Recorder
 
 SHAPE = (2, 4, 4)
@@ -108,6 +110,20 @@ def test_other_times_are_refused(t: list[float]) -> None:
 def test_flow_prediction_on_a_discrete_schedule_is_refused() -> None:
     with pytest.raises(HddmError, match="flow_prediction needs"):
         VelocityField(BoundedNetwork(), case_named("ddpm-linear").schedule, "flow_prediction")
+
+
+def test_outputs_of_diffusers_and_tuples_are_the_tensor_in_them() -> None:
+    network = plain_unet()
+    states = torch.randn(4, *declared_shape(network), generator=torch.Generator().manual_seed(0))
+    plain = VelocityField(lambda y, t: network(y, t).sample, LINEAR.schedule, "epsilon")
+    with torch.no_grad():
+        v = plain.velocity(states, T)
+        for form in (network, lambda y, t: network(y, t, return_dict=False)):
+            assert torch.equal(VelocityField(form, LINEAR.schedule, "epsilon").velocity(states, T), v)
+    for output, found in (({"x": 1}, "a dict"), (None, "a NoneType")):
+        field = VelocityField(lambda y, t, one=output: one, LINEAR.schedule, "epsilon")
+        with pytest.raises(HddmError, match=f"the network returned {found} for a state of"):
+            field.velocity(states, T)
 
 
 def test_a_network_with_another_number_of_channels_is_refused() -> None:

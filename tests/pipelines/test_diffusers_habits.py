@@ -286,6 +286,9 @@ def test_what_other_pipelines_take_is_refused_by_name(
     assert torch.equal(_images(pipe, eta=0.0, sigmas=None, callback_steps=1), _images(pipe))
     with pytest.raises(TypeError, match="HDDMPipeline takes no 'num_inference_step'; did you mean 'num_inf"):
         pipe(class_labels=LABELS, num_inference_step=3)
+    for ours, theirs in (("num_images", "num_images_per_prompt"), ("steps", "num_inference_steps")):
+        with pytest.raises(TypeError, match=f"takes no '{ours}'; did you mean '{theirs}'"):
+            pipe(class_labels=LABELS, **{ours: 3})
 
 
 def test_images_have_another_size_where_the_network_allows_it(tmp_path: Path) -> None:
