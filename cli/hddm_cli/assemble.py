@@ -105,8 +105,10 @@ def assemble(
     options = (vae, text_encoder, tokenizer, base or (), shares, named, domains, diffusers_pipeline)
     with Progress(None, "check and assemble"):
         if changes:
-            parts = (experts[0], add or (), remove or (), router, out, strategy, overwrite)
-            notes = change(*parts, *options, allow_mixed_sizes)
+            notes = change(
+                experts[0], add or (), remove or (), router, out, strategy, overwrite, *options,
+                allow_mixed_sizes=allow_mixed_sizes,
+            )  # fmt: skip
         else:
             assert out is not None
             notes = put_together(experts, out, router, strategy or DEFAULT_STRATEGY, overwrite, *options)

@@ -282,10 +282,10 @@ def misread(field: VelocityField, shard: Shard, seed: int) -> str | None:
         covered = torch.tensor([low <= time <= high for time in times])
         errors = _errors(other, images, given, times, generator(seed, _STREAM))[covered]
         mine, theirs = recorded[covered, 0].mean().item(), errors[:, 0].mean().item()
-        is_clear = theirs < CLEARLY * mine and covered.sum() > len(times) / 2
+        is_clear = theirs < CLEARLY * mine and 2 * int(covered.sum()) > len(times)
         for worse, sure in ((recorded[covered, 0], 4.0), (errors[:, 1], SURE)):
             gain, deviation = _mean(worse - errors[:, 0])
-            is_clear = is_clear and gain > sure * deviation
+            is_clear = is_clear and bool(gain > sure * deviation)
         if is_clear:
             pairs = zip(_words(other), _words(field), strict=True)
             fits.append((theirs / mine, [pair for pair in pairs if pair[0] != pair[1]], theirs, mine))
