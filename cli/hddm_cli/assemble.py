@@ -37,7 +37,8 @@ def assemble(
         ),
     ] = None,
     strategy: Annotated[
-        str | None, StrategyOption(help="Recommended strategy, stored in the folder; default: draw.")
+        str | None,
+        StrategyOption(help="Strategy that the folder recommends; default: commit-0.84 with a router."),
     ] = None,
     vae: Component = None,
     text_encoder: Component = None,
@@ -94,8 +95,8 @@ def assemble(
     shares = _shares(share or ())
     if out is not None:
         check_absent(out, ENSEMBLE_FILE, overwrite)
-    from hddm.experts.assembly import DEFAULT_STRATEGY, read_classes
     from hddm.experts.assembly import assemble as put_together
+    from hddm.experts.assembly import read_classes
     from hddm.experts.assembly_changes import change
     from hddm.experts.ensemble_folders import read_ensemble_facts
     from hddm.utils.progress import Progress
@@ -111,12 +112,14 @@ def assemble(
             )  # fmt: skip
         else:
             assert out is not None
-            notes = put_together(experts, out, router, strategy or DEFAULT_STRATEGY, overwrite, *options)
+            notes = put_together(experts, out, router, strategy, overwrite, *options)
     for note in notes:
         typer.echo(f"note: {note}")
     written = out or experts[0]
     ensemble = read_ensemble_facts(written)
     typer.echo(f"{written}: {counted(len(ensemble.experts), 'expert')}, strategy {ensemble.strategy}")
+    if (why := _WHY.get(ensemble.strategy.partition("-")[0])) is not None:
+        typer.echo(f"{ensemble.strategy}: {why}")
     told: dict[int, tuple[str, float]] = {}
     for name, part, first in zip(ensemble.labels, ensemble.prior, ensemble.domain_of, strict=True):
         before, total = told.get(first, ("", 0.0))
@@ -124,6 +127,13 @@ def assemble(
     typer.echo(f"shares: {', '.join(f'{name} {total:.3g}' for name, total in told.values())}")
     if names := ensemble.classes:
         typer.echo(f"classes: {', '.join(names[:MOST])}{' …' if len(names) > MOST else ''}")
+
+
+_WHY = {
+    "draw": "one expert makes each image from beginning to end, drawn by the shares; no router is used",
+    "commit": "the router mixes all experts at high noise, then each image keeps one of them",
+}
+"""What the default strategies do."""
 
 
 def _shares(given: Sequence[str]) -> dict[str, float]:

@@ -60,6 +60,8 @@ from hddm.utils.records import MANIFEST, composed, has_manifest, read_record, re
 from hddm.utils.tensors import read_safetensors, refuse_non_finite
 
 DEFAULT_STRATEGY = "draw"
+ROUTED_STRATEGY = "commit-0.84"
+"""Default with a learned router, by measurements on digits and photographs (docs/results.md)."""
 MOMENTS = "moments"
 """In place of a router's folder."""
 MOMENTS_EVIDENCE = 10.0
@@ -115,7 +117,7 @@ def assemble(
     experts: Sequence[Path],
     out: Path,
     router: str | Path | None = None,
-    strategy: str = DEFAULT_STRATEGY,
+    strategy: str | None = None,
     overwrite: bool = False,
     vae: Path | None = None,
     text_encoder: Path | None = None,
@@ -142,10 +144,11 @@ def assemble(
     moments (`hddm.routers.MomentsRouter`). ``vae`` decodes latents, and ``text_encoder`` with
     ``tokenizer`` reads text; by default they are those that the experts keep, several where these differ
     (`hddm.experts.components`). Where experts have topics (`hddm.training.topics`), prompts are routed by
-    them. Experts of unlike samples can be drawn, and not mixed. ``strategy`` is the one that the folder
-    recommends. ``bases`` are folders of weights that adapters change, where they have moved since
-    training. ``diffusers_pipeline`` adds a ``pipeline.py``, by which stock diffusers opens the folder
-    (`hddm.pipelines.stock`). Returns notes on what was taken on trust or could not be known.
+    them. Experts of unlike samples can be drawn, and not mixed. ``strategy`` is the one that
+    the folder recommends, by default `ROUTED_STRATEGY` with a router's folder and ``draw`` without. ``bases``
+    are folders of weights that adapters change, where they have moved since training. ``diffusers_pipeline``
+    adds a ``pipeline.py``, by which stock diffusers opens the folder (`hddm.pipelines.stock`).
+    Returns notes on what was taken on trust or could not be known.
 
     Raises `HddmError`, before writing, that lists all differences between the parts, and for weights and
     calibrations that are not those of their record.
@@ -168,6 +171,7 @@ def assemble(
         domains=domains,
     )
     refuse_inside(out, (*experts, folders.router, *folders.given.values(), *folders.bases.values()))
+    strategy = strategy or (DEFAULT_STRATEGY if folders.router is None else ROUTED_STRATEGY)
     record, components, notes = check(folders, strategy)
     notes += check_files(experts, folders.router, folders.bases)
     with new_folder(out, ENSEMBLE_FILE, overwrite) as draft:

@@ -16,6 +16,7 @@ from hddm.experts.assembly import (
     DEFAULT_STRATEGY,
     MOMENTS,
     MOMENTS_EVIDENCE,
+    ROUTED_STRATEGY,
     ClassNames,
     EnsembleFolders,
     check,
@@ -74,7 +75,8 @@ def change(
     shards gives exactly the one over fewer. One that does not know the shard of an added expert is set aside
     for the moments of all experts, where all are calibrated, until that expert goes. Priors are counted anew,
     but for shares given now or before; if those of all experts left were given, they keep their proportions.
-    The strategy, a shift set by hand, domains of which no expert goes and all else in the folder stay.
+    The strategy (but for a ``draw`` that a first router replaces), a shift set by hand, domains of which no
+    expert goes and all else in the folder stay.
 
     ``remove`` names experts as `hddm.experts.assembly.choices` does; without ``add``, all of their domains
     go. ``out`` is the folder to
@@ -142,7 +144,12 @@ def change(
         moments_evidence=MOMENTS_EVIDENCE if router == MOMENTS else None,
         domains=domains,
     )
-    strategy = strategy or record.strategy
+    if strategy is None:
+        # What was drawn for want of a router is mixed by it once there is one.
+        is_first = (
+            folders.router is not None and record.router is None and record.strategy == DEFAULT_STRATEGY
+        )
+        strategy = ROUTED_STRATEGY if is_first else record.strategy
     told: tuple[str, ...] = ()
     learned = record.router or record.router_aside
     if router is None and learned is not None:
@@ -154,7 +161,8 @@ def change(
         is_calibrated = all((folder / CALIBRATION).is_file() for folder in everyone)
         # Of several kinds experts are drawn, and nothing routes.
         is_calibrated &= len({sample_kind(one) for _, one in read_records(everyone)}) == 1
-        if unknown and (is_calibrated or strategy == DEFAULT_STRATEGY):
+        if unknown and (is_calibrated or strategy in (DEFAULT_STRATEGY, ROUTED_STRATEGY)):
+            strategy = strategy if is_calibrated else DEFAULT_STRATEGY
             evidence = MOMENTS_EVIDENCE if is_calibrated else None
             folders = replace(folders, aside=ensemble / learned, moments_evidence=evidence)
             instead = "the experts' moments route" if is_calibrated else "draw needs none"

@@ -141,9 +141,10 @@ def _mixing(folder: Path, opened: OpenedEnsemble, strategy: str | None) -> Opene
     facts = opened.facts
     if not facts.is_routed and len(opened.experts) > 1:
         raise HddmError(f"{folder}: --teacher routed needs its router, and it has none; take --teacher shard")
-    if strategy is None and facts.strategy == "draw" and len(opened.experts) > 1:
-        log.info("%s: draws an expert for each sample; the student learns their full mixture", folder)
-    chosen = strategy or ("full" if facts.strategy == "draw" else facts.strategy)
+    keeps_one = Strategy.parse(facts.strategy).kind in ("draw", "commit")
+    if strategy is None and keeps_one and len(opened.experts) > 1:
+        log.info("%s: keeps one expert per sample; the student learns their full mixture", folder)
+    chosen = strategy or ("full" if keeps_one else facts.strategy)
     with asked():
         Strategy.parse(chosen).check(len(set(facts.domain_of)))
     return replace(opened, facts=facts.model_copy(update={"strategy": chosen}))

@@ -1,0 +1,44 @@
+"""hddm evaluate --strategies: which strategy suits an ensemble, and what assembling recommends."""
+
+import json
+from pathlib import Path
+
+from hddm.experts.assembly import ROUTED_STRATEGY, assemble
+from hddm.experts.assembly_changes import change
+from hddm.experts.ensemble_folders import read_ensemble_facts
+from tests.artefacts import Command, copied
+
+
+def test_strategies_are_measured_alike_and_the_best_is_stored(
+    ensemble: Path, images: Path, tmp_path: Path, hddm: Command
+) -> None:
+    own, out = copied(ensemble, tmp_path / "ensemble"), tmp_path / "out"
+    call = ["evaluate", own, "--strategies", "top-1,draw", "--reference", images, "--num-images", 12]
+    code, shown, err = hddm(*call, "--allow-few", "--out", out)
+    assert code == 0, err
+    results = {name: json.loads((out / f"{name}.json").read_text()) for name in ("top-1", "draw")}
+    assert results["top-1"]["features"]["hash"] == results["draw"]["features"]["hash"]
+    assert {one["sampling"]["seed"] for one in results.values()} == {0}
+    best = min(results, key=lambda name: results[name]["to_training"]["value"])
+    assert f"hddm assemble {own} --strategy {best}" in shown
+    made = (out / "top-1.json").stat().st_mtime_ns
+    code, shown, err = hddm(*call, "--allow-few", "--out", out, "--store")
+    assert (code, (out / "top-1.json").stat().st_mtime_ns) == (0, made)
+    assert read_ensemble_facts(own).strategy == best
+
+
+def test_a_learned_router_is_used_unless_another_strategy_is_named(
+    ddpm_expert: Path, flow_expert: Path, router: Path, tmp_path: Path
+) -> None:
+    experts = [ddpm_expert, flow_expert]
+
+    def recommended(name: str) -> str:
+        return read_ensemble_facts(tmp_path / name).strategy
+
+    assemble(experts, tmp_path / "routed", router)
+    assemble(experts, tmp_path / "drawn")
+    assemble(experts, tmp_path / "chosen", router, "draw")
+    assert [recommended(name) for name in ("routed", "drawn", "chosen")] == [ROUTED_STRATEGY, "draw", "draw"]
+    change(tmp_path / "drawn", router=router)
+    change(tmp_path / "chosen", share={"0": 0.3})
+    assert [recommended(name) for name in ("drawn", "chosen")] == [ROUTED_STRATEGY, "draw"]
