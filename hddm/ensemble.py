@@ -181,7 +181,7 @@ class Ensemble:
             raise HddmError("an ensemble needs at least one expert")
         if odd := [type(one).__name__ for one in experts if not isinstance(one, VelocityField)]:
             raise HddmError(
-                f"experts hold a {odd[0]}: wrap it in hddm.VelocityField(network, schedule, prediction_type)"
+                f"experts hold a {odd[0]}: wrap it, VelocityField(network, schedule, prediction_type)"
             )
         self.experts = list(experts)
         given = list(range(len(self.experts)) if domains is None else domains)

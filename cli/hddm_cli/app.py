@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from hddm.utils.errors import HddmError, on_command_line
+from hddm.utils.files import FULL
 from hddm.utils.processes import Interrupted, interruptible
 from hddm.utils.progress import Progress
 from hddm_cli import (
@@ -138,6 +139,10 @@ def _message(error: Exception) -> str:
     of_disks = getattr(sys.modules.get("safetensors"), "SafetensorError", OSError)
     if not isinstance(error, (OSError, HddmError, of_disks)):
         return f"unexpected {type(error).__name__}: {_one_line(error)} (--debug shows where)"
+    if isinstance(error, OSError) and error.strerror:
+        place = error.filename2 or error.filename or "a file, or the output"
+        remedy = "free some space" if error.errno in FULL else "name another path"
+        return _one_line(f"{place}: {error.strerror}; {remedy}")
     details = getattr(error, "details", ())
     return "\n  ".join((_one_line(getattr(error, "message", error)), *details))
 

@@ -83,9 +83,12 @@ def assemble(
     overwrite: Overwrite = False,
 ) -> None:
     """Put experts and a router into one ensemble folder, after checking that they fit; or change one."""
-    changes = bool(add or remove) or (len(experts) == 1 and (experts[0] / ENSEMBLE_FILE).is_file())
+    whole = [one for one in experts if (one / ENSEMBLE_FILE).is_file()]
+    changes = bool(add or remove or whole)
     if changes and len(experts) != 1:
-        raise UsageError("--add and --remove change one ensemble folder; name that alone")
+        first = (whole or experts)[0]
+        rest = " ".join(f"--add {one}" for one in experts if one != first)
+        raise UsageError(f"{first}: an ensemble is changed alone; hddm assemble {first} {rest}")
     if out is None and not changes:
         raise UsageError("--out is required, the folder to write")
     if router is not None and router != "moments":

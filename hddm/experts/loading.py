@@ -172,9 +172,11 @@ def open_ensemble(folder: Path, dtype: torch.dtype, experts: Sequence[int] | Non
         return _ensemble(folder, dtype, experts)
     if is_paris(folder):
         return _paris(folder, dtype, experts)
+    remedy = "hddm convert makes an expert of a checkpoint"
+    if folder.suffix == ".run":
+        remedy = f"it is the run of a training, and its expert is {folder.with_suffix('')}"
     raise UsageError(
-        f"{folder}: neither an expert folder ({EXPERT_FILE}) nor an ensemble folder ({ENSEMBLE_FILE}); "
-        "hddm convert makes an expert of a checkpoint"
+        f"{folder}: neither an expert folder ({EXPERT_FILE}) nor an ensemble ({ENSEMBLE_FILE}); {remedy}"
     )
 
 

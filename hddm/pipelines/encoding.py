@@ -1,6 +1,7 @@
 """Conditions of a pipeline's calls: prompts, class labels and embeddings by network keyword."""
 
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -188,7 +189,10 @@ def _named_in(text: str, classes: Sequence[str]) -> int:
     """Number of the longest class name in a text; the number of classes where it has none."""
     text = composed(text)
     found = [name for name in classes if re.search(rf"\b{re.escape(name)}\b", text, re.IGNORECASE)]
-    return classes.index(max(found, key=len)) if found else len(classes)
+    longest = max(found, key=len, default="")
+    if others := [name for name in found if name.lower() not in longest.lower()]:
+        warnings.warn(f"prompt {text[:60]!r}: taken as {longest}, not {' and '.join(others)}", stacklevel=2)
+    return classes.index(longest) if found else len(classes)
 
 
 def repeated(

@@ -73,13 +73,10 @@ def plan_upload(
             f"{folder / gone[0]}: is not there; copy the folder again, whole, or write {MANIFEST} anew by "
             f"hddm assemble {folder} --strategy {facts.strategy}"
         )
-    # `foreign_pipeline` knows this one.
-    sealed |= names & {PIPELINE_FILE}
     others = [name for name in sorted(names - sealed) if not re.search(r"(^|/)\.", name)]
-    papers = {name for name in others if Path(name).name.upper().startswith(PAPERS)}
+    papers = {name for name in others if name == PIPELINE_FILE or Path(name).name.upper().startswith(PAPERS)}
     papers |= {name for name in others if name.lower().endswith(_PICTURES)}
     files: dict[str, Path | bytes] = {name: inside(folder, name) for name in sorted(sealed | papers)}
-    left_out = shown([name for name in others if name not in papers])
     own, sheet = folder / CARD, None
     is_own = own.is_file() and MARK not in own.read_text(encoding="utf-8", errors="replace")
     given = {"licence": licence, "picture": picture, "results": results}
@@ -91,7 +88,7 @@ def plan_upload(
         sheet = f"picture{suffix}"
         files[sheet] = picture
     text, notes = model_card(folder, repo_id, facts, licence, sheet, results)
-    if left_out:
+    if left_out := shown([name for name in others if name not in papers]):
         notes.append(f"left out, since no manifest lists them: {', '.join(left_out)}")
     if is_own:
         return Upload(repo_id, files, (f"{own} is yours, and is the card as it is", *notes))

@@ -46,6 +46,8 @@ LATENTS_FILE = "latents.safetensors"
 IMAGE = "{:05d}.png"
 ROUND = 1024
 """Images that are in memory together."""
+ENOUGH = 32
+"""Images from which on a router that takes one expert for all is doubted."""
 NEGATIVE = "negative_"
 Cycles = Mapping[str, Tensor]
 Positive = Annotated[int, Field(ge=1)]
@@ -419,9 +421,8 @@ def _warn(pipeline: HDDMPipeline, settings: SampleSettings, use: ExpertUse, expe
     if is_told and settings.num_images >= len(pipeline.experts.facts):
         is_drawn = (settings.strategy or pipeline.ensemble.strategy) == "draw"
         is_learned = not (is_drawn or isinstance(pipeline.ensemble.router, MomentsRouter))
-        # Conditions may leave one expert alone.
-        known = expected if is_drawn or expected.count_nonzero() == 1 else None
-        for line in use.warnings(known, pipeline.ensemble.domains, is_learned):
+        is_doubted = is_learned and settings.num_images >= ENOUGH
+        for line in use.warnings(expected, pipeline.ensemble.domains, is_doubted):
             warnings.warn(line, stacklevel=3)
 
 

@@ -68,17 +68,18 @@ def locked(path: Path, refusal: Callable[[str], str], patience: float = _PATIENC
     that process's name.
     """
     lock = FileLock(path, thread_local=False)
-    while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            # More than one attempt, since the holder may just have removed the file that was opened.
-            lock.acquire(timeout=patience)
-            break
-        except FileNotFoundError:
-            # Another process just removed the folder with its lock.
-            continue
-        except Timeout:
-            raise HddmError(refusal(_holder(path))) from None
+    with writing(path):
+        while True:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                # More than one attempt, since the holder may just have removed the file that was opened.
+                lock.acquire(timeout=patience)
+                break
+            except FileNotFoundError:
+                # Another process just removed the folder with its lock.
+                continue
+            except Timeout:
+                raise HddmError(refusal(_holder(path))) from None
     try:
         # Where the system has no locks, the file's content is the lock.
         if not isinstance(lock, SoftFileLock):
@@ -148,7 +149,6 @@ def alone(target: Path, patience: float = _PATIENCE) -> Iterator[None]:
 
     Raises `HddmError` if another one is writing after ``patience`` seconds.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
     lock = _lock_of(target)
     with locked(
         lock,
@@ -197,7 +197,7 @@ def check_absent(target: Path, record: str, overwrite: bool = False, fills_empty
     if not target.exists():
         above = next(folder for folder in target.absolute().parents if folder.exists())
         if not above.is_dir() or not os.access(above, os.W_OK):
-            raise HddmError(f"{target}: cannot be made, since {above} is no folder to write in")
+            raise HddmError(f"{target}: cannot be made: {above} is no folder to write in; name another")
         return
     is_empty = target.is_dir() and not any(target.iterdir())
     if not overwrite:
@@ -321,7 +321,8 @@ def writing(path: Path, kept: Callable[[], str] = nothing, below: Path | None = 
         yield
     except (OSError, SafetensorError, Unwritten) as error:
         why = error.why if isinstance(error, Unwritten) else error
-        named = error.path if isinstance(error, Unwritten) else getattr(error, "filename", None)
+        # Of a copy, the second file is the one that it is written to.
+        named = getattr(error, "filename2", None) or getattr(error, "filename", getattr(error, "path", None))
         if below is not None and isinstance(named, str | Path):
             place = Path(os.path.abspath(named))
             if not (place.is_relative_to(below.absolute()) or path.absolute().is_relative_to(place)):
@@ -329,7 +330,7 @@ def writing(path: Path, kept: Callable[[], str] = nothing, below: Path | None = 
         if (full := _full(why)) is not None:
             said = f"{os.strerror(full)}); free some space; {kept()}"
         else:
-            said = f"{getattr(why, 'strerror', None) or one_line(why)})"
+            said = f"{getattr(why, 'strerror', None) or one_line(why)}); choose another place"
         unwritten = Unwritten(f"{path}: cannot be written ({said}")
         unwritten.path, unwritten.why = path, why
         raise unwritten from error
@@ -338,12 +339,13 @@ def writing(path: Path, kept: Callable[[], str] = nothing, below: Path | None = 
 def _full(error: OSError | SafetensorError) -> int | None:
     """Number of an error that says that a disk or a quota is full, or files may not be as large."""
     if isinstance(error, OSError):
-        return error.errno if error.errno in _FULL else None
+        return error.errno if error.errno in FULL else None
     # safetensors says it in words.
-    return next((number for number in _FULL if f"(os error {number})" in str(error)), None)
+    return next((number for number in FULL if f"(os error {number})" in str(error)), None)
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Numbers of the errors of a full disk."""
 
 
 def refuse_full_disk(out: Path, size: float) -> None:

@@ -124,6 +124,24 @@ def test_a_full_disk_is_one_line(whole: Path, tmp_path: Path, hddm: Command) -> 
     assert not list((tmp_path / "out.run" / "checkpoints").iterdir())
 
 
+def test_an_output_that_takes_no_more_is_told_with_a_remedy(images: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        finished = subprocess.run([HDDM, "inspect", images], stdout=full, stderr=subprocess.PIPE, text=True)
+    told = "hddm: a file, or the output: No space left on device; free some space\n"
+    assert (finished.returncode, finished.stderr) == (1, told)
+
+
+def test_what_is_meant_for_another_argument_is_said(
+    ensemble: Path, ddpm_expert: Path, tmp_path: Path, hddm: Command
+) -> None:
+    error = _refused(hddm, "assemble", ensemble, ddpm_expert, "--out", tmp_path / "out")
+    assert f"; hddm assemble {ensemble} --add {ddpm_expert}\n" in error
+    (tmp_path / "mine.run").mkdir()
+    error = _refused(hddm, "sample", tmp_path / "mine.run", "--out", tmp_path / "out")
+    assert f"it is the run of a training, and its expert is {tmp_path / 'mine'}\n" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.run"]
+
+
 def test_debug_lets_the_error_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["hddm", "--debug", "inspect", str(tmp_path)])
     with pytest.raises(HddmError):

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ from hddm.velocity import PRIOR
 from tests.artefacts import Command, contents, refusal
 from tests.checkpoint_files import SD_BETAS, converted, pipeline, pixart, text_unet
 from tests.component_files import write_clip, write_t5, write_vae
-from tests.ensemble_files import flow_expert, load_ensemble, text_experts
+from tests.ensemble_files import flow_expert, load_ensemble, pipeline_in_memory, text_experts
 from tests.lora_files import kohya
 
 STEPS = {"num_inference_steps": 3, "output_type": "pt"}
@@ -311,6 +312,18 @@ def test_an_expert_of_classes_answers_prompts_that_name_one(tmp_path: Path) -> N
         assert "expert_prior" not in message
     # Asked by class, the expert of text has no part.
     assert pipe.ensemble.prior_of(1, {"class_labels": torch.tensor([1])}).tolist() == [[1, 0]]
+
+
+def test_a_prompt_of_several_classes_is_told_to_be_taken_as_one() -> None:
+    names = {"classes": ("dog", "hot dog", "truck")}
+    pipe = pipeline_in_memory([flow_expert(k, names, num_classes=3) for k in range(2)])
+    with pytest.warns(UserWarning, match="prompt 'a truck and a dog': taken as truck, not dog"):
+        given, _ = pipe.encode("a truck and a dog")
+    assert given["class_labels"].tolist() == [2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        given, _ = pipe.encode(["a truck", "one hot dog"])
+    assert given["class_labels"].tolist() == [2, 1]
 
 
 def test_a_class_that_a_prompt_names_goes_to_those_who_have_its_images(tmp_path: Path) -> None:

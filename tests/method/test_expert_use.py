@@ -1,14 +1,20 @@
 """Which experts a sampling used: tallies against a router made by hand, and what is worth a warning."""
 
+import shutil
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from hddm.ensemble import Ensemble
+from hddm.experts.records import save_router
 from hddm.sampling import ExpertUse, sample
+from hddm.utils.records import write_manifest
+from tests.artefacts import Command
 from tests.cases import ConditionSum
+from tests.ensemble_files import flow_expert, random_router, write_ensemble
 
 NUM = 6
 
@@ -99,6 +105,23 @@ def test_only_a_router_that_is_trained_is_doubted() -> None:
     use.add(0.5, torch.tensor([[1.0, 0.0]] * 20))
     assert use.warnings(is_learned=False) == ["expert 0 takes 100% of the weight", NONE_OF.format(1)]
     assert use.warnings(torch.tensor([20.0, 0.0])) == []
+
+
+@pytest.mark.parametrize(("num", "is_doubted"), [(8, False), (32, True)])
+def test_a_few_images_are_no_reason_to_doubt_a_router(
+    num: int, is_doubted: bool, tmp_path: Path, hddm: Command
+) -> None:
+    folder = write_ensemble(tmp_path, [flow_expert(seed) for seed in range(2)], "full")
+    router, facts = random_router(2)
+    router.head[-1].bias.data[0] += 100
+    shutil.rmtree(folder / "router")
+    (folder / "router").mkdir()
+    save_router(folder / "router", router, facts)
+    write_manifest(folder)
+    options = ("--num-images", num, "--steps", 1)
+    code, _, error = hddm("sample", folder, "--out", tmp_path / "out", *options)
+    assert (code, "expert 0 takes 100% of the weight" in error) == (0, True)
+    assert ("is the router trained?" in error) == is_doubted
 
 
 def test_an_expert_of_little_weight_is_used() -> None:

@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 
 from hddm.utils.errors import HddmError
 from hddm.utils.files import (
+    alone,
     check_absent,
     new_folder,
     read_json,
@@ -287,6 +288,24 @@ def test_a_full_disk_is_one_line_with_the_file(tmp_path: Path) -> None:
         assert "File too large" in str(refused.value)
         assert "\n" not in str(refused.value)
         assert not list(tmp_path.iterdir())
+
+
+def test_a_copy_into_a_new_folder_on_a_full_disk_names_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(bytes(4096))
+    with (
+        pytest.raises(HddmError, match=f"{tmp_path / 'out'}: cannot be written .*; free some space"),
+        largest_file(1000),
+        new_folder(tmp_path / "out", RECORD) as draft,
+    ):
+        shutil.copyfile(tmp_path / "source", draft / "copy")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_lock_that_cannot_be_made_is_one_line_with_its_path(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    message = rf"{tmp_path}/file/.out.lock: cannot be written \(.*\); choose another place"
+    with pytest.raises(HddmError, match=message), alone(tmp_path / "file" / "out"):
+        pass
 
 
 def test_a_place_where_nothing_can_be_made_is_one_line_with_the_path(tmp_path: Path) -> None:
