@@ -86,9 +86,9 @@ def assemble(
     whole = [one for one in experts if (one / ENSEMBLE_FILE).is_file()]
     changes = bool(add or remove or whole)
     if changes and len(experts) != 1:
-        first = (whole or experts)[0]
-        rest = " ".join(f"--add {one}" for one in experts if one != first)
-        raise UsageError(f"{first}: an ensemble is changed alone; hddm assemble {first} {rest}")
+        changed = (whole or experts)[0]
+        rest = " ".join(f"--add {one}" for one in experts if one != changed)
+        raise UsageError(f"{changed}: an ensemble is changed alone; hddm assemble {changed} {rest}")
     if out is None and not changes:
         raise UsageError("--out is required, the folder to write")
     if router is not None and router != "moments":
