@@ -430,6 +430,7 @@ def test_models_are_the_ensemble_and_its_experts(classes: Path) -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
     "class": ({"prompt": "horse"}, 400, "it names none of cat, dog, 7"),
+    "number beyond": ({"prompt": "3"}, 400, "it names none of cat, dog, 7"),
     "model": ({"prompt": "cat", "model": "ensemble/9"}, 404, "there is no model 'ensemble/9'"),
     "size": ({"prompt": "cat", "size": "1024x1024"}, 400, "this ensemble makes 4x4; or pass auto"),
     "many": ({"prompt": "cat", "n": 11}, 400, "n is 11, and this service makes at most 10"),
