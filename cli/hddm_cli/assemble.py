@@ -38,7 +38,7 @@ def assemble(
     ] = None,
     strategy: Annotated[
         str | None,
-        StrategyOption(help="Strategy that the folder recommends; default: commit-0.84 with a router."),
+        StrategyOption(help="Strategy that the folder recommends; default: commit-0.92 with a router."),
     ] = None,
     vae: Component = None,
     text_encoder: Component = None,

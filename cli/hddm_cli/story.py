@@ -292,8 +292,8 @@ def check_unchanged(place: Path) -> int:
 MODELS = {
     "old": ("the old model", "The old model makes 0–4"),
     "fine-tuned": ("fine-tuned on 5–9", "Fine-tuned on 5–9, it has forgotten 0–4"),
-    "grown": ("grown, one expert an image", "Grown by experts of 5–9, it makes all ten"),
-    "routed": ("grown, two experts a step by the router", ""),
+    "grown": ("grown, one expert per image", "Grown by experts of 5–9, it makes all ten"),
+    "routed": ("grown, mixed by the router at high noise", ""),
 }
 """Names in the table, and what the first samples show."""
 SENTENCE = (

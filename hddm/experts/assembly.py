@@ -60,7 +60,7 @@ from hddm.utils.records import MANIFEST, composed, has_manifest, read_record, re
 from hddm.utils.tensors import read_safetensors, refuse_non_finite
 
 DEFAULT_STRATEGY = "draw"
-ROUTED_STRATEGY = "commit-0.84"
+ROUTED_STRATEGY = "commit-0.92"
 """Default with a learned router, by measurements on digits and photographs (docs/results.md)."""
 MOMENTS = "moments"
 """In place of a router's folder."""

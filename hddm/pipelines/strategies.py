@@ -11,7 +11,7 @@ from hddm.evaluation.results import ResultGroup, read_groups
 from hddm.pipelines.samples import SampleSettings, sample_to_folder
 from hddm.utils.files import write_json, write_whole
 
-STRATEGIES = ("draw", "commit-0.84", "commit-0.68", "top-1", "top-2", "full")
+STRATEGIES = ("draw", "commit-0.92", "commit-0.68", "top-1", "top-2", "full")
 """Strategies that are compared by default."""
 
 

@@ -214,7 +214,7 @@ def test_its_sentence_is_said_of_samples_that_it_is_true_of(told: Told, tmp_path
     assert [*found.values()] == made
     assert int(shares["the old model"]) > 95
     assert int(shares["fine-tuned on 5–9"]) < 5
-    assert int(shares["grown, one expert an image"]) == pytest.approx(50, abs=3)
+    assert int(shares["grown, one expert per image"]) == pytest.approx(50, abs=3)
 
 
 def test_its_commands_are_those_of_the_command_line_and_seeds_share_no_path(
