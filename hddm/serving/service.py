@@ -21,7 +21,7 @@ from hddm.experts.loading import open_ensemble
 from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.serving.front import Front, Limits
 from hddm.serving.workers import Worker
-from hddm.training.ray_islands import LOCAL, connected
+from hddm.training.ray_islands import LOCAL, LOOPBACK, connected
 from hddm.utils.errors import HddmError, UsageError, choose, counted, did_you_mean, one_line, optional
 from hddm.utils.processes import StopRequest
 from hddm.utils.progress import Progress
@@ -33,7 +33,6 @@ TOKEN = "HDDM_TOKEN"
 RAYS_OWN = ("num_cpus", "num_gpus", "memory")
 """Resources that Ray has options for; others are of one's own."""
 QUIET = {"log_level": "ERROR", "enable_access_log": False}
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 log = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import math
 import os
+import secrets
 import signal
 import socket
 import time
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -25,12 +27,15 @@ from hddm.training.islands import RETRIES, OnIsland, outcome_of
 from hddm.training.loop import mean
 from hddm.training.resume import CHECKPOINTS, checkpoints_in, run_folder_of, step_of
 from hddm.training.state import LOSSES, PROGRESS, ProgressRecord, wait_for_run
-from hddm.utils.errors import HddmError, optional
+from hddm.utils.errors import HddmError, one_line, optional
 from hddm.utils.files import read_json
-from hddm.utils.processes import SIGNALS, Stopped, StopRequest, compute_environment
+from hddm.utils.processes import SIGNALS, Stopped, StopRequest, compute_environment, environment
 from hddm.utils.records import parse_record
 
 LOCAL = "local"
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+AUTHENTICATION, TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
+"""Environment variables of Ray: whether and with what a cluster authenticates."""
 LOCK_SECONDS = 60.0
 """Seconds that a task waits for the lock of its predecessor, whose machine may be gone."""
 SAVE_SECONDS = 120.0
@@ -150,33 +155,63 @@ def _train(island: Island) -> Outcome | None:
 
 
 @contextlib.contextmanager
-def connected(ray: Any, address: str, **own: Any) -> Iterator[None]:
+def connected(ray: Any, address: str, variables: Any = (), **own: Any) -> Iterator[None]:
     """Connect to Ray for a block; a connection that existed before stays.
 
-    ``own`` are options of the cluster that ``local`` starts. Raises `HddmError` where no cluster answers.
+    ``own`` are options of the cluster that ``local`` starts, ``variables`` are those of all our processes. A
+    local cluster listens at this machine alone, but for the replicas of Ray Serve, and who connects needs a
+    token, made for this run where the environment has none.
+
+    Raises `HddmError` where no cluster answers, and where anybody could run code on it.
     """
+    has_tls = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+    if (mode := os.environ.get(AUTHENTICATION, "token")).lower() != "token" and not has_tls:
+        raise HddmError(
+            f"{AUTHENTICATION}={mode}: Ray would run the code of whoever reaches one of its ports; unset it, "
+            "or set RAY_USE_TLS=1 and its certificates"
+        )
     if ray.is_initialized():
         yield
         return
     os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    handlers = {one: signal.getsignal(one) for one in SIGNALS}
-    own = {"include_dashboard": False} | own if address == LOCAL else {}
+    # It would tell how to do without a token.
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+    handlers, is_local = {one: signal.getsignal(one) for one in SIGNALS}, address == LOCAL
+    own = {"include_dashboard": False} | own if is_local else {}
+    # Ray itself would leave one in a file that all users of the machine can read.
+    token = {TOKEN: os.environ.get(TOKEN) or secrets.token_hex(32)} if is_local else {}
+    # Ray's switch between every address of a machine and, on one that is no cluster's, 127.0.0.1.
+    alone = patch.object(ray._private.ray_constants, "ENABLE_RAY_CLUSTER", not is_local, create=True)
     host, _, port = address.rpartition(":")
-    try:
-        if host and port.isdecimal():
-            # Ray itself would try for minutes.
-            socket.create_connection((host.rpartition("/")[2], int(port)), REACH_SECONDS).close()
-        ray.init(address=address, logging_level=logging.ERROR, **own)
-    except (OSError, OverflowError, ValueError, RuntimeError) as error:
-        raise HddmError(f"--ray {address}: no cluster answers there ({error})") from error
-    try:
-        # Ray's own handler of SIGTERM would exit in the middle of our work.
-        for one, handler in handlers.items():
-            signal.signal(one, handler)
-        yield
-    finally:
-        ray.shutdown()
+    with environment(token), alone:
+        try:
+            if host and port.isdecimal():
+                # Ray itself would try for minutes.
+                socket.create_connection((host.rpartition("/")[2], int(port)), REACH_SECONDS).close()
+            own |= {"logging_level": logging.ERROR, "runtime_env": {"env_vars": dict(variables)}}
+            ray.init(address=address, **own)
+        except (OSError, OverflowError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+            hint = (
+                "" if AUTHENTICATION in os.environ else f"; does it ask for a token? {AUTHENTICATION}=token"
+            )
+            raise HddmError(f"--ray {address}: no cluster answers there ({one_line(error)}){hint}") from error
+        try:
+            # Ray's own handler of SIGTERM would exit in the middle of our work.
+            for one, handler in handlers.items():
+                signal.signal(one, handler)
+            if is_local and (there := ray.util.get_node_ip_address()) not in LOOPBACK:
+                raise HddmError(
+                    f"--ray {LOCAL}: ray {ray.__version__} listens at {there}; take another version"
+                )
+            if not (is_local or has_tls or AUTHENTICATION in os.environ):
+                text = (
+                    "--ray %s: runs the code of whoever reaches one of its ports; see docs/guides/machines.md"
+                )
+                log.warning(text, address)
+            yield
+        finally:
+            ray.shutdown()
 
 
 def _newest(out: Path, since: int) -> tuple[int, float, float] | None:

@@ -90,3 +90,19 @@ def test_a_cluster_that_does_not_answer_is_an_error_of_one_line(shards: Path, tm
     )
     with pytest.raises(HddmError, match=r"^ray nonsense: no cluster answers there"):
         train_islands(islands, RayCluster("nonsense"))
+
+
+def test_a_cluster_that_asks_nobody_for_a_token_is_refused(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before Ray starts; TLS would do as well."""
+    pytest.importorskip("ray")
+    islands = make_islands(
+        [shards / "shard_0"], tmp_path, ["flow"], {"flow": expert_settings("flow")}, RunOptions()
+    )
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(HddmError, match=r"^RAY_AUTH_MODE=disabled: Ray would run the code of whoever"):
+        train_islands(islands, RayCluster())
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    with pytest.raises(HddmError, match=r"^ray nonsense: no cluster answers there"):
+        train_islands(islands, RayCluster("nonsense"))
