@@ -1,5 +1,6 @@
 """hddm serve."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -76,12 +77,14 @@ def serve(
 
     import torch
 
+    from hddm.serving.service import TOKEN
     from hddm.serving.service import serve as run
 
     def ready(names: Sequence[str]) -> None:
         shown = f"[{host}]" if ":" in host else host
         typer.echo(f"{ensemble}: {len(names)} experts ({', '.join(names)}) answer; Ctrl-C ends this")
-        typer.echo(f'  curl http://{shown}:{port}/v1/images/generations -d \'{{"prompt": "…"}}\'')
+        header = f' -H "Authorization: Bearer ${TOKEN}"' if os.environ.get(TOKEN) else ""
+        typer.echo(f"  curl http://{shown}:{port}/v1/images/generations{header} -d '{{\"seed\": 7}}'")
 
     run(ensemble, host, port, limits, placement, getattr(torch, dtype), device, ray, ready)
 

@@ -18,7 +18,7 @@ import time
 from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from hddm.data.images import save_png, to_bytes
 from hddm.ensemble import Ensemble
+from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.pipelines.encoding import repeated
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.sampling import (
@@ -39,7 +40,8 @@ from hddm.sampling import (
     time_grid,
     uniform_draws,
 )
-from hddm.serving.requests import LARGEST_BODY, ImageRequest, Refusal, read_request, refuse_more
+from hddm.serving import FAILED, Refusal
+from hddm.serving.requests import LARGEST_BODY, ImageRequest, read_request, refuse_more
 from hddm.serving.workers import Answer, RemoteEnsemble, SampleJob, VelocityJob
 from hddm.utils.errors import HddmError, counted, did_you_mean, one_line, with_arguments
 from hddm.utils.processes import Report
@@ -56,7 +58,10 @@ BODY = 10.0
 TOLD = 20
 """Latest requests that the time of a waiting one is estimated from."""
 
-FAILED = Refusal(500, "the service failed; its log says why")
+WAIT = 2.0
+"""Seconds until a worker that does not answer is asked whether it is there, and that it has to say so."""
+RESTART = 60.0
+"""Seconds that a worker that was lost has to come back, before its requests are refused."""
 
 log = logging.getLogger(__name__)
 
@@ -149,6 +154,8 @@ class Front:
         self.outbox: list[list[tuple[VelocityJob, asyncio.Future[Any]]]] = [[] for _ in workers]
         self.senders: list[set[asyncio.Task[None]]] = [set() for _ in workers]
         self.times: list[float] = []
+        self.missing = [0.0 for _ in workers]
+        """Monotonic seconds since which a worker has not answered; 0 where it has."""
         self.registry = registry = CollectorRegistry()
         self.requests = Counter("hddm_requests", "Requests answered", ["status"], registry=registry)
         self.seconds = Histogram("hddm_request_seconds", "Seconds of a request for images", registry=registry)
@@ -217,16 +224,18 @@ class Front:
     async def _health(self, request: Any) -> Any:
         from starlette.responses import JSONResponse
 
-        async def is_there(worker: Any) -> bool:
-            try:
-                return bool(await asyncio.wait_for(worker.ready.remote(), 2))
-            except Exception:  # whatever kept it from answering
-                return False
-
-        there = await asyncio.gather(*map(is_there, self.workers))
+        there = await asyncio.gather(*map(self._is_there, range(len(self.workers))))
         missing = [name for name, is_up in zip(self.experts, there, strict=True) if not is_up]
         content = {"status": "waits for experts" if missing else "ok", "missing": missing}
         return JSONResponse(content, 503 if missing else 200)
+
+    async def _is_there(self, k: int) -> bool:
+        try:
+            is_there = not await asyncio.wait_for(self.workers[k].ready.remote(), WAIT)
+        except Exception:  # whatever kept it from answering
+            is_there = False
+        self.missing[k] = 0.0 if is_there else self.missing[k] or time.monotonic()
+        return is_there
 
     async def _metrics(self, request: Any) -> Any:
         from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -343,7 +352,7 @@ class Front:
         async with self._admitted():
             call = await self._in_thread(self._prepared, wanted, expert)
             on_step(0)
-            return await self._make(call, on_step)
+            return await self._unfailing(call, on_step)
 
     def _prepared(self, wanted: ImageRequest, expert: int | None) -> _Call:
         """A request with its conditions encoded and its experts chosen."""
@@ -364,14 +373,29 @@ class Front:
         pipeline, guided = self.pipeline, Guidance(wanted.guidance_scale).by_condition
         if wanted.negative_prompt is not None and not guided:
             raise HddmError("negative_prompt needs a guidance_scale other than 1")
-        given, against = Conditions(), Conditions()
-        if wanted.prompt in pipeline.ensemble.classes:
-            given, against = pipeline.encode(class_labels=[wanted.prompt])
-        elif any(facts.conditions for facts in pipeline.experts.facts):
-            given, against = pipeline.encode(wanted.prompt, None, wanted.negative_prompt, guided)
-        elif wanted.prompt:
-            raise HddmError("this ensemble takes no prompt; send an empty one")
+        facts = pipeline.experts.facts
+        is_read = any(TEXT_CONDITIONS[0] in one.conditions for one in facts)
+        prompt = wanted.prompt if is_read else wanted.prompt or None
+        if prompt in pipeline.ensemble.classes:
+            given, against = pipeline.encode(class_labels=[prompt])
+        elif prompt and not any(one.conditions for one in facts):
+            raise HddmError("this ensemble takes no prompt; leave it out")
+        else:
+            given, against = pipeline.encode(prompt, None, wanted.negative_prompt, guided)
         return repeated(given, against, 1, wanted.n)[:2]
+
+    async def _unfailing(self, call: _Call, on_step: Report) -> Sequence[tuple[int, bytes]]:
+        """Numbers and PNG files of the images; what fails without guidance is no fault of the request."""
+        try:
+            return await self._make(call, on_step)
+        except Refusal:
+            raise
+        except HddmError as error:
+            if call.guidance.scale == 1.0:
+                raise RuntimeError(error.message) from error
+            plain = call.wanted.model_copy(update={"guidance_scale": 1.0})
+            await self._unfailing(replace(call, wanted=plain, negative={}, steps=1), lambda step: None)
+            raise
 
     async def _make(self, call: _Call, on_step: Report) -> Sequence[tuple[int, bytes]]:
         """Numbers and PNG files of the images."""
@@ -514,11 +538,12 @@ class Front:
         from ray.serve.exceptions import RayServeException
 
         for _ in range(TRIES):
+            task = asyncio.ensure_future(self._sent(k, work, on_step))
             try:
-                if isinstance(work, SampleJob):
-                    found = [await _last(self.workers[k].options(stream=True).draw.remote(work), on_step)]
-                else:
-                    found = await self.workers[k].velocity.remote(work)
+                while not (await asyncio.wait([task], timeout=WAIT))[0]:
+                    if not await self._is_there(k) and time.monotonic() - self.missing[k] > RESTART:
+                        raise Refusal(503, f"{self.experts[k]} has no worker; /healthz tells when it has one")
+                found = task.result()
             except RayTaskError:
                 raise
             except (RayError, RayServeException) as error:
@@ -528,11 +553,19 @@ class Front:
                 )
                 await asyncio.sleep(AGAIN)
             else:
+                self.missing[k] = 0.0
                 for one in found:
                     if isinstance(one, Answer) and one.batch:
                         self.batches.labels(self.experts[k]).observe(one.batch)
                 return found
+            finally:
+                task.cancel()
         raise Refusal(503, f"the worker of {self.experts[k]} was lost {TRIES} times")
+
+    async def _sent(self, k: int, work: SampleJob | list[VelocityJob], on_step: Report) -> list[Any]:
+        if isinstance(work, SampleJob):
+            return [await _last(self.workers[k].options(stream=True).draw.remote(work), on_step)]
+        return list(await self.workers[k].velocity.remote(work))
 
 
 def _value(found: Any) -> Tensor:

@@ -6,11 +6,12 @@ only: nothing in it is opened, imported or run.
 """
 
 import secrets
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 
 from hddm.pipelines.samples import KnownStrategy
+from hddm.serving import Refusal
 from hddm.solvers import solver_named
 from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError, one_line
@@ -21,20 +22,6 @@ LARGEST_BODY = 1 << 16
 LONGEST_PROMPT = 4000
 SEEDS = 1 << 53
 """Seeds that are not given are below this, since JavaScript has no larger whole numbers."""
-
-
-class Refusal(HddmError):
-    """A request that is answered with an error: its status, and the parameter that is to blame."""
-
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.param = status, param
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The error as clients of the API read it."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
 
 
 def _known_solver(name: str) -> str:
@@ -53,8 +40,8 @@ class ImageRequest(Record):
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
-    prompt: Prompt
-    """A text, or the name of a class."""
+    prompt: Prompt | None = None
+    """A text, or the name of a class; None for any images."""
     model: str | None = None
     """The ensemble by default, or one of its experts; see ``GET /v1/models``."""
     n: Annotated[int, Field(ge=1)] = 1

@@ -109,7 +109,8 @@ def serve(
         # Ray counts processors to place workers, and all of these are to be on this machine.
         needed = [placement.of(name, False)["num_cpus"] * count for name, count in replicas.items()]
         own = {"num_cpus": int(sum(needed) + placement.of(FRONT, False)["num_cpus"]) + 1}
-    with connected(ray, address, **own):
+    around = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "hddm.serving:middlewares"}
+    with connected(ray, address, around, **own):
         from ray import serve as ray_serve
 
         has_gpus = device in ("auto", "cuda") and ray.cluster_resources().get("GPU", 0) > 0
@@ -145,6 +146,10 @@ def serve(
                         logging_config=QUIET,
                     )
                     ray_serve.run(application, name=APPLICATION, route_prefix="/")
+                    for name in names:
+                        worker = ray_serve.get_deployment_handle(name, APPLICATION)
+                        if reason := worker.ready.remote().result():
+                            raise ValueError(reason)
             except (RuntimeError, ValueError, ray.exceptions.RayError) as error:
                 raise HddmError(f"{folder}: the service did not start ({one_line(error, 400)})") from error
             with StopRequest() as stop:

@@ -8,6 +8,7 @@ goes. Jobs change each other by rounding only.
 import asyncio
 import contextlib
 import ctypes
+import logging
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,13 +23,15 @@ from hddm.ensemble import Ensemble
 from hddm.experts.loading import open_ensemble
 from hddm.networks.offload import bring
 from hddm.sampling import integrate, noise_of, time_grid
-from hddm.utils.errors import HddmError
+from hddm.serving import Refusal
+from hddm.utils.errors import HddmError, one_line
 from hddm.utils.tensors import available_device
 from hddm.velocity import Guidance, VelocityField
 
 LULL = 0.005
 """Seconds that an idle worker waits for more jobs, so that those of one moment are one batch."""
 Conditions = Mapping[str, Tensor]
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -115,19 +118,34 @@ class Worker:
         batch_size: int,
         is_batched: bool,
     ) -> None:
-        self.field = _read(Path(folder), index, dtype, available_device(device))
-        # glibc keeps tens of megabytes that reading has freed; other libraries have no such call.
-        with contextlib.suppress(AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
+        self._source = Path(folder), index, dtype, available_device(device)
+        self.field: VelocityField | None = None
         self.batch_size, self.is_batched = batch_size, is_batched
         self._waiting: list[_Waiting] = []
         self._work: asyncio.Task[None] | None = None
         # One thread, so that batches follow each other; it has a number of threads of its own in torch.
         self._thread = ThreadPoolExecutor(1, "hddm-worker", torch.set_num_threads, (threads,))
+        # Ray would start a worker that cannot again and again, while its requests wait.
+        self._thread.submit(self._opened)
 
-    def ready(self) -> bool:
-        """True, once the weights are there."""
-        return True
+    async def ready(self) -> str:
+        """Empty, once the weights are there; or why they cannot be read."""
+        try:
+            if self.field is None:
+                await asyncio.get_running_loop().run_in_executor(self._thread, self._opened)
+        except Refusal as error:
+            return one_line(error.__cause__, 400)
+        return ""
+
+    def _opened(self) -> VelocityField:
+        """The expert; one that could not be read is tried again, since its files may have been mended."""
+        if self.field is None:
+            try:
+                self.field = _read(*self._source)
+            except Exception as error:
+                log.warning("%s", one_line(error, 400))
+                raise Refusal(503, f"expert {self._source[1]} cannot be read; the log says why") from error
+        return self.field
 
     async def velocity(self, jobs: Sequence[VelocityJob]) -> list[Answer | BaseException]:
         """The velocities that the expert has there, or what went wrong with each."""
@@ -198,7 +216,7 @@ class Worker:
     @torch.no_grad()
     def _run(self, batch: Sequence[_Waiting]) -> Sequence[Tensor]:
         jobs = [one.job for one in batch]
-        first, expert = jobs[0], self.field
+        first, expert = jobs[0], self._opened()
         negative, conditions = (
             _joined((getattr(job, name) for job in jobs), expert.device)
             for name in ("negative", "conditions")
@@ -238,6 +256,9 @@ def _read(folder: Path, index: int, dtype: torch.dtype, device: torch.device) ->
     found = open_ensemble(folder, dtype).expert_set(device, dtype).fields()[index]
     for network in (found.network, found.weak and found.weak.network):
         bring(network)
+    # glibc keeps tens of megabytes that reading has freed; other libraries have no such call.
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
     return found
 
 

@@ -1,4 +1,4 @@
-"""A service on a Ray cluster of three nodes of this machine, as its users run it."""
+"""A service on a Ray cluster of three nodes of this machine, or of one, as its users run it."""
 
 import asyncio
 import base64
@@ -12,14 +12,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
+import psutil
 import pytest
 
-from tests.ensemble_files import flow_expert, write_ensemble
+from hddm.experts.assembly import assemble
+from hddm.experts.records import save_expert
+from hddm.serving.front import RESTART
+from tests.ensemble_files import WEIGHTS, flow_expert, write_ensemble
 from tests.serving.test_front import IMAGES, malformed
 
 pytestmark = pytest.mark.slow
@@ -27,6 +33,9 @@ NODES = 3
 MARK = "HDDM_TEST_CLUSTER"
 GUIDE = Path(__file__).parents[2] / "docs/guides/serve.md"
 PATIENCE = 240
+REPLICA = "ray::ServeReplica:hddm:"
+LOCAL = "local"
+"""Mark of the processes of `local`."""
 ALONE = {"OMP_NUM_THREADS": "1"}
 """A worker has one thread."""
 
@@ -64,11 +73,15 @@ class Service:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, log: Path, address: str, port: int, *options: str) -> Iterator[Service]:
-    """``hddm serve`` until the block ends."""
+def serving(
+    folder: Path, log: Path, address: str, port: int, *options: str, mark: str = str(os.getpid())
+) -> Iterator[Service]:
+    """``hddm serve`` until the block ends; `workers` finds its processes by their mark."""
     command = [sys.executable, "-m", "hddm_cli", "serve", str(folder), "--ray", address, "--port", str(port)]
     with log.open("w") as out:
-        process = subprocess.Popen([*command, *options], stdout=out, stderr=out, env=os.environ)
+        process = subprocess.Popen(
+            [*command, *options], stdout=out, stderr=out, env=os.environ | {MARK: mark}
+        )
     url = f"http://127.0.0.1:{port}"
     try:
         end = time.monotonic() + PATIENCE
@@ -86,16 +99,22 @@ def serving(folder: Path, log: Path, address: str, port: int, *options: str) -> 
     assert code == 0, log.read_text()
 
 
-def workers(mark: str = f"{os.getpid()}") -> dict[str, int]:
-    """Process numbers of a service's workers and front by name."""
+def processes(mark: str) -> dict[int, str]:
+    """Names of the processes that inherited a mark, by number."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            name = path.read_bytes().split(b"\0")[0].decode(errors="replace").strip()
-            is_ours = f"{MARK}={mark}".encode() in (path.parent / "environ").read_bytes().split(b"\0")
-            if is_ours and name.startswith("ray::ServeReplica:hddm:"):
-                found[name.rpartition(":")[2].split(".")[0]] = int(path.parent.name)
+            if f"{MARK}={mark}".encode() in (path.parent / "environ").read_bytes().split(b"\0"):
+                found[int(path.parent.name)] = (
+                    path.read_bytes().split(b"\0")[0].decode(errors="replace").strip()
+                )
     return found
+
+
+def workers(mark: str = str(os.getpid())) -> dict[str, int]:
+    """Process numbers of a service's workers and front by name."""
+    replicas = {name: pid for pid, name in processes(mark).items() if name.startswith(REPLICA)}
+    return {name.rpartition(":")[2].split(".")[0]: pid for name, pid in replicas.items()}
 
 
 def resident(pid: int) -> int:
@@ -164,18 +183,6 @@ def test_the_client_of_openai_makes_an_image(service: Service) -> None:
         client.images.generate(model="ensemble", prompt="horse")
 
 
-def test_the_lines_of_the_guide_work(service: Service) -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
-    block = block.replace("http://127.0.0.1:8000", service.url).replace('"grown"', '"ensemble"')
-    found: dict[str, Any] = {}
-    exec(block, found)
-    assert base64.b64decode(found["image"].data[0].b64_json) == service.ask(prompt="cat", seed=7, steps=30)[0]
-    for line in re.findall(r"^curl .*$", GUIDE.read_text(), re.MULTILINE):
-        words = shlex.split(line.replace("http://127.0.0.1:8000", service.url))
-        answer = json.loads(subprocess.run(words, capture_output=True, check=True).stdout)
-        assert len(answer["data"]) == (2 if "generations" in line else 3)
-
-
 def test_a_worker_that_is_killed_loses_no_request_and_changes_no_image(service: Service) -> None:
     bodies = [
         {"prompt": "cat", "seed": seed, "steps": 40, "strategy": "draw" if seed % 2 else "full"}
@@ -236,6 +243,99 @@ def test_a_wrong_placement_is_refused_in_a_line(service: Service, address: str, 
         done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode in (1, 2), done.stderr
         assert words in done.stderr.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service of this machine alone, of an ensemble as the quickstart's: neither text nor class."""
+    root = tmp_path_factory.mktemp("local")
+    for seed, name in enumerate(("old", "flow", "ddpm")):
+        (root / name).mkdir()
+        save_expert(root / name, flow_expert(seed))
+    parts = [root / name for name in ("old", "flow", "ddpm")]
+    assemble(parts, root / "grown", strategy="draw", share={str(root / "old"): 0.5})
+    with serving(root / "grown", root / "log", "local", 8435, mark=LOCAL) as one:
+        yield one
+
+
+def test_it_listens_at_this_machine_alone_but_for_ports_that_ask_for_a_token(local: Service) -> None:
+    """Exceptions: the gRPC ports of the front and of each worker, since Ray Serve fixes their address."""
+
+    from ray.serve.generated.serve_pb2 import ASGIRequest
+
+    names = processes(LOCAL)
+    sockets = [
+        (names[pid], one.laddr.ip.removeprefix("::ffff:"), one.laddr.port)
+        for pid in names
+        for one in psutil.Process(pid).net_connections("inet")
+        if one.status == psutil.CONN_LISTEN
+    ]
+    for name, ip, port in sorted(sockets):
+        print(f"{ip:10} {port:5} {name}")
+    assert (8435, "127.0.0.1") in [(port, ip) for _, ip, port in sockets]
+    outside = {name: port for name, ip, port in sockets if ip != "127.0.0.1"}
+    assert sorted(outside) == [f"{REPLICA}{name}" for name in ("ddpm", "flow", "front", "old")]
+    for port in outside.values():
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = channel.unary_unary("/ray.serve.ASGIService/HandleRequest")
+            # Ray would unpickle it.
+            sent = ASGIRequest(pickled_request_metadata=b"code of a stranger")
+            with pytest.raises(grpc.RpcError) as refused:
+                call(sent.SerializeToString(), timeout=30)
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_the_lines_of_the_guide_work(local: Service) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(block.replace("http://127.0.0.1:8000", local.url), found)
+    assert base64.b64decode(found["image"].data[0].b64_json) == local.ask(seed=7, steps=30)[0]
+    lines = re.findall(r"^ *curl .*$", GUIDE.read_text() + local.log.read_text(), re.MULTILINE)
+    numbers = []
+    for line in lines:
+        words = shlex.split(line.replace("http://127.0.0.1:8000", local.url))
+        answer = json.loads(subprocess.run(words, capture_output=True, check=True).stdout)
+        numbers.append(len(answer["data"]))
+    assert numbers == [2, 4, 1]
+
+
+def test_a_web_socket_is_refused(local: Service) -> None:
+    upgrade = {"Connection": "Upgrade", "Upgrade": "websocket"}
+    upgrade |= {"Sec-WebSocket-Version": "13", "Sec-WebSocket-Key": base64.b64encode(b"0" * 16).decode()}
+    answer = httpx.get(local.url + IMAGES, headers=upgrade, timeout=PATIENCE)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, 400)
+
+
+def test_a_request_whose_front_dies_gets_an_error_of_the_api(local: Service) -> None:
+    there = workers(LOCAL)
+    # So that it is under way.
+    os.kill(there["flow"], signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            body = {"model": "grown/flow"}
+            asked = threads.submit(httpx.post, local.url + IMAGES, json=body, timeout=PATIENCE)
+            while "hddm_queue 1.0" not in httpx.get(f"{local.url}/metrics", timeout=PATIENCE).text:
+                assert not asked.done()
+            os.kill(there["front"], signal.SIGKILL)
+            answer = asked.result()
+    finally:
+        os.kill(there["flow"], signal.SIGCONT)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+    # The next one is there for the next request.
+    assert local.ask(seed=7)
+
+
+def test_an_expert_that_cannot_start_again_is_refused_at_once(local: Service) -> None:
+    """Last of those with `local`, which it damages."""
+    (local.folder / "experts/1" / WEIGHTS).write_bytes(b"damaged")
+    os.kill(workers(LOCAL)["flow"], signal.SIGKILL)
+    answer = httpx.post(local.url + IMAGES, json={"model": "grown/flow"}, timeout=PATIENCE)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
+    began = time.monotonic()
+    assert httpx.post(local.url + IMAGES, json={"model": "grown/flow"}, timeout=PATIENCE).status_code == 503
+    assert time.monotonic() - began < RESTART / 4
+    assert httpx.get(f"{local.url}/healthz", timeout=PATIENCE).json()["missing"] == ["flow"]
+    assert local.ask(model="grown/old")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -7,6 +7,8 @@ import io
 import itertools
 import json
 import random
+import re
+import shutil
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,20 +23,31 @@ from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 from ray.exceptions import ActorDiedError, TaskCancelledError
 from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.testclient import TestClient, WebSocketDenialResponse
 
 from hddm.experts.assembly import assemble
 from hddm.experts.records import save_expert
 from hddm.pipelines.samples import SampleSettings, sample_to_folder
+from hddm.serving import Refusal, middlewares
 from hddm.serving.front import Front, Limits
-from hddm.serving.requests import Refusal
 from hddm.serving.service import names_of, serve
 from hddm.serving.workers import Answer, SampleJob, VelocityJob, Worker
 from hddm.utils.errors import HddmError, UsageError, on_command_line
 from hddm.velocity import Guidance
-from tests.ensemble_files import CLASSES, flow_expert, text_experts, write_ensemble, write_mixed, write_text
+from tests.ensemble_files import (
+    CLASSES,
+    WEIGHTS,
+    flow_expert,
+    text_experts,
+    write_ensemble,
+    write_mixed,
+    write_text,
+)
 from tests.paris_files import write_paris
 
 IMAGES = "/v1/images/generations"
+GUIDE = Path(__file__).parents[2] / "docs/guides/serve.md"
 STEPS = 4
 TOKEN = "7d4a1f0c9a9a4a8a8e0f3a5c0f2f6b1e"
 
@@ -64,7 +77,7 @@ class Handle:
 
     def remote(self, job: SampleJob | list[VelocityJob] | None = None) -> Any:
         if job is None:
-            return self._ready()
+            return self.worker.ready()
         self.jobs.append(job)
         if self.deaths:
             self.deaths -= 1
@@ -73,15 +86,13 @@ class Handle:
             return self.worker.velocity(job)
         return Answers(self.worker.draw(job))
 
-    async def _ready(self) -> bool:
-        return self.worker.ready()
-
 
 def front_of(folder: Path, deaths: int = 0, token: str | None = None, **limits: Any) -> Front:
     bounds = Limits(**limits)
     names = json.loads((folder / "ensemble.json").read_text())["names"]
     settings = (torch.float32, "cpu", 1, bounds.batch_size, bounds.is_batched)
     workers = {name: Handle(Worker(str(folder), k, *settings), deaths) for k, name in enumerate(names)}
+    assert [asyncio.run(handle.worker.ready()) for handle in workers.values()] == [""] * len(names)
     return Front(str(folder), torch.float32, 1, bounds, token, workers)
 
 
@@ -98,9 +109,11 @@ def talk(front: Front, talks: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> 
             try:
                 return await talks(client)
             finally:
-                # A thread of a client that left may ask once more, and would wait for ever for a closed loop.
-                await asyncio.to_thread(front.threads.shutdown)
+                # A thread of a request that ended may ask once more, and wait for ever for a closed loop.
+                for pool in (front.threads, front.ensemble._threads):
+                    await asyncio.to_thread(pool.shutdown)
                 front.threads = ThreadPoolExecutor(front.limits.queue + 1)
+                front.ensemble._threads = ThreadPoolExecutor(64)
 
     return asyncio.run(main())
 
@@ -157,6 +170,8 @@ def test_images_are_those_of_hddm_sample_by_class(classes: Path, tmp_path: Path)
             ({"prompt": "dog", "strategy": "draw", **GUIDED}, dog | GUIDED | {"strategy": "draw"}),
             ({"prompt": "dog", "start": 7, "solver": "euler"}, dog | {"start": 7, "solver": "euler"}),
             ({"prompt": "dog", "model": "ensemble/2"}, dog | {"expert": 2}),
+            ({}, {}),
+            ({"prompt": ""}, {}),
         ],
     )
 
@@ -188,6 +203,8 @@ def test_images_are_those_of_hddm_sample_by_prompt(text: Path, tmp_path: Path) -
             tmp_path,
             [
                 ({"prompt": "a cat"}, cat),
+                ({}, {}),
+                ({"prompt": ""}, {"prompts": ("",)}),
                 ({"prompt": "a cat", **negative}, cat | negative),
                 ({"prompt": "a cat", **GUIDED, **draw}, cat | GUIDED | draw),
             ],
@@ -314,6 +331,81 @@ def test_what_a_lost_worker_had_to_do_is_asked_again(classes: Path, monkeypatch:
     )
 
 
+def started_again(front: Front, folder: Path) -> None:
+    """Expert 1 has a new worker."""
+    front.workers[1] = Handle(Worker(str(folder), 1, torch.float32, "cpu", 1, 16, True))
+
+
+def test_an_expert_that_cannot_be_read_is_refused_at_once_until_it_is_mended(
+    classes: Path, tmp_path: Path
+) -> None:
+    front = front_of(folder := Path(shutil.copytree(classes, tmp_path / "ensemble")))
+    weights = folder / "experts/1" / WEIGHTS
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:100])
+    started_again(front, folder)
+    assert f"{WEIGHTS}: cannot be read" in asyncio.run(front.workers[1].worker.ready())
+    for strategy in ("draw", "full"):
+        answer = ask(front, prompt="cat", n=8, strategy=strategy)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["message"] == "expert 1 cannot be read; the log says why"
+    assert ask(front, prompt="cat", model="ensemble/0").status_code == 200
+    health = talk(front, lambda client: client.get("/healthz"))
+    assert (health.status_code, health.json()["missing"]) == (503, ["1"])
+    weights.write_bytes(whole)
+    assert ask(front, prompt="cat", model="ensemble/1").status_code == 200
+    assert talk(front, lambda client: client.get("/healthz")).status_code == 200
+
+
+def test_an_expert_without_a_worker_is_refused_before_the_time_of_a_request_is_over(
+    classes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hddm.serving.front.RESTART", 0.0)
+    monkeypatch.setattr("hddm.serving.front.WAIT", 0.01)
+    front = front_of(classes)
+
+    async def never(*given: Any) -> Any:
+        await asyncio.Event().wait()
+
+    worker = front.workers[1].worker
+    worker.ready = worker._done = never
+    for strategy in ("draw", "full"):
+        answer = ask(front, prompt="cat", n=8, strategy=strategy)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
+    assert ask(front, prompt="cat", model="ensemble/0").status_code == 200
+
+
+@pytest.mark.parametrize("strategy", ["draw", "full"])
+def test_damaged_weights_are_no_fault_of_a_request(classes: Path, strategy: str) -> None:
+    front = front_of(classes)
+    for handle in front.workers:
+        for weights in handle.worker.field.network.parameters():
+            weights.data.fill_(torch.nan)
+    for guided in ({}, GUIDED):
+        answer = ask(front, prompt="cat", n=4, strategy=strategy, **guided)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+
+
+def test_what_the_proxy_answers_is_the_api_s() -> None:
+    """Where the front died Ray answers a text or nothing, and its proxy would pass a WebSocket on."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        known = {"/text": PlainTextResponse("died", 503), "/alive": JSONResponse({"kept": True}, 503)}
+        if scope["path"] in known:
+            await known[scope["path"]](scope, receive, send)
+
+    (around,) = middlewares()
+    client = TestClient(around.cls(app))
+    for path in ("/text", "/nothing"):
+        answer = client.get(path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, 500)
+    assert client.get("/alive").json() == {"kept": True}
+    with pytest.raises(WebSocketDenialResponse) as refused, client.websocket_connect(IMAGES):
+        pass
+    assert refused.value.status_code == 400
+    assert "no WebSocket" in refused.value.json()["error"]["message"]
+
+
 def test_progress_comes_as_events_before_the_images(classes: Path) -> None:
     front = front_of(classes, is_batched=False)
     for strategy in ("draw", "full"):
@@ -423,6 +515,17 @@ def test_an_ensemble_that_can_make_no_image_is_refused_before_ray_starts(tmp_pat
     assert names_of(write_text(tmp_path)) == ["0", "1"]
 
 
+def test_the_requests_of_the_guide_are_answered_by_an_ensemble_as_the_quickstart_s(tmp_path: Path) -> None:
+    """By experts of neither text nor class; their images are those of hddm sample."""
+    front = front_of(write_ensemble(tmp_path, [flow_expert(0), flow_expert(1)]), is_batched=False)
+    (body,) = re.findall(r"^curl .*/generations -d '(.*)'$", GUIDE.read_text(), re.MULTILINE)
+    answer = talk(front, lambda client: client.post(IMAGES, content=body))
+    assert len(files_in(answer)) == json.loads(body)["n"]
+    assert files_in(ask(front, n=3)) == sampled(tmp_path / "ensemble", tmp_path / "out", num_images=3)
+    wrong = ask(front, prompt="cat").json()["error"]["message"]
+    assert wrong == "this ensemble takes no prompt; leave it out"
+
+
 def test_models_are_the_ensemble_and_its_experts(classes: Path) -> None:
     models = talk(front_of(classes), lambda client: client.get("/v1/models")).json()["data"]
     assert [model["id"] for model in models] == ["ensemble", "ensemble/0", "ensemble/1", "ensemble/2"]
@@ -441,7 +544,7 @@ WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
     "text": ({"prompt": "cat", "n": "2"}, 400, "key 'n' (is '2')"),
     "guidance": ({"prompt": "cat", "guidance_scale": 1e39}, 400, "the velocity of expert"),
     "negative": ({"prompt": "cat", "negative_prompt": "dog"}, 400, "needs a guidance_scale other than 1"),
-    "nothing": ({}, 400, "key 'prompt': "),
+    "prompt": ({"prompt": 7}, 400, "key 'prompt' (is 7)"),
     "start": ({"prompt": "cat", "start": (1 << 63) - 1, "n": 2}, 400, "key 'start'"),
 }
 
