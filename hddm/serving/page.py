@@ -14,10 +14,11 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from PIL import Image, ImageOps
 
@@ -41,6 +42,8 @@ _POLICY = (
 WHOLE, EVERY, LESS, GROWN = "The images", "Every expert", "Leave one out", "Before and after"
 START, MASK = "start.png", "mask.png"
 _STRATEGIES = "draw: one for each image, by lot. full: all. top-2: the two likeliest at each step."
+_PIXELS, _BYTES = 50_000_000, 64 << 20
+"""Pixels of a picture, and bytes of what a browser sends, at most."""
 _ENLARGED = 512
 """Pixels of a starting picture's longer side, about, to paint on."""
 # Told apart by the colour-blind too (Okabe and Ito), and darker when they come again; letters say the same.
@@ -60,8 +63,11 @@ _CSS = """
 .hddm .ends { display: flex; justify-content: space-between; font-size: .75rem; }
 .hddm i { display: inline-block; width: .8em; height: .8em; margin-right: .4em; }
 .hddm pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: .85rem; }
+@media (max-width: 700px) { #result { min-height: 100vh; } }
 .hddm .error { border-left: 4px solid #d55e00; padding: .5rem .8rem; }
 """
+_COPY = """<button onclick="navigator.clipboard.writeText(this.previousElementSibling.innerText)
+.then(() => this.innerText = 'Copied')">Copy</button>"""
 _TO_RESULT = """() => { const result = document.getElementById('result');
 if (result.getBoundingClientRect().top > innerHeight / 2) result.scrollIntoView({behavior: 'smooth'}); }"""
 
@@ -152,7 +158,7 @@ def results(panels: Sequence[Panel], state: str = "", files: Mapping[str, Image.
         ]
         save = f"<p>They read {' and '.join(named)}: save them to where you type this.</p>" if named else ""
         told = "<p>A saved PNG has settings and command in it.</p>"
-        parts.append(f"<h3>The same images on the command line</h3><pre>{lines}</pre>{save}{told}")
+        parts.append(f"<h3>The same images on the command line</h3><pre>{lines}</pre>{_COPY}{save}{told}")
     return f'<div class="hddm">{"".join(parts)}</div>'
 
 
@@ -206,8 +212,12 @@ class Play:
         self._own = settled(self._model.pipeline.ensemble)
         self._stopped = threading.Event()
 
-    def run(self, names: Sequence[str], *values: Any) -> Iterator[str]:
-        """Yield the results as HTML whenever there is more to see; ``values`` are those of the inputs."""
+    def run(self, names: Sequence[str], *values: Any) -> Iterator[tuple[str, Any]]:
+        """Yield the results as HTML whenever there is more to see, and whether there is something to stop.
+
+        ``values`` are those of the inputs.
+        """
+        idle, busy = (self.gradio.update(interactive=one) for one in (False, True))
         asked: dict[str, Any] = dict(zip(names, values, strict=True)) | self._shared
         self._stopped = stopped = threading.Event()
         picture, mask = self._pictures(asked.pop("canvas"))
@@ -219,16 +229,23 @@ class Play:
         try:
             panels = self._panels(show, left_out, self._settings(asked), self._model.leads.get(expert))
         except HddmError as error:
-            yield f'<div class="hddm">{_error(" ".join([error.message, *error.details]))}</div>'
+            yield f'<div class="hddm">{_error(" ".join([error.message, *error.details]))}</div>', idle
             return
         began = time.monotonic()
-        yield results(panels, "Painting …", files)
+        yield results(panels, "Painting …", files), busy
         for _ in paint(panels, {"image": picture, "mask_image": mask}, stopped):
-            yield results(panels, "Painting …", files)
+            yield results(panels, "Painting …", files), busy
         images = [image for panel in panels if not panel.error for image in panel.images]
         done = sum(image.is_done for image in images)
         state = f"{counted(done, 'image')} in {time.monotonic() - began:.1f} s" if images else ""
-        yield results(panels, state if done == len(images) else f"Stopped: {state}", files)
+        yield results(panels, state if done == len(images) else f"Stopped: {state}", files), idle
+
+    def _decoded(self, decode: Callable[[Any], Any], picture: Any) -> Any:
+        """A picture as Gradio decodes it, where it is not too large."""
+        try:
+            return decode(picture)
+        except Image.DecompressionBombError:
+            raise self.gradio.Error(f"the picture has over {_PIXELS:,} pixels; make it smaller") from None
 
     def _settings(self, asked: dict[str, Any]) -> SampleSettings:
         ensemble = self._model.pipeline.ensemble
@@ -307,7 +324,8 @@ class Play:
                     asked["num_images"] = gr.Slider(1, 16, 4, step=1, label="How many images")
                     asked["seed"] = gr.Number(0, label="Seed, the number of the noise", precision=0)
                     with gr.Row():
-                        other, stop = (gr.Button(one, min_width=90) for one in ("New seed", "Stop"))
+                        other = gr.Button("New seed", min_width=90)
+                        stop = gr.Button("Stop", min_width=90, interactive=False)
                     make = gr.Button("Make images", variant="primary")
                     with gr.Accordion("Begin with a picture", open=False):
                         gr.HTML("Drop one, and paint over what is to be made anew.", js_on_load=None)
@@ -331,14 +349,34 @@ class Play:
                     result = gr.HTML(start, elem_id="result", js_on_load=None)
             quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
             show, canvas = asked["show"], asked["canvas"]
+            canvas.preprocess = functools.partial(self._decoded, canvas.preprocess)
             show.change(lambda one: gr.update(visible=one == LESS), show, asked["left_out"], **quiet)
             other.click(lambda: random.randrange(10_000), None, asked["seed"], **quiet)
             canvas.upload(self._enlarged, canvas, canvas, **quiet)
             run = functools.partial(self.run, [*asked])
-            make.click(run, [*asked.values()], result, concurrency_limit=1, **quiet)
+            make.click(run, [*asked.values()], [result, stop], concurrency_limit=1, **quiet)
             make.click(None, js=_TO_RESULT)
             stop.click(self.stop, queue=False, **quiet)
         return page
+
+
+class _Guard:
+    """Middleware that refuses requests of other pages, and large ones."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        from starlette.datastructures import Headers
+        from starlette.responses import PlainTextResponse
+
+        app, headers = self._app, Headers(raw=scope.get("headers", []))
+        own = f"http://{headers.get('host')}"
+        if headers.get("origin", own) != own:
+            app = PlainTextResponse("this page takes requests of its own alone", 403)
+        elif "transfer-encoding" in headers or int(headers.get("content-length", 0)) > _BYTES:
+            app = PlainTextResponse(f"this page takes at most {_BYTES >> 20} MB at a time", 413)
+        await app(scope, receive, send)
 
 
 @contextlib.contextmanager
@@ -356,11 +394,14 @@ def serve(play: Play, port: int) -> Iterator[tuple[str, threading.Thread]]:
     listener, folder = _listening(port), tempfile.TemporaryDirectory(prefix="hddm-play-")
     # Pictures that were dropped on the page go with the folder.
     quiet = environment({"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_TEMP_DIR": folder.name})
-    with listener, folder, quiet:
+    # Pillow refuses twice as many, before it decodes.
+    bounded = patch.object(Image, "MAX_IMAGE_PIXELS", _PIXELS // 2)
+    with listener, folder, quiet, bounded:
         gr, page = play.gradio, play.blocks()
         look = {"theme": gr.themes.Default(**fonts).set(**dim), "css": _CSS, "ssr_mode": False}
         app = fastapi.FastAPI(openapi_url=None)
         app = gr.mount_gradio_app(app, page, "", server_name=HOST, footer_links=[], **look)
+        app.add_middleware(_Guard)
         # A page from elsewhere whose name points here would have to come under that name.
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
         policy = [("content-security-policy", _POLICY)]

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from PIL import Image
@@ -259,6 +260,33 @@ def test_it_is_served_to_this_machine_alone(ensemble: Path) -> None:
         pass
 
 
+def test_it_takes_pictures_from_its_own_page_and_of_bounded_size(ensemble: Path, tmp_path: Path) -> None:
+    gradio = pytest.importorskip("gradio")
+    file = {"files": ("a.png", b"picture")}
+    play = Play([ensemble])
+    with serve(play, 7900) as (address, _), httpx.Client(base_url=address) as client:
+        upload = "/gradio_api/upload"
+        assert client.post(upload, files=file).status_code == 200
+        for origin, status in ((address, 200), ("http://localhost:1", 403), ("null", 403)):
+            answer = client.post(upload, files=file, headers={"Origin": origin})
+            assert answer.status_code == status
+        large = {"files": ("a.png", bytes((64 << 20) + 1))}
+        # Neither with its length nor without.
+        assert client.post(upload, files=large).status_code == 413
+        assert client.post(upload, content=iter([b"0"])).status_code == 413
+        (editor,) = [one for one in play.blocks().blocks.values() if isinstance(one, gradio.ImageEditor)]
+        for side, is_taken in ((1000, True), (13_000, False)):
+            Image.new("1", (side, side)).save(tmp_path / "wide.png")
+            given = editor.data_model(
+                background={"path": str(tmp_path / "wide.png")}, layers=[], composite=None
+            )
+            if is_taken:
+                assert editor.preprocess(given)["background"].size == (side, side)
+            else:
+                with pytest.raises(gradio.Error, match="over 50,000,000 pixels; make it smaller"):
+                    editor.preprocess(given)
+
+
 class Visitor:
     """Someone who looks at the page, and clicks."""
 
@@ -392,8 +420,11 @@ def test_a_visitor_plays(
     browser.open(address, DESKTOP)
     visitor.wait("document.body.innerText.includes('2 experts, expert 0 (flow), expert 1 (flow)')")
 
-    # Two ensembles beside each other.
+    # Two ensembles beside each other; there is something to stop while they paint.
+    stop = "[...document.querySelectorAll('button')].find(one => one.innerText.trim() === 'Stop')?.disabled"
+    visitor.wait(stop)
     told = visitor.make()
+    visitor.wait(stop)
     assert "Image 3, all from the same noise" in told
     before, after = _commands(told)
     assert before[1].endswith("/parts/0")
@@ -414,6 +445,10 @@ def test_a_visitor_plays(
     assert browser.evaluate("document.querySelectorAll('#result .done, #result .strip rect').length") >= 4
     (command,) = _commands(told)
     assert command[4:] == ["--num-images", "2", "--steps", "100", "--class-labels", "cat"]
+    browser.call("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
+    visitor.click("Copy")
+    visitor.wait("document.querySelector('#result pre + button').innerText === 'Copied'")
+    assert browser.evaluate("navigator.clipboard.readText()") == shlex.join(["hddm", *command])
     saved = visitor.saved("my-ensemble-seed-0-")
     for number, file in enumerate(saved):
         with Image.open(io.BytesIO(file)) as image:
@@ -480,10 +515,18 @@ def test_a_visitor_plays(
 
 
 @pytest.mark.parametrize("width", [PHONE, DESKTOP])
-def test_nothing_is_wider_than_the_window(width: int, visits: tuple[Visitor, str, set[str]]) -> None:
+def test_images_are_in_sight_and_nothing_is_wider_than_the_window(
+    width: int, visits: tuple[Visitor, str, set[str]]
+) -> None:
     visitor, address, _ = visits
     visitor.browser.open(address, width)
+    visitor.wait("!!document.querySelector('#result')")
+    box = "document.querySelector('#result').getBoundingClientRect()"
+    # There is room to scroll to where images will be before they are there.
+    room = f"document.documentElement.scrollHeight - ({box}.top + scrollY) >= innerHeight"
+    assert width == DESKTOP or visitor.wait(room)
     assert "8 images in" in visitor.make()
+    visitor.wait(f"Math.abs({box}.top) < innerHeight / 2")
     for fold in ("Begin with a picture", "Advanced"):
         visitor.click(fold)
     visitor.wait("!!document.querySelector('canvas')")
