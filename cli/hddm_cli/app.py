@@ -56,36 +56,36 @@ def _version(asked: bool) -> None:
 @commands.callback()
 def hddm(
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of a failure; with any verb, anywhere.")
+        bool, typer.Option("--debug", help="Show the traceback of an error; works with any verb.")
     ] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Train diffusion experts alone, combine them in velocity space."""
+    """Train diffusion experts separately and combine them into one model."""
 
 
-commands.command("quickstart")(quickstart.quickstart)
-commands.command("benchmark")(benchmark.benchmark)
+commands.command("quickstart", cls=usage.Verb)(quickstart.quickstart)
+commands.command("benchmark", cls=usage.Verb)(benchmark.benchmark)
 commands.add_typer(data.commands, name="data")
-commands.command("partition")(partition.partition)
-commands.command("encode")(encode.encode)
-train.commands.command("all")(train_all.train_all)
+commands.command("partition", cls=usage.Verb)(partition.partition)
+commands.command("encode", cls=usage.Verb)(encode.encode)
+train.commands.command("all", cls=usage.Verb)(train_all.train_all)
 commands.add_typer(train.commands, name="train")
-commands.command("convert")(convert.convert)
-commands.command("calibrate")(calibrate.calibrate)
-commands.command("describe")(describe.describe)
-commands.command("verify")(verify.verify)
-commands.command("assemble")(assemble.assemble)
-commands.command("merge")(merge.merge)
-commands.command("distill")(distill.distill)
-commands.command("sample")(sample.sample)
-commands.command("play")(play.play)
-commands.command("serve")(serve.serve)
-commands.command("evaluate")(evaluate.evaluate)
-commands.command("compare")(compare.compare)
-commands.command("push")(push.push)
-commands.command("inspect")(inspect.inspect)
+commands.command("convert", cls=usage.Verb)(convert.convert)
+commands.command("calibrate", cls=usage.Verb)(calibrate.calibrate)
+commands.command("describe", cls=usage.Verb)(describe.describe)
+commands.command("verify", cls=usage.Verb)(verify.verify)
+commands.command("assemble", cls=usage.Verb)(assemble.assemble)
+commands.command("merge", cls=usage.Verb)(merge.merge)
+commands.command("distill", cls=usage.Verb)(distill.distill)
+commands.command("sample", cls=usage.Verb)(sample.sample)
+commands.command("play", cls=usage.Verb)(play.play)
+commands.command("serve", cls=usage.Verb)(serve.serve)
+commands.command("evaluate", cls=usage.Verb)(evaluate.evaluate)
+commands.command("compare", cls=usage.Verb)(compare.compare)
+commands.command("push", cls=usage.Verb)(push.push)
+commands.command("inspect", cls=usage.Verb)(inspect.inspect)
 
 
 def app() -> None:

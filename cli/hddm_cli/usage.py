@@ -1,12 +1,101 @@
-"""Wrong usage in one line: the option, the value, and what may stand there.
+"""How a verb is used: its help, with options by topic, and wrong usage in one line.
 
-Typer brings its own copy of click, or does not, by its version; so its errors are known by what they hold.
+Typer brings its own copy of click, or does not, by its version; so its objects are known by what they hold.
 """
 
 import re
 from typing import Any
 
+from typer.core import TyperCommand
+
 from hddm.utils.errors import choose, did_you_mean, words
+
+_TOPICS = {
+    "Network": "size prediction rotary schedule noise_range lora_rank lora_alpha num_heads sample_size "
+    "prediction_type architecture modulation_rank text_dim",
+    "Weights": "allow_pickle weights variant licence",
+    "Training": "optimizer learning_rate muon_learning_rate warmup ema_decay weighting time_sampling "
+    "snr_gamma weak_at",
+    "Conditions": "class_conditional text_conditional condition_dropout",
+    "Checkpoints and logs": "allow_config_change checkpoint_every wandb sample_every",
+    "Processes": "parallel ray retries num_replicas resources",
+    "Experts": "expert router_every add remove share domain classes allow_mixed_sizes",
+    "VAE and text encoder": "vae text_encoder tokenizer",
+    "Image size": "resolution buckets bucket_step random_crop image_interpolation_mode",
+    "Content": "prompt negative_prompt class_labels conditions height width",
+    "Editing": "init_image strength mask resampling_steps",
+    "Guidance": "guidance_scale guide_by cfg_channels guidance_interval guidance_rescale",
+    "Features": "features cache save_classifier",
+    "Strategies": "strategies store",
+    "Students of few steps": "sampling_steps trajectories",
+    "Limits": "max_images max_steps max_queue timeout",
+    "Speed and memory": "batch_size batching device dtype offload max_memory compile compile_networks "
+    "mixed_precision gradient_accumulation_steps gradient_checkpointing fsdp threads",
+}
+_WORDS = {
+    "FOLDER": "out cache jobs vae text_encoder tokenizer init base data reference add",
+    "FILE": "config schedule conditions init_image mask captions classes picture results save_classifier",
+    "STEPS": "warmup checkpoint_every sample_every",
+    "IMAGES": "batch_size max_bad",
+    "PIXELS": "height width resolution bucket_step sample_size",
+    "NUMBER": "start parallel retries workers max_queue router_every resampling_steps expert text_dim "
+    "gradient_accumulation_steps trajectories",
+    "SHARE": "condition_dropout weak_at strength guidance_rescale",
+    "TEXT": "prompt negative_prompt message",
+    "ADDRESS": "host ray",
+}
+TOPIC_OF, WORD_OF = (
+    {name: title for title, names in table.items() for name in names.split()} for table in (_TOPICS, _WORDS)
+)
+_FEW = 8
+"""Most parameters of a verb whose options need no topics."""
+
+
+class Verb(TyperCommand):
+    """A verb whose help shows options by topic, and a word for each value in place of its Python type.
+
+    An option's own ``rich_help_panel`` and ``metavar`` have precedence over the tables above.
+    """
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        arguments = [one for one in self.params if one.param_type_name == "argument"]
+        return ["[OPTIONS]", *(_term(one) if one.required else f"[{_term(one)}]" for one in arguments)]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        topics: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for one in self.get_params(ctx):
+            topic = "Arguments" if one.param_type_name == "argument" else "Options"
+            if topic == "Options" and len(self.params) > _FEW:
+                topic = getattr(one, "rich_help_panel", None) or TOPIC_OF.get(one.name or "", topic)
+            topics.setdefault(topic, []).append((_term(one), _text(one)))
+        for topic, rows in topics.items():
+            if rows:
+                with formatter.section(topic):
+                    formatter.write_dl(rows)
+
+
+def _word(param: Any) -> str:
+    """The word for a value: its choices, else one of the table, else the last word of the name."""
+    choices = getattr(getattr(param, "type_descriptor", None) or param.type, "choices", None)
+    last = param.name.split("_")[-1].upper()
+    known = WORD_OF.get(param.name, last) if param.param_type_name == "option" else last
+    return param.metavar or "|".join(choices or ()) or known
+
+
+def _term(param: Any) -> str:
+    if param.param_type_name == "argument":
+        return f"{_word(param).removesuffix('S')}..." if param.nargs == -1 else _word(param)
+    names = " / ".join((*param.opts, *param.secondary_opts))
+    return names if param.is_flag else f"{names} {_word(param)}"
+
+
+def _text(param: Any) -> str:
+    parts = [param.help]
+    if not getattr(param, "is_flag", True):
+        parts += ["May be repeated."] * param.multiple + ["Required."] * param.required
+        if param.default is not None:
+            parts.append(f"Default: {str(param.default).strip('()')}.")
+    return " ".join(parts)
 
 
 def wording(error: Any) -> str | None:
@@ -36,7 +125,7 @@ def _of_option(error: Any, verb: str) -> str:
 
 def _of_value(error: Any, verb: str) -> str:
     param = error.param
-    name = param.opts[0] if param.param_type_name == "option" else (param.metavar or param.name).upper()
+    name = param.opts[0] if param.param_type_name == "option" else _word(param)
     if hasattr(error, "param_type"):
         return f"{name} is required; {verb} --help says what it is"
     chosen = re.search(r"'(.*?)' is not one of (.+?)\.?$", error.message)
