@@ -13,76 +13,66 @@ from hddm_cli.options import InputArgument, InputOption, Overwrite, StrategyOpti
 
 MOST = 20
 """Names of classes that are printed."""
-Component = Annotated[
-    Path | None, InputOption(help="Folder of this component; default: what the experts keep.")
-]
+Component = Annotated[Path | None, InputOption(help="Folder of this component. Default: the experts' own.")]
 
 
 def assemble(
-    experts: Annotated[
-        list[Path], InputArgument(help="Expert folders, in any order; or one ensemble folder to change.")
-    ],
+    experts: Annotated[list[Path], InputArgument(help="Expert folders, or one ensemble folder to change.")],
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", help="Folder to write; must not exist. Without it, an ensemble is changed in place."
-        ),
+        typer.Option(help="Output folder; must not exist. Default: change the ensemble in place."),
     ] = None,
     router: Annotated[
         str | None,
         typer.Option(
-            "--router",
-            metavar="<path>|moments",
-            help="Router folder; moments: a router by the moments of the experts' data, without a training.",
+            metavar="FOLDER|moments",
+            help="Router folder, or moments: a router from the experts' data statistics, without training.",
         ),
     ] = None,
     strategy: Annotated[
         str | None,
-        StrategyOption(help="Strategy that the folder recommends; default: commit-0.92 with a router."),
+        StrategyOption(help="Recommended strategy. Default: commit-0.92 with a router, draw without."),
     ] = None,
     vae: Component = None,
     text_encoder: Component = None,
     tokenizer: Component = None,
-    add: Annotated[list[Path] | None, InputOption("--add", help="Expert to add to an ensemble.")] = None,
+    add: Annotated[list[Path] | None, InputOption(help="Expert to add to an ensemble.")] = None,
     remove: Annotated[
-        list[str] | None, typer.Option("--remove", help="Index or name of an expert to take out.")
+        list[str] | None, typer.Option(metavar="EXPERT", help="Index or name of an expert to remove.")
     ] = None,
     base: Annotated[
-        list[Path] | None, InputOption("--base", help="Base of LoRA experts, if it was moved since training.")
+        list[Path] | None, InputOption(help="Base of LoRA experts, if it was moved since training.")
     ] = None,
     share: Annotated[
         list[str] | None,
         typer.Option(
-            "--share",
-            metavar="EXPERT=0.3",
-            help="An expert's part of all data; default: by size of shard.",
+            metavar="EXPERT=SHARE", help="An expert's share of all data. Default: by size of its shard."
         ),
     ] = None,
     domain: Annotated[
         list[str] | None,
         typer.Option(
-            "--domain",
-            metavar="HIGH,LOW",
-            help="Experts for parts of t that go together; those of one shard do so by themselves.",
+            metavar="EXPERT,EXPERT",
+            help="Experts for different noise levels of the same data. Default: those of one shard.",
         ),
     ] = None,
     classes: Annotated[
         Path | None,
-        InputOption("--classes", help="YAML file of experts' class names, where they have numbers."),
+        InputOption(help="YAML file with class names for experts whose classes are numbers."),
     ] = None,
     diffusers_pipeline: Annotated[
-        bool,
-        typer.Option("--diffusers-pipeline", help="Add a pipeline.py, by which stock diffusers opens it."),
+        bool, typer.Option("--diffusers-pipeline", help="Add a pipeline.py, so that diffusers opens it.")
     ] = False,
     allow_mixed_sizes: Annotated[
         bool,
-        typer.Option(
-            "--allow-mixed-sizes", help="With --add: an expert of another size or latent space may be added."
-        ),
+        typer.Option("--allow-mixed-sizes", help="Let --add add an expert of another size or latent space."),
     ] = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Put experts and a router into one ensemble folder, after checking that they fit; or change one."""
+    """Combine experts and a router into an ensemble, or change one.
+
+    Before anything is written, hddm checks that the parts fit together.
+    """
     whole = [one for one in experts if (one / ENSEMBLE_FILE).is_file()]
     changes = bool(add or remove or whole)
     if changes and len(experts) != 1:

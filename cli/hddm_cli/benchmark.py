@@ -14,35 +14,33 @@ def benchmark(
         str,
         typer.Argument(
             metavar="PRESET|FILE",
-            help="digits, cifar10-small, cifar10, grow-digits, grow-cifar10, or a YAML file.",
+            help="Preset (digits, cifar10-small, cifar10, grow-digits or grow-cifar10), or a YAML file.",
         ),
     ],
-    out: Annotated[
-        Path, typer.Option("--out", help="Folder to write, or of a benchmark like this one, to go on with.")
-    ],
-    data: Annotated[
-        Path | None, InputOption("--data", help="Folder of the images that the settings name.")
-    ] = None,
+    out: Annotated[Path, typer.Option(help="Output folder, or a folder of the same benchmark to continue.")],
+    data: Annotated[Path | None, InputOption(help="Folder of the images that the settings name.")] = None,
     seeds: Annotated[
-        str | None, typer.Option("--seeds", help="Training seeds, as 0-4 or 5,6, instead of the settings'.")
+        str | None, typer.Option(help="Training seeds, such as 0-4 or 5,6. Default: those of the settings.")
     ] = None,
     held_out: Annotated[
-        bool,
-        typer.Option("--held-out", help="Confirm: score on held-out images, with the confirmation seeds."),
+        bool, typer.Option("--held-out", help="Score on held-out images, with the confirmation seeds.")
     ] = False,
-    workers: Annotated[int | None, typer.Option("--workers", min=1, help="Jobs at a time.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Jobs at the same time. Default: as in the settings.")
+    ] = None,
     jobs: Annotated[
         Path | None,
-        typer.Option("--jobs", help="Where finished jobs lie, to share them between benchmarks; OUT/jobs."),
+        typer.Option(help="Folder of finished jobs, to share them between benchmarks. Default: OUT/jobs."),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace results of other settings in --out; jobs stay.")
+        bool,
+        typer.Option("--overwrite", help="Replace results of other settings in --out, but keep its jobs."),
     ] = False,
 ) -> None:
-    """Train what is missing and compare: one model, homogeneous and mixed ensembles, at equal compute.
+    """Compare one model with ensembles at equal training compute.
 
-    Settings are chosen on validation images; --held-out confirms them on images and seeds that chose nothing.
-    The same command goes on with a benchmark that was interrupted.
+    Trains what is missing; the same command continues an interrupted benchmark. Choose settings on
+    validation images, then use --held-out to confirm them on images and seeds that were not used to choose.
     """
     from hddm.benchmark.presets import chosen, load_settings, settings_file
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from hddm_cli.options import InputArgument, InputOption, refuse_given
+from hddm_cli.options import InputArgument, InputOption, Seed, refuse_given
 
 
 def calibrate(
@@ -13,15 +13,16 @@ def calibrate(
     expert: Annotated[Path, InputArgument(help="Expert folder; its calibration is replaced.")],
     data: Annotated[
         Path | None,
-        InputOption("--data", help="Shard folder to calibrate on; without it, samples of the expert itself."),
+        InputOption(help="Shard folder to calibrate on. Default: samples of the expert itself."),
     ] = None,
-    num_images: Annotated[
-        int, typer.Option("--num-images", min=16, help="Samples to draw, without --data.")
-    ] = 512,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Sampler steps, without --data.")] = 50,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the noise.")] = 0,
+    num_images: Annotated[int, typer.Option(min=16, help="Samples to draw, without --data.")] = 512,
+    steps: Annotated[int, typer.Option(min=1, help="Sampling steps, without --data.")] = 50,
+    seed: Seed = 0,
 ) -> None:
-    """Measure the moments and the blend table that an expert needs near t = 1."""
+    """Measure the statistics that an expert needs near pure noise.
+
+    These are the moments of its data and the table that blends its prediction with a Gaussian's near t = 1.
+    """
     from hddm.training.calibrate import recalibrate
 
     if data is not None:

@@ -12,20 +12,21 @@ def compare(
     results: Annotated[
         list[Path],
         InputArgument(
-            help="Results of hddm evaluate --out, the first to compare with, one alone is shown; a folder is "
-            "one model. Or folders of benchmarks."
+            help="Results of hddm evaluate --out, or folders of benchmarks; the first is the baseline. A "
+            "folder of results is one model."
         ),
     ],
     varies: Annotated[
         list[str] | None,
-        typer.Option("--varies", help="A sampling setting that differs on purpose, as steps; repeatable."),
+        typer.Option(metavar="SETTING", help="Sampling setting that differs on purpose, such as steps."),
     ] = None,
 ) -> None:
-    """Results side by side: better, worse or within noise; refused where more differs than the model.
+    """Compare results side by side: better, worse or within noise.
 
-    A folder of results, one a training seed, stands for one model. Files of one name are paired, and a gap
-    counts where its 95 % interval over three seeds or more excludes 0, corrected for the number of
-    comparisons. Of benchmarks the rows that their first tables share are compared, one after the other.
+    Results that differ in more than the model are refused, except for --varies. A folder with one result per
+    training seed stands for one model; files of the same name are paired. A difference counts if its 95 %
+    interval over at least three seeds excludes 0, corrected for the number of comparisons. Benchmarks are
+    compared row by row. A single result is shown.
     """
     from hddm.benchmark.results import read_compared
     from hddm.evaluation.compare import escaped, summary, table

@@ -27,61 +27,66 @@ _WITH_BASE = {"context", "source", "out", "base", "licence", "dry_run", "overwri
 
 def convert(
     context: typer.Context,
-    source: Annotated[Path, InputArgument(help="Checkpoint file, model or pipeline folder, or expert.")],
+    source: Annotated[
+        Path, InputArgument(help="Checkpoint file, model folder, pipeline folder or expert folder.")
+    ],
     out: Out,
     allow_pickle: AllowPickle = False,
     num_heads: Annotated[
-        int | None, typer.Option("--num-heads", min=1, help="Attention heads, for a size never published.")
+        int | None, typer.Option(min=1, help="Number of attention heads, for networks of unusual size.")
     ] = None,
     sample_size: Annotated[
-        int | None, typer.Option("--sample-size", min=1, help="Height and width of a sample, if not stated.")
+        int | None, typer.Option(min=1, help="Height and width of a sample. Default: as in the source.")
     ] = None,
     weights: Annotated[
         Literal["ema", "raw"] | None,
-        typer.Option("--weights", help="Set of weights; default ema where there is one."),
+        typer.Option(help="Set of weights. Default: ema if the source has it."),
     ] = None,
     variant: Variant = None,
     schedule: Annotated[
-        Path | None, InputOption("--schedule", help="scheduler_config.json instead of the source's own.")
+        Path | None,
+        InputOption(help="Noise schedule, a scheduler_config.json. Default: as in the source."),
     ] = None,
     prediction_type: Annotated[
         Prediction | None,
-        typer.Option("--prediction-type", help="What the network predicts, if the source does not state it."),
+        typer.Option(help="Quantity that the network predicts. Default: as in the source."),
     ] = None,
     noise_range: NoiseRange = None,
     architecture: Annotated[
         Literal["adaln-single"] | None,
-        typer.Option("--architecture", help="Fold a DiT's adaLN-Zero to AdaLN-Single."),
+        typer.Option(help="Architecture to convert a DiT to. Default: keep adaLN-Zero."),
     ] = None,
     modulation_rank: Annotated[
-        int, typer.Option("--modulation-rank", min=0, help="Rank of the modulation that each block keeps.")
+        int, typer.Option(min=0, help="Rank of the modulation that each block keeps with --architecture.")
     ] = 0,
     text_dim: Annotated[
-        int | None, typer.Option("--text-dim", min=1, help="Add attention to text tokens of this width.")
+        int | None, typer.Option(min=1, help="Width of text tokens, to add attention to them.")
     ] = None,
     recipe: Annotated[
         Literal["exact", "paper"],
-        typer.Option("--recipe", help="exact, or paper (fresh head, round(999 t)) to compare."),
+        typer.Option(help="Conversion recipe; paper (new head, round(999 t)) is for comparisons."),
     ] = "exact",
     licence: Annotated[
-        str | None, typer.Option("--licence", help="Licence of the weights, if the source does not state it.")
+        str | None, typer.Option(help="Licence of the weights. Default: as in the source.")
     ] = None,
     base: Annotated[
-        Path | None,
-        InputOption("--base", help="Expert that a LoRA file changes; the result is an adapter of it."),
+        Path | None, InputOption(help="Expert that a LoRA file changes; the output is its adapter.")
     ] = None,
     to_layout: Annotated[
-        str | None, typer.Option("--to-layout", help="Write an expert back in this layout.")
+        str | None, typer.Option(help="Layout to write an expert back in, such as facebook-dit.")
     ] = None,
     no_verify: Annotated[
         bool, typer.Option("--no-verify", help="Skip the comparison with the source.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check and print the plan; write nothing.")
+        bool, typer.Option("--dry-run", help="Check and print the plan, but write nothing.")
     ] = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Turn a pretrained checkpoint into an expert: the same network, read as a velocity field."""
+    """Turn a pretrained checkpoint into an expert.
+
+    The network stays the same and is read as a velocity field.
+    """
     from hddm.utils.progress import Progress
 
     if to_layout is not None:

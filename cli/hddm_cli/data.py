@@ -6,30 +6,29 @@ from typing import Annotated
 import typer
 
 from hddm.utils.errors import HddmError
-from hddm_cli.options import AsJson, InputArgument
+from hddm_cli.options import AsJson, CaptionColumn, InputArgument, LabelColumn, MaxBad
+from hddm_cli.usage import Verb
 
-commands = typer.Typer(help="Look at images before training.", no_args_is_help=True)
+commands = typer.Typer(help="Check images before training.", no_args_is_help=True)
 
 
 @commands.callback()
 def data() -> None:
-    """Look at images before training."""
+    """Check images before training."""
 
 
-@commands.command("check")
+@commands.command("check", cls=Verb)
 def check(
     path: Annotated[Path, InputArgument(help="Images (a folder, .tar or .parquet), a shard or a partition.")],
-    max_bad: Annotated[int, typer.Option("--max-bad", min=0, help="Bad images that are no failure.")] = 0,
-    caption_column: Annotated[
-        str | None, typer.Option("--caption-column", help="Column of the captions.")
-    ] = None,
-    label_column: Annotated[str | None, typer.Option("--label-column", help="Column of the labels.")] = None,
+    max_bad: MaxBad = 0,
+    caption_column: CaptionColumn = None,
+    label_column: LabelColumn = None,
     as_json: AsJson = False,
 ) -> None:
-    """Decode every image and name those that are corrupt, oversized or there twice.
+    """List corrupt, oversized and duplicate images.
 
-    Exit 1 where more than --max-bad are corrupt or oversized. Equal images are listed only: those on both
-    sides of a split (folders as train and test, or the training and held-out images of a partition) apart.
+    Exits with 1 if more than --max-bad images are corrupt or oversized. Duplicates shared by both sides of a
+    split (train and test folders, or a partition's training and held-out images) are listed separately.
     """
     from hddm.data.check import check_data
     from hddm.utils.errors import counted

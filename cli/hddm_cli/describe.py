@@ -10,20 +10,20 @@ from hddm_cli.options import InputArgument, InputOption
 
 def describe(
     expert: Annotated[Path, InputArgument(help="Expert folder; its topic is replaced.")],
-    captions: Annotated[
-        Path | None, InputOption("--captions", help="Text file with a caption of its images a line.")
-    ] = None,
-    data: Annotated[Path | None, InputOption("--data", help="Shard of images with captions.")] = None,
+    captions: Annotated[Path | None, InputOption(help="Text file with one caption per line.")] = None,
+    data: Annotated[Path | None, InputOption(help="Shard folder of images with captions.")] = None,
     text: Annotated[
-        str | None,
-        typer.Option("--text", help='Phrases in place of captions, as "oil paintings, portraits".'),
+        str | None, typer.Option(help='Phrases to use as captions, such as "oil paintings, portraits".')
     ] = None,
     text_encoder: Annotated[
-        Path | None, InputOption("--text-encoder", help="Folder; default: what the expert keeps.")
+        Path | None, InputOption(help="Folder of the text encoder. Default: the expert's own.")
     ] = None,
-    tokenizer: Annotated[Path | None, InputOption("--tokenizer", help="Folder of its tokenizer.")] = None,
+    tokenizer: Annotated[Path | None, InputOption(help="Folder of the text encoder's tokenizer.")] = None,
 ) -> None:
-    """Say what an expert's captions are about, so that an ensemble sends it the prompts that are for it."""
+    """Describe an expert by its captions, so that prompts find it.
+
+    An ensemble then sends prompts to the experts with similar captions. Provide --captions, --data or --text.
+    """
     from hddm.training.topics import describe_topic
 
     made = describe_topic(expert, captions, data, text, text_encoder, tokenizer)

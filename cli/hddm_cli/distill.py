@@ -16,50 +16,43 @@ STUDENT = {name: LEARNING[name] for name in _NAMES}
 @takes(STUDENT, LOOP, KEEPING, PICTURES, FILE)
 def distill(
     context: typer.Context,
-    ensemble: Annotated[Path, InputArgument(help="Ensemble folder, the teacher.")],
-    data: Annotated[
-        Path, InputOption("--data", help="Partition folder, as hddm partition or encode writes it.")
-    ],
+    ensemble: Annotated[Path, InputArgument(help="Ensemble folder to imitate.")],
+    data: Annotated[Path, InputOption(help="Partition folder, written by hddm partition or hddm encode.")],
     out: Out,
     steps: Steps = None,
     teacher: Annotated[
         Literal["shard", "routed"],
-        typer.Option(
-            "--teacher", help="The expert of each sample's shard, or the mixture by the ensemble's strategy."
-        ),
+        typer.Option(help="Teacher: the expert of each image's shard (shard) or the mixture (routed)."),
     ] = "shard",
     strategy: Annotated[
         str | None,
-        StrategyOption(
-            help="Mixture of the routed teacher; default: the ensemble's own, full where that is draw."
-        ),
+        StrategyOption(help="Strategy of the routed teacher. Default: the ensemble's, or full for draw."),
     ] = None,
     init: Annotated[
         Path | None,
-        InputOption(
-            "--init", help="Flow expert to begin with, one of the ensemble's say; fixes the network."
-        ),
+        InputOption(help="Flow expert to start from, such as one of the ensemble; it fixes the network."),
     ] = None,
     sampling_steps: Annotated[
         Literal["1", "2", "4"] | None,
-        typer.Option("--sampling-steps", help="Train a student of few steps, this number; needs --init."),
+        typer.Option(help="Number of sampling steps to train for; needs --init. Default: any."),
     ] = None,
     trajectories: Annotated[
         int,
-        typer.Option(
-            "--trajectories", min=1, help="Of the teacher, that a student of few steps learns from."
-        ),
+        typer.Option(min=1, help="Teacher trajectories that the student learns from."),
     ] = 8192,
     guidance_scale: Annotated[
         float,
-        typer.Option("--guidance-scale", help="Of the teacher of a student of few steps; 1 is none."),
+        typer.Option(
+            help="Guidance scale of the teacher; 1 is none.", rich_help_panel="Students of few steps"
+        ),
     ] = 1.0,
     overwrite: Overwrite = False,
     **given: Any,
 ) -> None:
-    """Train one dense flow model to do what an ensemble does, in steps of one expert's cost, or in few steps.
+    """Train one model to imitate an ensemble.
 
-    The student is an expert folder. The run is kept in OUT.run; --resume goes on with it.
+    The student costs as much as one expert per step, and with --sampling-steps it needs few steps. It is an
+    expert folder. The run is saved in OUT.run; --resume continues from there.
     """
     if init is not None:
         refuse_given(context, "--init fixes it", "size", "prediction", "rotary")

@@ -5,61 +5,59 @@ from typing import Annotated, Literal
 
 import typer
 
-from hddm_cli.options import AnyDevice, InputArgument, InputOption, Out, Overwrite, Seed, refuse_given
+from hddm_cli.options import AnyDevice, InputArgument, InputOption, MaxBad, Out, Overwrite, Seed, refuse_given
 
 
 def encode(
     context: typer.Context,
-    source: Annotated[Path, InputArgument(help="Shard of images, or the folder of all shards.")],
+    source: Annotated[Path, InputArgument(help="Shard folder of images, or the folder of all shards.")],
     out: Out,
     vae: Annotated[
-        Path | None, InputOption("--vae", help="Folder of an AutoencoderKL or AutoencoderTiny; else pixels.")
+        Path | None,
+        InputOption(help="Folder of an AutoencoderKL or AutoencoderTiny. Default: store pixels."),
     ] = None,
     text_encoder: Annotated[
-        Path | None, InputOption("--text-encoder", help="Folder of a CLIP text encoder, for captions.")
+        Path | None, InputOption(help="Folder of a CLIP text encoder. Default: store no text tokens.")
     ] = None,
-    tokenizer: Annotated[Path | None, InputOption("--tokenizer", help="Folder of its tokenizer.")] = None,
+    tokenizer: Annotated[Path | None, InputOption(help="Folder of the text encoder's tokenizer.")] = None,
     resolution: Annotated[
         int | None,
-        typer.Option("--resolution", min=1, help="Side to resize and crop to; default: as the images are."),
+        typer.Option(min=1, help="Side to resize and crop images to. Default: keep their size."),
     ] = None,
     buckets: Annotated[
         bool,
-        typer.Option(
-            "--buckets", help="Fit each picture to the nearest aspect ratio, 1:2 to 2:1, of the same area."
-        ),
+        typer.Option("--buckets", help="Fit images to the nearest aspect ratio of equal area, 1:2 to 2:1."),
     ] = False,
     bucket_step: Annotated[
         int | None,
-        typer.Option(
-            "--bucket-step", min=1, help="Sides of buckets are multiples of it; default: 4 numbers of a row."
-        ),
+        typer.Option(min=1, help="Unit of bucket sides. Default: 4 pixels, or 4 latent pixels with --vae."),
     ] = None,
     random_crop: Annotated[
-        bool, typer.Option("--random-crop/--center-crop", help="What is kept of the longer side.")
+        bool,
+        typer.Option("--random-crop/--center-crop", help="Position of the crop. Default: --center-crop."),
     ] = False,
     random_flip: Annotated[
-        bool, typer.Option("--random-flip", help="Encode mirror images too, for flips in training.")
+        bool,
+        typer.Option("--random-flip", help="Also encode mirrored images, for --random-flip in training."),
     ] = False,
     image_interpolation_mode: Annotated[
         Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"],
-        typer.Option("--image-interpolation-mode", help="Of Pillow, to resize with."),
+        typer.Option(help="Pillow filter for resizing."),
     ] = "lanczos",
-    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Images a network takes.")] = 16,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images encoded together.")] = 16,
     device: AnyDevice = "auto",
     dtype: Annotated[
         Literal["float16", "bfloat16", "float32"],
-        typer.Option("--dtype", help="That latents and tokens are stored in."),
+        typer.Option(help="Number format of stored latents and text tokens."),
     ] = "float16",
-    max_bad: Annotated[
-        int, typer.Option("--max-bad", min=0, help="Images that may be left out, by name.")
-    ] = 0,
+    max_bad: MaxBad = 0,
     seed: Seed = 0,
     overwrite: Overwrite = False,
 ) -> None:
-    """Bring a shard's images to one size or to buckets, to latents and text tokens, once for all trainings.
+    """Resize a shard's images once and store pixels or latents.
 
-    The same command goes on where a killed one stopped; --batch-size and --device may be others then.
+    Trainings read the result in place of the images. Captions are stored as text tokens. If the command is
+    interrupted, run it again to continue; --batch-size and --device may then differ.
     """
     from hddm.data.encoding import described, encode_shards
     from hddm.data.encoding_plan import EncodingSettings, plan_encoding

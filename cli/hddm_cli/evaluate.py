@@ -8,59 +8,55 @@ from typing import Annotated
 import typer
 
 from hddm.utils.errors import UsageError
-from hddm_cli.options import AsJson, InputArgument, InputOption, Overwrite
+from hddm_cli.options import AsJson, InputArgument, InputOption, MaxBad, Overwrite
 
 
 def evaluate(
     images: Annotated[
-        Path,
-        InputArgument(help="Folder of samples, as hddm sample writes it; or an ensemble (--strategies)."),
+        Path, InputArgument(help="Folder of images, such as hddm sample writes, or an ensemble folder.")
     ],
-    reference: Annotated[Path, InputOption("--reference", help="Training images, or their partition.")],
+    reference: Annotated[Path, InputOption(help="Training images, or their partition folder.")],
     held_out: Annotated[
-        Path | None, InputOption("--held-out", help="Images that no model has seen, or their partition.")
+        Path | None,
+        InputOption(metavar="FOLDER", help="Images that no model was trained on, or their partition folder."),
     ] = None,
     features: Annotated[
         str,
-        typer.Option(
-            "--features",
-            help="auto, inception, clip, classifier (trained on --reference), or a saved classifier's file.",
-        ),
+        typer.Option(help="Features: auto, inception, clip, classifier (trained on --reference) or a file."),
     ] = "auto",
     save_classifier: Annotated[
-        Path | None,
-        typer.Option("--save-classifier", help="File to save the trained classifier in, to share it."),
+        Path | None, typer.Option(help="File to save the trained classifier to, for other evaluations.")
     ] = None,
     shards: Annotated[
-        Path | None, InputOption("--shards", help="Partition of the training images: distances by shard.")
+        Path | None,
+        InputOption(metavar="FOLDER", help="Partition folder of the training images, for results per shard."),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="JSON file for the result, for hddm compare and inspect; default: print."),
+        typer.Option(metavar="FILE", help="JSON file for the result. Default: print a table."),
     ] = None,
     allow_few: Annotated[
-        bool, typer.Option("--allow-few", help="Measure fewer images than features; not comparable.")
+        bool,
+        typer.Option("--allow-few", help="Accept fewer images than features, marked as not comparable."),
     ] = False,
-    max_bad: Annotated[
-        int, typer.Option("--max-bad", min=0, help="Broken images in all folders to skip, by name.")
-    ] = 0,
+    max_bad: MaxBad = 0,
     strategies: Annotated[
         str | None,
-        typer.Option(
-            "--strategies",
-            help="Compare an ensemble's samples by these strategies, comma-separated, or all.",
-        ),
+        typer.Option(help="Strategies of an ensemble to compare, or all; --out is then a folder."),
     ] = None,
-    num_images: Annotated[int, typer.Option("--num-images", min=1, help="Samples per strategy.")] = 1000,
+    num_images: Annotated[
+        int, typer.Option(min=1, help="Samples per strategy.", rich_help_panel="Strategies")
+    ] = 1000,
     store: Annotated[
-        bool, typer.Option("--store", help="Make the best strategy the one that the ensemble recommends.")
+        bool, typer.Option("--store", help="Save the best strategy in the ensemble folder.")
     ] = False,
     as_json: AsJson = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Measure distances, precision and recall, diversity and memorising of a folder of images.
+    """Measure quality, diversity and memorisation of images.
 
-    Memorising is judged by the training images as they are: mirrored copies are not found.
+    With --strategies, the images are sampled from an ensemble. Memorised images are not found if they are
+    mirrored.
     """
     if strategies is not None:
         if out is None:

@@ -11,12 +11,15 @@ from hddm_cli.options import AllowPickle, AsJson, InputArgument, Variant
 
 
 def inspect(
-    path: Annotated[Path, InputArgument(help="Folder that hddm wrote, result, images, or checkpoint.")],
+    path: Annotated[Path, InputArgument(help="Folder or file written by hddm, images or a checkpoint.")],
     allow_pickle: AllowPickle = False,
     variant: Variant = None,
     as_json: AsJson = False,
 ) -> None:
-    """Describe an artefact: objective, schedule, shard, size, licence, provenance."""
+    """Show what a folder or checkpoint is.
+
+    This includes its objective, noise schedule, shard, size, licence and provenance.
+    """
     from hddm.checkpoints.inspect import inspected
 
     description = inspected(path, allow_pickle, variant)

@@ -10,17 +10,17 @@ from hddm_cli.options import InputArgument, Out, Overwrite
 
 
 def merge(
-    experts: Annotated[list[Path], InputArgument(help="Expert folders of one architecture, two or more.")],
+    experts: Annotated[list[Path], InputArgument(help="Two or more expert folders of one architecture.")],
     out: Out,
     weights: Annotated[
         str | None,
         typer.Option(
-            "--weights", metavar="0.5,0.5", help="Each expert's weight, that sum to 1; default: equal ones."
+            metavar="WEIGHT,WEIGHT,…", help="Weight of each expert; they sum to 1. Default: equal weights."
         ),
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Average the weights of experts of one architecture into one expert, at the cost of one."""
+    """Average the weights of several experts into one expert."""
     try:
         numbers = None if weights is None else [float(one) for one in weights.split(",")]
     except ValueError as error:

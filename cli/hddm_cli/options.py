@@ -103,49 +103,52 @@ def is_given(context: typer.Context, name: str) -> bool:
 InputArgument = functools.partial(typer.Argument, callback=existing)
 InputOption = functools.partial(typer.Option, callback=existing)
 
-Out = Annotated[Path, typer.Option("--out", help="Folder to write; must not exist.", callback=absent)]
+Out = Annotated[Path, typer.Option(help="Output folder; must not exist.", callback=absent)]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing --out.", is_eager=True)]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of everything random.")]
-Steps = Annotated[
-    int | None, typer.Option("--steps", min=1, help="Training steps; required, here or in --config.")
-]
-BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Images a step.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of all random numbers.")]
+Steps = Annotated[int | None, typer.Option(min=1, help="Training steps. Required, here or in --config.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Images per step.", rich_help_panel="Training")]
 Prediction = Literal["epsilon", "sample", "v_prediction", "flow_prediction"]
 LearningRate = Annotated[
     float | None,
     typer.Option(
-        "--learning-rate",
-        help="Peak rate of AdamW; default: 0.2/width beside Muon, 0.5/width alone; --init: 1e-4.",
+        help="Peak learning rate of AdamW. Default: 0.2/width with Muon, 0.5/width without (router: "
+        "0.125/width), 1e-4 with --init."
     ),
 ]
 Precision = Annotated[
-    str, typer.Option("--mixed-precision", help="no, bf16 or fp16; weights and averages stay in float32.")
+    str, typer.Option(metavar="no|bf16|fp16", help="Precision of the network; weights stay in float32.")
+]
+Dtype = Annotated[
+    Literal["float32", "bfloat16", "float16", "float64"],
+    typer.Option(help="Number format that the networks compute in."),
 ]
 AllowPickle = Annotated[
-    bool,
-    typer.Option("--allow-pickle", help="Read pickle files without running code; only weights are read."),
+    bool, typer.Option("--allow-pickle", help="Read weights from pickle files, without running their code.")
 ]
-Variant = Annotated[str | None, typer.Option("--variant", help="Variant of the weights file, such as fp16.")]
+Variant = Annotated[str | None, typer.Option(help="Variant of the weights file, such as fp16.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or mps.")]
+Device = Annotated[str, typer.Option(help="Device: auto, cpu, cuda or mps.")]
 AnyDevice = Annotated[
-    str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps.", callback=_known_device)
+    str, typer.Option(help="Device: auto, cpu, cuda, cuda:1 or mps.", callback=_known_device)
 ]
+MaxBad = Annotated[
+    int, typer.Option(min=0, help="Number of broken images to accept; they are listed by name.")
+]
+CaptionColumn = Annotated[str | None, typer.Option(help="Column of captions. Default: text or caption.")]
+LabelColumn = Annotated[str | None, typer.Option(help="Column of class labels. Default: label.")]
+Model = Annotated[Path, InputArgument(help="Ensemble folder, expert folder or the Paris release.")]
 NoiseRange = Annotated[
     str | None,
     typer.Option(
-        "--noise-range",
         metavar="LOW:HIGH",
-        help="Part of t, 0 data and 1 noise, that the expert is for, as 0.5:1; default: all.",
+        help="Noise levels t (0 data, 1 noise) that the expert covers, such as 0.5:1. Default: all.",
         callback=_known_range,
     ),
 ]
 StrategyOption = functools.partial(typer.Option, "--strategy", callback=_known_strategy)
 Size = Annotated[
-    str,
-    typer.Option(
-        "--size", help="Network: tiny, mini, small, S/2 … XL/8, or depth x width / patch as 6x192/2."
-    ),
+    str, typer.Option(help="Network size: tiny, mini, small, S/2 to XL/8, or DEPTHxWIDTH/PATCH as 6x192/2.")
 ]
 
 _UNITS = {"": 1, "B": 1} | {

@@ -8,36 +8,31 @@ from typing import Annotated, Literal
 import typer
 
 from hddm.utils.errors import HddmError, UsageError
-from hddm_cli.options import InputArgument, Out, Overwrite, Seed
+from hddm_cli.options import CaptionColumn, InputArgument, LabelColumn, MaxBad, Out, Overwrite, Seed
 
 
 def partition(
     images: Annotated[
-        Path,
-        InputArgument(help="Folder of images, of class folders or with metadata.jsonl, tars, or Parquet."),
+        Path, InputArgument(help="Images: a folder, class folders, metadata.jsonl, .tar or .parquet files.")
     ],
     out: Out,
-    shards: Annotated[str, typer.Option("--shards", help="Number of shards, or auto: proposed, 2 to 16.")],
+    shards: Annotated[
+        str, typer.Option(metavar="NUMBER|auto", help="Number of shards; auto proposes 2 to 16.")
+    ],
     seed: Seed = 0,
     overwrite: Overwrite = False,
     features: Annotated[
-        str, typer.Option("--features", help="pixels, dinov2, clip, a model folder, or a name on the hub.")
+        str, typer.Option(help="Features: pixels, dinov2, clip, a model folder or OWNER/NAME on the hub.")
     ] = "pixels",
-    cache: Annotated[
-        Path | None, typer.Option("--cache", help="Folder for features; default: OUT.features.")
-    ] = None,
-    max_bad: Annotated[int, typer.Option("--max-bad", min=0, help="Broken images to skip, by name.")] = 0,
+    cache: Annotated[Path | None, typer.Option(help="Folder for features. Default: OUT.features.")] = None,
+    max_bad: MaxBad = 0,
     held_out: Annotated[
-        float, typer.Option("--held-out", help="Share of each shard, on average, to keep from training.")
+        float, typer.Option(metavar="SHARE", help="Average share of each shard to keep from training.")
     ] = 0.0,
-    caption_column: Annotated[
-        str | None, typer.Option("--caption-column", help="Column of captions; default: text or caption.")
-    ] = None,
-    label_column: Annotated[
-        str | None, typer.Option("--label-column", help="Column of class labels; default: label.")
-    ] = None,
+    caption_column: CaptionColumn = None,
+    label_column: LabelColumn = None,
 ) -> None:
-    """Divide images into shards of similar content and nearly equal size."""
+    """Split images into shards of similar content and equal size."""
     number = _number(shards)
     from hddm.data.encoding_plan import survey
     from hddm.data.partition import partition as divide

@@ -2,32 +2,30 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from hddm_cli.options import AnyDevice, InputArgument
+from hddm_cli.options import AnyDevice, Dtype, InputArgument, Model
 
 
 def play(
-    ensemble: Annotated[Path, InputArgument(help="Ensemble or expert folder, or the Paris release.")],
-    after: Annotated[
-        Path | None, InputArgument(help="A second one, to see both beside each other: before and after.")
-    ] = None,
+    ensemble: Model,
+    after: Annotated[Path | None, InputArgument(help="Second model, to show both side by side.")] = None,
     port: Annotated[
-        int, typer.Option("--port", min=1, max=65535, help="Port of the page; if taken, the next free one.")
+        int, typer.Option(min=1, max=65535, help="Port of the page, or the next free one.")
     ] = 7860,
     browser: Annotated[
         bool | None,
-        typer.Option("--open/--no-open", help="Open the page in a browser; default: on a terminal."),
+        typer.Option("--open/--no-open", help="Open the page in a browser. Default: only on a terminal."),
     ] = None,
     device: AnyDevice = "auto",
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16", "float64"],
-        typer.Option("--dtype", help="Dtype that networks run in."),
-    ] = "float32",
+    dtype: Dtype = "float32",
 ) -> None:
-    """Open a page on this machine to make images with an ensemble, and to see which expert paints what."""
+    """Open a local web page that generates images.
+
+    It also shows what each expert contributes.
+    """
     from hddm.serving.page import Play, serve
     from hddm.utils.progress import Progress
 

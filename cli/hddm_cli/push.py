@@ -9,27 +9,29 @@ from hddm_cli.options import InputArgument, InputOption
 
 
 def push(
-    ensemble: Annotated[Path, InputArgument(help="Ensemble folder; what its manifests list is sent.")],
-    name: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Repository; made if it is not there.")],
-    private: Annotated[bool, typer.Option("--private", help="Make a new repository a private one.")] = False,
+    ensemble: Annotated[Path, InputArgument(help="Ensemble folder; only files in its manifests are sent.")],
+    name: Annotated[
+        str, typer.Argument(metavar="OWNER/NAME", help="Repository; created if it does not exist.")
+    ],
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     licence: Annotated[
-        str | None, typer.Option("--licence", help="Licence of the experts that record none; you own them.")
+        str | None, typer.Option(help="Licence of experts of your own that record none.")
     ] = None,
     picture: Annotated[
-        Path | None, InputOption("--picture", help="Picture for the card, such as a sheet of samples.")
+        Path | None, InputOption(help="Picture for the model card, such as a sheet of samples.")
     ] = None,
     results: Annotated[
-        Path | None,
-        InputOption("--results", help="Of hddm evaluate --out, or a table in Markdown, for the card."),
+        Path | None, InputOption(help="Results for the card: a file of hddm evaluate, or a Markdown table.")
     ] = None,
-    message: Annotated[str | None, typer.Option("--message", help="Of the commit.")] = None,
+    message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the card and the files; send nothing.")
+        bool, typer.Option("--dry-run", help="Print the card and the files, but send nothing.")
     ] = False,
 ) -> None:
-    """Publish an ensemble on the Hugging Face hub, with a model card made of what its parts record.
+    """Publish an ensemble on the Hugging Face Hub.
 
-    The token is that of HF_TOKEN, or of hf auth login. A README.md of yours in the folder is the card.
+    The model card is written from the records of its parts, unless the folder holds a README.md of your own.
+    Log in with hf auth login, or set HF_TOKEN.
     """
     from hddm.pipelines.card import CARD
     from hddm.pipelines.hub import plan_upload, upload

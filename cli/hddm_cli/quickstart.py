@@ -12,16 +12,18 @@ STORY_FILE = "story.json"
 
 
 def quickstart(
-    out: Annotated[Path, typer.Option("--out", help="Folder to write, or to go on with.")] = Path(
+    out: Annotated[Path, typer.Option(help="Output folder, or a quickstart's folder to continue.")] = Path(
         "runs/quickstart"
     ),
-    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Trainings of every model.")] = 1,
+    seeds: Annotated[
+        int, typer.Option(min=1, metavar="NUMBER", help="Number of training runs per model.")
+    ] = 1,
     overwrite: Overwrite = False,
 ) -> None:
-    """Grow an old model of digits by experts of new ones, in minutes on a laptop CPU.
+    """Extend a model of digits with new experts, on a laptop CPU.
 
-    Trains a plain diffusers model, converts it, trains a flow and a DDPM expert on new images, puts all
-    three together, samples and measures: every step a command of hddm, printed as it runs.
+    Trains a plain diffusers model, converts it, trains a flow expert and a DDPM expert on new images,
+    combines all three, samples and measures. Every step is an hddm command and is printed as it runs.
     """
     if not overwrite:
         refuse_other(out, STORY_FILE, "quickstart")

@@ -8,8 +8,9 @@ import typer
 from hddm.utils.errors import UsageError, asked
 from hddm_cli.options import (
     AnyDevice,
-    InputArgument,
+    Dtype,
     InputOption,
+    Model,
     Out,
     Overwrite,
     Seed,
@@ -21,134 +22,108 @@ from hddm_cli.options import (
 
 def sample(
     context: typer.Context,
-    source: Annotated[Path, InputArgument(help="Expert or ensemble folder, or the Paris release.")],
+    source: Model,
     out: Out,
-    num_images: Annotated[int, typer.Option("--num-images", min=1, help="Images to make.")] = 16,
+    num_images: Annotated[int, typer.Option(min=1, help="Number of images.")] = 16,
     seed: Seed = 0,
     start: Annotated[
-        int, typer.Option("--start", min=0, help="Number of the first image, to continue or to split work.")
+        int, typer.Option(min=0, help="Number of the first image, to continue or to split work.")
     ] = 0,
     prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", help="Text; several are cycled over the images.")
+        list[str] | None, typer.Option(help="Text prompt; several are cycled over the images.")
     ] = None,
     negative_prompt: Annotated[
-        str | None,
-        typer.Option("--negative-prompt", help="Text that guidance moves away from; default: no text."),
+        str | None, typer.Option(help="Text that guidance moves away from. Default: no text.")
     ] = None,
     class_labels: Annotated[
         str | None,
-        typer.Option(
-            "--class-labels",
-            help="Class names, or numbers from 0 where no name fits; comma-separated, cycled.",
-        ),
+        typer.Option(help="Class names or numbers, separated by commas and cycled over the images."),
     ] = None,
     conditions: Annotated[
         Path | None,
-        InputOption(
-            "--conditions", help="Safetensors file of conditions by keyword, and negative_<keyword>; cycled."
-        ),
+        InputOption(help="Safetensors file of conditions by name or negative_NAME, cycled over the images."),
     ] = None,
     init_image: Annotated[
-        Path | None,
-        InputOption("--init-image", help="Picture to begin with, cropped and resized to the images' size."),
+        Path | None, InputOption(help="Image to edit; it is cropped and resized to the output size.")
     ] = None,
     strength: Annotated[
         float | None,
-        typer.Option(
-            "--strength", min=0, max=1, help="How much of --init-image is new; default: 0.8, with --mask 1."
-        ),
+        typer.Option(min=0, max=1, help="Amount of change to --init-image. Default: 0.8; 1 with --mask."),
     ] = None,
     mask: Annotated[
-        Path | None, InputOption("--mask", help="Picture that is white where --init-image is made anew.")
+        Path | None, InputOption(help="Mask image, white where --init-image is replaced.")
     ] = None,
-    resampling_steps: Annotated[
-        int, typer.Option("--resampling-steps", min=1, help="How often each step is taken with --mask.")
-    ] = 10,
+    resampling_steps: Annotated[int, typer.Option(min=1, help="Repeats of each step with --mask.")] = 10,
     steps: Annotated[
-        int | None, typer.Option("--steps", min=1, help="Solver steps; default: 25, or a student's own.")
+        int | None, typer.Option(min=1, help="Solver steps. Default: 25, or a distilled student's own.")
     ] = None,
     strategy: Annotated[
         str | None,
-        StrategyOption(help="draw, full, top-K, threshold-X or nucleus-X; default: the ensemble's own."),
+        StrategyOption(
+            help="Strategy: draw, full, top-K, threshold-X or nucleus-X. Default: the ensemble's."
+        ),
     ] = None,
     expert: Annotated[
-        int | None,
-        typer.Option(
-            "--expert", min=0, help="Use this expert alone (of a pair by noise both), without the router."
-        ),
+        int | None, typer.Option(min=0, help="Index of an expert to use alone, without the router.")
     ] = None,
-    router_every: Annotated[
-        int, typer.Option("--router-every", min=1, help="Ask the router at every n-th call only.")
-    ] = 1,
+    router_every: Annotated[int, typer.Option(min=1, help="Network calls per call of the router.")] = 1,
     solver: Annotated[
         Literal["euler", "heun", "adams-bashforth", "adams-moulton"] | None,
-        typer.Option("--solver", help="Solver of the ODE; default: adams-moulton, or a student's euler."),
+        typer.Option(help="ODE solver. Default: adams-moulton; euler for a distilled student."),
     ] = None,
     shift: Annotated[
-        float | None, typer.Option("--shift", help="Shift of the time grid, 1 is even; default: the model's.")
+        float | None, typer.Option(help="Shift of the time grid; 1 is even. Default: the model's own.")
     ] = None,
-    guidance_scale: Annotated[
-        float, typer.Option("--guidance-scale", help="Strength of guidance; 1 is none.")
-    ] = 1.0,
+    guidance_scale: Annotated[float, typer.Option(help="Guidance scale; 1 is no guidance.")] = 1.0,
     guide_by: Annotated[
         Literal["condition", "weak"],
-        typer.Option(
-            "--guide-by", help="Away from no class or text, or from each expert's early, weaker self."
-        ),
+        typer.Option(help="Guide away from the unconditional prediction or from each expert's weak model."),
     ] = "condition",
     cfg_channels: Annotated[
         int | None,
-        typer.Option("--cfg-channels", min=1, help="Guide the first n channels only; DiT's paper: 3."),
+        typer.Option(min=1, help="Number of channels to guide, such as 3 for DiT. Default: all."),
     ] = None,
     guidance_interval: Annotated[
-        tuple[float, float], typer.Option("--guidance-interval", help="Guide between these t only.")
+        tuple[float, float], typer.Option(metavar="LOW HIGH", help="Noise levels t that are guided.")
     ] = (0.0, 1.0),
     guidance_rescale: Annotated[
-        float, typer.Option("--guidance-rescale", help="Share of the way back to the unguided deviation.")
+        float, typer.Option(help="Strength of rescaling to the unguided standard deviation, 0 to 1.")
     ] = 0.0,
-    height: Annotated[
-        int | None, typer.Option("--height", min=1, help="Of the images in pixels; default: the model's.")
-    ] = None,
-    width: Annotated[
-        int | None, typer.Option("--width", min=1, help="Of the images in pixels; default: the model's.")
-    ] = None,
+    height: Annotated[int | None, typer.Option(min=1, help="Image height. Default: the model's own.")] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="Image width. Default: the model's own.")] = None,
     batch_size: Annotated[
-        int, typer.Option("--batch-size", min=1, help="Images at a time; changes them by rounding only.")
+        int, typer.Option(min=1, help="Images computed together; it affects rounding only.")
     ] = 64,
     device: AnyDevice = "auto",
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16", "float64"],
-        typer.Option("--dtype", help="Dtype that networks run in."),
-    ] = "float32",
+    dtype: Dtype = "float32",
     offload: Annotated[
         Literal["none", "ram", "disk"],
-        typer.Option("--offload", help="Where idle experts wait: on the device, in memory, on disk."),
+        typer.Option(help="Place of idle experts: on the device (none), in memory or on disk."),
     ] = "none",
     max_memory: Annotated[
-        str | None, typer.Option("--max-memory", help="Limit of all weights on the device: 6GB, 500MB.")
+        str | None,
+        typer.Option(help="Limit of weights on the device with --offload, such as 6GB. Default: no limit."),
     ] = None,
     compile_networks: Annotated[
-        bool, typer.Option("--compile", help="Compile the experts; the first steps take minutes.")
+        bool, typer.Option("--compile", help="Compile the experts; the first steps then take minutes.")
     ] = False,
     output_type: Annotated[
-        Literal["png", "latent"], typer.Option("--output-type", help="PNG images, or the experts' output.")
+        Literal["png", "latent"], typer.Option(help="PNG images, or the experts' output as latents.")
     ] = "png",
     grid: Annotated[
         bool,
-        typer.Option(
-            "--grid",
-            help="Also write OUT.grid.png, a picture of up to 800 images, in rows by class or prompt.",
-        ),
+        typer.Option("--grid", help="Also save OUT.grid.png, a sheet of up to 800 images."),
     ] = False,
     resume: Annotated[
         bool,
-        typer.Option(
-            "--resume", is_eager=True, help="Go on with a run of the same options, to the same images."
-        ),
+        typer.Option("--resume", is_eager=True, help="Resume an interrupted run with the same options."),
     ] = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Make images from an expert or an ensemble. Image i depends on the seed and i alone."""
+    """Generate images with an expert or an ensemble.
+
+    Image i depends only on the seed and on i.
+    """
     if guidance_scale == 1:
         of_guidance = ("guide_by", "cfg_channels", "guidance_interval", "guidance_rescale")
         if given := [f"--{name.replace('_', '-')}" for name in of_guidance if is_given(context, name)]:

@@ -2,66 +2,62 @@
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from hddm.utils.errors import UsageError
-from hddm_cli.options import AnyDevice, InputArgument
+from hddm_cli.options import AnyDevice, Model
 
 
 def serve(
-    ensemble: Annotated[Path, InputArgument(help="Ensemble or expert folder, or the Paris release.")],
+    ensemble: Model,
     host: Annotated[
-        str, typer.Option("--host", help="Address to listen at; others than this machine's need HDDM_TOKEN.")
+        str, typer.Option(help="Address to listen on; others than this machine's need HDDM_TOKEN.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port to listen at.")] = 8000,
-    ray: Annotated[
-        str, typer.Option("--ray", help="Ray cluster: its address, or local for one of this machine.")
-    ] = "local",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
+    ray: Annotated[str, typer.Option(help="Address of a Ray cluster, or local for this machine.")] = "local",
     num_replicas: Annotated[
         list[str] | None,
-        typer.Option("--num-replicas", metavar="[EXPERT=]N", help="Workers of each expert; default: 1."),
+        typer.Option(metavar="N|EXPERT=N", help="Workers of every expert, or of one. Default: 1."),
     ] = None,
     resources: Annotated[
         list[str] | None,
         typer.Option(
-            "--resources",
-            metavar="[EXPERT:]NAME=NUMBER,…",
-            help="What a worker takes of the cluster: num_cpus (also its threads), num_gpus, or names of "
-            "one's own; EXPERT may be front. Default: num_cpus=1, and a GPU where there are some.",
+            metavar="NAME=NUMBER,…",
+            help="Ray resources of each worker: num_cpus (also its threads), num_gpus or your own; EXPERT:… "
+            "for one expert, front:… for the HTTP server. Default: num_cpus=1, and a GPU if there is one.",
         ),
     ] = None,
     batch_size: Annotated[
-        int, typer.Option("--batch-size", min=1, help="Images that an expert makes together, at most.")
+        int, typer.Option(min=1, help="Maximum number of images that an expert computes together.")
     ] = 16,
     batching: Annotated[
         bool,
         typer.Option(
-            "--batching/--no-batching",
-            help="Make images of several requests together; without, they are hddm sample's, bit for bit.",
+            "--batching/--no-batching", help="Batch images of several requests. Default: --batching."
         ),
     ] = True,
-    max_images: Annotated[
-        int, typer.Option("--max-images", min=1, help="Images of a request, at most.")
-    ] = 10,
-    max_steps: Annotated[int, typer.Option("--max-steps", min=1, help="Steps of a request, at most.")] = 250,
+    max_images: Annotated[int, typer.Option(min=1, help="Maximum number of images per request.")] = 10,
+    max_steps: Annotated[int, typer.Option(min=1, help="Maximum number of steps per request.")] = 250,
     max_queue: Annotated[
-        int, typer.Option("--max-queue", min=1, help="Requests that wait or run; one more gets a 429.")
+        int, typer.Option(min=1, help="Maximum number of unfinished requests; further ones get status 429.")
     ] = 64,
     timeout: Annotated[
-        float, typer.Option("--timeout", min=0.1, help="Seconds for a request, waiting included.")
+        float, typer.Option(min=0.1, metavar="SECONDS", help="Time limit of a request, including its wait.")
     ] = 600.0,
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], typer.Option("--dtype", help="Dtype that networks run in.")
+        Literal["float32", "bfloat16", "float16"],
+        typer.Option(help="Number format that the networks compute in."),
     ] = "float32",
     device: AnyDevice = "auto",
 ) -> None:
-    """Serve an ensemble over HTTP: each expert in a process of its own, on one machine or many.
+    """Serve an ensemble over HTTP.
 
-    Speaks the images API of OpenAI's clients: POST /v1/images/generations, GET /v1/models; and /healthz and
-    /metrics. Set HDDM_TOKEN to ask clients for it. Needs the extra serve.
+    Each expert runs in its own process, on one machine or many. The server speaks OpenAI's images API (POST
+    /v1/images/generations, GET /v1/models), and has /healthz and /metrics. Set HDDM_TOKEN to require that
+    token from clients. With --no-batching, images are exactly those of hddm sample. Needs
+    hddm-diffusion[serve].
     """
     from hddm.serving.front import Limits
     from hddm.serving.service import Placement

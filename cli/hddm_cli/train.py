@@ -17,30 +17,24 @@ from hddm_cli.options import (
     refuse_given,
 )
 from hddm_cli.training_options import FILE, KEEPING, LOOP, PICTURES, GivenOptions, takes
+from hddm_cli.usage import Verb
 
-commands = typer.Typer(
-    help="Train one expert on its shard, all of them, or the router.", no_args_is_help=True
-)
+commands = typer.Typer(help="Train one expert, all experts or the router.", no_args_is_help=True)
 
 
 Init = Annotated[
-    Path | None,
-    InputOption("--init", help="Expert folder to train on from: its network, prediction and schedule."),
+    Path | None, InputOption(help="Expert to continue from, with its network, prediction and schedule.")
 ]
 LoraRank = Annotated[
-    int | None,
-    typer.Option("--lora-rank", min=1, help="Train a LoRA adapter of --init; --out holds that alone."),
+    int | None, typer.Option(min=1, help="Rank of a LoRA adapter of --init to train; --out holds only it.")
 ]
 LoraAlpha = Annotated[
-    float | None, typer.Option("--lora-alpha", help="It is scaled by alpha/rank; by default alpha = rank.")
+    float | None, typer.Option(help="Scale of the adapter, as ALPHA/RANK. Default: the rank.")
 ]
 Schedule = Annotated[
-    Path | None,
-    InputOption(
-        "--schedule", help="DDPM: a diffusers scheduler_config.json, of either family; default cosine."
-    ),
+    Path | None, InputOption(help="Noise schedule (DDPM only): a diffusers scheduler file. Default: cosine.")
 ]
-RandomFlip = Annotated[bool, typer.Option("--random-flip", help="Mirror half the images, at random.")]
+RandomFlip = Annotated[bool, typer.Option("--random-flip", help="Mirror half of the images at random.")]
 
 FIXED_BY_INIT = ("size", "schedule", "prediction", "weighting", "rotary")
 LEARNING = {
@@ -49,7 +43,8 @@ LEARNING = {
         Annotated[
             Literal["uniform", "logit-normal"] | None,
             typer.Option(
-                "--time-sampling", help="Distribution of noise levels; default: uniform (ddpm), logit-normal."
+                help="Distribution of noise levels. Default: logit-normal; uniform for DDPM, unless "
+                "--prediction is sample."
             ),
         ],
         None,
@@ -58,47 +53,47 @@ LEARNING = {
     "prediction": (
         Annotated[
             Prediction | None,
-            typer.Option(
-                "--prediction",
-                help="What the network predicts; default: epsilon (ddpm), sample (flow; learns faster).",
-            ),
+            typer.Option(help="Quantity that the network predicts. Default: epsilon (DDPM), sample (flow)."),
         ],
         None,
     ),
     "weighting": (
         Annotated[
             Literal["prediction", "velocity"] | None,
-            typer.Option("--weighting", help="What the loss is taken in; default: velocity for x_0."),
+            typer.Option(
+                help="Quantity that the loss compares. Default: velocity if --prediction is sample, else "
+                "prediction."
+            ),
         ],
         None,
     ),
     "rotary": (
         Annotated[
             bool | None,
-            typer.Option("--rotary/--no-rotary", help="Rotary positions of patches; default: rotary."),
+            typer.Option("--rotary/--no-rotary", help="Rotary position embeddings. Default: --rotary."),
         ],
         None,
     ),
     "snr_gamma": (
         Annotated[
-            float | None, typer.Option("--snr-gamma", help="DDPM: min-SNR weights of this gamma, as 5.")
+            float | None,
+            typer.Option(help="Gamma of min-SNR loss weights (DDPM only), such as 5. Default: no weights."),
         ],
         None,
     ),
     "class_conditional": (
-        Annotated[bool, typer.Option("--class-conditional", help="Learn from the class folders' labels.")],
+        Annotated[bool, typer.Option("--class-conditional", help="Train on the labels of class folders.")],
         False,
     ),
     "text_conditional": (
         Annotated[
-            bool, typer.Option("--text-conditional", help="Learn from captions, as hddm encode kept them.")
+            bool, typer.Option("--text-conditional", help="Train on captions, as saved by hddm encode.")
         ],
         False,
     ),
     "condition_dropout": (
         Annotated[
-            float,
-            typer.Option("--condition-dropout", min=0, max=1, help="Share of images without conditions."),
+            float, typer.Option(min=0, max=1, help="Share of images that are trained without conditions.")
         ],
         0.1,
     ),
@@ -107,8 +102,8 @@ LEARNING = {
         Annotated[
             float | None,
             typer.Option(
-                "--weak-at",
-                help="Share of --steps after which a weaker self is kept to guide by; default 0.25, 0: none.",
+                help="Share of --steps after which a weak model for autoguidance is saved; 0 for none. "
+                "Default: 0.25; 0 with --init."
             ),
         ],
         None,
@@ -117,14 +112,15 @@ LEARNING = {
 """Options of what an expert learns, but for its objective."""
 
 
-@commands.command("expert")
+@commands.command("expert", cls=Verb)
 @takes(LEARNING, LOOP, KEEPING, PICTURES, FILE)
 def expert(
     context: typer.Context,
-    shard: Annotated[Path, InputArgument(help="Shard folder, as hddm partition or hddm encode writes it.")],
+    shard: Annotated[Path, InputArgument(help="Shard folder, written by hddm partition or hddm encode.")],
     out: Out,
     objective: Annotated[
-        Literal["ddpm", "flow"] | None, typer.Option("--objective", help="What it learns.")
+        Literal["ddpm", "flow"] | None,
+        typer.Option(help="Training objective. Required, here or in --config."),
     ] = None,
     steps: Steps = None,
     init: Init = None,
@@ -134,9 +130,9 @@ def expert(
     overwrite: Overwrite = False,
     **given: Any,
 ) -> None:
-    """Train one expert alone, on one shard.
+    """Train one expert on one shard.
 
-    The run is kept in OUT.run, with checkpoints, TensorBoard logs and samples; --resume goes on with it.
+    Checkpoints, TensorBoard logs and sample grids are saved in OUT.run; --resume continues from there.
     """
     if init is not None:
         refuse_given(context, "--init fixes it", *FIXED_BY_INIT)
@@ -164,12 +160,12 @@ def expert(
         typer.echo(f"{out}: {summary_of(losses)}")
 
 
-@commands.command("router")
+@commands.command("router", cls=Verb)
 @takes(LOOP, KEEPING, FILE)
 def router(
     context: typer.Context,
     shards: Annotated[
-        list[Path], InputArgument(help="Partition folders, as hddm partition or encode writes them.")
+        list[Path], InputArgument(help="Partition folders, written by hddm partition or hddm encode.")
     ],
     out: Out,
     steps: Steps = None,
@@ -177,14 +173,12 @@ def router(
     random_flip: RandomFlip = False,
     calibrate: Annotated[
         bool,
-        typer.Option(
-            "--calibrate", help="Keep 15 % of every shard from training, and fit temperatures to it."
-        ),
+        typer.Option("--calibrate", help="Hold out 15 % of every shard and fit temperatures on it."),
     ] = False,
     overwrite: Overwrite = False,
     **given: Any,
 ) -> None:
-    """Train the router that tells the shards apart, on noised images."""
+    """Train the router, which recognises shards from noisy images."""
     from hddm.training.settings import RouterSettings
 
     own = {"steps": steps, "size": size, "random_flip": random_flip, "calibrate": calibrate}

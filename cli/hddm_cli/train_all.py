@@ -20,21 +20,22 @@ if TYPE_CHECKING:
 def train_all(
     context: typer.Context,
     shards: Annotated[
-        Path, InputOption("--shards", help="Partition folder, as hddm partition or hddm encode writes it.")
+        Path,
+        InputOption(metavar="FOLDER", help="Partition folder, written by hddm partition or hddm encode."),
     ],
-    out: Annotated[Path, typer.Option("--out", help="Folder of all experts: OUT/expert_0, OUT/expert_1, …")],
+    out: Annotated[Path, typer.Option(help="Folder of all experts (OUT/expert_0, OUT/expert_1, …).")],
     objective: Annotated[
         str | None,
-        typer.Option("--objective", help="By shard, as 0=ddpm,3=ddpm,*=flow; or one for all, as flow."),
+        typer.Option(help="Objective: ddpm or flow, or one per shard, such as 0=ddpm,3=ddpm,*=flow."),
     ] = None,
     steps: Steps = None,
-    parallel: Annotated[int, typer.Option("--parallel", min=1, help="Experts at a time.")] = 1,
+    parallel: Annotated[int, typer.Option(min=1, help="Experts trained at the same time.")] = 1,
     ray: Annotated[
         str | None,
-        typer.Option("--ray", help="Train on a Ray cluster: its address, or local for one of this machine."),
+        typer.Option(help="Address of a Ray cluster to train on, or local. Default: without Ray."),
     ] = None,
     retries: Annotated[
-        int, typer.Option("--retries", min=0, help="Restarts of an expert whose process dies, at most.")
+        int, typer.Option(min=0, help="Maximum number of restarts of an expert whose process is killed.")
     ] = 3,
     init: Init = None,
     lora_rank: LoraRank = None,
@@ -43,10 +44,10 @@ def train_all(
     overwrite: Overwrite = False,
     **given: Any,
 ) -> None:
-    """Train an expert on every shard, each alone, in a process of its own or on a Ray cluster.
+    """Train an expert on every shard.
 
-    One whose process dies is started again from its last checkpoint; the others go on. Run it again with
-    --resume for what is left.
+    Each trains alone, in its own process or on a Ray cluster. If a process is killed, its expert restarts
+    from the last checkpoint and the others continue. Use --resume to finish what is left.
     """
     if init is not None:
         refuse_given(context, "--init fixes it", *FIXED_BY_INIT)

@@ -30,7 +30,7 @@ LOOP: Group = {
         Annotated[
             Literal["adamw", "muon"] | None,
             typer.Option(
-                "--optimizer", help="Of matrices, all else is AdamW's; default: muon, with --init adamw."
+                help="Optimizer for weight matrices; AdamW trains the rest. Default: muon; adamw with --init."
             ),
         ],
         None,
@@ -38,69 +38,79 @@ LOOP: Group = {
     "learning_rate": (LearningRate, None),
     "muon_learning_rate": (
         Annotated[
-            float | None,
-            typer.Option("--muon-learning-rate", help="Of the matrices that Muon trains; default: 0.02."),
+            float | None, typer.Option(help="Learning rate of the matrices that Muon trains. Default: 0.02.")
         ],
         None,
     ),
     "warmup": (
         Annotated[
             int | None,
-            typer.Option("--warmup", min=0, help="Steps to the peak rate; by default a tenth, at most 100."),
+            typer.Option(min=0, help="Steps of warm-up. Default: a tenth of --steps, at most 100."),
         ],
         None,
     ),
     "seed": (Seed, 0),
-    "ema_decay": (Annotated[float, typer.Option("--ema-decay", help="Of the weights' average.")], 0.999),
+    "ema_decay": (Annotated[float, typer.Option(help="Decay of the weights' moving average.")], 0.999),
     "mixed_precision": (Precision, "no"),
     "gradient_accumulation_steps": (
-        Annotated[int, typer.Option("--gradient-accumulation-steps", min=1, help="Parts of a batch.")],
+        Annotated[int, typer.Option(min=1, help="Parts that each batch is split into to save memory.")],
         1,
     ),
     "gradient_checkpointing": (
-        Annotated[bool, typer.Option("--gradient-checkpointing", help="Compute activations twice.")],
+        Annotated[
+            bool,
+            typer.Option(
+                "--gradient-checkpointing",
+                help="Recompute activations in the backward pass to save memory.",
+            ),
+        ],
         False,
     ),
-    "compile": (Annotated[bool, typer.Option("--compile", help="By torch.compile.")], False),
+    "compile": (
+        Annotated[bool, typer.Option("--compile", help="Compile the network with torch.compile.")],
+        False,
+    ),
     "fsdp": (
         Annotated[bool, typer.Option("--fsdp", help="Split the weights over the processes of accelerate.")],
         False,
     ),
     "device": (Device, "auto"),
     "threads": (
-        Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; rounding depends on it.")],
+        Annotated[
+            int | None, typer.Option(min=1, help="CPU threads; they affect rounding. Default: PyTorch's.")
+        ],
         None,
     ),
 }
 KEEPING: Group = {
     "resume": (
-        Annotated[bool, typer.Option("--resume", is_eager=True, help="Go on with a run beside --out.")],
+        Annotated[bool, typer.Option("--resume", is_eager=True, help="Resume the run in OUT.run.")],
         False,
     ),
     "allow_config_change": (
-        Annotated[bool, typer.Option("--allow-config-change", help="Go on although settings differ.")],
+        Annotated[bool, typer.Option("--allow-config-change", help="Resume even if settings have changed.")],
         False,
     ),
     "checkpoint_every": (
-        Annotated[int, typer.Option("--checkpoint-every", min=1, help="Steps to a checkpoint, or 2 min.")],
+        Annotated[
+            int, typer.Option(min=1, help="Steps between checkpoints; one is also saved every two minutes.")
+        ],
         500,
     ),
     "wandb": (
-        Annotated[str | None, typer.Option("--wandb", help="Project of Weights & Biases to log to as well.")],
+        Annotated[
+            str | None, typer.Option(metavar="PROJECT", help="Weights & Biases project to log to as well.")
+        ],
         None,
     ),
 }
 PICTURES: Group = {
-    "sample_every": (
-        Annotated[int, typer.Option("--sample-every", min=0, help="Steps between sample grids; 0: none.")],
-        0,
-    )
+    "sample_every": (Annotated[int, typer.Option(min=0, help="Steps between sample grids; 0 for none.")], 0)
 }
 FILE: Group = {
     "config": (
         Annotated[
-            Path | None,
-            InputOption("--config", help="YAML file of settings; what is given here overrides it."),
+            Path | None, InputOption(help="YAML file of settings; options on the command line override it.")
         ],
         None,
     )

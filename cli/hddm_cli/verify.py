@@ -14,28 +14,22 @@ if TYPE_CHECKING:
 
 
 def verify(
-    expert: Annotated[
-        Path, InputArgument(help="Expert, of whoever trained it; an ensemble, or a folder of experts.")
-    ],
+    expert: Annotated[Path, InputArgument(help="Expert folder, ensemble folder or a folder of experts.")],
     data: Annotated[
         Path | None,
-        InputOption(
-            "--data",
-            help="Shard folder of images kept from its training, to judge it by; or a folder of such shards.",
-        ),
+        InputOption(help="Held-out shard to measure the denoising error on, or a folder of such shards."),
     ] = None,
     seed: Seed = 0,
     base: Annotated[
-        list[Path] | None,
-        InputOption("--base", help="Expert whose weights a LoRA expert changes, where it was moved."),
+        list[Path] | None, InputOption(help="Base of LoRA experts, if it was moved since training.")
     ] = None,
     device: AnyDevice = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Judge experts before they are used: records, hashes, finite weights, denoising of held-out images.
+    """Check experts before use: hashes, weights, denoising error.
 
-    Of an ensemble all files are judged, with a pipeline.py, which diffusers would run. Exits with 0 if all
-    are accepted, 1 if one is refused, 2 if the call was wrong.
+    All files of an ensemble are checked, including a pipeline.py, which diffusers would run. Exits with 0 if
+    every expert is accepted, 1 if one is refused, 2 for wrong usage.
     """
     from hddm.training.verify import experts_in, images_for, problems_around, verify_expert
     from hddm.utils.progress import Progress

@@ -1,5 +1,6 @@
 """Wrong usage is told in one style: the option or key, the value, what may stand there; exit code 2."""
 
+import re
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -13,6 +14,7 @@ from hddm.training.settings import ExpertSettings
 from hddm.utils.errors import HddmError
 from hddm.utils.records import OPTIONS, parse_record
 from hddm.velocity import PredictionType
+from hddm_cli import usage
 from hddm_cli.app import commands
 from hddm_cli.convert import convert
 from hddm_cli.sample import sample
@@ -205,6 +207,31 @@ def test_help_imports_nothing_heavy_and_shows_every_name_whole_on_80_columns(
         seen = {word.strip(",/") for word in shown.replace("/--", " --").split()}
         assert {name for name in names if name.startswith("--")} <= seen, words
         assert words or "--debug" in seen
+
+
+def test_help_is_complete_on_its_own_and_names_values_by_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    types = re.compile(r"[<\[{]|\b(int|integer|float|str|bool|list|tuple|path|range)\b", re.IGNORECASE)
+    for words, verb in VERBS.items():
+        below = getattr(verb, "commands", {})
+        for name, inner in below.items():
+            line = inner.get_short_help_str(80 - 8 - max(map(len, below)))
+            assert re.fullmatch(r".*[^.]\.", line), (*words, name, line)
+        for one in verb.params:
+            assert re.fullmatch(r"(?!Of ).*[^.]\.", one.help or ""), (*words, one.name)
+        top, _, options = verb.get_help(typer.Context(verb)).partition("\nOptions:\n")
+        assert not re.search(r"[<{]", top), words
+        for term in re.findall(r"^  (--.*?)(?:  |$)", options, re.MULTILINE):
+            assert not types.search(re.sub(r"--[\w-]+", "", term)), (words, term)
+
+
+def test_options_stand_by_topic_and_no_topic_names_one_that_is_gone() -> None:
+    verb = VERBS["train", "expert"]
+    shown = verb.get_help(typer.Context(verb))
+    assert shown.index("--out") < shown.index("\nNetwork:\n") < shown.index("--size")
+    assert shown.index("\nTraining:\n") < shown.index("--optimizer")
+    options = {one.name for verb in VERBS.values() for one in verb.params}
+    assert set(usage.TOPIC_OF) | set(usage.WORD_OF) <= options
 
 
 def test_choices_are_those_there_are_and_a_device_is_chosen_alike_by_all_verbs() -> None:
