@@ -90,7 +90,7 @@ def _term(param: Any) -> str:
 
 
 def _text(param: Any) -> str:
-    parts = [param.help]
+    parts = [param.help or ""]
     if not getattr(param, "is_flag", True):
         parts += ["May be repeated."] * param.multiple + ["Required."] * param.required
         if param.default is not None:
