@@ -62,7 +62,7 @@ STORIES = ["README.md", "convert.md", "python.md", "quickstart.md", "train.md"]
 
 
 def test_all_code_says_its_language() -> None:
-    assert {code.language for code in BLOCKS} == {"bash", "python", "yaml"}
+    assert {code.language for code in BLOCKS} == {"bash", "python", "yaml", "text"}
     assert not [page.name for page in PAGES if re.search(r"^ {4,}hddm ", page.read_text(), re.M)]
     assert sorted({code.page for code in BLOCKS if code.is_story}) == STORIES
 
@@ -123,7 +123,7 @@ def test_it_names_the_keys_that_only_a_run_file_has_with_their_defaults() -> Non
     options = {one.name for verb in (*verbs, root.commands["distill"]) for one in verb.params}
     fields = {name: one for kind in KINDS for name, one in kind.model_fields.items() if name not in options}
     assert fields
-    text = (ROOT / "docs/guides/train.md").read_text()
+    text = (ROOT / "docs/guides/settings.md").read_text()
     (told,) = re.findall(r"[Oo]nly a run file has (.*?)\.\n", text, re.DOTALL)
     assert dict(re.findall(r"`(\w+)` \(([\d.]+)\)", told)) == {
         name: str(one.default) for name, one in fields.items()
