@@ -167,8 +167,7 @@ class Moments:
         if x_t.shape[1] != len(self.mean):
             # Callers that know the size that was asked for name it.
             raise ValueError(
-                f"its calibration is of samples of {len(self.mean)} numbers, not of {x_t.shape[1]}; experts "
-                "trained on hddm encode --buckets have none"
+                f"its calibration is of samples of {len(self.mean)} numbers, not of {x_t.shape[1]}"
             )
         return x_t - (1 - t) * mean
 

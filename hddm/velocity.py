@@ -463,8 +463,7 @@ class VelocityField:
         if self.sample_shape is not None and x_t.shape[1:] != self.sample_shape:
             # Callers that know the size that was asked for name it.
             raise ValueError(
-                f"its calibration is of samples {self.sample_shape}, not of {tuple(x_t.shape[1:])}; experts "
-                "trained on hddm encode --buckets have none"
+                f"its calibration is of samples {self.sample_shape}, not of {tuple(x_t.shape[1:])}"
             )
         bound = MAX_GAIN if self.prediction_type is PredictionType.EPSILON else None
         return self.calibration.apply(raw, x, t, conditions.get(LABELS), bound)

@@ -14,13 +14,13 @@ from hddm.benchmark.compute import evaluation_flop, router_flop
 from hddm.benchmark.settings import SamplingPoint
 from hddm.data.images import to_bytes
 from hddm.data.shard_records import find_shards
-from hddm.data.shards import JoinedStore, load_shard
+from hddm.data.shards import load_shard
 from hddm.ensemble import Ensemble
 from hddm.experts.loading import load
 from hddm.experts.records import read_router
 from hddm.routers import Router
 from hddm.sampling import ExpertUse, sample
-from hddm.training.router import Evidence, calibrate_router, held_out
+from hddm.training.router import calibrate_router, held_out
 from hddm.utils.processes import Report
 from hddm.utils.tensors import generator
 from hddm.velocity import VelocityField
@@ -111,12 +111,11 @@ def knots_job(
     network, trained = read_router(router)
     data = [load_shard(folder) for folder in find_shards(shards)]
     kept = [held_out(shard) for shard in data]
-    store = JoinedStore([shard.stored for shard in data], data[0].shape)
-    rows = torch.cat(kept).nonzero()[:, 0]
-    evidence = Evidence(store, rows, store.part_of(rows), "images kept from training")
+    images = torch.cat([shard.images[rows] for shard, rows in zip(data, kept, strict=True)])
+    labels = torch.cat([torch.full((int(rows.sum()),), k) for k, rows in enumerate(kept)])
     found = {}
     for number in knots:
-        temperatures, record = calibrate_router(network, trained.time_scale, evidence, seed, number)
-        found[number] = {**record, "temperatures": temperatures, "held_out_images": len(rows)}
+        temperatures, record = calibrate_router(network, trained.time_scale, images, labels, seed, number)
+        found[number] = {**record, "temperatures": temperatures, "held_out_images": len(images)}
         report(1)
     return found

@@ -24,14 +24,6 @@ def encode(
         int | None,
         typer.Option(min=1, help="Side to resize and crop images to. Default: keep their size."),
     ] = None,
-    buckets: Annotated[
-        bool,
-        typer.Option("--buckets", help="Fit images to the nearest aspect ratio of equal area, 1:2 to 2:1."),
-    ] = False,
-    bucket_step: Annotated[
-        int | None,
-        typer.Option(min=1, help="Unit of bucket sides. Default: 4 pixels, or 4 latent pixels with --vae."),
-    ] = None,
     random_crop: Annotated[
         bool,
         typer.Option("--random-crop/--center-crop", help="Position of the crop. Default: --center-crop."),
@@ -59,14 +51,12 @@ def encode(
     Trainings read the result in place of the images. Captions are stored as text tokens. If the command is
     interrupted, run it again to continue; --batch-size and --device may then differ.
     """
-    from hddm.data.encoding import described, encode_shards
+    from hddm.data.encoding import encode_shards
     from hddm.data.encoding_plan import EncodingSettings, plan_encoding
     from hddm.utils.progress import Progress
 
     if vae is None and text_encoder is None:
         refuse_given(context, "pixels are stored as bytes and pass no network", "dtype", "device")
-    if not buckets:
-        refuse_given(context, "it is of --buckets", "bucket_step")
     if resolution is None:
         refuse_given(
             context,
@@ -76,8 +66,6 @@ def encode(
         )
     settings = EncodingSettings(
         resolution=resolution,
-        buckets=buckets,
-        bucket_step=bucket_step,
         crop="random" if random_crop else "center",
         interpolation=image_interpolation_mode,
         random_flip=random_flip,
@@ -93,7 +81,5 @@ def encode(
     for shard, manifest in zip(plan.shards, manifests, strict=True):
         shape = "×".join(map(str, manifest.encoding.shape))
         typer.echo(f"{out / shard.place}: {manifest.num_rows} images as {manifest.encoding.space}, {shape}")
-        if buckets:
-            typer.echo(f"  {described(plan, shard, manifest)}")
         for skipped in manifest.skipped:
             typer.echo(f"  left out: {skipped.file}: {skipped.reason}")

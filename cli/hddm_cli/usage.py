@@ -21,7 +21,7 @@ _TOPICS = {
     "Processes": "parallel ray retries num_replicas resources",
     "Experts": "expert router_every add remove share domain classes allow_mixed_sizes",
     "VAE and text encoder": "vae text_encoder tokenizer",
-    "Image size": "resolution buckets bucket_step random_crop image_interpolation_mode",
+    "Image size": "resolution random_crop image_interpolation_mode",
     "Content": "prompt negative_prompt class_labels conditions height width",
     "Editing": "init_image strength mask resampling_steps",
     "Guidance": "guidance_scale guide_by cfg_channels guidance_interval guidance_rescale",
@@ -37,7 +37,7 @@ _WORDS = {
     "FILE": "config schedule conditions init_image mask captions classes picture results save_classifier",
     "STEPS": "warmup checkpoint_every sample_every",
     "IMAGES": "batch_size max_bad",
-    "PIXELS": "height width resolution bucket_step sample_size",
+    "PIXELS": "height width resolution sample_size",
     "NUMBER": "start parallel retries workers max_queue router_every resampling_steps expert text_dim "
     "gradient_accumulation_steps trajectories",
     "SHARE": "condition_dropout weak_at strength guidance_rescale",

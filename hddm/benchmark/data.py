@@ -272,7 +272,7 @@ def _resize(sides: Mapping[str, Path], folder: Path, classes: Sequence[str], res
             image = Image.fromarray(decode(source.read(index), images / name))
             path = folder / side / label / f"{index:06d}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
-            (fit_image(image, (resolution, resolution)) if resolution else image).save(path)
+            (fit_image(image, resolution) if resolution else image).save(path)
 
 
 def _split(images: Path, share: float, folder: Path) -> None:

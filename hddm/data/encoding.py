@@ -2,7 +2,6 @@
 
 import shutil
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -88,15 +87,6 @@ def encode_shards(
     return manifests
 
 
-def described(plan: EncodingPlan, shard: ShardToEncode, manifest: EncodedManifest) -> str:
-    """Pictures of ``shard`` in each bucket, and the share of one that was cropped at most, for users."""
-    counts = Counter({k: 0 for k in range(len(plan.sizes))})
-    for one in manifest.data:
-        counts[one.bucket or 0] += one.rows
-    listed = ", ".join(f"{plan.sizes[k][1]}×{plan.sizes[k][0]}: {number}" for k, number in counts.items())
-    return f"pictures by bucket: {listed}; at most {shard.cropped:.0%} of one was cropped"
-
-
 class DataFile(Done):
     """A data file, the images skipped in it, those with cut captions, and how networks ran, if any."""
 
@@ -122,27 +112,26 @@ class _Run:
 
     def encode(self, shard: ShardToEncode) -> EncodedManifest:
         """Write one shard's folder to the draft."""
-        files, parts = [], list[tuple[int, list[int]]]()
-        for bucket in range(len(self.plan.sizes)):
-            own = [index for index, k in enumerate(shard.buckets) if k == bucket]
-            parts += [(bucket, own[start : start + self.rows]) for start in range(0, len(own), self.rows)]
-        for number, (bucket, indices) in enumerate(parts):
+        total, files = len(shard.manifest.images), []
+        for number, start in enumerate(range(0, total, self.rows)):
             name = (Path(shard.place) / f"data-{number:05d}.safetensors").as_posix()
+            indices = range(start, min(start + self.rows, total))
             if done := self.draft.done(name, DataFile):
                 self._count(shard, done.skipped)
                 self.on_images(len(indices))
-            files.append(done or self._write(name, shard, bucket, indices))
+            files.append(done or self._write(name, shard, indices))
         if not any(done.facts.rows for done in files):
             raise HddmError(f"{shard.folder}: holds no image that can be read")
         return self._finish(shard, files)
 
-    def _write(self, name: str, shard: ShardToEncode, bucket: int, indices: Sequence[int]) -> DataFile:
-        """Encode the images ``indices`` of a shard, all of one ``bucket``, to the data file ``name``."""
+    def _write(self, name: str, shard: ShardToEncode, indices: range) -> DataFile:
+        """Encode the images ``indices`` of a shard to the data file ``name``."""
         plan, entries, size = self.plan, shard.manifest.images, self.plan.settings.batch_size
-        layout = plan.layout(bucket)
         batches = [indices[start : start + size] for start in range(0, len(indices), size)]
         # No rows at first, since every image may be skipped.
-        encoded = [{key: torch.empty((0, *shape), dtype=dtype) for key, (shape, dtype) in layout.items()}]
+        encoded = [
+            {key: torch.empty((0, *shape), dtype=dtype) for key, (shape, dtype) in plan.layout.items()}
+        ]
         skipped: list[Skipped] = []
         cut: list[str] = []
         read = read_ahead(self.pool, lambda index: _read(plan, shard, index), batches, _AHEAD)
@@ -156,17 +145,12 @@ class _Run:
                 encoded.append(_encoded(plan, pixels, kept))
                 cut += _cut_captions(plan, kept)
             self.on_images(len(batch))
-        tensors = {key: torch.cat([rows[key] for rows in encoded]) for key in layout}
+        tensors = {key: torch.cat([rows[key] for rows in encoded]) for key in plan.layout}
         path = self.draft.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         self.draft.drop(name)
         write_whole(path, lambda part: _write_tensors(part, tensors))
-        facts = FileRecord(
-            file=path.name,
-            sha256=sha256_of(path),
-            rows=len(indices) - len(skipped),
-            bucket=None if plan.encoding.buckets is None else bucket,
-        )
+        facts = FileRecord(file=path.name, sha256=sha256_of(path), rows=len(indices) - len(skipped))
         done = DataFile(facts=facts, skipped=tuple(skipped), cut=tuple(cut), computed=plan.computed)
         return self.draft.add(name, done)
 
@@ -179,11 +163,7 @@ class _Run:
     def _finish(self, shard: ShardToEncode, files: list[DataFile]) -> EncodedManifest:
         """Write the list of images, the tokens of the empty prompt, and the manifest."""
         plan, source, folder = self.plan, shard.manifest, self.draft.folder / shard.place
-        entries = source.images
-        if plan.encoding.buckets is not None:
-            pairs = zip(entries, shard.buckets, strict=True)
-            entries = [entry.model_copy(update={"bucket": bucket}) for entry, bucket in pairs]
-        write_entries(folder / IMAGES, entries)
+        write_entries(folder / IMAGES, source.images)
         computed, null = [done.computed for done in files], None
         if plan.text is not None:
             computed.append(plan.computed)
@@ -216,12 +196,11 @@ def _read(plan: EncodingPlan, shard: ShardToEncode, index: int) -> Tensor | Skip
     except HddmError as error:
         # A shard given away should not reveal where it was stored.
         return Skipped(file=file, reason=error.message.removeprefix(f"{shard.folder / file}: "))
-    size = plan.sizes[shard.buckets[index]]
-    if tuple(image.shape[1:]) != size:
+    if tuple(image.shape[1:]) != plan.size:
         height, width = image.shape[1:]
         raise HddmError(
             f"{shard.folder / file}: is {width}×{height} as it is shown, and the rest "
-            f"{size[1]}×{size[0]}; bring them to one size with --resolution"
+            f"{plan.size[1]}×{plan.size[0]}; bring them to one size with --resolution"
         )
     return image
 
@@ -246,7 +225,7 @@ def _encoded(plan: EncodingPlan, pixels: Tensor, entries: Sequence[ImageEntry]) 
 
 def _narrowed(plan: EncodingPlan, name: str, values: Tensor, entries: Sequence[ImageEntry]) -> Tensor:
     """``values`` on the CPU in the dtype on disk; values outside its range are refused."""
-    dtype = plan.layout()[name][1]
+    dtype = plan.layout[name][1]
     stored = values.cpu().to(dtype)
     if not stored.isfinite().all():
         row = int((~stored.isfinite()).flatten(1).any(1).nonzero()[0])

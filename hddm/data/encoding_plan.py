@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,18 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from hddm.data.images import (
-    THREADS,
-    Crop,
-    Header,
-    Interpolation,
-    buckets_of,
-    cropped_share,
-    fit_image,
-    nearest_bucket,
-    open_image,
-    read_header,
-)
+from hddm.data.images import THREADS, Crop, Header, Interpolation, fit_image, open_image, read_header
 from hddm.data.shard_records import (
     MANIFEST,
     PARTITION_FILE,
@@ -56,15 +45,12 @@ _CROP_STREAM = 1
 class EncodingSettings(Record):
     """Options of an encoding; see `hddm.data.shard_records.EncodingRecord`.
 
-    Without ``resolution`` images keep their size. With ``buckets`` (`hddm.data.images.buckets_of`) sides are
-    multiples of ``bucket_step`` pixels, by default of 4 numbers of a row. ``random_flip`` also encodes
-    mirrored images. ``dtype`` is that of stored latents and tokens; networks run in float32. ``max_bad``
-    limits the skipped images of all shards.
+    Without ``resolution`` images keep their size. ``random_flip`` also encodes mirrored images. ``dtype`` is
+    that of stored latents and tokens; networks run in float32. ``max_bad`` limits the skipped images of all
+    shards.
     """
 
     resolution: int | None = Field(default=None, ge=1)
-    buckets: bool = False
-    bucket_step: int | None = Field(default=None, ge=1)
     crop: Crop = "center"
     interpolation: Interpolation = "lanczos"
     random_flip: bool = False
@@ -77,24 +63,18 @@ class EncodingSettings(Record):
 
 @dataclass(frozen=True)
 class ShardToEncode:
-    """A shard of images: its folder, and its place below the output folder ("" for the output itself).
-
-    ``buckets`` has the bucket of each image, 0 without buckets, and ``cropped`` the largest share of a
-    picture that its bucket crops.
-    """
+    """A shard of images: its folder, and its place below the output folder ("" for the output itself)."""
 
     folder: Path
     place: str
     manifest: ShardManifest
-    buckets: tuple[int, ...] = ()
-    cropped: float = 0.0
 
 
 @dataclass(frozen=True)
 class EncodingPlan:
     """Shards to encode, networks, and layout of a row.
 
-    ``channels`` and ``sizes`` (H, W) are those of images as stored or passed to the VAE, by bucket.
+    ``channels`` and ``size`` (H, W) are those of images as stored or passed to the VAE.
     """
 
     source: Path
@@ -102,7 +82,7 @@ class EncodingPlan:
     settings: EncodingSettings
     encoding: EncodingRecord
     channels: int
-    sizes: tuple[tuple[int, int], ...]
+    size: tuple[int, int]
     vae: "AutoencoderKL | AutoencoderTiny | None"
     vae_record: VaeRecord | None
     text: "tuple[CLIPTextModel, CLIPTokenizer] | None"
@@ -118,14 +98,15 @@ class EncodingPlan:
         """Images in all shards."""
         return sum(len(shard.manifest.images) for shard in self.shards)
 
-    def layout(self, bucket: int = 0) -> RowLayout:
+    @property
+    def layout(self) -> RowLayout:
         """Shape of a row and dtype of each tensor."""
-        return layout_of(self.encoding, self.vae_record, self.text_record, bucket)
+        return layout_of(self.encoding, self.vae_record, self.text_record)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row of all tensors, in the first bucket."""
-        return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.layout().values())
+        """Bytes of a row of all tensors."""
+        return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.layout.values())
 
     @property
     def computed(self) -> Computed | None:
@@ -155,8 +136,7 @@ class EncodingPlan:
         image = open_image(read_content(shard.folder, entry), path)
         if one.resolution is not None:
             draws = generator(one.seed, _CROP_STREAM, index) if one.crop == "random" else None
-            size = self.sizes[shard.buckets[index]]
-            image = fit_image(image, size, one.crop, one.interpolation, draws, path)
+            image = fit_image(image, one.resolution, one.crop, one.interpolation, draws, path)
         pixels = torch.from_numpy(np.array(image))
         pixels = pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
         if len(pixels) > self.channels:
@@ -187,22 +167,16 @@ def plan_encoding(
         )
     if settings.resolution is None and settings.crop == "random":
         raise UsageError("--random-crop: needs --resolution, the side that images are cropped to")
-    if settings.resolution is None and settings.buckets:
-        raise UsageError("--buckets: needs --resolution, the side of the square of the same area")
     shards = _shards(source)
     device = available_device(settings.device)
     settings = settings.model_copy(update={"device": str(device)})
     network = None if vae is None else read_vae(vae)
     channels, size = _size(source, shards, settings, network is None)
-    sizes: tuple[tuple[int, int], ...] = (size,)
-    if settings.buckets:
-        sizes = _buckets(settings, 1 if network is None else scale_of(network))
-        shards = tuple(_assigned(shard, sizes) for shard in shards)
-    shapes, vae_record = tuple((channels, *size) for size in sizes), None
+    shape, vae_record = (channels, *size), None
     if vae is not None and network is not None:
         # Not diffusers' own `to`, which warns of casts that do not happen here.
         nn.Module.to(network, device)
-        channels, shapes = _latent_shapes(vae, network, sizes)
+        channels, shape = _latent_shape(vae, network, size)
         vae_record = vae_facts(vae)
     text, text_record = None, None
     if text_encoder is not None and tokenizer is not None:
@@ -215,10 +189,9 @@ def plan_encoding(
     is_fitted = settings.resolution is not None
     encoding = EncodingRecord(
         space="pixels" if network is None else "latents",
-        shape=shapes[0],
+        shape=shape,
         dtype="uint8" if network is None else settings.dtype,
         resolution=settings.resolution,
-        buckets=shapes if settings.buckets else None,
         crop=settings.crop if is_fitted else None,
         interpolation=settings.interpolation if is_fitted else None,
         mirrored=settings.random_flip,
@@ -226,7 +199,7 @@ def plan_encoding(
         seed=settings.seed if is_fitted and settings.crop == "random" else 0,
     )
     return EncodingPlan(
-        source, shards, settings, encoding, channels, sizes, network, vae_record, text, text_record
+        source, shards, settings, encoding, channels, size, network, vae_record, text, text_record
     )
 
 
@@ -240,8 +213,7 @@ def _shards(source: Path) -> tuple[ShardToEncode, ...]:
         if (folder / MANIFEST).is_file() and is_encoded(folder):
             raise UsageError(f"{folder}: is encoded already; name the shard of images that it was made from")
         place = "" if folder == source else folder.relative_to(source).as_posix()
-        manifest = read_manifest(folder)
-        shards.append(ShardToEncode(folder, place, manifest, (0,) * len(manifest.images)))
+        shards.append(ShardToEncode(folder, place, read_manifest(folder)))
     return tuple(shards)
 
 
@@ -280,53 +252,19 @@ def _header(path: Path) -> Header | None:
         return None
 
 
-def _buckets(settings: EncodingSettings, factor: int) -> tuple[tuple[int, int], ...]:
-    """Sizes of the buckets for rows that are smaller than images by ``factor``."""
-    side = settings.resolution
-    assert side is not None
-    # The default --size of a training has patches of 4.
-    step = settings.bucket_step or 4 * factor
-    if side % step:
-        raise UsageError(
-            f"--resolution {side}: is no multiple of the buckets' step, {step}; take one, or another "
-            "--bucket-step"
-        )
-    found = buckets_of(side, step)
-    if len(found) == 1:
-        raise UsageError(
-            f"--bucket-step {step}: leaves the square alone at --resolution {side}; take a smaller one"
-        )
-    return found
-
-
-def _assigned(shard: ShardToEncode, sizes: Sequence[tuple[int, int]]) -> ShardToEncode:
-    """The shard with the bucket of each image, from its header; a non-image has the first."""
-    paths = [image_path(shard.folder, entry) for entry in shard.manifest.images]
-    with ThreadPoolExecutor(THREADS) as pool:
-        headers = list(pool.map(_header, paths))
-    seen = [None if header is None else (header.height, header.width) for header in headers]
-    buckets = tuple(0 if size is None else nearest_bucket(size, sizes) for size in seen)
-    cropped = [
-        cropped_share(size, sizes[k]) for size, k in zip(seen, buckets, strict=True) if size is not None
-    ]
-    return replace(shard, buckets=buckets, cropped=max(cropped, default=0.0))
-
-
-def _latent_shapes(
-    folder: Path, vae: "AutoencoderKL | AutoencoderTiny", sizes: Sequence[tuple[int, int]]
-) -> tuple[int, tuple[tuple[int, int, int], ...]]:
-    """Channels of the VAE's images and (C, h, w) of its latents, by bucket."""
+def _latent_shape(
+    folder: Path, vae: "AutoencoderKL | AutoencoderTiny", size: tuple[int, int]
+) -> tuple[int, tuple[int, int, int]]:
+    """Channels of the VAE's images and (C, h, w) of its latents."""
     factor, channels = scale_of(vae), int(vae.config.in_channels)
     if channels not in (1, 3):
         raise HddmError(f"{folder}: encodes images of {channels} channels, not of 1 or 3")
-    for height, width in sizes:
-        if height % factor or width % factor:
-            raise HddmError(
-                f"{folder}: encodes sides that are multiples of {factor}, not {width}×{height}; choose such "
-                f"a {'--resolution' if len(sizes) == 1 else '--bucket-step'}"
-            )
-    latent = int(vae.config.latent_channels)
-    return channels, tuple((latent, height // factor, width // factor) for height, width in sizes)
+    if size[0] % factor or size[1] % factor:
+        raise HddmError(
+            f"{folder}: encodes sides that are multiples of {factor}, not {size[1]}×{size[0]}; choose such a "
+            "--resolution"
+        )
+    return channels, (int(vae.config.latent_channels), size[0] // factor, size[1] // factor)
 
 
 def _refuse_without_captions(shards: tuple[ShardToEncode, ...]) -> None:

@@ -8,7 +8,6 @@ profiles are ignored; an animation gives its first frame. Gray images stay gray.
 
 import hashlib
 import io
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -173,64 +172,32 @@ Crop = Literal["center", "random"]
 Interpolation = Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"]
 
 
-MOST_RATIO = 2.0
-"""Longer to shorter side of a bucket, at most."""
-
-
-def buckets_of(side: int, step: int) -> tuple[tuple[int, int], ...]:
-    """Sizes (H, W) of about the area of a square of ``side`` pixels, which is the first.
-
-    Sides are multiples of ``step``. To each shorter side, up to ``side``, belongs the longer one that brings
-    the area nearest to side², if their ratio is at most `MOST_RATIO`; each pair comes wide and tall. Pictures
-    are grouped so in NovelAI's "Improvements on Stable Diffusion" (2022) and SDXL (arXiv:2307.01952, 2.2).
-    """
-    pairs = [(short, math.floor(side**2 / (short * step) + 0.5) * step) for short in range(side, 0, -step)]
-    pairs = [pair for pair in pairs if pair[1] <= MOST_RATIO * pair[0]]
-    return tuple(dict.fromkeys([*pairs, *((long, short) for short, long in pairs)]))
-
-
-def nearest_bucket(size: tuple[int, int], buckets: Sequence[tuple[int, int]]) -> int:
-    """Index of the bucket whose log(H/W) is nearest to that of ``size`` (H, W), the first of equals."""
-    ratio = math.log(size[0] / size[1])
-    apart = [abs(math.log(height / width) - ratio) for height, width in buckets]
-    return apart.index(min(apart))
-
-
-def cropped_share(size: tuple[int, int], bucket: tuple[int, int]) -> float:
-    """Share of a picture of ``size`` (H, W) that is cropped where it just covers ``bucket`` (H, W)."""
-    ratio = size[0] * bucket[1] / (size[1] * bucket[0])
-    return 1 - min(ratio, 1 / ratio)
-
-
 def fit_image(
     image: Image.Image,
-    size: tuple[int, int],
+    resolution: int,
     crop: Crop = "center",
     interpolation: Interpolation = "lanczos",
     generator: "torch.Generator | None" = None,
     name: object = "image",
 ) -> Image.Image:
-    """Resize ``image`` (mode L or RGB) so that it just covers ``size`` (H, W), and crop it to that.
+    """Resize and crop ``image`` (mode L or RGB) to a square with sides of ``resolution`` pixels.
 
-    One side becomes that of ``size``, the other, of a square's the longer one, floor(own side × scale), by
-    Pillow's filter ``interpolation``. The picture is cut from the centre, where an odd pixel goes as in
-    torchvision (half is rounded to even), or at a uniformly random place: one draw of ``generator`` for rows,
-    then one for columns. An image of the right size is unchanged. Raises `HddmError`, with ``name``, for an
-    image so long that it would have more than `LARGEST_IMAGE` pixels when scaled.
+    The shorter side becomes ``resolution``, the longer one floor(resolution × longer / shorter), by Pillow's
+    filter ``interpolation``. The square is cut from the centre, where an odd pixel goes as in torchvision
+    (half is rounded to even), or at a uniformly random place: one draw of ``generator`` for rows, then one
+    for columns. An image of the right size is unchanged. Raises `HddmError`, with ``name``, for an image so
+    long that it would have more than `LARGEST_IMAGE` pixels when scaled.
     """
     width, height = image.size
-    rows, columns = size
-    if width * rows <= height * columns:
-        scaled = columns, columns * height // width
-    else:
-        scaled = rows * width // height, rows
-    if scaled[0] * scaled[1] > LARGEST_IMAGE:
-        raise HddmError(f"{name}: {width}×{height} becomes {scaled[0]}×{scaled[1]}; crop it or remove it")
-    if scaled != image.size:
-        image = image.resize(scaled, Image.Resampling[interpolation.upper()])
-    if scaled == (columns, rows):
+    shorter = min(width, height)
+    size = resolution * width // shorter, resolution * height // shorter
+    if size[0] * size[1] > LARGEST_IMAGE:
+        raise HddmError(f"{name}: {width}×{height} becomes {size[0]}×{size[1]}; crop it or remove it")
+    if size != image.size:
+        image = image.resize(size, Image.Resampling[interpolation.upper()])
+    if size == (resolution, resolution):
         return image
-    spare = scaled[1] - rows, scaled[0] - columns
+    spare = size[1] - resolution, size[0] - resolution
     if crop == "center":
         top, left = (round(pixels / 2) for pixels in spare)
     else:
@@ -239,7 +206,7 @@ def fit_image(
         top, left = (
             int(torch.randint(pixels + 1, (), generator=generator)) if pixels else 0 for pixels in spare
         )
-    return image.crop((left, top, left + columns, top + rows))
+    return image.crop((left, top, left + resolution, top + resolution))
 
 
 CELL = 96

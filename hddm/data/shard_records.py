@@ -12,7 +12,7 @@ An encoded shard has instead:
 
 shard_0/manifest.json            the source shard's identity, how it was encoded, every other file's SHA-256
 shard_0/images.jsonl             the source's list of images, one `ImageEntry` a line
-shard_0/data-00000.safetensors   rows of tensors, in the order of the images, or bucket by bucket
+shard_0/data-00000.safetensors   rows of tensors, in the order of the images
 shard_0/null.safetensors         tokens of the empty prompt, where captions were encoded
 """
 
@@ -22,9 +22,9 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import SerializerFunctionWrapHandler, ValidationError, model_serializer
+from pydantic import ValidationError
 
 from hddm.data.sources.base import LARGEST_FILE, ImageSource
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
@@ -45,24 +45,13 @@ LARGEST_MANIFEST = 2**29
 """Bytes: about two million images."""
 
 
-class _Bucketed(Record):
-    """A record that says nothing of buckets where there are none, so that older versions read it."""
-
-    @model_serializer(mode="wrap")
-    def _plain(self, values: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        found = values(self).items()
-        return {key: value for key, value in found if value is not None or not key.startswith("bucket")}
-
-
-class ImageEntry(_Bucketed):
+class ImageEntry(Record):
     """One image of a shard: its path inside the folder, its SHA-256 and its label."""
 
     file: str
     sha256: str
     label: int | None
     caption: str | None = None
-    bucket: int | None = None
-    """Of an encoded image: its place in `EncodingRecord.buckets`."""
 
 
 class ShardIdentity(Record):
@@ -239,21 +228,18 @@ TOKENS = "tokens"
 Dtype = Literal["float16", "bfloat16", "float32"]
 
 
-class EncodingRecord(_Bucketed):
+class EncodingRecord(Record):
     """How images became rows of tensors.
 
     ``shape`` is (C, H, W) of a row. ``resolution`` is the side of the square that images were fitted to, None
-    if unchanged. With ``buckets``, shapes of rows, each image was fitted to that of the nearest aspect ratio,
-    and ``shape`` is the square's, which is the first and may have no image. ``crop`` tells which part of a
-    longer side was kept, and for image i depends on (``seed``, i) alone. ``mirrored`` adds latents of the
-    mirrored images.
+    if unchanged; ``crop`` tells which part of a longer side was kept, and for image i depends on (``seed``,
+    i) alone. ``mirrored`` adds latents of the mirrored images.
     """
 
     space: Literal["pixels", "latents"]
     shape: tuple[int, int, int]
     dtype: Literal["uint8"] | Dtype
     resolution: int | None = None
-    buckets: tuple[tuple[int, int, int], ...] | None = None
     crop: Literal["center", "random"] | None = None
     interpolation: str | None = None
     mirrored: bool = False
@@ -270,13 +256,12 @@ class Computed(Record):
     """Version of torch."""
 
 
-class FileRecord(_Bucketed):
-    """A file of an encoded shard, with its number of rows or lines, and the bucket that its rows are of."""
+class FileRecord(Record):
+    """A file of an encoded shard, with its number of rows or lines."""
 
     file: str
     sha256: str
     rows: int
-    bucket: int | None = None
 
 
 class Skipped(Record):
@@ -290,8 +275,7 @@ class EncodedManifest(ShardIdentity):
     """``manifest.json`` of an encoded shard.
 
     ``hash``, ``partition`` and ``held_out_of`` are the source's, so that experts and routers match by them.
-    Row k of the data is the k-th image of ``images`` that is not in ``skipped``, counted bucket by bucket
-    where there are buckets, whose files follow each other; captions of ``cut_captions``
+    Row k of the data is the k-th image of ``images`` that is not in ``skipped``; captions of ``cut_captions``
     were truncated. ``computed`` lists how networks ran, in the order of the files: several entries if a
     killed encoding continued differently, none if images passed no network.
     """

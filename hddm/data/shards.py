@@ -47,19 +47,14 @@ from hddm.utils.tensors import read_safetensors
 Own = slice | Tensor
 """Selects the rows that one of several processes reads: a slice, or a mask (n,)."""
 ALL = slice(None)
-Shape = tuple[int, int, int]
 
 
 class Stored(Protocol):
     """Samples in model space, by row."""
 
     @property
-    def shape(self) -> Shape:
-        """(C, H, W) of a sample; of samples in buckets, that of the square of the same area."""
-
-    @property
-    def buckets(self) -> Mapping[Shape, Tensor]:
-        """Rows (n,) of the samples of each shape; one shape, unless pictures are in buckets."""
+    def shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of a sample."""
 
     def __len__(self) -> int: ...
 
@@ -126,37 +121,24 @@ class Rows(Joined):
 
 @dataclass(frozen=True)
 class JoinedStore(Joined):
-    """Samples of several stores, one after the other; ``shape`` is as in `Stored`."""
+    """Samples of several stores, one after the other."""
 
     parts: Sequence[Stored]
-    shape: Shape
 
-    @cached_property
-    def buckets(self) -> dict[Shape, Tensor]:
-        found: dict[Shape, list[Tensor]] = {}
-        for part, end in zip(self.parts, self.ends.tolist(), strict=True):
-            for shape, rows in part.buckets.items():
-                found.setdefault(shape, []).append(rows + (end - len(part)))
-        return {shape: torch.cat(rows) for shape, rows in found.items()}
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.parts[0].shape
 
     def take(
         self, rows: Tensor, noise: torch.Generator | None, flip: Tensor | None, own: Own = ALL
     ) -> Tensor:
-        """As `hddm.data.shards.Shard.take`; raises `HddmError` for rows of several shapes."""
         kept = torch.zeros(len(rows), dtype=torch.bool)
         kept[own] = True
-        taken: Tensor | None = None
+        taken = torch.empty(int(kept.sum()), *self.shape)
         for k, here, within in self.divided(rows):
             mirrored = None if flip is None else flip[here]
-            part = self.parts[k].take(within, noise, mirrored, kept[here])
-            mine = here[own]
-            if taken is None:
-                taken = part.new_empty(len(mine), *part.shape[1:])
-            if part.shape[1:] != taken.shape[1:]:
-                shapes = f"{tuple(taken.shape[1:])} and {tuple(part.shape[1:])}"
-                raise HddmError(f"samples of {shapes} make no batch; take those of one bucket")
-            taken[mine] = part
-        return torch.empty(0, *self.shape) if taken is None else taken
+            taken[here[own]] = self.parts[k].take(within, noise, mirrored, kept[here])
+        return taken
 
     def digest(self, row: int) -> bytes:
         ((k, _, own),) = self.divided(torch.tensor([row]))
@@ -170,13 +152,9 @@ class PixelStore:
     pixels: Rows
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> tuple[int, int, int]:
         channels, height, width = self.pixels.shape
         return channels, height, width
-
-    @property
-    def buckets(self) -> dict[Shape, Tensor]:
-        return {self.shape: torch.arange(len(self))}
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -209,13 +187,9 @@ class LatentStore:
     mirrored_deviation: Rows | None = None
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> tuple[int, int, int]:
         channels, height, width = self.mean.shape
         return channels, height, width
-
-    @property
-    def buckets(self) -> dict[Shape, Tensor]:
-        return {self.shape: torch.arange(len(self))}
 
     def __len__(self) -> int:
         return len(self.mean)
@@ -289,22 +263,9 @@ class Shard:
         return len(self.stored)
 
     @property
-    def shape(self) -> Shape:
-        """(C, H, W) of a sample; of samples in buckets, that of the square of the same area."""
+    def shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of a sample."""
         return self.stored.shape
-
-    @property
-    def buckets(self) -> Mapping[Shape, Tensor]:
-        """Rows (n,) of the samples of each shape; one shape, unless pictures are in buckets."""
-        return self.stored.buckets
-
-    def refuse_buckets(self, user: str) -> None:
-        """Raise an `HddmError` where samples have several shapes, and ``user``, in words, takes one."""
-        if set(self.buckets) != {self.shape}:
-            raise HddmError(
-                f"{self.folder}: holds pictures in buckets of aspect ratios, and {user} takes squares; "
-                "encode them without --buckets for it"
-            )
 
     @property
     def space(self) -> Literal["pixels", "latents"]:
@@ -327,7 +288,6 @@ class Shard:
 
         ``noise`` draws from the VAE's posterior; without it, its mean is used. ``flip`` (n,) bool mirrors
         left to right. Only samples ``own`` of ``rows`` are read and returned; ``noise`` is drawn for all.
-        Raises `HddmError` for rows of several of the `buckets`.
         """
         return self.stored.take(rows, noise, flip, own)
 
@@ -369,35 +329,23 @@ def load_encoded(folder: Path) -> Shard:
     verified = HashCache(folder)
     entries = _entries(folder, manifest, verified)
     try:
-        layouts = [
-            layout_of(manifest.encoding, manifest.vae, manifest.text_encoder, one.bucket or 0)
-            for one in manifest.data
-        ]
+        layout = layout_of(manifest.encoding, manifest.vae, manifest.text_encoder)
     except HddmError as error:
         raise HddmError(f"{folder / MANIFEST}: {error}") from error
-    files = [_open(folder, one, layout, verified) for one, layout in zip(manifest.data, layouts, strict=True)]
+    files = [_open(folder, one, layout, verified) for one in manifest.data]
+    rows = {name: Rows(tuple(file[name] for file in files)) for name in layout}
     texts = None
     if manifest.null is not None:
-        null = _open(folder, manifest.null, {TOKENS: layouts[0][TOKENS]}, verified)[TOKENS]
-        texts = TokenStore(Rows(tuple(file[TOKENS] for file in files)), null[0].float())
+        null = _open(folder, manifest.null, {TOKENS: layout[TOKENS]}, verified)[TOKENS]
+        texts = TokenStore(rows[TOKENS], null[0].float())
     verified.keep()
-    stored = _stored(manifest, files)
+    stored = _stored(manifest.vae, rows)
     return _shard(
         folder, manifest, entries, stored, vae=manifest.vae, text_encoder=manifest.text_encoder, texts=texts
     )
 
 
-def _stored(manifest: EncodedManifest, files: Sequence[Mapping[str, Tensor]]) -> Stored:
-    """Samples in ``files``, which are those of the manifest."""
-    by_bucket: dict[int | None, list[Mapping[str, Tensor]]] = {}
-    for one, file in zip(manifest.data, files, strict=True):
-        by_bucket.setdefault(one.bucket, []).append(file)
-    stores = [_of_one_shape(manifest.vae, own) for own in by_bucket.values()]
-    return stores[0] if manifest.encoding.buckets is None else JoinedStore(stores, manifest.encoding.shape)
-
-
-def _of_one_shape(vae: VaeRecord | None, files: Sequence[Mapping[str, Tensor]]) -> Stored:
-    rows = {name: Rows(tuple(file[name] for file in files)) for name in files[0]}
+def _stored(vae: VaeRecord | None, rows: Mapping[str, Rows]) -> Stored:
     if vae is None:
         return PixelStore(rows[PIXELS])
     mirrored = rows.get(MIRRORED + MEAN), rows.get(MIRRORED + DEVIATION)
@@ -440,11 +388,6 @@ def _entries(folder: Path, manifest: EncodedManifest, verified: HashCache) -> li
         raise HddmError(
             f"{folder / MANIFEST}: {manifest.num_rows} rows of data for {len(entries)} images; encode again"
         )
-    if manifest.encoding.buckets is None:
-        return entries
-    entries.sort(key=lambda entry: entry.bucket or 0)
-    if [entry.bucket for entry in entries] != [one.bucket for one in manifest.data for _ in range(one.rows)]:
-        raise HddmError(f"{folder / MANIFEST}: its files are of other buckets than its images; encode again")
     return entries
 
 
@@ -453,12 +396,9 @@ RowLayout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def layout_of(
-    encoding: EncodingRecord,
-    vae: VaeRecord | None,
-    text_encoder: TextEncoderRecord | None,
-    bucket: int = 0,
+    encoding: EncodingRecord, vae: VaeRecord | None, text_encoder: TextEncoderRecord | None
 ) -> RowLayout:
-    """Tensors of a data file of one bucket; raises `HddmError` for records that contradict each other."""
+    """Tensors of a data file; raises `HddmError` for records that contradict each other."""
     is_latent = encoding.space == "latents"
     if is_latent == (vae is None) or is_latent == (encoding.dtype == "uint8"):
         raise HddmError(f"{encoding.space} in {encoding.dtype} {'without' if vae is None else 'with'} a VAE")
@@ -468,10 +408,7 @@ def layout_of(
     if vae is not None:
         names = [MEAN, DEVIATION] if vae.kind == "AutoencoderKL" else [MEAN]
         names += [MIRRORED + name for name in names] if encoding.mirrored else []
-    shapes = encoding.buckets or (encoding.shape,)
-    if shapes[0] != encoding.shape or not 0 <= bucket < len(shapes):
-        raise HddmError(f"shape is {encoding.shape}, and a file of bucket {bucket} of {shapes}")
-    layout: RowLayout = {name: (shapes[bucket], getattr(torch, encoding.dtype)) for name in names}
+    layout: RowLayout = {name: (encoding.shape, getattr(torch, encoding.dtype)) for name in names}
     if text_encoder is not None:
         size = (text_encoder.tokens, text_encoder.width)
         layout[TOKENS] = (size, getattr(torch, str(encoding.text_dtype)))
@@ -520,7 +457,7 @@ def joined(shards: Sequence[Shard], folder: Path) -> Shard:
         num_shards=1,
         hash=first.partition or digest,
         classes=first.classes,
-        stored=JoinedStore([one.stored for one in shards], first.shape),
+        stored=JoinedStore([one.stored for one in shards]),
         labels=torch.cat(labels) if len(labels) == len(shards) else None,
         partition=first.partition or digest,
         vae=first.vae,

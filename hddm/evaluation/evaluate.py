@@ -160,7 +160,6 @@ def _read_shards(partition: Path, training: Tensor) -> tuple[list[Tensor], dict[
     pixels, hashes = [], []
     for folder in find_shards(partition):
         shard = open_shard(folder)
-        shard.refuse_buckets("hddm evaluate")
         if shard.space != "pixels" or shard.shape[1:] != training.shape[2:]:
             content = "latents" if shard.space == "latents" else f"images of shape {shard.shape}"
             raise HddmError(

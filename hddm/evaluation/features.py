@@ -147,7 +147,7 @@ def clip_features(weights: Path, config: Any = None) -> FeatureFunction:
     mean, deviation = (torch.tensor(v).view(3, 1, 1).to(device()) for v in (_MEAN, _DEVIATION))
 
     def middle(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        return np.asarray(fit_image(Image.fromarray(image), (224, 224), "center", "bicubic"))
+        return np.asarray(fit_image(Image.fromarray(image), 224, "center", "bicubic"))
 
     def embed(pixels: Tensor) -> Tensor:
         embedded: Tensor = network(pixel_values=(pixels / 255 - mean) / deviation).image_embeds

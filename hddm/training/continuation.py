@@ -5,12 +5,10 @@ With flow matching any expert learns the velocity through the exact conversion, 
 continued before keeps the calibration of that training, since its weights are valid only with it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hddm.calibration import KAPPA, Calibration, Moments, bounded_gain, gauss_shares
@@ -29,13 +27,11 @@ from hddm.experts.records import (
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.schedules import LinearSchedule, from_config
 from hddm.training.expert import (
-    batched,
     begun_with,
     calibrated,
     calibration_origin,
     calibration_rows,
     check_fit,
-    conditions_at,
     record_of_shard,
     weak_of,
 )
@@ -45,7 +41,7 @@ from hddm.training.objectives import Objective, check_conditions, drawing, loss_
 from hddm.training.resume import expert_data, is_complete
 from hddm.training.settings import TEXT, ExpertSettings, RunOptions
 from hddm.training.watching import watching
-from hddm.utils.errors import HddmError, UsageError, one_line
+from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.records import read_record
 from hddm.utils.tensors import append_dims
 from hddm.velocity import PredictionType, VelocityField
@@ -89,7 +85,6 @@ def continue_expert(
     field = field_of(expert)
     given = _conditions(init, field, shard, settings)
     field.calibration = None
-    _refuse_sizes(init, field, shard, given)
     if objective.prediction_type is PredictionType.FLOW_PREDICTION:
         field.calibration = _parametrisation(init, expert, field, shard, given.get(LABELS))
     adapter = None
@@ -101,16 +96,7 @@ def continue_expert(
     nulls = {name: null for name, null in field.null_conditions.items() if name in settings.conditions}
     draw = drawing(shard, objective, settings, given, nulls)
     loss = loss_of(objective, lambda module: _predicting(module, field, objective))
-    task = Task(
-        expert.network,
-        len(shard),
-        draw,
-        loss,
-        (shard.index,),
-        settings.weak_step,
-        is_new=False,
-        buckets=batched(shard, settings),
-    )
+    task = Task(expert.network, len(shard), draw, loss, (shard.index,), settings.weak_step, is_new=False)
     begun = begun_with(init)
     if field.calibration is not None:
         begun["kappa"] = expert.facts.training.get("kappa", KAPPA)
@@ -216,11 +202,9 @@ def _parametrisation(
     init: Path, expert: Expert, field: VelocityField, shard: Shard, labels: Tensor | None
 ) -> Calibration | None:
     """Return the init's own calibration where its weights were trained in one, else a new one."""
-    is_new = not expert.facts.training_calibration
-    if is_new and not gauss_shares(field.prediction_type, field.range[1], KAPPA):
-        return None
-    shard.refuse_buckets(f"flow matching of {init}, which rests on moments of one shape,")
-    if is_new:
+    if not expert.facts.training_calibration:
+        if not gauss_shares(field.prediction_type, field.range[1], KAPPA):
+            return None
         rows = calibration_rows(shard)
         moments = Moments.of(shard.take(rows), None if labels is None else labels[rows])
         blend = bounded_gain(field.prediction_type, field.range[1], moments, KAPPA)
@@ -229,23 +213,6 @@ def _parametrisation(
     if foreign := foreign_calibration(init, read_record(init / EXPERT_FILE, ExpertRecord, FORMAT)):
         raise HddmError(f"{init}: {foreign}")
     return expert.calibration
-
-
-@torch.no_grad()
-def _refuse_sizes(init: Path, field: VelocityField, shard: Shard, given: Mapping[str, Tensor]) -> None:
-    """Refuse buckets whose sizes the network in ``init`` does not take, by asking it for each of them."""
-    t = torch.tensor([sum(field.noise_range) / 2], dtype=torch.float64)
-    for shape, rows in shard.buckets.items():
-        if shape == shard.shape:
-            continue
-        conditions: dict[str, Any] = conditions_at(rows[:1], given, shard, field)
-        try:
-            field.velocity(torch.zeros(1, *shape), t, **conditions)
-        except (RuntimeError, ValueError) as error:
-            raise HddmError(
-                f"{init}: its network fails on the bucket of {shape[2]}×{shape[1]} of {shard.folder}: "
-                f"{one_line(error)}; encode without --buckets for it"
-            ) from error
 
 
 def _predicting(network: nn.Module, field: VelocityField, objective: Objective) -> Callable[..., Tensor]:

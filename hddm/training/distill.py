@@ -207,7 +207,6 @@ def distill(
         return []
     shards = [open_shard(folder) for folder in folders]
     union = joined(shards, shards_folder)
-    union.refuse_buckets("hddm distill")
     teacher = open_teacher(
         ensemble_folder, union, shards, settings.teacher, settings.condition_dropout, settings.strategy
     )

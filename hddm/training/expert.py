@@ -88,15 +88,8 @@ def train_expert(
     given = {"class_labels": shard.labels} if settings.class_conditional and shard.labels is not None else {}
     nulls = null_conditions(record.null_class) | null_text
     draw = drawing(shard, objective, settings, given, nulls)
-    task = Task(
-        network,
-        len(shard),
-        draw,
-        loss_of(objective, lambda module: module),
-        (shard.index,),
-        settings.weak_step,
-        buckets=batched(shard, settings),
-    )
+    loss = loss_of(objective, lambda module: module)
+    task = Task(network, len(shard), draw, loss, (shard.index,), settings.weak_step)
 
     def write(draft: Path, fitted: Fitted, used: ExpertSettings) -> None:
         network.requires_grad_(False)
@@ -114,13 +107,6 @@ def check_new(shard: Shard, settings: ExpertSettings) -> None:
         raise UsageError("--lora-rank adapts an expert that exists; name it by --init")
     check_conditions(shard, settings)
     _check_size(shard.shape, settings.size)
-    patch = size_config(settings.size)["patch_size"]
-    for _, height, width in shard.buckets:
-        if height % patch or width % patch:
-            raise HddmError(
-                f"{shard.folder}: has a bucket of {width}×{height}, and --size {settings.size} takes sides "
-                f"divisible by {patch}; encode with a larger --bucket-step, or take another --size"
-            )
 
 
 def _check_size(shape: Sequence[int], size: str) -> None:
@@ -128,18 +114,6 @@ def _check_size(shape: Sequence[int], size: str) -> None:
     patch = size_config(size)["patch_size"]
     if height != width or height % patch:
         raise HddmError(f"images are {width}×{height}; --size {size} takes squares divisible by {patch}")
-
-
-def batched(shard: Shard, settings: ExpertSettings) -> tuple[Tensor, ...]:
-    """The samples of each bucket of ``shard``, for `Order`; a log names those that fill no batch."""
-    for (_, height, width), rows in shard.buckets.items():
-        if len(shard.buckets) > 1 and len(rows) < settings.batch_size:
-            log.warning(
-                "%s: its bucket of %d×%d has %s, less than a batch of %d: a batch of it holds each several "
-                "times, and comes so seldom that all pictures count alike",
-                shard.folder, width, height, counted(len(rows), "picture"), settings.batch_size,
-            )  # fmt: skip
-    return tuple(shard.buckets.values())
 
 
 def new_network(kind: type[Network], size: str, shape: Sequence[int], seed: int, **arguments: Any) -> Network:
@@ -300,13 +274,7 @@ CALIBRATION_IMAGES, CALIBRATION_BYTES = 4096, 2**30
 def calibrated(
     expert: Expert, shard: Shard, given: Mapping[str, Tensor], seed: int, device: torch.device
 ) -> Expert:
-    """Return ``expert``, which has no calibration, with one of `calibrated_on`, computed on ``device``.
-
-    Moments are of one shape, so that one trained on buckets gets none.
-    """
-    if set(shard.buckets) != {shard.shape}:
-        log.info("%s: holds buckets of aspect ratios, so the expert gets no calibration", shard.folder)
-        return expert
+    """Return ``expert``, which has no calibration, with one of `calibrated_on`, computed on ``device``."""
     with placed(expert.network, device):
         return replace(expert, calibration=calibrated_on(shard, field_of(expert, device), given, seed))
 
@@ -315,9 +283,7 @@ def calibrated_on(shard: Shard, field: VelocityField, given: Mapping[str, Tensor
     """Fit a calibration of ``field``, which has none yet, to `calibration_rows` of ``shard``.
 
     ``given`` are conditions (N, …) of all samples, without the tokens of the shard; ``seed`` is the noise's.
-    Raises `HddmError` for samples in buckets.
     """
-    shard.refuse_buckets("a calibration")
     rows = calibration_rows(shard)
     log.info("calibrating on %s …", counted(len(rows), "image"))
     found = conditions_at(rows, given, shard, field)

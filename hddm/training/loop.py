@@ -32,74 +32,32 @@ from hddm.utils.tensors import generator
 
 # Separates training from sampling, whose random streams are (seed, i) and (seed, i, 1).
 TRAINING_STREAM = 2
-_EPOCHS, _STEPS, _BATCHES = 0, 1, 2
+_EPOCHS, _STEPS = 0, 1
 
 
 class Order:
-    """Sample order, shuffled in each epoch; batches cross epochs. ``key`` separates runs of one seed.
+    """Sample order, shuffled in each epoch; batches cross epochs. ``key`` separates runs of one seed."""
 
-    With several ``buckets`` (the samples of each; every index in [0, num_samples) once) a batch is of one
-    bucket. A bucket of n samples goes through them in epochs of its own. Epoch e of all takes from it the
-    batches floor(e n/batch_size) … floor((e + 1) n/batch_size) - 1, and shuffles the batches of all buckets:
-    after e epochs each sample was drawn e times, but for those of less than a batch a bucket, which come in
-    the next epoch. A bucket of less than a batch has one in some epochs only, which holds its samples several
-    times.
-    """
-
-    def __init__(
-        self,
-        num_samples: int,
-        batch_size: int,
-        seed: int,
-        key: tuple[int, ...],
-        buckets: Sequence[Tensor] = (),
-    ) -> None:
+    def __init__(self, num_samples: int, batch_size: int, seed: int, key: tuple[int, ...]) -> None:
         self.num_samples, self.batch_size = num_samples, batch_size
         self._seed, self._key = seed, key
-        self._buckets = list(buckets) or [torch.arange(num_samples)]
-        self._sizes = torch.tensor([len(rows) for rows in self._buckets])
-        self._epochs: dict[tuple[int, int], Tensor] = {}
+        self._epochs: dict[int, Tensor] = {}
 
     def rows(self, step: int) -> Tensor:
         """Return indices (batch_size,) of the samples of ``step``, from 1."""
-        bucket, batch = self._batch(step)
-        places = torch.arange(batch * self.batch_size, (batch + 1) * self.batch_size)
-        epochs, within = places // self._sizes[bucket], places % self._sizes[bucket]
-        needed = [(bucket, epoch) for epoch in epochs.unique().tolist()]
-        known = {one: self._epochs[one] if one in self._epochs else self._shuffled(*one) for one in needed}
-        self._epochs = known | {one: rows for one, rows in self._epochs.items() if one[0] != bucket}
-        return torch.cat([known[one][within[epochs == one[1]]] for one in needed])
-
-    def _batch(self, step: int) -> tuple[int, int]:
-        """Return the bucket of ``step``, and the number of its batch in that bucket, from 0."""
-        if len(self._buckets) == 1:
-            return 0, step - 1
-        # At most step - 1 batches lie before this epoch.
-        epoch = (step - 1) * self.batch_size // self.num_samples
-        while int(self._batches(epoch + 1).sum()) < step:
-            epoch += 1
-        before = self._batches(epoch)
-        own = torch.arange(len(before)).repeat_interleave(self._batches(epoch + 1) - before)
-        draws = generator(self._seed, *self._key, TRAINING_STREAM, _BATCHES, epoch)
-        own = own[torch.randperm(len(own), generator=draws)]
-        place = step - 1 - int(before.sum())
-        bucket = int(own[place])
-        return bucket, int(before[bucket] + (own[:place] == bucket).sum())
-
-    def _batches(self, epoch: int) -> Tensor:
-        """Batches (buckets,) of each bucket before ``epoch``."""
-        return epoch * self._sizes // self.batch_size
+        places = torch.arange((step - 1) * self.batch_size, step * self.batch_size)
+        epochs, within = places // self.num_samples, places % self.num_samples
+        needed = epochs.unique().tolist()
+        self._epochs = {e: self._epochs[e] if e in self._epochs else self._shuffled(e) for e in needed}
+        return torch.cat([self._epochs[e][within[epochs == e]] for e in needed])
 
     def draws(self, step: int) -> torch.Generator:
         """Return the generator of everything random in ``step``."""
         return generator(self._seed, *self._key, TRAINING_STREAM, _STEPS, step)
 
-    def _shuffled(self, bucket: int, epoch: int) -> Tensor:
-        """Samples of ``bucket`` in the order of its own ``epoch``."""
-        which = (epoch, bucket) if len(self._buckets) > 1 else (epoch,)
-        draws = generator(self._seed, *self._key, TRAINING_STREAM, _EPOCHS, *which)
-        rows = self._buckets[bucket]
-        return rows[torch.randperm(len(rows), generator=draws)]
+    def _shuffled(self, epoch: int) -> Tensor:
+        draws = generator(self._seed, *self._key, TRAINING_STREAM, _EPOCHS, epoch)
+        return torch.randperm(self.num_samples, generator=draws)
 
 
 Inputs = dict[str, Tensor]
@@ -174,8 +132,7 @@ class Task:
     averages of step ``weak_step`` are kept to guide by, where it is not 0. ``is_new`` tells that the
     network's weights are random. ``prepare(device, folder)`` is called before the first step, with the run's
     folder where there is one. ``second_loss`` takes the place of ``loss`` after this share of the steps; it
-    also gets the averages of the trained parameters by name. A batch is of one of the ``buckets``, as in
-    `Order`.
+    also gets the averages of the trained parameters by name.
     """
 
     network: nn.Module
@@ -187,7 +144,6 @@ class Task:
     is_new: bool = True
     prepare: Callable[[torch.device, Path | None], None] | None = None
     second_loss: tuple[float, SecondLoss] | None = None
-    buckets: Sequence[Tensor] = ()
 
 
 @dataclass(frozen=True)
@@ -337,7 +293,7 @@ class _Trainer:
         self.state = TrainingState(
             task.network, Ema(task.network, settings.ema_decay), optimizer, device.scaler
         )
-        order = Order(task.num_samples, settings.batch_size, settings.seed, task.key, task.buckets)
+        order = Order(task.num_samples, settings.batch_size, settings.seed, task.key)
         self.loader = Loader(order, task.draw, settings.steps, device.share(settings.batch_size))
 
     def step(self, stop: StopRequest, run: Run | None) -> StepReport:

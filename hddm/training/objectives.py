@@ -249,7 +249,7 @@ def drawing(
         flip = torch.rand(number, generator=noise) < 0.5 if settings.random_flip else None
         x_0 = shard.take(rows, noise, flip, own)
         time = objective.sample_times(number, noise)[own]
-        eps = torch.randn(number, *x_0.shape[1:], generator=noise)[own]
+        eps = torch.randn(number, *shard.shape, generator=noise)[own]
         conditions = {name: value[mine] for name, value in given.items()}
         if settings.text_conditional and shard.texts is not None:
             conditions[TEXT] = shard.texts.take(mine)

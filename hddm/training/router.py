@@ -7,7 +7,7 @@ strategies that weigh or count by probability do.
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ def train_router(
         return []
     shards = [open_shard(folder) for folder in folders]
     _check_alike(shards)
-    stored = JoinedStore([shard.stored for shard in shards], shards[0].shape)
+    stored = JoinedStore([shard.stored for shard in shards])
     rows = torch.arange(len(stored))
     labels = stored.part_of(rows)
     seen = Evidence(stored, rows, labels, "training images")
@@ -108,8 +108,9 @@ def train_router(
             accuracy = accuracy_of(logits, TIME_SCALE, evidence, settings.seed)
             if settings.calibrate:
                 log.info("calibrating on %s …", counted(len(held), "image"))
-                temperatures, figures = calibrate_router(logits, TIME_SCALE, seen, settings.seed)
-                each = labels[held].bincount(minlength=len(shards)).tolist()
+                images, origin = stored.take(held, None, None), labels[held]
+                temperatures, figures = calibrate_router(logits, TIME_SCALE, images, origin, settings.seed)
+                each = origin.bincount(minlength=len(shards)).tolist()
                 calibration = {"held_out_share": HELD_OUT_SHARE, "held_out_images": each, **figures}
         if len(shards) > 1 and not is_better_than_chance(accuracy):
             log.warning(
@@ -129,8 +130,7 @@ def train_router(
         )
         save_router(draft, network, record)
 
-    buckets = buckets_among(stored, rows)
-    task = Task(network, len(rows), draw, loss, (len(shards),), buckets=buckets)
+    task = Task(network, len(rows), draw, loss, (len(shards),))
     return train(task, settings, out, ROUTER_FILE, write, data, overwrite, on_step, run, watching())
 
 
@@ -171,7 +171,7 @@ def kept_apart(shards: Sequence[Shard]) -> Evidence | None:
             raise HddmError(
                 f"{one.folder}: its images were not kept from {shard.folder}; remove {one.folder.parent}"
             )
-    store = JoinedStore([one.stored for one in found], shards[0].shape)
+    store = JoinedStore([one.stored for one in found])
     rows = torch.arange(len(store))
     return Evidence(store, rows, store.part_of(rows), "held-out images")
 
@@ -188,9 +188,8 @@ def accuracy_of(
     number = min(len(evidence.rows), IMAGES)
     log.info("measuring accuracy on %s …", counted(number, "image"))
     chosen = torch.linspace(0, len(evidence.rows) - 1, number).round().long()
-    labels = evidence.labels[chosen]
-    judged = replace(evidence, rows=evidence.rows[chosen], labels=labels)
-    noised = noised_logits(network, time_scale, judged, seed, JUDGED, BATCH)
+    images, labels = evidence.store.take(evidence.rows[chosen], None, None), evidence.labels[chosen]
+    noised = noised_logits(network, time_scale, images, labels, seed, JUDGED, BATCH)
     chance = labels.bincount().max().item() / number
     return {
         "images": number,
@@ -243,20 +242,22 @@ def held_out(shard: Shard) -> Tensor:
 def calibrate_router(
     network: Callable[[Tensor, Tensor], Tensor],
     time_scale: float,
-    evidence: Evidence,
+    images: Tensor,
+    labels: Tensor,
     seed: int = 0,
     knots: int = KNOTS,
 ) -> tuple[tuple[float, ...], dict[str, Any]]:
     """Fit temperatures of a router to fresh images, and measure its calibration without and with them.
 
-    ``network(x_t, t × time_scale)`` gives logits (batch, K). The router was trained on none of the images of
-    ``evidence``. The ``knots`` temperatures are at times spread evenly over [0, 1].
+    ``network(x_t, t × time_scale)`` gives logits (batch, K). The router was trained on none of ``images`` (N,
+    C, H, W), which are of the shards in ``labels`` (N,). The ``knots`` temperatures are at times spread
+    evenly over [0, 1].
 
     The record that is returned with them holds expected calibration error and cross-entropy, before and
     after, over all times and in `TIME_BINS` intervals of t. Figures "after" are cross-fitted: each half of
     the images is judged by temperatures fitted to the other. The temperatures returned are fitted to all.
     """
-    noised, labels = noised_logits(network, time_scale, evidence, seed), evidence.labels
+    noised = noised_logits(network, time_scale, images, labels, seed)
     # Dealt in the order of the labels, so that each half has its share of every shard.
     half = torch.empty_like(labels).index_put_((labels.argsort(stable=True),), torch.arange(len(labels)) % 2)
     part = half[noised.image]
@@ -353,37 +354,23 @@ class Noised:
 def noised_logits(
     network: Callable[[Tensor, Tensor], Tensor],
     time_scale: float,
-    evidence: Evidence,
+    images: Tensor,
+    labels: Tensor,
     seed: int,
     at_least: int = NOISED,
     batch_size: int = 512,
 ) -> Noised:
-    """Return logits of noised images, each image equally often, at times spread evenly over [0, 1].
-
-    Where images are in buckets, times are spread within each.
-    """
+    """Return logits of noised images, each image equally often, at times spread evenly over [0, 1]."""
     draws = generator(seed, 0, CALIBRATION_STREAM)
-    often = -(-at_least // len(evidence.rows))
-    logits, t, image = list[Tensor](), list[Tensor](), list[Tensor]()
-    for own in buckets_among(evidence.store, evidence.rows):
-        images = evidence.store.take(evidence.rows[own], None, None)
-        index = torch.arange(len(own)).repeat(often)
-        places = torch.randperm(len(index), generator=draws).double()
-        spread = (places + torch.rand(len(index), generator=draws, dtype=torch.float64)) / len(index)
-        for rows, times in zip(index.split(batch_size), spread.split(batch_size), strict=True):
-            x_0, wide = images[rows], append_dims(times, images.ndim).to(images)
-            eps = torch.randn(x_0.shape, generator=draws, dtype=x_0.dtype)
-            logits.append(network((1 - wide) * x_0 + wide * eps, (times * time_scale).to(images)).double())
-        t.append(spread)
-        image.append(own[index])
-    each = torch.cat(image)
-    return Noised(torch.cat(logits), torch.cat(t), evidence.labels[each], each)
-
-
-def buckets_among(store: Stored, rows: Tensor) -> list[Tensor]:
-    """Indices among ``rows`` (n,) of the samples of each bucket of ``store`` that has any there."""
-    found = [torch.isin(rows, own).nonzero()[:, 0] for own in store.buckets.values()]
-    return [own for own in found if len(own)]
+    image = torch.arange(len(images)).repeat(-(-at_least // len(images)))
+    places = torch.randperm(len(image), generator=draws).double()
+    t = (places + torch.rand(len(image), generator=draws, dtype=torch.float64)) / len(image)
+    logits = []
+    for rows, times in zip(image.split(batch_size), t.split(batch_size), strict=True):
+        x_0, wide = images[rows], append_dims(times, images.ndim).to(images)
+        eps = torch.randn(x_0.shape, generator=draws, dtype=x_0.dtype)
+        logits.append(network((1 - wide) * x_0 + wide * eps, (times * time_scale).to(images)).double())
+    return Noised(torch.cat(logits), t, labels[image], image)
 
 
 def _figures(before: Tensor, after: Tensor, labels: Tensor) -> dict[str, float]:

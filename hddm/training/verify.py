@@ -251,9 +251,7 @@ def _unbound(expert: UnreadExpert) -> list[str]:
             )
     if expert.calibration is None and record.sampling_steps is None:
         if record.calibration_sha256 is None and record.source is None:
-            found.append(
-                f"{CALIBRATION}: is not there; training on squares writes one, hddm calibrate another"
-            )
+            found.append(f"{CALIBRATION}: is not there; training writes one, hddm calibrate another")
     elif is_old and record.calibration_sha256 is None:
         found.append(
             f"{EXPERT_FILE}: holds no hash of the calibration; whether it is its own, only what that says of "
@@ -263,8 +261,7 @@ def _unbound(expert: UnreadExpert) -> list[str]:
 
 
 def _belongs(shard: Shard, expert: UnreadExpert) -> list[str]:
-    """Notes on images of the expert's shard; refuse those of another one, in buckets, or a single image."""
-    shard.refuse_buckets("hddm verify")
+    """Notes on images of the expert's shard; refuse those of another one, or a single image."""
     expert.facts.refuse_student(
         expert.name, "verify judges velocities, and its are means over steps; drop --data"
     )

@@ -206,26 +206,24 @@ class SampleGrids:
 
     Class-conditional networks draw the classes in turn, text-conditional ones the first captions of the
     shard, others null conditions. Latents are not decoded: their first three channels are shown as colours.
-    ``conditions`` are the names of those that the network is trained with. Of a shard in buckets all are of
-    the fullest one. A network for t in [low, high] alone goes from images of the shard, with their classes,
-    at high to the x_0 that it means at low.
+    ``conditions`` are the names of those that the network is trained with. A network for t in [low, high]
+    alone goes from images of the shard, with their classes, at high to the x_0 that it means at low.
     """
 
     def __init__(self, field: VelocityField, shard: Shard, conditions: Collection[str], folder: Path) -> None:
         self._field, self._folder = field, folder
-        self._shape, own = max(shard.buckets.items(), key=lambda bucket: len(bucket[1]))
-        self._space = shard.space
+        self._space, self._shape = shard.space, shard.shape
         self._conditions: dict[str, Tensor] = {}
         self._num = IMAGES
         if TEXT in conditions and shard.texts is not None:
-            self._num = min(IMAGES, len(own))
-            self._conditions[TEXT] = shard.texts.take(own[: self._num])
-        rows = own[torch.arange(self._num) % len(own)]
+            self._num = min(IMAGES, len(shard))
+            self._conditions[TEXT] = shard.texts.take(torch.arange(self._num))
+        rows = torch.arange(self._num) % len(shard)
         self._x_0 = shard.take(rows)
         if "class_labels" in conditions:
-            labels = shard.labels if field.noise_range[1] < 1 else None
+            own = shard.labels if field.noise_range[1] < 1 else None
             in_turn = torch.arange(self._num) % len(shard.classes)
-            self._conditions["class_labels"] = in_turn if labels is None else labels[rows]
+            self._conditions["class_labels"] = in_turn if own is None else own[rows]
 
     def draw(self, report: StepReport) -> dict[str, Tensor]:
         """Write grids and return them, (C, H, W) in bytes, by "raw" and "ema"; {} if the training is to stop.

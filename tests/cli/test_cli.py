@@ -8,7 +8,9 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from hddm import load, sample
+from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.data.images import load_images, to_bytes
+from hddm.experts.assembly import assemble
 from tests.artefacts import CLASSES, Command, contents, copied, edit_json, seal, variant
 
 
@@ -52,6 +54,35 @@ def test_images_are_the_samples_of_their_seed_whatever_the_batch(
     assert records[0] == records[1]
     written = load_images(tmp_path / "5").pixels
     assert torch.equal(written, to_bytes(sample(load(ensemble), 5, seed=6, steps=3)))
+
+
+def test_images_of_other_sizes_are_made_without_a_calibration(
+    flow_expert: Path, tmp_path: Path, hddm: Command
+) -> None:
+    bare = copied(flow_expert, tmp_path / "bare")
+    (bare / CALIBRATION).unlink()
+    seal(bare)
+    assemble([bare], tmp_path / "ensemble", strategy="draw")
+    options = ("--num-images", 3, "--steps", 1, "--width", 10, "--height", 6, "--grid")
+    for source in (bare, tmp_path / "ensemble"):
+        out = tmp_path / f"{source.name}-samples"
+        assert hddm("sample", source, "--out", out, *options)[0] == 0
+        assert load_images(out).pixels.shape == (3, 1, 6, 10)
+        with Image.open(f"{out}.grid.png") as sheet:
+            # Cells are squares of 90 pixels, nine times the longer side.
+            assert sheet.size == (2 * 92 - 2, 2 * 92 - 2)
+    told = (
+        "--height 4, --width 9: a network of images of 4×4 fails on it: (4, 9) does not divide into patches"
+    )
+    code, _, err = hddm("sample", bare, "--out", tmp_path / "odd", "--width", 9, "--num-images", 1)
+    assert (code, told in err) == (1, True)
+    assert not (tmp_path / "odd").exists()
+    # Nor does a calibration take other samples of as many numbers.
+    for height, width in ((4, 8), (2, 8)):
+        size = ("--height", height, "--width", width)
+        code, _, err = hddm("sample", flow_expert, "--out", tmp_path / "odd", *size, "--num-images", 1)
+        told = f"its calibration is of samples (1, 4, 4), not of (1, {height}, {width})"
+        assert (code, told in err) == (1, True)
 
 
 def test_classes_are_asked_for_by_name_or_number_in_turn(

@@ -315,7 +315,7 @@ def test_processes_read_their_own_rows_and_have_together_what_one_draws(
     shard = open_shard(encode(tmp_path / "source", tmp_path / "out", 10, random_flip=True, **networks))
     assert shard.texts is not None
     texts = TokenStore(Rows(shard.texts.tokens.parts * 2), shard.texts.null)
-    shard = replace(shard, stored=JoinedStore([shard.stored] * 2, shard.shape), texts=texts)
+    shard = replace(shard, stored=JoinedStore([shard.stored] * 2), texts=texts)
     settings = expert_settings("flow", random_flip=True, text_conditional=True, condition_dropout=0.3)
     given = {"class_labels": torch.arange(48) % 5}
     nulls = {"class_labels": torch.tensor(5), TEXT: texts.null}

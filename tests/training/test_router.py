@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from hddm.data.partition import partition
 from hddm.data.shard_records import find_shards
-from hddm.data.shards import LatentStore, PixelStore, Rows, Shard, load_shard
+from hddm.data.shards import PixelStore, Rows, Shard, load_shard
 from hddm.experts.records import ROUTER_FILE, read_router
 from hddm.networks.folders import WEIGHTS
 from hddm.routers import Router, temperature_at
@@ -163,15 +162,13 @@ def mixtures() -> list[GaussianMixture]:
 
 
 @pytest.fixture(scope="module")
-def data(mixtures: Sequence[GaussianMixture]) -> Evidence:
-    """Images of all shards in the shares of the prior."""
+def data(mixtures: Sequence[GaussianMixture]) -> tuple[Tensor, Tensor]:
+    """Images of all shards in the shares of the prior, and their shards."""
     counts = [round(4000 * share) for share in PRIOR]
     images = [
         shard.sample(n, 10 + k, SHAPE) for k, (shard, n) in enumerate(zip(mixtures, counts, strict=True))
     ]
-    labels = torch.repeat_interleave(torch.arange(3), torch.tensor(counts))
-    store = LatentStore(Rows((torch.cat(images),)), None, 1.0)
-    return Evidence(store, torch.arange(len(labels)), labels, "images")
+    return torch.cat(images), torch.repeat_interleave(torch.arange(3), torch.tensor(counts))
 
 
 def _network(
@@ -189,15 +186,15 @@ def _network(
 
 
 def test_an_exact_router_keeps_its_probabilities_and_draws_depend_on_the_seed_alone(
-    mixtures: list[GaussianMixture], data: Evidence
+    mixtures: list[GaussianMixture], data: tuple[Tensor, Tensor]
 ) -> None:
     network = _network(mixtures, torch.ones_like)
-    temperatures, record = calibrate_router(network, 1000, data)
+    temperatures, record = calibrate_router(network, 1000, *data)
     assert temperatures == pytest.approx([1] * 5, abs=0.2)
     assert record["ece_before"] < 0.015
     assert record["cross_entropy_after"] == pytest.approx(record["cross_entropy_before"], abs=1e-3)
-    few = replace(data, rows=data.rows[::40], labels=data.labels[::40])
-    first, again, other = (calibrate_router(network, 1000, few, seed=seed) for seed in (1, 1, 2))
+    few = tuple(one[::40] for one in data)
+    first, again, other = (calibrate_router(network, 1000, *few, seed=seed) for seed in (1, 1, 2))
     assert first == again
     assert first[0] != other[0]
 
@@ -205,10 +202,10 @@ def test_an_exact_router_keeps_its_probabilities_and_draws_depend_on_the_seed_al
 @pytest.mark.parametrize("factor", [3.0, 0.5])
 @pytest.mark.parametrize("knots", [1, 5])
 def test_a_router_too_sure_or_too_shy_gets_its_temperature_back(
-    factor: float, knots: int, mixtures: list[GaussianMixture], data: Evidence
+    factor: float, knots: int, mixtures: list[GaussianMixture], data: tuple[Tensor, Tensor]
 ) -> None:
     network = _network(mixtures, lambda t: torch.full_like(t, factor))
-    temperatures, record = calibrate_router(network, 1000, data, knots=knots)
+    temperatures, record = calibrate_router(network, 1000, *data, knots=knots)
     assert len(temperatures) == knots
     # At t = 1 the posterior is the prior, whatever the image: only its neighbourhood says anything there.
     assert temperatures[: max(knots - 1, 1)] == pytest.approx([factor] * max(knots - 1, 1), rel=0.15)
@@ -219,14 +216,14 @@ def test_a_router_too_sure_or_too_shy_gets_its_temperature_back(
 
 
 def test_a_distortion_that_changes_over_time_is_recovered_by_the_table_alone(
-    mixtures: list[GaussianMixture], data: Evidence
+    mixtures: list[GaussianMixture], data: tuple[Tensor, Tensor]
 ) -> None:
     distortion = [3.0, 2.5, 2.0, 1.0, 0.5]
     network = _network(mixtures, lambda t: temperature_at(t, distortion))
-    found, record = calibrate_router(network, 1000, data)
+    found, record = calibrate_router(network, 1000, *data)
     assert found[:4] == pytest.approx(distortion[:4], rel=0.15)
     assert found[4] == pytest.approx(distortion[4], rel=0.3)
-    one_for_all = calibrate_router(network, 1000, data, knots=1)[1]
+    one_for_all = calibrate_router(network, 1000, *data, knots=1)[1]
     assert record["ece_after"] < 0.015
     assert record["cross_entropy_after"] < one_for_all["cross_entropy_after"] - 1e-3
     by_time = [max(one["time_bins"], key=lambda b: b["ece_after"]) for one in (record, one_for_all)]

@@ -215,7 +215,7 @@ def test_what_a_network_of_noise_does_by_itself_near_the_end_is_told_without_a_c
     seal(out)
     verdict = verify_expert(out, held_out)
     missing, *doubts = (*verdict.notes, *verdict.problems)
-    assert missing == f"{CALIBRATION}: is not there; training on squares writes one, hddm calibrate another"
+    assert missing == f"{CALIBRATION}: is not there; training writes one, hddm calibrate another"
     assert doubts
     assert all(text.endswith("it has no calibration; hddm calibrate fits one") for text in doubts)
 
