@@ -122,7 +122,7 @@ def test_a_router_that_takes_one_expert_for_all_is_warned_of(
     weights["head.4.bias"] = torch.tensor([20.0, -20.0])
     save_file(weights, path, {"format": "pt"})
     seal(path.parent)
-    options = ["--num-images", 4, "--steps", 2, "--strategy", "top-1"]
+    options = ["--num-images", 32, "--steps", 2, "--strategy", "top-1"]
     code, _, error = hddm("sample", stuck, "--out", tmp_path / "routed", *options)
     assert code == 0
     assert "expert 0 takes 100% of the weight" in error

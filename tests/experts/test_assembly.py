@@ -152,10 +152,10 @@ def test_every_difference_is_told_at_once_a_line_an_expert(trio: Trio, tmp_path:
         vae=VAE | {"fingerprint": "e" * 16, "scale": 0.13, "shift": 0.1},
         text_encoder=TEXT | {"fingerprint": "f" * 16, "tokens": 120, "width": 32},
         classes=["columns", "dots"],
-        null_class=7,
         shard=shard,
     )
-    pixels = variant(trio.experts[0], tmp_path / "pixels", classes=["columns"])
+    of_one = facts_of(trio.experts[0])["shard"] | {"class_images": []}
+    pixels = variant(trio.experts[0], tmp_path / "pixels", classes=["columns"], null_class=1, shard=of_one)
     given = [first, second, other, pixels]
     for folder in given:
         (folder / WEIGHTS).unlink()
@@ -302,13 +302,14 @@ def test_components_that_nobody_needs_are_refused(trio: Trio, tmp_path: Path) ->
 
 
 def test_the_command_line_prints_notes_and_escapes_names(trio: Trio, tmp_path: Path, hddm: Command) -> None:
-    odd = variant(trio.experts[1], tmp_path / "odd\x1b[2J\nname", sample_shape=[3, 4, 4], null_class=5)
+    odd = variant(trio.experts[1], tmp_path / "odd\x1b[2J\nname", sample_shape=[3, 4, 4])
     code, out, err = hddm("assemble", *trio.experts[:2], "--router", trio.router, "--out", tmp_path / "two")
     assert (code, err) == (0, "")
     shares = ", ".join(f"experts/{k} ({folder.name}) 0.5" for k, folder in enumerate(trio.experts[:2]))
     assert out.splitlines() == [
         f"note: {trio.router}: of its 3 outputs, these are left out: 2",
-        f"{tmp_path / 'two'}: 2 experts, strategy draw",
+        f"{tmp_path / 'two'}: 2 experts, strategy commit-0.92",
+        "commit-0.92: the router mixes all experts at high noise, then each image keeps one of them",
         f"shares: {shares}",
         "classes: columns, rows",
     ]

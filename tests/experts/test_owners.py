@@ -13,7 +13,7 @@ import torch
 import hddm
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.data.shard_records import overlap, sketch_of
-from hddm.experts.assembly import MOMENTS_EVIDENCE, assemble, read_classes
+from hddm.experts.assembly import MOMENTS_EVIDENCE, ROUTED_STRATEGY, assemble, read_classes
 from hddm.experts.assembly_changes import change
 from hddm.experts.ensemble_folders import read_ensemble_facts
 from hddm.experts.records import read_router
@@ -312,7 +312,7 @@ def test_a_router_is_set_aside_while_there_is_an_expert_that_it_does_not_know(
     torch.testing.assert_close(load_ensemble(tmp_path / "saved").router(x, t), learned)
     notes = change(whole, remove=[3])
     assert "the router that was set aside knows all experts, and routes again" in notes
-    change(whole, strategy="draw")
+    change(whole, strategy=ROUTED_STRATEGY)
     again = contents(whole)
     del again["manifest.json"], first["manifest.json"]
     assert again == first
