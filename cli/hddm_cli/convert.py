@@ -6,7 +6,7 @@ from typing import Annotated, Literal, cast
 
 import typer
 
-from hddm.utils.errors import UsageError
+from hddm.utils.errors import UsageError, asked
 from hddm.utils.files import check_absent, refuse_full_disk, refuse_pickle
 from hddm_cli.options import (
     AllowPickle,
@@ -75,6 +75,10 @@ def convert(
     to_layout: Annotated[
         str | None, typer.Option(help="Layout to write an expert back in, such as facebook-dit.")
     ] = None,
+    data: Annotated[
+        Path | None,
+        InputOption(help="Shard of images like the model's own, to check the stated conventions on."),
+    ] = None,
     no_verify: Annotated[
         bool, typer.Option("--no-verify", help="Skip the comparison with the source.")
     ] = False,
@@ -139,6 +143,15 @@ def convert(
     with Progress(None, "read the checkpoint"):
         planned = plan(source, conversion)
     check_absent(out, EXPERT_FILE, overwrite)
+    shard = None
+    if data is not None:
+        from hddm.data.shards import open_shard
+        from hddm.training.expert import check_fit
+        from hddm.training.verify import warn_of_misreading
+
+        with asked():
+            shard = open_shard(data)
+            check_fit(shard, planned.record, None)
     for line in summary(planned):
         typer.echo(line)
     if dry_run:
@@ -149,4 +162,7 @@ def convert(
         verified = write(planned, out, not no_verify, overwrite)
     for line in verdict(planned, verified):
         typer.echo(line)
+    if shard is not None:
+        with Progress(None, "try it on images"):
+            warn_of_misreading(out, shard)
     typer.echo(f"{out}: converted")

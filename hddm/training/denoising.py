@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from scipy.special import ndtr, stdtrit
 from torch import Tensor, nn
 
 from hddm.calibration import START
@@ -222,7 +223,8 @@ def _spread(shard: Shard, most: int) -> Tensor:
     return torch.linspace(0, len(shard) - 1, min(len(shard), most)).round().long()
 
 
-_DDPM: Mapping[str, Any] = {"_class_name": "DDPMScheduler", "num_train_timesteps": 1000}
+_DDPM: dict[str, Any] = {"_class_name": "DDPMScheduler", "num_train_timesteps": 1000}
+_DDPM |= {"beta_start": 1e-4, "beta_end": 0.02, "trained_betas": None, "rescale_betas_zero_snr": False}
 USUAL = (
     {"name": "linear"},
     {"name": "cosine"},
@@ -260,10 +262,10 @@ def misread(field: VelocityField, shard: Shard, seed: int) -> str | None:
 
     Readings differ in prediction type, schedule and time scale: the four types, the recorded schedule and
     `USUAL` ones, half and double the recorded scale. All see the same images and noise, at levels that both
-    schedules cover. The other one must be better than a Gaussian by `SURE` deviations, and its error, which
-    a trained network has least where it is read as trained, below `CLEARLY` of the recorded one's, by four
-    deviations of their difference by image. Of several as good, the one most like the record is named.
-    Raises `HddmError` as `judge`.
+    schedules cover. The other one must be better than a Gaussian, as surely as `SURE` deviations are, and its
+    error, which a trained network has least where it is read as trained, below `CLEARLY` of the recorded
+    one's, as surely as four deviations are, by Student's distribution over images. Of several as good, the
+    one most like the record is named. Raises `HddmError` as `judge`.
     """
     rows, (low, high) = _spread(shard, READ_IMAGES), field.noise_range
     given, images = conditions_at(rows, conditions_of(shard, field), shard, field), shard.take(rows)
@@ -280,23 +282,32 @@ def misread(field: VelocityField, shard: Shard, seed: int) -> str | None:
         other = VelocityField(network, schedule, kind, scale, field.calibration, field.conditions, nulls)
         low, high = max(field.range[0], other.range[0]), min(field.range[1], other.range[1])
         covered = torch.tensor([low <= time <= high for time in times])
-        errors = _errors(other, images, given, times, generator(seed, _STREAM))[covered]
-        mine, theirs = recorded[covered, 0].mean().item(), errors[:, 0].mean().item()
-        is_clear = theirs < CLEARLY * mine and 2 * int(covered.sum()) > len(times)
-        for worse, sure in ((recorded[covered, 0], 4.0), (errors[:, 1], SURE)):
-            gain, deviation = _mean(worse - errors[:, 0])
-            is_clear = is_clear and bool(gain > sure * deviation)
+        pair = [
+            of[covered] for of in (recorded, _errors(other, images, given, times, generator(seed, _STREAM)))
+        ]
+        # Where a network predicts worse than a Gaussian, how much worse tells little and outweighs all else.
+        means = [of.mean(2) for of in pair]
+        mine, theirs = (
+            of[:, 0] * (mean[:, 1] / mean[:, 0]).clamp(max=1)[:, None]
+            for of, mean in zip(pair, means, strict=True)
+        )
+        shown = [float(mean[:, 0].mean()) for mean in means]
+        is_clear = 2 * int(covered.sum()) > len(times) and shown[1] < CLEARLY * shown[0]
+        is_clear = is_clear and bool(theirs.mean() < CLEARLY * mine.mean())
+        for worse, sure in ((mine, 4.0), (pair[1][:, 1], SURE)):
+            gain, deviation = _mean(worse - theirs)
+            is_clear = is_clear and bool(gain > stdtrit(len(rows) - 1, ndtr(sure)) * deviation)
         if is_clear:
-            pairs = zip(_words(other), _words(field), strict=True)
-            fits.append((theirs / mine, [pair for pair in pairs if pair[0] != pair[1]], theirs, mine))
-    least = min((fit[0] for fit in fits), default=0.0)
+            words = zip(_words(other), _words(field), strict=True)
+            parts = [one for one in words if one[0] != one[1]]
+            fits.append((float(theirs.mean() / mine.mean()) * shown[1] / shown[0], parts, shown))
     if not fits:
         return None
-    as_good = (fit for fit in fits if 0.98 * fit[0] <= least)
-    _, parts, theirs, mine = min(as_good, key=lambda fit: len(fit[1]))
+    as_good = (fit for fit in fits if 0.96 * fit[0] <= min(fits)[0])
+    _, parts, shown = min(as_good, key=lambda fit: (len(fit[1]), fit[0]))
     true, stated = (" and ".join(pair[k] for pair in parts) for k in (0, 1))
     verb = "predict" if parts[0][0] in list(PredictionType) else "take"
-    return f"these weights {verb} {true}, the record says {stated}: {theirs:.2f} against {mine:.2f}"
+    return f"these weights {verb} {true}, the record says {stated}: {shown[1]:.2f} against {shown[0]:.2f}"
 
 
 def _words(reading: VelocityField) -> tuple[str, str, str]:

@@ -1,6 +1,7 @@
 """Verify an expert that somebody else trained: its records, hashes and weights, and its denoising."""
 
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,9 +24,10 @@ from hddm.experts.records import (
     field_of,
     foreign_files,
     open_expert,
+    read_expert,
 )
 from hddm.networks.folders import WEIGHTS
-from hddm.training.denoising import Denoising, Judged, judge
+from hddm.training.denoising import Denoising, Judged, judge, misread
 from hddm.training.expert import check_fit, check_own
 from hddm.training.resume import RUN_FILE
 from hddm.utils.errors import HddmError, UsageError, asked
@@ -221,6 +223,16 @@ def verify_expert(
         judged.denoising,
         judged.unconditional,
     )
+
+
+def warn_of_misreading(folder: Path, shard: Shard) -> None:
+    """Warn where another reading of an expert fits clearly better (`misread`), or none could be tried."""
+    try:
+        doubt = misread(field_of(read_expert(folder)), shard, 0)
+    except HddmError as error:
+        doubt = f"was not tried on images: {error}"
+    if doubt is not None:
+        warnings.warn(f"{folder}: {doubt}", stacklevel=2)
 
 
 def _provenance(record: ExpertRecord) -> list[str]:

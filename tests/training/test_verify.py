@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import DDPMScheduler, UNet2DModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hddm.calibration import FILE_NAME as CALIBRATION
+from hddm.checkpoints.convert import write
+from hddm.checkpoints.plan import Conversion, plan
 from hddm.data.images import save_png
 from hddm.data.partition import partition
 from hddm.data.shards import load_shard
@@ -23,6 +26,7 @@ from hddm.experts.records import read_expert
 from hddm.networks.folders import WEIGHTS
 from hddm.schedules import LinearSchedule
 from hddm.training import denoising as judging
+from hddm.training.calibrate import recalibrate
 from hddm.training.continuation import continue_expert
 from hddm.training.denoising import Denoising, Level, denoising
 from hddm.training.expert import train_expert
@@ -32,6 +36,7 @@ from hddm.utils.records import MANIFEST
 from hddm.utils.tensors import generator
 from hddm.velocity import PredictionType, VelocityField
 from tests.artefacts import CLASSES, Command, aged, copied, draw, edit_json, expert_settings, seal
+from tests.checkpoint_files import pipeline, plain_unet
 from tests.conftest import Trio
 
 
@@ -99,7 +104,9 @@ def test_an_untrained_expert_and_one_that_records_what_it_does_not_predict_are_r
     folder = copied(class_expert, tmp_path)
     for wrong in (PredictionType.FLOW_PREDICTION, PredictionType.EPSILON):
         edit_json(folder / "expert.json", prediction_type=wrong.value)
-        assert "what it predicts" in verify_expert(folder, held_out).problems[0]
+        reading, generic = verify_expert(folder, held_out).problems[:2]
+        assert reading.startswith(f"these weights predict sample, the record says {wrong.value}: ")
+        assert "what it predicts" in generic
     edit_json(folder / "expert.json", training={}, shard=None)
     shard, training = verify_expert(folder).problems
     assert "which shard" in shard
@@ -120,6 +127,75 @@ def test_an_untrained_expert_and_one_that_records_what_it_does_not_predict_are_r
     (problem,) = verify_expert(_changed(class_expert, tmp_path / "nan", WEIGHTS, spoil)).problems
     assert "pos_embed" in problem
     assert "NaN" in problem
+
+
+@pytest.fixture(scope="module")
+def unet(tmp_path_factory: pytest.TempPathFactory, whole: Path) -> Path:
+    """A DDPM UNet, trained a little by a loop of diffusers, and converted with ``whole`` to try it on."""
+    folder = tmp_path_factory.mktemp("unet")
+    blocks = {"down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",), "norm_num_groups": 8}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = UNet2DModel(4, 1, 1, layers_per_block=1, block_out_channels=(32,), **blocks)
+        scheduler = DDPMScheduler(beta_schedule="squaredcos_cap_v2")
+        optimizer, images = torch.optim.AdamW(network.parameters(), 3e-3), load_shard(whole).images
+        for _ in range(200):
+            x_0 = images[torch.randint(len(images), (32,))]
+            eps, time = torch.randn_like(x_0), torch.randint(1000, (len(x_0),))
+            loss = (network(scheduler.add_noise(x_0, eps, time), time).sample - eps).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    source = pipeline(folder / "source", network, scheduler)
+    write(plan(source, Conversion()), folder / "unet")
+    return folder / "unet"
+
+
+FORGERIES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "v_prediction": ({"prediction_type": "v_prediction"}, "predict epsilon", "v_prediction"),
+    "sample": ({"prediction_type": "sample"}, "predict epsilon", "sample"),
+    "linear betas": ({"beta_schedule": "linear"}, "take squaredcos_cap_v2 betas", "linear betas"),
+    "time_scale": ({"time_scale": 2.0}, "take time_scale 1", "time_scale 2"),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_a_record_under_which_the_weights_fit_worse_than_under_another_is_refused(
+    forgery: str, unet: Path, held_out: Path, whole: Path, tmp_path: Path, hddm: Command
+) -> None:
+    assert verify_expert(unet, held_out).accepted
+    changes, true, stated = FORGERIES[forgery]
+    forged = copied(unet, tmp_path)
+    if beta_schedule := changes.get("beta_schedule"):
+        schedule = json.loads((unet / "expert.json").read_text())["schedule"]
+        changes = {"schedule": schedule | {"beta_schedule": beta_schedule}}
+    edit_json(forged / "expert.json", **changes)
+    found = rf"these weights {true}.*, the record says {stated}.*: (\d+\.\d\d) against (\d+\.\d\d)"
+    code, _, err = hddm("verify", forged, "--data", held_out)
+    match = re.search(found, err)
+    assert (code, match is not None) == (1, True), err
+    assert match is not None
+    assert float(match[1]) < 0.95 * float(match[2])
+    with pytest.warns(UserWarning, match=found):
+        recalibrate(forged, whole)
+
+
+def test_no_reading_is_taken_for_better_by_chance_or_for_want_of_training(
+    whole: Path, held_out: Path, tmp_path: Path, unet: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = load_shard(held_out)
+    source = pipeline(tmp_path / "random", plain_unet(in_channels=1, out_channels=1, sample_size=4))
+    write(plan(source, Conversion()), tmp_path / "unet")
+    for objective, steps in (("ddpm", 1), ("ddpm", 30), ("flow", 30)):
+        settings = expert_settings(objective, steps=steps, prediction="epsilon")
+        train_expert(whole, tmp_path / f"{objective}{steps}", settings)
+    for folder in (unet, *(tmp_path / name for name in ("unet", "ddpm1", "ddpm30", "flow30"))):
+        field = load(folder)
+        assert isinstance(field, VelocityField)
+        field.calibration = None
+        for images in (2, 3, 8, 64):
+            monkeypatch.setattr(judging, "READ_IMAGES", images)
+            assert judging.misread(field, few, 0) is None
 
 
 def _changed(expert: Path, parent: Path, file: str, change: Callable[[dict[str, Tensor]], object]) -> Path:
@@ -287,8 +363,8 @@ def test_without_a_calibration_the_network_is_not_to_blame(class_expert: Path, h
         return output(x, timestep, **conditions) * torch.where(timestep > 500, -1, 1).view(-1, 1, 1, 1)
 
     output, field.network = field.network, late
-    (problem,) = judging.judge(replace(expert, calibration=None), field, shard, 0).problems[:1]
-    assert problem.startswith("it denoises no better than a Gaussian")
+    problems = judging.judge(replace(expert, calibration=None), field, shard, 0).problems
+    (problem,) = (one for one in problems if one.startswith("it denoises no better than a Gaussian"))
     assert "; it has no calibration; hddm calibrate fits one" in problem
 
 
