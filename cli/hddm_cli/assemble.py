@@ -99,10 +99,8 @@ def assemble(
     options = (vae, text_encoder, tokenizer, base or (), shares, named, domains, diffusers_pipeline)
     with Progress(None, "check and assemble"):
         if changes:
-            notes = change(
-                experts[0], add or (), remove or (), router, out, strategy, overwrite, *options,
-                allow_mixed_sizes=allow_mixed_sizes,
-            )  # fmt: skip
+            given = (add or (), remove or (), router, out, strategy, overwrite, *options)
+            notes = change(experts[0], *given, allow_mixed_sizes=allow_mixed_sizes)
         else:
             assert out is not None
             notes = put_together(experts, out, router, strategy, overwrite, *options)

@@ -400,10 +400,8 @@ def open_expert(
         # A UNet may have been trained with its last class for none; its config does not say.
         null = classes - 1 if interface.null_class is None else interface.null_class
         if record.null_class not in (None, null) or len(record.classes) > classes:
-            stated = f"null_class {record.null_class} and {len(record.classes)} names of classes"
-            raise HddmError(
-                f"{folder}: expert.json says {stated}; of {classes} classes, {null} stands for none"
-            )
+            stated = f"null_class {record.null_class}, {len(record.classes)} names of classes"
+            raise HddmError(f"{folder}: expert.json says {stated}, config.json {null} of {classes}")
     calibration = Calibration.load(folder) if with_calibration else None
     if calibration is not None and len(calibration.moments.mean) != math.prod(record.sample_shape):
         found = f"is of samples of {len(calibration.moments.mean)} numbers, not of {record.sample_shape}"

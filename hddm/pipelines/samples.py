@@ -390,7 +390,7 @@ def check_output(source: Path, pipeline: HDDMPipeline, settings: SampleSettings,
         ):
             if is_given:
                 raise UsageError(
-                    f"{option}: these experts make samples of several kinds; drop it, or name one by --expert"
+                    f"{option}: these experts make samples of several kinds; drop it or use --expert"
                 )
     for k in every:
         if not 0 <= k < len(pipeline.experts.facts):
@@ -580,7 +580,7 @@ def _file(path: Path) -> dict[str, Tensor]:
     for name, value in tensors.items():
         if name.removeprefix(NEGATIVE) == LABELS and value.ndim != 1:
             raise HddmError(
-                f"--conditions {path}: {name} is {tuple(value.shape)}; give a list, a label an image"
+                f"--conditions {path}: {name} is {tuple(value.shape)}, and a label an image is asked"
             )
     if empty or not tensors:
         raise HddmError(f"--conditions {path}: holds no rows of {empty or 'anything'}")

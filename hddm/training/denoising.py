@@ -17,16 +17,16 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from diffusers import DDPMScheduler
 from scipy.special import ndtr, stdtrit
 from torch import Tensor, nn
 
 from hddm.calibration import START
 from hddm.data.shards import Shard
 from hddm.experts.records import Expert
-from hddm.schedules import DiscreteSchedule, from_config
+from hddm.schedules import CosineSchedule, DiscreteSchedule, LinearSchedule, Schedule, from_diffusers
 from hddm.training.expert import conditions_at, conditions_of
 from hddm.training.objectives import TIME_SCALE
 from hddm.utils.errors import HddmError
@@ -223,18 +223,14 @@ def _spread(shard: Shard, most: int) -> Tensor:
     return torch.linspace(0, len(shard) - 1, min(len(shard), most)).round().long()
 
 
-_DDPM: dict[str, Any] = {"_class_name": "DDPMScheduler", "num_train_timesteps": 1000}
-_DDPM |= {"beta_start": 1e-4, "beta_end": 0.02, "trained_betas": None, "rescale_betas_zero_snr": False}
-USUAL = (
-    {"name": "linear"},
-    {"name": "cosine"},
-    *(
-        {**_DDPM, "beta_schedule": name}
-        for name in ("linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid")
-    ),
-    {**_DDPM, "beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012},
-)
-"""Schedules that weights may be of, whatever their record says."""
+def usual_schedules() -> list[Schedule]:
+    """Schedules that weights may be of, whatever their record says."""
+    names = ("linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid")
+    ddpm = [DDPMScheduler(beta_schedule=name) for name in names]
+    ddpm.append(DDPMScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012))
+    return [LinearSchedule(), CosineSchedule(), *map(from_diffusers, ddpm)]
+
+
 READ_IMAGES = 64
 CLEARLY = 0.95
 """Part of the recorded reading's error below which that of the true one lies."""
@@ -261,58 +257,63 @@ def misread(field: VelocityField, shard: Shard, seed: int) -> str | None:
     """Say, in words, how the weights of ``field`` are to be read, if another reading fits clearly better.
 
     Readings differ in prediction type, schedule and time scale: the four types, the recorded schedule and
-    `USUAL` ones, half and double the recorded scale. All see the same images and noise, at levels that both
-    schedules cover. The other one must be better than a Gaussian, as surely as `SURE` deviations are, and its
-    error, which a trained network has least where it is read as trained, below `CLEARLY` of the recorded
-    one's, as surely as four deviations are, by Student's distribution over images. Of several as good, the
-    one most like the record is named. Raises `HddmError` as `judge`.
+    `usual_schedules`, half and double the recorded scale. All see the same images and noise, at levels that
+    both schedules cover. The other one must be better than a Gaussian, as surely as `SURE` deviations are,
+    and its error, which a trained network has least where it is read as trained, below `CLEARLY` of the
+    recorded one's, as surely as four deviations are, by Student's distribution over images. Of several as
+    good, the one most like the record is named; of a single image none. Raises `HddmError` as `judge`.
     """
     rows, (low, high) = _spread(shard, READ_IMAGES), field.noise_range
+    if len(rows) < 2:
+        return None
     given, images = conditions_at(rows, conditions_of(shard, field), shard, field), shard.take(rows)
     times = [low + (high - low) * share for share in TIMES[::2]]
     scales = [(field.schedule, field.time_scale * factor) for factor in (1.0, 0.5, 2.0)]
-    for one in (field.schedule, *map(from_config, USUAL)):
+    for one in (field.schedule, *usual_schedules()):
         scales += [(one, 1.0)] if isinstance(one, DiscreteSchedule) else [(one, 1.0), (one, TIME_SCALE)]
-    fits, network = [], _Remembering(field.network)
-    recorded = _errors(field, images, given, times, generator(seed, _STREAM))
+    fits, network = list[tuple[float, list[tuple[str, str]], list[Tensor]]](), _Remembering(field.network)
+
+    def errors_of(reading: VelocityField) -> Tensor:
+        return _errors(reading, images, given, times, generator(seed, _STREAM))
+
+    recorded, nulls = errors_of(field), field.null_conditions
     for (schedule, scale), kind in itertools.product(scales, PredictionType):
         if kind is PredictionType.FLOW_PREDICTION and isinstance(schedule, DiscreteSchedule):
             continue
-        nulls = field.null_conditions
         other = VelocityField(network, schedule, kind, scale, field.calibration, field.conditions, nulls)
         low, high = max(field.range[0], other.range[0]), min(field.range[1], other.range[1])
         covered = torch.tensor([low <= time <= high for time in times])
-        pair = [
-            of[covered] for of in (recorded, _errors(other, images, given, times, generator(seed, _STREAM)))
-        ]
-        # Where a network predicts worse than a Gaussian, how much worse tells little and outweighs all else.
-        means = [of.mean(2) for of in pair]
-        mine, theirs = (
-            of[:, 0] * (mean[:, 1] / mean[:, 0]).clamp(max=1)[:, None]
-            for of, mean in zip(pair, means, strict=True)
-        )
-        shown = [float(mean[:, 0].mean()) for mean in means]
-        is_clear = 2 * int(covered.sum()) > len(times) and shown[1] < CLEARLY * shown[0]
-        is_clear = is_clear and bool(theirs.mean() < CLEARLY * mine.mean())
+        pair = [of[covered] for of in (recorded, errors_of(other))]
+        (mine, theirs), shown = map(_bounded, pair), [of[:, 0].mean() for of in pair]
+        parts_of = (theirs.mean() / mine.mean()).item(), (shown[1] / shown[0]).item()
+        is_clear = 2 * int(covered.sum()) > len(times) and all(part < CLEARLY for part in parts_of)
         for worse, sure in ((mine, 4.0), (pair[1][:, 1], SURE)):
             gain, deviation = _mean(worse - theirs)
             is_clear = is_clear and bool(gain > stdtrit(len(rows) - 1, ndtr(sure)) * deviation)
         if is_clear:
             words = zip(_words(other), _words(field), strict=True)
-            parts = [one for one in words if one[0] != one[1]]
-            fits.append((float(theirs.mean() / mine.mean()) * shown[1] / shown[0], parts, shown))
+            fits.append((math.prod(parts_of), [one for one in words if one[0] != one[1]], shown))
     if not fits:
         return None
     as_good = (fit for fit in fits if 0.96 * fit[0] <= min(fits)[0])
-    _, parts, shown = min(as_good, key=lambda fit: (len(fit[1]), fit[0]))
-    true, stated = (" and ".join(pair[k] for pair in parts) for k in (0, 1))
-    verb = "predict" if parts[0][0] in list(PredictionType) else "take"
+    _, differences, shown = min(as_good, key=lambda fit: (len(fit[1]), fit[0]))
+    true, stated = (" and ".join(pair[k] for pair in differences) for k in (0, 1))
+    verb = "predict" if differences[0][0] in list(PredictionType) else "take"
     return f"these weights {verb} {true}, the record says {stated}: {shown[1]:.2f} against {shown[0]:.2f}"
+
+
+def _bounded(errors: Tensor) -> Tensor:
+    """The expert's errors (times, images), scaled at levels where their mean is above a Gaussian's to that.
+
+    How much worse a network is there tells little of how it is to be read, and would outweigh all else.
+    """
+    means = errors.mean(2, keepdim=True)
+    return errors[:, 0] * (means[:, 1] / means[:, 0]).clamp(max=1)
 
 
 def _words(reading: VelocityField) -> tuple[str, str, str]:
     config = reading.schedule.config
-    betas = "{beta_schedule} betas ({beta_start:g}…{beta_end:g}, {num_train_timesteps} steps)"
+    betas = "{beta_schedule} betas ({beta_start}…{beta_end}, {num_train_timesteps} steps)"
     path = betas.format(**config) if "beta_schedule" in config else f"the {config['name']} path"
     return reading.prediction_type.value, path, f"time_scale {reading.time_scale:g}"
 

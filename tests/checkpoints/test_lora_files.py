@@ -323,6 +323,7 @@ def _again(content: Files) -> Files:
         (_with(DOWN, torch.ones(3, 4, 3, 3).int()), "'conv_in' has factors (3, 4, 3, 3) in torch.int32"),
         (_with(DOWN, torch.full((3, 4, 3, 3), torch.nan)), f"'{DOWN}' holds NaN or Inf"),
         (_with("lora_unet_conv_in.alpha", torch.zeros(())), "alpha of 'conv_in.weight' is 0.0, no positive"),
+        (_with("lora_unet_conv_in.alpha", torch.tensor(1e38)), "no positive number up to 1e+09"),
         (_with("lora_unet_conv_in.alpha", torch.ones(2)), "alpha of 'conv_in.weight' is None, no positive"),
         (lambda content: (content.clear(), content.update(x=torch.ones(2))), "is no LoRA; drop the option"),
     ],

@@ -1,8 +1,10 @@
 """Expert and router folders: loaded as they were saved, bit for bit, or refused by name."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from hddm.networks.folders import WEIGHTS
 from hddm.networks.offload import Offload
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.schedules import CosineSchedule, LinearSchedule, Schedule, from_diffusers
+from hddm.training.verify import verify_expert
 from hddm.utils.errors import HddmError
 from hddm.velocity import Guidance, VelocityField
 from tests.artefacts import copied, edit_json
@@ -166,6 +169,39 @@ def test_a_folder_that_is_not_understood_is_refused(
         edit_json(path, **change)
     read = read_router if file.startswith("router/") else hddm.load
     assert message in _refusal(lambda: read(path.parent))
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        *(({"shard": {"images": images}}, "shard.images") for images in (-5, 0, 1e15, True, "7", 7.0, 2**60)),
+        ({"shard": {"class_images": [12, -1]}}, "shard.class_images.1"),
+        ({"shard": {"class_images": [12, "12"]}}, "shard.class_images.1"),
+        ({"shard": {"class_images": [12]}}, "shard.class_images counts 1 classes, and there are 2"),
+        ({"shard": {"class_images": [12] * 3}}, "shard.class_images counts 3 classes, and there are 2"),
+        ({"shard": {"index": -1}}, "shard.index"),
+        *(({"time_scale": scale}, "time_scale") for scale in (0, -1.0, "1000", True, float("inf"))),
+        ({"latent_scale": float("nan")}, "latent_scale"),
+        ({"shift": 1e300}, "shift"),
+        ({"sample_shape": ["1", 4, 4]}, "sample_shape.0"),
+        ({"round_time": 1}, "round_time"),
+        ({"null_class": 3}, "null_class 3"),
+        ({"null_class": 0}, "null_class 0"),
+        ({"classes": ["a", "b", "c"], "shard": {"class_images": []}}, "3 names of classes"),
+    ],
+    ids=str,
+)
+def test_a_record_of_another_kind_or_beyond_its_bounds_is_refused(
+    changes: dict[str, Any], key: str, class_expert: Path, tmp_path: Path
+) -> None:
+    folder = copied(class_expert, tmp_path)
+    record = json.loads((folder / "expert.json").read_text())
+    if "shard" in changes:
+        changes = changes | {"shard": record["shard"] | changes["shard"]}
+    edit_json(folder / "expert.json", **changes)
+    (problem,) = verify_expert(folder).problems
+    assert key in problem
+    assert str(folder) in problem
 
 
 @pytest.mark.parametrize("damage", ["truncated", "of another size"])

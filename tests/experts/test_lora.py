@@ -30,6 +30,7 @@ from hddm.schedules import LinearSchedule
 from hddm.training.lora import add_adapter, new_adapter, targets_of
 from hddm.training.verify import verify_expert
 from hddm.utils.errors import HddmError
+from hddm.utils.files import sha256_of
 from tests.artefacts import Command, contents, edit_json, seal
 from tests.checkpoint_files import dit, facts_of, randomised
 from tests.ensemble_files import flow_expert
@@ -206,6 +207,19 @@ def _config(**changes: object) -> Callable[[Path], None]:
     return lambda folder: edit_json(folder / ADAPTER_CONFIG, **changes)
 
 
+def test_factors_and_weights_in_float8_are_widened(base: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(base, tmp_path / "adapter")
+    for path in (base / WEIGHTS, adapter / ADAPTER_WEIGHTS):
+        tensors = {name: value.to(torch.float8_e4m3fn) for name, value in load_file(path).items()}
+        save_file(tensors, path, {"format": "pt"})
+        seal(path.parent)
+    edit_json(
+        adapter / EXPERT_FILE,
+        adapter=facts_of(adapter)["adapter"] | {"base_sha256": sha256_of(base / WEIGHTS)},
+    )
+    assert not torch.equal(_velocity(adapter), _velocity(base))
+
+
 MLP = "base_model.model.layers.0.mlp.0.lora_A.weight"
 
 
@@ -219,6 +233,12 @@ MLP = "base_model.model.layers.0.mlp.0.lora_A.weight"
         (_tensors(lambda t: t[MLP].fill_(float("nan"))), f"'{MLP}' holds NaN or Inf"),
         (_record(rank=3), "r is '2', and expert.json says 3"),
         (_record(alpha=-1), "adapter.alpha"),
+        (_record(alpha=1e38), "adapter.alpha"),
+        (_record(rank=True), "key 'adapter.rank' (is True): must be a whole number"),
+        (
+            _tensors(lambda t: [one.fill_(1e25) for one in t.values()]),
+            "merged with alpha 2' holds NaN or Inf",
+        ),
         (_record(targets=["layers.0.mlp.9.weight"]), "'layers.0.mlp.9.weight' is no matrix or convolution"),
         (_record(targets=["layers.0.mlp.0.bias"]), "'layers.0.mlp.0.bias' is no matrix or convolution"),
         (_record(base="/etc"), "its base is at '/etc', which is no relative path; refused"),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
+from safetensors.torch import save_file
 
 import hddm
 from hddm.experts.expert_set import ExpertSet
@@ -138,3 +139,8 @@ def test_one_expert_alone_needs_its_own_conditions_only(tmp_path: Path, hddm: Co
     code, _, error = hddm("sample", both, "--out", tmp_path / "b", "--expert", 1, *options)
     assert code == 2
     assert "--class-labels or --conditions: the experts need class_labels" in error
+    save_file({"class_labels": torch.zeros(1, 5, dtype=torch.long)}, tmp_path / "labels.safetensors")
+    given = ("--expert", 1, "--conditions", tmp_path / "labels.safetensors")
+    code, _, error = hddm("sample", both, "--out", tmp_path / "b", *given, *options)
+    assert (code, "class_labels is (1, 5)" in error) == (1, True)
+    assert not (tmp_path / "b").exists()

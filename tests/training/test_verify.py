@@ -35,7 +35,17 @@ from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.records import MANIFEST
 from hddm.utils.tensors import generator
 from hddm.velocity import PredictionType, VelocityField
-from tests.artefacts import CLASSES, Command, aged, copied, draw, edit_json, expert_settings, seal
+from tests.artefacts import (
+    CLASSES,
+    Command,
+    aged,
+    copied,
+    draw,
+    edit_json,
+    expert_settings,
+    seal,
+    write_images,
+)
 from tests.checkpoint_files import pipeline, plain_unet
 from tests.conftest import Trio
 
@@ -178,6 +188,21 @@ def test_a_record_under_which_the_weights_fit_worse_than_under_another_is_refuse
     assert float(match[1]) < 0.95 * float(match[2])
     with pytest.warns(UserWarning, match=found):
         recalibrate(forged, whole)
+
+
+def test_convert_tries_what_a_source_states_on_images(
+    unet: Path, whole: Path, images: Path, tmp_path: Path, hddm: Command
+) -> None:
+    source, found = unet.parent / "source", "take squaredcos_cap_v2 betas"
+    config = json.loads((source / "scheduler" / "scheduler_config.json").read_text())
+    (tmp_path / "other.json").write_text(json.dumps(config | {"beta_schedule": "linear"}))
+    for options, is_told in ((("--schedule", tmp_path / "other.json"), True), ((), False)):
+        out = tmp_path / str(is_told)
+        code, _, err = hddm("convert", source, "--out", out, "--data", whole, *options)
+        assert (code, found in err) == (0, is_told), err
+    for folder in (images, partition(write_images(tmp_path / "large", side=8), tmp_path / "shards", 1)[0]):
+        assert hddm("convert", source, "--out", tmp_path / "no", "--data", folder)[0] == 2
+    assert not (tmp_path / "no").exists()
 
 
 def test_no_reading_is_taken_for_better_by_chance_or_for_want_of_training(
