@@ -232,8 +232,8 @@ def _adapter(
         if "alpha" in parts:
             alpha = stored[parts["alpha"]].item() if stored[parts["alpha"]].numel() == 1 else None
         if not isinstance(alpha, int | float) or not 0 < alpha <= LARGEST:
-            stated = f"alpha of {target!r} is {one_line(alpha, 40)}"
-            raise HddmError(f"{lora.path}: {stated}, no positive number up to {LARGEST:g}")
+            found = f"alpha of {target!r} is {one_line(alpha, 40)}"
+            raise HddmError(f"{lora.path}: {found}, no positive number up to {LARGEST:g}")
         alphas[target] = float(alpha)
     scales = {target: alphas[target] / ranks[target] for target in targets}
     widest, is_one = max(ranks, key=ranks.__getitem__), len(set(scales.values())) == 1
