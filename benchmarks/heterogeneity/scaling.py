@@ -2,10 +2,9 @@
 
 A cell is a size of network and a counted training budget, router included. All models take batches of 32
 images, and each of K experts, of the same size, 1/K of one model's steps on its own shard; K experts are
-sampled by one of them a sample (draw), and by the router's first choice in each step (top-1). All learn by
+sampled by one of them per sample (draw), and by the router's first choice in each step (top-1). All learn by
 AdamW, since Muon's update would cost more than a step on 32 such small images. Its rate is a constant over
-the width, bounded; one model and experts, which are short of steps, were given their own. On
-CIFAR-10 they predict velocity: by AdamW that was ahead of x_0 there.
+the width, bounded; one model and experts, which are short of steps, were given their own.
 """
 
 import math
@@ -71,21 +70,6 @@ DIGITS = Sweep(
     {"ema_decay": 0.99},
     {"prediction": "sample", "rotary": True},
 )
-CIFAR = Sweep(
-    "scaling-cifar10",
-    (3, 32, 32),
-    {"source": "folder", "training": "train", "held_out": "test"},
-    ("4x64/4", "4x128/4"),
-    (10e12, 40e12),
-    (4,),
-    (0,),
-    2000,
-    (1.0, 1.0),
-    # At 0.016 a network of width 64 diverged.
-    0.008,
-    {"ema_decay": 0.995, "random_flip": True, "mixed_precision": "bf16"},
-    {"prediction": "flow_prediction", "rotary": False},
-)
 SHORT = replace(
     DIGITS,
     name="scaling-short",
@@ -113,7 +97,7 @@ class Cell:
         return [ours / one for ours, one in zip(self.experts[way], self.single, strict=True)]
 
 
-def scaling(sweep: Sweep, start: Start, data: Path | None) -> Path:
+def scaling(sweep: Sweep, start: Start) -> Path:
     """Run the benchmark of every cell, or resume it, and write table and chart."""
     cells = []
     for size in sweep.sizes:
@@ -123,7 +107,7 @@ def scaling(sweep: Sweep, start: Start, data: Path | None) -> Path:
                 settings = settings_of(sweep, size, budget, count, start.workers)
                 typer.echo(settings.name, err=True)
                 out = start.work / sweep.name / f"{size.replace('/', '-')}_{budget:g}_{count}"
-                results = run_benchmark(settings, out, data, start.work / sweep.name / "jobs")
+                results = run_benchmark(settings, out, None, start.work / sweep.name / "jobs")
                 first = first or results
                 ways = {way: _distances(results, EXPERTS, way) for way in WAYS}
                 cells.append(Cell(size, budget, count, _distances(first, SINGLE, WAYS[0]), ways))

@@ -9,7 +9,7 @@ from PIL import Image
 
 from benchmarks.conversion.grid import grid
 from benchmarks.harness import Start
-from benchmarks.heterogeneity.scaling import CIFAR, DIGITS, SHORT, WAYS, Sweep, scaling, settings_of
+from benchmarks.heterogeneity.scaling import DIGITS, SHORT, WAYS, Sweep, scaling, settings_of
 from hddm.benchmark.compute import count_expert, count_router
 from hddm.data.partition import partition
 from hddm.data.shards import load_shard
@@ -31,7 +31,7 @@ def test_conversions_of_a_finished_benchmark_are_sampled_and_scored(
 
 @pytest.mark.slow
 def test_the_sweep_writes_a_row_a_cell_and_its_chart(tmp_path: Path) -> None:
-    table = scaling(SHORT, Start(tmp_path / "results", tmp_path / "work", workers=1), None)
+    table = scaling(SHORT, Start(tmp_path / "results", tmp_path / "work", workers=1))
     cells = json.loads(table.with_suffix(".json").read_text())["cells"]
     rows = [
         line.split(" | ") for line in table.read_text().splitlines() if line.startswith(f"| {SHORT.sizes[0]}")
@@ -44,7 +44,7 @@ def test_the_sweep_writes_a_row_a_cell_and_its_chart(tmp_path: Path) -> None:
     assert Image.open(table.with_suffix(".png")).size[0] > 600
 
 
-@pytest.mark.parametrize("sweep", [DIGITS, CIFAR], ids=lambda sweep: sweep.name)
+@pytest.mark.parametrize("sweep", [DIGITS], ids=lambda sweep: sweep.name)
 def test_every_cell_of_the_sweep_costs_its_budget(sweep: Sweep, tmp_path: Path) -> None:
     """As the benchmark counts it, on a shard of images of the same shape; calibrations come on top."""
     (shard,) = partition(write_images(tmp_path / "images", side=sweep.shape[1]), tmp_path / "shards", 1)
