@@ -52,11 +52,11 @@ def _known_strategy(value: str | None) -> str | None:
     # As `hddm.ensemble.Strategy.parse`, which imports torch.
     if value is None:
         return None
-    match = re.fullmatch(r"full|draw|top-0*[1-9]\d*|(?:threshold|nucleus)-(.+)", value)
+    match = re.fullmatch(r"full|draw|top-0*[1-9]\d*|(?:commit|threshold|nucleus)-(.+)", value)
     if match is None or (match[1] is not None and not _is_share(match[1])):
         raise UsageError(
-            f"--strategy {value}: choose top-K (K = 1, 2, …), full, threshold-X or nucleus-X "
-            "(0 < X <= 1), or draw"
+            f"--strategy {value}: choose commit-X, threshold-X or nucleus-X (0 < X <= 1), top-K "
+            "(K = 1, 2, …), full, or draw"
         )
     return value
 

@@ -60,7 +60,7 @@ def sample(
     strategy: Annotated[
         str | None,
         StrategyOption(
-            help="Strategy: draw, full, top-K, threshold-X or nucleus-X. Default: the ensemble's."
+            help="Strategy: draw, commit-X, full, top-K, threshold-X or nucleus-X. Default: the ensemble's."
         ),
     ] = None,
     expert: Annotated[

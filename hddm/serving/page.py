@@ -41,7 +41,10 @@ _POLICY = (
 )
 WHOLE, EVERY, LESS, GROWN = "The images", "Every expert", "Leave one out", "Before and after"
 START, MASK = "start.png", "mask.png"
-_STRATEGIES = "draw: one for each image, by lot. full: all. top-2: the two likeliest at each step."
+_STRATEGIES = (
+    "draw: one for each image, by lot. full: all. top-2: the two likeliest at each step. "
+    "commit-0.92: all while the noise is above 0.92, then one for each image."
+)
 _PIXELS, _BYTES = 50_000_000, 64 << 20
 """Pixels of a picture, and bytes of what a browser sends, at most."""
 _ENLARGED = 512

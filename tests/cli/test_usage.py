@@ -1,7 +1,7 @@
 """Wrong usage is told in one style: the option or key, the value, what may stand there; exit code 2."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -9,6 +9,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import typer
 
+from hddm.ensemble import Strategy
 from hddm.solvers import SOLVERS
 from hddm.training.settings import ExpertSettings
 from hddm.utils.errors import HddmError
@@ -17,6 +18,7 @@ from hddm.velocity import PredictionType
 from hddm_cli import usage
 from hddm_cli.app import commands
 from hddm_cli.convert import convert
+from hddm_cli.options import _known_strategy
 from hddm_cli.sample import sample
 from tests.artefacts import Command, contents, in_a_fresh_process
 
@@ -41,8 +43,9 @@ SLIPS = [
     (TRAIN + " --condition-dropout 1.5", "--condition-dropout 1.5: must be 1 or less"),
     (TRAIN + " --learning-rate fast", "--learning-rate fast: must be a number"),
     ("sample {shard} --out {out} --solver eulr", "--solver eulr: choose one of euler, heun, adams-"),
-    ("sample {shard} --out {out} --strategy best", "--strategy best: choose top-K (K = 1, 2, …), full"),
-    ("assemble {shard} --out {out} --strategy top-0", "--strategy top-0: choose top-K"),
+    ("sample {shard} --out {out} --strategy best", "--strategy best: choose commit-X, threshold-X"),
+    ("assemble {shard} --out {out} --strategy top-0", "--strategy top-0: choose commit-X"),
+    ("assemble {shard} --out {out} --strategy commit-2", "--strategy commit-2: choose commit-X"),
     (
         "sample {shard} --out {out} --device gpu",
         "--device gpu: choose one of auto, cpu, cuda, cuda:1, mps",
@@ -241,6 +244,19 @@ def test_choices_are_those_there_are_and_a_device_is_chosen_alike_by_all_verbs()
     assert get_args(kinds) == tuple(one.value for one in PredictionType)
     devices = {one.default for verb in VERBS.values() for one in verb.params if one.name == "device"}
     assert devices == {"auto"}
+
+
+@pytest.mark.parametrize("value", ["", "-0", "-1", "-2", "-3.5", "-0.92", "-1e-3", "-nan", "-x"])
+@pytest.mark.parametrize("kind", ["draw", "full", "top", "commit", "threshold", "nucleus", "best"])
+def test_the_command_line_takes_the_strategies_that_python_takes(kind: str, value: str) -> None:
+    def is_taken(by: Callable[[str], object]) -> bool:
+        try:
+            by(f"{kind}{value}")
+        except HddmError:
+            return False
+        return True
+
+    assert is_taken(_known_strategy) == is_taken(Strategy.parse)
 
 
 def test_the_version_is_that_of_the_package(hddm: Command) -> None:
