@@ -26,7 +26,9 @@ def distill(
     ] = "shard",
     strategy: Annotated[
         str | None,
-        StrategyOption(help="Strategy of the routed teacher. Default: the ensemble's, or full for draw."),
+        StrategyOption(
+            help="Strategy of the routed teacher. Default: the ensemble's; full for draw and commit-X."
+        ),
     ] = None,
     init: Annotated[
         Path | None,

@@ -82,9 +82,9 @@ def open_teacher(
     """Open the teacher in ``folder``, an ensemble or one expert, for a student of ``shards`` and their union.
 
     The ``shard`` kind is each sample's own expert, found by the hash of its shard; the ``routed`` kind is the
-    mixture, by ``strategy`` or by default the ensemble's own. ``draw`` is no mixture, and ``full`` takes its
-    place: with an exact router both have the same samples. ``condition_dropout`` is the share of samples that
-    the student learns without their conditions.
+    mixture, by ``strategy`` or by default the ensemble's own. ``draw`` and ``commit-x`` are no mixtures, and
+    ``full`` takes their place: with an exact router all three have the same samples. ``condition_dropout``
+    is the share of samples that the student learns without their conditions.
 
     Raises:
         HddmError: for an unreadable folder, a shard without expert, a mixture without a router or of more

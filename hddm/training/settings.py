@@ -257,7 +257,7 @@ class DistillSettings(DenoiserSettings):
 
     teacher: Literal["shard", "routed"] = "shard"
     strategy: str | None = None
-    """Of a routed teacher; None for the ensemble's own, or ``full`` where that is ``draw``."""
+    """Of a routed teacher; None for the ensemble's, or ``full`` where that is ``draw`` or ``commit-x``."""
     sampling_steps: Literal[1, 2, 4] | None = None
     """Steps of a student of few steps (`hddm.training.mean_flow`); None is a student of velocities."""
     trajectories: Positive = 8192
@@ -279,8 +279,12 @@ class DistillSettings(DenoiserSettings):
 
     @model_validator(mode="after")
     def _strategy_mixes(self) -> "DistillSettings":
-        if self.strategy == "draw" or (self.strategy is not None and self.teacher == "shard"):
-            raise ValueError(f"strategy {self.strategy}: is for teacher routed alone, and cannot be draw")
+        if self.strategy is not None and self.teacher == "shard":
+            raise ValueError(f"strategy {self.strategy}: is for teacher routed; choose that, or drop it")
+        if self.strategy is not None and self.strategy.partition("-")[0] in ("draw", "commit"):
+            raise ValueError(
+                f"strategy {self.strategy}: keeps one expert per sample and is no mixture; take full"
+            )
         return self
 
     @model_validator(mode="after")

@@ -225,12 +225,13 @@ def test_an_ensemble_that_draws_teaches_the_full_mixture_or_another_that_is_aske
     ddpm_expert: Path, flow_expert: Path, router: Path, shards: Path, tmp_path: Path, hddm: Command
 ) -> None:
     """As the README assembles one."""
-    for strategy in ("draw", "full", "top-1"):
+    for strategy in ("draw", "commit-0.9", "full", "top-1"):
         assemble([ddpm_expert, flow_expert], tmp_path / strategy / "ensemble", router, strategy)
     given = ("--data", shards, "--teacher", "routed", "--steps", 2, "--batch-size", 8, "--size", "tiny")
     trained = {}
     for name, ensemble, more in (
         ("by default", "draw", ()),
+        ("for one that commits", "commit-0.9", ()),
         ("as full", "full", ()),
         ("asked", "draw", ("--strategy", "top-1")),
         ("as top-1", "top-1", ()),
@@ -239,7 +240,8 @@ def test_an_ensemble_that_draws_teaches_the_full_mixture_or_another_that_is_aske
         code, _, told = hddm("distill", tmp_path / ensemble / "ensemble", *given, "--out", out, *more)
         assert code == 0, told
         trained[name] = _sha256(out)
-    assert trained["by default"] == trained["as full"] != trained["asked"] == trained["as top-1"]
+    assert trained["by default"] == trained["for one that commits"] == trained["as full"]
+    assert trained["by default"] != trained["asked"] == trained["as top-1"]
     facts = json.loads((tmp_path / "by default" / "expert.json").read_text())
     assert facts["training"]["teacher"]["strategy"] == "full"
 
@@ -313,7 +315,7 @@ def test_a_teacher_that_cannot_mix_or_of_other_images_and_classes_is_refused(
         distill(tmp_path / "drawing", shards, tmp_path / "student", _settings(teacher="routed"))
     with pytest.raises(UsageError, match="top-3 needs 3 experts"):
         distill(ensemble, shards, tmp_path / "student", _settings(teacher="routed", strategy="top-3"))
-    for strategy, teacher in (("draw", "routed"), ("full", "shard")):
+    for strategy, teacher in (("draw", "routed"), ("commit-0.9", "routed"), ("full", "shard")):
         with pytest.raises(ValueError, match=f"strategy {strategy}"):
             _settings(teacher=teacher, strategy=strategy)
     partition(write_images(tmp_path / "large", side=8), tmp_path / "large-shards", 2)
