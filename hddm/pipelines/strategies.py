@@ -4,15 +4,20 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from hddm.ensemble import Strategy
 from hddm.evaluation.compare import figure_at
 from hddm.evaluation.evaluate import evaluate_folder
 from hddm.evaluation.features import INCEPTION
 from hddm.evaluation.results import ResultGroup, read_groups
 from hddm.pipelines.samples import SampleSettings, sample_to_folder
-from hddm.utils.files import write_json, write_whole
+from hddm.utils.drafts import differences
+from hddm.utils.errors import HddmError
+from hddm.utils.files import read_json, write_json, write_whole
 
 STRATEGIES = ("draw", "commit-0.92", "commit-0.68", "top-1", "top-2", "full")
 """Strategies that are compared by default."""
+MEASURED = "measured.json"
+"""What the strategies in a folder are measured by."""
 
 
 def measure_strategies(
@@ -31,9 +36,17 @@ def measure_strategies(
     made again. Other arguments are as in `hddm.evaluation.evaluate.evaluate_folder`.
 
     Raises:
-        HddmError: for a strategy that the ensemble cannot follow, and as sampling and evaluating do.
+        HddmError: before any sampling, for an unknown strategy and an ``out`` with results of other images or
+            features; for one that the ensemble cannot follow, and as sampling and evaluating do.
     """
+    for name in strategies:
+        Strategy.parse(name)
+    sides = {"reference": str(reference.resolve()), "held_out": held_out and str(held_out.resolve())}
+    asked, measured = {**sides, "features": features, "allow_few": allow_few}, out / MEASURED
+    if measured.exists() and (differing := differences(read_json(measured), asked)):
+        raise HddmError(f"{out}: holds results measured otherwise; choose another folder", differing)
     out.mkdir(parents=True, exist_ok=True)
+    write_json(measured, asked)
     chosen, classifier = settings or SampleSettings(num_images=1000), out / "classifier.safetensors"
     if features == "auto" and INCEPTION.find() is None:
         features = "classifier"

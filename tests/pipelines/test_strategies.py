@@ -25,6 +25,17 @@ def test_strategies_are_measured_alike_and_the_best_is_stored(
     code, shown, err = hddm(*call, "--allow-few", "--out", out, "--store")
     assert (code, (out / "top-1.json").stat().st_mtime_ns) == (0, made)
     assert read_ensemble_facts(own).strategy == best
+    other = [*call, "--allow-few", "--out", out, "--held-out", images]
+    code, _, err = hddm(*other)
+    assert (code, f"{out}: holds results measured otherwise" in err, "held_out: null there" in err) == (
+        1,
+        True,
+        True,
+    )
+    code, _, err = hddm(
+        *["top-1,best" if one == "top-1,draw" else one for one in call], "--out", tmp_path / "new"
+    )
+    assert (code, "unknown strategy 'best'" in err, (tmp_path / "new").exists()) == (1, True, False)
 
 
 def test_a_learned_router_is_used_unless_another_strategy_is_named(
