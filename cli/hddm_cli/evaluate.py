@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 
 from hddm.utils.errors import UsageError
-from hddm_cli.options import AsJson, InputArgument, InputOption, MaxBad, Overwrite
+from hddm_cli.options import AsJson, InputArgument, InputOption, MaxBad, Overwrite, is_given, refuse_given
 
 
 def evaluate(
+    context: typer.Context,
     images: Annotated[
         Path, InputArgument(help="Folder of images, such as hddm sample writes, or an ensemble folder.")
     ],
@@ -61,10 +62,14 @@ def evaluate(
     if strategies is not None:
         if out is None:
             raise UsageError("--strategies keeps samples and results in a folder; name it by --out")
+        of_images = ("save_classifier", "shards", "max_bad", "as_json", "overwrite")
+        refuse_given(context, "does not go with --strategies", *of_images)
         _compare_strategies(
             images, strategies, out, reference, held_out, num_images, features, allow_few, store
         )
         return
+    if store or is_given(context, "num_images"):
+        raise UsageError("--num-images and --store need --strategies, such as --strategies all")
     from hddm.evaluation.results import ResultGroup, checked, refuse_existing
 
     if out is not None:

@@ -91,7 +91,8 @@ def refuse_given(context: typer.Context, reason: str, *names: str) -> None:
     """
     for name in names:
         if is_given(context, name):
-            raise UsageError(f"--{name.replace('_', '-')}: {reason}; drop one of the two")
+            option = next(one.opts[0] for one in context.command.params if one.name == name)
+            raise UsageError(f"{option}: {reason}; drop one of the two")
 
 
 def is_given(context: typer.Context, name: str) -> bool:

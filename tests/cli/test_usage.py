@@ -23,6 +23,7 @@ from hddm_cli.sample import sample
 from tests.artefacts import Command, contents, in_a_fresh_process
 
 TRAIN = "train expert {shard} --out {out} --objective flow --steps 3"
+MEASURE = "evaluate {shard} --reference {shard}"
 ALL = "train all --shards {shards} --out {out} --steps 3"
 
 
@@ -66,6 +67,10 @@ SLIPS = [
     (ALL + " --objective ddmp", "'ddmp' names no objective; write ddpm or flow for a shard, as"),
     (ALL + " --objective 7=ddpm,*=flow", "there is no shard '7'; shards are 0 to 1"),
     (ALL + " --objective 0=ddpm", "says nothing of shard 1; add *=flow for the rest"),
+    (MEASURE + " --strategies all --json --out {out}", "--json: does not go with --strategies; drop one of"),
+    (MEASURE + " --strategies all --shards {shards} --out {out}", "--shards: does not go with --strategies"),
+    (MEASURE + " --store", "--num-images and --store need --strategies, such as --strategies all"),
+    (MEASURE + " --num-images 9", "--num-images and --store need --strategies, such as"),
     (TRAIN + " --init {shard} --size tiny", "--size: --init fixes it; drop one of the two"),
     ("data check {gone}", "{gone}"),
     ("partition {gone} --out {out} --shards 2", "{gone}"),
