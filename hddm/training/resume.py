@@ -72,7 +72,7 @@ FREE |= {"settings.fsdp"}
 # Keys that make it another expert; a run that continued with others would have an untrue record.
 _IDENTITY = (
     *("objective", "prediction", "size", "rotary", "class_conditional", "text_conditional"),
-    *("lora_rank", "lora_alpha", "teacher", "optimizer", "weak_at", "noise_range"),
+    *("lora_rank", "lora_alpha", "teacher", "strategy", "optimizer", "weak_at", "noise_range"),
     *("sampling_steps", "trajectories", "guidance_scale"),
 )
 FIXED = {f"settings.{key}" for key in _IDENTITY}
