@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from PIL import Image, ImageOps
 
@@ -28,7 +27,7 @@ from hddm.sampling import settled
 from hddm.serving.painting import Opened, Painted, Panel, paint
 from hddm.solvers import SOLVERS
 from hddm.utils.errors import HddmError, counted, optional
-from hddm.utils.processes import environment
+from hddm.utils.processes import environment, switched
 from hddm.utils.records import OPTIONS, parse_record
 
 HOST, PORTS = "127.0.0.1", 20
@@ -398,7 +397,7 @@ def serve(play: Play, port: int) -> Iterator[tuple[str, threading.Thread]]:
     # Pictures that were dropped on the page go with the folder.
     quiet = environment({"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_TEMP_DIR": folder.name})
     # Pillow refuses twice as many, before it decodes.
-    bounded = patch.object(Image, "MAX_IMAGE_PIXELS", _PIXELS // 2)
+    bounded = switched(Image, "MAX_IMAGE_PIXELS", _PIXELS // 2)
     with listener, folder, quiet, bounded:
         gr, page = play.gradio, play.blocks()
         look = {"theme": gr.themes.Default(**fonts).set(**dim), "css": _CSS, "ssr_mode": False}

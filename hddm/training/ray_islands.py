@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -29,7 +28,7 @@ from hddm.training.resume import CHECKPOINTS, checkpoints_in, run_folder_of, ste
 from hddm.training.state import LOSSES, PROGRESS, ProgressRecord, wait_for_run
 from hddm.utils.errors import HddmError, one_line, optional
 from hddm.utils.files import read_json
-from hddm.utils.processes import SIGNALS, Stopped, StopRequest, compute_environment, environment
+from hddm.utils.processes import SIGNALS, Stopped, StopRequest, compute_environment, environment, switched
 from hddm.utils.records import parse_record
 
 LOCAL = "local"
@@ -181,8 +180,8 @@ def connected(ray: Any, address: str, variables: Any = (), **own: Any) -> Iterat
     own = {"include_dashboard": False} | own if is_local else {}
     # Ray itself would leave one in a file that all users of the machine can read.
     token = {TOKEN: os.environ.get(TOKEN) or secrets.token_hex(32)} if is_local else {}
-    # Ray's switch between every address of a machine and, on one that is no cluster's, 127.0.0.1.
-    alone = patch.object(ray._private.ray_constants, "ENABLE_RAY_CLUSTER", not is_local, create=True)
+    # Without it Ray listens at 127.0.0.1; its option for an address puts the machine's in that one's place.
+    alone = switched(ray._private.ray_constants, "ENABLE_RAY_CLUSTER", not is_local)
     host, _, port = address.rpartition(":")
     with environment(token), alone:
         try:

@@ -182,6 +182,17 @@ def environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ[key] = value
 
 
+@contextlib.contextmanager
+def switched(module: Any, name: str, value: Any) -> Iterator[None]:
+    """Set a constant of another library within the block, where it has no option for that."""
+    before = getattr(module, name, None)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
 def require_main_guard() -> None:
     """Raise `HddmError` in a worker that is importing its own script, which would start workers again."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
