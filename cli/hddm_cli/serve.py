@@ -56,8 +56,8 @@ def serve(
 
     Each expert runs in its own process, on one machine or many. The server speaks OpenAI's images API (POST
     /v1/images/generations, GET /v1/models), and has /healthz and /metrics. Set HDDM_TOKEN to require that
-    token from clients. With --no-batching, images are exactly those of hddm sample. Needs
-    hddm-diffusion[serve].
+    token from clients. With --no-batching, images are exactly those of hddm sample. Needs the
+    extra serve (pip install '.[serve]' in a checkout).
     """
     from hddm.serving.front import Limits
     from hddm.serving.service import Placement

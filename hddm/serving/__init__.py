@@ -37,18 +37,19 @@ class Answering:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         from starlette.responses import JSONResponse
 
-        is_answered = scope["type"] == "lifespan"
+        is_answered, refusal = scope["type"] == "lifespan", FAILED
 
         async def answer(message: Any) -> None:
-            nonlocal is_answered
+            nonlocal is_answered, refusal
             if message["type"] == "http.response.start":
                 # Where the front died Ray sends a text, or nothing.
                 is_json = b"json" in dict(message["headers"]).get(b"content-type", b"")
                 is_answered = is_json or message["status"] < 500
+                # 503 says to a client that it may ask again.
+                refusal = Refusal(message["status"], FAILED.message)
             if is_answered:
                 await send(message)
 
-        refusal = FAILED
         if scope["type"] == "websocket":
             refusal = Refusal(400, "this service speaks HTTP, and no WebSocket")
         else:

@@ -396,9 +396,9 @@ def test_what_the_proxy_answers_is_the_api_s() -> None:
 
     (around,) = middlewares()
     client = TestClient(around.cls(app))
-    for path in ("/text", "/nothing"):
+    for path, status in (("/text", 503), ("/nothing", 500)):
         answer = client.get(path)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (500, 500)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, status)
     assert client.get("/alive").json() == {"kept": True}
     with pytest.raises(WebSocketDenialResponse) as refused, client.websocket_connect(IMAGES):
         pass
