@@ -144,12 +144,7 @@ def change(
         moments_evidence=MOMENTS_EVIDENCE if router == MOMENTS else None,
         domains=domains,
     )
-    if strategy is None:
-        # What was drawn for want of a router is mixed by it once there is one.
-        is_first = (
-            folders.router is not None and record.router is None and record.strategy == DEFAULT_STRATEGY
-        )
-        strategy = ROUTED_STRATEGY if is_first else record.strategy
+    is_asked, strategy = strategy is not None, strategy or record.strategy
     told: tuple[str, ...] = ()
     learned = record.router or record.router_aside
     if router is None and learned is not None:
@@ -161,7 +156,8 @@ def change(
         is_calibrated = all((folder / CALIBRATION).is_file() for folder in everyone)
         # Of several kinds experts are drawn, and nothing routes.
         is_calibrated &= len({sample_kind(one) for _, one in read_records(everyone)}) == 1
-        if unknown and (is_calibrated or strategy in (DEFAULT_STRATEGY, ROUTED_STRATEGY)):
+        needs_none = strategy == DEFAULT_STRATEGY or (strategy == ROUTED_STRATEGY and not is_asked)
+        if unknown and (is_calibrated or needs_none):
             strategy = strategy if is_calibrated else DEFAULT_STRATEGY
             evidence = MOMENTS_EVIDENCE if is_calibrated else None
             folders = replace(folders, aside=ensemble / learned, moments_evidence=evidence)
@@ -175,6 +171,9 @@ def change(
                 told = ("the router that was set aside knows all experts, and routes again",)
     elif router is None:
         folders = replace(folders, moments_evidence=record.moments_evidence)
+    # What was drawn for want of a router is mixed by it once there is one.
+    is_first = folders.router is not None and record.router is None and strategy == DEFAULT_STRATEGY
+    strategy = ROUTED_STRATEGY if is_first and not is_asked else strategy
     prior = [record.prior[k] for k in kept]
     new_record, components, notes = check(
         folders,

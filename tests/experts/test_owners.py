@@ -318,6 +318,22 @@ def test_a_router_is_set_aside_while_there_is_an_expert_that_it_does_not_know(
     assert again == first
 
 
+def test_a_router_that_comes_back_is_used_again_where_experts_were_drawn_without_it(
+    trio: Trio, theirs: Path, tmp_path: Path
+) -> None:
+    whole = tmp_path / "whole"
+    assemble(trio.experts, whole, trio.router)
+    (theirs / CALIBRATION).unlink()
+    write_manifest(theirs)
+    with pytest.raises(HddmError, match=r"whole.router does not know"):
+        change(whole, add=[theirs], strategy=ROUTED_STRATEGY)
+    assert any("draw needs none" in note for note in change(whole, add=[theirs]))
+    assert read_ensemble_facts(whole).strategy == "draw"
+    change(whole, remove=[3])
+    facts = read_ensemble_facts(whole)
+    assert (facts.router, facts.strategy) == ("router", ROUTED_STRATEGY)
+
+
 def test_overlaps_of_shards_are_told(ours: Path, theirs: Path, tmp_path: Path) -> None:
     hashes = [hashlib.sha256(str(number).encode()).hexdigest() for number in range(1000)]
     for expert, own in ((ours, hashes[:600]), (theirs, hashes[450:850])):
