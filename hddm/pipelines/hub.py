@@ -48,8 +48,8 @@ def plan_upload(
 ) -> Upload:
     """Return what a repository of an ensemble holds, and a card.
 
-    These are the files that its manifests list, its pictures, and README, LICENSE and the like; a note names
-    the rest, but for hidden files.
+    These are the files that its manifests list, and README, LICENSE and pictures of its top folder; a note
+    names the rest, but for hidden files.
 
     Arguments are those of `model_card`, with ``picture`` a file. A README.md that hddm did not write stays.
     Raises `UsageError` for a name that is not OWNER/NAME, no ensemble, and parts of a card beside one's own;
@@ -74,8 +74,10 @@ def plan_upload(
             f"hddm assemble {folder} --strategy {facts.strategy}"
         )
     others = [name for name in sorted(names - sealed) if not re.search(r"(^|/)\.", name)]
-    papers = {name for name in others if name == PIPELINE_FILE or Path(name).name.upper().startswith(PAPERS)}
+    papers = {name for name in others if name == PIPELINE_FILE or Path(name).stem.upper() in PAPERS}
     papers |= {name for name in others if name.lower().endswith(_PICTURES)}
+    # Folders of other tools may hold pictures and notes that are nobody else's business.
+    papers = {name for name in papers if Path(name).parent.as_posix() in (".", "pictures")}
     files: dict[str, Path | bytes] = {name: inside(folder, name) for name in sorted(sealed | papers)}
     own, sheet = folder / CARD, None
     is_own = own.is_file() and MARK not in own.read_text(encoding="utf-8", errors="replace")

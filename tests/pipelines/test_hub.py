@@ -161,7 +161,8 @@ def test_only_what_belongs_to_an_ensemble_is_sent_and_the_rest_is_named(
     folder: Path, hub: Hub, tmp_path: Path, hddm: Command
 ) -> None:
     made = copied(folder, tmp_path)
-    keys = ("experts/0/wandb/token.json", "experts/1/manifest.json.bak", "id_rsa", "secrets.txt")
+    keys = ("NOTICE_private.txt", "experts/0/wandb/README.md", "experts/0/wandb/me.png")
+    keys += ("experts/0/wandb/token.json", "experts/1/manifest.json.bak", "id_rsa", "secrets.txt")
     for name in (*keys, "LICENSE", "pictures/sheet.PNG", ".env"):
         (made / name).parent.mkdir(exist_ok=True)
         (made / name).write_bytes(name.encode())
