@@ -17,7 +17,7 @@ from hddm.solvers import OnStep, Solver, Velocity, unchanged
 from hddm.utils.errors import HddmError
 
 DEFAULT_RESAMPLING = 10
-_SAME = 1e-9
+SAME = 1e-9
 """Times that differ by less are one."""
 
 
@@ -79,8 +79,8 @@ class Picture:
 
         A first step of less than half the next one is joined with it.
         """
-        below = times[times < self.strength - _SAME]
-        is_cut = not ((times - self.strength).abs() <= _SAME).any()
+        below = times[times < self.strength - SAME]
+        is_cut = not ((times - self.strength).abs() <= SAME).any()
         # Solvers with a memory divide by the last step, and so would enlarge what the velocity is rounded by.
         if is_cut and len(below) > 1 and self.strength - below[0] < (below[0] - below[1]) / 2:
             below = below[1:]

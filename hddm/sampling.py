@@ -18,15 +18,12 @@ import torch
 from torch import Tensor
 
 from hddm.classes import class_indices, flat_labels
-from hddm.editing import Picture
+from hddm.editing import SAME, Picture
 from hddm.ensemble import Ensemble, Strategy
 from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, OnStep, Solver, solver_named, unchanged
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import generator
 from hddm.velocity import INTERVAL, PRIOR, Guidance, VelocityField, check_labels, check_names
-
-_SAME = 1e-9
-"""Times nearer to each other than this are one."""
 
 Keep = Callable[[Tensor, Callable[[], Tensor]], Tensor]
 
@@ -273,7 +270,7 @@ def integrate(
     if router_every < 1:
         raise HddmError(f"router_every starts at 1, not {router_every}")
     if isinstance(model, Ensemble) and expert is None and model.commits_at is not None and draws is not None:
-        above = int((times > model.commits_at + _SAME).sum())
+        above = int((times > model.commits_at + SAME).sum())
         part = functools.partial(
             integrate,
             solver=solver,
@@ -289,10 +286,9 @@ def integrate(
         if above == len(times) - 1 or is_interrupted():
             return x
         chosen = pick_experts(posterior_of(model, x, float(times[above]), conditions or {}), draws)
-        kept_from = above
 
         def later(index: int, x: Tensor) -> Tensor:
-            return on_step(kept_from + index, x)
+            return on_step(above + index, x)
 
         return part(model, x, times[above:], expert=chosen.to(x.device), on_step=later)
 
@@ -483,6 +479,8 @@ def sample(
     samples = torch.empty(num, *shape, dtype=dtype)
     numbers = torch.arange(start, start + num) if numbers is None else numbers
 
+    commits = isinstance(model, Ensemble) and model.commits_at is not None
+
     def make(rows: Tensor) -> Tensor:
         own = numbers[rows].tolist()
         x, solve = noise_of(seed, own, shape).to(model.device, dtype), solver_named(solver)
@@ -499,7 +497,7 @@ def sample(
             _rows(negative, rows, model.device) or None,
             _rows(conditions, rows, model.device),
             expert=None if chosen is None else chosen[rows].to(model.device),
-            draws=uniform_draws(seed, own),
+            draws=uniform_draws(seed, own) if commits else None,
             router_every=router_every,
             use=use,
             on_step=on_step,
