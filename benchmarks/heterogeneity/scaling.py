@@ -1,7 +1,7 @@
 """Crossover: where the rows of a preset are ahead of one model, over sizes of network and budgets.
 
-Every cell is the preset itself with another size and all steps times a factor, so that all rows of a cell have
-the same counted compute. Learning rates follow the width: the preset's rate was chosen at its own width.
+Every cell is the preset itself with another size and all steps times a factor, so that all rows of a cell
+have the same counted compute. Learning rates follow the width, since the preset's was chosen at its own.
 """
 
 import math
