@@ -97,7 +97,7 @@ def test_an_existing_folder_is_kept(
         ["sample", ensemble],
     ):
         assert "--overwrite" in _refused(hddm, *arguments, "--out", tmp_path)
-    assert "holds other files" in _refused(hddm, "quickstart", "--out", tmp_path)
+    assert "holds no quickstart" in _refused(hddm, "quickstart", "--out", tmp_path)
     assert "holds no story.json of" in _refused(hddm, "quickstart", "--out", tmp_path, "--overwrite")
     assert contents(tmp_path) == before
 
