@@ -1,12 +1,13 @@
 """The story of ``hddm quickstart``: an old model, new images, and one ensemble that makes both.
 
-Somebody has a DDPM model of the digits 0 to 4, a plain diffusers pipeline; images of 5 to 9 come. Fine-tuned
-on them it forgets. Converted, and beside experts of them, it stays what it is, and all ten are made.
+Somebody has a DDPM model of the digits 0 to 4, a plain diffusers pipeline; images of 5 to 9 come. If it is
+fine-tuned on them, it forgets. If it joins experts of them instead, it stays the same, and together they make
+all ten digits.
 
-``story.txt`` has the chapters: a title, and command lines that do not need each other, each after about its
-seconds on one core; they run in OUT, two at a time. Comments there are done by functions here. What a step
-makes appears complete or not at all, so the same command goes on after a kill at any moment. ``story.json``
-records the commands, and the seconds that each took.
+``story.txt`` has one paragraph per chapter: a title, then independent command lines, each with its time in
+seconds on one core. They run in OUT, two at a time; lines that begin with # are functions here. The output of
+a step appears only when it is complete, so the same command continues after a kill at any moment.
+``story.json`` records the commands, and how many seconds each took.
 """
 
 import base64
@@ -109,13 +110,13 @@ def _place(seed: int) -> str:
 
 
 def tell(out: Path, overwrite: bool = False, seeds: int = 1, lengths: Mapping[str, int] = LENGTHS) -> str:
-    """Tell the story in ``out``, or go on with it; return the end of it, "" if it was told before.
+    """Run or continue the story in ``out``; return its sentence and table, "" if it was finished before.
 
-    ``overwrite`` begins anew; of ``seeds`` and those of an earlier start the larger number counts.
+    ``overwrite`` starts again. If an earlier start had more ``seeds``, its number is used.
 
     Raises:
-        HddmError: for a folder of something else or of other commands, and as the commands.
-        Stopped: after a signal, with all finished steps kept.
+        HddmError: for a folder with other files or of another version, and whatever the commands raise.
+        Stopped: after a signal; finished steps are kept.
     """
     with disk.alone(out), stoppable(out):
         record = _begin(out, story_of(1, lengths), overwrite)
@@ -285,9 +286,7 @@ def check_unchanged(place: Path) -> int:
         for name in ("old", "grown", "old-in-grown")
     )
     if changed := sorted(name for name in within if within[name] != old[name]):
-        raise HddmError(
-            f"{place / 'samples/old-in-grown' / changed[0]}: the old model alone makes another image"
-        )
+        raise HddmError(f"{place / 'samples/old-in-grown' / changed[0]}: the old model makes another image")
     return sum(grown[name] == old[name] for name in old)
 
 

@@ -153,7 +153,7 @@ def test_the_old_model_is_in_the_ensemble_bit_for_bit(told: Told, tmp_path: Path
     within = sorted((out / "samples/old-in-grown").glob("*.png"))
     assert len(within) == CHECKED
     shutil.copyfile(within[1], within[0])
-    with pytest.raises(HddmError, match=r"old-in-grown/00000.png: the old model alone makes another"):
+    with pytest.raises(HddmError, match=r"old-in-grown/00000.png: the old model makes another image"):
         check_unchanged(out)
     weights = out / "grown/experts/0/diffusion_pytorch_model.safetensors"
     tensors = load_file(weights)
