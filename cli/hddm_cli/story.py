@@ -302,7 +302,7 @@ SENTENCE = (
     "makes all ten digits, and the old model itself stays the same, bit for bit."
 )
 OTHERWISE = "These trainings did not come out as expected: see the shares of the digits in the table."
-HEADS = ("", "0–4 / 5–9", "digits made", "distance to training images", "to held-out images")
+HEADS = ("", "share of 0–4 / 5–9", "digits made", "distance to training images", "to held-out images")
 LEAST = 0.02
 """Share of the samples of a model from which a digit counts as made."""
 JOINED = "\u2060–\u2060"
