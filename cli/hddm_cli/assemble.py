@@ -122,7 +122,7 @@ def assemble(
 
 _WHY = {
     "draw": "one expert makes each image from beginning to end, drawn by the shares; no router is used",
-    "commit": "the router mixes all experts at high noise, then draws one of them to finish each image",
+    "commit": "the router mixes all experts at high noise, then draws one to finish each image",
 }
 """What the default strategies do."""
 

@@ -212,7 +212,9 @@ def _measures(groups: Sequence[ResultGroup]) -> list[Measure]:
         for title, prefix, end, better, says in scores
         for which, key in splits
     ]
-    measures.append(Measure("diversity against training images", "diversity", says="1 is as varied as they are"))
+    measures.append(
+        Measure("diversity against training images", "diversity", says="1 is as varied as they are")
+    )
     # Distances of different kinds do not compare, within conditions and to nearest images alike.
     kinds = {(one.get("within_conditions") or {}).get("distance", "") for one in contents}
     if len(kinds) == 1:
