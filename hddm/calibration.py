@@ -64,8 +64,9 @@ docs/notes/bounded-gain.md.
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -76,7 +77,14 @@ from hddm.classes import LABELS
 from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError
 from hddm.utils.records import WHOLE, NoiseRange
-from hddm.utils.tensors import generator, read_header, read_safetensors, refuse_non_finite, to_float64
+from hddm.utils.tensors import (
+    generator,
+    read_header,
+    read_safetensors,
+    refuse_non_finite,
+    sent,
+    to_float64,
+)
 
 FILE_NAME = "calibration.safetensors"
 RECORD_KEY = "calibrated_on"
@@ -224,6 +232,7 @@ class Calibration:
     times: Tensor
     weights: Tensor
     record: Mapping[str, str] | None = None
+    _sent: dict[Any, "Calibration"] = field(default_factory=dict, compare=False, repr=False)
 
     def apply(
         self,
@@ -243,13 +252,13 @@ class Calibration:
             max_gain: where the table does not end at 1, the network's share is held to (max_gain (1 - t))²;
                 None for one whose velocity has no factor 1/(1 - t).
         """
-        moments = self.moments.to(x_t)
-        net = velocity.flatten(1)
-        gauss = moments.velocity(x_t.flatten(1), t.to(x_t), labels)
-        weights = self._weights_at(t.to(x_t))
+        here, t = self._on(x_t), sent(t, x_t.device, x_t.dtype)
+        moments, net = here.moments, velocity.flatten(1)
+        gauss = moments.velocity(x_t.flatten(1), t, labels)
+        weights = here._weights_at(t)
         if max_gain is not None:
-            least = 1 - (max_gain * (1 - t.to(x_t))[:, None]).square()
-            is_open = (self.weights[-1] < 1).to(weights.device)
+            least = 1 - (max_gain * (1 - t)[:, None]).square()
+            is_open = here.weights[-1] < 1
             weights = torch.where(is_open, torch.maximum(weights, least), weights)
         # As (1 - w) net + w gauss, since net is large where w is 1.
         net_along, net_rest = moments.split(net)
@@ -314,8 +323,18 @@ class Calibration:
             return "has times that do not rise from 0 to 1"
         return None
 
+    def _on(self, x: Tensor) -> "Calibration":
+        """The same calibration in the dtype and on the device of ``x``, sent there once."""
+        key = (x.device, x.dtype)
+        if key not in self._sent:
+            moments = self.moments.to(x)
+            if moments.class_means is not None:
+                moments = replace(moments, class_means=moments.class_means.to(x))
+            self._sent[key] = Calibration(moments, self.times.to(x), self.weights.to(x))
+        return self._sent[key]
+
     def _weights_at(self, t: Tensor) -> Tensor:
-        times, weights = self.times.to(t), self.weights.to(t)
+        times, weights = self.times, self.weights
         index = torch.searchsorted(times, t.contiguous()).clamp(1, len(times) - 1)
         fraction = (t - times[index - 1]) / (times[index] - times[index - 1])
         return torch.lerp(weights[index - 1], weights[index], fraction[:, None])

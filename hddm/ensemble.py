@@ -26,7 +26,7 @@ A router sees no condition. Where p(k | class) is known, samples of a class are 
     p(k | x_t, class) = p(k | x_t) p(k | class) / p(k),  normalised,
 
 which is exact where class and x_t are independent given k. Without it experts are asked for classes that they
-have never seen. p(k | prompt), the condition `PRIOR`, takes the place of p(k | class) where it is given.
+have never seen. p(k | prompt) takes the place of p(k | class) where it is provided.
 
 **Domains.** A domain is what a group of images shows, as those of a shard. Its experts may divide t among
 them, as a pair for high and for low noise, and count as one expert above. t decides which of them runs, and
@@ -50,10 +50,10 @@ from hddm.networks.offload import bring, in_best_order, release
 from hddm.networks.wrappers import TEXT_CONDITIONS, described
 from hddm.utils.errors import HddmError
 from hddm.utils.records import NoiseRange
-from hddm.utils.tensors import to_float64
+from hddm.utils.tensors import sent, to_float64
 from hddm.velocity import (
-    PRIOR,
     Guidance,
+    Inputs,
     VelocityField,
     can_guide,
     check_conditions,
@@ -136,6 +136,40 @@ def misfit_of(ranges: Sequence[NoiseRange]) -> str | None:
             return f"t in {low:g}:{min(end, high):g} is double"
         end = high
     return f"t in {end:g}:1 is missing" if end < 1 else None
+
+
+class Choice:
+    """Which experts run for which samples: ``weights`` (batch, K) on the CPU, grouped once by expert."""
+
+    def __init__(self, weights: Tensor) -> None:
+        self.weights = weights
+        used = weights != 0
+        self.rows = {k: used[:, k].nonzero()[:, 0] for k in used.any(0).nonzero()[:, 0].tolist()}
+        """Indices of an expert's samples, by expert."""
+        self._parts: dict[int, tuple[Tensor | None, Tensor]] | None = None
+
+    @classmethod
+    def of(cls, expert: Tensor, num_experts: int) -> "Choice":
+        """The choice of one expert for each sample, ``expert`` (batch,) on the CPU."""
+        return cls(torch.nn.functional.one_hot(expert.long(), num_experts).float())
+
+    def at(self, ensemble: "Ensemble", t: Tensor) -> "Choice":
+        """The same choice at t (batch,): the expert of each domain that covers t has its weight."""
+        if ensemble.num_domains == len(ensemble.experts):
+            return self
+        return Choice(ensemble.at(t, self.weights))
+
+    def parts(self, device: torch.device) -> dict[int, tuple[Tensor | None, Tensor]]:
+        """Rows (None for all) and weights of each expert on ``device``, sent there once."""
+        if self._parts is None:
+            self._parts = {
+                k: (
+                    None if len(rows) == len(self.weights) else sent(rows, device),
+                    sent(self.weights[rows, k], device),
+                )
+                for k, rows in self.rows.items()
+            }
+        return self._parts
 
 
 class Ensemble:
@@ -318,7 +352,7 @@ class Ensemble:
         if any(expert.conditions is None for expert in self.experts):
             return None
         names = [name for k in range(len(self.experts)) for name in self.names_of(k).values()]
-        return tuple(dict.fromkeys([*names, *([PRIOR] if len(self.experts) > 1 else [])]))
+        return tuple(dict.fromkeys(names))
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -342,6 +376,7 @@ class Ensemble:
         negative: Mapping[str, Tensor] | None = None,
         expert: Tensor | None = None,
         weights: Tensor | None = None,
+        then: Tensor | None = None,
         **conditions: Tensor,
     ) -> Tensor:
         """Velocity of the mixture.
@@ -356,6 +391,7 @@ class Ensemble:
             expert: (batch,) indices of the one expert for each sample, instead of the strategy; each stands
                 for its domain.
             weights: (batch, K), as `weights` gave them for an earlier state, instead of the strategy.
+            then: as in `VelocityField.velocity`.
             conditions: keywords of the experts' networks; each expert gets those that it declares.
 
         Raises:
@@ -363,7 +399,7 @@ class Ensemble:
                 none; for ``draw``, and for ``commit-x`` at or below x, without ``expert``; for a condition
                 that no expert declares; for weights of another shape.
         """
-        times = check_times(x_t, t)
+        times = check_times(x_t, t).cpu()
         for branch in (conditions, negative or {}):
             check_names(branch, self.conditions)
             check_conditions(x_t, branch)
@@ -374,36 +410,58 @@ class Ensemble:
                 f"weights= takes (batch, experts) numbers, {(len(x_t), len(self.experts))}, and no expert= "
                 f"beside it; they are {tuple(weights.shape)}"
             )
-        weights = self.at(times, weights)
+        choice = Choice(weights.cpu()).at(self, times)
+        self.check_classes(choice, conditions[LABELS].cpu() if LABELS in conditions else None)
+        self.refuse_kinds(choice.rows)
+        shared = self.conditions_by_expert(Guidance.of(guidance_scale), negative or {}, conditions)
+        inputs = {}
+        for k, rows in choice.rows.items():
+            guidance, *branches = shared[k]
+            here = rows.to(x_t.device)
+            lacks, has = ({name: value[here] for name, value in branch.items()} for branch in branches)
+            inputs[k] = self.experts[k].inputs(x_t[here], guidance, lacks, has)
+            for branch in (lacks, has):
+                self.experts[k].check_range(branch)
+        return self.mix(x_t, times, choice, inputs, then)
+
+    def mix(
+        self,
+        x_t: Tensor,
+        times: Tensor,
+        choice: "Choice",
+        inputs: Mapping[int, Inputs],
+        then: Tensor | None = None,
+    ) -> Tensor:
+        """As `velocity`, by a choice of experts and the inputs of each for its rows, all of them checked.
+
+        Args:
+            x_t: (batch, …).
+            times: (batch,) in float64 on the CPU.
+            choice: the weights, zero for an expert that does not cover its row's time.
+            inputs: by expert, for the rows that it is chosen for.
+            then: the end of the step, a scalar on the CPU.
+
+        Nothing is read from the device.
+        """
         for one in self.experts if self.num_domains < len(self.experts) else ():
             if not one.covers(times).any():
                 release(one.network, one.weak and one.weak.network)
-        asked = self.shared_out(Guidance.of(guidance_scale), negative or {}, conditions)
         mixed = torch.zeros_like(x_t, dtype=torch.promote_types(x_t.dtype, torch.float32))
-        used = weights.to("cpu") != 0
-        self._refuse_unknown(conditions, used)
-        self.refuse_kinds(used.any(0).nonzero()[:, 0].tolist())
-        places = {k: used[:, k].nonzero()[:, 0] for k in used.any(0).nonzero()[:, 0].tolist()}
+        parts = choice.parts(x_t.device)
 
-        def ask(index: int) -> Tensor:
-            rows, (guidance, against, given) = places[index], asked[index]
-            here = rows.to(x_t.device)
-            return self.experts[index].velocity(
-                x_t[here].to(mixed.dtype),
-                times[rows.to(times.device)],
-                guidance,
-                {key: value[here] for key, value in against.items()} or None,
-                **{key: value[here] for key, value in given.items()},
-            )
+        def ask(k: int) -> Tensor:
+            here, _ = parts[k]
+            own = x_t if here is None else x_t[here]
+            return self.experts[k].guided(own.to(mixed.dtype), times[choice.rows[k]], inputs[k], then)
 
-        shares: dict[int, tuple[Tensor, Tensor]] = {}
-        for index, v in self.ask_each(list(places), ask):
-            here = places[index].to(x_t.device)
-            share = weights[here, index].view(-1, *[1] * (x_t.ndim - 1))
-            shares[index] = here, share.to(mixed) * v
+        found = dict(self.ask_each(list(parts), ask))
         # In one order, whoever ran first: sums round differently in another.
-        for index in sorted(shares):
-            mixed.index_add_(0, *shares[index])
+        for k, (here, share) in sorted(parts.items()):
+            weighted = share.view(-1, *[1] * (x_t.ndim - 1)).to(mixed) * found[k]
+            if here is None:
+                mixed += weighted
+            else:
+                mixed.index_add_(0, here, weighted)
         return mixed.to(x_t.dtype)
 
     def ask_each(self, experts: Sequence[int], ask: Callable[[int], Tensor]) -> Iterable[tuple[int, Tensor]]:
@@ -414,38 +472,36 @@ class Ensemble:
             bring(self.experts[index].network, *following)
             yield index, ask(index)
 
-    def _refuse_unknown(self, conditions: Mapping[str, Tensor], used: Tensor) -> None:
-        if (labels := conditions.get(LABELS)) is None:
+    def check_classes(self, choice: "Choice", labels: Tensor | None) -> None:
+        """Raise an `HddmError` where an expert is chosen for a label (batch,), on the CPU, unknown to it."""
+        if labels is None or (known := self._joint.known(labels)) is None:
             return
-        joint = self._joint
-        if (known := joint.known(labels)) is None:
-            return
-        for row, expert in (used & ~known).nonzero()[:1].tolist():
-            raise HddmError(f"expert {expert} knows no class {joint.names[int(labels[row])]!r}; ask another")
+        for row, k in ((choice.weights != 0) & ~known).nonzero()[:1].tolist():
+            raise HddmError(f"expert {k} knows no class {self._joint.names[int(labels[row])]!r}; ask another")
 
-    def refuse_weakless(self, guidance: Guidance, expert: Tensor | None) -> None:
-        """Raise an `HddmError` where an expert of ``expert``, or any, lacks the weaker self to guide by."""
+    def require_weak_model(self, guidance: Guidance, expert: Tensor | None) -> None:
+        """Raise an `HddmError` where an expert of ``expert``, or any, lacks the weak model to guide by."""
         if not guidance.by_weak:
             return
         domains = set(self.domains) if expert is None else {self.domains[k] for k in expert.unique().tolist()}
         asked = [k for k, domain in enumerate(self.domains) if domain in domains]
         if weakless := [str(k) for k in asked if self.experts[k].weak is None]:
-            by = "" if self.conditions in ((), (PRIOR,)) else "guide by condition, or "
+            by = "" if self.conditions == () else "guide by condition, or "
             raise HddmError(
-                f"expert {', '.join(weakless)}: has no weaker self to be guided by; {by}take other experts"
+                f"expert {', '.join(weakless)}: has no weak model to guide by; {by}take other experts"
             )
 
-    def prior_of(self, num: int, conditions: Mapping[str, Tensor]) -> Tensor:
-        """The prior of ``draw`` for ``num`` samples, (num, K).
+    def prior_of(self, num: int, conditions: Mapping[str, Tensor], prior: Tensor | None = None) -> Tensor:
+        """The distribution that ``draw`` draws the expert of each of ``num`` samples from, (num, K).
 
-        It is the condition `PRIOR` where that is given, else p(k | class) where it is known, else p(k); and 0
-        for an expert that does not know the class. A label beyond the classes, as the null class is, counts
-        as none. Raises `HddmError` for a class that only experts of no share know, and a `PRIOR` that is not
-        (num, K) numbers, none below 0, with positive sums.
+        It is ``prior`` (num, K) where provided, as a prompt gives it, else p(k | class) where that is known,
+        else p(k); and 0 for an expert that does not know the class. A label beyond the classes, as the null
+        class is, counts as none. Raises `HddmError` for a class that only experts of no share know, and a
+        ``prior`` that is not (num, K) numbers, none below 0, with positive sums.
         """
         rows = self.prior.expand(num, -1)
-        if (given := conditions.get(PRIOR)) is not None:
-            rows = to_float64(given).cpu()
+        if prior is not None:
+            rows = to_float64(prior).cpu()
             if rows.shape != (num, len(self.experts)) or not ((rows >= 0).all() and (rows.sum(1) > 0).all()):
                 shape = (num, len(self.experts))
                 raise HddmError(
@@ -455,7 +511,7 @@ class Ensemble:
         if (labels := conditions.get(LABELS)) is None:
             return rows
         labels, joint = labels.cpu(), self._joint
-        if self.class_prior is not None and given is None:
+        if self.class_prior is not None and prior is None:
             is_class, indices = within(labels, len(self.class_prior))
             rows = torch.where(is_class[:, None], self.class_prior[indices], rows)
         if (known := joint.known(labels)) is not None:
@@ -473,20 +529,41 @@ class Ensemble:
         t: Tensor,
         expert: Tensor | None = None,
         conditions: Mapping[str, Tensor] | None = None,
+        prior: Tensor | None = None,
     ) -> Tensor:
-        """Weights (batch, K) of the experts at x_t (batch, …) and t (batch,), by the strategy.
+        """Weights (batch, K) of the experts at x_t (batch, …) and t (batch,), by the strategy, on the CPU.
+
+        ``prior`` (batch, K) is p(k | prompt), as in `prior_of`.
 
         Raises:
             HddmError: as `velocity`.
         """
         if expert is not None:
+            expert = expert.cpu()
             if expert.shape != (len(x_t),) or not ((expert >= 0) & (expert < len(self.experts))).all():
                 raise HddmError(
                     f"expert= takes an index in 0 … {len(self.experts) - 1} for each of {len(x_t)} states, "
                     f"not {expert.tolist()}"
                 )
-            chosen = torch.nn.functional.one_hot(expert.long(), len(self.experts))
-            return self.at(t, chosen.to(x_t.device, torch.float32))
+            return Choice.of(expert, len(self.experts)).at(self, t).weights
+        return self.routed(x_t, t.cpu(), self.shares_of(len(x_t), conditions or {}, prior))
+
+    def shares_of(
+        self, num: int, conditions: Mapping[str, Tensor], prior: Tensor | None = None
+    ) -> Tensor | None:
+        """`prior_of` where it says more than p(k), by which a router's probabilities change; else None."""
+        if prior is None and not (LABELS in conditions and self.knows_classes):
+            return None
+        return self.prior_of(num, conditions, prior)
+
+    def routed(self, x_t: Tensor, t: Tensor, shares: Tensor | None) -> Tensor:
+        """Weights (batch, K) on the CPU, by strategy and router; the router's answer is the one read.
+
+        Args:
+            x_t: (batch, …).
+            t: (batch,) on the CPU.
+            shares: see `shares_of`.
+        """
         strategy = self._strategy
         if strategy.kind == "commit" and (t > strategy.value).all():
             strategy = Strategy("full")
@@ -496,36 +573,37 @@ class Ensemble:
                 "hddm.sample, which draws them"
             )
         if self.num_domains == 1:
-            return self.at(t, torch.eye(len(self.experts), device=x_t.device)[:1].expand(len(x_t), -1))
+            return self.at(t, torch.eye(len(self.experts))[:1].expand(len(x_t), -1))
         if self.router is None:
             raise HddmError(
                 f"strategy {self.strategy!r} needs a router (hddm assemble --router moments); 'draw' does not"
             )
         state_dtype = torch.promote_types(x_t.dtype, torch.float32)
-        probabilities = self.router(x_t, t.to(x_t.device, state_dtype)).to(state_dtype)
+        probabilities = self.router(x_t, sent(t, x_t.device, state_dtype)).to("cpu", state_dtype)
         if probabilities.shape != (len(x_t), len(self.experts)):
             raise HddmError(
                 f"the router gave {tuple(probabilities.shape)} probabilities for {len(x_t)} states and "
                 f"{len(self.experts)} experts"
             )
-        # Logits passed for probabilities would mix into something that looks like a velocity.
-        if not ((probabilities >= 0).all() and ((probabilities.sum(1) - 1).abs() < 1e-2).all()):
+        # Logits passed for probabilities would mix into something that looks like a velocity. NaN, which a
+        # state that is not finite leads to, is reported by sampling, with the step where it began.
+        finite = probabilities[probabilities.isfinite().all(1)]
+        if not ((finite >= 0).all() and ((finite.sum(1) - 1).abs() < 1e-2).all()):
             raise HddmError("the router's rows are no probabilities (non-negative, sum 1); apply a softmax?")
-        return sparse_weights(self.at(t, self._given(probabilities, conditions or {})), strategy)
+        if shares is not None:
+            probabilities = self._given(probabilities, shares)
+        return sparse_weights(self.at(t, probabilities), strategy)
 
     def at(self, t: Tensor, weights: Tensor) -> Tensor:
         """``weights`` (batch, K), those of each domain given to its expert that covers t (batch,)."""
         if self.num_domains == len(self.experts):
             return weights
-        domains = torch.tensor(self.domains, device=weights.device)
-        covers = torch.stack([one.covers(to_float64(t).to(weights.device)) for one in self.experts], 1)
+        domains = torch.tensor(self.domains)
+        covers = torch.stack([one.covers(to_float64(t).cpu()) for one in self.experts], 1)
         return (weights @ (domains[:, None] == domains).to(weights)) * covers
 
-    def _given(self, probabilities: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
-        """p(k | x_t, class) from the router's p(k | x_t), where p(k | class) or a `PRIOR` is known."""
-        if PRIOR not in conditions and not (LABELS in conditions and self.knows_classes):
-            return probabilities
-        rows = self.prior_of(len(probabilities), conditions)
+    def _given(self, probabilities: Tensor, rows: Tensor) -> Tensor:
+        """p(k | x_t, condition) from the router's p(k | x_t), by ``rows`` of p(k | condition) (batch, K)."""
         # A shard of no size has no images of any class.
         factors = torch.where(self.prior > 0, rows / self.prior, 0).to(probabilities)
         product = probabilities * factors
@@ -539,13 +617,13 @@ class Ensemble:
         text = self.texts[index] if self.texts else 0
         return {name: f"{name}_{text + 1}" if text and name in TEXT_CONDITIONS else name for name in names}
 
-    def shared_out(
+    def conditions_by_expert(
         self, guidance: Guidance, negative: Mapping[str, Tensor], conditions: Mapping[str, Tensor]
     ) -> list[tuple[Guidance, dict[str, Tensor], dict[str, Tensor]]]:
-        """What each expert is asked with: guidance, negative conditions and conditions.
+        """Guidance, negative conditions and conditions for each expert.
 
-        They have its own names, and classes its own numbering. An expert that takes nothing of what guides
-        takes part without guidance.
+        They have its own names, and classes its own numbering. An expert that takes none of the conditions
+        that guide runs without guidance.
         """
         against, given = self._own(negative), self._own(conditions)
         is_guided = guidance.by_condition and can_guide(conditions, negative)
@@ -555,14 +633,14 @@ class Ensemble:
         ]
 
     def _own(self, conditions: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """The conditions that each expert takes, by its own names, and classes in its own numbering."""
+        """The conditions that each expert takes, by its own names, with classes in its own numbering."""
         shares = []
         joint = self._joint if LABELS in conditions else None
         for index, one in enumerate(self.experts):
             names = self.names_of(index)
             own = {name: conditions[here] for name, here in names.items() if here in conditions}
             if one.conditions is None:
-                own = {name: value for name, value in conditions.items() if name != PRIOR}
+                own = dict(conditions)
             if joint is not None and joint.numbers is not None and LABELS in own:
                 null = one.null_conditions.get(LABELS)
                 own[LABELS] = joint.own(own[LABELS], index, len(one.classes) if null is None else int(null))

@@ -1,137 +1,193 @@
-"""From noise to samples: a time grid, a solver and a velocity field.
+"""From noise to samples: `plan` decides how samples are drawn, `batches` groups them, and `run` integrates.
 
 Sample i depends on (seed, i) alone: its noise, and the expert that ``draw`` gives it, come from a generator
 of its own, whatever the batch size. A batch size changes rounding only.
 """
 
+import copy
 import functools
 import inspect
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import AfterValidator, Field
 from torch import Tensor
 
-from hddm.classes import class_indices, flat_labels
+from hddm.classes import LABELS, class_indices, flat_labels
 from hddm.editing import SAME, Picture
-from hddm.ensemble import Ensemble, Strategy
-from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, OnStep, Solver, solver_named, unchanged
+from hddm.ensemble import Choice, Ensemble, Strategy
+from hddm.expert_use import ExpertUse
+from hddm.noise import Latents, Noise, Seeded
+from hddm.solvers import (
+    DEFAULT_SOLVER,
+    DEFAULT_STEPS,
+    SOLVERS,
+    OnStep,
+    Solver,
+    euler,
+    solver_named,
+    unchanged,
+)
 from hddm.utils.errors import HddmError
-from hddm.utils.tensors import generator
-from hddm.velocity import INTERVAL, PRIOR, Guidance, VelocityField, check_labels, check_names
-
-Keep = Callable[[Tensor, Callable[[], Tensor]], Tensor]
+from hddm.utils.records import WHOLE, NoiseRange, Record
+from hddm.velocity import Guidance, GuideBy, Inputs, VelocityField, check_labels, check_names
 
 
-def made(rows: Tensor, make: Callable[[], Tensor]) -> Tensor:
-    """The ``keep`` that makes every batch and keeps none."""
-    return make()
+def check_strategy(name: str) -> str:
+    """``name``, if it is that of a strategy."""
+    Strategy.parse(name)
+    return name
 
 
-BINS = 10
-MOST = 0.9
-"""Share of the weight that one expert may take without a warning."""
-FEWEST_EXPECTED = 3
-"""Samples that ``draw`` must be expected to give an expert before it warns that there were none."""
+def check_solver(name: str) -> str:
+    """``name``, if it is that of a solver."""
+    solver_named(name)
+    return name
 
 
-class ExpertUse:
-    """A tally of weights (samples, K) over time, in `BINS` even bins of t in [0, 1]."""
+@dataclass(frozen=True)
+class Conditions:
+    """Conditions of samples, conditions to guide away from, and p(k | prompt), one row per sample."""
 
-    def __init__(self, num_experts: int) -> None:
-        self._weight = torch.zeros(BINS, num_experts, dtype=torch.float64)
-        self._runs = torch.zeros(BINS, num_experts, dtype=torch.float64)
-        self._samples = torch.zeros(BINS, dtype=torch.float64)
-        self.last = torch.zeros(0, num_experts)
-        """Weights (samples, K) of the last call of the velocity."""
+    given: dict[str, Tensor] = field(default_factory=dict)
+    negative: dict[str, Tensor] = field(default_factory=dict)
+    prior: Tensor | None = None
+    """(num, K) distribution of the expert of each sample, where a prompt gives it."""
 
-    def add(self, t: float, weights: Tensor) -> None:
-        """Count one call of the velocity at ``t`` with ``weights`` (samples, K)."""
-        self.last = weights
-        place = min(int(t * BINS), BINS - 1)
-        self._weight[place] += weights.sum(0).double().cpu()
-        self._runs[place] += (weights != 0).sum(0).double().cpu()
-        self._samples[place] += len(weights)
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Conditions":
+        """The same conditions with every tensor changed."""
+        branches = (
+            {name: change(value) for name, value in one.items()} for one in (self.given, self.negative)
+        )
+        return Conditions(*branches, None if self.prior is None else change(self.prior))
 
-    def values(self) -> dict[str, Any]:
-        """The tally as plain values, exactly."""
-        return {name: tally.tolist() for name, tally in self._tallies.items()}
+    def rows(self, rows: Tensor, device: torch.device | None = None) -> "Conditions":
+        """The conditions of these samples, on ``device`` or where they are."""
+        return self.map(lambda value: value[rows.to(value.device)].to(device or value.device))
 
-    def load(self, values: Mapping[str, Any]) -> None:
-        """Count from the tally that `values` gave."""
-        for name, tally in self._tallies.items():
-            tally.copy_(torch.tensor(values[name], dtype=tally.dtype))
+    def cycled(self, numbers: Sequence[int]) -> "Conditions":
+        """The conditions of the samples ``numbers``, where those at hand take turns."""
+        return self.map(lambda value: value[torch.tensor(numbers) % len(value)])
 
-    def add_all(self, other: "ExpertUse") -> None:
-        """Count all that another tally of the same experts has counted."""
-        for name, tally in self._tallies.items():
-            tally += other._tallies[name]
+
+Positive = Annotated[int, Field(ge=1)]
+KnownStrategy = Annotated[str, AfterValidator(check_strategy)]
+"""Name of a strategy (`hddm.ensemble`)."""
+KnownSolver = Annotated[str, AfterValidator(check_solver)]
+"""Name of a solver (`hddm.solvers`)."""
+
+
+class SamplingSettings(Record):
+    """How samples are drawn, as ``hddm sample``, a request to a service and a benchmark state it."""
+
+    strategy: KnownStrategy | None = None
+    """None for the model's own, as of solver and steps."""
+    solver: KnownSolver | None = None
+    steps: Positive | None = None
+    guidance_scale: float = 1.0
+    guide_by: GuideBy = "condition"
 
     @property
-    def _tallies(self) -> dict[str, Tensor]:
-        return {"weight": self._weight, "runs": self._runs, "samples": self._samples}
+    def guidance(self) -> Guidance:
+        """Guidance of these samples."""
+        return Guidance(self.guidance_scale, by=self.guide_by)
 
     @property
-    def shares(self) -> Tensor:
-        """Share of each expert in all weight (K,); 0 where none ran."""
-        return (self._weight.sum(0) / self._weight.sum()).nan_to_num()
+    def how(self) -> dict[str, Any]:
+        """Arguments of `plan`."""
+        names = ("strategy", "solver", "steps")
+        return {name: getattr(self, name) for name in names} | {"guidance": self.guidance}
+
+
+class NotFinite(HddmError):
+    """Samples that are NaN or Inf; ``by_guidance``: without guidance they would not be."""
+
+    def __init__(self, message: str, details: Sequence[str] = (), by_guidance: bool = False) -> None:
+        super().__init__(message, details)
+        self.by_guidance = by_guidance
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.message, self.details, self.by_guidance)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How samples are drawn, with every default filled in; `plan` makes it."""
+
+    model: Ensemble
+    """Under the strategy of these samples."""
+    expert: int | None
+    """The one expert of all samples; None where the strategy chooses."""
+    steps: int
+    """Steps over all of t, of which a picture needs the last ones."""
+    solver: Solver
+    times: Tensor
+    """Times from 1, or from the strength of a picture, to 0, in float64."""
+    guidance: Callable[[], Guidance]
+    """Guidance of the next call of the velocity."""
+    noise: Noise
+    shape: tuple[int, ...] | None
+    """Shape (C, H, W) of a sample; None for the experts' own."""
+    picture: Callable[[int], Picture | None]
+    """What samples begin with, by an expert in whose units it is."""
+    router_every: int = 1
 
     @property
-    def experts_a_sample(self) -> float:
-        """Experts that ran for a sample and call, on average; 0 where none ran."""
-        return float((self._runs.sum() / self._samples.sum()).nan_to_num())
+    def solver_name(self) -> str:
+        """Name of the solver."""
+        return next(name for name, one in SOLVERS.items() if one is self.solver)
 
-    def report(self) -> dict[str, Any]:
-        """Plain values: a row a bin that was visited, from data to noise."""
-        visited = [place for place in range(BINS) if self._samples[place]]
-        return {
-            "experts_a_sample": round(self.experts_a_sample, 4),
-            "shares": _rounded(self.shares),
-            "by_time": [
-                {
-                    "t": [place / BINS, (place + 1) / BINS],
-                    "shares": _rounded(self._weight[place] / self._weight[place].sum()),
-                    "runs": _rounded(self._runs[place] / self._samples[place]),
-                }
-                for place in visited
-            ],
-        }
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of states and samples."""
+        return torch.promote_types(self.model.dtype, torch.float32)
 
-    def warnings(
-        self, expected: Tensor | None = None, domains: Sequence[int] = (), is_learned: bool = True
-    ) -> list[str]:
-        """Warnings of an expert that takes more than 90 % of the weight, or none of it.
+    def shape_of(self, expert: int) -> tuple[int, ...]:
+        """Shape (C, H, W) of a sample of this expert.
 
-        Args:
-            expected: how many samples each expert should get by p(k | conditions), (K,), where that is
-                known. It explains a large share, and an absence where few are expected.
-            domains: as `Ensemble.domains`; those of one count together, under the first. By default none do.
-            is_learned: where experts are chosen by a router that is trained.
+        Raises:
+            HddmError: where neither the plan nor the model knows it.
         """
-        lines = []
-        first = torch.tensor(domains or range(len(self.shares)))
-        same = (first[:, None] == first).double()
-        shares, runs = self.shares @ same, self._runs.sum(0) @ same
-        wanted = None if expected is None else expected.double() @ same
-        leads = first.unique().tolist()
-        for k in leads:
-            due = float(wanted[k] / expected.sum()) if wanted is not None and expected is not None else 0.0
-            if len(leads) > 1 and shares[k] > MOST and due <= MOST:
-                if expected is None or expected.sum() >= FEWEST_EXPECTED * len(leads):
-                    doubt = "; is the router trained?" if is_learned else ""
-                    lines.append(f"expert {k} takes {shares[k]:.0%} of the weight{doubt}")
-            elif not runs[k] and (wanted is None or wanted[k] >= FEWEST_EXPECTED):
-                lines.append(f"expert {k} is never used")
-        return lines
+        own = (
+            self.model.experts[expert].sample_shape if len(self.model.kinds) > 1 else self.model.sample_shape
+        )
+        if (found := self.shape or own) is None:
+            raise HddmError("this model does not tell the shape of a sample: pass shape=(C, H, W)")
+        return found
 
 
-def _rounded(values: Tensor) -> list[float]:
-    return [round(value, 4) for value in values.tolist()]
+@dataclass(frozen=True)
+class Batch:
+    """Samples that are integrated together."""
+
+    rows: Tensor
+    """Their places among all samples (n,)."""
+    numbers: Sequence[int]
+    """Their numbers under a seed."""
+    asked: Conditions
+    """On the model's device; ``on_step`` may change its dictionaries."""
+    expert: Tensor | None = None
+    """The expert of each sample (n,), on the CPU; None where they are mixed."""
+    kind: int = 0
+    """An expert of the kind that the samples are of."""
+
+    def part(self, rows: Tensor) -> "Batch":
+        """The samples in these places of the batch (n,)."""
+        numbers = [self.numbers[row] for row in rows.tolist()]
+        expert = None if self.expert is None else self.expert[rows]
+        return Batch(self.rows[rows], numbers, self.asked.rows(rows), expert, self.kind)
+
+
+def no_picture(expert: int) -> Picture | None:
+    """Samples begin with noise."""
+    return None
 
 
 def time_grid(steps: int, shift: float = 1.0) -> Tensor:
@@ -157,46 +213,190 @@ def time_grid(steps: int, shift: float = 1.0) -> Tensor:
     return times
 
 
-def initial_noise(seed: int, start: int, stop: int, shape: tuple[int, ...]) -> Tensor:
-    """Noise (stop - start, *shape) of samples ``start`` … ``stop`` - 1, in float32 on the CPU."""
-    return noise_of(seed, range(start, stop), shape)
+def resolve_solver(model: Ensemble, steps: int | None, solver: str | Solver | None) -> tuple[int, Solver]:
+    """Steps and solver: the caller's choice, else the model's.
+
+    Raises:
+        HddmError: for an unknown solver, or for students of few steps another one than Euler's.
+    """
+    own = model.sampling_steps
+    default = DEFAULT_SOLVER if own is None else "euler"
+    found = solver_named(solver or default) if solver is None or isinstance(solver, str) else solver
+    if own is not None and found is not euler:
+        name = solver if isinstance(solver, str) else getattr(solver, "__name__", solver)
+        raise HddmError(
+            f"--solver {name}: a student of few steps gives the mean velocity over a step, which euler takes "
+            "exactly; drop the option"
+        )
+    return own or DEFAULT_STEPS if steps is None else steps, found
 
 
-def noise_of(seed: int, indices: Iterable[int], shape: tuple[int, ...], *stream: int) -> Tensor:
-    """Noise (n, *shape) of the samples of these indices, as `initial_noise`; ``stream`` is another one."""
-    return torch.stack([torch.randn(shape, generator=generator(seed, *stream, i)) for i in indices])
+def plan(
+    model: Ensemble | VelocityField,
+    *,
+    steps: int | None = None,
+    solver: str | Solver | None = None,
+    shift: float | None = None,
+    strategy: str | None = None,
+    expert: int | None = None,
+    guidance: float | Guidance | Callable[[], Guidance] = 1.0,
+    router_every: int = 1,
+    shape: tuple[int, ...] | None = None,
+    noise: Noise = Seeded(),  # noqa: B008 - it holds a number alone
+    picture: Callable[[int], Picture | None] = no_picture,
+    part: NoiseRange = WHOLE,
+    times: Tensor | None = None,
+) -> Plan:
+    """Decide how samples are drawn; None is the model's own.
+
+    Args:
+        model: an ensemble, or one expert, which is an ensemble of one.
+        steps: solver steps, even in t up to ``shift``; by default 25, or a student's own.
+        solver: see `hddm.solvers`; by default ``adams-moulton``, or ``euler`` for students of few steps.
+        shift: of the time grid.
+        strategy: instead of the ensemble's own; see `hddm.ensemble`.
+        expert: the one expert to use, with those of its domain if it covers a part of t.
+        guidance: 1 for none, another number by condition, a `Guidance`, or a function that gives it for the
+            next call of the velocity.
+        router_every: ask the router at every n-th call of the velocity; between, its choice stays.
+        shape: (C, H, W) of a sample, where it is not the model's.
+        noise: see `hddm.noise`.
+        picture: what samples begin with, and what of it stays; see `hddm.editing`.
+        part: (low, high) of t, from high to low, where samples are not to go all the way.
+        times: in place of ``steps``, ``shift`` and ``part``.
+
+    Raises:
+        HddmError: for an unknown strategy, solver or expert, numbers outside their ranges, a shape of other
+            channels than the model's, a student with another solver than Euler's or with guidance on top of
+            its own, and times that an expert does not cover.
+    """
+    alone = model if isinstance(model, VelocityField) else None
+    model = _ensemble_of_one(alone) if alone is not None else model
+    if expert is not None and strategy is not None:
+        raise HddmError(f"expert {expert} and strategy {strategy!r}: choose one of the two")
+    if expert is not None and not 0 <= expert < len(model.experts):
+        raise HddmError(f"expert {expert}: there are 0 … {len(model.experts) - 1}")
+    if router_every < 1:
+        raise HddmError(f"router_every starts at 1, not {router_every}")
+    # A copy, so that another thread's sampling keeps its own strategy.
+    model = model.under(strategy or model.strategy)
+    guided = guidance if callable(guidance) else functools.partial(Guidance.of, guidance)
+    scale, inner = guided().scale, max(one.inner_guidance for one in model.experts)
+    if scale != 1 and inner != 1:
+        raise HddmError(
+            f"--guidance-scale {scale:g}: this student has guidance of scale {inner:g} inside; drop it"
+        )
+    model.require_weak_model(guided(), None if expert is None else torch.tensor([expert]))
+    steps, solver = resolve_solver(model, steps, solver)
+    if times is None:
+        low, high = part
+        times = low + (high - low) * time_grid(steps, model.shift if shift is None else shift)
+        first = picture(expert or 0)
+        times = times if first is None else first.times(times)
+    if alone is not None:
+        alone.refuse_beyond(times)
+    known = model.sample_shape if expert is None else model.experts[expert].sample_shape
+    if shape is not None:
+        _check_shape(shape, known)
+    return Plan(model, expert, steps, solver, times, guided, noise, shape, picture, router_every)
 
 
-def noise_stream(seed: int, indices: Iterable[int], shape: tuple[int, ...]) -> Callable[[], Tensor]:
-    """A function that gives new noise (n, *shape) for these samples at every call, apart from `noise_of`."""
-    streams = [generator(seed, i, 2) for i in indices]
-    return lambda: torch.stack([torch.randn(shape, generator=one) for one in streams])
+def _ensemble_of_one(alone: VelocityField) -> Ensemble:
+    # Its noise range is checked against the times of the plan.
+    whole = copy.copy(alone)
+    whole.noise_range = WHOLE
+    made = Ensemble([whole], strategy="draw")
+    made.shift = alone.shift
+    return made
 
 
-def posterior_of(ensemble: Ensemble, x: Tensor, s: float, conditions: Mapping[str, Tensor]) -> Tensor:
-    """Probabilities (batch, K) that ``draw`` draws the experts of noised pictures from.
+def batches(how: Plan, numbers: Sequence[int], asked: Conditions, size: int) -> Iterator[Batch]:
+    """Group the samples ``numbers`` into batches of at most ``size``; ``draw`` draws their experts first.
 
-    They are p(k | x_s, s, condition) for the states x (batch, C, H, W), where the ensemble has a router and s
-    is below 1, else p(k | condition).
+    Where there are several batches, samples of one domain follow each other, so that an expert comes once and
+    sees large batches; those of several kinds are never in one batch.
+
+    Raises:
+        HddmError: for conditions or a picture of another length than ``numbers``, a size below 1, and experts
+            that cannot be guided as planned.
+    """
+    model, num = how.model, len(numbers)
+    if not isinstance(size, Integral) or size < 1:
+        raise HddmError(f"batch_size is a whole number from 1, not {size!r}")
+    for name, value in (*asked.given.items(), *asked.negative.items()):
+        if value.ndim == 0 or len(value) != num:
+            found = len(value) if value.ndim else "no"
+            raise HddmError(f"condition {name!r} has {found} rows for {num} samples")
+    is_apart = how.expert is None and len(model.kinds) > 1
+    chosen = _chosen(how, numbers, asked, size)
+    for k in chosen.unique().tolist() if is_apart and chosen is not None else [how.expert or 0]:
+        if (first := how.picture(k)) is not None:
+            first.check(num, how.shape_of(k))
+    model.require_weak_model(how.guidance(), chosen)
+    groups = [torch.arange(num)]
+    if chosen is not None and is_apart:
+        groups = [(chosen == k).nonzero()[:, 0] for k in chosen.unique().tolist()]
+    elif chosen is not None and num > size:
+        groups = [torch.tensor(model.domains)[chosen].argsort(stable=True)]
+    return (
+        Batch(
+            rows,
+            [numbers[row] for row in rows.tolist()],
+            asked.rows(rows, model.device),
+            None if chosen is None else chosen[rows],
+            int(chosen[rows[0]]) if chosen is not None and is_apart else how.expert or 0,
+        )
+        for group in groups
+        for rows in group.split(size)
+    )
+
+
+@torch.no_grad()
+def _chosen(how: Plan, numbers: Sequence[int], asked: Conditions, size: int) -> Tensor | None:
+    """The expert of each sample (num,), where it is known before the first step."""
+    model, num = how.model, len(numbers)
+    if how.expert is not None:
+        return torch.full((num,), how.expert)
+    if model.strategy != "draw":
+        return None
+    known = asked.prior is not None or (model.knows_classes and set(asked.given) == {LABELS})
+    if asked.given and not known and len(model.experts) > 1:
+        warnings.warn(
+            "draw picks experts by the prior alone: p(k | condition) is not known for "
+            f"{', '.join(sorted(asked.given))}",
+            # Above are no_grad's wrapper, `batches`, and whoever called it for the user, in a wrapper again.
+            stacklevel=6,
+        )
+    prior = model.prior_of(num, asked.given, asked.prior)
+    if how.picture(0) is not None and model.router is not None:
+        parts = []
+        for rows in torch.arange(num).split(size):
+            x, s = _start(how, [numbers[row] for row in rows.tolist()], rows, 0)
+            parts.append(posterior_of(model, x, s, asked.rows(rows, model.device)))
+        prior = torch.cat(parts)
+    return pick_experts(prior, how.noise.draws(numbers))
+
+
+def _start(how: Plan, numbers: Sequence[int], rows: Tensor, kind: int) -> tuple[Tensor, float]:
+    """States (n, C, H, W) that samples begin with, on the CPU, and their time."""
+    noise, picture = how.noise.initial(numbers, how.shape_of(kind)), how.picture(kind)
+    return (noise, 1.0) if picture is None else (picture.rows(rows).noised(noise), picture.strength)
+
+
+def posterior_of(ensemble: Ensemble, x: Tensor, s: float, asked: Conditions) -> Tensor:
+    """Probabilities (batch, K) of the expert that carries states x (batch, C, H, W) on from time s.
+
+    They are p(k | x_s, s, condition) where the ensemble has a router and s is below 1, else p(k | condition).
     """
     if s == 1 or ensemble.router is None:
-        return ensemble.prior_of(len(x), conditions)
-    full = ensemble.under("full")
+        return ensemble.prior_of(len(x), asked.given, asked.prior)
     t = torch.full((len(x),), s, dtype=torch.float64)
-    here = {name: value.to(full.device) for name, value in conditions.items()}
-    return full.weights(x.to(full.device), t.to(full.device), None, here).cpu()
+    return ensemble.under("full").weights(x.to(ensemble.device), t, None, asked.given, asked.prior)
 
 
 def draw_experts(prior: Tensor, seed: int, start: int, stop: int) -> Tensor:
-    """Expert index (stop - start,) of each sample, drawn from ``prior``, (K,) or one row a sample."""
-    return pick_experts(prior, uniform_draws(seed, range(start, stop)))
-
-
-def uniform_draws(seed: int, indices: Iterable[int]) -> Tensor:
-    """Numbers in [0, 1), one per sample, in float64 on the CPU."""
-    # The second key keeps this stream apart from the noise of the same sample.
-    streams = [generator(seed, i, 1) for i in indices]
-    return torch.stack([torch.rand((), generator=stream, dtype=torch.float64) for stream in streams])
+    """Expert index (stop - start,) of each sample, drawn from ``prior``, (K,) or one row per sample."""
+    return pick_experts(prior, Seeded(seed).draws(range(start, stop)))
 
 
 def pick_experts(prior: Tensor, uniform: Tensor) -> Tensor:
@@ -205,149 +405,233 @@ def pick_experts(prior: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(bounds, uniform[:, None].contiguous(), right=True)[:, 0]
 
 
-STUDENT_SOLVER = "euler"
-"""Solver of students of few steps: its step along a mean velocity is exact."""
-
-
-def settled(
-    model: VelocityField | Ensemble, steps: int | None = None, solver: str | None = None
-) -> tuple[int, str]:
-    """The numbers of steps and the solver that are asked for, or by default the model's own.
-
-    Those of a student of few steps are the steps that it was trained for, and ``euler``. Raises `HddmError`
-    for another solver of a student.
-    """
-    own = model.sampling_steps
-    if own is not None and solver not in (None, STUDENT_SOLVER):
-        raise HddmError(
-            f"--solver {solver}: a student of few steps gives the mean velocity over a step, which "
-            f"{STUDENT_SOLVER} takes exactly; drop the option"
-        )
-    default = DEFAULT_SOLVER if own is None else STUDENT_SOLVER
-    return own or DEFAULT_STEPS if steps is None else steps, solver or default
+def never() -> bool:
+    """The ``stop`` that never comes."""
+    return False
 
 
 @torch.no_grad()
+def run(
+    how: Plan,
+    batch: Batch,
+    on_step: OnStep = unchanged,
+    stop: Callable[[], bool] = never,
+    use: ExpertUse | None = None,
+) -> Tensor:
+    """Integrate a batch from its noise, or its picture, to samples (n, C, H, W), on the model's device.
+
+    Under ``draw``, for one expert and below x of ``commit-x``, samples are grouped by expert once, and steps
+    read nothing back from the device. Other strategies read the router's answer, once per step.
+
+    Args:
+        how: the plan.
+        batch: one of its `batches`.
+        on_step: see `hddm.solvers`.
+        stop: asked after each step; once it is true, states stay as they are, no network runs and ``on_step``
+            is not called.
+        use: a tally of the weights, where one is wanted.
+
+    Raises:
+        NotFinite: naming the step at which the velocity was not finite, which a second pass finds.
+        HddmError: as `Ensemble.velocity`.
+    """
+    x = _integrate(how, batch, on_step, stop, use)
+    if x.isfinite().all():
+        return x
+    try:
+        _integrate(how, batch, is_checked=True)
+    except NotFinite as error:
+        plain = replace(how, guidance=lambda: Guidance(1.0), times=how.times[[0, -1]])
+        is_guided = how.guidance().scale != 1
+        error.by_guidance = is_guided and bool(_integrate(plain, batch).isfinite().all())
+        raise
+    raise NotFinite("samples are not finite though every velocity is: on_step changed them")
+
+
+def _integrate(
+    how: Plan,
+    batch: Batch,
+    on_step: OnStep = unchanged,
+    stop: Callable[[], bool] = never,
+    use: ExpertUse | None = None,
+    is_checked: bool = False,
+) -> Tensor:
+    model, solver, times, picture = how.model, how.solver, how.times, how.picture(batch.kind)
+    x, _ = _start(how, batch.numbers, batch.rows, batch.kind)
+    if picture is not None:
+        fresh = how.noise.fresh(batch.numbers, tuple(x.shape[1:]))
+        solver = picture.rows(batch.rows).solver(solver, fresh)
+    x = x.to(model.device, torch.promote_types(how.dtype, x.dtype))
+    expert, above = batch.expert, 0
+    if expert is None and model.commits_at is not None:
+        above = int((times > model.commits_at + SAME).sum())
+        if above:
+            walk = _Walk(replace(how, model=model.under("full")), batch, None, on_step, stop, use, is_checked)
+            x = solver(walk.velocity, x, times[: above + 1], walk.step)
+        if above == len(times) - 1 or stop():
+            return x
+        prior = posterior_of(model, x, float(times[above]), batch.asked)
+        expert = pick_experts(prior, how.noise.draws(batch.numbers))
+
+    def later(index: int, x: Tensor) -> Tensor:
+        return on_step(above + index, x)
+
+    walk = _Walk(how, batch, expert, later, stop, use, is_checked)
+    return solver(walk.velocity, x, times[above:], walk.step)
+
+
+def gathered(made: Sequence[tuple[Batch, Tensor]]) -> list[tuple[Tensor, int, Tensor]]:
+    """All samples of each kind, in order: their rows, an expert of the kind, and samples (n, C, H, W)."""
+    found = []
+    for kind in dict.fromkeys(batch.kind for batch, _ in made):
+        own = [(batch.rows, samples) for batch, samples in made if batch.kind == kind]
+        rows = torch.cat([rows for rows, _ in own])
+        order = rows.argsort()
+        found.append((rows[order], kind, torch.cat([samples for _, samples in own])[order]))
+    return found
+
+
+class _Walk:
+    """A batch on its way from one time to another: who runs, and with which inputs."""
+
+    def __init__(
+        self,
+        how: Plan,
+        batch: Batch,
+        expert: Tensor | None,
+        on_step: OnStep,
+        stop: Callable[[], bool],
+        use: ExpertUse | None,
+        is_checked: bool,
+    ) -> None:
+        self.how, self.batch, self.on_step, self.stop, self.use = how, batch, on_step, stop, use
+        self.is_checked, self.calls = is_checked, itertools.count()
+        self.is_fixed = expert is not None
+        self.choice = None if expert is None else Choice.of(expert, len(how.model.experts))
+        self.stopped: Tensor | None = None
+        self.asked: tuple[object, ...] = ()
+        self.whole: dict[int, Inputs] = {}
+        """Inputs of the whole batch, by expert."""
+        self.grouped: tuple[Choice | None, dict[int, Inputs]] = None, {}
+        """A choice, and the inputs of each expert for its rows."""
+
+    def velocity(self, x: Tensor, now: Tensor, then: Tensor) -> Tensor:
+        """The velocity of states x (n, …) at ``now``, for a step to ``then``."""
+        if self.stopped is not None:
+            return torch.zeros_like(x)
+        model, t = self.how.model, now.expand(len(x))
+        self._read_conditions()
+        if not self.is_fixed and next(self.calls) % self.how.router_every == 0:
+            self.choice = Choice(model.routed(x, t, self.shares))
+            model.check_classes(self.choice, self.labels)
+        assert self.choice is not None
+        choice = self.choice.at(model, t)
+        if self.use is not None:
+            self.use.add(float(now), choice.weights)
+        v = model.mix(x, t, choice, self._inputs(x, choice), then)
+        if self.is_checked:
+            _check_finite(v, now, choice)
+        return v
+
+    def step(self, index: int, x: Tensor) -> Tensor:
+        """What happens after a step."""
+        # A solver with a memory would move on from where it was stopped.
+        if self.stopped is not None:
+            return self.stopped
+        x = self.on_step(index, x)
+        self.stopped = x if self.stop() else None
+        return x
+
+    def _read_conditions(self) -> None:
+        """Look at conditions and guidance again where a callback has changed them."""
+        asked, guidance = self.batch.asked, self.how.guidance()
+        now = (guidance, *asked.given.values(), *asked.negative.values())
+        if len(now) == len(self.asked) and all(a is b for a, b in zip(now, self.asked, strict=True)):
+            return
+        model = self.how.model
+        for branch in (asked.given, asked.negative):
+            check_names(branch, model.conditions)
+        self.asked, self.whole, self.grouped = now, {}, (None, {})
+        self.shared = model.conditions_by_expert(guidance, asked.negative, asked.given)
+        self.labels = asked.given[LABELS].cpu() if LABELS in asked.given else None
+        if self.choice is not None and self.is_fixed:
+            model.check_classes(self.choice, self.labels)
+        else:
+            self.shares = model.shares_of(len(self.batch.rows), asked.given, asked.prior)
+
+    def _inputs(self, x: Tensor, choice: Choice) -> dict[int, Inputs]:
+        if self.grouped[0] is not choice:
+            grouped, parts = {}, choice.parts(x.device)
+            for k, (here, _) in parts.items():
+                if k not in self.whole:
+                    self.whole[k] = self.how.model.experts[k].inputs(x, *self.shared[k])
+                grouped[k] = self.whole[k] if here is None else self.whole[k].rows(here)
+            self.grouped = choice, grouped
+        return self.grouped[1]
+
+
+def _check_finite(v: Tensor, t: Tensor, choice: Choice) -> None:
+    """Raise a `NotFinite` that names the experts where the velocity (batch, …) is not finite."""
+    broken = ~v.flatten(1).isfinite().all(1).cpu()
+    if broken.any():
+        experts = (choice.weights[broken] != 0).any(0).nonzero()[:, 0].tolist()
+        raise NotFinite(
+            f"the velocity of expert {' or '.join(map(str, experts))} is not finite at t = {float(t):.4g}, "
+            f"for {int(broken.sum())} of {len(v)} samples: damaged weights, a dtype that is too narrow "
+            "(float16 ends at 65,504), or too much guidance"
+        )
+
+
 def integrate(
     model: VelocityField | Ensemble,
     x: Tensor,
     times: Tensor,
     solver: str | Solver | None = None,
-    guidance_scale: float | Guidance | Callable[[], Guidance] = 1.0,
+    guidance_scale: float | Guidance = 1.0,
     negative: Mapping[str, Tensor] | None = None,
     conditions: Mapping[str, Tensor] | None = None,
     *,
     expert: Tensor | None = None,
-    draws: Tensor | None = None,
-    router_every: int = 1,
-    use: ExpertUse | None = None,
     on_step: OnStep = unchanged,
-    is_interrupted: Callable[[], bool] = lambda: False,
+    stop: Callable[[], bool] = never,
+    router_every: int = 1,
 ) -> Tensor:
     """The states x (batch, C, H, W) of times[0], carried to times[-1] along the model's velocity.
 
     Args:
         model: an expert or an ensemble.
-        x: see `hddm.sampling`.
+        x: on the model's device.
         times: see `time_grid`.
-        solver: its name, or a function; see `hddm.solvers`. None is the model's own (`settled`).
-        guidance_scale: see `VelocityField.velocity`; a function is asked at every call of the velocity.
+        solver: its name, or a function; see `hddm.solvers`. None is the model's own.
+        guidance_scale: see `VelocityField.velocity`.
         negative: as conditions.
-        conditions: see `VelocityField.velocity`; on the model's device. Both are read at every call, so that
-            ``on_step`` may change them.
-        expert: (batch,) the one expert of each sample; ``draw`` needs it.
-        draws: (batch,) numbers in [0, 1), by which ``commit-x`` draws an expert per sample, at the first of
-            ``times`` at or below x. There the velocity changes, so solvers begin anew.
-        router_every: the router is asked at every n-th call of the velocity; between, its choice stays.
-        use: a tally of the weights, where one is wanted.
+        conditions: see `VelocityField.velocity`; on the model's device.
+        expert: (batch,) the one expert of each sample; ``draw`` and ``commit-x`` need it.
         on_step: see `hddm.solvers`.
-        is_interrupted: asked after each step; once it is true, states stay as they are, no network runs and
-            ``on_step`` is not called.
+        stop: see `run`.
+        router_every: see `plan`.
 
     Raises:
-        HddmError: as `Ensemble.velocity`, and for a ``router_every`` below 1.
+        HddmError: as `plan` and `run`.
     """
-    if router_every < 1:
-        raise HddmError(f"router_every starts at 1, not {router_every}")
-    if isinstance(model, Ensemble) and expert is None and model.commits_at is not None and draws is not None:
-        above = int((times > model.commits_at + SAME).sum())
-        part = functools.partial(
-            integrate,
-            solver=solver,
-            guidance_scale=guidance_scale,
-            negative=negative,
-            conditions=conditions,
-            router_every=router_every,
-            use=use,
-            is_interrupted=is_interrupted,
-        )
-        if above:
-            x = part(model.under("full"), x, times[: above + 1], on_step=on_step)
-        if above == len(times) - 1 or is_interrupted():
-            return x
-        chosen = pick_experts(posterior_of(model, x, float(times[above]), conditions or {}), draws)
-
-        def later(index: int, x: Tensor) -> Tensor:
-            return on_step(above + index, x)
-
-        return part(model, x, times[above:], expert=chosen.to(x.device), on_step=later)
-
-    def asked() -> Guidance:
-        return guidance_scale() if callable(guidance_scale) else Guidance.of(guidance_scale)
-
-    if isinstance(model, Ensemble):
-        model.refuse_weakless(asked(), expert)
-    else:
-        model.refuse_beyond(times)
-    given, count = {} if conditions is None else conditions, itertools.count()
-    ends = dict(itertools.pairwise(times.tolist())) if model.sampling_steps is not None else {}
-    kept: Tensor | None = None
-    stopped = x if is_interrupted() else None
-
-    def velocity(x: Tensor, t: Tensor) -> Tensor:
-        nonlocal kept
-        if stopped is not None:
-            return torch.zeros_like(x)
-        over = dict[str, Tensor]()
-        if ends:
-            over[INTERVAL] = torch.full((len(x),), float(t) - ends[float(t)], device=x.device)
-        if not isinstance(model, Ensemble):
-            return _finite(model.velocity(x, t, asked(), negative, **given, **over), t)
-        if next(count) % router_every == 0 and (kept is None or expert is None):
-            kept = model.weights(x, t.expand(len(x)), expert, given)
-        assert kept is not None
-        kept = model.at(t.expand(len(x)), kept)
-        if use is not None:
-            use.add(float(t), kept)
-        return _finite(model.velocity(x, t, asked(), negative, weights=kept, **given, **over), t, kept)
-
-    def step(index: int, x: Tensor) -> Tensor:
-        nonlocal stopped
-        # A solver with a memory would move on from where it was stopped.
-        if stopped is not None:
-            return stopped
-        x = on_step(index, x)
-        stopped = x if is_interrupted() else None
-        return x
-
-    if solver is None or isinstance(solver, str):
-        solver = solver_named(settled(model, None, solver)[1])
-    return solver(velocity, x, times, step)
-
-
-def _finite(v: Tensor, t: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return ``v`` (batch, …); raise an `HddmError` that names the experts where it is not finite."""
-    is_finite = v.flatten(1).isfinite().all(1)
-    if is_finite.all():
-        return v
-    broken = (~is_finite).to("cpu")
-    which = ""
-    if weights is not None:
-        experts = (weights.to("cpu")[broken] != 0).any(0).nonzero()[:, 0].tolist()
-        which = f" of expert {' or '.join(map(str, experts))}"
-    raise HddmError(
-        f"the velocity{which} is not finite at t = {float(t):.4g}, for {int(broken.sum())} of {len(v)} "
-        "samples: damaged weights, a dtype that is too narrow (float16 ends at 65,504), or too much guidance"
+    how = plan(
+        model,
+        solver=solver,
+        guidance=guidance_scale,
+        router_every=router_every,
+        noise=Latents(x.cpu()),
+        times=times,
+    )
+    if expert is None and how.model.strategy == "draw" and len(how.model.experts) == 1:
+        expert = torch.zeros(len(x), dtype=torch.long)
+    asked = Conditions(dict(conditions or {}), dict(negative or {}))
+    numbers = range(len(x))
+    how = replace(how, shape=tuple(x.shape[1:]))
+    return run(
+        how,
+        Batch(torch.arange(len(x)), numbers, asked, None if expert is None else expert.cpu()),
+        on_step,
+        stop,
     )
 
 
@@ -362,18 +646,16 @@ def sample(
     guidance_scale: float | Guidance = 1.0,
     *,
     negative: Mapping[str, Tensor] | None = None,
+    prior: Tensor | None = None,
     shift: float | None = None,
     batch_size: int = 64,
     shape: tuple[int, ...] | None = None,
     start: int = 0,
-    numbers: Tensor | None = None,
     expert: int | None = None,
     router_every: int = 1,
+    picture: Picture | None = None,
     use: ExpertUse | None = None,
     on_step: OnStep = unchanged,
-    on_batch: Callable[[int], None] | None = None,
-    keep: Keep = made,
-    picture: Picture | None = None,
     **conditions: Any,
 ) -> Tensor:
     """Integrate the model's velocity from noise at t = 1, or from a noised picture, to data at t = 0.
@@ -382,28 +664,23 @@ def sample(
         model: an expert or an ensemble, or the folder of one.
         num: number of samples.
         seed: sample i depends on (seed, i) alone.
-        steps: solver steps, even in t up to ``shift``; by default 25, or a student's own.
-        strategy: for this call, instead of the ensemble's own; see `hddm.ensemble`.
-        solver: ``euler``, ``heun``, ``adams-bashforth`` or ``adams-moulton``, the default; see
-            `hddm.solvers`. Students of few steps take ``euler`` alone.
+        steps: see `plan`, as strategy, solver, shift, shape, expert and router_every.
+        strategy: for this call, instead of the ensemble's own.
+        solver: ``euler``, ``heun``, ``adams-bashforth`` or ``adams-moulton``.
         guidance_scale: 1 for none, another number by condition, or a `hddm.velocity.Guidance`.
         negative: conditions to guide away from, each (num, …); by default the null ones.
-        shift: of the time grid; by default the model's own.
+        prior: (num, K) distribution of the expert of each sample, in place of p(k | class).
+        shift: of the time grid.
         batch_size: samples integrated together; changes a sample by rounding only, which a hard choice of
             experts can amplify.
         shape: (C, H, W) of a sample, for a model that has none of its own.
         start: index i of the first sample: a run in several pieces is the run in one.
-        numbers: index i of each sample (num,), in place of ``start``; needs ``expert`` or a router.
-        expert: the one expert to use, instead of any strategy; with those of its domain, if it covers a part
-            of t.
+        expert: the one expert to use, instead of any strategy.
         router_every: ask the router at every n-th call of the velocity only.
-        use: a tally of how the experts were used, to be read afterwards.
-        on_step: see `hddm.solvers`; called for each batch in turn.
-        on_batch: called with the number of samples after each batch.
-        keep: called with the rows of each batch (indices, from 0) and a function that makes its samples;
-            returns them, made now or kept from an earlier call.
         picture: what samples begin with, and what of it stays; see `hddm.editing`. With ``draw`` and a router
             that looks at states, each expert is drawn from p(k | x_s, s).
+        use: a tally of how the experts were used, to be read afterwards.
+        on_step: see `hddm.solvers`; called for each batch in turn.
         conditions: keywords of the experts' networks, each (num, …); ``class_labels`` may be names.
 
     Returns:
@@ -411,156 +688,63 @@ def sample(
         were trained in.
 
     Raises:
-        HddmError: for a num below 1, an unknown strategy, solver, class or argument, a strategy for a single
-            expert, a single expert for a part of t, conditions of another length than num, a model of unknown
-            sample shape, a shape of other channels than the model's, or a velocity that is not finite.
+        HddmError: as `plan`, `batches` and `run`; for a num below 1, an unknown class or argument, a model of
+            unknown sample shape, or experts of several kinds.
     """
     if isinstance(model, str | Path):
         from hddm.experts.loading import load
 
         model = load(model)
-    known = model.sample_shape
-    if isinstance(model, Ensemble):
-        # An unknown expert is refused below, with the others.
-        one = expert if expert in range(len(model.experts)) else None
-        model.refuse_kinds(range(len(model.experts)) if one is None else [one])
-        known = known if one is None else model.experts[one].sample_shape
-    shape = tuple(_shape(shape, known))
-    steps, solver = settled(model, steps, solver)
-    for name, value in {"num": num, "batch_size": batch_size, "seed": seed, "start": start}.items():
-        least = 0 if name in ("seed", "start") else 1
+    for name, value in {"num": num, "seed": seed, "start": start}.items():
+        least = 1 if name == "num" else 0
         if not isinstance(value, Integral) or value < least:
             raise HddmError(f"{name} is a whole number from {least}, not {value!r}")
+    how = plan(
+        model,
+        steps=steps,
+        solver=solver,
+        shift=shift,
+        strategy=strategy,
+        expert=expert,
+        guidance=guidance_scale,
+        router_every=router_every,
+        shape=shape,
+        noise=Seeded(seed),
+        picture=lambda expert: picture,
+    )
+    how.model.refuse_kinds(range(len(how.model.experts)) if expert is None else [expert])
     arguments = inspect.signature(sample).parameters.keys() - {"conditions"}
     for branch in (conditions, negative or {}):
-        check_names(branch, model.conditions, arguments)
-    labels = conditions.get("class_labels")
+        check_names(branch, how.model.conditions, arguments)
+    labels = conditions.get(LABELS)
     if labels is not None and not isinstance(labels, Tensor):
         flat = flat_labels(labels)
         is_named = any(isinstance(label, str) for label in flat)
-        conditions["class_labels"] = class_indices(flat, model.classes) if is_named else torch.tensor(flat)
-    conditions = {name: torch.as_tensor(value) for name, value in conditions.items()}
-    check_labels(conditions, model.classes)
-    negative = {name: torch.as_tensor(value) for name, value in (negative or {}).items()}
-    for name, value in (*conditions.items(), *negative.items()):
-        if value.ndim == 0 or len(value) != num:
-            found = len(value) if value.ndim else "no"
-            raise HddmError(f"condition {name!r} has {found} rows for {num} samples")
-    if picture is not None:
-        picture.check(num, shape)
-    chosen = None
-    if isinstance(model, Ensemble):
-        model, chosen = routed(model, strategy, expert, num, conditions)
-        if chosen is None and model.strategy == "draw":
-            if numbers is not None:
-                raise HddmError("numbers= goes with expert= or a router; 'draw' counts from start")
-            prior = model.prior_of(num, conditions)
-            if picture is not None:
-                parts = []
-                for rows in torch.arange(num).split(batch_size):
-                    x_s = picture.rows(rows).noised(noise_of(seed, (start + rows).tolist(), shape))
-                    given = _rows(conditions, rows, model.device)
-                    parts.append(posterior_of(model, x_s, picture.strength, given))
-                prior = torch.cat(parts)
-            chosen = pick_experts(prior, uniform_draws(seed, range(start, start + num)))
-        model.refuse_weakless(Guidance.of(guidance_scale), chosen)
-    elif strategy is not None or expert is not None:
-        Strategy.parse(strategy or "draw")
-        asked = f"strategy {strategy!r}" if strategy is not None else f"expert {expert}"
-        raise HddmError(f"{asked} needs an ensemble; this is a single expert")
-    times = time_grid(steps, model.shift if shift is None else shift)
-    if picture is not None:
-        times = picture.times(times)
-    # Samples of one domain follow each other, so that an expert comes once and sees large batches.
-    order = torch.arange(num)
-    if chosen is not None and isinstance(model, Ensemble):
-        order = torch.tensor(model.domains)[chosen].argsort(stable=True)
-    dtype = torch.promote_types(model.dtype, torch.float32)
-    samples = torch.empty(num, *shape, dtype=dtype)
-    numbers = torch.arange(start, start + num) if numbers is None else numbers
-
-    commits = isinstance(model, Ensemble) and model.commits_at is not None
-
-    def make(rows: Tensor) -> Tensor:
-        own = numbers[rows].tolist()
-        x, solve = noise_of(seed, own, shape).to(model.device, dtype), solver_named(solver)
-        if picture is not None:
-            part = picture.rows(rows)
-            solve = part.solver(solve, noise_stream(seed, own, shape))
-            x = part.noised(x)
-        return integrate(
-            model,
-            x,
-            times,
-            solve,
-            guidance_scale,
-            _rows(negative, rows, model.device) or None,
-            _rows(conditions, rows, model.device),
-            expert=None if chosen is None else chosen[rows].to(model.device),
-            draws=uniform_draws(seed, own) if commits else None,
-            router_every=router_every,
-            use=use,
-            on_step=on_step,
-        ).cpu()
-
-    for rows in order.split(batch_size):
+        conditions[LABELS] = class_indices(flat, how.model.classes) if is_named else torch.tensor(flat)
+    given, against = (
+        {name: torch.as_tensor(value) for name, value in branch.items()}
+        for branch in (conditions, negative or {})
+    )
+    check_labels(given, how.model.classes)
+    numbers = range(start, start + num)
+    groups = batches(how, numbers, Conditions(given, against, prior), batch_size)
+    samples = torch.empty(num, *how.shape_of(expert or 0), dtype=how.dtype)
+    for batch in groups:
         try:
-            samples[rows] = keep(rows, functools.partial(make, rows))
+            samples[batch.rows] = run(how, batch, on_step, use=use).cpu()
         except (RuntimeError, ValueError) as error:
-            if shape == known or isinstance(error, HddmError):
+            own = replace(how, shape=None).shape_of(expert or 0)
+            if shape in (None, own) or isinstance(error, HddmError):
                 raise
-            raise HddmError(f"shape={shape}: a network of samples {known} fails on it: {error}") from error
-        if on_batch is not None:
-            on_batch(len(rows))
+            raise HddmError(f"shape={shape}: a network of samples {own} fails on it: {error}") from error
     return samples
 
 
-def routed(
-    ensemble: Ensemble,
-    strategy: str | None,
-    expert: int | None,
-    num: int,
-    conditions: Mapping[str, Tensor],
-) -> tuple[Ensemble, Tensor | None]:
-    """The ensemble under the strategy of one call, and the experts (num,) where the user names one.
-
-    Warns where ``draw`` has no p(k | condition) for the conditions at hand.
-
-    Raises:
-        HddmError: for an unknown strategy, an expert that is not there, or both at once.
-    """
-    # A copy, so that another thread's sampling keeps its own strategy.
-    ensemble = ensemble.under(strategy or ensemble.strategy)
-    if expert is not None:
-        if strategy is not None:
-            raise HddmError(f"expert {expert} and strategy {strategy!r}: choose one of the two")
-        if not 0 <= expert < len(ensemble.experts):
-            raise HddmError(f"expert {expert}: there are 0 … {len(ensemble.experts) - 1}")
-        return ensemble, torch.full((num,), expert)
-    known = PRIOR in conditions or (ensemble.knows_classes and set(conditions) == {"class_labels"})
-    if ensemble.strategy == "draw" and conditions and not known and len(ensemble.experts) > 1:
-        warnings.warn(
-            "draw picks experts by the prior alone: p(k | condition) is not known for "
-            f"{', '.join(sorted(conditions))}",
-            # Above this one and the caller stands the wrapper of no_grad.
-            stacklevel=4,
-        )
-    return ensemble, None
-
-
-def _shape(asked: tuple[int, ...] | None, known: tuple[int, ...] | None) -> tuple[int, ...]:
-    """The shape asked for, or the model's; height and width may differ from the model's, as for a UNet."""
-    shape = known if asked is None else asked
-    if shape is None:
-        raise HddmError("this model does not tell the shape of a sample: pass shape=(C, H, W)")
+def _check_shape(shape: tuple[int, ...], known: tuple[int, ...] | None) -> None:
+    """Raise an `HddmError` unless ``shape`` is (C, H, W), of the model's channels; its sides may differ."""
     if not shape or not all(isinstance(size, Integral) and size >= 1 for size in shape):
         raise HddmError(f"shape= takes whole numbers from 1, (C, H, W), not {tuple(shape)}")
     if known is not None and (len(shape), shape[0]) != (len(known), known[0]):
         raise HddmError(
             f"shape={tuple(shape)}: samples of this model are {tuple(known)}; only its sides may differ"
         )
-    return shape
-
-
-def _rows(conditions: Mapping[str, Tensor], rows: Tensor, device: torch.device) -> dict[str, Tensor]:
-    return {name: value[rows.to(value.device)].to(device) for name, value in conditions.items()}

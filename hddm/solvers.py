@@ -1,9 +1,11 @@
 """Solvers of ordinary differential equations, for a velocity along a grid of times.
 
 They are plain functions and know nothing of diffusion: ``solver(velocity, x, times)`` integrates
-dx/dt = velocity(x, t) from ``times[0]`` to ``times[-1]`` through every time between, upwards or downwards,
-and returns the last x. ``velocity`` gets x and a scalar float64 tensor t. After step i, from 0, the state
-goes through ``on_step(i, x)``. Each docstring gives the order of the global error in the step.
+dx/dt = velocity(x, now, then) from ``times[0]`` to ``times[-1]`` through every time between, upwards or
+downwards, and returns the last x. ``velocity`` gets x and two scalar float64 tensors: the time of x, and the
+time at which the step ends. Only a velocity that is a mean over the step depends on the second. After step i,
+from 0, the state goes through ``on_step(i, x)``. Each docstring gives the order of the global error in the
+step.
 """
 
 import itertools
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from hddm.utils.errors import HddmError
 
-Velocity = Callable[[Tensor, Tensor], Tensor]
+Velocity = Callable[[Tensor, Tensor, Tensor], Tensor]
 OnStep = Callable[[int, Tensor], Tensor]
 
 
@@ -32,30 +34,30 @@ class Solver(Protocol):
 
 
 def euler(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep = unchanged) -> Tensor:
-    """Euler's method, order 1, one call a step.
+    """Euler's method, order 1, one call per step.
 
     On the common path it is DDIM (arXiv:2010.02502): that sampler's step is Euler's in the variable
     x/alpha over sigma/alpha, and both are exact for a constant x_0 and eps.
     """
     for index, (now, then) in enumerate(itertools.pairwise(times)):
-        x = on_step(index, x + float(then - now) * velocity(x, now))
+        x = on_step(index, x + float(then - now) * velocity(x, now, then))
     return x
 
 
 def heun(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep = unchanged) -> Tensor:
-    """Heun's second-order method (explicit trapezoid), order 2, two calls a step.
+    """Heun's second-order method (explicit trapezoid), order 2, two calls per step.
 
     Not Heun's third-order method. Source: arXiv:2206.00364, algorithm 1, without its noise.
     """
     for index, (now, then) in enumerate(itertools.pairwise(times)):
         step = float(then - now)
-        slope = velocity(x, now)
-        x = on_step(index, x + step / 2 * (slope + velocity(x + step * slope, then)))
+        slope = velocity(x, now, then)
+        x = on_step(index, x + step / 2 * (slope + velocity(x + step * slope, then, then)))
     return x
 
 
 def adams_bashforth(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep = unchanged) -> Tensor:
-    """Two-step Adams-Bashforth for uneven steps, order 2, one call a step; the first is Euler's.
+    """Two-step Adams-Bashforth for uneven steps, order 2, one call per step; the first is Euler's.
 
     With steps h_0, then h:  x += h [(1 + h/(2 h_0)) v - h/(2 h_0) v_before].
     Source: Hairer, Nørsett & Wanner, Solving Ordinary Differential Equations I, section III.5.
@@ -64,7 +66,7 @@ def adams_bashforth(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnSte
 
 
 def adams_moulton(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep = unchanged) -> Tensor:
-    """Adams-Bashforth predictor and three-point Adams-Moulton corrector, order 3, one call a step.
+    """Adams-Bashforth predictor and three-point Adams-Moulton corrector, order 3, one call per step.
 
     The velocity at a predicted state corrects that state and serves the next prediction (mode PEC). With
     steps h_0, then h, and the velocity u that the predictor expected at the end of h:
@@ -82,7 +84,7 @@ def _adams(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep, correc
     last_step = gain = 0.0
     for index, (now, then) in enumerate(itertools.pairwise(times)):
         step = float(then - now)
-        slope = velocity(x, now)
+        slope = velocity(x, now, then)
         if corrects and index:
             x = x + gain * (slope - expected)
         weight = step / (2 * last_step) if index else 0.0

@@ -28,7 +28,7 @@ ensemble asks another expert of the same domain (`hddm.ensemble`).
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from numbers import Real
 from typing import Any, Literal, get_args
@@ -42,16 +42,12 @@ from hddm.networks.wrappers import declared_shape, described, missing_from
 from hddm.schedules import DiscreteSchedule, LinearSchedule, Schedule
 from hddm.utils.errors import HddmError, did_you_mean
 from hddm.utils.records import WHOLE, NoiseRange, composed
-from hddm.utils.tensors import append_dims, device_of, parameter_dtype, to_float64
+from hddm.utils.tensors import append_dims, device_of, parameter_dtype, sent, to_float64
 
 SINGULAR_MARGIN = 1e-6
-PRIOR = "expert_prior"
-"""Condition that no network gets: p(k) of each sample in an ensemble, (batch, K), as a prompt gives it."""
 ROUNDING = 1e-6
 """A t in float32 may miss the end of a noise range by this much."""
-INTERVAL = "interval"
-"""Condition of a student of few steps: t - r of each state (batch,), over which its velocity is the mean."""
-SETTINGS = frozenset({"time_ids", "resolution", "aspect_ratio", "guidance", INTERVAL, PRIOR})
+SETTINGS = frozenset({"time_ids", "resolution", "aspect_ratio", "guidance"})
 """Conditions that say how a sample is made, and not what it shows: a negative branch has the same ones."""
 
 
@@ -166,9 +162,8 @@ def check_names(
     """Refuse conditions that are not ``declared``, where anything is; ``arguments`` may be meant as well."""
     for name in names:
         if declared is not None and name not in declared:
-            named = [one for one in declared if one != PRIOR]
-            known = ", ".join(named) or "none"
-            near = did_you_mean(name, [*arguments, *named])
+            known = ", ".join(declared) or "none"
+            near = did_you_mean(name, [*arguments, *declared])
             raise HddmError(f"this model takes no condition {name!r}; it declares: {known}{near}")
 
 
@@ -180,11 +175,8 @@ def check_conditions(x_t: Tensor, conditions: Mapping[str, Tensor]) -> None:
 
 
 def check_labels(conditions: Mapping[str, Any], classes: Sequence[str]) -> None:
-    """Refuse class labels that are none of ``classes``, where there are any.
-
-    A prompt that names no class has a label beyond them, and a `PRIOR`.
-    """
-    if classes and LABELS in conditions and PRIOR not in conditions:
+    """Refuse class labels that are none of ``classes``, where there are any."""
+    if classes and LABELS in conditions:
         class_indices(conditions[LABELS], classes)
 
 
@@ -206,7 +198,7 @@ class Guidance:
     Args:
         scale: 1 for none; with any other v_n is computed too.
         by: ``condition`` takes v_n under the negative conditions (classifier-free guidance); ``weak`` that of
-            the expert's weaker self under the same conditions (arXiv:2406.02507).
+            the expert's weak model under the same conditions (arXiv:2406.02507).
         channels: guide this many channels from the first, and leave the others as v_c. DiT's own code
             does so with 3 of 4, and its published figures are of that; None for all.
         interval: (low, high) in t, where guidance acts; outside v = v_c (arXiv:2404.07724).
@@ -245,18 +237,18 @@ class Guidance:
 
     @property
     def by_condition(self) -> bool:
-        """True where the negative conditions are asked for their velocity."""
+        """True where the velocity under the negative conditions is needed."""
         return self.scale != 1.0 and self.by == "condition"
 
     @property
     def by_weak(self) -> bool:
-        """True where the weaker self is asked for its velocity."""
+        """True where the weak model's velocity is needed."""
         return self.scale != 1.0 and self.by == "weak"
 
     def refuse_negative(self, given: bool) -> None:
-        """Raise an `HddmError` where negative conditions are ``given`` and guidance is by the weaker self."""
+        """Raise an `HddmError` where negative conditions are ``given`` and guidance is by the weak model."""
         if self.by_weak and given:
-            raise HddmError("guidance by the weaker self takes no negative conditions; drop them")
+            raise HddmError("guidance by the weak model takes no negative conditions; drop them")
 
     def acts(self, t: Tensor) -> Tensor:
         """True (batch,) where there is guidance at t (batch,)."""
@@ -277,8 +269,26 @@ class Guidance:
         if self.rescale:
             ratio = append_dims(v_c.flatten(1).std(1) / guided.flatten(1).std(1), guided.ndim)
             guided = (self.rescale * ratio + 1 - self.rescale) * guided
-        rows = append_dims(acts.to(guided.device), guided.ndim)
+        rows = append_dims(sent(acts, guided.device), guided.ndim)
         return torch.cat([torch.where(rows, guided, v_c), conditional[:, count:]], dim=1)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Checked inputs of a field: guidance, and the conditions of both branches, each (batch, …)."""
+
+    guidance: Guidance
+    conditions: Mapping[str, Tensor]
+    negative: Mapping[str, Tensor]
+    """Empty without guidance by condition."""
+
+    def rows(self, rows: Tensor) -> "Inputs":
+        """The inputs of these rows of the batch."""
+        return replace(
+            self,
+            conditions={name: value[rows] for name, value in self.conditions.items()},
+            negative={name: value[rows] for name, value in self.negative.items()},
+        )
 
 
 class VelocityField:
@@ -300,8 +310,9 @@ class VelocityField:
         shift: of the time grid that its samples want (`hddm.sampling.time_grid`).
         weak: the same expert with weights of an early step of its training, to guide by.
         noise_range: (low, high) in t, the part of [0, 1] that it was trained for.
-        sampling_steps: of a student of few steps, that number: its velocity is the mean over the interval
-            that the condition `INTERVAL` gives, and an Euler step takes it exactly.
+        sampling_steps: number of steps of a student of few steps. Its velocity is the mean over a step, which
+            Euler's method takes exactly; its network takes ``interval`` (batch,), the step's length.
+        inner_guidance: guidance scale that a student of few steps learned from its teacher; 1 for none.
 
     Raises:
         HddmError: for an unknown prediction type, flow_prediction on a discrete schedule, or a noise range
@@ -323,6 +334,7 @@ class VelocityField:
         weak: "VelocityField | None" = None,
         noise_range: NoiseRange = WHOLE,
         sampling_steps: int | None = None,
+        inner_guidance: float = 1.0,
     ) -> None:
         if not isinstance(schedule, Schedule):
             raise HddmError(f"schedule is {schedule!r}: pass one of hddm.schedules, such as LinearSchedule()")
@@ -339,7 +351,7 @@ class VelocityField:
         self.classes = tuple(map(composed, classes))
         self.shift = shift
         self.weak = weak
-        self.sampling_steps = sampling_steps
+        self.sampling_steps, self.inner_guidance = sampling_steps, inner_guidance
         # What `hddm.experts` read it from, so that it can be written again with its licence and history.
         self.source: object = None
         self.range = _exact_range(schedule, self.prediction_type)
@@ -359,7 +371,7 @@ class VelocityField:
             *(["conditions " + " and ".join(self.conditions)] if self.conditions else []),
             *([f"{len(self.classes)} classes"] if self.classes else []),
             *(["calibrated"] if self.calibration is not None else []),
-            *(["a weaker self"] if self.weak is not None else []),
+            *(["a weak model"] if self.weak is not None else []),
             *([] if self.sampling_steps is None else [f"a student of {self.sampling_steps} steps"]),
         ]
         return f"VelocityField({'; '.join(facts)})"
@@ -380,6 +392,7 @@ class VelocityField:
         t: Tensor,
         guidance_scale: float | Guidance = 1.0,
         negative: Mapping[str, Tensor] | None = None,
+        then: Tensor | None = None,
         **conditions: Tensor,
     ) -> Tensor:
         """Velocity dx/dt = E[eps - x_0 | x_t] on the common path.
@@ -393,6 +406,8 @@ class VelocityField:
             guidance_scale: 1 for none, or a `Guidance`.
             negative: conditions of the negative branch; by default the null ones, and of those of
                 `hddm.velocity.SETTINGS` that have none the same as in ``conditions``.
+            then: (batch,) or a scalar, the end of the step; only a student of few steps uses it, and without
+                it gives the velocity at ``t``.
             conditions: keywords of the network's forward, each (batch, …); one left out takes its null value.
 
         Returns:
@@ -400,26 +415,50 @@ class VelocityField:
 
         Raises:
             HddmError: for a t outside the noise range or of another batch size, a condition that the expert
-                does not declare, or guidance without conditions, or by a weaker self that it lacks.
+                does not declare, or guidance without conditions, or by a weak model that it lacks.
         """
         times = check_times(x_t, t)
         self.refuse_beyond(times)
-        negative = negative or {}
+        inputs = self.inputs(x_t, Guidance.of(guidance_scale), negative or {}, conditions)
+        for branch in (conditions, negative or {}):
+            self.check_range(branch)
+        return self.guided(x_t, times, inputs, then)
+
+    def inputs(
+        self,
+        x_t: Tensor,
+        guidance: Guidance,
+        negative: Mapping[str, Tensor],
+        conditions: Mapping[str, Tensor],
+    ) -> "Inputs":
+        """Check and complete what `velocity` is called with, for all states (batch, …) of a batch like x_t.
+
+        Raises:
+            HddmError: as `velocity`.
+        """
         for branch in (conditions, negative):
             self._check(x_t, branch)
         given = self._with_null(conditions, x_t)
-        guidance = Guidance.of(guidance_scale)
-        acts = guidance.acts(times)
         if guidance.by_condition and not can_guide(conditions, negative):
             raise HddmError(f"guidance needs a condition to guide to; {self._remedies}")
         guidance.refuse_negative(bool(negative))
         if guidance.by_weak and self.weak is None:
-            raise HddmError(f"this expert has no weaker self to be guided by; {self._remedies}")
+            raise HddmError(f"this expert has no weak model to guide by; {self._remedies}")
         if missing := missing_from(given, self.conditions or ()):
             raise HddmError(
-                f"this expert needs {' and '.join(missing)}, and knows no value that stands for none; pass it"
+                f"this expert needs {' and '.join(missing)} and has no empty default; pass a value"
             )
         against = self._negative(given, negative, x_t) if guidance.by_condition else {}
+        return Inputs(guidance, given, against)
+
+    def guided(self, x_t: Tensor, times: Tensor, inputs: "Inputs", then: Tensor | None = None) -> Tensor:
+        """As `velocity`, for checked ``times`` (batch,) and ``inputs``; nothing is read from the device."""
+        given, against, guidance = inputs.conditions, inputs.negative, inputs.guidance
+        if self.sampling_steps is not None:
+            over = torch.zeros_like(times) if then is None else times - to_float64(then)
+            step = {"interval": sent(over.float(), x_t.device)}
+            given, against = {**given, **step}, {**against, **step}
+        acts = guidance.acts(times)
         if not acts.any():
             return self._convert(x_t, times, given).to(x_t.dtype)
         if self.weak is not None and guidance.by_weak:
@@ -437,7 +476,7 @@ class VelocityField:
     def _remedies(self) -> str:
         """What there is to guide by, in words."""
         by_condition = [] if self.conditions == () else ["pass a condition to guide by"]
-        by_weak = [] if self.weak is None else ["guide by the weaker self"]
+        by_weak = [] if self.weak is None else ["guide by the weak model"]
         return ", or ".join([*by_condition, *by_weak, "take --guidance-scale 1"])
 
     def refuse_beyond(self, t: Tensor) -> None:
@@ -483,7 +522,7 @@ class VelocityField:
         scale = (alpha + sigma) * keep_noise * keep_signal
 
         def wide(values: Tensor) -> Tensor:
-            return append_dims(values, x.ndim).to(x.device, x.dtype)
+            return sent(append_dims(values, x.ndim), x.device, x.dtype)
 
         def derivatives() -> tuple[Tensor, Tensor]:
             d_alpha, d_sigma = self.schedule.derivatives(native)
@@ -508,7 +547,7 @@ class VelocityField:
     def ask(self, y: Tensor, native: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
         """The network's own prediction for a state ``y`` on its path, at ``native`` times (batch,)."""
         dtype = parameter_dtype(self.network) or y.dtype
-        timestep = (native * self.time_scale).to(y.device, y.dtype)
+        timestep = sent(native * self.time_scale, y.device, y.dtype)
         output: Any = self.network(y.to(dtype), timestep, **conditions)
         if isinstance(output, tuple) or hasattr(output, "to_tuple"):
             output = output[0]
@@ -526,6 +565,9 @@ class VelocityField:
         known = self.sample_shape
         if known is not None and (x_t.ndim != len(known) + 1 or x_t.shape[1] != known[0]):
             raise HddmError(f"states are {tuple(x_t.shape[1:])}, samples of this model are {tuple(known)}")
+
+    def check_range(self, conditions: Mapping[str, Tensor]) -> None:
+        """Raise an `HddmError` for class labels that the network has no embedding of."""
         labels, null = conditions.get("class_labels"), self.null_conditions.get("class_labels")
         if labels is None or not self.classes:
             return
@@ -550,8 +592,8 @@ class VelocityField:
         gaps = {"the negative conditions": given.keys() - against, "the conditions": against.keys() - given}
         if missing := [f"{one} lack {' and '.join(sorted(names))}" for one, names in gaps.items() if names]:
             raise HddmError(
-                f"guidance needs the same keywords on both sides: {', '.join(missing)}, and this expert "
-                "knows no value that stands for none"
+                f"guidance needs the same keywords on both sides: {', '.join(missing)}, and this expert has "
+                "no empty default"
             )
         return against
 

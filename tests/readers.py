@@ -155,7 +155,7 @@ def _read_ensemble(folder: Path) -> None:
     pipe.set_progress_bar_config(disable=True)
     assert isinstance(ensemble, hddm.Ensemble)
     with torch.no_grad():
-        given, _ = pipe.encode(["a cat"])
+        given = pipe.encode(["a cat"]).given
         ensemble.velocity(torch.zeros(1, 4, 4, 4), torch.tensor([0.5]), **given)
 
 

@@ -23,7 +23,8 @@ from hddm.data.images import to_bytes
 from hddm.ensemble import Ensemble
 from hddm.experts.assembly import assemble
 from hddm.experts.loading import load
-from hddm.sampling import draw_experts, initial_noise, sample
+from hddm.noise import initial_noise
+from hddm.sampling import draw_experts, sample
 from hddm.schedules import from_diffusers
 from hddm.training.calibrate import recalibrate
 from hddm.training.expert import train_expert

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from hddm.calibration import calibrate
 from hddm.ensemble import Ensemble
-from hddm.sampling import draw_experts, initial_noise
+from hddm.noise import initial_noise
+from hddm.sampling import draw_experts
 from hddm.utils.tensors import append_dims
 from hddm.velocity import VelocityField
 

@@ -16,10 +16,11 @@ from hddm.data.images import to_bytes
 from hddm.data.shard_records import find_shards
 from hddm.data.shards import load_shard
 from hddm.ensemble import Ensemble
+from hddm.expert_use import ExpertUse
 from hddm.experts.loading import load
 from hddm.experts.records import read_router
 from hddm.routers import Router
-from hddm.sampling import ExpertUse, sample
+from hddm.sampling import sample
 from hddm.training.router import calibrate_router, held_out
 from hddm.utils.processes import Report
 from hddm.utils.tensors import generator

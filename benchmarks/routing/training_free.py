@@ -48,7 +48,6 @@ from hddm.sampling import sample
 from hddm.training.topics import describe_topic
 from hddm.utils.processes import Workers
 from hddm.utils.tensors import generator
-from hddm.velocity import PRIOR
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 TEMPLATES = ("a handwritten {}", "the digit {}", "{}", "a small picture of the number {}", "{} in ink")
@@ -217,17 +216,17 @@ def _seed(
     for how, wordings in (("", (ASKED,)), (", in all wordings", TEMPLATES)):
         begun = time.perf_counter()
         texts = [wordings[i // 10 % len(wordings)].format(WORDS[i % 10]) for i in range(num)]
-        given, _ = pipe.encode(texts)
+        given = pipe.encode(texts)
         routing = time.perf_counter() - begun
         if not how:
             # The first prompts also fit the router.
-            run["prior_gap"] = float((given[PRIOR] - priors["class prior"]).abs().sum(1).mean() / 2)
+            run["prior_gap"] = float((given.prior - priors["class prior"]).abs().sum(1).mean() / 2)
             run["routing_seconds"] = routing
         tables = priors if not how else {"class prior": priors["class prior"]}
-        for name, prior in {**tables, "prompts": given[PRIOR]}.items():
+        for name, prior in {**tables, "prompts": given.prior}.items():
             begun = time.perf_counter()
             images = to_bytes(
-                sample(pipe.ensemble, num, seed, strategy="draw", batch_size=250, **given | {PRIOR: prior})
+                sample(pipe.ensemble, num, seed, strategy="draw", batch_size=250, prior=prior, **given.given)
             )
             run["sampling_seconds"] = time.perf_counter() - begun
             right = classifier(to_unit_range(images)).argmax(1) == asked
@@ -261,12 +260,13 @@ def measure_grown(folder: Path, run: Path, num: int) -> tuple[list[str], list[di
         rows = {}
         for name, template in {"class": None, **GROWN_ASKED}.items():
             prompts = [(template or "").format(names[label]) for label in asked.tolist()]
-            given, _ = pipe.encode(prompts) if template else pipe.encode(class_labels=asked.tolist())
-            made = sample(pipe.ensemble, num, int(seed.name[5:]), strategy="draw", batch_size=250, **given)
+            found = pipe.encode(prompts) if template else pipe.encode(class_labels=asked.tolist())
+            how = {"strategy": "draw", "batch_size": 250, "prior": found.prior, **found.given}
+            made = sample(pipe.ensemble, num, int(seed.name[5:]), **how)
             made = to_bytes(made)
             right = classifier(to_unit_range(made)).argmax(1) == asked
             own = torch.tensor([k for label in names for k, one in enumerate(domains) if label in one])[asked]
-            routed = float(given[PRIOR].gather(1, own[:, None]).mean()) if template else 1.0
+            routed = float(found.prior.gather(1, own[:, None]).mean()) if template else 1.0
             rows[name] = {
                 **asdict(scorer.score(made)),
                 "label_accuracy": float(right.double().mean()),

@@ -6,7 +6,7 @@ nothing that chooses ever reads.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -15,19 +15,17 @@ from pydantic import (
     BaseModel,
     Field,
     ValidationError,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
 
 from hddm.benchmark.jobs import named
-from hddm.ensemble import Strategy
-from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, solver_named
+from hddm.sampling import KnownSolver, KnownStrategy, SamplingSettings
+from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS
 from hddm.training.island_jobs import OBJECTIVES, parse_objectives
 from hddm.training.settings import ExpertSettings, Positive, RouterSettings
 from hddm.utils.errors import HddmError, did_you_mean, words
 from hddm.utils.records import Record, first_problem
-from hddm.velocity import GuideBy
 
 Layer = tuple[str, Mapping[str, Any]]
 """A place in a file, as errors name it, and its values."""
@@ -273,28 +271,19 @@ class TrainingSettings(Record):
     checkpoint_every: Positive = 500
 
 
-class SamplingPoint(Record):
+class SamplingPoint(SamplingSettings):
     """One way to sample."""
 
-    strategy: str = "draw"
+    strategy: KnownStrategy = "draw"
     """See `hddm.ensemble`; a single model has none."""
+    solver: KnownSolver = DEFAULT_SOLVER
+    steps: Positive = DEFAULT_STEPS
     calibration: Calibration = "experts+router"
     """Whose calibration is used: the experts' near t = 1 (`hddm.calibration`), the router's temperatures
     (`hddm.training.router`), both or none."""
     router_temperature: Annotated[float, Field(gt=0)] = 1.0
     """Factor on all temperatures of the router."""
-    solver: str = DEFAULT_SOLVER
-    steps: Positive = DEFAULT_STEPS
-    guidance_scale: float = 1.0
-    guide_by: GuideBy = "condition"
     num_images: Positive = 1000
-
-    @field_validator("strategy", "solver")
-    @classmethod
-    def _is_known(cls, value: str, info: ValidationInfo) -> str:
-        parse: Callable[[str], object] = Strategy.parse if info.field_name == "strategy" else solver_named
-        parse(value)
-        return value
 
 
 class TableSettings(Record):

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 import torch
 from diffusers import ModelMixin
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -47,7 +47,7 @@ from hddm.utils.records import (
 )
 from hddm.utils.records import ROUTER_FILE as ROUTER_FILE
 from hddm.utils.tensors import read_safetensors, refuse_non_finite
-from hddm.velocity import INTERVAL, PredictionType, VelocityField
+from hddm.velocity import PredictionType, VelocityField
 
 FORMAT = "1.5"
 NULL_FILE = "null_conditions.safetensors"
@@ -106,6 +106,11 @@ class SourceRecord(Record):
         return self if self.before is None else self.before.first
 
 
+def _without_interval(conditions: tuple[str, ...]) -> tuple[str, ...]:
+    """Students of few steps once recorded the length of a step as a condition."""
+    return tuple(name for name in conditions if name != "interval")
+
+
 class ExpertRecord(Record):
     """``expert.json``: conventions that define what the weights beside it mean."""
 
@@ -132,7 +137,7 @@ class ExpertRecord(Record):
     """The network also outputs a learned variance, which is dropped."""
     round_time: bool = False
     """The network is fed integer timesteps."""
-    conditions: tuple[str, ...] = ()
+    conditions: Annotated[tuple[str, ...], AfterValidator(_without_interval)] = ()
     classes: tuple[ComposedName, ...] = ()
     null_class: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     weights: Literal["ema", "raw", "unstated"] = "ema"
@@ -302,8 +307,6 @@ def as_field(
     """
     record = expert.facts
     nulls = null_conditions(record.null_class) | dict(expert.nulls)
-    if INTERVAL in record.conditions:
-        nulls[INTERVAL] = torch.tensor(0.0)
     field = VelocityField(
         network,
         from_config(record.schedule),
@@ -318,6 +321,7 @@ def as_field(
         weak=None if weak is None else as_field(expert, weak),
         noise_range=record.noise_range,
         sampling_steps=record.sampling_steps,
+        inner_guidance=record.training.get("guidance_scale", 1.0) if record.sampling_steps else 1.0,
     )
     field.source = expert
     return field

@@ -127,8 +127,7 @@ _Conditions = tuple[tuple[str, ...], int | None, int | None]
 def _expert(config: Mapping[str, object]) -> _Conditions:
     classes = _count(config, "num_classes")
     text = ("encoder_hidden_states",) if config.get("text_dim") else ()
-    interval = ("interval",) if config.get("interval") else ()
-    return (*(("class_labels",) if classes else ()), *text, *interval), classes, classes
+    return (*(("class_labels",) if classes else ()), *text), classes, classes
 
 
 def _dit(config: Mapping[str, object]) -> _Conditions:

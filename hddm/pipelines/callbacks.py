@@ -11,10 +11,11 @@ from typing import Any
 from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 from torch import Tensor
 
-from hddm.sampling import ExpertUse
+from hddm.expert_use import ExpertUse
+from hddm.sampling import Conditions
 from hddm.solvers import OnStep
 from hddm.utils.errors import HddmError
-from hddm.velocity import PRIOR, Guidance
+from hddm.velocity import Guidance
 
 Callback = Callable[[Any, int, float, dict[str, Tensor]], Mapping[str, Tensor] | None]
 
@@ -84,8 +85,7 @@ class Callbacks:
         callback: Callback | None,
         names: Sequence[str],
         times: Tensor,
-        given: dict[str, Tensor],
-        against: dict[str, Tensor],
+        asked: Conditions,
         use: ExpertUse,
     ) -> OnStep:
         """The ``on_step`` of a solver that calls ``callback``, and puts what it returns in its place.
@@ -96,14 +96,12 @@ class Callbacks:
         if isinstance(callback, PipelineCallback | MultiPipelineCallbacks):
             names = callback.tensor_inputs
         for name in (one for one in names if one != _WEIGHTS):
-            _place(name, given, against)
+            _place(name, asked)
 
         def step(index: int, x: Tensor) -> Tensor:
             if callback is None:
                 return x
-            before = {
-                name: use.last if name == _WEIGHTS else _held(name, x, given, against) for name in names
-            }
+            before = {name: use.last if name == _WEIGHTS else _held(name, x, asked) for name in names}
             outcome = callback(self, index, 1000 * float(times[index]), dict(before)) or {}
             if self._asked.scale == 1.0 and self._guidance().scale != 1.0:
                 raise HddmError(
@@ -111,32 +109,32 @@ class Callbacks:
                     "without guidance: there is nothing to guide away from; begin with a scale above 1"
                 )
             for name, value in outcome.items():
-                fitting = _fitting(name, value, _held(name, x, given, against))
+                fitting = _fitting(name, value, _held(name, x, asked))
                 if name == _LATENTS:
                     x = fitting
                 else:
-                    branch, keyword = _place(name, given, against)
+                    branch, keyword = _place(name, asked)
                     branch[keyword] = fitting
             return x
 
         return step
 
 
-def _place(name: str, given: dict[str, Tensor], against: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]:
+def _place(name: str, asked: Conditions) -> tuple[dict[str, Tensor], str]:
     """The conditions that hold a callback's tensor, and its keyword there."""
-    branch = against if name.startswith(_NEGATIVE) else given
+    branch = asked.negative if name.startswith(_NEGATIVE) else asked.given
     own = name.removeprefix(_NEGATIVE)
     keyword = _KEYWORDS.get(own, own)
     if name != _LATENTS and keyword not in branch:
         named = {keyword: own for own, keyword in _KEYWORDS.items()}
-        known = [_LATENTS, *(named.get(one, one) for one in given if one != PRIOR)]
-        known += [_NEGATIVE + named.get(one, one) for one in against]
+        known = [_LATENTS, *(named.get(one, one) for one in asked.given)]
+        known += [_NEGATIVE + named.get(one, one) for one in asked.negative]
         raise HddmError(f"callbacks see {', '.join(map(repr, known))} in this call, not {name!r}")
     return branch, keyword
 
 
-def _held(name: str, x: Tensor, given: dict[str, Tensor], against: dict[str, Tensor]) -> Tensor:
-    branch, keyword = _place(name, given, against)
+def _held(name: str, x: Tensor, asked: Conditions) -> Tensor:
+    branch, keyword = _place(name, asked)
     return x if name == _LATENTS else branch[keyword]
 
 

@@ -14,9 +14,10 @@ from hddm.networks.text_encoder import Embedded, embed
 from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.pipelines.offloading import Offloading
 from hddm.routers import PromptRouter
+from hddm.sampling import Conditions
 from hddm.utils.errors import HddmError
 from hddm.utils.records import composed
-from hddm.velocity import PRIOR, check_labels
+from hddm.velocity import check_labels
 
 _TEXT, _MASK, *_ = TEXT_CONDITIONS
 
@@ -36,20 +37,20 @@ class Encoding(Offloading):
         negative_prompt_embeds: Tensor | None = None,
         conditions: Mapping[str, Tensor] | None = None,
         negative_conditions: Mapping[str, Tensor] | None = None,
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Conditions and negative conditions by network keyword, one row per prompt or class.
+    ) -> Conditions:
+        """Conditions by network keyword, and p(k | prompt), one row per prompt or class.
 
-        Arguments are those of a call; ``guided`` says whether there will be a negative branch. Each expert of
-        text gets the tokens of its own text encoder. An expert of classes that is asked by prompt gets the
-        longest name of a class that the prompt contains, and has p = 0 where it contains none that it knows;
-        without a topic its part of those prompts is its share of the images.
+        Arguments are those of a call; ``guided`` says whether there will be a negative branch. Each text
+        expert gets the tokens of its own text encoder. A class expert gets the longest class name that the
+        prompt contains, and has p = 0 where it contains none that it knows; without a topic its part of those
+        prompts is its share of the images.
 
         Raises:
             HddmError: for prompts without a text encoder, or arguments that exclude each other.
         """
         if prompt is not None and not all(isinstance(one, str) for one in prompt):
             raise HddmError("prompt is a text or a list of texts; classes are passed as class_labels=")
-        given, against = dict(conditions or {}), dict(negative_conditions or {})
+        given, against, prior = dict(conditions or {}), dict(negative_conditions or {}), None
         if class_labels is not None:
             if LABELS in given:
                 raise HddmError("class_labels is among the conditions too; pass it once")
@@ -80,7 +81,8 @@ class Encoding(Offloading):
                 embedded = {number: self._embed(number, wanted) for number in sorted(self.readers)}
                 into |= self._tokens(embedded)
                 if into is given:
-                    given |= self._routed(wanted, given, embedded)
+                    labels, prior = self._routed(wanted, LABELS in given, embedded)
+                    given |= {} if labels is None else {LABELS: labels}
         widths = {
             record.text_encoder.width
             for record, number in zip(self.experts.facts, self._numbers, strict=True)
@@ -91,7 +93,7 @@ class Encoding(Offloading):
                 f"prompt_embeds are {tuple(prompt_embeds.shape)}, and these experts take tokens of "
                 f"{' and '.join(map(str, sorted(widths)))} numbers"
             )
-        return given, against
+        return Conditions(given, against, prior)
 
     @property
     def _numbers(self) -> Sequence[int]:
@@ -149,22 +151,22 @@ class Encoding(Offloading):
         return found
 
     def _routed(
-        self, texts: Sequence[str], given: Mapping[str, Tensor], embedded: Mapping[int, Embedded]
-    ) -> dict[str, Tensor]:
-        """p(k | prompt), and the classes that prompts name, for experts that take no text.
+        self, texts: Sequence[str], has_labels: bool, embedded: Mapping[int, Embedded]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The classes that prompts name, for experts that take no text, and p(k | prompt).
 
-        ``embedded`` has the texts by the number of their encoder.
+        ``embedded`` has the texts by the number of their encoder. With ``has_labels`` no class is looked for.
         """
         ensemble, topics, takes_classes = self.ensemble, self._topics, self._takes_classes
         if topics is None and not takes_classes.any():
-            return {}
+            return None, None
         rows, is_described = ensemble.prior.expand(len(texts), -1), torch.zeros(len(takes_classes)).bool()
         if topics is not None:
             known = [one.topic for one in self.experts.experts]
             rows = PromptRouter(known, ensemble.prior.tolist())(embedded[topics].pooled)
             is_described = torch.tensor([topic is not None for topic in known])
-        if not takes_classes.any() or LABELS in given:
-            return {PRIOR: rows}
+        if not takes_classes.any() or has_labels:
+            return None, rows
         labels = torch.tensor([_named_in(text, ensemble.classes) for text in texts])
         is_named = (labels < len(ensemble.classes))[:, None]
         by_class = ensemble.prior_of(len(texts), {LABELS: labels}) * is_named * takes_classes
@@ -182,7 +184,7 @@ class Encoding(Offloading):
             raise HddmError(
                 f"prompt {unread[:60]!r}: these experts take classes, and it names none of {some}, …"
             )
-        return {LABELS: labels} | ({PRIOR: rows} if rows.shape[1] > 1 else {})
+        return labels, rows if rows.shape[1] > 1 else None
 
 
 def _named_in(text: str, classes: Sequence[str]) -> int:
@@ -195,28 +197,23 @@ def _named_in(text: str, classes: Sequence[str]) -> int:
     return classes.index(longest) if found else len(classes)
 
 
-def repeated(
-    given: Mapping[str, Tensor], against: Mapping[str, Tensor], times: int, batch: int | None = None
-) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+def repeated(asked: Conditions, times: int, batch: int | None = None) -> tuple[Conditions, int]:
     """Repeat each row of the conditions ``times`` times; also return the resulting number of images.
 
-    A single row is expanded to the number of rows of the others, and to ``batch`` rows where given.
+    A single row is expanded to the number of rows of the others, and to ``batch`` rows where provided.
     """
     if times < 1 or (batch is not None and batch < 1):
         raise HddmError(f"num_images_per_prompt and batch_size start at 1, not {times} and {batch}")
-    rows = {"prompt" if name == PRIOR else name: len(value) for name, value in given.items()}
-    rows |= {f"negative {name}": len(value) for name, value in against.items()}
+    rows = {name: len(value) for name, value in asked.given.items()}
+    rows |= {} if asked.prior is None else {"prompt": len(asked.prior)}
+    rows |= {f"negative {name}": len(value) for name, value in asked.negative.items()}
     rows |= {} if batch is None else {"batch_size": batch}
-    batch = max(rows.values(), default=1)
-    if not set(rows.values()) <= {1, batch} or batch == 0:
+    found = max(rows.values(), default=1)
+    if not set(rows.values()) <= {1, found} or found == 0:
         raise HddmError(f"conditions have no rows, or different numbers of them: {rows}")
 
     def spread(value: Tensor) -> Tensor:
-        value = value.expand(batch, *value.shape[1:]) if len(value) == 1 else value
+        value = value.expand(found, *value.shape[1:]) if len(value) == 1 else value
         return value.repeat_interleave(times, dim=0)
 
-    return (
-        {name: spread(value) for name, value in given.items()},
-        {name: spread(value) for name, value in against.items()},
-        batch * times,
-    )
+    return asked.map(spread), found * times

@@ -1,6 +1,6 @@
 """Arguments of a pipeline's calls: options of diffusers, dtypes, noise, pictures."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from hddm.data.images import as_trained, to_unit_range
 from hddm.experts.ensemble_folders import COMPONENTS
 from hddm.networks.text_encoder import read_text_encoder, read_tokenizer
 from hddm.networks.vae import read_vae
-from hddm.sampling import initial_noise, noise_of, noise_stream, uniform_draws
+from hddm.noise import Generated, Generators, Latents, Noise, Seeded
 from hddm.utils.errors import HddmError, did_you_mean
 
 _NO: Collection[object] = (None, False)
@@ -64,63 +64,28 @@ NETWORKS = ("experts", "router", "vae", "text_encoder")
 Dtype = torch.dtype | str | Mapping[str, torch.dtype | str] | None
 Images = Image.Image | np.ndarray[Any, Any] | Tensor | Sequence[Image.Image]
 """As diffusers takes them: of Pillow, arrays (N, H, W, C) in [0, 1], tensors (N, C, H, W) in [-1, 1]."""
-Generators = torch.Generator | Sequence[torch.Generator] | None
 
 
-def noise_and_draws(
+def noise_from(
     num: int,
     shape: tuple[int, ...],
     seed: int | None,
     start: int,
     generator: Generators,
     latents: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """States at t = 1 (num, *shape), and numbers in [0, 1) that pick each image's expert (num,).
-
-    With ``seed`` both equal those of `hddm.sample`. In a list of generators, each serves one image, first
-    noise, then draw; a single generator, or none, serves the whole batch in that order.
-    """
+) -> Noise:
+    """The noise of ``num`` images from ``start`` on, by the arguments of a call; see `hddm.noise`."""
     if min(seed or 0, start) < 0:
         raise HddmError(f"seed and start begin at 0, not at {seed} and {start}")
     if start and seed is None:
         raise HddmError(f"start {start} counts images under a seed; pass one")
     if seed is not None and generator is not None:
         raise HddmError("pass a seed or a generator, not both")
-    if isinstance(generator, Sequence) and len(generator) != num:
-        raise HddmError(f"{len(generator)} generators for {num} images: pass one each, or a single one")
     if latents is not None and latents.shape != (num, *shape):
         raise HddmError(f"latents are {tuple(latents.shape)}, and {num} images need {(num, *shape)}")
-    if seed is not None:
-        noise = initial_noise(seed, start, start + num, shape) if latents is None else latents
-        return noise, uniform_draws(seed, range(start, start + num))
-    if isinstance(generator, Sequence):
-        pairs = [(_normal(shape, one), _uniform((), one)) for one in generator]
-        noise = torch.stack([normal for normal, _ in pairs]) if latents is None else latents
-        return noise, torch.stack([uniform for _, uniform in pairs])
-    noise = _normal((num, *shape), generator) if latents is None else latents
-    return noise, _uniform((num,), generator)
-
-
-def noise_of_rows(
-    rows: Tensor, shape: tuple[int, ...], seed: int | None, start: int, generator: Generators
-) -> Tensor:
-    """States at t = 1 (n, *shape) of the images ``rows`` (n,) alone; other arguments as `noise_and_draws`."""
-    if seed is not None:
-        return noise_of(seed, (start + rows).tolist(), shape)
-    own = [generator[row] if isinstance(generator, Sequence) else generator for row in rows.tolist()]
-    return torch.stack([_normal(shape, one) for one in own])
-
-
-def fresh_noise(
-    rows: Tensor, shape: tuple[int, ...], seed: int | None, start: int, generator: Generators
-) -> Callable[[], Tensor]:
-    """New noise (n, *shape) at every call, for `noise_of_rows`; under a seed, that of `hddm.sample`."""
-    if seed is not None:
-        return noise_stream(seed, (start + rows).tolist(), shape)
-    if isinstance(generator, Sequence):
-        own = [generator[row] for row in rows.tolist()]
-        return lambda: torch.stack([_normal(shape, one) for one in own])
-    return lambda: _normal((len(rows), *shape), generator)
+    if seed is None:
+        return Generated(generator, num, shape, latents)
+    return Seeded(seed) if latents is None else Latents(latents, start, Seeded(seed))
 
 
 def pixels_of(images: Images, channels: int, size: tuple[int, int], name: str = "image") -> Tensor:
@@ -180,18 +145,6 @@ def mask_of(masks: Images, images: Images, size: tuple[int, int]) -> Tensor:
 
 def _listed(images: Images) -> Sequence[object]:
     return images if isinstance(images, Sequence) else [images]
-
-
-def _normal(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-    return torch.randn(shape, generator=generator, device=_device(generator)).cpu()
-
-
-def _uniform(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-    return torch.rand(shape, generator=generator, device=_device(generator), dtype=torch.float64).cpu()
-
-
-def _device(generator: torch.Generator | None) -> torch.device | None:
-    return None if generator is None else generator.device
 
 
 def refuse_options(call: str, options: Mapping[str, Any], harmless: Mapping[str, Collection[object]]) -> None:

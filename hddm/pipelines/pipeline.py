@@ -1,11 +1,12 @@
 """Diffusers pipeline of an ensemble: from prompts or class labels to images."""
 
 import contextlib
+import functools
 import inspect
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.nn.functional import adaptive_max_pool2d
 from hddm.classes import Labels
 from hddm.editing import DEFAULT_RESAMPLING, Picture
 from hddm.ensemble import Ensemble
+from hddm.expert_use import ExpertUse
 from hddm.experts.compatibility import takes_text
 from hddm.experts.ensemble_folders import (
     COMPONENTS,
@@ -46,18 +48,16 @@ from hddm.pipelines.inputs import (
     Generators,
     Images,
     dtypes_of,
-    fresh_noise,
     mask_of,
-    noise_and_draws,
-    noise_of_rows,
+    noise_from,
     pixels_of,
     read_parts,
     refuse_call_options,
     refuse_options,
 )
 from hddm.pipelines.stock import parts_for_loader
-from hddm.sampling import ExpertUse, integrate, pick_experts, posterior_of, routed, settled, time_grid
-from hddm.solvers import solver_named
+from hddm.sampling import batches, plan, run
+from hddm.solvers import OnStep
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.files import new_folder, restore
 from hddm.velocity import Guidance, VelocityField
@@ -443,116 +443,71 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
             TypeError: for an unknown keyword.
             HddmError: for an option that would change something, a condition that no expert takes or that is
                 lacking, missing parts, contradictory numbers, a size that a network cannot have, and whatever
-                `hddm.sampling.integrate` refuses.
+                `hddm.sampling.run` refuses.
         """
         refuse_call_options(options, inspect.signature(self.__call__).parameters)
         guidance = Guidance.of(guidance_scale)
         guided = guidance.by_condition
         negatives = negative_prompt or negative_conditions or negative_prompt_embeds is not None
         guidance.refuse_negative(bool(negatives))
-        given, against = self.encode(
-            prompt, class_labels, negative_prompt if guided else None, guided, prompt_embeds,
-            negative_prompt_embeds if guided else None, conditions, negative_conditions if guided else None,
-        )  # fmt: skip
-        given, against, num = repeated(given, against, num_images_per_prompt, batch_size)
-        ensemble, chosen = routed(self.ensemble, strategy, expert, num, given)
-        steps, own_solver = settled(ensemble, num_inference_steps, solver)
+        embeds = negative_prompt_embeds if guided else None
+        negatives_of = (negative_prompt, negative_conditions) if guided else (None, None)
+        encoded = self.encode(
+            prompt, class_labels, negatives_of[0], guided, prompt_embeds, embeds, conditions, negatives_of[1]
+        )
+        asked, num = repeated(encoded, num_images_per_prompt, batch_size)
+        self._begin(guidance, 0)
+        how = plan(
+            self.ensemble,
+            steps=num_inference_steps,
+            solver=solver,
+            strategy=strategy,
+            expert=expert,
+            guidance=self._guidance,
+            router_every=router_every,
+            picture=functools.cache(
+                lambda k: self.picture(
+                    image, strength, mask_image, resampling_steps, k, self.asked_size(k, height, width)[0]
+                )
+            ),
+        )
         self._check_output(output_type, expert)
-        device, dtype = ensemble.device, torch.promote_types(ensemble.dtype, torch.float32)
+        is_apart = expert is None and len(self.ensemble.kinds) > 1
+        if is_apart and (latents is not None or output_type != "pil" or height or width):
+            raise HddmError(
+                "these experts make samples of several kinds, a list of pictures: take output_type='pil' "
+                "and no latents, height or width, or one expert="
+            )
+        shape = () if is_apart else self.asked_size(expert or 0, height, width)[1]
+        latents = None if latents is None else latents.to(how.dtype)
+        noise = noise_from(num, shape, seed, start, generator, latents)
+        how = replace(how, shape=shape or None, noise=noise)
+        use, images = ExpertUse(len(self.ensemble.experts)), [None] * num
+        names = callback_on_step_end_tensor_inputs
+        for batch in batches(how, range(start, start + num), asked, num):
+            self._begin(guidance, len(how.times) - 1)
+            step = self._on_step(callback_on_step_end, names, how.times, batch.asked, use)
+            size = self.asked_size(batch.kind, height, width)[0]
+            with self.progress_bar(total=self._num_timesteps) as bar, self.of_size(batch.kind, size):
 
-        def make(
-            rows: Tensor, x: Tensor, k: int, chosen: Tensor | None, draws: Tensor | None = None
-        ) -> HDDMPipelineOutput:
-            """Images ``rows`` of this call, from noise x in the units of expert k."""
-            times, solve = time_grid(steps, ensemble.shift), solver_named(own_solver)
-            own = {key: value[rows] for key, value in given.items()}
-            size = self.asked_size(k, height, width)[0]
-            picture = self.picture(image, strength, mask_image, resampling_steps, k, size)
-            if picture is not None:
-                picture.check(num, x.shape[1:])
-                picture = picture.rows(rows)
-                solve = picture.solver(solve, fresh_noise(rows, tuple(x.shape[1:]), seed, start, generator))
-                x, times = picture.noised(x), picture.times(times)
-            if chosen is None and ensemble.strategy == "draw" and draws is not None:
-                prior = ensemble.prior_of(num, own)
-                if picture is not None:
-                    prior = posterior_of(ensemble, x, picture.strength, own)
-                chosen = pick_experts(prior, draws)
-            self._begin(guidance, len(times) - 1)
-            own = {key: value.to(device) for key, value in own.items()}
-            other = {key: value[rows].to(device) for key, value in against.items()}
-            use, names = ExpertUse(len(ensemble.experts)), callback_on_step_end_tensor_inputs
-            step = self._on_step(callback_on_step_end, names, times, own, other, use)
-            with self.progress_bar(total=len(times) - 1) as bar, self.of_size(k, size):
-
-                def on_step(index: int, x: Tensor) -> Tensor:
+                def on_step(index: int, x: Tensor, bar: Any = bar, step: OnStep = step) -> Tensor:
                     bar.update()
                     return step(index, x)
 
-                x = integrate(
-                    ensemble,
-                    x.to(device, dtype),
-                    times,
-                    solve,
-                    self._guidance,
-                    other or None,
-                    own,
-                    expert=None if chosen is None else chosen.to(device),
-                    draws=draws,
-                    router_every=router_every,
-                    use=use,
-                    on_step=on_step,
-                    is_interrupted=lambda: self._interrupt,
-                )
-            if output_type == "latent":
-                return HDDMPipelineOutput(x, use)
-            decoded = self.decode(x, k, picture)
-            return HDDMPipelineOutput(self.image_processor.postprocess(decoded, output_type), use)
-
-        if expert is None and len(ensemble.kinds) > 1:
-            if latents is not None or output_type != "pil":
-                raise HddmError(
-                    "these experts make samples of several kinds, a list of pictures: take output_type='pil' "
-                    "without latents, or one expert="
-                )
-            if height or width:
-                raise HddmError(
-                    "height and width: these experts make images of several kinds; take one expert="
-                )
-            # An image's draw comes before its noise, whose shape it decides.
-            _, draws = noise_and_draws(num, (), seed, start, generator, None)
-            made = self._drawn(
-                pick_experts(ensemble.prior_of(num, given), draws), make, seed, start, generator
-            )
-        else:
-            shape = self.asked_size(expert or 0, height, width)[1]
-            x, draws = noise_and_draws(num, shape, seed, start, generator, latents)
-            made = make(torch.arange(num), x, expert or 0, chosen, draws)
-        return made if return_dict else (made.images,)
-
-    def _drawn(
-        self,
-        chosen: Tensor,
-        make: Callable[[Tensor, Tensor, int, Tensor], HDDMPipelineOutput],
-        seed: int | None,
-        start: int,
-        generator: Generators,
-    ) -> HDDMPipelineOutput:
-        """Images of experts of several kinds, each made and decoded by the one ``chosen``, in a list.
-
-        Those of experts that an interrupted call has not come to are None.
-        """
-        images, use = [None] * len(chosen), ExpertUse(len(self.ensemble.experts))
-        for k in chosen.unique().tolist():
-            rows = (chosen == k).nonzero()[:, 0]
-            noise = noise_of_rows(rows, self.experts.facts[k].sample_shape, seed, start, generator)
-            part = make(rows, noise, k, chosen[rows])
-            use.add_all(part.expert_use)
-            if self._interrupt:
+                made: Any = run(how, batch, on_step, lambda: self._interrupt, use)
+            if output_type != "latent":
+                picture = how.picture(batch.kind)
+                decoded = self.decode(made, batch.kind, None if picture is None else picture.rows(batch.rows))
+                made = self.image_processor.postprocess(decoded, output_type)
+            if not is_apart:
+                images = made
+            elif self._interrupt:
+                # Images of this kind and of the next ones stay None.
                 break
-            for row, image in zip(rows.tolist(), part.images, strict=True):
-                images[row] = image
-        return HDDMPipelineOutput(images, use)
+            else:
+                for row, image_of in zip(batch.rows.tolist(), made, strict=True):
+                    images[row] = image_of
+        return HDDMPipelineOutput(images, use) if return_dict else (images,)
 
     def vae_of(self, expert: int) -> AutoencoderKL | AutoencoderTiny | None:
         """The VAE of an expert's latents; None for pixels, and where there is none."""

@@ -5,11 +5,10 @@ lie beside the folder, which holds only samples.
 """
 
 import functools
-import itertools
 import json
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -24,22 +23,23 @@ from hddm.classes import LABELS, class_indices
 from hddm.data.images import open_image, save_png, to_bytes
 from hddm.data.sources.base import LARGEST_FILE
 from hddm.editing import DEFAULT_RESAMPLING
-from hddm.ensemble import Strategy
+from hddm.expert_use import ExpertUse
 from hddm.experts.ensemble_folders import ENSEMBLE_FILE
 from hddm.experts.records import EXPERT_FILE
 from hddm.networks.folders import sha256_once
 from hddm.networks.wrappers import missing_from
+from hddm.noise import Seeded
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.pipelines.sheets import sheet_path, write_sheet
 from hddm.routers import MomentsRouter
-from hddm.sampling import ExpertUse, draw_experts, sample, settled, time_grid
+from hddm.sampling import Conditions, Plan, Positive, SamplingSettings, batches, gathered, plan, run
 from hddm.utils.drafts import Done, Draft, differences, discard_finished, open_draft
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import read_json, read_whole, sha256_of, write_json
 from hddm.utils.progress import Progress
-from hddm.utils.records import SAMPLING_FILE, Record, content_hash
+from hddm.utils.records import SAMPLING_FILE, content_hash
 from hddm.utils.tensors import available_device, read_safetensors
-from hddm.velocity import PRIOR, Guidance, GuideBy, check_labels
+from hddm.velocity import Guidance, check_labels
 
 FORMAT = "1.3"
 LATENTS_FILE = "latents.safetensors"
@@ -49,19 +49,8 @@ ROUND = 1024
 ENOUGH = 32
 """Images from which on a router that takes one expert for all is doubted."""
 NEGATIVE = "negative_"
-Cycles = Mapping[str, Tensor]
-Positive = Annotated[int, Field(ge=1)]
 
 log = logging.getLogger(__name__)
-
-
-def _known_strategy(name: str) -> str:
-    Strategy.parse(name)
-    return name
-
-
-KnownStrategy = Annotated[str, AfterValidator(_known_strategy)]
-"""Name of a strategy (`hddm.ensemble`)."""
 
 
 def _ordered(interval: tuple[float, float]) -> tuple[float, float]:
@@ -70,7 +59,7 @@ def _ordered(interval: tuple[float, float]) -> tuple[float, float]:
     return interval
 
 
-class SampleSettings(Record):
+class SampleSettings(SamplingSettings):
     """Checked options of ``hddm sample``, as recorded beside the images.
 
     Image i, counted from ``start``, depends on ``seed`` and i alone, not on the batch size.
@@ -79,17 +68,10 @@ class SampleSettings(Record):
     num_images: Positive = 16
     seed: Annotated[int, Field(ge=0)] = 0
     start: Annotated[int, Field(ge=0)] = 0
-    steps: Positive | None = None
-    """None for the model's own."""
-    solver: str | None = None
-    """None for the model's own."""
     shift: float | None = None
     """Of the time grid; None for the model's own."""
-    strategy: KnownStrategy | None = None
     expert: int | None = None
     router_every: Positive = 1
-    guidance_scale: float = 1.0
-    guide_by: GuideBy = "condition"
     cfg_channels: int | None = None
     guidance_interval: Annotated[tuple[float, float], AfterValidator(_ordered)] = (0.0, 1.0)
     guidance_rescale: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -137,6 +119,12 @@ class SampleSettings(Record):
         )
 
     @property
+    def how(self) -> dict[str, Any]:
+        """Arguments of `hddm.sampling.plan`."""
+        own = {name: getattr(self, name) for name in ("shift", "expert", "router_every")}
+        return super().how | own | {"noise": Seeded(self.seed)}
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         """Dtype that networks run in."""
         dtype: torch.dtype = getattr(torch, self.dtype)
@@ -167,7 +155,7 @@ def sample_to_folder(
     for option in ("strength", "mask") if settings.init_image is None else ():
         if (value := getattr(settings, option)) is not None:
             raise UsageError(f"--{option} {value}: changes an --init-image; name one")
-    guidance, device = settings.guidance, available_device(settings.device)
+    device = available_device(settings.device)
     for option in ("strategy", "expert", "max_memory") if (source / EXPERT_FILE).exists() else ():
         if (value := getattr(settings, option)) is not None:
             name = f"--{option.replace('_', '-')}"
@@ -178,11 +166,9 @@ def sample_to_folder(
     if settings.compile:
         pipeline.experts.compile(dynamic=True)
     check_output(source, pipeline, settings, grid)
-    steps, solver = settled(pipeline.ensemble, settings.steps, settings.solver)
-    settings = settings.model_copy(update={"steps": steps, "solver": solver})
-    given, against = read_cycles(pipeline, settings)
-    run = _Run(pipeline, settings, guidance, given, against)
-    record = _record(source, settings, pipeline, given)
+    made = _Run(pipeline, settings)
+    settings = settings.model_copy(update={"steps": made.how.steps, "solver": made.how.solver_name})
+    record = _record(source, settings, pipeline, made.cycles.given)
     sheet, is_new = sheet_path(out), True
     if resume and not overwrite and (out / SAMPLING_FILE).is_file():
         _refuse_other(out, settings, record)
@@ -193,18 +179,41 @@ def sample_to_folder(
         raise HddmError(f"{sheet} exists: choose another --out, or pass --overwrite to replace it")
     else:
         identity = _identity(record)
-        with open_draft(out, SAMPLING_FILE, identity, "sampling", run.kept, overwrite, resume) as draft:
-            with Progress(settings.num_images * run.steps, "sample", " steps") as run.progress:
-                run.write(draft)
-            write_json(draft.folder / SAMPLING_FILE, record | {"expert_use": run.use.report()})
+        with open_draft(out, SAMPLING_FILE, identity, "sampling", made.kept, overwrite, resume) as draft:
+            with Progress(settings.num_images * made.steps, "sample", " steps") as made.progress:
+                made.write(draft)
+            write_json(draft.folder / SAMPLING_FILE, record | {"expert_use": made.use.report()})
     if overwrite:
         # The sheet of the replaced images would be taken for one of these.
         sheet.unlink(missing_ok=True)
     if not grid or (sheet.exists() and not is_new):
         return None
-    cycle = class_names(given, pipeline.ensemble.classes) or settings.prompts
+    cycle = class_names(made.cycles.given, pipeline.ensemble.classes) or settings.prompts
     conditions = [cycle[i % len(cycle)] for i in settings.numbers] if cycle else ()
     return write_sheet(out, [out / IMAGE.format(i) for i in settings.numbers], conditions)
+
+
+def size_of(pipeline: HDDMPipeline, settings: SampleSettings, expert: int) -> tuple[int, int]:
+    """Height and width in pixels of the images of an expert."""
+    return pipeline.asked_size(expert, settings.height, settings.width)[0]
+
+
+def planned(pipeline: HDDMPipeline, settings: SampleSettings, image: Any = None, mask: Any = None) -> Plan:
+    """The plan of samples with these settings, which begin with ``image`` where ``mask`` is white."""
+    shape = None
+    if settings.height or settings.width:
+        # Then there is one kind of samples (`check_output`).
+        shape = pipeline.asked_size(settings.expert or 0, settings.height, settings.width)[1]
+    return plan(
+        pipeline.ensemble,
+        **settings.how,
+        shape=shape,
+        picture=functools.cache(
+            lambda k: pipeline.picture(
+                image, settings.strength, mask, settings.resampling_steps, k, size_of(pipeline, settings, k)
+            )
+        ),
+    )
 
 
 class _Made(Done):
@@ -223,39 +232,25 @@ class _Run:
 
     pipeline: HDDMPipeline
     settings: SampleSettings
-    guidance: Guidance
-    given: Cycles
-    against: Cycles
     progress: Progress = field(init=False)
     """Of `steps` per image."""
     ready: int = 0
     has_begun: bool = False
 
     def __post_init__(self) -> None:
-        self.use = ExpertUse(len(self.pipeline.ensemble.experts))
-        settings = self.settings
+        settings, pipeline = self.settings, self.pipeline
+        self.use = ExpertUse(len(pipeline.ensemble.experts))
         image, mask = (
             None if path is None else open_image(read_whole(path, LARGEST_FILE), path)
             for path in (settings.init_image, settings.mask)
         )
-        self.picture = functools.cache(
-            lambda expert: self.pipeline.picture(
-                image, settings.strength, mask, settings.resampling_steps, expert, self.size(expert)[0]
-            )
-        )
+        self.how = planned(pipeline, settings, image, mask)
+        self.cycles = read_cycles(pipeline, settings)
 
-    @functools.cached_property
+    @property
     def steps(self) -> int:
         """Steps of an image: those of the solver, and one to decode and write it."""
-        own, asked = self.pipeline.ensemble, self.settings
-        shift = own.shift if asked.shift is None else asked.shift
-        times = time_grid(settled(own, asked.steps, asked.solver)[0], shift)
-        picture = self.picture(asked.expert or 0)
-        return len(times if picture is None else picture.times(times))
-
-    def size(self, expert: int) -> tuple[tuple[int, int], tuple[int, ...]]:
-        """Size of an expert's images and shape of its samples (`HDDMPipeline.asked_size`)."""
-        return self.pipeline.asked_size(expert, self.settings.height, self.settings.width)
+        return len(self.how.times)
 
     def kept(self) -> str:
         """Say what an interrupted run leaves, and how to go on."""
@@ -268,8 +263,8 @@ class _Run:
         names = []
         for start in numbers[::ROUND]:
             stop = min(start + ROUND, numbers.stop)
-            rows: dict[str, Any] = cycled(self.given, start, stop)
-            expected += ensemble.prior_of(stop - start, rows).sum(0)
+            asked = self.cycles.cycled(range(start, stop))
+            expected += ensemble.prior_of(stop - start, asked.given, asked.prior).sum(0)
             names.append(name := f"{start:05d}-{stop - 1:05d}")
             if done := draft.done(name, _Made):
                 self.use.load(done.use)
@@ -277,7 +272,8 @@ class _Run:
                 self.progress.skip((stop - start) * self.steps)
             else:
                 draft.drop(name)
-                self._add(draft, name, self._save(draft, name, self._samples(draft, name, start, stop, rows)))
+                parts = self._samples(draft, name, range(start, stop), asked)
+                self._add(draft, name, self._save(draft, name, parts))
             draft.drop_below(name)
         if settings.output_type == "latent":
             latents = [load_file(draft.parts / f"{name}.safetensors")["latents"] for name in names]
@@ -285,72 +281,38 @@ class _Run:
         _warn(self.pipeline, settings, self.use, expected)
 
     def _samples(
-        self, draft: Draft, name: str, start: int, stop: int, rows: Mapping[str, Tensor]
+        self, draft: Draft, name: str, numbers: range, asked: Conditions
     ) -> list[tuple[Tensor, int, Tensor]]:
-        """Samples ``start`` … ``stop`` - 1, whose complete batches are kept in the draft.
+        """Samples of these numbers, by kind: their numbers, an expert of the kind, and samples (n, C, H, W).
 
-        Their numbers, an expert that stands for their kind, and they themselves, (n, C, H, W).
+        Complete batches are kept in the draft.
         """
-        batches = itertools.count()
-        size, shape = self.size(self.settings.expert or 0)
-
-        def keep(rows: Tensor, make: Callable[[], Tensor]) -> Tensor:
-            batch = f"{name}/{next(batches):05d}"
-            path = draft.parts / f"{batch}.safetensors"
-            if done := draft.done(batch, _Made):
-                self.use.load(done.use)
-                self.progress.skip(len(rows) * (self.steps - 1))
-                made = load_file(path)["samples"]
-            else:
-                draft.drop(batch)
-                if self.ready and not self.has_begun:
-                    log.info("%d of %d images are there; the rest follows", self.ready, settings.num_images)
-                self.has_begun = True
-                with self.pipeline.of_size(settings.expert or 0, size):
-                    made = make()
-                path.parent.mkdir(exist_ok=True)
-                save_file({"samples": made.contiguous()}, path)
-                self._add(draft, batch, [path])
-            self.ready += len(rows)
-            return made
 
         def count(index: int, x: Tensor) -> Tensor:
             self.progress(len(x))
             return x
 
-        settings, ensemble = self.settings, self.pipeline.ensemble
-        numbers, against = torch.arange(start, stop), cycled(self.against, start, stop)
-        parts: list[tuple[Tensor, int | None]] = [(numbers, settings.expert)]
-        if settings.expert is None and len(ensemble.kinds) > 1:
-            chosen = draw_experts(ensemble.prior_of(len(numbers), rows), settings.seed, start, stop)
-            parts = [(numbers[chosen == k], k) for k in chosen.unique().tolist()]
-        found = []
-        for part, expert in parts:
-            own: dict[str, Any] = {key: value[part - start] for key, value in rows.items()}
-            samples = sample(
-                ensemble,
-                len(part),
-                settings.seed,
-                settings.steps,
-                settings.strategy,
-                settings.solver,
-                self.guidance,
-                negative={key: value[part - start] for key, value in against.items()} or None,
-                shift=settings.shift,
-                batch_size=settings.batch_size,
-                shape=shape if settings.height or settings.width else None,
-                start=start,
-                numbers=None if expert == settings.expert else part,
-                expert=expert,
-                router_every=settings.router_every,
-                use=self.use,
-                on_step=count,
-                keep=keep,
-                picture=self.picture(expert or 0),
-                **own,
-            )
-            found.append((part, expert or 0, samples))
-        return found
+        found, settings = [], self.settings
+        for place, batch in enumerate(batches(self.how, numbers, asked, settings.batch_size)):
+            kept = f"{name}/{place:05d}"
+            path = draft.parts / f"{kept}.safetensors"
+            if done := draft.done(kept, _Made):
+                self.use.load(done.use)
+                self.progress.skip(len(batch.rows) * (self.steps - 1))
+                samples = load_file(path)["samples"]
+            else:
+                draft.drop(kept)
+                if self.ready and not self.has_begun:
+                    log.info("%d of %d images are there; the rest follows", self.ready, settings.num_images)
+                self.has_begun = True
+                with self.pipeline.of_size(batch.kind, size_of(self.pipeline, settings, batch.kind)):
+                    samples = run(self.how, batch, count, use=self.use).cpu()
+                path.parent.mkdir(exist_ok=True)
+                save_file({"samples": samples.contiguous()}, path)
+                self._add(draft, kept, [path])
+            self.ready += len(batch.rows)
+            found.append((batch, samples))
+        return [(numbers.start + rows, kind, samples) for rows, kind, samples in gathered(found)]
 
     def _save(self, draft: Draft, name: str, parts: Sequence[tuple[Tensor, int, Tensor]]) -> list[Path]:
         """Write the samples of a round, and return the files."""
@@ -362,7 +324,7 @@ class _Run:
         paths = []
         for numbers, expert, samples in parts:
             decoded = (
-                self.pipeline.decode(one, expert, self.picture(expert)).cpu()
+                self.pipeline.decode(one, expert, self.how.picture(expert)).cpu()
                 for one in samples.split(self.settings.batch_size)
             )
             images = (one for batch in decoded for one in to_bytes(batch))
@@ -426,7 +388,9 @@ def _warn(pipeline: HDDMPipeline, settings: SampleSettings, use: ExpertUse, expe
             warnings.warn(line, stacklevel=3)
 
 
-def _record(source: Path, settings: SampleSettings, pipeline: HDDMPipeline, given: Cycles) -> dict[str, Any]:
+def _record(
+    source: Path, settings: SampleSettings, pipeline: HDDMPipeline, given: Mapping[str, Tensor]
+) -> dict[str, Any]:
     labels = given.get("class_labels")
     # One for all; where experts differ, each one's.
     vaes = [None if one.vae is None else one.vae.model_dump(mode="json") for one in pipeline.experts.facts]
@@ -485,8 +449,8 @@ def _refuse_other(out: Path, settings: SampleSettings, record: Mapping[str, Any]
         raise HddmError(f"{out}: lacks {missing[0]}; --overwrite makes all images anew")
 
 
-def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> tuple[Cycles, Cycles]:
-    """Conditions and negative conditions, each with one row per distinct value.
+def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> Conditions:
+    """Conditions with one row per distinct value, which the images take in turn.
 
     Raises `HddmError` for conditions that cannot be read or encoded, or that have two sources.
     """
@@ -512,9 +476,10 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> tuple[Cycle
             labels = class_indices(named, pipeline.ensemble.classes)
         except HddmError as error:
             raise UsageError(f"--class-labels: {error}") from error
-    given, against = pipeline.encode(
+    found = pipeline.encode(
         settings.prompts or None, labels, settings.negative_prompt, guided and bool(settings.prompts)
     )
+    given, against = found.given, found.negative
     if settings.conditions is not None:
         for name, value in _file(settings.conditions).items():
             branch, key = given, name
@@ -530,9 +495,10 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> tuple[Cycle
             check_labels(given, pipeline.ensemble.classes)
         except HddmError as error:
             raise HddmError(f"--conditions {settings.conditions}: {error.message}") from error
-    if PRIOR in given and settings.expert is None:
-        num = len(given[PRIOR])
-        asked = (pipeline.ensemble.prior_of(num, cycled(given, 0, num)) > 0).any(0).nonzero()[:, 0].tolist()
+    if found.prior is not None and settings.expert is None:
+        num = len(found.prior)
+        rows = found.cycled(range(num))
+        asked = (pipeline.ensemble.prior_of(num, rows.given, rows.prior) > 0).any(0).nonzero()[:, 0].tolist()
         for k in set(range(len(pipeline.experts.facts))) - set(asked):
             warnings.warn(f"expert {k}: no prompt is for it (p = 0)", stacklevel=2)
     else:
@@ -544,21 +510,16 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> tuple[Cycle
     takes_text = any("encoder_hidden_states" in facts.conditions for facts in pipeline.experts.facts)
     if takes_text and "encoder_hidden_states" not in given:
         warnings.warn("no --prompt: the experts make what no text stands for", stacklevel=2)
-    return given, against
+    return found
 
 
-def cycled(cycles: Cycles, start: int, stop: int) -> dict[str, Tensor]:
-    """Rows of images ``start`` … ``stop`` - 1."""
-    return {name: value[torch.arange(start, stop) % len(value)] for name, value in cycles.items()}
-
-
-def class_names(cycles: Cycles, classes: Sequence[str]) -> tuple[str, ...]:
-    """Names of the labels among ``cycles``, or numbers without a name; empty without labels."""
-    labels = cycles["class_labels"].tolist() if "class_labels" in cycles else []
+def class_names(given: Mapping[str, Tensor], classes: Sequence[str]) -> tuple[str, ...]:
+    """Names of the labels among ``given``, or numbers without a name; empty without labels."""
+    labels = given[LABELS].tolist() if LABELS in given else []
     return tuple(classes[k] if 0 <= k < len(classes) else str(k) for k in labels)
 
 
-def _refuse_missing(pipeline: HDDMPipeline, given: Cycles, asked: Sequence[int]) -> None:
+def _refuse_missing(pipeline: HDDMPipeline, given: Mapping[str, Tensor], asked: Sequence[int]) -> None:
     options = {"encoder_hidden_states": "--prompt", "class_labels": "--class-labels"}
     for index, expert in enumerate(pipeline.ensemble.experts):
         if index not in asked:
@@ -567,9 +528,7 @@ def _refuse_missing(pipeline: HDDMPipeline, given: Cycles, asked: Sequence[int])
         held = {name for name, here in names.items() if here in given}
         for name in missing_from({*held, *expert.null_conditions}, expert.conditions or ()):
             option = f"{options[name]} or --conditions" if name in options else "--conditions"
-            raise UsageError(
-                f"{option}: the experts need {name}, and know no value that stands for none; pass it"
-            )
+            raise UsageError(f"{option}: the experts need {name} and have no empty default; pass it")
 
 
 def _file(path: Path) -> dict[str, Tensor]:

@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import hmac
 import io
-import itertools
 import json
 import logging
 import math
@@ -18,7 +17,7 @@ import time
 from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,27 +25,18 @@ import torch
 from torch import Tensor
 
 from hddm.data.images import save_png, to_bytes
-from hddm.ensemble import Ensemble
+from hddm.expert_use import ExpertUse
 from hddm.networks.wrappers import TEXT_CONDITIONS
+from hddm.noise import Seeded
 from hddm.pipelines.encoding import repeated
 from hddm.pipelines.pipeline import HDDMPipeline
-from hddm.sampling import (
-    ExpertUse,
-    draw_experts,
-    integrate,
-    noise_of,
-    routed,
-    settled,
-    time_grid,
-    uniform_draws,
-)
-from hddm.serving import FAILED, Refusal
+from hddm.sampling import Batch, Conditions, NotFinite, Plan, batches, gathered, plan, run
+from hddm.serving.answers import FAILED, Refusal
 from hddm.serving.requests import LARGEST_BODY, ImageRequest, read_request, refuse_more
 from hddm.serving.workers import Answer, RemoteEnsemble, SampleJob, VelocityJob
 from hddm.utils.errors import HddmError, counted, did_you_mean, one_line, with_arguments
 from hddm.utils.processes import Report
 from hddm.utils.records import WHOLE
-from hddm.velocity import Guidance
 
 AGAIN = 0.25
 """Seconds until a worker that was lost is asked again."""
@@ -65,34 +55,14 @@ RESTART = 60.0
 
 log = logging.getLogger(__name__)
 
-Conditions = dict[str, Tensor]
-
 
 @dataclass(frozen=True)
 class _Call:
     """What the images of a request are made of."""
 
     wanted: ImageRequest
-    ensemble: Ensemble
-    chosen: Tensor | None
-    """The one expert of each image (n,); None where they are mixed."""
-    conditions: Conditions
-    negative: Conditions
-    steps: int
-    solver: str
-
-    @property
-    def guidance(self) -> Guidance:
-        return Guidance(self.wanted.guidance_scale)
-
-    @property
-    def times(self) -> Tensor:
-        return time_grid(self.steps, self.ensemble.shift)
-
-    def rows(self, rows: Tensor) -> tuple[Conditions, Conditions]:
-        """Negative conditions and conditions of these rows."""
-        negative = {name: value[rows] for name, value in self.negative.items()}
-        return negative, {name: value[rows] for name, value in self.conditions.items()}
+    how: Plan
+    batches: Sequence[Batch]
 
 
 @dataclass(frozen=True)
@@ -332,7 +302,7 @@ class Front:
         kind = "image_generation"
         try:
             yield _event(f"{kind}.queued", requests=self.active)
-            of, _ = settled(self.ensemble, wanted.steps)
+            of = plan(self.ensemble, steps=wanted.steps).steps
             while (step := await steps.get()) is not None:
                 yield _event(f"{kind}.progress", step=step, steps=of)
             for image in task.result():
@@ -352,138 +322,89 @@ class Front:
         async with self._admitted():
             call = await self._in_thread(self._prepared, wanted, expert)
             on_step(0)
-            return await self._unfailing(call, on_step)
+            try:
+                return await self._make(call, on_step)
+            except NotFinite as error:
+                if error.by_guidance:
+                    raise
+                # Damaged weights are no fault of the request.
+                raise RuntimeError(error.message) from error
 
     def _prepared(self, wanted: ImageRequest, expert: int | None) -> _Call:
-        """A request with its conditions encoded and its experts chosen."""
-        given, against = self._encode(wanted)
-        ensemble, chosen = routed(self.ensemble, wanted.strategy, expert, wanted.n, given)
-        if chosen is None and ensemble.strategy == "draw":
-            chosen = draw_experts(
-                ensemble.prior_of(wanted.n, given), wanted.seed, wanted.start, wanted.start + wanted.n
-            )
-        how = settled(ensemble, wanted.steps, wanted.solver)
-        refuse_more("steps", how[0], self.limits.steps)
-        call = _Call(wanted, ensemble, chosen, given, against, *how)
-        ensemble.refuse_weakless(call.guidance, chosen)
-        return call
+        """A request with its plan, its conditions encoded, and its experts chosen."""
+        asked = self._encode(wanted)
+        how = plan(self.ensemble, **wanted.how, expert=expert, noise=Seeded(wanted.seed))
+        refuse_more("steps", how.steps, self.limits.steps)
+        numbers = range(wanted.start, wanted.start + wanted.n)
+        return _Call(wanted, how, list(batches(how, numbers, asked, self.limits.batch_size)))
 
-    def _encode(self, wanted: ImageRequest) -> tuple[Conditions, Conditions]:
-        """Conditions and negative conditions of a request, a row an image."""
-        pipeline, guided = self.pipeline, Guidance(wanted.guidance_scale).by_condition
+    def _encode(self, wanted: ImageRequest) -> Conditions:
+        """Conditions of a request, one row per image."""
+        pipeline, guided = self.pipeline, wanted.guidance.by_condition
         if wanted.negative_prompt is not None and not guided:
-            raise HddmError("negative_prompt needs a guidance_scale other than 1")
+            raise HddmError("negative_prompt needs a guidance_scale other than 1, and guide_by condition")
         facts = pipeline.experts.facts
         is_read = any(TEXT_CONDITIONS[0] in one.conditions for one in facts)
         prompt = wanted.prompt if is_read else wanted.prompt or None
         if prompt in pipeline.ensemble.classes:
-            given, against = pipeline.encode(class_labels=[prompt])
+            asked = pipeline.encode(class_labels=[prompt])
         elif prompt and not any(one.conditions for one in facts):
             raise HddmError("this ensemble takes no prompt; leave it out")
         else:
-            given, against = pipeline.encode(prompt, None, wanted.negative_prompt, guided)
-        return repeated(given, against, 1, wanted.n)[:2]
-
-    async def _unfailing(self, call: _Call, on_step: Report) -> Sequence[tuple[int, bytes]]:
-        """Numbers and PNG files of the images; what fails without guidance is no fault of the request."""
-        try:
-            return await self._make(call, on_step)
-        except Refusal:
-            raise
-        except HddmError as error:
-            if call.guidance.scale == 1.0:
-                raise RuntimeError(error.message) from error
-            plain = call.wanted.model_copy(update={"guidance_scale": 1.0})
-            await self._unfailing(replace(call, wanted=plain, negative={}, steps=1), lambda step: None)
-            raise
+            asked = pipeline.encode(prompt, None, wanted.negative_prompt, guided)
+        return repeated(asked, 1, wanted.n)[0]
 
     async def _make(self, call: _Call, on_step: Report) -> Sequence[tuple[int, bytes]]:
         """Numbers and PNG files of the images."""
-        ensemble, num, use = call.ensemble, call.wanted.n, ExpertUse(len(self.workers))
-        every = torch.arange(num)
-        if call.chosen is None:
-            made = [(every, 0, await self._mixed(call, every, None, on_step, use))]
-        else:
-            made = await self._drawn(call, call.chosen, on_step)
-            use.add(1.0, torch.nn.functional.one_hot(call.chosen, len(self.workers)))
-        if len(ensemble.kinds) == 1:
-            # Decoded together, as those of one batch of hddm sample are.
-            order = torch.cat([rows for rows, _, _ in made]).argsort()
-            made = [(every, 0, torch.cat([x for _, _, x in made])[order])]
-        shares = dict(zip(self.experts, use.shares.tolist(), strict=True))
-        for name, share in shares.items():
-            self.images.labels(name).inc(share * num)
-        files = [await self._in_thread(self._decode, *part) for part in made]
-        by = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share)
-        log.info("%s in %d steps by %s; %d in the queue", counted(num, "image"), call.steps, by, self.active)
-        return sorted(one for part in files for one in part)
+        use, num, names = ExpertUse(len(self.workers)), call.wanted.n, self.experts
+        parts, done = list[tuple[Batch, int | None]](), dict[int, int]()
+        for batch in call.batches:
+            if batch.expert is None:
+                parts.append((batch, None))
+            else:
+                use.add(1.0, torch.nn.functional.one_hot(batch.expert, len(names)))
+                for k in batch.expert.unique().tolist():
+                    parts.append((batch.part((batch.expert == k).nonzero()[:, 0]), k))
 
-    async def _drawn(self, call: _Call, chosen: Tensor, on_step: Report) -> list[tuple[Tensor, int, Tensor]]:
-        """Samples of the experts ``chosen`` for each (n,): rows, their expert, and the samples."""
-        done: dict[int, int] = {}
-
-        async def part(k: int, rows: Tensor) -> tuple[Tensor, int, Tensor]:
+        async def made(place: int, part: Batch, k: int | None) -> tuple[Batch, Tensor]:
             def tell(step: int) -> None:
-                done[int(rows[0])] = step
+                done[place] = step
                 if len(done) == len(parts) and step == min(done.values()):
                     on_step(step)
 
-            if call.ensemble.experts[k].noise_range != WHOLE:
-                # Its domain has another expert for the rest of t.
-                return rows, k, await self._mixed(call, rows, k, tell)
-            wanted, asked = call.wanted, call.ensemble.shared_out(call.guidance, *call.rows(rows))[k]
-            indices = tuple((wanted.start + rows).tolist())
-            settings = (call.steps, call.ensemble.shift, call.solver)
-            job = SampleJob(wanted.seed, indices, *settings, *asked)
-            return rows, k, _value((await self._ask(k, job, tell))[0])
+            return part, await self._samples(call.how, part, k, tell, use)
 
-        # The batches of hddm sample: images of one domain follow each other, or each kind is apart.
-        order = torch.tensor(call.ensemble.domains)[chosen].argsort(stable=True)
-        is_apart = len(call.ensemble.kinds) > 1
-        groups = [(chosen == k).nonzero()[:, 0] for k in chosen.unique()] if is_apart else [order]
-        parts = [
-            (k, batch[chosen[batch] == k])
-            for group in groups
-            for batch in group.split(self.limits.batch_size)
-            for k in chosen[batch].unique().tolist()
-        ]
-        return list(await asyncio.gather(*(part(k, rows) for k, rows in parts)))
+        found = await asyncio.gather(*(made(place, *part) for place, part in enumerate(parts)))
+        shares = dict(zip(names, use.shares.tolist(), strict=True))
+        for name, share in shares.items():
+            self.images.labels(name).inc(share * num)
+        files = [await self._in_thread(self._decode, *group) for group in gathered(found)]
+        by = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share)
+        steps, waiting = call.how.steps, self.active
+        log.info("%s in %d steps by %s; %d in the queue", counted(num, "image"), steps, by, waiting)
+        return sorted(one for part in files for one in part)
 
-    async def _mixed(
-        self, call: _Call, rows: Tensor, expert: int | None, on_step: Report, use: ExpertUse | None = None
+    async def _samples(
+        self, how: Plan, batch: Batch, k: int | None, on_step: Report, use: ExpertUse
     ) -> Tensor:
-        """Samples (n, C, H, W) of these rows, by several experts: at each step states go to those asked."""
-        wanted, is_left = call.wanted, False
-        shape = call.ensemble.experts[expert or 0].sample_shape
-        batches, done = rows.split(self.limits.batch_size), itertools.count(1)
+        """Samples (n, C, H, W) of a batch: those of one expert are one message, others one per step."""
+        if k is not None and how.model.experts[k].noise_range == WHOLE:
+            asked = how.model.conditions_by_expert(how.guidance(), batch.asked.negative, batch.asked.given)
+            assert isinstance(how.noise, Seeded)
+            settings = (how.steps, how.model.shift, how.solver_name)
+            job = SampleJob(how.noise.seed, tuple(batch.numbers), *settings, *asked[k])
+            return _value((await self._ask(k, job, on_step))[0])
+        is_left = False
 
         def step(index: int, x: Tensor) -> Tensor:
-            # Each step is told once, whatever the number of batches.
-            whole, rest = divmod(next(done), len(batches))
-            if rest == 0:
-                on_step(whole)
+            on_step(index + 1)
             return x
 
-        def make(batch: Tensor) -> Tensor:
-            assert shape is not None
-            negative, conditions = call.rows(batch)
-            return integrate(
-                call.ensemble,
-                noise_of(wanted.seed, (wanted.start + batch).tolist(), shape),
-                call.times,
-                call.solver,
-                call.guidance,
-                negative or None,
-                conditions,
-                expert=None if expert is None else torch.full((len(batch),), expert),
-                draws=uniform_draws(wanted.seed, (wanted.start + batch).tolist()),
-                use=use,
-                on_step=step,
-                is_interrupted=lambda: is_left,
-            )
+        def integrated() -> Tensor:
+            return run(how, batch, step, lambda: is_left, use if k is None else None)
 
         try:
-            return torch.cat([await self._in_thread(make, batch) for batch in batches])
+            return cast(Tensor, await self._in_thread(integrated))
         finally:
             is_left = True
 
@@ -585,7 +506,7 @@ async def _last(answers: Any, on_step: Report) -> Answer:
             on_step(answer)
     finally:
         answers.cancel()
-    raise HddmError("a worker ended without an answer")
+    raise RuntimeError("a worker ended without an answer")
 
 
 async def _body(request: Any) -> bytes:

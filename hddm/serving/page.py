@@ -23,7 +23,7 @@ from PIL import Image, ImageOps
 
 from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.pipelines.samples import SampleSettings
-from hddm.sampling import settled
+from hddm.sampling import plan
 from hddm.serving.painting import Opened, Painted, Panel, paint
 from hddm.solvers import SOLVERS
 from hddm.utils.errors import HddmError, counted, optional
@@ -199,6 +199,12 @@ def _reads(model: Opened) -> bool:
     return takes and all(map(pipeline.can_read, pipeline.readers))
 
 
+def _defaults(model: Opened) -> tuple[int, str]:
+    """Steps and solver of a model."""
+    how = plan(model.pipeline.ensemble)
+    return how.steps, how.solver_name
+
+
 class Play:
     """The page, the models that it plays with, and the run that is under way.
 
@@ -211,7 +217,7 @@ class Play:
         settings = parse_record(dict(self._shared), SampleSettings, OPTIONS)
         self.models = [Opened(source, settings) for source in sources]
         self._model = self.models[-1]
-        self._own = settled(self._model.pipeline.ensemble)
+        self._own = _defaults(self._model)
         self._stopped = threading.Event()
 
     def run(self, names: Sequence[str], *values: Any) -> Iterator[tuple[str, Any]]:
@@ -256,7 +262,7 @@ class Play:
         asked["class_labels"] = ",".join(names[one] for one in asked["class_labels"] or ()) or None
         asked["prompts"] = (prompt,) if (prompt := (asked["prompts"] or "").strip()) else ()
         asked["strategy"] = None if asked["strategy"] in ("", ensemble.strategy) else asked["strategy"]
-        if all(settled(one.pipeline.ensemble) == self._own for one in self.models):
+        if all(_defaults(one) == self._own for one in self.models):
             for name, own in zip(("steps", "solver"), self._own, strict=True):
                 asked[name] = None if asked[name] == own else asked[name]
         return parse_record(asked, SampleSettings, OPTIONS)

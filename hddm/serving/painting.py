@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from hddm.data.images import save_png, to_bytes
+from hddm.expert_use import ExpertUse
 from hddm.pipelines.pipeline import HDDMPipeline
-from hddm.pipelines.samples import SampleSettings, check_output, cycled, read_cycles
-from hddm.sampling import draw_experts, settled, time_grid
+from hddm.pipelines.samples import SampleSettings, check_output, planned, read_cycles
+from hddm.sampling import batches, plan, run
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.records import EXPERT_FILE
 from hddm.utils.tensors import available_device
@@ -74,9 +75,6 @@ class Opened:
         if without is not None:
             rest = [k for k, domain in enumerate(self.domains) if domain != self.domains[without]]
             pipeline, names = self._without(tuple(rest)), [names[k] for k in rest]
-        if settings.expert is None and len(pipeline.ensemble.kinds) > 1:
-            # Samples of several kinds do not go through a network together.
-            settings = settings.model_copy(update={"batch_size": 1})
         return Panel(title, self.source, pipeline, names, settings, without)
 
 
@@ -111,7 +109,7 @@ class Panel:
 
     def __post_init__(self) -> None:
         self.images = [Painted(number) for number in self.settings.numbers]
-        self.steps, _ = settled(self.pipeline.ensemble, self.settings.steps)
+        self.steps = plan(self.pipeline.ensemble, steps=self.settings.steps).steps
 
     @property
     def commands(self) -> list[str]:
@@ -141,57 +139,35 @@ class Panel:
 
     def paint(self, edit: Edit, stopped: threading.Event, show: Callable[[], object]) -> None:
         """Make the images, ``show`` being called as they change; raises `HddmError` as ``hddm sample``."""
-        settings, pipeline, ensemble = self.settings, self.pipeline, self.pipeline.ensemble
-        own = {"strength": settings.strength, "resampling_steps": settings.resampling_steps}
-        edit = {"image": None, **edit, **own}
-        given, against = read_cycles(pipeline, settings)
-        for start in settings.numbers[:: settings.batch_size]:
-            images = self.images[start : start + settings.batch_size]
-            stop, expert = start + len(images), settings.expert
-            rows = cycled(given, start, stop)
-            if expert is None and len(ensemble.kinds) > 1:
-                expert = int(draw_experts(ensemble.prior_of(1, rows), settings.seed, start, stop))
-            begun = pipeline.picture(**edit, expert=expert or 0)
-            times = time_grid(settled(ensemble, settings.steps)[0], ensemble.shift)
-            times = times if begun is None else begun.times(times)
-            self.steps = len(times) - 1
-            pixels = functools.partial(pipeline.decode, expert=expert or 0, picture=begun)
-            pipeline(
-                conditions=rows,
-                negative_conditions=cycled(against, start, stop) or None,
-                batch_size=len(images),
-                num_inference_steps=settings.steps,
-                guidance_scale=settings.guidance,
-                strategy=settings.strategy,
-                expert=expert,
-                solver=settings.solver,
-                seed=settings.seed,
-                start=start,
-                output_type="latent",
-                callback_on_step_end=_Watch(images, times.tolist(), pixels, stopped, show),
-                callback_on_step_end_tensor_inputs=("latents", "expert_weights"),
-                **edit,
-            )
+        settings, pipeline = self.settings, self.pipeline
+        how = planned(pipeline, settings, edit.get("image"), edit.get("mask_image"))
+        self.steps = len(how.times) - 1
+        asked = read_cycles(pipeline, settings).cycled(settings.numbers)
+        for batch in batches(how, settings.numbers, asked, settings.batch_size):
+            begun, use = how.picture(batch.kind), ExpertUse(len(how.model.experts))
+            begun = None if begun is None else begun.rows(batch.rows)
+            pixels = functools.partial(pipeline.decode, expert=batch.kind, picture=begun)
+            images = [self.images[row] for row in batch.rows.tolist()]
+            run(how, batch, _Watch(images, how.times.tolist(), pixels, use, show), stopped.is_set, use)
             if stopped.is_set():
                 return
 
 
 @dataclass
 class _Watch:
-    """A callback that keeps the weights of each step, the images, and where there is time a preview."""
+    """An ``on_step`` that keeps the weights of each step, the images, and where there is time a preview."""
 
     images: Sequence[Painted]
     times: Sequence[float]
     pixels: Callable[[Tensor], Tensor]
-    stopped: threading.Event
+    use: ExpertUse
     show: Callable[[], object]
     before: Tensor | None = None
     due: float = 0.0
 
-    def __call__(self, pipeline: Any, step: int, _: float, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        pipeline._interrupt = self.stopped.is_set()
-        x, began, is_last = tensors["latents"], time.monotonic(), step == len(self.times) - 2
-        for image, weights in zip(self.images, tensors["expert_weights"].cpu(), strict=True):
+    def __call__(self, step: int, x: Tensor) -> Tensor:
+        began, is_last = time.monotonic(), step == len(self.times) - 2
+        for image, weights in zip(self.images, self.use.last, strict=True):
             image.weights.append(weights)
         if is_last or (self.before is not None and began >= self.due):
             t, then = self.times[step : step + 2]
@@ -204,7 +180,7 @@ class _Watch:
             now = time.monotonic()
             self.due = now + max(_LEAST, _PART * (now - began))
         self.before = x
-        return {}
+        return x
 
 
 def preview(x: Tensor, following: Tensor, t: float, then: float) -> Tensor:

@@ -8,14 +8,13 @@ only: nothing in it is opened, imported or run.
 import secrets
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
-from hddm.pipelines.samples import KnownStrategy
-from hddm.serving import Refusal
-from hddm.solvers import solver_named
+from hddm.sampling import KnownStrategy, SamplingSettings
+from hddm.serving.answers import Refusal
 from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError, one_line
-from hddm.utils.records import Record, parse_record
+from hddm.utils.records import parse_record
 
 LARGEST_BODY = 1 << 16
 """Bytes of a request's body at most."""
@@ -24,15 +23,10 @@ SEEDS = 1 << 53
 """Seeds that are not given are below this, since JavaScript has no larger whole numbers."""
 
 
-def _known_solver(name: str) -> str:
-    solver_named(name)
-    return name
-
-
 Prompt = Annotated[str, Field(max_length=LONGEST_PROMPT)]
 
 
-class ImageRequest(Record):
+class ImageRequest(SamplingSettings):
     """Body of a request for images.
 
     Image i of it is image ``start`` + i of ``hddm sample`` with the same settings.
@@ -55,11 +49,7 @@ class ImageRequest(Record):
     """Tell the progress in server-sent events."""
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = Field(default_factory=lambda: secrets.randbelow(SEEDS))
     start: Annotated[int, Field(ge=0, lt=1 << 62)] = 0
-    steps: Annotated[int, Field(ge=1)] | None = None
-    """None for the model's own, as its solver."""
-    solver: Annotated[str, AfterValidator(_known_solver)] | None = None
     strategy: Annotated[KnownStrategy, Field(max_length=40)] | None = None
-    guidance_scale: float = 1.0
     negative_prompt: Prompt | None = None
 
 

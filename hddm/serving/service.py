@@ -109,7 +109,7 @@ def serve(
         # Ray counts processors to place workers, and all of these are to be on this machine.
         needed = [placement.of(name, False)["num_cpus"] * count for name, count in replicas.items()]
         own = {"num_cpus": int(sum(needed) + placement.of(FRONT, False)["num_cpus"]) + 1}
-    around = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "hddm.serving:middlewares"}
+    around = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "hddm.serving.answers:middlewares"}
     with connected(ray, address, around, **own):
         from ray import serve as ray_serve
 

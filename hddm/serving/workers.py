@@ -22,15 +22,16 @@ from torch import Tensor
 from hddm.ensemble import Ensemble
 from hddm.experts.loading import open_ensemble
 from hddm.networks.offload import bring
-from hddm.sampling import integrate, noise_of, time_grid
-from hddm.serving import Refusal
+from hddm.noise import Latents, noise_of
+from hddm.sampling import Batch, Conditions, plan, run
+from hddm.serving.answers import Refusal
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.tensors import available_device
-from hddm.velocity import Guidance, VelocityField
+from hddm.velocity import Guidance, Inputs, VelocityField
 
 LULL = 0.005
 """Seconds that an idle worker waits for more jobs, so that those of one moment are one batch."""
-Conditions = Mapping[str, Tensor]
+Tensors = Mapping[str, Tensor]
 log = logging.getLogger(__name__)
 
 
@@ -44,8 +45,8 @@ class SampleJob:
     shift: float
     solver: str
     guidance: Guidance
-    negative: Conditions
-    conditions: Conditions
+    negative: Tensors
+    conditions: Tensors
 
     @property
     def like(self) -> Hashable:
@@ -59,18 +60,19 @@ class SampleJob:
 
 @dataclass(frozen=True)
 class VelocityJob:
-    """Velocity of states x (n, C, H, W) at times t (n,)."""
+    """Velocity of states x (n, C, H, W) at times t (n,); students of few steps need its end, ``then``."""
 
     x: Tensor
     t: Tensor
     guidance: Guidance
-    negative: Conditions
-    conditions: Conditions
+    negative: Tensors
+    conditions: Tensors
+    then: float | None = None
 
     @property
     def like(self) -> Hashable:
         """Key of the jobs that can be computed together."""
-        return self.guidance, self.x.shape[1:], _shapes(self.negative), _shapes(self.conditions)
+        return self.guidance, self.then, self.x.shape[1:], _shapes(self.negative), _shapes(self.conditions)
 
     def __len__(self) -> int:
         return len(self.x)
@@ -224,28 +226,34 @@ class Worker:
         if isinstance(first, VelocityJob):
             x = torch.cat([job.x for job in jobs if isinstance(job, VelocityJob)]).to(expert.device)
             t = torch.cat([job.t for job in jobs if isinstance(job, VelocityJob)])
-            values = expert.velocity(x, t, first.guidance, negative or None, **conditions)
+            then = None if first.then is None else torch.tensor(first.then, dtype=torch.float64)
+            values = expert.velocity(x, t, first.guidance, negative or None, then, **conditions)
         else:
             assert expert.sample_shape is not None
             drawn = [job for job in jobs if isinstance(job, SampleJob)]
             x = torch.cat([noise_of(job.seed, job.indices, expert.sample_shape) for job in drawn])
+            how = plan(
+                expert,
+                steps=first.steps,
+                shift=first.shift,
+                solver=first.solver,
+                guidance=first.guidance,
+                noise=Latents(x),
+            )
+            every = torch.arange(len(x))
+            asked = Conditions(conditions, negative)
 
             def on_step(index: int, x: Tensor) -> Tensor:
                 for one in batch:
                     one.on_step(index + 1)
                 return x
 
-            values = integrate(
-                expert,
-                x.to(expert.device, torch.promote_types(expert.dtype, torch.float32)),
-                time_grid(first.steps, first.shift),
-                first.solver,
-                first.guidance,
-                negative or None,
-                conditions,
-                on_step=on_step,
+            values = run(
+                how,
+                Batch(every, every.tolist(), asked, torch.zeros_like(every)),
+                on_step,
                 # Clients that left cost nothing more, once all of a batch have.
-                is_interrupted=lambda: all(one.done.done() for one in batch),
+                stop=lambda: all(one.done.done() for one in batch),
             )
         parts: Sequence[Tensor] = values.cpu().split([len(job) for job in jobs])
         return parts
@@ -262,32 +270,26 @@ def _read(folder: Path, index: int, dtype: torch.dtype, device: torch.device) ->
     return found
 
 
-def _shapes(conditions: Conditions) -> Hashable:
+def _shapes(conditions: Tensors) -> Hashable:
     return tuple(sorted((name, value.shape[1:], value.dtype) for name, value in conditions.items()))
 
 
-def _joined(conditions: Iterable[Conditions], device: torch.device) -> dict[str, Tensor]:
+def _joined(conditions: Iterable[Tensors], device: torch.device) -> dict[str, Tensor]:
     rows = list(conditions)
     return {name: torch.cat([one[name] for one in rows]).to(device) for name in rows[0]}
 
 
 class RemoteExpert(VelocityField):
-    """An expert whose network is elsewhere; ``ask`` gives its velocity there."""
+    """An expert whose network is in another process; ``ask`` gives its velocity there."""
 
     def __init__(self, known: VelocityField, ask: Callable[[VelocityJob], Tensor]) -> None:
         vars(self).update(vars(known))
         self.network = _elsewhere
         self._ask = ask
 
-    def velocity(
-        self,
-        x_t: Tensor,
-        t: Tensor,
-        guidance_scale: float | Guidance = 1.0,
-        negative: Conditions | None = None,
-        **conditions: Tensor,
-    ) -> Tensor:
-        return self._ask(VelocityJob(x_t, t, Guidance.of(guidance_scale), dict(negative or {}), conditions))
+    def guided(self, x_t: Tensor, times: Tensor, inputs: Inputs, then: Tensor | None = None) -> Tensor:
+        end = None if then is None or self.sampling_steps is None else float(then)
+        return self._ask(VelocityJob(x_t, times, inputs.guidance, inputs.negative, inputs.conditions, end))
 
 
 def _elsewhere(*inputs: Any, **conditions: Any) -> Tensor:

@@ -22,7 +22,7 @@ from hddm.experts.records import (
     write_records,
 )
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
-from hddm.sampling import initial_noise
+from hddm.noise import initial_noise
 from hddm.schedules import DiscreteSchedule
 from hddm.solvers import euler
 from hddm.training.denoising import misread

@@ -48,7 +48,6 @@ from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, UsageError, asked
 from hddm.utils.records import MANIFEST
 from hddm.utils.tensors import append_dims, generator
-from hddm.velocity import INTERVAL
 
 log = logging.getLogger(__name__)
 
@@ -255,8 +254,7 @@ def distill(
         task = Task(network, len(union), drawn, matching(on, objective), key, is_new=init is None)
     else:
         network = with_interval(network, f"--init {init}")
-        few = {"sampling_steps": settings.sampling_steps, "conditions": (*record.conditions, INTERVAL)}
-        record = record.model_copy(update=few)
+        record = record.model_copy(update={"sampling_steps": settings.sampling_steps})
         learned_from = given | ({} if expert_of_sample is None else {"expert": expert_of_sample})
         _check_told(learned_from)
         if settings.guidance_scale != 1 and LABELS not in given:

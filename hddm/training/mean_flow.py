@@ -34,14 +34,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hddm.classes import LABELS
 from hddm.ensemble import Ensemble
-from hddm.sampling import integrate, noise_of, time_grid
+from hddm.noise import noise_of
+from hddm.sampling import integrate, plan
 from hddm.training.loop import Inputs
 from hddm.training.objectives import TIME_SCALE
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import write_whole
 from hddm.utils.progress import Progress
 from hddm.utils.tensors import append_dims, read_safetensors
-from hddm.velocity import INTERVAL, PathPoint, PredictionType, velocity
+from hddm.velocity import PathPoint, PredictionType, velocity
 
 SOLVED, KEPT = 24, 8
 """Steps of the teacher's solver along a trajectory, and the intervals between the states that are kept."""
@@ -91,7 +92,7 @@ def solve(
     ``conditions`` (num,) are labels, and ``expert`` unless the teacher mixes. They depend on ``seed`` alone.
     The file is one teacher's. Raises `HddmError` as `hddm.sampling.integrate`.
     """
-    fine = time_grid(SOLVED, teacher.shift)
+    fine = plan(teacher, steps=SOLVED).times
     stride = SOLVED // KEPT
     times = fine[::stride]
     asked = {name: value.contiguous() for name, value in conditions.items()}
@@ -235,7 +236,7 @@ class MeanFlow:
 
         def u(x_t: Tensor, t: Tensor, interval: Tensor) -> Tensor:
             time, ahead = t.to(x_t), _wide(t, x_t)
-            output = network(x_t, TIME_SCALE * time, **conditions, **{INTERVAL: interval.to(x_t)})
+            output = network(x_t, TIME_SCALE * time, **conditions, interval=interval.to(x_t))
             at = PathPoint(
                 x_t, x_t, ahead, 1 - ahead, ahead, lambda: (-torch.ones_like(ahead), torch.ones_like(ahead))
             )

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from hddm.data.images import save_png, tiled, to_bytes
 from hddm.data.shards import Shard
-from hddm.sampling import initial_noise, integrate, settled, time_grid
+from hddm.noise import Latents, initial_noise
+from hddm.sampling import Batch, Conditions, plan, run
 from hddm.training.loop import StepReport, Watcher
 from hddm.training.resume import RUN_FILE, read_run
 from hddm.training.settings import TEXT, ExpertSettings
@@ -249,17 +250,16 @@ class SampleGrids:
 
     def _grid(self, report: StepReport) -> Tensor:
         field = self._field
-        dtype = torch.promote_types(field.dtype, torch.float32)
         low, high = field.noise_range
         x = (1 - high) * self._x_0 + high * initial_noise(SEED, 0, self._num, self._shape)
-        steps, _ = settled(field, STEPS if field.sampling_steps is None else None)
-        times = low + (high - low) * time_grid(steps, field.shift)
-        given: dict[str, Any] = {name: value.to(field.device) for name, value in self._conditions.items()}
-        x = x.to(field.device, dtype)
-        x = integrate(field, x, times, conditions=given, is_interrupted=report.should_stop)
+        steps = STEPS if field.sampling_steps is None else None
+        how = plan(field, steps=steps, part=field.noise_range, noise=Latents(x))
+        asked = Conditions(self._conditions).map(lambda value: value.to(field.device))
+        every = torch.arange(self._num)
+        x = run(how, Batch(every, every.tolist(), asked, torch.zeros_like(every)), stop=report.should_stop)
         if low > 0:
             with torch.no_grad():
-                x = x - low * field.velocity(x, times[-1], **given)
+                x = x - low * field.velocity(x, how.times[-1], **asked.given)
         return grid_of(shown(x.cpu(), self._space))
 
 

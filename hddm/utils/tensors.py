@@ -51,6 +51,11 @@ def generator(seed: int, *key: int) -> torch.Generator:
     return torch.Generator().manual_seed(int(state >> np.uint64(1)))
 
 
+def sent(values: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """``values`` of the CPU on ``device``, without waiting for what the device is doing."""
+    return values.to(device, dtype or values.dtype, non_blocking=True)
+
+
 def parameter_dtype(network: object) -> torch.dtype | None:
     """Dtype of a module's floating parameters; None if it has none, and for plain functions."""
     return next((p.dtype for p in _parameters(network) if p.is_floating_point()), None)

@@ -6,7 +6,9 @@ from torch import Tensor
 
 from hddm.editing import DEFAULT_RESAMPLING, Picture
 from hddm.ensemble import Ensemble
-from hddm.sampling import ExpertUse, noise_of, sample, time_grid
+from hddm.expert_use import ExpertUse
+from hddm.noise import noise_of
+from hddm.sampling import sample, time_grid
 from hddm.solvers import SOLVERS, solver_named
 from tests.cases import LINEAR, case_named, oracle_field
 from tests.oracles import GaussianMixture, exact_router
@@ -56,7 +58,7 @@ def test_a_strength_just_above_a_time_of_the_grid_enlarges_no_rounding(solver: s
     """Networks in bfloat16 are wrong by about 2^-8, in another way at every time."""
     picture, errors = WHOLE.sample(4, 1, SHAPE).float(), torch.Generator().manual_seed(0)
 
-    def rounded(x: Tensor, t: Tensor) -> Tensor:
+    def rounded(x: Tensor, t: Tensor, then: Tensor) -> Tensor:
         return WHOLE.velocity(x, t.expand(len(x))) + torch.randn(x.shape, generator=errors) / 256
 
     ends = []

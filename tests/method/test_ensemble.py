@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from hddm.ensemble import Ensemble, Strategy, sparse_weights
-from hddm.sampling import ExpertUse, sample
+from hddm.expert_use import ExpertUse
+from hddm.sampling import sample
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
 from tests.cases import LINEAR, Case, ConditionSum, case_named, oracle_field

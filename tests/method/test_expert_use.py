@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from hddm.ensemble import Ensemble
+from hddm.expert_use import ExpertUse
 from hddm.experts.records import save_router
-from hddm.sampling import ExpertUse, sample
+from hddm.sampling import sample
 from hddm.utils.records import write_manifest
 from tests.artefacts import Command
 from tests.cases import ConditionSum

@@ -12,7 +12,8 @@ from torch import Tensor
 import hddm
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import Conversion, plan
-from hddm.sampling import initial_noise, sample
+from hddm.noise import initial_noise
+from hddm.sampling import sample
 from hddm.utils.errors import HddmError
 from hddm.velocity import Guidance, VelocityField
 from tests.cases import LINEAR, ConditionSum
@@ -237,7 +238,7 @@ def test_three_guided_channels_are_what_dit_published(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.5, 3.0])
-def test_guidance_by_the_weaker_self_is_its_formula_under_the_same_conditions(scale: float) -> None:
+def test_guidance_by_the_weak_model_is_its_formula_under_the_same_conditions(scale: float) -> None:
     weak, network = ConditionSum(2.0), ConditionSum(5.0)
     expert = network.field("class_labels", sample_shape=SHAPE)
     expert.weak = weak.field("class_labels")
@@ -248,7 +249,7 @@ def test_guidance_by_the_weaker_self_is_its_formula_under_the_same_conditions(sc
     assert weak.conditions == network.conditions == [{"class_labels": [1, 2, 3]}]
 
 
-def test_each_expert_of_an_ensemble_is_guided_by_its_own_weaker_self_without_any_condition() -> None:
+def test_each_expert_of_an_ensemble_is_guided_by_its_own_weak_model_without_any_condition() -> None:
     experts = [ConditionSum(v).field(sample_shape=SHAPE) for v in (1.0, 10.0)]
     for expert, value in zip(experts, (0.5, 8.0), strict=True):
         expert.weak = ConditionSum(value).field()
@@ -257,7 +258,7 @@ def test_each_expert_of_an_ensemble_is_guided_by_its_own_weaker_self_without_any
     assert found.unique().tolist() == [0.25 * (0.5 + 3 * 0.5) + 0.75 * (8 + 3 * 2)]
     experts[1].weak = None
     calls = len(experts[0].network.conditions)
-    with pytest.raises(HddmError, match="expert 1: has no weaker self"):
+    with pytest.raises(HddmError, match="expert 1: has no weak model"):
         hddm.sample(ensemble, 2, guidance_scale=Guidance(3.0, by="weak"))
     assert len(experts[0].network.conditions) == calls
 
@@ -272,16 +273,16 @@ def test_only_what_an_expert_has_is_advised_to_guide_by() -> None:
             match="to; take guidance_scale 1$" if by == "condition" else "by; take guidance_scale 1$",
         ):
             expert.velocity(x, t, Guidance(3.0, by=by))
-    with pytest.raises(HddmError, match="has no weaker self to be guided by; take other experts"):
-        lone.refuse_weakless(Guidance(3.0, by="weak"), None)
+    with pytest.raises(HddmError, match="has no weak model to guide by; take other experts"):
+        lone.require_weak_model(Guidance(3.0, by="weak"), None)
     expert.weak = expert
-    with pytest.raises(HddmError, match="; guide by the weaker self, or take "):
+    with pytest.raises(HddmError, match="; guide by the weak model, or take "):
         expert.velocity(x, t, 3.0)
 
 
-def test_guidance_by_a_weaker_self_needs_one_and_takes_no_negative_conditions() -> None:
+def test_guidance_by_a_weak_model_needs_one_and_takes_no_negative_conditions() -> None:
     expert, guidance = _field(ConditionSum()), Guidance(3.0, by="weak")
-    with pytest.raises(HddmError, match="has no weaker self"):
+    with pytest.raises(HddmError, match="has no weak model"):
         expert.velocity(torch.zeros(2, *SHAPE), torch.tensor(0.5), guidance)
     expert.weak = _field(ConditionSum())
     negative = {"class_labels": torch.tensor([1, 1])}

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from hddm.ensemble import Ensemble
-from hddm.sampling import ExpertUse, draw_experts, integrate, sample, time_grid
+from hddm.expert_use import ExpertUse
+from hddm.sampling import draw_experts, integrate, sample, time_grid
 from hddm.utils.errors import HddmError
 from hddm.velocity import Guidance, VelocityField
 from tests.artefacts import refusal
@@ -220,12 +221,12 @@ def test_a_pair_counts_once_for_strategies_classes_and_warnings() -> None:
     assert use.warnings() == ["expert 0 takes 95% of the weight; is the router trained?"]
 
 
-def test_guidance_by_a_weaker_self_needs_that_of_both() -> None:
+def test_guidance_by_a_weak_model_needs_that_of_both() -> None:
     weak = ConditionSum(0.5).field()
     fields = [
         ConditionSum().field(noise_range=(0.5, 1), weak=weak),
         ConditionSum().field(noise_range=(0, 0.5)),
     ]
     ensemble = Ensemble(fields, strategy="draw", domains=[0, 0])
-    with pytest.raises(HddmError, match="expert 1: has no weaker self"):
+    with pytest.raises(HddmError, match="expert 1: has no weak model"):
         sample(ensemble, 2, shape=SHAPE, guidance_scale=Guidance(2.0, by="weak"))

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from hddm import load
 from hddm.ensemble import Ensemble
-from hddm.sampling import initial_noise, sample
+from hddm.noise import initial_noise
+from hddm.sampling import sample
 from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField

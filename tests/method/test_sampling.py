@@ -5,8 +5,10 @@ import torch
 from torch import Tensor
 
 from hddm.ensemble import Ensemble
+from hddm.expert_use import ExpertUse
 from hddm.networks.transformers import ExpertTransformer
-from hddm.sampling import ExpertUse, draw_experts, initial_noise, sample, time_grid
+from hddm.noise import initial_noise
+from hddm.sampling import draw_experts, sample, time_grid
 from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
@@ -166,13 +168,10 @@ def test_conditions_and_guidance_reach_each_sample_s_own_row() -> None:
         torch.testing.assert_close(found, noise - drift.view(-1, 1, 1, 1))
 
 
-def test_samples_are_float32_of_the_asked_shape_and_batches_are_reported() -> None:
-    batches: list[int] = []
-    field = ConditionSum().field()
-    found = sample(field, 5, steps=2, shape=(3, 2, 4), batch_size=2, on_batch=batches.append)
+def test_samples_are_float32_of_the_asked_shape() -> None:
+    found = sample(ConditionSum().field(), 5, steps=2, shape=(3, 2, 4), batch_size=2)
     assert found.shape == (5, 3, 2, 4)
     assert found.dtype == torch.float32
-    assert batches == [2, 2, 1]
 
 
 def test_on_step_sees_and_may_change_the_states_of_every_batch() -> None:
@@ -203,8 +202,7 @@ def test_on_step_sees_and_may_change_the_states_of_every_batch() -> None:
         ({"shape": (1, 2.5, 2)}, "shape= takes whole numbers from 1"),
         ({"shift": float("inf")}, "shift must be positive and finite, not inf"),
         ({"solver": "dpm"}, "solver"),
-        ({"strategy": "top-1"}, "single expert"),
-        ({"expert": 0}, "expert 0 needs an ensemble; this is a single expert"),
+        ({"expert": 1}, "expert 1: there are 0 … 0"),
         ({"strategy": "best"}, "unknown strategy"),
         ({"class_labels": torch.zeros(3)}, "3 rows for 2"),
     ],

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hddm.solvers import SOLVERS, Solver, euler, solver_named
+from hddm.solvers import SOLVERS, Solver, Velocity, euler, solver_named
 from hddm.utils.errors import HddmError
 from tests.cases import BETAS, discrete_case, oracle_field
 from tests.oracles import GaussianMixture, OracleNetwork, relative_error, rms_error
@@ -17,7 +17,7 @@ SHARD = GaussianMixture.random(seed=0, modes=4, dim=8)
 ORDERS = [("euler", 1), ("heun", 2), ("adams-bashforth", 2), ("adams-moulton", 3)]
 
 
-def _swing(x: Tensor, t: Tensor) -> Tensor:
+def _swing(x: Tensor, t: Tensor, then: Tensor) -> Tensor:
     """dx/dt whose solution is x(t) = x(0) exp(sin 3t)."""
     return 3 * torch.cos(3 * t) * x
 
@@ -67,13 +67,13 @@ WIDE = GaussianMixture.random(seed=0, modes=5, dim=8, spread=2.0)
 MIXTURES = {"wide": WIDE, "narrow": _narrow(GaussianMixture.random(seed=0, modes=5, dim=8), 0.1)}
 
 
-def _unipc(velocity: Callable[[Tensor, Tensor], Tensor], x: Tensor, steps: int) -> Tensor:
+def _unipc(velocity: Velocity, x: Tensor, steps: int) -> Tensor:
     scheduler = diffusers.UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=1.0
     )
     scheduler.set_timesteps(steps)
     for index, step in enumerate(scheduler.timesteps):
-        x = scheduler.step(velocity(x, scheduler.sigmas[index].double()), step, x).prev_sample
+        x = scheduler.step(velocity(x, scheduler.sigmas[index].double(), step), step, x).prev_sample
     return x
 
 
@@ -82,7 +82,7 @@ def _unipc(velocity: Callable[[Tensor, Tensor], Tensor], x: Tensor, steps: int) 
 def test_adams_moulton_is_nearer_to_the_solution_than_diffusers_unipc(
     mixture: GaussianMixture, steps: int
 ) -> None:
-    def velocity(x: Tensor, t: Tensor) -> Tensor:
+    def velocity(x: Tensor, t: Tensor, then: Tensor) -> Tensor:
         return mixture.velocity(x, t.expand(len(x)))
 
     x = torch.randn(256, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -96,23 +96,26 @@ def test_a_straight_path_is_exact_in_one_step(solver: Solver) -> None:
     x, slope = torch.randn(2, 3, generator=torch.Generator().manual_seed(0)).double()
     times = torch.tensor([1.0, 0.7, 0.0], dtype=torch.float64)
     for grid in (times, times[[0, 2]]):
-        torch.testing.assert_close(solver(lambda x, t: slope, x, grid), x - slope)
+        torch.testing.assert_close(solver(lambda x, t, then: slope, x, grid), x - slope)
 
 
 @pytest.mark.parametrize(
     ("name", "calls"), [("euler", 7), ("heun", 14), ("adams-bashforth", 7), ("adams-moulton", 7)]
 )
 def test_calls_a_step(name: str, calls: int) -> None:
-    seen: list[Tensor] = []
-    solver_named(name)(lambda x, t: seen.append(t) or x, torch.ones(2), _even(7).flip(0))
+    seen: list[tuple[Tensor, Tensor]] = []
+    solver_named(name)(lambda x, t, then: seen.append((t, then)) or x, torch.ones(2), _even(7).flip(0))
     assert len(seen) == calls
-    assert all(t.shape == () and t.dtype == torch.float64 for t in seen)
+    assert all(t.shape == () and t.dtype == torch.float64 for pair in seen for t in pair)
+    # Every call is for a step down to the next time; Heun's second one is at its end.
+    assert sorted({float(then) for _, then in seen}) == _even(7)[:7].tolist()
+    assert all(t > then or (name == "heun" and t == then) for t, then in seen)
 
 
 @pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
 def test_state_keeps_its_dtype_and_the_input_is_left_alone(solver: Solver) -> None:
     x = torch.ones(3)
-    assert solver(lambda x, t: x, x, _even(4)).dtype == torch.float32
+    assert solver(lambda x, t, then: x, x, _even(4)).dtype == torch.float32
     assert torch.equal(x, torch.ones(3))
 
 
@@ -150,5 +153,5 @@ def test_diffusers_ddim_is_euler_on_the_matched_grid(
     a, s = case.alpha_sigma(scheduler.timesteps.double())
     last = torch.zeros(1 if set_alpha_to_one else 0)
     times = torch.cat([s / (a + s), last])
-    x = euler(lambda x, t: field.velocity(x, t.expand(len(x))), noise / (a[0] + s[0]), times)
+    x = euler(lambda x, t, then: field.velocity(x, t.expand(len(x))), noise / (a[0] + s[0]), times)
     assert relative_error(x if set_alpha_to_one else x * (a[-1] + s[-1]), y) < tolerance

@@ -133,7 +133,7 @@ def test_callbacks_read_what_a_call_was_asked_for(classes: HDDMPipeline) -> None
 
 
 def test_prompts_can_be_exchanged_on_the_way(text: HDDMPipeline) -> None:
-    cat, dog = (text.encode(name)[0]["encoder_hidden_states"] for name in ("a cat", "a dog"))
+    cat, dog = (text.encode(name).given["encoder_hidden_states"] for name in ("a cat", "a dog"))
 
     def exchange(pipeline: HDDMPipeline, step: int, timestep: float, tensors: Tensors) -> Tensors:
         assert torch.equal(tensors["prompt_embeds"], dog if step > 2 else cat)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 import hddm
 from hddm.data.images import to_bytes
+from hddm.noise import initial_noise
 from hddm.pipelines.pipeline import HDDMPipeline
-from hddm.sampling import initial_noise, integrate, time_grid
+from hddm.sampling import integrate, time_grid
 from hddm.solvers import SOLVERS
 from hddm.utils.errors import HddmError
 from hddm.velocity import Guidance
@@ -74,7 +75,7 @@ def test_one_generator_serves_the_batch_and_none_is_the_global_one(pipe: HDDMPip
 
 
 def test_states_that_are_passed_replace_the_drawn_ones(pipe: HDDMPipeline) -> None:
-    noise = hddm.sampling.initial_noise(8, 0, 5, (3, 4, 4))
+    noise = hddm.noise.initial_noise(8, 0, 5, (3, 4, 4))
     given = pipe(class_labels=LABELS, latents=noise, **LATENT).images
     assert torch.equal(given, pipe(class_labels=LABELS, seed=8, **LATENT).images)
 

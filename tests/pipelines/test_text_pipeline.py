@@ -198,5 +198,5 @@ def test_experts_without_a_null_text_take_prompts_of_both_sides(tmp_path: Path) 
     assert bare(prompt_embeds=text, negative_prompt_embeds=-text, **options).images.isfinite().all()
     with pytest.raises(HddmError, match="guidance needs the same keywords on both sides"):
         bare(prompt_embeds=text, **options)
-    with pytest.raises(HddmError, match="needs encoder_hidden_states, and knows no value"):
+    with pytest.raises(HddmError, match="needs encoder_hidden_states and has no empty default"):
         bare(**{**options, "guidance_scale": 1.0})

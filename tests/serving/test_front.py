@@ -29,7 +29,7 @@ from starlette.testclient import TestClient, WebSocketDenialResponse
 from hddm.experts.assembly import assemble
 from hddm.experts.records import save_expert
 from hddm.pipelines.samples import SampleSettings, sample_to_folder
-from hddm.serving import Refusal, middlewares
+from hddm.serving.answers import Refusal, middlewares
 from hddm.serving.front import Front, Limits
 from hddm.serving.service import names_of, serve
 from hddm.serving.workers import Answer, SampleJob, VelocityJob, Worker

@@ -444,7 +444,7 @@ def test_a_visitor_plays(
     assert re.search(r"[AB] expert [01] \d+ %", told)
     assert browser.evaluate("document.querySelectorAll('#result .done, #result .strip rect').length") >= 4
     (command,) = _commands(told)
-    assert command[4:] == ["--num-images", "2", "--steps", "100", "--class-labels", "cat"]
+    assert command[4:] == ["--steps", "100", "--num-images", "2", "--class-labels", "cat"]
     browser.call("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
     visitor.click("Copy")
     visitor.wait("document.querySelector('#result pre + button').innerText === 'Copied'")

@@ -17,7 +17,8 @@ from hddm.data.shards import load_shard
 from hddm.experts.loading import load
 from hddm.experts.records import WEAK, open_expert, read_expert
 from hddm.networks.transformers import ExpertTransformer
-from hddm.sampling import initial_noise, sample
+from hddm.noise import initial_noise
+from hddm.sampling import sample
 from hddm.training import expert as expert_training
 from hddm.training.calibrate import (
     native_conditions,

@@ -14,9 +14,11 @@ from hddm.ensemble import Ensemble
 from hddm.experts.assembly import assemble
 from hddm.experts.records import save_expert
 from hddm.networks.folders import WEIGHTS
+from hddm.noise import initial_noise
 from hddm.pipelines.pipeline import HDDMPipeline
-from hddm.sampling import initial_noise, integrate, sample, time_grid
+from hddm.sampling import integrate, sample, time_grid
 from hddm.schedules import LinearSchedule
+from hddm.solvers import heun
 from hddm.training.distill import _check_told, distill, with_interval
 from hddm.training.mean_flow import FILE, FLOOR, STUDENT_STEPS, MeanFlow, identity_target, solve
 from hddm.training.resume import run_folder_of
@@ -76,10 +78,8 @@ class Exact(nn.Module):
 
 
 def _student(steps: int, kind: str = "flow_prediction") -> VelocityField:
-    nulls = {"interval": torch.tensor(0.0)}
-    return VelocityField(
-        Exact(kind), LinearSchedule(), kind, 1000, None, ("interval",), nulls, SHAPE, sampling_steps=steps
-    )
+    given = {"conditions": (), "sample_shape": SHAPE, "sampling_steps": steps}
+    return VelocityField(Exact(kind), LinearSchedule(), kind, 1000, **given)  # type: ignore[arg-type]
 
 
 def _teacher() -> Ensemble:
@@ -172,11 +172,12 @@ def test_steps_of_any_length_are_exact(steps: int, kind: str) -> None:
 
 
 def test_what_students_cannot_do_is_refused() -> None:
-    other = VelocityField(Exact(), LinearSchedule(), "flow_prediction", 1000, None, ("interval",))
+    other = VelocityField(Exact(), LinearSchedule(), "flow_prediction", 1000)
     with pytest.raises(HddmError, match="solver heun: a student of few steps"):
         sample(_student(2), 1, solver="heun")
-    with pytest.raises(HddmError, match="solver adams-moulton: a student of few steps"):
-        integrate(_student(2), torch.zeros(1, *SHAPE), time_grid(2), "adams-moulton")
+    for solver in ("adams-moulton", heun):
+        with pytest.raises(HddmError, match=r"solver (heun|adams-moulton): a student"):
+            integrate(_student(2), torch.zeros(1, *SHAPE), time_grid(2), solver)
     with pytest.raises(HddmError, match="expert 0: students of few steps and other experts"):
         Ensemble([_student(2), other], strategy="draw")
     with pytest.raises(HddmError, match="full mixes velocities at a time"):
@@ -245,15 +246,19 @@ def test_a_student_is_trained_sampled_and_verified_from_the_command_line(
     code, _, error = hddm(*line, *few, "--steps", 4, "--init", flow)
     assert code == 0, error
     record = json.loads((out / "expert.json").read_text())
-    assert (record["sampling_steps"], record["conditions"]) == (2, ["class_labels", "interval"])
+    assert (record["sampling_steps"], record["conditions"]) == (2, ["class_labels"])
     assert record["training"]["guidance_scale"] == 2
 
     images = tmp_path / "images"
     assert hddm("sample", out, "--class-labels", 0, "--num-images", 4, "--out", images)[0] == 0
     settings = json.loads((images / "sampling.json").read_text())
     assert (settings["steps"], settings["solver"]) == (2, "euler")
-    code, _, error = hddm("sample", out, "--solver", "heun", "--out", tmp_path / "heun")
-    assert (code, "a student of few steps" in error) == (1, True)
+    for option, said in (
+        (("--solver", "heun"), "a student of few steps"),
+        (("--guidance-scale", 2), "of scale 2 inside"),
+    ):
+        code, _, error = hddm("sample", out, *option, "--out", tmp_path / "no")
+        assert (code, said in error, error.count("\n")) == (1, True, 1)
     pipeline = HDDMPipeline.from_pretrained(out)
     made = pipeline(class_labels=[0] * 4, seed=0, output_type="pt").images
     assert torch.equal(

@@ -19,7 +19,8 @@ import hddm
 from hddm.data.images import to_bytes
 from hddm.data.shards import Rows, TokenStore, load_shard
 from hddm.networks.transformers import ExpertTransformer
-from hddm.sampling import initial_noise, sample
+from hddm.noise import initial_noise
+from hddm.sampling import sample
 from hddm.schedules import LinearSchedule
 from hddm.training.expert import new_network, train_expert
 from hddm.training.loop import Fitted, Inputs, StepReport, Task, train

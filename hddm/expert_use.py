@@ -1,0 +1,107 @@
+"""Which experts a sampling used, over time, and what about it is worth a warning."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BINS = 10
+MOST = 0.9
+"""Share of the weight that one expert may take without a warning."""
+FEWEST_EXPECTED = 3
+"""Samples that ``draw`` must be expected to give an expert before it warns that there were none."""
+
+
+class ExpertUse:
+    """A tally of weights (samples, K) over time, in `BINS` even bins of t in [0, 1]."""
+
+    def __init__(self, num_experts: int) -> None:
+        self._weight = torch.zeros(BINS, num_experts, dtype=torch.float64)
+        self._runs = torch.zeros(BINS, num_experts, dtype=torch.float64)
+        self._samples = torch.zeros(BINS, dtype=torch.float64)
+        self.last = torch.zeros(0, num_experts)
+        """Weights (samples, K) of the last call of the velocity."""
+
+    def add(self, t: float, weights: Tensor) -> None:
+        """Count one call of the velocity at ``t`` with ``weights`` (samples, K) on the CPU."""
+        self.last = weights
+        place = min(int(t * BINS), BINS - 1)
+        self._weight[place] += weights.sum(0).double()
+        self._runs[place] += (weights != 0).sum(0).double()
+        self._samples[place] += len(weights)
+
+    def values(self) -> dict[str, Any]:
+        """The tally as plain values, exactly."""
+        return {name: tally.tolist() for name, tally in self._tallies.items()}
+
+    def load(self, values: Mapping[str, Any]) -> None:
+        """Count from the tally that `values` gave."""
+        for name, tally in self._tallies.items():
+            tally.copy_(torch.tensor(values[name], dtype=tally.dtype))
+
+    def add_all(self, other: "ExpertUse") -> None:
+        """Count all that another tally of the same experts has counted."""
+        for name, tally in self._tallies.items():
+            tally += other._tallies[name]
+
+    @property
+    def _tallies(self) -> dict[str, Tensor]:
+        return {"weight": self._weight, "runs": self._runs, "samples": self._samples}
+
+    @property
+    def shares(self) -> Tensor:
+        """Share of each expert in all weight (K,); 0 where none ran."""
+        return (self._weight.sum(0) / self._weight.sum()).nan_to_num()
+
+    @property
+    def experts_a_sample(self) -> float:
+        """Experts that ran for a sample and call, on average; 0 where none ran."""
+        return float((self._runs.sum() / self._samples.sum()).nan_to_num())
+
+    def report(self) -> dict[str, Any]:
+        """Plain values: one row per bin that was visited, from data to noise."""
+        visited = [place for place in range(BINS) if self._samples[place]]
+        return {
+            "experts_a_sample": round(self.experts_a_sample, 4),
+            "shares": _rounded(self.shares),
+            "by_time": [
+                {
+                    "t": [place / BINS, (place + 1) / BINS],
+                    "shares": _rounded(self._weight[place] / self._weight[place].sum()),
+                    "runs": _rounded(self._runs[place] / self._samples[place]),
+                }
+                for place in visited
+            ],
+        }
+
+    def warnings(
+        self, expected: Tensor | None = None, domains: Sequence[int] = (), is_learned: bool = True
+    ) -> list[str]:
+        """Warnings of an expert that takes more than 90 % of the weight, or none of it.
+
+        Args:
+            expected: how many samples each expert should get by p(k | conditions), (K,), where that is
+                known. It explains a large share, and an absence where few are expected.
+            domains: as `Ensemble.domains`; those of one count together, under the first. By default none do.
+            is_learned: where experts are chosen by a router that is trained.
+        """
+        lines = []
+        first = torch.tensor(domains or range(len(self.shares)))
+        same = (first[:, None] == first).double()
+        shares, runs = self.shares @ same, self._runs.sum(0) @ same
+        wanted = None if expected is None else expected.double() @ same
+        leads = first.unique().tolist()
+        for k in leads:
+            due = float(wanted[k] / expected.sum()) if wanted is not None and expected is not None else 0.0
+            if len(leads) > 1 and shares[k] > MOST and due <= MOST:
+                if expected is None or expected.sum() >= FEWEST_EXPECTED * len(leads):
+                    doubt = "; is the router trained?" if is_learned else ""
+                    lines.append(f"expert {k} takes {shares[k]:.0%} of the weight{doubt}")
+            elif not runs[k] and (wanted is None or wanted[k] >= FEWEST_EXPECTED):
+                lines.append(f"expert {k} is never used")
+        return lines
+
+
+def _rounded(values: Tensor) -> list[float]:
+    return [round(value, 4) for value in values.tolist()]

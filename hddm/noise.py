@@ -1,0 +1,141 @@
+"""Random numbers of samples: initial noise, the number that draws an expert, and fresh noise for inpainting.
+
+`Seeded` noise of sample i depends on (seed, i) alone. `Generated` noise comes from the caller's generators,
+in the order in which diffusers' pipelines draw it. `Latents` are states that the caller provides.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hddm.utils.errors import HddmError
+from hddm.utils.tensors import generator
+
+Shape = tuple[int, ...]
+Generators = torch.Generator | Sequence[torch.Generator] | None
+
+
+class Noise(Protocol):
+    """Random numbers of the samples ``numbers``, in float32 (draws in float64), on the CPU."""
+
+    def initial(self, numbers: Sequence[int], shape: Shape) -> Tensor:
+        """States (n, *shape) at t = 1."""
+        ...
+
+    def draws(self, numbers: Sequence[int]) -> Tensor:
+        """Numbers (n,) in [0, 1) by which experts are drawn."""
+        ...
+
+    def fresh(self, numbers: Sequence[int], shape: Shape) -> Callable[[], Tensor]:
+        """A function that gives new noise (n, *shape) at every call."""
+        ...
+
+
+@dataclass(frozen=True)
+class Seeded:
+    """Noise of sample i by (seed, i) alone, whatever the batch."""
+
+    seed: int = 0
+
+    def initial(self, numbers: Sequence[int], shape: Shape) -> Tensor:
+        return noise_of(self.seed, numbers, shape)
+
+    def draws(self, numbers: Sequence[int]) -> Tensor:
+        return uniform_draws(self.seed, numbers)
+
+    def fresh(self, numbers: Sequence[int], shape: Shape) -> Callable[[], Tensor]:
+        streams = [generator(self.seed, i, 2) for i in numbers]
+        return lambda: torch.stack([torch.randn(shape, generator=one) for one in streams])
+
+
+class Generated:
+    """Noise of samples 0 … ``num`` - 1 from a caller's generators, which go on from call to call.
+
+    In a list each generator serves one sample, first noise, then draw; a single one, or torch's own, serves
+    all samples in that order.
+
+    Args:
+        generators: one for all, a list of ``num``, or None for torch's own.
+        num: number of samples.
+        shape: of the initial noise that is drawn before the experts are; () where they decide its shape.
+        latents: (num, *shape), in place of initial noise.
+    """
+
+    def __init__(self, generators: Generators, num: int, shape: Shape, latents: Tensor | None = None) -> None:
+        if isinstance(generators, Sequence) and len(generators) != num:
+            raise HddmError(f"{len(generators)} generators for {num} images: pass one each, or a single one")
+        self._generators = generators
+        if isinstance(generators, Sequence):
+            pairs = [(_normal(shape, one), _uniform((), one)) for one in generators]
+            x, self._draws = (torch.stack(values) for values in zip(*pairs, strict=True))
+        else:
+            x = _normal((num, *shape), generators) if latents is None else latents
+            self._draws = _uniform((num,), generators)
+        self._x = x if latents is None else latents
+
+    def initial(self, numbers: Sequence[int], shape: Shape) -> Tensor:
+        if self._x.shape[1:] == shape:
+            return self._x[list(numbers)]
+        return torch.stack([_normal(shape, self._of(i)) for i in numbers])
+
+    def _of(self, number: int) -> torch.Generator | None:
+        return self._generators[number] if isinstance(self._generators, Sequence) else self._generators
+
+    def draws(self, numbers: Sequence[int]) -> Tensor:
+        return self._draws[list(numbers)]
+
+    def fresh(self, numbers: Sequence[int], shape: Shape) -> Callable[[], Tensor]:
+        if isinstance(self._generators, Sequence):
+            return lambda: torch.stack([_normal(shape, self._of(i)) for i in numbers])
+        one = self._generators
+        return lambda: _normal((len(numbers), *shape), one)
+
+
+@dataclass(frozen=True)
+class Latents:
+    """States x (n, …) of samples ``start`` … ``start`` + n - 1 at the first time; ``other`` noise besides."""
+
+    x: Tensor
+    start: int = 0
+    other: Noise = Seeded()
+
+    def initial(self, numbers: Sequence[int], shape: Shape) -> Tensor:
+        return self.x[[i - self.start for i in numbers]]
+
+    def draws(self, numbers: Sequence[int]) -> Tensor:
+        return self.other.draws(numbers)
+
+    def fresh(self, numbers: Sequence[int], shape: Shape) -> Callable[[], Tensor]:
+        return self.other.fresh(numbers, shape)
+
+
+def initial_noise(seed: int, start: int, stop: int, shape: Shape) -> Tensor:
+    """Noise (stop - start, *shape) of samples ``start`` … ``stop`` - 1, in float32 on the CPU."""
+    return noise_of(seed, range(start, stop), shape)
+
+
+def noise_of(seed: int, indices: Iterable[int], shape: Shape, *stream: int) -> Tensor:
+    """Noise (n, *shape) of the samples of these indices, as `initial_noise`; ``stream`` is another one."""
+    return torch.stack([torch.randn(shape, generator=generator(seed, *stream, i)) for i in indices])
+
+
+def uniform_draws(seed: int, indices: Iterable[int]) -> Tensor:
+    """Numbers in [0, 1), one per sample, in float64 on the CPU."""
+    # The second key keeps this stream apart from the noise of the same sample.
+    streams = [generator(seed, i, 1) for i in indices]
+    return torch.stack([torch.rand((), generator=stream, dtype=torch.float64) for stream in streams])
+
+
+def _normal(shape: Shape, generator: torch.Generator | None) -> Tensor:
+    return torch.randn(shape, generator=generator, device=_device(generator)).cpu()
+
+
+def _uniform(shape: Shape, generator: torch.Generator | None) -> Tensor:
+    return torch.rand(shape, generator=generator, device=_device(generator), dtype=torch.float64).cpu()
+
+
+def _device(generator: torch.Generator | None) -> torch.device | None:
+    return None if generator is None else generator.device
