@@ -114,6 +114,7 @@ class Moments:
     basis: Tensor
     variances: Tensor
     class_means: Tensor | None = None
+    _sent: dict[Any, "Moments"] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, images: Tensor, labels: Tensor | None = None) -> "Moments":
@@ -135,8 +136,15 @@ class Moments:
         return cls(mean.float(), directions.float().contiguous(), kept.float(), means)
 
     def to(self, like: Tensor) -> "Moments":
-        """The same moments in the dtype and on the device of ``like``; class means stay where they are."""
-        return Moments(self.mean.to(like), self.basis.to(like), self.variances.to(like), self.class_means)
+        """The same moments in the dtype and on the device of ``like``, sent there once.
+
+        Class means stay where they are.
+        """
+        key = (like.device, like.dtype)
+        if key not in self._sent:
+            own = (self.mean.to(like), self.basis.to(like), self.variances.to(like))
+            self._sent[key] = Moments(*own, self.class_means)
+        return self._sent[key]
 
     def mean_of(self, labels: Tensor | None) -> Tensor:
         """The mean (N, D) of each class in ``labels`` (N,); that of all images (D,) where there are none.
@@ -232,7 +240,7 @@ class Calibration:
     times: Tensor
     weights: Tensor
     record: Mapping[str, str] | None = None
-    _sent: dict[Any, "Calibration"] = field(default_factory=dict, compare=False, repr=False)
+    _sent: dict[Any, "Calibration"] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     def apply(
         self,

@@ -26,6 +26,7 @@ from hddm.utils.tensors import (
     read_safetensors,
     refuse_non_finite,
     refuse_other_kinds,
+    sent,
     to_float64,
 )
 
@@ -72,13 +73,14 @@ class Router:
         """
         wide = torch.promote_types(x_t.dtype, torch.float32)
         dtype = parameter_dtype(self.network) or wide
-        timestep = (to_float64(t) * self.time_scale).to(x_t.device, wide)
+        timestep = sent(to_float64(t) * self.time_scale, x_t.device, wide)
         logits = self.network(x_t.to(dtype), timestep).to(wide)
         if self.outputs is not None:
             logits = logits[:, self.outputs]
-        logits = logits / temperature_at(t, self.temperatures).to(logits)[:, None]
+        temperature = sent(temperature_at(t, self.temperatures), logits.device, logits.dtype)
+        logits = logits / temperature[:, None]
         if self._parts is not None:
-            logits = logits + self._parts.log().to(logits)
+            logits = logits + sent(self._parts.log(), logits.device, logits.dtype)
         return logits.softmax(1)
 
 
@@ -87,7 +89,8 @@ def temperature_at(t: Tensor, temperatures: Sequence[float]) -> Tensor:
     table = torch.tensor(temperatures, dtype=torch.float64)
     if len(table) == 1:
         return table.expand(len(t))
-    place = to_float64(t).cpu() * (len(table) - 1)
+    place = to_float64(t) * (len(table) - 1)
+    table = sent(table, place.device)
     left = place.floor().clamp(0, len(table) - 2)
     return torch.lerp(table[left.long()], table[left.long() + 1], place - left)
 
@@ -135,9 +138,9 @@ class MomentsRouter:
         Their dtype is x_t's, float32 at least.
         """
         flat, times = to_float64(x_t.flatten(1)), to_float64(t)
-        own, times = [one.to(flat) for one in self.moments], times.to(flat.device)
+        own, times = [one.to(flat) for one in self.moments], sent(times, flat.device)
         logits = torch.stack([one.log_likelihood(flat, times) for one in own], 1)
-        prior = torch.tensor(self.prior, dtype=flat.dtype, device=flat.device)
+        prior = sent(torch.tensor(self.prior, dtype=flat.dtype), flat.device)
         if self.evidence is not None:
             directions = torch.stack([one.directions(times) for one in own], 1) @ (prior / prior.sum())
             logits /= (directions / self.evidence).clamp_min(1)[:, None]

@@ -5,7 +5,6 @@ of its own, whatever the batch size. A batch size changes rounding only.
 """
 
 import copy
-import functools
 import inspect
 import itertools
 import math
@@ -280,7 +279,8 @@ def plan(
         raise HddmError(f"router_every starts at 1, not {router_every}")
     # A copy, so that another thread's sampling keeps its own strategy.
     model = model.under(strategy or model.strategy)
-    guided = guidance if callable(guidance) else functools.partial(Guidance.of, guidance)
+    fixed = None if callable(guidance) else Guidance.of(guidance)
+    guided = guidance if callable(guidance) else lambda: fixed
     scale, inner = guided().scale, max(one.inner_guidance for one in model.experts)
     if scale != 1 and inner != 1:
         raise HddmError(
@@ -509,7 +509,8 @@ class _Walk:
         self.is_fixed = expert is not None
         self.choice = None if expert is None else Choice.of(expert, len(how.model.experts))
         self.stopped: Tensor | None = None
-        self.asked: tuple[object, ...] = ()
+        self.guidance: Guidance | None = None
+        self.asked: tuple[Tensor, ...] = ()
         self.whole: dict[int, Inputs] = {}
         """Inputs of the whole batch, by expert."""
         self.grouped: tuple[Choice | None, dict[int, Inputs]] = None, {}
@@ -545,13 +546,14 @@ class _Walk:
     def _read_conditions(self) -> None:
         """Look at conditions and guidance again where a callback has changed them."""
         asked, guidance = self.batch.asked, self.how.guidance()
-        now = (guidance, *asked.given.values(), *asked.negative.values())
-        if len(now) == len(self.asked) and all(a is b for a, b in zip(now, self.asked, strict=True)):
+        now = (*asked.given.values(), *asked.negative.values())
+        is_same = len(now) == len(self.asked) and all(a is b for a, b in zip(now, self.asked, strict=True))
+        if is_same and guidance == self.guidance:
             return
         model = self.how.model
         for branch in (asked.given, asked.negative):
             check_names(branch, model.conditions)
-        self.asked, self.whole, self.grouped = now, {}, (None, {})
+        self.guidance, self.asked, self.whole, self.grouped = guidance, now, {}, (None, {})
         self.shared = model.conditions_by_expert(guidance, asked.negative, asked.given)
         self.labels = asked.given[LABELS].cpu() if LABELS in asked.given else None
         if self.choice is not None and self.is_fixed:

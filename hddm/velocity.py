@@ -580,7 +580,7 @@ class VelocityField:
     def _with_null(self, conditions: Mapping[str, Tensor], x_t: Tensor) -> Mapping[str, Tensor]:
         """``conditions``, and the null value of each that is left out."""
         nulls = self.null_conditions.items()
-        rows = {name: null.to(x_t.device).expand(len(x_t), *null.shape) for name, null in nulls}
+        rows = {name: sent(null, x_t.device).expand(len(x_t), *null.shape) for name, null in nulls}
         return rows | dict(conditions)
 
     def _negative(
