@@ -62,10 +62,10 @@ class Conditions:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Conditions":
         """The same conditions with every tensor changed."""
-        branches = (
+        given, negative = (
             {name: change(value) for name, value in one.items()} for one in (self.given, self.negative)
         )
-        return Conditions(*branches, None if self.prior is None else change(self.prior))
+        return Conditions(given, negative, None if self.prior is None else change(self.prior))
 
     def rows(self, rows: Tensor, device: torch.device | None = None) -> "Conditions":
         """The conditions of these samples, on ``device`` or where they are."""
@@ -270,7 +270,7 @@ def plan(
             its own, and times that an expert does not cover.
     """
     alone = model if isinstance(model, VelocityField) else None
-    model = _ensemble_of_one(alone) if alone is not None else model
+    model = model if isinstance(model, Ensemble) else _ensemble_of_one(model)
     if expert is not None and strategy is not None:
         raise HddmError(f"expert {expert} and strategy {strategy!r}: choose one of the two")
     if expert is not None and not 0 <= expert < len(model.experts):
@@ -279,8 +279,7 @@ def plan(
         raise HddmError(f"router_every starts at 1, not {router_every}")
     # A copy, so that another thread's sampling keeps its own strategy.
     model = model.under(strategy or model.strategy)
-    fixed = None if callable(guidance) else Guidance.of(guidance)
-    guided = guidance if callable(guidance) else lambda: fixed
+    guided = guidance if callable(guidance) else _always(Guidance.of(guidance))
     scale, inner = guided().scale, max(one.inner_guidance for one in model.experts)
     if scale != 1 and inner != 1:
         raise HddmError(
@@ -299,6 +298,10 @@ def plan(
     if shape is not None:
         _check_shape(shape, known)
     return Plan(model, expert, steps, solver, times, guided, noise, shape, picture, router_every)
+
+
+def _always(guidance: Guidance) -> Callable[[], Guidance]:
+    return lambda: guidance
 
 
 def _ensemble_of_one(alone: VelocityField) -> Ensemble:
@@ -441,7 +444,7 @@ def run(
     try:
         _integrate(how, batch, is_checked=True)
     except NotFinite as error:
-        plain = replace(how, guidance=lambda: Guidance(1.0), times=how.times[[0, -1]])
+        plain = replace(how, guidance=_always(Guidance(1.0)), times=how.times[[0, -1]])
         is_guided = how.guidance().scale != 1
         error.by_guidance = is_guided and bool(_integrate(plain, batch).isfinite().all())
         raise

@@ -3,12 +3,15 @@
 import json
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hddm.utils.errors import UsageError
 from hddm_cli.options import AsJson, InputArgument, InputOption, MaxBad, Overwrite, is_given, refuse_given
+
+if TYPE_CHECKING:
+    from hddm.pipelines.strategies import Measure
 
 
 def evaluate(
@@ -64,9 +67,10 @@ def evaluate(
             raise UsageError("--strategies keeps samples and results in a folder; name it by --out")
         of_images = ("save_classifier", "shards", "max_bad", "as_json", "overwrite")
         refuse_given(context, "does not go with --strategies", *of_images)
-        _compare_strategies(
-            images, strategies, out, reference, held_out, num_images, features, allow_few, store
-        )
+        from hddm.pipelines.strategies import Measure
+
+        measure = Measure(reference, held_out, features, allow_few)
+        _compare_strategies(images, strategies, out, num_images, measure, store)
         return
     if store or is_given(context, "num_images"):
         raise UsageError("--num-images and --store need --strategies, such as --strategies all")
@@ -114,15 +118,7 @@ def evaluate(
 
 
 def _compare_strategies(
-    ensemble: Path,
-    strategies: str,
-    out: Path,
-    reference: Path,
-    held_out: Path | None,
-    num_images: int,
-    features: str,
-    allow_few: bool,
-    store: bool,
+    ensemble: Path, strategies: str, out: Path, num_images: int, measure: "Measure", store: bool
 ) -> None:
     from hddm.evaluation.compare import table
     from hddm.experts.assembly_changes import change
@@ -130,8 +126,7 @@ def _compare_strategies(
     from hddm.pipelines.strategies import STRATEGIES, best_of, measure_strategies
 
     chosen = STRATEGIES if strategies == "all" else tuple(strategies.split(","))
-    settings = SampleSettings(num_images=num_images)
-    groups = measure_strategies(ensemble, out, reference, held_out, chosen, settings, features, allow_few)
+    groups = measure_strategies(ensemble, out, chosen, SampleSettings(num_images=num_images), measure)
     typer.echo(table(groups))
     best = best_of(groups)
     typer.echo(f"least distance: {best}")

@@ -36,6 +36,7 @@ from hddm.experts.records import RouterRecord
 from hddm.networks.offload import Offload
 from hddm.networks.transformers import RouterTransformer
 from hddm.networks.vae import decode, kind_of, latents_of, scale_of
+from hddm.noise import Generators
 from hddm.pipelines.callbacks import Callback, Callbacks
 from hddm.pipelines.encoding import Encoding, repeated
 from hddm.pipelines.hub import plan_upload, upload
@@ -45,7 +46,6 @@ from hddm.pipelines.inputs import (
     PARTS,
     SAVING,
     Dtype,
-    Generators,
     Images,
     dtypes_of,
     mask_of,

@@ -1,8 +1,10 @@
 """Which strategy suits an ensemble best, by samples of each and images that it was not trained on."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from hddm.ensemble import Strategy
 from hddm.evaluation.compare import figure_at
@@ -20,20 +22,45 @@ MEASURED = "measured.json"
 """What the strategies in a folder are measured by."""
 
 
+@dataclass(frozen=True)
+class Measure:
+    """What samples of every strategy are compared with, as in `hddm.evaluation.evaluate.evaluate_folder`."""
+
+    reference: Path
+    held_out: Path | None = None
+    features: str = "auto"
+    allow_few: bool = False
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Values that results on the same features have in common."""
+        sides = {"reference": self.reference, "held_out": self.held_out}
+        paths = {name: path and str(path.resolve()) for name, path in sides.items()}
+        return {**paths, "features": self.features, "allow_few": self.allow_few}
+
+    def evaluate(self, images: Path, classifier: Path) -> dict[str, Any]:
+        """The result of a folder of images; a ``classifier`` is trained once, and serves all later ones."""
+        features = self.features
+        if features == "auto" and INCEPTION.find() is None:
+            features = "classifier"
+        is_trained, by_classifier = classifier.exists(), features == "classifier"
+        return evaluate_folder(
+            images,
+            self.reference,
+            self.held_out,
+            self.allow_few,
+            features=str(classifier) if by_classifier and is_trained else features,
+            classifier=classifier if by_classifier and not is_trained else None,
+        )
+
+
 def measure_strategies(
-    ensemble: Path,
-    out: Path,
-    reference: Path,
-    held_out: Path | None = None,
-    strategies: Sequence[str] = STRATEGIES,
-    settings: SampleSettings | None = None,
-    features: str = "auto",
-    allow_few: bool = False,
+    ensemble: Path, out: Path, strategies: Sequence[str], settings: SampleSettings, measure: Measure
 ) -> list[ResultGroup]:
     """Sample ``ensemble`` by each strategy with the same noise, and evaluate all on the same features.
 
     Images lie in ``out/<strategy>``, results in ``out/<strategy>.json``. What a killed run finished is not
-    made again. Other arguments are as in `hddm.evaluation.evaluate.evaluate_folder`.
+    made again.
 
     Raises:
         HddmError: before any sampling, for an unknown strategy and an ``out`` with results of other images or
@@ -41,32 +68,18 @@ def measure_strategies(
     """
     for name in strategies:
         Strategy.parse(name)
-    sides = {"reference": str(reference.resolve()), "held_out": held_out and str(held_out.resolve())}
-    asked, measured = {**sides, "features": features, "allow_few": allow_few}, out / MEASURED
-    if measured.exists() and (differing := differences(read_json(measured), asked)):
+    measured = out / MEASURED
+    if measured.exists() and (differing := differences(read_json(measured), measure.identity)):
         raise HddmError(f"{out}: holds results measured otherwise; choose another folder", differing)
     out.mkdir(parents=True, exist_ok=True)
-    write_json(measured, asked)
-    chosen, classifier = settings or SampleSettings(num_images=1000), out / "classifier.safetensors"
-    if features == "auto" and INCEPTION.find() is None:
-        features = "classifier"
-    paths = [out / f"{name}.json" for name in strategies]
+    write_json(measured, measure.identity)
     for name in strategies:
-        sample_to_folder(ensemble, out / name, chosen.model_copy(update={"strategy": name}), resume=True)
+        sample_to_folder(ensemble, out / name, settings.model_copy(update={"strategy": name}), resume=True)
+    paths = [out / f"{name}.json" for name in strategies]
     for name, path in zip(strategies, paths, strict=True):
-        if path.exists():
-            continue
-        # One classifier serves all, since distances compare on the same features alone.
-        is_trained, save = classifier.exists(), features == "classifier"
-        result = evaluate_folder(
-            out / name,
-            reference,
-            held_out,
-            allow_few,
-            features=str(classifier) if save and is_trained else features,
-            classifier=classifier if save and not is_trained else None,
-        )
-        write_whole(path, partial(write_json, content=result))
+        if not path.exists():
+            result = measure.evaluate(out / name, out / "classifier.safetensors")
+            write_whole(path, partial(write_json, content=result))
     return read_groups(paths)
 
 

@@ -69,7 +69,7 @@ def native_samples(
         stop = min(start + batch_size, num)
         given = {name: value[start:stop].to(field.device) for name, value in (conditions or {}).items()}
 
-        def velocity(x: Tensor, t: Tensor, given: Mapping[str, Tensor] = given) -> Tensor:
+        def velocity(x: Tensor, t: Tensor, _: Tensor, given: Mapping[str, Tensor] = given) -> Tensor:
             return field.raw_velocity(x, t.expand(len(x)), given)
 
         x = initial_noise(seed, start, stop, field.sample_shape).to(field.device) / scale

@@ -259,7 +259,8 @@ class SampleGrids:
         x = run(how, Batch(every, every.tolist(), asked, torch.zeros_like(every)), stop=report.should_stop)
         if low > 0:
             with torch.no_grad():
-                x = x - low * field.velocity(x, how.times[-1], **asked.given)
+                given: dict[str, Any] = asked.given
+                x = x - low * field.velocity(x, how.times[-1], **given)
         return grid_of(shown(x.cpu(), self._space))
 
 
