@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hddm.utils.errors import HddmError, did_you_mean, one_line
 from hddm.utils.records import composed
+from hddm.utils.tensors import sent
 
 LABELS = "class_labels"
 """Keyword of the networks' class labels."""
@@ -85,7 +86,7 @@ class JointClasses:
         if self.numbers is None:
             return labels
         is_class, indices = within(labels, len(self.names))
-        own = self.numbers[expert].to(labels.device)[indices]
+        own = sent(self.numbers[expert], labels.device)[indices]
         return own.where(is_class & (own >= 0), null)
 
 

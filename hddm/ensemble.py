@@ -413,16 +413,27 @@ class Ensemble:
         choice = Choice(weights.cpu()).at(self, times)
         self.check_classes(choice, conditions[LABELS].cpu() if LABELS in conditions else None)
         self.refuse_kinds(choice.rows)
-        shared = self.conditions_by_expert(Guidance.of(guidance_scale), negative or {}, conditions)
-        inputs = {}
-        for k, rows in choice.rows.items():
-            guidance, *branches = shared[k]
-            here = rows.to(x_t.device)
-            lacks, has = ({name: value[here] for name, value in branch.items()} for branch in branches)
-            inputs[k] = self.experts[k].inputs(x_t[here], guidance, lacks, has)
-            for branch in (lacks, has):
+        inputs = self.inputs_by_expert(x_t, choice, Guidance.of(guidance_scale), negative or {}, conditions)
+        for k, own in inputs.items():
+            for branch in (own.conditions, own.negative):
                 self.experts[k].check_range(branch)
         return self.mix(x_t, times, choice, inputs, then)
+
+    def inputs_by_expert(
+        self,
+        x_t: Tensor,
+        choice: "Choice",
+        guidance: Guidance,
+        negative: Mapping[str, Tensor],
+        conditions: Mapping[str, Tensor],
+    ) -> dict[int, Inputs]:
+        """The inputs of each expert that is chosen, for its samples, checked; raises as `velocity`."""
+        shared = self.conditions_by_expert(guidance, negative, conditions)
+        found = {}
+        for k, (here, _) in choice.parts(x_t.device).items():
+            whole = self.experts[k].inputs(x_t, *shared[k])
+            found[k] = whole if here is None else whole.rows(here)
+        return found
 
     def mix(
         self,

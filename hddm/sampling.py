@@ -514,10 +514,8 @@ class _Walk:
         self.stopped: Tensor | None = None
         self.guidance: Guidance | None = None
         self.asked: tuple[Tensor, ...] = ()
-        self.whole: dict[int, Inputs] = {}
-        """Inputs of the whole batch, by expert."""
-        self.grouped: tuple[Choice | None, dict[int, Inputs]] = None, {}
-        """A choice, and the inputs of each expert for its rows."""
+        self.inputs: tuple[Choice | None, dict[int, Inputs]] = None, {}
+        """A choice, and the inputs of its experts."""
 
     def velocity(self, x: Tensor, now: Tensor, then: Tensor) -> Tensor:
         """The velocity of states x (n, …) at ``now``, for a step to ``then``."""
@@ -532,7 +530,11 @@ class _Walk:
         choice = self.choice.at(model, t)
         if self.use is not None:
             self.use.add(float(now), choice.weights)
-        v = model.mix(x, t, choice, self._inputs(x, choice), then)
+        if self.inputs[0] is not choice:
+            asked = self.batch.asked
+            own = model.inputs_by_expert(x, choice, self.how.guidance(), asked.negative, asked.given)
+            self.inputs = choice, own
+        v = model.mix(x, t, choice, self.inputs[1], then)
         if self.is_checked:
             _check_finite(v, now, choice)
         return v
@@ -556,23 +558,12 @@ class _Walk:
         model = self.how.model
         for branch in (asked.given, asked.negative):
             check_names(branch, model.conditions)
-        self.guidance, self.asked, self.whole, self.grouped = guidance, now, {}, (None, {})
-        self.shared = model.conditions_by_expert(guidance, asked.negative, asked.given)
+        self.guidance, self.asked, self.inputs = guidance, now, (None, {})
         self.labels = asked.given[LABELS].cpu() if LABELS in asked.given else None
         if self.choice is not None and self.is_fixed:
             model.check_classes(self.choice, self.labels)
         else:
             self.shares = model.shares_of(len(self.batch.rows), asked.given, asked.prior)
-
-    def _inputs(self, x: Tensor, choice: Choice) -> dict[int, Inputs]:
-        if self.grouped[0] is not choice:
-            grouped, parts = {}, choice.parts(x.device)
-            for k, (here, _) in parts.items():
-                if k not in self.whole:
-                    self.whole[k] = self.how.model.experts[k].inputs(x, *self.shared[k])
-                grouped[k] = self.whole[k] if here is None else self.whole[k].rows(here)
-            self.grouped = choice, grouped
-        return self.grouped[1]
 
 
 def _check_finite(v: Tensor, t: Tensor, choice: Choice) -> None:

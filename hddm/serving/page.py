@@ -50,24 +50,6 @@ _ENLARGED = 512
 """Pixels of a starting picture's longer side, about, to paint on."""
 # Told apart by the colour-blind too (Okabe and Ito), and darker when they come again; letters say the same.
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#f0e442", "#8c8c8c")
-_CSS = """
-.gradio-container { max-width: 1200px !important; margin: auto !important; }
-.hddm h1 { font-size: 1.5rem; } .hddm h3 { margin: 1rem 0 .4rem; } .hddm p { margin: .4rem 0; }
-.hddm a { margin: 0 !important; padding: 0 !important; }
-.hddm .cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(140px, 1fr)); gap: 1rem; }
-.hddm figure { margin: 0; min-width: 0; font-size: .85rem; overflow-wrap: anywhere; }
-.hddm img, .hddm .blank { width: 100%; aspect-ratio: 1; object-fit: contain; display: block;
-  background: var(--background-fill-secondary); } .hddm .small { image-rendering: pixelated; }
-.hddm .strip { position: relative; height: 22px; background: var(--border-color-primary); }
-.hddm svg { width: 100%; height: 100%; display: block; }
-.hddm .strip b { position: absolute; top: 0; line-height: 22px; transform: translateX(-50%); color: #000;
-  text-shadow: 0 0 2px #fff, 0 0 3px #fff, 0 0 3px #fff; }
-.hddm .ends { display: flex; justify-content: space-between; font-size: .75rem; }
-.hddm i { display: inline-block; width: .8em; height: .8em; margin-right: .4em; }
-.hddm pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: .85rem; }
-@media (max-width: 700px) { #result { min-height: 100vh; } }
-.hddm .error { border-left: 4px solid #d55e00; padding: .5rem .8rem; }
-"""
 _COPY = """<button onclick="navigator.clipboard.writeText(this.previousElementSibling.innerText)
 .then(() => this.innerText = 'Copied')">Copy</button>"""
 _TO_RESULT = """() => { const result = document.getElementById('result');
@@ -406,7 +388,11 @@ def serve(play: Play, port: int) -> Iterator[tuple[str, threading.Thread]]:
     bounded = switched(Image, "MAX_IMAGE_PIXELS", _PIXELS // 2)
     with listener, folder, quiet, bounded:
         gr, page = play.gradio, play.blocks()
-        look = {"theme": gr.themes.Default(**fonts).set(**dim), "css": _CSS, "ssr_mode": False}
+        look = {
+            "theme": gr.themes.Default(**fonts).set(**dim),
+            "css": Path(__file__).with_name("page.css").read_text(),
+            "ssr_mode": False,
+        }
         app = fastapi.FastAPI(openapi_url=None)
         app = gr.mount_gradio_app(app, page, "", server_name=HOST, footer_links=[], **look)
         app.add_middleware(_Guard)

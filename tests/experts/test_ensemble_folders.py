@@ -65,7 +65,7 @@ def test_an_ensemble_shows_what_it_is_made_of(ensemble: Path) -> None:
     first, ddpm, flow = repr(hddm.load(ensemble)).splitlines()
     assert first.startswith("Ensemble(nucleus-0.9; router RouterTransformer, ")
     assert first.endswith(" weights; 2 experts:")
-    parts = "samples (1, 4, 4); calibrated; a weaker self)"
+    parts = "samples (1, 4, 4); calibrated; a weak model)"
     assert ddpm == f"  0: VelocityField(ExpertTransformer, 41,636 weights; epsilon on CosineSchedule; {parts}"
     assert flow == f"  1: VelocityField(ExpertTransformer, 41,636 weights; sample on LinearSchedule; {parts})"
 
