@@ -14,8 +14,8 @@ a class, and the error is at most that of the one mean. A class of n_c images ha
 
 since the mean of a few images is off by its own share of the variance (James and Stein's estimate).
 
-**The fitted blend** (`calibrate`). Near t = 1 an epsilon network's velocity (eps - x)/(1 - t) multiplies its
-error by 1/(1 - t). A calibrated expert mixes the two velocities along the principal directions U:
+**The fitted blend** (`hddm.training.fitting`). Near t = 1 an epsilon network's velocity (eps - x)/(1 - t)
+multiplies its error by 1/(1 - t). A calibrated expert mixes the two velocities along the principal directions U:
 
     v = v_net + U diag(w(t)) U^T (v_gauss - v_net)
 
@@ -63,7 +63,7 @@ docs/notes/bounded-gain.md.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -73,12 +73,9 @@ from safetensors.torch import save_file
 from scipy.linalg import eigh
 from torch import Tensor
 
-from hddm.classes import LABELS
 from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError
-from hddm.utils.records import WHOLE, NoiseRange
 from hddm.utils.tensors import (
-    generator,
     read_header,
     read_safetensors,
     refuse_non_finite,
@@ -359,109 +356,6 @@ def calibration_record(folder: Path) -> dict[str, str] | None:
         return None
     record = parse_object(read_header(path)[1].get(RECORD_KEY, "{}"), f"{path}: {RECORD_KEY}")
     return {key: str(value) for key, value in record.items()} or None
-
-
-@torch.no_grad()
-def calibrate(
-    velocity: Callable[..., Tensor],
-    images: Tensor,
-    conditions: Mapping[str, Tensor] | None = None,
-    seed: int = 0,
-    batch_size: int = 512,
-    on_batch: Callable[[int], None] | None = None,
-    noise_range: NoiseRange = WHOLE,
-) -> Calibration:
-    """Fit moments and blend weights to an expert and its shard.
-
-    Args:
-        velocity: the uncalibrated velocity, of (x_t, t, **conditions).
-        images: (N, C, H, W) of the shard, in the units that the expert works in.
-        conditions: of the images, each (N, …). Of them the moments know ``class_labels`` alone; the more
-            others say, the less weight the moments get.
-        seed: of the noise.
-        batch_size: states a call; `STATES` states are drawn at each of `LEVELS` times.
-        on_batch: called with the number of states after each call.
-        noise_range: the part of t in which the expert is asked; elsewhere the weights mean nothing.
-    """
-    if len(images) < 4:
-        raise HddmError(f"a calibration needs at least 4 images, not {len(images)}")
-    labels = (conditions or {}).get(LABELS)
-    if labels is not None and (labels.ndim != 1 or labels.is_floating_point()):
-        labels = None
-    moments = Moments.of(images, labels)
-    low, high = noise_range
-    if high <= START:
-        return Calibration(moments, torch.tensor(WHOLE), torch.zeros(2, len(moments.variances)))
-    # Weights at START are 0, and at 1 they are known; any other end of the range is measured as well.
-    at_start, at_end = int(low <= START), int(high == 1)
-    times = torch.linspace(max(low, START), high, LEVELS + at_start + at_end)
-    measured = times[at_start : at_start + LEVELS]
-    noise = generator(seed)
-    halves = torch.randperm(len(images), generator=noise).chunk(2)
-    sums = torch.zeros(LEVELS, 3, len(moments.variances), dtype=torch.float64)
-    for seen, unseen in (halves, halves[::-1]):
-        of_seen = None if labels is None else labels[seen.to(labels.device)]
-        known = Moments.of(images[seen.to(images.device)], of_seen).to(images)
-        for level, time in enumerate(measured.tolist()):
-            drawn = unseen[torch.randint(len(unseen), (STATES // 2,), generator=noise)]
-            for rows in drawn.to(images.device).split(batch_size):
-                x_0 = images[rows]
-                eps = torch.randn(x_0.shape, generator=noise).to(x_0)
-                t = torch.full((len(x_0),), time, dtype=x_0.dtype, device=x_0.device)
-                x_t = (1 - time) * x_0 + time * eps
-                given = {name: value[rows] for name, value in (conditions or {}).items()}
-                net = velocity(x_t, t, **given).flatten(1)
-                to_gauss = known.velocity(x_t.flatten(1), t, None if labels is None else labels[rows]) - net
-                to_target = (eps - x_0).flatten(1) - net
-                pairs = ((to_target, to_gauss), (to_gauss, to_gauss), (to_target, to_target))
-                products = torch.stack([_inner(known, a, b) for a, b in pairs])
-                # Half the images may span fewer directions; what they lack counts among the rest.
-                sums[level, :, : products.shape[1] - 1] += products[:, :-1]
-                sums[level, :, -1] += products[:, -1]
-                if on_batch is not None:
-                    on_batch(len(rows))
-    coordinates = torch.ones(len(moments.variances), dtype=torch.float64)
-    coordinates[-1] = max(moments.mean.numel() - moments.basis.shape[1], 1)
-    weights = _weights(sums, coordinates).float()
-    late, last = torch.ones(1), weights[-1:]
-    # Under any other condition the moments' velocity is not exact at t = 1: they get no more than before it.
-    if at_end and not set(conditions or ()) - (set() if labels is None else {LABELS}):
-        fade = torch.logspace(-1, 1 - FADE, FADE - 1, base=2)
-        late = torch.cat([1 - (1 - measured[-1]) * fade, late])
-        shares = torch.minimum((1 - last) * fade[:, None] ** 2, (MAX_GAIN * (1 - late[:-1, None])).square())
-        last = torch.cat([1 - shares, torch.ones_like(last)])
-    none = torch.zeros(1 + at_start, len(moments.variances))
-    early = torch.cat([torch.zeros(1), times[:at_start], measured])
-    return Calibration(moments, torch.cat([early, late]), torch.cat([none, weights, last]))
-
-
-def _weights(sums: Tensor, coordinates: Tensor) -> Tensor:
-    """Least-squares weights (levels, directions), shrunk by their sampling error, clipped to [0, 1].
-
-    ``sums`` (levels, 3, directions) of target·gauss, gauss² and target²; ``coordinates`` says over how many
-    numbers a state each direction sums. Neighbouring levels are pooled, since weights change slowly with
-    t and a level alone is noisy.
-    """
-    reach = len(POOL) // 2
-    offsets = torch.arange(len(sums))[None] - torch.arange(len(sums))[:, None] + reach
-    kernel = torch.tensor((*POOL, 0.0), dtype=sums.dtype)[
-        torch.where((offsets >= 0) & (offsets < len(POOL)), offsets, len(POOL))
-    ]
-    total, squares = kernel.sum(1), kernel.square().sum(1)
-    states = STATES * total**2 / squares
-    pooled = torch.einsum("lk,kpd->lpd", kernel * (total / squares)[:, None], sums)
-    product, gauss, target = pooled.unbind(1)
-    weights = torch.where(gauss > 0, product / gauss, 0.0)
-    error = (target - weights * product).clamp(0) / (states[:, None] * coordinates * gauss)
-    shrunk = weights * (1 - error / weights**2).clamp(0)
-    return torch.where((weights > 0) & (gauss > 0), shrunk, 0.0).clamp(0, 1)
-
-
-def _inner(moments: Moments, a: Tensor, b: Tensor) -> Tensor:
-    """Products of ``a`` and ``b`` (N, D) summed over rows: one for each direction, one for the rest."""
-    (a_along, a_rest), (b_along, b_rest) = moments.split(a), moments.split(b)
-    along = to_float64(a_along * b_along).sum(0)
-    return torch.cat([along, to_float64(a_rest * b_rest).sum()[None]]).cpu()
 
 
 def gauss_shares(prediction_type: str, t_max: float, kappa: float = KAPPA) -> dict[float, float]:

@@ -285,7 +285,6 @@ def plan(
         raise HddmError(
             f"--guidance-scale {scale:g}: this student has guidance of scale {inner:g} inside; drop it"
         )
-    model.require_weak_model(guided(), None if expert is None else torch.tensor([expert]))
     steps, solver = resolve_solver(model, steps, solver)
     if times is None:
         low, high = part

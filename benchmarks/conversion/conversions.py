@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from hddm.calibration import calibrate
 from hddm.ensemble import Ensemble
 from hddm.noise import initial_noise
 from hddm.sampling import draw_experts
+from hddm.training.fitting import calibrate
 from hddm.utils.tensors import append_dims
 from hddm.velocity import VelocityField
 

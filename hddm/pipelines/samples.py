@@ -399,14 +399,7 @@ def _record(
         "hddm": version("hddm-diffusion"),
         "source": str(source),
         "source_sha256": content_hash(source, sha256_once),
-        # Older records lack these, and compare with new ones where there are none.
-        **settings.model_dump(
-            mode="json",
-            exclude={
-                *(_OF_PICTURES if settings.init_image is None else ()),
-                *(name for name in ("height", "width") if getattr(settings, name) is None),
-            },
-        ),
+        **settings.model_dump(mode="json"),
         **{
             f"{name}_sha256": sha256_of(path)
             for name in ("conditions", "init_image", "mask")
@@ -423,7 +416,6 @@ def _record(
     }
 
 
-_OF_PICTURES = {"init_image", "strength", "mask", "resampling_steps"}
 _FREE = {"format", "hddm", "offload", "max_memory", "expert_use"}
 """Keys of the record that decide no image."""
 _HASHED = {"source", "conditions", "init_image", "mask", "model_shift", "weights", "vae", "class_names"}

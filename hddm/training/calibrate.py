@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hddm.calibration import FILE_NAME, LEVELS, STATES, Calibration, calibrate
+from hddm.calibration import FILE_NAME, LEVELS, STATES, Calibration
 from hddm.data.shards import open_shard
 from hddm.experts.loading import load
 from hddm.experts.records import (
@@ -27,6 +27,7 @@ from hddm.schedules import DiscreteSchedule
 from hddm.solvers import euler
 from hddm.training.denoising import misread
 from hddm.training.expert import calibrated_on, check_fit, check_own, conditions_of
+from hddm.training.fitting import calibrate
 from hddm.utils.errors import HddmError
 from hddm.utils.files import alone, is_draft, link_or_copy, new_folder, restore
 from hddm.utils.progress import Progress
@@ -106,8 +107,8 @@ def native_conditions(field: VelocityField, num: int, seed: int = 0) -> dict[str
             conditions[name] = null.expand(num, *null.shape)
             warnings.warn(
                 f"calibrated with the stored null value of {name} for every sample: near t = 1 what a given "
-                "one says will count for less than it should; hddm.calibration.calibrate takes data with "
-                "their own",
+                "one says will count for less than it should; hddm.training.fitting.calibrate takes data "
+                "with their own",
                 stacklevel=2,
             )
         elif name not in OPTIONAL_CONDITIONS:

@@ -11,7 +11,7 @@ import torch
 from diffusers import ModelMixin
 from torch import Tensor, nn
 
-from hddm.calibration import LEVELS, STATES, Calibration, calibrate
+from hddm.calibration import LEVELS, STATES, Calibration
 from hddm.data.shard_records import MIN_IMAGES
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.lora import ADAPTER_WEIGHTS
@@ -29,6 +29,7 @@ from hddm.networks.folders import WEIGHTS, Unread
 from hddm.networks.transformers import ExpertTransformer
 from hddm.networks.wrappers import text_width
 from hddm.schedules import Schedule, declared_prediction_type, from_diffusers
+from hddm.training.fitting import calibrate
 from hddm.training.loop import Fitted, OnStep, Task, completed, train
 from hddm.training.objectives import Objective, check_conditions, drawing, loss_of, objective_of
 from hddm.training.resume import expert_data, is_complete

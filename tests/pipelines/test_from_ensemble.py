@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import hddm
-from hddm.calibration import calibrate
 from hddm.experts.assembly import assemble
 from hddm.experts.in_memory import _shares
 from hddm.networks.folders import WEIGHTS
@@ -20,6 +19,7 @@ from hddm.networks.wrappers import NetworkWrapper
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.routers import Router
 from hddm.schedules import CosineSchedule, LinearSchedule, Schedule, from_diffusers
+from hddm.training.fitting import calibrate
 from hddm.utils.files import read_json
 from hddm.velocity import Guidance
 from tests.artefacts import refusal

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import hddm
-from hddm.calibration import FILE_NAME, RECORD_KEY, Calibration, calibrate, calibration_record
+from hddm.calibration import FILE_NAME, RECORD_KEY, Calibration, calibration_record
 from hddm.data.shards import load_shard
 from hddm.experts.loading import load
 from hddm.experts.records import WEAK, open_expert, read_expert
@@ -28,6 +28,7 @@ from hddm.training.calibrate import (
     recalibrate,
 )
 from hddm.training.expert import calibration_rows, new_network, train_expert
+from hddm.training.fitting import calibrate
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
 from tests.artefacts import (
