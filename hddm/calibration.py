@@ -15,7 +15,8 @@ a class, and the error is at most that of the one mean. A class of n_c images ha
 since the mean of a few images is off by its own share of the variance (James and Stein's estimate).
 
 **The fitted blend** (`hddm.training.fitting`). Near t = 1 an epsilon network's velocity (eps - x)/(1 - t)
-multiplies its error by 1/(1 - t). A calibrated expert mixes the two velocities along the principal directions U:
+multiplies its error by 1/(1 - t). A calibrated expert mixes the two velocities along the principal
+directions U:
 
     v = v_net + U diag(w(t)) U^T (v_gauss - v_net)
 

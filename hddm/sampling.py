@@ -720,7 +720,9 @@ def sample(
         {name: torch.as_tensor(value) for name, value in branch.items()}
         for branch in (conditions, negative or {})
     )
-    check_labels(given, how.model.classes)
+    if prior is None:
+        # A prompt that names no class has a label beyond them.
+        check_labels(given, how.model.classes)
     numbers = range(start, start + num)
     groups = batches(how, numbers, Conditions(given, against, prior), batch_size)
     samples = torch.empty(num, *how.shape_of(expert or 0), dtype=how.dtype)

@@ -341,36 +341,29 @@ class _Run:
 
 def check_output(source: Path, pipeline: HDDMPipeline, settings: SampleSettings, grid: bool = False) -> None:
     """Raise an `HddmError` where these experts make no pictures, or not those that are asked for."""
-    every = range(len(pipeline.experts.facts)) if settings.expert is None else [settings.expert]
-    if settings.expert is None and len(pipeline.ensemble.kinds) > 1:
-        for option, is_given in (
-            ("--output-type latent", settings.output_type == "latent"),
-            ("--grid", grid),
-            (f"--init-image {settings.init_image}", settings.init_image is not None),
-            (f"--height {settings.height}", settings.height is not None),
-            (f"--width {settings.width}", settings.width is not None),
-        ):
-            if is_given:
-                raise UsageError(
-                    f"{option}: these experts make samples of several kinds; drop it or use --expert"
-                )
-    for k in every:
-        if not 0 <= k < len(pipeline.experts.facts):
-            raise UsageError(f"--expert {k}: there are 0 … {len(pipeline.experts.facts) - 1}")
+    num, is_apart = len(pipeline.experts.facts), settings.expert is None and len(pipeline.ensemble.kinds) > 1
+    if is_apart:
+        names = ("init_image", "height", "width")
+        given = [f"--{name.replace('_', '-')}" for name in names if getattr(settings, name) is not None]
+        given += ["--output-type latent"] * (settings.output_type == "latent") + ["--grid"] * grid
+        if given:
+            raise UsageError(
+                f"{given[0]}: these experts make samples of several kinds; drop it or use --expert"
+            )
+    if settings.expert is not None and not 0 <= settings.expert < num:
+        raise UsageError(f"--expert {settings.expert}: there are 0 … {num - 1}")
+    for k in range(num) if settings.expert is None else [settings.expert]:
         facts = pipeline.experts.facts[k]
-        if settings.output_type == "latent" or pipeline.vae_of(k) is not None:
-            continue
-        if facts.makes_pictures:
+        if settings.output_type == "latent" or pipeline.vae_of(k) is not None or facts.makes_pictures:
             continue
         remedy = f"hddm assemble {source} --vae FOLDER"
         if (source / EXPERT_FILE).exists():
             remedy += " --out ENSEMBLE"
         elif not (source / ENSEMBLE_FILE).exists():
             remedy = f"put one there as {source / 'vae'}"
-        is_mixed = settings.expert is None and len(pipeline.ensemble.kinds) > 1
         raise HddmError(
             f"{source}: its samples are latents of shape {facts.sample_shape} and it has no VAE; give it one "
-            f"({remedy}){'' if is_mixed else ', or pass --output-type latent'}"
+            f"({remedy}){'' if is_apart else ', or pass --output-type latent'}"
         )
 
 
@@ -484,7 +477,8 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> Conditions:
             if branch is given or guided:
                 branch[key] = value
         try:
-            check_labels(given, pipeline.ensemble.classes)
+            # A prompt that names no class has a label beyond them.
+            check_labels(given if found.prior is None else {}, pipeline.ensemble.classes)
         except HddmError as error:
             raise HddmError(f"--conditions {settings.conditions}: {error.message}") from error
     if found.prior is not None and settings.expert is None:
@@ -494,10 +488,8 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> Conditions:
         for k in set(range(len(pipeline.experts.facts))) - set(asked):
             warnings.warn(f"expert {k}: no prompt is for it (p = 0)", stacklevel=2)
     else:
-        domains = pipeline.ensemble.domains
-        only = None if settings.expert is None else domains[settings.expert : settings.expert + 1]
-        # One that is not there is refused elsewhere.
-        asked = [k for k, domain in enumerate(domains) if only is None or domain in only]
+        domains, one = pipeline.ensemble.domains, settings.expert
+        asked = [k for k, domain in enumerate(domains) if one is None or domain == domains[one]]
     _refuse_missing(pipeline, given, asked)
     takes_text = any("encoder_hidden_states" in facts.conditions for facts in pipeline.experts.facts)
     if takes_text and "encoder_hidden_states" not in given:
@@ -513,9 +505,8 @@ def class_names(given: Mapping[str, Tensor], classes: Sequence[str]) -> tuple[st
 
 def _refuse_missing(pipeline: HDDMPipeline, given: Mapping[str, Tensor], asked: Sequence[int]) -> None:
     options = {"encoder_hidden_states": "--prompt", "class_labels": "--class-labels"}
-    for index, expert in enumerate(pipeline.ensemble.experts):
-        if index not in asked:
-            continue
+    for index in asked:
+        expert = pipeline.ensemble.experts[index]
         names = pipeline.ensemble.names_of(index)
         held = {name for name, here in names.items() if here in given}
         for name in missing_from({*held, *expert.null_conditions}, expert.conditions or ()):

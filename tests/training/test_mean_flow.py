@@ -25,7 +25,7 @@ from hddm.training.resume import run_folder_of
 from hddm.training.settings import DistillSettings, RunOptions
 from hddm.utils.errors import HddmError
 from hddm.velocity import PredictionType, VelocityField
-from tests.artefacts import Command, Died, ending_at
+from tests.artefacts import Command, Died, edit_json, ending_at
 from tests.conftest import Trio
 from tests.ensemble_files import flow_expert
 
@@ -284,6 +284,10 @@ def test_an_ensemble_of_students_is_drawn_from(tmp_path: Path) -> None:
     for seed, part in enumerate(parts):
         part.mkdir()
         save_expert(part, flow_expert(seed, facts, interval=True))
+    # Students once recorded the length of a step as a condition.
+    assert json.loads((parts[0] / "expert.json").read_text())["conditions"] == []
+    edit_json(parts[0] / "expert.json", conditions=["interval"])
+    assert torch.equal(sample(parts[0], 2, 1), sample(hddm.load(parts[0]), 2, 1))
     assemble(parts, tmp_path / "both")
     model = hddm.load(tmp_path / "both")
     assert isinstance(model, Ensemble)
