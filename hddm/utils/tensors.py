@@ -52,8 +52,9 @@ def generator(seed: int, *key: int) -> torch.Generator:
 
 
 def sent(values: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """``values`` of the CPU on ``device``, without waiting for what the device is doing."""
-    return values.to(device, dtype or values.dtype, non_blocking=True)
+    """``values``, on the CPU or there already, on ``device``, without waiting for what that is doing."""
+    # MPS may read memory of the CPU that is free again by then; CUDA has copied it.
+    return values.to(device, dtype or values.dtype, non_blocking=device.type != "mps")
 
 
 def parameter_dtype(network: object) -> torch.dtype | None:
