@@ -600,7 +600,7 @@ class Ensemble:
         # state that is not finite leads to, is reported by sampling, with the step where it began.
         finite = probabilities[probabilities.isfinite().all(1)]
         if not ((finite >= 0).all() and ((finite.sum(1) - 1).abs() < 1e-2).all()):
-            raise HddmError("the router's rows are no probabilities (non-negative, sum 1); apply a softmax?")
+            raise HddmError("the router's rows are not probabilities (non-negative, sum 1); apply a softmax?")
         if shares is not None:
             probabilities = self._given(probabilities, shares)
         return sparse_weights(self.at(t, probabilities), strategy)

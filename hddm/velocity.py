@@ -263,7 +263,7 @@ class Guidance:
         """
         count = conditional.shape[1] if self.channels is None else self.channels
         if count > conditional.shape[1]:
-            raise HddmError(f"{count} guided channels asked for, and samples have {conditional.shape[1]}")
+            raise HddmError(f"{count} guided channels, and samples have {conditional.shape[1]}")
         v_c, v_n = conditional[:, :count], negative[:, :count]
         guided = v_n + self.scale * (v_c - v_n)
         if self.rescale:

@@ -522,7 +522,7 @@ def _file(path: Path) -> dict[str, Tensor]:
     for name, value in tensors.items():
         if name.removeprefix(NEGATIVE) == LABELS and value.ndim != 1:
             raise HddmError(
-                f"--conditions {path}: {name} is {tuple(value.shape)}, and a label an image is asked"
+                f"--conditions {path}: {name} is {tuple(value.shape)}, and must be one label per image"
             )
     if empty or not tensors:
         raise HddmError(f"--conditions {path}: holds no rows of {empty or 'anything'}")

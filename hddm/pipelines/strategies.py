@@ -70,7 +70,7 @@ def measure_strategies(
         Strategy.parse(name)
     measured = out / MEASURED
     if measured.exists() and (differing := differences(read_json(measured), measure.identity)):
-        raise HddmError(f"{out}: holds results measured otherwise; choose another folder", differing)
+        raise HddmError(f"{out}: holds results of other settings; choose another folder", differing)
     out.mkdir(parents=True, exist_ok=True)
     write_json(measured, measure.identity)
     for name in strategies:

@@ -178,8 +178,8 @@ def names_of(folder: Path) -> list[str]:
         for part in needed:
             if numbered(part, vae if part == "vae" else text) not in opened.components:
                 raise HddmError(
-                    f"{folder}: expert {names[k]} has no {part}, and makes no image without; hddm assemble "
-                    f"--{part.replace('_', '-')} FOLDER gives it one, or to Paris a folder {part} in it"
+                    f"{folder}: expert {names[k]} needs a {part} to make images; add one by hddm assemble "
+                    f"--{part.replace('_', '-')} FOLDER, or to Paris as its folder {part}"
                 )
     return names
 
@@ -225,7 +225,7 @@ def _refuse_taken(host: str, port: int) -> None:
             one.bind((host, port))
     except OSError as error:
         raise HddmError(
-            f"--port {port}: nobody can listen there at {host} ({error.strerror}); take another"
+            f"--port {port}: cannot listen at {host} ({error.strerror}); choose another"
         ) from error
 
 

@@ -47,5 +47,5 @@ def test_our_router_keeps_float64_states_in_float64() -> None:
 )
 def test_what_is_no_probability_is_refused(row: list[float]) -> None:
     mixed = _ensemble(lambda x, t: torch.tensor(row).expand(len(x), 2))
-    with pytest.raises(HddmError, match="no probabilities"):
+    with pytest.raises(HddmError, match="not probabilities"):
         mixed.velocity(torch.zeros(3, *SHAPE), torch.full((3,), 0.3))

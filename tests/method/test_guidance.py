@@ -198,7 +198,7 @@ def test_numbers_outside_their_ranges_are_refused(values: dict[str, float], word
 
 def test_more_guided_channels_than_there_are_are_refused() -> None:
     v_c, v_n = _velocities()
-    with pytest.raises(HddmError, match="5 guided channels asked for, and samples have 4"):
+    with pytest.raises(HddmError, match="5 guided channels, and samples have 4"):
         Guidance(2.0, channels=5).combine(v_c, v_n, EVERYWHERE)
 
 
