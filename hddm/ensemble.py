@@ -567,13 +567,14 @@ class Ensemble:
             return None
         return self.prior_of(num, conditions, prior)
 
-    def routed(self, x_t: Tensor, t: Tensor, shares: Tensor | None) -> Tensor:
+    def routed(self, x_t: Tensor, t: Tensor, shares: Tensor | None, may_be_nan: bool = False) -> Tensor:
         """Weights (batch, K) on the CPU, by strategy and router; the router's answer is the one read.
 
         Args:
             x_t: (batch, …).
             t: (batch,) on the CPU.
             shares: see `shares_of`.
+            may_be_nan: let NaN pass, as a state that is not finite leads to; sampling reports where it began.
         """
         strategy = self._strategy
         if strategy.kind == "commit" and (t > strategy.value).all():
@@ -596,10 +597,9 @@ class Ensemble:
                 f"the router gave {tuple(probabilities.shape)} probabilities for {len(x_t)} states and "
                 f"{len(self.experts)} experts"
             )
-        # Logits passed for probabilities would mix into something that looks like a velocity. NaN, which a
-        # state that is not finite leads to, is reported by sampling, with the step where it began.
-        finite = probabilities[probabilities.isfinite().all(1)]
-        if not ((finite >= 0).all() and ((finite.sum(1) - 1).abs() < 1e-2).all()):
+        # Logits passed for probabilities would mix into something that looks like a velocity.
+        rows = probabilities[probabilities.isfinite().all(1)] if may_be_nan else probabilities
+        if not ((rows >= 0).all() and ((rows.sum(1) - 1).abs() < 1e-2).all()):
             raise HddmError("the router's rows are not probabilities (non-negative, sum 1); apply a softmax?")
         if shares is not None:
             probabilities = self._given(probabilities, shares)

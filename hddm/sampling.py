@@ -523,7 +523,7 @@ class _Walk:
         model, t = self.how.model, now.expand(len(x))
         self._read_conditions()
         if not self.is_fixed and next(self.calls) % self.how.router_every == 0:
-            self.choice = Choice(model.routed(x, t, self.shares))
+            self.choice = Choice(model.routed(x, t, self.shares, may_be_nan=not self.is_checked))
             model.check_classes(self.choice, self.labels)
         assert self.choice is not None
         choice = self.choice.at(model, t)
