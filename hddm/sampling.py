@@ -651,6 +651,7 @@ def sample(
     picture: Picture | None = None,
     use: ExpertUse | None = None,
     on_step: OnStep = unchanged,
+    on_batch: Callable[[int], None] | None = None,
     **conditions: Any,
 ) -> Tensor:
     """Integrate the model's velocity from noise at t = 1, or from a noised picture, to data at t = 0.
@@ -676,6 +677,7 @@ def sample(
             that looks at states, each expert is drawn from p(k | x_s, s).
         use: a tally of how the experts were used, to be read afterwards.
         on_step: see `hddm.solvers`; called for each batch in turn.
+        on_batch: called with the number of samples after each batch.
         conditions: keywords of the experts' networks, each (num, …); ``class_labels`` may be names.
 
     Returns:
@@ -734,6 +736,8 @@ def sample(
             if shape in (None, own) or isinstance(error, HddmError):
                 raise
             raise HddmError(f"shape={shape}: a network of samples {own} fails on it: {error}") from error
+        if on_batch is not None:
+            on_batch(len(batch.rows))
     return samples
 
 

@@ -22,7 +22,6 @@ from hddm.evaluation.distances import are_few, measure, precision_recall
 from hddm.experts.loading import load
 from hddm.sampling import draw_experts, sample
 from hddm.utils.processes import Report
-from hddm.velocity import Guidance
 
 CHECKED = 64
 """Samples of a grown model that are held against the old model's."""
@@ -114,7 +113,7 @@ class Unchanged:
 
     def _check(self) -> Mapping[str, int]:
         point, found = self.point, []
-        guidance = Guidance(point.guidance_scale, by=point.guide_by)
+        guidance = point.guidance
         for source in (self.old, self.grown):
             model = prepared(load(source.folder), canonical(point, source.is_single), source.trained_in)
             labels: dict[str, Any] = {}

@@ -16,9 +16,8 @@ from hddm.benchmark.settings import SAMPLES, SamplingPoint, slug
 from hddm.data.images import save_png, tiled, to_bytes
 from hddm.ensemble import Ensemble
 from hddm.experts.loading import load
-from hddm.noise import Seeded
 from hddm.routers import Router
-from hddm.sampling import Conditions, batches, gathered, plan, run
+from hddm.sampling import sample
 from hddm.utils.processes import Report
 from hddm.utils.tensors import available_device, read_safetensors, refuse_other_kinds
 from hddm.velocity import VelocityField
@@ -167,22 +166,25 @@ def draw(
     """Draw samples ``start`` … ``stop`` - 1 of a `prepared` model; classes take turns where it has some."""
     fields = model.experts if isinstance(model, Ensemble) else [model]
     labels = torch.arange(start, stop) % len(model.classes) if model.classes else None
-    asked = Conditions({} if labels is None else {"class_labels": labels})
+    given: dict[str, Any] = {} if labels is None else {"class_labels": labels}
     router = model.router if isinstance(model, Ensemble) else None
     evaluated = [*fields, *(field.weak for field in fields if field.weak is not None)]
     networks: list[Callable[..., Tensor]] = [field.network for field in evaluated]
     networks += [router.network] if isinstance(router, Router) else []
     with _counted(networks) as counts:
-        how = plan(
+        images = sample(
             model,
-            **point.how | ({} if isinstance(model, Ensemble) else {"strategy": None}),
-            noise=Seeded(seed),
+            stop - start,
+            seed,
+            point.steps,
+            point.strategy if isinstance(model, Ensemble) else None,
+            point.solver,
+            point.guidance,
+            start=start,
+            batch_size=BATCH,
+            on_batch=report,
+            **given,
         )
-        made = []
-        for batch in batches(how, range(start, stop), asked, BATCH):
-            made.append((batch, run(how, batch).cpu()))
-            report(len(batch.rows))
-        ((_, _, images),) = gathered(made)
     expert_rows, router_rows = counts[: len(fields)], sum(counts[len(evaluated) :])
     state = torch.zeros(1, *images.shape[1:], device=fields[0].device)
     flop = sum(n * evaluation_flop(field) for field, n in zip(evaluated, counts, strict=False) if n)

@@ -168,10 +168,13 @@ def test_conditions_and_guidance_reach_each_sample_s_own_row() -> None:
         torch.testing.assert_close(found, noise - drift.view(-1, 1, 1, 1))
 
 
-def test_samples_are_float32_of_the_asked_shape() -> None:
-    found = sample(ConditionSum().field(), 5, steps=2, shape=(3, 2, 4), batch_size=2)
+def test_samples_are_float32_of_the_asked_shape_and_batches_are_reported() -> None:
+    batches: list[int] = []
+    field = ConditionSum().field()
+    found = sample(field, 5, steps=2, shape=(3, 2, 4), batch_size=2, on_batch=batches.append)
     assert found.shape == (5, 3, 2, 4)
     assert found.dtype == torch.float32
+    assert batches == [2, 2, 1]
 
 
 def test_on_step_sees_and_may_change_the_states_of_every_batch() -> None:
