@@ -113,14 +113,12 @@ class Unchanged:
 
     def _check(self) -> Mapping[str, int]:
         point, found = self.point, []
-        guidance = point.guidance
         for source in (self.old, self.grown):
             model = prepared(load(source.folder), canonical(point, source.is_single), source.trained_in)
             labels: dict[str, Any] = {}
             if model.classes:
                 labels["class_labels"] = torch.arange(CHECKED) % len(model.classes)
-            strategy = "draw" if isinstance(model, Ensemble) else None
-            how = (point.steps, strategy, point.solver, guidance)
+            how = (point.steps, "draw", point.solver, point.guidance)
             found.append(sample(model, CHECKED, self.seed, *how, batch_size=1, **labels))
         assert isinstance(model, Ensemble)
         is_old = draw_experts(model.prior_of(CHECKED, labels), self.seed, 0, CHECKED) == 0
