@@ -510,7 +510,7 @@ def test_an_ensemble_that_can_make_no_image_is_refused_before_ray_starts(tmp_pat
         serve(tmp_path / "paris")
     (folder := tmp_path / "text").mkdir()
     save_expert(folder, text_experts(1)[0])
-    with pytest.raises(HddmError, match=r"expert 0 has no (vae|text_encoder)"):
+    with pytest.raises(HddmError, match=r"expert 0 needs a (vae|text_encoder)"):
         names_of(folder)
     assert names_of(write_text(tmp_path)) == ["0", "1"]
 
