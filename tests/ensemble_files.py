@@ -98,7 +98,7 @@ def pipeline_in_memory(
         strategy=strategy,
     )
     pipe = HDDMPipeline(
-        ExpertSet([expert.unread() for expert in experts], shelf=shelf),
+        ExpertSet([expert for expert in experts], shelf=shelf),
         FlowMatchEulerDiscreteScheduler(shift=shift),
         router,
         facts=facts,

@@ -40,7 +40,7 @@ from hddm.routers import Topic
 from hddm.schedules import from_config
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import kind_of, read_json
-from hddm.utils.records import damage, has_manifest, read_folder_manifest, read_record
+from hddm.utils.records import has_manifest, read_folder_manifest, read_record
 from hddm.utils.tensors import DTYPES, read_header
 from hddm.velocity import PredictionType
 
@@ -151,7 +151,7 @@ def _expert(folder: Path) -> dict[str, Any]:
         "summary": f"{trained}; its network predicts {record.prediction_type.value}{began}",
         **_with_changes(record.model_dump(mode="json", exclude={"adapter": True, "shard": {"sketch"}})),
         "schedule_range": list(from_config(record.schedule).range),
-        "manifest": _manifest(folder, EXPERT_FILE),
+        "manifest": _manifest(folder),
         "components": list(kept_components(folder)),
         "calibrated": calibrated,
         "calibrated_on": calibration_record(folder),
@@ -166,7 +166,7 @@ def _expert(folder: Path) -> dict[str, Any]:
 
 def _router(folder: Path) -> dict[str, Any]:
     record = _with_changes(read_record(folder / ROUTER_FILE, RouterRecord, FORMAT).model_dump(mode="json"))
-    return {"kind": "router", **record, "manifest": _manifest(folder, ROUTER_FILE), **_network(folder)}
+    return {"kind": "router", **record, "manifest": _manifest(folder), **_network(folder)}
 
 
 def _shard(folder: Path) -> dict[str, Any]:
@@ -178,11 +178,10 @@ def _shard(folder: Path) -> dict[str, Any]:
     return {"kind": "shard", **shard.model_dump(mode="json", exclude={"images"}), "images": len(shard.images)}
 
 
-def _manifest(folder: Path, record: str) -> str:
+def _manifest(folder: Path) -> str:
     """The number of files in the folder's manifest, as text; their hashes are not compared."""
     if not has_manifest(folder):
-        is_refused = bool(damage(folder, record))
-        return "missing, so the folder is refused" if is_refused else "none: written by an older version"
+        return "missing, so the folder is refused"
     return f"of {counted(len(read_folder_manifest(folder).files), 'file')}"
 
 
@@ -207,7 +206,7 @@ def _partition(folder: Path) -> dict[str, Any]:
 def _paris(folder: Path) -> dict[str, Any]:
     experts = paris_experts(folder)
     router, _ = paris_router(folder, experts)
-    networks = [one.unread.network for one in experts]
+    networks = [one.network for one in experts]
     sizes = [
         sum(tensor.numel() for tensor in one.state_dict().values()) for one in (*networks, router.network)
     ]
@@ -234,7 +233,7 @@ def _ensemble(folder: Path) -> dict[str, Any]:
         "objectives": [expert["objective"] for expert in experts],
         "shards": [expert["shard"] and expert["shard"]["index"] for expert in experts],
         "noise_ranges": ["{:g}:{:g}".format(*expert["noise_range"]) for expert in experts],
-        "manifest": _manifest(folder, ENSEMBLE_FILE),
+        "manifest": _manifest(folder),
         "pipeline_py": "another's, which hddm does not run"
         if foreign_pipeline(folder)
         else (folder / PIPELINE_FILE).is_file(),

@@ -56,7 +56,7 @@ from hddm.experts.records import (
 from hddm.networks.folders import sha256_once
 from hddm.utils.errors import HddmError, did_you_mean, one_line
 from hddm.utils.files import inside, link_or_copy, new_folder, read_yaml
-from hddm.utils.records import MANIFEST, composed, has_manifest, read_record, refuse_damaged
+from hddm.utils.records import composed, read_record, refuse_damaged
 from hddm.utils.tensors import read_safetensors, refuse_non_finite
 
 DEFAULT_STRATEGY = "draw"
@@ -380,9 +380,9 @@ def check_files(experts: Sequence[Path], router: Path | None, bases: Mapping[str
     line for each folder whose files differ, whose network cannot be built, or whose weights hold NaN or Inf.
     """
     found = Findings()
-    for folder, (name, record) in zip(experts, read_records(experts), strict=True):
-        with found.errors_of(name):
-            for line in foreign_files(folder, record, sha256_once):
+    for folder in experts:
+        with found.errors_of(name := str(folder)):
+            for line in foreign_files(folder, sha256_once):
                 found.differ(name, line)
             if name not in found.differences:
                 open_expert(folder, bases, unheld=FILES)
@@ -393,8 +393,6 @@ def check_files(experts: Sequence[Path], router: Path | None, bases: Mapping[str
             refuse_damaged(router, ROUTER_FILE, sha256=sha256_once)
             read_router(router)
     found.refuse("files are not those that were written with them, and nothing was written:")
-    for older in (one for one in (*experts, router) if one is not None and not has_manifest(one)):
-        found.note(f"{older} is of an older version, without a {MANIFEST}; not every change would be seen")
     return tuple(found.notes)
 
 

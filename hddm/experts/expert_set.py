@@ -14,8 +14,8 @@ from hddm.experts.in_memory import in_memory, storable
 from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from hddm.experts.records import (
     WEAK,
+    Expert,
     ExpertRecord,
-    UnreadExpert,
     as_field,
     save_weak,
     stored,
@@ -34,16 +34,15 @@ class ExpertSet(nn.Module):
     """Experts whose weights are read when first needed.
 
     Weights are read again after eviction or a cast: changes in memory last, and are saved, only while they
-    stay. ``experts`` are in the router's order; wrap those in memory with
-    `hddm.experts.records.Expert.unread`, or pass velocity fields of known sample shape, which keep their
-    networks. ``shelf`` decides which stay on the device; by default all that have run. ``record`` is their
-    ensemble's, by default ``draw`` with equal shares; diffusers' ``components`` have no other place for it.
+    stay. ``experts`` are in the router's order; of an expert in memory the network is copied, and velocity
+    fields, of known sample shape, keep theirs. ``shelf`` decides which stay on the device; by default all that
+    have run. ``record`` is their ensemble's, by default ``draw`` with equal shares; diffusers' ``components`` have no other place for it.
     Raises `HddmError` for no experts, or one that does not fit on the shelf.
     """
 
     def __init__(
         self,
-        experts: Sequence[UnreadExpert | VelocityField],
+        experts: Sequence[Expert | VelocityField],
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         shelf: Shelf | None = None,
@@ -56,7 +55,9 @@ class ExpertSet(nn.Module):
         self.record = record or EnsembleRecord.equal(names, has_router=False)
         # Copies: what is changed on a field afterwards is no part of this.
         self._fields = {k: copy.copy(one) for k, one in enumerate(experts) if isinstance(one, VelocityField)}
-        self.experts = tuple(in_memory(one) if isinstance(one, VelocityField) else one for one in experts)
+        self.experts = tuple(
+            in_memory(one) if isinstance(one, VelocityField) else one.apart() for one in experts
+        )
         shelf = shelf or Shelf()
         self._running: list[Any] = []
         self._weak: dict[int, Any] = {}
@@ -148,8 +149,8 @@ class ExpertSet(nn.Module):
         for index, (expert, network) in enumerate(zip(experts, self._running, strict=True)):
             target = Path(folder) / str(index)
             target.mkdir(parents=True)
-            expert.unread.network.save_config(target)
-            tensors = expert.unread.network.state_dict()
+            expert.network.save_config(target)
+            tensors = expert.network.state_dict()
             facts = expert.facts
             is_here = not any(value.is_meta for value in tensors.values())
             dtype = parameter_dtype(network) or torch.float32
@@ -174,14 +175,14 @@ class ExpertSet(nn.Module):
     def is_as_stored(self) -> bool:
         """True where all experts have folders, and weights that are in memory are those in them."""
         for expert, network in zip(self.experts, self._running, strict=True):
-            tensors = expert.unread.network.state_dict()
+            tensors = expert.network.state_dict()
             is_here = not any(value.is_meta for value in tensors.values())
             dtype = parameter_dtype(network) or torch.float32
             if expert.folder is None or (is_here and _differ(expert, tensors, dtype)):
                 return False
         return True
 
-    def storable(self) -> list[UnreadExpert]:
+    def storable(self) -> list[Expert]:
         """The experts as folders hold them; `HddmError` names the first that no folder could hold."""
         found = list(self.experts)
         for index, field in self._fields.items():
@@ -192,7 +193,7 @@ class ExpertSet(nn.Module):
         return found
 
 
-def _differ(expert: UnreadExpert, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> bool:
+def _differ(expert: Expert, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> bool:
     """True where the weights in memory differ from those on disk."""
     on_disk = expert.unread.read(dtype)
     return any(not torch.equal(tensors[name].cpu(), value) for name, value in on_disk.items())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hddm.classes import LABELS
 from hddm.ensemble import Ensemble
 from hddm.experts.ensemble_folders import ROUTER, EnsembleRecord
-from hddm.experts.records import Expert, ExpertRecord, RouterRecord, UnreadExpert, without_adapter
+from hddm.experts.records import Expert, ExpertRecord, RouterRecord, without_adapter
 from hddm.networks.folders import Unread, cast, fitting
 from hddm.networks.offload import StoredNetwork
 from hddm.networks.transformers import RouterTransformer
@@ -110,14 +110,13 @@ def _shares(prior: Tensor) -> tuple[float, ...]:
     return tuple(next((one for one in multiples if torch.equal(one / one.sum(), prior)), prior).tolist())
 
 
-def in_memory(field: VelocityField) -> UnreadExpert:
+def in_memory(field: VelocityField) -> Expert:
     """What is known of a field, whose samples have a shape: what it was read from, and what is set on it.
 
     Of a field whose network was replaced after it was read nothing else is taken over.
     """
-    source = field.source if isinstance(field.source, Expert | UnreadExpert) else None
-    own = source.unread.network if isinstance(source, UnreadExpert) else source and source.network
-    if _bare(field.network) is not own:
+    source = field.source if isinstance(field.source, Expert) else None
+    if source is not None and _bare(field.network) is not source.network:
         source = None
     nulls = {name: value for name, value in field.null_conditions.items() if name != LABELS}
     facts = _record(field, None if source is None else source.facts)
@@ -126,10 +125,10 @@ def in_memory(field: VelocityField) -> UnreadExpert:
         weak = None if source is None else source.weak
         if weak is None or _bare(field.weak.network) is not weak.network:
             weak = _unread(field.weak.network)
-    if isinstance(source, UnreadExpert) and isinstance(field.network, StoredNetwork):
+    if source is not None and isinstance(field.network, StoredNetwork):
         return replace(source, facts=facts, calibration=field.calibration, nulls=nulls, weak=weak)
-    unread = _unread(field.network)
-    return UnreadExpert(None, unread, without_adapter(facts), field.calibration, nulls, weak=weak)
+    unread, facts = _unread(field.network), without_adapter(facts)
+    return Expert(unread.network, facts, field.calibration, nulls, weak, unread.read)
 
 
 def _unread(network: Any) -> Unread[Any]:
@@ -182,7 +181,7 @@ def _record(field: VelocityField, known: ExpertRecord | None) -> ExpertRecord:
     return ExpertRecord.model_validate(unstated | stated)
 
 
-def storable(expert: UnreadExpert, field: VelocityField) -> UnreadExpert:
+def storable(expert: Expert, field: VelocityField) -> Expert:
     """The expert of a field as its folder records it.
 
     Raises `HddmError` for a network of another class than `EXPERT_NETWORKS`, or one that was changed; for a
@@ -190,7 +189,7 @@ def storable(expert: UnreadExpert, field: VelocityField) -> UnreadExpert:
     """
     if type(field) is not VelocityField:
         raise HddmError(f"is a {type(field).__name__}, and a folder holds a VelocityField")
-    network, facts = expert.unread.network, expert.facts
+    network, facts = expert.network, expert.facts
     _refuse_network(network)
     name, config = type(network).__name__, network.config
     interface = interface_of(name, config, facts.sample_shape[1:])

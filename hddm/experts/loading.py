@@ -41,8 +41,8 @@ from hddm.experts.lora import bases_in, refuse_base
 from hddm.experts.paris import is_paris, paris_experts, paris_router
 from hddm.experts.records import (
     EXPERT_FILE,
+    Expert,
     RouterRecord,
-    UnreadExpert,
     field_of,
     open_expert,
     read_router,
@@ -118,7 +118,7 @@ def load(
 class OpenedEnsemble:
     """Content of an ensemble folder, with the experts' weights still on disk."""
 
-    experts: list[UnreadExpert]
+    experts: list[Expert]
     router: RouterTransformer | None
     router_facts: RouterRecord | None
     facts: EnsembleRecord

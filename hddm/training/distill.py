@@ -29,7 +29,6 @@ from hddm.experts.records import (
     EXPERT_FILE,
     Expert,
     ExpertRecord,
-    UnreadExpert,
     field_of,
     joint_licence,
     null_conditions,
@@ -97,7 +96,7 @@ def open_teacher(
     experts = dict(zip(opened.facts.experts, opened.experts, strict=True))
     for name, expert in experts.items():
         _check_conditions(f"{folder / name}", expert.facts, union, condition_dropout)
-    check_fit(union, opened.experts[0].facts, opened.experts[0].unread.network)
+    check_fit(union, opened.experts[0].facts, opened.experts[0].network)
     expert_of_shard = None
     if kind == "shard":
         expert_of_shard = _by_shard(folder, experts, shards)
@@ -119,7 +118,7 @@ def open_teacher(
     return Teacher(opened, expert_of_shard, record)
 
 
-def _by_shard(folder: Path, experts: dict[str, UnreadExpert], shards: Sequence[Shard]) -> Tensor:
+def _by_shard(folder: Path, experts: dict[str, Expert], shards: Sequence[Shard]) -> Tensor:
     """Return the index (shards,) of each shard's expert."""
     stated = [one.facts.shard and one.facts.shard.hash for one in experts.values()]
     missing = [one for one in shards if one.hash not in stated]

@@ -10,7 +10,6 @@ import torch
 import hddm
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.experts.assembly import assemble
-from hddm.experts.assembly_changes import change
 from hddm.experts.ensemble_folders import read_ensemble_facts, read_model_index, read_shift
 from hddm.experts.records import EXPERT_FILE
 from hddm.networks.folders import WEIGHTS
@@ -18,8 +17,7 @@ from hddm.networks.text_encoder import text_encoder_facts
 from hddm.networks.transformers import ExpertTransformer
 from hddm.networks.vae import vae_facts
 from hddm.utils.errors import HddmError
-from hddm.utils.files import sha256_of
-from tests.artefacts import Command, aged, contents, copied, edit_json, variant
+from tests.artefacts import Command, contents, copied, edit_json, variant
 from tests.checkpoint_files import facts_of
 from tests.component_files import write_clip, write_vae
 from tests.conftest import Trio
@@ -180,36 +178,6 @@ def test_every_difference_is_told_at_once_a_line_an_expert(trio: Trio, tmp_path:
 def test_an_expert_that_is_named_twice_is_told_so(trio: Trio, tmp_path: Path) -> None:
     first, second = trio.experts[:2]
     assert _refusal([first, second, first], tmp_path / "out") == [f"{first}: is named twice; name it once"]
-
-
-def test_weights_other_than_those_of_an_older_record_are_refused(trio: Trio, tmp_path: Path) -> None:
-    """`tests.utils.test_manifest` has folders of today's format."""
-    old = aged(copied(trio.experts[1], tmp_path))
-    content = bytearray((old / WEIGHTS).read_bytes())
-    content[-1] ^= 1
-    (old / WEIGHTS).write_bytes(content)
-    found, stated = (sha256_of(folder / WEIGHTS) for folder in (old, trio.experts[1]))
-    line = (
-        f"{old}: its weights have SHA-256 {found[:16]}…, and expert.json says {stated[:16]}…; copy the "
-        "expert again from where it was trained, or train it anew"
-    )
-    assemble([trio.experts[0]], tmp_path / "one", trio.router)
-    before = contents(tmp_path)
-    for write in (
-        lambda: assemble([trio.experts[0], old], tmp_path / "out"),
-        lambda: change(tmp_path / "one", add=[old]),
-    ):
-        with pytest.raises(HddmError, match="files are not those that were written with them") as caught:
-            write()
-        assert caught.value.details == (line,)
-    assert contents(tmp_path) == before
-    edit_json(old / EXPERT_FILE, weights_sha256=None)
-    assemble([trio.experts[0], old], tmp_path / "without_hash")
-    edit_json(old / EXPERT_FILE, weights_sha256=stated)
-    (old / WEIGHTS).unlink()
-    with pytest.raises(HddmError) as caught:
-        assemble([trio.experts[0], old], tmp_path / "out")
-    assert caught.value.details[0].startswith(f"{old}: its weights are not there, and expert")
 
 
 def test_what_is_not_recorded_is_no_difference_but_said(trio: Trio, tmp_path: Path) -> None:

@@ -112,10 +112,8 @@ def test_the_pipeline_draws_of_those_who_know_a_class(ours: Path, theirs: Path, 
 def _unconditional(expert: Path) -> Path:
     """The folder, of a network that takes no classes."""
     randomised(ExpertTransformer(**FLOW | {"in_channels": 1}), 0).save_pretrained(expert)
+    (expert / CALIBRATION).unlink()
     edit_json(expert / "expert.json", classes=[], null_class=None, conditions=[])
-    for name in ("manifest.json", CALIBRATION):
-        (expert / name).unlink()
-    edit_json(expert / "expert.json", format="1.3")
     return expert
 
 
@@ -361,17 +359,3 @@ def test_experts_record_hashes_of_their_images(trio: Trio) -> None:
     folder = trio.shards / "shard_0"
     entries = json.loads((folder / "manifest.json").read_text())["images"]
     assert facts_of(trio.experts[0])["shard"]["sketch"] == sorted(one["sha256"][:16] for one in entries)
-
-
-def test_folders_of_before_have_no_names_of_classes(trio: Trio, tmp_path: Path) -> None:
-    assemble(trio.experts, tmp_path / "old", trio.router)
-    path = tmp_path / "old" / "ensemble.json"
-    record = json.loads(path.read_text())
-    rows = record["class_prior"]
-    for key in ("classes", "class_lists", "shares", "moments_evidence"):
-        del record[key]
-    path.write_text(json.dumps(record | {"format": "1.3"}))
-    (tmp_path / "old" / "manifest.json").unlink()
-    ensemble = load_ensemble(tmp_path / "old")
-    assert ensemble.class_prior is not None
-    torch.testing.assert_close(ensemble.class_prior, torch.tensor(rows, dtype=torch.float64))

@@ -67,9 +67,7 @@ def _as_one(high: hddm.VelocityField, low: hddm.VelocityField) -> Tensor:
     return torch.cat([low.velocity(X[~LATE], TIMES[~LATE]), high.velocity(X[LATE], TIMES[LATE])])
 
 
-def test_an_expert_records_the_part_of_t_that_it_was_trained_for(
-    pair: list[Path], flow_expert: Path, tmp_path: Path, hddm: Command
-) -> None:
+def test_an_expert_records_the_part_of_t_that_it_was_trained_for(pair: list[Path], hddm: Command) -> None:
     record = json.loads((pair[0] / "expert.json").read_text())
     assert record["noise_range"] == record["training"]["noise_range"] == [0.6, 1.0]
     field = _field(pair[0])
@@ -77,13 +75,6 @@ def test_an_expert_records_the_part_of_t_that_it_was_trained_for(
     assert field.weak is not None
     assert field.weak.noise_range == (0.6, 1.0)
     assert "noise_range: 0.6 … 1\n" in hddm("inspect", pair[0])[1]
-    # Folders of before do not say it.
-    old = variant(flow_expert, tmp_path / "old")
-    content = json.loads((old / "expert.json").read_text())
-    del content["noise_range"]
-    (old / "expert.json").write_text(json.dumps(content | {"format": "1.3"}))
-    (old / "manifest.json").unlink()
-    assert _field(old).noise_range == (0.0, 1.0)
 
 
 def test_one_of_a_pair_is_not_sampled_alone(pair: list[Path], tmp_path: Path, hddm: Command) -> None:

@@ -86,7 +86,7 @@ def test_sizes_come_from_shapes_and_the_record_is_that_of_the_release(release: P
     experts = paris_experts(release)
     network, router_record = paris_router(release, experts)
     for config, sizes in (
-        (experts[2].unread.network.config, {"in_channels": 4, "patch_size": 2, **EXPERT}),
+        (experts[2].network.config, {"in_channels": 4, "patch_size": 2, **EXPERT}),
         (network.network.config, {"num_experts": 3, "in_channels": 4, "patch_size": 2, **ROUTER}),
     ):
         assert {key: config[key] for key in sizes} == sizes

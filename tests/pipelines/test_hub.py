@@ -91,7 +91,7 @@ def test_a_pipeline_sends_its_folder_or_what_it_is_now(folder: Path, hub: Hub, t
     assert MARK in sent.pop("README.md").decode()
     assert sent == _files(folder)
     with torch.no_grad():
-        pipe.experts.experts[0].unread.network.pos_embed += 1
+        pipe.experts.experts[0].network.pos_embed += 1
     pipe.push_to_hub("me/changed")
     pipe.ensemble.strategy = "full"
     pipe.push_to_hub("me/full")
@@ -181,18 +181,6 @@ def test_only_what_belongs_to_an_ensemble_is_sent_and_the_rest_is_named(
     write_manifest(made)
     assert "does not stay inside the folder" in hddm("push", made, "me/other")[2]
     assert hub.repos.keys() == {NAME}
-
-
-def test_a_folder_of_before_manifests_is_sent_once_it_has_one(
-    folder: Path, hub: Hub, tmp_path: Path, hddm: Command
-) -> None:
-    old = copied(folder, tmp_path)
-    (old / "manifest.json").unlink()
-    edit_json(old / "ensemble.json", format="1.3")
-    error = hddm("push", old, NAME)[2]
-    assert f"{old}/manifest.json: is not there" in error
-    assert hddm(*error.split(" by hddm ")[1].split())[0] == 0
-    assert hddm("push", old, NAME)[0] == 0
 
 
 @pytest.mark.parametrize(
