@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from hddm.classes import LABELS
 from hddm.ensemble import Ensemble
-from hddm.experts.ensemble_folders import ROUTER, EnsembleRecord
+from hddm.experts.ensemble_folders import MOMENTS, MOMENTS_EVIDENCE, EnsembleRecord, Member
+from hddm.experts.model_index import ROUTER
+from hddm.experts.parts import with_parts
 from hddm.experts.records import Expert, ExpertRecord, RouterRecord, without_adapter
 from hddm.networks.folders import Unread, cast, fitting
 from hddm.networks.offload import StoredNetwork
@@ -32,10 +34,10 @@ _IMAGES = (1, 3)
 """Channels of pixels; samples of any others are taken for latents."""
 
 
-Part = TypeVar("Part", bound=nn.Module)
+Module = TypeVar("Module", bound=nn.Module)
 
 
-def carrying(part: Part, record: Record | None) -> Part:
+def carrying(part: Module, record: Record | None) -> Module:
     """``part`` if it carries this ``record``, else a copy that does and shares its weights."""
     if part.record != record:
         part = copy.copy(part)
@@ -43,7 +45,7 @@ def carrying(part: Part, record: Record | None) -> Part:
     return part
 
 
-def parts_of(
+def unpacked(
     model: Ensemble | VelocityField,
 ) -> tuple[list[VelocityField], Callable[..., Tensor] | None, EnsembleRecord]:
     """The experts of an ensemble, or of one field, its router, and its record.
@@ -70,44 +72,35 @@ def parts_of(
         )
     for field in fields:
         field.sample_shape = shape
-    evidence = None
+    named = [(f"expert {k}", in_memory(field).facts) for k, field in enumerate(fields)]
+    outputs: list[int | None] = [None] * len(fields)
+    kind, evidence = None if router is None else ROUTER, MOMENTS_EVIDENCE
     own = [field.calibration and field.calibration.moments for field in fields]
     if type(router) is MomentsRouter and all(a is b for a, b in zip(router.moments, own, strict=True)):
         # As many as there are is all of them.
-        evidence = router.evidence or float(math.prod(shape))
+        kind, evidence = MOMENTS, router.evidence or float(math.prod(shape))
         router = None
-    outputs: tuple[int, ...] = ()
     if type(router) is Router and isinstance(router.network, RouterTransformer):
-        outputs = tuple(router.outputs or ())
         known = router.network.record
         if not isinstance(known, RouterRecord):
             known = RouterRecord(
                 time_scale=router.time_scale, sample_shape=shape, shard_hashes=(), shard_images=()
             )
+        for k, output in enumerate(router.outputs or range(len(fields))):
+            shard = named[k][1].shard
+            is_found = shard is not None and known.shard_hashes[output : output + 1] == (shard.hash,)
+            outputs[k] = None if is_found else output
         stated = {"time_scale": router.time_scale, "temperatures": router.temperatures}
         router = carrying(router.network, known.model_copy(update=stated))
+    members = [Member(folder=f"experts/{k}", output=output) for k, output in enumerate(outputs)]
     record = EnsembleRecord(
-        experts=tuple(f"experts/{k}" for k in range(len(fields))),
-        router=None if router is None else ROUTER,
-        router_outputs=outputs,
-        prior=_shares(model.prior),
-        classes=model.classes,
-        class_prior=() if model.class_prior is None else tuple(map(_shares, model.class_prior)),
-        moments_evidence=evidence,
+        experts=tuple(with_parts(members, named, model.parts)),
+        router=kind,
+        evidence=evidence,
         strategy=model.strategy,
         shift=model.shift,
-        texts=model.texts,
-        vaes=model.spaces,
-        topics=model.topics,
-        domains=model.domains if model.num_domains < len(fields) else (),
     )
     return fields, router, record
-
-
-def _shares(prior: Tensor) -> tuple[float, ...]:
-    """Numbers that an `Ensemble` normalises to ``prior`` bit for bit; its own sum may miss 1 by rounding."""
-    multiples = (number * prior for number in range(1, 10_000))
-    return tuple(next((one for one in multiples if torch.equal(one / one.sum(), prior)), prior).tolist())
 
 
 def in_memory(field: VelocityField) -> Expert:

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hddm.experts.ensemble_folders import SCHEDULER_FILE, read_shift
+from hddm.experts.model_index import SCHEDULER_FILE, read_shift
 from hddm.experts.records import EXPERT_FILE, Expert, ExpertRecord, RouterRecord, SourceRecord
 from hddm.networks.folders import Unread, unread
 from hddm.networks.identity import TextEncoderRecord, VaeRecord

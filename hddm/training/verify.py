@@ -13,8 +13,9 @@ from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.data.shard_records import LARGEST_MANIFEST, PARTITION_FILE
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.assembly import foreign_pipeline
-from hddm.experts.ensemble_folders import COMPONENTS, ENSEMBLE_FILE, read_ensemble_facts, whole_components
+from hddm.experts.ensemble_folders import ENSEMBLE_FILE, read_ensemble_facts, whole_components
 from hddm.experts.lora import ADAPTER_WEIGHTS, bases_in, refuse_base
+from hddm.experts.model_index import COMPONENTS
 from hddm.experts.records import (
     EXPERT_FILE,
     FILES,
@@ -55,7 +56,7 @@ def experts_in(folder: Path) -> list[Path]:
     if (folder / EXPERT_FILE).exists():
         return [folder]
     if (folder / ENSEMBLE_FILE).exists():
-        return [folder / name for name in read_ensemble_facts(folder).experts]
+        return [folder / one.folder for one in read_ensemble_facts(folder).experts]
     for record, kind in _OTHERS.items():
         if (folder / record).exists():
             raise UsageError(f"{folder}: is {kind.format(folder=folder)}")
@@ -72,7 +73,7 @@ def problems_around(folder: Path) -> list[str]:
     if not (folder / ENSEMBLE_FILE).exists():
         return []
     record, found = read_ensemble_facts(folder), [*damage(folder, ENSEMBLE_FILE, sha256=sha256_of)]
-    if (router := record.router or record.router_aside) is not None:
+    if (router := record.learned or record.aside(folder)) is not None:
         found += [f"{router}/{line}" for line in damage(folder / router, ROUTER_FILE, sha256=sha256_of)]
     return [f"{folder}/{line}" for line in (*found, foreign_pipeline(folder)) if line]
 

@@ -233,7 +233,8 @@ def test_shares_after_changes(case: str, experts: Path, tmp_path: Path, hddm: Co
     commands, shares, names = CASES[case]
     _run(commands, experts, tmp_path / "out", hddm)
     assert load_ensemble(tmp_path / "out").prior.tolist() == pytest.approx(shares, rel=1e-12, abs=1e-15)
-    assert json.loads((tmp_path / "out" / "ensemble.json").read_text())["names"] == names
+    members = json.loads((tmp_path / "out" / "ensemble.json").read_text())["experts"]
+    assert [member["name"] for member in members] == names
 
 
 @pytest.mark.parametrize("case", CLASSES, ids=str)

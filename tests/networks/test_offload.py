@@ -23,6 +23,7 @@ from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import read_safetensors
 from tests.artefacts import copied, seal
+from tests.cases import in_parts
 from tests.ensemble_files import WEIGHTS, flow_expert, write_ensemble
 
 NUM = 4
@@ -185,7 +186,7 @@ def test_of_a_pair_for_parts_of_t_one_is_on_the_device_and_the_switch_comes_once
     parts = [(0.5, 1), (0, 0.5)]
     scales = Scales()
     held = ExpertSet([scales.expert(k, part) for k, part in enumerate(parts)], shelf=Shelf(mode))
-    model, here = Ensemble(held.fields(), strategy=strategy, domains=[0, 0]), []
+    model, here = Ensemble(in_parts(held.fields(), [0, 0]), strategy=strategy), []
     for network in held.stored:
         network.clear()
         network.network.register_forward_pre_hook(lambda *_: here.append(_present(held.stored)))
@@ -201,7 +202,7 @@ def test_with_room_that_was_asked_for_both_of_a_pair_stay() -> None:
     scales = Scales()
     experts = [scales.expert(0, (0.5, 1)), scales.expert(1, (0, 0.5))]
     held = ExpertSet(experts, shelf=Shelf("disk", 10**9))
-    model = Ensemble(held.fields(), strategy="draw", domains=[0, 0])
+    model = Ensemble(in_parts(held.fields(), [0, 0]), strategy="draw")
     for _ in range(2):
         _sampled(model)
     # Each once, however often t comes back to it.

@@ -12,11 +12,18 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 
-from hddm.experts.assembly_changes import change
+from hddm.experts.changes import change
 from hddm.pipelines.card import MARK, licence_of
 from hddm.utils.records import write_manifest
 from tests.artefacts import Command, copied, edit_json, refusal
-from tests.ensemble_files import flow_expert, load_pipeline, pipeline_in_memory, write_ensemble, write_text
+from tests.ensemble_files import (
+    edit_members,
+    flow_expert,
+    load_pipeline,
+    pipeline_in_memory,
+    write_ensemble,
+    write_text,
+)
 from tests.hub import READS_ONLY, TOKEN, Hub, running_hub
 
 NAME = "me/some-ensemble"
@@ -238,7 +245,7 @@ def test_a_card_is_read_by_hubs_and_says_first_what_is_not_commercial(tmp_path: 
 def test_a_licence_from_elsewhere_stays_within_its_line(folder: Path, tmp_path: Path, hddm: Command) -> None:
     made = copied(folder, tmp_path)
     edit_json(made / "experts/0/expert.json", licence="CC-BY-NC\n\n# Free for all\x07")
-    edit_json(made / "ensemble.json", names=["[mine](http://bad) *x* `y`", "b_c"])
+    edit_members(made, name=["[mine](http://bad) *x* `y`", "b_c"])
     code, out, err = hddm("push", made, NAME, "--dry-run")
     assert (code, err) == (0, "")
     assert re.findall(r"^.*Free for all", out, re.MULTILINE)[0].startswith("note: Non-commercial: experts/0")
