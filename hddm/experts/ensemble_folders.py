@@ -13,7 +13,7 @@ manifest.json            the hashes of all these (`hddm.utils.records`)
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -39,7 +39,7 @@ from hddm.networks.text_encoder import TOKENIZERS, kind_of
 from hddm.networks.vae import STEM as VAE_STEM
 from hddm.networks.vae import read_config, read_weights
 from hddm.utils.errors import HddmError, one_line
-from hddm.utils.files import inside, link_or_copy, write_json
+from hddm.utils.files import inside, link_or_copy, read_json, write_json
 from hddm.utils.records import ENSEMBLE_FILE as ENSEMBLE_FILE
 from hddm.utils.records import (
     MANIFEST,
@@ -130,8 +130,10 @@ class Member(Record):
 class EnsembleRecord(Record):
     """``ensemble.json``."""
 
-    oldest = "2.0"
-    remedy = "assemble it anew: hddm assemble FOLDER/experts/* --out NEW"
+    oldest: ClassVar[str] = "2.0"
+    remedy = (
+        "assemble it anew from its parts: hddm assemble FOLDER/experts/* --router FOLDER/router --out NEW"
+    )
 
     format: str = ENSEMBLE_FORMAT
     experts: Annotated[tuple[Member, ...], Field(min_length=1)]
@@ -232,7 +234,9 @@ def kept_components(expert: Path) -> dict[str, Path]:
 
 def held_by(expert: Path) -> tuple[Path, EnsembleRecord, int] | None:
     """The ensemble that holds an expert's folder, its record, and the expert's index; None without one."""
-    if (whole := ensemble_around(expert.resolve())) is None:
+    whole = ensemble_around(expert.resolve())
+    # The experts of an older ensemble, which is not read, can be assembled anew.
+    if whole is None or str(read_json(whole / ENSEMBLE_FILE).get("format")) < EnsembleRecord.oldest:
         return None
     facts = read_ensemble_facts(whole)
     places = [(whole / member.folder).resolve() for member in facts.experts]

@@ -114,7 +114,7 @@ def test_a_link_inside_the_enclosing_hub_cache_is_followed(ensemble: Path, tmp_p
         ({"experts": ["experts/0"]}, "key 'experts.0'"),
         ({"strategie": "full"}, "unknown key 'strategie'; did you mean 'strategy'?"),
         ({"format": "3.0"}, "format 3.0 is newer"),
-        ({"format": "1.5"}, "format 1.5 is no longer read; assemble it anew: hddm assemble FOLDER/experts/*"),
+        ({"format": "1.5"}, "format 1.5 is no longer read; assemble it anew from its parts: hddm a"),
         ({"strategy": "top-3"}, "ensemble.json: top-3 needs 3 experts"),
         ({"experts": [{"folder": "experts/0"}, {"folder": "experts/2"}]}, "no such file"),
         ({"experts": [{"folder": "experts/0", "share": -0.5}]}, "key 'experts.0.share'"),
@@ -205,3 +205,13 @@ def test_a_folder_is_described_without_its_weights(ensemble: Path, ddpm_expert: 
     assert "vae" not in whole["components"]
     with pytest.raises(HddmError, match=r"holds none of expert\.json"):
         inspect_model(shards.parent)
+
+
+def test_the_parts_of_an_older_ensemble_are_assembled_anew(ensemble: Path, tmp_path: Path) -> None:
+    older = copied(ensemble, tmp_path)
+    edit_json(older / "ensemble.json", format="1.5", experts=["experts/0", "experts/1"], prior=[0.5, 0.5])
+    with pytest.raises(HddmError, match="assemble it anew from its parts"):
+        hddm.load(older)
+    assemble([older / "experts" / k for k in "01"], tmp_path / "anew", older / "router", "nucleus-0.9")
+    found, expected = (hddm.sample(hddm.load(one), 3, steps=2) for one in (tmp_path / "anew", ensemble))
+    assert torch.equal(found, expected)
