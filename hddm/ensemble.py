@@ -39,8 +39,9 @@ Where two noise ranges meet, the expert of higher noise runs. Those of a domain 
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from dataclasses import field as dataclass_field
 
 import torch
 from torch import Tensor
@@ -172,73 +173,92 @@ class Choice:
         return self._parts
 
 
+@dataclass(frozen=True)
+class Part:
+    """An expert's part in an ensemble.
+
+    Args:
+        field: its velocity field.
+        weight: its share of all data, in any unit, such as the images of its shard.
+        classes: p(k | class) by the class's name, in any unit per class; empty where it is not known. Where
+            classes have numbers alone, they are in their order.
+        domain: equal for the experts that divide t among them; None for a domain of its own.
+        vae: identity of its latent space; experts of several can be drawn, and not mixed.
+        text_encoder: identity of its text encoder; None for that of all, or for an expert without text.
+    """
+
+    field: VelocityField
+    weight: float = 1.0
+    classes: Mapping[str, float] = dataclass_field(default_factory=dict)
+    domain: Hashable = None
+    vae: Hashable = None
+    text_encoder: Hashable = None
+
+
+def numbered_by_first(identities: Iterable[Hashable]) -> tuple[int, ...]:
+    """Number each identity by its first appearance, from 0; None is 0 too."""
+    order: dict[Hashable, int] = {}
+    return tuple(0 if one is None else order.setdefault(one, len(order)) for one in identities)
+
+
 class Ensemble:
     """Velocity field of ``experts`` mixed by ``router``.
 
     Args:
-        experts: velocity fields on the common path, one a shard.
+        experts: velocity fields on the common path, one per shard, or a `Part` for each.
         router: ``router(x_t, t)`` to probabilities (batch, K). Only ``draw`` does without.
-        strategy: see `hddm.ensemble`; can be set later.
-        prior: K shard sizes or probabilities that ``draw`` draws from; None for equal ones. Those of a
-            domain's experts add up.
-        class_prior: p(k | class), or images of a class in a shard, (classes, K): for samples with class
-            labels ``draw`` draws from it, and the other strategies weigh by it; None where it is not known.
+        strategy: see `hddm.ensemble`; can be set later. The default holds for any number of experts; folders
+            record theirs (`hddm.experts.assembly.default_strategy`).
+        prior: K shard sizes or probabilities that ``draw`` draws from, in place of the parts' weights. Those
+            of a domain's experts add up.
         shift: of the time grid that its samples want (`hddm.sampling.time_grid`).
-        spaces: numbers of the experts' latent spaces, where they differ; such experts, as those of several
-            sample shapes, can be drawn but not mixed.
-        texts: where experts take the tokens of several text encoders, the number of each expert's, from 0.
-            The tokens of the second are the condition ``encoder_hidden_states_2``, and so on.
-        domains: K numbers, the same for the experts of one domain; by default each is its own.
         topics: number of the text encoder by which `hddm.HDDMPipeline` routes prompts
             (`hddm.routers.PromptRouter`); None where it does not.
 
     Raises:
         HddmError: for no experts, an unknown strategy, a k above the number of domains, experts of different
             sample shapes with another strategy than ``draw``, a prior that is not K non-negative numbers with
-            a positive sum, for each class too, or a domain whose noise ranges do not cover [0, 1] once.
+            a positive sum, or a domain whose noise ranges do not cover [0, 1] once.
     """
 
     def __init__(
         self,
-        experts: Sequence[VelocityField],
+        experts: Sequence[VelocityField | Part],
         router: Callable[[Tensor, Tensor], Tensor] | None = None,
         strategy: str = "nucleus-0.9",
         prior: Sequence[float] | Tensor | None = None,
-        class_prior: Sequence[Sequence[float]] | Tensor | None = None,
+        *,
         shift: float = 1.0,
-        texts: Sequence[int] = (),
-        spaces: Sequence[int] = (),
-        domains: Sequence[int] | None = None,
         topics: int | None = None,
     ) -> None:
         if not experts:
             raise HddmError("an ensemble needs at least one expert")
-        if odd := [type(one).__name__ for one in experts if not isinstance(one, VelocityField)]:
+        parts = [one if isinstance(one, Part) else Part(one) for one in experts]
+        if odd := [type(one.field).__name__ for one in parts if not isinstance(one.field, VelocityField)]:
             raise HddmError(
                 f"experts hold a {odd[0]}: wrap it, VelocityField(network, schedule, prediction_type)"
             )
-        self.experts = list(experts)
-        given = list(range(len(self.experts)) if domains is None else domains)
-        if len(given) != len(self.experts):
-            raise HddmError(f"domains must be {len(self.experts)} numbers, one an expert, not {given}")
-        self.domains = tuple(map(given.index, given))
+        weights = [part.weight for part in parts]
+        if prior is not None:
+            weights = torch.as_tensor(prior, dtype=torch.float64).tolist()
+        self.prior = _normalised(weights, len(parts))
+        self.parts = tuple(replace(part, weight=one) for part, one in zip(parts, weights, strict=True))
+        """The experts' parts, with ``prior`` as their weights where it is given."""
+        self.experts = [part.field for part in parts]
+        domains = [k if part.domain is None else (part.domain,) for k, part in enumerate(parts)]
+        self.domains = tuple(map(domains.index, domains))
         """For each expert the index of the first one of its domain."""
         for first in set(self.domains):
             of = [k for k, domain in enumerate(self.domains) if domain == first]
             if misfit := misfit_of([self.experts[k].noise_range for k in of]):
                 raise HddmError(
                     f"expert {' and '.join(map(str, of))}: {misfit}; noise ranges of one domain cover [0, 1] "
-                    "once, and domains= says which experts are one"
+                    "once, and Part(field, domain=...) says which experts are one"
                 )
         self.router = router
-        self.prior = _normalised(prior, len(self.experts))
-        self.class_prior = None
-        if class_prior is not None:
-            self.class_prior = torch.stack([_normalised(row, len(self.experts)) for row in class_prior])
-        self.texts, self.spaces, self.topics = tuple(texts), tuple(spaces), topics
-        for name, numbers in (("texts", self.texts), ("spaces", self.spaces)):
-            if len(numbers) not in (0, len(self.experts)):
-                raise HddmError(f"{name} has {len(numbers)} numbers for {len(self.experts)} experts")
+        self.texts = numbered_by_first(part.text_encoder for part in parts)
+        """Number of each expert's text encoder; tokens of the second are ``encoder_hidden_states_2``."""
+        self.topics = topics
         for group in self.kinds:
             outside = set(range(len(self.experts))) - set(group)
             if {self.domains[k] for k in group} & {self.domains[k] for k in outside}:
@@ -249,8 +269,19 @@ class Ensemble:
                 f"expert {', '.join(students)}: students of few steps and other experts do not go together; "
                 "take the ones or the others"
             )
+        self.class_prior = self._class_prior()
         self.strategy = strategy
         self.shift = shift
+
+    def _class_prior(self) -> Tensor | None:
+        """p(k | class), (classes, K); None where no part has any."""
+        if not any(part.classes for part in self.parts):
+            return None
+        names = self.classes or dict.fromkeys(name for part in self.parts for name in part.classes)
+        rows = [[part.classes.get(name, 0.0) for part in self.parts] for name in names]
+        weights = [part.weight for part in self.parts]
+        # A class that none of them has seen is anybody's.
+        return torch.stack([_normalised(row if any(row) else weights, len(row)) for row in rows])
 
     def __repr__(self) -> str:
         router = "no router" if self.router is None else f"router {described(self.router)}"
@@ -306,11 +337,11 @@ class Ensemble:
         found: list[list[int]] = []
         for k, one in enumerate(self.experts):
             for group in found:
-                other, spaces = self.experts[group[0]], self.spaces or [0] * len(self.experts)
+                other = self.experts[group[0]]
                 is_alike = (
                     None in (one.sample_shape, other.sample_shape) or one.sample_shape == other.sample_shape
                 )
-                if is_alike and spaces[k] == spaces[group[0]]:
+                if is_alike and self.parts[k].vae == self.parts[group[0]].vae:
                     group.append(k)
                     break
             else:
@@ -319,7 +350,8 @@ class Ensemble:
 
     def _kinds_told(self) -> str:
         shapes = [f"expert {k} {e.sample_shape}" for k, e in enumerate(self.experts) if e.sample_shape]
-        spaces = [f"expert {k} VAE {number + 1}" for k, number in enumerate(self.spaces)]
+        numbers = numbered_by_first(part.vae for part in self.parts)
+        spaces = [f"expert {k} VAE {number + 1}" for k, number in enumerate(numbers)]
         return ", ".join(shapes if len({e.sample_shape for e in self.experts} - {None}) > 1 else spaces)
 
     def refuse_kinds(self, experts: Iterable[int]) -> None:
@@ -625,7 +657,7 @@ class Ensemble:
     def names_of(self, index: int) -> dict[str, str]:
         """Names of the conditions of this ensemble by those of an expert's network."""
         names = self.experts[index].conditions or ()
-        text = self.texts[index] if self.texts else 0
+        text = self.texts[index]
         return {name: f"{name}_{text + 1}" if text and name in TEXT_CONDITIONS else name for name in names}
 
     def conditions_by_expert(
@@ -659,9 +691,7 @@ class Ensemble:
         return shares
 
 
-def _normalised(prior: Sequence[float] | Tensor | None, num_experts: int) -> Tensor:
-    if prior is None:
-        return torch.full((num_experts,), 1 / num_experts, dtype=torch.float64)
+def _normalised(prior: Sequence[float], num_experts: int) -> Tensor:
     values = torch.as_tensor(prior, dtype=torch.float64)
     if values.shape != (num_experts,) or not (values >= 0).all() or not 0 < values.sum() < torch.inf:
         raise HddmError(f"prior must be {num_experts} non-negative numbers with a positive sum, not {prior}")

@@ -19,14 +19,12 @@ import numpy as np
 import pytest
 import torch
 
-from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.data.images import save_png
 from hddm.data.shard_records import read_manifest
 from hddm.data.shards import PixelStore, Rows, Shard, load_shard
-from hddm.experts.records import EXPERT_FILE, weights_in
+from hddm.experts.records import EXPERT_FILE
 from hddm.training.settings import ExpertSettings, RouterSettings
 from hddm.utils.errors import HddmError
-from hddm.utils.files import sha256_of
 from hddm.utils.records import MANIFEST, write_manifest
 
 Command = Callable[..., tuple[int, str, str]]
@@ -141,15 +139,6 @@ def seal(folder: Path) -> None:
 
 
 MODELS = ("expert.json", "router.json", "ensemble.json")
-
-
-def aged(folder: Path, **changes: Any) -> Path:
-    """Make an expert's folder one of format 1.3: without a manifest, and with hashes in its record."""
-    (folder / MANIFEST).unlink()
-    files = {"weights_sha256": weights_in(folder), "calibration_sha256": folder / CALIBRATION}
-    hashes = {key: sha256_of(file) if file and file.exists() else None for key, file in files.items()}
-    edit_json(folder / EXPERT_FILE, **{"format": "1.3", **hashes, **changes})
-    return folder
 
 
 def pixels_of(shard: Shard) -> torch.Tensor:

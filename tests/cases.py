@@ -1,6 +1,7 @@
 """Every kind of schedule with its definition written anew, and every legal prediction type."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hddm.classes import join_classes
+from hddm.ensemble import Part
 from hddm.schedules import CosineSchedule, LinearSchedule, Schedule, from_diffusers
 from hddm.velocity import VelocityField
 from tests.oracles import AlphaSigma, GaussianMixture, OracleNetwork
@@ -129,3 +132,21 @@ class ConditionSum:
     def field(self, *conditions: str, **options: Any) -> VelocityField:
         """An expert that takes these ``conditions`` alone."""
         return VelocityField(self, LINEAR.schedule, "flow_prediction", conditions=conditions, **options)
+
+
+def in_parts(
+    fields: Sequence[VelocityField],
+    domains: Sequence[int] | None = None,
+    class_prior: Sequence[Sequence[float]] | Tensor = (),
+) -> list[Part]:
+    """Parts of an ensemble, with the numbers of their domains, and p(k | class) a row for each class."""
+    names = join_classes(tuple(field.classes for field in fields)).names or tuple(
+        map(str, range(len(class_prior)))
+    )
+    rows = dict(zip(names, torch.as_tensor(class_prior, dtype=torch.float64).tolist(), strict=False))
+    return [
+        Part(
+            field, 1.0, {name: row[k] for name, row in rows.items()}, None if domains is None else domains[k]
+        )
+        for k, field in enumerate(fields)
+    ]

@@ -1,6 +1,8 @@
 """Tiny ensembles, in memory and as folders, whose experts and routers have random weights."""
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,14 +13,16 @@ import hddm
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import Conversion, plan
 from hddm.experts.assembly import assemble
-from hddm.experts.ensemble_folders import EnsembleRecord
+from hddm.experts.ensemble_folders import EnsembleRecord, Member, read_ensemble_facts
 from hddm.experts.expert_set import ExpertSet
+from hddm.experts.parts import encoders_of, read_records
 from hddm.experts.records import Expert, ExpertRecord, RouterRecord, save_expert, save_router
 from hddm.networks.offload import Shelf
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.networks.wrappers import interface_of
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.schedules import LinearSchedule
+from tests.artefacts import edit_json
 from tests.checkpoint_files import SD_BETAS, dit, pipeline, plain_unet, randomised
 from tests.component_files import write_clip, write_vae
 
@@ -90,15 +94,18 @@ def pipeline_in_memory(
     """A pipeline of experts that lie on no disk, behind a random router."""
     num = len(experts)
     router, router_facts = random_router(num, experts[0].facts.sample_shape)
-    facts = EnsembleRecord(
-        experts=tuple(f"experts/{k}" for k in range(num)),
-        router="router",
-        prior=tuple(prior or [1 / num] * num),
-        class_prior=tuple(map(tuple, class_prior)),
-        strategy=strategy,
-    )
+    classes = next((one.facts.classes for one in experts if one.facts.classes), ())
+    members = [
+        Member(
+            folder=f"experts/{k}",
+            share=None if prior is None else prior[k],
+            class_shares={name: row[k] for name, row in zip(classes, class_prior, strict=False)},
+        )
+        for k in range(num)
+    ]
+    facts = EnsembleRecord(experts=tuple(members), router="router", strategy=strategy)
     pipe = HDDMPipeline(
-        ExpertSet([expert.unread() for expert in experts], shelf=shelf),
+        ExpertSet([expert for expert in experts], shelf=shelf),
         FlowMatchEulerDiscreteScheduler(shift=shift),
         router,
         facts=facts,
@@ -107,6 +114,14 @@ def pipeline_in_memory(
     )
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def edit_members(whole: Path, **changes: Sequence[Any]) -> None:
+    """Set keys of the experts in ``ensemble.json``, by lists with one value per expert."""
+    experts = json.loads((whole / "ensemble.json").read_text())["experts"]
+    for key, values in changes.items():
+        experts = [one | {key: value} for one, value in zip(experts, values, strict=True)]
+    edit_json(whole / "ensemble.json", experts=experts)
 
 
 def load_pipeline(folder: Path, **options: Any) -> HDDMPipeline:
@@ -174,3 +189,47 @@ def write_text(root: Path, kind: Literal["kl", "tiny"] = "kl", strategy: str = "
     write_clip(root / "clip")
     texts = {name: root / "clip" / name for name in ("text_encoder", "tokenizer")}
     return write_ensemble(root, text_experts(), strategy, vae=root / "vae", **texts)
+
+
+@dataclass(frozen=True)
+class Derived:
+    """What an ensemble's folder holds and what follows from it, as plain values."""
+
+    names: tuple[str | None, ...]
+    prior: tuple[float, ...]
+    classes: tuple[str, ...]
+    class_prior: tuple[tuple[float, ...], ...]
+    class_lists: tuple[tuple[str, ...], ...]
+    domains: tuple[int, ...]
+    outputs: tuple[int, ...]
+    """Of the learned router, for each expert; empty without one."""
+    router: str | None
+    texts: tuple[int, ...]
+    vaes: tuple[int, ...]
+    topics: int | None
+    strategy: str
+    shift: float
+
+
+def derived(folder: Path) -> Derived:
+    """What is in an ensemble's folder."""
+    model, record = load_ensemble(folder), read_ensemble_facts(folder)
+    named = read_records([folder / one.folder for one in record.experts])
+    encoders, router = encoders_of(record.experts, named), getattr(model.router, "outputs", ())
+    rows = [] if model.class_prior is None else model.class_prior.tolist()
+    outputs = range(len(named)) if router is None else router
+    return Derived(
+        tuple(one.name for one in record.experts),
+        tuple(model.prior.tolist()),
+        model.classes,
+        tuple(map(tuple, rows)),
+        tuple(one.classes for one in record.experts),
+        model.domains,
+        tuple(outputs),
+        record.router,
+        encoders.texts,
+        encoders.vaes,
+        model.topics,
+        record.strategy,
+        record.shift,
+    )

@@ -166,7 +166,7 @@ class Models:
     def __init__(self, settings: Settings, device: str, dtype: torch.dtype, compiled: bool = False) -> None:
         shape, count = settings.sample_shape, settings.experts
         experts = [random_expert(settings.size, shape, settings.patch, k, count) for k in range(count)]
-        self.experts = ExpertSet([expert.unread() for expert in experts], dtype, device)
+        self.experts = ExpertSet([expert for expert in experts], dtype, device)
         network = random_router(settings.router, shape, settings.patch, count)
         self.router_network = network.to(device, dtype)
         self.router = Router(EvenRouter(self.router_network), TIME_SCALE)

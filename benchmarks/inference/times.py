@@ -51,7 +51,7 @@ def measure_times(settings: Settings, device: str, dtype: str, compiled: bool) -
 def operations(settings: Settings) -> tuple[float, float]:
     """Millions of floating-point operations of an expert and of the router, a sample and step."""
     shape, patch = settings.sample_shape, settings.patch
-    expert = ExpertSet([random_expert(settings.size, shape, patch).unread()])
+    expert = ExpertSet([random_expert(settings.size, shape, patch)])
     router = EvenRouter(random_router(settings.router, shape, patch, settings.experts))
     (field,) = expert.fields()
     x = torch.zeros(1, *shape)

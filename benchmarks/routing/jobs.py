@@ -15,7 +15,7 @@ from hddm.benchmark.settings import SamplingPoint
 from hddm.data.images import to_bytes
 from hddm.data.shard_records import find_shards
 from hddm.data.shards import load_shard
-from hddm.ensemble import Ensemble
+from hddm.ensemble import Ensemble, Part
 from hddm.expert_use import ExpertUse
 from hddm.experts.loading import load
 from hddm.experts.records import read_router
@@ -71,9 +71,12 @@ def sample_job(place: Path, data: Data, row: Row, point: SamplingPoint, seed: in
     labels = data.labels[:num] if row.experts == CLASSES else None
     conditions: dict[str, Any] = {} if labels is None else {"class_labels": labels}
     router = Router(network, record.time_scale, temperatures)
-    ensemble = Ensemble(
-        fields, router, row.strategy, prior, class_prior=data.class_images if row.class_prior else None
-    )
+    of_class = data.class_images.tolist() if row.class_prior else []
+    parts = [
+        Part(field, classes={str(label): counts[k] for label, counts in enumerate(of_class)})
+        for k, field in enumerate(fields)
+    ]
+    ensemble = Ensemble(parts, router, row.strategy, prior)
     use = ExpertUse(len(fields))
     with warnings.catch_warnings():
         # That p(k) ignores the labels is what one row is about.

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -88,22 +88,27 @@ def assemble(
     shares = _shares(share or ())
     if out is not None:
         check_absent(out, ENSEMBLE_FILE, overwrite)
+    from hddm.classes import join_classes
     from hddm.experts.assembly import assemble as put_together
-    from hddm.experts.assembly import read_classes
-    from hddm.experts.assembly_changes import change
+    from hddm.experts.changes import change
+    from hddm.experts.choices import read_classes
+    from hddm.experts.compatibility import Findings
     from hddm.experts.ensemble_folders import read_ensemble_facts
+    from hddm.experts.parts import class_lists, domains_of, read_records, weights_of
     from hddm.utils.progress import Progress
 
     named = read_classes(classes) if classes else None
     domains = [one.split(",") for one in domain or ()]
-    options = (vae, text_encoder, tokenizer, base or (), shares, named, domains, diffusers_pipeline)
+    options: dict[str, Any] = {"vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
+    options |= {"bases": base or (), "share": shares, "classes": named, "domain": domains}
+    options["diffusers_pipeline"] = diffusers_pipeline
     with Progress(None, "check and assemble"):
         if changes:
-            given = (add or (), remove or (), router, out, strategy, overwrite, *options)
-            notes = change(experts[0], *given, allow_mixed_sizes=allow_mixed_sizes)
+            given = (add or (), remove or (), router, out, strategy, overwrite, allow_mixed_sizes)
+            notes = change(experts[0], *given, **options)
         else:
             assert out is not None
-            notes = put_together(experts, out, router, strategy, overwrite, *options)
+            notes = put_together(experts, out, router, strategy, overwrite, **options)
     for note in notes:
         typer.echo(f"note: {note}")
     written = out or experts[0]
@@ -111,12 +116,16 @@ def assemble(
     typer.echo(f"{written}: {counted(len(ensemble.experts), 'expert')}, strategy {ensemble.strategy}")
     if (why := _WHY.get(ensemble.strategy.partition("-")[0])) is not None:
         typer.echo(f"{ensemble.strategy}: {why}")
-    told: dict[int, tuple[str, float]] = {}
-    for name, part, first in zip(ensemble.labels, ensemble.prior, ensemble.domain_of, strict=True):
-        before, total = told.get(first, ("", 0.0))
-        told[first] = (f"{before} with {name}" if before else name, total + part)
-    typer.echo(f"shares: {', '.join(f'{name} {total:.3g}' for name, total in told.values())}")
-    if names := ensemble.classes:
+    members, records = ensemble.experts, read_records([written / one.folder for one in ensemble.experts])
+    of = domains_of(members, records)
+    weights = weights_of(members, records, of, Findings())
+    parts = []
+    for first in dict.fromkeys(of):
+        pairs = [(members[k].label, weights[k]) for k, domain in enumerate(of) if domain == first]
+        total = sum(weight for _, weight in pairs) / sum(weights)
+        parts.append(f"{' with '.join(label for label, _ in pairs)} {total:.3g}")
+    typer.echo(f"shares: {', '.join(parts)}")
+    if names := join_classes(tuple(class_lists(members, records))).names:
         typer.echo(f"classes: {', '.join(names[:MOST])}{' …' if len(names) > MOST else ''}")
 
 

@@ -44,7 +44,7 @@ from hddm.utils.records import MANIFEST, read_record
 def expert_records(folder: Path) -> list[ExpertRecord]:
     """Read the records of an expert folder, or of all experts of an ensemble folder."""
     is_expert = (folder / EXPERT_FILE).is_file()
-    experts = [folder] if is_expert else [folder / name for name in read_ensemble_facts(folder).experts]
+    experts = [folder] if is_expert else [folder / one.folder for one in read_ensemble_facts(folder).experts]
     return [read_record(expert / EXPERT_FILE, ExpertRecord, FORMAT) for expert in experts]
 
 

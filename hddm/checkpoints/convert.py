@@ -38,7 +38,6 @@ from hddm.experts.records import (
     Expert,
     ExpertRecord,
     field_of,
-    foreign_calibration,
     read_nulls,
     write_records,
 )
@@ -139,19 +138,12 @@ def write_network(folder: Path, built: Built) -> None:
 
 
 def _carry_calibration(plan: Plan, draft: Path) -> None:
-    """Copy the source expert's calibration, unless it was fitted to a function that the conversion changed.
-
-    Raises `HddmError` for a calibration that is not the expert's own, since the copy would record it as such.
-    """
+    """Copy the source expert's calibration, unless the conversion changed the function that it fits."""
     source = plan.source
     if source.record is None or plan.is_restarted:
         return
     if not (plan.record.training_calibration or plan.built.modulation_error is None):
         return
-    # The record of a merged adapter has no file hashes, so read it again.
-    record = read_record(source.path / EXPERT_FILE, ExpertRecord, FORMAT)
-    if foreign := foreign_calibration(source.path, record):
-        raise HddmError(f"{source.path}: {foreign}; nothing was written")
     # Loading refuses NaN and values that no fit gives.
     if Calibration.load(source.path) is not None:
         shutil.copyfile(source.path / CALIBRATION, draft / CALIBRATION)

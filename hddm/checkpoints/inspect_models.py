@@ -12,6 +12,7 @@ from hddm.checkpoints.layouts import UnstatedHeads
 from hddm.checkpoints.lora import is_lora, read_lora
 from hddm.checkpoints.plan import open_source
 from hddm.checkpoints.sources import Reading, resolve, with_shift
+from hddm.classes import join_classes
 from hddm.data.shard_records import FORMAT as SHARD_FORMAT
 from hddm.data.shard_records import (
     LARGEST_MANIFEST,
@@ -24,15 +25,12 @@ from hddm.data.shard_records import (
     read_encoded_manifest,
 )
 from hddm.experts.assembly import PIPELINE_FILE, foreign_pipeline
-from hddm.experts.ensemble_folders import (
-    ENSEMBLE_FILE,
-    MODEL_INDEX,
-    kept_components,
-    read_ensemble_facts,
-    read_model_index,
-)
-from hddm.experts.lora import ADAPTER_WEIGHTS
+from hddm.experts.compatibility import Findings
+from hddm.experts.ensemble_folders import ENSEMBLE_FILE, MOMENTS, kept_components, read_ensemble_facts
+from hddm.experts.lora import ADAPTER_WEIGHTS, BASES
+from hddm.experts.model_index import read_model_index
 from hddm.experts.paris import expert_arguments, is_paris, paris_experts, paris_router
+from hddm.experts.parts import class_lists, domains_of, read_records, weights_of
 from hddm.experts.records import EXPERT_FILE, FORMAT, ROUTER_FILE, ExpertRecord, RouterRecord
 from hddm.networks.folders import WEIGHTS, empty_network
 from hddm.networks.wrappers import interface_of
@@ -40,7 +38,7 @@ from hddm.routers import Topic
 from hddm.schedules import from_config
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import kind_of, read_json
-from hddm.utils.records import damage, has_manifest, read_folder_manifest, read_record
+from hddm.utils.records import has_manifest, read_folder_manifest, read_record
 from hddm.utils.tensors import DTYPES, read_header
 from hddm.velocity import PredictionType
 
@@ -151,7 +149,7 @@ def _expert(folder: Path) -> dict[str, Any]:
         "summary": f"{trained}; its network predicts {record.prediction_type.value}{began}",
         **_with_changes(record.model_dump(mode="json", exclude={"adapter": True, "shard": {"sketch"}})),
         "schedule_range": list(from_config(record.schedule).range),
-        "manifest": _manifest(folder, EXPERT_FILE),
+        "manifest": _manifest(folder),
         "components": list(kept_components(folder)),
         "calibrated": calibrated,
         "calibrated_on": calibration_record(folder),
@@ -166,7 +164,7 @@ def _expert(folder: Path) -> dict[str, Any]:
 
 def _router(folder: Path) -> dict[str, Any]:
     record = _with_changes(read_record(folder / ROUTER_FILE, RouterRecord, FORMAT).model_dump(mode="json"))
-    return {"kind": "router", **record, "manifest": _manifest(folder, ROUTER_FILE), **_network(folder)}
+    return {"kind": "router", **record, "manifest": _manifest(folder), **_network(folder)}
 
 
 def _shard(folder: Path) -> dict[str, Any]:
@@ -178,11 +176,10 @@ def _shard(folder: Path) -> dict[str, Any]:
     return {"kind": "shard", **shard.model_dump(mode="json", exclude={"images"}), "images": len(shard.images)}
 
 
-def _manifest(folder: Path, record: str) -> str:
+def _manifest(folder: Path) -> str:
     """The number of files in the folder's manifest, as text; their hashes are not compared."""
     if not has_manifest(folder):
-        is_refused = bool(damage(folder, record))
-        return "missing, so the folder is refused" if is_refused else "none: written by an older version"
+        return "missing, so the folder is refused"
     return f"of {counted(len(read_folder_manifest(folder).files), 'file')}"
 
 
@@ -207,7 +204,7 @@ def _partition(folder: Path) -> dict[str, Any]:
 def _paris(folder: Path) -> dict[str, Any]:
     experts = paris_experts(folder)
     router, _ = paris_router(folder, experts)
-    networks = [one.unread.network for one in experts]
+    networks = [one.network for one in experts]
     sizes = [
         sum(tensor.numel() for tensor in one.state_dict().values()) for one in (*networks, router.network)
     ]
@@ -225,39 +222,53 @@ def _paris(folder: Path) -> dict[str, Any]:
 
 def _ensemble(folder: Path) -> dict[str, Any]:
     record = read_ensemble_facts(folder)
-    experts, bases = [inspect_model(folder / name) for name in record.experts], set(record.bases.values())
-    classes = read_model_index(folder) if (folder / MODEL_INDEX).exists() else {}
+    members, folders = record.experts, [member.folder for member in record.experts]
+    experts, named = (
+        [inspect_model(folder / name) for name in folders],
+        read_records([folder / name for name in folders]),
+    )
+    domains, lists = domains_of(members, named), class_lists(members, named)
+    weights = weights_of(members, named, domains, Findings())
     described = {
         "kind": "ensemble",
-        **record.model_dump(mode="json"),
-        "classes": list(record.classes) or next((one["classes"] for one in experts if one["classes"]), []),
+        "format": record.format,
+        "experts": folders,
+        "names": record.names,
+        "prior": [weight / sum(weights) for weight in weights],
+        "shares": {one.folder: one.share for one in members if one.share is not None},
+        "classes": list(join_classes(tuple(lists)).names),
+        "domains": domains,
+        "router": record.router,
+        "strategy": record.strategy,
+        "shift": record.shift,
         "objectives": [expert["objective"] for expert in experts],
         "shards": [expert["shard"] and expert["shard"]["index"] for expert in experts],
         "noise_ranges": ["{:g}:{:g}".format(*expert["noise_range"]) for expert in experts],
-        "manifest": _manifest(folder, ENSEMBLE_FILE),
+        "manifest": _manifest(folder),
         "pipeline_py": "another's, which hddm does not run"
         if foreign_pipeline(folder)
         else (folder / PIPELINE_FILE).is_file(),
-        "components": {name: ".".join(kind) for name, kind in classes.items() if kind},
+        "components": {name: ".".join(kind) for name, kind in read_model_index(folder).items() if kind},
         # Shared weights count once.
         "parameters": sum(expert["parameters"] for expert in experts)
-        + sum(_numbers(folder / name / WEIGHTS)[0] for name in bases - set(record.experts)),
+        + sum(_numbers(path)[0] for path in (folder / BASES).glob(f"*/{WEIGHTS}")),
     }
-    if record.shares:
-        named = zip(record.experts, record.shares, strict=True)
-        described["shares"] = {name: share for name, share in named if share is not None}
     routers = []
-    if (learned := record.router or record.router_aside) is not None:
+    if (learned := record.learned or record.aside(folder)) is not None:
         router = read_record(folder / learned / ROUTER_FILE, RouterRecord, FORMAT)
         routers.append(f"learned, of {counted(len(router.shard_hashes), 'shard')}")
-        if record.router is None:
+        if record.learned is None:
             routers[0] += ", set aside while there are others"
-        described["router_outputs"] = list(record.router_outputs or range(len(experts)))
-        described["router_shards"] = len(router.shard_hashes)
+        hashes = router.shard_hashes
+        described["router_outputs"] = [
+            hashes.index(one.shard.hash) if one.shard and one.shard.hash in hashes else member.output
+            for member, (_, one) in zip(members, named, strict=True)
+        ]
+        described["router_shards"] = len(hashes)
         described["router_calibrated"] = bool(router.calibration)
-    if record.moments_evidence is not None:
+    if record.router == MOMENTS:
         routers.append(f"by the moments of {counted(len(experts), 'expert')}")
-    if record.topics is not None:
+    if any(expert["topic"] is not None for expert in experts):
         known = sum(expert["topic"] is not None for expert in experts)
         routers.append(f"of prompts, by the topics of {counted(known, 'expert')}")
     return described | {"routers": routers}

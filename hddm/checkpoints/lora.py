@@ -139,7 +139,7 @@ def convert_lora(
         )
     if expert.facts.training_calibration:
         raise HddmError(f"{base}: was trained in its calibration, which LoRAs of other tools know nothing of")
-    network: Any = expert.unread.network
+    network: Any = expert.network
     targets = _targets(lora, network, base)
     adapter, tensors = _adapter(lora, targets, base, out)
     check_absent(out, EXPERT_FILE, overwrite)

@@ -60,7 +60,9 @@ def merge_experts(
     parts, found = [open_expert(folder, Reading()) for folder in experts], Findings()
     records = [one.record for one in parts if one.record is not None]
     named = list(zip(map(str, experts), records, strict=True))
-    compare_experts(named, found, shares)
+    compare_experts(named, found)
+    for name in {name for name, _ in named if sum(other == name for other, _ in named) > 1}:
+        found.differ(name, "is named twice; name it once")
     _compare(parts, named, found)
     found.refuse("these experts cannot be merged, and nothing was written:")
     check_absent(out, EXPERT_FILE, overwrite)

@@ -16,7 +16,8 @@ from hddm.checkpoints.folders import DIFFUSERS_LAYOUTS, PIPELINE, SCHEDULER, ope
 from hddm.checkpoints.plan import PAPER
 from hddm.checkpoints.single_files import FILE_LAYOUTS, LDM
 from hddm.checkpoints.sources import Checkpoint, Reading, as_planned
-from hddm.experts.ensemble_folders import ENSEMBLE_FILE, components_of, put_component
+from hddm.experts.components import components_of
+from hddm.experts.ensemble_folders import ENSEMBLE_FILE, put_component
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
 from hddm.networks.wrappers import own_time_factor
 from hddm.schedules import FLOW_MATCH_FAMILY, LinearSchedule, from_config, from_diffusers

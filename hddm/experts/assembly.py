@@ -1,52 +1,48 @@
-"""Assembly of experts, a router and components into one ensemble folder, after checking that they fit."""
+"""Assembly of experts, a router and components into one ensemble folder, after checking that they fit.
 
-import itertools
+`write_ensemble` makes a folder of a list of experts, each with what was decided on it (`Member`): of new ones
+in `assemble`, of an ensemble's experts and others in `hddm.experts.changes`.
+"""
+
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 from hddm.calibration import FILE_NAME as CALIBRATION
-from hddm.classes import LABELS, join_classes
 from hddm.ensemble import Strategy
+from hddm.experts.choices import ClassNames, decided
 from hddm.experts.compatibility import (
-    ClassLists,
-    Domains,
     Findings,
     Named,
-    Shares,
-    Value,
-    by_domain,
-    class_lists_of,
-    class_prior_of,
     common_shift,
     compare_classes,
     compare_domains,
     compare_experts,
-    domains_of,
+    compare_shards,
     match_router,
     note_overlaps,
-    prior_of,
-    spread,
 )
 from hddm.experts.components import arrange
 from hddm.experts.ensemble_folders import (
     ENSEMBLE_FILE,
-    ROUTER,
-    ClassName,
+    MOMENTS,
+    MOMENTS_EVIDENCE,
     EnsembleRecord,
+    Member,
     bases_of,
-    label,
+    components_in,
     name_of,
     put_component,
+    refuse_damaged_ensemble,
     write_ensemble_records,
 )
-from hddm.experts.lora import bases_in
+from hddm.experts.lora import BASES, bases_in
+from hddm.experts.model_index import COMPONENTS, MODEL_INDEX, ROUTER
+from hddm.experts.parts import by_domain, class_lists, class_shares_of, domains_of, read_records, weights_of
 from hddm.experts.records import (
-    EXPERT_FILE,
     FILES,
-    FORMAT,
     ROUTER_FILE,
-    ExpertRecord,
     foreign_files,
     open_expert,
     open_router,
@@ -54,18 +50,23 @@ from hddm.experts.records import (
     weights_in,
 )
 from hddm.networks.folders import sha256_once
-from hddm.utils.errors import HddmError, did_you_mean, one_line
-from hddm.utils.files import inside, link_or_copy, new_folder, read_yaml
-from hddm.utils.records import MANIFEST, composed, has_manifest, read_record, refuse_damaged
+from hddm.utils.errors import HddmError
+from hddm.utils.files import inside, is_draft, link_or_copy, new_folder
+from hddm.utils.records import MANIFEST, refuse_damaged
 from hddm.utils.tensors import read_safetensors, refuse_non_finite
 
-DEFAULT_STRATEGY = "draw"
 ROUTED_STRATEGY = "commit-0.92"
-"""Default with a learned router: at best level with drawing, on digits alone (docs/results.md)."""
-MOMENTS = "moments"
-"""In place of a router's folder."""
-MOMENTS_EVIDENCE = 10.0
-"""Directions of images that count in full, by measurements on digits and CIFAR-10 (docs/results.md)."""
+
+
+def default_strategy(has_learned_router: bool) -> str:
+    """The strategy that a new folder records where none is chosen.
+
+    ``draw`` needs no router, and no strategy with a learned router beats it; ``commit-0.92`` comes nearest, and
+    was measured on digits alone (docs/results.md). An `hddm.Ensemble` in memory has ``nucleus-0.9`` in place
+    of both, since it may have any router, and its callers rely on a default that looks at x_t.
+    """
+    return ROUTED_STRATEGY if has_learned_router else "draw"
+
 
 PIPELINE_FILE = "pipeline.py"
 PIPELINE_CODE = b'''"""Opens this folder in diffusers by the installed hddm; it has no other code.
@@ -83,34 +84,50 @@ except (ImportError, AttributeError) as error:
 """Of an import statement diffusers would tell to install "hddm", a name that another project has."""
 
 
-@dataclass(frozen=True)
-class EnsembleFolders:
-    """Folders that make up an ensemble.
+_PARTS = ("experts", BASES, ROUTER, "scheduler", *COMPONENTS, ENSEMBLE_FILE, MODEL_INDEX, MANIFEST)
 
-    ``outputs`` has the router's output for each expert, or that of the one ``aside``, None where still open;
-    empty where all are.
-    ``given`` and ``own`` are components by name, and ``texts`` the numbers of text encoders that experts had
-    (`hddm.experts.components.arrange`); ``bases``, the weights
-    that adapters change, by SHA-256. ``aside`` is a learned router that waits for others to go; ``shares``,
-    ``class_lists``, ``moments_evidence`` and ``domains`` are as in `EnsembleRecord`.
+
+class Options(TypedDict, total=False):
+    """Options of `assemble` and `change`."""
+
+    vae: Path | None
+    """Decodes latents; by default the one that experts keep, or several (`hddm.experts.components`)."""
+    text_encoder: Path | None
+    """Reads text, with ``tokenizer``; by default as the VAE."""
+    tokenizer: Path | None
+    bases: Sequence[Path]
+    """Folders of weights that adapters change, where they have moved since training."""
+    share: Mapping[str, float] | None
+    """Parts of all data by expert, 0 … 1; by default shard sizes."""
+    classes: Mapping[str, ClassNames] | None
+    """Names of classes by expert (`read_classes`)."""
+    domain: Sequence[Sequence[str]]
+    """Experts that divide t among them, one list per domain; by default those of one shard."""
+    diffusers_pipeline: bool
+    """Add a ``pipeline.py``, by which stock diffusers opens the folder (`hddm.pipelines.stock`)."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a new ensemble is routed: by a learned router in ``folder``, by ``evidence``'s moments, or not.
+
+    ``aside`` is a learned router that waits for experts that it does not know to go; ``is_new`` where it was
+    not checked before.
     """
 
-    experts: Sequence[Path]
-    router: Path | None = None
-    given: Mapping[str, Path] = field(default_factory=dict)
-    own: Mapping[str, Path] = field(default_factory=dict)
-    texts: Sequence[int | None] = ()
-    outputs: Sequence[int | None] = ()
-    bases: Mapping[str, Path] = field(default_factory=dict)
-    shares: Shares = ()
-    class_lists: ClassLists = ()
-    moments_evidence: float | None = None
+    folder: Path | None = None
+    evidence: float | None = None
     aside: Path | None = None
-    domains: Domains = ()
+    is_new: bool = True
 
 
-ClassNames = Sequence[str] | Mapping[int | str, str]
-"""Names of all of an expert's classes, or new ones of some, by number or by the name that they have."""
+@dataclass(frozen=True)
+class Changed:
+    """An ensemble that is changed: its folder, its record, and how many of the experts are its own."""
+
+    folder: Path
+    record: EnsembleRecord
+    kept: Sequence[int]
 
 
 def assemble(
@@ -119,36 +136,18 @@ def assemble(
     router: str | Path | None = None,
     strategy: str | None = None,
     overwrite: bool = False,
-    vae: Path | None = None,
-    text_encoder: Path | None = None,
-    tokenizer: Path | None = None,
-    bases: Sequence[Path] = (),
-    share: Mapping[str, float] | None = None,
-    classes: Mapping[str, ClassNames] | None = None,
-    domain: Sequence[Sequence[str]] = (),
-    diffusers_pipeline: bool = False,
+    **options: Unpack[Options],
 ) -> tuple[str, ...]:
     """Put experts, a router and components into one folder, after checking that they fit.
 
-    Experts may be of one partition, of several or of none. The prior is the shard sizes, or equal where one
-    is unknown, but for ``share`` (by expert, 0 … 1). Classes are joined by name (`hddm.classes`), by
-    ``classes`` where an expert has numbers alone, or makes one class without being asked; p(k | class) is
-    counted where experts count images by class. The shift is the experts' common one. Each expert gets the
-    router's output for its shard, so experts may come in any order and cover only some of the router's. Files
-    are hard-linked where possible, from the top level of expert and router folders only, since nothing else
-    is read. Weights that adapters change are hashed and stored once: in ``bases/``, or in the expert that
-    owns them. Experts of one shard, each for a part of t, are one domain (`hddm.ensemble`); of others, as
-    converted ones, ``domain`` says which are, a list for each.
+    Experts may be of one partition, of several or of none, in any order, and cover only some of the router's
+    shards. p(k), p(k | class), domains and encoders follow from their records (`hddm.experts.parts`) and from
+    ``options``; the shift is the experts' common one. Files are hard-linked where possible, from the top
+    level of expert and router folders only. Weights that adapters change are stored once.
 
     ``router`` is needed for all strategies but ``draw``: a folder, or ``moments`` for one of the experts'
-    moments (`hddm.routers.MomentsRouter`). ``vae`` decodes latents, and ``text_encoder`` with
-    ``tokenizer`` reads text; by default they are those that the experts keep, several where these differ
-    (`hddm.experts.components`). Where experts have topics (`hddm.training.topics`), prompts are routed by
-    them. Experts of unlike samples can be drawn, and not mixed. ``strategy`` is the one that
-    the folder recommends, by default `ROUTED_STRATEGY` with a router's folder and ``draw`` without. ``bases``
-    are folders of weights that adapters change, where they have moved since training. ``diffusers_pipeline``
-    adds a ``pipeline.py``, by which stock diffusers opens the folder (`hddm.pipelines.stock`).
-    Returns notes on what was taken on trust or could not be known.
+    moments (`hddm.routers.MomentsRouter`). ``strategy`` is the one that the folder recommends, by default
+    `default_strategy`. Returns notes on what was taken on trust or could not be known.
 
     Raises `HddmError`, before writing, that lists all differences between the parts, and for weights and
     calibrations that are not those of their record.
@@ -159,24 +158,153 @@ def assemble(
                 f"{folder}: is an ensemble; name its experts, {folder}/experts/*, or change it by --add and "
                 "--remove"
             )
-    fixed, lists, domains = choices(experts, share, classes, domain)
-    folders = EnsembleFolders(
-        experts,
-        None if router in (None, MOMENTS) else Path(router),
-        components_given(vae, text_encoder, tokenizer),
-        bases=bases_of(experts, bases_in(bases)),
-        shares=fixed,
-        class_lists=lists,
-        moments_evidence=MOMENTS_EVIDENCE if router == MOMENTS else None,
-        domains=domains,
+    members = [Member(folder="", name=name_of(folder)) for folder in experts]
+    routing = named_router(router)
+    strategy = strategy or default_strategy(routing.folder is not None)
+    return write_ensemble(experts, members, out, routing, strategy, overwrite, options)
+
+
+def named_router(router: str | Path | None) -> Routing:
+    """Routing by what a caller names: a router's folder, ``moments``, or none."""
+    if router == MOMENTS:
+        return Routing(evidence=MOMENTS_EVIDENCE)
+    return Routing(None if router is None else Path(router))
+
+
+def write_ensemble(
+    folders: Sequence[Path],
+    members: Sequence[Member],
+    out: Path,
+    routing: Routing,
+    strategy: str,
+    overwrite: bool,
+    options: Options,
+    before: Changed | None = None,
+) -> tuple[str, ...]:
+    """Write an ensemble of the experts in ``folders``; notes."""
+    if not folders:
+        raise HddmError("an ensemble needs at least one expert")
+    stay = 0 if before is None else len(before.kept)
+    experts, found, own, added = read_records(folders), Findings(), dict[str, Path](), folders[stay:]
+    bases = bases_of(added, bases_in(options.get("bases") or ()))
+    if before is not None:
+        own = {name: before.folder / name for name in components_in(before.folder)}
+        bases = bases_of(folders[:stay], {}) | bases
+    named = {name: options.get(name) for name in ("vae", "text_encoder", "tokenizer")}
+    given = {name: folder for name, folder in named.items() if isinstance(folder, Path)}
+    news = [*added, routing.folder if routing.is_new else None, *given.values()]
+    refuse_inside(out, news if before else [*news, *bases.values()])
+    choices = (options.get("share"), options.get("classes"), options.get("domain") or ())
+    members = decided(folders, members, experts, *choices)
+    domains = domains_of(members, experts)
+    Strategy.parse(strategy).check(len(set(domains)))
+    is_routed = routing.folder is not None or routing.evidence is not None
+    if not is_routed and strategy != "draw":
+        raise HddmError(f"strategy {strategy!r} needs --router; only 'draw' does without")
+    for folder in folders:
+        if folders.count(folder) > 1:
+            found.differ(str(folder), "is named twice; name it once")
+        if routing.evidence is not None and not (folder / CALIBRATION).is_file():
+            found.differ(str(folder), "has no calibration, as --router moments needs; run hddm calibrate")
+    if len(set(folders)) == len(folders):
+        parts, members = _compared(folders, members, experts, domains, routing, given, own, stay, found)
+    found.refuse()
+    note_overlaps(experts, found)
+    weights = weights_of(members, experts, domains, found)
+    class_shares_of(members, experts, weights, found)
+    shift = common_shift(experts, found)
+    if before is not None:
+        had = read_records([before.folder / member.folder for member in before.record.experts])
+        if common_shift(had, Findings()) != before.record.shift:
+            shift = before.record.shift
+        # Those that stay were checked in full when they came; their manifest says that they are as they were.
+        refuse_damaged_ensemble(before.folder, before.record, before.kept)
+    record = EnsembleRecord(
+        experts=tuple(
+            member.model_copy(update={"folder": f"experts/{k}"}) for k, member in enumerate(members)
+        ),
+        router=MOMENTS if routing.evidence is not None else ROUTER if routing.folder is not None else None,
+        evidence=routing.evidence or MOMENTS_EVIDENCE,
+        strategy=strategy,
+        shift=shift,
     )
-    refuse_inside(out, (*experts, folders.router, *folders.given.values(), *folders.bases.values()))
-    strategy = strategy or (DEFAULT_STRATEGY if folders.router is None else ROUTED_STRATEGY)
-    record, components, notes = check(folders, strategy)
-    notes += check_files(experts, folders.router, folders.bases)
+    _check_files(added, routing.folder if routing.is_new else None, bases)
+    rest = [] if before is None else _rest(before.folder, before.record)
     with new_folder(out, ENSEMBLE_FILE, overwrite) as draft:
-        fill(draft, folders, record, components, diffusers_pipeline)
-    return notes
+        for folder, member in zip(folders, record.experts, strict=True):
+            _link(_files_of(folder), draft / member.folder)
+        if (router := routing.folder or routing.aside) is not None:
+            _link(_files_of(router), draft / ROUTER)
+        kinds = {name: put_component(draft, name, folder) for name, folder in parts.items()}
+        write_ensemble_records(draft, record, kinds, bases)
+        if options.get("diffusers_pipeline"):
+            # No manifest lists it: hddm never reads it but to compare it.
+            (draft / PIPELINE_FILE).write_bytes(PIPELINE_CODE)
+        if before is not None:
+            _link_rest(before.folder, rest, draft)
+    return tuple(found.notes)
+
+
+def _compared(
+    folders: Sequence[Path],
+    members: Sequence[Member],
+    experts: Sequence[Named],
+    domains: Sequence[int],
+    routing: Routing,
+    given: Mapping[str, Path],
+    own: Mapping[str, Path],
+    stay: int,
+    found: Findings,
+) -> tuple[dict[str, Path], list[Member]]:
+    """Components by name, and ``members`` with their outputs of the router; differences go into ``found``."""
+    lists, is_drawn = class_lists(members, experts), routing.folder is None and routing.evidence is None
+    others = compare_experts(experts, found, is_drawn)
+    one_each = by_domain(experts, domains)
+    compare_shards(one_each, by_domain([member.share for member in members], domains), found)
+    for name in others:
+        found.differ(name, "so it can be drawn, without a router, and not mixed")
+    compare_domains(experts, domains, lists, found)
+    compare_classes(experts, lists, found)
+    parts, members = arrange(folders, members, experts, given, own, stay, found)
+    if routing.folder is not None:
+        router, known = open_router(routing.folder)
+        total, settled = (
+            router.network.config.num_experts,
+            by_domain([one.output for one in members], domains),
+        )
+        outputs = match_router(one_each, settled, known, total, found, str(routing.folder))
+        of = dict(zip(dict.fromkeys(domains), outputs, strict=False))
+        for k, (member, (_, record)) in enumerate(zip(members, experts, strict=True)):
+            is_found = record.shard is not None and bool(known.shard_hashes)
+            members[k] = member.model_copy(update={"output": None if is_found else of.get(domains[k])})
+    if (
+        len({(one.sample_shape, one.space) for _, one in experts}) > 1
+        or len({one.vae for _, one in experts if one.vae is not None}) > 1
+    ):
+        found.note("experts make samples of several kinds, so they are drawn, one per sample, and not mixed")
+    return parts, members
+
+
+def _check_files(experts: Sequence[Path], router: Path | None, bases: Mapping[str, Path]) -> None:
+    """Check all files of experts and router against their manifests, and build their networks.
+
+    Raises `HddmError` with a line for each folder whose files differ, whose network cannot be built, or whose
+    weights hold NaN or Inf.
+    """
+    found = Findings()
+    for folder in experts:
+        with found.errors_of(name := str(folder)):
+            for line in foreign_files(folder, sha256_once):
+                found.differ(name, line)
+            if name not in found.differences:
+                open_expert(folder, bases, unheld=FILES)
+                if (weights := weights_in(folder)) is not None:
+                    refuse_non_finite(weights, read_safetensors(weights))
+    if router is not None:
+        with found.errors_of(str(router)):
+            refuse_damaged(router, ROUTER_FILE, sha256=sha256_once)
+            read_router(router)
+    found.refuse("files are not those that were written with them, and nothing was written:")
 
 
 def foreign_pipeline(folder: Path) -> str | None:
@@ -188,243 +316,6 @@ def foreign_pipeline(folder: Path) -> str | None:
         f"{PIPELINE_FILE}: is not hddm's, and diffusers would run it; remove it, or replace it by hddm "
         f"assemble {folder} --diffusers-pipeline"
     )
-
-
-def components_given(vae: Path | None, text_encoder: Path | None, tokenizer: Path | None) -> dict[str, Path]:
-    """Components that a caller names, by name."""
-    named = {"vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
-    return {name: folder for name, folder in named.items() if folder is not None}
-
-
-def choices(
-    experts: Sequence[Path],
-    share: Mapping[str, float] | None,
-    classes: Mapping[str, ClassNames] | None,
-    domain: Sequence[Sequence[str]] = (),
-    kept: Sequence[Sequence[int]] = (),
-    known: ClassLists = (),
-) -> tuple[Shares, ClassLists, Domains]:
-    """Shares, class names and domains in the order of ``experts``; None and empty where nothing is given.
-
-    Keys are an expert's folder, the end of its path, its name, or its index. A class of which nothing is said
-    keeps its name, that of ``known`` (given before) or of its expert; a number without one is its own name.
-    ``kept`` are domains of before, by index, where ``domain`` names none of their experts. Raises `HddmError`
-    for a key of no expert, or of several, for two of one expert, and for names that do not fit the classes
-    that an expert takes.
-    """
-    fixed: list[float | None] = [None] * len(experts)
-    lists: list[tuple[str, ...]] = [()] * len(experts)
-    for k, part in _by_index(share, experts, "--share").items():
-        fixed[k] = part
-    for k, names in _by_index(classes, experts, "--classes").items():
-        ((name, record),) = read_records([experts[k]])
-        lists[k] = _names_of(names, name, record, (known[k] if known else ()) or record.classes)
-    groups = [[index_of(name, experts, "--domain") for name in names] for names in domain]
-    named = set(itertools.chain.from_iterable(groups))
-    domains = domains_of(read_records(experts), [*groups, *(one for one in kept if named.isdisjoint(one))])
-    return spread(fixed, domains), lists, domains
-
-
-def _by_index(given: Mapping[str, Value] | None, experts: Sequence[Path], option: str) -> dict[int, Value]:
-    """What is given by names of experts (`index_of`), by their indices; `HddmError` for one named twice."""
-    found: dict[int, Value] = {}
-    for name, value in (given or {}).items():
-        if (k := index_of(name, experts, option)) in found:
-            raise HddmError(f"{option} {one_line(name, 60)}: {experts[k]} is named twice; name it once")
-        found[k] = value
-    return found
-
-
-def index_of(name: str, experts: Sequence[Path], option: str) -> int:
-    """Index of an expert by its folder, the end of its path, its name (`name_of`), or its number.
-
-    Digits alone are no name. Raises `HddmError` for no expert, and for several.
-    """
-    full, parts = Path(name).resolve(), Path(name).parts
-    found = [k for k, folder in enumerate(experts) if folder.resolve() == full]
-    found = found or [
-        k
-        for k, folder in enumerate(experts)
-        if folder.parts[-len(parts) :] == parts or (name == name_of(folder) and not name.isdecimal())
-    ]
-    found = found or [k for k in range(len(experts)) if str(k) == name]
-    if len(found) != 1:
-        which = "no expert" if not found else f"{len(found)} experts"
-        known = ", ".join(label(str(folder), name_of(folder)) for folder in experts)
-        raise HddmError(f"{option} {one_line(name, 60)}: names {which}; choose of {known}")
-    return found[0]
-
-
-def read_classes(path: Path) -> dict[str, ClassNames]:
-    """Read names of classes by expert from a YAML or JSON file; `HddmError` for anything but names.
-
-    experts/dit: {207: golden retriever, 281: tabby}
-    experts/mine: [tabby, siamese]
-    experts/theirs: {car: automobile}
-    """
-    classes: dict[str, ClassNames] = {}
-    for expert, names in read_yaml(path, has_numbers=True).items():
-        listed = dict(enumerate(names)) if isinstance(names, list) else names
-        if not isinstance(listed, dict) or not listed:
-            raise HddmError(
-                f"{path}: {one_line(expert, 60)} must have a list of names, or classes with names"
-            )
-        for number, name in listed.items():
-            if isinstance(name, bool | list | dict | None) or not str(name):
-                wrong = f"{one_line(number, 40)}: {one_line(name, 40)}"
-                raise HddmError(f"{path}: {one_line(expert, 60)}: {wrong}; write a class and its name")
-        texts = [(composed(str(key)), composed(str(name))) for key, name in listed.items()]
-        named = {int(key) if key.isdecimal() else key: name for key, name in texts}
-        if len(named) < len(listed):
-            raise HddmError(f"{path}: {one_line(expert, 60)}: has a number twice; name each class once")
-        if str(expert) in classes:
-            raise HddmError(f"{path}: {expert} is named twice; name it once")
-        classes[str(expert)] = list(named.values()) if isinstance(names, list) else named
-    return classes
-
-
-def _names_of(given: ClassNames, name: str, record: ExpertRecord, known: Sequence[str]) -> tuple[str, ...]:
-    size = len(known) or record.null_class
-    if isinstance(given, Mapping):
-        if size is None:
-            raise HddmError(f"--classes {name}: does not record how many classes it takes; list all names")
-        numbers = dict(enumerate(known)) or {number: str(number) for number in range(size)}
-        of = {own: number for number, own in numbers.items()} | {number: number for number in numbers}
-        if beyond := [one for one in given if one not in of]:
-            what = f"--classes {name}: has classes 0 to {size - 1}, and no {one_line(beyond[0], 60)}"
-            raise HddmError(what + did_you_mean(str(beyond[0]), known))
-        if len({of[one] for one in given}) < len(given):
-            raise HddmError(f"--classes {name}: a class is there by number and by name; name each once")
-        given = [*(numbers | {of[one]: new for one, new in given.items()}).values()]
-    if given and LABELS in record.conditions and size not in (None, len(given)):
-        raise HddmError(f"--classes {name}: gives {len(given)} names, and it takes {size} classes")
-    if len(set(given)) < len(given):
-        twice = next(one for one in given if list(given).count(one) > 1)
-        raise HddmError(f"--classes {name}: has {one_line(twice, 60)} twice")
-    return tuple(given)
-
-
-def check(
-    folders: EnsembleFolders, strategy: str, prior: Sequence[float] | None = None, shift: float | None = None
-) -> tuple[EnsembleRecord, Mapping[str, Path], tuple[str, ...]]:
-    """Return the record of an ensemble of ``folders``, its components by name, and notes.
-
-    Of weights, only those of components are read.
-
-    ``prior`` is for experts of unknown shards (default: equal); ``shift`` defaults to the experts' own.
-    Raises `HddmError` that lists all differences between parts, for a strategy that they cannot follow, and
-    for unreadable records.
-    """
-    if not folders.experts:
-        raise HddmError("an ensemble needs at least one expert")
-    domains = tuple(folders.domains) or tuple(range(len(folders.experts)))
-    Strategy.parse(strategy).check(len(set(domains)))
-    is_routed = folders.router is not None or folders.moments_evidence is not None
-    if not is_routed and strategy != DEFAULT_STRATEGY:
-        raise HddmError(f"strategy {strategy!r} needs --router; only 'draw' does without")
-    experts, found = read_records(folders.experts), Findings()
-    for folder in folders.experts:
-        _files_of(folder)
-        if folders.moments_evidence is not None and not (folder / CALIBRATION).is_file():
-            found.differ(str(folder), "has no calibration, as --router moments needs; run hddm calibrate")
-    lists = class_lists_of(experts, folders.class_lists)
-    others = compare_experts(experts, found, folders.shares, domains, is_drawn=not is_routed)
-    for name in others:
-        found.differ(name, "so it can be drawn, without a router, and not mixed")
-    compare_domains(experts, domains, lists, found)
-    compare_classes(experts, lists, found)
-    arranged = arrange(folders.experts, experts, folders.given, folders.own, found, folders.texts)
-    outputs: tuple[int, ...] = ()
-    if folders.router is not None:
-        _files_of(folders.router)
-        router, router_record = open_router(folders.router)
-        total = router.network.config.num_experts
-        one_each, settled = by_domain(experts, domains), by_domain(folders.outputs, domains)
-        outputs = match_router(one_each, router_record, total, found, str(folders.router), settled)
-    found.refuse()
-    if outputs:
-        of = dict(zip(dict.fromkeys(domains), outputs, strict=True))
-        outputs = tuple(of[one] for one in domains)
-        outputs = () if outputs == tuple(range(total)) else outputs
-    if arranged.vaes or len({one.sample_shape for _, one in experts}) > 1:
-        found.note("experts make samples of several kinds, so they are drawn, one a sample, and never mixed")
-    note_overlaps(experts, found)
-    shares = prior_of(experts, found, folders.shares, prior, domains)
-    record = EnsembleRecord(
-        experts=tuple(f"experts/{k}" for k in range(len(experts))),
-        names=tuple(map(name_of, folders.experts)),
-        router=None if folders.router is None else ROUTER,
-        router_outputs=outputs,
-        prior=shares,
-        shares=() if set(folders.shares) <= {None} else tuple(folders.shares),
-        class_lists=tuple(map(tuple, folders.class_lists)) if any(folders.class_lists) else (),
-        classes=join_classes(tuple(lists)).names,
-        class_prior=class_prior_of(experts, lists, shares, found),
-        router_aside=None if folders.aside is None else ROUTER,
-        aside_outputs=() if folders.aside is None else tuple(folders.outputs),
-        moments_evidence=folders.moments_evidence,
-        strategy=strategy,
-        shift=common_shift(experts, found) if shift is None else shift,
-        texts=arranged.texts,
-        vaes=arranged.vaes,
-        topics=arranged.topics,
-        domains=domains if len(set(domains)) < len(domains) else (),
-    )
-    return record, arranged.folders, tuple(found.notes)
-
-
-def check_files(experts: Sequence[Path], router: Path | None, bases: Mapping[str, Path]) -> tuple[str, ...]:
-    """Check all files of experts and router against the manifest or the record, and build their networks.
-
-    Returns notes on folders of older versions, which cannot be checked in full. Raises `HddmError` with a
-    line for each folder whose files differ, whose network cannot be built, or whose weights hold NaN or Inf.
-    """
-    found = Findings()
-    for folder, (name, record) in zip(experts, read_records(experts), strict=True):
-        with found.errors_of(name):
-            for line in foreign_files(folder, record, sha256_once):
-                found.differ(name, line)
-            if name not in found.differences:
-                open_expert(folder, bases, unheld=FILES)
-                if (weights := weights_in(folder)) is not None:
-                    refuse_non_finite(weights, read_safetensors(weights))
-    if router is not None:
-        with found.errors_of(str(router)):
-            refuse_damaged(router, ROUTER_FILE, sha256=sha256_once)
-            read_router(router)
-    found.refuse("files are not those that were written with them, and nothing was written:")
-    for older in (one for one in (*experts, router) if one is not None and not has_manifest(one)):
-        found.note(f"{older} is of an older version, without a {MANIFEST}; not every change would be seen")
-    return tuple(found.notes)
-
-
-def read_records(folders: Sequence[Path]) -> list[Named]:
-    """Records of expert folders, with the folders' names."""
-    return [(str(folder), read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)) for folder in folders]
-
-
-def fill(
-    draft: Path,
-    folders: EnsembleFolders,
-    record: EnsembleRecord,
-    components: Mapping[str, Path],
-    diffusers_pipeline: bool,
-) -> None:
-    """Put ``folders``, their record and components into an empty folder, by hard links where possible.
-
-    No manifest lists `PIPELINE_FILE`: hddm never reads it but to compare it.
-    """
-    for folder, name in zip(folders.experts, record.experts, strict=True):
-        _link(_files_of(folder), draft / name)
-    router = folders.router or folders.aside
-    if router is not None:
-        _link(_files_of(router), draft / ROUTER)
-    kinds: dict[str, ClassName] = {}
-    for name, folder in components.items():
-        kinds[name] = put_component(draft, name, folder)
-    write_ensemble_records(draft, record, kinds, folders.bases)
-    if diffusers_pipeline:
-        (draft / PIPELINE_FILE).write_bytes(PIPELINE_CODE)
 
 
 def refuse_inside(out: Path, folders: Iterable[Path | None]) -> None:
@@ -445,3 +336,32 @@ def _files_of(folder: Path) -> list[Path]:
     paths = sorted(folder.iterdir())
     seen = (path for path in paths if not path.is_dir() and not path.name.startswith("."))
     return [path for path in seen if inside(folder, path.name).is_file()]
+
+
+def _rest(ensemble: Path, record: EnsembleRecord) -> list[Path]:
+    """Names of the user's own files and empty folders in an ensemble, such as a licence or a card.
+
+    A link to a folder is refused, since it may lead around in circles.
+    """
+    names = [member.folder for member in record.experts]
+    parts = [Path(name) for name in (*_PARTS, *names, *([record.learned] if record.learned else []))]
+    found = []
+    for path in ensemble.rglob("*"):
+        name = path.relative_to(ensemble)
+        if any(name.is_relative_to(part) for part in parts) or any(map(is_draft, name.parts)):
+            continue
+        if path.is_symlink() and path.is_dir():
+            raise HddmError(f"{path}: is a link to a folder; put the folder itself there, or take it out")
+        if path.is_file() or (path.is_dir() and not any(path.iterdir())):
+            found.append(name)
+    return found
+
+
+def _link_rest(ensemble: Path, names: Sequence[Path], draft: Path) -> None:
+    for name in names:
+        target = draft / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if (ensemble / name).is_dir():
+            target.mkdir(exist_ok=True)
+        elif not target.exists():
+            link_or_copy(ensemble / name, target)

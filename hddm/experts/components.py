@@ -1,38 +1,28 @@
-"""VAEs and text encoders of an ensemble: which of them serve which expert, and which reads the prompts.
+"""VAEs and text encoders of an ensemble: which of them are stored, for which experts.
 
 Experts of one latent space share a VAE, and experts of one text encoder share that: each is stored once. The
-first is called ``vae`` and ``text_encoder``, a second one ``vae_2`` and ``text_encoder_2``.
+first is called ``vae`` and ``text_encoder``, a second one ``vae_2`` and ``text_encoder_2``
+(`hddm.experts.parts.encoders_of`).
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hddm.experts.compatibility import Findings, Named, takes_text
-from hddm.experts.ensemble_folders import MOST_ENCODERS, components_of, kept_components, numbered
-from hddm.networks.identity import TextEncoderRecord, VaeRecord
+from hddm.experts.ensemble_folders import Member, held_by, kept_components
+from hddm.experts.model_index import KEPT, MOST_ENCODERS, numbered
+from hddm.experts.parts import encoders_of, read_records, text_encoders_of, topics_of, vaes_of
+from hddm.networks.identity import TextEncoderRecord
 from hddm.networks.text_encoder import read_tokenizer, text_encoder_facts
 from hddm.networks.vae import read_config, vae_facts
 from hddm.networks.wrappers import text_width
 from hddm.routers import Topic
 from hddm.utils.errors import UsageError
+from hddm.utils.files import inside
 
 _LATENT_CHANNELS = 4
 """Default of the class, for configs that leave it out."""
-
-
-@dataclass(frozen=True)
-class Arranged:
-    """Folders of components by name, and the number of each expert's.
-
-    ``vaes`` has -1 for an expert of pixels; ``topics`` is the number of the text encoder that prompts are
-    routed by, None where they are not. Empty tuples stand for the first of all.
-    """
-
-    folders: Mapping[str, Path]
-    texts: tuple[int, ...] = ()
-    vaes: tuple[int, ...] = ()
-    topics: int | None = None
 
 
 @dataclass(frozen=True)
@@ -44,66 +34,73 @@ class _TextEncoder:
     record: TextEncoderRecord
 
 
+def components_of(expert: Path) -> dict[str, Path]:
+    """`kept_components`, and what the ensemble that holds the expert has for it."""
+    found = kept_components(expert)
+    if (held := held_by(expert)) is None:
+        return found
+    whole, facts, k = held
+    encoders = encoders_of(facts.experts, read_records([whole / one.folder for one in facts.experts]))
+    for name in KEPT:
+        number = (encoders.vaes if name == "vae" else encoders.texts)[k]
+        place = inside(whole, numbered(name, number))
+        if number >= 0 and place.is_dir():
+            found.setdefault(name, place)
+    return found
+
+
 def arrange(
     folders: Sequence[Path],
+    members: Sequence[Member],
     experts: Sequence[Named],
     given: Mapping[str, Path],
     own: Mapping[str, Path],
+    stay: int,
     found: Findings,
-    before: Sequence[int | None] = (),
-) -> Arranged:
-    """Choose components for experts, of those ``given``, of the ensemble's ``own``, and of what experts keep.
+) -> tuple[dict[str, Path], list[Member]]:
+    """Choose components by name: of those ``given``, of the ensemble's ``own``, and of what experts keep.
 
-    An expert that records its VAE or text encoder gets the one that is recorded; one that does not gets what
-    it keeps itself, else the text encoder of the number that it had ``before``, else the first, on trust.
+    The first ``stay`` experts are the ensemble's.
+    An expert that records its VAE or text encoder gets that one. An expert that does not gets what it keeps
+    itself, else what is given, else what it was taken to have, else the first; the returned members say so.
     Differences and notes go into ``found``.
     """
-    vaes, parts = _arrange_vaes(folders, experts, given, own, found)
-    texts, topics, encoders = _arrange_texts(folders, experts, given, own, found, before)
-    return Arranged(
-        {**parts, **encoders},
-        () if set(texts) <= {0} else tuple(texts),
-        () if set(vaes) <= {0} or set(vaes) <= {-1} else tuple(vaes),
-        topics,
-    )
+    # What the ensemble has for an expert that stays may be replaced by what is given.
+    kept = [kept_components(one) if k < stay else components_of(one) for k, one in enumerate(folders)]
+    vaes = _arrange_vaes(members, experts, given, own, kept, found)
+    encoders, members = _arrange_texts(folders, members, experts, given, own, kept, found)
+    return vaes | encoders, members
 
 
 def _arrange_vaes(
-    folders: Sequence[Path],
+    members: Sequence[Member],
     experts: Sequence[Named],
     given: Mapping[str, Path],
     own: Mapping[str, Path],
+    kept: Sequence[Mapping[str, Path]],
     found: Findings,
-) -> tuple[list[int], dict[str, Path]]:
-    latent = [k for k, (_, record) in enumerate(experts) if record.space == "latents"]
-    if "vae" in given and not latent:
+) -> dict[str, Path]:
+    spaces, parts = vaes_of(members, experts), dict[str, Path]()
+    if "vae" in given and not any(spaces):
         found.differ(str(given["vae"]), "a VAE, and these experts make pixels; leave it out")
-        return [-1] * len(experts), {}
-    kinds: dict[VaeRecord | None, list[int]] = {}
-    for k in latent:
-        kinds.setdefault(experts[k][1].vae, []).append(k)
-    # An expert that records none belongs to the first.
-    unknown = kinds.pop(None, [])
-    groups = list(kinds.items()) or [(None, [])]
-    groups[0][1].extend(unknown)
-    kept = [parts["vae"] for parts in map(components_of, folders) if "vae" in parts]
+        return {}
     known = [given["vae"]] if "vae" in given else []
-    known += [folder for name, folder in own.items() if name.startswith("vae")] + kept
-    numbers, parts = [-1] * len(experts), dict[str, Path]()
-    for number, (record, members) in enumerate(groups):
-        for k in members:
-            numbers[k] = number
-        chosen = next((folder for folder in known if vae_facts(folder) == record), None)
+    known += [folder for name, folder in own.items() if name.startswith("vae")]
+    known += [one["vae"] for one in kept if "vae" in one]
+    groups = [space for space in dict.fromkeys(spaces) if space is not None]
+    for number, space in enumerate(groups):
+        chosen = next((folder for folder in known if vae_facts(folder) == space), None)
         if len(groups) == 1 and known and (chosen is None or "vae" in given):
             chosen = known[0]
-        if chosen is not None and members:
-            _compare_vae([experts[k] for k in members], chosen, found)
+        if chosen is not None:
+            _compare_vae([experts[k] for k, one in enumerate(spaces) if one == space], chosen, found)
             parts[numbered("vae", number)] = chosen
     if "vae" in given and given["vae"] not in parts.values():
         found.differ(str(given["vae"]), "is the VAE of none of these experts; leave it out")
     if len(groups) > MOST_ENCODERS:
-        found.differ(experts[groups[-1][1][0]][0], f"is of one VAE too many; {MOST_ENCODERS} are stored")
-    return numbers, parts
+        last = experts[spaces.index(groups[-1])][0]
+        found.differ(last, f"has one VAE too many; {MOST_ENCODERS} are stored")
+    return parts
 
 
 def _compare_vae(experts: Sequence[Named], folder: Path, found: Findings) -> None:
@@ -134,111 +131,66 @@ def _compare_keys(
 
 def _arrange_texts(
     folders: Sequence[Path],
+    members: Sequence[Member],
     experts: Sequence[Named],
     given: Mapping[str, Path],
     own: Mapping[str, Path],
+    kept: Sequence[Mapping[str, Path]],
     found: Findings,
-    before: Sequence[int | None],
-) -> tuple[list[int], int | None, dict[str, Path]]:
+) -> tuple[dict[str, Path], list[Member]]:
     if ("text_encoder" in given) != ("tokenizer" in given):
         raise UsageError("--text-encoder and --tokenizer go together; pass both, or none")
-    names = ("text_encoder", "tokenizer")
-    of_own = [
-        {name: own[numbered(name, n)] for name in names if numbered(name, n) in own}
-        for n in range(MOST_ENCODERS)
-    ]
-    sources = [given, *of_own]
-    parts = [_text_part(one) for one in sources]
-    # What the ensemble has for an expert that stays may be replaced by what is given.
-    stays = [number is not None for number in before] or [False] * len(folders)
-    for folder, is_here in zip(folders, stays, strict=True):
-        parts.append(_text_part(kept_components(folder) if is_here else components_of(folder)))
-    known = [part for part in parts if part is not None]
-    kept = parts[len(sources) :]
-    keys: dict[Hashable, int] = {}
-    numbers, encoders = [0] * len(experts), dict[str, Path]()
-
-    def place(key: Hashable, part: _TextEncoder | None) -> int:
-        number = keys.setdefault(key, len(keys))
-        if part is not None:
-            encoders[numbered("text_encoder", number)] = part.folder
-            encoders[numbered("tokenizer", number)] = part.tokenizer
-        return number
-
+    members, named, mine = list(members), _text_part(given), [_text_part(one) for one in kept]
+    owned = [_text_part(own, number) for number in range(MOST_ENCODERS)]
+    known = [part for part in (named, *owned, *mine) if part is not None]
     takers = [k for k, (_, record) in enumerate(experts) if takes_text(record)]
-    for k in takers:
-        name, record = experts[k]
-        stated = record.text_encoder
-        if stated is not None:
-            part = next((one for one in known if one.record == stated), None)
-            numbers[k] = place(stated, part)
-            continue
-        number = before[k] if before else None
-        had = parts[0] or (None if number is None else parts[1 + number])
-        part = kept[k] or had or next(iter(known), None)
-        first = next((one for j in takers if (one := experts[j][1].text_encoder) is not None), None)
-        if part is not None or first is not None:
+    silent = [k for k in takers if experts[k][1].text_encoder is None]
+    for k in silent:
+        (name, _), trusted = experts[k], members[k].text_encoder
+        part = mine[k] or named or _of(known, trusted) or (None if trusted else next(iter(known), None))
+        if part is not None or trusted is not None or len(silent) < len(takers):
             found.note(f"{name} does not record its text encoder; taken on trust")
-        if part is None:
-            numbers[k] = place(first, None)
-            continue
-        width = text_width(read_config(folders[k]))
-        if width not in (None, part.record.width):
-            found.differ(str(part.folder), f"tokens {part.record.width} wide, and {name} takes {width}")
-        numbers[k] = place(part.record, part)
-    if len(takers) > 1 and not known and all(experts[k][1].text_encoder is None for k in takers):
+        if part is not None:
+            width = text_width(read_config(folders[k]))
+            if width not in (None, part.record.width):
+                found.differ(str(part.folder), f"tokens {part.record.width} wide, and {name} takes {width}")
+            members[k] = members[k].model_copy(update={"text_encoder": part.record})
+    if len(takers) > 1 and not known and len(silent) == len(takers):
         found.note("no expert records its text encoder; that all share one is taken on trust")
-    topics = _topics(folders, experts, found)
-    number = None
+    order = [one for one in dict.fromkeys(text_encoders_of(members, experts)) if one is not None]
+    topics = topics_of(experts, [Topic.load(folder) for folder in folders], found)
     if topics is not None:
         reader = next((one for one in known if one.record.fingerprint == topics.fingerprint), None)
         if reader is None:
             found.note(
-                "prompts are spread by the sizes of shards: the text encoder of the experts' topics is not "
-                "here; name it by --text-encoder and --tokenizer"
+                "prompts are routed by p(k): the text encoder of the experts' topics is not here; name it by "
+                "--text-encoder and --tokenizer"
             )
-        else:
-            number = place(reader.record, reader)
-    if parts[0] is not None and parts[0].folder not in encoders.values():
+        elif reader.record not in order:
+            order.append(reader.record)
+    encoders = {}
+    for number, identity in enumerate(order):
+        if (part := _of(known, identity)) is not None:
+            encoders[numbered("text_encoder", number)] = part.folder
+            encoders[numbered("tokenizer", number)] = part.tokenizer
+    if named is not None and named.folder not in encoders.values():
         if not takers:
-            found.differ(str(parts[0].folder), "a text encoder, and none of these experts takes text")
-        for k in (k for k in takers if experts[k][1].text_encoder is not None):
-            stated = experts[k][1].text_encoder
-            keys_of = ("fingerprint", "width", "tokens")
-            _compare_keys(str(parts[0].folder), parts[0].record, experts[k][0], stated, keys_of, found)
-    if len(keys) > MOST_ENCODERS:
-        found.differ(experts[takers[-1]][0], f"needs a text encoder too many; {MOST_ENCODERS} are stored")
-    return numbers, number, encoders
+            found.differ(str(named.folder), "a text encoder, and none of these experts takes text")
+        for k in (k for k in takers if k not in silent):
+            stated, keys = experts[k][1].text_encoder, ("fingerprint", "width", "tokens")
+            _compare_keys(str(named.folder), named.record, experts[k][0], stated, keys, found)
+    if len(order) > MOST_ENCODERS:
+        found.differ(experts[takers[-1]][0], f"needs one text encoder too many; {MOST_ENCODERS} are stored")
+    return encoders, members
 
 
-def _text_part(parts: Mapping[str, Path]) -> _TextEncoder | None:
-    if not {"text_encoder", "tokenizer"} <= parts.keys():
+def _of(known: Iterable[_TextEncoder], identity: object) -> _TextEncoder | None:
+    return next((part for part in known if part.record == identity), None)
+
+
+def _text_part(parts: Mapping[str, Path], number: int = 0) -> _TextEncoder | None:
+    folder, tokenizer = (parts.get(numbered(name, number)) for name in ("text_encoder", "tokenizer"))
+    if folder is None or tokenizer is None:
         return None
-    folder, tokenizer = parts["text_encoder"], parts["tokenizer"]
     limit = read_tokenizer(tokenizer).model_max_length
     return _TextEncoder(folder, tokenizer, text_encoder_facts(folder, limit))
-
-
-def _topics(folders: Sequence[Path], experts: Sequence[Named], found: Findings) -> TextEncoderRecord | None:
-    """The text encoder of the topics that route prompts; None where an expert of text has no topic."""
-    known = {
-        name: topic.record
-        for folder, (name, _) in zip(folders, experts, strict=True)
-        if (topic := Topic.load(folder)) is not None and topic.record is not None
-    }
-    if not known or len(experts) == 1:
-        return None
-    first = next(iter(known))
-    for name, record in known.items():
-        if record.text_encoder.fingerprint != known[first].text_encoder.fingerprint:
-            found.differ(name, f"is described by another text encoder than {first}; describe both by one")
-    if silent := [name for name, record in experts if takes_text(record) and name not in known]:
-        found.note(
-            f"prompts are spread by the sizes of shards, since {', '.join(silent)} has no topic; say by hddm "
-            "describe what its captions are about"
-        )
-        return None
-    silent = [name for name, record in experts if not takes_text(record) and not record.classes]
-    if unasked := [name for name in silent if name not in known]:
-        found.note(f"no prompt is for {', '.join(unasked)}, which has no topic")
-    return known[first].text_encoder

@@ -1,41 +1,50 @@
 """Ensemble folders: the files that hold experts and a router together, written and read.
 
-    model_index.json         parts and their classes, for diffusers
-    ensemble.json            format, experts in order, their outputs of the router, priors, strategy, shift
-    experts/<i>/             an expert folder each
-    bases/<hash>/            weights that adapters among them change, where no expert has them for its own
-    router/                  a router folder
-    scheduler/               the shift once more, for diffusers
-    vae/ text_encoder/ tokenizer/     for experts of latents and text; second ones are vae_2/, …
-    manifest.json            the hashes of all these (`hddm.utils.records`)
-
-``model_index.json`` is foreign text: a part may be of the classes listed in `CLASSES` and of no other, so
-nothing that a folder says decides which code runs.
+model_index.json         parts and their classes, for diffusers
+ensemble.json            format, what was decided on each expert (`Member`), router, strategy, shift
+experts/<i>/             an expert folder each
+bases/<hash>/            weights that adapters among them change, where no expert has them for its own
+router/                  a router folder; one that ensemble.json does not name waits (`aside`)
+scheduler/               the shift once more, for diffusers
+vae/ text_encoder/ tokenizer/     for experts of latents and text; second ones are vae_2/, …
+manifest.json            the hashes of all these (`hddm.utils.records`)
 """
 
-import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, ClassVar
 
-import diffusers
 from pydantic import Field
 
-from hddm.experts.lora import base_of, check_base
+from hddm.experts.lora import BASES, base_of, check_base
+from hddm.experts.model_index import (
+    CLASSES,
+    COMPONENTS,
+    KEPT,
+    MODEL_INDEX,
+    ROUTER,
+    SCHEDULER_FILE,
+    ClassName,
+    read_model_index,
+    read_shift,
+    write_model_index,
+    write_scheduler,
+)
 from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord, Temperature
 from hddm.networks.folders import WEIGHTS, sha256_once
+from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.networks.text_encoder import STEM as TEXT_STEM
 from hddm.networks.text_encoder import TOKENIZERS, kind_of
 from hddm.networks.vae import STEM as VAE_STEM
 from hddm.networks.vae import read_config, read_weights
-from hddm.schedules import from_diffusers
-from hddm.utils.errors import HddmError, did_you_mean, one_line
+from hddm.utils.errors import HddmError, one_line
 from hddm.utils.files import inside, link_or_copy, read_json, write_json
 from hddm.utils.records import ENSEMBLE_FILE as ENSEMBLE_FILE
 from hddm.utils.records import (
     MANIFEST,
     ComposedName,
+    Count,
     Record,
     ensemble_around,
     has_manifest,
@@ -44,293 +53,140 @@ from hddm.utils.records import (
     write_manifest,
 )
 
-MODEL_INDEX = "model_index.json"
-ROUTER = "router"
-BASES = "bases"
-PIPELINE = "HDDMPipeline"
-SCHEDULER = "FlowMatchEulerDiscreteScheduler"
-SCHEDULER_FILE = "scheduler/scheduler_config.json"
-
-ClassName = tuple[str, str]
-"""Library and class, as in ("diffusers", "AutoencoderKL")."""
-
-KEPT = ("vae", "text_encoder", "tokenizer")
-"""Parts that a converted expert may have besides networks, one folder each."""
-MOST_ENCODERS = 3
-"""VAEs, and text encoders, of an ensemble at most."""
-
-
-def numbered(name: str, number: int) -> str:
-    """Name of a component by its number, from 0: ``vae``, ``vae_2``, ``vae_3``, as in diffusers."""
-    return name if number == 0 else f"{name}_{number + 1}"
-
-
-COMPONENTS = tuple(numbered(name, number) for number in range(MOST_ENCODERS) for name in KEPT)
-"""Parts that an ensemble may have besides networks and scheduler."""
-_KINDS: Mapping[str, tuple[ClassName, ...]] = {
-    "vae": (("diffusers", "AutoencoderKL"), ("diffusers", "AutoencoderTiny")),
-    "text_encoder": (("transformers", "CLIPTextModel"), ("transformers", "T5EncoderModel")),
-    "tokenizer": (("transformers", "CLIPTokenizer"), ("transformers", "T5Tokenizer")),
-}
-CLASSES: Mapping[str, tuple[ClassName, ...]] = {
-    "experts": (("hddm", "ExpertSet"),),
-    "router": (("hddm", "RouterTransformer"),),
-    "scheduler": (("diffusers", SCHEDULER),),
-    **{name: _KINDS[name.rstrip("_23")] for name in COMPONENTS},
-}
-"""Every part that an ensemble may have, and what it may be."""
-
+ENSEMBLE_FORMAT = "2.0"
+MOMENTS = "moments"
+"""In place of a router's folder: a router by the experts' moments (`hddm.routers.MomentsRouter`)."""
+MOMENTS_EVIDENCE = 10.0
+"""Directions of images that count in full, by measurements on digits and CIFAR-10 (docs/results.md)."""
 _STEMS = {"vae": VAE_STEM, "text_encoder": TEXT_STEM}
 _TEXT_FILES = (".json", ".txt", ".md")
 
-_NEEDED = ("experts", "scheduler")
-_RECORDS = ("_class_name", "_diffusers_version")
-# What else a scheduler of this class can do to its grid; hddm's own grid has the shift alone.
-_OTHER_GRIDS = (
-    *("use_dynamic_shifting", "use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas"),
-    *("shift_terminal", "invert_sigmas", "stochastic_sampling"),
-)
 
-
-def read_model_index(folder: Path) -> dict[str, ClassName | None]:
-    """Library and class of every part in `CLASSES`, None for absent parts.
-
-    Raises a one-line `HddmError` with file, key and value for a key or a class that is not listed (such as
-    ``auto_map``, ``custom_pipeline`` and module paths), and where experts or scheduler are missing.
-    """
-    path = folder / MODEL_INDEX
-    content = _read_class(path, PIPELINE)
-    for key, value in content.items():
-        if key not in CLASSES and key not in _RECORDS:
-            raise HddmError(
-                f"{path}: unknown key {key!r} (is {_short(value)}){did_you_mean(key, CLASSES)}; refused, "
-                "since an ensemble folder brings no code and no parts of its own"
-            )
-    return {part: _class_of(path, part, content.get(part)) for part in CLASSES}
-
-
-def write_model_index(folder: Path, classes: Mapping[str, ClassName]) -> None:
-    """Write ``model_index.json``; experts and scheduler are always named."""
-    always = {part: CLASSES[part][0] for part in _NEEDED}
-    parts = ("experts", "router", "scheduler", *KEPT, *classes)
-    named = {part: (always | dict(classes)).get(part) for part in CLASSES if part in parts}
-    content = {"_class_name": PIPELINE, "_diffusers_version": diffusers.__version__}
-    write_json(folder / MODEL_INDEX, content | {part: one or (None, None) for part, one in named.items()})
-
-
-def read_shift(folder: Path) -> float:
-    """Read the time grid's shift from ``scheduler/scheduler_config.json``.
-
-    Raises `HddmError` for another class, an unknown key, a shift that is not positive, or a setting that
-    changes the grid in another way.
-    """
-    path = folder / SCHEDULER_FILE
-    config = _read_class(path, SCHEDULER)
-    from_diffusers(path)
-    refuse_other_grids(config, str(path))
-    shift = config.get("shift", 1.0)
-    if not isinstance(shift, int | float) or isinstance(shift, bool) or not 0 < shift < math.inf:
-        raise HddmError(f"{path}: shift is {_short(shift)}, and must be a positive number")
-    return float(shift)
-
-
-def refuse_other_grids(config: Mapping[str, object], origin: str) -> None:
-    """Raise an `HddmError` that names the first key by which a scheduler does more than shift its grid."""
-    for key in _OTHER_GRIDS:
-        if config.get(key):
-            raise HddmError(f"{origin}: {key} is {_short(config[key])}, and hddm's grid has the shift alone")
-
-
-def shift_of(scheduler: "diffusers.FlowMatchEulerDiscreteScheduler") -> float:
-    """Shift of a scheduler's time grid; `HddmError` where it does more than shift."""
-    if type(scheduler) is not diffusers.FlowMatchEulerDiscreteScheduler:
-        raise HddmError(
-            f"the scheduler is a {type(scheduler).__name__}, and hddm integrates by its own solvers: take a "
-            "FlowMatchEulerDiscreteScheduler for the shift, and choose by solver="
-        )
-    refuse_other_grids(scheduler.config, "the scheduler")
-    return float(scheduler.shift)
-
-
-def write_scheduler(folder: Path, shift: float) -> None:
-    """Write ``scheduler/scheduler_config.json``."""
-    path = folder / SCHEDULER_FILE
-    path.parent.mkdir()
-    records = {"_class_name": SCHEDULER, "_diffusers_version": diffusers.__version__}
-    write_json(path, {**records, "num_train_timesteps": 1000, "shift": shift})
-
-
-def _read_class(path: Path, name: str) -> dict[str, Any]:
-    """The JSON file of a diffusers class, which must be ``name``."""
-    content = read_json(path)
-    if content.get("_class_name") != name:
-        raise HddmError(f"{path}: _class_name is {_short(content.get('_class_name'))}, not {name!r}")
-    return content
-
-
-def _class_of(path: Path, part: str, value: object) -> ClassName | None:
-    if value in (None, [None, None]) and part not in _NEEDED:
-        return None
-    for name in CLASSES[part]:
-        if value == list(name):
-            return name
-    options = " or ".join(str(list(name)) for name in CLASSES[part])
-    raise HddmError(f"{path}: {part} is {_short(value)}, and may be {options}; refused")
-
-
-def _short(value: object) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 200 else f"{text[:200]} …"
-
-
-def bases_of(experts: Sequence[Path], given: Mapping[str, Path], is_closed: bool = False) -> dict[str, Path]:
+def bases_of(experts: Sequence[Path], given: Mapping[str, Path]) -> dict[str, Path]:
     """Find the folders of the weights that adapters among ``experts`` change, by SHA-256.
 
-    They come from ``given`` or, unless ``is_closed``, from their place at training. Raises `HddmError` for a
+    They come from ``given``, else from where `hddm.experts.lora.base_of` finds them. Raises `HddmError` for a
     base that is missing or differs from the one at training.
     """
     found = {}
     for folder in experts:
         adapter = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT).adapter
         if adapter is not None and adapter.base_sha256 not in found:
-            is_given = is_closed or adapter.base_sha256 in given
-            base = base_of(folder, adapter, given if is_given else None)
+            base = given.get(adapter.base_sha256) or base_of(folder, adapter)
             check_base(folder, adapter, base / WEIGHTS)
             found[adapter.base_sha256] = base
     return found
 
 
-def _put_in_bases(draft: Path, experts: Sequence[str], bases: Mapping[str, Path]) -> dict[str, str]:
-    """Place of each base in ``draft``, by SHA-256: an expert of the same weights, else ``bases/``.
+def _put_in_bases(draft: Path, experts: Sequence[str], bases: Mapping[str, Path]) -> None:
+    """Put each base into ``bases/`` of ``draft``, by links to its weights, config and licence.
 
-    ``bases/`` gets links to its weights, config and licence.
+    One with the weights of an expert in ``draft`` is there already.
     """
     own = [draft / name / WEIGHTS for name in experts if (draft / name / WEIGHTS).is_file()]
-    places = {}
     for sha256, base in bases.items():
         size = (base / WEIGHTS).stat().st_size
         # Only what is as long can be the same.
-        same = (one for one in own if one.stat().st_size == size and sha256_once(one) == sha256)
-        place = next(same, draft / BASES / sha256[:16] / WEIGHTS).parent
-        places[sha256] = place.relative_to(draft).as_posix()
-        if not place.exists():
-            place.mkdir(parents=True)
-            for path in base.iterdir():
-                if path.name in (WEIGHTS, "config.json") or path.name.startswith("LICENSE"):
-                    link_or_copy(inside(base, path.name), place / path.name)
-    return places
+        if any(one.stat().st_size == size and sha256_once(one) == sha256 for one in own):
+            continue
+        place = draft / BASES / sha256[:16]
+        place.mkdir(parents=True)
+        for path in base.iterdir():
+            if path.name in (WEIGHTS, "config.json") or path.name.startswith("LICENSE"):
+                link_or_copy(inside(base, path.name), place / path.name)
 
 
-Number = Annotated[int, Field(ge=0, lt=MOST_ENCODERS)]
-Probabilities = tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...]
+Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Member(Record):
+    """An expert in ``ensemble.json``: what was decided on it; all else is in its own record."""
+
+    folder: str
+    name: str | None = None
+    """The name of the folder that it came from."""
+    share: Share | None = None
+    """Its part of all data, set by hand; None: by the size of its shard. Where all have one, they are in
+    proportion; else they are parts of 1."""
+    classes: tuple[ComposedName, ...] = ()
+    """Names of its classes, set by hand; empty: those in its record."""
+    domain: str | None = None
+    """The same for experts that divide t among them, set by hand; None: those of one shard are a domain."""
+    output: Count | None = None
+    """Its output of the router, set by hand or by its place; None: found by the hash of its shard."""
+    vae: VaeRecord | None = None
+    """The VAE that it is taken to be of, where its record does not say."""
+    text_encoder: TextEncoderRecord | None = None
+    """The text encoder that it is taken to be of, where its record does not say."""
+    class_shares: dict[ComposedName, Share] = Field(default_factory=dict)
+    """p(k | class) by class name, set in Python; empty: counted from the experts' shards."""
+
+    @property
+    def label(self) -> str:
+        """Its folder and, where it had another one, that name: ``experts/0 (mine)``."""
+        return label(self.folder, self.name or self.folder)
 
 
 class EnsembleRecord(Record):
     """``ensemble.json``."""
 
-    format: str = FORMAT
-    experts: Annotated[tuple[str, ...], Field(min_length=1)]
-    """Folders of the experts."""
-    names: tuple[str, ...] = ()
-    """Names of the folders that the experts came from; empty where they came from none."""
+    oldest: ClassVar[str] = "2.0"
+    remedy = (
+        "assemble it anew from its parts: hddm assemble FOLDER/experts/* --router FOLDER/router --out NEW"
+    )
+
+    format: str = ENSEMBLE_FORMAT
+    experts: Annotated[tuple[Member, ...], Field(min_length=1)]
     router: str | None = None
-    router_outputs: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Router output of each expert; empty where it has as many outputs, in order."""
-    prior: Probabilities
-    shares: tuple[Annotated[float, Field(ge=0, le=1)] | None, ...] = ()
-    """Parts of the prior that were set by hand, None for those by shard size; empty where all are."""
-    class_lists: tuple[tuple[ComposedName, ...], ...] = ()
-    """Names of each expert's classes where they were given, empty for those of its record."""
-    classes: tuple[ComposedName, ...] = ()
-    """Names of all experts' classes; empty where none has names, and in folders of formats up to 1.4."""
-    class_prior: tuple[Probabilities, ...] = ()
-    """p(k | class), one row for each class."""
-    router_aside: str | None = None
-    """Folder of a learned router that does not know the shards of all experts; it comes back when they go."""
-    aside_outputs: tuple[Annotated[int, Field(ge=0)] | None, ...] = ()
-    """Its output for each expert, None for one that it does not know; empty where shards alone tell."""
-    moments_evidence: Temperature | None = None
-    """Of a router by the experts' moments (`hddm.routers.MomentsRouter`), in place of a learned one."""
-    texts: tuple[Number, ...] = ()
-    """Number of each expert's text encoder, from 0; empty where all have the first."""
-    vaes: tuple[Annotated[int, Field(ge=-1, lt=MOST_ENCODERS)], ...] = ()
-    """Number of each expert's VAE, -1 for experts of pixels; empty where all have the first or none."""
-    topics: Number | None = None
-    """Number of the text encoder that prompts are routed by (`hddm.routers.PromptRouter`); None for none."""
-    strategy: str
+    """Folder of a learned router, `MOMENTS`, or None."""
+    evidence: Temperature = MOMENTS_EVIDENCE
+    """Of a router by moments."""
+    strategy: str = "draw"
     shift: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Of the time grid (`hddm.sampling.time_grid`)."""
-    domains: tuple[int, ...] = ()
-    """The same number for the experts of one domain (`hddm.ensemble`); empty where each is one of its own."""
-    bases: dict[str, str] = Field(default_factory=dict)
-    """By SHA-256 the folders of the weights that adapters change: in ``bases/``, or an expert's."""
-
-    @classmethod
-    def equal(
-        cls, experts: Sequence[str], has_router: bool, strategy: str = "draw", shift: float = 1.0
-    ) -> "EnsembleRecord":
-        """Record of experts with equal shares."""
-        return cls(
-            experts=tuple(experts),
-            router=ROUTER if has_router else None,
-            prior=(1 / len(experts),) * len(experts),
-            strategy=strategy,
-            shift=shift,
-        )
 
     @property
-    def is_routed(self) -> bool:
-        """True where a router looks at x_t, learned or by moments."""
-        return self.router is not None or self.moments_evidence is not None
+    def learned(self) -> str | None:
+        """Folder of the learned router that routes."""
+        return None if self.router == MOMENTS else self.router
+
+    def aside(self, folder: Path) -> str | None:
+        """Folder of a learned router that waits in ``folder`` for experts that it does not know to go."""
+        return ROUTER if self.learned is None and (folder / ROUTER).is_dir() else None
 
     @property
-    def outputs(self) -> tuple[int, ...]:
-        """Router output of each expert."""
-        return self.router_outputs or tuple(range(len(self.experts)))
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """Folder of each expert and, where it had another one, that name: ``experts/0 (mine)``."""
-        return tuple(map(label, self.experts, self.names or self.experts))
-
-    @property
-    def domain_of(self) -> tuple[int, ...]:
-        """For each expert the index of the first one of its domain."""
-        return tuple(map(self.domains.index, self.domains)) or tuple(range(len(self.experts)))
+    def names(self) -> list[str]:
+        """Names of the experts, or else their folders."""
+        return [member.name or member.folder for member in self.experts]
 
 
 def read_ensemble_facts(folder: Path) -> EnsembleRecord:
-    """Read ``ensemble.json`` and check it against ``model_index.json`` and ``scheduler/``, where present.
+    """Read ``ensemble.json`` and check it against ``model_index.json`` and ``scheduler/``.
 
-    Raises `HddmError` for a path or link that leaves the folder (before it is opened), for numbers that do
-    not fit the experts, and for records that contradict each other.
+    Raises `HddmError` for a path or link that leaves the folder (before it is opened), and for records that
+    contradict each other.
     """
-    path, index, scheduler = folder / ENSEMBLE_FILE, folder / MODEL_INDEX, folder / SCHEDULER_FILE
-    facts = read_record(path, EnsembleRecord, FORMAT)
-    routers = [name for name in (facts.router, facts.router_aside) if name is not None]
-    for name in (*facts.experts, *facts.bases.values(), *routers):
+    path, index = folder / ENSEMBLE_FILE, folder / MODEL_INDEX
+    facts = read_record(path, EnsembleRecord, ENSEMBLE_FORMAT)
+    routers = [name for name in (facts.learned, facts.aside(folder)) if name is not None]
+    bases = [f"{BASES}/{one.name}" for one in (folder / BASES).glob("*")]
+    for name in (*(member.folder for member in facts.experts), *routers, *bases):
         _check_inside(folder, name, path)
-    _check_numbers(facts, path)
-    if index.exists():
-        kinds = read_model_index(folder)
-        if (kinds["router"] is None) != (facts.router is None):
-            stated = f"{facts.router!r} in {ENSEMBLE_FILE}"
-            raise HddmError(f"{index}: router is {kinds['router']}, and {stated}; assemble it anew")
-        for name in ("scheduler", *COMPONENTS):
-            if kinds[name] is not None:
-                _check_inside(folder, name, index)
-    if scheduler.exists() or index.exists():
-        shift = read_shift(folder)
-        if shift != facts.shift:
-            stated = f"{facts.shift:g} in {ENSEMBLE_FILE}"
-            raise HddmError(f"{scheduler}: shift is {shift:g}, and {stated}; assemble it anew")
+    kinds = read_model_index(folder)
+    if (kinds["router"] is None) != (facts.learned is None):
+        stated = f"{facts.router!r} in {ENSEMBLE_FILE}"
+        raise HddmError(f"{index}: router is {kinds['router']}, and {stated}; assemble it anew")
+    for name in ("scheduler", *COMPONENTS):
+        if kinds[name] is not None:
+            _check_inside(folder, name, index)
+    if (shift := read_shift(folder)) != facts.shift:
+        stated = f"{facts.shift:g} in {ENSEMBLE_FILE}"
+        raise HddmError(f"{folder / SCHEDULER_FILE}: shift is {shift:g}, and {stated}; assemble it anew")
     return facts
 
 
 def components_in(folder: Path) -> tuple[str, ...]:
-    """`COMPONENTS` that an ensemble folder names; none in a folder older than ``model_index.json``."""
-    if not (folder / MODEL_INDEX).exists():
-        return ()
+    """`COMPONENTS` that an ensemble folder names."""
     kinds = read_model_index(folder)
     return tuple(name for name in COMPONENTS if kinds[name] is not None)
 
@@ -376,19 +232,21 @@ def kept_components(expert: Path) -> dict[str, Path]:
     return {name: expert / name for name in KEPT if inside(expert, name).is_dir()}
 
 
-def _held(expert: Path) -> tuple[Path, EnsembleRecord, int] | None:
+def held_by(expert: Path) -> tuple[Path, EnsembleRecord, int] | None:
     """The ensemble that holds an expert's folder, its record, and the expert's index; None without one."""
-    if (whole := ensemble_around(expert.resolve())) is None:
+    whole = ensemble_around(expert.resolve())
+    # The experts of an older ensemble, which is not read, can be assembled anew.
+    if whole is None or str(read_json(whole / ENSEMBLE_FILE).get("format")) < EnsembleRecord.oldest:
         return None
     facts = read_ensemble_facts(whole)
-    places = [(whole / name).resolve() for name in facts.experts]
+    places = [(whole / member.folder).resolve() for member in facts.experts]
     return (whole, facts, places.index(expert.resolve())) if expert.resolve() in places else None
 
 
 def name_of(expert: Path) -> str:
     """Name of an expert's folder; of one in an ensemble its name there, where it has one."""
-    if (held := _held(expert)) is not None and held[1].names:
-        return held[1].names[held[2]]
+    if (held := held_by(expert)) is not None and (name := held[1].experts[held[2]].name) is not None:
+        return name
     # A name that is no Unicode could not be read again.
     return os.fsencode(Path(os.path.abspath(expert)).name).decode(errors="replace")
 
@@ -397,20 +255,6 @@ def label(folder: str, name: str) -> str:
     """An expert's folder, with its name behind it where that is another one."""
     shown = one_line(name if name.isprintable() else ascii(name), 60)
     return folder if Path(name).name == Path(folder).name else f"{folder} ({shown})"
-
-
-def components_of(expert: Path) -> dict[str, Path]:
-    """`kept_components`, and what the ensemble that holds the expert has for it."""
-    found = kept_components(expert)
-    if (held := _held(expert)) is None:
-        return found
-    whole, facts, k = held
-    for name in KEPT:
-        numbers = facts.vaes if name == "vae" else facts.texts
-        place = inside(whole, numbered(name, numbers[k] if numbers else 0))
-        if place.is_dir():
-            found.setdefault(name, place)
-    return found
 
 
 def whole_components(expert: Path) -> dict[str, Path]:
@@ -431,7 +275,7 @@ def refuse_damaged_ensemble(folder: Path, facts: EnsembleRecord, experts: Collec
 
     Only ``experts``, by index, are checked; the folders of the others are not opened.
     """
-    left_out = tuple(f"{name}/" for k, name in enumerate(facts.experts) if k not in experts)
+    left_out = tuple(f"{one.folder}/" for k, one in enumerate(facts.experts) if k not in experts)
     refuse_damaged(folder, ENSEMBLE_FILE, chosen=lambda name: not name.startswith(left_out))
 
 
@@ -444,13 +288,13 @@ def write_ensemble_records(
     """Write ``ensemble.json``, ``model_index.json``, ``scheduler/``, ``bases/`` and, last, the manifest.
 
     ``draft`` already has all other parts; ``components`` are vae, text_encoder and tokenizer; ``bases`` are
-    the folders of weights that adapters change, by SHA-256. Raises `HddmError` for numbers that do not fit
-    the experts, since no one could open the folder.
+    the folders of weights that adapters change, by SHA-256.
     """
-    _check_numbers(facts, draft / ENSEMBLE_FILE)
-    today = {"format": FORMAT, "bases": _put_in_bases(draft, facts.experts, bases or {})}
+    _put_in_bases(draft, [member.folder for member in facts.experts], bases or {})
+    experts = [member.model_dump(mode="json", exclude_defaults=True) for member in facts.experts]
+    today = {"format": ENSEMBLE_FORMAT, "experts": experts}
     write_json(draft / ENSEMBLE_FILE, facts.model_dump(mode="json") | today)
-    router = {} if facts.router is None else {"router": CLASSES["router"][0]}
+    router = {} if facts.learned is None else {"router": CLASSES["router"][0]}
     write_model_index(draft, {**components, **router})
     write_scheduler(draft, facts.shift)
     write_manifest(draft, sha256_once)
@@ -464,27 +308,3 @@ def _check_inside(folder: Path, name: str, origin: Path) -> None:
             inside(folder, file.relative_to(folder).as_posix())
     except HddmError as error:
         raise HddmError(f"{origin}: names {name!r}, outside the folder; refused ({error})") from error
-
-
-def _check_numbers(facts: EnsembleRecord, path: Path) -> None:
-    experts = len(facts.experts)
-    for key, row in (("prior", facts.prior), *(("class_prior", row) for row in facts.class_prior)):
-        if len(row) != experts or not math.fsum(row) > 0:
-            raise HddmError(f"{path}: {key} must be {experts} numbers with a positive sum, not {list(row)}")
-    for key in ("names", "shares", "class_lists", "domains", "texts", "vaes", "aside_outputs"):
-        if len(getattr(facts, key)) not in (0, experts):
-            raise HddmError(f"{path}: {key} must be of {experts} experts, not {len(getattr(facts, key))}")
-    if facts.classes and len(facts.class_prior) not in (0, len(facts.classes)):
-        raise HddmError(
-            f"{path}: class_prior has {len(facts.class_prior)} rows of {len(facts.classes)} classes"
-        )
-    outputs = facts.router_outputs
-    # Experts of one output divide it by shares that were set, or are of one domain.
-    first = [(k, one) for k, one in enumerate(outputs) if k in facts.domain_of]
-    own = [one for k, one in first if not facts.shares or facts.shares[k] is None]
-    if outputs and (facts.router is None or len(outputs) != experts or len(set(own)) < len(own)):
-        raise HddmError(
-            f"{path}: router_outputs must be {experts} different outputs of a router, not {list(outputs)}"
-        )
-    if facts.router is not None and (facts.moments_evidence, facts.router_aside) != (None, None):
-        raise HddmError(f"{path}: has a learned router and another; it routes by one of them")

@@ -1,21 +1,22 @@
 """The experts of an ensemble as one module, a diffusers component whose weights are read on demand."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
-from hddm.experts.ensemble_folders import EnsembleRecord
+from hddm.experts.ensemble_folders import EnsembleRecord, Member
 from hddm.experts.in_memory import in_memory, storable
 from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from hddm.experts.parts import Encoders, encoders_of
 from hddm.experts.records import (
     WEAK,
+    Expert,
     ExpertRecord,
-    UnreadExpert,
     as_field,
     save_weak,
     stored,
@@ -34,29 +35,32 @@ class ExpertSet(nn.Module):
     """Experts whose weights are read when first needed.
 
     Weights are read again after eviction or a cast: changes in memory last, and are saved, only while they
-    stay. ``experts`` are in the router's order; wrap those in memory with
-    `hddm.experts.records.Expert.unread`, or pass velocity fields of known sample shape, which keep their
-    networks. ``shelf`` decides which stay on the device; by default all that have run. ``record`` is their
-    ensemble's, by default ``draw`` with equal shares; diffusers' ``components`` have no other place for it.
-    Raises `HddmError` for no experts, or one that does not fit on the shelf.
+    stay. ``experts`` are in the router's order; of an expert in memory the network is copied, and velocity
+    fields, of known sample shape, keep theirs. ``shelf`` decides which stay on the device; by default all
+    that have run. ``record`` is their ensemble's, by default ``draw`` with nothing decided on them, and
+    ``topics`` the number of the text encoder that prompts are routed by: diffusers' ``components`` have no
+    other place for them. Raises `HddmError` for no experts, or one that does not fit on the shelf.
     """
 
     def __init__(
         self,
-        experts: Sequence[UnreadExpert | VelocityField],
+        experts: Sequence[Expert | VelocityField],
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         shelf: Shelf | None = None,
         record: EnsembleRecord | None = None,
+        topics: int | None = None,
     ) -> None:
         super().__init__()
         if not experts:
             raise HddmError("an ensemble needs at least one expert")
-        names = [f"experts/{k}" for k in range(len(experts))]
-        self.record = record or EnsembleRecord.equal(names, has_router=False)
+        members = tuple(Member(folder=f"experts/{k}") for k in range(len(experts)))
+        self.record, self.topics = record or EnsembleRecord(experts=members), topics
         # Copies: what is changed on a field afterwards is no part of this.
         self._fields = {k: copy.copy(one) for k, one in enumerate(experts) if isinstance(one, VelocityField)}
-        self.experts = tuple(in_memory(one) if isinstance(one, VelocityField) else one for one in experts)
+        self.experts = tuple(
+            in_memory(one) if isinstance(one, VelocityField) else one.apart() for one in experts
+        )
         shelf = shelf or Shelf()
         self._running: list[Any] = []
         self._weak: dict[int, Any] = {}
@@ -84,6 +88,11 @@ class ExpertSet(nn.Module):
         return tuple(expert.facts for expert in self.experts)
 
     @property
+    def encoders(self) -> Encoders:
+        """Numbers of the experts' VAEs and text encoders."""
+        return encoders_of(self.record.experts, [(one.name, one.facts) for one in self.experts])
+
+    @property
     def shelf(self) -> Shelf:
         """The shelf that holds their weights."""
         return self.stored[0].shelf
@@ -107,7 +116,7 @@ class ExpertSet(nn.Module):
             except HddmError as error:
                 raise HddmError(f"{expert.name}: {error}") from error
             field = copy.copy(field)
-            if names := self.record.class_lists and self.record.class_lists[index]:
+            if names := self.record.experts[index].classes:
                 field.classes = names
             fields.append(field)
         return fields
@@ -148,17 +157,14 @@ class ExpertSet(nn.Module):
         for index, (expert, network) in enumerate(zip(experts, self._running, strict=True)):
             target = Path(folder) / str(index)
             target.mkdir(parents=True)
-            expert.unread.network.save_config(target)
-            tensors = expert.unread.network.state_dict()
-            facts = expert.facts
-            is_here = not any(value.is_meta for value in tensors.values())
-            dtype = parameter_dtype(network) or torch.float32
-            if facts.adapter and expert.folder and not (is_here and _differ(expert, tensors, dtype)):
+            expert.network.save_config(target)
+            dtype, facts = parameter_dtype(network) or torch.float32, expert.facts
+            if facts.adapter and expert.folder and not _is_changed(expert, dtype):
                 for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
                     link_or_copy(expert.folder / name, target / name)
             else:
-                facts = without_adapter(facts)
-                if not is_here:
+                facts, tensors = without_adapter(facts), expert.network.state_dict()
+                if any(value.is_meta for value in tensors.values()):
                     tensors = expert.unread.read(dtype)
                 here = {name: value.cpu().contiguous() for name, value in tensors.items()}
                 save_file(here, target / WEIGHTS, {"format": "pt"})
@@ -173,15 +179,12 @@ class ExpertSet(nn.Module):
 
     def is_as_stored(self) -> bool:
         """True where all experts have folders, and weights that are in memory are those in them."""
-        for expert, network in zip(self.experts, self._running, strict=True):
-            tensors = expert.unread.network.state_dict()
-            is_here = not any(value.is_meta for value in tensors.values())
-            dtype = parameter_dtype(network) or torch.float32
-            if expert.folder is None or (is_here and _differ(expert, tensors, dtype)):
-                return False
-        return True
+        return not any(
+            expert.folder is None or _is_changed(expert, parameter_dtype(network) or torch.float32)
+            for expert, network in zip(self.experts, self._running, strict=True)
+        )
 
-    def storable(self) -> list[UnreadExpert]:
+    def storable(self) -> list[Expert]:
         """The experts as folders hold them; `HddmError` names the first that no folder could hold."""
         found = list(self.experts)
         for index, field in self._fields.items():
@@ -192,7 +195,10 @@ class ExpertSet(nn.Module):
         return found
 
 
-def _differ(expert: UnreadExpert, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> bool:
-    """True where the weights in memory differ from those on disk."""
+def _is_changed(expert: Expert, dtype: torch.dtype) -> bool:
+    """True where weights are in memory, and differ from those on disk."""
+    tensors = expert.network.state_dict()
+    if any(value.is_meta for value in tensors.values()):
+        return False
     on_disk = expert.unread.read(dtype)
     return any(not torch.equal(tensors[name].cpu(), value) for name, value in on_disk.items())

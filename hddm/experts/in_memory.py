@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from hddm.classes import LABELS
 from hddm.ensemble import Ensemble
-from hddm.experts.ensemble_folders import ROUTER, EnsembleRecord
-from hddm.experts.records import Expert, ExpertRecord, RouterRecord, UnreadExpert, without_adapter
+from hddm.experts.ensemble_folders import MOMENTS, MOMENTS_EVIDENCE, EnsembleRecord, Member
+from hddm.experts.model_index import ROUTER
+from hddm.experts.parts import with_parts
+from hddm.experts.records import Expert, ExpertRecord, RouterRecord, without_adapter
 from hddm.networks.folders import Unread, cast, fitting
 from hddm.networks.offload import StoredNetwork
 from hddm.networks.transformers import RouterTransformer
@@ -32,10 +34,10 @@ _IMAGES = (1, 3)
 """Channels of pixels; samples of any others are taken for latents."""
 
 
-Part = TypeVar("Part", bound=nn.Module)
+Module = TypeVar("Module", bound=nn.Module)
 
 
-def carrying(part: Part, record: Record | None) -> Part:
+def carrying(part: Module, record: Record | None) -> Module:
     """``part`` if it carries this ``record``, else a copy that does and shares its weights."""
     if part.record != record:
         part = copy.copy(part)
@@ -43,7 +45,7 @@ def carrying(part: Part, record: Record | None) -> Part:
     return part
 
 
-def parts_of(
+def unpacked(
     model: Ensemble | VelocityField,
 ) -> tuple[list[VelocityField], Callable[..., Tensor] | None, EnsembleRecord]:
     """The experts of an ensemble, or of one field, its router, and its record.
@@ -70,54 +72,44 @@ def parts_of(
         )
     for field in fields:
         field.sample_shape = shape
-    evidence = None
+    named = [(f"expert {k}", in_memory(field).facts) for k, field in enumerate(fields)]
+    outputs: list[int | None] = [None] * len(fields)
+    kind, evidence = None if router is None else ROUTER, MOMENTS_EVIDENCE
     own = [field.calibration and field.calibration.moments for field in fields]
     if type(router) is MomentsRouter and all(a is b for a, b in zip(router.moments, own, strict=True)):
         # As many as there are is all of them.
-        evidence = router.evidence or float(math.prod(shape))
+        kind, evidence = MOMENTS, router.evidence or float(math.prod(shape))
         router = None
-    outputs: tuple[int, ...] = ()
     if type(router) is Router and isinstance(router.network, RouterTransformer):
-        outputs = tuple(router.outputs or ())
         known = router.network.record
         if not isinstance(known, RouterRecord):
             known = RouterRecord(
                 time_scale=router.time_scale, sample_shape=shape, shard_hashes=(), shard_images=()
             )
+        for k, output in enumerate(router.outputs or range(len(fields))):
+            shard = named[k][1].shard
+            is_found = shard is not None and known.shard_hashes[output : output + 1] == (shard.hash,)
+            outputs[k] = None if is_found else output
         stated = {"time_scale": router.time_scale, "temperatures": router.temperatures}
         router = carrying(router.network, known.model_copy(update=stated))
+    members = [Member(folder=f"experts/{k}", output=output) for k, output in enumerate(outputs)]
     record = EnsembleRecord(
-        experts=tuple(f"experts/{k}" for k in range(len(fields))),
-        router=None if router is None else ROUTER,
-        router_outputs=outputs,
-        prior=_shares(model.prior),
-        classes=model.classes,
-        class_prior=() if model.class_prior is None else tuple(map(_shares, model.class_prior)),
-        moments_evidence=evidence,
+        experts=tuple(with_parts(members, named, model.parts)),
+        router=kind,
+        evidence=evidence,
         strategy=model.strategy,
         shift=model.shift,
-        texts=model.texts,
-        vaes=model.spaces,
-        topics=model.topics,
-        domains=model.domains if model.num_domains < len(fields) else (),
     )
     return fields, router, record
 
 
-def _shares(prior: Tensor) -> tuple[float, ...]:
-    """Numbers that an `Ensemble` normalises to ``prior`` bit for bit; its own sum may miss 1 by rounding."""
-    multiples = (number * prior for number in range(1, 10_000))
-    return tuple(next((one for one in multiples if torch.equal(one / one.sum(), prior)), prior).tolist())
-
-
-def in_memory(field: VelocityField) -> UnreadExpert:
+def in_memory(field: VelocityField) -> Expert:
     """What is known of a field, whose samples have a shape: what it was read from, and what is set on it.
 
     Of a field whose network was replaced after it was read nothing else is taken over.
     """
-    source = field.source if isinstance(field.source, Expert | UnreadExpert) else None
-    own = source.unread.network if isinstance(source, UnreadExpert) else source and source.network
-    if _bare(field.network) is not own:
+    source = field.source if isinstance(field.source, Expert) else None
+    if source is not None and _bare(field.network) is not source.network:
         source = None
     nulls = {name: value for name, value in field.null_conditions.items() if name != LABELS}
     facts = _record(field, None if source is None else source.facts)
@@ -126,10 +118,10 @@ def in_memory(field: VelocityField) -> UnreadExpert:
         weak = None if source is None else source.weak
         if weak is None or _bare(field.weak.network) is not weak.network:
             weak = _unread(field.weak.network)
-    if isinstance(source, UnreadExpert) and isinstance(field.network, StoredNetwork):
+    if source is not None and isinstance(field.network, StoredNetwork):
         return replace(source, facts=facts, calibration=field.calibration, nulls=nulls, weak=weak)
-    unread = _unread(field.network)
-    return UnreadExpert(None, unread, without_adapter(facts), field.calibration, nulls, weak=weak)
+    unread, facts = _unread(field.network), without_adapter(facts)
+    return Expert(unread.network, facts, field.calibration, nulls, weak, unread.read)
 
 
 def _unread(network: Any) -> Unread[Any]:
@@ -182,7 +174,7 @@ def _record(field: VelocityField, known: ExpertRecord | None) -> ExpertRecord:
     return ExpertRecord.model_validate(unstated | stated)
 
 
-def storable(expert: UnreadExpert, field: VelocityField) -> UnreadExpert:
+def storable(expert: Expert, field: VelocityField) -> Expert:
     """The expert of a field as its folder records it.
 
     Raises `HddmError` for a network of another class than `EXPERT_NETWORKS`, or one that was changed; for a
@@ -190,7 +182,7 @@ def storable(expert: UnreadExpert, field: VelocityField) -> UnreadExpert:
     """
     if type(field) is not VelocityField:
         raise HddmError(f"is a {type(field).__name__}, and a folder holds a VelocityField")
-    network, facts = expert.unread.network, expert.facts
+    network, facts = expert.network, expert.facts
     _refuse_network(network)
     name, config = type(network).__name__, network.config
     interface = interface_of(name, config, facts.sample_shape[1:])

@@ -4,30 +4,20 @@ All records are read and compared before any weights.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hddm.classes import join_classes
 from hddm.ensemble import Ensemble, Strategy
-from hddm.experts.compatibility import (
-    Findings,
-    Named,
-    by_domain,
-    class_lists_of,
-    compare_domains,
-    compare_experts,
-    match_router,
-)
+from hddm.experts.compatibility import Findings, Named, match_router
 from hddm.experts.ensemble_folders import (
     ENSEMBLE_FILE,
-    KEPT,
-    ROUTER,
-    ClassName,
+    MOMENTS,
     EnsembleRecord,
+    Member,
     bases_of,
     components_in,
     name_of,
@@ -38,11 +28,21 @@ from hddm.experts.ensemble_folders import (
 )
 from hddm.experts.expert_set import ExpertSet
 from hddm.experts.lora import bases_in, refuse_base
+from hddm.experts.model_index import KEPT, ROUTER, ClassName, numbered
 from hddm.experts.paris import is_paris, paris_experts, paris_router
+from hddm.experts.parts import (
+    by_domain,
+    domains_of,
+    encoders_of,
+    parts_of,
+    read_records,
+    topics_of,
+    with_parts,
+)
 from hddm.experts.records import (
     EXPERT_FILE,
+    Expert,
     RouterRecord,
-    UnreadExpert,
     field_of,
     open_expert,
     read_router,
@@ -118,12 +118,13 @@ def load(
 class OpenedEnsemble:
     """Content of an ensemble folder, with the experts' weights still on disk."""
 
-    experts: list[UnreadExpert]
+    experts: list[Expert]
     router: RouterTransformer | None
-    router_facts: RouterRecord | None
     facts: EnsembleRecord
-    components: Sequence[str] = ()
-    """`hddm.experts.ensemble_folders.COMPONENTS` that are present."""
+    components: Mapping[str, str] = field(default_factory=dict)
+    """Folders of the components that these experts have, by their names for these experts."""
+    topics: int | None = None
+    """Number of the text encoder that prompts are routed by."""
 
     def expert_set(
         self,
@@ -137,7 +138,8 @@ class OpenedEnsemble:
         if max_memory is not None:
             beside = [part for part in (self.router, *others) if part is not None]
             max_memory = room_beside(beside, max_memory)
-        return ExpertSet(self.experts, dtype, device, Shelf(offload, max_memory), self.facts)
+        shelf = Shelf(offload, max_memory)
+        return ExpertSet(self.experts, dtype, device, shelf, self.facts, self.topics)
 
     def on(
         self,
@@ -150,14 +152,15 @@ class OpenedEnsemble:
         if self.router is not None:
             self.router.to(device)
         experts = self.expert_set(device, dtype, offload, max_memory)
-        return ensemble_of(experts, self.router, self.router_facts, self.facts)
+        return ensemble_of(experts, self.router)
 
 
 def open_ensemble(folder: Path, dtype: torch.dtype, experts: Sequence[int] | None = None) -> OpenedEnsemble:
     """Open an ensemble folder, the Paris release, or an expert folder as an ensemble of one.
 
-    ``dtype`` is the router's; ``experts`` are the indices to take, in this order; nothing of the others is
-    opened. Raises `HddmError` as `hddm.load`, and for unknown, repeated or no indices.
+    ``dtype`` is the router's; ``experts`` are the indices to take, in this order; of the others only the
+    records are read, where they are there. Raises `HddmError` as `hddm.load`, and for unknown, repeated or no
+    indices.
     """
     if (folder / EXPERT_FILE).exists():
         expert = open_expert(folder)
@@ -166,8 +169,8 @@ def open_ensemble(folder: Path, dtype: torch.dtype, experts: Sequence[int] | Non
                 f"{folder}: is made for t in {part[0]:g}:{part[1]:g} alone; sample it in an ensemble, with "
                 "an expert of the rest (hddm assemble)"
             )
-        facts = EnsembleRecord.equal(["."], has_router=False, shift=expert.facts.shift)
-        return OpenedEnsemble([expert], None, None, facts, tuple(whole_components(folder)))
+        facts = EnsembleRecord(experts=(Member(folder="."),), shift=expert.facts.shift)
+        return OpenedEnsemble([expert], None, facts, {name: name for name in whole_components(folder)})
     if (folder / ENSEMBLE_FILE).exists():
         return _ensemble(folder, dtype, experts)
     if is_paris(folder):
@@ -182,86 +185,84 @@ def open_ensemble(folder: Path, dtype: torch.dtype, experts: Sequence[int] | Non
 
 def _ensemble(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) -> OpenedEnsemble:
     written = read_ensemble_facts(folder)
-    router, router_facts = read_router(folder / written.router, dtype) if written.router else (None, None)
-    facts = written if chosen is None else _only(written, chosen)
-    components = components_in(folder)
-    bases = {sha256: folder / name for sha256, name in facts.bases.items()}
-    experts = [open_expert(folder / name, bases) for name in facts.experts]
-    topics = [one.topic.record for one in experts if one.topic is not None and one.topic.record is not None]
-    if facts.topics is not None and len({one.text_encoder.fingerprint for one in topics}) != 1:
-        if topics:
-            raise HddmError(
-                f"{folder}: its experts' topics are of several text encoders; describe all by one"
-            )
-        facts = facts.model_copy(update={"topics": None})
-    named = [(name, expert.facts) for name, expert in zip(facts.experts, experts, strict=True)]
-    found = _compared(named, facts, router, router_facts)
-    total = None if router is None else router.config.num_experts
-    if total not in (None, len(written.experts)) and not written.router_outputs:
-        found.differ("router", f"has {total} outputs, not {len(written.experts)}")
+    router = read_router(folder / written.learned, dtype)[0] if written.learned else None
+    facts, components = written, {name: name for name in components_in(folder)}
+    if chosen is not None:
+        facts, renamed = _subset(written, read_known(folder, written, chosen), chosen)
+        components = {new: old for new, old in renamed.items() if old in components}
+    experts = [open_expert(folder / member.folder) for member in facts.experts]
+    named = [(member.folder, expert.facts) for member, expert in zip(facts.experts, experts, strict=True)]
+    topics = [expert.topic for expert in experts]
+    found = Findings()
+    topics_of(named, topics, found)
     found.refuse("the parts of this ensemble do not fit together; assemble it anew:")
     refuse_damaged_ensemble(folder, written, range(len(experts)) if chosen is None else chosen)
-    return OpenedEnsemble(experts, router, router_facts, facts, components)
+    number = encoders_of(facts.experts, named, topics).topics
+    if number is not None and numbered("text_encoder", number) not in components:
+        number = None
+    return OpenedEnsemble(experts, router, facts, components, number)
 
 
-def _compared(
-    experts: Sequence[Named],
-    facts: EnsembleRecord,
-    router: RouterTransformer | None,
-    router_facts: RouterRecord | None,
-) -> Findings:
-    """Differences between the parts of an ensemble, by their records."""
-    found, domains = Findings(), facts.domain_of
-    compare_experts(experts, found, facts.shares, domains, is_drawn=not facts.is_routed)
-    compare_domains(experts, domains, class_lists_of(experts, facts.class_lists), found)
-    if router is not None and router_facts is not None:
-        total, outputs = router.config.num_experts, by_domain(facts.outputs, domains)
-        match_router(by_domain(experts, domains), router_facts, total, found, settled=outputs)
-    return found
+def read_known(folder: Path, facts: EnsembleRecord, chosen: Sequence[int]) -> dict[int, Named]:
+    """Records of an ensemble's experts by index; those of experts that were not chosen may be missing.
+
+    Raises `HddmError` where p(k) cannot be told without one that is missing.
+    """
+    folders = [folder / member.folder for member in facts.experts]
+    there = [k for k, one in enumerate(folders) if k in chosen or (one / EXPERT_FILE).exists()]
+    shares = [member.share for member in facts.experts]
+    if len(there) < len(folders) and None in shares and set(shares) != {None}:
+        missing = next(one for k, one in enumerate(folders) if k not in there)
+        raise HddmError(f"{missing}: is not there, and the shares of the other experts depend on its shard")
+    return dict(zip(there, read_records([folders[k] for k in there]), strict=True))
 
 
-def _only(facts: EnsembleRecord, chosen: Sequence[int]) -> EnsembleRecord:
-    """The record of an ensemble reduced to these experts; they keep their router outputs."""
+def _subset(
+    facts: EnsembleRecord, known: Mapping[int, Named], chosen: Sequence[int]
+) -> tuple[EnsembleRecord, dict[str, str]]:
+    """The record of an ensemble reduced to these experts, and by new names those of its components."""
     total = len(facts.experts)
     if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(total)):
         raise HddmError(f"experts {list(chosen)}: choose some of 0 … {total - 1}, each once")
-    domains = tuple(facts.domain_of[k] for k in chosen)
-    if parted := [k for k, one in enumerate(facts.domain_of) if one in domains and k not in chosen]:
+    places, experts = list(known), list(known.values())
+    members, here = [facts.experts[k] for k in places], [places.index(k) for k in chosen]
+    whole = parts_of(members, experts, [None] * len(members))
+    domains = [whole[k].domain for k in here]
+    if parted := [places[k] for k, one in enumerate(whole) if one.domain in domains and k not in here]:
         raise HddmError(f"experts {list(chosen)}: one of them is of a domain with {parted}; choose these too")
-    rows = [[row[k] for k in chosen] for row in facts.class_prior]
-    strategy = Strategy.parse(facts.strategy)
+    mine, named = [members[k] for k in here], [experts[k] for k in here]
+    mine = with_parts(mine, named, [whole[k] for k in here])
+    before, after = encoders_of(members, experts), encoders_of(mine, named)
+    renamed = {}
+    for new, k in enumerate(here):
+        for name in KEPT:
+            of, now = (before.vaes, after.vaes) if name == "vae" else (before.texts, after.texts)
+            if of[k] >= 0:
+                renamed[numbered(name, now[new])] = numbered(name, of[k])
     # All of fewer than k are the k most probable of them.
-    number = len(set(domains))
-    too_many = strategy.kind == "top" and strategy.value > number
-    by_expert = ("experts", "names", "prior", "shares", "class_lists", "texts", "vaes")
-    changes: dict[str, Any] = {
-        name: tuple(of[k] for k in chosen) for name in by_expert if (of := getattr(facts, name))
-    }
-    changes |= {
-        "router_outputs": tuple(facts.outputs[k] for k in chosen) if facts.router is not None else (),
-        "router_aside": None,
-        "aside_outputs": (),
-        "domains": domains if number < len(domains) else (),
-        "strategy": f"top-{number}" if too_many else facts.strategy,
-        # A class that none of them has seen is anybody's.
-        "class_prior": tuple(tuple(row) if sum(row) else changes["prior"] for row in rows),
-    }
-    return facts.model_copy(update=changes)
+    strategy, number = Strategy.parse(facts.strategy), len(set(domains))
+    is_too_many = strategy.kind == "top" and strategy.value > number
+    changes = {"experts": tuple(mine), "strategy": f"top-{number}" if is_too_many else facts.strategy}
+    return facts.model_copy(update=changes), renamed
 
 
 def _paris(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) -> OpenedEnsemble:
     experts = paris_experts(folder)
-    unread, router_facts = paris_router(folder, experts)
+    unread, record = paris_router(folder, experts)
     router = unread.load(dtype)
-    router.record = router_facts
+    router.record = record
     # The release records no shards, so there are no sizes to draw from; it is published with top-2.
-    names, strategy = [expert.name for expert in experts], f"top-{min(2, len(experts))}"
-    facts = EnsembleRecord.equal(names, True, strategy, experts[0].facts.shift)
+    facts = EnsembleRecord(
+        experts=tuple(Member(folder=Path(one.name).name, output=k) for k, one in enumerate(experts)),
+        router=ROUTER,
+        strategy=f"top-{min(2, len(experts))}",
+        shift=experts[0].facts.shift,
+    )
     if chosen is not None:
-        facts = _only(facts, chosen)
+        facts, _ = _subset(facts, {k: (one.name, one.facts) for k, one in enumerate(experts)}, chosen)
         experts = [experts[k] for k in chosen]
-    components = [name for name in KEPT if inside(folder, name).is_dir()]
-    return OpenedEnsemble(experts, router, router_facts, facts, components)
+    components = {name: name for name in KEPT if inside(folder, name).is_dir()}
+    return OpenedEnsemble(experts, router, facts, components)
 
 
 def room_beside(models: Sequence[nn.Module], max_memory: int) -> int:
@@ -273,91 +274,69 @@ def room_beside(models: Sequence[nn.Module], max_memory: int) -> int:
     return max_memory - taken
 
 
-def ensemble_of(
-    experts: ExpertSet,
-    router: Callable[..., Tensor] | None,
-    router_facts: RouterRecord | None,
-    facts: EnsembleRecord,
-) -> Ensemble:
+def ensemble_of(experts: ExpertSet, router: Callable[..., Tensor] | None) -> Ensemble:
     """The velocity field of an ensemble's parts; `HddmError` where they contradict each other."""
-    fields, route, class_prior = experts.fields(), router, facts.class_prior
+    facts = experts.record
+    if len(facts.experts) != len(experts.experts):
+        raise HddmError(f"the record is of {len(facts.experts)} experts, not of {len(experts.experts)}")
+    named = [(expert.name, expert.facts) for expert in experts.experts]
+    parts, route = parts_of(facts.experts, named, experts.fields()), router
+    weights = [part.weight for part in parts]
     if isinstance(router, RouterTransformer):
-        if router_facts is None:
+        if not isinstance(known := router.record, RouterRecord):
             raise HddmError("a router needs its router_facts, which say how it counts time")
-        outputs = facts.router_outputs or None
-        route = Router(router, router_facts.time_scale, router_facts.temperatures, outputs, facts.prior)
-    elif router is None and facts.moments_evidence is not None:
-        route = _moments_router(fields, facts)
-    if facts.classes and class_prior:
-        rows = dict(zip(facts.classes, class_prior, strict=True))
-        if len(rows) < len(facts.classes):
-            raise HddmError(f"{ENSEMBLE_FILE}: has a class twice, in two Unicode forms; assemble it anew")
-        names = join_classes(tuple(field.classes for field in fields)).names
-        if unknown := [name for name in names if name not in rows]:
-            raise HddmError(f"{ENSEMBLE_FILE}: has no p(k | class) of {', '.join(unknown)}; assemble it anew")
-        class_prior = tuple(rows[name] for name in names)
+        domains, total, found = domains_of(facts.experts, named), router.config.num_experts, Findings()
+        settled = by_domain([member.output for member in facts.experts], domains)
+        placed = match_router(by_domain(named, domains), settled, known, total, found)
+        found.refuse("the parts of this ensemble do not fit together; assemble it anew:")
+        of = dict(zip(dict.fromkeys(domains), placed, strict=True))
+        outputs = [of[domain] for domain in domains]
+        in_order = outputs == list(range(total))
+        route = Router(router, known.time_scale, known.temperatures, None if in_order else outputs, weights)
+    elif router is None and facts.router == MOMENTS:
+        calibrations = [part.field.calibration for part in parts]
+        moments = [one.moments for one in calibrations if one is not None]
+        if len(moments) < len(parts):
+            name = facts.experts[calibrations.index(None)].folder
+            raise HddmError(f"{name}: has no calibration, and a router by moments needs those of all experts")
+        route = MomentsRouter(moments, weights, facts.evidence)
     try:
-        return Ensemble(
-            fields,
-            route,
-            facts.strategy,
-            facts.prior,
-            class_prior or None,
-            facts.shift,
-            facts.texts,
-            facts.vaes,
-            facts.domain_of,
-            facts.topics,
-        )
+        return Ensemble(parts, route, facts.strategy, shift=facts.shift, topics=experts.topics)
     except HddmError as error:
         raise HddmError(f"{ENSEMBLE_FILE}: {error}") from error
-
-
-def _moments_router(fields: Sequence[VelocityField], facts: EnsembleRecord) -> MomentsRouter:
-    """The router by the moments that the experts' calibrations hold; `HddmError` for an expert without."""
-    moments = []
-    for name, field in zip(facts.experts, fields, strict=True):
-        if field.calibration is None:
-            raise HddmError(f"{name}: has no calibration, and a router by moments needs those of all experts")
-        moments.append(field.calibration.moments)
-    assert facts.moments_evidence is not None
-    return MomentsRouter(moments, facts.prior, facts.moments_evidence)
 
 
 def save_ensemble(
     draft: Path,
     experts: ExpertSet,
     router: Callable[..., Tensor] | None,
-    router_facts: RouterRecord | None,
     facts: EnsembleRecord,
     components: Mapping[str, ClassName],
 ) -> None:
     """Write an ensemble into ``draft``, which holds ``components``; the inverse of `open_ensemble`.
 
-    Raises `HddmError` for parts in memory that a folder cannot hold, or that do not fit together.
+    Raises `HddmError` for parts in memory that a folder cannot hold.
     """
-    named = [(f"expert {k}", expert.facts) for k, expert in enumerate(experts.storable())]
-    if router is not None and (not isinstance(router, RouterTransformer) or router_facts is None):
+    if router is not None and not isinstance(router, RouterTransformer):
         raise HddmError(f"the router is {described(router)}, and a folder holds a RouterTransformer")
-    found = _compared(named, facts, router, router_facts)
-    found.refuse("these parts do not fit together in one folder, and nothing was written:")
     experts.save_pretrained(draft / "experts")
-    if isinstance(router, RouterTransformer) and router_facts is not None:
+    members, first = [], experts.experts[0].folder
+    for k, (expert, member) in enumerate(zip(experts.experts, facts.experts, strict=True)):
+        name = member.name or (expert.folder and name_of(expert.folder))
+        members.append(member.model_copy(update={"folder": f"experts/{k}", "name": name}))
+    changes: dict[str, Any] = {"experts": tuple(members)}
+    if router is not None and isinstance(router.record, RouterRecord):
         (draft / ROUTER).mkdir()
-        save_router(draft / ROUTER, router, router_facts)
-    names = tuple(f"experts/{k}" for k in range(len(experts.experts)))
-    routed: dict[str, Any] = {"router": ROUTER, "router_aside": None, "aside_outputs": ()}
-    if router is None:
-        routed = {"router": None, "router_outputs": ()}
-        first = experts.experts[0].folder
-        if facts.router_aside is not None and first and (around := ensemble_around(first)):
+        save_router(draft / ROUTER, router, router.record)
+        changes["router"] = ROUTER
+    else:
+        changes["router"] = MOMENTS if facts.router == MOMENTS else None
+        around = first and ensemble_around(first)
+        if around and (aside := read_ensemble_facts(around).aside(around)) is not None:
             (draft / ROUTER).mkdir()
-            save_router(draft / ROUTER, *read_router(around / facts.router_aside))
+            save_router(draft / ROUTER, *read_router(around / aside))
     known = {
         one.facts.adapter.base_sha256: one.base for one in experts.experts if one.facts.adapter and one.base
     }
-    bases = bases_of([draft / name for name in names], known)
-    folders = [one.folder for one in experts.experts if one.folder is not None]
-    if not facts.names and len(folders) == len(names):
-        routed["names"] = tuple(map(name_of, folders))
-    write_ensemble_records(draft, facts.model_copy(update={"experts": names, **routed}), components, bases)
+    bases = bases_of([draft / member.folder for member in members], known)
+    write_ensemble_records(draft, facts.model_copy(update=changes), components, bases)

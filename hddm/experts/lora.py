@@ -34,9 +34,11 @@ from hddm.networks.folders import (
 )
 from hddm.utils.errors import HddmError, shown
 from hddm.utils.files import inside, read_json, sha256_of, write_json
-from hddm.utils.records import ENSEMBLE_FILE, Positive, Record, ensemble_around
+from hddm.utils.records import MANIFEST, Positive, Record, ensemble_around, read_folder_manifest
 from hddm.utils.tensors import promoted, read_header, refuse_non_finite
 
+BASES = "bases"
+"""Folder of an ensemble for weights that adapters change."""
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -118,18 +120,23 @@ def base_of(folder: Path, facts: AdapterRecord, bases: Mapping[str, Path] | None
         return bases[facts.base_sha256]
     if Path(facts.base).is_absolute() or any(letter in facts.base for letter in "\\\0\n\r"):
         raise HddmError(f"{folder}: its base is at {facts.base!r}, which is no relative path; refused")
-    base, place = (folder.resolve() / facts.base).resolve(), None
+    base, place = (folder.resolve() / facts.base).resolve(), folder / facts.base
     if (whole := ensemble_around(folder.resolve())) is not None:
-        kept = read_json(whole / ENSEMBLE_FILE).get("bases")
-        held = kept.get(facts.base_sha256) if isinstance(kept, dict) else None
-        if isinstance(held, str):
-            base = place = inside(whole, held)
+        base = place = _base_within(whole, facts.base_sha256)
     if not (base / WEIGHTS).is_file():
         raise HddmError(
-            f"{folder}: is an adapter of {facts.base_name}, and {place or folder / facts.base} holds no "
-            f"{WEIGHTS}; put the base there, or name its folder: hddm.load(…, base=…), hddm assemble --base"
+            f"{folder}: is an adapter of {facts.base_name}, and {place} holds no {WEIGHTS}; put the base "
+            "there, or name its folder: hddm.load(…, base=…), hddm assemble --base"
         )
     return base
+
+
+def _base_within(ensemble: Path, sha256: str) -> Path:
+    """Folder of the weights with this hash in an ensemble: in ``bases/``, or an expert with its own."""
+    for manifest in ensemble.glob(f"*/*/{MANIFEST}"):
+        if read_folder_manifest(manifest.parent).files.get(WEIGHTS) == sha256:
+            return manifest.parent
+    return inside(ensemble, f"{BASES}/{sha256[:16]}")
 
 
 def refuse_base(folder: Path, facts: AdapterRecord | None, bases: Collection[object]) -> None:

@@ -21,8 +21,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hddm.experts.ensemble_folders import SCHEDULER_FILE, read_shift
-from hddm.experts.records import EXPERT_FILE, ExpertRecord, RouterRecord, SourceRecord, UnreadExpert
+from hddm.experts.model_index import SCHEDULER_FILE, read_shift
+from hddm.experts.records import EXPERT_FILE, Expert, ExpertRecord, RouterRecord, SourceRecord
 from hddm.networks.folders import Unread, unread
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.networks.text_encoder import text_encoder_facts
@@ -69,7 +69,7 @@ def is_paris(folder: Path) -> bool:
         return (folder / ROUTER).is_dir()
 
 
-def paris_experts(folder: Path) -> list[UnreadExpert]:
+def paris_experts(folder: Path) -> list[Expert]:
     """The experts, in order, from headers without weights.
 
     Raises `HddmError` for pickles only, links that leave the folder, tensors that make no such network (all
@@ -90,12 +90,13 @@ def paris_experts(folder: Path) -> list[UnreadExpert]:
             _refuse_unlike(arguments, networks[0].network.config, path, paths[0])
         networks.append(unread(ExpertTransformer, arguments, path, str(path.with_name(_MISFIT))))
     record = _expert_record(folder, networks[0].network.config)
-    return [UnreadExpert(path.parent, one, record) for path, one in zip(paths, networks, strict=True)]
+    return [
+        Expert(one.network, record, weights=one.read, folder=path.parent)
+        for path, one in zip(paths, networks, strict=True)
+    ]
 
 
-def paris_router(
-    folder: Path, experts: Sequence[UnreadExpert]
-) -> tuple[Unread[RouterTransformer], RouterRecord]:
+def paris_router(folder: Path, experts: Sequence[Expert]) -> tuple[Unread[RouterTransformer], RouterRecord]:
     """The router of all ``experts``, without shards (unpublished); raises as `paris_experts`."""
     if not (folder / ROUTER).is_dir():
         raise HddmError(f"{folder}: has experts and no {ROUTER}/; fetch the whole release")
@@ -106,7 +107,7 @@ def paris_router(
         told = f"tells {arguments['num_experts']} experts apart, and {folder} holds {len(experts)}"
         raise HddmError(f"{path}: {told}; fetch the whole release")
     sample = {key: arguments[key] for key in ("sample_size", "in_channels")}
-    _refuse_unlike(sample, first.unread.network.config, path, Path(first.name))
+    _refuse_unlike(sample, first.network.config, path, Path(first.name))
     shape = first.facts.sample_shape
     return network, RouterRecord(time_scale=TIME_SCALE, sample_shape=shape, shard_hashes=(), shard_images=())
 

@@ -8,7 +8,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hddm.calibration import FILE_NAME as CALIBRATION
-from hddm.calibration import Calibration, calibration_record
+from hddm.calibration import Calibration
 from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterRecord, base_of, unread_adapted
 from hddm.networks.folders import WEIGHTS, Unread, cast, unread_network
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
@@ -29,7 +29,7 @@ from hddm.networks.wrappers import EXPERT_NETWORKS, NetworkWrapper, interface_of
 from hddm.routers import TOPIC, Topic
 from hddm.schedules import from_config
 from hddm.utils.errors import HddmError
-from hddm.utils.files import sha256_of, write_json
+from hddm.utils.files import write_json
 from hddm.utils.records import EXPERT_FILE as EXPERT_FILE
 from hddm.utils.records import (
     MANIFEST,
@@ -40,7 +40,6 @@ from hddm.utils.records import (
     Positive,
     Record,
     damage,
-    has_manifest,
     read_record,
     refuse_damaged,
     write_manifest,
@@ -114,6 +113,9 @@ def _without_interval(conditions: tuple[str, ...]) -> tuple[str, ...]:
 class ExpertRecord(Record):
     """``expert.json``: conventions that define what the weights beside it mean."""
 
+    oldest = "1.5"
+    remedy = "convert or train the expert anew"
+
     format: str = FORMAT
     objective: Literal["ddpm", "flow"]
     prediction_type: PredictionType
@@ -142,10 +144,9 @@ class ExpertRecord(Record):
     null_class: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     weights: Literal["ema", "raw", "unstated"] = "ema"
     """Averaged or as the optimiser left them; a source with one set may not say."""
-    weights_sha256: str | None = None
-    """Of the file beside this that holds them, or the adapter; in folders of formats 1.2 and 1.3 alone."""
-    calibration_sha256: str | None = None
-    """Of ``calibration.safetensors`` beside this; in folders of format 1.3 alone."""
+    weights_sha256: None = Field(default=None, exclude=True)
+    calibration_sha256: None = Field(default=None, exclude=True)
+    """Both are null in folders of format 1.5, whose manifests have all hashes."""
     shard: ShardRecord | None = None
     training: dict[str, Any] = Field(default_factory=dict)
     training_calibration: bool = False
@@ -180,6 +181,9 @@ Temperature = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 class RouterRecord(Record):
     """``router.json``: the shards that a router distinguishes, and its time scale."""
 
+    oldest = "1.5"
+    remedy = "train the router anew"
+
     format: str = FORMAT
     time_scale: Positive
     sample_shape: tuple[int, int, int]
@@ -195,22 +199,46 @@ class RouterRecord(Record):
 
 @dataclass(frozen=True)
 class Expert:
-    """An expert in memory, with any adapter merged into its network and left out of its facts.
+    """An expert: its record, and a network whose weights are in memory or yet to be read.
 
-    ``nulls`` has the value of no condition by network keyword, without batch dimension; that of
-    ``class_labels`` is in the record. ``weak`` is the network with the weights to guide by.
+    ``weights`` reads them in a dtype, with any adapter merged; without it the network has them. ``nulls`` has
+    the value of no condition by network keyword, without batch dimension; that of ``class_labels`` is in the
+    record. ``weak`` is the network with the weights to guide by. ``folder`` is the expert's, None in memory;
+    ``base`` that of the weights that its adapter changes.
     """
 
     network: ModelMixin
     facts: ExpertRecord
-    calibration: Calibration | None
+    calibration: Calibration | None = None
     nulls: Mapping[str, Tensor] = field(default_factory=dict)
     weak: Unread[ModelMixin] | None = None
+    weights: Callable[[torch.dtype], dict[str, Tensor]] | None = None
+    folder: Path | None = None
+    base: Path | None = None
+    topic: Topic | None = None
 
-    def unread(self) -> "UnreadExpert":
-        """The same expert, its weights (shared) to be read on demand."""
+    @property
+    def name(self) -> str:
+        """The expert's name in messages."""
+        return "an expert in memory" if self.folder is None else str(self.folder)
+
+    @property
+    def unread(self) -> Unread[ModelMixin]:
+        """Its network, to be filled with its weights."""
+        assert self.weights is not None
+        return Unread(self.network, self.weights)
+
+    def apart(self) -> "Expert":
+        """The expert with weights to be read: those in memory by a copy, which leaves its network alone."""
+        if self.weights is not None:
+            return self
         unread = unread_as(self.network, self.network.state_dict())
-        return UnreadExpert(None, unread, self.facts, self.calibration, self.nulls, weak=self.weak)
+        return replace(self, network=unread.network, weights=unread.read)
+
+    def read(self, dtype: torch.dtype) -> "Expert":
+        """The expert with its weights in memory, which then belong to no folder."""
+        network, facts = self.unread.load(dtype), without_adapter(self.facts)
+        return replace(self, network=network, facts=facts, weights=None, folder=None, base=None)
 
 
 def unread_as(network: ModelMixin, tensors: Mapping[str, Tensor]) -> Unread[ModelMixin]:
@@ -237,7 +265,7 @@ def save_expert(folder: Path, expert: Expert) -> None:
     write_records(folder, expert.facts, expert.nulls)
 
 
-def save_weak(folder: Path, expert: "Expert | UnreadExpert", dtype: torch.dtype = torch.bfloat16) -> None:
+def save_weak(folder: Path, expert: Expert, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write the weights to guide ``expert`` by, if any, into its ``folder``."""
     if expert.weak is not None:
         save_file(expert.weak.read(dtype), folder / WEAK, {"format": "pt"})
@@ -252,8 +280,7 @@ def write_records(folder: Path, facts: ExpertRecord, nulls: Mapping[str, Tensor]
     """Write the record beside the network in ``folder``, and a manifest of all files."""
     if nulls:
         save_file({name: null.contiguous() for name, null in nulls.items()}, folder / NULL_FILE)
-    today = {"format": FORMAT, "weights_sha256": None, "calibration_sha256": None}
-    write_json(folder / EXPERT_FILE, facts.model_dump(mode="json") | today)
+    write_json(folder / EXPERT_FILE, facts.model_dump(mode="json") | {"format": FORMAT})
     write_manifest(folder, read=(EXPERT_FILE, *FILES))
 
 
@@ -270,37 +297,7 @@ def read_nulls(folder: Path) -> dict[str, Tensor]:
     return nulls
 
 
-@dataclass(frozen=True)
-class UnreadExpert:
-    """An expert with weights still on disk; see `Expert` and `hddm.networks.folders.Unread`.
-
-    ``folder`` is None for an expert that is only in memory; ``base`` is the folder of the weights that an
-    adapter changes.
-    """
-
-    folder: Path | None
-    unread: Unread[ModelMixin]
-    facts: ExpertRecord
-    calibration: Calibration | None = None
-    nulls: Mapping[str, Tensor] = field(default_factory=dict)
-    base: Path | None = None
-    weak: Unread[ModelMixin] | None = None
-    topic: Topic | None = None
-
-    @property
-    def name(self) -> str:
-        """The expert's name in messages."""
-        return "an expert in memory" if self.folder is None else str(self.folder)
-
-    def read(self, dtype: torch.dtype) -> Expert:
-        """The expert with its weights in memory."""
-        facts = without_adapter(self.facts)
-        return Expert(self.unread.load(dtype), facts, self.calibration, self.nulls, self.weak)
-
-
-def as_field(
-    expert: UnreadExpert | Expert, network: nn.Module, weak: nn.Module | None = None
-) -> VelocityField:
+def as_field(expert: Expert, network: nn.Module, weak: nn.Module | None = None) -> VelocityField:
     """An expert as a velocity field that uses ``network``, with any adapter merged, and ``weak`` to guide by.
 
     Raises `HddmError` for a schedule that is unknown or does not fit the prediction type.
@@ -361,8 +358,8 @@ def wrapped(network: ModelMixin, record: ExpertRecord) -> nn.Module:
 
 
 def without_adapter(facts: ExpertRecord) -> ExpertRecord:
-    """The record of an expert in memory, whose weights include its adapter and lie in no file."""
-    return facts.model_copy(update={"adapter": None, "weights_sha256": None, "calibration_sha256": None})
+    """The record of an expert in memory, whose weights include its adapter."""
+    return facts.model_copy(update={"adapter": None})
 
 
 def read_expert(
@@ -381,7 +378,7 @@ def open_expert(
     bases: Mapping[str, Path] | None = None,
     with_calibration: bool = True,
     unheld: Collection[str] = (),
-) -> UnreadExpert:
+) -> Expert:
     """Read an expert folder except for its weights.
 
     ``bases`` is as for `base_of`. ``with_calibration=False`` skips the calibration, whatever is wrong with
@@ -410,6 +407,11 @@ def open_expert(
     if calibration is not None and len(calibration.moments.mean) != math.prod(record.sample_shape):
         found = f"is of samples of {len(calibration.moments.mean)} numbers, not of {record.sample_shape}"
         raise HddmError(f"{folder / CALIBRATION}: {found}; delete it and calibrate anew")
+    if with_calibration and calibration is None and record.training_calibration:
+        raise HddmError(
+            f"{folder}: its calibration is not there, and it was trained in it; copy the expert again from "
+            "where it was trained"
+        )
     nulls = read_nulls(folder)
     if unknown := sorted(set(nulls) - set(record.conditions)):
         raise HddmError(f"{folder / NULL_FILE}: holds {unknown}, which are no conditions of this expert")
@@ -419,7 +421,8 @@ def open_expert(
     weak = None
     if (folder / WEAK).exists():
         weak = unread_network(folder, EXPERT_NETWORKS, folder / WEAK)
-    return UnreadExpert(folder, unread, record, calibration, nulls, base, weak, Topic.load(folder))
+    topic = Topic.load(folder)
+    return Expert(unread.network, record, calibration, nulls, weak, unread.read, folder, base, topic)
 
 
 def remedy(folder: Path) -> str:
@@ -456,57 +459,7 @@ def read_router(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Route
     return network, record
 
 
-_COPY_AGAIN = "copy the expert again from where it was trained"
-
-
-def foreign_files(folder: Path, facts: ExpertRecord, sha256: Callable[[Path], str]) -> tuple[str, ...]:
-    """List files that differ from those written with the expert, by its manifest or else its record."""
-    if found := damage(folder, EXPERT_FILE, FILES, sha256):
-        return (*found, f"by its {MANIFEST}; {remedy(folder)}")
-    texts = (foreign_weights(folder, facts, sha256), foreign_calibration(folder, facts, sha256))
-    return tuple(text for text in texts if text)
-
-
-def foreign_weights(
-    folder: Path, facts: ExpertRecord, sha256: Callable[[Path], str] = sha256_of
-) -> str | None:
-    """How the weights in ``folder`` differ from the hash in the record; None where they agree."""
-    if facts.weights_sha256 is None:
-        return None
-    weights = folder / (ADAPTER_WEIGHTS if facts.adapter else WEIGHTS)
-    return _other("weights", facts.weights_sha256, weights, sha256, f"{_COPY_AGAIN}, or train it anew")
-
-
-def foreign_calibration(
-    folder: Path, facts: ExpertRecord, sha256: Callable[[Path], str] = sha256_of
-) -> str | None:
-    """Reason why the calibration in ``folder`` is not the expert's own; None where it is.
-
-    Without a hash in the record and without a manifest, the shard that the calibration names must be the
-    expert's, unless training continued in the calibrated parametrisation: then it is that of an earlier
-    training.
-    """
-    path, remedy = folder / CALIBRATION, f"hddm calibrate {folder} --data SHARD fits its own"
-    if facts.calibration_sha256 is not None:
-        remedy = _COPY_AGAIN if facts.training_calibration else remedy
-        return _other("calibration", facts.calibration_sha256, path, sha256, remedy)
-    if facts.training_calibration:
-        gone = f"its calibration is not there, and it was trained in it; {_COPY_AGAIN}"
-        return None if path.is_file() else gone
-    if has_manifest(folder) or facts.shard is None:
-        return None
-    of = (calibration_record(folder) or {}).get("data", "").removeprefix("shard ").split()
-    if len(of) != 1 or of[0] in (facts.shard.hash, facts.shard.partition):
-        return None
-    its = f"shard {of[0][:16]}…, and {EXPERT_FILE} says {facts.shard.hash[:16]}…"
-    return f"its calibration is of {its}; {remedy}"
-
-
-def _other(name: str, stated: str, path: Path, sha256: Callable[[Path], str], remedy: str) -> str | None:
-    """How a file differs from the hash in a record."""
-    held = sha256(path) if path.is_file() else None
-    if stated == held:
-        return None
-    be, have = ("are", "have") if name.endswith("s") else ("is", "has")
-    there = f"{be} not there" if held is None else f"{have} SHA-256 {held[:16]}…"
-    return f"its {name} {there}, and {EXPERT_FILE} says {stated[:16]}…; {remedy}"
+def foreign_files(folder: Path, sha256: Callable[[Path], str]) -> tuple[str, ...]:
+    """List files that differ from those written with the expert, by its manifest."""
+    found = damage(folder, EXPERT_FILE, FILES, sha256)
+    return (*found, f"by its {MANIFEST}; {remedy(folder)}") if found else ()

@@ -7,11 +7,13 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from hddm.classes import join_classes
 from hddm.evaluation.compare import escaped, markdown_table, table
 from hddm.evaluation.results import ResultGroup, read_result
-from hddm.experts.assembly import PIPELINE_FILE, read_records
+from hddm.experts.assembly import PIPELINE_FILE
 from hddm.experts.compatibility import takes_classes, takes_text
 from hddm.experts.ensemble_folders import EnsembleRecord, components_in
+from hddm.experts.parts import class_lists, read_records
 from hddm.experts.records import ExpertRecord
 from hddm.utils.errors import HddmError, counted, one_line
 from hddm.utils.records import WHOLE, content_hash
@@ -43,7 +45,7 @@ def model_card(
     ``licence`` is of experts that record none, ``picture`` a file beside the card, ``results`` those of
     ``hddm evaluate``, or a table in Markdown. Raises `HddmError` for results of another model.
     """
-    records = [record for _, record in read_records([folder / name for name in facts.experts])]
+    records = [record for _, record in read_records([folder / one.folder for one in facts.experts])]
     licences = licences_of(folder, facts, records, licence)
     components, has_text = components_in(folder), any(map(takes_text, records))
     front, front_name, said = licence_of(licences)
@@ -54,13 +56,14 @@ def model_card(
         pipeline_tag="text-to-image" if has_text else "unconditional-image-generation",
         tags=["hddm", "diffusion", "ensemble", "mixture-of-experts"],
     )
-    of = dict(zip(facts.labels, map(_row, records), strict=True))
+    of = dict(zip((one.label for one in facts.experts), map(_row, records), strict=True))
+    classes = join_classes(tuple(class_lists(facts.experts, [("", record) for record in records]))).names
     rows = [
         [*map(_literal, (name, *of.get(name, [""] * 3), one or f"unknown: ask the owner of {name}"))]
         for name, one in licences.items()
     ]
     title = repo_id.split("/")[-1]
-    of_classes = f"of {counted(len(facts.classes), 'class', 'classes')} " if facts.classes else ""
+    of_classes = f"of {counted(len(classes), 'class', 'classes')} " if classes else ""
     shapes = dict.fromkeys("×".join(map(str, one.sample_shape)) + f" {one.space}" for one in records)
     blocks = [
         f"---\n{data.to_yaml()}\n---",
@@ -89,7 +92,8 @@ def licences_of(
     folder: Path, facts: EnsembleRecord, records: Sequence[ExpertRecord], stated: str | None
 ) -> Licences:
     """Licences of the experts, and of the other parts that hold one in a card of their own."""
-    found = {name: _known(one.licence) or stated for name, one in zip(facts.labels, records, strict=True)}
+    pairs = zip(facts.experts, records, strict=True)
+    found = {member.label: _known(one.licence) or stated for member, one in pairs}
     for name in components_in(folder):
         card = folder / name / CARD
         with contextlib.suppress(ValueError, OSError):

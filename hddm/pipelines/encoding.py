@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hddm.classes import LABELS, Labels, class_indices
-from hddm.experts.ensemble_folders import numbered
+from hddm.experts.model_index import numbered
 from hddm.networks.text_encoder import Embedded, embed
 from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.pipelines.offloading import Offloading
@@ -98,7 +98,7 @@ class Encoding(Offloading):
     @property
     def _numbers(self) -> Sequence[int]:
         """Number of each expert's text encoder."""
-        return self.experts.record.texts or [0] * len(self.experts.facts)
+        return self.experts.encoders.texts
 
     @property
     def readers(self) -> set[int]:
@@ -115,7 +115,7 @@ class Encoding(Offloading):
     @property
     def _topics(self) -> int | None:
         """Number of the text encoder that tells experts apart by prompts; None for one expert alone."""
-        number: int | None = self.experts.record.topics
+        number: int | None = self.experts.topics
         return number if len(self.experts.facts) > 1 else None
 
     @property

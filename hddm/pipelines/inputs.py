@@ -10,7 +10,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from hddm.data.images import as_trained, to_unit_range
-from hddm.experts.ensemble_folders import COMPONENTS
+from hddm.experts.model_index import COMPONENTS
 from hddm.networks.text_encoder import read_text_encoder, read_tokenizer
 from hddm.networks.vae import read_vae
 from hddm.noise import Generated, Generators, Latents, Noise, Seeded
@@ -192,16 +192,18 @@ def dtypes_of(dtype: Dtype, torch_dtype: Dtype) -> dict[str, torch.dtype]:
 
 
 def read_parts(
-    folder: Path, names: Collection[str], dtypes: Mapping[str, torch.dtype], given: Mapping[str, Any]
+    folder: Path, places: Mapping[str, str], dtypes: Mapping[str, torch.dtype], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Parts of a pipeline: those ``given``, and of a folder the others among ``names``, of `COMPONENTS`."""
+    """Parts of a pipeline: those ``given``, and the other `COMPONENTS`, by their ``places`` in a folder."""
     found = dict(given)
-    for name in set(names) - set(given):
+    for name, place in places.items():
+        if name in given:
+            continue
         match kind := name.rstrip("_23"):
             case "vae":
-                found[name] = read_vae(folder / name, dtypes[kind])
+                found[name] = read_vae(folder / place, dtypes[kind])
             case "text_encoder":
-                found[name] = read_text_encoder(folder / name, dtypes[kind])
+                found[name] = read_text_encoder(folder / place, dtypes[kind])
             case "tokenizer":
-                found[name] = read_tokenizer(folder / name)
+                found[name] = read_tokenizer(folder / place)
     return found

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hddm.experts.ensemble_folders import COMPONENTS
 from hddm.experts.expert_set import ExpertSet
+from hddm.experts.model_index import COMPONENTS
 from hddm.networks.offload import Offload
 
 

@@ -22,16 +22,11 @@ from hddm.editing import DEFAULT_RESAMPLING, Picture
 from hddm.ensemble import Ensemble
 from hddm.expert_use import ExpertUse
 from hddm.experts.compatibility import takes_text
-from hddm.experts.ensemble_folders import (
-    COMPONENTS,
-    ENSEMBLE_FILE,
-    EnsembleRecord,
-    numbered,
-    shift_of,
-)
+from hddm.experts.ensemble_folders import ENSEMBLE_FILE, EnsembleRecord
 from hddm.experts.expert_set import ExpertSet
-from hddm.experts.in_memory import carrying, parts_of
+from hddm.experts.in_memory import carrying, unpacked
 from hddm.experts.loading import ensemble_of, open_ensemble, room_beside, save_ensemble
+from hddm.experts.model_index import COMPONENTS, numbered, shift_of
 from hddm.experts.records import RouterRecord
 from hddm.networks.offload import Offload
 from hddm.networks.transformers import RouterTransformer
@@ -145,7 +140,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         models = (self.experts, self.router, self.router_facts, self.experts.record)
         shift = shift_of(self.scheduler)
         if self._ensemble is None or any(a is not b for a, b in zip(models, self._made_of, strict=True)):
-            self._ensemble, self._made_of = ensemble_of(*models), models
+            self._ensemble, self._made_of = ensemble_of(self.experts, self.router), models
         self._ensemble.shift = shift
         return self._ensemble
 
@@ -205,11 +200,10 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         `hddm.load` reads, and hddm's own router. Raises `HddmError` for samples of unknown or several shapes,
         and for topics of experts whose network was replaced.
         """
-        fields, router, record = parts_of(ensemble)
-        experts = ExpertSet(fields, record=record)
-        if record.topics is not None and not all(
-            one.topic for one in experts.experts if takes_text(one.facts)
-        ):
+        fields, router, record = unpacked(ensemble)
+        topics = ensemble.topics if isinstance(ensemble, Ensemble) else None
+        experts = ExpertSet(fields, record=record, topics=topics)
+        if topics is not None and not all(one.topic for one in experts.experts if takes_text(one.facts)):
             raise HddmError(
                 "prompts are routed by the experts' topics, and a network was replaced since; set "
                 "ensemble.topics = None"
@@ -321,7 +315,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
                     library = "diffusers" if name.startswith("vae") else "transformers"
                     kind = kind_of(part) if library == "diffusers" else type(part).__name__
                     kinds[name] = (library, kind.removesuffix("Fast"))
-            save_ensemble(draft, self.experts, self.router, self.router_facts, self.facts, kinds)
+            save_ensemble(draft, self.experts, self.router, self.facts, kinds)
 
     def push_to_hub(
         self,
@@ -511,7 +505,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
 
     def vae_of(self, expert: int) -> AutoencoderKL | AutoencoderTiny | None:
         """The VAE of an expert's latents; None for pixels, and where there is none."""
-        number = (self.experts.record.vaes or [0] * len(self.experts.facts))[expert]
+        number = self.experts.encoders.vaes[expert]
         return None if number < 0 else getattr(self, numbered("vae", number))
 
     def picture(

@@ -34,7 +34,7 @@ class Part(diffusers.ModelMixin):  # type: ignore[misc]
         whole, name = Path(folder).parent, Path(folder).name
         dtypes = dtypes_of(torch_dtype, None)
         if name not in ("experts", "router"):
-            return read_parts(whole, [name], dtypes, {})[name]
+            return read_parts(whole, {name: name}, dtypes, {})[name]
         opened = open_ensemble(whole, dtypes["router"])
         return opened.router if name == "router" else opened.expert_set("cpu", dtypes["experts"])
 

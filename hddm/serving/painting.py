@@ -44,12 +44,11 @@ class Opened:
         self.pipeline = self._pipeline(None)
         check_output(source, self.pipeline, settings)
         self.is_alone = (source / EXPERT_FILE).exists()
-        facts = self.pipeline.experts.record
-        folders = [source.resolve()] if self.is_alone else map(Path, facts.names or facts.experts)
+        folders = [source.resolve()] if self.is_alone else map(Path, self.pipeline.experts.record.names)
         names = [f"expert {one.name}" if one.name.isdecimal() else one.name for one in folders]
         self.names = [one if names.count(one) == 1 else f"{one} ({k})" for k, one in enumerate(names)]
         """Names of the experts, no two alike."""
-        self.domains = facts.domain_of
+        self.domains = self.pipeline.ensemble.domains
         self.leads = {self.names[k]: k for k in sorted({*self.domains})}
         """The first expert of each domain, by name."""
         self._without = functools.lru_cache(1)(self._pipeline)

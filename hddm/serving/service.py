@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from hddm.experts.ensemble_folders import numbered
 from hddm.experts.loading import open_ensemble
+from hddm.experts.model_index import numbered
+from hddm.experts.parts import class_lists, encoders_of
 from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.serving.front import Front, Limits
 from hddm.serving.workers import Worker
@@ -168,12 +169,13 @@ def names_of(folder: Path) -> list[str]:
     of it needs.
     """
     opened = open_ensemble(folder, torch.float32)
-    own, num = opened.facts, len(opened.experts)
-    names = list(own.names or map(str, range(num)))
-    for k, expert in enumerate(opened.experts):
-        facts, vae, text = expert.facts, *((numbers or [0] * num)[k] for numbers in (own.vaes, own.texts))
+    members, named = opened.facts.experts, [(one.name, one.facts) for one in opened.experts]
+    names = [member.name or str(k) for k, member in enumerate(members)]
+    encoders, has_classes = encoders_of(members, named), any(class_lists(members, named))
+    for k, (_, facts) in enumerate(named):
+        vae, text = encoders.vaes[k], encoders.texts[k]
         needed = [] if facts.makes_pictures else ["vae"]
-        if TEXT_CONDITIONS[0] in facts.conditions and not own.classes:
+        if TEXT_CONDITIONS[0] in facts.conditions and not has_classes:
             needed += ["text_encoder", "tokenizer"]
         for part in needed:
             if numbered(part, vae if part == "vae" else text) not in opened.components:

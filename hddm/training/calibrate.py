@@ -17,7 +17,6 @@ from hddm.experts.records import (
     EXPERT_FILE,
     ExpertRecord,
     field_of,
-    foreign_weights,
     open_expert,
     write_records,
 )
@@ -154,8 +153,6 @@ def recalibrate(
         raise HddmError(
             f"{folder}: was trained on in its calibration, which must stay as it is; there is nothing to fit"
         )
-    if foreign := foreign_weights(folder, record):
-        raise HddmError(f"{folder}: {foreign}")
     field = field_of(expert.read(torch.float32))
     if shard_folder is None:
         if field.noise_range != WHOLE:

@@ -20,7 +20,6 @@ from hddm.experts.records import (
     Expert,
     ExpertRecord,
     field_of,
-    foreign_calibration,
     read_expert,
     save_expert,
 )
@@ -42,7 +41,6 @@ from hddm.training.resume import expert_data, is_complete
 from hddm.training.settings import TEXT, ExpertSettings, RunOptions
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, UsageError
-from hddm.utils.records import read_record
 from hddm.utils.tensors import append_dims
 from hddm.velocity import PredictionType, VelocityField
 
@@ -209,9 +207,6 @@ def _parametrisation(
         moments = Moments.of(shard.take(rows), None if labels is None else labels[rows])
         blend = bounded_gain(field.prediction_type, field.range[1], moments, KAPPA)
         return blend and replace(blend, record=calibration_origin(shard))
-    # A record in memory knows no files.
-    if foreign := foreign_calibration(init, read_record(init / EXPERT_FILE, ExpertRecord, FORMAT)):
-        raise HddmError(f"{init}: {foreign}")
     return expert.calibration
 
 

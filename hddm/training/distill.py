@@ -25,11 +25,11 @@ from hddm.data.shard_records import find_shards
 from hddm.data.shards import Shard, joined, open_shard
 from hddm.ensemble import Ensemble, Strategy
 from hddm.experts.loading import OpenedEnsemble, open_ensemble
+from hddm.experts.parts import domains_of
 from hddm.experts.records import (
     EXPERT_FILE,
     Expert,
     ExpertRecord,
-    UnreadExpert,
     field_of,
     joint_licence,
     null_conditions,
@@ -93,10 +93,11 @@ def open_teacher(
     opened = open_ensemble(folder, torch.float32)
     if kind == "routed":
         opened = _mixing(folder, opened, strategy)
-    experts = dict(zip(opened.facts.experts, opened.experts, strict=True))
+    names = [member.folder for member in opened.facts.experts]
+    experts = dict(zip(names, opened.experts, strict=True))
     for name, expert in experts.items():
         _check_conditions(f"{folder / name}", expert.facts, union, condition_dropout)
-    check_fit(union, opened.experts[0].facts, opened.experts[0].unread.network)
+    check_fit(union, opened.experts[0].facts, opened.experts[0].network)
     expert_of_shard = None
     if kind == "shard":
         expert_of_shard = _by_shard(folder, experts, shards)
@@ -113,12 +114,12 @@ def open_teacher(
     }
     if kind == "routed":
         record["strategy"] = opened.facts.strategy
-        if opened.facts.router is not None:
-            record["router"] = _files(folder / opened.facts.router)
+        if opened.facts.learned is not None:
+            record["router"] = _files(folder / opened.facts.learned)
     return Teacher(opened, expert_of_shard, record)
 
 
-def _by_shard(folder: Path, experts: dict[str, UnreadExpert], shards: Sequence[Shard]) -> Tensor:
+def _by_shard(folder: Path, experts: dict[str, Expert], shards: Sequence[Shard]) -> Tensor:
     """Return the index (shards,) of each shard's expert."""
     stated = [one.facts.shard and one.facts.shard.hash for one in experts.values()]
     missing = [one for one in shards if one.hash not in stated]
@@ -138,14 +139,15 @@ def _by_shard(folder: Path, experts: dict[str, UnreadExpert], shards: Sequence[S
 def _mixing(folder: Path, opened: OpenedEnsemble, strategy: str | None) -> OpenedEnsemble:
     """An ensemble with the strategy by which it mixes as a teacher."""
     facts = opened.facts
-    if not facts.is_routed and len(opened.experts) > 1:
+    if facts.router is None and len(opened.experts) > 1:
         raise HddmError(f"{folder}: --teacher routed needs its router, and it has none; take --teacher shard")
     keeps_one = Strategy.parse(facts.strategy).kind in ("draw", "commit")
     if strategy is None and keeps_one and len(opened.experts) > 1:
         log.info("%s: keeps one expert per sample; the student learns their full mixture", folder)
     chosen = strategy or ("full" if keeps_one else facts.strategy)
     with asked():
-        Strategy.parse(chosen).check(len(set(facts.domain_of)))
+        named = [(one.name, one.facts) for one in opened.experts]
+        Strategy.parse(chosen).check(len(set(domains_of(facts.experts, named))))
     return replace(opened, facts=facts.model_copy(update={"strategy": chosen}))
 
 

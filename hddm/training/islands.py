@@ -124,7 +124,7 @@ def _check_settings(islands: Sequence[Island]) -> None:
                 settings = completed(
                     settings.model_copy(update=DECIDED_BY_INIT), one.out, one.run, is_new=False
                 )
-                check_continued(one.init, unread.facts, unread.unread.network, shard, settings)
+                check_continued(one.init, unread.facts, unread.network, shard, settings)
         except HddmError as error:
             problems.append(f"{one.name}: {error}")
     if problems:

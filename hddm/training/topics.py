@@ -9,7 +9,6 @@ import torch
 
 from hddm.classes import LABELS
 from hddm.data.shard_records import captions_of, is_encoded, read_manifest
-from hddm.experts.assembly_changes import change
 from hddm.experts.ensemble_folders import kept_components, read_ensemble_facts
 from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord
 from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer, text_encoder_facts
@@ -66,16 +65,11 @@ def describe_topic(
     known = TopicRecord(count=len(texts), source=source, variance=topic.variance, text_encoder=facts)
     whole = ensemble_around(folder.resolve())
     if whole is not None:
-        for name in read_ensemble_facts(whole).experts:
-            other = None if (whole / name).samefile(folder) else Topic.load(whole / name)
+        for place in (whole / member.folder for member in read_ensemble_facts(whole).experts):
+            other = None if place.samefile(folder) else Topic.load(place)
             if other and other.record and other.record.text_encoder.fingerprint != facts.fingerprint:
-                raise HddmError(
-                    f"{encoder}: another text encoder describes {whole / name}; take that one for both"
-                )
+                raise HddmError(f"{encoder}: another text encoder describes {place}; take that one for both")
     put_into(folder, record, TOPIC, replace(topic, record=known).save)
-    if whole is not None:
-        # It routes prompts once all its experts of text have topics.
-        change(whole, strategy=read_ensemble_facts(whole).strategy)
     return known
 
 

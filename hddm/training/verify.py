@@ -13,14 +13,15 @@ from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.data.shard_records import LARGEST_MANIFEST, PARTITION_FILE
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.assembly import foreign_pipeline
-from hddm.experts.ensemble_folders import COMPONENTS, ENSEMBLE_FILE, read_ensemble_facts, whole_components
+from hddm.experts.ensemble_folders import ENSEMBLE_FILE, read_ensemble_facts, whole_components
 from hddm.experts.lora import ADAPTER_WEIGHTS, bases_in, refuse_base
+from hddm.experts.model_index import COMPONENTS
 from hddm.experts.records import (
     EXPERT_FILE,
     FILES,
     ROUTER_FILE,
+    Expert,
     ExpertRecord,
-    UnreadExpert,
     field_of,
     foreign_files,
     open_expert,
@@ -32,7 +33,7 @@ from hddm.training.expert import check_fit, check_own
 from hddm.training.resume import RUN_FILE
 from hddm.utils.errors import HddmError, UsageError, asked
 from hddm.utils.files import read_json, sha256_of
-from hddm.utils.records import HASHES, MANIFEST, damage, has_manifest
+from hddm.utils.records import HASHES, MANIFEST, damage
 from hddm.utils.tensors import available_device
 
 _OTHERS = {
@@ -55,7 +56,7 @@ def experts_in(folder: Path) -> list[Path]:
     if (folder / EXPERT_FILE).exists():
         return [folder]
     if (folder / ENSEMBLE_FILE).exists():
-        return [folder / name for name in read_ensemble_facts(folder).experts]
+        return [folder / one.folder for one in read_ensemble_facts(folder).experts]
     for record, kind in _OTHERS.items():
         if (folder / record).exists():
             raise UsageError(f"{folder}: is {kind.format(folder=folder)}")
@@ -72,7 +73,7 @@ def problems_around(folder: Path) -> list[str]:
     if not (folder / ENSEMBLE_FILE).exists():
         return []
     record, found = read_ensemble_facts(folder), [*damage(folder, ENSEMBLE_FILE, sha256=sha256_of)]
-    if (router := record.router or record.router_aside) is not None:
+    if (router := record.learned or record.aside(folder)) is not None:
         found += [f"{router}/{line}" for line in damage(folder / router, ROUTER_FILE, sha256=sha256_of)]
     return [f"{folder}/{line}" for line in (*found, foreign_pipeline(folder)) if line]
 
@@ -190,7 +191,7 @@ def verify_expert(
     hashes = {(folder / name).resolve(): sha256 for name, sha256 in files.items()}
     foreign: tuple[str, ...] = ()
     try:
-        foreign = foreign_files(folder, record, lambda path: hashes[path.resolve()])
+        foreign = foreign_files(folder, lambda path: hashes[path.resolve()])
         expert = unread.read(torch.float32)
         if unread.weak is not None:
             unread.weak.read(torch.float32)
@@ -198,7 +199,8 @@ def verify_expert(
     except HddmError as error:
         return Verification(folder, files, (*foreign, *_lines(error)), tuple(notes))
     problems = [*_provenance(record), *foreign]
-    notes += _unbound(unread)
+    if unread.calibration is None and record.sampling_steps is None and record.source is None:
+        notes.append(f"{CALIBRATION}: is not there; training writes one, hddm calibrate another")
     judged = Judged()
     if shard is not None and not problems:
         try:
@@ -249,37 +251,14 @@ def _provenance(record: ExpertRecord) -> list[str]:
     return problems
 
 
-def _unbound(expert: UnreadExpert) -> list[str]:
-    """List files that the records do not vouch for, as in folders of older versions."""
-    record, found = expert.facts, []
-    is_old = expert.folder is not None and not has_manifest(expert.folder)
-    if is_old:
-        found.append(
-            f"{MANIFEST}: is not there, as in all older folders; what changed in records is not known"
-        )
-        if record.weights_sha256 is None:
-            found.append(
-                f"{EXPERT_FILE}: holds no hash of the weights; whether these are its own is not known"
-            )
-    if expert.calibration is None and record.sampling_steps is None:
-        if record.calibration_sha256 is None and record.source is None:
-            found.append(f"{CALIBRATION}: is not there; training writes one, hddm calibrate another")
-    elif is_old and record.calibration_sha256 is None:
-        found.append(
-            f"{EXPERT_FILE}: holds no hash of the calibration; whether it is its own, only what that says of "
-            "its shard tells"
-        )
-    return found
-
-
-def _belongs(shard: Shard, expert: UnreadExpert) -> list[str]:
+def _belongs(shard: Shard, expert: Expert) -> list[str]:
     """Notes on images of the expert's shard; refuse those of another one, or a single image."""
     expert.facts.refuse_student(
         expert.name, "verify judges velocities, and its are means over steps; drop --data"
     )
     if len(shard) < 2:
         raise HddmError(f"{shard.folder}: judging an expert needs at least 2 images, not {len(shard)}")
-    check_fit(shard, expert.facts, expert.unread.network)
+    check_fit(shard, expert.facts, expert.network)
     if expert.facts.shard is None:
         return [f"{shard.folder}: whether these are images like its own, the expert does not say"]
     check_own(shard, expert.facts)

@@ -5,8 +5,7 @@ Each kind of folder is marked by one JSON file, named here, so that finding it n
 ``manifest.json`` of an expert, a router or an ensemble is written last and holds the SHA-256 of every
 relevant file. A subfolder with its own manifest is listed by that file alone. Pictures, documents (README,
 LICENSE, `*.md`) and hidden files are not listed and may change. A manifest detects damage and mistakes, not
-forgery: anyone who can change a file can rewrite its manifest. Folders of formats before `SINCE` have none;
-later ones require it.
+forgery: anyone who can change a file can rewrite its manifest.
 """
 
 import contextlib
@@ -18,7 +17,7 @@ import time
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
@@ -53,6 +52,11 @@ class Record(BaseModel):
     """Base of all records: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    oldest: ClassVar[str | None] = None
+    """The oldest format that is read; None for every one of this major version and before."""
+    remedy: ClassVar[str] = ""
+    """What to do with an older one."""
 
 
 class OpenRecord(Record):
@@ -97,11 +101,14 @@ def read_record(
 ) -> AnyRecord:
     """Read the record in a JSON file.
 
-    Raises `HddmError`, with file and key, for a missing file, a newer major format, or an unknown, missing or
-    ill-typed key.
+    Raises `HddmError`, with file and key, for a missing file, a newer major format, one older than the
+    record's ``oldest``, or an unknown, missing or ill-typed key.
     """
     text = read_whole(path, largest)
-    check_format(parse_object(text, str(path)), format_version, path)
+    content = parse_object(text, str(path))
+    check_format(content, format_version, path)
+    if record.oldest is not None and _numbers(content["format"]) < _numbers(record.oldest):
+        raise HddmError(f"{path}: format {content['format']} is no longer read; {record.remedy}")
     return parse_record(text, record, str(path))
 
 
@@ -182,10 +189,12 @@ def check_format(content: dict[str, Any], known: str, path: Path) -> None:
         raise HddmError(f"{path}: format {version} is newer than {known}; upgrade hddm-diffusion")
 
 
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdecimal())
+
+
 MANIFEST = "manifest.json"
 FORMAT = "1.0"
-SINCE = (1, 4)
-"""First format of ``expert.json``, ``router.json`` and ``ensemble.json`` with a manifest."""
 SMALL = 2**24
 """Bytes below which a file is hashed on every opening."""
 
@@ -264,18 +273,15 @@ def damage(
     sha256: Callable[[Path], str] | None = None,
     chosen: Callable[[str], bool] = lambda name: True,
 ) -> tuple[str, ...]:
-    """List the files that differ from the manifest, a line each; none for a folder of an older format.
+    """List the files that differ from the manifest, one line each.
 
-    ``record`` is the JSON file that marks the folder's kind and gives its format, ``known`` files are read
+    ``record`` is the JSON file that marks the folder's kind, ``known`` files are read
     even if the manifest does not list them, and ``chosen`` selects listed files. ``sha256`` hashes every
     file; by default one of `SMALL` bytes or more is not hashed again if size and time are unchanged. Raises
     `HddmError` for an unreadable record or manifest, and names that lead out of the folder.
     """
     if not has_manifest(folder):
-        stated = str(read_json(folder / record).get("format"))
-        numbers = [int(one) if re.fullmatch("[0-9]{1,9}", one) else SINCE[0] for one in stated.split(".")]
-        is_older = len(numbers) == len(SINCE) and tuple(numbers) < SINCE
-        return () if is_older else (f"{MANIFEST}: is not there, and belongs to {record} of format {stated}",)
+        return (f"{MANIFEST}: is not there, and belongs to {record}",)
     files = read_folder_manifest(folder).files
     remembered = HashCache(folder, SMALL)
     found = [f"{name}: was added" for name in known if name not in files and (folder / name).exists()]

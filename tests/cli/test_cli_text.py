@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPTextModel, CLIPTokenizer
 
 import hddm as package
-from hddm.experts.ensemble_folders import KEPT
+from hddm.experts.model_index import KEPT
 from hddm.utils.records import HASHES, MANIFEST
 from tests.artefacts import Command, edit_json
 from tests.checkpoint_files import SD_BETAS, converted, pipeline, text_unet

@@ -10,20 +10,18 @@ import torch
 import hddm
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.experts.assembly import assemble
-from hddm.experts.assembly_changes import change
-from hddm.experts.ensemble_folders import read_ensemble_facts, read_model_index, read_shift
+from hddm.experts.model_index import read_model_index, read_shift
 from hddm.experts.records import EXPERT_FILE
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.text_encoder import text_encoder_facts
 from hddm.networks.transformers import ExpertTransformer
 from hddm.networks.vae import vae_facts
 from hddm.utils.errors import HddmError
-from hddm.utils.files import sha256_of
-from tests.artefacts import Command, aged, contents, copied, edit_json, variant
+from tests.artefacts import Command, contents, copied, edit_json, variant
 from tests.checkpoint_files import facts_of
 from tests.component_files import write_clip, write_vae
 from tests.conftest import Trio
-from tests.ensemble_files import FLOW, load_ensemble
+from tests.ensemble_files import FLOW, derived, edit_members, load_ensemble
 
 VAE = {"kind": "AutoencoderKL", "fingerprint": "a" * 16, "scale": 0.18215, "shift": 0.0}
 TEXT = {"kind": "CLIPTextModel", "fingerprint": "b" * 16, "tokens": 77, "width": 16}
@@ -58,8 +56,8 @@ def test_experts_in_any_order_and_number_get_their_outputs_of_the_router(
     for mine, k in zip(some.experts, order, strict=True):
         same = whole.experts[k].velocity(x_t, t, class_labels=labels)
         assert torch.equal(mine.velocity(x_t, t, class_labels=labels), same)
-    recorded = read_ensemble_facts(tmp_path / "some").router_outputs
-    assert recorded == (() if order == (0, 1, 2) else order)
+    recorded = derived(tmp_path / "some").outputs
+    assert recorded == order
 
 
 def test_files_are_the_same_ones_where_the_file_system_allows(trio: Trio, all_three: Path) -> None:
@@ -69,7 +67,7 @@ def test_files_are_the_same_ones_where_the_file_system_allows(trio: Trio, all_th
 
 
 def test_priors_are_counted_from_the_shards(trio: Trio, all_three: Path) -> None:
-    facts = read_ensemble_facts(all_three)
+    facts = derived(all_three)
     shards = [facts_of(folder)["shard"] for folder in trio.experts]
     total = sum(shard["images"] for shard in shards)
     assert facts.prior == pytest.approx([shard["images"] / total for shard in shards])
@@ -86,7 +84,7 @@ def test_a_class_without_images_has_the_prior(trio: Trio, tmp_path: Path) -> Non
         changed.append(variant(trio.experts[k], tmp_path / f"{k}", shard=shard))
     (note,) = assemble(changed, tmp_path / "out", trio.router)
     assert note == "no shard has images of rows; 'draw' takes p(k) for them"
-    facts = read_ensemble_facts(tmp_path / "out")
+    facts = derived(tmp_path / "out")
     assert facts.class_prior == ((0.25, 0.5, 0.25), (0.25, 0.5, 0.25))
 
 
@@ -94,13 +92,13 @@ def test_without_shards_the_prior_is_equal_and_that_is_said(trio: Trio, tmp_path
     lost = variant(trio.experts[1], tmp_path / "lost", shard=None)
     experts = [trio.experts[0], lost, trio.experts[2]]
     notes = assemble(experts, tmp_path / "out", trio.router, "full")
-    given_up = "; the sizes of the other shards are given up; --share EXPERT=0.3 states a part"
-    assert f"{lost}: no shard is recorded, so the prior is equal for all{given_up}" in notes
+    unused = "; the sizes of the other shards are not used; --share EXPERT=0.3 sets a part"
+    assert f"{lost}: no shard is recorded, so p(k) is equal for all{unused}" in notes
     assert f"{lost} records no shard; by its place it is taken for output 1 of the router" in notes
     assert f"{lost}: counts no images by class, so its classes are taken to be equal" in notes
-    facts = read_ensemble_facts(tmp_path / "out")
+    facts = derived(tmp_path / "out")
     assert facts.prior == pytest.approx([1 / 3] * 3)
-    assert facts.router_outputs == ()
+    assert facts.outputs == (0, 1, 2)
 
 
 def test_experts_without_a_shard_must_be_in_the_routers_order_and_number(trio: Trio, tmp_path: Path) -> None:
@@ -120,7 +118,7 @@ def test_the_shift_is_the_common_one(
 ) -> None:
     experts = [variant(e, tmp_path / e.name, shift=s) for e, s in zip(trio.experts, shifts, strict=True)]
     notes = assemble(experts, tmp_path / "out", trio.router)
-    assert read_ensemble_facts(tmp_path / "out").shift == read_shift(tmp_path / "out") == expected
+    assert derived(tmp_path / "out").shift == read_shift(tmp_path / "out") == expected
     assert len(notes) == len(set(shifts)) - 1
     if notes:
         assert notes[0].endswith(f"has 1: 1 ({experts[0]}), 3 ({experts[1]}), 3 ({experts[2]})")
@@ -180,36 +178,6 @@ def test_every_difference_is_told_at_once_a_line_an_expert(trio: Trio, tmp_path:
 def test_an_expert_that_is_named_twice_is_told_so(trio: Trio, tmp_path: Path) -> None:
     first, second = trio.experts[:2]
     assert _refusal([first, second, first], tmp_path / "out") == [f"{first}: is named twice; name it once"]
-
-
-def test_weights_other_than_those_of_an_older_record_are_refused(trio: Trio, tmp_path: Path) -> None:
-    """`tests.utils.test_manifest` has folders of today's format."""
-    old = aged(copied(trio.experts[1], tmp_path))
-    content = bytearray((old / WEIGHTS).read_bytes())
-    content[-1] ^= 1
-    (old / WEIGHTS).write_bytes(content)
-    found, stated = (sha256_of(folder / WEIGHTS) for folder in (old, trio.experts[1]))
-    line = (
-        f"{old}: its weights have SHA-256 {found[:16]}…, and expert.json says {stated[:16]}…; copy the "
-        "expert again from where it was trained, or train it anew"
-    )
-    assemble([trio.experts[0]], tmp_path / "one", trio.router)
-    before = contents(tmp_path)
-    for write in (
-        lambda: assemble([trio.experts[0], old], tmp_path / "out"),
-        lambda: change(tmp_path / "one", add=[old]),
-    ):
-        with pytest.raises(HddmError, match="files are not those that were written with them") as caught:
-            write()
-        assert caught.value.details == (line,)
-    assert contents(tmp_path) == before
-    edit_json(old / EXPERT_FILE, weights_sha256=None)
-    assemble([trio.experts[0], old], tmp_path / "without_hash")
-    edit_json(old / EXPERT_FILE, weights_sha256=stated)
-    (old / WEIGHTS).unlink()
-    with pytest.raises(HddmError) as caught:
-        assemble([trio.experts[0], old], tmp_path / "out")
-    assert caught.value.details[0].startswith(f"{old}: its weights are not there, and expert")
 
 
 def test_what_is_not_recorded_is_no_difference_but_said(trio: Trio, tmp_path: Path) -> None:
@@ -325,20 +293,16 @@ def test_the_command_line_prints_notes_and_escapes_names(trio: Trio, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("changes", "line"),
+    ("outputs", "line"),
     [
-        ({"router_outputs": [1, 0, 2]}, "experts/0: was trained on the shard of output 0 of router, not 1"),
-        (
-            {"experts": ["experts/0", "experts/1"], "names": [], "prior": [0.5, 0.5], "class_prior": []},
-            "router: has 3 outputs, not 2",
-        ),
-        ({"router_outputs": [0, 1, 3]}, "router: has outputs 0 to 2, and the ensemble takes [3]"),
+        ([1, 0, 2], "experts/0: was trained on the shard of output 0 of router, not 1"),
+        ([0, 1, 3], "router: has outputs 0 to 2, and the ensemble takes [3]"),
     ],
     ids=str,
 )
-def test_swapped_parts_are_told(changes: dict[str, Any], line: str, all_three: Path, tmp_path: Path) -> None:
+def test_swapped_parts_are_told(outputs: list[int], line: str, all_three: Path, tmp_path: Path) -> None:
     folder = copied(all_three, tmp_path)
-    edit_json(folder / "ensemble.json", **changes)
+    edit_members(folder, output=outputs)
     with pytest.raises(HddmError) as caught:
         hddm.load(folder)
     assert line in str(caught.value)

@@ -10,15 +10,16 @@ import torch
 
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.experts.assembly import assemble
-from hddm.experts.assembly_changes import change
-from hddm.experts.ensemble_folders import KEPT, read_ensemble_facts
+from hddm.experts.changes import change
+from hddm.experts.ensemble_folders import read_ensemble_facts
+from hddm.experts.model_index import KEPT
 from hddm.experts.records import EXPERT_FILE, read_router, save_expert, save_router
 from hddm.networks.folders import WEIGHTS
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.errors import HddmError
 from tests.artefacts import Command, contents, edit_json, largest_file, variant
 from tests.conftest import Trio
-from tests.ensemble_files import flow_expert, load_ensemble, random_router, write_text
+from tests.ensemble_files import derived, edit_members, flow_expert, load_ensemble, random_router, write_text
 
 X = torch.randn(5, 1, 4, 4, generator=torch.Generator().manual_seed(1))
 TIMES = torch.tensor([0.02, 0.3, 0.6, 0.9, 1.0])
@@ -43,7 +44,7 @@ def test_removing_an_expert_equals_assembling_without_it(trio: Trio, whole: Path
     after = load_ensemble(whole)
     torch.testing.assert_close(after.router(X, TIMES), of_all / of_all.sum(1, keepdim=True))
     # Of a class, experts have p(k | x_t) p(k | class) / p(k); the label 2 stands for none.
-    facts = read_ensemble_facts(whole)
+    facts = derived(whole)
     of_class = torch.tensor([*facts.class_prior, facts.prior])[labels["class_labels"]]
     weights = of_all * of_class / torch.tensor(facts.prior)
     expected = ((weights / weights.sum(1, keepdim=True))[..., None, None, None] * parts).sum(1)
@@ -54,9 +55,9 @@ def test_experts_that_go_and_come_keep_their_router_outputs(trio: Trio, whole: P
     """What comes back is found by its shard."""
     change(whole, remove=[0])
     change(whole, remove=["0"])
-    assert read_ensemble_facts(whole).router_outputs == (2,)
+    assert derived(whole).outputs == (2,)
     assert change(whole, add=trio.experts[:2]) == ()
-    assert read_ensemble_facts(whole).router_outputs == (2, 0, 1)
+    assert derived(whole).outputs == (2, 0, 1)
     assemble([trio.experts[k] for k in (2, 0, 1)], tmp_path / "same", trio.router, "full")
     assert contents(whole) == contents(tmp_path / "same")
 
@@ -64,22 +65,21 @@ def test_experts_that_go_and_come_keep_their_router_outputs(trio: Trio, whole: P
 def test_experts_without_a_shard_record_keep_their_outputs(trio: Trio, whole: Path) -> None:
     for k in range(3):
         edit_json(whole / "experts" / str(k) / EXPERT_FILE, shard=None)
-    edit_json(whole / "ensemble.json", prior=[0.5, 0.3, 0.2])
-    notes = change(whole, remove=[0])
-    facts = read_ensemble_facts(whole)
-    assert facts.router_outputs == (1, 2)
+    edit_members(whole, share=[0.5, 0.3, 0.2], output=[0, 1, 2])
+    change(whole, remove=[0])
+    facts = derived(whole)
+    assert facts.outputs == (1, 2)
     assert facts.prior == pytest.approx([0.6, 0.4])
-    assert any("so the prior keeps its proportions" in note for note in notes)
+    edit_members(whole, share=[None, None])
     lost = variant(trio.experts[0], whole.parent / "lost", shard=None)
     told = f"the router does not know the shard of {lost} and is set aside; the experts' moments route"
     assert told in change(whole, add=[lost])
     # The router knows the others by their places, and comes back for them.
-    facts = read_ensemble_facts(whole)
-    assert (facts.router, facts.router_aside, facts.aside_outputs) == (None, "router", (1, 2, None))
+    assert (derived(whole).router, (whole / "router").is_dir()) == ("moments", True)
     change(whole, remove=[0])
     change(whole, remove=[1])
-    facts = read_ensemble_facts(whole)
-    assert (facts.router, facts.router_outputs, facts.aside_outputs) == ("router", (2,), ())
+    facts = derived(whole)
+    assert (facts.router, facts.outputs) == ("router", (2,))
 
 
 def test_an_expert_of_an_unknown_shard_needs_another_router(trio: Trio, whole: Path, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_an_expert_of_an_unknown_shard_needs_another_router(trio: Trio, whole: P
     assert line.endswith("train a router on all shards and pass it with --router")
     assert contents(whole) == before
     change(whole, add=[trio.experts[2]], router=trio.router)
-    assert read_ensemble_facts(whole).router_outputs == ()
+    assert derived(whole).outputs == (0, 1, 2)
     assert len(load_ensemble(whole).experts) == 3
 
 
@@ -116,7 +116,7 @@ def test_two_experts_never_get_one_output_of_the_router(trio: Trio, tmp_path: Pa
     )
     assert contents(whole) == before
     change(whole, remove=[1], add=[trio.experts[1]])
-    assert read_ensemble_facts(whole).router_outputs == (0, 2, 1)
+    assert derived(whole).outputs == (0, 2, 1)
 
 
 def test_strategy_shift_and_papers_stay(trio: Trio, whole: Path) -> None:
@@ -125,7 +125,7 @@ def test_strategy_shift_and_papers_stay(trio: Trio, whole: Path) -> None:
     edit_json(whole / "ensemble.json", shift=2.0, strategy="nucleus-0.9")
     edit_json(whole / "scheduler" / "scheduler_config.json", shift=2.0)
     change(whole, remove=[0])
-    facts = read_ensemble_facts(whole)
+    facts = derived(whole)
     assert (facts.shift, facts.strategy) == (2.0, "nucleus-0.9")
     assert (whole / "notes" / "a.txt").read_text() == "mine"
 
@@ -138,28 +138,25 @@ def test_experts_keep_their_names(trio: Trio, tmp_path: Path, hddm: Command) -> 
     )
     three, two = tmp_path / "three", tmp_path / "two"
     assemble([mine, other, theirs], three)
-    assert read_ensemble_facts(three).names == ("mine", "7", "theirs")
+    assert derived(three).names == ("mine", "7", "theirs")
     code, out, _ = hddm("assemble", three, "--remove", "mine", "--share", "theirs=0.25")
     assert code == 0
     assert "note: removed experts/0 (mine)\n" in out
     assert "\nshares: experts/0 (7) 0.75, experts/1 (theirs) 0.25\n" in out
     assert "\nnames: 7, theirs\n" in hddm("inspect", three)[1]
     HDDMPipeline.from_pretrained(three, experts=[1]).save_pretrained(tmp_path / "one")
-    assert read_ensemble_facts(tmp_path / "one").names == ("theirs",)
+    assert derived(tmp_path / "one").names == ("theirs",)
     assemble([three / "experts/1", mine], two)
-    assert read_ensemble_facts(two).names == ("theirs", "mine")
+    assert derived(two).names == ("theirs", "mine")
     # What a new expert has in common with an old one does not name one of them.
     with pytest.raises(HddmError, match=r"share theirs: names 2 experts; .*two/experts/0 \(theirs\), "):
         change(two, add=[variant(other, tmp_path / "new" / "theirs")], share={"theirs": 0.5})
     # A number is an index, and no name.
     with pytest.raises(HddmError, match="remove 7: names no expert"):
         change(three, remove=["7"])
-    edit_json(three / "ensemble.json", names=["mine"])
-    with pytest.raises(HddmError, match="names must be of 2 experts, not 1"):
-        read_ensemble_facts(three)
-    # Folders of before have none.
-    edit_json(three / "ensemble.json", names=[])
-    assert read_ensemble_facts(three).labels == ("experts/0", "experts/1")
+    # A name may be missing.
+    edit_members(three, name=[None, None])
+    assert read_ensemble_facts(three).names == ["experts/0", "experts/1"]
 
 
 def test_components_stay(tmp_path: Path) -> None:
@@ -173,11 +170,11 @@ def test_a_new_folder_leaves_the_old_one_alone(whole: Path, tmp_path: Path) -> N
     before = contents(whole)
     change(whole, remove=[0], out=tmp_path / "new")
     assert contents(whole) == before
-    assert len(read_ensemble_facts(tmp_path / "new").experts) == 2
+    assert len(derived(tmp_path / "new").names) == 2
     with pytest.raises(HddmError, match="overwrite=True"):
         change(whole, remove=[1], out=tmp_path / "new")
     change(whole, remove=[0, 1], out=tmp_path / "new", overwrite=True)
-    assert len(read_ensemble_facts(tmp_path / "new").experts) == 1
+    assert len(derived(tmp_path / "new").names) == 1
     assert (whole / "experts/2" / WEIGHTS).samefile(tmp_path / "new" / "experts/0" / WEIGHTS)
     with pytest.raises(HddmError, match=r"lies in .*whole, which is to become part of it"):
         change(whole, remove=[0], out=whole / "notes" / "new")
@@ -188,7 +185,7 @@ def test_a_link_to_an_ensemble_stays_a_link(whole: Path, tmp_path: Path) -> None
     (tmp_path / "link").symlink_to(whole)
     change(tmp_path / "link", remove=[0])
     assert (tmp_path / "link").is_symlink()
-    assert len(read_ensemble_facts(whole).experts) == 2
+    assert len(derived(whole).names) == 2
 
 
 def test_what_a_link_leads_to_does_not_become_part_of_it(whole: Path, tmp_path: Path) -> None:
@@ -228,7 +225,8 @@ def test_experts_and_a_router_under_other_names_do_not_stay_behind(whole: Path) 
     (whole / "experts").rename(whole / "parts")
     (whole / "router").rename(whole / "asked")
     (whole / "parts" / "LICENSE").write_text("mine")
-    edit_json(whole / "ensemble.json", experts=[f"parts/{k}" for k in range(3)], router="asked")
+    edit_members(whole, folder=[f"parts/{k}" for k in range(3)])
+    edit_json(whole / "ensemble.json", router="asked")
     change(whole, remove=["parts/0"])
     assert sorted(path.name for path in (whole / "parts").rglob("*")) == ["LICENSE"]
     assert not (whole / "asked").exists()
@@ -290,7 +288,7 @@ def test_an_expert_of_another_size_or_latent_space_is_added_only_when_that_is_as
             assert (code, "--allow-mixed-sizes" in err) == (1, True)
             assert contents(ensemble) == before
         change(ensemble, add=[tmp_path / str(added)], allow_mixed_sizes=is_other)
-        assert len(read_ensemble_facts(ensemble).experts) == 2
+        assert len(derived(ensemble).names) == 2
         change(ensemble, add=[tmp_path / str(first)], remove=[0, 1])
 
 
@@ -307,10 +305,10 @@ def test_the_command_line_changes_an_ensemble(trio: Trio, whole: Path, tmp_path:
     ]
     code, out, err = hddm("assemble", whole, "--add", trio.experts[2], "--out", tmp_path / "new")
     assert (code, err) == (0, "")
-    assert read_ensemble_facts(tmp_path / "new").router_outputs == (1, 2)
-    assert len(read_ensemble_facts(whole).experts) == 1
+    assert derived(tmp_path / "new").outputs == (1, 2)
+    assert len(derived(whole).names) == 1
     assert hddm("assemble", whole, "--strategy", "draw")[0] == 0
-    assert read_ensemble_facts(whole).strategy == "draw"
+    assert derived(whole).strategy == "draw"
     assert "nothing to change" in hddm("assemble", whole)[2]
     assert hddm("assemble", whole, trio.experts[0], "--add", trio.experts[2])[0] == 2
     assert hddm("assemble", trio.experts[0])[0] == 2

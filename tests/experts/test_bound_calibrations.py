@@ -9,17 +9,14 @@ import pytest
 from hddm.calibration import FILE_NAME, Calibration
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import Conversion, plan
-from hddm.experts.assembly import assemble
-from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord, foreign_files
+from hddm.experts.records import foreign_files
 from hddm.training.calibrate import recalibrate
 from hddm.training.continuation import continue_expert
 from hddm.training.verify import verify_expert
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json, restore, sha256_of
-from hddm.utils.records import MANIFEST, read_record
-from tests.artefacts import Command, aged, contents, copied, edit_json, expert_settings
-from tests.checkpoint_files import facts_of
-from tests.conftest import Trio
+from hddm.utils.records import MANIFEST
+from tests.artefacts import contents, copied, edit_json, expert_settings
 
 
 def _bound(folder: Path) -> bool:
@@ -38,53 +35,14 @@ def test_all_that_calibrates_records_the_hash(shards: Path, ddpm_expert: Path, t
         assert _bound(folder)
 
 
-@pytest.mark.parametrize("how", ["missing", "another's", "another's, without a hash"])
-def test_only_its_own_calibration_is_accepted(how: str, trio: Trio, tmp_path: Path, hddm: Command) -> None:
-    """In folders of older versions; `tests.utils.test_manifest` has those of today."""
-    first, second, _ = trio.experts
-    spoilt = aged(copied(second, tmp_path), **({"calibration_sha256": None} if "without" in how else {}))
-    if "without" in how:
-        verdict = verify_expert(spoilt)
-        assert verdict.accepted
-        assert "holds no hash of the calibration" in verdict.notes[1]
-    (spoilt / FILE_NAME).unlink()
-    if how != "missing":
-        shutil.copyfile(first / FILE_NAME, spoilt / FILE_NAME)
-    mine, other = (sha256_of(folder / FILE_NAME)[:16] for folder in (second, first))
-    there = "is not there" if how == "missing" else f"has SHA-256 {other}…"
-    if "without" in how:
-        mine, other = (facts_of(folder)["shard"]["hash"][:16] for folder in (second, first))
-        there = f"is of shard {other}…"
-    remedy = f"hddm calibrate {spoilt} --data SHARD fits its own"
-    line = f"its calibration {there}, and expert.json says {mine}…; {remedy}"
-    verdict = verify_expert(spoilt, trio.shards / "shard_1")
-    assert (verdict.problems, verdict.denoising) == ((line,), None)
-    assert not any(FILE_NAME in note for note in verdict.notes)
-    before = contents(tmp_path)
-    code, _, err = hddm("assemble", first, spoilt, "--out", tmp_path / "out")
-    assert code == 1
-    assert err.splitlines() == [
-        "hddm: files are not those that were written with them, and nothing was written:",
-        f"  {spoilt}: {line}",
-    ]
-    assert contents(tmp_path) == before
-    recalibrate(spoilt, trio.shards / "shard_1")
-    assert verify_expert(spoilt).accepted
-    assemble([first, spoilt], tmp_path / "out")
-
-
 def test_no_conversion_takes_over_a_calibration(ddpm_expert: Path, flow_expert: Path, tmp_path: Path) -> None:
-    expert, old = copied(ddpm_expert, tmp_path), aged(copied(ddpm_expert, tmp_path / "old"))
-    for folder, message in (
-        (expert, rf"is not what was written, by its manifest\.json(?s:.*){FILE_NAME}: has changed"),
-        (old, r"its calibration has SHA-256 .*; nothing was written"),
-    ):
-        shutil.copyfile(flow_expert / FILE_NAME, folder / FILE_NAME)
-        before = contents(tmp_path)
-        with pytest.raises(HddmError, match=message):
-            write(plan(folder, Conversion()), tmp_path / "out")
-        assert contents(tmp_path) == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([expert.name, "old"])
+    expert = copied(ddpm_expert, tmp_path)
+    shutil.copyfile(flow_expert / FILE_NAME, expert / FILE_NAME)
+    before = contents(tmp_path)
+    message = rf"is not what was written, by its manifest\.json(?s:.*){FILE_NAME}: has changed"
+    with pytest.raises(HddmError, match=message):
+        write(plan(expert, Conversion()), tmp_path / "out")
+    assert contents(tmp_path) == before
 
 
 def _dies_at(count: int, is_done: bool, expert: Path, shard: Path) -> bool:
@@ -125,8 +83,7 @@ def test_a_calibrating_that_is_killed_leaves_the_old_expert_or_the_new_one(
         again = Path(shutil.copytree(expert.parent, tmp_path / f"{count}-again")) / expert.name
         restore(expert)
         found.append(wholes.index(contents(expert)))
-        facts = read_record(expert / EXPERT_FILE, ExpertRecord, FORMAT)
-        assert foreign_files(expert, facts, sha256_of) == ()
+        assert foreign_files(expert, sha256_of) == ()
         assert Calibration.load(expert) is not None
         # Without `restore`, the next one puts it back.
         recalibrate(again, shards / "shard_0", seed=8)

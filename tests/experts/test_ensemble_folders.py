@@ -11,8 +11,7 @@ import hddm
 from hddm.checkpoints.inspect_models import inspect_model
 from hddm.ensemble import Ensemble
 from hddm.experts.assembly import assemble
-from hddm.experts.assembly_changes import change
-from hddm.experts.ensemble_folders import read_ensemble_facts, write_ensemble_records
+from hddm.experts.changes import change
 from hddm.experts.records import EXPERT_FILE, read_router
 from hddm.networks.folders import WEIGHTS
 from hddm.pipelines.samples import SampleSettings, sample_to_folder
@@ -58,7 +57,9 @@ def test_an_ensemble_is_replaced_only_when_asked(ddpm_expert: Path, ensemble: Pa
     assert contents(out) == before
     assemble([ddpm_expert], out, overwrite=True)
     assert not (out / "experts" / "1").exists()
-    assert json.loads((out / "ensemble.json").read_text())["experts"] == ["experts/0"]
+    assert json.loads((out / "ensemble.json").read_text())["experts"] == [
+        {"folder": "experts/0", "name": "ddpm"}
+    ]
 
 
 def test_an_ensemble_shows_what_it_is_made_of(ensemble: Path) -> None:
@@ -87,7 +88,8 @@ def test_a_way_out_of_the_ensemble_is_refused_before_anything_is_opened(
         (folder / part / WEIGHTS).symlink_to(outside / WEIGHTS)
     else:
         part = str(outside) if way == "absolute" else "../outside"
-        edit_json(folder / "ensemble.json", **{key: part if key == "router" else ["experts/0", part]})
+        members = [{"folder": "experts/0"}, {"folder": part}]
+        edit_json(folder / "ensemble.json", **{key: part if key == "router" else members})
     (folder / "experts" / "0" / EXPERT_FILE).write_text("spoilt")
     with pytest.raises(HddmError, match="outside the folder; refused") as caught:
         hddm.load(folder)
@@ -103,22 +105,22 @@ def test_a_link_inside_the_enclosing_hub_cache_is_followed(ensemble: Path, tmp_p
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"experts": ["experts/0", "../flow"]}, "names '../flow', outside the folder"),
+        (
+            {"experts": [{"folder": "experts/0"}, {"folder": "../flow"}]},
+            "names '../flow', outside the folder",
+        ),
         ({"router": "/etc"}, "names '/etc', outside the folder"),
         ({"experts": []}, "key 'experts'"),
+        ({"experts": ["experts/0"]}, "key 'experts.0'"),
         ({"strategie": "full"}, "unknown key 'strategie'; did you mean 'strategy'?"),
-        ({"format": "2.0"}, "format 2.0 is newer"),
+        ({"format": "3.0"}, "format 3.0 is newer"),
+        ({"format": "1.5"}, "format 1.5 is no longer read; assemble it anew from its parts: hddm a"),
         ({"strategy": "top-3"}, "ensemble.json: top-3 needs 3 experts"),
-        ({"prior": [1.0]}, "prior must be 2"),
-        ({"experts": ["experts/0", "experts/2"]}, "no such file"),
-        ({"prior": [0.5, -0.5]}, "key 'prior.1'"),
-        ({"prior": [0.5, float("nan")]}, "key 'prior.1'"),
-        ({"prior": [0.0, 0.0]}, "prior must be 2 numbers with a positive sum"),
-        ({"class_prior": [[0.5, 0.5], [1.0]]}, "class_prior must be 2 numbers with a positive sum"),
-        ({"router_outputs": [0, 0]}, "router_outputs must be 2 different outputs"),
-        ({"router_outputs": [1]}, "router_outputs must be 2 different outputs"),
-        ({"router_outputs": [0, -1]}, "key 'router_outputs.1'"),
-        ({"router": None, "router_outputs": [0, 1]}, "router_outputs must be 2 different outputs of a rout"),
+        ({"experts": [{"folder": "experts/0"}, {"folder": "experts/2"}]}, "no such file"),
+        ({"experts": [{"folder": "experts/0", "share": -0.5}]}, "key 'experts.0.share'"),
+        ({"experts": [{"folder": "experts/0", "share": 0.0}]}, "prior must be 1 non-negative numbers"),
+        ({"experts": [{"folder": "experts/0", "output": -1}]}, "key 'experts.0.output'"),
+        ({"router": None}, "router is ('hddm', 'RouterTransformer'), and None in ensemble.json"),
         ({"shift": 0.0}, "key 'shift'"),
     ],
     ids=str,
@@ -131,15 +133,8 @@ def test_an_ensemble_that_is_not_understood_is_refused_in_one_line(
     with pytest.raises(HddmError) as caught:
         hddm.load(folder)
     assert message in str(caught.value)
-    assert str(folder) in str(caught.value) or "top-3" in message
+    assert "ensemble.json" in str(caught.value) or "no such file" in message
     assert "\n" not in str(caught.value)
-
-
-def test_records_that_could_not_be_opened_are_not_written(ensemble: Path, tmp_path: Path) -> None:
-    facts = read_ensemble_facts(ensemble).model_copy(update={"router_outputs": (1, 1)})
-    with pytest.raises(HddmError, match="router_outputs must be 2 different outputs"):
-        write_ensemble_records(tmp_path, facts, {})
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_strategy_of_more_experts_than_are_kept_takes_all_of_them(ensemble: Path, tmp_path: Path) -> None:
@@ -210,3 +205,13 @@ def test_a_folder_is_described_without_its_weights(ensemble: Path, ddpm_expert: 
     assert "vae" not in whole["components"]
     with pytest.raises(HddmError, match=r"holds none of expert\.json"):
         inspect_model(shards.parent)
+
+
+def test_the_parts_of_an_older_ensemble_are_assembled_anew(ensemble: Path, tmp_path: Path) -> None:
+    older = copied(ensemble, tmp_path)
+    edit_json(older / "ensemble.json", format="1.5", experts=["experts/0", "experts/1"], prior=[0.5, 0.5])
+    with pytest.raises(HddmError, match="assemble it anew from its parts"):
+        hddm.load(older)
+    assemble([older / "experts" / k for k in "01"], tmp_path / "anew", older / "router", "nucleus-0.9")
+    found, expected = (hddm.sample(hddm.load(one), 3, steps=2) for one in (tmp_path / "anew", ensemble))
+    assert torch.equal(found, expected)

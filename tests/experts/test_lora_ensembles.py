@@ -11,13 +11,12 @@ from torch import Tensor
 
 import hddm
 from hddm.experts.assembly import assemble
-from hddm.experts.assembly_changes import change
-from hddm.experts.ensemble_folders import ENSEMBLE_FILE, read_ensemble_facts
+from hddm.experts.changes import change
 from hddm.experts.lora import ADAPTER_WEIGHTS
 from hddm.networks.folders import WEIGHTS
 from hddm.utils.errors import HddmError
 from hddm.utils.files import sha256_of
-from tests.artefacts import Command, edit_json
+from tests.artefacts import Command
 from tests.checkpoint_files import facts_of
 from tests.ensemble_files import flow_expert
 from tests.lora_files import states, write_adapter, write_base
@@ -57,7 +56,6 @@ def test_adapters_share_one_base(base: Path, adapters: list[Path], out: Path, tm
     sha256 = sha256_of(base / WEIGHTS)
     assert weights == out / "bases" / sha256[:16] / WEIGHTS
     assert weights.stat().st_ino == (base / WEIGHTS).stat().st_ino
-    assert read_ensemble_facts(out).bases == {sha256: f"bases/{sha256[:16]}"}
     copy = Path(shutil.copytree(out, tmp_path / "elsewhere" / "copy"))
     size = sum(path.stat().st_size for path in copy.rglob("*") if path.is_file())
     assert size < 2 * (base / WEIGHTS).stat().st_size
@@ -72,22 +70,20 @@ def test_adapters_take_the_weights_of_their_base(base: Path, adapters: list[Path
     other = write_base(tmp_path / "other", flow_expert(7))
     folders = [adapters[0], base, other, adapters[1]]
     assemble(folders, tmp_path / "out")
-    assert read_ensemble_facts(tmp_path / "out").bases == {sha256_of(base / WEIGHTS): "experts/1"}
+    assert not (tmp_path / "out" / "bases").exists()
     assert len(_files(tmp_path / "out", WEIGHTS)) == 2
     assert torch.equal(_velocities(tmp_path / "out"), _velocities(*folders))
     # Taken out, it leaves its weights behind for those that need them.
     change(tmp_path / "out", remove=["experts/1"])
-    (name,) = read_ensemble_facts(tmp_path / "out").bases.values()
-    assert name.startswith("bases/")
+    assert len(_files(tmp_path / "out" / "bases", WEIGHTS)) == 1
     assert len(_files(tmp_path / "out", WEIGHTS)) == 2
     assert torch.equal(_velocities(tmp_path / "out"), _velocities(adapters[0], other, adapters[1]))
     # Added again, they are taken from it.
     change(tmp_path / "out", add=[adapters[2], base], remove=[0])
-    assert list(read_ensemble_facts(tmp_path / "out").bases.values()) == ["experts/3"]
     assert not (tmp_path / "out" / "bases").exists()
     assert torch.equal(_velocities(tmp_path / "out"), _velocities(other, adapters[1], adapters[2], base))
     change(tmp_path / "out", remove=[1, 2, 3])
-    assert read_ensemble_facts(tmp_path / "out").bases == {}
+    assert not (tmp_path / "out" / "bases").exists()
     assert len(_files(tmp_path / "out", WEIGHTS)) == 1
 
 
@@ -132,15 +128,16 @@ def test_offloaded_adapters_give_the_same_samples(out: Path) -> None:
 
 
 def test_an_ensemble_follows_no_path_out_of_it(base: Path, out: Path) -> None:
-    facts = read_ensemble_facts(out)
-    edit_json(out / ENSEMBLE_FILE, bases={})
-    with pytest.raises(HddmError, match=r"experts/0: is an adapter of base .*not among the given bases: non"):
-        hddm.load(out)
-    edit_json(out / ENSEMBLE_FILE, bases=dict.fromkeys(facts.bases, "../base"))
-    with pytest.raises(HddmError, match=r"names '../base', outside the folder; refused"):
-        hddm.load(out)
-    edit_json(out / ENSEMBLE_FILE, bases=facts.bases)
     (folder,) = (out / "bases").iterdir()
+    folder.rename(out / "away")
+    # Where it was at training it still is, but outside of the ensemble.
+    with pytest.raises(HddmError, match=r"experts/0: is an adapter of base .* holds no diffusion_pytorch"):
+        hddm.load(out)
+    folder.symlink_to(base)
+    with pytest.raises(HddmError, match=r"outside the folder; refused"):
+        hddm.load(out)
+    folder.unlink()
+    (out / "away").rename(folder)
     (folder / WEIGHTS).unlink()
     (folder / WEIGHTS).symlink_to(base / WEIGHTS)
     with pytest.raises(HddmError, match=r"outside the folder; refused"):
@@ -173,4 +170,3 @@ def test_inspect_counts_weights_once(base: Path, adapters: list[Path], tmp_path:
         told = json.loads(out)
         assert code == 0
         assert told["parameters"] == total
-        assert list(told["bases"]) == [sha256_of(base / WEIGHTS)]

@@ -1,21 +1,12 @@
 """``model_index.json``: classes come from a list, and nothing that a folder says runs code."""
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 import hddm
-from hddm.experts.ensemble_folders import (
-    CLASSES,
-    read_ensemble_facts,
-    read_model_index,
-    read_shift,
-    write_model_index,
-    write_scheduler,
-)
+from hddm.experts.model_index import CLASSES, read_model_index, read_shift, write_model_index, write_scheduler
 from hddm.utils.errors import HddmError
 from tests.artefacts import copied, edit_json
 
@@ -76,18 +67,6 @@ def test_anything_else_is_refused_in_one_line_with_file_key_and_value(
     refusal = _refusal(folder)
     assert refusal.startswith(f"{folder / 'model_index.json'}: ")
     assert message in refusal
-
-
-def test_a_folder_of_before_is_read_without_it(folder: Path) -> None:
-    (folder / "model_index.json").unlink()
-    (folder / "manifest.json").unlink()
-    shutil.rmtree(folder / "scheduler")
-    content = json.loads((folder / "ensemble.json").read_text())
-    for key in ("router_outputs", "class_prior", "shift"):
-        del content[key]
-    (folder / "ensemble.json").write_text(json.dumps(content | {"format": "1.1"}))
-    assert read_ensemble_facts(folder).shift == 1.0
-    hddm.load(folder)
 
 
 def test_the_scheduler_is_the_one_of_diffusers(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ import torch
 import hddm
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.data.shard_records import overlap, sketch_of
-from hddm.experts.assembly import MOMENTS_EVIDENCE, ROUTED_STRATEGY, assemble, read_classes
-from hddm.experts.assembly_changes import change
-from hddm.experts.ensemble_folders import read_ensemble_facts
+from hddm.experts.assembly import ROUTED_STRATEGY, assemble
+from hddm.experts.changes import change
+from hddm.experts.choices import read_classes
+from hddm.experts.ensemble_folders import MOMENTS_EVIDENCE
 from hddm.experts.records import read_router
 from hddm.networks.transformers import ExpertTransformer
 from hddm.pipelines.pipeline import HDDMPipeline
@@ -25,7 +26,7 @@ from hddm.utils.records import write_manifest
 from tests.artefacts import Command, contents, edit_json, refusal, variant
 from tests.checkpoint_files import facts_of, randomised
 from tests.conftest import Trio
-from tests.ensemble_files import FLOW, load_ensemble
+from tests.ensemble_files import FLOW, derived, load_ensemble
 
 
 def _owned(trio: Trio, k: int, folder: Path, hash_: str, **changes: Any) -> Path:
@@ -61,7 +62,7 @@ def test_classes_are_joined_by_name_and_each_expert_is_asked_in_its_numbering(
     ours: Path, theirs: Path, tmp_path: Path
 ) -> None:
     assert assemble([ours, theirs], tmp_path / "both") == ()
-    facts = read_ensemble_facts(tmp_path / "both")
+    facts = derived(tmp_path / "both")
     assert facts.classes == ("columns", "rows", "dots")
     assert facts.prior == pytest.approx((0.25, 0.75))
     # Of the 15 columns 9 are ours; rows are ours alone, and dots theirs.
@@ -83,16 +84,12 @@ def test_names_of_another_unicode_form_are_the_same_classes(trio: Trio, tmp_path
     theirs = _owned(trio, 1, tmp_path / "theirs", "b", classes=["dots", decomposed], shard=sizes)
     assemble([ours, theirs], tmp_path / "both")
     assert load_ensemble(tmp_path / "both").classes == (composed, "rows", "dots")
-    facts = read_ensemble_facts(tmp_path / "both")
+    facts = derived(tmp_path / "both")
     assert torch.allclose(torch.tensor(facts.class_prior[0]), torch.tensor([0.75, 0.25]))
     for form in ("NFC", "NFD"):
         file = tmp_path / "names.yaml"
         file.write_text(unicodedata.normalize(form, f"{ours}: {{{composed}: ros\u00e9}}"))
         assert read_classes(file) == {str(ours): {composed: "ros\u00e9"}}
-    # Folders of before have both forms.
-    edit_json(tmp_path / "both/ensemble.json", classes=[composed, decomposed, "dots"])
-    write_manifest(tmp_path / "both")
-    assert "class twice, in two Unicode forms; assemble it anew" in refusal(hddm.load, tmp_path / "both")
 
 
 def test_the_pipeline_draws_of_those_who_know_a_class(ours: Path, theirs: Path, tmp_path: Path) -> None:
@@ -112,10 +109,8 @@ def test_the_pipeline_draws_of_those_who_know_a_class(ours: Path, theirs: Path, 
 def _unconditional(expert: Path) -> Path:
     """The folder, of a network that takes no classes."""
     randomised(ExpertTransformer(**FLOW | {"in_channels": 1}), 0).save_pretrained(expert)
+    (expert / CALIBRATION).unlink()
     edit_json(expert / "expert.json", classes=[], null_class=None, conditions=[])
-    for name in ("manifest.json", CALIBRATION):
-        (expert / name).unlink()
-    edit_json(expert / "expert.json", format="1.3")
     return expert
 
 
@@ -128,7 +123,7 @@ def test_shares_override_sizes(
     shares: dict[str, float], prior: tuple[float, ...], ours: Path, theirs: Path, tmp_path: Path
 ) -> None:
     assert assemble([ours, theirs], tmp_path / "both", share=shares) == ()
-    assert read_ensemble_facts(tmp_path / "both").prior == pytest.approx(prior)
+    assert derived(tmp_path / "both").prior == pytest.approx(prior)
 
 
 @pytest.mark.parametrize(
@@ -157,11 +152,11 @@ def test_shares_stay_when_experts_come_and_go(trio: Trio, ours: Path, theirs: Pa
     third = _owned(trio, 2, tmp_path / "third", "c", shard={"images": 12})
     change(both, add=[third])
     # Theirs and the third divide the rest by size.
-    assert read_ensemble_facts(both).prior == pytest.approx((0.4, 0.45, 0.15))
+    assert derived(both).prior == pytest.approx((0.4, 0.45, 0.15))
     change(both, share={"experts/2": 0.3})
-    assert read_ensemble_facts(both).prior == pytest.approx((0.4, 0.3, 0.3))
+    assert derived(both).prior == pytest.approx((0.4, 0.3, 0.3))
     change(both, remove=[1])
-    assert read_ensemble_facts(both).prior == pytest.approx((4 / 7, 3 / 7))
+    assert derived(both).prior == pytest.approx((4 / 7, 3 / 7))
 
 
 def test_two_experts_of_one_shard_divide_it_by_their_shares(trio: Trio, tmp_path: Path) -> None:
@@ -192,7 +187,7 @@ def test_numbers_are_given_names_by_a_file(ours: Path, theirs: Path, tmp_path: P
     both = tmp_path / "both"
     code, _, err = hddm("assemble", ours, theirs, "--out", both, "--classes", names, "--share", "ours=0.5")
     assert (code, err) == (0, "")
-    facts = read_ensemble_facts(both)
+    facts = derived(both)
     assert facts.classes == ("columns", "rows", "0")
     assert (facts.prior, facts.class_lists) == ((0.5, 0.5), ((), ("0", "columns")))
     # Of ours 9 of 12 images are columns, of theirs 6 of 36.
@@ -200,17 +195,17 @@ def test_numbers_are_given_names_by_a_file(ours: Path, theirs: Path, tmp_path: P
     assert load_ensemble(both).experts[1].classes == ("0", "columns")
     # What was given stays when another expert goes.
     change(both, remove=[0])
-    assert read_ensemble_facts(both).class_lists == (("0", "columns"),)
+    assert derived(both).class_lists == (("0", "columns"),)
     assert contents(theirs) == contents(both / "experts/0")
 
 
 def test_what_an_expert_without_classes_makes_can_be_named(ours: Path, theirs: Path, tmp_path: Path) -> None:
     theirs = _unconditional(theirs)
     notes = assemble([ours, theirs], tmp_path / "both")
-    assert f"{theirs} has no classes, so no class is asked of it; say by --classes what it makes" in notes
-    assert read_ensemble_facts(tmp_path / "both").class_prior == ((1, 0), (1, 0))
+    assert f"{theirs} has no classes, so no class is asked of it; name what it makes by --classes" in notes
+    assert derived(tmp_path / "both").class_prior == ((1, 0), (1, 0))
     assemble([ours, theirs], tmp_path / "named", classes={"theirs": ["dots"]})
-    facts = read_ensemble_facts(tmp_path / "named")
+    facts = derived(tmp_path / "named")
     assert (facts.classes, facts.class_prior) == (("columns", "rows", "dots"), ((1, 0), (1, 0), (0, 1)))
 
 
@@ -250,10 +245,10 @@ def test_classes_of_which_a_file_says_nothing_keep_their_names(
     both, names = tmp_path / "both", tmp_path / "names.yaml"
     names.write_text("theirs: {0: spots}\nours: {columns: rows, rows: columns}\n")
     assert hddm("assemble", ours, theirs, "--out", both, "--classes", names)[0] == 0
-    assert read_ensemble_facts(both).class_lists == (("rows", "columns"), ("spots", "columns"))
+    assert derived(both).class_lists == (("rows", "columns"), ("spots", "columns"))
     names.write_text("theirs: {spots: points}\n")
     assert hddm("assemble", both, "--classes", names)[0] == 0
-    assert read_ensemble_facts(both).class_lists == (("rows", "columns"), ("points", "columns"))
+    assert derived(both).class_lists == (("rows", "columns"), ("points", "columns"))
 
 
 def test_names_are_read_as_they_are_written(tmp_path: Path) -> None:
@@ -279,7 +274,7 @@ def test_a_router_by_moments_needs_no_training(ours: Path, theirs: Path, tmp_pat
     HDDMPipeline.from_ensemble(ensemble).save_pretrained(tmp_path / "saved")
     torch.testing.assert_close(load_ensemble(tmp_path / "saved").weights(x.float(), t), exact)
     change(both, remove=[0])
-    assert read_ensemble_facts(both).moments_evidence == MOMENTS_EVIDENCE
+    assert derived(both).router == "moments"
     (theirs / CALIBRATION).unlink()
     before = contents(both)
     message = refusal(change, both, add=[theirs])
@@ -297,9 +292,8 @@ def test_a_router_is_set_aside_while_there_is_an_expert_that_it_does_not_know(
     notes = change(whole, add=[theirs])
     told = f"the router does not know the shard of {theirs} and is set aside; the experts' moments route"
     assert told in notes
-    facts = read_ensemble_facts(whole)
-    assert (facts.router, facts.router_outputs, len(facts.prior)) == (None, (), 4)
-    assert (facts.router_aside, facts.moments_evidence) == ("router", MOMENTS_EVIDENCE)
+    facts = derived(whole)
+    assert (facts.router, facts.outputs, len(facts.prior)) == ("moments", (), 4)
     after = contents(whole)
     assert {name: after[name] for name in before} == before
     change(whole, strategy="top-1")
@@ -328,9 +322,9 @@ def test_a_router_that_comes_back_is_used_again_where_experts_were_drawn_without
     with pytest.raises(HddmError, match=r"whole.router does not know"):
         change(whole, add=[theirs], strategy=ROUTED_STRATEGY)
     assert any("draw needs none" in note for note in change(whole, add=[theirs]))
-    assert read_ensemble_facts(whole).strategy == "draw"
+    assert derived(whole).strategy == "draw"
     change(whole, remove=[3])
-    facts = read_ensemble_facts(whole)
+    facts = derived(whole)
     assert (facts.router, facts.strategy) == ("router", ROUTED_STRATEGY)
 
 
@@ -361,17 +355,3 @@ def test_experts_record_hashes_of_their_images(trio: Trio) -> None:
     folder = trio.shards / "shard_0"
     entries = json.loads((folder / "manifest.json").read_text())["images"]
     assert facts_of(trio.experts[0])["shard"]["sketch"] == sorted(one["sha256"][:16] for one in entries)
-
-
-def test_folders_of_before_have_no_names_of_classes(trio: Trio, tmp_path: Path) -> None:
-    assemble(trio.experts, tmp_path / "old", trio.router)
-    path = tmp_path / "old" / "ensemble.json"
-    record = json.loads(path.read_text())
-    rows = record["class_prior"]
-    for key in ("classes", "class_lists", "shares", "moments_evidence"):
-        del record[key]
-    path.write_text(json.dumps(record | {"format": "1.3"}))
-    (tmp_path / "old" / "manifest.json").unlink()
-    ensemble = load_ensemble(tmp_path / "old")
-    assert ensemble.class_prior is not None
-    torch.testing.assert_close(ensemble.class_prior, torch.tensor(rows, dtype=torch.float64))

@@ -13,14 +13,13 @@ from torch import Tensor
 import hddm
 from hddm.checkpoints.inspect_models import inspect_model
 from hddm.experts.assembly import assemble
-from hddm.experts.assembly_changes import change
-from hddm.experts.ensemble_folders import read_ensemble_facts
+from hddm.experts.changes import change
 from hddm.experts.records import read_router, save_router
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.routers import MomentsRouter
 from hddm.training.expert import train_expert
 from tests.artefacts import Command, contents, expert_settings, refusal, variant
-from tests.ensemble_files import load_ensemble, random_router
+from tests.ensemble_files import derived, load_ensemble, random_router
 from tests.oracles import relative_error
 
 X = torch.randn(6, 1, 4, 4, generator=torch.Generator().manual_seed(1))
@@ -67,9 +66,7 @@ def _as_one(high: hddm.VelocityField, low: hddm.VelocityField) -> Tensor:
     return torch.cat([low.velocity(X[~LATE], TIMES[~LATE]), high.velocity(X[LATE], TIMES[LATE])])
 
 
-def test_an_expert_records_the_part_of_t_that_it_was_trained_for(
-    pair: list[Path], flow_expert: Path, tmp_path: Path, hddm: Command
-) -> None:
+def test_an_expert_records_the_part_of_t_that_it_was_trained_for(pair: list[Path], hddm: Command) -> None:
     record = json.loads((pair[0] / "expert.json").read_text())
     assert record["noise_range"] == record["training"]["noise_range"] == [0.6, 1.0]
     field = _field(pair[0])
@@ -77,13 +74,6 @@ def test_an_expert_records_the_part_of_t_that_it_was_trained_for(
     assert field.weak is not None
     assert field.weak.noise_range == (0.6, 1.0)
     assert "noise_range: 0.6 … 1\n" in hddm("inspect", pair[0])[1]
-    # Folders of before do not say it.
-    old = variant(flow_expert, tmp_path / "old")
-    content = json.loads((old / "expert.json").read_text())
-    del content["noise_range"]
-    (old / "expert.json").write_text(json.dumps(content | {"format": "1.3"}))
-    (old / "manifest.json").unlink()
-    assert _field(old).noise_range == (0.0, 1.0)
 
 
 def test_one_of_a_pair_is_not_sampled_alone(pair: list[Path], tmp_path: Path, hddm: Command) -> None:
@@ -95,8 +85,8 @@ def test_one_of_a_pair_is_not_sampled_alone(pair: list[Path], tmp_path: Path, hd
 
 
 def test_experts_of_one_shard_are_a_domain_by_themselves(mixed: Path) -> None:
-    facts = read_ensemble_facts(mixed)
-    assert (facts.domains, facts.router_outputs) == ((0, 1, 0), (0, 1, 0))
+    facts = derived(mixed)
+    assert (facts.domains, facts.outputs) == ((0, 1, 0), (0, 1, 0))
     # Both shards have 24 images.
     assert facts.prior == pytest.approx((0.25, 0.5, 0.25))
     model, p = load_ensemble(mixed), _posterior(mixed)
@@ -104,14 +94,14 @@ def test_experts_of_one_shard_are_a_domain_by_themselves(mixed: Path) -> None:
     expected = p[..., :1] * _as_one(high, low) + p[..., 1:] * other.velocity(X, TIMES)
     assert relative_error(model.velocity(X, TIMES), expected) < 1e-5
     described = inspect_model(mixed)
-    assert (described["domains"], described["noise_ranges"]) == ([0, 1, 0], ["0.6:1", "0:1", "0:0.6"])
+    assert (described["domains"], described["noise_ranges"]) == ((0, 1, 0), ["0.6:1", "0:1", "0:0.6"])
 
 
 def test_a_new_process_samples_a_pair_to_the_same_bytes(mixed: Path, tmp_path: Path) -> None:
     """By its folder, and by that of the pipeline of what is in memory."""
     model = load_ensemble(mixed)
     HDDMPipeline.from_ensemble(model).save_pretrained(tmp_path / "again")
-    assert read_ensemble_facts(tmp_path / "again").domains == (0, 1, 0)
+    assert derived(tmp_path / "again").domains == (0, 1, 0)
     expected = []
     for strategy in ("draw", "full"):
         here = hddm.sample(model, 6, 3, 8, strategy=strategy)
@@ -185,7 +175,7 @@ def test_experts_without_a_shard_are_a_domain_where_that_is_said(
     shares = "shares: experts/0 (nameless_high) with experts/1 (nameless_low) 1"
     assert text.startswith(f"{out}: 2 experts, strategy draw\n")
     assert text.endswith(f"\n{shares}\n")
-    assert (read_ensemble_facts(out).domains, read_ensemble_facts(out).prior) == ((0, 0), (0.5, 0.5))
+    assert (derived(out).domains, derived(out).prior) == ((0, 0), (0.5, 0.5))
     model = load_ensemble(out)
     drawn = torch.tensor([0, 1, 0, 1, 0, 1])
     assert torch.equal(model.velocity(X, TIMES, expert=drawn), _as_one(*model.experts))
@@ -214,7 +204,7 @@ def test_a_router_that_records_no_shards_counts_domains(nameless: list[Path], tm
     twins = [variant(one, tmp_path / f"twin_{one.name}") for one in nameless]
     four, domain = [nameless[0], twins[1], twins[0], nameless[1]], [["0", "3"], ["1", "2"]]
     assemble(four, tmp_path / "four", tmp_path / "router", "full", domain=domain)
-    assert read_ensemble_facts(tmp_path / "four").router_outputs == (0, 1, 1, 0)
+    assert derived(tmp_path / "four").outputs == (0, 1, 1, 0)
     model, p = load_ensemble(tmp_path / "four"), _posterior(tmp_path / "four")[:, 0, 0]
     expected = torch.stack([LATE * p[:, 0], ~LATE * p[:, 1], LATE * p[:, 1], ~LATE * p[:, 0]], 1)
     torch.testing.assert_close(model.weights(X, TIMES), expected)
@@ -225,7 +215,7 @@ def test_a_router_by_moments_and_shares_count_a_pair_once(
 ) -> None:
     out = tmp_path / "out"
     assemble([*pair, flow_expert], out, "moments", "full", share={"low": 0.8})
-    facts = read_ensemble_facts(out)
+    facts = derived(out)
     assert facts.prior == pytest.approx((0.4, 0.4, 0.2))
     moments = [one.moments for folder in (pair[0], flow_expert) if (one := _field(folder).calibration)]
     p = MomentsRouter(moments, (0.8, 0.2))(X, TIMES)
@@ -233,9 +223,9 @@ def test_a_router_by_moments_and_shares_count_a_pair_once(
     torch.testing.assert_close(load_ensemble(out).weights(X, TIMES), expected)
     # A share of one of them anew is that of the pair.
     change(out, share={"0": 0.6, "2": 0.4})
-    assert read_ensemble_facts(out).prior == pytest.approx((0.3, 0.3, 0.4))
+    assert derived(out).prior == pytest.approx((0.3, 0.3, 0.4))
     change(out, remove=[2])
-    assert read_ensemble_facts(out).prior == pytest.approx((0.5, 0.5))
+    assert derived(out).prior == pytest.approx((0.5, 0.5))
     message = refusal(assemble, [*pair, flow_expert], tmp_path / "no", share={"high": 0.7, "low": 0.7})
     assert "the shares given sum to 1.4" in message
 
@@ -246,7 +236,7 @@ def test_a_pair_without_a_share_is_routed_all_the_same(
     """As one expert without a share is: the router decides."""
     out = tmp_path / "out"
     assemble([*pair, flow_expert], out, router, "full", share={"high": 0.0, str(flow_expert): 1.0})
-    assert read_ensemble_facts(out).prior == (0.0, 0.0, 1.0)
+    assert derived(out).prior == (0.0, 0.0, 1.0)
     p = _posterior(out)[:, 0, 0]
     expected = torch.stack([LATE * p[:, 0], ~LATE * p[:, 0], p[:, 1]], 1)
     torch.testing.assert_close(load_ensemble(out).weights(X, TIMES), expected)
@@ -256,7 +246,7 @@ def test_a_change_keeps_pairs_whole(mixed: Path, pair: list[Path], shards: Path,
     before = contents(mixed)
     notes = change(mixed, remove=[2], out=tmp_path / "whole")
     assert notes[-2:] == ("removed experts/0 (high)", "removed experts/2 (low)")
-    assert (read_ensemble_facts(tmp_path / "whole").names, contents(mixed)) == (("flow",), before)
+    assert (derived(tmp_path / "whole").names, contents(mixed)) == (("flow",), before)
     assemble(pair, tmp_path / "alone")
     message = refusal(change, tmp_path / "alone", remove=["low"])
     assert "remove takes experts/0 (high), experts/1 (low), and there is no other expert" in message
@@ -266,13 +256,13 @@ def test_a_change_keeps_pairs_whole(mixed: Path, pair: list[Path], shards: Path,
     settings = expert_settings("flow", steps=2, seed=8, noise_range=(0, 0.6))
     train_expert(shards / "shard_0", tmp_path / "newer", settings)
     change(mixed, remove=["experts/2"], add=[tmp_path / "newer"])
-    assert read_ensemble_facts(mixed).domains == (0, 1, 0)
+    assert derived(mixed).domains == (0, 1, 0)
     change(mixed, remove=[2, 0])
-    facts = read_ensemble_facts(mixed)
-    assert (facts.domains, facts.router_outputs, facts.prior) == ((), (1,), (1.0,))
+    facts = derived(mixed)
+    assert (facts.domains, facts.outputs, facts.prior) == ((0,), (1,), (1.0,))
     change(mixed, add=pair)
-    facts = read_ensemble_facts(mixed)
-    assert (facts.domains, facts.router_outputs) == ((0, 1, 1), (1, 0, 0))
+    facts = derived(mixed)
+    assert (facts.domains, facts.outputs) == ((0, 1, 1), (1, 0, 0))
 
 
 def test_a_pair_of_which_one_is_replaced_keeps_its_share(
@@ -280,29 +270,29 @@ def test_a_pair_of_which_one_is_replaced_keeps_its_share(
 ) -> None:
     out, domain = tmp_path / "out", [["0", "1"]]
     assemble([*nameless, flow_expert], out, domain=domain, share={"0": 0.8})
-    assert read_ensemble_facts(out).prior == pytest.approx((0.4, 0.4, 0.2))
+    assert derived(out).prior == pytest.approx((0.4, 0.4, 0.2))
     change(out, remove=[1], add=[nameless[1]], domain=[["0", "nameless_low"]])
-    assert read_ensemble_facts(out).prior == pytest.approx((0.4, 0.2, 0.4))
+    assert derived(out).prior == pytest.approx((0.4, 0.2, 0.4))
     change(out, remove=[0], add=[nameless[0]], domain=[["2", "nameless_high"]], share={"1": 0.5, "2": 0.5})
-    assert read_ensemble_facts(out).prior == pytest.approx((0.5, 0.25, 0.25))
+    assert derived(out).prior == pytest.approx((0.5, 0.25, 0.25))
 
 
 def test_domains_that_were_said_stay(nameless: list[Path], flow_expert: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assemble([flow_expert, *nameless], out, domain=[["nameless_low", "nameless_high"]])
-    assert read_ensemble_facts(out).domains == (0, 1, 1)
+    assert derived(out).domains == (0, 1, 1)
     change(out, remove=[0])
-    assert read_ensemble_facts(out).domains == (0, 0)
+    assert derived(out).domains == (0, 0)
     change(out, add=[flow_expert])
-    assert read_ensemble_facts(out).domains == (0, 0, 2)
+    assert derived(out).domains == (0, 0, 2)
     message = refusal(change, out, remove=[1], add=[nameless[1]])
     assert "so that t in 0:0.6 is missing" in message
     change(out, remove=[1], add=[nameless[1]], domain=[["0", "nameless_low"]])
-    assert read_ensemble_facts(out).domains == (0, 1, 0)
+    assert derived(out).domains == (0, 1, 0)
 
 
 def test_two_domains_of_one_shard_need_shares(pair: list[Path], ddpm_expert: Path, tmp_path: Path) -> None:
     message = refusal(assemble, [*pair, ddpm_expert], tmp_path / "out")
     assert f"{ddpm_expert}: was trained on the same shard" in message
     assemble([*pair, ddpm_expert], tmp_path / "out", share={"high": 0.5, str(ddpm_expert): 0.5})
-    assert read_ensemble_facts(tmp_path / "out").prior == pytest.approx((0.25, 0.25, 0.5))
+    assert derived(tmp_path / "out").prior == pytest.approx((0.25, 0.25, 0.5))

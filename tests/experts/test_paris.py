@@ -10,12 +10,12 @@ from torch import Tensor
 
 import hddm
 from hddm.experts.assembly import assemble
-from hddm.experts.assembly_changes import change
+from hddm.experts.changes import change
 from hddm.experts.paris import expert_arguments, is_paris, paris_experts, paris_router, router_arguments
 from hddm.networks.folders import differences
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.utils.errors import HddmError
-from tests.artefacts import into_hub_cache
+from tests.artefacts import copied, into_hub_cache
 from tests.checkpoint_files import shared_checkpoint
 from tests.component_files import write_clip, write_vae
 from tests.ensemble_files import load_ensemble
@@ -86,7 +86,7 @@ def test_sizes_come_from_shapes_and_the_record_is_that_of_the_release(release: P
     experts = paris_experts(release)
     network, router_record = paris_router(release, experts)
     for config, sizes in (
-        (experts[2].unread.network.config, {"in_channels": 4, "patch_size": 2, **EXPERT}),
+        (experts[2].network.config, {"in_channels": 4, "patch_size": 2, **EXPERT}),
         (network.network.config, {"num_experts": 3, "in_channels": 4, "patch_size": 2, **ROUTER}),
     ):
         assert {key: config[key] for key in sizes} == sizes
@@ -163,7 +163,7 @@ def test_a_release_that_was_saved_can_be_changed(release: Path, tmp_path: Path) 
     assert change(saved, strategy="full") == (
         "no expert records its VAE; that all share one is taken on trust",
         "no expert records its text encoder; that all share one is taken on trust",
-        f"{names}: no shard is recorded, so the prior keeps its proportions",
+        f"{names}: no shard is recorded, so p(k) is equal for all",
     )
     change(saved, remove=["0"])
     kept, given = load_ensemble(saved), {"encoder_hidden_states": PROMPT}
@@ -172,7 +172,7 @@ def test_a_release_that_was_saved_can_be_changed(release: Path, tmp_path: Path) 
     each = torch.stack([expert.velocity(X, T, **given) for expert in whole.experts[1:]], 1)
     torch.testing.assert_close(kept.velocity(X, T, **given), (weights[..., None, None, None] * each).sum(1))
     with pytest.raises(HddmError, match="of a router that records no shards can only be matched by order"):
-        change(saved, add=[saved / "experts" / "0"], out=tmp_path / "more")
+        change(saved, add=[copied(saved / "experts" / "0", tmp_path)], out=tmp_path / "more")
     experts, router_of = [saved / "experts" / k for k in "01"], saved / "router"
     with pytest.raises(HddmError, match="tells 3 shards apart, and there are 2 experts"):
         assemble(experts, tmp_path / "other", router_of)

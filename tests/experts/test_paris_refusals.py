@@ -12,7 +12,7 @@ from torch import Tensor
 
 import hddm
 from hddm.checkpoints.plan import Conversion, open_source
-from hddm.experts.ensemble_folders import SCHEDULER_FILE
+from hddm.experts.model_index import SCHEDULER_FILE
 from hddm.experts.paris import is_paris, paris_experts, paris_router
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.utils.errors import HddmError

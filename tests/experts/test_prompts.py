@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 
 import hddm
 from hddm.experts.assembly import assemble
-from hddm.experts.assembly_changes import change
-from hddm.experts.ensemble_folders import read_ensemble_facts
+from hddm.experts.changes import change
 from hddm.experts.records import Expert, read_expert, save_expert
 from hddm.networks.identity import VaeRecord
 from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer
@@ -30,7 +29,7 @@ from hddm.utils.records import write_manifest
 from tests.artefacts import Command, contents, refusal
 from tests.checkpoint_files import SD_BETAS, converted, pipeline, pixart, text_unet
 from tests.component_files import write_clip, write_t5, write_vae
-from tests.ensemble_files import flow_expert, load_ensemble, pipeline_in_memory, text_experts
+from tests.ensemble_files import derived, flow_expert, load_ensemble, pipeline_in_memory, text_experts
 from tests.lora_files import kohya
 
 STEPS = {"num_inference_steps": 3, "output_type": "pt"}
@@ -109,7 +108,7 @@ def test_a_topic_is_kilobytes_and_reads_back(tmp_path: Path) -> None:
     write_manifest(tmp_path / "both")
     for k, text in enumerate(("dog", "a cat")):
         describe_topic(tmp_path / "both" / "experts" / str(k), text=text)
-        assert read_ensemble_facts(tmp_path / "both").topics == (0 if k else None)
+        assert derived(tmp_path / "both").topics == (0 if k else None)
     swapped = HDDMPipeline.from_pretrained(tmp_path / "both").encode(["a cat", "dog"])
     assert swapped.prior.argmax(1).tolist() == [1, 0]
     pipe.save_pretrained(tmp_path / "saved")
@@ -147,8 +146,8 @@ def test_each_expert_reads_a_prompt_by_its_own_text_encoder(
 ) -> None:
     sd, px = _converted(two_encoders, tmp_path, hddm)
     assemble([sd, px], tmp_path / "both")
-    facts = read_ensemble_facts(tmp_path / "both")
-    assert (facts.texts, facts.vaes, facts.topics) == ((0, 1), (), None)
+    facts = derived(tmp_path / "both")
+    assert (facts.texts, facts.vaes, facts.topics) == ((0, 1), (0, 0), None)
     assert not (tmp_path / "both" / "vae_2").exists()
     pipe = HDDMPipeline.from_pretrained(tmp_path / "both")
     prompts = ["a cat", "two dogs"]
@@ -175,7 +174,7 @@ def test_each_expert_reads_a_prompt_by_its_own_text_encoder(
     assert torch.equal(torch.load(tmp_path / "images.pt"), drawn.images)
     # Without T5's expert the folder is that of one text encoder again.
     change(tmp_path / "both", remove=[1])
-    assert read_ensemble_facts(tmp_path / "both").texts == ()
+    assert derived(tmp_path / "both").texts == (0,)
     assert not (tmp_path / "both" / "text_encoder_2").exists()
 
 
@@ -202,7 +201,7 @@ def test_topics_of_two_text_encoders_are_refused(two_encoders: Path, tmp_path: P
         notes += assemble([sd, px], tmp_path / f"both_{text}")
         code, out, err = hddm("describe", expert, "--text", text)
         assert (code, out) == (0, f"{expert}: described by 1 captions, {text}\n")
-    assert any(f"since {px} has no topic; say by hddm describe" in note for note in notes)
+    assert any(f"since {px} has no topic; hddm describe makes one" in note for note in notes)
     message = refusal(assemble, [sd, px], tmp_path / "no")
     assert f"{px}: is described by another text encoder than {sd}; describe both by one" in message
     hddm(
@@ -216,7 +215,7 @@ def test_topics_of_two_text_encoders_are_refused(two_encoders: Path, tmp_path: P
         sd / "tokenizer",
     )
     assemble([sd, px], tmp_path / "routed")
-    assert read_ensemble_facts(tmp_path / "routed").topics == 0
+    assert derived(tmp_path / "routed").topics == 0
     code, _, err = hddm(
         "sample",
         tmp_path / "routed",
@@ -356,7 +355,7 @@ def test_experts_of_other_sizes_and_latents_are_drawn_and_decoded_each(tmp_path:
         save_expert(tmp_path / name, expert)
     both = tmp_path / "both"
     notes = assemble([tmp_path / name for name in sizes], both)
-    assert "experts make samples of several kinds, so they are drawn, one a sample, and never mixed" in notes
+    assert "experts make samples of several kinds, so they are drawn, one per sample, and not mixed" in notes
     pipe = HDDMPipeline.from_pretrained(both)
     images = pipe(seed=5, batch_size=8, num_inference_steps=3).images
     widths = {image.width for image in images}
@@ -408,7 +407,7 @@ def test_two_latent_spaces_have_a_vae_each(two_encoders: Path, tmp_path: Path, h
     converted(hddm, other, tmp_path / "b")
     both = tmp_path / "both"
     assemble([tmp_path / "a", tmp_path / "b"], both)
-    assert read_ensemble_facts(both).vaes == (0, 1)
+    assert derived(both).vaes == (0, 1)
     pipe = HDDMPipeline.from_pretrained(both)
     images = pipe(["a cat"] * 6, seed=1, num_inference_steps=2).images
     chosen = {}
@@ -477,9 +476,9 @@ def test_changes_keep_what_experts_have_and_refuse_what_would_mix(
     converted(hddm, source, px)
     both = tmp_path / "both"
     assemble([sd, px], both, **texts)
-    assert read_ensemble_facts(both).texts == (0, 1)
+    assert derived(both).texts == (0, 1)
     change(both, share={"0": 0.3})
-    assert read_ensemble_facts(both).texts == (0, 1)
+    assert derived(both).texts == (0, 1)
     assert (both / "text_encoder_2").exists()
     for k in (0, 1):
         describe_topic(both / "experts" / str(k), text="cats")
@@ -578,10 +577,9 @@ def test_what_two_people_have_becomes_one_ensemble_by_one_command(
     for arguments, number in zip(change_grown, (4, 5), strict=True):
         code, _, error = hddm(*arguments)
         assert code == 0, error
-        assert len(read_ensemble_facts(grown).experts) == number
+        assert len(derived(grown).names) == number
         assert [contents(grown / "experts" / str(k)) for k in range(4)] == held
-    facts = read_ensemble_facts(grown)
-    assert list(facts.bases.values()) == [facts.experts[0]]
+    assert not (grown / "bases").exists()
     again = HDDMPipeline.from_pretrained(grown)
     assert torch.equal(
         again(**asked[1], seed=3, expert=4, **STEPS).images,

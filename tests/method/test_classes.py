@@ -11,7 +11,7 @@ from hddm.sampling import pick_experts, sample
 from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
-from tests.cases import Case, case_named
+from tests.cases import Case, case_named, in_parts
 from tests.oracles import GaussianMixture, OracleNetwork, exact_router, relative_error
 
 SHAPE = (1, 2, 2)
@@ -112,7 +112,7 @@ def test_an_expert_has_no_share_of_a_class_that_it_does_not_know(ensemble: Ensem
 
 def test_counts_by_class_are_in_the_joint_numbering() -> None:
     experts = [_expert("cat", "dog"), _expert("ship", "dog")]
-    ensemble = Ensemble(experts, strategy="draw", class_prior=[[5, 0], [1, 3], [0, 2]])
+    ensemble = Ensemble(in_parts(experts, None, [[5, 0], [1, 3], [0, 2]]), strategy="draw")
     found = ensemble.prior_of(3, {"class_labels": torch.tensor([0, 1, 2])})
     assert torch.allclose(found, torch.tensor([[1, 0], [0.25, 0.75], [0, 1]], dtype=torch.float64))
 
@@ -172,7 +172,7 @@ def test_two_owners_are_the_union_of_their_mixtures() -> None:
         wholes.append(GaussianMixture.union(own, shares))
     # p(k | class): dogs are 0.3 × 0.2 of ours and 0.7 × 0.4 of theirs.
     rows = [[1, 0], [0.06 / 0.34, 0.28 / 0.34], [0, 1]]
-    ensemble = Ensemble(fields, exact_router(wholes, prior), "full", prior, rows)
+    ensemble = Ensemble(in_parts(fields, None, rows), exact_router(wholes, prior), "full", prior)
     low, high = max(one.range[0] for one in fields), min(one.range[1] for one in fields)
     t = torch.linspace(low, high, 60, dtype=torch.float64)
     union = GaussianMixture.union(wholes, prior)

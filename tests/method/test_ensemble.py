@@ -12,7 +12,7 @@ from hddm.expert_use import ExpertUse
 from hddm.sampling import sample
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
-from tests.cases import LINEAR, Case, ConditionSum, case_named, oracle_field
+from tests.cases import LINEAR, Case, ConditionSum, case_named, in_parts, oracle_field
 from tests.oracles import GaussianMixture, exact_router, relative_error
 
 PRIOR = [0.1, 0.4, 0.3, 0.2]
@@ -245,7 +245,8 @@ COUNTS = torch.tensor([[10.0, 0, 0, 0], [0, 30, 0, 0], [0, 10, 30, 0], [0, 0, 0,
 
 
 def _of_classes(strategy: str) -> Ensemble:
-    return Ensemble(_experts([FLOW] * 4), exact_router(SHARDS, PRIOR), strategy, PRIOR, COUNTS)
+    experts = in_parts(_experts([FLOW] * 4), None, COUNTS)
+    return Ensemble(experts, exact_router(SHARDS, PRIOR), strategy, PRIOR)
 
 
 @pytest.mark.parametrize("label", range(4))
@@ -269,13 +270,15 @@ def test_the_null_class_is_routed_as_no_class() -> None:
 
 def test_a_class_whose_shards_the_router_excludes_is_still_made_by_them() -> None:
     experts = [ConditionSum(k).field("class_labels") for k in range(4)]
-    ensemble = Ensemble(experts, _table_router([[0.0, 1.0, 0.0, 0.0]] * 2), "full", PRIOR, COUNTS)
+    ensemble = Ensemble(
+        in_parts(experts, None, COUNTS), _table_router([[0.0, 1.0, 0.0, 0.0]] * 2), "full", PRIOR
+    )
     v = ensemble.velocity(torch.zeros(2, *SHAPE), torch.full((2,), 0.5), class_labels=torch.tensor([0, 2]))
     assert v[:, 0, 0, 0].tolist() == [0 + 0, 1 + 2]
 
 
 def test_sampling_gives_every_sample_its_class_s_experts() -> None:
     experts, use = [ConditionSum().field("class_labels")] * 4, ExpertUse(4)
-    ensemble = Ensemble(experts, lambda x, t: torch.full((len(x), 4), 0.25), "full", class_prior=COUNTS)
+    ensemble = Ensemble(in_parts(experts, None, COUNTS), lambda x, t: torch.full((len(x), 4), 0.25), "full")
     sample(ensemble, 6, steps=3, shape=SHAPE, use=use, class_labels=torch.tensor([0, 0, 1, 1, 0, 1]))
     assert use.shares.tolist() == [0.5, 0.5, 0, 0]

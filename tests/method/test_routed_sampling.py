@@ -19,6 +19,7 @@ from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
 from tests.artefacts import Command
+from tests.cases import in_parts
 
 SHAPE = (1, 2, 2)
 CALLS = {"euler": 1, "heun": 2, "adams-bashforth": 1, "adams-moulton": 1}
@@ -56,9 +57,11 @@ class CountingRouter:
         return (-4 * distance**2).softmax(1)
 
 
-def _ensemble(strategy: str, conditions: tuple[str, ...] = (), **priors: Any) -> Ensemble:
+def _ensemble(
+    strategy: str, conditions: tuple[str, ...] = (), prior: Any = None, class_prior: Any = ()
+) -> Ensemble:
     fields = [Expert(place, conditions).field() for place in (-8.0, 0.0, 8.0)]
-    return Ensemble(fields, CountingRouter(3), strategy, **priors)
+    return Ensemble(in_parts(fields, None, class_prior), CountingRouter(3), strategy, prior)
 
 
 def _arrived(samples: Tensor) -> Tensor:

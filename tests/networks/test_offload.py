@@ -5,6 +5,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +17,13 @@ from torch import Tensor, nn
 import hddm
 from hddm.ensemble import Ensemble
 from hddm.experts.expert_set import ExpertSet
-from hddm.experts.records import UnreadExpert
-from hddm.networks.folders import Unread
+from hddm.experts.records import Expert
 from hddm.networks.offload import Offload, Shelf, StoredNetwork, bring
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import read_safetensors
 from tests.artefacts import copied, seal
+from tests.cases import in_parts
 from tests.ensemble_files import WEIGHTS, flow_expert, write_ensemble
 
 NUM = 4
@@ -147,7 +148,7 @@ class Scales:
         self.most = 0
         self.reads: list[int] = []
 
-    def expert(self, seed: int, noise_range: Sequence[float] = (0, 1), **network: int) -> UnreadExpert:
+    def expert(self, seed: int, noise_range: Sequence[float] = (0, 1), **network: int) -> Expert:
         expert = flow_expert(seed, {"noise_range": noise_range}, **network)
         stored = {name: value.numpy() for name, value in expert.network.state_dict().items()}
 
@@ -158,7 +159,7 @@ class Scales:
             self.most = max(self.most, self.held())
             return {name: torch.from_numpy(array) for name, array in fresh.items()}
 
-        return UnreadExpert(Path(), Unread(expert.network, read), expert.facts)
+        return replace(expert, weights=read, folder=Path())
 
     def held(self) -> int:
         arrays = [one() for one in self.alive]
@@ -185,7 +186,7 @@ def test_of_a_pair_for_parts_of_t_one_is_on_the_device_and_the_switch_comes_once
     parts = [(0.5, 1), (0, 0.5)]
     scales = Scales()
     held = ExpertSet([scales.expert(k, part) for k, part in enumerate(parts)], shelf=Shelf(mode))
-    model, here = Ensemble(held.fields(), strategy=strategy, domains=[0, 0]), []
+    model, here = Ensemble(in_parts(held.fields(), [0, 0]), strategy=strategy), []
     for network in held.stored:
         network.clear()
         network.network.register_forward_pre_hook(lambda *_: here.append(_present(held.stored)))
@@ -201,7 +202,7 @@ def test_with_room_that_was_asked_for_both_of_a_pair_stay() -> None:
     scales = Scales()
     experts = [scales.expert(0, (0.5, 1)), scales.expert(1, (0, 0.5))]
     held = ExpertSet(experts, shelf=Shelf("disk", 10**9))
-    model = Ensemble(held.fields(), strategy="draw", domains=[0, 0])
+    model = Ensemble(in_parts(held.fields(), [0, 0]), strategy="draw")
     for _ in range(2):
         _sampled(model)
     # Each once, however often t comes back to it.
@@ -232,7 +233,7 @@ def test_what_is_fetched_ahead_sends_away_what_is_not_wanted_first() -> None:
 
 
 def test_a_dtype_that_makes_experts_larger_than_the_limit_is_refused() -> None:
-    held = ExpertSet([flow_expert(0).unread(), flow_expert(1).unread()])
+    held = ExpertSet([flow_expert(0), flow_expert(1)])
     size = held.stored[0].size
     held.offload("ram", 2 * size - 1)
     held.shelf.bring(held.stored[0])
@@ -246,7 +247,7 @@ def test_a_dtype_that_makes_experts_larger_than_the_limit_is_refused() -> None:
 
 
 def test_the_least_recently_used_leaves_first() -> None:
-    experts = [flow_expert(seed).unread() for seed in range(NUM)]
+    experts = [flow_expert(seed) for seed in range(NUM)]
     held = ExpertSet(experts, shelf=Shelf("ram", 2 * 10**9))
     held.offload("ram", 3 * held.stored[0].size)
     for network in held.stored:
@@ -264,7 +265,7 @@ def test_the_least_recently_used_leaves_first() -> None:
 
 
 def test_what_is_fetched_ahead_counts_and_leaves_the_one_in_use() -> None:
-    held = ExpertSet([flow_expert(seed).unread() for seed in range(3)])
+    held = ExpertSet([flow_expert(seed) for seed in range(3)])
     size = held.stored[0].size
     one, two, three = held.stored
     for budget, is_fetched in ((size, False), (2 * size - 1, False), (2 * size, True)):
@@ -287,7 +288,7 @@ class Slow:
         expert = flow_expert(seed)
         self.is_begun, self.is_ended = threading.Event(), threading.Event()
         self._stored = {name: value.clone() for name, value in expert.network.state_dict().items()}
-        self.expert = UnreadExpert(Path(), Unread(expert.network, self._read), expert.facts)
+        self.expert = replace(expert, weights=self._read, folder=Path())
 
     def _read(self, dtype: torch.dtype) -> dict[str, Tensor]:
         self.is_begun.set()
@@ -299,9 +300,7 @@ class Slow:
 
 def test_a_dtype_that_changes_while_weights_are_fetched_ahead_is_the_one_they_have() -> None:
     slow = Slow(1)
-    held = ExpertSet(
-        [flow_expert(0).unread(), slow.expert, flow_expert(2).unread()], shelf=Shelf("ram", 10**9)
-    )
+    held = ExpertSet([flow_expert(0), slow.expert, flow_expert(2)], shelf=Shelf("ram", 10**9))
     first, second, third = held.stored
     bring(first, second)
     assert slow.is_begun.wait(10)
@@ -316,7 +315,7 @@ def test_a_dtype_that_changes_while_weights_are_fetched_ahead_is_the_one_they_ha
 
 def test_a_read_that_is_not_wanted_any_more_takes_no_memory_once_it_is_forgotten() -> None:
     slow = Slow(1)
-    held = ExpertSet([flow_expert(0).unread(), slow.expert], shelf=Shelf("disk", 10**9))
+    held = ExpertSet([flow_expert(0), slow.expert], shelf=Shelf("disk", 10**9))
     bring(*held.stored)
     assert slow.is_begun.wait(10)
     held.shelf.forget(held.stored[1])
@@ -378,7 +377,7 @@ def test_what_cannot_be_kept_is_refused(folder: Path) -> None:
         _loaded(folder, "cloud")  # type: ignore[arg-type]
     with pytest.raises(HddmError, match="is one expert"):
         hddm.load(folder / "experts" / "0", offload="disk")
-    held = ExpertSet([flow_expert(0).unread()])
+    held = ExpertSet([flow_expert(0)])
     with pytest.raises(HddmError, match="in memory only; save the ensemble"):
         held.offload("disk")
 

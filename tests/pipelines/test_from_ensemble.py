@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import hddm
 from hddm.experts.assembly import assemble
-from hddm.experts.in_memory import _shares
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.transformers import ExpertTransformer
 from hddm.networks.wrappers import NetworkWrapper
@@ -23,6 +22,7 @@ from hddm.training.fitting import calibrate
 from hddm.utils.files import read_json
 from hddm.velocity import Guidance
 from tests.artefacts import refusal
+from tests.cases import in_parts
 from tests.checkpoint_files import plain_unet, randomised
 from tests.conftest import Trio
 from tests.ensemble_files import (
@@ -158,7 +158,7 @@ def test_an_ensemble_by_hand_is_saved_and_comes_back(tmp_path: Path) -> None:
     record = read_json(tmp_path / "saved" / "experts" / "0" / "expert.json")
     assert record["schedule_source"] == "set in Python"
     assert (record["round_time"], record["objective"], record["weights"]) == (True, "ddpm", "unstated")
-    assert read_json(tmp_path / "saved" / "ensemble.json")["router_outputs"] == [1, 0]
+    assert [one["output"] for one in read_json(tmp_path / "saved" / "ensemble.json")["experts"]] == [1, 0]
 
 
 def test_a_loaded_ensemble_keeps_its_records(trio: Trio, tmp_path: Path) -> None:
@@ -242,16 +242,6 @@ def test_latents_are_decoded_by_the_vae_and_prompts_encoded(tmp_path: Path) -> N
     assert torch.equal(again(**given, output_type="pt").images, whole(**given, output_type="pt").images)
 
 
-def test_a_prior_comes_back_bit_for_bit() -> None:
-    noise = torch.Generator().manual_seed(0)
-    for count in (1, 2, 3, 7, 16):
-        for _ in range(50):
-            given = torch.rand(count, generator=noise, dtype=torch.float64)
-            prior = given / given.sum()
-            again = torch.tensor(_shares(prior), dtype=torch.float64)
-            assert torch.equal(again / again.sum(), prior)
-
-
 class OwnSchedule(CosineSchedule):
     """Takes another's record for its own."""
 
@@ -323,7 +313,7 @@ def test_experts_of_unlike_classes_are_saved_and_asked_by_name(tmp_path: Path) -
     experts = [
         _field(ExpertTransformer(**FLOW | {"num_classes": 2}), classes=names) for names in ("ab", "ca")
     ]
-    ensemble = hddm.Ensemble(experts, strategy="draw", class_prior=[[1, 3], [1, 0], [0, 1]])
+    ensemble = hddm.Ensemble(in_parts(experts, None, [[1, 3], [1, 0], [0, 1]]), strategy="draw")
     _pipeline(ensemble).save_pretrained(tmp_path / "saved")
     loaded = load_ensemble(tmp_path / "saved")
     assert loaded.classes == ("a", "b", "c")

@@ -12,11 +12,18 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 
-from hddm.experts.assembly_changes import change
+from hddm.experts.changes import change
 from hddm.pipelines.card import MARK, licence_of
 from hddm.utils.records import write_manifest
 from tests.artefacts import Command, copied, edit_json, refusal
-from tests.ensemble_files import flow_expert, load_pipeline, pipeline_in_memory, write_ensemble, write_text
+from tests.ensemble_files import (
+    edit_members,
+    flow_expert,
+    load_pipeline,
+    pipeline_in_memory,
+    write_ensemble,
+    write_text,
+)
 from tests.hub import READS_ONLY, TOKEN, Hub, running_hub
 
 NAME = "me/some-ensemble"
@@ -91,7 +98,7 @@ def test_a_pipeline_sends_its_folder_or_what_it_is_now(folder: Path, hub: Hub, t
     assert MARK in sent.pop("README.md").decode()
     assert sent == _files(folder)
     with torch.no_grad():
-        pipe.experts.experts[0].unread.network.pos_embed += 1
+        pipe.experts.experts[0].network.pos_embed += 1
     pipe.push_to_hub("me/changed")
     pipe.ensemble.strategy = "full"
     pipe.push_to_hub("me/full")
@@ -183,18 +190,6 @@ def test_only_what_belongs_to_an_ensemble_is_sent_and_the_rest_is_named(
     assert hub.repos.keys() == {NAME}
 
 
-def test_a_folder_of_before_manifests_is_sent_once_it_has_one(
-    folder: Path, hub: Hub, tmp_path: Path, hddm: Command
-) -> None:
-    old = copied(folder, tmp_path)
-    (old / "manifest.json").unlink()
-    edit_json(old / "ensemble.json", format="1.3")
-    error = hddm("push", old, NAME)[2]
-    assert f"{old}/manifest.json: is not there" in error
-    assert hddm(*error.split(" by hddm ")[1].split())[0] == 0
-    assert hddm("push", old, NAME)[0] == 0
-
-
 @pytest.mark.parametrize(
     ("licences", "front", "name", "first"),
     [
@@ -250,7 +245,7 @@ def test_a_card_is_read_by_hubs_and_says_first_what_is_not_commercial(tmp_path: 
 def test_a_licence_from_elsewhere_stays_within_its_line(folder: Path, tmp_path: Path, hddm: Command) -> None:
     made = copied(folder, tmp_path)
     edit_json(made / "experts/0/expert.json", licence="CC-BY-NC\n\n# Free for all\x07")
-    edit_json(made / "ensemble.json", names=["[mine](http://bad) *x* `y`", "b_c"])
+    edit_members(made, name=["[mine](http://bad) *x* `y`", "b_c"])
     code, out, err = hddm("push", made, NAME, "--dry-run")
     assert (code, err) == (0, "")
     assert re.findall(r"^.*Free for all", out, re.MULTILINE)[0].startswith("note: Non-commercial: experts/0")

@@ -254,6 +254,6 @@ def test_parts_that_contradict_each_other_make_no_pipeline() -> None:
     parts = {"scheduler": pipe.scheduler, "router": random_router(2)[0]}
     with pytest.raises(HddmError, match="needs its router_facts"):
         HDDMPipeline(pipe.experts, **parts)
-    facts = pipe.facts.model_copy(update={"prior": (0.2, 0.3, 0.5)})
-    with pytest.raises(HddmError, match="prior must be 2"):
+    facts = pipe.facts.model_copy(update={"experts": pipe.facts.experts[:1]})
+    with pytest.raises(HddmError, match="the record is of 1 experts, not of 2"):
         HDDMPipeline(pipe.experts, **parts, facts=facts, router_facts=pipe.router_facts)

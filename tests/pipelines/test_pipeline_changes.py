@@ -11,12 +11,10 @@ from safetensors.torch import save_file
 
 import hddm
 from hddm.experts.expert_set import ExpertSet
-from hddm.experts.records import FORMAT
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.sampling import time_grid
 from hddm.utils.errors import HddmError
-from hddm.utils.files import read_json
-from tests.artefacts import Command, edit_json
+from tests.artefacts import Command
 from tests.ensemble_files import flow_expert, load_pipeline, pipeline_in_memory, write_ensemble
 
 LATENT: dict[str, Any] = {"num_inference_steps": 3, "output_type": "latent", "seed": 0}
@@ -37,7 +35,7 @@ def test_a_set_of_experts_leaves_the_networks_that_it_was_made_of_alone() -> Non
     expert = flow_expert(0)
     before = copy.deepcopy(expert.network.state_dict())
     for dtype in (torch.bfloat16, torch.float64):
-        held = ExpertSet([expert.unread()], dtype)
+        held = ExpertSet([expert], dtype)
         held.fields()[0].velocity(torch.zeros(1, 3, 4, 4), torch.tensor([0.5]))
         held.offload("ram")
         after = expert.network.state_dict()
@@ -47,7 +45,7 @@ def test_a_set_of_experts_leaves_the_networks_that_it_was_made_of_alone() -> Non
 
 def test_two_sets_of_one_expert_do_not_take_each_other_s_weights() -> None:
     expert = flow_expert(0)
-    one, two = (ExpertSet([expert.unread()]) for _ in range(2))
+    one, two = (ExpertSet([expert]) for _ in range(2))
     x, t = torch.ones(1, 3, 4, 4), torch.tensor([0.5])
     first = one.fields()[0].velocity(x, t)
     two.fields()[0].velocity(x, t)
@@ -111,15 +109,6 @@ def test_a_limit_of_memory_holds_in_another_dtype(tmp_path: Path) -> None:
         pipe.to(torch.float64)
     with pytest.raises(HddmError, match="router, VAE and text encoder alone take"):
         HDDMPipeline.from_pretrained(folder, offload="disk", max_memory=router)
-
-
-def test_records_are_written_in_the_format_of_what_they_hold(tmp_path: Path) -> None:
-    folder = write_ensemble(tmp_path / "e", [flow_expert(0), flow_expert(1)])
-    records = ("experts/0/expert.json", "ensemble.json")
-    for name in records:
-        edit_json(folder / name, format="1.0")
-    HDDMPipeline.from_pretrained(folder).save_pretrained(tmp_path / "saved")
-    assert [read_json(tmp_path / "saved" / name)["format"] for name in records] == [FORMAT] * 2
 
 
 def test_negative_conditions_of_any_keyword_reach_the_negative_branch() -> None:

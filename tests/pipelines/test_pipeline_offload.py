@@ -25,7 +25,7 @@ class Parts(Offloading):
     """What of a pipeline comes and goes."""
 
     def __init__(self) -> None:
-        self.experts = ExpertSet([flow_expert(seed).unread() for seed in range(2)])
+        self.experts = ExpertSet([flow_expert(seed) for seed in range(2)])
         self.router, _ = random_router(2)
         self.vae, self.text_encoder = Traveller(), Traveller()
 

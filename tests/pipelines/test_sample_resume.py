@@ -11,7 +11,8 @@ import pytest
 from hddm.pipelines import samples
 from hddm.utils.files import sha256_of
 from hddm_cli.app import app
-from tests.artefacts import Command, contents, copied, edit_json, largest_file
+from tests.artefacts import Command, contents, copied, largest_file
+from tests.ensemble_files import edit_members
 
 OPTIONS = ("--num-images", "10", "--steps", "2", "--batch-size", "4", "--strategy", "draw", "--start", "3")
 
@@ -121,7 +122,7 @@ def test_only_the_same_images_of_the_same_model_are_resumed(
     interrupted: Path, ensemble: Path, tmp_path: Path, hddm: Command
 ) -> None:
     changed = copied(ensemble, tmp_path / "other")
-    edit_json(changed / "ensemble.json", prior=[1, 3])
+    edit_members(changed, share=[1, 3])
     for source, given, line in (
         (ensemble, ["--seed", 1], "seed: 0 there, 1 now"),
         (ensemble, ["--steps", 3], "steps: 2 there, 3 now"),

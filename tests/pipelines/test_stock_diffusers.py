@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hddm.experts.assembly import PIPELINE_CODE, PIPELINE_FILE, assemble
-from hddm.experts.assembly_changes import change
+from hddm.experts.changes import change
 from hddm.utils.files import sha256_of
 from hddm.utils.records import MANIFEST
 from tests.artefacts import Command, contents

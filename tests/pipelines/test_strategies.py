@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 from hddm.experts.assembly import ROUTED_STRATEGY, assemble
-from hddm.experts.assembly_changes import change
-from hddm.experts.ensemble_folders import read_ensemble_facts
+from hddm.experts.changes import change
 from tests.artefacts import Command, copied
+from tests.ensemble_files import derived
 
 
 def test_strategies_are_measured_alike_and_the_best_is_stored(
@@ -24,7 +24,7 @@ def test_strategies_are_measured_alike_and_the_best_is_stored(
     made = (out / "top-1.json").stat().st_mtime_ns
     code, shown, err = hddm(*call, "--allow-few", "--out", out, "--store")
     assert (code, (out / "top-1.json").stat().st_mtime_ns) == (0, made)
-    assert read_ensemble_facts(own).strategy == best
+    assert derived(own).strategy == best
     other = [*call, "--allow-few", "--out", out, "--held-out", images]
     code, _, err = hddm(*other)
     assert (code, f"{out}: holds results of other settings" in err, "held_out: null there" in err) == (
@@ -44,7 +44,7 @@ def test_a_learned_router_is_used_unless_another_strategy_is_named(
     experts = [ddpm_expert, flow_expert]
 
     def recommended(name: str) -> str:
-        return read_ensemble_facts(tmp_path / name).strategy
+        return derived(tmp_path / name).strategy
 
     assemble(experts, tmp_path / "routed", router)
     assemble(experts, tmp_path / "drawn")

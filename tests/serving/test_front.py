@@ -89,7 +89,7 @@ class Handle:
 
 def front_of(folder: Path, deaths: int = 0, token: str | None = None, **limits: Any) -> Front:
     bounds = Limits(**limits)
-    names = json.loads((folder / "ensemble.json").read_text())["names"]
+    names = [one["name"] for one in json.loads((folder / "ensemble.json").read_text())["experts"]]
     settings = (torch.float32, "cpu", 1, bounds.batch_size, bounds.is_batched)
     workers = {name: Handle(Worker(str(folder), k, *settings), deaths) for k, name in enumerate(names)}
     assert [asyncio.run(handle.worker.ready()) for handle in workers.values()] == [""] * len(names)

@@ -33,13 +33,13 @@ from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
 from tests.artefacts import (
     Command,
-    aged,
     contents,
     copied,
     edit_json,
     expert_settings,
     killed_at_every_change,
     largest_file,
+    seal,
 )
 from tests.cases import case_named
 from tests.oracles import BoundedNetwork, GaussianMixture, OracleNetwork, rms_error
@@ -165,7 +165,7 @@ def test_a_calibration_says_what_it_was_fitted_to(
 def test_a_broken_record_is_named_and_an_older_file_has_none(ddpm_expert: Path, tmp_path: Path) -> None:
     expert = copied(ddpm_expert, tmp_path)
     save_file(load_file(expert / FILE_NAME), expert / FILE_NAME)
-    aged(expert)
+    seal(expert)
     assert calibration_record(expert) is None
     assert read_expert(expert).calibration.record is None
     for content in (b"", b"\x00" * 64):

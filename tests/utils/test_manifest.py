@@ -13,18 +13,16 @@ from safetensors.torch import load_file, save_file
 import hddm.utils.records
 from hddm import load
 from hddm.calibration import FILE_NAME as CALIBRATION
-from hddm.checkpoints.convert import write
 from hddm.checkpoints.inspect_models import inspect_model
-from hddm.checkpoints.plan import Conversion, plan
 from hddm.experts.assembly import assemble
-from hddm.experts.assembly_changes import change
-from hddm.experts.records import EXPERT_FILE, ROUTER_FILE
+from hddm.experts.changes import change
+from hddm.experts.records import EXPERT_FILE, ROUTER_FILE, read_router
 from hddm.networks.folders import WEIGHTS
 from hddm.training.calibrate import recalibrate
 from hddm.training.verify import verify_expert
 from hddm.utils.errors import HddmError
 from hddm.utils.records import HASHES, MANIFEST, damage, read_folder_manifest, write_manifest
-from tests.artefacts import Command, aged, contents, copied
+from tests.artefacts import Command, contents, copied, refusal
 from tests.conftest import Trio
 
 Spoil = Callable[[Path], object]
@@ -177,22 +175,21 @@ def test_what_has_no_meaning_may_come_change_and_go(expert: Path) -> None:
     assert verify_expert(expert).accepted
 
 
-def test_a_folder_of_an_older_format_loads_and_is_told(trio: Trio, expert: Path, tmp_path: Path) -> None:
+def test_a_folder_without_its_manifest_is_refused(expert: Path) -> None:
     assert inspect_model(expert)["manifest"] == "of 4 files"
     (expert / MANIFEST).unlink()
     assert inspect_model(expert)["manifest"] == "missing, so the folder is refused"
-    _edit(EXPERT_FILE, format="1.3")(expert)
-    load(expert)
-    verdict = verify_expert(expert)
-    assert verdict.accepted
-    assert any(MANIFEST in note for note in verdict.notes)
-    assert inspect_model(expert)["manifest"] == "none: written by an older version"
-    notes = assemble([expert, trio.experts[1]], tmp_path / "out")
-    assert any(str(expert) in note and MANIFEST in note for note in notes)
-    # The ensemble holds it against the day of its assembly.
-    _edit(EXPERT_FILE, time_scale=7.0)(tmp_path / "out" / "experts" / "0")
-    with pytest.raises(HddmError, match="is not what was written"):
-        load(tmp_path / "out")
+    assert f"{MANIFEST}: is not there, and belongs to {EXPERT_FILE}" in refusal(load, expert)
+
+
+@pytest.mark.parametrize(("kind", "remedy"), [("expert", "convert or train"), ("router", "train the router")])
+def test_folders_of_formats_before_1_5_are_refused_in_one_line(
+    kind: str, remedy: str, trio: Trio, tmp_path: Path
+) -> None:
+    old = copied(trio.experts[0] if kind == "expert" else trio.router, tmp_path)
+    _edit(f"{kind}.json", format="1.4")(old)
+    message = refusal(load if kind == "expert" else read_router, old)
+    assert message.startswith(f"{old / kind}.json: format 1.4 is no longer read; {remedy}")
 
 
 def test_calibrating_writes_the_manifest_anew_and_leaves_the_rest(
@@ -350,13 +347,3 @@ def test_calibrating_an_expert_of_an_ensemble_leaves_it_readable(trio: Trio, tmp
     load(ensemble)
     change(ensemble, remove=["0"])
     load(ensemble)
-
-
-def test_a_calibration_that_is_not_finite_is_not_converted(expert: Path, tmp_path: Path) -> None:
-    aged(expert)
-    tensors = load_file(expert / CALIBRATION)
-    tensors["mean"][0] = float("nan")
-    save_file(tensors, expert / CALIBRATION)
-    _edit(EXPERT_FILE, calibration_sha256=None)(expert)
-    with pytest.raises(HddmError, match="holds NaN or Inf"):
-        write(plan(expert, Conversion()), tmp_path / "out")
