@@ -61,7 +61,7 @@ ROUTED_STRATEGY = "commit-0.92"
 def default_strategy(has_learned_router: bool) -> str:
     """The strategy that a new folder records where none is chosen.
 
-    ``draw`` needs no router, and no strategy with a learned router beats it; ``commit-0.92`` comes nearest, and
+    ``draw`` needs no router, and no strategy with a learned one beats it; ``commit-0.92`` comes nearest, and
     was measured on digits alone (docs/results.md). An `hddm.Ensemble` in memory has ``nucleus-0.9`` in place
     of both, since it may have any router, and its callers rely on a default that looks at x_t.
     """

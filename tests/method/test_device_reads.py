@@ -19,7 +19,7 @@ from hddm.routers import Router
 from hddm.sampling import Conditions, batches, plan, run
 from hddm.schedules import LinearSchedule, Schedule
 from hddm.velocity import Guidance, VelocityField
-from tests.cases import case_named
+from tests.cases import case_named, in_parts
 from tests.ensemble_files import FLOW
 
 SHAPE, CLASSES, NUM, STEPS = (3, 4, 4), ("a", "b", "c"), 6, 8
@@ -80,7 +80,7 @@ def _ensemble(pair: bool) -> Ensemble:
     kinds: list[tuple[Schedule, str]] = [(betas, "epsilon"), (LinearSchedule(), "flow_prediction")]
     fields = [_field(k, *kinds[k % 2], part) for k, part in enumerate(parts)]
     network = RouterTransformer(3, 4, 3, patch_size=2, hidden_size=16, depth=1, num_heads=2).to("meta")
-    return Ensemble(fields, Router(network), "draw", domains=[0, 0, 1] if pair else None)
+    return Ensemble(in_parts(fields, [0, 0, 1] if pair else [0, 1, 2]), Router(network), "draw")
 
 
 ROUTED = ("full", "top-1", "nucleus-0.5")
