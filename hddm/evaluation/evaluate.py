@@ -25,7 +25,7 @@ from hddm.utils.progress import Progress
 
 RESAMPLES = 100
 _FEATURES = ("name", "dimensions", "hash", "resize", "choice", "device")
-_PACKAGES = ("hddm-diffusion", "torch", "numpy", "pillow", "clean-fid", "transformers")
+_PACKAGES = ("hddm-diffusion", "torch", "numpy", "pillow", "transformers")
 
 
 def evaluate_folder(

@@ -120,12 +120,18 @@ def of_classifier(classifier: FeatureClassifier, choice: str = ASKED) -> Feature
 
 
 def inception_features(weights: Path) -> FeatureFunction:
-    """clean-fid's network with its resizing ``clean``, one image at a time: (n, 2048) (arXiv:2104.11222)."""
-    from cleanfid.inception_torchscript import InceptionV3W
-    from cleanfid.resize import build_resizer
+    """Pooled features (n, 2048) of TorchScript ``weights``, resized as clean-fid does (arXiv:2104.11222)."""
+    network = torch.jit.load(weights, map_location=device()).eval().layers
 
-    network = InceptionV3W(str(weights.parent), download=False, resize_inside=False).eval().to(device())
-    return _by_image(build_resizer("clean"), network)
+    def resized(image: NDArray[np.uint8]) -> NDArray[np.float32]:
+        size, bicubic = (299, 299), Image.Resampling.BICUBIC
+        channels = [
+            Image.fromarray(channel).resize(size, bicubic)
+            for channel in image.transpose(2, 0, 1).astype(np.float32)
+        ]
+        return np.stack([np.asarray(one) for one in channels], axis=-1).clip(0, 255)
+
+    return _by_image(resized, lambda pixels: network((pixels - 128) / 128).flatten(1))
 
 
 def clip_features(weights: Path, config: Any = None) -> FeatureFunction:

@@ -244,7 +244,7 @@ def test_a_result_says_all_that_its_figures_depend_on(many: Path, home: Path, tm
     assert [data[side]["images"] for side in ("images", "reference", "held_out")] == [70, 160, 80]
     assert (data["images"]["modes"], data["images"]["shape"]) == ({"L": 70}, [1, 4, 4])
     assert (result["sampling"]["steps"], "expert_use" in result["sampling"]) == (20, False)
-    assert {"torch", "hddm-diffusion", "clean-fid"} <= result["versions"].keys()
+    assert {"torch", "hddm-diffusion", "transformers"} <= result["versions"].keys()
     assert result["within_conditions"]["conditions"] == 2
     assert result["within_conditions"]["reference"] is not None
     for key in ("kernel_to_held_out", "on_held_out", "memorisation", "to_held_out"):
