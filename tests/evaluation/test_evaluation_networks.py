@@ -1,4 +1,4 @@
-"""Inception and CLIP features: those of clean-fid on the same files, from weights that are not the published."""
+"""Inception and CLIP features: those of clean-fid on the same files, which are random or small here."""
 
 import json
 import re
@@ -127,7 +127,7 @@ def test_evaluate_reports_the_fid_on_all_layers_of_inception(
     monkeypatch.setattr("hddm.evaluation.evaluate.RESAMPLES", 2)
     dark, result = _draw(tmp_path / "dark", 128), tmp_path / "fid.json"
     command = ["evaluate", dark, "--reference", pictures, "--features", "inception", "--allow-few"]
-    code, out, err = hddm(*command, "--out", result)
+    code, _, err = hddm(*command, "--out", result)
     assert code == 0, err
     theirs = InceptionV3W(str(weights), download=False).eval()
     a, b = (_of_clean_fid(folder, theirs) for folder in (dark, pictures))
