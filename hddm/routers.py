@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hddm.calibration import Moments
 from hddm.networks.identity import TextEncoderRecord
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, optional
 from hddm.utils.records import Record, parse_record
 from hddm.utils.tensors import (
     parameter_dtype,
@@ -183,13 +183,13 @@ class Topic:
     @classmethod
     def of(cls, embeddings: Tensor, counts: Sequence[int] | None = None) -> "Topic":
         """Clusters of ``embeddings`` (N, D) of captions, of which there are ``counts``; None for one each."""
-        from sklearn.cluster import KMeans
-
         unit = torch.nn.functional.normalize(to_float64(embeddings).cpu(), dim=1)
         parts = torch.tensor(counts or [1] * len(unit), dtype=torch.float64)
         parts /= parts.sum()
         clusters = min(MAX_CLUSTERS, len(unit.unique(dim=0)))
-        found = KMeans(clusters, n_init=1, random_state=0).fit(unit.numpy(), sample_weight=parts.numpy())
+        clustering = optional("sklearn.cluster", "hddm describe", "train")
+        kmeans = clustering.KMeans(clusters, n_init=1, random_state=0)
+        found = kmeans.fit(unit.numpy(), sample_weight=parts.numpy())
         own = torch.nn.functional.one_hot(torch.from_numpy(found.labels_).long(), clusters).double()
         shares = parts @ own
         means = (own * parts[:, None]).T @ unit / shares[:, None]

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from sklearn.datasets import load_digits
 from torch import Tensor
 
 from hddm.benchmark.jobs import Job, Store
@@ -22,7 +21,7 @@ from hddm.data.partition import partition
 from hddm.data.shard_records import HELD_OUT, ShardManifest, find_shards, read_manifest
 from hddm.data.shards import Shard, load_shard
 from hddm.data.sources import open_source
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, optional
 from hddm.utils.files import link_or_copy
 from hddm.utils.tensors import read_safetensors, refuse_other_kinds
 
@@ -300,7 +299,7 @@ def write_digits(folder: Path, seed: int = 0) -> tuple[Path, Path]:
     1,797 images of 8×8 pixels from the test part of the UCI Optical Recognition of Handwritten Digits
     set. A fifth of them, chosen at random, is held out before anything looks at the rest.
     """
-    bunch = load_digits()
+    bunch = optional("sklearn.datasets", "the digits", "train").load_digits()
     # Levels are 0 … 16.
     pixels = torch.from_numpy(np.round(bunch.images / 16 * 255).astype(np.uint8))[:, None]
     order = np.random.default_rng(seed).permutation(len(pixels))

@@ -15,12 +15,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
-from sklearn.cluster import kmeans_plusplus
 
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, optional
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
+
+# Here, so that a missing package is reported before hours of features.
+kmeans_plusplus = optional("sklearn.cluster", "hddm partition", "train").kmeans_plusplus
 
 _TEMPERATURE = 0.02
 _ROUNDS = 30

@@ -13,11 +13,10 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from safetensors.numpy import save_file
-from sklearn.decomposition import PCA
 
 from hddm.data.images import decode, in_colour
 from hddm.data.sources.base import ImageSource
-from hddm.utils.errors import HddmError, UsageError, did_you_mean, one_line
+from hddm.utils.errors import HddmError, UsageError, did_you_mean, one_line, optional
 from hddm.utils.files import inside, read_json, sha256_of, write_whole
 from hddm.utils.tensors import read_safetensors
 
@@ -120,7 +119,8 @@ class PixelPca:
         height, width = (min(SIDE, side) for side in np.median(sizes, axis=0).astype(int).tolist())
         self._size = (height, width)
         flat = self._flat(small)
-        pca = PCA(min(self._dimensions, *flat.shape), random_state=self._seed).fit(flat)
+        decomposition = optional("sklearn.decomposition", "hddm partition", "train")
+        pca = decomposition.PCA(min(self._dimensions, *flat.shape), random_state=self._seed).fit(flat)
         return {
             "size": np.array(self._size),
             "mean": pca.mean_.astype(np.float32),

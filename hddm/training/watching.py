@@ -27,6 +27,7 @@ from hddm.training.resume import RUN_FILE, read_run
 from hddm.training.settings import TEXT, ExpertSettings
 from hddm.training.state import PROGRESS, Run
 from hddm.training.wandb_log import WandbLog
+from hddm.utils.errors import optional
 from hddm.utils.records import OpenRecord, parse_record
 from hddm.velocity import VelocityField
 
@@ -337,6 +338,7 @@ class EventLog:
     """
 
     def __init__(self, folder: Path, first: int) -> None:
+        optional("tensorboard", "this log", "train")
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
