@@ -207,14 +207,16 @@ class Topic:
         path = folder / TOPIC
         if not path.exists():
             return None
-        remedy = "delete it and describe the expert anew"
+        remedy = "delete it and run hddm describe"
         tensors, header = read_safetensors(path), read_header(path)[1].get(_HEADER, "{}")
         record = parse_record(header.encode(), TopicRecord, f"{path}: {_HEADER}")
         refuse_other_kinds(path, tensors, {"means": (torch.float16, 2), "parts": (torch.float16, 1)})
         refuse_non_finite(path, tensors)
         means, parts = tensors["means"].double(), tensors["parts"].double()
         if means.shape != (len(parts), record.text_encoder.width):
-            raise HddmError(f"{path}: is not of embeddings of {record.text_encoder.width} numbers; {remedy}")
+            raise HddmError(
+                f"{path}: does not hold embeddings of {record.text_encoder.width} numbers; {remedy}"
+            )
         if not len(parts) or not (parts > 0).all():
             raise HddmError(f"{path}: has clusters of no captions; {remedy}")
         return cls(means, parts / parts.sum(), record.variance, record)

@@ -121,7 +121,7 @@ def tell(out: Path, overwrite: bool = False, seeds: int = 1, lengths: Mapping[st
         record = _begin(out, story_of(1, lengths), overwrite)
         is_there = all((out / name).is_file() for name in (REPORT_FILE, _COMPARISON))
         if record["date"] and record["seeds"] >= seeds and is_there:
-            told = f"{out}: was finished on {record['date']}; what is there is not made again"
+            told = f"{out}: was finished on {record['date']}; finished parts are not repeated"
             print(told, file=sys.stderr, flush=True)
             return ""
         record |= {"seeds": max(seeds, record["seeds"]), "date": ""}
@@ -300,7 +300,7 @@ SENTENCE = (
     "A model of the digits 0–4, fine-tuned on 5–9, forgets its own; grown by experts of 5–9, it makes all "
     "ten, and is itself unchanged, bit for bit."
 )
-OTHERWISE = "These trainings do not tell the story that they should: see the shares of the digits."
+OTHERWISE = "These trainings did not come out as expected: see the shares of the digits."
 HEADS = ("", "0–4 / 5–9", "digits made", "distance to training images", "to held-out images")
 LEAST = 0.02
 """Share of the samples of a model from which a digit counts as made."""

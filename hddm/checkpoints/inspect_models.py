@@ -182,7 +182,7 @@ def _manifest(folder: Path, record: str) -> str:
     """The number of files in the folder's manifest, as text; their hashes are not compared."""
     if not has_manifest(folder):
         is_refused = bool(damage(folder, record))
-        return "missing, so the folder is refused" if is_refused else "none: written by an older version"
+        return "missing, so the folder cannot be used" if is_refused else "none: written by an older version"
     return f"of {counted(len(read_folder_manifest(folder).files), 'file')}"
 
 

@@ -109,7 +109,7 @@ def summary(group: ResultGroup) -> str:
     counts = ", ".join(f"{one['images']} {name}" for name, one in known if one)
     how = content["features"]
     notes = [_SIGNS, f"Images: {counts}. Features: {how.get('name')} ({how.get('choice')})."]
-    notes += [f"Compares with no other: {one}." for one in content["reasons"]]
+    notes += [f"Not comparable: {one}." for one in content["reasons"]]
     heads = ["", group.name, "what it says"]
     return "\n".join([*markdown_table(heads, rows, "left"), "", *map(escaped, notes)])
 
@@ -212,7 +212,9 @@ def _measures(groups: Sequence[ResultGroup]) -> list[Measure]:
         for title, prefix, end, better, says in scores
         for which, key in splits
     ]
-    measures.append(Measure("diversity against training images", "diversity", says="1 is as varied as they"))
+    measures.append(
+        Measure("diversity against training images", "diversity", says="1: as varied as they are")
+    )
     # Distances of different kinds do not compare, within conditions and to nearest images alike.
     kinds = {(one.get("within_conditions") or {}).get("distance", "") for one in contents}
     if len(kinds) == 1:

@@ -36,9 +36,9 @@ from hddm.utils.records import HASHES, MANIFEST, damage, has_manifest
 from hddm.utils.tensors import available_device
 
 _OTHERS = {
-    ROUTER_FILE: "a router, and experts alone are verified",
-    PARTITION_FILE: "a partition; name an expert, and the images to judge it by with --data",
-    MANIFEST: "a shard; name an expert, and the shard to judge it by with --data",
+    ROUTER_FILE: "a router, but only experts are verified",
+    PARTITION_FILE: "a partition; name an expert, and pass the images to test it on as --data",
+    MANIFEST: "a shard; name an expert, and pass the shard to test it on as --data",
     RUN_FILE: "the record of a training; name the expert that it made",
 }
 
@@ -254,20 +254,16 @@ def _unbound(expert: UnreadExpert) -> list[str]:
     record, found = expert.facts, []
     is_old = expert.folder is not None and not has_manifest(expert.folder)
     if is_old:
-        found.append(
-            f"{MANIFEST}: is not there, as in all older folders; what changed in records is not known"
-        )
+        found.append(f"{MANIFEST}: is missing, as in older folders, so changed records are not detected")
         if record.weights_sha256 is None:
-            found.append(
-                f"{EXPERT_FILE}: holds no hash of the weights; whether these are its own is not known"
-            )
+            found.append(f"{EXPERT_FILE}: has no hash of the weights, so they cannot be checked")
     if expert.calibration is None and record.sampling_steps is None:
         if record.calibration_sha256 is None and record.source is None:
-            found.append(f"{CALIBRATION}: is not there; training writes one, hddm calibrate another")
+            found.append(f"{CALIBRATION}: is missing; hddm calibrate makes one")
     elif is_old and record.calibration_sha256 is None:
         found.append(
-            f"{EXPERT_FILE}: holds no hash of the calibration; whether it is its own, only what that says of "
-            "its shard tells"
+            f"{EXPERT_FILE}: has no hash of the calibration, so only what that file says of its shard "
+            f"is checked"
         )
     return found
 
@@ -275,13 +271,14 @@ def _unbound(expert: UnreadExpert) -> list[str]:
 def _belongs(shard: Shard, expert: UnreadExpert) -> list[str]:
     """Notes on images of the expert's shard; refuse those of another one, or a single image."""
     expert.facts.refuse_student(
-        expert.name, "verify judges velocities, and its are means over steps; drop --data"
+        expert.name,
+        "--data judges velocities, but a student of few steps predicts means over steps; leave it out",
     )
     if len(shard) < 2:
         raise HddmError(f"{shard.folder}: judging an expert needs at least 2 images, not {len(shard)}")
     check_fit(shard, expert.facts, expert.unread.network)
     if expert.facts.shard is None:
-        return [f"{shard.folder}: whether these are images like its own, the expert does not say"]
+        return [f"{shard.folder}: the expert does not record whether it was trained on such images"]
     check_own(shard, expert.facts)
     if shard.held_out_of is None:
         return [
@@ -302,7 +299,7 @@ def _files(folder: Path) -> dict[str, str]:
 
 def _strangers(files: Iterable[str]) -> tuple[str, ...]:
     return tuple(
-        f"{name}: is no file of an expert's; nothing reads it"
+        f"{name}: is not part of an expert; nothing reads it"
         for name in files
         if name not in KNOWN and name.split("/")[0] not in COMPONENTS
     )

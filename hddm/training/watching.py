@@ -237,7 +237,7 @@ class SampleGrids:
                 with weights:
                     grids[name] = self._grid(report)
                 if report.should_stop():
-                    log.info("step %d: told to stop, so its pictures are left out", report.step)
+                    log.info("step %d: stopping, so its pictures are skipped", report.step)
                     return {}
         self._folder.mkdir(parents=True, exist_ok=True)
         for name, grid in grids.items():

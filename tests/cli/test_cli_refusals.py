@@ -62,7 +62,7 @@ def test_a_wrong_training_writes_nothing(shards: Path, tmp_path: Path, hddm: Com
     assert str(config) in _refused(hddm, *train)
     assert contents(tmp_path) == before
     config.write_text(json.dumps({"_class_name": "FlowMatchEulerDiscreteScheduler"}))
-    assert "is of flow matching; take --objective flow" in _refused(hddm, *train)
+    assert "is for flow matching; use --objective flow" in _refused(hddm, *train)
     config.write_text(json.dumps({"_class_name": "DDPMScheduler", "prediction_type": "noise"}))
     assert "prediction_type is 'noise'; known are epsilon" in _refused(hddm, *train)
     assert not (tmp_path / "out").exists()
@@ -204,8 +204,8 @@ def test_a_result_is_written_neither_through_a_link_nor_over_another_file(
     before = contents(tmp_path)
     for out, said in (
         ("link.json", f"is a link to {mine}; name the file itself"),
-        ("nowhere/a.json", f"{tmp_path / 'nowhere'} is no folder; make it first"),
-        ("mine.json", "is no result of an evaluation"),
+        ("nowhere/a.json", f"{tmp_path / 'nowhere'} is not a folder; create it first"),
+        ("mine.json", "is not a result of an evaluation"),
     ):
         command = ("evaluate", images, "--reference", images, "--overwrite", "--out", tmp_path / out)
         assert said in _refused(hddm, *command)

@@ -46,7 +46,7 @@ def test_only_its_own_calibration_is_accepted(how: str, trio: Trio, tmp_path: Pa
     if "without" in how:
         verdict = verify_expert(spoilt)
         assert verdict.accepted
-        assert "holds no hash of the calibration" in verdict.notes[1]
+        assert "has no hash of the calibration" in verdict.notes[1]
     (spoilt / FILE_NAME).unlink()
     if how != "missing":
         shutil.copyfile(first / FILE_NAME, spoilt / FILE_NAME)
@@ -76,7 +76,7 @@ def test_only_its_own_calibration_is_accepted(how: str, trio: Trio, tmp_path: Pa
 def test_no_conversion_takes_over_a_calibration(ddpm_expert: Path, flow_expert: Path, tmp_path: Path) -> None:
     expert, old = copied(ddpm_expert, tmp_path), aged(copied(ddpm_expert, tmp_path / "old"))
     for folder, message in (
-        (expert, rf"is not what was written, by its manifest\.json(?s:.*){FILE_NAME}: has changed"),
+        (expert, rf"differs from its manifest\.json(?s:.*){FILE_NAME}: has changed"),
         (old, r"its calibration has SHA-256 .*; nothing was written"),
     ):
         shutil.copyfile(flow_expert / FILE_NAME, folder / FILE_NAME)
@@ -141,7 +141,7 @@ def test_a_calibrating_that_is_killed_leaves_the_old_expert_or_the_new_one(
 def test_an_expert_is_calibrated_on_its_own_shard(shards: Path, ddpm_expert: Path, tmp_path: Path) -> None:
     expert, kept = copied(ddpm_expert, tmp_path), copied(shards / "shard_1", tmp_path)
     before = contents(expert)
-    with pytest.raises(HddmError, match=r"the expert of shard 0, \w{16}…; take images of its own"):
+    with pytest.raises(HddmError, match=r"the expert of shard 0, \w{16}…; use its own images"):
         recalibrate(expert, kept)
     assert contents(expert) == before
     own = read_json(shards / "shard_0" / "manifest.json")["hash"]

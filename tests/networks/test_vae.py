@@ -157,7 +157,7 @@ def test_broken_latents_and_those_of_another_vae_are_refused(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
-        ("kl", {"auto_map": {"AutoModel": "x.Y"}}, "'auto_map', which asks for foreign code"),
+        ("kl", {"auto_map": {"AutoModel": "x.Y"}}, "'auto_map', which names code of its own"),
         ("kl", {"_class_name": "VQModel"}, "holds a VQModel, not a AutoencoderKL or a AutoencoderTiny"),
         ("kl", {"scaling_facto": 1.0}, "did you mean 'scaling_factor'"),
         ("tiny", {"scaling_factor": 0}, "scaling_factor is 0, and must be a positive number"),

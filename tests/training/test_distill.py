@@ -280,7 +280,7 @@ def test_a_run_that_broke_off_goes_on_to_the_same_student_and_with_no_other_teac
         distill(ensemble, shards, out, settings, on_step=ending_at(5), run=RunOptions(checkpoint_every=2))
     assemble([ddpm_expert, flow_expert], tmp_path / "other")
     resumed, steps = RunOptions(resume=True), list[int]()
-    with pytest.raises(HddmError, match="is of other data, another"):
+    with pytest.raises(HddmError, match="used other data, another"):
         distill(tmp_path / "other", shards, out, settings, run=resumed)
     losses = distill(ensemble, shards, out, settings, on_step=lambda n, *_: steps.append(n), run=resumed)
     assert steps == [5, 6]
