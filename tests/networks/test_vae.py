@@ -204,7 +204,7 @@ def test_a_missing_file_and_a_link_that_leaves_the_folder_are_refused(name: str,
     (tmp_path / "vae" / name).rename(tmp_path / name)
     assert name in _refused(tmp_path / "vae")
     os.symlink(tmp_path / name, tmp_path / "vae" / name)
-    assert "outside the folder; refused" in _refused(tmp_path / "vae")
+    assert "outside the folder" in _refused(tmp_path / "vae")
     if name == FILE:
         (tmp_path / "vae" / name).rename(tmp_path / "vae" / "diffusion_pytorch_model.bin")
         assert "only diffusion_pytorch_model.bin; save it as safetensors" in _refused(tmp_path / "vae")
