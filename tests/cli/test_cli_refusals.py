@@ -98,7 +98,7 @@ def test_an_existing_folder_is_kept(
     ):
         assert "--overwrite" in _refused(hddm, *arguments, "--out", tmp_path)
     assert "holds no quickstart" in _refused(hddm, "quickstart", "--out", tmp_path)
-    assert "holds no story.json of" in _refused(hddm, "quickstart", "--out", tmp_path, "--overwrite")
+    assert "has no story.json of" in _refused(hddm, "quickstart", "--out", tmp_path, "--overwrite")
     assert contents(tmp_path) == before
 
 
@@ -135,7 +135,7 @@ def test_what_is_meant_for_another_argument_is_said(
     ensemble: Path, ddpm_expert: Path, tmp_path: Path, hddm: Command
 ) -> None:
     error = _refused(hddm, "assemble", ensemble, ddpm_expert, "--out", tmp_path / "out")
-    assert f"; hddm assemble {ensemble} --add {ddpm_expert}\n" in error
+    assert f": hddm assemble {ensemble} --add {ddpm_expert}\n" in error
     (tmp_path / "mine.run").mkdir()
     error = _refused(hddm, "sample", tmp_path / "mine.run", "--out", tmp_path / "out")
     assert f"it is the run of a training, and its expert is {tmp_path / 'mine'}\n" in error
@@ -160,17 +160,17 @@ def test_the_installed_command_fails_as_tidily(tmp_path: Path) -> None:
     ("line", "said"),
     [
         ("partition {empty} --shards 2", "{empty}: holds no images"),
-        ("encode {images}", "{images}: is no shard"),
-        (f"train expert {{images}} {OPTIONS}", "{images}: is no shard"),
+        ("encode {images}", "{images}: is not a shard"),
+        (f"train expert {{images}} {OPTIONS}", "{images}: is not a shard"),
         (f"train expert {{shards}} {OPTIONS}", "{shards}: is a partition, not a shard"),
-        ("train expert {shard} --init {images} --objective flow --steps 2", "{images}: no expert folder"),
+        ("train expert {shard} --init {images} --objective flow --steps 2", "{images}: not an expert folder"),
         (f"train all --shards {{shard}} {OPTIONS}", "{shard}: is a shard, not a partition"),
         ("train router {shard} --steps 2", "{shard}: is a shard, not a partition"),
         ("distill {expert} --data {shard} --steps 2", "{shard}: is a shard, not a partition"),
         ("convert {images}", "{images}"),
-        ("convert {images} --base {images}", "--base {images}: no expert folder"),
-        ("merge {expert} {images}", "{images}: no expert folder"),
-        ("convert {images} --to-layout facebook-dit", "{images}: no expert folder"),
+        ("convert {images} --base {images}", "--base {images}: not an expert folder"),
+        ("merge {expert} {images}", "{images}: not an expert folder"),
+        ("convert {images} --to-layout facebook-dit", "{images}: not an expert folder"),
         ("assemble {images}", "{images}"),
         ("sample {images}", "{images}: neither an expert folder"),
         ("sample {expert} --class-labels 3", "--class-labels 3: the model is unconditional"),

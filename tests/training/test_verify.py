@@ -411,7 +411,7 @@ def test_a_wrong_call_is_told_from_a_bad_expert_by_its_code_and_before_anything_
     for options, told in (
         (["--data", shards / "shard_0"], "use its own images"),
         (["--data", shards], f"none of its 2 shards is that of {folder}, which is of shard "),
-        (["--data", images], "holds no manifest.json"),
+        (["--data", images], "has no manifest.json"),
         (["--data", damaged], "its content changed since the partition"),
         (["--data", tmp_path / "none"], "no such file or folder"),
         (["--base", class_expert], "leave the base out"),
