@@ -28,7 +28,7 @@ def _asking(model: dict[str, Any] | Path, **point: object) -> BenchmarkSettings:
 
 
 def test_what_a_model_lacks_is_told_with_its_table() -> None:
-    message = "'top-3'needs more experts than the 2 of model 'mine'; take top-2 at most"
+    message = "'top-3' needs more experts than the 2 of model 'mine'; use top-2 at most"
     with pytest.raises(HddmError, match=f"^table 'models': .*{message}"):
         check_rows(_asking({}, strategy="top-3"))
     with pytest.raises(HddmError, match="guidance_scale 2 needs classes, and model 'mine' has none"):

@@ -56,7 +56,7 @@ def test_a_share_that_works_is_named_before_features_are_computed(
     monkeypatch.setattr("hddm.data.partition.compute_features", pytest.fail)
     for share in wrong:
         told = refusal(partition, many, tmp_path / "none", shards, held_out=share)
-        assert "use --held-out from {} to {}, or fewer shards".format(*works) in told
+        assert "use held_out from {} to {}, or fewer shards".format(*works) in told
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

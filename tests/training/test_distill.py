@@ -189,7 +189,7 @@ def test_a_student_begins_with_the_flow_expert_that_it_is_given(
     given = (ensemble, "--out", out, "--data", shards, "--steps", 1, "--learning-rate", 1e-9)
     for code, init, told in (
         (1, [ddpm_expert], "schedule: {'name': 'cosine'}, and the student's is {'name': 'linear'}"),
-        (2, [ensemble], "no expert folder"),
+        (2, [ensemble], "not an expert folder"),
         (2, [ddpm_expert, "--size", "tiny"], "--init fixes it"),
     ):
         found, _, err = hddm("distill", *given, "--init", *init)
