@@ -1,20 +1,15 @@
-"""Iso-FLOP sweep: at which sizes and budgets K experts together are ahead of one model.
+"""Crossover: where the rows of a preset are ahead of one model, over sizes of network and budgets.
 
-A cell is a size of network and a counted training budget, router included. All models take batches of 32
-images, and each of K experts, of the same size, 1/K of one model's steps on its own shard; K experts are
-sampled by one of them per sample (draw), and by the router's first choice in each step (top-1). All learn by
-AdamW, since Muon's update would cost more than a step on 32 such small images. Its rate is a constant over
-the width, bounded; one model and experts, which are short of steps, were given their own.
+Every cell is the preset itself with another size and all steps times a factor, so that all rows of a cell
+have the same counted compute. Learning rates follow the width, since the preset's was chosen at its own.
 """
 
 import math
 import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 import typer
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -22,240 +17,141 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from benchmarks.harness import Start
 from benchmarks.reports import COLOURS
-from hddm.benchmark.compute import counting
-from hddm.benchmark.presets import parse_settings
-from hddm.benchmark.results import Results
+from hddm.benchmark.presets import load_settings, parse_settings
 from hddm.benchmark.run import run_benchmark
 from hddm.benchmark.settings import BenchmarkSettings
-from hddm.networks.transformers import ExpertTransformer, RouterTransformer
-from hddm.training.expert import new_network
 from hddm.training.settings import size_config
 
-SINGLE, EXPERTS = "one model", "experts"
-BATCH, ROUTER_BATCH, ROUTER_SHARE = 32, 64, 0.02
-WAYS = ("draw", "top-1")
+TABLE = "models"
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Sizes, budgets in operations, and numbers of experts of one data set, images of ``shape``."""
+    """Sizes of the experts, and factors on the steps of all trainings of the preset ``digits``."""
 
     name: str
-    shape: tuple[int, int, int]
-    data: Mapping[str, Any]
     sizes: tuple[str, ...]
-    budgets: tuple[float, ...]
-    counts: tuple[int, ...]
+    factors: tuple[float, ...]
     seeds: tuple[int, ...]
     num_images: int
-    rates: tuple[float, float]
-    """Of one model and of experts: peak learning rate times width, where that is not above ``max_rate``."""
-    max_rate: float
-    learning: Mapping[str, Any]
-    network: Mapping[str, Any]
-    """Prediction and positions, of one model too."""
+    strategy: str = "commit-0.92"
+    max_rate: float = 0.016
 
 
-DIGITS = Sweep(
-    "scaling-digits",
-    (1, 8, 8),
-    {"source": "digits"},
-    ("2x24/2", "4x32/2", "4x64/2", "4x128/2"),
-    (0.25e12, 0.75e12, 2.25e12),
-    (4, 8),
-    (0, 1),
-    1000,
-    (1.0, 0.5),
-    0.016,
-    {"ema_decay": 0.99},
-    {"prediction": "sample", "rotary": True},
-)
-SHORT = replace(
-    DIGITS,
-    name="scaling-short",
-    sizes=("2x24/4",),
-    budgets=(2e10, 4e10),
-    counts=(2,),
-    seeds=(0,),
-    num_images=100,
-    learning={"ema_decay": 0.9},
-)
+DIGITS = Sweep("scaling-digits", ("4x24/4", "mini"), (0.25, 1.0, 4.0), (5, 6), 1000)
+SHORT = Sweep("scaling-short", ("2x24/4",), (0.0025, 0.005), (5,), 100)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Distances to held-out images of one size and budget, by seed: of one model, and of K experts by way."""
+    """Distances to held-out images by row and seed, of one size and budget (counted operations)."""
 
     size: str
     budget: float
-    count: int
     single: tuple[float, ...]
-    experts: Mapping[str, tuple[float, ...]]
+    rows: Mapping[str, tuple[float, ...]]
+    learned: Mapping[str, bool]
+    """By row, one model included: False where a classifier recognises too few of the samples."""
 
-    def ratios(self, way: str) -> list[float]:
-        """Distance of the experts over that of one model, a seed each."""
-        return [ours / one for ours, one in zip(self.experts[way], self.single, strict=True)]
+    def ratios(self, row: str) -> list[float]:
+        """Distance of a row over the distance of one model, per seed."""
+        return [ours / one for ours, one in zip(self.rows[row], self.single, strict=True)]
 
 
 def scaling(sweep: Sweep, start: Start) -> Path:
     """Run the benchmark of every cell, or resume it, and write table and chart."""
     cells = []
     for size in sweep.sizes:
-        for budget in sweep.budgets:
-            first: Results | None = None
-            for count in sweep.counts:
-                settings = settings_of(sweep, size, budget, count, start.workers)
-                typer.echo(settings.name, err=True)
-                out = start.work / sweep.name / f"{size.replace('/', '-')}_{budget:g}_{count}"
-                results = run_benchmark(settings, out, None, start.work / sweep.name / "jobs")
-                first = first or results
-                ways = {way: _distances(results, EXPERTS, way) for way in WAYS}
-                cells.append(Cell(size, budget, count, _distances(first, SINGLE, WAYS[0]), ways))
+        for factor in sweep.factors:
+            settings = settings_of(sweep, size, factor, start.workers)
+            typer.echo(settings.name, err=True)
+            out = start.work / sweep.name / f"{size.replace('/', '-')}_{factor:g}"
+            results = run_benchmark(settings, out, None, start.work / sweep.name / "jobs")
+            one, *rows = results.first
+            distances = {
+                row.name: tuple(scored.scores["to_held_out"]["value"] for scored in row.scored)
+                for row in (one, *rows)
+            }
+            learned = {row.name: row.has_learned for row in (one, *rows)}
+            budget = one.training_flop or math.nan
+            cells.append(Cell(size, budget, distances.pop(one.name), distances, learned))
     lines = ["# Where experts are ahead of one model of equal counted compute", "", *_table(sweep, cells)]
     content = {"settings": vars(sweep), "cells": [vars(cell) for cell in cells]}
     return start.write(sweep.name, lines, content, chart(sweep, cells))
 
 
-def settings_of(sweep: Sweep, size: str, budget: float, count: int, workers: int) -> BenchmarkSettings:
-    """Settings of a cell; only that of the fewest experts has the one model, which gets its exact budget."""
-    of_experts, of_router = (
-        _image_flop(sweep, size),
-        _image_flop(sweep, _router_size(sweep), count),
-    )
-    steps = max(1, round(budget * (1 - ROUTER_SHARE) / (BATCH * count * of_experts)))
-    width = size_config(size)["hidden_size"]
-    of_one, of_each = (min(sweep.max_rate, rate / width) for rate in sweep.rates)
-    expert = {
-        "steps": steps,
-        "batch_size": BATCH,
-        "size": size,
-        "optimizer": "adamw",
-        "learning_rate": of_each,
-        "weak_at": 0,
-        **sweep.learning,
-        **sweep.network,
-    }
-    router = {
-        "steps": max(1, round(budget * ROUTER_SHARE / (ROUTER_BATCH * of_router))),
-        "batch_size": ROUTER_BATCH,
-        "size": _router_size(sweep),
-        "optimizer": "adamw",
-        "learning_rate": 0.004,
-        **sweep.learning,
-    }
-    single = [{"name": SINGLE, "kind": "single"}] if count == sweep.counts[0] else []
-    content = {
-        "name": f"{size}, {budget:g} FLOP, {count} experts",
-        "data": dict(sweep.data),
-        "partition": {"shards": count},
-        "training": {
-            "expert": expert,
-            "single": {"batch_size": BATCH, "learning_rate": of_one},
-            "router": router,
-            "checkpoint_every": 100_000,
-        },
-        "models": [*single, {"name": EXPERTS}],
+def settings_of(sweep: Sweep, size: str, factor: float, workers: int) -> BenchmarkSettings:
+    """The preset ``digits``, at another size and with ``factor`` times the steps, on held-out images."""
+    content = load_settings("digits").model_dump(mode="json", exclude_unset=True)
+    expert, router = content["training"]["expert"], content["training"]["router"]
+    widths = [size_config(one)["hidden_size"] for one in (expert["size"], size)]
+    rate = min(sweep.max_rate, expert["learning_rate"] * widths[0] / widths[1])
+    expert |= {"size": size, "steps": max(1, round(factor * expert["steps"])), "learning_rate": rate}
+    router["steps"] = max(1, round(factor * router["steps"]))
+    content |= {
+        "name": f"{size}, {factor:g} times the steps",
+        "sampling": {"strategy": sweep.strategy, "num_images": sweep.num_images},
+        "tables": [{"name": TABLE}],
         "compare": {"candidates": [], "baselines": []},
-        "sampling": {"strategy": WAYS[0], "num_images": sweep.num_images},
-        "tables": [
-            {"name": WAYS[0]},
-            {
-                "name": WAYS[1],
-                "models": [EXPERTS],
-                "base": {"strategy": WAYS[1], "solver": "euler", "steps": 50},
-            },
-        ],
         "score_on": "held-out",
         "seeds": list(sweep.seeds),
+        "confirmation_seeds": [],
         "workers": workers,
         "complete": False,
     }
     return parse_settings(content, sweep.name)
 
 
-def _router_size(sweep: Sweep) -> str:
-    return "2x24/2" if sweep.shape[1] < 16 else "2x32/4"
-
-
-def _image_flop(sweep: Sweep, size: str, num_experts: int | None = None) -> int:
-    """Operations of a step of one image, forward and backward; of a router for ``num_experts``."""
-    if num_experts is None:
-        network: torch.nn.Module = _network(sweep, size)
-    else:
-        network = new_network(RouterTransformer, size, sweep.shape, 0, num_experts=num_experts)
-    with counting() as counter:
-        network(torch.zeros(1, *sweep.shape), torch.full((1,), 0.5)).sum().backward()
-    return int(counter.get_total_flops())
-
-
-def _distances(results: Results, model: str, way: str) -> tuple[float, ...]:
-    found = {one.seed: one.scores for one in results.scored if (one.model, one.table) == (model, way)}
-    return tuple(found[seed]["to_held_out"]["value"] for seed in results.seeds)
-
-
 def _table(sweep: Sweep, cells: list[Cell]) -> Iterator[str]:
     yield (
-        f"Fréchet distance to held-out images, {sweep.num_images:,} samples, features of a classifier that "
-        f"was trained apart; mean of training seeds {', '.join(map(str, sweep.seeds))}, in brackets each "
-        "seed's ratio to one model."
+        f"Fréchet distance to held-out images, {sweep.num_images:,} samples by {sweep.strategy}, features of "
+        "a classifier that was trained apart: mean of training seeds "
+        f"{', '.join(map(str, sweep.seeds))}; in brackets each seed's ratio to one model. A row in "
+        "parentheses did not learn: the classifier recognises too few of its samples."
     )
     yield ""
-    yield "| network | parameters | budget, TFLOP | one model | experts | draw | top-1 |"
-    yield "|---|---:|---:|---:|---:|---:|---:|"
+    names = list(cells[0].rows)
+    yield f"| network | budget, TFLOP | one model | {' | '.join(names)} |"
+    yield f"|---|---:|---:|{'---:|' * len(names)}"
     for cell in cells:
-        ways = [
-            f"{statistics.fmean(cell.experts[way]):.3g} ({', '.join(f'{r:.2f}' for r in cell.ratios(way))})"
-            for way in WAYS
+        rows = [
+            f"{statistics.fmean(cell.rows[name]):.3g} ({', '.join(f'{r:.2f}' for r in cell.ratios(name))})"
+            for name in names
         ]
-        yield (
-            f"| {cell.size} | {parameters(sweep, cell.size):,} | {cell.budget / 1e12:g} | "
-            f"{statistics.fmean(cell.single):.3g} | {cell.count} | {' | '.join(ways)} |"
-        )
-
-
-def parameters(sweep: Sweep, size: str) -> int:
-    """Weights of a network of the sweep."""
-    return sum(one.numel() for one in _network(sweep, size).parameters())
-
-
-def _network(sweep: Sweep, size: str) -> ExpertTransformer:
-    return new_network(ExpertTransformer, size, sweep.shape, 0, rotary=sweep.network["rotary"])
+        rows = [text if cell.learned[name] else f"({text})" for name, text in zip(names, rows, strict=True)]
+        budget = f"{cell.budget / 1e12:.2g}"
+        yield f"| {cell.size} | {budget} | {statistics.fmean(cell.single):.3g} | {' | '.join(rows)} |"
 
 
 def chart(sweep: Sweep, cells: list[Cell]) -> Figure:
-    """Ratio of distances over budget, a line a size, a panel for each number of experts and way to sample."""
-    rows = len(sweep.counts)
-    figure = Figure(figsize=(7.5, 0.6 + 2.7 * rows), layout="constrained")
-    panels = figure.subplots(rows, len(WAYS), sharex=True, sharey=True, squeeze=False)
-    for count, row in zip(sweep.counts, panels, strict=True):
-        for way, panel in zip(WAYS, row, strict=True):
-            _draw(panel, sweep, [cell for cell in cells if cell.count == count], way)
-            panel.set_title(f"{count} experts, {way}", fontsize=10)
-    ratios = [ratio for cell in cells for way in WAYS for ratio in cell.ratios(way)]
-    panels[0][0].set_ylim(min(0.8, 0.9 * min(ratios)), max(1.25, 1.1 * max(ratios)))
-    for panel in panels[-1]:
+    """Ratio of distances over budget: one panel per size, one line per row."""
+    figure = Figure(figsize=(3.6 * len(sweep.sizes) + 0.6, 4.2), layout="constrained")
+    panels = figure.subplots(1, len(sweep.sizes), sharey=True, squeeze=False)[0]
+    for size, panel in zip(sweep.sizes, panels, strict=True):
+        _draw(panel, [cell for cell in cells if cell.size == size])
+        shape = size_config(size)
+        panel.set_title(f"{shape['depth']} blocks of width {shape['hidden_size']}", fontsize=10)
         panel.set_xlabel("training budget, TFLOP")
-    figure.supylabel("distance of experts / of one model", fontsize=10)
-    handles, names = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside upper center", ncols=4, fontsize=9, frameon=False)
+    panels[0].set_ylabel("distance / distance of one model")
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside upper center", ncols=3, fontsize=9, frameon=False)
     return figure
 
 
-def _draw(panel: Axes, sweep: Sweep, cells: list[Cell], way: str) -> None:
+def _draw(panel: Axes, cells: list[Cell]) -> None:
     panel.axhspan(0.01, 1, color="#eef6ee", zorder=0)
     panel.axhline(1, color="#777777", linewidth=0.8)
-    for colour, size in zip(COLOURS[1:], sweep.sizes, strict=False):
-        own = [cell for cell in cells if cell.size == size]
-        x = [cell.budget / 1e12 for cell in own]
-        means = [math.exp(statistics.fmean(map(math.log, cell.ratios(way)))) for cell in own]
-        label = f"{parameters(sweep, size) / 1000:,.0f} k weights"
-        panel.plot(x, means, color=colour, marker="o", markersize=4, label=label)
-        for place, cell in zip(x, own, strict=True):
-            ratios = cell.ratios(way)
-            panel.plot([place] * len(ratios), ratios, color=colour, linewidth=0.8, alpha=0.6)
-    panel.set(xscale="log", yscale="log")
-    panel.xaxis.set_major_locator(FixedLocator([budget / 1e12 for budget in sweep.budgets]))
+    budgets = [cell.budget / 1e12 for cell in cells]
+    every = []
+    for colour, row in zip(COLOURS[1:], cells[0].rows, strict=False):
+        means = [math.exp(statistics.fmean(map(math.log, cell.ratios(row)))) for cell in cells]
+        panel.plot(budgets, means, color=colour, marker="o", markersize=4, label=row)
+        for place, cell in zip(budgets, cells, strict=True):
+            panel.plot([place] * len(cell.single), cell.ratios(row), color=colour, linewidth=0.8, alpha=0.5)
+        every += [ratio for cell in cells for ratio in cell.ratios(row)]
+    panel.set(xscale="log", yscale="log", ylim=(min(0.5, 0.9 * min(every)), max(2, 1.1 * max(every))))
+    panel.xaxis.set_major_locator(FixedLocator(budgets))
     panel.yaxis.set_major_locator(FixedLocator([0.25, 0.35, 0.5, 0.7, 1, 1.4, 2, 2.8, 4]))
     for axis in (panel.xaxis, panel.yaxis):
         axis.set_minor_locator(NullLocator())
-        axis.set_major_formatter("{x:g}")
+        axis.set_major_formatter("{x:.2g}")

@@ -125,7 +125,7 @@ def assemble(
 
 _WHY = {
     "draw": "one expert makes each image from beginning to end, drawn by the shares; no router is used",
-    "commit": "the router mixes all experts at high noise, then each image keeps one of them",
+    "commit": "the router mixes all experts at high noise, then draws one to finish each image",
 }
 """What the default strategies do."""
 

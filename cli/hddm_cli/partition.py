@@ -76,7 +76,7 @@ def partition(
         typer.echo(f"{folder}: {counted(size, 'image')}{kept_back}")
     if held_out:
         fresh, total = sum(record.held_out), record.images
-        share = f"{100 * fresh / total:.1f} % (--held-out {held_out:g} is met on average)"
+        share = f"{100 * fresh / total:.1f} % (--held-out {held_out:g} is exact only on average)"
         typer.echo(f"{out / HELD_OUT}: {fresh} of {total} images, {share}")
     if record.copies:
         copies = counted(record.copies, "image is a copy of another", "images are copies of others")

@@ -1,12 +1,13 @@
 """The story of ``hddm quickstart``: an old model, new images, and one ensemble that makes both.
 
-Somebody has a DDPM model of the digits 0 to 4, a plain diffusers pipeline; images of 5 to 9 come. Fine-tuned
-on them it forgets. Converted, and beside experts of them, it stays what it is, and all ten are made.
+Somebody has a DDPM model of the digits 0 to 4, a plain diffusers pipeline; images of 5 to 9 come. If it is
+fine-tuned on them, it forgets. If it joins experts of them instead, it stays the same, and together they make
+all ten digits.
 
-``story.txt`` has the chapters: a title, and command lines that do not need each other, each after about its
-seconds on one core; they run in OUT, two at a time. Comments there are done by functions here. What a step
-makes appears complete or not at all, so the same command goes on after a kill at any moment. ``story.json``
-records the commands, and the seconds that each took.
+``story.txt`` has one paragraph per chapter: a title, then independent command lines, each with its time in
+seconds on one core. They run in OUT, two at a time; lines that begin with # are functions here. The output of
+a step appears only when it is complete, so the same command continues after a kill at any moment.
+``story.json`` records the commands, and how many seconds each took.
 """
 
 import base64
@@ -49,7 +50,7 @@ LENGTHS = {"old": 1500, "new": 600, "router": 2000, "images": 600}
 """Training steps of the old model, of each new expert and of the router; images that a model makes."""
 LAST_OLD = 4
 STRIP, CHECKED = 20, 64
-"""Samples of each model that are shown, and of the old one that are held against those in the ensemble."""
+"""Samples shown of each model; samples of the old one compared with those it makes in the ensemble."""
 WORKERS = 2
 """Steps at a time."""
 _CLASSIFIER, _COMPARISON = "classifier.safetensors", "comparison.md"
@@ -109,19 +110,19 @@ def _place(seed: int) -> str:
 
 
 def tell(out: Path, overwrite: bool = False, seeds: int = 1, lengths: Mapping[str, int] = LENGTHS) -> str:
-    """Tell the story in ``out``, or go on with it; return the end of it, "" if it was told before.
+    """Run or continue the story in ``out``; return its sentence and table, "" if it was finished before.
 
-    ``overwrite`` begins anew; of ``seeds`` and those of an earlier start the larger number counts.
+    ``overwrite`` starts again. If an earlier start had more ``seeds``, its number is used.
 
     Raises:
-        HddmError: for a folder of something else or of other commands, and as the commands.
-        Stopped: after a signal, with all finished steps kept.
+        HddmError: for a folder with other files or of another version, and whatever the commands raise.
+        Stopped: after a signal; finished steps are kept.
     """
     with disk.alone(out), stoppable(out):
         record = _begin(out, story_of(1, lengths), overwrite)
         is_there = all((out / name).is_file() for name in (REPORT_FILE, _COMPARISON))
         if record["date"] and record["seeds"] >= seeds and is_there:
-            told = f"{out}: was finished on {record['date']}; finished parts are not repeated"
+            told = f"{out}: was finished on {record['date']}; pass --overwrite to start again"
             print(told, file=sys.stderr, flush=True)
             return ""
         record |= {"seeds": max(seeds, record["seeds"]), "date": ""}
@@ -143,8 +144,8 @@ def _begin(out: Path, story: Sequence[Chapter], overwrite: bool) -> dict[str, An
         record = disk.read_json(out / STORY_FILE) if (out / STORY_FILE).is_file() else {}
         if record.get("commands") == commands:
             return new | record
-        replaces = ", or pass --overwrite to replace that of another version" if record else ""
-        raise HddmError(f"{out}: holds no quickstart of these commands; choose another --out{replaces}")
+        other = "the quickstart of another version; pass --overwrite, or" if record else "other files;"
+        raise HddmError(f"{out}: holds {other} choose another --out")
     disk.check_absent(out, STORY_FILE, overwrite=True)
     out.mkdir(parents=True, exist_ok=True)
     # If killed while files go, what is left is of no story.
@@ -166,7 +167,7 @@ def _run(story: Sequence[Chapter], out: Path, record: dict[str, Any]) -> None:
     found = [Chapter(one.title, [step for step in one.steps if is_left[step]]) for one in story]
     left, is_resumed = [chapter for chapter in found if chapter.steps], bool(record["seconds"])
     seconds, steps = sum(chapter.seconds for chapter in left), counted(sum(is_left.values()), "step")
-    plan = f"{out}: {steps} in that folder, about {duration(seconds)} on two quiet cores"
+    plan = f"{out}: {steps} to run, about {duration(seconds)} on two idle cores"
     print(plan, *(f"- {chapter.title}" for chapter in left), sep="\n", file=sys.stderr, flush=True)
 
     def now() -> list[str]:
@@ -279,29 +280,29 @@ def check_unchanged(place: Path) -> int:
         for folder in ("grown/experts/0", "old-pipeline/unet")
     )
     if ours.keys() != theirs.keys() or not all(torch.equal(ours[name], theirs[name]) for name in theirs):
-        raise HddmError(f"{place / 'grown'}: its first expert has other weights than the old model")
+        raise HddmError(f"{place / 'grown'}: the weights of its first expert differ from the old model's")
     old, grown, within = (
         {path.name: path.read_bytes() for path in (place / "samples" / name).glob("*.png")}
         for name in ("old", "grown", "old-in-grown")
     )
     if changed := sorted(name for name in within if within[name] != old[name]):
-        raise HddmError(f"{place / 'samples/old-in-grown' / changed[0]}: the old model alone makes another")
+        raise HddmError(f"{place / 'samples/old-in-grown' / changed[0]}: the old model makes another image")
     return sum(grown[name] == old[name] for name in old)
 
 
 MODELS = {
     "old": ("the old model", "The old model makes 0–4"),
     "fine-tuned": ("fine-tuned on 5–9", "Fine-tuned on 5–9, it has forgotten 0–4"),
-    "grown": ("grown, one expert per image", "Grown by experts of 5–9, it makes all ten"),
-    "routed": ("grown, mixed by the router at high noise", ""),
+    "grown": ("old + new experts, one expert per image", "Extended by experts of 5–9, it makes all ten"),
+    "routed": ("old + new experts, mixed at high noise", ""),
 }
 """Names in the table, and what the first samples show."""
 SENTENCE = (
-    "A model of the digits 0–4, fine-tuned on 5–9, forgets its own; grown by experts of 5–9, it makes all "
-    "ten, and is itself unchanged, bit for bit."
+    "A model of the digits 0–4 forgets them when it is fine-tuned on 5–9. Extended by experts of 5–9, it "
+    "makes all ten digits, and the old model itself stays the same, bit for bit."
 )
-OTHERWISE = "These trainings did not come out as expected: see the shares of the digits."
-HEADS = ("", "0–4 / 5–9", "digits made", "distance to training images", "to held-out images")
+OTHERWISE = "These trainings did not come out as expected: see the shares of the digits in the table."
+HEADS = ("", "share of 0–4 / 5–9", "digits made", "distance to training images", "to held-out images")
 LEAST = 0.02
 """Share of the samples of a model from which a digit counts as made."""
 JOINED = "\u2060–\u2060"

@@ -42,7 +42,7 @@ def verify(
         with Progress(None, f"verify {folder}"):
             verdicts.append(verify_expert(folder, shard, seed, base or (), device))
         if not as_json:
-            hint = "; --data also tests denoising" if is_one else ""
+            hint = "; pass --data to measure the denoising error too" if is_one else ""
             unjudged = "; it records no shard, so it was not tested on images" if shard is None else ""
             _show_line(verdicts[-1], unjudged if data else hint)
             if is_one:
@@ -60,7 +60,7 @@ def verify(
     if around:
         raise HddmError(f"{expert}: failed, although its experts passed", around)
     if not (as_json or is_one):
-        hint = "" if data else "; --data also tests denoising"
+        hint = "" if data else "; pass --data to measure the denoising error too"
         typer.echo(f"{expert}: all {len(experts)} experts passed{hint}")
 
 
@@ -91,7 +91,7 @@ def _show_line(verdict: "Verification", hint: str) -> None:
     line = "passed" if verdict.accepted else "failed"
     if verdict.denoising is not None:
         found = verdict.denoising
-        line += f"; error {found.expert:.4f} on {verdict.images} images, a Gaussian's {found.gaussian:.4f}"
+        line += f"; error {found.expert:.4f} on {verdict.images} images (a Gaussian: {found.gaussian:.4f})"
     typer.echo(f"{verdict.folder}: {line}{hint if verdict.accepted else ''}")
     for note in verdict.notes:
         typer.echo(f"  note: {note}")

@@ -225,11 +225,12 @@ class SeedModels:
         if model.domain is not None:
             shard = [*(self.settings.partition.classes or ())].index(model.domain)
             images, of = self.divided.shard_folders[shard], self.divided.hashes[shard]
-        start = None
+        start, replayed = None, 0
         if model.begins_with is not None:
             (start,) = self.trainings(self.settings.model(model.begins_with))
+            replayed = len(read_manifest(start.shard).images) if model.replay else 0
         every = self.settings.training.checkpoint_every
-        return Training(images, of, settings, start, checkpoint_every=every)
+        return Training(images, of, settings, start, replayed=replayed, checkpoint_every=every)
 
     def _fitting_flop(self, training: Training) -> int:
         """Operations of the calibration that followed a training."""

@@ -122,6 +122,9 @@ class ModelSettings(Record):
     """Domain (`PartitionSettings.classes`) that a single model is trained on; None for all images."""
     begins_with: str | None = None
     """A single model further up that a single model continues; its own compute is not counted."""
+    replay: bool = False
+    """Train on samples of the model in ``begins_with`` too, as many as that was trained on images (generative
+    replay); their compute is not counted."""
     of: Each[str] | None = None
     """Single models further up; the first is the old model, whose compute is not counted."""
     objectives: str = "flow"
@@ -174,6 +177,8 @@ class ModelSettings(Record):
             wrong = "is made of others, so training and objectives do not apply; remove them"
         elif self.kind != "single" and (self.domain is not None or self.begins_with is not None):
             wrong = "domain and begins_with are for single models; remove them, or set kind: single"
+        elif self.replay and self.begins_with is None:
+            wrong = "replay needs the model that makes the samples; name it by begins_with"
         elif all(starts):
             wrong = "starts from converted experts or from init, not both; remove one"
         elif any(starts) and self.kind != "ensemble":

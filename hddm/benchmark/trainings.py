@@ -6,8 +6,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hddm.benchmark.jobs import Job, Store
+from hddm.data.images import save_png, to_bytes
+from hddm.data.partition import partition
+from hddm.data.shards import load_shard
+from hddm.experts.loading import load
 from hddm.experts.records import EXPERT_FILE, ROUTER_FILE
+from hddm.sampling import sample
 from hddm.training.continuation import continue_expert
 from hddm.training.expert import train_expert
 from hddm.training.router import train_router
@@ -35,12 +42,16 @@ class Training:
     init: Path | None = None
     """An expert folder, not trained here, that it continues; ``init_hash`` is of its content."""
     init_hash: str | None = None
+    replayed: int = 0
+    """Number of samples of the model that it continues, to train on beside the shard (generative replay)."""
     checkpoint_every: int = _CHECKPOINT_EVERY
 
     @property
     def job(self) -> Job:
         start = self.init_hash if self.start is None else self.start.job.hash
-        inputs = {"shard": self.shard_hash} | ({} if start is None else {"start": start})
+        inputs: dict[str, Any] = {"shard": self.shard_hash} | ({} if start is None else {"start": start})
+        # Left out where there are none, so that earlier trainings are found.
+        inputs |= {"replayed": self.replayed} if self.replayed else {}
         return Job("expert", _recipe(self.settings, is_new=start is None), inputs)
 
     @property
@@ -54,10 +65,27 @@ class Training:
 
     def do(self, store: Store, report: Report) -> None:
         init = self.init if self.start is None else store.path(self.start.job) / MODEL
+        shard = self._with_samples(store, init) if self.replayed and init is not None else self.shard
         train: Callable[..., object] = (
-            partial(train_expert, self.shard) if init is None else partial(continue_expert, init, self.shard)
+            partial(train_expert, shard) if init is None else partial(continue_expert, init, shard)
         )
         _train(store, self, train, EXPERT_FILE, report)
+
+    def _with_samples(self, store: Store, old: Path) -> Path:
+        """A shard of this shard's images and of samples of ``old``, drawn with the training's seed."""
+
+        def make(folder: Path) -> None:
+            drawn = sample(load(old), self.replayed, self.settings.seed)
+            both = torch.cat([to_bytes(load_shard(self.shard).images), to_bytes(drawn)])
+            for index, image in enumerate(both):
+                path = folder / "images" / f"{index:06d}.png"
+                path.parent.mkdir(exist_ok=True)
+                save_png(image, path)
+            partition(folder / "images", folder / "shards", 1)
+
+        job = Job("replay", {"samples": self.replayed, "seed": self.settings.seed}, self.job.inputs)
+        store.once(job, make)
+        return store.path(job) / "shards" / "shard_0"
 
 
 @dataclass(frozen=True)

@@ -380,5 +380,5 @@ def verdict(plan: Plan, verified: ConversionCheck | None) -> list[str]:
     return [
         f"verify: outputs differ from the source's by at most {verified.difference:.1e} "
         f"(limit {LARGEST_DIFFERENCE:.0e})",
-        f"verify: velocity against the closed form, relative: {verified.errors}",
+        f"verify: velocity against the exact formula, relative error: {verified.errors}",
     ]

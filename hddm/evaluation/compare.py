@@ -205,7 +205,7 @@ def _measures(groups: Sequence[ResultGroup]) -> list[Measure]:
         ("Fréchet distance to", "to", "", "lower", "difference of the distributions; lower is better"),
         ("kernel distance to", "kernel_to", "", "lower", "the same, fair for few images; lower is better"),
         ("precision on", "on", ".precision", "higher", "share of samples that look like these images"),
-        ("recall on", "on", ".recall", "higher", "share of these images that samples come near"),
+        ("recall on", "on", ".recall", "higher", "share of these images with a sample close by"),
     )
     measures = [
         Measure(f"{title} {which} images", f"{prefix}_{key}{end}", better, says)
@@ -213,7 +213,7 @@ def _measures(groups: Sequence[ResultGroup]) -> list[Measure]:
         for which, key in splits
     ]
     measures.append(
-        Measure("diversity against training images", "diversity", says="1: as varied as they are")
+        Measure("diversity against training images", "diversity", says="1 is as varied as they are")
     )
     # Distances of different kinds do not compare, within conditions and to nearest images alike.
     kinds = {(one.get("within_conditions") or {}).get("distance", "") for one in contents}

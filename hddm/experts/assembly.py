@@ -61,7 +61,7 @@ from hddm.utils.tensors import read_safetensors, refuse_non_finite
 
 DEFAULT_STRATEGY = "draw"
 ROUTED_STRATEGY = "commit-0.92"
-"""Default with a learned router: level with drawing on digits, not measured elsewhere (docs/results.md)."""
+"""Default with a learned router: at best level with drawing, on digits alone (docs/results.md)."""
 MOMENTS = "moments"
 """In place of a router's folder."""
 MOMENTS_EVIDENCE = 10.0

@@ -17,14 +17,17 @@ from hddm.benchmark.run import run_benchmark
 from hddm.benchmark.samples import SampledModel
 from hddm.benchmark.scores import Scoring, features_job_of
 from hddm.benchmark.settings import BenchmarkSettings
+from hddm.data.images import to_bytes
+from hddm.data.shards import load_shard
 from hddm.experts.loading import load
 from hddm.experts.records import read_expert
+from hddm.sampling import sample
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
 from tests.artefacts import CLASSES, write_images
 from tests.benchmark_files import of_models, run_inline
 
-OLD, TUNED, SOUP, GROWN = "old alone", "fine-tuned on new", "soup", "grown"
+OLD, TUNED, REPLAYED, SOUP, GROWN = "old alone", "fine-tuned on new", "replayed", "soup", "grown"
 BY_CLASS = {"training": {"class_conditional": True, "steps": 4}}
 MODELS: list[dict[str, Any]] = [
     {
@@ -35,6 +38,7 @@ MODELS: list[dict[str, Any]] = [
         "training": {"steps": 9, "prediction": "sample"},
     },
     {"name": TUNED, "kind": "single", "domain": "new", "begins_with": OLD},
+    {"name": REPLAYED, "kind": "single", "domain": "new", "begins_with": OLD, "replay": True},
     {"name": "adapted", "kind": "single", "domain": "new", "begins_with": OLD, "training": {"lora_rank": 2}},
     {"name": SOUP, "kind": "merged", "of": [OLD, TUNED]},
     {"name": GROWN, "kind": "grown", "of": [OLD, TUNED]},
@@ -89,6 +93,18 @@ def test_compute_of_the_old_model_counts_for_itself_alone(run: Run) -> None:
     assert flop["adapted"] != flop[TUNED]
     ratio = (flop["adapted"] or 0) / (flop[TUNED] or 1)
     assert 0.5 < ratio < 1.5
+
+
+def test_replay_trains_on_the_new_images_and_on_as_many_samples_as_the_old_model_had_images(run: Run) -> None:
+    (training,) = run.models.trainings(run.settings.model(REPLAYED))
+    (replay,) = run.store.folder.glob("replay-*/shards/shard_0")
+    found = to_bytes(load_shard(replay).images)
+    old, new = (to_bytes(load_shard(folder).images) for folder in run.divided.shard_folders)
+    samples = to_bytes(sample(load(run.source(OLD).folder), len(old), training.settings.seed))
+    assert {image.numpy().tobytes() for image in found} == {
+        image.numpy().tobytes() for image in (*new, *samples)
+    }
+    assert training.job != run.models.trainings(run.settings.model(TUNED))[0].job
 
 
 def test_a_soup_is_the_mean_of_weights_and_a_grown_model_holds_both_models_drawn_by_size(run: Run) -> None:

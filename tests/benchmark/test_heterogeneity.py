@@ -9,11 +9,8 @@ from PIL import Image
 
 from benchmarks.conversion.grid import grid
 from benchmarks.harness import Start
-from benchmarks.heterogeneity.scaling import DIGITS, SHORT, WAYS, Sweep, scaling, settings_of
-from hddm.benchmark.compute import count_expert, count_router
-from hddm.data.partition import partition
-from hddm.data.shards import load_shard
-from tests.artefacts import write_images
+from benchmarks.heterogeneity.scaling import DIGITS, SHORT, scaling, settings_of
+from hddm.benchmark.presets import load_settings
 from tests.benchmark_files import Finished, of_models, run_inline
 
 
@@ -30,30 +27,24 @@ def test_conversions_of_a_finished_benchmark_are_sampled_and_scored(
 
 
 @pytest.mark.slow
-def test_the_sweep_writes_a_row_a_cell_and_its_chart(tmp_path: Path) -> None:
-    table = scaling(SHORT, Start(tmp_path / "results", tmp_path / "work", workers=1))
-    cells = json.loads(table.with_suffix(".json").read_text())["cells"]
-    rows = [
-        line.split(" | ") for line in table.read_text().splitlines() if line.startswith(f"| {SHORT.sizes[0]}")
-    ]
-    assert len(rows) == len(cells) == len(SHORT.budgets)
-    for cell, row in zip(cells, rows, strict=True):
-        for way, told in zip(WAYS, row[-2:], strict=True):
-            (ours,), (one,) = cell["experts"][way], cell["single"]
-            assert told.rstrip(" |") == f"{ours:.3g} ({ours / one:.2f})"
-    assert Image.open(table.with_suffix(".png")).size[0] > 600
+def test_every_row_of_a_cell_costs_what_its_one_model_costs(tmp_path: Path) -> None:
+    start = Start(tmp_path / "results", tmp_path / "work", workers=1)
+    table = scaling(replace(SHORT, factors=SHORT.factors[:1]), start)
+    (cell,) = json.loads(table.with_suffix(".json").read_text())["cells"]
+    (line,) = [line for line in table.read_text().splitlines() if line.startswith(f"| {SHORT.sizes[0]}")]
+    for ours in cell["rows"].values():
+        assert f"{ours[0]:.3g} ({ours[0] / cell['single'][0]:.2f})" in line
+    (results,) = (tmp_path / "work").rglob("results.json")
+    flop = [model["training_flop"] for model in json.loads(results.read_text())["models"]]
+    assert max(flop) == pytest.approx(min(flop), rel=0.1)
+    assert Image.open(table.with_suffix(".png")).size[0] > 400
 
 
-@pytest.mark.parametrize("sweep", [DIGITS], ids=lambda sweep: sweep.name)
-def test_every_cell_of_the_sweep_costs_its_budget(sweep: Sweep, tmp_path: Path) -> None:
-    """As the benchmark counts it, on a shard of images of the same shape; calibrations come on top."""
-    (shard,) = partition(write_images(tmp_path / "images", side=sweep.shape[1]), tmp_path / "shards", 1)
-    shape = load_shard(shard).shape
-    for size in (sweep.sizes[0], sweep.sizes[-1]):
-        for count in sweep.counts:
-            chosen = settings_of(replace(sweep, shape=shape), size, sweep.budgets[-1], count, 1)
-            expert, router = chosen.expert("flow", 0), chosen.router(0)
-            spent = count * count_expert(shard, expert).steps(expert) + count_router(
-                shard.parent, router
-            ).steps(router)
-            assert spent == pytest.approx(sweep.budgets[-1], rel=0.01)
+@pytest.mark.parametrize("size", DIGITS.sizes)
+def test_cells_differ_from_the_preset_in_size_steps_and_rate_alone(size: str) -> None:
+    preset = load_settings("digits").training
+    same, more = (settings_of(DIGITS, size, factor, 1).training for factor in (1, 4))
+    assert more.expert["steps"] == 4 * same.expert["steps"] == 4 * preset.expert["steps"]
+    assert more.router["steps"] == 4 * preset.router["steps"]
+    assert same.expert | {"size": "mini", "learning_rate": 8e-3} == preset.expert
+    assert same.router == preset.router

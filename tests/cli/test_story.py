@@ -88,7 +88,7 @@ def test_killed_it_goes_on_where_it_was_and_each_step_is_done_once(told: Told) -
     # The router, which was killed.
     assert first[-1] == then[0]
     assert len(first) + len(then) == len(COMMANDS) + 1
-    assert f"{len(then)} steps in that folder, about" in told.printed
+    assert f"{len(then)} steps to run, about" in told.printed
     assert [line for line in told.printed.splitlines() if line.startswith("- ")][-1] == "- Compare"
     assert "--resume" not in told.killed
     assert told.printed.count(" --resume") == sum(" train " in one or " sample " in one for one in then)
@@ -104,10 +104,10 @@ def test_told_again_it_says_so_and_other_folders_are_left_alone(
     assert tell(told.out, lengths=LENGTHS) == ""
     assert f"{told.out}: was finished on 20" in capsys.readouterr().err
     assert (told.out / STORY_FILE).stat().st_mtime_ns == before
-    with pytest.raises(HddmError, match=f"{told.out}: holds no quickstart of these commands"):
+    with pytest.raises(HddmError, match=f"{told.out}: holds the quickstart of another version"):
         tell(told.out)
     (tmp_path / "mine").write_text("precious")
-    for overwrite, reason in ((False, "holds no quickstart"), (True, "has no story.json")):
+    for overwrite, reason in ((False, "holds other files"), (True, "has no story.json")):
         with pytest.raises(HddmError, match=reason):
             tell(tmp_path, overwrite, lengths=LENGTHS)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
@@ -153,14 +153,14 @@ def test_the_old_model_is_in_the_ensemble_bit_for_bit(told: Told, tmp_path: Path
     within = sorted((out / "samples/old-in-grown").glob("*.png"))
     assert len(within) == CHECKED
     shutil.copyfile(within[1], within[0])
-    with pytest.raises(HddmError, match=r"old-in-grown/00000.png: the old model alone makes another"):
+    with pytest.raises(HddmError, match=r"old-in-grown/00000.png: the old model makes another image"):
         check_unchanged(out)
     weights = out / "grown/experts/0/diffusion_pytorch_model.safetensors"
     tensors = load_file(weights)
     next(iter(tensors.values())).view(-1)[0] += 1e-3
     weights.unlink()
     save_file(tensors, weights)
-    with pytest.raises(HddmError, match="grown: its first expert has other weights than the old model"):
+    with pytest.raises(HddmError, match="grown: the weights of its first expert differ"):
         check_unchanged(out)
 
 
@@ -214,7 +214,7 @@ def test_its_sentence_is_said_of_samples_that_it_is_true_of(told: Told, tmp_path
     assert [*found.values()] == made
     assert int(shares["the old model"]) > 95
     assert int(shares["fine-tuned on 5–9"]) < 5
-    assert int(shares["grown, one expert per image"]) == pytest.approx(50, abs=3)
+    assert int(shares["old + new experts, one expert per image"]) == pytest.approx(50, abs=3)
 
 
 def test_its_commands_are_those_of_the_command_line_and_seeds_share_no_path(

@@ -309,7 +309,7 @@ def test_the_command_line_prints_notes_and_escapes_names(trio: Trio, tmp_path: P
     assert out.splitlines() == [
         f"note: {trio.router}: of its 3 outputs, these are left out: 2",
         f"{tmp_path / 'two'}: 2 experts, strategy commit-0.92",
-        "commit-0.92: the router mixes all experts at high noise, then each image keeps one of them",
+        "commit-0.92: the router mixes all experts at high noise, then draws one to finish each image",
         f"shares: {shares}",
         "classes: columns, rows",
     ]

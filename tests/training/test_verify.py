@@ -445,7 +445,7 @@ def test_an_ensemble_is_refused_for_a_file_and_for_code_that_is_not_its_own(
     code, out, _ = hddm("verify", folder)
     assert (code, out.splitlines()[-1]) == (
         0,
-        f"{folder}: all 2 experts passed; --data also tests denoising",
+        f"{folder}: all 2 experts passed; pass --data to measure the denoising error too",
     )
     with (folder / "pipeline.py").open("a") as file:
         file.write("print('more')\n")
@@ -473,13 +473,13 @@ def test_a_folder_of_experts_is_verified_a_line_each_by_the_images_of_each(
     code, out, err = hddm("verify", experts)
     assert (code, err) == (0, "")
     *_, last = out.splitlines()
-    assert last == f"{experts}: all 2 experts passed; --data also tests denoising"
+    assert last == f"{experts}: all 2 experts passed; pass --data to measure the denoising error too"
     shutil.copytree(held_out, data / "shard_0")
     shutil.copytree(trio.shards / "shard_1", data / "shard_1")
     code, out, err = hddm("verify", experts, "--data", data)
     # Of two steps of training, images say so.
     assert code == 1
-    assert re.match(rf"{experts}/expert_2: failed; error [\d.]+ on \d+ images, a Gaussian's ", out)
+    assert re.match(rf"{experts}/expert_2: failed; error [\d.]+ on \d+ images \(a Gaussian: ", out)
     assert f"\n{experts}/expert_10: passed; error " in out
     assert err.startswith(f"hddm: {experts}: 1 of 2 experts failed\n  {experts}/expert_2: ")
     code, out, _ = hddm("verify", experts, "--json")
