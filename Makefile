@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 SAY = echo "installing into $(VENV): torch with its CUDA libraries takes about 6 GB on Linux, and minutes"
 
-.PHONY: quickstart test soak docs check clean
+.PHONY: quickstart test soak docs check wheel-check clean
 
 quickstart: $(VENV)/.ready
 	$(BIN)/hddm quickstart $(ARGS)
@@ -28,12 +28,15 @@ check: $(VENV)/.ready-dev
 	$(MAKE) docs VENV=$(VENV)
 	$(MAKE) test VENV=$(VENV)
 
+wheel-check: $(VENV)/.ready-test
+	sh tests/wheel.sh $(abspath $(BIN)/python)
+
 clean:
 	rm -rf docs/_build $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 
 $(VENV)/.ready: pyproject.toml | $(VENV)/bin/python
 	@$(SAY)
-	$(BIN)/python -m pip install --editable .
+	$(BIN)/python -m pip install --editable '.[train]'
 	touch $@
 
 $(VENV)/.ready-test: pyproject.toml | $(VENV)/bin/python

@@ -181,7 +181,7 @@ class Moments:
         if x_t.shape[1] != len(self.mean):
             # Callers that know the size that was asked for name it.
             raise ValueError(
-                f"its calibration is of samples of {len(self.mean)} numbers, not of {x_t.shape[1]}"
+                f"its calibration is for samples of {len(self.mean)} numbers, not of {x_t.shape[1]}"
             )
         return x_t - (1 - t) * mean
 
@@ -295,18 +295,18 @@ class Calibration:
         missing = {"mean", "basis", "variances", "times", "weights"} ^ (set(tensors) - {"class_means"})
         if missing:
             raise HddmError(
-                f"{path}: missing or unknown tensors {sorted(missing)}; delete it and calibrate anew"
+                f"{path}: missing or unknown tensors {sorted(missing)}; delete it and run hddm calibrate"
             )
         for name, tensor in tensors.items():
             if tensor.dtype != torch.float32:
                 raise HddmError(
-                    f"{path}: {name!r} is {tensor.dtype}, not float32; delete it and calibrate anew"
+                    f"{path}: {name!r} is {tensor.dtype}, not float32; delete it and run hddm calibrate"
                 )
         refuse_non_finite(path, tensors)
         moments = Moments(*map(tensors.get, ("mean", "basis", "variances", "class_means")))  # type: ignore[arg-type]
         found = cls(moments, tensors["times"], tensors["weights"], calibration_record(folder))
         if wrong := found._wrong():
-            raise HddmError(f"{path}: {wrong}; delete it and calibrate anew")
+            raise HddmError(f"{path}: {wrong}; delete it and run hddm calibrate")
         return found
 
     def _wrong(self) -> str | None:
@@ -316,15 +316,15 @@ class Calibration:
         means = moments.class_means
         fits = means is None or (means.ndim == 2 and len(means) and means.shape[1:] == moments.mean.shape)
         if ranks != [1, 2, 1, 1, 2] or not fits:
-            return "the shapes of its tensors do not go together"
+            return "the shapes of its tensors do not match"
         directions, numbers = len(moments.variances), len(moments.mean)
         shapes = (*moments.basis.shape, *weights.shape)
         if len(times) < 2 or shapes != (numbers, directions - 1, len(times), directions):
-            return "the shapes of its tensors do not go together"
+            return "the shapes of its tensors do not match"
         if not ((weights >= 0) & (weights <= 1)).all():
-            return f"has weights from {weights.min():g} to {weights.max():g}, and they lie in [0, 1]"
+            return f"has weights from {weights.min():g} to {weights.max():g}, outside [0, 1]"
         if not (moments.variances > 0).all():
-            return f"has a variance of {moments.variances.min():g}, and they are above 0"
+            return f"has a variance of {moments.variances.min():g}, but variances must be above 0"
         if times[0] != 0 or times[-1] != 1 or not (times.diff() > 0).all():
             return "has times that do not rise from 0 to 1"
         return None

@@ -44,7 +44,7 @@ def class_indices(labels: Labels, classes: Sequence[str]) -> Tensor:
     """
     labels = flat_labels(labels)
     if not classes:
-        raise HddmError(f"class_labels {labels}: this model knows no classes; drop them")
+        raise HddmError(f"class_labels {labels}: this model has no classes; leave them out")
     names = {composed(name): index for index, name in enumerate(classes)}
     indices = []
     for label in labels:

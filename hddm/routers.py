@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hddm.calibration import Moments
 from hddm.networks.identity import TextEncoderRecord
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, optional
 from hddm.utils.records import Record, parse_record
 from hddm.utils.tensors import (
     parameter_dtype,
@@ -186,13 +186,13 @@ class Topic:
     @classmethod
     def of(cls, embeddings: Tensor, counts: Sequence[int] | None = None) -> "Topic":
         """Clusters of ``embeddings`` (N, D) of captions, of which there are ``counts``; None for one each."""
-        from sklearn.cluster import KMeans
-
         unit = torch.nn.functional.normalize(to_float64(embeddings).cpu(), dim=1)
         parts = torch.tensor(counts or [1] * len(unit), dtype=torch.float64)
         parts /= parts.sum()
         clusters = min(MAX_CLUSTERS, len(unit.unique(dim=0)))
-        found = KMeans(clusters, n_init=1, random_state=0).fit(unit.numpy(), sample_weight=parts.numpy())
+        clustering = optional("sklearn.cluster", "hddm describe", "train")
+        kmeans = clustering.KMeans(clusters, n_init=1, random_state=0)
+        found = kmeans.fit(unit.numpy(), sample_weight=parts.numpy())
         own = torch.nn.functional.one_hot(torch.from_numpy(found.labels_).long(), clusters).double()
         shares = parts @ own
         means = (own * parts[:, None]).T @ unit / shares[:, None]
@@ -210,14 +210,16 @@ class Topic:
         path = folder / TOPIC
         if not path.exists():
             return None
-        remedy = "delete it and describe the expert anew"
+        remedy = "delete it and run hddm describe"
         tensors, header = read_safetensors(path), read_header(path)[1].get(_HEADER, "{}")
         record = parse_record(header.encode(), TopicRecord, f"{path}: {_HEADER}")
         refuse_other_kinds(path, tensors, {"means": (torch.float16, 2), "parts": (torch.float16, 1)})
         refuse_non_finite(path, tensors)
         means, parts = tensors["means"].double(), tensors["parts"].double()
         if means.shape != (len(parts), record.text_encoder.width):
-            raise HddmError(f"{path}: is not of embeddings of {record.text_encoder.width} numbers; {remedy}")
+            raise HddmError(
+                f"{path}: does not hold embeddings of {record.text_encoder.width} numbers; {remedy}"
+            )
         if not len(parts) or not (parts > 0).all():
             raise HddmError(f"{path}: has clusters of no captions; {remedy}")
         return cls(means, parts / parts.sum(), record.variance, record)

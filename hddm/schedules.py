@@ -290,7 +290,7 @@ def from_diffusers(source: object) -> Schedule:
     if name in FLOW_MATCH_FAMILY or config.get("use_flow_sigmas"):
         return LinearSchedule()
     if config.get("timestep_type") == "continuous":
-        raise HddmError(f"{origin}: timestep_type 'continuous' (EDM's time) is no DDPM schedule")
+        raise HddmError(f"{origin}: timestep_type 'continuous' (EDM's time) is not a DDPM schedule")
     given = _with_defaults(config, name, origin)
     steps = given["num_train_timesteps"]
     if not isinstance(steps, int) or not 2 <= steps <= MOST_STEPS:

@@ -204,6 +204,7 @@ HEAVY = {"torch", "diffusers", "transformers", "accelerate", "peft", "sklearn", 
 
 _RUN = """
 import contextlib, io, json, sys
+sys.modules.update(dict.fromkeys(sys.argv[2:]))
 from hddm_cli.app import app
 for line in json.loads(sys.argv[1]):
     sys.argv = ["hddm", *line]
@@ -217,10 +218,15 @@ for line in json.loads(sys.argv[1]):
 """
 
 
-def in_a_fresh_process(lines: Iterable[Sequence[object]]) -> list[tuple[int, str, set[str]]]:
-    """Of each command its exit code, its output, and which of `HEAVY` are imported after it."""
+def in_a_fresh_process(
+    lines: Iterable[Sequence[object]], missing: Sequence[str] = ()
+) -> list[tuple[int, str, set[str]]]:
+    """Of each command its exit code, its output, and which of `HEAVY` are imported after it.
+
+    Packages that are ``missing`` cannot be imported.
+    """
     arguments = json.dumps([list(map(str, line)) for line in lines])
-    run = subprocess.run([sys.executable, "-c", _RUN, arguments], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", _RUN, arguments, *missing], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     found = map(json.loads, run.stdout.splitlines())
     return [(code, output, HEAVY & set(modules)) for code, output, modules in found]

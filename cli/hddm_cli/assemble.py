@@ -78,7 +78,10 @@ def assemble(
     if changes and len(experts) != 1:
         changed = (whole or experts)[0]
         rest = " ".join(f"--add {one}" for one in experts if one != changed)
-        raise UsageError(f"{changed}: an ensemble is changed alone; hddm assemble {changed} {rest}")
+        raise UsageError(
+            f"{changed}: is an ensemble and takes no other experts; to add them: hddm "
+            f"assemble {changed} {rest}"
+        )
     if out is None and not changes:
         raise UsageError("--out is required, the folder to write")
     if router is not None and router != "moments":

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from hddm.utils.errors import optional
 from hddm.utils.records import BENCHMARK_FILE
 from hddm_cli.options import InputOption, refuse_other
 
@@ -48,6 +49,7 @@ def benchmark(
     settings_file(which)
     refuse_other(out, BENCHMARK_FILE, "benchmark")
 
+    optional("matplotlib", "hddm benchmark", "train")
     from hddm.benchmark.report import tables_text
     from hddm.benchmark.run import run_benchmark
 

@@ -38,6 +38,6 @@ def check(
     typer.echo(report.model_dump_json(indent=2) if as_json else "\n".join(report.lines()))
     if bad > max_bad:
         raise HddmError(
-            f"{path}: {counted(bad, 'bad image')}, more than --max-bad {max_bad}; mend or remove "
+            f"{path}: {counted(bad, 'bad image')}, more than --max-bad {max_bad}; repair or remove "
             f"{'it' if bad == 1 else 'them'}"
         )

@@ -167,5 +167,5 @@ def parse_size(text: str, option: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS or not float(match[1]):
-        raise UsageError(f"{option} {text}: is no amount of memory; write it as 6GB")
+        raise UsageError(f"{option} {text}: is not an amount of memory; write it as 6GB")
     return int(float(match[1]) * _UNITS[match[2].upper()])

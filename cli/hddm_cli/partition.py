@@ -71,7 +71,7 @@ def partition(
         typer.echo(f"skipped {name}", err=True)
     held = record.held_out or [None] * len(folders)
     for folder, size, fresh in zip(folders, record.sizes, held, strict=True):
-        few = ", few to judge its expert by" if fresh is not None and fresh < MIN_IMAGES else ""
+        few = ", few to test its expert on" if fresh is not None and fresh < MIN_IMAGES else ""
         kept_back = "" if fresh is None else f", {fresh} held out{few}"
         typer.echo(f"{folder}: {counted(size, 'image')}{kept_back}")
     if held_out:

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from hddm.utils.errors import optional
 from hddm_cli.options import Overwrite, refuse_other
 
 STORY_FILE = "story.json"
@@ -28,6 +29,7 @@ def quickstart(
     if not overwrite:
         refuse_other(out, STORY_FILE, "quickstart")
 
+    optional("matplotlib", "hddm quickstart", "train")
     from hddm.benchmark.report import REPORT_FILE
     from hddm_cli.story import tell
 

@@ -127,11 +127,9 @@ def sample(
     if guidance_scale == 1:
         of_guidance = ("guide_by", "cfg_channels", "guidance_interval", "guidance_rescale")
         if given := [f"--{name.replace('_', '-')}" for name in of_guidance if is_given(context, name)]:
-            raise UsageError(
-                f"{' and '.join(given)}: take effect with a --guidance-scale that is not 1; give one"
-            )
+            raise UsageError(f"{' and '.join(given)}: only with a --guidance-scale other than 1")
     if mask is None and is_given(context, "resampling_steps"):
-        raise UsageError("--resampling-steps: takes effect with a --mask; give one")
+        raise UsageError("--resampling-steps: needs a --mask")
     from hddm.pipelines.samples import SampleSettings, sample_to_folder
     from hddm.utils.progress import Progress
     from hddm.utils.records import OPTIONS, parse_record

@@ -96,7 +96,7 @@ def _resources(text: str) -> tuple[str, dict[str, float]]:
             found = {}
         if not key.strip() or not 0 <= found.get(key.strip(), -1) < float("inf"):
             raise UsageError(
-                f"--resources {text}: is NAME=NUMBER, several by commas, after EXPERT: for one alone; as "
-                "num_gpus=1 or cats:num_cpus=4"
+                f"--resources {text}: write NAME=NUMBER, separated by commas, after EXPERT: for one "
+                f"expert, such as num_gpus=1 or cats:num_cpus=4"
             )
     return name, found

@@ -110,7 +110,8 @@ def wording(error: Any) -> str | None:
         return _of_value(error, verb)
     unknown = re.search(r"No such command '(.*?)'", error.message)
     if unknown:
-        return f"{unknown[1]} is no verb of {verb}; {choose(unknown[1], list(context.command.commands))}"
+        known = list(context.command.commands)
+        return f"{unknown[1]} is not a command of {verb}; {choose(unknown[1], known)}"
     return f"{_sentence(error.message)}; {verb} --help shows what it takes"
 
 

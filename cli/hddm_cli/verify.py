@@ -43,7 +43,7 @@ def verify(
             verdicts.append(verify_expert(folder, shard, seed, base or (), device))
         if not as_json:
             hint = "; pass --data to measure the denoising error too" if is_one else ""
-            unjudged = "; it names no shard of its own, so no images judge it" if shard is None else ""
+            unjudged = "; it records no shard, so it was not tested on images" if shard is None else ""
             _show_line(verdicts[-1], unjudged if data else hint)
             if is_one:
                 _show(verdicts[-1])
@@ -53,16 +53,15 @@ def verify(
     around = problems_around(expert)
     refused = [verdict for verdict in verdicts if not verdict.accepted]
     if refused and is_one:
-        raise HddmError(f"{expert}: is refused", refused[0].problems)
+        raise HddmError(f"{expert}: failed", refused[0].problems)
     if refused:
         lines = [f"{verdict.folder}: {problem}" for verdict in refused for problem in verdict.problems]
-        verb = "is" if len(refused) == 1 else "are"
-        raise HddmError(f"{expert}: {len(refused)} of {len(experts)} experts {verb} refused", lines + around)
+        raise HddmError(f"{expert}: {len(refused)} of {len(experts)} experts failed", lines + around)
     if around:
-        raise HddmError(f"{expert}: is refused, and its experts are not", around)
+        raise HddmError(f"{expert}: failed, although its experts passed", around)
     if not (as_json or is_one):
         hint = "" if data else "; pass --data to measure the denoising error too"
-        typer.echo(f"{expert}: all {len(experts)} experts are accepted{hint}")
+        typer.echo(f"{expert}: all {len(experts)} experts passed{hint}")
 
 
 def _show(verdict: "Verification") -> None:
@@ -89,7 +88,7 @@ def _show(verdict: "Verification") -> None:
 
 
 def _show_line(verdict: "Verification", hint: str) -> None:
-    line = "is accepted" if verdict.accepted else "is refused"
+    line = "passed" if verdict.accepted else "failed"
     if verdict.denoising is not None:
         found = verdict.denoising
         line += f"; error {found.expert:.4f} on {verdict.images} images (a Gaussian: {found.gaussian:.4f})"

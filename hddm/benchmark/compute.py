@@ -149,8 +149,8 @@ def count_expert(shard: Path, settings: ExpertSettings) -> Cost:
     """Count the new network that ``settings`` train on ``shard``; an adapter raises `HddmError`."""
     if settings.lora_rank is not None:
         raise HddmError(
-            f"lora_rank {settings.lora_rank}: adapts an expert that exists; give the model an init, and flow "
-            "for all its objectives"
+            f"lora_rank {settings.lora_rank}: adapts an existing expert; give the model an init, and "
+            f"flow as its only objective"
         )
     images = open_shard(shard)
     classes = len(images.classes) if settings.class_conditional else None

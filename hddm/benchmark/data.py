@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from sklearn.datasets import load_digits
 from torch import Tensor
 
 from hddm.benchmark.jobs import Job, Store
@@ -22,7 +21,7 @@ from hddm.data.partition import partition
 from hddm.data.shard_records import HELD_OUT, ShardManifest, find_shards, read_manifest
 from hddm.data.shards import Shard, load_shard
 from hddm.data.sources import open_source
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, optional
 from hddm.utils.files import link_or_copy
 from hddm.utils.tensors import read_safetensors, refuse_other_kinds
 
@@ -80,9 +79,7 @@ def prepare_images(settings: DataSettings, data: Path | None, store: Store) -> S
     """Return both sides, written first if digits or cut from one folder; paths lie below ``data``."""
     if settings.source == "digits":
         if data is not None:
-            raise HddmError(
-                f"--data {data}: this benchmark brings its own images, scikit-learn's digits; drop it"
-            )
+            raise HddmError(f"--data {data}: this benchmark uses scikit-learn's digits; leave the option out")
         job = Job("digits", {})
         write: Callable[[Path], object] = write_digits
     else:
@@ -121,8 +118,8 @@ def image_paths(settings: DataSettings, data: Path | None) -> tuple[Path, Path |
     one, other = training.resolve(), (held_out or Path()).resolve()
     if held_out is not None and (one.is_relative_to(other) or other.is_relative_to(one)):
         raise HddmError(
-            f"data.held_out: {held_out} and the training images, {training}, are not apart, so that held-out "
-            "images would be trained on; name the folder of training images alone by data.training"
+            f"data.held_out: {held_out} and the training images, {training}, overlap, so held-out "
+            f"images would be trained on; set data.training to a folder of training images only"
         )
     return training, held_out
 
@@ -132,7 +129,7 @@ def refuse_work_among_images(settings: DataSettings, data: Path | None, folders:
     images_of = [path for path in image_paths(settings, data) if path is not None]
     for images, folder in itertools.product(images_of, folders):
         if folder.resolve().is_relative_to(images.resolve()):
-            raise HddmError(f"{folder}: lies among the images in {images}; choose a folder outside them")
+            raise HddmError(f"{folder}: is inside the image folder {images}; choose a folder outside it")
 
 
 def divide(
@@ -169,10 +166,7 @@ def reference_job(
     if split == "validation":
         inputs["fresh"] = [manifest.hash for manifest in divided.validation_manifests]
     elif sources.held_out is None:
-        raise HddmError(
-            "there are no held-out images to score on: name them by data.held_out, or give a "
-            "data.held_out_share"
-        )
+        raise HddmError("there are no held-out images to score on: set data.held_out or data.held_out_share")
     else:
         inputs["fresh"] = [hash_of_images(sources.held_out)]
     # Left out where it changes nothing, so that earlier ones are found again.
@@ -279,7 +273,7 @@ def _split(images: Path, share: float, folder: Path) -> None:
     """Link images to ``train/`` and ``held_out/`` by the hash of their pixels, so equal ones to one side."""
     source, loaded = open_source(images), load_images(images)
     if source.captions is not None:
-        raise HddmError(f"{images}: captions would be lost; hold images out yourself and name data.held_out")
+        raise HddmError(f"{images}: captions would be lost; hold images out yourself and set data.held_out")
     for index, name in enumerate(source.files):
         # The prefix differs from that of validation images, which would otherwise be the same ones.
         digest = hashlib.sha256(b"held-out" + loaded.pixels[index].numpy().tobytes()).digest()
@@ -287,7 +281,7 @@ def _split(images: Path, share: float, folder: Path) -> None:
         path, target = source.path(index), folder / side / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if path is None:
-            raise HddmError(f"{images}: is an archive; name its held-out images by data.held_out")
+            raise HddmError(f"{images}: is an archive; set data.held_out to its held-out images")
         link_or_copy(path, target)
 
 
@@ -300,7 +294,7 @@ def write_digits(folder: Path, seed: int = 0) -> tuple[Path, Path]:
     1,797 images of 8×8 pixels from the test part of the UCI Optical Recognition of Handwritten Digits
     set. A fifth of them, chosen at random, is held out before anything looks at the rest.
     """
-    bunch = load_digits()
+    bunch = optional("sklearn.datasets", "the digits", "train").load_digits()
     # Levels are 0 … 16.
     pixels = torch.from_numpy(np.round(bunch.images / 16 * 255).astype(np.uint8))[:, None]
     order = np.random.default_rng(seed).permutation(len(pixels))

@@ -88,10 +88,10 @@ class Store:
         record = read_json(path, largest=2**28)
         check_format(record, FORMAT, path)
         if record.get("hash") != job.hash:
-            raise HddmError(f"{path}: is of another job; remove its folder")
+            raise HddmError(f"{path}: belongs to another job; delete its folder")
         # Formats before 1.1 have no seal.
         if record["format"] != "1.0" and record.get("seal") != _seal(finite(record)):
-            raise HddmError(f"{path}: is not what was written; remove its folder, and the job is done again")
+            raise HddmError(f"{path}: was changed after it was written; delete its folder to repeat the job")
         return record
 
     def result(self, job: Job) -> dict[str, Any]:
@@ -283,5 +283,5 @@ def stoppable(out: Path) -> Iterator[None]:
             yield
     except Interrupted as error:
         raise Stopped(
-            f"{out}: stopped; what was done is saved, and the same command goes on with it", error.number
+            f"{out}: stopped; finished work is saved, and the same command continues", error.number
         ) from error

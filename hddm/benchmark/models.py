@@ -54,7 +54,7 @@ def read_finished(folder: Path) -> list[ExpertRecord]:
     if found["kind"] not in ("expert", "ensemble"):
         raise HddmError(f"{folder}: is a {found['kind']}; a finished model is an expert or an ensemble")
     if "layout" in found:
-        raise HddmError(f"{folder}: is no model folder of hddm; a checkpoint becomes one by hddm convert")
+        raise HddmError(f"{folder}: is not a model folder of hddm; convert a checkpoint with hddm convert")
     records = expert_records(folder)
     if any(record.space == "latents" for record in records):
         raise HddmError(
@@ -242,7 +242,7 @@ class SeedModels:
 def model_hash(folder: Path) -> str:
     """SHA-256 of what a model folder computes: weights and records, without how long they took to make."""
     if not (folder / "config.json").is_file() and not (folder / ENSEMBLE_FILE).is_file():
-        raise HddmError(f"{folder}: is no model folder of hddm; a checkpoint becomes one by hddm convert")
+        raise HddmError(f"{folder}: is not a model folder of hddm; convert a checkpoint with hddm convert")
     lines = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -290,8 +290,8 @@ def check_shapes(settings: BenchmarkSettings, shape: Sequence[int]) -> None:
         if made != {tuple(shape)}:
             shapes = " and ".join(map(str, sorted(made)))
             raise HddmError(
-                f"model {model.name!r}: {model.path} makes images (C, H, W) of {shapes}, and the data's are "
-                f"{tuple(shape)}; take data of that shape"
+                f"model {model.name!r}: {model.path} makes images (C, H, W) of {shapes}, but the data's "
+                f"are {tuple(shape)}; use data of that shape"
             )
 
 
@@ -308,15 +308,15 @@ def _misfit(model: str, able: _Abilities, point: SamplingPoint) -> str | None:
     strategy = Strategy.parse(point.strategy)
     if strategy.kind == "top" and strategy.value > able.experts > 0:
         return (
-            f"strategy {point.strategy!r} asks for more experts than the {able.experts} of {model}; take "
+            f"strategy {point.strategy!r} needs more experts than the {able.experts} of {model}; use "
             f"top-{able.experts} at most"
         )
     if strategy.kind != "draw" and able.experts > 1 and not able.has_router:
-        return f"strategy {point.strategy!r} needs a router, and {model} has none; take draw"
+        return f"strategy {point.strategy!r} needs a router, and {model} has none; use draw"
     if point.guidance_scale != 1 and point.guide_by == "condition" and not able.has_classes:
-        return f"guidance_scale {point.guidance_scale:g} needs classes, and {model} has none; take 1"
+        return f"guidance_scale {point.guidance_scale:g} needs classes, and {model} has none; use 1"
     if point.guidance_scale != 1 and point.guide_by == "weak" and not able.has_weak:
-        return f"guide_by weak needs a weaker self, and {model} keeps none; give its training a weak_at"
+        return f"guide_by weak needs a weak model, and {model} has none; set weak_at in its training"
     return None
 
 

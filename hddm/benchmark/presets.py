@@ -27,7 +27,7 @@ def settings_file(which: str) -> Path:
         return Path(which)
     if which not in preset_names():
         raise UsageError(
-            f"{which}: no such preset; name a file of your own by its path, as ./mine.yaml, or "
+            f"{which}: no such preset; give the path of your own file, such as ./mine.yaml, or "
             f"{choose(which, preset_names())}"
         )
     return _PRESETS / f"{which}.yaml"
@@ -68,7 +68,7 @@ def chosen(
     both = sorted(confirming & set(settings.seeds))
     if both:
         raise HddmError(
-            f"{settings.name}: seed {both[0]} is among seeds and confirmation_seeds; name it in one"
+            f"{settings.name}: seed {both[0]} is in both seeds and confirmation_seeds; remove it from one"
         )
     # A file that says so confirms as the option does.
     held_out = held_out or settings.score_on == "held-out"
@@ -77,17 +77,17 @@ def chosen(
     if held_out and frozen:
         wanted = wanted or settings.confirmation_seeds
         if not wanted:
-            raise UsageError("--held-out: the settings name no confirmation_seeds; give some by --seeds")
+            raise UsageError("--held-out: the settings have no confirmation_seeds; pass --seeds")
         used = sorted(set(wanted) & set(settings.seeds))
         if used:
             raise HddmError(
-                f"--held-out {given}: seed {used[0]} is one that settings are chosen on "
-                f"({', '.join(map(str, settings.seeds))}); confirm on others"
+                f"--held-out {given}: seed {used[0]} is used to choose settings "
+                f"({', '.join(map(str, settings.seeds))}); use others to confirm"
             )
     kept = sorted(set(wanted or ()) & confirming)
     if kept and not held_out:
         raise HddmError(
-            f"{given}: seed {kept[0]} is kept for confirming (confirmation_seeds); choose on others"
+            f"{given}: seed {kept[0]} is reserved for confirmation (confirmation_seeds); use other seeds"
         )
     changes: dict[str, object] = {"score_on": "held-out"} if held_out else {}
     changes |= {"seeds": wanted} if wanted else {}

@@ -280,8 +280,8 @@ def read_results(folder: Path) -> Results:
     check_format(content, FORMAT, path)
     if int(str(content.get("format")).partition(".")[0]) < int(FORMAT.partition(".")[0]):
         raise HddmError(
-            f"{path}: format {content['format']} is of an older hddm; run the benchmark again into another "
-            "folder, with this one's jobs as --jobs"
+            f"{path}: format {content['format']} was written by an older hddm; repeat the benchmark "
+            f"with another --out and this folder's jobs as --jobs"
         )
     return parse_record(content, Results, str(path))
 
@@ -333,11 +333,12 @@ def read_compared(paths: Sequence[Path]) -> dict[str, list[ResultGroup]]:
         return {"": read_groups(paths)}
     if len(paths) < 2:
         raise HddmError(
-            f"{paths[0]}: one benchmark has its own tables (tables.md, report.html); name two or more"
+            f"{paths[0]}: the tables of one benchmark are in tables.md and report.html; name two or "
+            f"more to compare"
         )
     foreign = [path for path in paths if path not in benchmarks]
     if foreign:
-        raise HddmError(f"{foreign[0]}: is no benchmark, unlike others here; compare like with like")
+        raise HddmError(f"{foreign[0]}: is not a benchmark, but others here are; compare results of one kind")
     folders = [path if path.is_dir() else path.parent for path in paths]
     found = [(folder, read_results(folder)) for folder in folders]
     names = [{row.name for row in results.first} for _, results in found]

@@ -116,7 +116,7 @@ def run_benchmark(
 def _tell(settings: BenchmarkSettings, to_train: int, out: Path, before: Mapping[str, Any]) -> None:
     """Print what is ahead; the time that it takes is told with the first progress."""
     if set(settings.seeds) <= set(before.get("seeds", ())):
-        text = f"{out}: was finished on {before['date']}; what is there is not made again"
+        text = f"{out}: was finished on {before['date']}; finished parts are not repeated"
     else:
         text = (
             f"{settings.name}: {len(settings.models)} models, trained for "
@@ -162,8 +162,8 @@ def check_out(out: Path, settings: BenchmarkSettings, overwrite: bool = False) -
     differing = differences(before, now)
     if differing:
         raise HddmError(
-            f"{out}: holds results of other settings; choose another folder, to which --jobs {out / 'jobs'} "
-            "brings what is the same, or pass --overwrite to replace the results",
+            f"{out}: has results of other settings; choose another folder (--jobs {out / 'jobs'} reuses "
+            f"what is the same), or pass --overwrite to replace the results",
             differing,
         )
 
@@ -228,7 +228,7 @@ def _prepare(
     drawn = min(point.num_images for table in settings.tables for point in points_of(settings, table))
     # Over both splits, so that what is chosen by one is confirmed on the same features.
     features = features_job_of(settings, reference, min(fewest_images(sources, divided), drawn))
-    with Progress(None, "settle the features that images are scored by"):
+    with Progress(None, "choose the features for scoring"):
         dimensions = write_features(store, features, reference)["dimensions"]
     counts = {
         "num_images": drawn,

@@ -24,7 +24,7 @@ from hddm.sampling import KnownSolver, KnownStrategy, SamplingSettings
 from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS
 from hddm.training.island_jobs import OBJECTIVES, parse_objectives
 from hddm.training.settings import ExpertSettings, Positive, RouterSettings
-from hddm.utils.errors import HddmError, did_you_mean, words
+from hddm.utils.errors import HddmError, choose, did_you_mean, words
 from hddm.utils.records import Record, first_problem
 
 Layer = tuple[str, Mapping[str, Any]]
@@ -76,10 +76,10 @@ def parse_seeds(text: str, option: str = "") -> tuple[int, ...]:
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
         if match is None or (match[2] and int(match[2]) < int(match[1])):
-            raise HddmError(f"{option}{text}: {part.strip()!r} is no seed; write them as 0-4 or 5,6")
+            raise HddmError(f"{option}{text}: {part.strip()!r} is not a seed; write 0-4 or 5,6")
         found += range(int(match[1]), int(match[2] or match[1]) + 1)
     if len(set(found)) < len(found):
-        raise HddmError(f"{option}{text}: a seed comes twice; name each once")
+        raise HddmError(f"{option}{text}: a seed is listed twice; list each once")
     return tuple(found)
 
 
@@ -89,7 +89,7 @@ _RATIO = re.compile(r"(\d+):(\d+)")
 def _leaves_seed_and_objective(values: dict[str, Any]) -> dict[str, Any]:
     for key in ("seed", "objective"):
         if key in values:
-            raise ValueError(f"{key} is said by the benchmark; remove it")
+            raise ValueError(f"{key} is set by the benchmark; remove it")
     return values
 
 
@@ -100,7 +100,7 @@ TrainingKeys = Annotated[dict[str, Any], AfterValidator(_leaves_seed_and_objecti
 def _once(values: tuple[Any, ...]) -> tuple[Any, ...]:
     twice = next((value for k, value in enumerate(values) if value in values[:k]), None)
     if twice is not None:
-        raise ValueError(f"{twice!r} is there twice; name each once")
+        raise ValueError(f"{twice!r} is listed twice; list each once")
     return values
 
 
@@ -165,22 +165,22 @@ class ModelSettings(Record):
         is_finished, starts = self.kind == "finished", (self.converted is not None, self.init is not None)
         is_made = self.kind in ("merged", "grown")
         if is_finished != (self.path is not None):
-            wrong = "path and kind: finished go together"
+            wrong = "path and kind: finished must be given together"
         # Settings written out in full say flow of every model, so that it passes.
         elif is_finished and (self.training or self.objectives != "flow"):
-            wrong = "is finished, so training and objectives have nothing to say; drop them"
+            wrong = "is finished, so training and objectives do not apply; remove them"
         elif is_made != (len(self.of or ()) > 1):
             wrong = "kinds merged and grown go together with the names of two or more models in of"
         elif is_made and (self.training or self.objectives != "flow"):
-            wrong = "is made of others, so training and objectives have nothing to say; drop them"
+            wrong = "is made of others, so training and objectives do not apply; remove them"
         elif self.kind != "single" and (self.domain is not None or self.begins_with is not None):
-            wrong = "domain and begins_with are for single models; drop them, or take kind: single"
+            wrong = "domain and begins_with are for single models; remove them, or set kind: single"
         elif self.replay and self.begins_with is None:
             wrong = "replay needs the model that makes the samples; name it by begins_with"
         elif all(starts):
-            wrong = "starts from converted experts or from init; drop one"
+            wrong = "starts from converted experts or from init, not both; remove one"
         elif any(starts) and self.kind != "ensemble":
-            wrong = "converted and init are for ensembles; drop them, or drop kind"
+            wrong = "converted and init are for ensembles; remove them, or remove kind"
         elif self.kind == "single" and self.objectives not in OBJECTIVES:
             wrong = "a single model has one objective, flow or ddpm"
         else:
@@ -196,7 +196,7 @@ def refuse_shared_folders(models: Sequence[ModelSettings]) -> None:
         if not folder:
             raise ValueError(f"model {name!r} has no letter a-z or digit for its folder; add one")
         if model.kind in ("single", "merged") and folder in (ENSEMBLES, FINISHED, SAMPLES):
-            raise ValueError(f"model {name!r} would take the folder {folder!r}, kept for others; rename it")
+            raise ValueError(f"model {name!r} would use the folder {folder!r}, which is reserved; rename it")
         first = folders.setdefault(folder, name)
         if first != name:
             raise ValueError(f"models {first!r} and {name!r} would share the folder {folder!r}; rename one")
@@ -228,9 +228,9 @@ class DataSettings(Record):
     @model_validator(mode="after")
     def _holds_out_once(self) -> "DataSettings":
         if self.source == "digits" and (self.held_out is not None or self.held_out_share):
-            raise ValueError("the digits have their held-out images already; drop held_out, held_out_share")
+            raise ValueError("the digits already have held-out images; remove held_out and held_out_share")
         if self.held_out is not None and self.held_out_share:
-            raise ValueError("held_out names the images, so held_out_share has nothing to say; drop one")
+            raise ValueError("held_out and held_out_share are both set; remove one")
         if (self.classes or self.resolution) and (self.source == "digits" or self.held_out is None):
             raise ValueError(
                 "classes and resolution are for a folder of images beside one that held_out names"
@@ -250,7 +250,7 @@ class PartitionSettings(Record):
     @model_validator(mode="after")
     def _has_a_shard_for_each(self) -> "PartitionSettings":
         if self.classes is not None and len(self.classes) != self.shards:
-            raise ValueError(f"classes are of {len(self.classes)} domains, and shards is {self.shards}")
+            raise ValueError(f"classes has {len(self.classes)} domains, but shards is {self.shards}")
         return self
 
 
@@ -305,7 +305,7 @@ class TableSettings(Record):
         known = SamplingPoint.model_fields
         for key in value:
             if key not in known:
-                raise ValueError(f"no setting of sampling is called {key!r}; {', '.join(known)}")
+                raise ValueError(f"unknown sampling setting {key!r}: {choose(key, list(known))}")
         return value
 
 
@@ -363,11 +363,11 @@ class BenchmarkSettings(Record):
         if unknown:
             raise ValueError(f"there is no model {unknown[0]!r}; models are {', '.join(names)}")
         if self.score_on == "validation" and not self.data.validation_share:
-            raise ValueError("score_on: validation needs a data.validation_share; or write held-out")
+            raise ValueError("score_on: validation needs data.validation_share; set it, or use held-out")
         if self.partition.shards < 2 and any(model.kind == "ensemble" for model in self.models):
             raise ValueError("an ensemble needs partition.shards of 2 or more")
         if self.partition.classes is not None and self.features != "classifier":
-            raise ValueError("partition.classes are told apart by a classifier; write features: classifier")
+            raise ValueError("partition.classes needs a classifier; set features: classifier")
         for table in self.tables:
             points_of(self, table)
         self.expert("flow", 0), self.expert("ddpm", 0), self.single("flow", 0, 1)

@@ -65,7 +65,7 @@ def reshape(
     error = None
     if architecture is not None:
         if architecture != ADALN_SINGLE:
-            raise HddmError(f"--architecture {architecture}: the one that there is is {ADALN_SINGLE}")
+            raise HddmError(f"--architecture {architecture}: the only one is {ADALN_SINGLE}")
         if config.get("modulation") != "zero":
             raise HddmError(f"--architecture {architecture}: {source.path} has no adaLN-Zero to fold")
         weights, config, error = fold(weights, config, torch.linspace(0, end, FOLD_TIMES), rank)

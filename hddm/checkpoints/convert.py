@@ -171,8 +171,8 @@ def _checked(plan: Plan, draft: Path) -> ConversionCheck:
     is_fold = bool(plan.built.modulation_error)
     if is_fold and found.is_finite and found.function_error > LARGEST_FOLD_ERROR:
         raise HddmError(
-            f"{source.path}: the fold is off its outputs by {found.function_error:.2f} of them; raise "
-            "--modulation-rank; nothing was written"
+            f"{source.path}: the folded network's outputs differ by {found.function_error:.2f} "
+            "(relative); raise --modulation-rank; nothing was written"
         )
     if not found.is_finite or not (is_fold or found.is_exact):
         raise HddmError(
@@ -363,10 +363,10 @@ def verdict(plan: Plan, verified: ConversionCheck | None) -> list[str]:
     if verified is None:
         return ["verify: skipped"]
     if plan.is_restarted:
-        return ["verify: the network runs; its head is fresh, so there is no function to compare"]
+        return ["verify: the network runs; its head is new, so there is nothing to compare"]
     if plan.built.modulation_error is not None:
         return [
-            f"verify: outputs are off the source's by {verified.function_error:.2e} (relative, root mean "
+            f"verify: outputs differ from the source's by {verified.function_error:.2e} (relative, root mean "
             f"square), at most {verified.difference:.2e}; a higher --modulation-rank comes closer"
         ]
     return [

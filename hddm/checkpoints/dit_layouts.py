@@ -42,7 +42,7 @@ LINEAR_BETAS = {
     "beta_end": 0.02,
     "prediction_type": "epsilon",
 }
-_SIT = "SiT files look the same and mean a velocity: this is read as DiT's noise prediction, wrong for a SiT"
+_SIT = "SiT files look the same but predict a velocity: this file is read as DiT, which predicts noise"
 _SIGMA_TOKENS = 300
 _SCALES = (1.0, 2.0, 0.5, 4.0)
 _EXTRA = {"csize_embedder": "resolution_embedder", "ar_embedder": "aspect_ratio_embedder"}
@@ -61,11 +61,11 @@ def _sizes(weights: Weights, reading: Reading, origin: str) -> tuple[int, int, i
         heads = published.get((width, depth))
     if heads is None:
         raise UnstatedHeads(
-            f"{origin}: {depth} blocks of width {width} are no published size, and no tensor tells the "
-            "number of attention heads: pass --num-heads"
+            f"{origin}: {depth} blocks of width {width} are not a published size, and no tensor shows "
+            f"the number of attention heads: pass --num-heads"
         )
     if heads < 1 or width % heads:
-        raise HddmError(f"--num-heads {heads}: a width of {width} does not divide by it")
+        raise HddmError(f"--num-heads {heads}: the width {width} is not a multiple of it")
     sizes = {"in_channels": channels, "out_channels": rows // patch**2, "patch_size": patch}
     return width, depth, heads, sizes
 
@@ -75,10 +75,10 @@ def _side(weights: Weights, patch: int, reading: Reading, origin: str) -> int:
     tokens = shape_of(weights, "pos_embed", 3, origin)[1]
     side = math.isqrt(tokens) * patch
     if (side // patch) ** 2 != tokens:
-        raise HddmError(f"{origin}: {tokens} positions are no square")
+        raise HddmError(f"{origin}: {tokens} positions do not form a square")
     if reading.sample_size not in (None, side):
         raise HddmError(
-            f"--sample-size {reading.sample_size}: {origin} states a sample of side {side}; drop the option"
+            f"--sample-size {reading.sample_size}: {origin} records a sample of side {side}; drop the option"
         )
     return side
 
@@ -148,7 +148,7 @@ def _positions(
         for scale in _SCALES:
             if torch.allclose(_positions_at(width, side // patch, scale), stored.float(), atol=2e-3):
                 return side, scale
-    raise HddmError(f"{origin}: pos_embed {tuple(stored.shape)} is none that PixArt computes")
+    raise HddmError(f"{origin}: pos_embed {tuple(stored.shape)} is not one that PixArt computes")
 
 
 def _positions_at(width: int, grid: int, scale: float) -> Tensor:

@@ -74,7 +74,9 @@ def open_pipeline(folder: Path, reading: Reading) -> Checkpoint:
     index = read_json(inside(folder, PIPELINE))
     for key in ("auto_map", "custom_pipeline", "trust_remote_code"):
         if key in index:
-            raise HddmError(f"{folder / PIPELINE}: has a key {key!r}, which asks for foreign code; refused")
+            raise HddmError(
+                f"{folder / PIPELINE}: has a key {key!r}, which names code of its own; hddm does not run it"
+            )
     found = [name for name in DENOISERS if _is_there(index.get(name))]
     if len(found) != 1:
         raise HddmError(f"{folder / PIPELINE}: needs one of {', '.join(DENOISERS)}, not {found or 'none'}")
@@ -82,7 +84,9 @@ def open_pipeline(folder: Path, reading: Reading) -> Checkpoint:
         entry = index.get(name)
         is_foreign = not _is_there(entry) or entry[0] != "diffusers"
         if is_foreign and entry not in (None, [None, None]):
-            raise HddmError(f"{folder / PIPELINE}: {name} is {entry!r}, not a class of diffusers; refused")
+            raise HddmError(
+                f"{folder / PIPELINE}: {name} is {entry!r}, not a class of diffusers; hddm runs no other code"
+            )
     # Some early pipelines of one model hold it at the root.
     model = folder / found[0]
     if model.is_dir():
@@ -260,7 +264,7 @@ def _set_of(folder: Path, file: str, asked: str | None) -> dict[WeightSet, str]:
     match = _WEIGHTS.fullmatch(file)
     if match is None:
         raise HddmError(
-            f"{folder / file}: is no whole model of diffusers (a shard?); name its folder instead"
+            f"{folder / file}: is not a whole model of diffusers (a shard?); name its folder instead"
         )
     variant = match[1] or match[2] or ""
     if asked not in (None, variant):
@@ -306,13 +310,13 @@ def read_index(path: Path, allow_pickle: bool = False) -> tuple[dict[str, Tensor
         raise HddmError(f"{path}: has no weight_map from tensors to files; fetch it again")
     for key, name in weight_map.items():
         if not isinstance(name, str):
-            raise HddmError(f"{path}: weight_map gives {key!r} to {name!r}, which is no file name")
+            raise HddmError(f"{path}: weight_map gives {key!r} to {name!r}, which is not a file name")
         if "/" in name:
-            raise HddmError(f"{path}: weight_map names {name!r}, which is no plain file name; refused")
+            raise HddmError(f"{path}: weight_map names {name!r}, which is not a plain file name")
         try:
             inside(path.parent, name)
         except HddmError as error:
-            raise HddmError(f"{path}: weight_map names {name!r}, refused ({error})") from error
+            raise HddmError(f"{path}: weight_map names {name!r}, which cannot be used ({error})") from error
     tensors: dict[str, Tensor] = {}
     problems = []
     names = sorted(set(weight_map.values()))

@@ -179,7 +179,7 @@ def _shard(folder: Path) -> dict[str, Any]:
 def _manifest(folder: Path) -> str:
     """The number of files in the folder's manifest, as text; their hashes are not compared."""
     if not has_manifest(folder):
-        return "missing, so the folder is refused"
+        return "missing, so the folder cannot be used"
     return f"of {counted(len(read_folder_manifest(folder).files), 'file')}"
 
 

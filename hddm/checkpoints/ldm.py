@@ -97,9 +97,11 @@ def open_ldm(path: Path, content: dict[str, Tensor], reading: Reading) -> Checkp
     if others:
         notes.append(f"{others} tensors of its VAE and text encoder are left alone")
     if "ztsnr" in content:
-        notes.append("ztsnr marks training to no signal: a --schedule has to say rescale_betas_zero_snr")
+        notes.append(
+            "ztsnr means training down to zero signal: --schedule must contain rescale_betas_zero_snr"
+        )
     if reading.sample_size is None:
-        notes.append(f"samples of side {config['sample_size']} are assumed; --sample-size says otherwise")
+        notes.append(f"samples of side {config['sample_size']} are assumed; --sample-size changes that")
     scale = content.get("scale_factor")
     return Checkpoint(
         path=path,
@@ -151,7 +153,8 @@ def arguments(weights: Weights, reading: Reading, origin: str) -> dict[str, Any]
             levels[-1].append(n)
     if len({len(level) for level in levels}) > 1 or not levels[0]:
         raise HddmError(
-            f"{origin}: levels of {[len(level) for level in levels]} layers; no UNet of SD's kind"
+            f"{origin}: levels of {[len(level) for level in levels]} layers, so this is not a Stable "
+            f"Diffusion UNet"
         )
     channels = [
         shape_of(unet, f"input_blocks.{level[0]}.0.out_layers.3.weight", 4, origin)[0] for level in levels
@@ -203,8 +206,9 @@ def unet_heads(
     found = _HEADS.get((tuple(channels), context, is_linear))
     if found is None:
         raise UnstatedHeads(
-            f"{origin}: widths {channels} with text of width {context} are no Stable Diffusion 1, 2 or XL, "
-            "and no tensor tells the number of attention heads: pass --num-heads, the same number at every "
+            f"{origin}: widths {channels} with text of width {context} do not match Stable Diffusion 1, "
+            f"2 or XL, and no tensor shows the number of attention heads: pass --num-heads, the same "
+            f"number at every "
             "level"
         )
     return found

@@ -84,16 +84,18 @@ def read_lora(path: Path) -> LoraFile:
     """Read the header of a LoRA file; `HddmError` for a pickle, another kind, and tensors of no LoRA."""
     found = LoraFile(path, *read_header(path))
     if not is_lora(found.header):
-        raise UsageError(f"--base: {path} is no LoRA; drop the option")
+        raise UsageError(f"--base: {path} is not a LoRA; leave the option out")
     for name in found.header:
         if mark := _OTHER.search(name):
             kind = _KINDS.get(mark[1], "DoRA")
-            raise HddmError(f"{path}: is a {kind} ({name!r}), which is not read; merge it by its own tool")
+            raise HddmError(
+                f"{path}: is a {kind} ({name!r}), which is not supported; merge it with the tool that made it"
+            )
         match = _FACTOR.fullmatch(name) or _ALPHA.fullmatch(name)
         if _TEXT.match(name):
             found.text.append(name)
         elif match is None:
-            raise HddmError(f"{path}: holds {name!r}, which is no factor of a LoRA; take a plain LoRA")
+            raise HddmError(f"{path}: holds {name!r}, which is not a LoRA factor; use a plain LoRA")
         else:
             parts = found.layers.setdefault(_layer(match[1]), {})
             if (other := parts.setdefault(_PARTS.get(match[2], match[2]), name)) != name:
@@ -128,17 +130,20 @@ def convert_lora(
             and Inf; for a base that is itself an adapter, or was trained in its calibration.
     """
     if not (base / EXPERT_FILE).is_file():
-        raise UsageError(f"--base {base}: no expert folder; convert its checkpoint, and name that")
+        raise UsageError(f"--base {base}: not an expert folder; convert its checkpoint, and name the result")
     if out.resolve() == base.resolve():
-        raise UsageError(f"--out {out}: is the base itself, which the adapter needs; write it elsewhere")
+        raise UsageError(f"--out {out}: is the base, which the adapter needs; choose another folder")
     lora, expert = read_lora(path), open_expert(base, with_calibration=False)
     if lora.text:
         raise HddmError(
-            f"{path}: {counted(len(lora.text), 'tensor')} in it change a text encoder ({lora.text[0]!r}, …), "
-            "and an adapter is of an expert's network alone; take a LoRA without them"
+            f"{path}: {counted(len(lora.text), 'tensor')} in it change a text encoder "
+            f"({lora.text[0]!r}, …), but an adapter changes only the expert's network; use a LoRA "
+            f"without them"
         )
     if expert.facts.training_calibration:
-        raise HddmError(f"{base}: was trained in its calibration, which LoRAs of other tools know nothing of")
+        raise HddmError(
+            f"{base}: was trained together with its calibration, which LoRAs of other tools do not use"
+        )
     network: Any = expert.network
     targets = _targets(lora, network, base)
     adapter, tensors = _adapter(lora, targets, base, out)
@@ -184,7 +189,7 @@ def _targets(lora: LoraFile, network: ModelMixin, base: Path) -> dict[str, dict[
         if lacking := {"down", "up"} - parts.keys():
             problems.append(f"{layer!r} has no factor {min(lacking)!r}")
         elif layer not in known:
-            problems.append(f"{layer!r} is no linear layer or convolution of it")
+            problems.append(f"{layer!r} is not a linear layer or convolution of it")
         elif (target := f"{known[layer]}.weight") in found:
             problems.append(f"{layer!r} is {known[layer]!r} once more")
         else:
@@ -233,7 +238,7 @@ def _adapter(
             alpha = stored[parts["alpha"]].item() if stored[parts["alpha"]].numel() == 1 else None
         if not isinstance(alpha, int | float) or not 0 < alpha <= LARGEST:
             found = f"alpha of {target!r} is {one_line(alpha, 40)}"
-            raise HddmError(f"{lora.path}: {found}, no positive number up to {LARGEST:g}")
+            raise HddmError(f"{lora.path}: {found}, not a positive number up to {LARGEST:g}")
         alphas[target] = float(alpha)
     scales = {target: alphas[target] / ranks[target] for target in targets}
     widest, is_one = max(ranks, key=ranks.__getitem__), len(set(scales.values())) == 1

@@ -67,8 +67,10 @@ def merge_experts(
     found.refuse("these experts cannot be merged, and nothing was written:")
     check_absent(out, EXPERT_FILE, overwrite)
     if weak := [str(folder) for folder in experts if (folder / WEAK).exists()]:
-        found.note(f"weaker selves are left out, of {', '.join(weak)}, so nothing guides by one")
-    found.note(f"{out} has no calibration, since none is of its weights; hddm calibrate {out} fits one")
+        found.note(
+            f"the weak models are left out, of {', '.join(weak)}, so the result cannot be guided by one"
+        )
+    found.note(f"{out} has no calibration, since its weights are new; hddm calibrate {out} fits one")
     kept = _alike(parts)
     if lost := sorted({name for part in parts for name in part.kept} - set(kept)):
         found.note(
@@ -102,7 +104,9 @@ def merge_experts(
 
 def _shares(experts: Sequence[Path], weights: Sequence[float] | None) -> list[float]:
     if strange := [folder for folder in experts if not (folder / EXPERT_FILE).is_file()]:
-        raise UsageError(f"{strange[0]}: no expert folder; convert a checkpoint, of an ensemble name one")
+        raise UsageError(
+            f"{strange[0]}: not an expert folder; convert a checkpoint, or name one expert of an ensemble"
+        )
     if len(experts) < 2:
         raise UsageError(f"{experts[0]}: is one expert; name two or more to merge")
     given = list(weights or [1 / len(experts)] * len(experts))
@@ -121,7 +125,9 @@ def _compare(parts: Sequence[Checkpoint], named: Sequence[Named], found: Finding
             if value != first.get(key, value):
                 found.differ(name, f"{key} {one_line(value, 60)}, not {one_line(first[key], 60)}")
         if record.training_calibration:
-            found.differ(name, "was trained in its calibration, and its weights alone mean something else")
+            found.differ(
+                name, "was trained together with its calibration, so its weights cannot be merged alone"
+            )
 
 
 def _alike(parts: Sequence[Checkpoint]) -> dict[str, Tensor]:

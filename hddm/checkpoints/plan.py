@@ -136,8 +136,8 @@ def open_source(path: Path, reading: Reading) -> Checkpoint:
     found = ", ".join(file.name for file in files) or "none"
     reasons = "".join(f"; {error}" for error in refusals)
     raise HddmError(
-        f"{path}: holds none of {EXPERT_FILE}, {PIPELINE} and config.json, and not one checkpoint file "
-        f"(found: {found}){reasons}"
+        f"{path}: holds none of {EXPERT_FILE}, {PIPELINE} and config.json, and not exactly one "
+        f"checkpoint file (found: {found}){reasons}"
     )
 
 
@@ -193,7 +193,8 @@ def _refuse_idle(source: Checkpoint, reading: Reading) -> None:
 def _licence(source: Checkpoint, stated: str | None) -> str | None:
     if stated and source.licence not in (None, stated, IMAGENET_LICENCE):
         raise HddmError(
-            f"--licence {stated}: {source.path} states {source.licence!r}; drop the option, or mend it there"
+            f"--licence {stated}: {source.path} states {source.licence!r}; drop the option, or correct "
+            f"it there"
         )
     return stated or source.licence
 

@@ -27,10 +27,12 @@ def open_file(path: Path, reading: Reading) -> Checkpoint:
     """Open the checkpoint in one file; refuses an unknown layout."""
     content = read_file(path, reading.allow_pickle)
     if is_lora(content):
-        raise HddmError(f"{path}: is a LoRA, a change to another network; name that network's expert: --base")
+        raise HddmError(
+            f"{path}: is a LoRA, which changes another network; pass that network's expert as --base"
+        )
     networks = _sources(content, lambda one: set(ldm.MARKERS) <= set(one), reading, path)
     if len(networks) > 1:
-        raise HddmError(f"{path}: {_listed(networks)} hold whole networks; save one in a file of its own")
+        raise HddmError(f"{path}: {_listed(networks)} hold whole networks; save one of them in its own file")
     if networks:
         return ldm.open_ldm(path, next(iter(networks.values())), reading)
     sets = {name: _strip(tensors) for name, tensors in _weight_sets(content, reading, path).items()}
@@ -78,9 +80,7 @@ def _weight_sets(
     for name, tensors in sources.items():
         kind = _SETS.get(name, "unstated")
         if kind in found or sources.keys() > {_TOP}:
-            raise HddmError(
-                f"{path}: {_listed(sources)} hold weights alike; save one set in a file of its own"
-            )
+            raise HddmError(f"{path}: {_listed(sources)} all hold weights; save one of them in its own file")
         found[kind] = tensors
     if list(sources) == ["state_dict"]:
         return {"unstated": sources["state_dict"]}
@@ -101,8 +101,8 @@ def _sources(
         inner = [one for one in inner if holds(one)]
         if len(inner) > 1 or (inner and name not in _SETS):
             raise HddmError(
-                f"{path}: holds weights under {name!r}, which does not say which they are; save one set in a "
-                "file of its own"
+                f"{path}: holds weights under {name!r}, which does not say which they are; save one set "
+                f"in its own file"
             )
         if inner:
             found[name] = inner[0]

@@ -293,7 +293,7 @@ def resolve(source: Checkpoint, schedule_file: Path | None, prediction_type: str
                 "pass --schedule with a config that says what is true"
             )
         if value != stated[0][0]:
-            raise HddmError(f"{stated[0][1]} says {stated[0][0]}, {where} says {value}: which one is it?")
+            raise HddmError(f"{stated[0][1]} says {stated[0][0]}, {where} says {value}; correct one of them")
     found = asked or (stated[0][0] if stated else None)
     if found is None:
         if "name" in config:

@@ -54,7 +54,9 @@ def write_back(
     if (folder / ENSEMBLE_FILE).is_file():
         raise UsageError(f"{folder}: is an ensemble; name one of its experts, as {folder}/experts/0")
     if not (folder / EXPERT_FILE).is_file():
-        raise UsageError(f"{folder}: no expert folder, and --to-layout writes back experts; convert it first")
+        raise UsageError(
+            f"{folder}: not an expert folder; convert it first, since --to-layout writes experts"
+        )
     source = open_expert(folder, Reading())
     record = source.record
     assert record is not None
@@ -78,8 +80,7 @@ def _refuse_misfit(source: Checkpoint, record: ExpertRecord, layout: str) -> Non
     """Refuse a layout that cannot hold the network, or in which its weights would mean something else."""
     if record.training_calibration:
         raise HddmError(
-            f"{source.path}: was trained on in its calibration, and {layout} has no place for that; its "
-            "weights alone would mean something else"
+            f"{source.path}: was trained together with its calibration, which layout {layout} cannot hold"
         )
     file_layout, is_folder = FILE_LAYOUTS.get(layout), layout in DIFFUSERS_LAYOUTS
     kind = file_layout.network if file_layout else DIFFUSERS_LAYOUTS.get(layout, ldm.NETWORK)
@@ -135,7 +136,7 @@ def _write_file(source: Checkpoint, record: ExpertRecord, layout: str, path: Pat
     written = read_safetensors(path)
     for one in planned:
         if not torch.equal(written[prefix + one.name], one.read()):
-            raise HddmError(f"{path.name}: {one.name} is not what was to be written; nothing is left")
+            raise HddmError(f"{path.name}: {one.name} was not written correctly; nothing was kept")
 
 
 def _write_pipeline(source: Checkpoint, record: ExpertRecord, layout: str, draft: Path) -> list[str]:

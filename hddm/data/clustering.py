@@ -15,12 +15,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
-from sklearn.cluster import kmeans_plusplus
 
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, optional
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
+
+# Here, so that a missing package is reported before hours of features.
+kmeans_plusplus = optional("sklearn.cluster", "hddm partition", "train").kmeans_plusplus
 
 _TEMPERATURE = 0.02
 _ROUNDS = 30
@@ -280,7 +282,7 @@ def propose(points: Points, least: float, seed: int = 0) -> dict[int, float]:
     most = min(LARGEST, math.floor(num / least + 1e-9))
     if most < 2:
         raise HddmError(
-            f"--shards auto: {num} images make no two shards of {math.ceil(least)}; pass --shards 1"
+            f"--shards auto: {num} images are too few for two shards of {math.ceil(least)}; pass --shards 1"
         )
     assignment, centres = balanced_kmeans(points, min(FINE, num // 2), seed)
     draws = np.random.default_rng([seed, 2])

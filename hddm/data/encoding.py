@@ -63,7 +63,7 @@ def encode_shards(
     """
     rows = max(1, file_bytes // plan.row_bytes)
     identity = {**plan.identity(), "rows_of_a_file": rows}
-    kept = "what is encoded is kept, and the same command goes on"
+    kept = "what is encoded is kept, and the same command continues"
     with (
         open_draft(out, plan.record, identity, "encoding", lambda: kept, overwrite) as draft,
         ThreadPoolExecutor(THREADS) as pool,
@@ -79,8 +79,8 @@ def encode_shards(
     cut = sum(manifest.cut_captions for manifest in manifests)
     if cut and plan.text_record is not None:
         warnings.warn(
-            f"{cut} of {plan.num_images} captions have more than {plan.text_record.tokens} tokens, and lost "
-            "their ends",
+            f"{cut} of {plan.num_images} captions have more than {plan.text_record.tokens} tokens and "
+            f"were cut",
             UserWarning,
             stacklevel=2,
         )
@@ -199,8 +199,8 @@ def _read(plan: EncodingPlan, shard: ShardToEncode, index: int) -> Tensor | Skip
     if tuple(image.shape[1:]) != plan.size:
         height, width = image.shape[1:]
         raise HddmError(
-            f"{shard.folder / file}: is {width}×{height} as it is shown, and the rest "
-            f"{plan.size[1]}×{plan.size[0]}; bring them to one size with --resolution"
+            f"{shard.folder / file}: is {width}×{height} when upright, but the others are "
+            f"{plan.size[1]}×{plan.size[0]}; resize them with --resolution"
         )
     return image
 

@@ -158,12 +158,10 @@ def plan_encoding(
     """
     if (text_encoder is None) != (tokenizer is None):
         lacking = "--tokenizer" if tokenizer is None else "--text-encoder"
-        raise UsageError(
-            f"{lacking}: text is encoded by a text encoder with its tokenizer; name both folders"
-        )
+        raise UsageError(f"{lacking}: text needs a text encoder and its tokenizer; name both folders")
     if settings.random_flip and vae is None:
         raise HddmError(
-            "--random-flip: pixels are mirrored in training itself, and only latents need it here; drop it"
+            "--random-flip: only latents need it, since training mirrors pixels itself; leave it out"
         )
     if settings.resolution is None and settings.crop == "random":
         raise UsageError("--random-crop: needs --resolution, the side that images are cropped to")
@@ -185,7 +183,7 @@ def plan_encoding(
         nn.Module.to(text[0], device)
         text_record = text_encoder_facts(text_encoder, text[1].model_max_length)
         if text_record.kind != CLIP:
-            raise HddmError(f"{text_encoder}: is a {text_record.kind}, and captions are encoded by a {CLIP}")
+            raise HddmError(f"{text_encoder}: is a {text_record.kind}, but captions need a {CLIP}")
     is_fitted = settings.resolution is not None
     encoding = EncodingRecord(
         space="pixels" if network is None else "latents",
@@ -211,7 +209,7 @@ def _shards(source: Path) -> tuple[ShardToEncode, ...]:
     shards = []
     for folder in folders:
         if (folder / MANIFEST).is_file() and is_encoded(folder):
-            raise UsageError(f"{folder}: is encoded already; name the shard of images that it was made from")
+            raise UsageError(f"{folder}: is already encoded; name the original shard")
         place = "" if folder == source else folder.relative_to(source).as_posix()
         shards.append(ShardToEncode(folder, place, read_manifest(folder)))
     return tuple(shards)
@@ -261,8 +259,8 @@ def _latent_shape(
         raise HddmError(f"{folder}: encodes images of {channels} channels, not of 1 or 3")
     if size[0] % factor or size[1] % factor:
         raise HddmError(
-            f"{folder}: encodes sides that are multiples of {factor}, not {size[1]}×{size[0]}; choose such a "
-            "--resolution"
+            f"{folder}: encodes sides that are multiples of {factor}, not {size[1]}×{size[0]}; change "
+            f"--resolution"
         )
     return channels, (int(vae.config.latent_channels), size[0] // factor, size[1] // factor)
 

@@ -138,7 +138,7 @@ def _claim(folder: Path, record: FeatureRecord, replace: bool) -> None:
     elif folder.exists() and not (
         folder.is_dir() and all(one.name.startswith(f".{FEATURES_FILE}.part-") for one in folder.iterdir())
     ):
-        raise HddmError(f"{folder}: holds other things than features; name another folder with --cache")
+        raise HddmError(f"{folder}: contains other files than features; name another folder with --cache")
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / FEATURES_FILE, lambda draft: write_json(draft, record.model_dump()))
 
@@ -240,7 +240,7 @@ def _write_part(path: Path, source: ImageSource, extractor: Extractor, rows: ran
 def _finite(features: NDArray[np.float32], names: Sequence[Path], extractor: str) -> NDArray[np.float32]:
     worst = np.flatnonzero(~np.isfinite(features).all(1))
     if len(worst):
-        raise HddmError(f"{names[worst[0]]}: {extractor} gives NaN or Inf for it; take other --features")
+        raise HddmError(f"{names[worst[0]]}: {extractor} gives NaN or Inf for it; use other --features")
     return features
 
 
@@ -252,7 +252,7 @@ def _opened(paths: Sequence[Path], images: int, broken: dict[int, str]) -> Image
         # The rows of a part follow those of the part before.
         rows = part["sound"]
         if len(rows) and (rows[0] <= last or rows[-1] >= images or not (rows.diff() > 0).all()):
-            raise HddmError(f"{path}: is not of these images; remove it")
+            raise HddmError(f"{path}: belongs to other images; delete it")
         if len(rows) and part["features"].shape[1] != parts[0]["features"].shape[1]:
             raise HddmError(f"{path}: its features are of another length than the rest; remove it")
         last = int(rows[-1]) if len(rows) else last

@@ -13,11 +13,10 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from safetensors.numpy import save_file
-from sklearn.decomposition import PCA
 
 from hddm.data.images import decode, in_colour
 from hddm.data.sources.base import ImageSource
-from hddm.utils.errors import HddmError, UsageError, did_you_mean, one_line
+from hddm.utils.errors import HddmError, UsageError, did_you_mean, one_line, optional
 from hddm.utils.files import inside, read_json, sha256_of, write_whole
 from hddm.utils.tensors import read_safetensors
 
@@ -116,11 +115,12 @@ class PixelPca:
             sizes.append(image.shape[:2])
             small.append(_shrunk(image, tuple(min(SIDE, side) for side in image.shape[:2])))
         if not small:
-            raise HddmError(f"{source.root}: none of {count} images can be read; hddm data check tells more")
+            raise HddmError(f"{source.root}: none of {count} images can be read; hddm data check shows why")
         height, width = (min(SIDE, side) for side in np.median(sizes, axis=0).astype(int).tolist())
         self._size = (height, width)
         flat = self._flat(small)
-        pca = PCA(min(self._dimensions, *flat.shape), random_state=self._seed).fit(flat)
+        decomposition = optional("sklearn.decomposition", "hddm partition", "train")
+        pca = decomposition.PCA(min(self._dimensions, *flat.shape), random_state=self._seed).fit(flat)
         return {
             "size": np.array(self._size),
             "mean": pca.mean_.astype(np.float32),
@@ -183,7 +183,7 @@ class VisionModel:
         if processor.removesuffix("Fast") not in _PROCESSORS:
             raise HddmError(
                 f"{self._folder / _PROCESSOR}: image_processor_type {processor} is none of "
-                f"{', '.join(_PROCESSORS)}; take the file that came with the model"
+                f"{', '.join(_PROCESSORS)}; use the file that came with the model"
             )
         try:
             self._model, loaded = getattr(transformers, kind).from_pretrained(
@@ -227,17 +227,18 @@ def _vision_model(name: str) -> VisionModel:
         folder = _from_hub(name)
     else:
         raise UsageError(
-            f"--features {name}: no such folder, and no name on the hub; take pixels, dinov2, clip, a folder "
+            f"--features {name}: no such folder, and not a name on the hub; use pixels, dinov2, clip, a "
+            f"folder "
             f"of a DINOv2 or CLIP model, or OWNER/NAME{did_you_mean(name, ('pixels', 'dinov2', 'clip'))}"
         )
     kind = read_json(folder / _CONFIG).get("model_type")
     if kind not in MODELS:
         raise HddmError(
-            f"{folder / _CONFIG}: model_type {kind!r} is none of {', '.join(MODELS)}; take such a model"
+            f"{folder / _CONFIG}: model_type {kind!r} is not one of {', '.join(MODELS)}; use such a model"
         )
     for file in (_PROCESSOR, *_weight_files(folder)):
         if not (folder / file).is_file():
-            raise HddmError(f"{folder}: holds no {file}; take the folder whole, its weights in safetensors")
+            raise HddmError(f"{folder}: holds no {file}; copy the whole folder, with weights in safetensors")
     return VisionModel(folder, name)
 
 

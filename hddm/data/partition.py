@@ -173,11 +173,11 @@ def _kept(cache: Path | None, out: Path) -> Iterator[Path]:
 def _refuse_partition(images: Path) -> None:
     """Refuse a partition (its pictures and held-out images would be trained on) and a shard (no classes)."""
     if (images / PARTITION_FILE).is_file():
-        raise HddmError(f"{images}: is a partition already; name the images that it was made of")
+        raise HddmError(f"{images}: is already a partition; name the original images")
     if holds_shard(images):
         own = images / "images"
         name = f"its images, {own}" if own.is_dir() else "the images that it was made of"
-        raise HddmError(f"{images}: is a shard already; name {name}")
+        raise HddmError(f"{images}: is already a shard; name {name}")
 
 
 def _refuse_few(source: ImageSource, num: int, num_shards: int | Literal["auto"]) -> None:
@@ -199,11 +199,11 @@ def _check_share(images: Path, num: int, num_shards: int, share: float) -> None:
     if each * (1 + _ROUNDING) >= _images_needed(share):
         return
     start = f"{images}: --held-out {share:g} of {num} images in {counted(num_shards, 'shard')}"
-    start += f": one has about {each:.0f}, and needs {MIN_IMAGES} to train on and {MIN_IMAGES} to judge by"
+    start += f": one has about {each:.0f}, and needs {MIN_IMAGES} each for training and for evaluation"
     if each < 2 * MIN_IMAGES:
-        raise HddmError(f"{start}; take fewer shards or hold none out")
+        raise HddmError(f"{start}; use fewer shards or --held-out 0")
     least = math.ceil(1000 * MIN_IMAGES / each - _ROUNDING) / 1000
-    raise HddmError(f"{start}; shares from {least:g} to {1 - least:g} leave as many, or take fewer shards")
+    raise HddmError(f"{start}; use --held-out from {least:g} to {1 - least:g}, or fewer shards")
 
 
 def _check_rest(
@@ -214,8 +214,8 @@ def _check_rest(
     if left.min() < MIN_IMAGES:
         raise HddmError(
             f"{images}: with --shards {num_shards}, --held-out {share:g} shard {left.argmin()} has "
-            f"{counted(int(left.min()), 'image')} left to train on and needs {MIN_IMAGES}; take a smaller "
-            "--held-out, or fewer shards"
+            f"{counted(int(left.min()), 'image')} left to train on and needs {MIN_IMAGES}; use a "
+            f"smaller --held-out, or fewer shards"
         )
 
 

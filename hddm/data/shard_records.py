@@ -112,7 +112,7 @@ def read_manifest(folder: Path) -> ShardManifest:
 def check_entries(path: Path, entries: Sequence[ImageEntry], classes: Sequence[str], digest: str) -> None:
     """Refuse a list of images, from ``path``, that does not match its hash or has labels of no class."""
     if content_hash(entries, classes) != digest:
-        raise HddmError(f"{path}: its list of images does not match its hash; take the shard anew")
+        raise HddmError(f"{path}: its list of images does not match its hash; copy the shard again")
     for entry in entries:
         if entry.label is not None and not 0 <= entry.label < len(classes):
             raise HddmError(f"{path}: {entry.file} has label {entry.label} of {len(classes)} classes")
@@ -122,7 +122,7 @@ def image_path(folder: Path, entry: ImageEntry) -> Path:
     """Path of an entry's image; raises `HddmError` for one outside ``folder``."""
     path = folder / entry.file
     if not path.resolve().is_relative_to(folder.resolve()):
-        raise HddmError(f"{folder}: its manifest names {entry.file!r}, outside the folder; refused")
+        raise HddmError(f"{folder}: its manifest names {entry.file!r}, which is outside the folder")
     return path
 
 
@@ -131,7 +131,7 @@ def read_content(folder: Path, entry: ImageEntry) -> bytes:
     path = image_path(folder, entry)
     content = read_whole(path, LARGEST_FILE)
     if hashlib.sha256(content).hexdigest() != entry.sha256:
-        raise HddmError(f"{path}: its content changed since the partition; take the shard anew")
+        raise HddmError(f"{path}: its content changed since the partition; copy the shard again")
     return content
 
 
@@ -163,7 +163,7 @@ def _refuse_other_folder(folder: Path, record: str) -> None:
         raise UsageError(f"{folder}: no such folder")
     kind = "shard" if record == MANIFEST else "partition"
     if _holds_model(folder):
-        raise UsageError(f"{folder}: is no {kind}, but a model's folder; hddm partition writes the other")
+        raise UsageError(f"{folder}: is a model folder, not a {kind}; hddm partition writes one")
     if (folder / record).exists():
         return
     if (folder / PARTITION_FILE).exists():
@@ -172,7 +172,7 @@ def _refuse_other_folder(folder: Path, record: str) -> None:
     if (folder / MANIFEST).exists():
         hint = f", {folder.parent}" if (folder.parent / PARTITION_FILE).exists() else ""
         raise UsageError(f"{folder}: is a shard, not a partition; name the folder of all shards{hint}")
-    raise UsageError(f"{folder}: is no {kind}, since it holds no {record}; hddm partition writes them")
+    raise UsageError(f"{folder}: is not a {kind} (it has no {record}); hddm partition writes one")
 
 
 def sketch_of(hashes: Iterable[str]) -> tuple[str, ...]:
@@ -322,7 +322,9 @@ def read_entries(path: Path) -> list[ImageEntry]:
                 row = parse_object(line, str(path))
                 entries.append(ImageEntry.model_validate({"label": None, **row}))
             except (HddmError, ValidationError) as error:
-                raise HddmError(f"{path}: line {number} is no image of a shard; encode it again") from error
+                raise HddmError(
+                    f"{path}: line {number} does not describe an image; encode the shard again"
+                ) from error
     return entries
 
 
@@ -345,9 +347,7 @@ class ShardImages(ImageSource):
 def open_images(folder: Path) -> ShardImages:
     """Images of the shard in ``folder``; raises `HddmError` for an encoded one, and as `read_manifest`."""
     if (folder / MANIFEST).is_file() and is_encoded(folder):
-        raise HddmError(
-            f"{folder}: is an encoded shard, which holds no images; name the shard it was made of"
-        )
+        raise HddmError(f"{folder}: is an encoded shard, which holds no images; name the original shard")
     manifest = read_manifest(folder)
     entries, classes = manifest.images, tuple(manifest.classes)
     files = [entry.file for entry in entries]

@@ -427,9 +427,9 @@ def _open(folder: Path, file: FileRecord, layout: RowLayout, verified: HashCache
 def _checked(folder: Path, file: FileRecord, verified: HashCache) -> Path:
     path = inside(folder, file.file)
     if not path.is_file():
-        raise HddmError(f"{folder / file.file}: named by the manifest, and missing; take the shard anew")
+        raise HddmError(f"{folder / file.file}: named by the manifest, and missing; copy the shard again")
     if not verified.matches(file.file, file.sha256):
-        raise HddmError(f"{folder / file.file}: changed since it was encoded; take the shard anew")
+        raise HddmError(f"{folder / file.file}: changed since it was encoded; copy the shard again")
     return path
 
 

@@ -110,7 +110,7 @@ def load_classifier(path: Path, channels: int) -> FeatureClassifier:
         raise HddmError(f"{path}: no such file of a classifier; --save-classifier writes one")
     weights = read_safetensors(path)
     first, head = weights.get("body.0.weight"), weights.get("head.weight")
-    other = HddmError(f"{path}: is no classifier of hddm; --save-classifier writes one")
+    other = HddmError(f"{path}: is not a classifier of hddm; --save-classifier writes one")
     if first is None or head is None or first.ndim != 4 or head.ndim != 2:
         raise other
     if first.shape[1] != channels:

@@ -109,7 +109,7 @@ def summary(group: ResultGroup) -> str:
     counts = ", ".join(f"{one['images']} {name}" for name, one in known if one)
     how = content["features"]
     notes = [_SIGNS, f"Images: {counts}. Features: {how.get('name')} ({how.get('choice')})."]
-    notes += [f"Compares with no other: {one}." for one in content["reasons"]]
+    notes += [f"Not comparable: {one}." for one in content["reasons"]]
     heads = ["", group.name, "what it says"]
     return "\n".join([*markdown_table(heads, rows, "left"), "", *map(escaped, notes)])
 

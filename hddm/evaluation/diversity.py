@@ -119,7 +119,7 @@ def memorisation(samples: Tensor, fresh: Tensor, mirrored: bool = False) -> Memo
     """
     if min(len(samples), len(fresh)) < 2:
         raise HddmError(
-            f"memorising is judged by at least 2 samples and 2 held-out images, not {len(samples)} and "
+            f"memorisation needs at least 2 samples and 2 held-out images, not {len(samples)} and "
             f"{len(fresh)}"
         )
     ours, theirs = samples.double(), fresh.double()

@@ -126,10 +126,10 @@ def _check_file(classifier: Path, features: str) -> None:
     """Refuse a path where no classifier can be saved, before the work."""
     option = f"--save-classifier {classifier}"
     if features != "classifier":
-        raise HddmError(f"{option}: goes with --features classifier alone")
+        raise HddmError(f"{option}: needs --features classifier")
     folder = classifier.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise HddmError(f"{option}: {folder} is no folder to write in; make it, or name another")
+        raise HddmError(f"{option}: {folder} is not a writable folder; create it, or choose another")
     if classifier.exists():
         raise HddmError(f"{option}: exists; choose another file")
 

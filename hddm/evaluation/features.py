@@ -98,8 +98,8 @@ def choose_extractor(training: ImageSet, fewest: int) -> FeatureExtractor:
     if training.labels is not None and len(training.classes) > 1:
         return of_classifier(trained(training), f"auto: not Inception, since {why}")
     raise HddmError(
-        f"--features auto: no features to measure on: not Inception, since {why}; and {training.root} has no "
-        "class folders to train a classifier on; take --features inception or clip, or give labelled images"
+        f"--features auto: no features available: not Inception, since {why}; and {training.root} has no "
+        "class folders to train a classifier on; use --features inception or clip, or images in class folders"
     )
 
 
@@ -107,7 +107,7 @@ def trained(training: ImageSet) -> FeatureClassifier:
     """Train a classifier on the ``training`` images; raises `HddmError` for images without labels."""
     if training.labels is None:
         raise HddmError(
-            f"--features classifier: {training.root} has no class folders to train on; take inception or clip"
+            f"--features classifier: {training.root} has no class folders to train on; use inception or clip"
         )
     return train_classifier(training.normalised, training.labels)
 

@@ -194,7 +194,7 @@ def read_images(root: Path, role: Role, bad: dict[str, str]) -> tuple[list[ReadI
             found += _of_source(source, prefix, role, bad)
             classes.add(source.classes)
     if len(classes) > 1:
-        raise HddmError(f"{root}: its shards have different classes; take them from one partition")
+        raise HddmError(f"{root}: its shards have different classes; use shards of one partition")
     return found, classes.pop()
 
 
@@ -249,6 +249,6 @@ def _of_source(source: ImageSource, prefix: str, role: Role, bad: dict[str, str]
             bad[f"{prefix}{name}"] = error.message
             continue
         if role == "images" and header.format in ("JPEG", "MPO"):
-            raise HddmError(f"{path}: JPEG compression moves a Fréchet distance; save samples as PNG")
+            raise HddmError(f"{path}: JPEG compression changes a Fréchet distance; save samples as PNG")
         label = None if source.labels is None else source.labels[row]
         yield ReadImage(f"{prefix}{name}", pixels, header.mode, label)

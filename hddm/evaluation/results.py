@@ -160,7 +160,7 @@ class ResultGroup:
 def refuse_existing(path: Path, overwrite: bool = False) -> None:
     """Refuse a ``path`` without a folder, and an existing file, unless a result to ``overwrite``."""
     if not path.parent.is_dir():
-        raise HddmError(f"--out {path}: {path.parent} is no folder; make it first")
+        raise HddmError(f"--out {path}: {path.parent} is not a folder; create it first")
     if path.is_symlink():
         to = os.readlink(path)
         raise HddmError(f"--out {path}: is a link to {to}; name the file itself, or remove the link")
@@ -190,7 +190,7 @@ def read_result(path: Path) -> Result:
     """Read one result; `HddmError` for a file that is none."""
     content = read_json(path)
     if content.get("kind") != KIND:
-        raise HddmError(f"{path}: is no result of an evaluation; hddm evaluate --out writes them")
+        raise HddmError(f"{path}: is not a result of an evaluation; hddm evaluate --out writes one")
     check_format(content, FORMAT, path)
     return checked(path, content, path.stem)
 
@@ -224,7 +224,7 @@ def refuse_incomparable(groups: Sequence[ResultGroup], varies: Sequence[str] = (
     for name in varies:
         if name not in settings:
             raise HddmError(
-                f"--varies {name}: is no sampling setting of these results"
+                f"--varies {name}: is not a sampling setting of these results"
                 f"{did_you_mean(name, settings) or '; only those may differ on purpose'}"
             )
     lines = [

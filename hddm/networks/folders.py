@@ -57,7 +57,7 @@ def parse_config(
         name = _OLD_NORMS.get(str(config.get("norm_type")), name)
     known = {one if isinstance(one, str) else one.__name__: one for one in classes}
     if name is None:
-        raise HddmError(f"{origin}: states no _class_name, so it is no model of diffusers or hddm")
+        raise HddmError(f"{origin}: has no _class_name, so it is not a model of diffusers or hddm")
     if not isinstance(name, str) or name not in known:
         raise HddmError(f"{origin}: holds a {name}, not a {' or a '.join(known)}")
     found = known[name]
@@ -68,7 +68,7 @@ def parse_config(
             del arguments[key]
         elif config["_class_name"] == _OLD_TRANSFORMER and key not in parameters and key in _OLD_INERT:
             if config[key] not in _OLD_INERT[key]:
-                raise HddmError(f"{origin}: {key} is {config[key]!r}, which {name} has no place for")
+                raise HddmError(f"{origin}: {key} is {config[key]!r}, which {name} does not support")
             del arguments[key]
         elif key not in parameters or key == "self":
             raise HddmError(f"{origin}: {name} has no key {key!r}{did_you_mean(key, parameters)}")
@@ -78,7 +78,7 @@ def parse_config(
         if not _is_of(value, hint, parameters[key].default):
             raise HddmError(
                 f"{origin}: {key} is {one_line(repr(value), 60)}, and {name} takes "
-                f"{inspect.formatannotation(hint)}; take the file that came with the weights"
+                f"{inspect.formatannotation(hint)}; use the file that came with the weights"
             )
     return kind, arguments
 
@@ -150,7 +150,8 @@ def empty_network(
             owner = name.rpartition(".")[0]
             block = type(network.get_submodule(owner)).__name__
             raise HddmError(
-                f"{origin}: {owner} is a {block}, whose constants no file holds; such blocks are unsupported"
+                f"{origin}: {owner} is a {block}, whose constants are in no file; such blocks are not "
+                f"supported"
             )
     return network
 
@@ -309,8 +310,8 @@ class WeightsReader:
         """All tensors as stored, mapped."""
         if not self._path.exists():
             raise HddmError(
-                f"{self._path}: is gone since the model was opened, and weights are read when they are first "
-                "needed; keep the folder for as long as the model, or load it from where it is now"
+                f"{self._path}: was moved or deleted after the model was opened, and weights are read "
+                f"when they are first needed; keep the folder, or load the model from its new place"
             )
         # Another expert may have replaced the folder.
         if _identity(self._path) != self._identity:

@@ -38,7 +38,7 @@ class Shelf:
         if offload not in get_args(Offload):
             raise HddmError(f"unknown offload {offload!r}: choose one of {', '.join(get_args(Offload))}")
         if offload == "none" and budget is not None:
-            raise UsageError("--max-memory needs --offload ram or disk: with none, nothing makes room")
+            raise UsageError("--max-memory needs --offload ram or disk")
         self.offload = offload
         self._budget = budget
         self._networks: list[StoredNetwork] = []
@@ -116,7 +116,7 @@ class Shelf:
         if self._budget is not None and network.size > self._budget:
             raise HddmError(
                 f"{network.origin}: its weights take {network.size / 1e6:.1f} MB, and --max-memory leaves "
-                f"{self._budget / 1e6:.1f} MB for experts; allow more, or take a smaller dtype"
+                f"{self._budget / 1e6:.1f} MB for experts; raise it, or use a smaller dtype"
             )
 
     def _make_room(self, size: int, keep: int = 0) -> None:

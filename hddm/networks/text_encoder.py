@@ -90,7 +90,7 @@ def read_tokenizer(folder: Path) -> Any:
         tokenizer(["a"], padding="max_length", max_length=2, truncation=True, return_tensors="pt")
     except Exception as error:  # it may raise anything for broken files
         reason = one_line(error, 300)
-        raise HddmError(f"{folder}: no tokenizer can be made of its files ({reason})") from error
+        raise HddmError(f"{folder}: its files do not make a tokenizer ({reason})") from error
     return tokenizer
 
 
@@ -160,8 +160,8 @@ def embed(text_encoder: Any, tokenizer: Any, prompts: Sequence[str], warns: bool
     ids, mask, vocabulary = found.input_ids, found.attention_mask, text_encoder.config.vocab_size
     if ids.max() >= vocabulary:
         raise HddmError(
-            f"the tokenizer gives token {ids.max().item()}, and the text encoder has {vocabulary}; take "
-            "the tokenizer that belongs to it"
+            f"the tokenizer gives token {ids.max().item()}, and the text encoder has {vocabulary}; use "
+            f"the tokenizer that belongs to it"
         )
     is_clip, device = not hasattr(text_encoder, "shared"), text_encoder.device
     masked = {} if is_clip else {"attention_mask": mask.to(device)}
@@ -221,7 +221,7 @@ def _open(folder: Path, variant: str | None) -> tuple[Any, dict[str, Tensor], Pa
     path, stored = read_weights(folder, STEM, variant)
     weights = {key.removeprefix(_PREFIX): value for key, value in stored.items()}
     if len(weights) != len(stored):
-        raise HddmError(f"{path}: holds tensors twice, with and without {_PREFIX!r}; take the weights anew")
+        raise HddmError(f"{path}: holds tensors twice, with and without {_PREFIX!r}; get the weights again")
     weights = {key: value for key, value in weights.items() if key not in (*_UNUSED, _TIED)}
     layers = config.get(_LAYERS[kind])
     if not isinstance(layers, int) or layers > len(weights):

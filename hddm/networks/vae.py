@@ -37,7 +37,9 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     config = read_json(inside(folder, name) if _is_there(folder / name) else folder / name)
     for key in _CODE:
         if key in config:
-            raise HddmError(f"{folder / name}: has a key {key!r}, which asks for foreign code; refused")
+            raise HddmError(
+                f"{folder / name}: has a key {key!r}, which names code of its own; hddm does not run it"
+            )
     return config
 
 
@@ -101,7 +103,7 @@ def kind_of(vae: nn.Module) -> str:
     name = type(getattr(vae, "_orig_mod", vae)).__name__
     if name not in KINDS:
         raise HddmError(
-            f"the VAE is of class {name}, which hddm does not read; take one of {', '.join(map(str, KINDS))}"
+            f"the VAE is of class {name}, which hddm does not read; use one of {', '.join(map(str, KINDS))}"
         )
     return name
 
@@ -150,8 +152,8 @@ def decode(vae: "AutoencoderKL | AutoencoderTiny", latents: Tensor) -> Tensor:
     channels = vae.config.latent_channels
     if latents.ndim != 4 or latents.shape[1] != channels:
         raise HddmError(
-            f"the VAE decodes latents (N, {channels}, h, w), not {tuple(latents.shape)}; take the VAE of "
-            "these experts"
+            f"the VAE decodes latents (N, {channels}, h, w), not {tuple(latents.shape)}; use the VAE of "
+            f"these experts"
         )
     _refuse_images(latents, "latents", "the samples are broken before any VAE")
     scale, shift = _scale_and_shift(vae.config)

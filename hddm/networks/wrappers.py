@@ -56,7 +56,10 @@ def interface_of(name: str, config: Mapping[str, object], size: tuple[int, int] 
     stated = config.get("sample_size")
     height, width = _sides(name, size if stated is None else stated)
     if patch and (height % patch or width % patch):
-        raise HddmError(f"{name} has patches of side {patch}, and a sample of {height}×{width} none such")
+        raise HddmError(
+            f"{name} has patches of side {patch}, and a sample of {height}×{width} cannot "
+            f"be divided into them"
+        )
     conditions, num_classes, null_class = _CONDITIONS[name](config)
     num_patches = height * width // patch**2 if patch else None
     shape, variance_head = (channels, height, width), has_variance_head(name, config)
@@ -88,7 +91,7 @@ def _channels(name: str, config: Mapping[str, object]) -> int:
         raise HddmError(f"the config of {name} has no in_channels")
     if given not in (None, taken) and not has_variance_head(name, config):
         raise HddmError(
-            f"{name} takes {taken} channels and gives {given}: that is no plain denoiser "
+            f"{name} takes {taken} channels and gives {given}: that is not a plain denoiser "
             "(an inpainting or upscaling model?)"
         )
     if name != FLUX:

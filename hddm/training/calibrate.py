@@ -62,7 +62,7 @@ def native_samples(
     `HddmError` for an expert without a sample shape.
     """
     if field.sample_shape is None:
-        raise HddmError("this expert does not tell the shape of a sample")
+        raise HddmError("this expert does not record the shape of a sample")
     times, scale = native_times(field, steps)
     batches = []
     for start in range(0, num, batch_size):
@@ -105,15 +105,12 @@ def native_conditions(field: VelocityField, num: int, seed: int = 0) -> dict[str
             null = field.null_conditions[name]
             conditions[name] = null.expand(num, *null.shape)
             warnings.warn(
-                f"calibrated with the stored null value of {name} for every sample: near t = 1 what a given "
-                "one says will count for less than it should; hddm.training.fitting.calibrate takes data "
-                "with their own",
+                f"calibrated without {name}, so near t = 1 a given one has less effect than it should; "
+                f"hddm.training.fitting.calibrate takes data with values of their own",
                 stacklevel=2,
             )
         elif name not in OPTIONAL_CONDITIONS:
-            raise HddmError(
-                f"its samples need {name}, and it has neither classes nor a value that stands for none"
-            )
+            raise HddmError(f"its samples need {name}, and it has neither classes nor an empty default")
     return conditions
 
 
@@ -145,24 +142,24 @@ def recalibrate(
     if not (folder / EXPERT_FILE).exists():
         # Says what else it is, if it is nothing to be sampled from.
         load(folder)
-        raise HddmError(f"{folder}: an ensemble; calibrate its experts one by one")
+        raise HddmError(f"{folder}: is an ensemble; calibrate its experts one by one")
     expert = open_expert(folder, with_calibration=False)
     record = expert.facts
-    record.refuse_student(str(folder), "a calibration is of velocities, and its are means over steps")
+    record.refuse_student(
+        str(folder), "a calibration is for velocities, but a student of few steps predicts means over steps"
+    )
     if record.training_calibration:
         raise HddmError(
-            f"{folder}: was trained on in its calibration, which must stay as it is; there is nothing to fit"
+            f"{folder}: was trained together with its calibration, which must not change; there is "
+            f"nothing to calibrate"
         )
     field = field_of(expert.read(torch.float32))
     if shard_folder is None:
         if field.noise_range != WHOLE:
-            raise HddmError(
-                f"{folder}: draws no samples of its own, since it is for a part of t; pass --data"
-            )
+            raise HddmError(f"{folder}: covers only a part of t, so it cannot sample alone; pass --data")
         if num_images < FEW_IMAGES:
             warnings.warn(
-                f"{num_images} samples say little about the moments that take over near t = 1; "
-                f"{NUM_IMAGES} are the default",
+                f"{num_images} samples are few for a calibration; the default is {NUM_IMAGES}",
                 stacklevel=2,
             )
         calibration = _on_native_samples(folder, record, field, seed, num_images, steps)

@@ -70,7 +70,7 @@ def continue_expert(
         raise HddmError(f"{init}: no such folder")
     if not (init / EXPERT_FILE).is_file():
         raise UsageError(
-            f"{init}: no expert folder; convert a checkpoint, and of an ensemble name one expert"
+            f"{init}: not an expert folder; convert a checkpoint, or name one expert of an ensemble"
         )
     data = expert_data(shard_folder)
     if is_complete(out, EXPERT_FILE, run, overwrite):
@@ -135,14 +135,14 @@ def check_continued(
 
     Raises `HddmError` as `continue_expert`.
     """
-    record.refuse_student(f"--init {init}", "train on the expert that it began with, and distill anew")
+    record.refuse_student(f"--init {init}", "continue the expert that it began with, and distill again")
     objective = _objective(init, record, settings)
     check_fit(shard, record, network)
     check_conditions(shard, settings)
     if settings.class_conditional and shard.classes != record.classes:
         raise HddmError(
             f"{shard.folder}: its classes are {list(shard.classes)}, those of {init} "
-            f"{list(record.classes)}; take images of the same classes, or drop --class-conditional"
+            f"{list(record.classes)}; use images of the same classes, or drop --class-conditional"
         )
     return objective
 
@@ -160,9 +160,9 @@ def _objective(init: Path, record: ExpertRecord, settings: ExpertSettings) -> Ob
         return Objective.named("flow", None, *drawn, prediction, noise_range=part)
     is_linear = isinstance(schedule, LinearSchedule)
     if kind is PredictionType.FLOW_PREDICTION or (is_linear and kind is not PredictionType.EPSILON):
-        raise HddmError(f"{init}: is a flow expert, which predicts {kind.value}; take flow")
+        raise HddmError(f"{init}: is a flow expert, which predicts {kind.value}; use --objective flow")
     if record.training_calibration:
-        raise HddmError(f"{init}: was trained on with flow matching, so only flow can go on")
+        raise HddmError(f"{init}: was continued with flow matching, so only --objective flow can continue it")
     return Objective.named("ddpm", schedule, *drawn, record.prediction_type, noise_range=part)
 
 
@@ -192,7 +192,7 @@ def _conditions(
     missing = sorted(set(field.conditions or ()) - {*given, *settings.conditions} - OPTIONAL_CONDITIONS)
     if missing:
         remedy = "; pass --class-conditional" if missing == [LABELS] else ""
-        raise HddmError(f"{init}: has no value that stands for no {', '.join(missing)}{remedy}")
+        raise HddmError(f"{init}: has no empty default for {', '.join(missing)}{remedy}")
     return given
 
 

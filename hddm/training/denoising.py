@@ -94,7 +94,7 @@ def denoising(
     """
     number = len(images)
     if number < 2:
-        raise HddmError(f"denoising is judged on at least 2 images, not {number}")
+        raise HddmError(f"denoising needs at least 2 images, not {number}")
     noise = generator(seed, _STREAM)
     low, high = field.noise_range
     times, ends = [low + (high - low) * share for share in TIMES], [t for t in LATE_TIMES if low <= t <= high]
@@ -323,7 +323,7 @@ def _doubts(found: Denoising, images: int, is_calibrated: bool) -> list[str]:
     if not math.isfinite(found.expert):
         return ["its velocities are not finite"]
     if found.margin <= 0:
-        cause = "it is untrained, or its record says wrongly what it predicts"
+        cause = "it is untrained, or its record is wrong about what it predicts"
         if not is_calibrated and found.low > 0:
             cause = UNCALIBRATED
         return [
@@ -335,8 +335,8 @@ def _doubts(found: Denoising, images: int, is_calibrated: bool) -> list[str]:
         alone = f"up to t = {found.levels[:LOWEST][-1].t:g}, without its calibration, its error is"
     if found.low <= 0:
         return [
-            f"{alone} {-found.low:.4f} above a Gaussian's; it is hardly trained, or its record says wrongly "
-            "what it predicts"
+            f"{alone} {-found.low:.4f} above a Gaussian's; it is hardly trained, or its record is wrong "
+            f"about what it predicts"
         ]
     remedy = f"take more held-out images than {images}" if images < IMAGES else "train it for longer"
     for subject, gain, deviation in (
@@ -353,7 +353,7 @@ def _remedy(expert: Expert, is_spoilt: bool) -> str:
     if expert.calibration is None:
         return UNCALIBRATED
     if not is_spoilt:
-        return "its calibration mends only a part of what its network does there; train it for longer"
+        return "its calibration corrects only part of its network's error there; train it for longer"
     if expert.facts.training_calibration:
-        return "the calibration that it was trained in is spoilt; take the expert anew"
-    return "its calibration is spoilt; hddm calibrate fits another"
+        return "the calibration that it was trained with is damaged; copy the expert again"
+    return "its calibration is damaged; hddm calibrate makes another"

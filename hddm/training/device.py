@@ -31,10 +31,10 @@ class Device:
 
         there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
         if not there.get(settings.device, True):
-            raise HddmError(f"--device {settings.device}: there is none; take cpu")
+            raise HddmError(f"--device {settings.device}: not available; use cpu")
         is_on_cpu = settings.device == "cpu" or not any(there.values())
         if settings.mixed_precision == "fp16" and is_on_cpu:
-            raise HddmError("--mixed-precision fp16 needs a GPU; on a CPU take bf16 or no")
+            raise HddmError("--mixed-precision fp16 needs a GPU; on a CPU use bf16 or no")
         # A process may train twice, with another precision.
         AcceleratorState._reset_state()
         self._accelerator = Accelerator(
@@ -49,7 +49,7 @@ class Device:
         if settings.batch_size % parts:
             raise HddmError(
                 f"--batch-size {settings.batch_size} does not divide over {self.processes} processes with "
-                f"{settings.gradient_accumulation_steps} parts each; take a multiple of {parts}"
+                f"{settings.gradient_accumulation_steps} parts each; use a multiple of {parts}"
             )
         self._splits = settings.fsdp and self.processes > 1
         self._inside = contextlib.ExitStack()

@@ -129,7 +129,8 @@ def _by_shard(folder: Path, experts: dict[str, Expert], shards: Sequence[Shard])
             f"{folder / name}: records no shard" for name, one in experts.items() if one.facts.shard is None
         ]
         raise HddmError(
-            f"{folder}: --teacher shard needs the expert of every shard; take their partition, or routed",
+            f"{folder}: --teacher shard needs the expert of every shard; pass their partition, or "
+            f"--teacher routed",
             lines,
         )
     places = {one: k for k, one in enumerate(stated)}
@@ -140,7 +141,7 @@ def _mixing(folder: Path, opened: OpenedEnsemble, strategy: str | None) -> Opene
     """An ensemble with the strategy by which it mixes as a teacher."""
     facts = opened.facts
     if facts.router is None and len(opened.experts) > 1:
-        raise HddmError(f"{folder}: --teacher routed needs its router, and it has none; take --teacher shard")
+        raise HddmError(f"{folder}: --teacher routed needs its router, and it has none; use --teacher shard")
     keeps_one = Strategy.parse(facts.strategy).kind in ("draw", "commit")
     if strategy is None and keeps_one and len(opened.experts) > 1:
         log.info("%s: keeps one expert per sample; the student learns their full mixture", folder)
@@ -156,7 +157,7 @@ def _check_conditions(name: str, record: ExpertRecord, shard: Shard, dropout: fl
     record.refuse_student(name, "name the ensemble that it learned from as the teacher")
     others = [condition for condition in record.conditions if condition != LABELS]
     if others:
-        raise HddmError(f"{name}: takes {', '.join(others)}; a student learns classes, and no texts yet")
+        raise HddmError(f"{name}: takes {', '.join(others)}; a student can learn classes, but not text")
     if LABELS not in record.conditions:
         return
     if shard.labels is None or shard.classes != record.classes:
@@ -214,7 +215,7 @@ def distill(
     if init is not None:
         settings = settings.model_copy(update={"prediction": None, "rotary": None})
     elif settings.sampling_steps is not None:
-        raise UsageError("--sampling-steps: a student of few steps begins with an expert; name one by --init")
+        raise UsageError("--sampling-steps: a student of few steps begins with an expert; pass --init")
     settings = completed(settings, out, run, is_new=init is None)
     as_expert = settings.as_expert(bool(teacher.classes))
     started, begun = (None, {}) if init is None else (_read_init(init), begun_with(init))
@@ -317,8 +318,8 @@ def _check_told(given: Mapping[str, Tensor]) -> None:
     labels = given.get(LABELS, torch.zeros_like(expert))
     if len(torch.stack([labels, expert]).unique(dim=1).T) > len(labels.unique()):
         raise UsageError(
-            "--teacher shard: noise and class do not tell the shard here, and a student of few steps would "
-            "learn the mean of its experts' images; take --teacher routed"
+            "--teacher shard: noise and class do not tell the shard here, and a student of few steps "
+            "would learn the mean of its experts' images; use --teacher routed"
         )
 
 
@@ -339,7 +340,7 @@ def with_interval(network: nn.Module, name: str) -> ExpertTransformer:
 
 def _read_init(init: Path) -> Expert:
     if not (init / EXPERT_FILE).is_file():
-        raise UsageError(f"--init {init}: no expert folder; name one expert, of the ensemble say")
+        raise UsageError(f"--init {init}: not an expert folder; name one expert, such as one of the ensemble")
     return read_expert(init)
 
 
@@ -359,7 +360,7 @@ def _check_start(name: str, start: ExpertRecord, record: ExpertRecord) -> None:
         if of(start) != of(record)
     ]
     if start.training_calibration:
-        lines.append("trained on in its calibration, which a student has not")
+        lines.append("trained together with its calibration, which a student does not have")
     if lines:
         raise HddmError(f"{name}: a student cannot begin with it; name a flow expert of this data", lines)
 

@@ -105,7 +105,7 @@ def train_expert(
 def check_new(shard: Shard, settings: ExpertSettings) -> None:
     """Refuse settings of a new expert, filled in, that ``shard`` or its outline does not allow."""
     if settings.lora_rank is not None:
-        raise UsageError("--lora-rank adapts an expert that exists; name it by --init")
+        raise UsageError("--lora-rank adapts an existing expert; pass --init")
     check_conditions(shard, settings)
     _check_size(shard.shape, settings.size)
 
@@ -143,7 +143,7 @@ def with_schedule(
         return settings, None, DEFAULT_SCHEDULE
     declared = declared_prediction_type(config)
     if declared == "flow_prediction":
-        raise HddmError(f"{config}: is of flow matching; take --objective flow, without --schedule")
+        raise HddmError(f"{config}: is for flow matching; use --objective flow without --schedule")
     if declared not in (None, *get_args(Prediction)):
         raise HddmError(
             f"{config}: prediction_type is {declared!r}; known are {', '.join(get_args(Prediction))}"
@@ -206,14 +206,14 @@ def check_fit(shard: Shard, record: ExpertRecord, network: object) -> None:
     """
     folder, vae, encoder = shard.folder, shard.vae, shard.text_encoder
     if record.space != shard.space:
-        raise HddmError(f"{folder}: holds {shard.space}, and the expert works in {record.space}")
+        raise HddmError(f"{folder}: holds {shard.space}, but the expert works in {record.space}")
     if shard.shape != record.sample_shape:
         wanted = record.sample_shape
         remedy = f"; hddm encode SHARDS --out FOLDER --resolution {wanted[1]} brings them to its size"
         remedy = remedy if record.space == "pixels" and shard.shape[0] == wanted[0] else ""
         raise HddmError(f"{folder}: images are {shard.shape}, the expert's samples {wanted}{remedy}")
     if vae is not None and record.vae not in (None, vae):
-        raise HddmError(f"{folder}: its latents are of {vae}, the expert's of {record.vae}")
+        raise HddmError(f"{folder}: its latents are from {vae}, the expert's from {record.vae}")
     if vae is not None and record.latent_scale not in (None, vae.scale):
         raise HddmError(
             f"{folder}: its latents are scaled by {vae.scale:g}, the expert's by {record.latent_scale:g}; "
@@ -240,8 +240,8 @@ def check_own(shard: Shard, record: ExpertRecord) -> None:
     # A student's shard is a whole partition, all shards of which are its own.
     if own is not None and own.hash not in (origin, shard.partition):
         raise HddmError(
-            f"{shard.folder}: is of shard {origin[:16]}…, the expert of shard {own.index}, {own.hash[:16]}…; "
-            "take images of its own"
+            f"{shard.folder}: is of shard {origin[:16]}…, the expert of shard {own.index}, "
+            f"{own.hash[:16]}…; use its own images"
         )
 
 

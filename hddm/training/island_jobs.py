@@ -102,8 +102,8 @@ def refuse_present(islands: Sequence[Island]) -> None:
             problems.append(f"{run_folder_of(one.out)}: holds a run")
     if problems:
         raise HddmError(
-            f"{islands[0].out.parent}: holds experts or runs already; --resume goes on with them, "
-            "--overwrite starts anew",
+            f"{islands[0].out.parent}: already holds experts or runs; --resume continues them, "
+            f"--overwrite starts again",
             problems,
         )
 
@@ -120,8 +120,8 @@ def parse_objectives(text: str, shards: int, name: str = "--objective") -> list[
         key = key if given else REST
         if objective not in OBJECTIVES:
             raise HddmError(
-                f"{name} {text}: {part.strip()!r} names no objective; write ddpm or flow for a "
-                f"shard, as 0=ddpm,*=flow{did_you_mean(objective, OBJECTIVES)}"
+                f"{name} {text}: {part.strip()!r} is not an objective; write ddpm or flow for a shard, "
+                f"as 0=ddpm,*=flow{did_you_mean(objective, OBJECTIVES)}"
             )
         if key != REST and (not key.isdecimal() or int(key) >= shards):
             raise HddmError(f"{name} {text}: there is no shard {key!r}; shards are 0 to {shards - 1}")
@@ -131,7 +131,9 @@ def parse_objectives(text: str, shards: int, name: str = "--objective") -> list[
         chosen[key] = objective
     missing = [str(k) for k in range(shards) if str(k) not in chosen]
     if missing and REST not in chosen:
-        raise HddmError(f"{name} {text}: says nothing of shard {', '.join(missing)}; add *=flow for the rest")
+        raise HddmError(
+            f"{name} {text}: has no objective for shard {', '.join(missing)}; add *=flow for the rest"
+        )
     return [chosen.get(str(k), chosen.get(REST, "")) for k in range(shards)]
 
 
@@ -152,7 +154,7 @@ def refuse_failed(outcomes: Sequence[Outcome]) -> None:
         for cause, names in concerned.items()
     ]
     others = "the others are finished, and " if len(failed) < len(outcomes) else ""
-    others += "--resume goes on with these"
+    others += "--resume continues these"
     raise HddmError(
         f"{outcomes[0].island.out.parent}: {len(failed)} of {len(outcomes)} experts failed; {others}", lines
     )

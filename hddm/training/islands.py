@@ -77,7 +77,7 @@ def train_islands(
         outcomes = backend.run(ready, stop, on_step)
     if stop.number is not None and len(outcomes) < len(ready):
         raise Stopped(
-            f"{ready[0].out.parent}: stopped; what was trained is saved, and --resume goes on with it",
+            f"{ready[0].out.parent}: stopped; progress is saved, and --resume continues",
             stop.number,
         )
     return sorted(outcomes, key=lambda one: one.island.index)
@@ -129,7 +129,7 @@ def _check_settings(islands: Sequence[Island]) -> None:
             problems.append(f"{one.name}: {error}")
     if problems:
         folder, number = islands[0].out.parent, f"{len(problems)} of {len(islands)} experts"
-        raise HddmError(f"{folder}: {number} cannot be trained as asked, so none was started", problems)
+        raise HddmError(f"{folder}: {number} cannot be trained as requested, so none was started", problems)
 
 
 def train_island(island: Island, on_step: OnStep | None = None) -> list[float]:
@@ -148,7 +148,7 @@ def train_island(island: Island, on_step: OnStep | None = None) -> list[float]:
         return train_expert(shard, out, settings, schedule, source, overwrite, on_step, run)
     except (OSError, SafetensorError) as error:
         raise HddmError(
-            f"{out}: could not be written, or its data read ({error}); mend that, and --resume goes on"
+            f"{out}: could not be written, or its data read ({error}); fix that, and --resume continues"
         ) from error
 
 
@@ -309,7 +309,7 @@ class Processes:
                     if job.ended is not None and job.ended.outcome is not None:
                         outcomes.append(job.ended.outcome)
                     elif not is_stopping and job.starts > self.retries:
-                        text = f"its process {_how(job)}, {job.starts} times in all; --resume goes on"
+                        text = f"its process {_how(job)}, {job.starts} times in all; --resume continues"
                         outcomes.append(Outcome(job.island, failure=HddmError(f"{job.island.out}: {text}")))
                     elif not is_stopping:
                         running.append(self._start_again(job))
@@ -318,7 +318,7 @@ class Processes:
 
     def _start_again(self, job: _Job) -> _Job:
         attempt = f"{job.starts} of {self.retries}"
-        text = "%s: its process %s; it is started again from its last checkpoint (%s)"
+        text = "%s: its process %s; restarting it from its last checkpoint (%s)"
         log.warning(text, job.island.name, _how(job), attempt)
         return _start(job.island, job.slot, job.starts + 1)
 

@@ -259,8 +259,8 @@ def _keep(run: Run, report: StepReport, settings: LoopSettings, device: Device, 
         device.wait()
     if stopping and state.step < settings.steps:
         raise Stopped(
-            f"{run.folder}: stopped after step {state.step} of {settings.steps}; that is saved, and --resume "
-            "goes on",
+            f"{run.folder}: stopped after step {state.step} of {settings.steps}; progress is saved, and "
+            f"--resume continues",
             stop.number or 0,
         )
 
@@ -323,7 +323,7 @@ class _Trainer:
             state.ema.update()
             state.non_finite = 0
         elif math.isfinite(loss) and device.scaler.is_enabled() and (scale := device.scaler.get_scale()) >= 1:
-            log.info("step %d: gradients left the range of fp16; its scale is now %g", step, scale)
+            log.info("step %d: gradients overflowed in fp16; the loss scale is now %g", step, scale)
         else:
             self._skipped(step, drawn.rows, losses, norm)
         seconds = time.perf_counter() - begun
@@ -360,7 +360,7 @@ class _Trainer:
                 f"{what}; the last {state.non_finite} steps were not finite, and nothing was written; try a "
                 "lower --learning-rate, and with Muon a lower --muon-learning-rate"
             )
-        log.warning("%s; the step is left out", what)
+        log.warning("%s; the step is skipped", what)
 
 
 def learning_rate_factor(step: int, settings: LoopSettings) -> float:
@@ -410,8 +410,8 @@ def train(
     used = completed(settings, out, run, task.is_new)
     if used.fsdp and run is not None and run.sample_every:
         raise UsageError(
-            f"--sample-every {run.sample_every}: one process draws pictures, and with --fsdp none has the "
-            "whole network; drop one of the two"
+            f"--sample-every {run.sample_every}: with --fsdp no process has the whole network to draw "
+            f"pictures with; drop one of the two"
         )
     watchers: list[Watcher] = []
     if on_step is not None:

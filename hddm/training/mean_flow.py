@@ -105,7 +105,7 @@ def solve(
         kept = read_safetensors(file)
         kept_states = kept.pop("states")
         if kept.keys() == asked.keys() and all(torch.equal(kept[name], one) for name, one in asked.items()):
-            log.info("%s: %s of the teacher are there", file, counted(num, "trajectory", "trajectories"))
+            log.info("%s: %s of the teacher found", file, counted(num, "trajectory", "trajectories"))
             return Trajectories(kept_states, times, conditions)
     states = torch.empty(num, KEPT + 1, *shape)
     with Progress(num * SOLVED, "solve the teacher's trajectories", " steps") as progress:
@@ -157,8 +157,8 @@ class MeanFlow:
     ) -> None:
         if prediction is PredictionType.EPSILON:
             raise HddmError(
-                "--sampling-steps: a student of few steps cannot predict noise, which says nothing of x_0 at "
-                "t = 1; begin with an expert of another --prediction"
+                "--sampling-steps: a student of few steps cannot predict noise, which does not "
+                "determine x_0 at t = 1; begin with an expert of another --prediction"
             )
         self._on = functools.cache(teacher_on)
         self.prediction, self.steps, self.guidance_scale = prediction, steps, guidance_scale

@@ -95,19 +95,16 @@ class Objective:
                 raise HddmError(f"unknown {what} {value!r}: choose {' or '.join(known)}")
         is_linear = isinstance(self.schedule, LinearSchedule)
         if self.name == "flow" and not is_linear:
-            raise UsageError(
-                "--schedule is of DDPM, and flow matching runs on the linear path; drop it, or take "
-                "--objective ddpm"
-            )
+            raise UsageError("--schedule is for DDPM; leave it out, or use --objective ddpm")
         if self.prediction_type is PredictionType.FLOW_PREDICTION and not is_linear:
-            raise UsageError("--prediction flow_prediction is of the linear path; take --objective flow")
+            raise UsageError("--prediction flow_prediction needs --objective flow")
         if self.snr_gamma is not None and (
             self.prediction_type is not PredictionType.EPSILON or self.weighting != "prediction"
         ):
             raise UsageError(
-                f"--snr-gamma {self.snr_gamma:g} weighs the errors of noise, and this expert learns "
-                f"{self.prediction_type.value} weighted by {self.weighting}; drop it, or take --prediction "
-                "epsilon --weighting prediction"
+                f"--snr-gamma {self.snr_gamma:g} weights errors of the noise, but this expert learns "
+                f"{self.prediction_type.value} weighted by {self.weighting}; leave it out, or use "
+                f"--prediction epsilon --weighting prediction"
             )
         if self._native[0] > self._native[1]:
             (low, high), (first, last) = self.noise_range, self.schedule.range
@@ -284,7 +281,7 @@ def check_conditions(shard: Shard, settings: ExpertSettings) -> None:
             f"{shard.folder}: holds no text embeddings; hddm encode makes them, or drop --text-conditional"
         )
     if shard.held_out_of is not None:
-        raise HddmError(f"{shard.folder}: was kept from training, to judge an expert by; train on its shard")
+        raise HddmError(f"{shard.folder}: holds images kept for evaluation; train on its shard")
     if settings.random_flip:
         # Latents can be mirrored only where mirror images were encoded too; else this raises.
         shard.take(torch.zeros(1, dtype=torch.long), flip=torch.ones(1, dtype=torch.bool))

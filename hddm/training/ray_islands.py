@@ -113,7 +113,7 @@ def _outcome(ray: Any, task: Any, island: Island) -> Outcome | None:
     else:
         if outcome is None or outcome.failure is not None or (island.out / EXPERT_FILE).exists():
             return outcome
-        text = "was written on another machine, and is not seen here; take a folder that all machines share"
+        text = "was written on another machine and is not visible here; use a folder that all machines share"
     return Outcome(island, failure=HddmError(f"{island.out}: {text}"))
 
 
@@ -192,7 +192,7 @@ def connected(ray: Any, address: str, variables: Any = (), **own: Any) -> Iterat
             ray.init(address=address, **own)
         except (OSError, OverflowError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
             hint = (
-                "" if AUTHENTICATION in os.environ else f"; does it ask for a token? {AUTHENTICATION}=token"
+                "" if AUTHENTICATION in os.environ else f"; if it needs a token, set {AUTHENTICATION}=token"
             )
             raise HddmError(f"--ray {address}: no cluster answers there ({one_line(error)}){hint}") from error
         try:
@@ -201,7 +201,7 @@ def connected(ray: Any, address: str, variables: Any = (), **own: Any) -> Iterat
                 signal.signal(one, handler)
             if is_local and (there := ray.util.get_node_ip_address()) not in LOOPBACK:
                 raise HddmError(
-                    f"--ray {LOCAL}: ray {ray.__version__} listens at {there}; take another version"
+                    f"--ray {LOCAL}: ray {ray.__version__} listens at {there}; use another version"
                 )
             if not (is_local or has_tls or AUTHENTICATION in os.environ):
                 text = (

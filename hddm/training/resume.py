@@ -137,8 +137,8 @@ def recorded(out: Path) -> dict[str, Any]:
 def refuse_run(out: Path) -> None:
     """Refuse an ``out`` that has a run already; raises `HddmError`."""
     if (folder := run_folder_of(out)).joinpath(RUN_FILE).exists():
-        text = "--resume goes on with it, --overwrite starts anew"
-        raise HddmError(f"{folder}: holds a run of {out} already; {text}")
+        text = "--resume continues it, --overwrite starts again"
+        raise HddmError(f"{folder}: already holds a run of {out}; {text}")
 
 
 def resumable(out: Path) -> dict[str, Any]:
@@ -146,8 +146,8 @@ def resumable(out: Path) -> dict[str, Any]:
     record = recorded(out)
     if record and str(record.get("format")).split(".")[0] != RUN_FORMAT.split(".")[0]:
         raise HddmError(
-            f"{run_folder_of(out)}: is a run of format {record.get('format')}, by another version of hddm, "
-            f"and {RUN_FORMAT} goes on; go on with that version, or begin anew with --overwrite"
+            f"{run_folder_of(out)}: is a run of format {record.get('format')}, of another version of "
+            f"hddm (this one reads {RUN_FORMAT}); use that version, or start again with --overwrite"
         )
     return record
 
@@ -186,12 +186,13 @@ def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -
             fixed.append(lines[key])
     if fixed:
         raise HddmError(
-            f"{folder}: the run is of other data, another objective or network; choose another --out", fixed
+            f"{folder}: the run used other data, another objective or network; choose another --out", fixed
         )
     refused = [line for key, line in lines.items() if key not in FREE]
     if refused and not options.allow_config_change:
         raise HddmError(
-            f"{folder}: the run was started otherwise; take the same again, or pass --allow-config-change",
+            f"{folder}: the run was started with different settings; repeat them, or pass "
+            f"--allow-config-change",
             refused,
         )
     for line in lines.values():
@@ -280,6 +281,6 @@ def is_complete(
         now = {"settings": as_recorded(settings, out).model_dump(mode="json"), "data": dict(data)}
         # Nothing is left to compute, so the environment does not matter.
         compare_records(out, {**now, "environment": before.get("environment", {})}, run)
-    refuse_damaged(out, record, sha256=sha256_of, remedy="--overwrite trains it anew")
-    log.info("%s: is finished; there is nothing to go on with", out)
+    refuse_damaged(out, record, sha256=sha256_of, remedy="--overwrite trains it again")
+    log.info("%s: is finished; there is nothing to resume", out)
     return True

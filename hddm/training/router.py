@@ -114,8 +114,8 @@ def train_router(
                 calibration = {"held_out_share": HELD_OUT_SHARE, "held_out_images": each, **figures}
         if len(shards) > 1 and not is_better_than_chance(accuracy):
             log.warning(
-                "%s: tells shards apart no better than chance, as far as %d images show; train it "
-                "for longer, or with another --learning-rate",
+                "%s: recognises shards no better than chance on %d images; train it for longer, or with "
+                "another --learning-rate",
                 out,
                 accuracy["images"],
             )
@@ -169,7 +169,7 @@ def kept_apart(shards: Sequence[Shard]) -> Evidence | None:
     for one, shard in zip(found, shards, strict=True):
         if one.held_out_of != shard.hash or one.shape != shard.shape:
             raise HddmError(
-                f"{one.folder}: its images were not kept from {shard.folder}; remove {one.folder.parent}"
+                f"{one.folder}: its images were not held out from {shard.folder}; remove {one.folder.parent}"
             )
     store = JoinedStore([one.stored for one in found])
     rows = torch.arange(len(store))
@@ -233,9 +233,7 @@ def held_out(shard: Shard) -> Tensor:
     digests = [shard.stored.digest(row) for row in range(len(shard))]
     last = sorted(digests)[max(2, round(HELD_OUT_SHARE * len(digests))) - 1]
     if last == max(digests):
-        raise HddmError(
-            f"{shard.folder}: its images are too much alike to keep some from training; drop --calibrate"
-        )
+        raise HddmError(f"{shard.folder}: its images are too similar to hold some out; leave --calibrate out")
     return torch.tensor([digest <= last for digest in digests])
 
 

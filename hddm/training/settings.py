@@ -130,8 +130,8 @@ class LoopSettings(Record):
         has_muon = optimizer == "muon"
         if self.muon_learning_rate is not None and not has_muon:
             raise UsageError(
-                f"--muon-learning-rate {self.muon_learning_rate:g}: this training is by AdamW alone; drop "
-                "it, or take --optimizer muon"
+                f"--muon-learning-rate {self.muon_learning_rate:g}: this training uses AdamW only; "
+                f"leave it out, or use --optimizer muon"
             )
         alone = 0.125 if isinstance(self, RouterSettings) else 0.5
         rate = (0.2 if has_muon else alone) / size_config(self.size)["hidden_size"] if is_new else 1e-4
@@ -151,7 +151,7 @@ class LoopSettings(Record):
     @model_validator(mode="after")
     def _split_weights_have_their_range(self) -> "LoopSettings":
         if self.fsdp and self.mixed_precision == "fp16":
-            raise ValueError("fsdp goes with mixed_precision bf16 or no, and not with fp16")
+            raise ValueError("fsdp needs mixed_precision bf16 or no, not fp16")
         return self
 
     @model_validator(mode="after")
@@ -236,11 +236,9 @@ class ExpertSettings(DenoiserSettings):
         if self.lora_alpha is not None and self.lora_rank is None:
             raise ValueError(f"lora_alpha {self.lora_alpha} scales an adapter; give a lora_rank too")
         if self.lora_rank is not None and self.weak_at:
-            raise ValueError(f"weak_at {self.weak_at} keeps a weaker self, and an adapter has none; drop it")
+            raise ValueError(f"weak_at {self.weak_at} keeps a weak model, and an adapter has none; drop it")
         if self.lora_rank is not None and self.compile:
-            raise ValueError(
-                "compile does not get through peft's adapters of packed matrices; drop it beside lora_rank"
-            )
+            raise ValueError("compile does not work with lora_rank; drop one of the two")
         return self
 
 
@@ -283,7 +281,7 @@ class DistillSettings(DenoiserSettings):
             raise ValueError(f"strategy {self.strategy}: is for teacher routed; choose that, or drop it")
         if self.strategy is not None and self.strategy.partition("-")[0] in ("draw", "commit"):
             raise ValueError(
-                f"strategy {self.strategy}: keeps one expert per sample and is no mixture; take full"
+                f"strategy {self.strategy}: keeps one expert per sample and is not a mixture; use full"
             )
         return self
 
@@ -353,7 +351,7 @@ def read_run_file(path: Path, record: type[Record]) -> dict[str, Any]:
     for key in content:
         if key in once:
             raise HddmError(
-                f"{path}: {key} is said for one start, as --{str(key).replace('_', '-')}; remove it"
+                f"{path}: {key} applies to one start only; remove it and pass --{str(key).replace('_', '-')}"
             )
         if key not in known:
             raise HddmError(f"{path}: unknown key {key!r}{did_you_mean(str(key), known)}")

@@ -265,7 +265,7 @@ class Run:
         for path in checkpoints_in(self._checkpoints):
             if _is_complete(path):
                 return path
-            log.warning("%s is incomplete or damaged; it is passed over", path)
+            log.warning("%s is incomplete or damaged; it is skipped", path)
         return None
 
     def restore(self, state: TrainingState) -> None:
@@ -273,7 +273,7 @@ class Run:
         if (path := self.begun_at) is not None:
             tensors = {file.stem: read_safetensors(file) for file in path.glob("*.safetensors")}
             state.load(tensors, read_json(path / PROGRESS), str(path))
-            log.info("%s: going on from step %d", self.folder, state.step)
+            log.info("%s: continuing from step %d", self.folder, state.step)
 
     def is_due(self, state: TrainingState) -> bool:
         """Tell whether a checkpoint is due now, by the step or by the clock."""
@@ -310,8 +310,8 @@ class Run:
     def kept(self) -> str:
         """Say what a training that ends now can go on from."""
         if (newest := self.newest()) is None:
-            return "there is no checkpoint yet; --resume begins anew"
-        return f"the checkpoint of step {step_of(newest)} is whole, and --resume goes on from it"
+            return "there is no checkpoint yet; --resume starts from the beginning"
+        return f"the checkpoint of step {step_of(newest)} is complete, and --resume continues from it"
 
     def _prune(self, step: int) -> None:
         try:
@@ -385,7 +385,7 @@ def open_run(
             log.warning("%s was never finished; it is removed", path)
             remove(path)
         if options.resume and run.begun_at is None:
-            log.info("%s: holds no checkpoint to go on from; the training begins anew, at step 1", folder)
+            log.info("%s: has no checkpoint; the training starts again at step 1", folder)
         yield run
 
 
@@ -418,7 +418,9 @@ def _locked(out: Path) -> contextlib.AbstractContextManager[None]:
 def _refuse_foreign(folder: Path) -> None:
     others = [path for path in folder.iterdir() if path.name != LOCK and not path.name.startswith(DRAFT)]
     if others and not (folder / RUN_FILE).exists():
-        raise HddmError(f"{folder}: is in the way, and holds no {RUN_FILE} of a run; move it away")
+        raise HddmError(
+            f"{folder}: exists and is not the folder of a run (it has no {RUN_FILE}); move it away"
+        )
 
 
 def _clear(folder: Path) -> None:

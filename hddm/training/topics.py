@@ -43,13 +43,13 @@ def describe_topic(
     Raises `HddmError` for a folder that is no expert of text or classes, no captions, or no text encoder.
     """
     if sum(one is not None for one in (captions, data, text)) != 1:
-        raise UsageError("--captions, --data, --text: a description is made of one of the three")
+        raise UsageError("--captions, --data, --text: pass one of the three")
     restore(folder.resolve())
     if (folder / ENSEMBLE_FILE).is_file():
         raise UsageError(f"{folder}: is an ensemble; describe its experts, as {folder / 'experts/0'}")
     record = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
     if not {TEXT, LABELS}.intersection(record.conditions):
-        raise HddmError(f"{folder}: takes neither text nor classes, so no prompt is for it")
+        raise HddmError(f"{folder}: takes neither text nor classes, so it cannot be described")
     texts, source = _texts(captions, data, text)
     encoder, words = _encoder(folder, text_encoder, tokenizer)
     network, tokens = read_text_encoder(encoder), read_tokenizer(words)
@@ -68,7 +68,9 @@ def describe_topic(
         for place in (whole / member.folder for member in read_ensemble_facts(whole).experts):
             other = None if place.samefile(folder) else Topic.load(place)
             if other and other.record and other.record.text_encoder.fingerprint != facts.fingerprint:
-                raise HddmError(f"{encoder}: another text encoder describes {place}; take that one for both")
+                raise HddmError(
+                    f"{encoder}: {place} was described with another text encoder; use that one for both"
+                )
     put_into(folder, record, TOPIC, replace(topic, record=known).save)
     return known
 
@@ -81,18 +83,16 @@ def _texts(captions: Path | None, data: Path | None, text: str | None) -> tuple[
         try:
             found = read_whole(captions, LARGEST_CAPTIONS).decode().splitlines()
         except UnicodeDecodeError as error:
-            raise HddmError(f"{captions}: is no UTF-8 text ({error}); save it as such") from error
+            raise HddmError(f"{captions}: is not UTF-8 text ({error}); save it as such") from error
         source = f"{counted(len(found), 'line')} of {captions.name}"
     else:
         assert data is not None
         if (data / MANIFEST).is_file() and is_encoded(data):
-            raise UsageError(f"--data {data}: is encoded; name the shard of images that it was made of")
+            raise UsageError(f"--data {data}: is encoded; name the original shard")
         manifest = read_manifest(data)
         listed = captions_of(manifest.images)
         if not listed:
-            raise HddmError(
-                f"--data {data}: its images have no captions; name a file by --captions, or --text"
-            )
+            raise HddmError(f"--data {data}: its images have no captions; pass --captions or --text")
         found, source = list(listed), f"shard {manifest.hash}"
     if not (kept := [one for one in found if one.strip()]):
         raise HddmError(f"{captions or '--text'}: holds no captions")
@@ -108,4 +108,4 @@ def _encoder(folder: Path, text_encoder: Path | None, tokenizer: Path | None) ->
         kept = {} if place is None else kept_components(place)
         if {"text_encoder", "tokenizer"} <= kept.keys():
             return kept["text_encoder"], kept["tokenizer"]
-    raise HddmError(f"{folder}: keeps no text encoder; name one by --text-encoder and --tokenizer")
+    raise HddmError(f"{folder}: keeps no text encoder; pass --text-encoder and --tokenizer")

@@ -37,9 +37,9 @@ from hddm.utils.records import HASHES, MANIFEST, damage
 from hddm.utils.tensors import available_device
 
 _OTHERS = {
-    ROUTER_FILE: "a router, and experts alone are verified",
-    PARTITION_FILE: "a partition; name an expert, and the images to judge it by with --data",
-    MANIFEST: "a shard; name an expert, and the shard to judge it by with --data",
+    ROUTER_FILE: "a router, but only experts are verified",
+    PARTITION_FILE: "a partition; name an expert, and pass the images to test it on as --data",
+    MANIFEST: "a shard; name an expert, and pass the shard to test it on as --data",
     RUN_FILE: "the record of a training; name the expert that it made",
 }
 
@@ -254,13 +254,14 @@ def _provenance(record: ExpertRecord) -> list[str]:
 def _belongs(shard: Shard, expert: Expert) -> list[str]:
     """Notes on images of the expert's shard; refuse those of another one, or a single image."""
     expert.facts.refuse_student(
-        expert.name, "verify judges velocities, and its are means over steps; drop --data"
+        expert.name,
+        "--data judges velocities, but a student of few steps predicts means over steps; leave it out",
     )
     if len(shard) < 2:
         raise HddmError(f"{shard.folder}: judging an expert needs at least 2 images, not {len(shard)}")
     check_fit(shard, expert.facts, expert.network)
     if expert.facts.shard is None:
-        return [f"{shard.folder}: whether these are images like its own, the expert does not say"]
+        return [f"{shard.folder}: the expert does not record whether it was trained on such images"]
     check_own(shard, expert.facts)
     if shard.held_out_of is None:
         return [
@@ -281,7 +282,7 @@ def _files(folder: Path) -> dict[str, str]:
 
 def _strangers(files: Iterable[str]) -> tuple[str, ...]:
     return tuple(
-        f"{name}: is no file of an expert's; nothing reads it"
+        f"{name}: is not part of an expert; nothing reads it"
         for name in files
         if name not in KNOWN and name.split("/")[0] not in COMPONENTS
     )

@@ -28,6 +28,7 @@ from hddm.training.resume import RUN_FILE, read_run
 from hddm.training.settings import TEXT, ExpertSettings
 from hddm.training.state import PROGRESS, Run
 from hddm.training.wandb_log import WandbLog
+from hddm.utils.errors import optional
 from hddm.utils.records import OpenRecord, parse_record
 from hddm.velocity import VelocityField
 
@@ -237,7 +238,7 @@ class SampleGrids:
                 with weights:
                     grids[name] = self._grid(report)
                 if report.should_stop():
-                    log.info("step %d: told to stop, so its pictures are left out", report.step)
+                    log.info("step %d: stopping, so its pictures are skipped", report.step)
                     return {}
         self._folder.mkdir(parents=True, exist_ok=True)
         for name, grid in grids.items():
@@ -338,6 +339,7 @@ class EventLog:
     """
 
     def __init__(self, folder: Path, first: int) -> None:
+        optional("tensorboard", "this log", "train")
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 

@@ -1,7 +1,7 @@
 """JSON and YAML as plain values, which nothing downstream has to fear.
 
 A document is refused if a key stands in it twice, if it is nested too deeply to be walked, if a whole number
-is too large for a machine, if a text is no Unicode (half of a surrogate pair, which can be neither written
+is too large for a machine, if a text is not Unicode (half of a surrogate pair, which can be neither written
 nor printed), and, of YAML, if aliases make it much larger than its file.
 
 YAML is read by the core schema of YAML 1.2.2 (https://yaml.org/spec/1.2.2/#103-core-schema): `010` is ten,
@@ -64,11 +64,11 @@ def parse_yaml(text: bytes, origin: str, has_numbers: bool = False) -> dict[str,
         raise HddmError(f"{origin}: {_TOO_DEEP}") from error
     # KeyError is a word that a user tagged as a boolean.
     except (yaml.YAMLError, ValueError, KeyError, OverflowError) as error:
-        raise HddmError(f"{origin}: is no YAML ({_reason(error)}); correct it") from error
+        raise HddmError(f"{origin}: is not YAML ({_reason(error)}); correct it") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise HddmError(f"{origin}: holds no settings; write them as 'key: value', a line each")
+        raise HddmError(f"{origin}: holds no settings; write them as 'key: value', one per line")
     _refuse_odd(content, origin, len(text), (str, int) if has_numbers else str)
     return content
 
@@ -105,15 +105,17 @@ def _refuse_odd(content: Any, origin: str, size: int, keys: type | tuple[type, .
         for key, value in items:
             wrong = None
             if is_mapping and (not isinstance(key, keys) or isinstance(key, bool)):
-                wrong = "is a key that is no text; put it in quotes"
+                wrong = "is a key that is not text; put it in quotes"
             elif is_mapping and not is_text(str(key)):
-                wrong = "is a key that is no Unicode; write it again"
+                wrong = "is a key that is not Unicode; write it again"
             elif isinstance(value, dict | list):
                 if len(place) > DEEPEST:
                     raise HddmError(f"{origin}: {_TOO_DEEP}")
                 todo.append(((*place, key), value))
             elif isinstance(value, str):
-                wrong = None if is_text(value) else "is no Unicode (half of a surrogate pair); write it again"
+                wrong = (
+                    None if is_text(value) else "is not Unicode (half of a surrogate pair); write it again"
+                )
             elif isinstance(value, int) and abs(value) >= LARGEST_INTEGER:
                 wrong = f"is a whole number of {_digits(value)} digits; write a smaller one"
             if wrong:
@@ -160,7 +162,8 @@ class _CoreLoader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable) or key in seen:
-                what = f"key {one_line(key, 60)!r} twice" if isinstance(key, Hashable) else "a key is no text"
+                is_text = isinstance(key, Hashable)
+                what = f"key {one_line(key, 60)!r} twice" if is_text else "a key is not text"
                 raise yaml.constructor.ConstructorError(None, None, what, key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)

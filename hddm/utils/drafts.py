@@ -181,12 +181,12 @@ def _take_up(
     found = read_json(path) if path.is_file() else None
     if found is not None and resume is False and not overwrite:
         raise HddmError(
-            f"{target}: {root} holds an unfinished {work}; --resume goes on with it, --overwrite starts anew"
+            f"{target}: {root} holds an unfinished {work}; --resume continues it, --overwrite starts again"
         )
     if found == identity and resume is not False:
         return
     if found is not None and not overwrite:
-        again = "repeat those to go on, or pass --overwrite to discard it"
+        again = "repeat those to continue, or pass --overwrite to discard it"
         raise HddmError(
             f"{target}: {root} holds an unfinished {work} of other options; {again}",
             differences(found, identity),

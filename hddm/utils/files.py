@@ -35,10 +35,10 @@ def inside(folder: Path, name: str) -> Path:
     path = PurePosixPath(name)
     odd = not path.parts or ".." in path.parts or any(letter in name for letter in "\\\0\n\r")
     if any(len(part.encode("utf-8", "surrogatepass")) > _LONGEST_NAME for part in path.parts):
-        raise HddmError(f"{folder}: the name {one_line(name, 60)!r} is longer than any file's; refused")
+        raise HddmError(f"{folder}: the name {one_line(name, 60)!r} is too long for a file name")
     # A colon after one letter is a drive on Windows.
     if odd or path.is_absolute() or name[1:2] == ":":
-        raise HddmError(f"{folder}: the name {name!r} does not stay inside the folder; refused")
+        raise HddmError(f"{folder}: the name {name!r} points outside the folder")
     try:
         root = folder.resolve()
         target = (root / name).resolve()
@@ -51,7 +51,7 @@ def inside(folder: Path, name: str) -> Path:
         if revision.parent.name == "snapshots" and revision.parent.parent.name.startswith("models--")
     )
     if not target.is_relative_to(next(repositories, root)):
-        raise HddmError(f"{folder / name}: is a link to {target}, outside the folder; refused, copy it there")
+        raise HddmError(f"{folder / name}: is a link to {target}, outside the folder; copy it there")
     return target
 
 
@@ -191,13 +191,13 @@ def check_absent(target: Path, record: str, overwrite: bool = False, fills_empty
     settle(target)
     if target.is_symlink():
         raise HddmError(
-            f"{target}: is a link to {os.readlink(target)}, and is not written through; name the folder "
-            "itself, or remove the link"
+            f"{target}: is a link to {os.readlink(target)}, which is not followed; name the folder "
+            f"itself, or remove the link"
         )
     if not target.exists():
         above = next(folder for folder in target.absolute().parents if folder.exists())
         if not above.is_dir() or not os.access(above, os.W_OK):
-            raise HddmError(f"{target}: cannot be made: {above} is no folder to write in; name another")
+            raise HddmError(f"{target}: cannot be created: {above} is not a writable folder; choose another")
         return
     is_empty = target.is_dir() and not any(target.iterdir())
     if not overwrite:
@@ -209,7 +209,7 @@ def check_absent(target: Path, record: str, overwrite: bool = False, fills_empty
         return
     if "format" not in (read_json(target / record) if (target / record).is_file() else {}):
         raise HddmError(
-            f"{target}: --overwrite replaces a folder of the same kind only, and this one holds no {record} "
+            f"{target}: --overwrite replaces only a folder of the same kind, and this one has no {record} "
             "of hddm's"
         )
 
@@ -430,8 +430,8 @@ def refuse_pickle(path: Path, allow_pickle: bool) -> None:
     """Refuse a weights file that is a pickle, unless it is allowed; raises as `kind_of`."""
     if (kind := kind_of(path)) != "safetensors" and not allow_pickle:
         raise HddmError(
-            f"{path}: is a pickle ({kind}), which can carry code; take the safetensors version, "
-            "or pass --allow-pickle to read its tensors and nothing else"
+            f"{path}: is a pickle ({kind}), which can carry code; use the safetensors version, or pass "
+            f"--allow-pickle to read only its tensors"
         )
 
 
@@ -447,7 +447,7 @@ def opened(path: Path) -> Iterator[BufferedReader]:
     try:
         # Opening a pipe would block, and a device may have no end.
         if not stat.S_ISREG(path.stat().st_mode):
-            raise HddmError(f"{path}: is no regular file; name a regular file")
+            raise HddmError(f"{path}: is not a regular file; name a regular file")
         with path.open("rb") as file:
             yield file
     except HddmError:

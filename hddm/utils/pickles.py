@@ -59,23 +59,34 @@ def _checked(path: Path, entries: list[zipfile.ZipInfo]) -> dict[str, zipfile.Zi
         name = entry.orig_filename
         folder, _, below = name.partition("/")
         if not folder or not below or ".." in name.split("/") or "\\" in name or "\0" in name:
-            raise HddmError(f"{path}: record {name!r} leaves the archive; refused")
+            raise HddmError(f"{path}: record {name!r} points outside the archive; use a safetensors version")
         if below in records or folder != entries[0].orig_filename.partition("/")[0]:
-            raise HddmError(f"{path}: record {name!r} is there twice or in a second folder; refused")
+            raise HddmError(
+                f"{path}: record {name!r} is there twice or in a second folder; use a safetensors version"
+            )
         if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
-            raise HddmError(f"{path}: record {name!r} is compressed, as torch.save never writes; refused")
+            raise HddmError(
+                f"{path}: record {name!r} is compressed, as torch.save never writes; use a "
+                f"safetensors version"
+            )
         total += entry.file_size
         records[below] = entry
     if total > path.stat().st_size:
-        raise HddmError(f"{path}: its records make {total} bytes, more than the file has; refused")
+        raise HddmError(
+            f"{path}: its records make {total} bytes, more than the file has; use a safetensors version"
+        )
     if "constants.pkl" in records:
         raise HddmError(f"{path}: is a TorchScript program, not weights; save the model's state_dict instead")
     pickles = [name for name in records if name.split("/")[-1] == "data.pkl"]
     if pickles != ["data.pkl"]:
-        raise HddmError(f"{path}: holds {len(pickles)} records data.pkl, not one at its top; refused")
+        raise HddmError(
+            f"{path}: holds {len(pickles)} records data.pkl, not one at its top; use a safetensors version"
+        )
     size = records["data.pkl"].file_size
     if size > LARGEST_PICKLE:
-        raise HddmError(f"{path}: its data.pkl has {size} bytes, more than {LARGEST_PICKLE}; refused")
+        raise HddmError(
+            f"{path}: its data.pkl has {size} bytes, more than {LARGEST_PICKLE}; use a safetensors version"
+        )
     return records
 
 
@@ -83,7 +94,7 @@ def _compare(path: Path, sizes: dict[str, int], data: bytes) -> None:
     # A crafted file may show two readers different directories; torch must see the one checked here.
     reader = torch._C.PyTorchFileReader(str(path))
     if sorted(reader.get_all_records()) != sorted(sizes) or reader.get_record("data.pkl") != data:
-        raise HddmError(f"{path}: has two directories that differ; refused")
+        raise HddmError(f"{path}: has two directories that differ; use a safetensors version")
 
 
 _SIZES = {
@@ -153,7 +164,7 @@ class _Global:
     made: type = object
 
     def __call__(self, *arguments: object) -> object:
-        _require(self.kinds is not None, "calls what is no known function")
+        _require(self.kinds is not None, "calls an unknown function")
         fits = len(arguments) == len(self.kinds or ()) and all(map(isinstance, arguments, self.kinds or ()))
         _require(fits, f"calls {self.name.split()[1]} with odd arguments")
         return self.made()
@@ -195,7 +206,7 @@ class _Rehearsal(pickle.Unpickler):
                 size = num * _STORAGES[name]
                 _require(self._storages.setdefault(key, size) == size, f"gives storage {key!r} two sizes")
                 return _Storage()
-        raise RefusedPickleError("loads by an id that is no storage's")
+        raise RefusedPickleError("loads something that is not a storage")
 
 
 def _require(fine: bool, problem: str) -> None:
@@ -297,7 +308,7 @@ def read_pickle(path: Path, allow_pickle: bool) -> dict[str, Any]:
     if TorchVersion(torch.__version__) < SAFE_TORCH:
         raise HddmError(
             f"{path}: reading pickles needs torch>={SAFE_TORCH}, whose unpickler has no known holes, "
-            f"and this is {torch.__version__}; upgrade torch or take a safetensors version"
+            f"and this is {torch.__version__}; upgrade torch or use a safetensors version"
         )
     # torch.load would go by this suffix, not by the content.
     if path.suffix == ".safetensors":
@@ -310,7 +321,7 @@ def read_pickle(path: Path, allow_pickle: bool) -> dict[str, Any]:
     except Exception as error:
         is_whole = isinstance(error, RefusedPickleError)
         problem = str(error) if is_whole else f"is a broken pickle ({one_line(error)})"
-        raise HddmError(f"{path}: {problem}; refused, take a safetensors version") from error
+        raise HddmError(f"{path}: {problem}; use a safetensors version") from error
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=kind == "torch-zip")
@@ -375,15 +386,13 @@ def _check(path: Path, content: dict[str, Any]) -> None:
             waiting.extend((f"{key}.{name}" if key else str(name), one, depth + 1) for name, one in pairs)
         else:
             problem = "is nested too deep" if depth == _DEEPEST else f"is a {type(value).__name__}"
-            raise HddmError(
-                f"{path}: {key!r} {problem}, which weights never need; take a safetensors version"
-            )
+            raise HddmError(f"{path}: {key!r} {problem}, which weights never need; use a safetensors version")
 
 
 def _check_tensor(path: Path, key: str, value: Tensor) -> None:
     plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
     if not plain or value.is_quantized or value.device.type != "cpu":
-        raise HddmError(f"{path}: {key!r} is no dense tensor of plain numbers; save it as one")
+        raise HddmError(f"{path}: {key!r} is not a dense tensor of plain numbers; save it as one")
     size, stored = value.numel() * value.itemsize, value.untyped_storage().nbytes()
     if size > stored:
         raise HddmError(

@@ -308,7 +308,7 @@ def refuse_damaged(
 ) -> None:
     """Raise `HddmError` with the lines of `damage`, if any."""
     if found := damage(folder, record, known, sha256, chosen):
-        raise HddmError(f"{folder}: is not what was written, by its {MANIFEST}; {remedy}", found)
+        raise HddmError(f"{folder}: differs from its {MANIFEST}; {remedy}", found)
 
 
 def content_hash(folder: Path, sha256: Callable[[Path], str] = sha256_of) -> str:

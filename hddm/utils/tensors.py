@@ -94,7 +94,7 @@ def refuse_non_finite(path: Path, weights: Mapping[str, Tensor]) -> None:
     """Refuse weights of the file ``path`` with NaN or Inf; the error names the first such tensor."""
     for key, value in weights.items():
         if not _is_finite(value):
-            raise HddmError(f"{path}: {key!r} holds NaN or Inf; take the weights anew")
+            raise HddmError(f"{path}: {key!r} holds NaN or Inf; get the weights again")
 
 
 def refuse_other_kinds(
@@ -163,7 +163,7 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     kind = kind_of(path)
     if kind != "safetensors":
         raise HddmError(
-            f"{path}: cannot be read as safetensors (it is a pickle, {kind}); take a safetensors version"
+            f"{path}: cannot be read as safetensors (it is a pickle, {kind}); use a safetensors version"
         )
     tensors = {}
     try:
@@ -266,7 +266,7 @@ def _write(file: IO[bytes], planned: Planned, path: Path, check_finite: bool) ->
     for piece in _pieces(tensor):
         if check_finite and not _is_finite(piece):
             raise HddmError(
-                f"{planned.origin or path}: {planned.name!r} holds NaN or Inf; take the weights anew"
+                f"{planned.origin or path}: {planned.name!r} holds NaN or Inf; get the weights again"
             )
         file.write(piece.view(torch.uint8).numpy().data)
 

@@ -28,7 +28,7 @@ def _asking(model: dict[str, Any] | Path, **point: object) -> BenchmarkSettings:
 
 
 def test_what_a_model_lacks_is_told_with_its_table() -> None:
-    message = "'top-3' asks for more experts than the 2 of model 'mine'; take top-2 at most"
+    message = "'top-3' needs more experts than the 2 of model 'mine'; use top-2 at most"
     with pytest.raises(HddmError, match=f"^table 'models': .*{message}"):
         check_rows(_asking({}, strategy="top-3"))
     with pytest.raises(HddmError, match="guidance_scale 2 needs classes, and model 'mine' has none"):
@@ -47,7 +47,7 @@ def test_a_finished_model_is_asked_for_what_it_has(
     check_rows(_asking(unrouted))
     for path, strategy, message in (
         (ensemble, "top-3", "more experts than the 2"),
-        (unrouted, "full", "'full' needs a router, and model 'mine' has none; take draw"),
+        (unrouted, "full", "'full' needs a router, and model 'mine' has none; use draw"),
         (tmp_path / "nowhere", "draw", "no such file or folder"),
         (router, "draw", "is a router; a finished model is an expert or an ensemble"),
         (spoilt, "draw", r"does not fit its config\.json"),
@@ -132,6 +132,6 @@ def test_an_error_is_named_in_another_process_too(tmp_path: Path) -> None:
 
 
 def test_a_benchmark_that_asks_for_too_much_leaves_no_trace(miniature: Finished, tmp_path: Path) -> None:
-    with pytest.raises(HddmError, match="asks for more experts"):
+    with pytest.raises(HddmError, match="needs more experts"):
         run_inline(_asking({}, strategy="top-3"), tmp_path / "out", miniature.data)
     assert not (tmp_path / "out").exists()

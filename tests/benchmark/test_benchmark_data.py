@@ -39,7 +39,7 @@ def test_held_out_images_that_would_be_trained_on_are_refused(miniature: Finishe
 
 def test_a_benchmark_does_not_write_among_its_images(miniature: Finished) -> None:
     for inner in ("train/out", "test/out"):
-        with pytest.raises(HddmError, match="lies among the images"):
+        with pytest.raises(HddmError, match="is inside the image folder"):
             run_inline(settings(), miniature.data / inner, miniature.data)
         assert not (miniature.data / inner).exists()
 

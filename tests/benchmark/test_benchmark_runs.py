@@ -171,7 +171,7 @@ def test_another_training_setting_trains_anew_what_depends_on_it(miniature: Fini
 
 def test_results_of_other_settings_are_not_replaced_unasked(miniature: Finished) -> None:
     changed = settings(resamples=3)
-    with pytest.raises(HddmError, match=r"holds results of other settings.*overwrite=True") as error:
+    with pytest.raises(HddmError, match=r"has results of other settings.*overwrite=True") as error:
         run_inline(changed, miniature.out, miniature.data)
     assert error.value.details == ("resamples: was 2, is 3",)
     with pytest.raises(HddmError, match="holds no benchmark"):
@@ -281,7 +281,9 @@ def test_a_job_that_was_changed_since_is_refused(miniature: Finished, tmp_path: 
     for change in ({"result": []}, {"seconds": -1}, {"seal": None}):
         for path in before:
             edit_json(path, **change)
-        with pytest.raises(HddmError, match=r"job\.json: is not what was written; remove its folder"):
+        with pytest.raises(
+            HddmError, match=r"job\.json: was changed after it was written; delete its folder"
+        ):
             run_inline(miniature.settings, tmp_path / "out", miniature.data, jobs=jobs)
         for path, text in before.items():
             path.write_text(text)
@@ -311,7 +313,7 @@ def test_experts_of_classes_are_sampled_in_turn(miniature: Finished, tmp_path: P
 
 def test_results_of_an_older_format_are_refused_with_the_remedy(miniature: Finished, tmp_path: Path) -> None:
     out = _copy_of_results(miniature, tmp_path / "out", format="2.3")
-    with pytest.raises(HddmError, match=r"format 2\.3 is of an older hddm; run the benchmark again"):
+    with pytest.raises(HddmError, match=r"format 2\.3 was written by an older hddm; repeat the benchmark"):
         read_results(out)
 
 

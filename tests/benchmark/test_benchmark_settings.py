@@ -77,7 +77,7 @@ def _model(**said: Any) -> dict[str, Any]:
         (_model(knd="single"), "'models.0.knd'; did you mean 'kind'"),
         (_training(expert={"stpes": 3}), "'training.expert.stpes'; did you mean 'steps'"),
         (_model(training={"sze": "tiny"}), "model 'a': unknown key 'training.sze'; did you mean 'size'"),
-        (_model(training={"seed": 3}), "'models.0.training': seed is said by the"),
+        (_model(training={"seed": 3}), "'models.0.training': seed is set by the"),
         (_training(ddpm={"size": "hueg"}), "key 'training.ddpm.size' (is 'hueg'): choose one of"),
         (_training(expert={}), "key 'training.expert.steps': is required"),
         (_training(router={"steps": 0}), "key 'training.router.steps' (is 0): must be 1 or more"),
@@ -96,17 +96,17 @@ def _model(**said: Any) -> dict[str, Any]:
         ),
         ({"sampling": {"solver": "eular"}}, "key 'sampling.solver' (is 'eular'): choose one of"),
         ({"sampling": {"strategy": "top-0"}}, "key 'sampling.strategy' (is 'top-0'): choose commit-X"),
-        ({"tables": [{"name": "a", "vary": {"step": [3]}}]}, "no setting of sampling is called 'step'"),
+        ({"tables": [{"name": "a", "vary": {"step": [3]}}]}, "unknown sampling setting 'step'"),
         ({"tables": [{"name": "a", "models": ["b"]}]}, "there is no model 'b'"),
-        ({"data": {"source": "digits"}}, "score_on: validation needs a data.validation_share"),
-        (_model(kind="finished"), "path and kind: finished go together"),
+        ({"data": {"source": "digits"}}, "score_on: validation needs data.validation_share"),
+        (_model(kind="finished"), "path and kind: finished must be given together"),
         (_model(kind="single", converted=0.5), "converted and init are for ensembles"),
         (_model(kind="single", init="b"), "converted and init are for ensembles"),
         (_model(objectives="ddpm", converted=0.5), "a: converted is for flow experts"),
         (_model(objectives="0=ddpm,1=ddpm", init="b"), "a: init is for flow experts"),
         (
             _model(kind="finished", path="b", objectives="ddpm"),
-            "a: is finished, so training and objectives have nothing to say",
+            "a: is finished, so training and objectives do not apply",
         ),
         (_model(kind="finished", path="b", training={"steps": 3}), "a: is finished, so training"),
         ({"models": [{"name": "a"}, {"name": "a"}]}, "two models are called 'a'"),
@@ -119,11 +119,11 @@ def _model(**said: Any) -> dict[str, Any]:
             "models 'A' and 'a' would share the folder 'a'",
         ),
         (_model(name="模型"), "model '模型' has no letter a-z or digit"),
-        (_model(name="Ensembles", kind="single"), "model 'Ensembles' would take the folder 'ensembles'"),
+        (_model(name="Ensembles", kind="single"), "model 'Ensembles' would use the folder 'ensembles'"),
         (_model(objectives=63), "write it in quotes"),
-        ({"seeds": [0, 1, 0]}, "0 is there twice; name each once"),
-        ({"tables": [{"name": "a", "models": ["mixed 1:1"] * 2}]}, "'mixed 1:1' is there twice"),
-        ({"tables": [{"name": "a", "vary": {"steps": [3, 3]}}]}, "3 is there twice"),
+        ({"seeds": [0, 1, 0]}, "0 is listed twice; list each once"),
+        ({"tables": [{"name": "a", "models": ["mixed 1:1"] * 2}]}, "'mixed 1:1' is listed twice"),
+        ({"tables": [{"name": "a", "vary": {"steps": [3, 3]}}]}, "3 is listed twice"),
         (_model(objectives="1:3"), "are of 4 experts, and partition.shards"),
         (_model(kind="single", domain="old"), "a: there is no domain 'old'; domains are none"),
         (_model(domain="old"), "a: domain and begins_with are for single models"),
@@ -132,8 +132,8 @@ def _model(**said: Any) -> dict[str, Any]:
         (_model(kind="merged", of=["a", "b"]), "a: there is no single model 'a' before it"),
         (_model(kind="grown", of=["a", "b"], objectives="ddpm"), "a: is made of others, so training"),
         ({"partition": {"shards": 10**9}}, "'partition.shards' (is 1000000000): must be 4096 or less"),
-        ({"partition": {"shards": 3, "classes": {"old": ["a"], "new": ["b"]}}}, "classes are of 2 domains"),
-        ({"partition": {"shards": 2, "classes": {"old": ["a"], "new": ["b"]}}}, "write features: classifier"),
+        ({"partition": {"shards": 3, "classes": {"old": ["a"], "new": ["b"]}}}, "classes has 2 domains"),
+        ({"partition": {"shards": 2, "classes": {"old": ["a"], "new": ["b"]}}}, "set features: classifier"),
         (
             _model() | {"training": {"expert": CONTENT["training"]["expert"]}},
             "key 'training.router.steps': is required",
@@ -173,11 +173,11 @@ def test_a_table_varies_one_setting_after_the_other_from_its_base() -> None:
 
 
 def test_a_seed_chooses_or_confirms_and_never_does_both() -> None:
-    with pytest.raises(HddmError, match="miniature: seed 0 is among seeds and confirmation_seeds"):
+    with pytest.raises(HddmError, match="miniature: seed 0 is in both seeds and confirmation_seeds"):
         chosen(settings(confirmation_seeds=[0, 5]))
-    with pytest.raises(HddmError, match=r"seeds 3,5: seed 5 is kept for confirming"):
+    with pytest.raises(HddmError, match=r"seeds 3,5: seed 5 is reserved for confirmation"):
         chosen(settings(), seeds="3,5")
-    with pytest.raises(HddmError, match="seed 0 is one that settings are chosen on"):
+    with pytest.raises(HddmError, match="seed 0 is used to choose settings"):
         chosen(settings(), seeds="0,5", held_out=True)
     assert chosen(settings(score_on="held-out")).seeds == (5,)
 
@@ -186,9 +186,9 @@ def test_seeds_are_ranges_and_lists() -> None:
     found = [parse_seeds(text) for text in ("0-4", "5,6", "0-1,7")]
     assert found == [(0, 1, 2, 3, 4), (5, 6), (0, 1, 7)]
     for text in ("", "a", "4-2", "-1"):
-        with pytest.raises(HddmError, match="is no seed"):
+        with pytest.raises(HddmError, match="is not a seed"):
             parse_seeds(text)
-    with pytest.raises(HddmError, match="comes twice"):
+    with pytest.raises(HddmError, match="is listed twice"):
         parse_seeds("0-2,1")
 
 
@@ -198,6 +198,6 @@ def test_a_file_says_seeds_as_the_command_line_does_and_has_a_table_of_all_model
     assert (read.seeds, read.confirmation_seeds) == ((0, 1, 2, 7), (8,))
     assert [(table.name, table.models) for table in read.tables] == [("models", ())]
     with pytest.raises(
-        HddmError, match=r"^mine.yaml: key 'seeds' \(is '0-x'\): 0-x: '0-x' is no seed; write"
+        HddmError, match=r"^mine.yaml: key 'seeds' \(is '0-x'\): 0-x: '0-x' is not a seed; write"
     ):
         parse_settings(content | {"seeds": "0-x"}, "mine.yaml")

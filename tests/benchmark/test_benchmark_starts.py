@@ -108,7 +108,7 @@ def test_a_start_that_cannot_be_is_refused_before_anything_is_trained(
 ) -> None:
     jobs, message = _jobs(miniature, tmp_path), r"lora_rank 2: .* give the model an init"
     if "init" in model:
-        model, message = {"init": str(router)}, "no expert folder"
+        model, message = {"init": str(router)}, "not an expert folder"
     with pytest.raises(HddmError, match=rf"model 'mine': .*{message}"):
         run_inline(
             of_models(UNTRAINED, {"name": "mine"} | model), tmp_path / "out", miniature.data, jobs=jobs

@@ -118,7 +118,7 @@ def test_what_does_not_compare_is_refused(
         ([a, renamed], "no row of their first tables in common"),
         ([a, renamed], "my single model"),
         ([a], "name two or more"),
-        ([a, evaluation], f"{evaluation}: is no benchmark"),
+        ([a, evaluation], f"{evaluation}: is not a benchmark"),
     ):
         code, _, err = hddm("compare", *paths)
         assert code == 1

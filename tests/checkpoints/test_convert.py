@@ -265,7 +265,7 @@ def test_weights_go_back_only_where_they_mean_the_same(hddm: Command, tmp_path: 
         ("schedule", {"schedule": CosineSchedule()}, rule),
         ("prediction", {"kind": "v_prediction"}, rule),
         ("flow", {"schedule": LinearSchedule(), "kind": "flow_prediction"}, rule),
-        ("calibration", {"training_calibration": True}, "trained on in its calibration"),
+        ("calibration", {"training_calibration": True}, "trained together with its calibration"),
     ):
         expert = _dit_expert(tmp_path / name, **changes)
         assert said in refused(hddm, expert, "--to-layout", "facebook-dit")

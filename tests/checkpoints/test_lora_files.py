@@ -314,7 +314,7 @@ def _again(content: Files) -> Files:
         (_with("lora_unet_a.hada_w1_a", torch.ones(2)), "is a LoHa"),
         (_with("lora_unet_a.lokr_w1", torch.ones(2)), "is a LoKr"),
         (_with("lora_unet_a.lora_mid.weight", torch.ones(2)), "is a LoCon with a middle factor"),
-        (_with("x", torch.ones(2)), "holds 'x', which is no factor of a LoRA"),
+        (_with("x", torch.ones(2)), "holds 'x', which is not a LoRA factor"),
         (_with("lora_unet_a.alpha", torch.ones(())), "is a LoRA of another base: 'a' has no factor 'down'"),
         (lambda content: content.pop(DOWN), "'conv_in' has no factor 'down'"),
         (_with("unet.conv_in.lora_A.weight", torch.ones(2)), f"twice, as '{DOWN}' and 'unet.conv_in.lora_A"),
@@ -322,10 +322,10 @@ def _again(content: Files) -> Files:
         (_with(DOWN, torch.ones(3, 9, 3, 3)), "'conv_in' has factors (3, 9, 3, 3) in torch.float32"),
         (_with(DOWN, torch.ones(3, 4, 3, 3).int()), "'conv_in' has factors (3, 4, 3, 3) in torch.int32"),
         (_with(DOWN, torch.full((3, 4, 3, 3), torch.nan)), f"'{DOWN}' holds NaN or Inf"),
-        (_with("lora_unet_conv_in.alpha", torch.zeros(())), "alpha of 'conv_in.weight' is 0.0, no positive"),
-        (_with("lora_unet_conv_in.alpha", torch.tensor(1e38)), "no positive number up to 1e+09"),
-        (_with("lora_unet_conv_in.alpha", torch.ones(2)), "alpha of 'conv_in.weight' is None, no positive"),
-        (lambda content: (content.clear(), content.update(x=torch.ones(2))), "is no LoRA; drop the option"),
+        (_with("lora_unet_conv_in.alpha", torch.zeros(())), "is 0.0, not a positive number"),
+        (_with("lora_unet_conv_in.alpha", torch.tensor(1e38)), "not a positive number up to 1e+09"),
+        (_with("lora_unet_conv_in.alpha", torch.ones(2)), "is None, not a positive number"),
+        (lambda content: (content.clear(), content.update(x=torch.ones(2))), "is not a LoRA"),
     ],
 )  # fmt: skip
 def test_what_is_no_lora_of_the_base_is_refused(
@@ -344,7 +344,7 @@ def test_names_that_the_base_lacks_are_counted(
     error = refused(hddm, path, "--base", bases["flux"])
     number = len(load_file(path)) // 3
     assert f"the FluxTransformer2DModel of {bases['flux']}, so it is a LoRA of another base: " in error
-    assert "'conv_in' is no linear layer or convolution of it" in error
+    assert "'conv_in' is not a linear layer or convolution of it" in error
     assert f"… and {number - 5} more" in error
 
 
@@ -354,8 +354,8 @@ def test_names_that_the_base_lacks_are_counted(
         ({"lora_alpha": 2, "use_rslora": True}, "use_rslora is True, a variant of LoRA that is not read"),
         ({"lora_alpha": 2, "alpha_pattern": {"conv.*": 1}}, "alpha_pattern 'conv.*' ends the name of no l"),
         ({"lora_alpha": 2, "alpha_pattern": 3}, "alpha_pattern is 3, no alphas by layer"),
-        ({"r": 4}, "is None, no positive number"),
-        ({"lora_alpha": "two"}, "is two, no positive number"),
+        ({"r": 4}, "is None, not a positive number"),
+        ({"lora_alpha": "two"}, "is two, not a positive number"),
     ],
 )
 def test_metadata_that_means_something_else_is_refused(
@@ -374,12 +374,12 @@ def test_a_base_is_needed_that_is_an_expert_with_weights_of_its_own(
     bases: dict[str, Path], lora: Path, tmp_path: Path, hddm: Command
 ) -> None:
     path, base = Path(shutil.copy(lora, tmp_path)), bases["unet"]
-    assert "is a LoRA, a change to another network; name that network's expert: --base" in refused(hddm, path)
-    assert "no expert folder; convert its checkpoint" in refused(hddm, path, "--base", tmp_path)
+    assert "is a LoRA, which changes another network; pass" in refused(hddm, path)
+    assert "not an expert folder; convert its checkpoint" in refused(hddm, path, "--base", tmp_path)
     torch.save({"a": torch.ones(2)}, tmp_path / "lora.pt")
     assert "it is a pickle" in refused(hddm, tmp_path / "lora.pt", "--base", base)
     assert "--num-heads: " in refused(hddm, path, "--base", base, "--num-heads", 2)
-    assert "is the base itself" in refused(hddm, path, "--base", base, "--overwrite", out=base)
+    assert "is the base" in refused(hddm, path, "--base", base, "--overwrite", out=base)
     dry = ("convert", path, "--base", base, "--out", tmp_path / "out", "--dry-run")
     assert "nothing written" in hddm(*dry)[1]
     assert not (tmp_path / "out").exists()
@@ -388,4 +388,4 @@ def test_a_base_is_needed_that_is_an_expert_with_weights_of_its_own(
     assert "holds no diffusion_pytorch_model.safetensors that could be adapted; name its base" in error
     trained = copied(base, tmp_path)
     edit_json(trained / "expert.json", training_calibration=True)
-    assert "was trained in its calibration" in refused(hddm, path, "--base", trained)
+    assert "was trained together with its calibration" in refused(hddm, path, "--base", trained)

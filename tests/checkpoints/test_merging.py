@@ -139,7 +139,7 @@ def test_the_record_says_of_what_it_is_made(make: Make, tmp_path: Path, hddm: Co
     assert code == 0
     assert f"note: {tmp_path / 'out'} has no calibration" in said
     assert f"hddm calibrate {tmp_path / 'out'} fits one" in said
-    assert f"weaker selves are left out, of {parts[1]}, so" in said
+    assert f"the weak models are left out, of {parts[1]}, so" in said
     record = facts_of(tmp_path / "out")
     assert record["licence"] == "cc-by-4.0 AND mit"
     assert (record["shift"], record["shard"], record["training"]) == (2.0, None, {})
@@ -193,7 +193,7 @@ def test_all_differences_are_listed_at_once(make: Make, tmp_path: Path, hddm: Co
     assert set(told) == {"hddm", str(two), str(trained), str(far)}
     for text in ("latent_scale 2.0, not 1.0", "depth of its network 2, not 1", "time_scale 1.0, not 1000.0"):
         assert text in told[str(two)]
-    assert "was trained in its calibration" in told[str(trained)]
+    assert "was trained together with its calibration" in told[str(trained)]
     for text in ("sample_shape (4, 4, 4), not (3, 4, 4)", "num_classes of its network 3, not None"):
         assert text in told[str(far)]
     assert contents(tmp_path) == before

@@ -209,7 +209,7 @@ def test_weights_that_do_not_say_which_they_are(hddm: Command, tmp_path: Path, w
     torch.save(wrap(dit_file(dit_network(0)), dit_file(dit_network(1))), tmp_path / "dit.pt")
     error = refused(hddm, tmp_path / "dit.pt", *HEADS)
     assert said in error
-    assert "save one set in a file of its own" in error
+    assert "in its own file" in error
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_a_scheduler_of_another_family_than_its_pipeline_says(hddm: Command, tmp
 def test_what_a_file_does_not_tell_is_noted(hddm: Command, tmp_path: Path) -> None:
     save_file(dit_file(dit_network()), tmp_path / "dit.safetensors")
     text = converted(hddm, tmp_path / "dit.safetensors", tmp_path / "dit", "--num-heads", 4)
-    assert "SiT files look the same and mean a velocity" in text
+    assert "SiT files look the same" in text
     content = pixart_file(pixart())
     for tokens, scale in ((300, None), (120, 0.18215)):
         content["y_embedder.y_embedding"] = torch.full((tokens, 12), 0.5)

@@ -237,7 +237,7 @@ def test_heads_are_known_of_published_networks_alone() -> None:
 def test_a_side_that_is_assumed_is_said(hddm: Command, tmp_path: Path) -> None:
     save_file(ldm_file(text_unet()), tmp_path / "sd.safetensors")
     options = (tmp_path / "sd.safetensors", tmp_path / "expert", *EPSILON, *HEADS, "--dry-run")
-    said = "samples of side 64 are assumed; --sample-size says otherwise"
+    said = "samples of side 64 are assumed; --sample-size changes that"
     assert said in converted(hddm, *options)
     assert said not in converted(hddm, *options, *SIDE)
 
@@ -252,7 +252,7 @@ def test_a_marker_of_zero_terminal_snr_is_followed(hddm: Command, tmp_path: Path
     save_file(content, tmp_path / "sd.safetensors")
     text = converted(hddm, tmp_path / "sd.safetensors", tmp_path / "expert", *SIDE, *HEADS)
     assert ("rescaled to no signal" in text) != is_rescaled
-    assert "a --schedule has to say rescale_betas_zero_snr" in text
+    assert "--schedule must contain rescale_betas_zero_snr" in text
     facts = facts_of(tmp_path / "expert")
     assert facts["prediction_type"] == "v_prediction"
     torch.testing.assert_close(torch.tensor(facts["schedule"]["betas"]), betas, rtol=0, atol=1e-5)

@@ -62,7 +62,7 @@ def test_a_wrong_training_writes_nothing(shards: Path, tmp_path: Path, hddm: Com
     assert str(config) in _refused(hddm, *train)
     assert contents(tmp_path) == before
     config.write_text(json.dumps({"_class_name": "FlowMatchEulerDiscreteScheduler"}))
-    assert "is of flow matching; take --objective flow" in _refused(hddm, *train)
+    assert "is for flow matching; use --objective flow" in _refused(hddm, *train)
     config.write_text(json.dumps({"_class_name": "DDPMScheduler", "prediction_type": "noise"}))
     assert "prediction_type is 'noise'; known are epsilon" in _refused(hddm, *train)
     assert not (tmp_path / "out").exists()
@@ -98,7 +98,7 @@ def test_an_existing_folder_is_kept(
     ):
         assert "--overwrite" in _refused(hddm, *arguments, "--out", tmp_path)
     assert "holds no quickstart" in _refused(hddm, "quickstart", "--out", tmp_path)
-    assert "holds no story.json of" in _refused(hddm, "quickstart", "--out", tmp_path, "--overwrite")
+    assert "has no story.json of" in _refused(hddm, "quickstart", "--out", tmp_path, "--overwrite")
     assert contents(tmp_path) == before
 
 
@@ -135,7 +135,7 @@ def test_what_is_meant_for_another_argument_is_said(
     ensemble: Path, ddpm_expert: Path, tmp_path: Path, hddm: Command
 ) -> None:
     error = _refused(hddm, "assemble", ensemble, ddpm_expert, "--out", tmp_path / "out")
-    assert f"; hddm assemble {ensemble} --add {ddpm_expert}\n" in error
+    assert f": hddm assemble {ensemble} --add {ddpm_expert}\n" in error
     (tmp_path / "mine.run").mkdir()
     error = _refused(hddm, "sample", tmp_path / "mine.run", "--out", tmp_path / "out")
     assert f"it is the run of a training, and its expert is {tmp_path / 'mine'}\n" in error
@@ -160,17 +160,17 @@ def test_the_installed_command_fails_as_tidily(tmp_path: Path) -> None:
     ("line", "said"),
     [
         ("partition {empty} --shards 2", "{empty}: holds no images"),
-        ("encode {images}", "{images}: is no shard"),
-        (f"train expert {{images}} {OPTIONS}", "{images}: is no shard"),
+        ("encode {images}", "{images}: is not a shard"),
+        (f"train expert {{images}} {OPTIONS}", "{images}: is not a shard"),
         (f"train expert {{shards}} {OPTIONS}", "{shards}: is a partition, not a shard"),
-        ("train expert {shard} --init {images} --objective flow --steps 2", "{images}: no expert folder"),
+        ("train expert {shard} --init {images} --objective flow --steps 2", "{images}: not an expert folder"),
         (f"train all --shards {{shard}} {OPTIONS}", "{shard}: is a shard, not a partition"),
         ("train router {shard} --steps 2", "{shard}: is a shard, not a partition"),
         ("distill {expert} --data {shard} --steps 2", "{shard}: is a shard, not a partition"),
         ("convert {images}", "{images}"),
-        ("convert {images} --base {images}", "--base {images}: no expert folder"),
-        ("merge {expert} {images}", "{images}: no expert folder"),
-        ("convert {images} --to-layout facebook-dit", "{images}: no expert folder"),
+        ("convert {images} --base {images}", "--base {images}: not an expert folder"),
+        ("merge {expert} {images}", "{images}: not an expert folder"),
+        ("convert {images} --to-layout facebook-dit", "{images}: not an expert folder"),
         ("assemble {images}", "{images}"),
         ("sample {images}", "{images}: neither an expert folder"),
         ("sample {expert} --class-labels 3", "--class-labels 3: the model is unconditional"),
@@ -204,8 +204,8 @@ def test_a_result_is_written_neither_through_a_link_nor_over_another_file(
     before = contents(tmp_path)
     for out, said in (
         ("link.json", f"is a link to {mine}; name the file itself"),
-        ("nowhere/a.json", f"{tmp_path / 'nowhere'} is no folder; make it first"),
-        ("mine.json", "is no result of an evaluation"),
+        ("nowhere/a.json", f"{tmp_path / 'nowhere'} is not a folder; create it first"),
+        ("mine.json", "is not a result of an evaluation"),
     ):
         command = ("evaluate", images, "--reference", images, "--overwrite", "--out", tmp_path / out)
         assert said in _refused(hddm, *command)

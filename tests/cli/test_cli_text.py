@@ -143,7 +143,7 @@ def test_embeddings_in_a_file_stand_for_prompts(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--prompt", "x", "--cfg-channels", "3"], "--cfg-channels: take effect with a --guidance-scale"),
+        (["--prompt", "x", "--cfg-channels", "3"], "--cfg-channels: only with a --guidance-scale"),
         (["--prompt", "x", "--guidance-scale", "2", "--cfg-channels", "9"], "9 guided channels"),
         (["--prompt", "x", "--guidance-scale", "2", "--guidance-interval", "0.9", "0.1"], "0 <= low <= high"),
         (["--prompt", "x", "--expert", "2"], "there are 0 … 1"),

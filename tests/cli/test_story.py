@@ -107,7 +107,7 @@ def test_told_again_it_says_so_and_other_folders_are_left_alone(
     with pytest.raises(HddmError, match=f"{told.out}: holds the quickstart of another version"):
         tell(told.out)
     (tmp_path / "mine").write_text("precious")
-    for overwrite, reason in ((False, "holds other files"), (True, "holds no story.json")):
+    for overwrite, reason in ((False, "holds other files"), (True, "has no story.json")):
         with pytest.raises(HddmError, match=reason):
             tell(tmp_path, overwrite, lengths=LENGTHS)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]

@@ -29,9 +29,9 @@ ALL = "train all --shards {shards} --out {out} --steps 3"
 
 # What the parser, the settings of a verb or a look at its input finds …
 SLIPS = [
-    ("dream", "dream is no verb of hddm; choose one of"),
+    ("dream", "dream is not a command of hddm; choose one of"),
     ("tran", "did you mean 'train'?"),
-    ("train exprt", "exprt is no verb of hddm train; choose one of expert, router, all; did you mean"),
+    ("train exprt", "exprt is not a command of hddm train; choose one of expert, router, all; did you mean"),
     (TRAIN + " --lerning-rate 1", "--lerning-rate: no such option of hddm train expert; did you mean '-"),
     (TRAIN + " --zzz", "--zzz: no such option of hddm train expert; hddm train expert --help lists"),
     (TRAIN + " --seed", "--seed: requires an argument"),
@@ -62,11 +62,11 @@ SLIPS = [
     (TRAIN + " --lora-alpha 8", "--lora-alpha 8.0 scales an adapter; give a --lora-rank too"),
     ("train router {shard} --out {out}", "--steps is required, here or in --config"),
     (TRAIN + " --config {run}", "{run}: key 'size' (is 'smal'): choose one of tiny, mini, small"),
-    ("benchmark digts --out {out}", "digts: no such preset; name a file of your own by its path"),
+    ("benchmark digts --out {out}", "digts: no such preset; give the path of your own file"),
     ("assemble {shard}", "--out is required"),
-    (ALL + " --objective ddmp", "'ddmp' names no objective; write ddpm or flow for a shard, as"),
+    (ALL + " --objective ddmp", "'ddmp' is not an objective; write ddpm or flow for a shard, as"),
     (ALL + " --objective 7=ddpm,*=flow", "there is no shard '7'; shards are 0 to 1"),
-    (ALL + " --objective 0=ddpm", "says nothing of shard 1; add *=flow for the rest"),
+    (ALL + " --objective 0=ddpm", "has no objective for shard 1; add *=flow for the rest"),
     (MEASURE + " --strategies all --json --out {out}", "--json: does not go with --strategies; drop one of"),
     (MEASURE + " --strategies all --shards {shards} --out {out}", "--shards: does not go with --strategies"),
     (MEASURE + " --store", "--num-images and --store need --strategies, such as --strategies all"),
@@ -103,18 +103,18 @@ LATER = [
         "--guidance-interval 0.9 0.1: must be two",
     ),
     ("partition {shard} --out {out} --shards few", "--shards few: must be a whole number from 1"),
-    ("sample {shard} --out {out} --max-memory 6TB", "--max-memory 6TB: is no amount of memory; write it"),
+    ("sample {shard} --out {out} --max-memory 6TB", "--max-memory 6TB: is not an amount of memory; write it"),
     (
         "partition {images} --out {out} --shards 2 --features dino",
         "or OWNER/NAME; did you mean 'dinov2'?",
     ),
     (
         TRAIN + " --optimizer adamw --muon-learning-rate 0.1",
-        "--muon-learning-rate 0.1: this training is by AdamW alone; drop it, or take --optimizer muon",
+        "--muon-learning-rate 0.1: this training uses AdamW only; leave it out, or use --optimizer muon",
     ),
     (
         TRAIN + " --init {expert} --lora-rank 2 --weak-at 0.5",
-        "weak-at 0.5 keeps a weaker self, and an adapter has none; drop it",
+        "weak-at 0.5 keeps a weak model, and an adapter has none; drop it",
     ),
     (
         TRAIN + " --init {expert} --config {fixed}",
@@ -126,13 +126,13 @@ LATER = [
         "--noise-range 0:0.005: has none of the schedule's times, in 0.0099",
     ),
     ("assemble {expert} --out {out} --domain 0,0", "--domain {expert}: is named twice"),
-    (TRAIN + " --lora-rank 2", "--lora-rank adapts an expert that exists; name it by --init"),
+    (TRAIN + " --lora-rank 2", "--lora-rank adapts an existing expert; pass --init"),
     ("sample {expert} --out {out} --prompt cat", "--prompt: the model is unconditional; drop the option"),
     ("push {expert} model", "model: write OWNER/NAME"),
     ("push {expert} me/model", "{expert}: no ensemble folder (ensemble.json)"),
     ("sample {expert} --out {out} --negative-prompt cat", "--negative-prompt: needs a --guidance-scale"),
     ("sample {expert} --out {out} --strategy top-1", "{expert} is a single expert; drop the option"),
-    ("train expert {shard} --out {out} --objective flow --steps 3 --init {shards}", "no expert folder"),
+    ("train expert {shard} --out {out} --objective flow --steps 3 --init {shards}", "not an expert folder"),
 ]
 
 

@@ -195,12 +195,12 @@ def test_options_that_do_not_fit_are_refused(source: Path, tmp_path: Path) -> No
     text, words, out = tmp_path / "text_encoder", tmp_path / "tokenizer", tmp_path / "out"
     cases: list[tuple[str, dict[str, Any]]] = [
         (
-            "multiples of 8, not 12×12; choose such a resolution",
+            "multiples of 8, not 12×12; change resolution",
             {"vae": tmp_path / "vae", "resolution": 12},
         ),
-        ("random_flip=True: pixels are mirrored in training", {"random_flip": True}),
-        ("tokenizer: text is encoded by", {"text_encoder": text}),
-        ("text_encoder: text is encoded by", {"tokenizer": words}),
+        ("random_flip=True: only latents need it", {"random_flip": True}),
+        ("tokenizer: text needs", {"text_encoder": text}),
+        ("text_encoder: text needs", {"tokenizer": words}),
         ("20 of 20 images have no caption, as images/000.png", {"text_encoder": text, "tokenizer": words}),
         ("random_crop: needs resolution", {"crop": "random"}),
         ("device gpu: is not available", {"device": "gpu"}),
@@ -208,7 +208,7 @@ def test_options_that_do_not_fit_are_refused(source: Path, tmp_path: Path) -> No
     for message, options in cases:
         assert message in refusal(encode, source, out, **options)
     done = encode(source, tmp_path / "done")
-    assert "is encoded already" in refusal(encode, done, out)
+    assert "is already encoded" in refusal(encode, done, out)
     assert "no such folder" in refusal(encode, tmp_path / "nothing", out)
     assert not out.exists()
 

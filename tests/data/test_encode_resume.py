@@ -230,7 +230,7 @@ def test_a_full_disk_in_the_middle_leaves_what_is_done(root: Path, tmp_path: Pat
     draft = _interrupted(root, out, 9)
     with largest_file(1000):
         told = refusal(_encode, root, out)
-    remedy = "free some space; what is encoded is kept, and the same command goes on"
+    remedy = "free some space; what is encoded is kept, and the same command continues"
     assert told == f"{out}: cannot be written (File too large); {remedy}"
     assert not out.exists()
     assert len(_records(out)) == 2

@@ -79,7 +79,7 @@ def test_models_of_other_types_and_code_of_their_own_are_refused(tmp_path: Path)
     told = refusal(prepare, _source(tmp_path / "images", noise(1)), tmp_path)
     assert "image_processor_type MineProcessor is none of" in told
     edit_json(folder / "config.json", model_type="mine", auto_map={"AutoModel": "mine.Model"})
-    assert "model_type 'mine' is none of dinov2, " in refusal(open_feature_extractor, str(folder))
+    assert "model_type 'mine' is not one of dinov2, " in refusal(open_feature_extractor, str(folder))
     told = refusal(open_feature_extractor, "pixel")
     assert told.startswith("features pixel: no such folder")
     assert "did you mean 'pixels'?" in told

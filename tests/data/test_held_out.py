@@ -56,7 +56,7 @@ def test_a_share_that_works_is_named_before_features_are_computed(
     monkeypatch.setattr("hddm.data.partition.compute_features", pytest.fail)
     for share in wrong:
         told = refusal(partition, many, tmp_path / "none", shards, held_out=share)
-        assert "shares from {} to {} leave as many, or take fewer shards".format(*works) in told
+        assert "use held_out from {} to {}, or fewer shards".format(*works) in told
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -67,10 +67,10 @@ def test_shards_too_small_for_two_sides_and_what_auto_may_take_are_known_before_
     assert list(inspect_model(tmp_path / "auto")["proposal"]) == [2]
     code, lines, _ = hddm("partition", many, "--out", tmp_path / "few", "--shards", 1, "--held-out", 0.2)
     (held_out,) = inspect_model(tmp_path / "few")["held_out"]
-    ending = ", few to judge its expert by" if held_out < 16 else ""
+    ending = ", few to test its expert on" if held_out < 16 else ""
     assert (code, lines.splitlines()[0].split(f", {held_out} held out")[1]) == (0, ending)
     monkeypatch.setattr("hddm.data.partition.compute_features", pytest.fail)
-    told = "one has about 27, and needs 16 to train on and 16 to judge by"
+    told = "one has about 27, and needs 16 each for training and for evaluation"
     assert told in refusal(partition, many, tmp_path / "out", 3, held_out=0.3)
     assert "in 2 shards: one has about 40" in refusal(partition, many, tmp_path / "out", "auto", held_out=0.2)
 

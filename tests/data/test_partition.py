@@ -61,7 +61,7 @@ def test_bad_images_are_skipped_by_name_when_asked_and_one_of_anything_is_told_i
         image.save(images / "rows" / "again.bmp")
     command = ["partition", images, "--shards", 1, "--out"]
     code, _, err = hddm(*command, out)
-    remedy = "mend or remove it, or leave it out with --max-bad 1 where that is an option"
+    remedy = "repair or remove it, or leave it out with --max-bad 1 where that is an option"
     assert f"{images}: 1 image cannot be read, and 0 may be; {remedy}\n  {bad}: cannot be read" in err
     assert (code, out.exists()) == (1, False)
     code, told, err = hddm(*command, out, "--max-bad", 1)
@@ -210,8 +210,8 @@ def test_classes_divide_where_they_are_named_each_in_one_shard(many: Path, tmp_p
 def test_a_partition_or_a_shard_is_no_source_of_images(many: Path, tmp_path: Path) -> None:
     (shard,) = partition(many, tmp_path / "one", 1)
     for folder, told in (
-        (tmp_path / "one", "is a partition already; name the images that it was made of"),
-        (shard, f"is a shard already; name its images, {shard / 'images'}"),
+        (tmp_path / "one", "is already a partition; name the original images"),
+        (shard, f"is already a shard; name its images, {shard / 'images'}"),
     ):
         assert refusal(partition, folder, tmp_path / "again", 1) == f"{folder}: {told}"
     (again,) = partition(shard / "images", tmp_path / "again", 1)

@@ -145,8 +145,8 @@ def test_an_unknown_key_and_a_newer_format_are_named(shard: Path) -> None:
 
 
 def test_a_folder_that_is_no_shard_is_named(tmp_path: Path) -> None:
-    assert f"{tmp_path}: is no shard, since it holds no manifest.json" in refusal(load_shard, tmp_path)
-    assert "is no partition, since it holds no partition.json" in refusal(find_shards, tmp_path)
+    assert f"{tmp_path}: is not a shard (it has no manifest.json)" in refusal(load_shard, tmp_path)
+    assert "is not a partition (it has no partition.json)" in refusal(find_shards, tmp_path)
     for read in (load_shard, find_shards):
         assert f"{tmp_path / 'missing'}: no such folder" in refusal(read, tmp_path / "missing")
 

@@ -147,8 +147,8 @@ def test_metadata_that_does_not_fit_its_images_lists_them(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("rows", "told"),
     [
-        ([{"file_name": "../1.png"}], "'../1.png' does not stay inside"),
-        ([{"file_name": "/etc/1.png"}], "'/etc/1.png' does not stay inside"),
+        ([{"file_name": "../1.png"}], "'../1.png' points outside"),
+        ([{"file_name": "/etc/1.png"}], "'/etc/1.png' points outside"),
         ([{"text": "a"}], "line 1 has no file_name"),
         ([{"file_name": "1.png"}, {"file_name": "./1.png"}], "line 2 names 1.png again"),
         ([["1.png"]], "line 1: holds no JSON object"),
@@ -202,7 +202,7 @@ def test_missing_empty_and_mixed_folders_are_refused(tmp_path: Path) -> None:
     assert "no such folder" in refusal(open_source, tmp_path / "missing")
     assert "holds no images" in refusal(open_source, tmp_path)
     write(tmp_path, {"1.png": encoded(1), "1.zip": b"PK"})
-    assert "is no folder, .tar or .parquet" in refusal(open_source, tmp_path / "1.zip")
+    assert "is not a folder, .tar or .parquet" in refusal(open_source, tmp_path / "1.zip")
     assert "caption_column text: " in refusal(open_source, tmp_path, caption_column="text")
     write_tar(tmp_path / "a.tar", {"1.png": encoded(1)})
     assert "holds 1 image files (as 1.png) and 1 .tar (as a.tar)" in refusal(open_source, tmp_path)
@@ -264,7 +264,7 @@ def test_links_and_devices_are_refused_by_name(kind: bytes, tmp_path: Path) -> N
         member = tarfile.TarInfo("x/1.png")
         member.type, member.linkname = kind, "/etc/passwd"
         archive.addfile(member)
-    assert f"{path}: x/1.png is no regular file" in refusal(open_source, path)
+    assert f"{path}: x/1.png is not a regular file" in refusal(open_source, path)
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_damaged_cut_and_joined_archives_are_refused(tmp_path: Path) -> None:
     path.write_bytes(whole[:1500])
     assert "a.tar: " in refusal(open_source, path)
     path.write_bytes(b"no archive" * 100)
-    assert "is no plain tar archive" in refusal(open_source, path)
+    assert "is not a plain tar archive" in refusal(open_source, path)
     path.write_bytes(whole)
     source = open_source(path)
     path.write_bytes(whole[:1024])

@@ -146,7 +146,7 @@ def test_the_same_images_count_once(tmp_path: Path, hddm: Command) -> None:
 def test_what_is_no_result_is_refused(tmp_path: Path, hddm: Command) -> None:
     result, other = _write(tmp_path / "a.json", 1), tmp_path / "other.json"
     contents: list[tuple[dict[str, str], str]] = [
-        ({"kind": "quickstart"}, "is no result of an evaluation"),
+        ({"kind": "quickstart"}, "is not a result of an evaluation"),
         ({"kind": "evaluation", "format": "2.0"}, "format 2.0 is newer than 1.1"),
         ({"kind": "evaluation", "format": "1.0"}, "key 'features': is required"),
     ]

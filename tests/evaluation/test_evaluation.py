@@ -216,7 +216,7 @@ def _side(path: Path) -> ImageGroup:
 
 
 def test_without_classes_and_inception_there_are_no_features(images: Path, home: Path) -> None:
-    told = "no features to measure on: not Inception, since its weights"
+    told = "no features available: not Inception, since its weights"
     assert told in refusal(choose_extractor, load_images(images / "rows"), 5000)
 
 
@@ -349,8 +349,8 @@ def test_a_refusal_comes_before_a_classifier_is_trained(
     command = ["evaluate", images, "--reference", images, "--features", features, "--save-classifier", file]
     code, out, error = hddm(*command)
     refusals = {
-        "auto": "goes with --features classifier alone",
-        "classifier": f"{file.parent} is no folder to write in; make it, or name another",
+        "auto": "needs --features classifier",
+        "classifier": f"{file.parent} is not a writable folder; create it, or choose another",
     }
     assert (code, out, f"--save-classifier {file}: {refusals[features]}\n" in error) == (1, "", True)
 

@@ -77,7 +77,7 @@ def test_bad_images_of_all_sides_are_named_at_once_and_left_out_when_asked(
     (samples / "columns" / "05.png").write_bytes(b"nothing")
     command = ["evaluate", samples, "--reference", shards, "--features", classifier]
     code, out, err = hddm(*command, "--max-bad", 1)
-    told = "2 images cannot be read, and 1 may be; mend or remove them"
+    told = "2 images cannot be read, and 1 may be; repair or remove them"
     assert (code, out) == (1, "")
     assert f"{samples}, {shards}: {told}, or leave them out with --max-bad 2 where that is an option\n" in err
     assert f"  {samples / 'columns/05.png'}: cannot be read as an image" in err

@@ -331,7 +331,7 @@ def test_only_files_at_the_top_of_an_expert_are_taken_and_no_links_out(trio: Tri
     assert contents(tmp_path / "out" / "router") == contents(trio.router)
     (tmp_path / "key").write_text("secret")
     (expert / "notes.txt").symlink_to(tmp_path / "key")
-    with pytest.raises(HddmError, match=r"notes\.txt: is a link to .*key, outside the folder; refused"):
+    with pytest.raises(HddmError, match=r"notes\.txt: is a link to .*key, outside the folder"):
         assemble([expert], tmp_path / "other")
 
 

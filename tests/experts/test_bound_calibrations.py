@@ -98,7 +98,7 @@ def test_a_calibrating_that_is_killed_leaves_the_old_expert_or_the_new_one(
 def test_an_expert_is_calibrated_on_its_own_shard(shards: Path, ddpm_expert: Path, tmp_path: Path) -> None:
     expert, kept = copied(ddpm_expert, tmp_path), copied(shards / "shard_1", tmp_path)
     before = contents(expert)
-    with pytest.raises(HddmError, match=r"the expert of shard 0, \w{16}…; take images of its own"):
+    with pytest.raises(HddmError, match=r"the expert of shard 0, \w{16}…; use its own images"):
         recalibrate(expert, kept)
     assert contents(expert) == before
     own = read_json(shards / "shard_0" / "manifest.json")["hash"]

@@ -91,7 +91,7 @@ def test_a_way_out_of_the_ensemble_is_refused_before_anything_is_opened(
         members = [{"folder": "experts/0"}, {"folder": part}]
         edit_json(folder / "ensemble.json", **{key: part if key == "router" else members})
     (folder / "experts" / "0" / EXPERT_FILE).write_text("spoilt")
-    with pytest.raises(HddmError, match="outside the folder; refused") as caught:
+    with pytest.raises(HddmError, match="outside the folder") as caught:
         hddm.load(folder)
     assert str(caught.value).startswith(f"{folder / 'ensemble.json'}: names {part!r}")
 

@@ -140,7 +140,7 @@ def test_an_ensemble_follows_no_path_out_of_it(base: Path, out: Path) -> None:
     (out / "away").rename(folder)
     (folder / WEIGHTS).unlink()
     (folder / WEIGHTS).symlink_to(base / WEIGHTS)
-    with pytest.raises(HddmError, match=r"outside the folder; refused"):
+    with pytest.raises(HddmError, match=r"outside the folder"):
         hddm.load(out)
 
 

@@ -221,7 +221,7 @@ def test_what_an_expert_without_classes_makes_can_be_named(ours: Path, theirs: P
         ("theirs: {-1: a}", "theirs: has classes 0 to 1, and no -1"),
         ("theirs: {dots: a, 0: b}", "theirs: a class is there by number and by name; name each once"),
         ('theirs: {0: a, "0": b}', "theirs: has a number twice; name each class once"),
-        ("theirs: {true: a}", "'theirs.True' is a key that is no text"),
+        ("theirs: {true: a}", "'theirs.True' is a key that is not text"),
         ("theirs: [a, []]", "theirs: 1: []; write a class and its name"),
         ("other: [a, b]", "other: names no expert; choose of "),
     ],

@@ -149,7 +149,7 @@ def test_links_that_lead_out_are_refused(name: str, release: Path, tmp_path: Pat
     else:
         (tmp_path / "elsewhere").mkdir()
     (release / name).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(HddmError, match=f"{name}.* is a link to .*elsewhere, outside the folder; refused"):
+    with pytest.raises(HddmError, match=f"{name}.* is a link to .*elsewhere, outside the folder"):
         hddm.load(release)
 
 

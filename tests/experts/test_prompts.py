@@ -235,12 +235,12 @@ def test_topics_of_two_text_encoders_are_refused(two_encoders: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ((), "--captions, --data, --text: a description is made of one of the three"),
-        (("--text", "cats", "--captions", "{file}"), "a description is made of one of the three"),
-        (("--captions", "{file}"), "keeps no text encoder; name one by --text-encoder and --tokenizer"),
+        ((), "--captions, --data, --text: pass one of the three"),
+        (("--text", "cats", "--captions", "{file}"), "pass one of the three"),
+        (("--captions", "{file}"), "keeps no text encoder; pass --text-encoder and --tokenizer"),
         (("--text", " , "), "--text: holds no captions"),
-        (("--data", "{shard}"), "its images have no captions; name a file by --captions, or --text"),
-        (("--data", "{encoded}"), "is encoded; name the shard of images that it was made of"),
+        (("--data", "{shard}"), "its images have no captions; pass --captions or --text"),
+        (("--data", "{encoded}"), "is encoded; name the original shard"),
     ],
     ids=str,
 )
@@ -266,7 +266,7 @@ def test_ensembles_and_experts_without_text_or_classes_have_no_description(
 ) -> None:
     for folder, words in (
         (ensemble, f"is an ensemble; describe its experts, as {ensemble / 'experts/0'}"),
-        (flow_expert, "takes neither text nor classes, so no prompt is for it"),
+        (flow_expert, "takes neither text nor classes, so it cannot be described"),
     ):
         assert f"{folder}: {words}" in hddm("describe", folder, "--text", "cats")[2]
 
@@ -484,7 +484,7 @@ def test_changes_keep_what_experts_have_and_refuse_what_would_mix(
         describe_topic(both / "experts" / str(k), text="cats")
     before = contents(both)
     message = refusal(describe_topic, both / "experts/0", text="dogs", **texts)
-    assert "take that one for both" in message
+    assert "use that one for both" in message
     assert contents(both) == before
 
 

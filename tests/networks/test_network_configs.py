@@ -86,4 +86,4 @@ def test_blocks_with_constants_that_no_file_holds_are_refused(
     kind: type[ModelMixin], arguments: dict[str, Any], block: str
 ) -> None:
     said = _refusal(kind, arguments, 700)[0]
-    assert f"is a {block}, whose constants no file holds; such blocks are unsupported" in said
+    assert f"is a {block}, whose constants are in no file; such blocks are not supported" in said

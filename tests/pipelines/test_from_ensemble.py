@@ -272,7 +272,7 @@ UNSTORABLE: dict[str, tuple[Callable[[], hddm.VelocityField], str]] = {
     ),
     "function": (lambda: _field(_plain), "its network is _plain, and a folder holds one of"),
     "changed": (lambda: _field(_injected()), "its network was changed.*left over extra.bias"),
-    "nan": (lambda: _field(_broken()), "holds NaN or Inf; take the weights anew"),
+    "nan": (lambda: _field(_broken()), "holds NaN or Inf; get the weights again"),
     "schedule": (lambda: _field(schedule=OwnSchedule()), "its schedule is a OwnSchedule"),
     "conditions": (lambda: _field(conditions=("caption",)), r"declares the conditions \('caption',\)"),
     "shape": (

@@ -142,7 +142,7 @@ def test_what_a_hub_refuses_is_one_line_without_the_token(
     assert "pipeline.py: is not hddm's" in hddm("push", spoilt, NAME)[2]
     (spoilt / "pipeline.py").unlink()
     edit_json(spoilt / "manifest.json", files={"ensemble.json": "0" * 64})
-    assert "is not what was written" in hddm("push", spoilt, NAME)[2]
+    assert "differs from its" in hddm("push", spoilt, NAME)[2]
     assert hub.repos == {}
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     code, _, err = hddm("push", folder, NAME)
@@ -186,7 +186,7 @@ def test_only_what_belongs_to_an_ensemble_is_sent_and_the_rest_is_named(
     assert "experts/1/config.json: is not there; copy" in hddm("push", made, "me/other")[2]
     edit_json(made / "experts/1/manifest.json", files={"../../../keys": "0" * 64})
     write_manifest(made)
-    assert "does not stay inside the folder" in hddm("push", made, "me/other")[2]
+    assert "points outside the folder" in hddm("push", made, "me/other")[2]
     assert hub.repos.keys() == {NAME}
 
 

@@ -146,7 +146,7 @@ def test_the_command_line_makes_the_same(pipe: HDDMPipeline, tmp_path: Path, hdd
     assert "init_image_sha256" in hddm(*base, *begin, "--out", tmp_path / "out", "--resume")[2]
     for wrong, words in (
         (("--strength", 0.5), "--strength 0.5: changes an --init-image; name one"),
-        ((*begin[:2], "--resampling-steps", 3), "--resampling-steps: takes effect with a --mask; give one"),
+        ((*begin[:2], "--resampling-steps", 3), "--resampling-steps: needs a --mask"),
     ):
         code, _, error = hddm(*base, *wrong, "--out", tmp_path / "no")
         assert (code, words in error) == (2, True)

@@ -150,7 +150,7 @@ def test_a_folder_is_replaced_only_when_asked_and_never_one_s_own(folder: Path, 
     assert torch.equal(_images(load_pipeline(other), expert=1), made)
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "one.png").touch()
-    with pytest.raises(HddmError, match=r"holds no ensemble\.json"):
+    with pytest.raises(HddmError, match=r"has no ensemble\.json"):
         pipe.save_pretrained(tmp_path / "photos", overwrite=True)
 
 

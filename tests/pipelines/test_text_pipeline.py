@@ -180,7 +180,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"prompt": ["a", "b", "c"], "negative_prompt": ["a", "b"], "guidance_scale": 2.0},
         "different numbers of them",
     ),
-    "classes": ({"prompt": "a", "class_labels": 0}, "knows no classes"),
+    "classes": ({"prompt": "a", "class_labels": 0}, "has no classes"),
 }
 
 

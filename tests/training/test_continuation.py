@@ -282,14 +282,14 @@ def test_what_does_not_fit_the_init_is_refused(
     assert f"its classes are ['columns', 'rows'], those of {other} ['cats', 'dogs']" in message
     edit_json(other / "expert.json", null_class=None)
     message = _refused(other, whole, tmp_path)
-    assert "no value that stands for no class_labels; pass class_conditional=True" in message
+    assert "no empty default for class_labels; pass class_conditional=True" in message
     text = copied(flow_expert, tmp_path / "text")
     new_network(ExpertTransformer, "tiny", SHAPE, 0, text_dim=8).save_pretrained(text)
     (text / WEAK).unlink()
     edit_json(text / "expert.json", conditions=["encoder_hidden_states"])
-    assert "no value that stands for no encoder_hidden_states" in _refused(text, whole, tmp_path)
+    assert "no empty default for encoder_hidden_states" in _refused(text, whole, tmp_path)
     assert "predicts sample" in _refused(flow_expert, whole, tmp_path, "ddpm")
-    assert "trained on with flow matching" in _refused(continued, whole, tmp_path, "ddpm")
+    assert "continued with flow matching" in _refused(continued, whole, tmp_path, "ddpm")
 
 
 def test_the_calibration_of_a_training_is_not_fitted_anew_and_an_init_that_lost_it_is_refused(
@@ -297,7 +297,7 @@ def test_the_calibration_of_a_training_is_not_fitted_anew_and_an_init_that_lost_
 ) -> None:
     before = contents(continued)
     for data in (whole, None):
-        with pytest.raises(HddmError, match="calibration, which must stay as it is"):
+        with pytest.raises(HddmError, match="calibration, which must not change"):
             recalibrate(continued, data, num_images=16, steps=1)
     assert contents(continued) == before
     init = copied(continued, tmp_path)

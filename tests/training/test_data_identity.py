@@ -53,7 +53,7 @@ def test_a_run_is_not_resumed_on_images_that_were_encoded_otherwise(
     train(encoded, out, RunOptions())
     shutil.rmtree(out)
     _encode(shards, encoded, resolution=4, interpolation="bicubic")
-    with pytest.raises(HddmError, match="is of other data, another") as refused:
+    with pytest.raises(HddmError, match="used other data, another") as refused:
         train(encoded, out, RunOptions(resume=True))
     found = "\n".join(refused.value.details)
     assert "data.encoding.resolution: was None, is 4" in found

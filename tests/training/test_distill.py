@@ -189,7 +189,7 @@ def test_a_student_begins_with_the_flow_expert_that_it_is_given(
     given = (ensemble, "--out", out, "--data", shards, "--steps", 1, "--learning-rate", 1e-9)
     for code, init, told in (
         (1, [ddpm_expert], "schedule: {'name': 'cosine'}, and the student's is {'name': 'linear'}"),
-        (2, [ensemble], "no expert folder"),
+        (2, [ensemble], "not an expert folder"),
         (2, [ddpm_expert, "--size", "tiny"], "--init fixes it"),
     ):
         found, _, err = hddm("distill", *given, "--init", *init)
@@ -280,7 +280,7 @@ def test_a_run_that_broke_off_goes_on_to_the_same_student_and_with_no_other_teac
         distill(ensemble, shards, out, settings, on_step=ending_at(5), run=RunOptions(checkpoint_every=2))
     assemble([ddpm_expert, flow_expert], tmp_path / "other")
     resumed, steps = RunOptions(resume=True), list[int]()
-    with pytest.raises(HddmError, match="is of other data, another"):
+    with pytest.raises(HddmError, match="used other data, another"):
         distill(tmp_path / "other", shards, out, settings, run=resumed)
     losses = distill(ensemble, shards, out, settings, on_step=lambda n, *_: steps.append(n), run=resumed)
     assert steps == [5, 6]

@@ -69,7 +69,7 @@ def test_latents_of_another_vae_or_scale_are_refused(latents: Path, expert: Path
     other = copied(expert, tmp_path / "other")
     vae = json.loads((other / EXPERT_FILE).read_text())["vae"] | {"fingerprint": "0" * 16}
     for changes, expected in (
-        ({"vae": vae}, "the expert's of"),
+        ({"vae": vae}, "the expert's from"),
         ({"vae": None, "latent_scale": 0.18215}, "scaled by 0.4, the expert's by 0.18215"),
     ):
         edit_json(other / EXPERT_FILE, **changes)

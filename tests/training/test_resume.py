@@ -180,8 +180,8 @@ def test_a_finished_run_is_neither_trained_again_nor_taken_for_another_training(
     assert not (tmp_path / "copy" / ".expert.lock").exists()
     longer = settings().model_copy(update={"steps": 900})
     for data, message, key in (
-        (shards / "shard_0", "is of other data", "data.shard"),
-        (whole, "was started otherwise", "settings.steps"),
+        (shards / "shard_0", "used other data", "data.shard"),
+        (whole, "was started with different settings", "settings.steps"),
     ):
         with pytest.raises(HddmError, match=message) as refused:
             train_expert(data, tmp_path / "copy" / "expert", longer, run=RunOptions(resume=True))

@@ -101,7 +101,7 @@ def test_a_router_that_learnt_nothing_is_warned_of(
     assert "names the shard" not in printed
     code, printed, err = hddm("train", "router", shards, "--out", out, *OPTIONS, "--learning-rate", 1e-12)
     assert code == 0, err
-    assert f"{out}: tells shards apart no better than chance, as far as 48 images show" in caplog.text
+    assert f"{out}: recognises shards no better than chance on 48 images" in caplog.text
     caplog.clear()
     assert "48 training images at all noise levels; always naming the largest would be right" in printed
     code, printed, err = hddm("train", "router", shards, "--out", tmp_path / "learnt", *OPTIONS)
@@ -125,7 +125,7 @@ def test_a_router_is_judged_by_images_that_it_was_not_trained_on_where_there_are
     held_out[0].rename(tmp_path / "aside")
     held_out[1].rename(held_out[0])
     (tmp_path / "aside").rename(held_out[1])
-    with pytest.raises(HddmError, match=r"held_out/shard_0: its images were not kept from .*shard_0"):
+    with pytest.raises(HddmError, match=r"held_out/shard_0: its images were not held out from .*shard_0"):
         train_router(tmp_path / "shards", tmp_path / "again", router_settings())
     assert not (tmp_path / "again").exists()
 
@@ -277,7 +277,7 @@ def test_what_is_held_out_is_a_part_of_the_shard_and_depends_on_content_alone(wh
     # The same image twice is on one side.
     twice = held_out(with_pixels(shard, pixels_of(shard).repeat(2, 1, 1, 1)))
     assert torch.equal(twice[: len(order)], twice[len(order) :])
-    with pytest.raises(HddmError, match="too much alike to keep some from training; drop calibrate"):
+    with pytest.raises(HddmError, match="too similar to hold some out; leave calibrate out"):
         held_out(with_pixels(shard, pixels_of(shard)[:1].repeat(20, 1, 1, 1)))
 
 

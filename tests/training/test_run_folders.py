@@ -64,8 +64,8 @@ def test_a_run_that_is_there_is_neither_forgotten_nor_resumed_unasked(
     before = contents(started.with_name("out.run"))
     code, _, error = hddm(*_command(whole, started))
     assert code == 1
-    assert "out.run: holds a run of" in error
-    assert "--resume goes on with it, --overwrite starts anew" in error
+    assert "out.run: already holds a run of" in error
+    assert "--resume continues it, --overwrite starts again" in error
     assert contents(started.with_name("out.run")) == before
     # Half a record that a killed process left is removed.
     half = started.with_name("out.run") / ".run.json.part-4711"
@@ -147,7 +147,7 @@ def test_a_run_of_an_older_version_does_not_go_on(started: Path, whole: Path, hd
     code, _, error = hddm(*_command(whole, started), "--resume", "--allow-config-change")
     assert code == 1
     assert f"{started}.run: is a run of format 1.1" in error
-    assert "begin anew with --overwrite" in error
+    assert "start again with --overwrite" in error
     assert hddm(*_command(whole, started), "--overwrite")[0] == 0
 
 
@@ -175,7 +175,7 @@ def test_another_shard_or_objective_is_never_resumed(started: Path, shards: Path
     changed = ("--objective", "ddpm", "--resume", "--allow-config-change")
     code, _, error = hddm(*_command(shards / "shard_0", started, *changed))
     assert code == 1
-    assert "is of other data, another objective or network; choose another --out" in error
+    assert "used other data, another objective or network; choose another --out" in error
     assert "pass --allow-config-change" not in error
     assert error.count("settings.objective: was 'flow', is 'ddpm'") == 1
     assert error.count("data.shard: was") == 1
@@ -218,7 +218,7 @@ def test_a_folder_that_only_has_the_name_of_a_run_is_left_alone(
     (tmp_path / "out.run" / "photos" / "one.txt").write_text("mine")
     for option in ("--overwrite", "--resume"):
         code, _, error = hddm(*_command(whole, tmp_path / "out", option))
-        assert (code, "is in the way, and holds no run.json" in error) == (1, True)
+        assert (code, "is not the folder of a run" in error) == (1, True)
     assert (tmp_path / "out.run" / "photos" / "one.txt").read_text() == "mine"
 
 
@@ -274,7 +274,7 @@ def test_a_link_as_an_output_is_refused_by_every_verb_before_any_work(
         needed = ["--objective", "flow", "--steps", 2] if "expert" in words else []
         code, _, error = hddm(*words, *needed, "--out", link, "--overwrite")
         assert (code, error.count("\n")) == (1, 1), error
-        assert f"{link}: is a link to {real}, and is not written through" in error
+        assert f"{link}: is a link to {real}, which is not followed" in error
     assert contents(tmp_path) == before
     assert link.is_symlink()
 
@@ -290,7 +290,7 @@ def test_a_disk_that_is_full_at_the_end_keeps_the_training(
     with monkeypatch.context() as full:
         full.setattr("hddm.training.expert.save_expert", write)
         code, _, error = hddm(*_command(whole, out))
-    remedy = "free some space; the checkpoint of step 4 is whole, and --resume goes on from it"
+    remedy = "free some space; the checkpoint of step 4 is complete, and --resume continues from it"
     assert (code, error.splitlines()[-1]) == (
         1,
         f"hddm: {out}: cannot be written (No space left on device); {remedy}",
@@ -303,7 +303,7 @@ def test_a_full_disk_ends_a_run_and_leaves_the_checkpoint_before(whole: Path, tm
     settings = expert_settings("flow", steps=9, threads=1)
     keep = RunOptions(checkpoint_every=3, resume=True)
     train_expert(whole, tmp_path / "plain", settings, run=keep)
-    message = r"step_00000006: cannot be written \(File too large\); free some space; .* step 3 is whole"
+    message = r"step_00000006: cannot be written \(File too large\); free some space; .* step 3 is complete"
     disk = contextlib.ExitStack()
 
     def fill(step: int, loss: float, seconds: float) -> None:
@@ -325,7 +325,7 @@ def test_a_checkpoint_is_saved_after_two_minutes_and_changes_nothing(
     caplog.set_level(logging.INFO, "hddm")
     settings, out = expert_settings("flow", steps=9, threads=1), tmp_path / "out"
     losses = train_expert(whole, tmp_path / "plain", settings, run=RunOptions())
-    assert "begins anew" not in caplog.text
+    assert "starts again" not in caplog.text
     seconds = itertools.count(0, 50)
     clock = SimpleNamespace(now=next(seconds))
     monkeypatch.setattr(state, "time", SimpleNamespace(monotonic=lambda: clock.now))
@@ -336,13 +336,13 @@ def test_a_checkpoint_is_saved_after_two_minutes_and_changes_nothing(
 
     with pytest.raises(Died):
         train_expert(whole, out, settings, on_step=tick, run=RunOptions(resume=True))
-    assert f"{out}.run: holds no checkpoint to go on from; the training begins anew, at step 1" in caplog.text
+    assert f"{out}.run: has no checkpoint; the training starts again at step 1" in caplog.text
     # After the third step 150 seconds were over, and since the fourth one less than 120 were.
     assert [path.name for path in (tmp_path / "out.run" / "checkpoints").iterdir()] == ["step_00000004"]
     caplog.clear()
     assert train_expert(whole, out, settings, run=RunOptions(resume=True)) == losses
-    assert f"{out}.run: going on from step 4" in caplog.text
-    assert "begins anew" not in caplog.text
+    assert f"{out}.run: continuing from step 4" in caplog.text
+    assert "starts again" not in caplog.text
     assert checkpoint(tmp_path / "out.run") == checkpoint(tmp_path / "plain.run")
     assert (out / WEIGHTS).read_bytes() == (tmp_path / "plain" / WEIGHTS).read_bytes()
 
@@ -399,11 +399,11 @@ def test_bfloat16_learns_alike_with_weights_and_averages_in_float32(whole: Path,
 
 def test_precisions_and_parts_that_cannot_be_are_refused(whole: Path, tmp_path: Path, hddm: Command) -> None:
     for options, message in (
-        (("--mixed-precision", "fp16", "--device", "cpu"), "fp16 needs a GPU; on a CPU take bf16 or no"),
+        (("--mixed-precision", "fp16", "--device", "cpu"), "fp16 needs a GPU; on a CPU use bf16 or no"),
         (("--mixed-precision", "fp8"), "--mixed-precision fp8: choose one of no, bf16, fp16"),
         (("--gradient-accumulation-steps", 3), "--batch-size 8 does not divide into 3"),
-        (("--fsdp", "--mixed-precision", "fp16"), "--fsdp goes with --mixed-precision bf16 or no"),
-        (("--fsdp", "--sample-every", 2), "--sample-every 2: one process draws pictures, and with --fsdp"),
+        (("--fsdp", "--mixed-precision", "fp16"), "--fsdp needs --mixed-precision bf16 or no"),
+        (("--fsdp", "--sample-every", 2), "--sample-every 2: with --fsdp no process has the whole"),
     ):
         # The first is known once its run is there.
         code, _, error = hddm(*_command(whole, tmp_path / message[:4], *options))

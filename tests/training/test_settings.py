@@ -28,11 +28,11 @@ def _file(folder: Path, text: str) -> Path:
         ("noise_range: 1:0.5", r"key 'noise_range' \(is '1:0.5'\): must be LOW:HIGH, with 0 <= LOW < HIGH"),
         ("noise_range: [0, .nan]", "key 'noise_range'"),
         ("batch_size: 8\nbatch_size: 9", "key 'batch_size' twice"),
-        ("resume: true", "resume is said for one start, as resume=True"),
+        ("resume: true", "resume applies to one start only; remove it and pass resume=True"),
         ("- steps", "holds no settings"),
-        ("size: tiny\nsteps: [", r"is no YAML \(line 2, column 9: while parsing a flow node, expected"),
-        ("size: \0", r"is no YAML \(special characters are not allowed\)"),
-        ("!!python/object/apply:os.system ['true']", "is no YAML"),
+        ("size: tiny\nsteps: [", r"is not YAML \(line 2, column 9: while parsing a flow node, expected"),
+        ("size: \0", r"is not YAML \(special characters are not allowed\)"),
+        ("!!python/object/apply:os.system ['true']", "is not YAML"),
     ],
 )
 def test_what_a_file_should_not_say_is_named(text: str, message: str, tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_a_step_that_is_not_finite_is_left_out_and_named_with_its_samples(
     assert moved == [step not in broken for step in range(1, 9)]
     assert updates == torch.tensor(moved).cumsum(0).tolist()
     for step in broken:
-        assert re.search(rf"step {step}: loss .*samples \[5.*\]; the step is left out", caplog.text)
+        assert re.search(rf"step {step}: loss .*samples \[5.*\]; the step is skipped", caplog.text)
 
 
 def test_a_last_step_that_was_not_finite_is_left_out_like_any_other() -> None:

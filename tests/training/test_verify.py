@@ -243,14 +243,14 @@ def test_weights_other_than_those_recorded_are_refused(class_expert: Path, tmp_p
 
 def test_a_calibration_that_no_fit_gives_is_refused(class_expert: Path, tmp_path: Path) -> None:
     changes: list[tuple[Callable[[dict[str, Tensor]], object], str]] = [
-        (lambda found: found["weights"][-1, :1].fill_(torch.inf), "'weights' holds NaN or Inf; take"),
+        (lambda found: found["weights"][-1, :1].fill_(torch.inf), "'weights' holds NaN or Inf; get"),
         (lambda found: found["weights"][-1].fill_(-1e4), "has weights from -10000 to "),
-        (lambda found: found["weights"][0].fill_(1.5), "has weights from 0 to 1.5, and they lie in [0, 1]"),
-        (lambda found: found["variances"][-1].fill_(0), "has a variance of 0, and they are above 0"),
+        (lambda found: found["weights"][0].fill_(1.5), "has weights from 0 to 1.5, outside [0, 1]"),
+        (lambda found: found["variances"][-1].fill_(0), "has a variance of 0, but variances must be above 0"),
         (lambda found: found["times"][2].fill_(2), "has times that do not rise from 0 to 1"),
         (lambda found: found["times"][-1].fill_(0.99), "has times that do not rise from 0 to 1"),
-        (lambda found: found.update(weights=found["weights"][:-1]), "shapes of its tensors do not go"),
-        (lambda found: found.update(basis=found["basis"][:, 1:]), "shapes of its tensors do not go"),
+        (lambda found: found.update(weights=found["weights"][:-1]), "shapes of its tensors do not match"),
+        (lambda found: found.update(basis=found["basis"][:, 1:]), "shapes of its tensors do not match"),
     ]
     for n, (change, problem) in enumerate(changes):
         folder = _changed(class_expert, tmp_path / str(n), CALIBRATION, change)
@@ -281,7 +281,7 @@ def test_a_calibration_that_is_spoilt_near_the_noise_alone_is_refused(
 
     (problem,) = verify_expert(_changed(class_expert, tmp_path, CALIBRATION, spoil), held_out).problems
     assert problem.startswith("at t = 0.99 its error is ")
-    assert "its calibration is spoilt; hddm calibrate fits another" in problem
+    assert "its calibration is damaged; hddm calibrate makes another" in problem
 
 
 def _stub(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
@@ -306,7 +306,7 @@ def test_what_a_network_of_noise_does_by_itself_near_the_end_is_told_without_a_c
     seal(out)
     verdict = verify_expert(out, held_out)
     missing, *doubts = (*verdict.notes, *verdict.problems)
-    assert missing == f"{CALIBRATION}: is not there; training writes one, hddm calibrate another"
+    assert missing == f"{CALIBRATION}: is missing; hddm calibrate makes one"
     assert doubts
     assert all(text.endswith("it has no calibration; hddm calibrate fits one") for text in doubts)
 
@@ -345,10 +345,10 @@ def test_the_command_prints_hashes_and_figures_and_exits_by_the_verdict(
     (folder / "setup.py").write_text("print()")
     code, out, _ = hddm("verify", folder, "--data", held_out)
     assert code == 0
-    assert out.startswith(f"{folder}: is accepted; error ")
+    assert out.startswith(f"{folder}: passed; error ")
     for path in folder.iterdir():
         assert f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path}" in out.splitlines()
-    assert "note: setup.py: is no file of an expert's" in out
+    assert "note: setup.py: is not part of an expert" in out
     times = [float(line.split()[0]) for line in out.splitlines() if line[:4] in ("  0.", "  1.")]
     assert times == [*judging.TIMES, *judging.LATE_TIMES]
     assert "without its conditions by" in out
@@ -358,7 +358,7 @@ def test_the_command_prints_hashes_and_figures_and_exits_by_the_verdict(
     assert (code, found["accepted"]) == (1, False)
     assert "no record of its training" in found["problems"][0] in err
     code, out, _ = hddm("verify", folder)
-    assert (code, out.splitlines()[0]) == (1, f"{folder}: is refused")
+    assert (code, out.splitlines()[0]) == (1, f"{folder}: failed")
 
 
 def test_what_fails_with_classes_and_without_is_told_once(trio: Trio) -> None:
@@ -399,9 +399,9 @@ def test_a_wrong_call_is_told_from_a_bad_expert_by_its_code_and_before_anything_
     (tmp_path / "expert.run").mkdir()
     (tmp_path / "expert.run" / "run.json").write_text("{}")
     for options, told in (
-        (["--data", shards / "shard_0"], "take images of its own"),
+        (["--data", shards / "shard_0"], "use its own images"),
         (["--data", shards], f"none of its 2 shards is that of {folder}, which is of shard "),
-        (["--data", images], "holds no manifest.json"),
+        (["--data", images], "has no manifest.json"),
         (["--data", damaged], "its content changed since the partition"),
         (["--data", tmp_path / "none"], "no such file or folder"),
         (["--base", class_expert], "leave the base out"),
@@ -414,7 +414,7 @@ def test_a_wrong_call_is_told_from_a_bad_expert_by_its_code_and_before_anything_
         assert told in err
     assert hddm("verify", folder, "--data", held_out)[0] == 1
     for folder, told in (
-        (router, "is a router, and experts alone are verified"),
+        (router, "is a router, but only experts are verified"),
         (shards, "is a partition; name an expert"),
         (shards / "shard_0", "is a shard; name an expert"),
         (tmp_path / "expert.run", "is the record of a training; name the expert that it made"),
@@ -435,11 +435,11 @@ def test_an_ensemble_is_refused_for_a_file_and_for_code_that_is_not_its_own(
     code, out, _ = hddm("verify", folder)
     assert (code, out.splitlines()[-1]) == (
         0,
-        f"{folder}: all 2 experts are accepted; pass --data to measure the denoising error too",
+        f"{folder}: all 2 experts passed; pass --data to measure the denoising error too",
     )
     with (folder / "pipeline.py").open("a") as file:
         file.write("print('more')\n")
-    refused = f"hddm: {folder}: is refused, and its experts are not"
+    refused = f"hddm: {folder}: failed, although its experts passed"
     line = f"  {folder}/pipeline.py: is not hddm's, and diffusers would run it; remove it, or replace it by "
     line += f"hddm assemble {folder} --diffusers-pipeline"
     code, _, err = hddm("verify", folder)
@@ -463,15 +463,15 @@ def test_a_folder_of_experts_is_verified_a_line_each_by_the_images_of_each(
     code, out, err = hddm("verify", experts)
     assert (code, err) == (0, "")
     *_, last = out.splitlines()
-    assert last == f"{experts}: all 2 experts are accepted; pass --data to measure the denoising error too"
+    assert last == f"{experts}: all 2 experts passed; pass --data to measure the denoising error too"
     shutil.copytree(held_out, data / "shard_0")
     shutil.copytree(trio.shards / "shard_1", data / "shard_1")
     code, out, err = hddm("verify", experts, "--data", data)
     # Of two steps of training, images say so.
     assert code == 1
-    assert re.match(rf"{experts}/expert_2: is refused; error [\d.]+ on \d+ images \(a Gaussian: ", out)
-    assert f"\n{experts}/expert_10: is accepted; error " in out
-    assert err.startswith(f"hddm: {experts}: 1 of 2 experts is refused\n  {experts}/expert_2: ")
+    assert re.match(rf"{experts}/expert_2: failed; error [\d.]+ on \d+ images \(a Gaussian: ", out)
+    assert f"\n{experts}/expert_10: passed; error " in out
+    assert err.startswith(f"hddm: {experts}: 1 of 2 experts failed\n  {experts}/expert_2: ")
     code, out, _ = hddm("verify", experts, "--json")
     assert [Path(found["folder"]).name for found in json.loads(out)] == ["expert_2", "expert_10"]
     code, out, err = hddm("verify", experts, "--data", trio.shards)
@@ -481,8 +481,8 @@ def test_a_folder_of_experts_is_verified_a_line_each_by_the_images_of_each(
     checkpoint = {"layout": "diffusers-folder", "files": {"a": "b"}, "options": {}, "hddm": "1"}
     edit_json(experts / "expert_10" / "expert.json", shard=None, source=checkpoint)
     code, out, err = hddm("verify", experts, "--data", data)
-    assert f"{experts}/expert_10: is accepted; it names no shard of its own, so no images judge it" in out
-    assert err.startswith(f"hddm: {experts}: 1 of 2 experts is refused\n  {experts}/expert_2: ")
+    assert f"{experts}/expert_10: passed; it records no shard, so it was not tested on images" in out
+    assert err.startswith(f"hddm: {experts}: 1 of 2 experts failed\n  {experts}/expert_2: ")
 
 
 @pytest.mark.parametrize("variance", [0.1, 2.0])

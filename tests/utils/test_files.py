@@ -144,7 +144,7 @@ def test_a_link_is_neither_written_through_nor_replaced(tmp_path: Path) -> None:
         link.symlink_to(to)
         for overwrite in (False, True):
             told = refusal(check_absent, link, RECORD, overwrite)
-            assert told.startswith(f"{link}: is a link to {to}, and is not written through")
+            assert told.startswith(f"{link}: is a link to {to}, which is not followed")
         assert os.readlink(link) == to
 
 
@@ -196,7 +196,7 @@ def test_overwriting_spares_what_hddm_did_not_write(tmp_path: Path) -> None:
     before = contents(tmp_path)
     for target in (images, images / "cat.png"):
         with (
-            pytest.raises(HddmError, match="of the same kind only"),
+            pytest.raises(HddmError, match="only a folder of the same kind"),
             new_folder(target, RECORD, overwrite=True),
         ):
             pytest.fail("the block must not run")
@@ -227,7 +227,7 @@ def test_what_is_no_regular_file_is_named_instead_of_waited_for(tmp_path: Path) 
     for path in (tmp_path, tmp_path / "config.json", Path("/dev/zero")):
         cache = HashCache(tmp_path / "cache")
         for read in (read_json, sha256_of, read_yaml, lambda path, cache=cache: cache.matches(str(path), "")):
-            with pytest.raises(HddmError, match=f"^{path}: is no regular file"):
+            with pytest.raises(HddmError, match=f"^{path}: is not a regular file"):
                 read(path)
 
 
@@ -314,7 +314,7 @@ def test_a_place_where_nothing_can_be_made_is_one_line_with_the_path(tmp_path: P
         with pytest.raises(HddmError, match=f"{path}: cannot be written"):
             write_whole(path, lambda draft: draft.write_text(""))
     for target in (tmp_path / "file" / "out", tmp_path / "file" / "deep" / "out"):
-        with pytest.raises(HddmError, match=r"file is no folder to write in"):
+        with pytest.raises(HddmError, match=r"file is not a writable folder"):
             check_absent(target, RECORD)
 
 

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.artefacts import in_a_fresh_process
+from tests.checkpoint_files import pipeline, plain_unet
+
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -41,6 +44,32 @@ def test_it_holds_every_tracked_file_of_the_packages_and_no_other(wheel: dict[st
     assert {name: content for name, content in wheel.items() if ".dist-info/" not in name} == expected
     report = {f"hddm/benchmark/report.{kind}" for kind in ("html.j2", "css", "js")}
     assert {"hddm/py.typed", "hddm_cli/py.typed", *report} <= expected.keys()
+
+
+def test_converting_loading_and_sampling_need_no_extra(images: Path, shards: Path, tmp_path: Path) -> None:
+    source, expert = pipeline(tmp_path / "source", plain_unet()), tmp_path / "expert"
+    short = ["--objective", "flow", "--size", "tiny", "--steps", 1]
+    done = [
+        ["train", "expert", shards / "shard_0", "--out", tmp_path / "trained", *short],
+        ["convert", source, "--out", expert],
+        ["sample", expert, "--out", tmp_path / "samples", "--num-images", 2, "--steps", 2],
+    ]
+    needing = {
+        "partition": [images, "--out", tmp_path / "shards", "--shards", 2],
+        "benchmark": ["digits", "--out", tmp_path / "benchmark"],
+        "quickstart": ["--out", tmp_path / "quickstart"],
+    }
+    lines = [*done, *([verb, *rest] for verb, rest in needing.items())]
+    missing = ["matplotlib", "peft", "sklearn", "tensorboard", "torchvision"]
+    runs = in_a_fresh_process(lines, missing)
+    assert [code for code, *_ in runs[:3]] == [0, 0, 0], runs
+    assert "needs tensorboard: pip install '.[train]'" in runs[0][1]
+    for verb, (code, output, _) in zip(needing, runs[3:], strict=True):
+        assert (code, output.count("\n")) == (1, 1)
+        assert f"hddm {verb} needs" in output
+        assert "pip install '.[train]'" in output
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"source", "expert", "samples", "trained", "trained.run"}
 
 
 def test_it_installs_one_command_and_names_its_licence(wheel: dict[str, bytes]) -> None:

@@ -117,9 +117,9 @@ def test_what_is_no_file_of_weights_is_named(tmp_path: Path) -> None:
         ("absent", "no such file"),
         ("link", "no such file"),
         ("circle", "cannot be read"),
-        ("pipe", "is no regular file"),
-        ("", "is no regular file"),
-        ("/dev/zero", "is no regular file"),
+        ("pipe", "is not a regular file"),
+        ("", "is not a regular file"),
+        ("/dev/zero", "is not a regular file"),
         ("empty", "is empty"),
         ("text", "is neither safetensors nor a PyTorch checkpoint"),
         ("old", "is neither safetensors nor a PyTorch checkpoint"),
@@ -132,7 +132,7 @@ def test_what_is_no_file_of_weights_is_named(tmp_path: Path) -> None:
     "name", ["../a", "/etc/passwd", "..", ".", "", "a\\b", "C:a", "a\0b", "a\nb", "//a", "x/.."]
 )
 def test_a_name_that_leaves_the_folder_is_refused(name: str, tmp_path: Path) -> None:
-    assert "does not stay inside the folder" in refusal(inside, tmp_path, name)
+    assert "points outside the folder" in refusal(inside, tmp_path, name)
     # Names are judged before files: the first shard is missing.
     weight_map = {"a": "absent.safetensors", "b": name}
     (tmp_path / "x.index.json").write_text(json.dumps({"weight_map": weight_map}))
@@ -160,7 +160,7 @@ def test_links_out_of_the_folder_or_of_a_hub_cache_repository_are_refused(tmp_pa
         ('{"weight_map": ["a"]}', "no weight_map"),
         ('{"weight_map": {"a": 1}}', "gives 'a' to 1"),
         ('{"weight_map": {"a": "absent"}}', "absent: no such file"),
-        ('{"weight_map": {"a": "sub/a.safetensors"}}', "no plain file name"),
+        ('{"weight_map": {"a": "sub/a.safetensors"}}', "not a plain file name"),
     ],
 )
 def test_a_broken_index_is_refused(content: str, problem: str, tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_values_that_are_not_finite_are_refused_by_key_and_origin(
     values[-1] = value
     plan = Planned("block.weight", tuple(values.shape), dtype, lambda: values, "source.pt")
     message = refusal(write_safetensors, tmp_path / "a", [plan], check_finite=True)
-    assert message == "source.pt: 'block.weight' holds NaN or Inf; take the weights anew"
+    assert message == "source.pt: 'block.weight' holds NaN or Inf; get the weights again"
     assert not (tmp_path / "a").exists()
     write_safetensors(tmp_path / "a", [plan])
 

@@ -34,7 +34,7 @@ def open_source(
             return open_tars(path, [], *columns)
         if path.suffix == PARQUET:
             return open_parquet(path, [], *columns)
-        raise HddmError(f"{path}: is no folder, .tar or .parquet of images; unpack other archives first")
+        raise HddmError(f"{path}: is not a folder, .tar or .parquet of images; unpack other archives first")
     if not path.is_dir():
         raise HddmError(f"{path}: no such folder of images")
     found = find_files(path)

@@ -101,10 +101,10 @@ def safe_name(name: str, origin: Path) -> str:
     """
     path = PurePosixPath(name)
     if not path.parts or path.is_absolute() or ".." in path.parts or name[1:2] == ":":
-        raise HddmError(f"{origin}: the name {name!r} does not stay inside a folder; refused")
+        raise HddmError(f"{origin}: the name {name!r} points outside its folder; rename it")
     if any(letter in name for letter in "\\\0\n\r"):
         raise HddmError(
-            f"{origin}: the name {name!r} holds a backslash, NUL or a line's end; rename the file"
+            f"{origin}: the name {name!r} contains a backslash, NUL or line break; rename the file"
         )
     try:
         name.encode()
@@ -138,7 +138,7 @@ def as_captions(values: Sequence[object], names: Sequence[str], origin: Path) ->
     for value, name in zip(values, names, strict=True):
         if not isinstance(value, str):
             raise HddmError(
-                f"{origin}: {name} has caption {_short(value)}; write one, or an empty text for none"
+                f"{origin}: {name} has caption {_short(value)}; write a text, empty for no caption"
             )
         captions.append(value)
     return tuple(captions)

@@ -70,11 +70,11 @@ def open_described_folder(
         inside(root, name)
         name = Path(name).as_posix()
         if name in rows:
-            raise HddmError(f"{path}: line {number} names {name} again; one line an image")
+            raise HddmError(f"{path}: line {number} names {name} again; write one line per image")
         columns |= row.keys() - {"file_name"}
         rows[name] = {key: value for key, value in row.items() if key in wanted}
     if not rows:
-        raise HddmError(f"{path}: holds no lines; write one for each image")
+        raise HddmError(f"{path}: is empty; write one line per image")
     files = tuple(sorted(rows))
     caption = choose_column(columns, caption_column, CAPTION_COLUMNS, "--caption-column", path)
     label = choose_column(columns, label_column, ("label",), "--label-column", path)
@@ -106,7 +106,7 @@ def _compare(root: Path, named: set[str], found: set[str]) -> None:
         )
     if others := sorted(found - named):
         raise HddmError(
-            f"{root}: {counted(len(others), 'image is', 'images are')} not in {METADATA}; describe "
-            "what is missing there, or move it away",
+            f"{root}: {counted(len(others), 'image is', 'images are')} not in {METADATA}; add them "
+            f"there, or move them away",
             shown(others),
         )

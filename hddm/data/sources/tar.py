@@ -114,7 +114,7 @@ def _scan(path: Path) -> dict[str, _Sample]:
             _refuse_remainder(file, archive.offset, path)
     except (tarfile.TarError, EOFError) as error:
         raise HddmError(
-            f"{path}: is no plain tar archive, or is damaged ({error}); unpack .tar.gz first"
+            f"{path}: is not a plain tar archive, or is damaged ({error}); unpack .tar.gz first"
         ) from error
     except OSError as error:
         raise HddmError(f"{path}: cannot be read: {error.strerror}") from error
@@ -126,7 +126,7 @@ def _take(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path, samples
     if member.isdir():
         return
     if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.sparse is not None or member.size < 0:
-        raise HddmError(f"{path}: {name} is no regular file (a link, a device or sparse); refused")
+        raise HddmError(f"{path}: {name} is not a regular file (a link, a device or sparse); remove it")
     match = _KEY.fullmatch(name)
     if match is None:
         return
@@ -136,7 +136,7 @@ def _take(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path, samples
         return
     sample = samples.setdefault(key, _Sample())
     if suffix in sample.suffixes:
-        raise HddmError(f"{path}: holds {name} twice; each name once")
+        raise HddmError(f"{path}: holds {name} twice; remove one")
     sample.suffixes.add(suffix)
     if not is_text:
         if sample.image is not None:
