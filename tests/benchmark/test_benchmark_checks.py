@@ -94,7 +94,7 @@ def test_samples_that_diverge_are_named(
     chosen = settings(tables=[{"name": "models", "base": {"steps": 3, "router_temperature": 2}}])
     broken = torch.full((40, 1, 4, 4), torch.nan)
     monkeypatch.setattr("hddm.benchmark.samples.sample", lambda *_, **__: broken)
-    point = "strategy draw, router_temperature 2.0, solver euler, steps 3, num_images 40"
+    point = "strategy draw, solver euler, steps 3, router_temperature 2.0, num_images 40"
     with pytest.raises(HddmError, match=f"^model 'single model', seed 0, {point}: 40 images hold NaN or Inf"):
         run_inline(chosen, tmp_path / "out", miniature.data, jobs=jobs)
 

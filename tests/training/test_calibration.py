@@ -198,7 +198,7 @@ def test_classes_are_drawn_uniformly_and_what_stands_for_no_prompt_is_used_with_
     assert torch.equal(native_conditions(field, 40)["class_labels"], labels[:40])
     null = torch.arange(6.0).view(2, 3)
     field = VelocityField(*arguments, conditions=["text"], null_conditions={"text": null})
-    said = r"calibrated without text.*hddm\.calibration\.calibrate takes data with"
+    said = r"calibrated without text.*hddm\.training\.fitting\.calibrate takes data with"
     with pytest.warns(UserWarning, match=said):
         assert torch.equal(native_conditions(field, 4)["text"], null.expand(4, 2, 3))
     with pytest.raises(HddmError, match="its samples need text"):
