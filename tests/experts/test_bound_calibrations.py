@@ -39,7 +39,7 @@ def test_no_conversion_takes_over_a_calibration(ddpm_expert: Path, flow_expert: 
     expert = copied(ddpm_expert, tmp_path)
     shutil.copyfile(flow_expert / FILE_NAME, expert / FILE_NAME)
     before = contents(tmp_path)
-    message = rf"is not what was written, by its manifest\.json(?s:.*){FILE_NAME}: has changed"
+    message = rf"differs from its manifest\.json(?s:.*){FILE_NAME}: has changed"
     with pytest.raises(HddmError, match=message):
         write(plan(expert, Conversion()), tmp_path / "out")
     assert contents(tmp_path) == before
