@@ -47,7 +47,7 @@ def merge_experts(
         W = sum_k w_k W_k,   w_k >= 0,   sum_k w_k = 1
 
     in float64, and written in the dtype of the parts. ``weights`` are equal by default. Adapters are merged
-    into their bases first. Calibrations and weaker selves belong to other functions, and are left out. The
+    into their bases first. Calibrations and weak models belong to other functions, and are left out. The
     record has the hashes and weights of the parts, and their shard where all have one; components and all
     else are the first expert's.
 
@@ -61,7 +61,8 @@ def merge_experts(
     records = [one.record for one in parts if one.record is not None]
     named = list(zip(map(str, experts), records, strict=True))
     compare_experts(named, found)
-    for name in {name for name, _ in named if sum(other == name for other, _ in named) > 1}:
+    trained = [name for name, record in named if record.shard is not None]
+    for name in sorted({name for name in trained if trained.count(name) > 1}):
         found.differ(name, "is named twice; name it once")
     _compare(parts, named, found)
     found.refuse("these experts cannot be merged, and nothing was written:")
