@@ -58,6 +58,7 @@ from hddm.velocity import (
     VelocityField,
     can_guide,
     check_conditions,
+    check_label_range,
     check_names,
     check_times,
 )
@@ -482,7 +483,7 @@ class Ensemble:
             times: (batch,) in float64 on the CPU.
             choice: the weights, zero for an expert that does not cover its row's time.
             inputs: by expert, for the rows that it is chosen for.
-            then: the end of the step, a scalar on the CPU.
+            then: the end of the step, a scalar or (batch,), on the CPU.
 
         Nothing is read from the device.
         """
@@ -494,8 +495,9 @@ class Ensemble:
 
         def ask(k: int) -> Tensor:
             here, _ = parts[k]
-            own = x_t if here is None else x_t[here]
-            return self.experts[k].guided(own.to(mixed.dtype), times[choice.rows[k]], inputs[k], then)
+            own, rows = x_t if here is None else x_t[here], choice.rows[k]
+            end = then if then is None or then.ndim == 0 else then[rows]
+            return self.experts[k].guided(own.to(mixed.dtype), times[rows], inputs[k], end)
 
         found = dict(self.ask_each(list(parts), ask))
         # In one order, whoever ran first: sums round differently in another.
@@ -514,6 +516,14 @@ class Ensemble:
             following = [self.experts[k].network for k in waiting[place + 1 : place + 2]]
             bring(self.experts[index].network, *following)
             yield index, ask(index)
+
+    def check_range(self, labels: Tensor) -> None:
+        """Raise an `HddmError` for class labels (batch,), on the CPU, beyond the classes of all experts."""
+        nulls = [one.null_conditions[LABELS] for one in self.experts if LABELS in one.null_conditions]
+        # In the joint numbering, what is beyond the classes is no class.
+        beyond = [len(self.classes)] if self._joint.numbers is not None else list(map(int, nulls))
+        if self.classes:
+            check_label_range(labels, len(self.classes), max(beyond, default=None))
 
     def check_classes(self, choice: "Choice", labels: Tensor | None) -> None:
         """Raise an `HddmError` where an expert is chosen for a label (batch,), on the CPU, unknown to it."""

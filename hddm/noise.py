@@ -22,7 +22,7 @@ class Noise(Protocol):
     """Random numbers of the samples ``numbers``, in float32 (draws in float64), on the CPU."""
 
     def initial(self, numbers: Sequence[int], shape: Shape) -> Tensor:
-        """States (n, *shape) at t = 1."""
+        """States ``(n, *shape)`` at t = 1."""
         ...
 
     def draws(self, numbers: Sequence[int]) -> Tensor:
@@ -30,7 +30,7 @@ class Noise(Protocol):
         ...
 
     def fresh(self, numbers: Sequence[int], shape: Shape) -> Callable[[], Tensor]:
-        """A function that gives new noise (n, *shape) at every call."""
+        """A function that gives new noise ``(n, *shape)`` at every call."""
         ...
 
 
@@ -61,7 +61,7 @@ class Generated:
         generators: one for all, a list of ``num``, or None for torch's own.
         num: number of samples.
         shape: of the initial noise that is drawn before the experts are; () where they decide its shape.
-        latents: (num, *shape), in place of initial noise.
+        latents: ``(num, *shape)``, in place of initial noise.
     """
 
     def __init__(self, generators: Generators, num: int, shape: Shape, latents: Tensor | None = None) -> None:
@@ -113,12 +113,12 @@ class Latents:
 
 
 def initial_noise(seed: int, start: int, stop: int, shape: Shape) -> Tensor:
-    """Noise (stop - start, *shape) of samples ``start`` … ``stop`` - 1, in float32 on the CPU."""
+    """Noise ``(stop - start, *shape)`` of samples ``start`` … ``stop`` - 1, in float32 on the CPU."""
     return noise_of(seed, range(start, stop), shape)
 
 
 def noise_of(seed: int, indices: Iterable[int], shape: Shape, *stream: int) -> Tensor:
-    """Noise (n, *shape) of the samples of these indices, as `initial_noise`; ``stream`` is another one."""
+    """Noise ``(n, *shape)`` of the samples of these indices, as `initial_noise`; ``stream`` is another one."""
     return torch.stack([torch.randn(shape, generator=generator(seed, *stream, i)) for i in indices])
 
 

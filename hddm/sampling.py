@@ -438,15 +438,17 @@ def run(
         HddmError: as `Ensemble.velocity`.
     """
     x = _integrate(how, batch, on_step, stop, use)
-    if x.isfinite().all():
+    if x.isfinite().all() or stop():
         return x
     try:
-        _integrate(how, batch, is_checked=True)
+        _integrate(how, batch, stop=stop, is_checked=True)
     except NotFinite as error:
         plain = replace(how, guidance=_always(Guidance(1.0)), times=how.times[[0, -1]])
         is_guided = how.guidance().scale != 1
         error.by_guidance = is_guided and bool(_integrate(plain, batch).isfinite().all())
         raise
+    if stop():
+        return x
     raise NotFinite("samples are not finite though every velocity is: on_step changed them")
 
 
@@ -464,13 +466,16 @@ def _integrate(
         fresh = how.noise.fresh(batch.numbers, tuple(x.shape[1:]))
         solver = picture.rows(batch.rows).solver(solver, fresh)
     x = x.to(model.device, torch.promote_types(how.dtype, x.dtype))
+    if stop():
+        return x
     expert, above = batch.expert, 0
     if expert is None and model.commits_at is not None:
         above = int((times > model.commits_at + SAME).sum())
         if above:
             walk = _Walk(replace(how, model=model.under("full")), batch, None, on_step, stop, use, is_checked)
             x = solver(walk.velocity, x, times[: above + 1], walk.step)
-        if above == len(times) - 1 or stop():
+        # States that are not finite have no probabilities; the second pass finds who made them.
+        if above == len(times) - 1 or stop() or not x.isfinite().all():
             return x
         prior = posterior_of(model, x, float(times[above]), batch.asked)
         expert = pick_experts(prior, how.noise.draws(batch.numbers))
@@ -512,7 +517,8 @@ class _Walk:
         self.choice = None if expert is None else Choice.of(expert, len(how.model.experts))
         self.stopped: Tensor | None = None
         self.guidance: Guidance | None = None
-        self.asked: tuple[Tensor, ...] = ()
+        self.seen: tuple[tuple[Tensor, int], ...] = ()
+        """Conditions that were read, each with its version, which changes when it is changed in place."""
         self.inputs: tuple[Choice | None, dict[int, Inputs]] = None, {}
         """A choice, and the inputs of its experts."""
 
@@ -550,14 +556,17 @@ class _Walk:
     def _read_conditions(self) -> None:
         """Look at conditions and guidance again where a callback has changed them."""
         asked, guidance = self.batch.asked, self.how.guidance()
-        now = (*asked.given.values(), *asked.negative.values())
-        is_same = len(now) == len(self.asked) and all(a is b for a, b in zip(now, self.asked, strict=True))
+        now = tuple((one, one._version) for one in (*asked.given.values(), *asked.negative.values()))
+        pairs = zip(now, self.seen, strict=False)
+        is_same = len(now) == len(self.seen) and all(a is b and v == w for (a, v), (b, w) in pairs)
         if is_same and guidance == self.guidance:
             return
         model = self.how.model
         for branch in (asked.given, asked.negative):
             check_names(branch, model.conditions)
-        self.guidance, self.asked, self.inputs = guidance, now, (None, {})
+            if LABELS in branch:
+                model.check_range(branch[LABELS].cpu())
+        self.guidance, self.seen, self.inputs = guidance, now, (None, {})
         self.labels = asked.given[LABELS].cpu() if LABELS in asked.given else None
         if self.choice is not None and self.is_fixed:
             model.check_classes(self.choice, self.labels)

@@ -291,8 +291,19 @@ class Inputs:
         )
 
 
+def check_label_range(labels: Tensor, classes: int, null: int | None) -> None:
+    """Raise an `HddmError` for class labels (batch,) beyond the ``classes``; ``null`` stands for no class."""
+    largest = max(classes - 1, -1 if null is None else null)
+    if labels.is_floating_point() or not ((labels >= 0) & (labels <= largest)).all():
+        some = labels.flatten().tolist()[:8]
+        no_class = "" if null is None else f" ({null} is no class)"
+        raise HddmError(f"class_labels are whole numbers from 0 to {largest} here{no_class}, not {some}")
+
+
 class VelocityField:
     """An expert: a network with what it predicts, on which schedule, as a velocity field.
+
+    Ensembles and samplers call `guided`, which `velocity` calls after checks; a subclass overrides `guided`.
 
     Args:
         network: ``network(x, timestep, **conditions)``, x (batch, …), timestep (batch,), to a tensor
@@ -569,13 +580,8 @@ class VelocityField:
     def check_range(self, conditions: Mapping[str, Tensor]) -> None:
         """Raise an `HddmError` for class labels that the network has no embedding of."""
         labels, null = conditions.get("class_labels"), self.null_conditions.get("class_labels")
-        if labels is None or not self.classes:
-            return
-        largest = max(len(self.classes) - 1, -1 if null is None else int(null))
-        if labels.is_floating_point() or not ((labels >= 0) & (labels <= largest)).all():
-            some = labels.flatten().tolist()[:8]
-            no_class = "" if null is None else f" ({int(null)} is no class)"
-            raise HddmError(f"class_labels are whole numbers from 0 to {largest} here{no_class}, not {some}")
+        if labels is not None and self.classes:
+            check_label_range(labels, len(self.classes), None if null is None else int(null))
 
     def _with_null(self, conditions: Mapping[str, Tensor], x_t: Tensor) -> Mapping[str, Tensor]:
         """``conditions``, and the null value of each that is left out."""

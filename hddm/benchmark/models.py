@@ -228,7 +228,7 @@ class SeedModels:
         start, replayed = None, 0
         if model.begins_with is not None:
             (start,) = self.trainings(self.settings.model(model.begins_with))
-            replayed = len(read_manifest(start.shard).images) if model.replay else 0
+            replayed = len(read_manifest(start.shard).images) + start.replayed if model.replay else 0
         every = self.settings.training.checkpoint_every
         return Training(images, of, settings, start, replayed=replayed, checkpoint_every=every)
 

@@ -18,6 +18,7 @@ from hddm.experts.model_index import ROUTER
 from hddm.experts.parts import with_parts
 from hddm.experts.records import Expert, ExpertRecord, RouterRecord, without_adapter
 from hddm.networks.folders import Unread, cast, fitting
+from hddm.networks.identity import TextEncoderRecord
 from hddm.networks.offload import StoredNetwork
 from hddm.networks.transformers import RouterTransformer
 from hddm.networks.wrappers import EXPERT_NETWORKS, NetworkWrapper, described, interface_of
@@ -93,8 +94,14 @@ def unpacked(
         stated = {"time_scale": router.time_scale, "temperatures": router.temperatures}
         router = carrying(router.network, known.model_copy(update=stated))
     members = [Member(folder=f"experts/{k}", output=output) for k, output in enumerate(outputs)]
+    # The prior may have been set after the ensemble was made.
+    weights = model.prior.tolist()
+    parts = [replace(part, weight=one) for part, one in zip(model.parts, weights, strict=True)]
+    known = {part.text_encoder for part in parts} - {None}
+    if len(known) > 1 and not all(isinstance(one, TextEncoderRecord) for one in known):
+        raise HddmError("text_encoder= of these parts differs; a folder records it by a TextEncoderRecord")
     record = EnsembleRecord(
-        experts=tuple(with_parts(members, named, model.parts)),
+        experts=tuple(with_parts(members, named, parts)),
         router=kind,
         evidence=evidence,
         strategy=model.strategy,

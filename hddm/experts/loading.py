@@ -211,10 +211,16 @@ def read_known(folder: Path, facts: EnsembleRecord, chosen: Sequence[int]) -> di
     folders = [folder / member.folder for member in facts.experts]
     there = [k for k, one in enumerate(folders) if k in chosen or (one / EXPERT_FILE).exists()]
     shares = [member.share for member in facts.experts]
-    if len(there) < len(folders) and None in shares and set(shares) != {None}:
-        missing = next(one for k, one in enumerate(folders) if k not in there)
+    known = dict(zip(there, read_records([folders[k] for k in there]), strict=True))
+    if len(there) == len(folders):
+        return known
+    missing = next(one for k, one in enumerate(folders) if k not in there)
+    is_sized = all(record.shard is not None for _, record in known.values())
+    if None in shares and (set(shares) != {None} or not is_sized):
         raise HddmError(f"{missing}: is not there, and the shares of the other experts depend on its shard")
-    return dict(zip(there, read_records([folders[k] for k in there]), strict=True))
+    if second := [name for name in components_in(folder) if name not in KEPT]:
+        raise HddmError(f"{missing}: is not there, and its record says who uses {second[0]}")
+    return known
 
 
 def _subset(

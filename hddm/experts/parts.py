@@ -20,7 +20,7 @@ from hddm.ensemble import Part, numbered_by_first
 from hddm.experts.compatibility import Findings, Named, takes_text
 from hddm.experts.ensemble_folders import Member
 from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord
-from hddm.networks.identity import TextEncoderRecord
+from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.routers import Topic
 from hddm.utils.records import WHOLE, read_record
 
@@ -216,9 +216,14 @@ def with_parts(members: Sequence[Member], experts: Sequence[Named], parts: Seque
     members = [
         member.model_copy(
             update={
-                "vae": part.vae if record.vae is None and part.vae != vae else member.vae,
+                # An identity that is no record tells experts apart in memory alone.
+                "vae": part.vae
+                if record.vae is None and part.vae != vae and isinstance(part.vae, VaeRecord)
+                else member.vae,
                 "text_encoder": part.text_encoder
-                if record.text_encoder is None and part.text_encoder != text
+                if record.text_encoder is None
+                and part.text_encoder != text
+                and isinstance(part.text_encoder, TextEncoderRecord)
                 else member.text_encoder,
             }
         )

@@ -200,7 +200,7 @@ def verify_expert(
         return Verification(folder, files, (*foreign, *_lines(error)), tuple(notes))
     problems = [*_provenance(record), *foreign]
     if unread.calibration is None and record.sampling_steps is None and record.source is None:
-        notes.append(f"{CALIBRATION}: is not there; training writes one, hddm calibrate another")
+        notes.append(f"{CALIBRATION}: is missing; hddm calibrate makes one")
     judged = Judged()
     if shard is not None and not problems:
         try:

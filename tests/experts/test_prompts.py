@@ -499,6 +499,9 @@ def test_of_two_latent_spaces_either_can_go(two_encoders: Path, tmp_path: Path, 
         weights = "diffusion_pytorch_model.safetensors"
         one = (tmp_path / f"without_{k}" / "vae" / weights).read_bytes()
         assert one == (tmp_path / "both" / kept / weights).read_bytes()
+    # Which VAE is whose follows from the records of all experts.
+    shutil.rmtree(tmp_path / "both" / "experts" / "0")
+    assert "experts/0: is not there" in refusal(load_ensemble, tmp_path / "both", experts=[1])
 
 
 def _one_of_another_partition(

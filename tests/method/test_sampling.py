@@ -8,7 +8,18 @@ from hddm.ensemble import Ensemble
 from hddm.expert_use import ExpertUse
 from hddm.networks.transformers import ExpertTransformer
 from hddm.noise import initial_noise
-from hddm.sampling import draw_experts, sample, time_grid
+from hddm.sampling import (
+    Batch,
+    Conditions,
+    NotFinite,
+    batches,
+    draw_experts,
+    integrate,
+    plan,
+    run,
+    sample,
+    time_grid,
+)
 from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
@@ -231,3 +242,49 @@ def test_what_a_network_cannot_take_is_refused_by_its_shape() -> None:
         field.velocity(torch.zeros(1, 4, 8, 8), torch.tensor([0.5]))
     with pytest.raises(HddmError, match=r"schedule is 'linear': pass one of hddm\.schedules"):
         VelocityField(network, "linear", "epsilon")
+
+
+def test_labels_beyond_the_classes_are_refused_on_every_way_in() -> None:
+    nulls, classes = {"class_labels": torch.tensor(2)}, ("cat", "dog")
+    field = ConditionSum().field("class_labels", null_conditions=nulls, classes=classes, sample_shape=SHAPE)
+    good, wrong = torch.tensor([0, 1]), torch.tensor([0, 9])
+    with pytest.raises(HddmError, match="whole numbers from 0 to 2"):
+        sample(field, 2, class_labels=good, guidance_scale=2.0, negative={"class_labels": wrong})
+    with pytest.raises(HddmError, match="whole numbers from 0 to 2"):
+        integrate(field, torch.zeros(2, *SHAPE), time_grid(2), conditions={"class_labels": wrong})
+    with pytest.raises(HddmError, match="whole numbers from 0 to 2"):
+        sample(Ensemble([field, field], strategy="draw"), 2, class_labels=wrong, prior=torch.ones(2, 2) / 2)
+
+
+def test_an_expert_that_breaks_is_named_under_every_strategy() -> None:
+    def broken(y: Tensor, time: Tensor) -> Tensor:
+        return torch.where((time > 0.94)[:, None, None, None], torch.nan, y)
+
+    fields = [VelocityField(broken, LinearSchedule(), "flow_prediction", sample_shape=SHAPE)] * 2
+    for strategy in ("draw", "full", "commit-0.9"):
+        ensemble = Ensemble(fields, lambda x, t: x.new_full((len(x), 2), 0.5), strategy)
+        with pytest.raises(NotFinite, match=r"velocity of expert 0"):
+            sample(ensemble, 4, steps=20)
+
+
+def test_a_condition_that_a_callback_changes_in_place_counts_for_whoever_makes_the_sample() -> None:
+    field = ConditionSum().field("h", sample_shape=SHAPE)
+    for experts in (1, 2):
+        how = plan(Ensemble([field] * experts, strategy="draw"), steps=2, solver="euler")
+        (batch,) = batches(how, range(8), Conditions({"h": torch.ones(8)}), 8)
+
+        def on_step(index: int, x: Tensor, batch: Batch = batch) -> Tensor:
+            batch.asked.given["h"].mul_(0)
+            return x
+
+        # One of two steps of length 1/2 is made with a velocity of 1.
+        made, noise = run(how, batch, on_step), initial_noise(0, 0, 8, SHAPE)
+        torch.testing.assert_close(made, noise - 0.5)
+
+
+def test_a_stop_that_is_there_before_the_first_step_runs_no_network() -> None:
+    network = ConditionSum()
+    how = plan(network.field(sample_shape=SHAPE), steps=2)
+    (batch,) = batches(how, range(2), Conditions(), 2)
+    assert torch.equal(run(how, batch, stop=lambda: True), initial_noise(0, 0, 2, SHAPE))
+    assert not network.states
