@@ -75,7 +75,7 @@ class Piece:
     def job(self) -> Job:
         chosen = canonical(self.point, self.source.is_single)
         settings = chosen.model_dump(mode="json", exclude={"num_images"})
-        # Both so that samples are still found that were drawn before guidance by a weaker self was there, and
+        # Both so that samples are still found that were drawn before guidance by a weak model was there, and
         # when there were several conversions.
         if chosen.guide_by == "condition":
             del settings["guide_by"]

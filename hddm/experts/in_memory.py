@@ -185,7 +185,7 @@ def storable(expert: Expert, field: VelocityField) -> Expert:
     """The expert of a field as its folder records it.
 
     Raises `HddmError` for a network of another class than `EXPERT_NETWORKS`, or one that was changed; for a
-    schedule, conditions, null values, a calibration or a weaker self that a folder cannot hold.
+    schedule, conditions, null values, a calibration or a weak model that a folder cannot hold.
     """
     if type(field) is not VelocityField:
         raise HddmError(f"is a {type(field).__name__}, and a folder holds a VelocityField")
@@ -244,9 +244,9 @@ def _refuse_weak(field: VelocityField, weak: VelocityField) -> None:
     _refuse_network(_bare(weak.network))
     for name in ("prediction_type", "time_scale", "calibration"):
         if getattr(field, name) is not getattr(weak, name) and getattr(field, name) != getattr(weak, name):
-            raise HddmError(f"its weaker self has another {name}, and a folder holds other weights alone")
+            raise HddmError(f"its weak model has another {name}, and a folder holds other weights alone")
     same = [(type(one), dict(one.config)) for one in (_bare(field.network), _bare(weak.network))]
     if field.schedule.config != weak.schedule.config or same[0] != same[1]:
         raise HddmError(
-            "its weaker self has another schedule or network, and a folder holds other weights alone"
+            "its weak model has another schedule or network, and a folder holds other weights alone"
         )

@@ -297,7 +297,7 @@ def calibrated_on(shard: Shard, field: VelocityField, given: Mapping[str, Tensor
 
 
 def weak_of(network: ModelMixin, fitted: Fitted) -> Unread[ModelMixin] | None:
-    """The weaker self that a training of ``network`` kept, if any."""
+    """The weak model that a training of ``network`` kept, if any."""
     return unread_as(network, fitted.weak) if fitted.weak else None
 
 

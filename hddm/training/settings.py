@@ -73,7 +73,7 @@ TimeSampling = Literal["uniform", "logit-normal"]
 Prediction = Literal["epsilon", "sample", "v_prediction", "flow_prediction"]
 Size = Annotated[str, AfterValidator(_known_size)]
 WEAK_AT = 0.25
-"""Share of the steps after which a weaker self is kept, unless another one is asked for."""
+"""Share of the steps after which a weak model is kept, unless another one is asked for."""
 MUON_RATE = 0.02
 """Of Muon, unless another one is asked for."""
 LONGEST_WARMUP = 100
@@ -202,7 +202,7 @@ class ExpertSettings(DenoiserSettings):
     class_conditional: bool = False
     text_conditional: bool = False
     weak_at: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Share of the steps after which the averages are kept as a weaker self to guide by; 0 for none, None is
+    """Share of the steps after which the averages are kept as a weak model to guide by; 0 for none, None is
     `WEAK_AT` for a new network, and 0 for one that goes on."""
     lora_rank: Positive | None = None
     """Rank of an adapter trained in place of all weights (`hddm.training.lora`); needs an init."""
@@ -210,7 +210,7 @@ class ExpertSettings(DenoiserSettings):
     """Scale of the adapter's product, as alpha/rank; None is the rank."""
 
     def with_defaults(self, is_new: bool) -> Self:
-        """Fill in the weaker self too, and a new network's weighting."""
+        """Fill in the weak model too, and a new network's weighting."""
         filled = super().with_defaults(is_new)
         found: dict[str, Any] = {}
         if self.weak_at is None:

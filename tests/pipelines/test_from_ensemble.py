@@ -282,7 +282,7 @@ UNSTORABLE: dict[str, tuple[Callable[[], hddm.VelocityField], str]] = {
     "nulls": (lambda: _field(null_conditions={"caption": torch.zeros(1)}), r"null values of \['caption'\]"),
     "weak": (
         lambda: _field(weak=_field(time_scale=2.0)),
-        "its weaker self has another time_scale, and a folder holds other weights alone",
+        "its weak model has another time_scale, and a folder holds other weights alone",
     ),
     "weak class": (lambda: _field(weak=_field(Own(0))), "its network is a Own"),
 }
