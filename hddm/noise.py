@@ -118,7 +118,7 @@ def initial_noise(seed: int, start: int, stop: int, shape: Shape) -> Tensor:
 
 
 def noise_of(seed: int, indices: Iterable[int], shape: Shape, *stream: int) -> Tensor:
-    """Noise ``(n, *shape)`` of the samples of these indices, as `initial_noise`; ``stream`` is another one."""
+    """Noise ``(n, *shape)`` of these samples, as `initial_noise`; ``stream`` is another one."""
     return torch.stack([torch.randn(shape, generator=generator(seed, *stream, i)) for i in indices])
 
 
