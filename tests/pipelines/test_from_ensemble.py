@@ -137,6 +137,13 @@ def test_networks_are_shared_and_move_along() -> None:
         assert "an expert was built in memory" in refusal(offload, device="cpu")
 
 
+def test_a_prior_that_was_set_later_is_saved(tmp_path: Path) -> None:
+    ensemble = _by_hand([0.1, 0.9])
+    ensemble.prior = torch.tensor([0.3, 0.7], dtype=torch.float64)
+    _pipeline(ensemble).save_pretrained(tmp_path / "saved")
+    torch.testing.assert_close(load_ensemble(tmp_path / "saved").prior, ensemble.prior)
+
+
 def test_an_ensemble_by_hand_is_saved_and_comes_back(tmp_path: Path) -> None:
     """Weights bit for bit; on some CPUs samples are rounded by where in memory these lie."""
     ensemble = _by_hand([0.1, 0.9])
