@@ -40,11 +40,6 @@ class ExpertUse:
         for name, tally in self._tallies.items():
             tally.copy_(torch.tensor(values[name], dtype=tally.dtype))
 
-    def add_all(self, other: "ExpertUse") -> None:
-        """Count all that another tally of the same experts has counted."""
-        for name, tally in self._tallies.items():
-            tally += other._tallies[name]
-
     @property
     def _tallies(self) -> dict[str, Tensor]:
         return {"weight": self._weight, "runs": self._runs, "samples": self._samples}

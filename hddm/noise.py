@@ -44,7 +44,9 @@ class Seeded:
         return noise_of(self.seed, numbers, shape)
 
     def draws(self, numbers: Sequence[int]) -> Tensor:
-        return uniform_draws(self.seed, numbers)
+        # The second key keeps this stream apart from the noise of the same sample.
+        streams = [generator(self.seed, i, 1) for i in numbers]
+        return torch.stack([torch.rand((), generator=one, dtype=torch.float64) for one in streams])
 
     def fresh(self, numbers: Sequence[int], shape: Shape) -> Callable[[], Tensor]:
         streams = [generator(self.seed, i, 2) for i in numbers]
@@ -120,13 +122,6 @@ def initial_noise(seed: int, start: int, stop: int, shape: Shape) -> Tensor:
 def noise_of(seed: int, indices: Iterable[int], shape: Shape, *stream: int) -> Tensor:
     """Noise ``(n, *shape)`` of these samples, as `initial_noise`; ``stream`` is another one."""
     return torch.stack([torch.randn(shape, generator=generator(seed, *stream, i)) for i in indices])
-
-
-def uniform_draws(seed: int, indices: Iterable[int]) -> Tensor:
-    """Numbers in [0, 1), one per sample, in float64 on the CPU."""
-    # The second key keeps this stream apart from the noise of the same sample.
-    streams = [generator(seed, i, 1) for i in indices]
-    return torch.stack([torch.rand((), generator=stream, dtype=torch.float64) for stream in streams])
 
 
 def _normal(shape: Shape, generator: torch.Generator | None) -> Tensor:

@@ -177,6 +177,11 @@ class Batch:
     kind: int = 0
     """An expert of the kind that the samples are of."""
 
+    @classmethod
+    def of(cls, num: int, asked: Conditions, expert: Tensor | None) -> "Batch":
+        """Samples 0 … ``num`` - 1; ``expert`` (num,) is the one of each, None where they are mixed."""
+        return cls(torch.arange(num), range(num), asked, expert)
+
     def part(self, rows: Tensor) -> "Batch":
         """The samples in these places of the batch (n,)."""
         numbers = [self.numbers[row] for row in rows.tolist()]
@@ -561,13 +566,13 @@ class _Walk:
         is_same = len(now) == len(self.seen) and all(a is b and v == w for (a, v), (b, w) in pairs)
         if is_same and guidance == self.guidance:
             return
-        model = self.how.model
+        model, labels = self.how.model, list[Tensor | None]()
         for branch in (asked.given, asked.negative):
             check_names(branch, model.conditions)
-            if LABELS in branch:
-                model.check_range(branch[LABELS].cpu())
-        self.guidance, self.seen, self.inputs = guidance, now, (None, {})
-        self.labels = asked.given[LABELS].cpu() if LABELS in asked.given else None
+            labels.append(branch[LABELS].cpu() if LABELS in branch else None)
+            if labels[-1] is not None:
+                model.check_range(labels[-1])
+        self.guidance, self.seen, self.inputs, self.labels = guidance, now, (None, {}), labels[0]
         if self.choice is not None and self.is_fixed:
             model.check_classes(self.choice, self.labels)
         else:
@@ -629,14 +634,8 @@ def integrate(
     if expert is None and how.model.strategy == "draw" and len(how.model.experts) == 1:
         expert = torch.zeros(len(x), dtype=torch.long)
     asked = Conditions(dict(conditions or {}), dict(negative or {}))
-    numbers = range(len(x))
     how = replace(how, shape=tuple(x.shape[1:]))
-    return run(
-        how,
-        Batch(torch.arange(len(x)), numbers, asked, None if expert is None else expert.cpu()),
-        on_step,
-        stop,
-    )
+    return run(how, Batch.of(len(x), asked, None if expert is None else expert.cpu()), on_step, stop)
 
 
 @torch.no_grad()

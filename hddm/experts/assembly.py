@@ -20,7 +20,6 @@ from hddm.experts.compatibility import (
     compare_domains,
     compare_experts,
     compare_shards,
-    match_router,
     note_overlaps,
 )
 from hddm.experts.components import arrange
@@ -39,7 +38,15 @@ from hddm.experts.ensemble_folders import (
 )
 from hddm.experts.lora import BASES, bases_in
 from hddm.experts.model_index import COMPONENTS, MODEL_INDEX, ROUTER
-from hddm.experts.parts import by_domain, class_lists, class_shares_of, domains_of, read_records, weights_of
+from hddm.experts.parts import (
+    by_domain,
+    class_lists,
+    class_shares_of,
+    domains_of,
+    read_records,
+    router_outputs,
+    weights_of,
+)
 from hddm.experts.records import (
     FILES,
     ROUTER_FILE,
@@ -259,8 +266,9 @@ def _compared(
     """Components by name, and ``members`` with their outputs of the router; differences go into ``found``."""
     lists, is_drawn = class_lists(members, experts), routing.folder is None and routing.evidence is None
     others = compare_experts(experts, found, is_drawn)
-    one_each = by_domain(experts, domains)
-    compare_shards(one_each, by_domain([member.share for member in members], domains), found)
+    compare_shards(
+        by_domain(experts, domains), by_domain([member.share for member in members], domains), found
+    )
     for name in others:
         found.differ(name, "so it can be drawn, without a router, and not mixed")
     compare_domains(experts, domains, lists, found)
@@ -268,12 +276,8 @@ def _compared(
     parts, members = arrange(folders, members, experts, given, own, stay, found)
     if routing.folder is not None:
         router, known = open_router(routing.folder)
-        total, settled = (
-            router.network.config.num_experts,
-            by_domain([one.output for one in members], domains),
-        )
-        outputs = match_router(one_each, settled, known, total, found, str(routing.folder))
-        of = dict(zip(dict.fromkeys(domains), outputs, strict=False))
+        total, name = router.network.config.num_experts, str(routing.folder)
+        of = router_outputs(members, experts, domains, known, total, found, name)
         for k, (member, (_, record)) in enumerate(zip(members, experts, strict=True)):
             is_found = record.shard is not None and bool(known.shard_hashes)
             members[k] = member.model_copy(update={"output": None if is_found else of.get(domains[k])})

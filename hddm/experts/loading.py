@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hddm.ensemble import Ensemble, Strategy
-from hddm.experts.compatibility import Findings, Named, match_router
+from hddm.experts.compatibility import Findings, Named
 from hddm.experts.ensemble_folders import (
     ENSEMBLE_FILE,
     MOMENTS,
@@ -31,11 +31,11 @@ from hddm.experts.lora import bases_in, refuse_base
 from hddm.experts.model_index import KEPT, ROUTER, ClassName, numbered
 from hddm.experts.paris import is_paris, paris_experts, paris_router
 from hddm.experts.parts import (
-    by_domain,
     domains_of,
     encoders_of,
     parts_of,
     read_records,
+    router_outputs,
     topics_of,
     with_parts,
 )
@@ -292,10 +292,8 @@ def ensemble_of(experts: ExpertSet, router: Callable[..., Tensor] | None) -> Ens
         if not isinstance(known := router.record, RouterRecord):
             raise HddmError("a router needs its router_facts, which say how it counts time")
         domains, total, found = domains_of(facts.experts, named), router.config.num_experts, Findings()
-        settled = by_domain([member.output for member in facts.experts], domains)
-        placed = match_router(by_domain(named, domains), settled, known, total, found)
+        of = router_outputs(facts.experts, named, domains, known, total, found)
         found.refuse("the parts of this ensemble do not fit together; assemble it anew:")
-        of = dict(zip(dict.fromkeys(domains), placed, strict=True))
         outputs = [of[domain] for domain in domains]
         in_order = outputs == list(range(total))
         route = Router(router, known.time_scale, known.temperatures, None if in_order else outputs, weights)

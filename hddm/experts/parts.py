@@ -17,9 +17,9 @@ import torch
 
 from hddm.classes import join_classes
 from hddm.ensemble import Part, numbered_by_first
-from hddm.experts.compatibility import Findings, Named, takes_text
+from hddm.experts.compatibility import Findings, Named, match_router, takes_text
 from hddm.experts.ensemble_folders import Member
-from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord
+from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord, RouterRecord
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.routers import Topic
 from hddm.utils.records import WHOLE, read_record
@@ -49,6 +49,22 @@ def domains_of(members: Sequence[Member], experts: Sequence[Named]) -> tuple[int
 def by_domain(values: Sequence[Value], domains: Sequence[int]) -> list[Value]:
     """The first expert's value in each domain."""
     return [values[k] for k in dict.fromkeys(domains)]
+
+
+def router_outputs(
+    members: Sequence[Member],
+    experts: Sequence[Named],
+    domains: Sequence[int],
+    router: RouterRecord,
+    total: int,
+    found: Findings,
+    name: str = "router",
+) -> dict[int, int]:
+    """The router's output by domain; arguments and differences as in `match_router`."""
+    stated = by_domain([member.output for member in members], domains)
+    placed = match_router(by_domain(experts, domains), stated, router, total, found, name)
+    # There are fewer where differences were found.
+    return dict(zip(dict.fromkeys(domains), placed, strict=False))
 
 
 def weights_of(
@@ -216,15 +232,13 @@ def with_parts(members: Sequence[Member], experts: Sequence[Named], parts: Seque
     members = [
         member.model_copy(
             update={
+                name: own
+                for name, own, taken, kind in (
+                    ("vae", part.vae, vae, VaeRecord),
+                    ("text_encoder", part.text_encoder, text, TextEncoderRecord),
+                )
                 # An identity that is no record tells experts apart in memory alone.
-                "vae": part.vae
-                if record.vae is None and part.vae != vae and isinstance(part.vae, VaeRecord)
-                else member.vae,
-                "text_encoder": part.text_encoder
-                if record.text_encoder is None
-                and part.text_encoder != text
-                and isinstance(part.text_encoder, TextEncoderRecord)
-                else member.text_encoder,
+                if getattr(record, name) is None and own != taken and isinstance(own, kind)
             }
         )
         for member, (_, record), part, vae, text in zip(members, experts, parts, vaes, texts, strict=True)

@@ -240,7 +240,6 @@ class Worker:
                 guidance=first.guidance,
                 noise=Latents(x),
             )
-            every = torch.arange(len(x))
             asked = Conditions(conditions, negative)
 
             def on_step(index: int, x: Tensor) -> Tensor:
@@ -250,7 +249,7 @@ class Worker:
 
             values = run(
                 how,
-                Batch(every, every.tolist(), asked, torch.zeros_like(every)),
+                Batch.of(len(x), asked, torch.zeros(len(x), dtype=torch.long)),
                 on_step,
                 # Clients that left cost nothing more, once all of a batch have.
                 stop=lambda: all(one.done.done() for one in batch),

@@ -256,8 +256,8 @@ class SampleGrids:
         steps = STEPS if field.sampling_steps is None else None
         how = plan(field, steps=steps, part=field.noise_range, noise=Latents(x))
         asked = Conditions(self._conditions).map(lambda value: value.to(field.device))
-        every = torch.arange(self._num)
-        x = run(how, Batch(every, every.tolist(), asked, torch.zeros_like(every)), stop=report.should_stop)
+        alone = Batch.of(self._num, asked, torch.zeros(self._num, dtype=torch.long))
+        x = run(how, alone, stop=report.should_stop)
         if low > 0:
             with torch.no_grad():
                 given: dict[str, Any] = asked.given
