@@ -4,7 +4,7 @@
 in the order in which diffusers' pipelines draw it. `Latents` are states that the caller provides.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,7 +41,8 @@ class Seeded:
     seed: int = 0
 
     def initial(self, numbers: Sequence[int], shape: Shape) -> Tensor:
-        return noise_of(self.seed, numbers, shape)
+        streams = [generator(self.seed, i) for i in numbers]
+        return torch.stack([torch.randn(shape, generator=one) for one in streams])
 
     def draws(self, numbers: Sequence[int]) -> Tensor:
         # The second key keeps this stream apart from the noise of the same sample.
@@ -114,23 +115,11 @@ class Latents:
         return self.other.fresh(numbers, shape)
 
 
-def initial_noise(seed: int, start: int, stop: int, shape: Shape) -> Tensor:
-    """Noise ``(stop - start, *shape)`` of samples ``start`` … ``stop`` - 1, in float32 on the CPU."""
-    return noise_of(seed, range(start, stop), shape)
-
-
-def noise_of(seed: int, indices: Iterable[int], shape: Shape, *stream: int) -> Tensor:
-    """Noise ``(n, *shape)`` of these samples, as `initial_noise`; ``stream`` is another one."""
-    return torch.stack([torch.randn(shape, generator=generator(seed, *stream, i)) for i in indices])
-
-
 def _normal(shape: Shape, generator: torch.Generator | None) -> Tensor:
-    return torch.randn(shape, generator=generator, device=_device(generator)).cpu()
+    return torch.randn(shape, generator=generator, device=getattr(generator, "device", None)).cpu()
 
 
 def _uniform(shape: Shape, generator: torch.Generator | None) -> Tensor:
-    return torch.rand(shape, generator=generator, device=_device(generator), dtype=torch.float64).cpu()
-
-
-def _device(generator: torch.Generator | None) -> torch.device | None:
-    return None if generator is None else generator.device
+    return torch.rand(
+        shape, generator=generator, device=getattr(generator, "device", None), dtype=torch.float64
+    ).cpu()

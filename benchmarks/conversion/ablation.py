@@ -23,8 +23,9 @@ from hddm.data.images import to_bytes
 from hddm.ensemble import Ensemble
 from hddm.experts.assembly import assemble
 from hddm.experts.loading import load
-from hddm.noise import initial_noise
-from hddm.sampling import draw_experts, sample
+from hddm.noise import Seeded
+from hddm.running import pick_experts
+from hddm.sampling import sample
 from hddm.schedules import from_diffusers
 from hddm.training.calibrate import recalibrate
 from hddm.training.expert import train_expert
@@ -169,8 +170,8 @@ def ddim_samples(
     batches = []
     for start in range(0, num, BATCH):
         stop = min(start + BATCH, num)
-        expert = draw_experts(ensemble.prior, seed, start, stop)
-        x = initial_noise(seed, start, stop, ensemble.sample_shape)
+        expert = pick_experts(ensemble.prior, Seeded(seed).draws(range(start, stop)))
+        x = Seeded(seed).initial(range(start, stop), ensemble.sample_shape)
         for k, field in enumerate(ensemble.experts):
             rows = (expert == k).nonzero()[:, 0]
             scheduler = DDIMScheduler.from_config(DDPM_LINEAR, timestep_spacing=spacing)

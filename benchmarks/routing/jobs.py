@@ -16,7 +16,7 @@ from hddm.data.images import to_bytes
 from hddm.data.shard_records import find_shards
 from hddm.data.shards import load_shard
 from hddm.ensemble import Ensemble, Part
-from hddm.expert_use import ExpertUse
+from hddm.evaluation.expert_use import ExpertUse
 from hddm.experts.loading import load
 from hddm.experts.records import read_router
 from hddm.routers import Router

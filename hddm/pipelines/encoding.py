@@ -14,7 +14,7 @@ from hddm.networks.text_encoder import Embedded, embed
 from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.pipelines.offloading import Offloading
 from hddm.routers import PromptRouter
-from hddm.sampling import Conditions
+from hddm.running import Conditions
 from hddm.utils.errors import HddmError
 from hddm.utils.records import composed
 from hddm.velocity import check_labels

@@ -22,8 +22,9 @@ from torch import Tensor
 from hddm.ensemble import Ensemble
 from hddm.experts.loading import open_ensemble
 from hddm.networks.offload import bring
-from hddm.noise import Latents, noise_of
-from hddm.sampling import Batch, Conditions, plan, run
+from hddm.noise import Latents, Seeded
+from hddm.running import Batch, Conditions, run
+from hddm.sampling import plan
 from hddm.serving.answers import Refusal
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.tensors import available_device
@@ -231,7 +232,7 @@ class Worker:
         else:
             assert expert.sample_shape is not None
             drawn = [job for job in jobs if isinstance(job, SampleJob)]
-            x = torch.cat([noise_of(job.seed, job.indices, expert.sample_shape) for job in drawn])
+            x = torch.cat([Seeded(job.seed).initial(job.indices, expert.sample_shape) for job in drawn])
             how = plan(
                 expert,
                 steps=first.steps,

@@ -16,7 +16,8 @@ from hddm.classes import LABELS
 from hddm.ensemble import Ensemble
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.routers import Router
-from hddm.sampling import Conditions, batches, plan, run
+from hddm.running import Conditions, run
+from hddm.sampling import batches, plan
 from hddm.schedules import LinearSchedule, Schedule
 from hddm.velocity import Guidance, VelocityField
 from tests.cases import case_named, in_parts

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hddm.ensemble import Ensemble, Strategy, sparse_weights
-from hddm.expert_use import ExpertUse
+from hddm.evaluation.expert_use import ExpertUse
 from hddm.sampling import sample
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
