@@ -65,7 +65,7 @@ docs/notes/bounded-gain.md.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -74,15 +74,10 @@ from safetensors.torch import save_file
 from scipy.linalg import eigh
 from torch import Tensor
 
+from hddm.conditions import within
 from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError
-from hddm.utils.tensors import (
-    read_header,
-    read_safetensors,
-    refuse_non_finite,
-    sent,
-    to_float64,
-)
+from hddm.utils.tensors import read_header, read_safetensors, refuse_non_finite, sent, to_float64
 
 FILE_NAME = "calibration.safetensors"
 RECORD_KEY = "calibrated_on"
@@ -134,14 +129,11 @@ class Moments:
         return cls(mean.float(), directions.float().contiguous(), kept.float(), means)
 
     def to(self, like: Tensor) -> "Moments":
-        """The same moments in the dtype and on the device of ``like``, sent there once.
-
-        Class means stay where they are.
-        """
+        """The same moments in the dtype and on the device of ``like``, sent there once."""
         key = (like.device, like.dtype)
         if key not in self._sent:
-            own = (self.mean.to(like), self.basis.to(like), self.variances.to(like))
-            self._sent[key] = Moments(*own, self.class_means)
+            means = None if self.class_means is None else self.class_means.to(like)
+            self._sent[key] = Moments(self.mean.to(like), self.basis.to(like), self.variances.to(like), means)
         return self._sent[key]
 
     def mean_of(self, labels: Tensor | None) -> Tensor:
@@ -151,10 +143,8 @@ class Moments:
         """
         if labels is None or self.class_means is None:
             return self.mean
-        rows = labels.to(self.class_means.device).long()
-        known = (rows >= 0) & (rows < len(self.class_means))
-        means = self.class_means[torch.where(known, rows, 0)].to(self.mean)
-        return torch.where(known[:, None].to(self.mean.device), means, self.mean)
+        is_class, rows = within(labels.to(self.mean.device), len(self.class_means))
+        return torch.where(is_class[:, None], self.class_means[rows], self.mean)
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Coordinates (N, r) of ``x`` (N, D) along the basis, and what is left of it (N, D)."""
@@ -165,25 +155,17 @@ class Moments:
         """v_gauss (N, D) for ``x_t`` (N, D) at ``t`` (N,) and their ``labels`` (N,)."""
         t, mean = t[:, None], self.mean_of(labels)
         gain = (t - (1 - t) * self.variances) / ((1 - t) ** 2 * self.variances + t**2)
-        along, rest = self.split(self._centred(x_t, t, mean))
+        along, rest = self.split(x_t - (1 - t) * mean)
         return (gain[:, :-1] * along) @ self.basis.T + gain[:, -1:] * rest - mean
 
     def log_likelihood(self, x_t: Tensor, t: Tensor) -> Tensor:
         """Log N(x_t; (1 - t) m, (1 - t)² C + t² I), (N,), without its constant D/2 log(2 pi)."""
         t = t[:, None]
         variances = (1 - t) ** 2 * self.variances + t**2
-        along, rest = self.split(self._centred(x_t, t, self.mean))
+        along, rest = self.split(x_t - (1 - t) * self.mean)
         squares = (along.square() / variances[:, :-1]).sum(1) + rest.square().sum(1) / variances[:, -1]
         others = len(self.mean) - self.basis.shape[1]
         return -(squares + variances[:, :-1].log().sum(1) + others * variances[:, -1].log()) / 2
-
-    def _centred(self, x_t: Tensor, t: Tensor, mean: Tensor) -> Tensor:
-        if x_t.shape[1] != len(self.mean):
-            # Callers that know the size that was asked for name it.
-            raise ValueError(
-                f"its calibration is for samples of {len(self.mean)} numbers, not of {x_t.shape[1]}"
-            )
-        return x_t - (1 - t) * mean
 
     def directions(self, t: Tensor) -> Tensor:
         """Number of directions (N,) that tell data from noise: the sum of (1 - t)² C / ((1 - t)² C + t²)."""
@@ -291,35 +273,28 @@ class Calibration:
         path = folder / FILE_NAME
         if not path.exists():
             return None
-        tensors = read_safetensors(path)
-        missing = {"mean", "basis", "variances", "times", "weights"} ^ (set(tensors) - {"class_means"})
-        if missing:
-            raise HddmError(
-                f"{path}: missing or unknown tensors {sorted(missing)}; delete it and run hddm calibrate"
-            )
+        tensors, remedy = read_safetensors(path), "delete it and run hddm calibrate"
+        if odd := {"mean", "basis", "variances", "times", "weights"} ^ (set(tensors) - {"class_means"}):
+            raise HddmError(f"{path}: missing or unknown tensors {sorted(odd)}; {remedy}")
         for name, tensor in tensors.items():
             if tensor.dtype != torch.float32:
-                raise HddmError(
-                    f"{path}: {name!r} is {tensor.dtype}, not float32; delete it and run hddm calibrate"
-                )
+                raise HddmError(f"{path}: {name!r} is {tensor.dtype}, not float32; {remedy}")
         refuse_non_finite(path, tensors)
         moments = Moments(*map(tensors.get, ("mean", "basis", "variances", "class_means")))  # type: ignore[arg-type]
         found = cls(moments, tensors["times"], tensors["weights"], calibration_record(folder))
         if wrong := found._wrong():
-            raise HddmError(f"{path}: {wrong}; delete it and run hddm calibrate")
+            raise HddmError(f"{path}: {wrong}; {remedy}")
         return found
 
     def _wrong(self) -> str | None:
         """The first fault that no fitted calibration has, None without any."""
         moments, times, weights = self.moments, self.times, self.weights
-        ranks = [tensor.ndim for tensor in (moments.mean, moments.basis, moments.variances, times, weights)]
+        numbers, directions, levels = moments.mean.numel(), moments.variances.numel(), times.numel()
+        found = [one.shape for one in (moments.mean, moments.basis, moments.variances, times, weights)]
+        fitting = [(numbers,), (numbers, directions - 1), (directions,), (levels,), (levels, directions)]
         means = moments.class_means
-        fits = means is None or (means.ndim == 2 and len(means) and means.shape[1:] == moments.mean.shape)
-        if ranks != [1, 2, 1, 1, 2] or not fits:
-            return "the shapes of its tensors do not match"
-        directions, numbers = len(moments.variances), len(moments.mean)
-        shapes = (*moments.basis.shape, *weights.shape)
-        if len(times) < 2 or shapes != (numbers, directions - 1, len(times), directions):
+        has_means = means is None or (means.ndim == 2 and len(means) > 0 and means.shape[1] == numbers)
+        if found != fitting or levels < 2 or not has_means:
             return "the shapes of its tensors do not match"
         if not ((weights >= 0) & (weights <= 1)).all():
             return f"has weights from {weights.min():g} to {weights.max():g}, outside [0, 1]"
@@ -333,10 +308,7 @@ class Calibration:
         """The same calibration in the dtype and on the device of ``x``, sent there once."""
         key = (x.device, x.dtype)
         if key not in self._sent:
-            moments = self.moments.to(x)
-            if moments.class_means is not None:
-                moments = replace(moments, class_means=moments.class_means.to(x))
-            self._sent[key] = Calibration(moments, self.times.to(x), self.weights.to(x))
+            self._sent[key] = Calibration(self.moments.to(x), self.times.to(x), self.weights.to(x))
         return self._sent[key]
 
     def _weights_at(self, t: Tensor) -> Tensor:
@@ -363,11 +335,8 @@ def gauss_shares(prediction_type: str, t_max: float, kappa: float = KAPPA) -> di
     """1 - K(t) of a bounded gain by t, linear between; empty where K = 1 everywhere. See `bounded_gain`."""
     if not kappa > 1:
         raise HddmError(f"kappa must be above 1, not {kappa}")
-    low, high = 0.0, t_max
-    if prediction_type == "epsilon":
-        high = min(t_max, 1 - 1 / kappa)
-    if prediction_type == "sample":
-        low = 1 / kappa
+    low = 1 / kappa if prediction_type == "sample" else 0.0
+    high = min(t_max, 1 - 1 / kappa) if prediction_type == "epsilon" else t_max
     if low == 0 and high == 1:
         return {}
     # A knot that two rules share stands once.

@@ -6,7 +6,6 @@ in the order in which diffusers' pipelines draw it. `Latents` are states that th
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,22 +17,6 @@ Shape = tuple[int, ...]
 Generators = torch.Generator | Sequence[torch.Generator] | None
 
 
-class Noise(Protocol):
-    """Random numbers of the samples ``numbers``, in float32 (draws in float64), on the CPU."""
-
-    def initial(self, numbers: Sequence[int], shape: Shape) -> Tensor:
-        """States ``(n, *shape)`` at t = 1."""
-        ...
-
-    def draws(self, numbers: Sequence[int]) -> Tensor:
-        """Numbers (n,) in [0, 1) by which experts are drawn."""
-        ...
-
-    def fresh(self, numbers: Sequence[int], shape: Shape) -> Callable[[], Tensor]:
-        """A function that gives new noise ``(n, *shape)`` at every call."""
-        ...
-
-
 @dataclass(frozen=True)
 class Seeded:
     """Noise of sample i by (seed, i) alone, whatever the batch."""
@@ -41,15 +24,18 @@ class Seeded:
     seed: int = 0
 
     def initial(self, numbers: Sequence[int], shape: Shape) -> Tensor:
+        """States ``(n, *shape)`` at t = 1 of the samples ``numbers``, in float32."""
         streams = [generator(self.seed, i) for i in numbers]
         return torch.stack([torch.randn(shape, generator=one) for one in streams])
 
     def draws(self, numbers: Sequence[int]) -> Tensor:
+        """Numbers (n,) in [0, 1) by which experts are drawn, in float64."""
         # The second key keeps this stream apart from the noise of the same sample.
         streams = [generator(self.seed, i, 1) for i in numbers]
         return torch.stack([torch.rand((), generator=one, dtype=torch.float64) for one in streams])
 
     def fresh(self, numbers: Sequence[int], shape: Shape) -> Callable[[], Tensor]:
+        """A function that returns new noise ``(n, *shape)`` at every call, in float32."""
         streams = [generator(self.seed, i, 2) for i in numbers]
         return lambda: torch.stack([torch.randn(shape, generator=one) for one in streams])
 
@@ -103,7 +89,7 @@ class Latents:
 
     x: Tensor
     start: int = 0
-    other: Noise = Seeded()
+    other: Seeded = Seeded()
 
     def initial(self, numbers: Sequence[int], shape: Shape) -> Tensor:
         return self.x[[i - self.start for i in numbers]]
@@ -113,6 +99,10 @@ class Latents:
 
     def fresh(self, numbers: Sequence[int], shape: Shape) -> Callable[[], Tensor]:
         return self.other.fresh(numbers, shape)
+
+
+Noise = Seeded | Generated | Latents
+"""Random numbers of samples, on the CPU; the methods of `Seeded` say which."""
 
 
 def _normal(shape: Shape, generator: torch.Generator | None) -> Tensor:

@@ -6,20 +6,19 @@ follow the velocity of the plan's ensemble through the plan's times.
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hddm.classes import LABELS
+from hddm.conditions import LABELS, Conditions, Guidance, Inputs, check_names
 from hddm.editing import SAME, Picture
 from hddm.ensemble import Choice, Ensemble
 from hddm.evaluation.expert_use import ExpertUse
 from hddm.noise import Noise
 from hddm.solvers import OnStep, Solver, unchanged
 from hddm.utils.errors import HddmError
-from hddm.velocity import Guidance, Inputs, check_names
 
 
 class NotFinite(HddmError):
@@ -31,31 +30,6 @@ class NotFinite(HddmError):
 
     def __reduce__(self) -> Any:
         return type(self), (self.message, self.details, self.by_guidance)
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """Conditions of samples, conditions to guide away from, and p(k | prompt), one row per sample."""
-
-    given: dict[str, Tensor] = field(default_factory=dict)
-    negative: dict[str, Tensor] = field(default_factory=dict)
-    prior: Tensor | None = None
-    """(num, K) distribution of the expert of each sample, where a prompt provides it."""
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> "Conditions":
-        """The same conditions with every tensor changed."""
-        given, negative = (
-            {name: change(value) for name, value in branch.items()} for branch in (self.given, self.negative)
-        )
-        return Conditions(given, negative, None if self.prior is None else change(self.prior))
-
-    def rows(self, rows: Tensor, device: torch.device | None = None) -> "Conditions":
-        """The conditions of these samples, on ``device`` or where they are."""
-        return self.map(lambda value: value[rows.to(value.device)].to(device or value.device))
-
-    def cycled(self, numbers: Sequence[int]) -> "Conditions":
-        """The conditions of the samples ``numbers``; the rows repeat where there are more samples."""
-        return self.map(lambda value: value[torch.tensor(numbers) % len(value)])
 
 
 @dataclass(frozen=True)

@@ -20,16 +20,26 @@ import torch
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
-from hddm.classes import LABELS, class_indices, flat_labels
+from hddm.conditions import (
+    LABELS,
+    Conditions,
+    Guidance,
+    GuideBy,
+    check_labels,
+    check_names,
+    check_rows,
+    class_indices,
+    flat_labels,
+)
 from hddm.editing import Picture
 from hddm.ensemble import Ensemble, Strategy
 from hddm.evaluation.expert_use import ExpertUse
 from hddm.noise import Latents, Noise, Seeded
-from hddm.running import Batch, Conditions, Plan, never, pick_experts, posterior_of, run
+from hddm.running import Batch, Plan, never, pick_experts, posterior_of, run
 from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, OnStep, Solver, euler, solver_named, unchanged
 from hddm.utils.errors import HddmError
 from hddm.utils.records import WHOLE, NoiseRange, Record
-from hddm.velocity import Guidance, GuideBy, VelocityField, check_labels, check_names
+from hddm.velocity import VelocityField
 
 
 def _known(parse: Callable[[str], object]) -> AfterValidator:
@@ -65,8 +75,7 @@ class SamplingSettings(Record):
     @property
     def plan_arguments(self) -> dict[str, Any]:
         """Arguments of `plan`."""
-        names = ("strategy", "solver", "steps")
-        return {name: getattr(self, name) for name in names} | {"guidance": self.guidance}
+        return self.model_dump(include={"strategy", "solver", "steps"}) | {"guidance": self.guidance}
 
 
 def time_grid(steps: int, shift: float = 1.0) -> Tensor:
@@ -215,10 +224,8 @@ def batches(plan: Plan, numbers: Sequence[int], conditions: Conditions, size: in
     model, num = plan.model, len(numbers)
     if not isinstance(size, Integral) or size < 1:
         raise HddmError(f"batch_size is a whole number from 1, not {size!r}")
-    for name, value in (*conditions.given.items(), *conditions.negative.items()):
-        if value.ndim == 0 or len(value) != num:
-            found = len(value) if value.ndim else "no"
-            raise HddmError(f"condition {name!r} has {found} rows for {num} samples")
+    for branch in (conditions.given, conditions.negative):
+        check_rows(num, branch)
     is_apart = plan.expert is None and len(model.kinds) > 1
     chosen = _chosen(plan, numbers, conditions, size)
     for k in chosen.unique().tolist() if is_apart and chosen is not None else [plan.expert or 0]:

@@ -30,26 +30,12 @@ from hddm.utils.tensors import to_float64
 logger = logging.getLogger(__name__)
 
 DDPM_FAMILY = (
-    "DDPMScheduler",
-    "DDPMParallelScheduler",
-    "DDIMScheduler",
-    "DDIMInverseScheduler",
-    "DDIMParallelScheduler",
-    "DEISMultistepScheduler",
-    "DPMSolverMultistepScheduler",
-    "DPMSolverMultistepInverseScheduler",
-    "DPMSolverSinglestepScheduler",
-    "EulerDiscreteScheduler",
-    "EulerAncestralDiscreteScheduler",
-    "HeunDiscreteScheduler",
-    "KDPM2DiscreteScheduler",
-    "KDPM2AncestralDiscreteScheduler",
-    "LCMScheduler",
-    "LMSDiscreteScheduler",
-    "PNDMScheduler",
-    "SASolverScheduler",
-    "TCDScheduler",
-    "UniPCMultistepScheduler",
+    *("DDPMScheduler", "DDPMParallelScheduler", "DDIMScheduler", "DDIMInverseScheduler"),
+    *("DDIMParallelScheduler", "DEISMultistepScheduler", "DPMSolverMultistepScheduler"),
+    *("DPMSolverMultistepInverseScheduler", "DPMSolverSinglestepScheduler", "EulerDiscreteScheduler"),
+    *("EulerAncestralDiscreteScheduler", "HeunDiscreteScheduler", "KDPM2DiscreteScheduler"),
+    *("KDPM2AncestralDiscreteScheduler", "LCMScheduler", "LMSDiscreteScheduler", "PNDMScheduler"),
+    *("SASolverScheduler", "TCDScheduler", "UniPCMultistepScheduler"),
 )
 FLOW_MATCH_FAMILY = (
     "FlowMatchEulerDiscreteScheduler",
@@ -291,7 +277,14 @@ def from_diffusers(source: object) -> Schedule:
         return LinearSchedule()
     if config.get("timestep_type") == "continuous":
         raise HddmError(f"{origin}: timestep_type 'continuous' (EDM's time) is not a DDPM schedule")
-    given = _with_defaults(config, name, origin)
+    parameters, given = _parameters(name), dict[str, Any]()
+    for key in _SCHEDULE_KEYS:
+        if key in config:
+            # A live config may hold an array, which a record cannot.
+            given[key] = config[key].tolist() if hasattr(config[key], "tolist") else config[key]
+        elif key in parameters:
+            given[key] = parameters[key].default
+            logger.info("%s: %s is missing; %s's default is %s", origin, key, name, given[key])
     steps = given["num_train_timesteps"]
     if not isinstance(steps, int) or not 2 <= steps <= MOST_STEPS:
         raise HddmError(f"{origin}: num_train_timesteps is {steps!r}, and must be 2 to {MOST_STEPS}")
@@ -400,17 +393,3 @@ def _refuse_unknown_keys(config: Mapping[str, Any], origin: str) -> None:
     for key in config:
         if not key.startswith("_") and key not in known:
             raise HddmError(f"{origin}: no diffusers scheduler has a key {key!r}{did_you_mean(key, known)}")
-
-
-def _with_defaults(config: Mapping[str, Any], name: str, origin: str) -> dict[str, Any]:
-    parameters = _parameters(name)
-    found: dict[str, Any] = {}
-    for key in _SCHEDULE_KEYS:
-        if key in config:
-            value = config[key]
-            # A live config may hold an array, which a record cannot.
-            found[key] = value.tolist() if hasattr(value, "tolist") else value
-        elif key in parameters:
-            found[key] = parameters[key].default
-            logger.info("%s: %s not given, %s's default %s", origin, key, name, found[key])
-    return found

@@ -17,7 +17,7 @@ from diffusers.utils import BaseOutput
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_max_pool2d
 
-from hddm.classes import Labels
+from hddm.conditions import Labels
 from hddm.editing import DEFAULT_RESAMPLING, Picture
 from hddm.ensemble import Ensemble
 from hddm.evaluation.expert_use import ExpertUse

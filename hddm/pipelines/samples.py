@@ -19,7 +19,7 @@ from pydantic import AfterValidator, Field
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hddm.classes import LABELS, class_indices
+from hddm.conditions import LABELS, Conditions, check_labels, class_indices
 from hddm.data.images import open_image, save_png, to_bytes
 from hddm.data.sources.base import LARGEST_FILE
 from hddm.editing import DEFAULT_RESAMPLING
@@ -32,7 +32,7 @@ from hddm.noise import Seeded
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.pipelines.sheets import sheet_path, write_sheet
 from hddm.routers import MomentsRouter
-from hddm.running import Conditions, Plan, gathered, run
+from hddm.running import Plan, gathered, run
 from hddm.sampling import Positive, SamplingSettings, batches, plan
 from hddm.utils.drafts import Done, Draft, differences, discard_finished, open_draft
 from hddm.utils.errors import HddmError, UsageError
@@ -40,7 +40,7 @@ from hddm.utils.files import read_json, read_whole, sha256_of, write_json
 from hddm.utils.progress import Progress
 from hddm.utils.records import SAMPLING_FILE, content_hash
 from hddm.utils.tensors import available_device, read_safetensors
-from hddm.velocity import Guidance, check_labels
+from hddm.velocity import Guidance
 
 FORMAT = "1.3"
 LATENTS_FILE = "latents.safetensors"

@@ -24,13 +24,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from hddm.conditions import Conditions
 from hddm.data.images import save_png, to_bytes
 from hddm.evaluation.expert_use import ExpertUse
 from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.noise import Seeded
 from hddm.pipelines.encoding import repeated
 from hddm.pipelines.pipeline import HDDMPipeline
-from hddm.running import Batch, Conditions, NotFinite, Plan, gathered, run
+from hddm.running import Batch, NotFinite, Plan, gathered, run
 from hddm.sampling import batches, plan
 from hddm.serving.answers import FAILED, Refusal
 from hddm.serving.requests import LARGEST_BODY, ImageRequest, read_request, refuse_more

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from hddm.calibration import KAPPA, Calibration, Moments, bounded_gain, gauss_shares
-from hddm.classes import LABELS
+from hddm.conditions import LABELS
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.records import (
     EXPERT_FILE,

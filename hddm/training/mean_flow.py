@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hddm.classes import LABELS
+from hddm.conditions import LABELS
 from hddm.ensemble import Ensemble
 from hddm.sampling import integrate, plan
 from hddm.training.loop import Inputs

@@ -19,10 +19,11 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from hddm.conditions import Conditions
 from hddm.data.images import save_png, tiled, to_bytes
 from hddm.data.shards import Shard
 from hddm.noise import Latents, Seeded
-from hddm.running import Batch, Conditions, run
+from hddm.running import Batch, run
 from hddm.sampling import plan
 from hddm.training.loop import StepReport, Watcher
 from hddm.training.resume import RUN_FILE, read_run

@@ -146,7 +146,7 @@ def test_conditions_go_to_the_experts_that_declare_them() -> None:
         (_table_router([[0.5, 0.5]] * 2), [0.5], {}, "^t "),
         (
             *(_table_router([[0.5, 0.5]] * 2), [0.5, 0.5]),
-            *({"class_labels": torch.zeros(3)}, r"'class_labels' has shape \(3,\) for 2 states"),
+            *({"class_labels": torch.zeros(3)}, r"'class_labels' has 3 rows for 2 samples"),
         ),
     ],
     ids=[

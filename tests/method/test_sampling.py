@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from hddm.conditions import Conditions
 from hddm.ensemble import Ensemble
 from hddm.evaluation.expert_use import ExpertUse
 from hddm.networks.transformers import ExpertTransformer
 from hddm.noise import Seeded
-from hddm.running import Batch, Conditions, NotFinite, pick_experts, run
+from hddm.running import Batch, NotFinite, pick_experts, run
 from hddm.sampling import batches, integrate, plan, sample, time_grid
 from hddm.schedules import LinearSchedule
 from hddm.solvers import OnStep, Velocity, euler, unchanged
