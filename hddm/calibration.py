@@ -5,14 +5,15 @@ E[eps - x_0 | x_t] is
 
     v_gauss = -m + U [ (t - (1 - t) c) / ((1 - t)² c + t²) z ]
 
-It is that of the best linear denoiser of any data with these moments, and exact at both ends: v = -x at t =
-0, v = x - m at t = 1. Where the class c of an image is known, its mean m_c stands for m, and the velocity is
-exact at t = 1 given the class as well. The covariance stays that of all images: it is at least the one within
-a class, and the error is at most that of the one mean. A class of n_c images has
+This is the velocity of the best linear denoiser of any data with these moments. It is exact at both ends:
+v = -x at t = 0, v = x - m at t = 1. Where the class c of an image is known, the class mean m_c replaces m,
+and the velocity is exact at t = 1 given the class as well. The covariance remains that of all images: it is
+at least the covariance within a class, and the error is at most the error with one mean. A class of n_c
+images has
 
     m_c = m + n_c/(n_c + rho) (mean of its images - m),     rho = variance within/variance between classes,
 
-since the mean of a few images is off by its own share of the variance (James and Stein's estimate).
+since the mean of a few images has an error of its own (James and Stein's estimate).
 
 **The fitted blend** (`hddm.training.fitting`). Near t = 1 an epsilon network's velocity (eps - x)/(1 - t)
 multiplies its error by 1/(1 - t). A calibrated expert mixes the two velocities along the principal
@@ -22,7 +23,7 @@ directions U:
 
 where w_i(t) minimises the squared error of the velocity over the shard's own images, in closed form and
 cross-fitted: the weights are measured on images that the moments have not seen, half against half, since on
-its own images even a Gaussian looks better than the truth. The final moments are those of all images.
+its own images even a Gaussian looks better than the truth. The final moments are computed from all images.
 
     w_i(t) = E[(v* - v_net)_i (v_gauss - v_net)_i] / E[(v_gauss - v_net)_i²],  clipped to [0, 1],
 
@@ -53,9 +54,9 @@ where gain(t) is the factor of the network's output in the conversion (epsilon 1
   network is kappa (eps - x), its error. At t = 0 a sample expert starts near v = -x likewise.
 
 K is piecewise linear in t, since 1/gain is. So the parametrisation is a `Calibration` with the weight 1 - K
-for every direction, and every reader of experts knows it. A schedule that ends at t_max < 1 asks the network
-at t_max (`hddm.velocity`). There K also falls to 0 from t_max on, whatever the network predicts, so that v =
-x - m at t = 1 where the bare rule has v = x. A condition has no effect at t = 1 itself.
+for every direction, and every reader of experts knows it. With a schedule that ends at t_max < 1 the network
+is evaluated at t_max (`hddm.velocity`). There K also falls to 0 from t_max on, whatever the network predicts,
+so that v = x - m at t = 1 where the bare rule has v = x. A condition has no effect at t = 1 itself.
 
 Against EDM (arXiv:2206.00364, section 5): its c_skip is (1 - K) v_gauss with an isotropic covariance, and in
 velocity units its c_out goes from 1 at t = 0 to the deviation of the data at t = 1. Here the gain rises from
@@ -99,8 +100,8 @@ class Moments:
     """Mean and covariance of a shard's images, flattened to D numbers.
 
     ``basis`` (D, r) holds orthonormal directions, ``variances`` (r + 1,) the variance along each, and
-    last the mean variance along the rest. ``class_means`` (classes, D) holds a row a class label, None where
-    the images have no classes.
+    last the mean variance along the rest. ``class_means`` (classes, D) has one row per class label; None for
+    images without classes.
     """
 
     mean: Tensor
@@ -137,9 +138,9 @@ class Moments:
         return self._sent[key]
 
     def mean_of(self, labels: Tensor | None) -> Tensor:
-        """The mean (N, D) of each class in ``labels`` (N,); that of all images (D,) where there are none.
+        """The mean (N, D) of each class in ``labels`` (N,); the mean (D,) of all images without labels.
 
-        A label beyond the classes, as the one that stands for no class, has the mean of all images.
+        A label beyond the classes, such as the null class, has the mean of all images.
         """
         if labels is None or self.class_means is None:
             return self.mean
@@ -213,7 +214,7 @@ class Calibration:
     """Moments of a shard and the table of weights w: ``weights`` (times, r + 1) at ``times``.
 
     ``times`` rise from 0 to 1; between them the weights are linear in t. ``record`` names the data that it
-    was fitted to, as `calibration_record` gives it.
+    was fitted to, as `calibration_record` returns it.
     """
 
     moments: Moments
@@ -236,7 +237,7 @@ class Calibration:
             velocity: the network's, (N, C, H, W).
             x_t: state, (N, C, H, W).
             t: (N,) in [0, 1].
-            labels: (N,) classes, whose means stand for that of all images.
+            labels: (N,) classes, whose means replace the mean of all images.
             max_gain: where the table does not end at 1, the network's share is held to (max_gain (1 - t))²;
                 None for one whose velocity has no factor 1/(1 - t).
         """
@@ -339,7 +340,7 @@ def gauss_shares(prediction_type: str, t_max: float, kappa: float = KAPPA) -> di
     high = min(t_max, 1 - 1 / kappa) if prediction_type == "epsilon" else t_max
     if low == 0 and high == 1:
         return {}
-    # A knot that two rules share stands once.
+    # A dictionary keeps a knot that two rules share once.
     return ({0.0: 1.0} if low > 0 else {}) | {low: 0.0, high: 0.0} | ({1.0: 1.0} if high < 1 else {})
 
 

@@ -117,7 +117,7 @@ def within(labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
 def join_classes(lists: tuple[tuple[str, ...], ...]) -> JointClasses:
     """Join the classes of several experts by name.
 
-    A list is empty for an expert that takes no class, or numbers without names: it may be asked for any.
+    A list is empty for an expert that takes no class, or numbers without names: it takes any class.
     """
     lists = tuple(tuple(map(composed, one)) for one in lists)
     names = tuple(dict.fromkeys(itertools.chain.from_iterable(lists)))
@@ -137,7 +137,10 @@ SETTINGS = frozenset({"time_ids", "resolution", "aspect_ratio", "guidance"})
 def check_names(
     names: Iterable[str], declared: Collection[str] | None, arguments: Collection[str] = ()
 ) -> None:
-    """Refuse conditions that are not ``declared``, where anything is; ``arguments`` may be meant as well."""
+    """Raise an `HddmError` for conditions that are not ``declared``; None declares all.
+
+    ``arguments`` are further names that a misspelt one may stand for.
+    """
     for name in names:
         if declared is not None and name not in declared:
             known = ", ".join(declared) or "none"
@@ -154,7 +157,7 @@ def check_rows(num: int, conditions: Mapping[str, Tensor]) -> None:
 
 
 def can_guide(conditions: Mapping[str, Tensor], negative: Mapping[str, Tensor]) -> bool:
-    """True where these conditions say more than a negative branch does, more than `SETTINGS`."""
+    """True where these conditions differ from those of a negative branch by more than `SETTINGS`."""
     return bool(conditions) and (bool(negative) or not SETTINGS.issuperset(conditions))
 
 
@@ -195,13 +198,13 @@ class Guidance:
 
     Args:
         scale: 1 for none; with any other v_n is computed too.
-        by: ``condition`` takes v_n under the negative conditions (classifier-free guidance); ``weak`` that of
-            the expert's weak model under the same conditions (arXiv:2406.02507).
-        channels: guide this many channels from the first, and leave the others as v_c. DiT's own code
-            does so with 3 of 4, and its published figures are of that; None for all.
+        by: ``condition`` takes v_n under the negative conditions (classifier-free guidance); ``weak`` takes
+            the velocity of the expert's weak model under the same conditions (arXiv:2406.02507).
+        channels: guide this many channels from the first, and leave the others as v_c; None for all. DiT's
+            own code guides 3 of 4, and DiT's published figures were computed so.
         interval: (low, high) in t, where guidance acts; outside v = v_c (arXiv:2404.07724).
         rescale: share of the way back to the standard deviation of v_c, taken over a sample's guided
-            numbers; 0 for none. It is singular where v is constant over a sample, and that gives NaN.
+            numbers; 0 for none. Where v is constant over a sample the result is NaN.
 
     Raises:
         HddmError: for numbers outside their ranges.

@@ -43,8 +43,8 @@ class Seeded:
 class Generated:
     """Noise of samples 0 … ``num`` - 1 from a caller's generators, which go on from call to call.
 
-    In a list each generator serves one sample, first noise, then draw; a single one, or torch's own, serves
-    all samples in that order.
+    In a list each generator serves one sample, first its noise, then the draw of its expert. A single
+    generator, or torch's own, serves all samples in that order.
 
     Args:
         generators: one for all, a list of ``num``, or None for torch's own.
@@ -55,7 +55,7 @@ class Generated:
 
     def __init__(self, generators: Generators, num: int, shape: Shape, latents: Tensor | None = None) -> None:
         if isinstance(generators, Sequence) and len(generators) != num:
-            raise HddmError(f"{len(generators)} generators for {num} images: pass one each, or a single one")
+            raise HddmError(f"{len(generators)} generators for {num} images: pass one per image, or one")
         self._generators = generators
         if isinstance(generators, Sequence):
             pairs = [(_normal(shape, one), _uniform((), one)) for one in generators]

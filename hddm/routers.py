@@ -1,8 +1,8 @@
 """Routers: the probabilities that a noised image, or a prompt, is for expert k.
 
-`Router` asks a network that was trained on all shards. `MomentsRouter` (by the image) and `PromptRouter` (by
-the prompt) need no training and no data: they have one row an expert, so that adding or removing an expert is
-adding or removing a row.
+`Router` runs a network that was trained on all shards. `MomentsRouter` (by the image) and `PromptRouter` (by
+the prompt) need no training and no data: they have one row per expert, so that adding or removing an expert
+means adding or removing a row.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,12 +32,12 @@ from hddm.utils.tensors import (
 
 
 class Router:
-    """Probabilities p(k | x_t, t) over experts, from a network that gives logits.
+    """Probabilities p(k | x_t, t) over experts, from the logits of a network.
 
         p = softmax(logits[outputs] / temperature(t))
 
-    Leaving outputs out is exact: of a posterior over more shards it makes that over the ones kept. Experts of
-    one output divide its probability by their shares.
+    Leaving outputs out is exact: it conditions the posterior on the remaining shards. Experts of one output
+    divide its probability by their shares.
 
     Args:
         network: ``network(x_t, timestep)`` to logits (batch, outputs of the network).
@@ -69,7 +69,7 @@ class Router:
     def __call__(self, x_t: Tensor, t: Tensor) -> Tensor:
         """Probabilities (batch, K) for x_t (batch, C, H, W) on the common path at t (batch,).
 
-        Their dtype, and that of the times that the network gets, is x_t's, float32 at least.
+        Their dtype, and the dtype of the network's times, is x_t's, float32 at least.
         """
         wide = torch.promote_types(x_t.dtype, torch.float32)
         dtype = parameter_dtype(self.network) or wide
@@ -123,7 +123,7 @@ class MomentsRouter:
     ) -> None:
         sizes = [len(one.mean) for one in moments]
         if len(set(sizes)) != 1:
-            raise HddmError(f"a router by moments needs those of images of one shape, not of {sizes} numbers")
+            raise HddmError(f"a router by moments needs images of one shape, not of {sizes} numbers")
         if evidence is not None and not 0 < evidence < torch.inf:
             raise HddmError(f"evidence must be a number above 0, not {evidence}")
         self.moments = list(moments)
@@ -156,7 +156,7 @@ SPREAD = 0.01
 """Share of the captions' variance around the means of their clusters that each direction is taken to have."""
 RIDGE = 1e-6
 FLOOR = 0.1
-"""Experts that a prompt is for by less than this share of what it is for the first get none of it."""
+"""Experts whose probability for a prompt is below this share of the largest one get none of it."""
 
 
 class TopicRecord(Record):
@@ -262,7 +262,7 @@ def _regression(topics: tuple[Topic, ...], ridge: float) -> tuple[Tensor, Tensor
         own = torch.arange(len(topics)).repeat_interleave(torch.tensor([len(one.parts) for one in topics]))
         centre = parts @ means
         apart = means - centre
-        # Without any variance all topics are one, and any number above 0 tells nobody apart.
+        # Without any variance all topics are one, and any number above 0 will do.
         unit = (parts @ apart.square().sum(1) + variance.mean()).clamp_min(1e-12).sqrt()
         apart, spread = apart / unit, SPREAD * variance / unit**2
         _, lengths, directions = torch.linalg.svd(parts.sqrt()[:, None] * apart, full_matrices=False)

@@ -147,7 +147,7 @@ def plan(
             students of few steps.
         shift: of the time grid.
         strategy: instead of the ensemble's own; see `hddm.ensemble`.
-        expert: the one expert to use, with those of its domain if it covers a part of t.
+        expert: the one expert to use; if it covers a part of t only, with the other experts of its domain.
         guidance: 1 for none, another number by condition, a `Guidance`, or a function that returns it for the
             next call of the velocity.
         router_every: call the router at every n-th call of the velocity; between, its choice stays.

@@ -8,7 +8,7 @@ For an expert with schedule (a, s) = (alpha, sigma) in its own time, at a state 
 
 With an exact denoiser the result is exact for every t in [t_min, t_max], the range of the expert's schedule.
 
-**Outside the schedule's range** one rule holds at both ends. The network is asked at the nearer end. The
+**Outside the schedule's range** one rule holds at both ends. The network is evaluated at the nearer end. The
 state is rescaled so that its dominant part has the size that the network expects there: y = s(u_max) x/t
 above t_max (the noise keeps its level), y = a(u_min) x/(1 - t) below t_min (the signal does). Of the two
 estimates, the one that the state no longer determines fades with its share in the state:
@@ -23,7 +23,7 @@ alpha = 0, sample where sigma = 0) has its range end there: at the last alpha > 
 
 **A noise range** is another thing: the part [low, high] of t that an expert was trained for, whatever its
 schedule could express. Nothing stands in for the expert outside it: its velocity is refused there, and an
-ensemble asks another expert of the same domain (`hddm.ensemble`).
+ensemble uses another expert of the same domain (`hddm.ensemble`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -92,7 +92,7 @@ def x_0_and_eps(prediction_type: PredictionType, output: Tensor, at: PathPoint) 
         v_prediction:     x_0 = (a y - s v)/(a² + s²),  eps = (s y + a v)/(a² + s²)
         flow_prediction:  x_0 = (s' y - s u)/D,  eps = (a u - a' y)/D,  D = a s' - s a'
 
-    At a singular point the result is inf or nan; `VelocityField` never asks there.
+    At a singular point the result is inf or nan; `VelocityField` never evaluates there.
     """
     a, s, y = at.alpha, at.sigma, at.y
     match prediction_type:
@@ -166,14 +166,15 @@ class VelocityField:
         calibration: moments and weights that improve on the network near t = 1 (`hddm.calibration`).
         conditions: the keywords that the network takes; None passes all on, unchecked.
         null_conditions: per condition, the value that stands for none, as a tensor without batch
-            dimension; guidance falls back on it where no ``negative`` is given.
+            dimension; guidance falls back on it where no ``negative`` is provided.
         sample_shape: shape (C, H, W) of a sample; by default read off ``network.config``.
         classes: names of the classes that ``class_labels`` counts.
         shift: of the time grid that its samples want (`hddm.sampling.time_grid`).
         weak: the same expert with weights of an early step of its training, to guide by.
         noise_range: (low, high) in t, the part of [0, 1] that it was trained for.
-        sampling_steps: number of steps of a student of few steps. Its velocity is the mean over a step, which
-            Euler's method takes exactly; its network takes ``interval`` (batch,), the step's length.
+        sampling_steps: number of steps of a student of few steps; None for any other expert. A student's
+            velocity is the mean over a step, which Euler's method takes exactly; its network takes
+            ``interval`` (batch,), the step's length.
         inner_guidance: guidance scale that a student of few steps learned from its teacher; 1 for none.
 
     Raises:
@@ -266,10 +267,10 @@ class VelocityField:
             x_t: (batch, …), any floating dtype.
             t: (batch,) in [0, 1]; a scalar stands for a batch of it.
             guidance_scale: 1 for none, or a `Guidance`.
-            negative: conditions of the negative branch; by default the null ones, and of those of
-                `hddm.conditions.SETTINGS` that have none the same as in ``conditions``.
-            then: (batch,) or a scalar, the end of the step; only a student of few steps uses it, and without
-                it gives the velocity at ``t``.
+            negative: conditions of the negative branch; by default the null values, and for
+                `hddm.conditions.SETTINGS` without a null value the same as in ``conditions``.
+            then: (batch,) or a scalar, the end of the step, which only a student of few steps uses; None for
+                its velocity at ``t``.
             conditions: keywords of the network's forward, each (batch, …); one left out takes its null value.
 
         Returns:
@@ -361,11 +362,11 @@ class VelocityField:
             return
         raise HddmError(
             f"t = {float(t[beyond][0]):.4g} is outside the noise range {low:g}:{high:g} of this expert; "
-            "sample it in an ensemble, with one of the rest (hddm assemble)"
+            "sample it in an ensemble with an expert of the remaining range (hddm assemble)"
         )
 
     def covers(self, t: Tensor) -> Tensor:
-        """True (n,) where the expert runs, of those of its domain: low <= t < high, and t = high = 1 too."""
+        """True (n,) where this expert of its domain runs: low <= t < high, and t = high = 1 too."""
         low, high = self.noise_range
         return (t >= low) & ((t < high) | (high == 1))
 
@@ -375,7 +376,7 @@ class VelocityField:
         if self.calibration is None:
             return raw
         if self.sample_shape is not None and x_t.shape[1:] != self.sample_shape:
-            # Callers that know the size that was asked for name it.
+            # Callers that know the requested size name it.
             raise ValueError(
                 f"its calibration is of samples {self.sample_shape}, not of {tuple(x_t.shape[1:])}"
             )
