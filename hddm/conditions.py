@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
@@ -285,8 +285,5 @@ class Inputs:
 
     def rows(self, rows: Tensor) -> "Inputs":
         """The inputs of these rows of the batch."""
-        return replace(
-            self,
-            conditions={name: value[rows] for name, value in self.conditions.items()},
-            negative={name: value[rows] for name, value in self.negative.items()},
-        )
+        branches = (self.conditions, self.negative)
+        return Inputs(self.guidance, *({name: one[rows] for name, one in own.items()} for own in branches))

@@ -105,11 +105,9 @@ Noise = Seeded | Generated | Latents
 """Random numbers of samples, on the CPU; the methods of `Seeded` say which."""
 
 
-def _normal(shape: Shape, generator: torch.Generator | None) -> Tensor:
-    return torch.randn(shape, generator=generator, device=getattr(generator, "device", None)).cpu()
+def _normal(shape: Shape, one: torch.Generator | None) -> Tensor:
+    return torch.randn(shape, generator=one, device=getattr(one, "device", None)).cpu()
 
 
-def _uniform(shape: Shape, generator: torch.Generator | None) -> Tensor:
-    return torch.rand(
-        shape, generator=generator, device=getattr(generator, "device", None), dtype=torch.float64
-    ).cpu()
+def _uniform(shape: Shape, one: torch.Generator | None) -> Tensor:
+    return torch.rand(shape, generator=one, device=getattr(one, "device", None), dtype=torch.float64).cpu()

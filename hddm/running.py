@@ -134,17 +134,12 @@ def pick_experts(prior: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(bounds, uniform[:, None].contiguous(), right=True)[:, 0]
 
 
-def never() -> bool:
-    """The ``stop`` that never comes."""
-    return False
-
-
 @torch.no_grad()
 def run(
     plan: Plan,
     batch: Batch,
     on_step: OnStep = unchanged,
-    stop: Callable[[], bool] = never,
+    stop: Callable[[], bool] = lambda: False,
     use: ExpertUse | None = None,
 ) -> Tensor:
     """Integrate a batch from its noise, or its picture, to samples (n, C, H, W), on the model's device.
@@ -183,7 +178,7 @@ def _integrate(
     plan: Plan,
     batch: Batch,
     on_step: OnStep = unchanged,
-    stop: Callable[[], bool] = never,
+    stop: Callable[[], bool] = lambda: False,
     use: ExpertUse | None = None,
     is_checked: bool = False,
 ) -> Tensor:

@@ -35,7 +35,7 @@ from hddm.editing import Picture
 from hddm.ensemble import Ensemble, Strategy
 from hddm.evaluation.expert_use import ExpertUse
 from hddm.noise import Latents, Noise, Seeded
-from hddm.running import Batch, Plan, never, pick_experts, posterior_of, run
+from hddm.running import Batch, Plan, pick_experts, posterior_of, run
 from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, OnStep, Solver, euler, solver_named, unchanged
 from hddm.utils.errors import HddmError
 from hddm.utils.records import WHOLE, NoiseRange, Record
@@ -195,20 +195,16 @@ def plan(
     if alone is not None:
         alone.refuse_beyond(times)
     if shape is not None:
-        _check_shape(shape, model.sample_shape if expert is None else model.experts[expert].sample_shape)
+        if not shape or not all(isinstance(size, Integral) and size >= 1 for size in shape):
+            raise HddmError(f"shape= takes whole numbers from 1, (C, H, W), not {tuple(shape)}")
+        known = model.sample_shape if expert is None else model.experts[expert].sample_shape
+        if known is not None and (len(shape), shape[0]) != (len(known), known[0]):
+            raise HddmError(
+                f"shape={tuple(shape)}: samples of this model are {tuple(known)}; only its sides may differ"
+            )
     return Plan(
         model, expert, solver, solver_name, grid_steps, times, guidance, noise, shape, picture, router_every
     )
-
-
-def _check_shape(shape: tuple[int, ...], known: tuple[int, ...] | None) -> None:
-    """Raise an `HddmError` unless ``shape`` is (C, H, W), of the model's channels; its sides may differ."""
-    if not shape or not all(isinstance(size, Integral) and size >= 1 for size in shape):
-        raise HddmError(f"shape= takes whole numbers from 1, (C, H, W), not {tuple(shape)}")
-    if known is not None and (len(shape), shape[0]) != (len(known), known[0]):
-        raise HddmError(
-            f"shape={tuple(shape)}: samples of this model are {tuple(known)}; only its sides may differ"
-        )
 
 
 def batches(plan: Plan, numbers: Sequence[int], conditions: Conditions, size: int) -> Iterator[Batch]:
@@ -391,44 +387,27 @@ def integrate(
     model: VelocityField | Ensemble,
     x: Tensor,
     times: Tensor,
-    solver: str | Solver | None = None,
-    guidance_scale: float | Guidance = 1.0,
-    negative: Mapping[str, Tensor] | None = None,
-    conditions: Mapping[str, Tensor] | None = None,
-    *,
+    conditions: Conditions | None = None,
     expert: Tensor | None = None,
     on_step: OnStep = unchanged,
-    stop: Callable[[], bool] = never,
-    router_every: int = 1,
+    **options: Any,
 ) -> Tensor:
     """The states x (batch, C, H, W) of times[0], carried to times[-1] along the model's velocity.
 
     Args:
         model: an expert or an ensemble.
-        x: on the model's device.
+        x: on any device.
         times: see `time_grid`.
-        solver: its name, or a function; see `hddm.solvers`. None is the model's own.
-        guidance_scale: see `VelocityField.velocity`.
-        negative: as conditions.
-        conditions: see `VelocityField.velocity`; on the model's device.
+        conditions: on the model's device.
         expert: (batch,) the one expert of each sample; ``draw`` and ``commit-x`` need it.
         on_step: see `hddm.solvers`.
-        stop: see `hddm.running.run`.
-        router_every: see `plan`.
+        options: of `plan`, such as ``solver``.
 
     Raises:
         HddmError: as `plan` and `hddm.running.run`.
     """
-    planned = plan(
-        model,
-        solver=solver,
-        guidance=guidance_scale,
-        router_every=router_every,
-        noise=Latents(x.cpu()),
-        times=times,
-    )
+    planned = plan(model, times=times, noise=Latents(x.cpu()), **options)
     if expert is None and planned.model.strategy == "draw" and len(planned.model.experts) == 1:
         expert = torch.zeros(len(x), dtype=torch.long)
-    own = Conditions(dict(conditions or {}), dict(negative or {}))
-    batch = Batch.of(len(x), own, None if expert is None else expert.cpu())
-    return run(replace(planned, shape=tuple(x.shape[1:])), batch, on_step, stop)
+    batch = Batch.of(len(x), conditions or Conditions(), None if expert is None else expert.cpu())
+    return run(replace(planned, shape=tuple(x.shape[1:])), batch, on_step)

@@ -327,8 +327,7 @@ def default_prediction_type(source: object) -> str:
     """
     config, origin = _read(source)
     parameters = _parameters(config.get("_class_name") or _family(config, origin))
-    default: str = parameters["prediction_type"].default
-    return default
+    return str(parameters["prediction_type"].default)
 
 
 def from_config(config: Mapping[str, Any]) -> Schedule:

@@ -358,12 +358,11 @@ class VelocityField:
     def refuse_beyond(self, t: Tensor) -> None:
         """Raise an `HddmError` where a t (n,) lies outside the noise range."""
         low, high = self.noise_range
-        if self.noise_range == WHOLE or not (beyond := (t < low - ROUNDING) | (t > high + ROUNDING)).any():
-            return
-        raise HddmError(
-            f"t = {float(t[beyond][0]):.4g} is outside the noise range {low:g}:{high:g} of this expert; "
-            "sample it in an ensemble with an expert of the remaining range (hddm assemble)"
-        )
+        if (beyond := (t < low - ROUNDING) | (t > high + ROUNDING)).any():
+            raise HddmError(
+                f"t = {float(t[beyond][0]):.4g} is outside the noise range {low:g}:{high:g} of this expert; "
+                "sample it in an ensemble with an expert of the remaining range (hddm assemble)"
+            )
 
     def covers(self, t: Tensor) -> Tensor:
         """True (n,) where this expert of its domain runs: low <= t < high, and t = high = 1 too."""

@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hddm.conditions import LABELS
+from hddm.conditions import LABELS, Conditions
 from hddm.ensemble import Ensemble
 from hddm.sampling import integrate, plan
 from hddm.training.loop import Inputs
@@ -121,15 +121,7 @@ def solve(
 
             given = {name: value[rows].to(teacher.device) for name, value in conditions.items()}
             expert = given.pop("expert", None)
-            integrate(
-                teacher,
-                x.to(teacher.device),
-                fine,
-                guidance_scale=guidance_scale,
-                conditions=given,
-                expert=expert,
-                on_step=keep,
-            )
+            integrate(teacher, x, fine, Conditions(given), expert, keep, guidance=guidance_scale)
     if file is not None:
         write_whole(file, lambda path: save_file({"states": states, **asked}, path))
     return Trajectories(states, times, conditions)

@@ -243,7 +243,7 @@ def test_labels_beyond_the_classes_are_refused_on_every_way_in() -> None:
     with pytest.raises(HddmError, match="whole numbers from 0 to 2"):
         sample(field, 2, class_labels=good, guidance_scale=2.0, negative={"class_labels": wrong})
     with pytest.raises(HddmError, match="whole numbers from 0 to 2"):
-        integrate(field, torch.zeros(2, *SHAPE), time_grid(2), conditions={"class_labels": wrong})
+        integrate(field, torch.zeros(2, *SHAPE), time_grid(2), Conditions({"class_labels": wrong}))
     with pytest.raises(HddmError, match="whole numbers from 0 to 2"):
         sample(Ensemble([field, field], strategy="draw"), 2, class_labels=wrong, prior=torch.ones(2, 2) / 2)
 

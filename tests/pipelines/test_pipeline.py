@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import hddm
+from hddm.conditions import Conditions
 from hddm.data.images import to_bytes
 from hddm.noise import Seeded
 from hddm.pipelines.pipeline import HDDMPipeline
@@ -109,7 +110,7 @@ def test_classes_have_names_and_numbers(pipe: HDDMPipeline) -> None:
     none = pipe(batch_size=2, seed=0, **LATENT).images
     null, grid = {"class_labels": torch.tensor([3, 3])}, time_grid(4, pipe.ensemble.shift)
     noise = Seeded(0).initial(range(2), (3, 4, 4))
-    assert torch.equal(none, integrate(pipe.ensemble, noise, grid, conditions=null))
+    assert torch.equal(none, integrate(pipe.ensemble, noise, grid, Conditions(null)))
 
 
 def test_a_callback_sees_every_step_and_may_change_the_state(pipe: HDDMPipeline) -> None:

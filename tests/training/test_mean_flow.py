@@ -177,7 +177,7 @@ def test_what_students_cannot_do_is_refused() -> None:
         sample(_student(2), 1, solver="heun")
     for solver in ("adams-moulton", heun):
         with pytest.raises(HddmError, match=r"solver (heun|adams-moulton): a student"):
-            integrate(_student(2), torch.zeros(1, *SHAPE), time_grid(2), solver)
+            integrate(_student(2), torch.zeros(1, *SHAPE), time_grid(2), solver=solver)
     with pytest.raises(HddmError, match="expert 0: students of few steps and other experts"):
         Ensemble([_student(2), other], strategy="draw")
     with pytest.raises(HddmError, match="full mixes velocities at a time"):
