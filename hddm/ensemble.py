@@ -19,7 +19,7 @@ The weights of the chosen experts are renormalised to sum to 1.
 draw of (k, x_s), and expert k alone carries it on to its own data. Below x one expert runs per sample, and
 the router does not.
 
-Classes are numbered together, by name, and each expert is asked in its own numbering (`hddm.classes`).
+Classes are numbered together, by name, and each expert is asked in its own numbering (`hddm.conditions`).
 
 A router sees no condition. Where p(k | class) is known, samples of a class are routed by
 
@@ -46,22 +46,24 @@ from dataclasses import field as dataclass_field
 import torch
 from torch import Tensor
 
-from hddm.classes import LABELS, JointClasses, join_classes, within
+from hddm.conditions import (
+    LABELS,
+    Guidance,
+    Inputs,
+    JointClasses,
+    can_guide,
+    check_label_range,
+    check_names,
+    check_rows,
+    join_classes,
+    within,
+)
 from hddm.networks.offload import bring, in_best_order, release
 from hddm.networks.wrappers import TEXT_CONDITIONS, described
 from hddm.utils.errors import HddmError
 from hddm.utils.records import NoiseRange
 from hddm.utils.tensors import sent, to_float64
-from hddm.velocity import (
-    Guidance,
-    Inputs,
-    VelocityField,
-    can_guide,
-    check_conditions,
-    check_label_range,
-    check_names,
-    check_times,
-)
+from hddm.velocity import VelocityField, check_times
 
 
 @dataclass(frozen=True)
@@ -389,7 +391,7 @@ class Ensemble:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes of all experts (`hddm.classes.join_classes`), empty where none has any."""
+        """Names of the classes of all experts (`hddm.conditions.join_classes`), empty where none has any."""
         return self._joint.names
 
     @property
@@ -435,7 +437,7 @@ class Ensemble:
         times = check_times(x_t, t).cpu()
         for branch in (conditions, negative or {}):
             check_names(branch, self.conditions)
-            check_conditions(x_t, branch)
+            check_rows(len(x_t), branch)
         if weights is None:
             weights = self.weights(x_t, times, expert, conditions)
         elif expert is not None or weights.shape != (len(x_t), len(self.experts)):

@@ -91,7 +91,7 @@ def assemble(
     shares = _shares(share or ())
     if out is not None:
         check_absent(out, ENSEMBLE_FILE, overwrite)
-    from hddm.classes import join_classes
+    from hddm.conditions import join_classes
     from hddm.experts.assembly import assemble as put_together
     from hddm.experts.changes import change
     from hddm.experts.choices import read_classes

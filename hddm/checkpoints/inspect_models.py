@@ -12,7 +12,7 @@ from hddm.checkpoints.layouts import UnstatedHeads
 from hddm.checkpoints.lora import is_lora, read_lora
 from hddm.checkpoints.plan import open_source
 from hddm.checkpoints.sources import Reading, resolve, with_shift
-from hddm.classes import join_classes
+from hddm.conditions import join_classes
 from hddm.data.shard_records import FORMAT as SHARD_FORMAT
 from hddm.data.shard_records import (
     LARGEST_MANIFEST,

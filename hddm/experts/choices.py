@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from hddm.classes import LABELS
+from hddm.conditions import LABELS
 from hddm.experts.compatibility import SHARE_TOLERANCE, Named
 from hddm.experts.ensemble_folders import Member, label, name_of
 from hddm.experts.parts import domains_of

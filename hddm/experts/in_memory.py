@@ -11,7 +11,7 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
-from hddm.classes import LABELS
+from hddm.conditions import LABELS
 from hddm.ensemble import Ensemble
 from hddm.experts.ensemble_folders import MOMENTS, MOMENTS_EVIDENCE, EnsembleRecord, Member
 from hddm.experts.model_index import ROUTER

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hddm.classes import join_classes
+from hddm.conditions import join_classes
 from hddm.ensemble import Part, numbered_by_first
 from hddm.experts.compatibility import Findings, Named, match_router, takes_text
 from hddm.experts.ensemble_folders import Member

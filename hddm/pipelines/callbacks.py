@@ -11,8 +11,8 @@ from typing import Any
 from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 from torch import Tensor
 
-from hddm.expert_use import ExpertUse
-from hddm.sampling import Conditions
+from hddm.conditions import Conditions
+from hddm.evaluation.expert_use import ExpertUse
 from hddm.solvers import OnStep
 from hddm.utils.errors import HddmError
 from hddm.velocity import Guidance

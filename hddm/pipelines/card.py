@@ -7,7 +7,7 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from hddm.classes import join_classes
+from hddm.conditions import join_classes
 from hddm.evaluation.compare import escaped, markdown_table, table
 from hddm.evaluation.results import ResultGroup, read_result
 from hddm.experts.assembly import PIPELINE_FILE

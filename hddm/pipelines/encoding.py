@@ -8,16 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hddm.classes import LABELS, Labels, class_indices
+from hddm.conditions import LABELS, Conditions, Labels, check_labels, class_indices
 from hddm.experts.model_index import numbered
 from hddm.networks.text_encoder import Embedded, embed
 from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.pipelines.offloading import Offloading
 from hddm.routers import PromptRouter
-from hddm.sampling import Conditions
 from hddm.utils.errors import HddmError
 from hddm.utils.records import composed
-from hddm.velocity import check_labels
 
 _TEXT, _MASK, *_ = TEXT_CONDITIONS
 

@@ -17,10 +17,10 @@ from diffusers.utils import BaseOutput
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_max_pool2d
 
-from hddm.classes import Labels
+from hddm.conditions import Labels
 from hddm.editing import DEFAULT_RESAMPLING, Picture
 from hddm.ensemble import Ensemble
-from hddm.expert_use import ExpertUse
+from hddm.evaluation.expert_use import ExpertUse
 from hddm.experts.compatibility import takes_text
 from hddm.experts.ensemble_folders import ENSEMBLE_FILE, EnsembleRecord
 from hddm.experts.expert_set import ExpertSet
@@ -51,7 +51,8 @@ from hddm.pipelines.inputs import (
     refuse_options,
 )
 from hddm.pipelines.stock import parts_for_loader
-from hddm.sampling import batches, plan, run
+from hddm.running import run
+from hddm.sampling import batches, plan
 from hddm.solvers import OnStep
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.files import new_folder, restore
@@ -437,7 +438,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
             TypeError: for an unknown keyword.
             HddmError: for an option that would change something, a condition that no expert takes or that is
                 lacking, missing parts, contradictory numbers, a size that a network cannot have, and whatever
-                `hddm.sampling.run` refuses.
+                `hddm.running.run` refuses.
         """
         refuse_call_options(options, inspect.signature(self.__call__).parameters)
         guidance = Guidance.of(guidance_scale)
@@ -479,8 +480,8 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         use, images = ExpertUse(len(self.ensemble.experts)), [None] * num
         names = callback_on_step_end_tensor_inputs
         for batch in batches(how, range(start, start + num), asked, num):
-            self._begin(guidance, len(how.times) - 1)
-            step = self._on_step(callback_on_step_end, names, how.times, batch.asked, use)
+            self._begin(guidance, how.steps)
+            step = self._on_step(callback_on_step_end, names, how.times, batch.conditions, use)
             size = self.asked_size(batch.kind, height, width)[0]
             with self.progress_bar(total=self._num_timesteps) as bar, self.of_size(batch.kind, size):
 

@@ -19,11 +19,11 @@ from pydantic import AfterValidator, Field
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hddm.classes import LABELS, class_indices
+from hddm.conditions import LABELS, Conditions, check_labels, class_indices
 from hddm.data.images import open_image, save_png, to_bytes
 from hddm.data.sources.base import LARGEST_FILE
 from hddm.editing import DEFAULT_RESAMPLING
-from hddm.expert_use import ExpertUse
+from hddm.evaluation.expert_use import ExpertUse
 from hddm.experts.ensemble_folders import ENSEMBLE_FILE
 from hddm.experts.records import EXPERT_FILE
 from hddm.networks.folders import sha256_once
@@ -32,14 +32,15 @@ from hddm.noise import Seeded
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.pipelines.sheets import sheet_path, write_sheet
 from hddm.routers import MomentsRouter
-from hddm.sampling import Conditions, Plan, Positive, SamplingSettings, batches, gathered, plan, run
+from hddm.running import Plan, gathered, run
+from hddm.sampling import Positive, SamplingSettings, batches, plan
 from hddm.utils.drafts import Done, Draft, differences, discard_finished, open_draft
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import read_json, read_whole, sha256_of, write_json
 from hddm.utils.progress import Progress
 from hddm.utils.records import SAMPLING_FILE, content_hash
 from hddm.utils.tensors import available_device, read_safetensors
-from hddm.velocity import Guidance, check_labels
+from hddm.velocity import Guidance
 
 FORMAT = "1.3"
 LATENTS_FILE = "latents.safetensors"
@@ -119,10 +120,10 @@ class SampleSettings(SamplingSettings):
         )
 
     @property
-    def how(self) -> dict[str, Any]:
+    def plan_arguments(self) -> dict[str, Any]:
         """Arguments of `hddm.sampling.plan`."""
         own = {name: getattr(self, name) for name in ("shift", "expert", "router_every")}
-        return super().how | own | {"noise": Seeded(self.seed)}
+        return super().plan_arguments | own | {"noise": Seeded(self.seed)}
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -167,7 +168,7 @@ def sample_to_folder(
         pipeline.experts.compile(dynamic=True)
     check_output(source, pipeline, settings, grid)
     made = _Run(pipeline, settings)
-    settings = settings.model_copy(update={"steps": made.how.steps, "solver": made.how.solver_name})
+    settings = settings.model_copy(update={"steps": made.how.grid_steps, "solver": made.how.solver_name})
     record = _record(source, settings, pipeline, made.cycles.given)
     sheet, is_new = sheet_path(out), True
     if resume and not overwrite and (out / SAMPLING_FILE).is_file():
@@ -206,7 +207,7 @@ def planned(pipeline: HDDMPipeline, settings: SampleSettings, image: Any = None,
         shape = pipeline.asked_size(settings.expert or 0, settings.height, settings.width)[1]
     return plan(
         pipeline.ensemble,
-        **settings.how,
+        **settings.plan_arguments,
         shape=shape,
         picture=functools.cache(
             lambda k: pipeline.picture(

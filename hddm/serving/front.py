@@ -24,13 +24,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from hddm.conditions import Conditions
 from hddm.data.images import save_png, to_bytes
-from hddm.expert_use import ExpertUse
+from hddm.evaluation.expert_use import ExpertUse
 from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.noise import Seeded
 from hddm.pipelines.encoding import repeated
 from hddm.pipelines.pipeline import HDDMPipeline
-from hddm.sampling import Batch, Conditions, NotFinite, Plan, batches, gathered, plan, run
+from hddm.running import Batch, NotFinite, Plan, gathered, run
+from hddm.sampling import batches, plan
 from hddm.serving.answers import FAILED, Refusal
 from hddm.serving.requests import LARGEST_BODY, ImageRequest, read_request, refuse_more
 from hddm.serving.workers import Answer, RemoteEnsemble, SampleJob, VelocityJob
@@ -333,7 +335,7 @@ class Front:
     def _prepared(self, wanted: ImageRequest, expert: int | None) -> _Call:
         """A request with its plan, its conditions encoded, and its experts chosen."""
         asked = self._encode(wanted)
-        how = plan(self.ensemble, **wanted.how, expert=expert, noise=Seeded(wanted.seed))
+        how = plan(self.ensemble, **wanted.plan_arguments, expert=expert, noise=Seeded(wanted.seed))
         refuse_more("steps", how.steps, self.limits.steps)
         numbers = range(wanted.start, wanted.start + wanted.n)
         return _Call(wanted, how, list(batches(how, numbers, asked, self.limits.batch_size)))
@@ -389,9 +391,10 @@ class Front:
     ) -> Tensor:
         """Samples (n, C, H, W) of a batch: those of one expert are one message, others one per step."""
         if k is not None and how.model.experts[k].noise_range == WHOLE:
-            asked = how.model.conditions_by_expert(how.guidance(), batch.asked.negative, batch.asked.given)
+            given, negative = batch.conditions.given, batch.conditions.negative
+            asked = how.model.conditions_by_expert(how.guidance(), negative, given)
             assert isinstance(how.noise, Seeded)
-            settings = (how.steps, how.model.shift, how.solver_name)
+            settings = (how.grid_steps, how.model.shift, how.solver_name)
             job = SampleJob(how.noise.seed, tuple(batch.numbers), *settings, *asked[k])
             return _value((await self._ask(k, job, on_step))[0])
         is_left = False

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from hddm.data.images import save_png, to_bytes
-from hddm.expert_use import ExpertUse
+from hddm.evaluation.expert_use import ExpertUse
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.pipelines.samples import SampleSettings, check_output, planned, read_cycles
-from hddm.sampling import batches, plan, run
+from hddm.running import run
+from hddm.sampling import batches, plan
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.records import EXPERT_FILE
 from hddm.utils.tensors import available_device
@@ -140,7 +141,7 @@ class Panel:
         """Make the images, ``show`` being called as they change; raises `HddmError` as ``hddm sample``."""
         settings, pipeline = self.settings, self.pipeline
         how = planned(pipeline, settings, edit.get("image"), edit.get("mask_image"))
-        self.steps = len(how.times) - 1
+        self.steps = how.steps
         asked = read_cycles(pipeline, settings).cycled(settings.numbers)
         for batch in batches(how, settings.numbers, asked, settings.batch_size):
             begun, use = how.picture(batch.kind), ExpertUse(len(how.model.experts))

@@ -19,15 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hddm.conditions import Conditions, Inputs
 from hddm.ensemble import Ensemble
 from hddm.experts.loading import open_ensemble
 from hddm.networks.offload import bring
-from hddm.noise import Latents, noise_of
-from hddm.sampling import Batch, Conditions, plan, run
+from hddm.noise import Latents, Seeded
+from hddm.running import Batch, run
+from hddm.sampling import plan
 from hddm.serving.answers import Refusal
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.tensors import available_device
-from hddm.velocity import Guidance, Inputs, VelocityField
+from hddm.velocity import Guidance, VelocityField
 
 LULL = 0.005
 """Seconds that an idle worker waits for more jobs, so that those of one moment are one batch."""
@@ -231,7 +233,7 @@ class Worker:
         else:
             assert expert.sample_shape is not None
             drawn = [job for job in jobs if isinstance(job, SampleJob)]
-            x = torch.cat([noise_of(job.seed, job.indices, expert.sample_shape) for job in drawn])
+            x = torch.cat([Seeded(job.seed).initial(job.indices, expert.sample_shape) for job in drawn])
             how = plan(
                 expert,
                 steps=first.steps,

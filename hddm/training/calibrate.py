@@ -21,7 +21,7 @@ from hddm.experts.records import (
     write_records,
 )
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
-from hddm.noise import initial_noise
+from hddm.noise import Seeded
 from hddm.schedules import DiscreteSchedule
 from hddm.solvers import euler
 from hddm.training.denoising import misread
@@ -72,7 +72,7 @@ def native_samples(
         def velocity(x: Tensor, t: Tensor, _: Tensor, given: Mapping[str, Tensor] = given) -> Tensor:
             return field.raw_velocity(x, t.expand(len(x)), given)
 
-        x = initial_noise(seed, start, stop, field.sample_shape).to(field.device) / scale
+        x = Seeded(seed).initial(range(start, stop), field.sample_shape).to(field.device) / scale
         batches.append(euler(velocity, x, times).cpu())
         if on_batch is not None:
             on_batch(stop - start)

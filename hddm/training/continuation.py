@@ -11,8 +11,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from hddm.calibration import KAPPA, Calibration, Moments, bounded_gain, gauss_shares
-from hddm.classes import LABELS
+from hddm.calibration import Calibration, Moments
+from hddm.conditions import LABELS
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.records import (
     EXPERT_FILE,
@@ -25,6 +25,7 @@ from hddm.experts.records import (
 )
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.schedules import LinearSchedule, from_config
+from hddm.training.bounded_gain import KAPPA, bounded_gain, gauss_shares
 from hddm.training.expert import (
     begun_with,
     calibrated,

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hddm.classes import LABELS
+from hddm.conditions import LABELS
 from hddm.data.shard_records import find_shards
 from hddm.data.shards import Shard, joined, open_shard
 from hddm.ensemble import Ensemble, Strategy

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hddm.calibration import FADE, LEVELS, MAX_GAIN, POOL, START, STATES, Calibration, Moments
-from hddm.classes import LABELS
+from hddm.conditions import LABELS
 from hddm.utils.errors import HddmError
 from hddm.utils.records import WHOLE, NoiseRange
 from hddm.utils.tensors import generator, to_float64

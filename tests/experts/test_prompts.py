@@ -23,7 +23,7 @@ from hddm.networks.vae import vae_facts
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.routers import SPREAD, PromptRouter, Topic
 from hddm.schedules import CosineSchedule
-from hddm.training.topics import describe_topic
+from hddm.training.topics import describe_topic, topic_of
 from hddm.utils.errors import HddmError
 from hddm.utils.records import write_manifest
 from tests.artefacts import Command, contents, refusal
@@ -40,7 +40,7 @@ def test_captions_in_common_go_to_experts_as_often_as_they_have_them() -> None:
     noise = torch.Generator().manual_seed(0)
     captions = torch.randn(4, 6, generator=noise, dtype=torch.float64)
     counts = torch.tensor([[40, 10, 30, 10], [10, 40, 30, 40], [20, 20, 10, 30]])
-    topics = [Topic.of(captions[row > 0], row[row > 0].tolist()) for row in counts]
+    topics = [topic_of(captions[row > 0], row[row > 0].tolist()) for row in counts]
     prior = counts.sum(1).double()
     router = PromptRouter([topics[0], None, *topics[1:]], [prior[0], 7.0, *prior[1:]], ridge=0)
     found = router(5 * captions)
@@ -68,10 +68,10 @@ def test_domains_that_lie_apart_get_their_prompts_alone() -> None:
     noise = torch.Generator().manual_seed(0)
     centres = torch.randn(2, 1, 64, generator=noise)
     described, asked = (centres + 0.5 * torch.randn(2, n, 64, generator=noise) for n in (400, 50))
-    router = PromptRouter([Topic.of(one) for one in described], [0.5, 0.5])
+    router = PromptRouter([topic_of(one) for one in described], [0.5, 0.5])
     for k, prompts in enumerate(asked):
         assert (router(prompts)[:, k] > 0.999).all()
-    few = PromptRouter([Topic.of(one[:2]) for one in described], [0.5, 0.5])
+    few = PromptRouter([topic_of(one[:2]) for one in described], [0.5, 0.5])
     assert all((few(prompts).argmax(1) == k).all() for k, prompts in enumerate(asked))
 
 
@@ -94,7 +94,7 @@ def test_a_topic_is_kilobytes_and_reads_back(tmp_path: Path) -> None:
     assert topic is not None
     assert (record.count, topic.record.count) == (1, 2)
     encoder, tokenizer = (read_text_encoder(texts["text_encoder"]), read_tokenizer(texts["tokenizer"]))
-    expected = Topic.of(embed(encoder, tokenizer, ["a cat", "cats"]).pooled)
+    expected = topic_of(embed(encoder, tokenizer, ["a cat", "cats"]).pooled)
     torch.testing.assert_close(topic.means, expected.means, rtol=1e-3, atol=1e-3)
     assert topic.parts.tolist() == [0.5, 0.5]
     assert assemble([tmp_path / "a", tmp_path / "b"], tmp_path / "both", **texts)

@@ -5,9 +5,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hddm.classes import join_classes
+from hddm.conditions import join_classes
 from hddm.ensemble import Ensemble
-from hddm.sampling import pick_experts, sample
+from hddm.running import pick_experts
+from hddm.sampling import sample
 from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField

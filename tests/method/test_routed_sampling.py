@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hddm import load
 from hddm.ensemble import Ensemble
-from hddm.noise import initial_noise
+from hddm.noise import Seeded
 from hddm.sampling import sample
 from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError
@@ -84,7 +84,7 @@ def test_the_router_is_asked_at_every_nth_call_of_a_batch(every: int, solver: st
 def test_between_its_answers_the_routers_choice_stays() -> None:
     ensemble = _ensemble("top-1")
     samples = sample(ensemble, 10, steps=5, router_every=5)
-    first = CountingRouter(3)(initial_noise(0, 0, 10, SHAPE), torch.ones(10)).argmax(1)
+    first = CountingRouter(3)(Seeded(0).initial(range(10), SHAPE), torch.ones(10)).argmax(1)
     assert len(set(first.tolist())) > 1
     assert torch.equal(_arrived(samples), first)
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 import hddm
+from hddm.conditions import Conditions
 from hddm.data.images import to_bytes
-from hddm.noise import initial_noise
+from hddm.noise import Seeded
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.sampling import integrate, time_grid
 from hddm.solvers import SOLVERS
@@ -75,7 +76,7 @@ def test_one_generator_serves_the_batch_and_none_is_the_global_one(pipe: HDDMPip
 
 
 def test_states_that_are_passed_replace_the_drawn_ones(pipe: HDDMPipeline) -> None:
-    noise = hddm.noise.initial_noise(8, 0, 5, (3, 4, 4))
+    noise = hddm.noise.Seeded(8).initial(range(5), (3, 4, 4))
     given = pipe(class_labels=LABELS, latents=noise, **LATENT).images
     assert torch.equal(given, pipe(class_labels=LABELS, seed=8, **LATENT).images)
 
@@ -108,8 +109,8 @@ def test_classes_have_names_and_numbers(pipe: HDDMPipeline) -> None:
     # No class at all is the networks' null class, the number after the last.
     none = pipe(batch_size=2, seed=0, **LATENT).images
     null, grid = {"class_labels": torch.tensor([3, 3])}, time_grid(4, pipe.ensemble.shift)
-    noise = initial_noise(0, 0, 2, (3, 4, 4))
-    assert torch.equal(none, integrate(pipe.ensemble, noise, grid, conditions=null))
+    noise = Seeded(0).initial(range(2), (3, 4, 4))
+    assert torch.equal(none, integrate(pipe.ensemble, noise, grid, Conditions(null)))
 
 
 def test_a_callback_sees_every_step_and_may_change_the_state(pipe: HDDMPipeline) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import hddm
 from hddm import load, sample
-from hddm.calibration import FILE_NAME, KAPPA, Calibration, Moments, bounded_gain
+from hddm.calibration import FILE_NAME, Calibration, Moments
 from hddm.checkpoints.inspect_models import inspect_model
 from hddm.data.partition import partition
 from hddm.data.shards import load_shard
@@ -20,6 +20,7 @@ from hddm.experts.assembly import assemble
 from hddm.experts.records import WEAK, Expert, ExpertRecord, save_expert
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.transformers import ExpertTransformer
+from hddm.training.bounded_gain import KAPPA, bounded_gain
 from hddm.training.calibrate import recalibrate
 from hddm.training.continuation import continue_expert
 from hddm.training.expert import new_network, train_expert
