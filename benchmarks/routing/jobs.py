@@ -73,7 +73,7 @@ def sample_job(place: Path, data: Data, row: Row, point: SamplingPoint, seed: in
     router = Router(network, record.time_scale, temperatures)
     of_class = data.class_images.tolist() if row.class_prior else []
     parts = [
-        Part(field, classes={str(label): counts[k] for label, counts in enumerate(of_class)})
+        Part(field, class_shares={str(label): counts[k] for label, counts in enumerate(of_class)})
         for k, field in enumerate(fields)
     ]
     ensemble = Ensemble(parts, router, row.strategy, prior)

@@ -1,7 +1,8 @@
-"""Assembly of experts, a router and components into one ensemble folder, after checking that they fit.
+"""Assembly of experts, a router and components into one ensemble folder, and changes to such a folder.
 
-`write_ensemble` makes a folder of a list of experts, each with what was decided on it (`Member`): of new ones
-in `assemble`, of an ensemble's experts and others in `hddm.experts.changes`.
+`write_ensemble` makes a folder of a list of experts, each with what was decided on it (`Member`), after
+checking that they fit: of new ones in `assemble`, of an ensemble's experts and others in
+`hddm.experts.changes`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,14 +14,17 @@ from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.ensemble import Strategy
 from hddm.experts.choices import ClassNames, decided
 from hddm.experts.compatibility import (
+    Entry,
     Findings,
-    Named,
     common_shift,
     compare_classes,
     compare_domains,
     compare_experts,
-    compare_shards,
+    decide,
+    domains_of,
     note_overlaps,
+    read_entries,
+    router_outputs,
 )
 from hddm.experts.components import arrange
 from hddm.experts.ensemble_folders import (
@@ -38,15 +42,7 @@ from hddm.experts.ensemble_folders import (
 )
 from hddm.experts.lora import BASES, bases_in
 from hddm.experts.model_index import COMPONENTS, MODEL_INDEX, ROUTER
-from hddm.experts.parts import (
-    by_domain,
-    class_lists,
-    class_shares_of,
-    domains_of,
-    read_records,
-    router_outputs,
-    weights_of,
-)
+from hddm.experts.parts import parts_of
 from hddm.experts.records import (
     FILES,
     ROUTER_FILE,
@@ -88,7 +84,7 @@ try:
 except (ImportError, AttributeError) as error:
     raise ImportError("this folder is an ensemble of hddm; pip install . in a checkout of hddm") from error
 '''
-"""Of an import statement diffusers would tell to install "hddm", a name that another project has."""
+"""After a plain import statement diffusers would advise to install "hddm", the name of another project."""
 
 
 _PARTS = ("experts", BASES, ROUTER, "scheduler", *COMPONENTS, ENSEMBLE_FILE, MODEL_INDEX, MANIFEST)
@@ -130,10 +126,11 @@ class Routing:
 
 @dataclass(frozen=True)
 class Changed:
-    """An ensemble that is changed: its folder, its record, and how many of the experts are its own."""
+    """An ensemble that is changed: its folder, its record, its experts, and the indices of those kept."""
 
     folder: Path
     record: EnsembleRecord
+    experts: Sequence[Entry]
     kept: Sequence[int]
 
 
@@ -168,7 +165,7 @@ def assemble(
     members = [Member(folder="", name=name_of(folder)) for folder in experts]
     routing = named_router(router)
     strategy = strategy or default_strategy(routing.folder is not None)
-    return write_ensemble(experts, members, out, routing, strategy, overwrite, options)
+    return write_ensemble(read_entries(experts, members), out, routing, strategy, overwrite, options)
 
 
 def named_router(router: str | Path | None) -> Routing:
@@ -179,8 +176,7 @@ def named_router(router: str | Path | None) -> Routing:
 
 
 def write_ensemble(
-    folders: Sequence[Path],
-    members: Sequence[Member],
+    entries: Sequence[Entry],
     out: Path,
     routing: Routing,
     strategy: str,
@@ -188,105 +184,88 @@ def write_ensemble(
     options: Options,
     before: Changed | None = None,
 ) -> tuple[str, ...]:
-    """Write an ensemble of the experts in ``folders``; notes."""
-    if not folders:
+    """Write an ensemble of these experts, and return notes.
+
+    Where one is changed, its own experts come first; they were checked in full when they came.
+    """
+    if not entries:
         raise HddmError("an ensemble needs at least one expert")
     stay = 0 if before is None else len(before.kept)
-    experts, found, own, added = read_records(folders), Findings(), dict[str, Path](), folders[stay:]
-    bases = bases_of(added, bases_in(options.get("bases") or ()))
-    if before is not None:
-        own = {name: before.folder / name for name in components_in(before.folder)}
-        bases = bases_of(folders[:stay], {}) | bases
+    folders = [one.folder for one in entries]
     named = {name: options.get(name) for name in ("vae", "text_encoder", "tokenizer")}
     given = {name: folder for name, folder in named.items() if isinstance(folder, Path)}
-    news = [*added, routing.folder if routing.is_new else None, *given.values()]
-    refuse_inside(out, news if before else [*news, *bases.values()])
-    choices = (options.get("share"), options.get("classes"), options.get("domain") or ())
-    members = decided(folders, members, experts, *choices)
-    domains = domains_of(members, experts)
-    Strategy.parse(strategy).check(len(set(domains)))
-    is_routed = routing.folder is not None or routing.evidence is not None
-    if not is_routed and strategy != "draw":
+    named_bases = options.get("bases") or ()
+    router = routing.folder if routing.is_new else None
+    refuse_inside(out, [*folders[stay:], router, *given.values(), *named_bases])
+    bases = bases_of(folders, bases_in(named_bases))
+    domain = options.get("domain") or ()
+    entries = decided(entries, options.get("share"), options.get("classes"), domain)
+    Strategy.parse(strategy).check(len(set(domains_of(entries))))
+    is_drawn = routing.folder is None and routing.evidence is None
+    if is_drawn and strategy != "draw":
         raise HddmError(f"strategy {strategy!r} needs --router; only 'draw' does without")
+    found, parts = Findings(), dict[str, Path]()
     for folder in folders:
         if folders.count(folder) > 1:
             found.differ(str(folder), "is named twice; name it once")
-        if routing.evidence is not None and not (folder / CALIBRATION).is_file():
+    if not found.differences:
+        compare_experts(entries, found, is_drawn)
+        for name in list(found.differences) if not is_drawn else ():
+            found.differ(name, "so it can be drawn, without a router, and not mixed")
+        compare_domains(entries, found)
+        compare_classes(entries, found)
+        own = {} if before is None else {one: before.folder / one for one in components_in(before.folder)}
+        parts, entries = arrange(entries, given, own, stay, found)
+        if routing.folder is not None:
+            entries = _with_outputs(entries, routing.folder, found)
+        vaes = {one.record.vae for one in entries} - {None}
+        if len({one.kind[:2] for one in entries}) > 1 or len(vaes) > 1:
+            found.note(
+                "experts make samples of several kinds, so they are drawn, one per sample, and not mixed"
+            )
+    for folder in folders if routing.evidence is not None else ():
+        if not (folder / CALIBRATION).is_file():
             found.differ(str(folder), "has no calibration, as --router moments needs; run hddm calibrate")
-    if len(set(folders)) == len(folders):
-        parts, members = _compared(folders, members, experts, domains, routing, given, own, stay, found)
     found.refuse()
-    note_overlaps(experts, found)
-    weights = weights_of(members, experts, domains, found)
-    class_shares_of(members, experts, weights, found)
-    shift = common_shift(experts, found)
+    note_overlaps(entries, found)
+    parts_of(entries, found=found)
+    shift = common_shift(entries, found)
     if before is not None:
-        had = read_records([before.folder / member.folder for member in before.record.experts])
-        if common_shift(had, Findings()) != before.record.shift:
+        if common_shift(before.experts, Findings()) != before.record.shift:
             shift = before.record.shift
-        # Those that stay were checked in full when they came; their manifest says that they are as they were.
         refuse_damaged_ensemble(before.folder, before.record, before.kept)
+    entries = decide(entries, folder=[f"experts/{k}" for k in range(len(entries))])
     record = EnsembleRecord(
-        experts=tuple(
-            member.model_copy(update={"folder": f"experts/{k}"}) for k, member in enumerate(members)
-        ),
-        router=MOMENTS if routing.evidence is not None else ROUTER if routing.folder is not None else None,
+        experts=tuple(one.member for one in entries),
+        router=MOMENTS if routing.evidence is not None else None if is_drawn else ROUTER,
         evidence=routing.evidence or MOMENTS_EVIDENCE,
         strategy=strategy,
         shift=shift,
     )
-    _check_files(added, routing.folder if routing.is_new else None, bases)
-    rest = [] if before is None else _rest(before.folder, before.record)
+    _check_files(folders[stay:], router, bases)
     with new_folder(out, ENSEMBLE_FILE, overwrite) as draft:
         for folder, member in zip(folders, record.experts, strict=True):
             _link(_files_of(folder), draft / member.folder)
-        if (router := routing.folder or routing.aside) is not None:
-            _link(_files_of(router), draft / ROUTER)
+        if (learned := routing.folder or routing.aside) is not None:
+            _link(_files_of(learned), draft / ROUTER)
         kinds = {name: put_component(draft, name, folder) for name, folder in parts.items()}
         write_ensemble_records(draft, record, kinds, bases)
         if options.get("diffusers_pipeline"):
             # No manifest lists it: hddm never reads it but to compare it.
             (draft / PIPELINE_FILE).write_bytes(PIPELINE_CODE)
         if before is not None:
-            _link_rest(before.folder, rest, draft)
+            _link_rest(before, draft)
     return tuple(found.notes)
 
 
-def _compared(
-    folders: Sequence[Path],
-    members: Sequence[Member],
-    experts: Sequence[Named],
-    domains: Sequence[int],
-    routing: Routing,
-    given: Mapping[str, Path],
-    own: Mapping[str, Path],
-    stay: int,
-    found: Findings,
-) -> tuple[dict[str, Path], list[Member]]:
-    """Components by name, and ``members`` with their outputs of the router; differences go into ``found``."""
-    lists, is_drawn = class_lists(members, experts), routing.folder is None and routing.evidence is None
-    others = compare_experts(experts, found, is_drawn)
-    compare_shards(
-        by_domain(experts, domains), by_domain([member.share for member in members], domains), found
-    )
-    for name in others:
-        found.differ(name, "so it can be drawn, without a router, and not mixed")
-    compare_domains(experts, domains, lists, found)
-    compare_classes(experts, lists, found)
-    parts, members = arrange(folders, members, experts, given, own, stay, found)
-    if routing.folder is not None:
-        router, known = open_router(routing.folder)
-        total, name = router.network.config.num_experts, str(routing.folder)
-        of = router_outputs(members, experts, domains, known, total, found, name)
-        for k, (member, (_, record)) in enumerate(zip(members, experts, strict=True)):
-            is_found = record.shard is not None and bool(known.shard_hashes)
-            members[k] = member.model_copy(update={"output": None if is_found else of.get(domains[k])})
-    if (
-        len({(one.sample_shape, one.space) for _, one in experts}) > 1
-        or len({one.vae for _, one in experts if one.vae is not None}) > 1
-    ):
-        found.note("experts make samples of several kinds, so they are drawn, one per sample, and not mixed")
-    return parts, members
+def _with_outputs(entries: Sequence[Entry], folder: Path, found: Findings) -> list[Entry]:
+    """The experts with their outputs of a learned router, where these do not follow from their shards."""
+    router, known = open_router(folder)
+    outputs = router_outputs(entries, known, router.network.config.num_experts, found, str(folder))
+    if len(outputs) < len(entries):
+        return list(entries)
+    is_found = [one.record.shard is not None and bool(known.shard_hashes) for one in entries]
+    return decide(entries, output=[None if has else own for has, own in zip(is_found, outputs, strict=True)])
 
 
 def _check_files(experts: Sequence[Path], router: Path | None, bases: Mapping[str, Path]) -> None:
@@ -342,30 +321,21 @@ def _files_of(folder: Path) -> list[Path]:
     return [path for path in seen if inside(folder, path.name).is_file()]
 
 
-def _rest(ensemble: Path, record: EnsembleRecord) -> list[Path]:
-    """Names of the user's own files and empty folders in an ensemble, such as a licence or a card.
+def _link_rest(before: Changed, draft: Path) -> None:
+    """Take the user's own files and empty folders, such as a licence or a card, into a changed ensemble.
 
     A link to a folder is refused, since it may lead around in circles.
     """
-    names = [member.folder for member in record.experts]
-    parts = [Path(name) for name in (*_PARTS, *names, *([record.learned] if record.learned else []))]
-    found = []
-    for path in ensemble.rglob("*"):
-        name = path.relative_to(ensemble)
-        if any(name.is_relative_to(part) for part in parts) or any(map(is_draft, name.parts)):
+    names = [*_PARTS, *(member.folder for member in before.record.experts), before.record.learned or ROUTER]
+    for path in before.folder.rglob("*"):
+        name = path.relative_to(before.folder)
+        if any(name.is_relative_to(part) for part in names) or any(map(is_draft, name.parts)):
             continue
         if path.is_symlink() and path.is_dir():
             raise HddmError(f"{path}: is a link to a folder; put the folder itself there, or take it out")
-        if path.is_file() or (path.is_dir() and not any(path.iterdir())):
-            found.append(name)
-    return found
-
-
-def _link_rest(ensemble: Path, names: Sequence[Path], draft: Path) -> None:
-    for name in names:
         target = draft / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if (ensemble / name).is_dir():
-            target.mkdir(exist_ok=True)
-        elif not target.exists():
-            link_or_copy(ensemble / name, target)
+        if path.is_file() and not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            link_or_copy(path, target)
+        elif path.is_dir() and not any(path.iterdir()):
+            target.mkdir(parents=True, exist_ok=True)

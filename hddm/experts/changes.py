@@ -18,7 +18,7 @@ from hddm.experts.assembly import (
     write_ensemble,
 )
 from hddm.experts.choices import index_of
-from hddm.experts.compatibility import SHARE_TOLERANCE, sample_kind
+from hddm.experts.compatibility import SHARE_TOLERANCE, Entry, decide, domains_of, read_entries
 from hddm.experts.ensemble_folders import (
     ENSEMBLE_FILE,
     MOMENTS,
@@ -28,7 +28,6 @@ from hddm.experts.ensemble_folders import (
     name_of,
     read_ensemble_facts,
 )
-from hddm.experts.parts import domains_of, read_records
 from hddm.experts.records import FORMAT, ROUTER_FILE, RouterRecord
 from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, restore
@@ -73,112 +72,98 @@ def change(
     for path in ensemble.rglob("*"):
         if path.is_symlink():
             inside(ensemble, path.relative_to(ensemble).as_posix())
-    folders = [ensemble / member.folder for member in record.experts]
-    domains = domains_of(record.experts, read_records(folders))
-    gone = {index_of(str(name), folders, "--remove") for name in remove}
+    entries = read_entries([ensemble / member.folder for member in record.experts], record.experts)
+    domains = domains_of(entries)
+    gone = {index_of(str(name), entries, "--remove") for name in remove}
     if not add:
         # What is left of a domain cannot make a sample alone.
         gone = {k for k, domain in enumerate(domains) if domain in {domains[one] for one in gone}}
-    kept = [k for k in range(len(folders)) if k not in gone]
+    kept = [k for k in range(len(entries)) if k not in gone]
     if not kept and not add:
         labels = ", ".join(member.label for member in record.experts)
         raise HddmError(f"{ensemble}: --remove takes {labels}, and there is no other expert")
-    stay = [folders[k] for k in kept]
-    if not allow_mixed_sizes:
-        _refuse_other_kinds(ensemble, add, stay)
-    members = _left(record, domains, kept)
-    members += [Member(folder="", name=name_of(folder)) for folder in add]
-    everyone = [*stay, *add]
-    routing, members, chosen, told = _kept_router(ensemble, record, everyone, members, router, strategy)
-    told += [f"removed {record.experts[k].label}" for k in sorted(gone)]
+    added = read_entries(add, [Member(folder="", name=name_of(folder)) for folder in add])
+    staying = _left(entries, domains, kept)
+    if staying and not allow_mixed_sizes:
+        _refuse_other_kinds(ensemble, added, staying)
+    everyone = [*staying, *added]
+    if router is None:
+        routing, chosen, notes = _kept_router(ensemble, record, everyone, strategy)
+    else:
+        routing, chosen, notes = named_router(router), strategy or record.strategy, []
+        everyone = decide(everyone, output=[None] * len(everyone))
+    # What was drawn for want of a router is mixed by it once there is one.
+    if routing.folder is not None and record.learned is None and chosen == "draw" and strategy is None:
+        chosen = default_strategy(has_learned_router=True)
+    notes += [f"removed {record.experts[k].label}" for k in sorted(gone)]
     if out is not None and out.resolve() != ensemble.resolve():
         refuse_inside(out, [ensemble])
     # In place, the folder itself and not a link to it is exchanged.
-    target, before = ensemble.resolve() if out is None else out, Changed(ensemble, record, kept)
+    target, before = ensemble.resolve() if out is None else out, Changed(ensemble, record, entries, kept)
     overwrite = out is None or overwrite
-    notes = write_ensemble(everyone, members, target, routing, chosen, overwrite, options, before)
-    return (*notes, *told)
+    return (*write_ensemble(everyone, target, routing, chosen, overwrite, options, before), *notes)
 
 
-def _left(record: EnsembleRecord, domains: Sequence[int], kept: Sequence[int]) -> list[Member]:
-    """What was decided on the experts that are left.
+def _left(entries: Sequence[Entry], domains: Sequence[int], kept: Sequence[int]) -> list[Entry]:
+    """The experts that are left, with what was decided on them.
 
     Of a domain of which an expert goes, the others stand for all of it, so that another one may take its
     place; that they are one is no longer said.
     """
-    total = math.fsum(member.share or 0.0 for member in record.experts)
-    are_parts = any(member.share is None for member in record.experts) or abs(total - 1) < SHARE_TOLERANCE
-    of, left, members = Counter(domains), Counter(domains[k] for k in kept), []
+    shares = [one.member.share for one in entries]
+    total = math.fsum(share or 0.0 for share in shares)
+    are_parts = None in shares or abs(total - 1) < SHARE_TOLERANCE
+    of, left = Counter(domains), Counter(domains[k] for k in kept)
+    updated = []
     for k in kept:
-        member, domain = record.experts[k], domains[k]
-        changes: dict[str, object] = {"class_shares": {}, "vae": None}
-        if member.share is not None:
-            share = member.share if are_parts else member.share / total
-            changes["share"] = share * of[domain] / left[domain]
-        if left[domain] < of[domain]:
-            changes["domain"] = None
-        members.append(member.model_copy(update=changes))
-    return members
+        one, before, now = entries[k], of[domains[k]], left[domains[k]]
+        share = one.member.share
+        if share is not None:
+            share = (share if are_parts else share / total) * before / now
+        domain = one.member.domain if now == before else None
+        updated += decide([one], class_shares=[{}], vae=[None], share=[share], domain=[domain])
+    return updated
 
 
 def _kept_router(
-    ensemble: Path,
-    record: EnsembleRecord,
-    folders: Sequence[Path],
-    members: list[Member],
-    router: str | Path | None,
-    strategy: str | None,
-) -> tuple[Routing, list[Member], str, list[str]]:
+    ensemble: Path, record: EnsembleRecord, entries: Sequence[Entry], strategy: str | None
+) -> tuple[Routing, str, list[str]]:
     """The router and the strategy of a changed ensemble, and notes on what becomes of the one it had."""
-    told: list[str] = []
     chosen, learned = strategy or record.strategy, record.learned or record.aside(ensemble)
-    if router is not None:
-        routing = named_router(router)
-        members = [member.model_copy(update={"output": None}) for member in members]
-    elif learned is None:
-        routing = Routing(evidence=record.evidence if record.router == MOMENTS else None)
-    else:
-        experts = read_records(folders)
-        known = read_record(ensemble / learned / ROUTER_FILE, RouterRecord, FORMAT).shard_hashes
-        unknown = [
-            name
-            for (name, one), member in zip(experts, members, strict=True)
-            if member.output is None and (one.shard is None or one.shard.hash not in known)
-        ]
-        # Of several kinds experts are drawn, and nothing routes.
-        is_one_kind = len({sample_kind(one) for _, one in experts}) == 1
-        is_calibrated = is_one_kind and all((folder / CALIBRATION).is_file() for folder in folders)
-        needs_none = chosen == "draw" or (chosen == ROUTED_STRATEGY and strategy is None)
-        if unknown and (is_calibrated or needs_none):
-            chosen = chosen if is_calibrated else "draw"
-            routing = Routing(None, MOMENTS_EVIDENCE if is_calibrated else None, ensemble / learned)
-            instead = "the experts' moments route" if is_calibrated else "draw needs none"
-            told.append(
-                f"the router does not know the shard of {', '.join(unknown)} and is set aside; {instead}"
-            )
-        else:
-            routing = Routing(ensemble / learned, is_new=False)
-            if record.learned is None:
-                told.append("the router that was set aside knows all experts, and routes again")
-    # What was drawn for want of a router is mixed by it once there is one.
-    if routing.folder is not None and record.learned is None and chosen == "draw" and strategy is None:
-        chosen = default_strategy(has_learned_router=True)
-    return routing, members, chosen, told
+    if learned is None:
+        return Routing(evidence=record.evidence if record.router == MOMENTS else None), chosen, []
+    known = read_record(ensemble / learned / ROUTER_FILE, RouterRecord, FORMAT).shard_hashes
+    unknown = [
+        one.name
+        for one in entries
+        if one.member.output is None and (one.record.shard is None or one.record.shard.hash not in known)
+    ]
+    # Experts of several kinds are drawn, and nothing routes.
+    can_route = len({one.kind for one in entries}) == 1
+    can_route = can_route and all((one.folder / CALIBRATION).is_file() for one in entries)
+    needs_none = chosen == "draw" or (chosen == ROUTED_STRATEGY and strategy is None)
+    if unknown and (can_route or needs_none):
+        instead = "the experts' moments route" if can_route else "draw needs none"
+        note = f"the router does not know the shard of {', '.join(unknown)} and is set aside; {instead}"
+        routing = Routing(None, MOMENTS_EVIDENCE if can_route else None, ensemble / learned)
+        return routing, chosen if can_route else "draw", [note]
+    again = "the router that was set aside knows all experts, and routes again"
+    return Routing(ensemble / learned, is_new=False), chosen, [] if record.learned else [again]
 
 
-def _refuse_other_kinds(ensemble: Path, add: Sequence[Path], stay: Sequence[Path]) -> None:
+def _refuse_other_kinds(ensemble: Path, added: Sequence[Entry], staying: Sequence[Entry]) -> None:
     """Refuse experts whose samples have the size and latent space of no expert that stays.
 
     A VAE that one of two does not record is taken on trust.
     """
-    known = dict.fromkeys(sample_kind(one) for _, one in read_records(stay))
-    for name, one in read_records(add) if known else ():
-        shape, space, vae = sample_kind(one)
+    known = dict.fromkeys(one.kind for one in staying)
+    for one in added:
+        shape, space, vae = one.kind
         alike = [other for *kind, other in known if kind == [shape, space]]
         if not any(None in (vae, other) or vae == other for other in alike):
             theirs = " and ".join(f"{size} {kind}" for size, kind, _ in known)
             mine = f"{shape} {space}{' of another VAE' if alike else ''}"
             raise HddmError(
-                f"{name}: makes {mine}, and the experts of {ensemble} {theirs}, so that "
+                f"{one.name}: makes {mine}, and the experts of {ensemble} {theirs}, so that "
                 "images of several kinds would be in one folder; --allow-mixed-sizes adds it all the same"
             )

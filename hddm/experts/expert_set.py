@@ -1,18 +1,26 @@
-"""The experts of an ensemble as one module, a diffusers component whose weights are read on demand."""
+"""The experts of an ensemble as one module, a diffusers component whose weights are read on demand.
+
+`in_memory` and `storable` say what a folder holds of a velocity field that was made or changed in Python.
+"""
 
 import copy
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import diffusers
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
+from hddm.classes import LABELS
+from hddm.ensemble import Part
+from hddm.experts.compatibility import Entry, entries_of
 from hddm.experts.ensemble_folders import EnsembleRecord, Member
-from hddm.experts.in_memory import in_memory, storable
 from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from hddm.experts.parts import Encoders, encoders_of
+from hddm.experts.parts import Encoders, encoders_of, parts_of
 from hddm.experts.records import (
     WEAK,
     Expert,
@@ -23,12 +31,20 @@ from hddm.experts.records import (
     without_adapter,
     write_records,
 )
-from hddm.networks.folders import WEIGHTS
+from hddm.networks.folders import WEIGHTS, Unread, cast, fitting
 from hddm.networks.offload import Offload, Shelf, StoredNetwork
-from hddm.utils.errors import HddmError
+from hddm.networks.wrappers import EXPERT_NETWORKS, NetworkWrapper, described, interface_of
+from hddm.schedules import DiscreteSchedule, LinearSchedule
+from hddm.utils.errors import HddmError, one_line
 from hddm.utils.files import link_or_copy
-from hddm.utils.tensors import device_of, parameter_dtype
-from hddm.velocity import VelocityField
+from hddm.utils.records import Record
+from hddm.utils.tensors import device_of, refuse_non_finite
+from hddm.velocity import PredictionType, VelocityField
+
+_BY_HAND = "set in Python"
+_IMAGES = (1, 3)
+"""Channels of pixels; samples of any others are taken for latents."""
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class ExpertSet(nn.Module):
@@ -56,31 +72,29 @@ class ExpertSet(nn.Module):
             raise HddmError("an ensemble needs at least one expert")
         members = tuple(Member(folder=f"experts/{k}") for k in range(len(experts)))
         self.record, self.topics = record or EnsembleRecord(experts=members), topics
-        # Copies: what is changed on a field afterwards is no part of this.
-        self._fields = {k: copy.copy(one) for k, one in enumerate(experts) if isinstance(one, VelocityField)}
-        self.experts = tuple(
-            in_memory(one) if isinstance(one, VelocityField) else one.apart() for one in experts
-        )
         shelf = shelf or Shelf()
-        self._running: list[Any] = []
-        self._weak: dict[int, Any] = {}
-        for k, expert in enumerate(self.experts):
-            if field := self._fields.get(k):
-                self._running.append(field.network)
-                if field.weak is not None:
-                    self._weak[k] = field.weak.network
-                continue
-            self._running.append(stored(expert.unread, expert.facts, expert.name, dtype, device, shelf))
-            if expert.weak is not None:
-                name = f"{expert.name}/{WEAK}"
-                self._weak[k] = stored(expert.weak, expert.facts, name, dtype, device, shelf)
-        self._all = [one for one in (*self._running, *self._weak.values()) if isinstance(one, nn.Module)]
-        self.networks = nn.ModuleList(self._all)
+        self._fields = tuple(
+            in_memory(one)
+            if isinstance(one, VelocityField)
+            else _on_demand(one.apart(), dtype, device, shelf)
+            for one in experts
+        )
+        self.networks = nn.ModuleList([one for one in self._networks if isinstance(one, nn.Module)])
+
+    @property
+    def _networks(self) -> list[Any]:
+        """Networks of the experts and of their weak models."""
+        return [one.network for field in self._fields for one in (field, field.weak) if one is not None]
+
+    @property
+    def experts(self) -> tuple[Expert, ...]:
+        """The experts, with their records."""
+        return tuple(_expert_of(field) for field in self._fields)
 
     @property
     def stored(self) -> list[StoredNetwork]:
         """Networks of the experts whose weights come and go."""
-        return [network for network in self._running if isinstance(network, StoredNetwork)]
+        return [field.network for field in self._fields if isinstance(field.network, StoredNetwork)]
 
     @property
     def facts(self) -> tuple[ExpertRecord, ...]:
@@ -88,9 +102,14 @@ class ExpertSet(nn.Module):
         return tuple(expert.facts for expert in self.experts)
 
     @property
+    def entries(self) -> list[Entry]:
+        """Records of the experts, with what was decided on each."""
+        return entries_of(self.experts, self.record.experts)
+
+    @property
     def encoders(self) -> Encoders:
         """Numbers of the experts' VAEs and text encoders."""
-        return encoders_of(self.record.experts, [(one.name, one.facts) for one in self.experts])
+        return encoders_of(self.entries)
 
     @property
     def shelf(self) -> Shelf:
@@ -100,26 +119,23 @@ class ExpertSet(nn.Module):
     @property
     def device(self) -> torch.device:
         """The device that experts run on."""
-        return device_of(self._running[0])
+        return device_of(self._fields[0].network)
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that experts run in."""
-        return parameter_dtype(self._running[0]) or torch.float32
+        return self._fields[0].dtype
 
     def fields(self) -> list[VelocityField]:
         """Experts as velocity fields that share these networks."""
-        fields = []
-        for index, (expert, network) in enumerate(zip(self.experts, self._running, strict=True)):
-            try:
-                field = self._fields.get(index) or as_field(expert, network, self._weak.get(index))
-            except HddmError as error:
-                raise HddmError(f"{expert.name}: {error}") from error
-            field = copy.copy(field)
-            if names := self.record.experts[index].classes:
-                field.classes = names
-            fields.append(field)
+        fields = [copy.copy(field) for field in self._fields]
+        for field, member in zip(fields, self.record.experts, strict=True):
+            field.classes = member.classes or field.classes
         return fields
+
+    def parts(self) -> list[Part]:
+        """Experts as parts of an ensemble."""
+        return parts_of(self.entries, self.fields())
 
     def offload(self, mode: Offload, budget: int | None = None) -> None:
         """Change how long weights stay on the device; see `hddm.networks.offload`. Idempotent.
@@ -127,8 +143,8 @@ class ExpertSet(nn.Module):
         Raises `HddmError` for an unknown mode, a budget below an expert's size, ``disk`` for experts in
         memory, and networks that are not hddm's to move.
         """
-        own = [network for network in self._all if isinstance(network, StoredNetwork)]
-        if len(own) < len(self._running) + len(self._weak):
+        own = [network for network in self._networks if isinstance(network, StoredNetwork)]
+        if len(own) < len(self._networks):
             raise HddmError(
                 f"offload {mode}: an expert was built in memory, and its weights stay where they are; save "
                 "the pipeline and load it"
@@ -143,7 +159,7 @@ class ExpertSet(nn.Module):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Let ``torch.compile``, with these arguments, compile each network at its first run."""
-        for network in self._all:
+        for network in self.networks:
             (network.network if isinstance(network, StoredNetwork) else network).compile(*args, **kwargs)
 
     def save_pretrained(self, folder: str | Path, **_: object) -> None:
@@ -153,12 +169,11 @@ class ExpertSet(nn.Module):
         An adapter that was changed in memory is merged. Raises `HddmError` for experts built in memory that a
         folder cannot hold.
         """
-        experts = self.storable()
-        for index, (expert, network) in enumerate(zip(experts, self._running, strict=True)):
+        for index, (expert, field) in enumerate(zip(self.storable(), self._fields, strict=True)):
             target = Path(folder) / str(index)
             target.mkdir(parents=True)
             expert.network.save_config(target)
-            dtype, facts = parameter_dtype(network) or torch.float32, expert.facts
+            dtype, facts = field.dtype, expert.facts
             if facts.adapter and expert.folder and not _is_changed(expert, dtype):
                 for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
                     link_or_copy(expert.folder / name, target / name)
@@ -173,26 +188,43 @@ class ExpertSet(nn.Module):
             if expert.topic is not None:
                 expert.topic.save(target)
             # On disk they are in bfloat16, and in memory they may say more.
-            on_disk = isinstance(self._weak.get(index), StoredNetwork)
+            on_disk = field.weak is not None and isinstance(field.weak.network, StoredNetwork)
             save_weak(target, expert, torch.bfloat16 if on_disk else dtype)
             write_records(target, facts, expert.nulls)
 
     def is_as_stored(self) -> bool:
         """True where all experts have folders, and weights that are in memory are those in them."""
         return not any(
-            expert.folder is None or _is_changed(expert, parameter_dtype(network) or torch.float32)
-            for expert, network in zip(self.experts, self._running, strict=True)
+            expert.folder is None or _is_changed(expert, field.dtype)
+            for expert, field in zip(self.experts, self._fields, strict=True)
         )
 
     def storable(self) -> list[Expert]:
         """The experts as folders hold them; `HddmError` names the first that no folder could hold."""
-        found = list(self.experts)
-        for index, field in self._fields.items():
+        found = []
+        for index, field in enumerate(self._fields):
             try:
-                found[index] = storable(found[index], field)
+                found.append(storable(field))
             except HddmError as error:
                 raise HddmError(f"expert {index}: {error}") from error
         return found
+
+
+def _expert_of(field: VelocityField) -> Expert:
+    assert isinstance(field.source, Expert)
+    return field.source
+
+
+def _on_demand(expert: Expert, dtype: torch.dtype, device: torch.device | str, shelf: Shelf) -> VelocityField:
+    """An expert as a velocity field whose weights are read when first needed."""
+    expert, weak = expert.apart(), None
+    network = stored(expert.unread, expert.facts, expert.name, dtype, device, shelf)
+    if expert.weak is not None:
+        weak = stored(expert.weak, expert.facts, f"{expert.name}/{WEAK}", dtype, device, shelf)
+    try:
+        return as_field(expert, network, weak)
+    except HddmError as error:
+        raise HddmError(f"{expert.name}: {error}") from error
 
 
 def _is_changed(expert: Expert, dtype: torch.dtype) -> bool:
@@ -202,3 +234,161 @@ def _is_changed(expert: Expert, dtype: torch.dtype) -> bool:
         return False
     on_disk = expert.unread.read(dtype)
     return any(not torch.equal(tensors[name].cpu(), value) for name, value in on_disk.items())
+
+
+def carrying(part: Module, record: Record | None) -> Module:
+    """``part`` if it carries this ``record``, else a copy that does and shares its weights."""
+    if part.record != record:
+        part = copy.copy(part)
+        part.record = record  # type: ignore[assignment]
+    return part
+
+
+def in_memory(field: VelocityField) -> VelocityField:
+    """A copy of a field, with a source that says what a folder would hold of it.
+
+    That is what it was read from, with what was changed since; of a field whose network was replaced after it
+    was read nothing else is taken over.
+    """
+    source = field.source if isinstance(field.source, Expert) else None
+    if source is not None and _bare(field.network) is not source.network:
+        source = None
+    nulls = {name: value for name, value in field.null_conditions.items() if name != LABELS}
+    weak = None if source is None or field.weak is None else source.weak
+    if field.weak is not None and (weak is None or _bare(field.weak.network) is not weak.network):
+        weak = _unread(field.weak.network)
+    facts, found = _record(field, None if source is None else source.facts), copy.copy(field)
+    if source is not None and isinstance(field.network, StoredNetwork):
+        expert = replace(source, facts=facts, calibration=field.calibration, nulls=nulls, weak=weak)
+    else:
+        unread = _unread(field.network)
+        facts = without_adapter(facts)
+        expert = Expert(unread.network, facts, field.calibration, nulls, weak, unread.read)
+    found.source = expert
+    return found
+
+
+def _unread(network: Any) -> Unread[Any]:
+    """A network whose weights are read from where they are."""
+    inner = network.network if isinstance(network, StoredNetwork) else network
+    prefix = "model." if isinstance(inner, NetworkWrapper) else ""
+
+    def read(dtype: torch.dtype) -> dict[str, Tensor]:
+        held = network.tensors() if isinstance(network, StoredNetwork) else inner.state_dict()
+        return cast({name.removeprefix(prefix): value.cpu() for name, value in held.items()}, dtype)
+
+    return Unread(_bare(network), read)
+
+
+def _bare(network: Any) -> Any:
+    """A network without what hddm wraps it in."""
+    inner = network.network if isinstance(network, StoredNetwork) else network
+    return inner.model if isinstance(inner, NetworkWrapper) else inner
+
+
+def _record(field: VelocityField, known: ExpertRecord | None) -> ExpertRecord:
+    """The record of a field whose samples have a shape, on top of the one that it was read with."""
+    shape, null = field.sample_shape or (), field.null_conditions.get(LABELS)
+    inner = field.network.network if isinstance(field.network, StoredNetwork) else field.network
+    schedule = field.schedule.config
+    stated = {
+        "prediction_type": field.prediction_type,
+        "schedule": schedule,
+        "time_scale": float(field.time_scale),
+        "sample_shape": tuple(shape),
+        "conditions": field.conditions or (),
+        "classes": field.classes,
+        "null_class": int(null) if null is not None and null.ndim == 0 else None,
+        "shift": field.shift,
+        "noise_range": field.noise_range,
+        "round_time": isinstance(inner, NetworkWrapper) and inner.round_time,
+        "sampling_steps": field.sampling_steps,
+    }
+    if known is not None:
+        source = known.schedule_source if known.schedule == schedule else _BY_HAND
+        return known.model_copy(update={**stated, "schedule_source": source})
+    is_flow = isinstance(field.schedule, LinearSchedule)
+    is_flow = is_flow or field.prediction_type is PredictionType.FLOW_PREDICTION
+    is_pixels = shape[0] in _IMAGES
+    unstated = {
+        "objective": "flow" if is_flow else "ddpm",
+        "schedule_source": _BY_HAND,
+        "space": "pixels" if is_pixels else "latents",
+        "latent_scale": 1.0 if is_pixels else None,
+        "weights": "unstated",
+    }
+    return ExpertRecord.model_validate(unstated | stated)
+
+
+def storable(field: VelocityField) -> Expert:
+    """The expert of an `in_memory` field as its folder records it.
+
+    Raises `HddmError` for a network of another class than `EXPERT_NETWORKS`, or one that was changed, and for
+    whatever the field of that folder would have otherwise.
+    """
+    expert = _expert_of(field)
+    if type(field) is not VelocityField:
+        raise HddmError(f"is a {type(field).__name__}, and a folder holds a VelocityField")
+    calibration, shape = expert.calibration, expert.facts.sample_shape
+    if calibration is not None and len(calibration.moments.mean) != math.prod(shape):
+        raise HddmError(f"its calibration is of other samples than {shape}")
+    weak, name = field.weak, type(expert.network).__name__
+    _refuse_network(expert.network)
+    interface = interface_of(name, expert.network.config, expert.facts.sample_shape[1:])
+    changes = {key: getattr(interface, key) for key in ("sample_shape", "conditions", "variance_head")}
+    nulls = {name: value for name, value in expert.nulls.items() if name in interface.conditions}
+    expert = replace(expert, facts=expert.facts.model_copy(update=changes), nulls=nulls)
+    again = as_field(expert, field.network, None if weak is None else weak.network)
+    if field.conditions is None:
+        again.conditions = None
+    _compare("", field, again)
+    if weak is not None and again.weak is not None:
+        _refuse_network(network := _bare(weak.network))
+        if type(network).__name__ != name or dict(network.config) != dict(expert.network.config):
+            raise HddmError("its weak model has another network, and a folder holds other weights alone")
+        again.weak.conditions = weak.conditions
+        _compare("the weak model's ", weak, again.weak)
+    return expert
+
+
+def _compare(whose: str, field: VelocityField, again: VelocityField) -> None:
+    """Refuse a velocity field of which a folder would hold another one, ``again``."""
+    saved = _qualities(again)
+    for key, value in _qualities(field).items():
+        if value != saved[key]:
+            here, there = one_line(str(value), 80), one_line(str(saved[key]), 80)
+            raise HddmError(f"{whose}{key}={here}, and a folder would hold {there}")
+
+
+def _qualities(field: VelocityField) -> dict[str, Any]:
+    """What a folder holds of a velocity field besides its weights, as plain values."""
+    schedule, calibration = field.schedule, field.calibration
+    betas = schedule.betas.tolist() if isinstance(schedule, DiscreteSchedule) else None
+    fitted = (
+        None if calibration is None else (calibration.moments.mean, calibration.times, calibration.weights)
+    )
+    return {
+        "samples": field.sample_shape,
+        "schedule": (type(schedule).__name__, schedule.config, betas),
+        "prediction_type": field.prediction_type.value,
+        "time_scale": field.time_scale,
+        "calibration": fitted and [one.tolist() for one in fitted],
+        "conditions": field.conditions and sorted(field.conditions),
+        "null_conditions": {name: value.tolist() for name, value in field.null_conditions.items()},
+        "inner_guidance": field.inner_guidance,
+    }
+
+
+def _refuse_network(network: Any) -> None:
+    known = {one if isinstance(one, str) else one.__name__: one for one in EXPERT_NETWORKS}
+    kind = known.get(type(network).__name__)
+    if kind is None or type(network) is not (getattr(diffusers, kind) if isinstance(kind, str) else kind):
+        what = f"a {type(network).__name__}" if isinstance(network, nn.Module) else described(network)
+        raise HddmError(f"its network is {what}, and a folder holds one of {', '.join(known)}")
+    arguments = {key: value for key, value in network.config.items() if not key.startswith("_")}
+    weights, name = network.state_dict(), Path(type(network).__name__)
+    try:
+        fitting(type(network), arguments, weights, name, "config")
+    except HddmError as error:
+        raise HddmError(f"its network was changed after it was built: {error}") from error
+    refuse_non_finite(name, {key: value for key, value in weights.items() if not value.is_meta})

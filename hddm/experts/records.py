@@ -297,7 +297,9 @@ def read_nulls(folder: Path) -> dict[str, Tensor]:
     return nulls
 
 
-def as_field(expert: Expert, network: nn.Module, weak: nn.Module | None = None) -> VelocityField:
+def as_field(
+    expert: Expert, network: Callable[..., Tensor], weak: Callable[..., Tensor] | None = None
+) -> VelocityField:
     """An expert as a velocity field that uses ``network``, with any adapter merged, and ``weak`` to guide by.
 
     Raises `HddmError` for a schedule that is unknown or does not fit the prediction type.

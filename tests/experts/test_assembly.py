@@ -104,7 +104,7 @@ def test_without_shards_the_prior_is_equal_and_that_is_said(trio: Trio, tmp_path
 def test_experts_without_a_shard_must_be_in_the_routers_order_and_number(trio: Trio, tmp_path: Path) -> None:
     lost = variant(trio.experts[1], tmp_path / "lost", shard=None)
     (line,) = _refusal([trio.experts[0], lost], tmp_path / "out", trio.router)
-    assert line.startswith(f"{trio.router}: tells 3 shards apart, and there are 2 experts, of which {lost}")
+    assert line.startswith(f"{trio.router}: distinguishes 3 shards, and there are 2 experts, of which {lost}")
     assert _refusal([trio.experts[2], lost, trio.experts[0]], tmp_path / "out", trio.router) == [
         f"{trio.experts[2]}: was trained on the shard of output 2 of {trio.router}, not 0",
         f"{trio.experts[0]}: was trained on the shard of output 0 of {trio.router}, not 2",
@@ -167,9 +167,9 @@ def test_every_difference_is_told_at_once_a_line_an_expert(trio: Trio, tmp_path:
         f"was trained on a shard that {trio.router} does not know ({'d' * 12}); train a router on all shards "
         "and pass it with --router",
         f"{pixels}: sample_shape (1, 4, 4), not (4, 8, 8); space pixels, not latents; latent_scale 1.0, not "
-        f"0.18215; was trained on the same shard ({shard_of_first[:12]}) as {first}; leave one of the two "
-        "out, or say by --share how much of the data each stands for; so it can be drawn, without a router, "
-        "and not mixed",
+        "0.18215; so it can be drawn, without a router, and not mixed; was trained on the same shard "
+        f"({shard_of_first[:12]}) as {first}; leave one of the two out, or say by --share how much of the "
+        "data each stands for",
         f"{trio.router}: sample_shape (1, 4, 4), not (4, 8, 8)",
     ]
     assert contents(tmp_path) == before

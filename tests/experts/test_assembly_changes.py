@@ -255,7 +255,7 @@ def test_a_change_puts_back_what_a_killed_one_had_renamed_away(whole: Path) -> N
 def test_a_change_that_cannot_be_is_refused(whole: Path) -> None:
     before = contents(whole.parent)
     for arguments, message in (
-        ({"remove": [3]}, "remove 3: names no expert; choose of .*/experts/0 .e0., .*/experts/1 "),
+        ({"remove": [3]}, "remove 3: names no expert; choose one of .*/experts/0 .e0., .*/experts/1 "),
         ({"remove": ["-1"]}, "remove -1: names no expert"),
         ({"remove": ["9" * 5000]}, "remove 9+…: names no expert"),
         ({"remove": ["\u0661"]}, "remove \u0661: names no expert"),

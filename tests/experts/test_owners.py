@@ -129,7 +129,7 @@ def test_shares_override_sizes(
 @pytest.mark.parametrize(
     ("shares", "words"),
     [
-        ({"nobody": 0.5}, "share nobody: names no expert; choose of "),
+        ({"nobody": 0.5}, "share nobody: names no expert; choose one of "),
         ({"ours": 1.5}, "ours=1.5: a share lies between 0 and 1"),
         ({"ours": float("nan")}, "ours=nan: a share lies between 0 and 1"),
         ({"ours": 0.4, "theirs": 0.4}, "the shares of all experts sum to 0.8; they must sum to 1"),
@@ -202,7 +202,7 @@ def test_numbers_are_given_names_by_a_file(ours: Path, theirs: Path, tmp_path: P
 def test_what_an_expert_without_classes_makes_can_be_named(ours: Path, theirs: Path, tmp_path: Path) -> None:
     theirs = _unconditional(theirs)
     notes = assemble([ours, theirs], tmp_path / "both")
-    assert f"{theirs} has no classes, so no class is asked of it; name what it makes by --classes" in notes
+    assert f"{theirs} has no classes, so it is used for no class; name what it makes by --classes" in notes
     assert derived(tmp_path / "both").class_prior == ((1, 0), (1, 0))
     assemble([ours, theirs], tmp_path / "named", classes={"theirs": ["dots"]})
     facts = derived(tmp_path / "named")
@@ -223,7 +223,7 @@ def test_what_an_expert_without_classes_makes_can_be_named(ours: Path, theirs: P
         ('theirs: {0: a, "0": b}', "theirs: has a number twice; name each class once"),
         ("theirs: {true: a}", "'theirs.True' is a key that is not text"),
         ("theirs: [a, []]", "theirs: 1: []; write a class and its name"),
-        ("other: [a, b]", "other: names no expert; choose of "),
+        ("other: [a, b]", "other: names no expert; choose one of "),
     ],
     ids=str,
 )
@@ -278,7 +278,7 @@ def test_a_router_by_moments_needs_no_training(ours: Path, theirs: Path, tmp_pat
     (theirs / CALIBRATION).unlink()
     before = contents(both)
     message = refusal(change, both, add=[theirs])
-    assert f"{theirs}: has no calibration, as router moments needs; run hddm calibrate" in message
+    assert "has no calibration, as router moments needs; run hddm calibrate" in message
     assert contents(both) == before
 
 

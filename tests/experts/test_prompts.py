@@ -501,7 +501,7 @@ def test_of_two_latent_spaces_either_can_go(two_encoders: Path, tmp_path: Path, 
         assert one == (tmp_path / "both" / kept / weights).read_bytes()
     # Which VAE is whose follows from the records of all experts.
     shutil.rmtree(tmp_path / "both" / "experts" / "0")
-    assert "experts/0: is not there" in refusal(load_ensemble, tmp_path / "both", experts=[1])
+    assert "experts/0: is missing" in refusal(load_ensemble, tmp_path / "both", experts=[1])
 
 
 def _one_of_another_partition(
