@@ -93,7 +93,7 @@ def assemble(
         check_absent(out, ENSEMBLE_FILE, overwrite)
     from hddm.classes import join_classes
     from hddm.experts.assembly import assemble as put_together
-    from hddm.experts.changes import change
+    from hddm.experts.assembly import change
     from hddm.experts.choices import read_classes
     from hddm.experts.compatibility import read_entries
     from hddm.experts.ensemble_folders import read_ensemble_facts

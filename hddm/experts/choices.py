@@ -82,9 +82,7 @@ def _check_shares(entries: Sequence[Entry], shares: Sequence[float | None]) -> N
     if not free and abs(total - 1) > SHARE_TOLERANCE:
         raise UsageError(f"--share: the shares of all experts sum to {total:g}; they must sum to 1")
     if free and total > 1 - SHARE_TOLERANCE:
-        raise UsageError(
-            f"--share: the shares given sum to {total:g} and leave nothing for {', '.join(free)}"
-        )
+        raise UsageError(f"--share: the shares sum to {total:g} and leave nothing for {', '.join(free)}")
 
 
 def _by_index(given: Mapping[str, Value] | None, entries: Sequence[Entry], option: str) -> dict[int, Value]:

@@ -193,11 +193,8 @@ def compare_domains(entries: Sequence[Entry], found: Findings) -> None:
             without = [one.name for one in (mine, other) if one.member.share is None]
             missing = f"; none is given for {without[0]}" if len(without) == 1 else ""
             if without:
-                found.differ(
-                    mine.name,
-                    f"was trained on the same shard ({shard.hash[:12]}) as {other.name}; leave one of the "
-                    f"two out, or say by --share how much of the data each stands for{missing}",
-                )
+                problem = f"was trained on the same shard ({shard.hash[:12]}) as {other.name}"
+                found.differ(mine.name, f"{problem}; leave one out, or divide it by --share{missing}")
 
 
 def compare_classes(entries: Sequence[Entry], found: Findings) -> None:
@@ -205,9 +202,7 @@ def compare_classes(entries: Sequence[Entry], found: Findings) -> None:
     named = next((one.name for one in entries if one.classes), None)
     for one in entries:
         if named is not None and takes_classes(one.record) and not one.classes:
-            found.differ(
-                one.name, f"numbers its classes, and {named} names them; name its classes by --classes"
-            )
+            found.differ(one.name, f"numbers its classes, and {named} names them; name them by --classes")
 
 
 def router_outputs(
@@ -233,11 +228,8 @@ def router_outputs(
     ]
     if unmatched and (len(firsts) != total or set(chosen) != {None}):
         reason = "without a shard record" if hashes else "of a router that records no shards"
-        found.differ(
-            name,
-            f"distinguishes {total} shards, and there are {len(firsts)} experts, of which "
-            f"{', '.join(unmatched)} {reason} can only be matched by order",
-        )
+        problem = f"distinguishes {total} shards, and there are {len(firsts)} experts"
+        found.differ(name, f"{problem}; {', '.join(unmatched)} {reason} can only be matched by order")
         return []
     if unmatched and not hashes:
         found.note(f"{name} records no shards; experts are taken to be in the order of its outputs")
@@ -246,20 +238,15 @@ def router_outputs(
         shard, output = one.record.shard, place if unmatched else one.member.output
         if shard is not None and hashes:
             if shard.hash not in hashes:
-                found.differ(
-                    one.name,
-                    f"was trained on a shard that {name} does not know ({shard.hash[:12]}); train a "
-                    "router on all shards and pass it with --router",
-                )
+                problem = f"was trained on a shard that {name} does not know ({shard.hash[:12]})"
+                found.differ(one.name, f"{problem}; train a router on all shards and pass it with --router")
                 continue
             own = hashes.index(shard.hash)
             if output not in (None, own):
                 found.differ(one.name, f"was trained on the shard of output {own} of {name}, not {output}")
             output = own
         elif one.name in unmatched and hashes:
-            found.note(
-                f"{one.name} records no shard; by its place it is taken for output {place} of the router"
-            )
+            found.note(f"{one.name} records no shard; by its place it gets output {place} of the router")
         assert output is not None
         outputs[domain] = output
         other = takers.setdefault(output, one)
@@ -281,9 +268,7 @@ def note_overlaps(entries: Sequence[Entry], found: Findings) -> None:
         if part > 0 and (mine.partition or mine.hash) != (theirs.partition or theirs.hash):
             found.note(f"about {part:.0%} of the images of {name} are those of {other}, too")
     if silent := [name for name, shard in shards if not shard.sketch]:
-        found.note(
-            f"{', '.join(silent)}: record no hashes of images, so it is not known how many are others'"
-        )
+        found.note(f"{', '.join(silent)}: record no hashes of images, so their overlap is unknown")
 
 
 def common_shift(entries: Sequence[Entry], found: Findings) -> float:

@@ -155,9 +155,8 @@ def _arrange_texts(
         if part is not None:
             width = text_width(read_config(one.folder))
             if width not in (None, part.record.width):
-                found.differ(
-                    str(part.folder), f"tokens {part.record.width} wide, and {one.name} takes {width}"
-                )
+                width_of = f"tokens {part.record.width} wide"
+                found.differ(str(part.folder), f"{width_of}, and {one.name} takes {width}")
             taken[k] = part.record
     entries = decide(entries, text_encoder=taken)
     if len(takers) > 1 and not known and len(silent) == len(takers):
@@ -167,10 +166,7 @@ def _arrange_texts(
     if topics is not None:
         reader = next((one for one in known if one.record.fingerprint == topics.fingerprint), None)
         if reader is None:
-            found.note(
-                "prompts are routed by p(k): the text encoder of the experts' topics is not here; name it by "
-                "--text-encoder and --tokenizer"
-            )
+            found.note("prompts are routed by p(k): the topics' text encoder is missing (--text-encoder)")
         elif reader.record not in order:
             order.append(reader.record)
     encoders = {}

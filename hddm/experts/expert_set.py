@@ -12,31 +12,27 @@ from typing import Any, TypeVar
 
 import diffusers
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hddm.classes import LABELS
 from hddm.ensemble import Part
 from hddm.experts.compatibility import Entry, entries_of
 from hddm.experts.ensemble_folders import EnsembleRecord, Member
-from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from hddm.experts.parts import Encoders, encoders_of, parts_of
 from hddm.experts.records import (
     WEAK,
     Expert,
     ExpertRecord,
     as_field,
-    save_weak,
+    save_expert,
     stored,
     without_adapter,
-    write_records,
 )
-from hddm.networks.folders import WEIGHTS, Unread, cast, fitting
+from hddm.networks.folders import Unread, cast, fitting
 from hddm.networks.offload import Offload, Shelf, StoredNetwork
 from hddm.networks.wrappers import EXPERT_NETWORKS, NetworkWrapper, described, interface_of
 from hddm.schedules import DiscreteSchedule, LinearSchedule
 from hddm.utils.errors import HddmError, one_line
-from hddm.utils.files import link_or_copy
 from hddm.utils.records import Record
 from hddm.utils.tensors import device_of, refuse_non_finite
 from hddm.velocity import PredictionType, VelocityField
@@ -73,11 +69,14 @@ class ExpertSet(nn.Module):
         members = tuple(Member(folder=f"experts/{k}") for k in range(len(experts)))
         self.record, self.topics = record or EnsembleRecord(experts=members), topics
         shelf = shelf or Shelf()
+        self.experts = tuple(
+            in_memory(one) if isinstance(one, VelocityField) else one.apart() for one in experts
+        )
+        """The experts, with their records."""
+        # Copies: what is changed on a field afterwards is no part of this.
         self._fields = tuple(
-            in_memory(one)
-            if isinstance(one, VelocityField)
-            else _on_demand(one.apart(), dtype, device, shelf)
-            for one in experts
+            copy.copy(one) if isinstance(one, VelocityField) else _on_demand(own, dtype, device, shelf)
+            for one, own in zip(experts, self.experts, strict=True)
         )
         self.networks = nn.ModuleList([one for one in self._networks if isinstance(one, nn.Module)])
 
@@ -85,11 +84,6 @@ class ExpertSet(nn.Module):
     def _networks(self) -> list[Any]:
         """Networks of the experts and of their weak models."""
         return [one.network for field in self._fields for one in (field, field.weak) if one is not None]
-
-    @property
-    def experts(self) -> tuple[Expert, ...]:
-        """The experts, with their records."""
-        return tuple(_expert_of(field) for field in self._fields)
 
     @property
     def stored(self) -> list[StoredNetwork]:
@@ -145,10 +139,7 @@ class ExpertSet(nn.Module):
         """
         own = [network for network in self._networks if isinstance(network, StoredNetwork)]
         if len(own) < len(self._networks):
-            raise HddmError(
-                f"offload {mode}: an expert was built in memory, and its weights stay where they are; save "
-                "the pipeline and load it"
-            )
+            raise HddmError(f"offload {mode}: an expert was built in memory; save the pipeline and load it")
         if mode == "disk" and any(expert.folder is None for expert in self.experts):
             raise HddmError("offload disk: these experts are in memory only; save the ensemble and load it")
         shelf = Shelf(mode, budget)
@@ -172,25 +163,10 @@ class ExpertSet(nn.Module):
         for index, (expert, field) in enumerate(zip(self.storable(), self._fields, strict=True)):
             target = Path(folder) / str(index)
             target.mkdir(parents=True)
-            expert.network.save_config(target)
-            dtype, facts = field.dtype, expert.facts
-            if facts.adapter and expert.folder and not _is_changed(expert, dtype):
-                for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-                    link_or_copy(expert.folder / name, target / name)
-            else:
-                facts, tensors = without_adapter(facts), expert.network.state_dict()
-                if any(value.is_meta for value in tensors.values()):
-                    tensors = expert.unread.read(dtype)
-                here = {name: value.cpu().contiguous() for name, value in tensors.items()}
-                save_file(here, target / WEIGHTS, {"format": "pt"})
-            if expert.calibration is not None:
-                expert.calibration.save(target)
-            if expert.topic is not None:
-                expert.topic.save(target)
             # On disk they are in bfloat16, and in memory they may say more.
             on_disk = field.weak is not None and isinstance(field.weak.network, StoredNetwork)
-            save_weak(target, expert, torch.bfloat16 if on_disk else dtype)
-            write_records(target, facts, expert.nulls)
+            weak_dtype = torch.bfloat16 if on_disk else field.dtype
+            save_expert(target, expert, field.dtype, weak_dtype, not _is_changed(expert, field.dtype))
 
     def is_as_stored(self) -> bool:
         """True where all experts have folders, and weights that are in memory are those in them."""
@@ -202,22 +178,17 @@ class ExpertSet(nn.Module):
     def storable(self) -> list[Expert]:
         """The experts as folders hold them; `HddmError` names the first that no folder could hold."""
         found = []
-        for index, field in enumerate(self._fields):
+        for index, (expert, field) in enumerate(zip(self.experts, self._fields, strict=True)):
             try:
-                found.append(storable(field))
+                found.append(storable(expert, field))
             except HddmError as error:
                 raise HddmError(f"expert {index}: {error}") from error
         return found
 
 
-def _expert_of(field: VelocityField) -> Expert:
-    assert isinstance(field.source, Expert)
-    return field.source
-
-
 def _on_demand(expert: Expert, dtype: torch.dtype, device: torch.device | str, shelf: Shelf) -> VelocityField:
     """An expert as a velocity field whose weights are read when first needed."""
-    expert, weak = expert.apart(), None
+    weak = None
     network = stored(expert.unread, expert.facts, expert.name, dtype, device, shelf)
     if expert.weak is not None:
         weak = stored(expert.weak, expert.facts, f"{expert.name}/{WEAK}", dtype, device, shelf)
@@ -244,8 +215,8 @@ def carrying(part: Module, record: Record | None) -> Module:
     return part
 
 
-def in_memory(field: VelocityField) -> VelocityField:
-    """A copy of a field, with a source that says what a folder would hold of it.
+def in_memory(field: VelocityField) -> Expert:
+    """What a folder would hold of a field, whose samples have a shape.
 
     That is what it was read from, with what was changed since; of a field whose network was replaced after it
     was read nothing else is taken over.
@@ -257,15 +228,11 @@ def in_memory(field: VelocityField) -> VelocityField:
     weak = None if source is None or field.weak is None else source.weak
     if field.weak is not None and (weak is None or _bare(field.weak.network) is not weak.network):
         weak = _unread(field.weak.network)
-    facts, found = _record(field, None if source is None else source.facts), copy.copy(field)
+    facts = _record(field, None if source is None else source.facts)
     if source is not None and isinstance(field.network, StoredNetwork):
-        expert = replace(source, facts=facts, calibration=field.calibration, nulls=nulls, weak=weak)
-    else:
-        unread = _unread(field.network)
-        facts = without_adapter(facts)
-        expert = Expert(unread.network, facts, field.calibration, nulls, weak, unread.read)
-    found.source = expert
-    return found
+        return replace(source, facts=facts, calibration=field.calibration, nulls=nulls, weak=weak)
+    unread, facts = _unread(field.network), without_adapter(facts)
+    return Expert(unread.network, facts, field.calibration, nulls, weak, unread.read)
 
 
 def _unread(network: Any) -> Unread[Any]:
@@ -320,13 +287,12 @@ def _record(field: VelocityField, known: ExpertRecord | None) -> ExpertRecord:
     return ExpertRecord.model_validate(unstated | stated)
 
 
-def storable(field: VelocityField) -> Expert:
-    """The expert of an `in_memory` field as its folder records it.
+def storable(expert: Expert, field: VelocityField) -> Expert:
+    """The expert of a field as its folder records it.
 
     Raises `HddmError` for a network of another class than `EXPERT_NETWORKS`, or one that was changed, and for
     whatever the field of that folder would have otherwise.
     """
-    expert = _expert_of(field)
     if type(field) is not VelocityField:
         raise HddmError(f"is a {type(field).__name__}, and a folder holds a VelocityField")
     calibration, shape = expert.calibration, expert.facts.sample_shape

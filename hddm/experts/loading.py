@@ -168,8 +168,7 @@ def open_ensemble(folder: Path, dtype: torch.dtype, experts: Sequence[int] | Non
         expert = open_expert(folder)
         if (part := expert.facts.noise_range) != WHOLE:
             raise HddmError(
-                f"{folder}: is made for t in {part[0]:g}:{part[1]:g} alone; sample it in an ensemble, with "
-                "an expert of the rest (hddm assemble)"
+                f"{folder}: is made for t in {part[0]:g}:{part[1]:g} alone; sample it in an ensemble"
             )
         facts = EnsembleRecord(experts=(Member(folder="."),), shift=expert.facts.shift)
         return OpenedEnsemble([expert], None, facts, {name: name for name in whole_components(folder)})
@@ -314,19 +313,14 @@ def unpacked(model: Ensemble | VelocityField) -> tuple[ExpertSet, Callable[..., 
     if isinstance(model, VelocityField):
         model = Ensemble([model], strategy="draw", shift=model.shift)
     if not isinstance(model, Ensemble):
-        raise HddmError(
-            f"a pipeline is made of an Ensemble or a VelocityField, not of a {type(model).__name__}"
-        )
-    if len(model.kinds) > 1:
-        raise HddmError(
-            "these experts make samples of several kinds; assemble them, and take from_pretrained"
-        )
+        kind = type(model).__name__
+        raise HddmError(f"a pipeline is made of an Ensemble or a VelocityField, not of a {kind}")
     shape, router = model.sample_shape, model.router
     if shape is None or len(shape) != 3:
         shapes = ", ".join(str(one.sample_shape) for one in model.experts)
         raise HddmError(
             f"a pipeline needs the one shape of all samples, and the experts state {shapes}: pass "
-            "sample_shape=(C, H, W) to VelocityField"
+            "sample_shape=(C, H, W) to VelocityField, or assemble experts of several kinds"
         )
     encoders = {part.text_encoder for part in model.parts} - {None}
     if len(encoders) > 1 and not all(isinstance(one, TextEncoderRecord) for one in encoders):

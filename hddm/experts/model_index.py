@@ -70,10 +70,8 @@ def read_model_index(folder: Path) -> dict[str, ClassName | None]:
     content = _read_class(path, PIPELINE)
     for key, value in content.items():
         if key not in CLASSES and key not in _RECORDS:
-            raise HddmError(
-                f"{path}: unknown key {key!r} (is {_short(value)}){did_you_mean(key, CLASSES)}; refused, "
-                "since an ensemble folder brings no code and no parts of its own"
-            )
+            near = did_you_mean(key, CLASSES)
+            raise HddmError(f"{path}: unknown key {key!r} (is {_short(value)}){near}; refused")
     return {part: _class_of(path, part, content.get(part)) for part in CLASSES}
 
 
@@ -112,10 +110,8 @@ def refuse_other_grids(config: Mapping[str, object], origin: str) -> None:
 def shift_of(scheduler: "diffusers.FlowMatchEulerDiscreteScheduler") -> float:
     """Shift of a scheduler's time grid; `HddmError` where it does more than shift."""
     if type(scheduler) is not diffusers.FlowMatchEulerDiscreteScheduler:
-        raise HddmError(
-            f"the scheduler is a {type(scheduler).__name__}, and hddm integrates by its own solvers: take a "
-            "FlowMatchEulerDiscreteScheduler for the shift, and choose by solver="
-        )
+        problem = f"the scheduler is a {type(scheduler).__name__}, and hddm integrates by its own solvers"
+        raise HddmError(f"{problem}: take a {SCHEDULER} for the shift, and choose by solver=")
     refuse_other_grids(scheduler.config, "the scheduler")
     return float(scheduler.shift)
 

@@ -75,9 +75,7 @@ def _class_shares_of(
     for k, one in enumerate(entries):
         counts = one.record.shard.class_images if one.record.shard else ()
         if not one.classes:
-            found.note(
-                f"{one.name} has no classes, so it is used for no class; name what it makes by --classes"
-            )
+            found.note(f"{one.name} has no classes, so no class goes to it; name its own by --classes")
         elif len(counts) != len(one.classes) or not sum(counts):
             counts = (1,) * len(one.classes)
             uncounted.append(one.name)

@@ -13,8 +13,7 @@ import torch
 import hddm
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.data.shard_records import overlap, sketch_of
-from hddm.experts.assembly import ROUTED_STRATEGY, assemble
-from hddm.experts.changes import change
+from hddm.experts.assembly import ROUTED_STRATEGY, assemble, change
 from hddm.experts.choices import read_classes
 from hddm.experts.ensemble_folders import MOMENTS_EVIDENCE
 from hddm.experts.records import read_router
@@ -134,7 +133,7 @@ def test_shares_override_sizes(
         ({"ours": float("nan")}, "ours=nan: a share lies between 0 and 1"),
         ({"ours": 0.4, "theirs": 0.4}, "the shares of all experts sum to 0.8; they must sum to 1"),
         ({"ours": 0.5, "0": 0.2}, "ours is named twice; name it once"),
-        ({"ours": 1.0}, "the shares given sum to 1 and leave nothing for "),
+        ({"ours": 1.0}, "the shares sum to 1 and leave nothing for "),
     ],
     ids=str,
 )
@@ -163,7 +162,7 @@ def test_two_experts_of_one_shard_divide_it_by_their_shares(trio: Trio, tmp_path
     """The router's probability of their shard is theirs together."""
     twin = variant(trio.experts[2], tmp_path / "twin", shard=facts_of(trio.experts[0])["shard"])
     experts = [*trio.experts, twin]
-    assert "leave one of the two out, or say by share" in refusal(assemble, experts, tmp_path / "no")
+    assert "leave one out, or divide it by share" in refusal(assemble, experts, tmp_path / "no")
     message = refusal(assemble, experts, tmp_path / "no", share={"twin": 0.1})
     assert message.endswith(f"; none is given for {trio.experts[0]}")
     half = {str(trio.experts[0]): 0.3, "twin": 0.1}
@@ -181,7 +180,7 @@ def test_two_experts_of_one_shard_divide_it_by_their_shares(trio: Trio, tmp_path
 def test_numbers_are_given_names_by_a_file(ours: Path, theirs: Path, tmp_path: Path, hddm: Command) -> None:
     edit_json(theirs / "expert.json", classes=[], null_class=2)
     message = refusal(assemble, [ours, theirs], tmp_path / "no")
-    assert f"{theirs}: numbers its classes, and {ours} names them; name its classes by classes" in message
+    assert f"{theirs}: numbers its classes, and {ours} names them; name them by classes" in message
     names = tmp_path / "names.yaml"
     names.write_text('theirs: {"1": columns}\n')
     both = tmp_path / "both"
@@ -202,7 +201,7 @@ def test_numbers_are_given_names_by_a_file(ours: Path, theirs: Path, tmp_path: P
 def test_what_an_expert_without_classes_makes_can_be_named(ours: Path, theirs: Path, tmp_path: Path) -> None:
     theirs = _unconditional(theirs)
     notes = assemble([ours, theirs], tmp_path / "both")
-    assert f"{theirs} has no classes, so it is used for no class; name what it makes by --classes" in notes
+    assert f"{theirs} has no classes, so no class goes to it; name its own by --classes" in notes
     assert derived(tmp_path / "both").class_prior == ((1, 0), (1, 0))
     assemble([ours, theirs], tmp_path / "named", classes={"theirs": ["dots"]})
     facts = derived(tmp_path / "named")

@@ -9,8 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import hddm
-from hddm.experts.assembly import assemble
-from hddm.experts.changes import change
+from hddm.experts.assembly import assemble, change
 from hddm.experts.paris import expert_arguments, is_paris, paris_experts, paris_router, router_arguments
 from hddm.networks.folders import differences
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer

@@ -14,8 +14,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import hddm
-from hddm.experts.assembly import assemble
-from hddm.experts.changes import change
+from hddm.experts.assembly import assemble, change
 from hddm.experts.records import Expert, read_expert, save_expert
 from hddm.networks.identity import VaeRecord
 from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer
@@ -355,7 +354,7 @@ def test_experts_of_other_sizes_and_latents_are_drawn_and_decoded_each(tmp_path:
         save_expert(tmp_path / name, expert)
     both = tmp_path / "both"
     notes = assemble([tmp_path / name for name in sizes], both)
-    assert "experts make samples of several kinds, so they are drawn, one per sample, and not mixed" in notes
+    assert "experts make samples of several kinds, so one is drawn per sample, and none are mixed" in notes
     pipe = HDDMPipeline.from_pretrained(both)
     images = pipe(seed=5, batch_size=8, num_inference_steps=3).images
     widths = {image.width for image in images}
