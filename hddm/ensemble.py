@@ -25,7 +25,7 @@ A router sees no condition. Where p(k | class) is known, samples of a class are 
 
     p(k | x_t, class) = p(k | x_t) p(k | class) / p(k),  normalised,
 
-which is exact where class and x_t are independent given k. Without it experts are asked for classes that they
+which is exact where class and x_t are independent given k. Without it experts are used for classes that they
 have never seen. p(k | prompt) takes the place of p(k | class) where it is provided.
 
 **Domains.** A domain is what a group of images shows, as those of a shard. Its experts may divide t among

@@ -65,7 +65,7 @@ _TEXT_FILES = (".json", ".txt", ".md")
 def bases_of(experts: Sequence[Path], given: Mapping[str, Path]) -> dict[str, Path]:
     """Find the folders of the weights that adapters among ``experts`` change, by SHA-256.
 
-    They come from ``given``, else from where `hddm.experts.lora.base_of` finds them. Raises `HddmError` for a
+    They are in ``given``, else where `hddm.experts.lora.base_of` finds them. Raises `HddmError` for a
     base that is missing or differs from the one at training.
     """
     found = {}
@@ -88,8 +88,8 @@ class Member(Record):
     name: str | None = None
     """The name of the folder that it came from."""
     share: Share | None = None
-    """Its part of all data, set by hand; None: by the size of its shard. Where all have one, they are in
-    proportion; else they are parts of 1."""
+    """Its share of all data, set by hand; None: by the size of its shard. If every expert has one, they are
+    normalised; else each is a fraction of 1."""
     classes: tuple[ComposedName, ...] = ()
     """Names of its classes, set by hand; empty: those in its record."""
     domain: str | None = None
@@ -97,9 +97,9 @@ class Member(Record):
     output: Count | None = None
     """Its output of the router, set by hand or by its place; None: found by the hash of its shard."""
     vae: VaeRecord | None = None
-    """The VAE that it is taken to be of, where its record does not say."""
+    """The VAE whose latents it is taken to make, where its record does not say."""
     text_encoder: TextEncoderRecord | None = None
-    """The text encoder that it is taken to be of, where its record does not say."""
+    """The text encoder that it is taken to read, where its record does not say."""
     class_shares: dict[ComposedName, Share] = Field(default_factory=dict)
     """p(k | class) by class name, set in Python; empty: counted from the experts' shards."""
 
@@ -122,10 +122,10 @@ class EnsembleRecord(Record):
     router: str | None = None
     """Folder of a learned router, `MOMENTS`, or None."""
     evidence: Temperature = MOMENTS_EVIDENCE
-    """Of a router by moments."""
+    """Evidence of a router by moments (`hddm.routers.MomentsRouter`)."""
     strategy: str = "draw"
     shift: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Of the time grid (`hddm.sampling.time_grid`)."""
+    """Shift of the time grid (`hddm.sampling.time_grid`)."""
 
     @property
     def learned(self) -> str | None:

@@ -5,7 +5,7 @@
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -154,13 +154,17 @@ class ExpertSet(nn.Module):
             (network.network if isinstance(network, StoredNetwork) else network).compile(*args, **kwargs)
 
     def save_pretrained(self, folder: str | Path, **_: object) -> None:
-        """Write an expert folder each, ``0``, ``1``, …, with weights in the dtype that they run in.
+        """Write one expert folder per expert, ``0``, ``1``, …, with weights in the dtype that they run in.
 
         An adapter with unchanged weights stays an adapter, in its dtype on disk; the caller saves its base.
         An adapter that was changed in memory is merged. Raises `HddmError` for experts built in memory that a
         folder cannot hold.
         """
-        for index, (expert, field) in enumerate(zip(self.storable(), self._fields, strict=True)):
+        for index, (own, field) in enumerate(zip(self.experts, self._fields, strict=True)):
+            try:
+                expert = storable(own, field)
+            except HddmError as error:
+                raise HddmError(f"expert {index}: {error}") from error
             target = Path(folder) / str(index)
             target.mkdir(parents=True)
             # On disk they are in bfloat16, and in memory they may say more.
@@ -174,16 +178,6 @@ class ExpertSet(nn.Module):
             expert.folder is None or _is_changed(expert, field.dtype)
             for expert, field in zip(self.experts, self._fields, strict=True)
         )
-
-    def storable(self) -> list[Expert]:
-        """The experts as folders hold them; `HddmError` names the first that no folder could hold."""
-        found = []
-        for index, (expert, field) in enumerate(zip(self.experts, self._fields, strict=True)):
-            try:
-                found.append(storable(expert, field))
-            except HddmError as error:
-                raise HddmError(f"expert {index}: {error}") from error
-        return found
 
 
 def _on_demand(expert: Expert, dtype: torch.dtype, device: torch.device | str, shelf: Shelf) -> VelocityField:
@@ -298,49 +292,53 @@ def storable(expert: Expert, field: VelocityField) -> Expert:
     calibration, shape = expert.calibration, expert.facts.sample_shape
     if calibration is not None and len(calibration.moments.mean) != math.prod(shape):
         raise HddmError(f"its calibration is of other samples than {shape}")
-    weak, name = field.weak, type(expert.network).__name__
-    _refuse_network(expert.network)
-    interface = interface_of(name, expert.network.config, expert.facts.sample_shape[1:])
+    weak, network = field.weak, expert.network
+    _refuse_network(network)
+    interface = interface_of(type(network).__name__, network.config, expert.facts.sample_shape[1:])
     changes = {key: getattr(interface, key) for key in ("sample_shape", "conditions", "variance_head")}
     nulls = {name: value for name, value in expert.nulls.items() if name in interface.conditions}
     expert = replace(expert, facts=expert.facts.model_copy(update=changes), nulls=nulls)
     again = as_field(expert, field.network, None if weak is None else weak.network)
     if field.conditions is None:
         again.conditions = None
-    _compare("", field, again)
+    _compare("", _inputs(field) | _formula(field), _inputs(again) | _formula(again))
     if weak is not None and again.weak is not None:
-        _refuse_network(network := _bare(weak.network))
-        if type(network).__name__ != name or dict(network.config) != dict(expert.network.config):
+        _refuse_network(own := _bare(weak.network))
+        if type(own) is not type(network) or dict(own.config) != dict(network.config):
             raise HddmError("its weak model has another network, and a folder holds other weights alone")
-        again.weak.conditions = weak.conditions
-        _compare("the weak model's ", weak, again.weak)
+        _compare("the weak model's ", _formula(weak), _formula(again.weak))
     return expert
 
 
-def _compare(whose: str, field: VelocityField, again: VelocityField) -> None:
-    """Refuse a velocity field of which a folder would hold another one, ``again``."""
-    saved = _qualities(again)
-    for key, value in _qualities(field).items():
+def _compare(whose: str, mine: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Refuse a velocity field of which a folder would hold another one."""
+    for key, value in mine.items():
         if value != saved[key]:
             here, there = one_line(str(value), 80), one_line(str(saved[key]), 80)
             raise HddmError(f"{whose}{key}={here}, and a folder would hold {there}")
 
 
-def _qualities(field: VelocityField) -> dict[str, Any]:
-    """What a folder holds of a velocity field besides its weights, as plain values."""
+def _inputs(field: VelocityField) -> dict[str, Any]:
+    """What a velocity field takes, as plain values."""
+    return {
+        "samples": field.sample_shape,
+        "conditions": field.conditions and sorted(field.conditions),
+        "null_conditions": {name: value.tolist() for name, value in field.null_conditions.items()},
+    }
+
+
+def _formula(field: VelocityField) -> dict[str, Any]:
+    """What makes a velocity of a network's output, as plain values."""
     schedule, calibration = field.schedule, field.calibration
     betas = schedule.betas.tolist() if isinstance(schedule, DiscreteSchedule) else None
     fitted = (
         None if calibration is None else (calibration.moments.mean, calibration.times, calibration.weights)
     )
     return {
-        "samples": field.sample_shape,
         "schedule": (type(schedule).__name__, schedule.config, betas),
         "prediction_type": field.prediction_type.value,
         "time_scale": field.time_scale,
         "calibration": fitted and [one.tolist() for one in fitted],
-        "conditions": field.conditions and sorted(field.conditions),
-        "null_conditions": {name: value.tolist() for name, value in field.null_conditions.items()},
         "inner_guidance": field.inner_guidance,
     }
 

@@ -62,7 +62,7 @@ class AdapterRecord(Record):
     base: str
     """The base's folder at training, relative to this one; an ensemble keeps bases of its own."""
     base_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    """Of the base's weights file."""
+    """SHA-256 of the base's weights file."""
 
     @property
     def base_name(self) -> str:

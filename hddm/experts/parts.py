@@ -164,7 +164,7 @@ def with_parts(entries: Sequence[Entry], parts: Sequence[Part]) -> list[Entry]:
         taken, found = identities(entries, name), []
         for part, one, its in zip(parts, entries, taken, strict=True):
             own = getattr(part, name)
-            # An identity that is no record tells experts apart in memory alone.
+            # An identity that is no record distinguishes experts in memory alone.
             is_new = isinstance(own, kind) and own != its and getattr(one.record, name) is None
             found.append(own if is_new else None)
         entries = decide(entries, **{name: found})

@@ -80,7 +80,7 @@ class ShardRecord(Record):
     partition: str | None = None
     """The hash that all shards of one partition share."""
     sketch: tuple[str, ...] = ()
-    """Hashes of some images (`hddm.data.shard_records.sketch_of`), which tell how far two shards overlap."""
+    """Hashes of some images (`hddm.data.shard_records.sketch_of`), to estimate how far shards overlap."""
 
 
 class SourceRecord(Record):
@@ -97,7 +97,7 @@ class SourceRecord(Record):
     hddm: str
     """Version that converted it."""
     before: "SourceRecord | None" = None
-    """Of an expert folder: what that was converted from."""
+    """If an expert folder was converted again: its own source."""
 
     @property
     def first(self) -> "SourceRecord":
@@ -130,9 +130,9 @@ class ExpertRecord(Record):
     """None for pixels, and where the source does not hold its VAE."""
     text_encoder: TextEncoderRecord | None = None
     shift: Positive = 1.0
-    """Of the time grid that its samples want (`hddm.sampling.time_grid`)."""
+    """Shift of the time grid that its samples want (`hddm.sampling.time_grid`)."""
     sampling_steps: Annotated[int, Field(ge=1)] | None = None
-    """Of a student of few steps, whose network gives mean velocities (`hddm.training.mean_flow`)."""
+    """Steps of a student of few steps, whose network gives mean velocities (`hddm.training.mean_flow`)."""
     noise_range: NoiseRange = WHOLE
     """The part of t that it was trained for (`hddm.velocity`)."""
     variance_head: bool = False
@@ -165,7 +165,7 @@ class ExpertRecord(Record):
         return self
 
     def refuse_student(self, name: str, why: str) -> None:
-        """Raise an `HddmError` that tells ``why`` a student of few steps, called ``name``, is not taken."""
+        """Raise an `HddmError` that says ``why`` ``name``, if it is a student of few steps, is refused."""
         if self.sampling_steps is not None:
             raise HddmError(f"{name}: is a student of few steps; {why}")
 
@@ -188,7 +188,7 @@ class RouterRecord(Record):
     time_scale: Positive
     sample_shape: tuple[int, int, int]
     shard_hashes: tuple[str, ...]
-    """One a shard, in the order of the router's outputs; none where the shards are not known."""
+    """One per shard, in the order of the router's outputs; none where the shards are not known."""
     shard_images: tuple[Count, ...]
     temperatures: Annotated[tuple[Temperature, ...], Field(min_length=1)] = (1.0,)
     """Logits are divided by these, at times spread evenly over [0, 1] and linearly between."""

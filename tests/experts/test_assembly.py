@@ -66,17 +66,6 @@ def test_files_are_the_same_ones_where_the_file_system_allows(trio: Trio, all_th
             assert (all_three / "experts" / str(k) / name).samefile(source / name)
 
 
-def test_priors_are_counted_from_the_shards(trio: Trio, all_three: Path) -> None:
-    facts = derived(all_three)
-    shards = [facts_of(folder)["shard"] for folder in trio.experts]
-    total = sum(shard["images"] for shard in shards)
-    assert facts.prior == pytest.approx([shard["images"] / total for shard in shards])
-    for c, row in enumerate(facts.class_prior):
-        # 24 images of each class, however they are spread.
-        assert row == pytest.approx([shard["class_images"][c] / 24 for shard in shards])
-    assert len(facts.class_prior) == 2
-
-
 def test_a_class_without_images_has_the_prior(trio: Trio, tmp_path: Path) -> None:
     changed = []
     for k, images in enumerate((10, 20, 10)):

@@ -114,18 +114,6 @@ def _unconditional(expert: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("shares", "prior"),
-    [({"ours": 0.4}, (0.4, 0.6)), ({"0": 0.2, "1": 0.8}, (0.2, 0.8)), ({"theirs": 0}, (1, 0))],
-    ids=str,
-)
-def test_shares_override_sizes(
-    shares: dict[str, float], prior: tuple[float, ...], ours: Path, theirs: Path, tmp_path: Path
-) -> None:
-    assert assemble([ours, theirs], tmp_path / "both", share=shares) == ()
-    assert derived(tmp_path / "both").prior == pytest.approx(prior)
-
-
-@pytest.mark.parametrize(
     ("shares", "words"),
     [
         ({"nobody": 0.5}, "share nobody: names no expert; choose one of "),
@@ -145,19 +133,6 @@ def test_shares_that_do_not_fit_are_refused(
     assert not (tmp_path / "both").exists()
 
 
-def test_shares_stay_when_experts_come_and_go(trio: Trio, ours: Path, theirs: Path, tmp_path: Path) -> None:
-    both = tmp_path / "both"
-    assemble([ours, theirs], both, share={"ours": 0.4})
-    third = _owned(trio, 2, tmp_path / "third", "c", shard={"images": 12})
-    change(both, add=[third])
-    # Theirs and the third divide the rest by size.
-    assert derived(both).prior == pytest.approx((0.4, 0.45, 0.15))
-    change(both, share={"experts/2": 0.3})
-    assert derived(both).prior == pytest.approx((0.4, 0.3, 0.3))
-    change(both, remove=[1])
-    assert derived(both).prior == pytest.approx((4 / 7, 3 / 7))
-
-
 def test_two_experts_of_one_shard_divide_it_by_their_shares(trio: Trio, tmp_path: Path) -> None:
     """The router's probability of their shard is theirs together."""
     twin = variant(trio.experts[2], tmp_path / "twin", shard=facts_of(trio.experts[0])["shard"])
@@ -173,8 +148,6 @@ def test_two_experts_of_one_shard_divide_it_by_their_shares(trio: Trio, tmp_path
     torch.testing.assert_close(four[:, 0], 0.75 * three[:, 0])
     torch.testing.assert_close(four[:, 3], 0.25 * three[:, 0])
     torch.testing.assert_close(four[:, 1:3], three[:, 1:])
-    with pytest.raises(HddmError, match="is named twice"):
-        assemble([ours := trio.experts[0], ours], tmp_path / "no", share={"0": 0.5, "1": 0.5})
 
 
 def test_numbers_are_given_names_by_a_file(ours: Path, theirs: Path, tmp_path: Path, hddm: Command) -> None:

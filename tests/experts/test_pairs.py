@@ -157,10 +157,6 @@ def test_ranges_that_do_not_cover_t_once_are_refused(
     assert contents(tmp_path) == before
 
 
-def test_an_expert_that_is_named_twice_is_told_so(pair: list[Path], tmp_path: Path) -> None:
-    assert "is named twice; name it once" in refusal(assemble, [pair[0], pair[0]], tmp_path / "out")
-
-
 def test_experts_without_a_shard_are_a_domain_where_that_is_said(
     nameless: list[Path], pair: list[Path], flow_expert: Path, tmp_path: Path, hddm: Command
 ) -> None:

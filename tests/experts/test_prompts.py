@@ -203,30 +203,12 @@ def test_topics_of_two_text_encoders_are_refused(two_encoders: Path, tmp_path: P
     assert any(f"since {px} has no topic; hddm describe makes one" in note for note in notes)
     message = refusal(assemble, [sd, px], tmp_path / "no")
     assert f"{px}: is described by another text encoder than {sd}; describe both by one" in message
-    hddm(
-        "describe",
-        px,
-        "--text",
-        "dogs",
-        "--text-encoder",
-        sd / "text_encoder",
-        "--tokenizer",
-        sd / "tokenizer",
-    )
+    encoder = ("--text-encoder", sd / "text_encoder", "--tokenizer", sd / "tokenizer")
+    hddm("describe", px, "--text", "dogs", *encoder)
     assemble([sd, px], tmp_path / "routed")
     assert derived(tmp_path / "routed").topics == 0
-    code, _, err = hddm(
-        "sample",
-        tmp_path / "routed",
-        "--out",
-        tmp_path / "s",
-        "--prompt",
-        "dogs",
-        "--num-images",
-        2,
-        "--steps",
-        2,
-    )
+    options = ("--prompt", "dogs", "--num-images", 2, "--steps", 2)
+    code, _, err = hddm("sample", tmp_path / "routed", "--out", tmp_path / "s", *options)
     assert code == 0, err
     assert "p(k | condition) is not known" not in err
 
