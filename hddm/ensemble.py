@@ -241,7 +241,7 @@ class Ensemble:
                 f"experts hold a {odd[0]}: wrap it, VelocityField(network, schedule, prediction_type)"
             )
         self.parts = tuple(parts)
-        """All that is known of the experts; what is below follows from it."""
+        """The experts with all that is known of them; prior, domains and classes follow from it."""
         _normalised([part.weight for part in parts], len(parts))
         if prior is not None:
             self.prior = prior

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from hddm.classes import LABELS
-from hddm.ensemble import Part
 from hddm.experts.compatibility import Entry, entries_of
 from hddm.experts.ensemble_folders import EnsembleRecord, Member
-from hddm.experts.parts import Encoders, encoders_of, parts_of
+from hddm.experts.parts import Encoders, encoders_of
 from hddm.experts.records import (
     WEAK,
     Expert,
@@ -126,10 +125,6 @@ class ExpertSet(nn.Module):
         for field, member in zip(fields, self.record.experts, strict=True):
             field.classes = member.classes or field.classes
         return fields
-
-    def parts(self) -> list[Part]:
-        """Experts as parts of an ensemble."""
-        return parts_of(self.entries, self.fields())
 
     def offload(self, mode: Offload, budget: int | None = None) -> None:
         """Change how long weights stay on the device; see `hddm.networks.offload`. Idempotent.

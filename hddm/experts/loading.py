@@ -153,8 +153,7 @@ class OpenedEnsemble:
         """The velocity field, with the router itself moved to ``device``; raises as `expert_set`."""
         if self.router is not None:
             self.router.to(device)
-        experts = self.expert_set(device, dtype, offload, max_memory)
-        return ensemble_of(experts, self.router)
+        return ensemble_of(self.expert_set(device, dtype, offload, max_memory), self.router)
 
 
 def open_ensemble(folder: Path, dtype: torch.dtype, experts: Sequence[int] | None = None) -> OpenedEnsemble:
@@ -281,7 +280,7 @@ def ensemble_of(experts: ExpertSet, router: Callable[..., Tensor] | None) -> Ens
     facts = experts.record
     if len(facts.experts) != len(experts.experts):
         raise HddmError(f"the record is of {len(facts.experts)} experts, not of {len(experts.experts)}")
-    parts, route = experts.parts(), router
+    parts, route = parts_of(experts.entries, experts.fields()), router
     weights = [part.weight for part in parts]
     if isinstance(router, RouterTransformer):
         if not isinstance(known := router.record, RouterRecord):

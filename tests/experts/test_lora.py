@@ -160,7 +160,7 @@ def test_a_folder_names_its_base_by_a_relative_path(base: Path, adapter: Path) -
 def test_a_base_that_was_moved_can_be_named(base: Path, adapter: Path, tmp_path: Path) -> None:
     expected = _velocity(adapter)
     moved = base.rename(tmp_path / "elsewhere")
-    with pytest.raises(HddmError, match=r"adapter: is an adapter of base \(SHA-256 [0-9a-f]{16}….*put the b"):
+    with pytest.raises(HddmError, match=r"adapter: is an adapter of base \(SHA-256 [0-9a-f]{16}….*name its base"):
         hddm.load(adapter)
     assert torch.equal(_velocity(adapter, base=moved), expected)
 
