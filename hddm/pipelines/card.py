@@ -11,9 +11,8 @@ from hddm.conditions import join_classes
 from hddm.evaluation.compare import escaped, markdown_table, table
 from hddm.evaluation.results import ResultGroup, read_result
 from hddm.experts.assembly import PIPELINE_FILE
-from hddm.experts.compatibility import takes_classes, takes_text
+from hddm.experts.compatibility import read_entries, takes_classes, takes_text
 from hddm.experts.ensemble_folders import EnsembleRecord, components_in
-from hddm.experts.parts import class_lists, read_records
 from hddm.experts.records import ExpertRecord
 from hddm.utils.errors import HddmError, counted, one_line
 from hddm.utils.records import WHOLE, content_hash
@@ -45,7 +44,8 @@ def model_card(
     ``licence`` is of experts that record none, ``picture`` a file beside the card, ``results`` those of
     ``hddm evaluate``, or a table in Markdown. Raises `HddmError` for results of another model.
     """
-    records = [record for _, record in read_records([folder / one.folder for one in facts.experts])]
+    entries = read_entries([folder / one.folder for one in facts.experts], facts.experts)
+    records = [one.record for one in entries]
     licences = licences_of(folder, facts, records, licence)
     components, has_text = components_in(folder), any(map(takes_text, records))
     front, front_name, said = licence_of(licences)
@@ -57,7 +57,7 @@ def model_card(
         tags=["hddm", "diffusion", "ensemble", "mixture-of-experts"],
     )
     of = dict(zip((one.label for one in facts.experts), map(_row, records), strict=True))
-    classes = join_classes(tuple(class_lists(facts.experts, [("", record) for record in records]))).names
+    classes = join_classes(tuple(one.classes for one in entries)).names
     rows = [
         [*map(_literal, (name, *of.get(name, [""] * 3), one or f"unknown: ask the owner of {name}"))]
         for name, one in licences.items()

@@ -23,9 +23,8 @@ from hddm.ensemble import Ensemble
 from hddm.evaluation.expert_use import ExpertUse
 from hddm.experts.compatibility import takes_text
 from hddm.experts.ensemble_folders import ENSEMBLE_FILE, EnsembleRecord
-from hddm.experts.expert_set import ExpertSet
-from hddm.experts.in_memory import carrying, unpacked
-from hddm.experts.loading import ensemble_of, open_ensemble, room_beside, save_ensemble
+from hddm.experts.expert_set import ExpertSet, carrying
+from hddm.experts.loading import ensemble_of, open_ensemble, room_beside, save_ensemble, unpacked
 from hddm.experts.model_index import COMPONENTS, numbered, shift_of
 from hddm.experts.records import RouterRecord
 from hddm.networks.offload import Offload
@@ -201,15 +200,14 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         `hddm.load` reads, and hddm's own router. Raises `HddmError` for samples of unknown or several shapes,
         and for topics of experts whose network was replaced.
         """
-        fields, router, record = unpacked(ensemble)
-        topics = ensemble.topics if isinstance(ensemble, Ensemble) else None
-        experts = ExpertSet(fields, record=record, topics=topics)
-        if topics is not None and not all(one.topic for one in experts.experts if takes_text(one.facts)):
+        experts, router = unpacked(ensemble)
+        of_text = [one for one in experts.experts if takes_text(one.facts)]
+        if experts.topics is not None and not all(one.topic for one in of_text):
             raise HddmError(
                 "prompts are routed by the experts' topics, and a network was replaced since; set "
                 "ensemble.topics = None"
             )
-        scheduler = FlowMatchEulerDiscreteScheduler(shift=record.shift)
+        scheduler = FlowMatchEulerDiscreteScheduler(shift=experts.record.shift)
         return cls(experts, scheduler, router, vae, text_encoder, tokenizer, **others)
 
     @classmethod

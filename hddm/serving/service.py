@@ -18,7 +18,7 @@ import torch
 
 from hddm.experts.loading import open_ensemble
 from hddm.experts.model_index import numbered
-from hddm.experts.parts import class_lists, encoders_of
+from hddm.experts.parts import encoders_of
 from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.serving.front import Front, Limits
 from hddm.serving.workers import Worker
@@ -169,10 +169,10 @@ def names_of(folder: Path) -> list[str]:
     of it needs.
     """
     opened = open_ensemble(folder, torch.float32)
-    members, named = opened.facts.experts, [(one.name, one.facts) for one in opened.experts]
-    names = [member.name or str(k) for k, member in enumerate(members)]
-    encoders, has_classes = encoders_of(members, named), any(class_lists(members, named))
-    for k, (_, facts) in enumerate(named):
+    entries = opened.entries
+    names = [one.member.name or str(k) for k, one in enumerate(entries)]
+    encoders, has_classes = encoders_of(entries), any(one.classes for one in entries)
+    for k, facts in enumerate(one.record for one in entries):
         vae, text = encoders.vaes[k], encoders.texts[k]
         needed = [] if facts.makes_pictures else ["vae"]
         if TEXT_CONDITIONS[0] in facts.conditions and not has_classes:

@@ -14,8 +14,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import hddm
-from hddm.experts.assembly import assemble
-from hddm.experts.changes import change
+from hddm.experts.assembly import assemble, change
 from hddm.experts.records import Expert, read_expert, save_expert
 from hddm.networks.identity import VaeRecord
 from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer
@@ -204,30 +203,12 @@ def test_topics_of_two_text_encoders_are_refused(two_encoders: Path, tmp_path: P
     assert any(f"since {px} has no topic; hddm describe makes one" in note for note in notes)
     message = refusal(assemble, [sd, px], tmp_path / "no")
     assert f"{px}: is described by another text encoder than {sd}; describe both by one" in message
-    hddm(
-        "describe",
-        px,
-        "--text",
-        "dogs",
-        "--text-encoder",
-        sd / "text_encoder",
-        "--tokenizer",
-        sd / "tokenizer",
-    )
+    encoder = ("--text-encoder", sd / "text_encoder", "--tokenizer", sd / "tokenizer")
+    hddm("describe", px, "--text", "dogs", *encoder)
     assemble([sd, px], tmp_path / "routed")
     assert derived(tmp_path / "routed").topics == 0
-    code, _, err = hddm(
-        "sample",
-        tmp_path / "routed",
-        "--out",
-        tmp_path / "s",
-        "--prompt",
-        "dogs",
-        "--num-images",
-        2,
-        "--steps",
-        2,
-    )
+    options = ("--prompt", "dogs", "--num-images", 2, "--steps", 2)
+    code, _, err = hddm("sample", tmp_path / "routed", "--out", tmp_path / "s", *options)
     assert code == 0, err
     assert "p(k | condition) is not known" not in err
 
@@ -355,7 +336,7 @@ def test_experts_of_other_sizes_and_latents_are_drawn_and_decoded_each(tmp_path:
         save_expert(tmp_path / name, expert)
     both = tmp_path / "both"
     notes = assemble([tmp_path / name for name in sizes], both)
-    assert "experts make samples of several kinds, so they are drawn, one per sample, and not mixed" in notes
+    assert "experts make samples of several kinds, so one is drawn per sample, and none are mixed" in notes
     pipe = HDDMPipeline.from_pretrained(both)
     images = pipe(seed=5, batch_size=8, num_inference_steps=3).images
     widths = {image.width for image in images}
@@ -501,7 +482,7 @@ def test_of_two_latent_spaces_either_can_go(two_encoders: Path, tmp_path: Path, 
         assert one == (tmp_path / "both" / kept / weights).read_bytes()
     # Which VAE is whose follows from the records of all experts.
     shutil.rmtree(tmp_path / "both" / "experts" / "0")
-    assert "experts/0: is not there" in refusal(load_ensemble, tmp_path / "both", experts=[1])
+    assert "experts/0: is missing" in refusal(load_ensemble, tmp_path / "both", experts=[1])
 
 
 def _one_of_another_partition(

@@ -12,7 +12,7 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 
-from hddm.experts.changes import change
+from hddm.experts.assembly import change
 from hddm.pipelines.card import MARK, licence_of
 from hddm.utils.records import write_manifest
 from tests.artefacts import Command, copied, edit_json, refusal
