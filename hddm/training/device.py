@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from hddm.training.settings import LoopSettings
+from hddm.training.settings import Recipe
 from hddm.utils.errors import HddmError
 
 
@@ -21,45 +21,44 @@ class Device:
     """Hardware of one training; within its block torch's generators and thread count are the training's own.
 
     With several processes (``accelerate launch``) each takes its share of every batch, and gradients are
-    averaged; with ``settings.fsdp`` each also keeps only its part of the weights (`split`). Missing hardware
+    averaged; with ``recipe.fsdp`` each also keeps only its part of the weights (`split`). Missing hardware
     or precision, or a batch that does not divide, raises `HddmError`.
     """
 
-    def __init__(self, settings: LoopSettings) -> None:
+    def __init__(self, recipe: Recipe) -> None:
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState
 
         there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-        if not there.get(settings.device, True):
-            raise HddmError(f"--device {settings.device}: not available; use cpu")
-        is_on_cpu = settings.device == "cpu" or not any(there.values())
-        if settings.mixed_precision == "fp16" and is_on_cpu:
+        if not there.get(recipe.device, True):
+            raise HddmError(f"--device {recipe.device}: not available; use cpu")
+        is_on_cpu = recipe.device == "cpu" or not any(there.values())
+        if recipe.mixed_precision == "fp16" and is_on_cpu:
             raise HddmError("--mixed-precision fp16 needs a GPU; on a CPU use bf16 or no")
         # A process may train twice, with another precision.
         AcceleratorState._reset_state()
         self._accelerator = Accelerator(
-            mixed_precision=settings.mixed_precision,
-            cpu=settings.device == "cpu",
+            mixed_precision=recipe.mixed_precision,
+            cpu=recipe.device == "cpu",
             step_scheduler_with_optimizer=False,
         )
-        self._threads = settings.threads
+        self._threads = recipe.threads
         self.scaler: torch.amp.GradScaler = self._accelerator.scaler or torch.amp.GradScaler(enabled=False)
         """Scales losses in fp16; in other precisions it is not enabled and does nothing."""
-        parts = self.processes * settings.gradient_accumulation_steps
-        if settings.batch_size % parts:
+        parts = self.processes * recipe.gradient_accumulation_steps
+        if recipe.batch_size % parts:
             raise HddmError(
-                f"--batch-size {settings.batch_size} does not divide over {self.processes} processes with "
-                f"{settings.gradient_accumulation_steps} parts each; use a multiple of {parts}"
+                f"--batch-size {recipe.batch_size} does not divide over {self.processes} processes with "
+                f"{recipe.gradient_accumulation_steps} parts each; use a multiple of {parts}"
             )
-        self._splits = settings.fsdp and self.processes > 1
+        self._splits = recipe.fsdp and self.processes > 1
         self._inside = contextlib.ExitStack()
 
     def __enter__(self) -> "Device":
         devices = [self.target.index or 0] if self.target.type == "cuda" else []
         self._inside.enter_context(torch.random.fork_rng(devices=devices))
-        if self._threads is not None:
-            self._inside.callback(torch.set_num_threads, torch.get_num_threads())
-            torch.set_num_threads(self._threads)
+        self._inside.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(self._threads)
         return self
 
     def __exit__(self, *ended: object) -> None:

@@ -39,14 +39,15 @@ from hddm.experts.records import (
 from hddm.networks.folders import sha256_once
 from hddm.networks.transformers import ExpertTransformer
 from hddm.training.expert import begun_with, calibrated, check_fit, new_network, new_record
-from hddm.training.loop import Fitted, Inputs, OnStep, Task, completed, train
+from hddm.training.loop import Fitted, Inputs, OnStep, Task, train
 from hddm.training.mean_flow import SECOND_STAGE, TRAJECTORIES, MeanFlow, Trajectories, solve
 from hddm.training.objectives import Objective, drawing, objective_of
-from hddm.training.resume import data_of, is_complete
-from hddm.training.settings import DistillSettings, RunOptions
+from hddm.training.recipe import Start, resolve
+from hddm.training.resume import encoding_of, recipe_before
+from hddm.training.settings import DenoiserFields, DistillRecipe, DistillSettings, ExpertRecipe, RunOptions
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, UsageError, asked
-from hddm.utils.records import MANIFEST
+from hddm.utils.records import MANIFEST, WHOLE
 from hddm.utils.tensors import append_dims, generator
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,11 @@ class Teacher:
     def classes(self) -> tuple[str, ...]:
         """Names of the classes that its experts take labels of; empty where none does."""
         return next((one.facts.classes for one in self.opened.experts if one.facts.classes), ())
+
+    @property
+    def strategy(self) -> str | None:
+        """Strategy by which it mixes; None if each shard has its own expert."""
+        return self.record.get("strategy")
 
 
 def open_teacher(
@@ -203,112 +209,107 @@ def distill(
             and for an ``init`` that is no flow expert of such samples and classes.
         Stopped: after a signal, with the run saved.
     """
-    folders = find_shards(shards_folder)
-    data = data_of(folders)
-    if is_complete(out, EXPERT_FILE, run, overwrite):
-        return []
-    shards = [open_shard(folder) for folder in folders]
+    before = recipe_before(out, EXPERT_FILE, run, overwrite)
+    shards = [open_shard(folder) for folder in find_shards(shards_folder)]
     union = joined(shards, shards_folder)
     teacher = open_teacher(
         ensemble_folder, union, shards, settings.teacher, settings.condition_dropout, settings.strategy
     )
-    if init is not None:
-        settings = settings.model_copy(update={"prediction": None, "rotary": None})
-    elif settings.sampling_steps is not None:
-        raise UsageError("--sampling-steps: a student of few steps begins with an expert; pass --init")
-    settings = completed(settings, out, run, is_new=init is None)
-    as_expert = settings.as_expert(bool(teacher.classes))
     started, begun = (None, {}) if init is None else (_read_init(init), begun_with(init))
-    prediction = settings.prediction if started is None else started.facts.prediction_type
-    learned = as_expert.model_copy(update={"prediction": prediction, "weighting": "velocity"})
+    if started is None and settings.sampling_steps is not None:
+        raise UsageError("--sampling-steps: a student of few steps begins with an expert; pass --init")
+    start = Start(strategy=teacher.strategy)
+    if started is not None:
+        rotary = bool(getattr(started.network, "config", {}).get("rotary", False))
+        start = replace(start, is_new=False, prediction=started.facts.prediction_type, rotary=rotary)
+    recipe = resolve(DistillRecipe, settings, start, before)
+    learned = _as_expert(recipe, bool(teacher.classes))
     objective = objective_of(learned)
-    record = new_record(union, as_expert, objective)
-    licences = [one.facts.licence for one in teacher.opened.experts]
-    given = {LABELS: union.labels} if teacher.classes and union.labels is not None else {}
+    record = new_record(union, learned, objective)
+    labels = {LABELS: union.labels} if teacher.classes and union.labels is not None else {}
     if started is None:
-        classes = len(teacher.classes) or None
         network: nn.Module = new_network(
             ExpertTransformer,
-            settings.size,
+            recipe.size,
             union.shape,
-            settings.seed,
-            num_classes=classes,
-            rotary=bool(settings.rotary),
+            recipe.seed,
+            num_classes=len(teacher.classes) or None,
+            rotary=recipe.rotary,
         )
     else:
         _check_start(f"--init {init}", started.facts, record)
         network = started.network.requires_grad_(True)
-        licences.append(started.facts.licence)
-    added = {"shift": teacher.opened.facts.shift, "licence": joint_licence(licences)}
+    licences = [one.facts.licence for one in (*teacher.opened.experts, *filter(None, [started]))]
+    added = {
+        "shift": teacher.opened.facts.shift,
+        "licence": joint_licence(licences),
+        "sampling_steps": recipe.sampling_steps,
+    }
     record = record.model_copy(update=added)
-    draw = drawing(union, objective, as_expert, given, null_conditions(record.null_class))
-    expert_of_sample = None
+    conditions: dict[str, Tensor] = dict(labels)
     if teacher.expert_of_shard is not None:
         counts = torch.tensor([len(shard) for shard in shards])
-        expert_of_sample = teacher.expert_of_shard.repeat_interleave(counts)
-
-    def drawn(rows: Tensor, noise: torch.Generator, own: slice) -> Inputs:
-        inputs = draw(rows, noise, own)
-        return inputs if expert_of_sample is None else inputs | {"expert": expert_of_sample[rows[own]]}
-
+        conditions["expert"] = teacher.expert_of_shard.repeat_interleave(counts)
     on = functools.partial(teacher.opened.on, dtype=torch.float32)
     key = (len(shards), 1)
-    if settings.sampling_steps is None:
-        task = Task(network, len(union), drawn, matching(on, objective), key, is_new=init is None)
+    if recipe.sampling_steps is None:
+        draw = drawing(union, objective, learned, conditions, null_conditions(record.null_class))
+        task = Task(network, len(union), draw, matching(on, objective), key)
     else:
         network = with_interval(network, f"--init {init}")
-        record = record.model_copy(update={"sampling_steps": settings.sampling_steps})
-        learned_from = given | ({} if expert_of_sample is None else {"expert": expert_of_sample})
-        _check_told(learned_from)
-        if settings.guidance_scale != 1 and LABELS not in given:
-            raise UsageError(
-                f"--guidance-scale {settings.guidance_scale:g}: the teacher takes no classes to guide by; "
-                "drop the option"
-            )
-        solved = functools.partial(_solved, settings, union, learned_from, record)
-        flow = MeanFlow(on, record.prediction_type, settings.sampling_steps, settings.guidance_scale, solved)
-        task = Task(
-            network,
-            settings.trajectories,
-            flow.draw,
-            flow.loss,
-            key,
-            is_new=False,
-            prepare=flow.prepare,
-            second_loss=(SECOND_STAGE, flow.second_loss) if settings.sampling_steps == 1 else None,
-        )
+        solved = _solving(recipe, record, union, conditions)
+        kind, steps = record.prediction_type, recipe.sampling_steps
+        flow = MeanFlow(on, kind, steps, recipe.guidance_scale, solved)
+        second = (SECOND_STAGE, flow.second_loss) if steps == 1 else None
+        number = recipe.trajectories
+        task = Task(network, number, flow.draw, flow.loss, key, prepare=flow.prepare, second_loss=second)
 
-    def write(draft: Path, fitted: Fitted, used: DistillSettings) -> None:
+    def write(draft: Path, fitted: Fitted) -> None:
         network.requires_grad_(False)
-        training = fitted.record(used, begun) | {"teacher": teacher.record}
+        training = fitted.record(recipe, begun) | {"teacher": teacher.record}
         student = Expert(network, record.model_copy(update={"training": training}), None)
-        if settings.sampling_steps is None:
-            student = calibrated(student, union, given, settings.seed, fitted.device)
+        if recipe.sampling_steps is None:
+            student = calibrated(student, union, labels, recipe.seed, fitted.device)
         save_expert(draft, student)
 
-    data |= {"teacher": teacher.record, **begun}
-    watch = watching(field_of(Expert(network, record, None)), union, as_expert)
-    return train(task, settings, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
+    encoding = encoding_of([shard.folder for shard in shards])
+    data = {"shards": [shard.hash for shard in shards], **encoding, "teacher": teacher.record, **begun}
+    watch = watching(field_of(Expert(network, record, None)), union, learned.conditions)
+    return train(task, recipe, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
 
 
-def _solved(
-    settings: DistillSettings,
-    union: Shard,
-    given: Mapping[str, Tensor],
-    record: ExpertRecord,
-    teacher: Ensemble,
-    file: Path | None,
-) -> Trajectories:
-    """Trajectories under conditions of random samples of the data, of ``given`` (N,), or their null."""
-    draws = generator(settings.seed, TRAJECTORIES)
-    rows = torch.randint(len(union), (settings.trajectories,), generator=draws)
-    conditions = {name: value[rows] for name, value in given.items()}
-    if LABELS in conditions:
-        assert record.null_class is not None
-        is_dropped = torch.rand(len(rows), generator=draws) < settings.condition_dropout
-        conditions[LABELS] = torch.where(is_dropped, record.null_class, conditions[LABELS])
-    shape = record.sample_shape
-    return solve(teacher, len(rows), settings.seed, shape, conditions, settings.guidance_scale, file)
+def _as_expert(recipe: DistillRecipe, class_conditional: bool) -> ExpertRecipe:
+    """Return the recipe of the flow expert that a student is, learned by the error of its velocity."""
+    same = recipe.model_dump(include=set(DenoiserFields.model_fields))
+    own = {"objective": "flow", "class_conditional": class_conditional, "weighting": "velocity"}
+    return ExpertRecipe.model_validate(same | own | {"noise_range": WHOLE, "weak_at": 0.0})
+
+
+def _solving(
+    recipe: DistillRecipe, record: ExpertRecord, union: Shard, conditions: Mapping[str, Tensor]
+) -> Callable[[Ensemble, Path | None], Trajectories]:
+    """Return what solves a teacher's trajectories, under conditions of random samples of the ``union``.
+
+    ``conditions`` (N,) are those of all samples; labels are dropped as in training.
+    """
+    _check_told(conditions)
+    if recipe.guidance_scale != 1 and LABELS not in conditions:
+        raise UsageError(
+            f"--guidance-scale {recipe.guidance_scale:g}: the teacher takes no classes to guide by; drop the "
+            "option"
+        )
+
+    def solved(teacher: Ensemble, file: Path | None) -> Trajectories:
+        draws = generator(recipe.seed, TRAJECTORIES)
+        rows = torch.randint(len(union), (recipe.trajectories,), generator=draws)
+        chosen = {name: value[rows] for name, value in conditions.items()}
+        if record.null_class is not None:
+            is_dropped = torch.rand(len(rows), generator=draws) < recipe.condition_dropout
+            chosen[LABELS] = torch.where(is_dropped, record.null_class, chosen[LABELS])
+        shape, scale = record.sample_shape, recipe.guidance_scale
+        return solve(teacher, len(rows), recipe.seed, shape, chosen, scale, file)
+
+    return solved
 
 
 def _check_told(given: Mapping[str, Tensor]) -> None:

@@ -5,13 +5,14 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch
 from diffusers import ModelMixin
 from torch import Tensor, nn
 
 from hddm.calibration import LEVELS, STATES, Calibration
+from hddm.classes import LABELS
 from hddm.data.shard_records import MIN_IMAGES
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.lora import ADAPTER_WEIGHTS
@@ -30,10 +31,11 @@ from hddm.networks.transformers import ExpertTransformer
 from hddm.networks.wrappers import text_width
 from hddm.schedules import Schedule, declared_prediction_type, from_diffusers
 from hddm.training.fitting import calibrate
-from hddm.training.loop import Fitted, OnStep, Task, completed, train
+from hddm.training.loop import Fitted, OnStep, Task, train
 from hddm.training.objectives import Objective, check_conditions, drawing, loss_of, objective_of
-from hddm.training.resume import expert_data, is_complete
-from hddm.training.settings import TEXT, ExpertSettings, Prediction, RunOptions, size_config
+from hddm.training.recipe import Start, resolve
+from hddm.training.resume import encoding_of, recipe_before
+from hddm.training.settings import TEXT, ExpertRecipe, ExpertSettings, RunOptions, size_config
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, UsageError, counted
 from hddm.utils.files import sha256_of
@@ -50,8 +52,8 @@ def train_expert(
     shard_folder: Path,
     out: Path,
     settings: ExpertSettings,
-    schedule: Schedule | None = None,
-    schedule_source: str = DEFAULT_SCHEDULE,
+    schedule: Schedule | Path | None = None,
+    schedule_source: str | None = None,
     overwrite: bool = False,
     on_step: OnStep | None = None,
     run: RunOptions | None = None,
@@ -59,55 +61,71 @@ def train_expert(
     """Train an expert on one shard, calibrate it there, and write its folder; return the loss of every step.
 
     Only the shard is read: no other expert's weights, gradients or data. `hddm.data.partition.partition` or
-    `hddm.data.encoding` writes it. ``schedule`` is DDPM's, cosine by default, and ``schedule_source`` its
-    origin for the record. ``on_step`` is called after each step. ``run`` says how the training is kept beside
-    ``out``, to be resumed and watched; without it nothing is kept.
+    `hddm.data.encoding` writes it. ``schedule`` is DDPM's, cosine by default, or a file with a scheduler
+    config of diffusers; ``schedule_source`` is its origin for the record, by default that file. ``on_step``
+    is called after each step. ``run`` says how the training is kept beside ``out``, to be resumed and
+    watched; without it nothing is kept.
 
     Raises:
         HddmError: for a shard that is unreadable or too small, images that do not fit the network, a run that
             differs from the one to be resumed, or losses that are not finite.
         Stopped: after a signal, with the run saved.
     """
-    settings = completed(settings, out, run)
-    objective = objective_of(settings, schedule)
-    data = expert_data(shard_folder, objective.schedule.config)
-    if is_complete(out, EXPERT_FILE, run, overwrite, settings, data):
-        return []
+    before = recipe_before(out, EXPERT_FILE, run, overwrite)
     shard = open_shard(shard_folder)
-    check_new(shard, settings)
-    record = new_record(shard, settings, objective, schedule_source)
-    null_text = {TEXT: shard.texts.null} if settings.text_conditional and shard.texts else {}
+    recipe, objective = resolve_new(shard, settings, schedule, before)
+    origin = str(schedule) if isinstance(schedule, Path) else DEFAULT_SCHEDULE
+    record = new_record(shard, recipe, objective, schedule_source or origin)
+    null_text = {TEXT: shard.texts.null} if recipe.text_conditional and shard.texts else {}
     network = new_network(
         ExpertTransformer,
-        settings.size,
+        recipe.size,
         shard.shape,
-        settings.seed,
+        recipe.seed,
         num_classes=len(record.classes) or None,
         text_dim=null_text[TEXT].shape[-1] if null_text else None,
-        rotary=bool(settings.rotary),
+        rotary=recipe.rotary,
     )
-    given = {"class_labels": shard.labels} if settings.class_conditional and shard.labels is not None else {}
-    nulls = null_conditions(record.null_class) | null_text
-    draw = drawing(shard, objective, settings, given, nulls)
+    labels = {LABELS: shard.labels} if recipe.class_conditional and shard.labels is not None else {}
+    draw = drawing(shard, objective, recipe, labels, null_conditions(record.null_class) | null_text)
     loss = loss_of(objective, lambda module: module)
-    task = Task(network, len(shard), draw, loss, (shard.index,), settings.weak_step)
+    task = Task(network, len(shard), draw, loss, (shard.index,), recipe.weak_step)
 
-    def write(draft: Path, fitted: Fitted, used: ExpertSettings) -> None:
+    def write(draft: Path, fitted: Fitted) -> None:
         network.requires_grad_(False)
-        trained = record.model_copy(update={"training": fitted.record(used)})
+        trained = record.model_copy(update={"training": fitted.record(recipe)})
         expert = Expert(network, trained, None, null_text, weak_of(network, fitted))
-        save_expert(draft, calibrated(expert, shard, given, settings.seed, fitted.device))
+        save_expert(draft, calibrated(expert, shard, labels, recipe.seed, fitted.device))
 
-    watch = watching(field_of(Expert(network, record, None, null_text)), shard, settings)
-    return train(task, settings, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
+    data = {"shard": shard.hash, **encoding_of([shard.folder]), "schedule": objective.schedule.config}
+    watch = watching(field_of(Expert(network, record, None, null_text)), shard, recipe.conditions)
+    return train(task, recipe, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
 
 
-def check_new(shard: Shard, settings: ExpertSettings) -> None:
-    """Refuse settings of a new expert, filled in, that ``shard`` or its outline does not allow."""
+def resolve_new(
+    shard: Shard,
+    settings: ExpertSettings,
+    schedule: Schedule | Path | None = None,
+    before: Mapping[str, Any] | None = None,
+) -> tuple[ExpertRecipe, Objective]:
+    """Return recipe and objective of a new expert on ``shard``, or its outline.
+
+    A prediction that a file of a schedule states is the default. Raises `HddmError` for settings that the
+    shard does not allow.
+    """
     if settings.lora_rank is not None:
         raise UsageError("--lora-rank adapts an existing expert; pass --init")
-    check_conditions(shard, settings)
-    _check_size(shard.shape, settings.size)
+    stated = None
+    if isinstance(schedule, Path):
+        stated, path = declared_prediction_type(schedule), schedule
+        if stated == "flow_prediction":
+            raise HddmError(f"{path}: is for flow matching; use --objective flow without --schedule")
+        schedule = from_diffusers(path)
+    recipe = resolve(ExpertRecipe, settings, Start(prediction=stated), before)
+    objective = objective_of(recipe, schedule)
+    check_conditions(shard, recipe)
+    _check_size(shard.shape, recipe.size)
+    return recipe, objective
 
 
 def _check_size(shape: Sequence[int], size: str) -> None:
@@ -131,34 +149,13 @@ def new_network(kind: type[Network], size: str, shape: Sequence[int], seed: int,
     return network
 
 
-def with_schedule(
-    settings: ExpertSettings, config: Path | None
-) -> tuple[ExpertSettings, Schedule | None, str]:
-    """Read DDPM's schedule and its source from a diffusers config; None gives the default one.
-
-    A prediction that the config states is taken where ``settings`` leave it open; flow matching's, and
-    unknown ones, raise `HddmError`.
-    """
-    if config is None:
-        return settings, None, DEFAULT_SCHEDULE
-    declared = declared_prediction_type(config)
-    if declared == "flow_prediction":
-        raise HddmError(f"{config}: is for flow matching; use --objective flow without --schedule")
-    if declared not in (None, *get_args(Prediction)):
-        raise HddmError(
-            f"{config}: prediction_type is {declared!r}; known are {', '.join(get_args(Prediction))}"
-        )
-    chosen = settings.model_copy(update={"prediction": settings.prediction or declared})
-    return chosen, from_diffusers(config), str(config)
-
-
 def new_record(
-    shard: Shard, settings: ExpertSettings, objective: Objective, schedule_source: str = DEFAULT_SCHEDULE
+    shard: Shard, recipe: ExpertRecipe, objective: Objective, schedule_source: str = DEFAULT_SCHEDULE
 ) -> ExpertRecord:
     """Make the record of an expert of ``shard`` before its training."""
-    classes = shard.classes if settings.class_conditional else ()
+    classes = shard.classes if recipe.class_conditional else ()
     return ExpertRecord(
-        objective=settings.objective,
+        objective=recipe.objective,
         prediction_type=objective.prediction_type,
         schedule=objective.schedule.config,
         schedule_source=schedule_source,
@@ -168,10 +165,10 @@ def new_record(
         space=shard.space,
         latent_scale=shard.vae.scale if shard.vae is not None else 1.0,
         vae=shard.vae,
-        text_encoder=shard.text_encoder if settings.text_conditional else None,
-        conditions=settings.conditions,
+        text_encoder=shard.text_encoder if recipe.text_conditional else None,
+        conditions=recipe.conditions,
         classes=classes,
-        null_class=len(classes) if settings.class_conditional else None,
+        null_class=len(classes) if recipe.class_conditional else None,
         shard=record_of_shard(shard, classes),
     )
 

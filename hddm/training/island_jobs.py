@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hddm.training.resume import is_kept, recorded, run_folder_of
+from hddm.training.resume import is_kept, recorded, refuse_run, run_folder_of
 from hddm.training.settings import ExpertSettings, RunOptions
 from hddm.utils.errors import HddmError, UsageError, did_you_mean
 from hddm.utils.files import check_absent
@@ -37,10 +37,11 @@ class Island:
     def name(self) -> str:
         return self.out.name
 
-    @property
-    def threads(self) -> int:
-        """CPU threads of its computation."""
-        return self.settings.threads or 1
+    def threads(self, default: int) -> int:
+        """Return its CPU threads: the requested ones, those of the run that it resumes, or ``default``."""
+        if self.settings.threads is not None or not self.run.resume:
+            return self.settings.threads or default
+        return int(recorded(self.out).get("settings", {}).get("threads", default))
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,15 @@ def make_islands(
     `HddmError`.
     """
     shared = next(iter(settings.values()))
-    given = {"--schedule": schedule, "--snr-gamma": shared.snr_gamma}
-    for option, value in given.items():
-        if value is not None and "ddpm" not in objectives:
-            raise UsageError(f"{option} {value}: is for ddpm, and no shard has that objective; drop it")
-    if shared.prediction == "flow_prediction" and "flow" not in objectives:
-        raise UsageError(
-            f"--prediction {shared.prediction}: is for flow, and no shard has that objective; drop it"
-        )
+    for option, value, objective in (
+        ("--schedule", schedule, "ddpm"),
+        ("--snr-gamma", shared.snr_gamma, "ddpm"),
+        ("--prediction", shared.prediction if shared.prediction == "flow_prediction" else None, "flow"),
+    ):
+        if value is not None and objective not in objectives:
+            raise UsageError(
+                f"{option} {value}: is for {objective}, and no shard has that objective; drop it"
+            )
     islands = []
     for index, (shard, objective) in enumerate(zip(shards, objectives, strict=True)):
         own, path = settings[objective], schedule
@@ -92,14 +94,13 @@ def refuse_present(islands: Sequence[Island]) -> None:
     """Refuse folders and runs that are in the way of ``islands``, all in one `HddmError`."""
     problems: list[str] = []
     for one in islands:
-        if is_kept(one.out, EXPERT_FILE, one.run, one.overwrite):
-            continue
         try:
-            check_absent(one.out, EXPERT_FILE, one.overwrite)
+            if not is_kept(one.out, EXPERT_FILE, one.run, one.overwrite):
+                check_absent(one.out, EXPERT_FILE, one.overwrite)
+            if not (one.run.resume or one.overwrite):
+                refuse_run(one.out)
         except HddmError as error:
             problems.append(error.message)
-        if recorded(one.out) and not (one.run.resume or one.overwrite):
-            problems.append(f"{run_folder_of(one.out)}: holds a run")
     if problems:
         raise HddmError(
             f"{islands[0].out.parent}: already holds experts or runs; --resume continues them, "
@@ -129,19 +130,17 @@ def parse_objectives(text: str, shards: int, name: str = "--objective") -> list[
         if key in chosen:
             raise HddmError(f"{name} {text}: names {key} twice; name each shard once")
         chosen[key] = objective
-    missing = [str(k) for k in range(shards) if str(k) not in chosen]
-    if missing and REST not in chosen:
+    found = [chosen.get(str(k), chosen.get(REST, "")) for k in range(shards)]
+    if missing := [str(k) for k, one in enumerate(found) if not one]:
         raise HddmError(
             f"{name} {text}: has no objective for shard {', '.join(missing)}; add *=flow for the rest"
         )
-    return [chosen.get(str(k), chosen.get(REST, "")) for k in range(shards)]
+    return found
 
 
 def refuse_failed(outcomes: Sequence[Outcome]) -> None:
     """Raise an `HddmError` if an island failed, with every cause once and the experts that it concerns."""
     failed = [(one.island, one.failure) for one in outcomes if one.failure is not None]
-    if not failed:
-        return
     concerned: dict[str, list[str]] = {}
     for island, failure in failed:
         for line in (failure.message, *failure.details):
@@ -154,7 +153,6 @@ def refuse_failed(outcomes: Sequence[Outcome]) -> None:
         for cause, names in concerned.items()
     ]
     others = "the others are finished, and " if len(failed) < len(outcomes) else ""
-    others += "--resume continues these"
-    raise HddmError(
-        f"{outcomes[0].island.out.parent}: {len(failed)} of {len(outcomes)} experts failed; {others}", lines
-    )
+    number = f"{len(failed)} of {len(outcomes)} experts failed"
+    if failed:
+        raise HddmError(f"{failed[0][0].out.parent}: {number}; {others}--resume continues these", lines)

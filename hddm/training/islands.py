@@ -15,22 +15,22 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from types import FrameType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError
 
 from hddm.data.shards import open_shard
-from hddm.experts.records import open_expert
-from hddm.training.continuation import DECIDED_BY_INIT, check_continued, continue_expert
-from hddm.training.expert import check_new, train_expert, with_schedule
+from hddm.experts.records import EXPERT_FILE, open_expert
+from hddm.training.continuation import continue_expert, resolve_continued
+from hddm.training.expert import resolve_new, train_expert
 from hddm.training.island_jobs import Island, Outcome, refuse_present
-from hddm.training.loop import OnStep, completed, mean, summary_of
-from hddm.training.resume import recorded
+from hddm.training.loop import OnStep, mean, summary_of
+from hddm.training.resume import has_run, recipe_before
 from hddm.training.state import discard_runs
 from hddm.utils.errors import HddmError
 from hddm.utils.processes import SIGNALS, Output, Stopped, StopRequest, compute_environment, environment
@@ -47,10 +47,6 @@ log = logging.getLogger(__name__)
 
 class Backend(Protocol):
     """A place where islands are trained."""
-
-    @property
-    def threads(self) -> int:
-        """CPU threads of an island whose settings leave their number open."""
 
     def run(self, islands: Sequence[Island], stop: StopRequest, on_step: OnIsland | None) -> list[Outcome]:
         """Train until all islands ended, or saved after ``stop``; return outcomes of those that ended."""
@@ -70,27 +66,14 @@ def train_islands(
             starts; for an unreachable backend.
         Stopped: after a signal, with all runs saved.
     """
-    backend = backend or Processes()
-    ready = threaded(islands, backend.threads)
-    prepare(ready)
+    prepare(islands)
     with StopRequest() as stop:
-        outcomes = backend.run(ready, stop, on_step)
-    if stop.number is not None and len(outcomes) < len(ready):
+        outcomes = (backend or Processes()).run(islands, stop, on_step)
+    if stop.number is not None and len(outcomes) < len(islands):
         raise Stopped(
-            f"{ready[0].out.parent}: stopped; progress is saved, and --resume continues",
-            stop.number,
+            f"{islands[0].out.parent}: stopped; progress is saved, and --resume continues", stop.number
         )
     return sorted(outcomes, key=lambda one: one.island.index)
-
-
-def threaded(islands: Sequence[Island], default: int) -> list[Island]:
-    """Fill in the threads of ``islands``: their own, those of the run they resume, or ``default``."""
-    found = []
-    for one in islands:
-        # All else is filled in by the training, which knows what a schedule states.
-        threads = completed(one.settings, one.out, one.run, one.init is None, default).threads
-        found.append(replace(one, settings=one.settings.model_copy(update={"threads": threads})))
-    return found
 
 
 def prepare(islands: Sequence[Island]) -> None:
@@ -116,15 +99,11 @@ def _check_settings(islands: Sequence[Island]) -> None:
         except HddmError:
             continue
         try:
-            settings, _, _ = with_schedule(one.settings, one.schedule)
+            before = recipe_before(one.out, EXPERT_FILE, one.run, one.overwrite)
             if one.init is None:
-                check_new(shard, completed(settings, one.out, one.run))
+                resolve_new(shard, one.settings, one.schedule, before)
             else:
-                unread = open_expert(one.init)
-                settings = completed(
-                    settings.model_copy(update=DECIDED_BY_INIT), one.out, one.run, is_new=False
-                )
-                check_continued(one.init, unread.facts, unread.network, shard, settings)
+                resolve_continued(one.init, open_expert(one.init), shard, one.settings, before)
         except HddmError as error:
             problems.append(f"{one.name}: {error}")
     if problems:
@@ -139,13 +118,12 @@ def train_island(island: Island, on_step: OnStep | None = None) -> list[float]:
     `Stopped` after a signal, with the run saved.
     """
     # A run that `prepare` has left is resumed, whether of this start or of the one before.
-    run = island.run.model_copy(update={"resume": island.run.resume or bool(recorded(island.out))})
+    run = island.run.model_copy(update={"resume": island.run.resume or has_run(island.out)})
     shard, out, settings, overwrite = island.shard, island.out, island.settings, island.overwrite
     try:
         if island.init is not None:
-            return continue_expert(island.init, shard, out, settings, overwrite, on_step, run=run)
-        settings, schedule, source = with_schedule(settings, island.schedule)
-        return train_expert(shard, out, settings, schedule, source, overwrite, on_step, run)
+            return continue_expert(island.init, shard, out, settings, overwrite, on_step, run)
+        return train_expert(shard, out, settings, island.schedule, None, overwrite, on_step, run)
     except (OSError, SafetensorError) as error:
         raise HddmError(
             f"{out}: could not be written, or its data read ({error}); fix that, and --resume continues"
@@ -162,8 +140,7 @@ def outcome_of(island: Island, on_step: OnStep | None = None) -> Outcome:
         return Outcome(island, failure=error)
 
 
-@dataclass(frozen=True)
-class Stepped:
+class Stepped(NamedTuple):
     """Report of a ``step``: mean loss, NaN if none was finite, and seconds since the last report."""
 
     step: int
@@ -171,26 +148,18 @@ class Stepped:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Logged:
+class Logged(NamedTuple):
     """A line of the log."""
 
     level: int
     message: str
 
 
-@dataclass(frozen=True)
-class Ended:
-    """The last message: the outcome, or None for a training that was stopped and saved."""
-
-    outcome: Outcome | None = None
-
-
 def work(island: Island, connection: "Connection[object, int]") -> None:
     """Train ``island``; the body of its process.
 
-    ``connection`` sends `Stepped`, `Logged` and last `Ended` to the parent. It receives the number of a
-    signal, which stops the training, as closing the other end does.
+    ``connection`` sends `Stepped`, `Logged`, and last the `Outcome`, or None for a training that was stopped
+    and saved. It receives the number of a signal, which stops the training, as closing the other end does.
     """
     logger = logging.getLogger("hddm")
     logger.setLevel(logging.INFO)
@@ -202,7 +171,7 @@ def work(island: Island, connection: "Connection[object, int]") -> None:
     outcome = None
     with contextlib.suppress(Stopped):
         outcome = outcome_of(island, reporter.on_step)
-    _send(connection, Ended(outcome))
+    _send(connection, outcome)
 
 
 class _Reporter:
@@ -266,7 +235,8 @@ class _Job:
     output: Output
     slot: int
     starts: int
-    ended: Ended | None = None
+    has_ended: bool = False
+    outcome: Outcome | None = None
 
 
 class Processes:
@@ -278,19 +248,16 @@ class Processes:
     def __init__(self, parallel: int = 1, retries: int = RETRIES) -> None:
         self.parallel, self.retries = parallel, retries
 
-    @property
-    def threads(self) -> int:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return max(1, cores // self.parallel)
-
     def run(self, islands: Sequence[Island], stop: StopRequest, on_step: OnIsland | None) -> list[Outcome]:
         waiting, running, outcomes = deque(islands), list[_Job](), list[Outcome]()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = max(1, cores // self.parallel)
         is_stopping = False
         try:
             while True:
                 while waiting and len(running) < self.parallel and not stop.requested:
                     slot = min(set(range(self.parallel)) - {job.slot for job in running})
-                    running.append(_start(waiting.popleft(), slot, 1))
+                    running.append(_start(waiting.popleft(), threads, slot))
                 if not running:
                     return outcomes
                 if stop.number is not None and not is_stopping:
@@ -306,28 +273,27 @@ class Processes:
                     if job.connection not in ready or _read(job, on_step):
                         continue
                     running.remove(job)
-                    if job.ended is not None and job.ended.outcome is not None:
-                        outcomes.append(job.ended.outcome)
-                    elif not is_stopping and job.starts > self.retries:
+                    if job.outcome is not None:
+                        outcomes.append(job.outcome)
+                    elif is_stopping:
+                        continue
+                    elif job.starts > self.retries:
                         text = f"its process {_how(job)}, {job.starts} times in all; --resume continues"
                         outcomes.append(Outcome(job.island, failure=HddmError(f"{job.island.out}: {text}")))
-                    elif not is_stopping:
-                        running.append(self._start_again(job))
+                    else:
+                        attempt = f"{job.starts} of {self.retries}"
+                        text = "%s: its process %s; restarting it from its last checkpoint (%s)"
+                        log.warning(text, job.island.name, _how(job), attempt)
+                        running.append(_start(job.island, threads, job.slot, job.starts + 1))
         finally:
             _close(running)
 
-    def _start_again(self, job: _Job) -> _Job:
-        attempt = f"{job.starts} of {self.retries}"
-        text = "%s: its process %s; restarting it from its last checkpoint (%s)"
-        log.warning(text, job.island.name, _how(job), attempt)
-        return _start(job.island, job.slot, job.starts + 1)
 
-
-def _start(island: Island, slot: int, starts: int) -> _Job:
+def _start(island: Island, threads: int, slot: int, starts: int = 1) -> _Job:
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=work, args=(island, there), name=island.name)
-    variables, gpus = compute_environment(island.threads), torch.cuda.device_count()
+    variables, gpus = compute_environment(island.threads(threads)), torch.cuda.device_count()
     if gpus > 1:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
         variables["CUDA_VISIBLE_DEVICES"] = visible.split(",")[slot % gpus]
@@ -351,8 +317,8 @@ def _read(job: _Job, on_step: OnIsland | None) -> bool:
         on_step(job.island.index, message.step, message.loss, message.seconds)
     elif isinstance(message, Logged):
         log.log(message.level, "%s: %s", job.island.name, message.message)
-    elif isinstance(message, Ended):
-        job.ended = message
+    elif message is None or isinstance(message, Outcome):
+        job.has_ended, job.outcome = True, message
     return True
 
 
@@ -369,4 +335,4 @@ def _close(running: Sequence[_Job]) -> None:
 
 
 def _how(job: _Job) -> str:
-    return "was told to stop" if job.ended is not None else job.output.ended(job.process.exitcode)
+    return "was told to stop" if job.has_ended else job.output.ended(job.process.exitcode)

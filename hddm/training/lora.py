@@ -16,7 +16,6 @@ from torch import nn
 from hddm.experts.lora import (
     PREFIX,
     AdapterRecord,
-    adapter_of,
     peft_config,
     tensor_names,
     write_adapter,
@@ -47,14 +46,6 @@ def targets_of(network: nn.Module) -> tuple[str, ...]:
             f"--lora-rank: a {type(network).__name__} without attention has no layers to adapt; leave it out"
         )
     return found
-
-
-def new_adapter(network: nn.Module, rank: int, alpha: float | None, init: Path, out: Path) -> AdapterRecord:
-    """Make the record of an adapter in ``out`` for the expert in ``init`` with this ``network``.
-
-    Its change is scaled by ``alpha``/``rank``; by default alpha is the rank. The init must not be an adapter.
-    """
-    return adapter_of(init, out, rank, float(rank if alpha is None else alpha), targets_of(network))
 
 
 def add_adapter(network: ModelMixin, adapter: AdapterRecord, seed: int) -> None:

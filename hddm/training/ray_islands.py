@@ -25,11 +25,9 @@ from hddm.training.island_jobs import Island, Outcome
 from hddm.training.islands import RETRIES, OnIsland, outcome_of
 from hddm.training.loop import mean
 from hddm.training.resume import CHECKPOINTS, checkpoints_in, run_folder_of, step_of
-from hddm.training.state import LOSSES, PROGRESS, ProgressRecord, wait_for_run
+from hddm.training.state import LOSSES, read_progress, wait_for_run
 from hddm.utils.errors import HddmError, one_line, optional
-from hddm.utils.files import read_json
 from hddm.utils.processes import SIGNALS, Stopped, StopRequest, compute_environment, environment, switched
-from hddm.utils.records import parse_record
 
 LOCAL = "local"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -52,8 +50,6 @@ class RayCluster:
     ``address`` ``local`` starts a cluster on this machine for the time of the training. A missing Ray raises
     `HddmError`, and so does an unreachable cluster in `run`.
     """
-
-    threads = 1
 
     def __init__(self, address: str = LOCAL, retries: int = RETRIES) -> None:
         self.address, self.retries = address, retries
@@ -119,14 +115,15 @@ def _outcome(ray: Any, task: Any, island: Island) -> Outcome | None:
 
 def _submit(ray: Any, island: Island, retries: int, has_gpus: bool) -> Any:
     on_gpu = has_gpus and island.settings.device in ("auto", "cuda")
+    threads = island.threads(1)
     task = ray.remote(_train).options(
         name=island.name,
-        num_cpus=island.threads,
+        num_cpus=threads,
         num_gpus=int(on_gpu),
         max_retries=retries,
         # Errors that the user must mend are returned, not raised, so they are not retried.
         retry_exceptions=True,
-        runtime_env={"env_vars": compute_environment(island.threads)},
+        runtime_env={"env_vars": compute_environment(threads)},
     )
     return task.remote(island)
 
@@ -220,7 +217,7 @@ def _newest(out: Path, since: int) -> tuple[int, float, float] | None:
         return None
     try:
         losses = load_file(newest / f"{LOSSES}.safetensors")["losses"]
-        seconds = parse_record(read_json(newest / PROGRESS), ProgressRecord, str(newest / PROGRESS)).seconds
+        seconds = read_progress(newest).seconds
     except (OSError, SafetensorError, HddmError):
         # It was just removed to make room for the next.
         return None

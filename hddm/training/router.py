@@ -24,8 +24,9 @@ from hddm.training.denoising import IMAGES, SURE
 from hddm.training.expert import new_network, placed
 from hddm.training.loop import Fitted, Inputs, OnStep, Task, train
 from hddm.training.objectives import TIME_SCALE
-from hddm.training.resume import data_of, is_complete
-from hddm.training.settings import RouterSettings, RunOptions
+from hddm.training.recipe import resolve
+from hddm.training.resume import encoding_of, recipe_before
+from hddm.training.settings import RouterRecipe, RouterSettings, RunOptions
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.progress import Progress
@@ -61,29 +62,26 @@ def train_router(
     """
     if run is not None and run.sample_every:
         raise HddmError(f"sample_every: {run.sample_every}: a router makes no images; leave it out")
+    recipe = resolve(RouterRecipe, settings, before=recipe_before(out, ROUTER_FILE, run, overwrite))
     named = [partitions] if isinstance(partitions, Path) else partitions
-    folders = [folder for partition in named for folder in find_shards(partition)]
-    data = data_of(folders)
-    if is_complete(out, ROUTER_FILE, run, overwrite, settings, data):
-        return []
-    shards = [open_shard(folder) for folder in folders]
+    shards = [open_shard(folder) for partition in named for folder in find_shards(partition)]
     _check_alike(shards)
     stored = JoinedStore([shard.stored for shard in shards])
     rows = torch.arange(len(stored))
     labels = stored.part_of(rows)
     seen = Evidence(stored, rows, labels, "training images")
-    if settings.calibrate:
+    if recipe.calibrate:
         fresh = torch.cat([held_out(shard) for shard in shards])
         held = rows[fresh]
         rows = rows[~fresh]
         seen = Evidence(stored, held, labels[held], "images kept from training")
     evidence = kept_apart(shards) or seen
     shape = shards[0].shape
-    network = new_network(RouterTransformer, settings.size, shape, settings.seed, num_experts=len(shards))
+    network = new_network(RouterTransformer, recipe.size, shape, recipe.seed, num_experts=len(shards))
 
     def draw(chosen: Tensor, noise: torch.Generator, own: slice) -> Inputs:
         number = len(chosen)
-        flip = torch.rand(number, generator=noise) < 0.5 if settings.random_flip else None
+        flip = torch.rand(number, generator=noise) < 0.5 if recipe.random_flip else None
         x_0 = stored.take(rows[chosen], noise, flip, own)
         t = torch.rand(number, generator=noise)[own]
         eps = torch.randn(number, *x_0.shape[1:], generator=noise)[own]
@@ -95,7 +93,7 @@ def train_router(
         logits = module(x_t, inputs["t"] * TIME_SCALE)
         return F.cross_entropy(logits.float(), inputs["shard"], reduction="none")
 
-    def write(draft: Path, fitted: Fitted, used: RouterSettings) -> None:
+    def write(draft: Path, fitted: Fitted) -> None:
         calibration: dict[str, Any] = {}
         temperatures: tuple[float, ...] = (1.0,)
         device = fitted.device
@@ -105,11 +103,11 @@ def train_router(
             return given.cpu()
 
         with placed(network, device), Progress(None, "measure and calibrate"):
-            accuracy = accuracy_of(logits, TIME_SCALE, evidence, settings.seed)
-            if settings.calibrate:
+            accuracy = accuracy_of(logits, TIME_SCALE, evidence, recipe.seed)
+            if recipe.calibrate:
                 log.info("calibrating on %s …", counted(len(held), "image"))
                 images, origin = stored.take(held, None, None), labels[held]
-                temperatures, figures = calibrate_router(logits, TIME_SCALE, images, origin, settings.seed)
+                temperatures, figures = calibrate_router(logits, TIME_SCALE, images, origin, recipe.seed)
                 each = origin.bincount(minlength=len(shards)).tolist()
                 calibration = {"held_out_share": HELD_OUT_SHARE, "held_out_images": each, **figures}
         if len(shards) > 1 and not is_better_than_chance(accuracy):
@@ -126,12 +124,14 @@ def train_router(
             shard_images=tuple(len(shard) for shard in shards),
             temperatures=temperatures,
             calibration=calibration,
-            training=fitted.record(used) | {"accuracy": accuracy},
+            training=fitted.record(recipe) | {"accuracy": accuracy},
         )
         save_router(draft, network, record)
 
     task = Task(network, len(rows), draw, loss, (len(shards),))
-    return train(task, settings, out, ROUTER_FILE, write, data, overwrite, on_step, run, watching())
+    hashes = [shard.hash for shard in shards]
+    data = {"shards": hashes, **encoding_of([shard.folder for shard in shards])}
+    return train(task, recipe, out, ROUTER_FILE, write, data, overwrite, on_step, run, watching())
 
 
 def _check_alike(shards: list[Shard]) -> None:

@@ -15,7 +15,6 @@ that is killed or runs out of disk keeps the one before. OUT itself appears when
 import contextlib
 import functools
 import logging
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +35,7 @@ from hddm.training.resume import (
     Change,
     checkpoints_in,
     compare_records,
+    has_run,
     recorded,
     refuse_run,
     run_folder_of,
@@ -108,13 +108,28 @@ PROGRESS = "progress.json"
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
-class ProgressRecord(OpenRecord):
-    """``progress.json``: what `TrainingState.values` gives."""
+BINS = 5
+"""Bins of equal width for noise levels t in [0, 1]."""
 
+
+class Sums(OpenRecord):
+    """Sums and counts of losses since the last entry of the log, of all and by noise level."""
+
+    step: Count = 0
+    loss: tuple[float, Count] = (0.0, 0)
+    bins: Annotated[tuple[tuple[float, Count], ...], Field(min_length=BINS, max_length=BINS)] = (
+        (0.0, 0),
+    ) * BINS
+
+
+class ProgressRecord(OpenRecord):
+    """``progress.json``: counters of a `TrainingState`."""
+
+    step: Count
     ema_updates: Count
     seconds: Annotated[float, Field(ge=0)]
     non_finite: Count
-    notes: dict[str, Any] = Field(default_factory=dict)
+    sums: Sums
     scaler: dict[str, Any] | None = None
 
 
@@ -140,8 +155,8 @@ class TrainingState:
     weak: dict[str, Tensor] = field(default_factory=dict)
     non_finite: int = 0
     """Steps in a row that were skipped, up to now."""
-    notes: dict[str, Any] = field(default_factory=dict)
-    """Values that watchers keep between steps, by name, in plain JSON."""
+    sums: Sums = field(default_factory=Sums)
+    """What the log has summed up since its last entry, so that a resumed run logs the same."""
 
     @property
     def step(self) -> int:
@@ -184,21 +199,21 @@ class TrainingState:
                 for name, value in tensors
             }
 
-    def values(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "ema_updates": self.ema.updates,
-            "seconds": self.seconds,
-            "non_finite": self.non_finite,
-            "notes": self.notes,
-            "scaler": self.scaler.state_dict() or None,
-        }
+    def progress(self) -> ProgressRecord:
+        """Return the counters."""
+        return ProgressRecord(
+            step=self.step,
+            ema_updates=self.ema.updates,
+            seconds=self.seconds,
+            non_finite=self.non_finite,
+            sums=self.sums,
+            scaler=self.scaler.state_dict() or None,
+        )
 
     @torch.no_grad()
-    def load(self, tensors: Mapping[str, Mapping[str, Tensor]], values: dict[str, Any], name: str) -> None:
-        """Load what `tensors` and `values` gave, of the same network; ``name`` is the source in errors."""
+    def load(self, tensors: Mapping[str, Mapping[str, Tensor]], progress: ProgressRecord, name: str) -> None:
+        """Load what `tensors` and `progress` gave, of the same network; ``name`` is the source in errors."""
         live, trained = self._live(), self._trained()
-        progress = parse_record(values, ProgressRecord, f"{name}/{PROGRESS}")
         for file in (WEIGHTS, EMA):
             if lines := differences(live[file], tensors[file]):
                 raise HddmError(f"{name}, {file}: is of another network", lines)
@@ -220,7 +235,7 @@ class TrainingState:
         self.weak = dict(tensors.get(WEAK, {}))
         self.ema.updates = progress.ema_updates
         self.seconds, self.non_finite = progress.seconds, progress.non_finite
-        self.notes = dict(progress.notes)
+        self.sums = progress.sums
         if progress.scaler is not None:
             self.scaler.load_state_dict(progress.scaler)
 
@@ -272,7 +287,7 @@ class Run:
         """Load the resumed checkpoint, if any, into ``state``, which must be of the same network."""
         if (path := self.begun_at) is not None:
             tensors = {file.stem: read_safetensors(file) for file in path.glob("*.safetensors")}
-            state.load(tensors, read_json(path / PROGRESS), str(path))
+            state.load(tensors, read_progress(path), str(path))
             log.info("%s: continuing from step %d", self.folder, state.step)
 
     def is_due(self, state: TrainingState) -> bool:
@@ -297,7 +312,7 @@ class Run:
             for name, each in tensors.items():
                 on_cpu = {key: value.cpu().contiguous() for key, value in each.items()}
                 save_file(on_cpu, draft / f"{name}.safetensors")
-            write_json(draft / PROGRESS, state.values())
+            write_json(draft / PROGRESS, state.progress().model_dump(mode="json"))
             hashes = {path.name: sha256_of(path) for path in sorted(draft.iterdir())}
             manifest = CheckpointManifest(format=CHECKPOINT_FORMAT, step=state.step, files=hashes)
             write_json(draft / MANIFEST, manifest.model_dump())
@@ -323,6 +338,11 @@ class Run:
                 remove(path)
         except OSError as error:
             log.warning("%s: older checkpoints could not be removed (%s)", self._checkpoints, error)
+
+
+def read_progress(checkpoint: Path) -> ProgressRecord:
+    """Read the counters of a checkpoint; raises `HddmError`."""
+    return parse_record(read_json(checkpoint / PROGRESS), ProgressRecord, str(checkpoint / PROGRESS))
 
 
 def _is_complete(path: Path) -> bool:
@@ -359,8 +379,6 @@ def open_run(
             one that was started with another record, or a folder that is no run.
     """
     folder = run_folder_of(out)
-    if folder.is_symlink() and not folder.exists():
-        raise HddmError(f"{folder}: is a link to {os.readlink(folder)}, which is not there; remove it")
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(out):
         _refuse_foreign(folder)
@@ -369,7 +387,7 @@ def open_run(
         run = Run(folder, options)
         if not options.resume:
             refuse_run(out)
-        elif (folder / RUN_FILE).exists():
+        elif has_run(out):
             differing = compare_records(out, record, options)
             run.changes = _changes(recorded(out).get("changes", []), differing, run)
         for left in folder.glob(f"{DRAFT}*"):

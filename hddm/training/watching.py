@@ -13,10 +13,9 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from hddm.data.images import save_png, tiled, to_bytes
@@ -25,30 +24,29 @@ from hddm.noise import Latents, initial_noise
 from hddm.sampling import Batch, Conditions, plan, run
 from hddm.training.loop import StepReport, Watcher
 from hddm.training.resume import RUN_FILE, read_run
-from hddm.training.settings import TEXT, ExpertSettings
-from hddm.training.state import PROGRESS, Run
+from hddm.training.settings import TEXT
+from hddm.training.state import BINS, Run, Sums
 from hddm.training.wandb_log import WandbLog
 from hddm.utils.errors import optional
-from hddm.utils.records import OpenRecord, parse_record
 from hddm.velocity import VelocityField
 
 log = logging.getLogger(__name__)
 
 
 def watching(
-    field: VelocityField | None = None, shard: Shard | None = None, settings: ExpertSettings | None = None
+    field: VelocityField | None = None, shard: Shard | None = None, conditions: Collection[str] = ()
 ) -> Callable[[Run], contextlib.AbstractContextManager[Watcher]]:
     """Return what opens the watcher of a run, by its options; see `hddm.training.loop.train`.
 
-    ``field`` is the network in training, ``shard`` its data, and ``settings`` tell its conditions; without
-    these there are no pictures.
+    ``field`` is the network in training, ``shard`` its data, and ``conditions`` name what it is trained
+    with; without field and shard there are no pictures.
     """
 
     @contextlib.contextmanager
     def watch(run: Run) -> Iterator[Watcher]:
         pictures = None
-        if run.options.sample_every and field is not None and shard is not None and settings is not None:
-            pictures = SampleGrids(field, shard, settings.conditions, run.folder / "samples")
+        if run.options.sample_every and field is not None and shard is not None:
+            pictures = SampleGrids(field, shard, conditions, run.folder / "samples")
         watcher, failed = _Watch(run, pictures), True
         try:
             yield watcher
@@ -100,20 +98,6 @@ def _reason(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-BINS = 5
-"""Bins of equal width for noise levels t in [0, 1]."""
-_NOTE = "figures"
-_NOTHING: dict[str, Any] = {"loss": [0.0, 0], "bins": [[0.0, 0]] * BINS}
-
-
-class KeptFigures(OpenRecord):
-    """Sums and counts since the last entry, of all losses and by noise level."""
-
-    step: int
-    loss: tuple[float, int]
-    bins: Annotated[tuple[tuple[float, int], ...], Field(min_length=BINS, max_length=BINS)]
-
-
 class Figures:
     """Means of figures since the last entry, given every ``every`` steps; skipped steps do not count.
 
@@ -134,18 +118,14 @@ class Figures:
         ``train/images_per_second`` is since the last entry of this process, with checkpoints and without
         `paused`.
         """
-        notes = report.state.notes
-        kept = notes.get(_NOTE, {})
-        if self._since is None and _NOTE in notes:
-            # As a checkpoint gave them.
-            parse_record(kept, KeptFigures, f"{PROGRESS}, notes.{_NOTE}")
-        if kept.get("step") != report.step - 1:
-            kept = _NOTHING
+        sums = report.state.sums
+        if sums.step != report.step - 1:
+            sums = Sums()
         if math.isfinite(report.loss):
-            kept = _counted(kept, report)
+            sums = _added(sums, report)
         due = report.step % self.every == 0
-        notes[_NOTE] = (_NOTHING if due else kept) | {"step": report.step}
-        entry = _entry(kept, report) if due else {}
+        report.state.sums = (Sums() if due else sums).model_copy(update={"step": report.step})
+        entry = _entry(sums, report) if due else {}
         now = time.perf_counter()
         # The start of a process's first step is not known.
         if self._since is None:
@@ -166,24 +146,22 @@ class Figures:
             self._since += time.perf_counter() - start
 
 
-def _counted(kept: dict[str, Any], report: StepReport) -> dict[str, Any]:
-    """Add the losses of a step to ``kept``: sums and counts, of all and by noise level."""
+def _added(before: Sums, report: StepReport) -> Sums:
+    """Add the losses of a step to the sums ``before``."""
     known = report.t.isfinite()
     bins = (report.t[known] * BINS).long().clamp(0, BINS - 1)
     sums = torch.zeros(BINS, dtype=torch.float64).index_add_(0, bins, report.losses[known].double())
     counts = bins.bincount(minlength=BINS)
-    return {
-        "loss": [kept["loss"][0] + report.loss, kept["loss"][1] + 1],
-        "bins": [
-            [total + more, count + number]
-            for (total, count), more, number in zip(kept["bins"], sums.tolist(), counts.tolist(), strict=True)
-        ],
-    }
+    each = zip(before.bins, sums.tolist(), counts.tolist(), strict=True)
+    return Sums(
+        loss=(before.loss[0] + report.loss, before.loss[1] + 1),
+        bins=tuple((total + more, count + number) for (total, count), more, number in each),
+    )
 
 
-def _entry(kept: dict[str, Any], report: StepReport) -> dict[str, float]:
-    sums = {"train/loss": kept["loss"]}
-    for index, each in enumerate(kept["bins"]):
+def _entry(kept: Sums, report: StepReport) -> dict[str, float]:
+    sums = {"train/loss": kept.loss}
+    for index, each in enumerate(kept.bins):
         sums[f"train/loss_by_noise/{index / BINS:.1f}-{(index + 1) / BINS:.1f}"] = each
     entry = {name: total / count for name, (total, count) in sums.items() if count}
     entry["train/seconds_waited"] = report.waited

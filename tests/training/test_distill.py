@@ -18,16 +18,25 @@ from hddm.experts.assembly import assemble
 from hddm.experts.loading import load
 from hddm.networks.folders import WEIGHTS
 from hddm.training.distill import distill, matching
-from hddm.training.objectives import Objective
 from hddm.training.settings import DistillSettings, RunOptions
 from hddm.utils.errors import HddmError, UsageError
 from hddm.velocity import VelocityField
-from tests.artefacts import CLASSES, PER_CLASS, Command, Died, copied, edit_json, ending_at, write_images
+from tests.artefacts import (
+    CLASSES,
+    PER_CLASS,
+    Command,
+    Died,
+    copied,
+    edit_json,
+    ending_at,
+    objective_named,
+    write_images,
+)
 from tests.cases import LINEAR, case_named
 from tests.conftest import Trio
 from tests.oracles import GaussianMixture, OracleNetwork, exact_router
 
-FLOW = Objective.named("flow", prediction_type="flow_prediction")
+FLOW = objective_named("flow", prediction="flow_prediction")
 
 PRIOR = [0.35, 0.65]
 SHARDS = [GaussianMixture.random(seed=20 + k, modes=2, dim=2) for k in range(2)]

@@ -19,16 +19,14 @@ import pytest
 from hddm.networks.folders import WEIGHTS
 from hddm.training import islands as island_process
 from hddm.training import loop as runs
-from hddm.training.expert import train_expert, with_schedule
+from hddm.training.expert import train_expert
 from hddm.training.island_jobs import Island, Outcome, make_islands, parse_objectives, refuse_failed
 from hddm.training.islands import (
     REPORT_SECONDS,
-    Ended,
     Logged,
     Processes,
     Stepped,
     prepare,
-    threaded,
     train_island,
     train_islands,
     work,
@@ -87,15 +85,6 @@ def test_a_prediction_is_for_the_shards_that_can_learn_it() -> None:
         make_islands(folders, Path("o"), ["ddpm", "ddpm"], settings, RunOptions())
 
 
-def test_threads_are_shared_out_and_a_schedule_still_states_the_prediction(tmp_path: Path) -> None:
-    config = tmp_path / "scheduler_config.json"
-    config.write_text('{"_class_name": "DDPMScheduler", "prediction_type": "epsilon"}')
-    settings = expert_settings("ddpm")
-    (island,) = threaded([Island(0, tmp_path, tmp_path / "out", settings, RunOptions(), config)], 3)
-    assert island.settings.threads == 3
-    assert with_schedule(island.settings, island.schedule)[0].prediction == "epsilon"
-
-
 def test_folders_in_the_way_and_runs_worked_on_are_told_at_once_and_nothing_starts(
     whole: Path, tmp_path: Path
 ) -> None:
@@ -103,18 +92,18 @@ def test_folders_in_the_way_and_runs_worked_on_are_told_at_once_and_nothing_star
     runs = [run_folder_of(one.out) for one in islands]
     for run in runs:
         run.mkdir()
-        (run / "run.json").write_text('{"format": "2.0", "settings": {"threads": 3}}')
+        (run / "run.json").write_text('{"format": "3.0", "settings": {"threads": 3}}')
     islands[0].out.mkdir()
     with pytest.raises(HddmError, match="resume=True continues them") as refused:
         train_islands(islands)
     told = [line.split(":")[0] for line in refused.value.details]
-    assert told == [f"{islands[0].out} exists", *map(str, runs)]
+    assert told == [f"{islands[0].out} exists", str(runs[1])]
     resumed = _island(whole, tmp_path / "b", resume=True)
     prepare([resumed])
     # Threads are those of the run to go on with.
     settings = resumed.settings.model_copy(update={"threads": None})
     fresh, resumed = (replace(one, settings=settings) for one in (islands[0], resumed))
-    assert [one.threads for one in threaded([fresh, resumed], 2)] == [2, 3]
+    assert [one.threads(2) for one in (fresh, resumed)] == [2, 3]
     islands[0].out.rmdir()
     islands = [replace(one, overwrite=True) for one in islands]
     with (runs[1] / "lock").open("a") as lock:
@@ -205,7 +194,7 @@ def test_a_training_whose_starter_is_gone_or_asks_it_to_saves_and_ends(whole: Pa
     work(island, there)
     *messages, ended = _messages(here)
     assert any(isinstance(one, Logged) and "continuing from step 1" in one.message for one in messages)
-    assert ended == Ended()
+    assert ended is None
     newest = run.newest()
     assert newest is not None
     assert newest.name == "step_00000002"
@@ -239,7 +228,7 @@ def test_reports_of_an_island_leave_no_step_out_and_come_before_its_calibration(
     before = [0, *(one.step for one in stepped)]
     total = sum((one.step - start) * one.loss for start, one in zip(before, stepped, strict=False))
     assert total == pytest.approx(sum(losses))
-    assert ended == Ended(Outcome(island, summary_of(losses)))
+    assert ended == Outcome(island, summary_of(losses))
 
 
 def test_a_process_that_fails_by_a_bug_is_quoted(tmp_path: Path) -> None:

@@ -202,13 +202,6 @@ def _settings(**changes: object) -> DistillSettings:
     return DistillSettings.model_validate({**short, "sampling_steps": 1, "seed": 7, **changes})
 
 
-def test_a_student_of_velocities_says_nothing_of_few_steps() -> None:
-    """So that runs of older versions go on."""
-    few = {"sampling_steps", "trajectories", "guidance_scale"}
-    assert few.isdisjoint(DistillSettings(steps=1).model_dump())
-    assert few <= _settings().model_dump().keys()
-
-
 def test_a_killed_training_goes_on_to_the_same_student(
     ensemble: Path, shards: Path, flow_expert: Path, tmp_path: Path
 ) -> None:
