@@ -38,7 +38,7 @@ def distill(
         refuse_given(context, "--init fixes it", "size", "prediction", "rotary")
 
     from hddm.training.distill import distill as run
-    from hddm.training.expert import CALIBRATION_COST
+    from hddm.training.fitting import CALIBRATION_COST
     from hddm.training.loop import summary_of
     from hddm.utils.progress import TrainingProgress
 

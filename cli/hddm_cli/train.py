@@ -45,7 +45,8 @@ def expert(
     settings, run = options.settings(ExpertSettings), options.run()
 
     from hddm.training.continuation import continue_expert
-    from hddm.training.expert import CALIBRATION_COST, train_expert
+    from hddm.training.expert import train_expert
+    from hddm.training.fitting import CALIBRATION_COST
     from hddm.training.loop import summary_of
     from hddm.utils.progress import TrainingProgress
 

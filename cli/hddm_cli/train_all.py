@@ -78,7 +78,7 @@ def train_all(
 
 def _trained(islands: Sequence["Island"], parallel: int, retries: int, ray: str | None) -> list["Outcome"]:
     """Train ``islands`` with a bar each, and return how each ended."""
-    from hddm.training.expert import CALIBRATION_COST
+    from hddm.training.fitting import CALIBRATION_COST
     from hddm.training.islands import Processes, train_islands
     from hddm.training.ray_islands import RayCluster
     from hddm.utils.progress import Progress, TrainingProgress

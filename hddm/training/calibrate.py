@@ -13,20 +13,14 @@ from torch import Tensor
 from hddm.calibration import FILE_NAME, LEVELS, STATES, Calibration
 from hddm.data.shards import open_shard
 from hddm.experts.loading import load
-from hddm.experts.records import (
-    EXPERT_FILE,
-    ExpertRecord,
-    field_of,
-    open_expert,
-    write_records,
-)
+from hddm.experts.records import EXPERT_FILE, ExpertRecord, field_of, open_expert, write_records
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.noise import initial_noise
 from hddm.schedules import DiscreteSchedule
 from hddm.solvers import euler
 from hddm.training.denoising import misread
-from hddm.training.expert import calibrated_on, check_fit, check_own, conditions_of
-from hddm.training.fitting import calibrate
+from hddm.training.expert import check_fit, check_own
+from hddm.training.fitting import calibrate, calibrated_on, conditions_of
 from hddm.utils.errors import HddmError
 from hddm.utils.files import alone, is_draft, link_or_copy, new_folder, restore
 from hddm.utils.progress import Progress
@@ -159,8 +153,7 @@ def recalibrate(
             raise HddmError(f"{folder}: covers only a part of t, so it cannot sample alone; pass --data")
         if num_images < FEW_IMAGES:
             warnings.warn(
-                f"{num_images} samples are few for a calibration; the default is {NUM_IMAGES}",
-                stacklevel=2,
+                f"{num_images} samples are few for a calibration; the default is {NUM_IMAGES}", stacklevel=2
             )
         calibration = _on_native_samples(folder, record, field, seed, num_images, steps)
     else:
@@ -211,12 +204,7 @@ def _link_all(folder: Path, draft: Path) -> None:
 
 
 def _on_native_samples(
-    folder: Path,
-    record: ExpertRecord,
-    field: VelocityField,
-    seed: int,
-    num: int,
-    steps: int,
+    folder: Path, record: ExpertRecord, field: VelocityField, seed: int, num: int, steps: int
 ) -> Calibration:
     try:
         conditions = native_conditions(field, num, seed)

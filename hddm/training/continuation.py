@@ -16,25 +16,11 @@ from hddm.calibration import KAPPA, Calibration, Moments, bounded_gain, gauss_sh
 from hddm.classes import LABELS
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.lora import adapter_of
-from hddm.experts.records import (
-    EXPERT_FILE,
-    FORMAT,
-    Expert,
-    field_of,
-    read_expert,
-    save_expert,
-)
+from hddm.experts.records import EXPERT_FILE, FORMAT, Expert, field_of, save_expert
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.schedules import LinearSchedule, from_config
-from hddm.training.expert import (
-    begun_with,
-    calibrated,
-    calibration_origin,
-    calibration_rows,
-    check_fit,
-    record_of_shard,
-    weak_of,
-)
+from hddm.training.expert import begun_with, check_fit, read_init, record_of_shard, weak_of
+from hddm.training.fitting import calibrated, calibration_origin, calibration_rows
 from hddm.training.loop import Fitted, OnStep, Task, train
 from hddm.training.lora import add_adapter, save_adapted, targets_of
 from hddm.training.objectives import Objective, check_conditions, drawing, loss_of, objective_of
@@ -42,7 +28,7 @@ from hddm.training.recipe import Start, resolve
 from hddm.training.resume import encoding_of, recipe_before
 from hddm.training.settings import TEXT, ExpertRecipe, ExpertSettings, RunOptions
 from hddm.training.watching import watching
-from hddm.utils.errors import HddmError, UsageError
+from hddm.utils.errors import HddmError
 from hddm.utils.tensors import append_dims
 from hddm.velocity import PredictionType, VelocityField
 
@@ -68,14 +54,8 @@ def continue_expert(
             null value, DDPM for a flow expert or one that flow matching has gone on with; for an adapter of
             an adapter, of a network without attention, or without peft.
     """
-    if not init.is_dir():
-        raise HddmError(f"{init}: no such folder")
-    if not (init / EXPERT_FILE).is_file():
-        raise UsageError(
-            f"{init}: not an expert folder; convert a checkpoint, or name one expert of an ensemble"
-        )
     before = recipe_before(out, EXPERT_FILE, run, overwrite)
-    expert = read_expert(init)
+    expert = read_init(init)
     shard = open_shard(shard_folder)
     recipe, objective = resolve_continued(init, expert, shard, settings, before)
     expert = _completed(expert, shard, recipe)

@@ -27,7 +27,7 @@ from hddm.calibration import START
 from hddm.data.shards import Shard
 from hddm.experts.records import Expert
 from hddm.schedules import CosineSchedule, DiscreteSchedule, LinearSchedule, Schedule, from_diffusers
-from hddm.training.expert import conditions_at, conditions_of
+from hddm.training.fitting import conditions_at, conditions_of, spread
 from hddm.training.objectives import TIME_SCALE
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import generator
@@ -185,7 +185,7 @@ def judge(expert: Expert, field: VelocityField, shard: Shard, seed: int) -> Judg
 
     Raises `HddmError` for classes other than its own, and for fewer than 2 images.
     """
-    rows = _spread(shard, IMAGES)
+    rows = spread(shard, IMAGES)
     given, images = conditions_at(rows, conditions_of(shard, field), shard, field), shard.take(rows)
     alone = copy.copy(field)
     if not expert.facts.training_calibration:
@@ -217,10 +217,6 @@ def judge(expert: Expert, field: VelocityField, shard: Shard, seed: int) -> Judg
     if (other := misread(alone, shard, seed)) is not None:
         problems.insert(0, other)
     return Judged(len(rows), found, unconditional, tuple(problems), tuple(notes))
-
-
-def _spread(shard: Shard, most: int) -> Tensor:
-    return torch.linspace(0, len(shard) - 1, min(len(shard), most)).round().long()
 
 
 def usual_schedules() -> list[Schedule]:
@@ -263,7 +259,7 @@ def misread(field: VelocityField, shard: Shard, seed: int) -> str | None:
     recorded one's, as surely as four deviations are, by Student's distribution over images. Of several as
     good, the one most like the record is named; of a single image none. Raises `HddmError` as `judge`.
     """
-    rows, (low, high) = _spread(shard, READ_IMAGES), field.noise_range
+    rows, (low, high) = spread(shard, READ_IMAGES), field.noise_range
     if len(rows) < 2:
         return None
     given, images = conditions_at(rows, conditions_of(shard, field), shard, field), shard.take(rows)

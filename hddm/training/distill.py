@@ -33,17 +33,17 @@ from hddm.experts.records import (
     field_of,
     joint_licence,
     null_conditions,
-    read_expert,
     save_expert,
 )
 from hddm.networks.folders import sha256_once
 from hddm.networks.transformers import ExpertTransformer
-from hddm.training.expert import begun_with, calibrated, check_fit, new_network, new_record
+from hddm.training.expert import begun_with, check_fit, data_of, new_record, read_init, transformer_of
+from hddm.training.fitting import calibrated
 from hddm.training.loop import Fitted, Inputs, OnStep, Task, train
 from hddm.training.mean_flow import SECOND_STAGE, TRAJECTORIES, MeanFlow, Trajectories, solve
 from hddm.training.objectives import Objective, drawing, objective_of
 from hddm.training.recipe import Start, resolve
-from hddm.training.resume import encoding_of, recipe_before
+from hddm.training.resume import recipe_before
 from hddm.training.settings import DenoiserFields, DistillRecipe, DistillSettings, ExpertRecipe, RunOptions
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, UsageError, asked
@@ -100,56 +100,44 @@ def open_teacher(
     if kind == "routed":
         opened = _mixing(folder, opened, strategy)
     names = [member.folder for member in opened.facts.experts]
-    experts = dict(zip(names, opened.experts, strict=True))
-    for name, expert in experts.items():
+    for name, expert in zip(names, opened.experts, strict=True):
         _check_conditions(f"{folder / name}", expert.facts, union, condition_dropout)
     check_fit(union, opened.experts[0].facts, opened.experts[0].network)
-    expert_of_shard = None
-    if kind == "shard":
-        expert_of_shard = _by_shard(folder, experts, shards)
+    hashes = [one.facts.shard and one.facts.shard.hash for one in opened.experts]
     record: dict[str, Any] = {
         "ensemble": folder.resolve().name,
         "kind": kind,
         "experts": {
-            name: {
-                "files": {} if one.folder is None else _files(one.folder),
-                "shard": one.facts.shard and one.facts.shard.hash,
-            }
-            for name, one in experts.items()
+            name: {"files": {} if one.folder is None else _files(one.folder), "shard": own}
+            for name, one, own in zip(names, opened.experts, hashes, strict=True)
         },
     }
     if kind == "routed":
         record["strategy"] = opened.facts.strategy
         if opened.facts.learned is not None:
             record["router"] = _files(folder / opened.facts.learned)
-    return Teacher(opened, expert_of_shard, record)
-
-
-def _by_shard(folder: Path, experts: dict[str, Expert], shards: Sequence[Shard]) -> Tensor:
-    """Return the index (shards,) of each shard's expert."""
-    stated = [one.facts.shard and one.facts.shard.hash for one in experts.values()]
-    missing = [one for one in shards if one.hash not in stated]
+        return Teacher(opened, None, record)
+    missing = [f"{one.folder}: no expert was trained on it" for one in shards if one.hash not in hashes]
     if missing:
-        lines = [f"{one.folder} ({one.hash[:12]}): no expert was trained on it" for one in missing]
-        lines += [
-            f"{folder / name}: records no shard" for name, one in experts.items() if one.facts.shard is None
-        ]
+        known = zip(names, hashes, strict=True)
+        missing += [f"{folder / name}: records no shard" for name, own in known if own is None]
         raise HddmError(
             f"{folder}: --teacher shard needs the expert of every shard; pass their partition, or "
             f"--teacher routed",
-            lines,
+            missing,
         )
-    places = {one: k for k, one in enumerate(stated)}
-    return torch.tensor([places[one.hash] for one in shards])
+    # The last of several experts of one shard.
+    places = {own: k for k, own in enumerate(hashes)}
+    return Teacher(opened, torch.tensor([places[one.hash] for one in shards]), record)
 
 
 def _mixing(folder: Path, opened: OpenedEnsemble, strategy: str | None) -> OpenedEnsemble:
     """An ensemble with the strategy by which it mixes as a teacher."""
-    facts = opened.facts
-    if facts.router is None and len(opened.experts) > 1:
+    facts, is_alone = opened.facts, len(opened.experts) == 1
+    if facts.router is None and not is_alone:
         raise HddmError(f"{folder}: --teacher routed needs its router, and it has none; use --teacher shard")
     keeps_one = Strategy.parse(facts.strategy).kind in ("draw", "commit")
-    if strategy is None and keeps_one and len(opened.experts) > 1:
+    if strategy is None and keeps_one and not is_alone:
         log.info("%s: keeps one expert per sample; the student learns their full mixture", folder)
     chosen = strategy or ("full" if keeps_one else facts.strategy)
     with asked():
@@ -161,8 +149,7 @@ def _mixing(folder: Path, opened: OpenedEnsemble, strategy: str | None) -> Opene
 def _check_conditions(name: str, record: ExpertRecord, shard: Shard, dropout: float) -> None:
     """Refuse an expert, named ``name`` in errors, whose conditions a student of ``shard`` cannot learn."""
     record.refuse_student(name, "name the ensemble that it learned from as the teacher")
-    others = [condition for condition in record.conditions if condition != LABELS]
-    if others:
+    if others := [condition for condition in record.conditions if condition != LABELS]:
         raise HddmError(f"{name}: takes {', '.join(others)}; a student can learn classes, but not text")
     if LABELS not in record.conditions:
         return
@@ -178,9 +165,8 @@ def _check_conditions(name: str, record: ExpertRecord, shard: Shard, dropout: fl
 
 def _files(folder: Path) -> dict[str, str]:
     """Hash the files that determine a model's velocity: SHA-256 of weights, calibration, records by name."""
-    kept = (path for path in folder.iterdir() if path.suffix in (".safetensors", ".json"))
-    paths = sorted(path for path in kept if path.name != MANIFEST and not path.name.startswith("."))
-    return {path.name: sha256_once(path) for path in paths}
+    paths = sorted(path for path in folder.glob("[!.]*") if path.suffix in (".safetensors", ".json"))
+    return {path.name: sha256_once(path) for path in paths if path.name != MANIFEST}
 
 
 def distill(
@@ -215,7 +201,7 @@ def distill(
     teacher = open_teacher(
         ensemble_folder, union, shards, settings.teacher, settings.condition_dropout, settings.strategy
     )
-    started, begun = (None, {}) if init is None else (_read_init(init), begun_with(init))
+    started, begun = (None, {}) if init is None else (read_init(init), begun_with(init))
     if started is None and settings.sampling_steps is not None:
         raise UsageError("--sampling-steps: a student of few steps begins with an expert; pass --init")
     start = Start(strategy=teacher.strategy)
@@ -228,24 +214,13 @@ def distill(
     record = new_record(union, learned, objective)
     labels = {LABELS: union.labels} if teacher.classes and union.labels is not None else {}
     if started is None:
-        network: nn.Module = new_network(
-            ExpertTransformer,
-            recipe.size,
-            union.shape,
-            recipe.seed,
-            num_classes=len(teacher.classes) or None,
-            rotary=recipe.rotary,
-        )
+        network: nn.Module = transformer_of(recipe, record)
     else:
         _check_start(f"--init {init}", started.facts, record)
         network = started.network.requires_grad_(True)
     licences = [one.facts.licence for one in (*teacher.opened.experts, *filter(None, [started]))]
-    added = {
-        "shift": teacher.opened.facts.shift,
-        "licence": joint_licence(licences),
-        "sampling_steps": recipe.sampling_steps,
-    }
-    record = record.model_copy(update=added)
+    added = {"shift": teacher.opened.facts.shift, "sampling_steps": recipe.sampling_steps}
+    record = record.model_copy(update=added | {"licence": joint_licence(licences)})
     conditions: dict[str, Tensor] = dict(labels)
     if teacher.expert_of_shard is not None:
         counts = torch.tensor([len(shard) for shard in shards])
@@ -258,10 +233,9 @@ def distill(
     else:
         network = with_interval(network, f"--init {init}")
         solved = _solving(recipe, record, union, conditions)
-        kind, steps = record.prediction_type, recipe.sampling_steps
-        flow = MeanFlow(on, kind, steps, recipe.guidance_scale, solved)
+        steps, number = recipe.sampling_steps, recipe.trajectories
+        flow = MeanFlow(on, record.prediction_type, steps, recipe.guidance_scale, solved)
         second = (SECOND_STAGE, flow.second_loss) if steps == 1 else None
-        number = recipe.trajectories
         task = Task(network, number, flow.draw, flow.loss, key, prepare=flow.prepare, second_loss=second)
 
     def write(draft: Path, fitted: Fitted) -> None:
@@ -272,8 +246,7 @@ def distill(
             student = calibrated(student, union, labels, recipe.seed, fitted.device)
         save_expert(draft, student)
 
-    encoding = encoding_of([shard.folder for shard in shards])
-    data = {"shards": [shard.hash for shard in shards], **encoding, "teacher": teacher.record, **begun}
+    data = {**data_of(shards), "teacher": teacher.record, **begun}
     watch = watching(field_of(Expert(network, record, None)), union, learned.conditions)
     return train(task, recipe, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
 
@@ -331,35 +304,20 @@ def with_interval(network: nn.Module, name: str) -> ExpertTransformer:
             f"{name}: --sampling-steps needs hddm's own transformer, and it is a {type(network).__name__}; "
             "begin with an expert that was trained here"
         )
-    config = {key: value for key, value in network.config.items() if not key.startswith("_")}
+    arguments = {key: value for key, value in network.config.items() if not key.startswith("_")}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        wider: ExpertTransformer = ExpertTransformer(**config | {"interval": True})
+        wider: ExpertTransformer = ExpertTransformer(**arguments | {"interval": True})
     wider.load_state_dict(wider.state_dict() | network.state_dict())
     return wider
-
-
-def _read_init(init: Path) -> Expert:
-    if not (init / EXPERT_FILE).is_file():
-        raise UsageError(f"--init {init}: not an expert folder; name one expert, such as one of the ensemble")
-    return read_expert(init)
 
 
 def _check_start(name: str, start: ExpertRecord, record: ExpertRecord) -> None:
     """Refuse a ``start``, named ``name`` in errors, that does not agree with the student's ``record``."""
     start.refuse_student(name, "begin with the expert that it began with")
-    qualities: dict[str, Callable[[ExpertRecord], Any]] = {
-        "schedule": lambda one: one.schedule,
-        "time scale": lambda one: one.time_scale,
-        "samples": lambda one: (one.space, *one.sample_shape),
-        "conditions": lambda one: one.conditions,
-        "classes": lambda one: one.classes,
-    }
-    lines = [
-        f"{quality}: {of(start)}, and the student's is {of(record)}"
-        for quality, of in qualities.items()
-        if of(start) != of(record)
-    ]
+    qualities = ("schedule", "time_scale", "space", "sample_shape", "conditions", "classes")
+    pairs = {one: (getattr(start, one), getattr(record, one)) for one in qualities}
+    lines = [f"{one}: {own}, and the student's is {its}" for one, (own, its) in pairs.items() if own != its]
     if start.training_calibration:
         lines.append("trained together with its calibration, which a student does not have")
     if lines:

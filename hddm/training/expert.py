@@ -1,19 +1,14 @@
 """Train one expert alone on its shard; check, condition and calibrate any expert on a shard."""
 
-import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from diffusers import ModelMixin
-from torch import Tensor, nn
 
-from hddm.calibration import LEVELS, STATES, Calibration
 from hddm.classes import LABELS
-from hddm.data.shard_records import MIN_IMAGES
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.lora import ADAPTER_WEIGHTS
 from hddm.experts.records import (
@@ -23,6 +18,7 @@ from hddm.experts.records import (
     ShardRecord,
     field_of,
     null_conditions,
+    read_expert,
     save_expert,
     unread_as,
 )
@@ -30,17 +26,15 @@ from hddm.networks.folders import WEIGHTS, Unread
 from hddm.networks.transformers import ExpertTransformer
 from hddm.networks.wrappers import text_width
 from hddm.schedules import Schedule, declared_prediction_type, from_diffusers
-from hddm.training.fitting import calibrate
+from hddm.training.fitting import calibrated
 from hddm.training.loop import Fitted, OnStep, Task, train
 from hddm.training.objectives import Objective, check_conditions, drawing, loss_of, objective_of
 from hddm.training.recipe import Start, resolve
 from hddm.training.resume import encoding_of, recipe_before
-from hddm.training.settings import TEXT, ExpertRecipe, ExpertSettings, RunOptions, size_config
+from hddm.training.settings import TEXT, DistillRecipe, ExpertRecipe, ExpertSettings, RunOptions, size_config
 from hddm.training.watching import watching
-from hddm.utils.errors import HddmError, UsageError, counted
+from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import sha256_of
-from hddm.utils.progress import Progress
-from hddm.velocity import VelocityField
 
 DEFAULT_SCHEDULE = "default of the objective"
 Network = TypeVar("Network", bound=ModelMixin)
@@ -77,15 +71,8 @@ def train_expert(
     origin = str(schedule) if isinstance(schedule, Path) else DEFAULT_SCHEDULE
     record = new_record(shard, recipe, objective, schedule_source or origin)
     null_text = {TEXT: shard.texts.null} if recipe.text_conditional and shard.texts else {}
-    network = new_network(
-        ExpertTransformer,
-        recipe.size,
-        shard.shape,
-        recipe.seed,
-        num_classes=len(record.classes) or None,
-        text_dim=null_text[TEXT].shape[-1] if null_text else None,
-        rotary=recipe.rotary,
-    )
+    text_dim = null_text[TEXT].shape[-1] if null_text else None
+    network = transformer_of(recipe, record, text_dim)
     labels = {LABELS: shard.labels} if recipe.class_conditional and shard.labels is not None else {}
     draw = drawing(shard, objective, recipe, labels, null_conditions(record.null_class) | null_text)
     loss = loss_of(objective, lambda module: module)
@@ -149,6 +136,22 @@ def new_network(kind: type[Network], size: str, shape: Sequence[int], seed: int,
     return network
 
 
+def transformer_of(
+    recipe: ExpertRecipe | DistillRecipe, record: ExpertRecord, text_dim: int | None = None
+) -> ExpertTransformer:
+    """Make the network of a new expert, with weights that depend on the seed alone."""
+    shape, classes = record.sample_shape, len(record.classes) or None
+    conditions: Any = {"num_classes": classes, "text_dim": text_dim}
+    kind, size, seed, rotary = ExpertTransformer, recipe.size, recipe.seed, recipe.rotary
+    network: ExpertTransformer = new_network(kind, size, shape, seed, rotary=rotary, **conditions)
+    return network
+
+
+def data_of(shards: Sequence[Shard]) -> dict[str, Any]:
+    """Describe the data of a training on several shards for its run's record."""
+    return {"shards": [one.hash for one in shards], **encoding_of([one.folder for one in shards])}
+
+
 def new_record(
     shard: Shard, recipe: ExpertRecipe, objective: Objective, schedule_source: str = DEFAULT_SCHEDULE
 ) -> ExpertRecord:
@@ -195,40 +198,37 @@ def begun_with(init: Path) -> dict[str, Any]:
     return {"init": init.resolve().name, "init_sha256": sha256_of(init / weights)}
 
 
+def read_init(init: Path) -> Expert:
+    """Read the expert that a training begins with; another folder raises `UsageError`."""
+    if not (init / EXPERT_FILE).is_file():
+        raise UsageError(f"--init {init}: not an expert folder; name one expert, such as one of an ensemble")
+    return read_expert(init)
+
+
 def check_fit(shard: Shard, record: ExpertRecord, network: object) -> None:
     """Refuse a shard of samples in another space or shape, of another VAE or scale, or another text encoder.
 
     Values that ``record`` leaves open are no difference. The config of ``network`` gives the width of its
     tokens.
     """
-    folder, vae, encoder = shard.folder, shard.vae, shard.text_encoder
-    if record.space != shard.space:
-        raise HddmError(f"{folder}: holds {shard.space}, but the expert works in {record.space}")
-    if shard.shape != record.sample_shape:
-        wanted = record.sample_shape
-        remedy = f"; hddm encode SHARDS --out FOLDER --resolution {wanted[1]} brings them to its size"
-        remedy = remedy if record.space == "pixels" and shard.shape[0] == wanted[0] else ""
-        raise HddmError(f"{folder}: images are {shard.shape}, the expert's samples {wanted}{remedy}")
-    if vae is not None and record.vae not in (None, vae):
-        raise HddmError(f"{folder}: its latents are from {vae}, the expert's from {record.vae}")
-    if vae is not None and record.latent_scale not in (None, vae.scale):
-        raise HddmError(
-            f"{folder}: its latents are scaled by {vae.scale:g}, the expert's by {record.latent_scale:g}; "
-            "encode with the VAE that the expert was trained with"
-        )
-    if encoder is None or TEXT not in record.conditions:
-        return
-    remedy = "encode with the text encoder that the expert was trained with"
-    if record.text_encoder is not None:
+    size = f"hddm encode SHARDS --out FOLDER --resolution {record.sample_shape[1]} brings them to its size"
+    parts: list[tuple[str, object, object, str]] = [
+        ("space", shard.space, record.space, ""),
+        ("shape", shard.shape, record.sample_shape, size if record.space == "pixels" else ""),
+    ]
+    if (vae := shard.vae) is not None:
+        remedy = "encode with the VAE that the expert was trained with"
+        parts += [("VAE", vae, record.vae, remedy), ("scale", vae.scale, record.latent_scale, remedy)]
+    if (encoder := shard.text_encoder) is not None and TEXT in record.conditions:
+        remedy = "encode with the text encoder that the expert was trained with"
+        width = {"width": text_width(getattr(network, "config", {}))}
+        known = width if record.text_encoder is None else vars(record.text_encoder)
         for key in ("fingerprint", "width", "tokens"):
-            found, known = getattr(encoder, key), getattr(record.text_encoder, key)
-            if found != known:
-                text = f"its captions are of a text encoder with {key} {found}, the expert's has {known}"
-                raise HddmError(f"{folder}: {text}; {remedy}")
-    elif (width := text_width(getattr(network, "config", {}))) not in (None, encoder.width):
-        raise HddmError(
-            f"{folder}: its tokens are {encoder.width} wide, and the expert takes {width}; {remedy}"
-        )
+            parts.append((f"text encoder's {key}", getattr(encoder, key), known.get(key), remedy))
+    for what, found, expected, remedy in parts:
+        if expected not in (None, found):
+            text = f"its {what} is {found}, the expert's {expected}"
+            raise HddmError(f"{shard.folder}: {text}{remedy and '; '}{remedy}")
 
 
 def check_own(shard: Shard, record: ExpertRecord) -> None:
@@ -242,81 +242,6 @@ def check_own(shard: Shard, record: ExpertRecord) -> None:
         )
 
 
-def conditions_of(shard: Shard, field: VelocityField) -> dict[str, Tensor]:
-    """Return the conditions that ``field`` takes for the images of ``shard``: their labels, or none."""
-    if not field.classes:
-        return {}
-    if shard.labels is None or shard.classes != field.classes:
-        raise HddmError(
-            f"{shard.folder}: its classes are {list(shard.classes)}, the expert's {list(field.classes)}"
-        )
-    return {"class_labels": shard.labels}
-
-
-def conditions_at(
-    rows: Tensor, given: Mapping[str, Tensor], shard: Shard, field: VelocityField
-) -> dict[str, Tensor]:
-    """Select conditions (n, …) of samples ``rows`` (n,): ``given``, and tokens where ``field`` takes any."""
-    conditions = {name: value[rows] for name, value in given.items()}
-    if shard.texts is not None and TEXT in (field.conditions or ()):
-        conditions[TEXT] = shard.texts.take(rows)
-    return conditions
-
-
-CALIBRATION_COST = LEVELS * STATES // 4
-"""Images whose training takes about as long as a calibration: a state is one call of the network."""
-CALIBRATION_IMAGES, CALIBRATION_BYTES = 4096, 2**30
-"""Most images, and most bytes of them, in a calibration: samples in float64, tokens in float32."""
-
-
-def calibrated(
-    expert: Expert, shard: Shard, given: Mapping[str, Tensor], seed: int, device: torch.device
-) -> Expert:
-    """Return ``expert``, which has no calibration, with one of `calibrated_on`, computed on ``device``."""
-    with placed(expert.network, device):
-        return replace(expert, calibration=calibrated_on(shard, field_of(expert, device), given, seed))
-
-
-def calibrated_on(shard: Shard, field: VelocityField, given: Mapping[str, Tensor], seed: int) -> Calibration:
-    """Fit a calibration of ``field``, which has none yet, to `calibration_rows` of ``shard``.
-
-    ``given`` are conditions (N, …) of all samples, without the tokens of the shard; ``seed`` is the noise's.
-    """
-    rows = calibration_rows(shard)
-    log.info("calibrating on %s …", counted(len(rows), "image"))
-    found = conditions_at(rows, given, shard, field)
-    conditions = {name: value.to(field.device) for name, value in found.items()}
-    images = shard.take(rows).to(field.device)
-    with Progress(LEVELS * STATES, "calibrate", " states") as progress:
-        part = field.noise_range
-        calibration = calibrate(field.velocity, images, conditions, seed, on_batch=progress, noise_range=part)
-    return replace(calibration, record=calibration_origin(shard) | {"seed": str(seed)})
-
-
 def weak_of(network: ModelMixin, fitted: Fitted) -> Unread[ModelMixin] | None:
     """The weak model that a training of ``network`` kept, if any."""
     return unread_as(network, fitted.weak) if fitted.weak else None
-
-
-@contextlib.contextmanager
-def placed(network: nn.Module, device: torch.device) -> Iterator[None]:
-    """Move ``network`` to ``device`` for a block, and to the CPU afterwards."""
-    network.to(device)
-    try:
-        yield
-    finally:
-        network.to("cpu")
-
-
-def calibration_rows(shard: Shard) -> Tensor:
-    """Select the samples that moments are taken of: all or a limited number, spread evenly over the shard."""
-    size = 8 * torch.Size(shard.shape).numel()
-    if shard.texts is not None:
-        size += 4 * shard.texts.null.numel()
-    number = min(len(shard), CALIBRATION_IMAGES, max(CALIBRATION_BYTES // size, MIN_IMAGES))
-    return torch.linspace(0, len(shard) - 1, number).round().long()
-
-
-def calibration_origin(shard: Shard) -> dict[str, str]:
-    """Return a calibration's record of its shard."""
-    return {"data": f"shard {shard.hash}", "images": str(len(calibration_rows(shard)))}

@@ -5,11 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hddm.training.resume import is_kept, recorded, refuse_run, run_folder_of
+from hddm.training.resume import recorded, run_folder_of
 from hddm.training.settings import ExpertSettings, RunOptions
 from hddm.utils.errors import HddmError, UsageError, did_you_mean
-from hddm.utils.files import check_absent
-from hddm.utils.records import EXPERT_FILE
 
 OBJECTIVES = ("ddpm", "flow")
 REST = "*"
@@ -88,25 +86,6 @@ def make_islands(
             own = own.model_copy(update={"prediction": None})
         islands.append(Island(index, shard, out / f"expert_{index}", own, run, path, init, overwrite))
     return islands
-
-
-def refuse_present(islands: Sequence[Island]) -> None:
-    """Refuse folders and runs that are in the way of ``islands``, all in one `HddmError`."""
-    problems: list[str] = []
-    for one in islands:
-        try:
-            if not is_kept(one.out, EXPERT_FILE, one.run, one.overwrite):
-                check_absent(one.out, EXPERT_FILE, one.overwrite)
-            if not (one.run.resume or one.overwrite):
-                refuse_run(one.out)
-        except HddmError as error:
-            problems.append(error.message)
-    if problems:
-        raise HddmError(
-            f"{islands[0].out.parent}: already holds experts or runs; --resume continues them, "
-            f"--overwrite starts again",
-            problems,
-        )
 
 
 def parse_objectives(text: str, shards: int, name: str = "--objective") -> list[str]:

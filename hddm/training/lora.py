@@ -13,13 +13,7 @@ import torch
 from diffusers import ModelMixin
 from torch import nn
 
-from hddm.experts.lora import (
-    PREFIX,
-    AdapterRecord,
-    peft_config,
-    tensor_names,
-    write_adapter,
-)
+from hddm.experts.lora import PREFIX, AdapterRecord, peft_config, tensor_names, write_adapter
 from hddm.experts.records import Expert, write_records
 from hddm.utils.errors import HddmError, optional
 

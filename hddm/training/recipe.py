@@ -85,7 +85,7 @@ def resolve(
         "rotary": start.rotary,
         "time_sampling": "uniform" if is_ddpm and not is_new_sample else "logit-normal",
         "noise_range": start.noise_range,
-        "weak_at": WEAK_AT if start.is_new else 0.0,
+        "weak_at": WEAK_AT if start.is_new and values.get("lora_rank") is None else 0.0,
         "lora_alpha": values.get("lora_rank"),
         "strategy": start.strategy,
     }

@@ -17,13 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from hddm.data.shard_records import (
-    MANIFEST,
-    EncodedManifest,
-    is_encoded,
-    read_encoded_manifest,
-    read_manifest,
-)
+from hddm.data.shard_records import EncodedManifest, is_encoded, read_encoded_manifest
 from hddm.training.settings import RunOptions
 from hddm.utils.errors import HddmError
 from hddm.utils.files import check_absent, read_json, settle, sha256_of
@@ -31,8 +25,6 @@ from hddm.utils.records import OpenRecord, read_record, refuse_damaged
 
 Change = dict[str, Any]
 """Record of one change, as plain values of JSON."""
-NOT_RECORDED = "not recorded"
-"""Stands for values that the run did not record."""
 
 
 def with_changes(before: Sequence[Change], new: Sequence[Change], step: int) -> list[Change]:
@@ -43,7 +35,7 @@ def with_changes(before: Sequence[Change], new: Sequence[Change], step: int) -> 
     """
     merged: dict[tuple[str, int], Change] = {}
     for one in (*before, *new):
-        place = one["key"], min(one["step"], step)
+        place = one["key"], min(one.get("step", step), step)
         was = merged.get(place, one)["was"]
         merged[place] = {"step": place[1], "key": one["key"], "was": was, "is": one["is"]}
     return [one for one in merged.values() if one["step"] > 0 and one["was"] != one["is"]]
@@ -60,8 +52,10 @@ CHECKPOINTS = "checkpoints"
 # Parts of a run's record that determine its result; the rest is how it is kept, and its history.
 _COMPARED = ("settings", "data", "environment")
 # Keys that may change between two starts of a run without changing its result.
-_FREE = ("settings.fsdp", *(f"environment.{key}" for key in ("hddm", "torch", "hostname", "device")))
-FREE = {*_FREE, "environment.processes"}
+FREE = {
+    "settings.fsdp",
+    *(f"environment.{key}" for key in ("hddm", "torch", "hostname", "device", "processes")),
+}
 # Keys that make it another expert; a run that continued with others would have an untrue record.
 _IDENTITY = (
     *("objective", "prediction", "size", "rotary", "class_conditional", "text_conditional"),
@@ -179,25 +173,21 @@ def is_finished(
     return True
 
 
-def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -> dict[str, tuple[Any, Any]]:
-    """Refuse to resume the run of ``out`` with another ``record``; return the differences that are allowed.
+def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -> list[Change]:
+    """Refuse to resume the run of ``out`` with another ``record``; return changes of settings without steps.
 
-    These are (was, is) by dotted key. ``options.allow_config_change`` allows other settings, but no other
-    data, objective or network. The `HddmError` lists those that are never allowed, or else all that were
-    refused.
+    ``options.allow_config_change`` allows other settings, but no other data, objective or network. The
+    `HddmError` lists differences that are never allowed, or else all that were refused.
     """
-    folder = run_folder_of(out)
-    before, now = recorded(out), json.loads(json.dumps(dict(record)))
-    old, new = (_flat({key: one.get(key, {}) for key in _COMPARED}) for one in (before, now))
-    differing = {
-        key: (old.get(key, NOT_RECORDED), new.get(key, NOT_RECORDED))
-        for key in dict.fromkeys([*old, *new])
-        if old.get(key, NOT_RECORDED) != new.get(key, NOT_RECORDED)
-    }
-    lines = {}
-    for key, values in differing.items():
-        was, is_now = (value if value is NOT_RECORDED else repr(value) for value in values)
-        lines[key] = f"{key}: was {was}, is {is_now}"
+    folder, now = run_folder_of(out), json.loads(json.dumps(dict(record)))
+    old, new = (_flat({key: one.get(key, {}) for key in _COMPARED}) for one in (recorded(out), now))
+    absent = "not recorded"
+    lines, changes = {}, []
+    for key in dict.fromkeys([*old, *new]):
+        if (was := old.get(key, absent)) != (value := new.get(key, absent)):
+            lines[key] = f"{key}: was {was!r}, is {value!r}"
+            if key.startswith("settings."):
+                changes.append({"key": key.removeprefix("settings."), "was": was, "is": value})
     # A value that the run did not record is no reason to refuse it for good.
     fixed = [line for key, line in lines.items() if key in old and (key in FIXED or key.startswith("data."))]
     if fixed:
@@ -213,7 +203,7 @@ def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -
         )
     for line in lines.values():
         log.warning("%s: %s", folder, line)
-    return differing
+    return changes
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -222,24 +212,6 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         name = f"{prefix}{key}"
         flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
     return flat
-
-
-def expert_data(shard: Path, schedule: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Describe the data of an expert on one shard for its run's record, with `Schedule.config` if given."""
-    data = {"shard": _hash_of(shard), **encoding_of([shard])}
-    return data if schedule is None else data | {"schedule": dict(schedule)}
-
-
-def data_of(shards: Sequence[Path]) -> dict[str, Any]:
-    """Describe the data of a run on several shards for its record."""
-    return {"shards": [_hash_of(shard) for shard in shards], **encoding_of(shards)}
-
-
-def _hash_of(shard: Path) -> str:
-    """Return the hash by which experts and routers know a shard."""
-    if (shard / MANIFEST).is_file() and is_encoded(shard):
-        return read_encoded_manifest(shard).hash
-    return read_manifest(shard).hash
 
 
 def encoding_of(shards: Sequence[Path]) -> dict[str, Any]:

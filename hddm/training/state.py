@@ -54,7 +54,14 @@ from hddm.utils.files import (
     write_whole,
     writing,
 )
-from hddm.utils.records import MANIFEST, OpenRecord, Record, parse_record, read_record
+from hddm.utils.records import (
+    MANIFEST,
+    OpenRecord,
+    damage,
+    parse_record,
+    read_folder_manifest,
+    write_manifest,
+)
 from hddm.utils.tensors import read_safetensors
 
 log = logging.getLogger(__name__)
@@ -102,24 +109,26 @@ class Ema:
                     parameter.copy_(own[name])
 
 
-WEIGHTS, EMA, OPTIMIZER, LOSSES = FILES = "weights", "ema", "optimizer", "losses"
-CHECKPOINT_FORMAT = "1.0"
+WEIGHTS, EMA, OPTIMIZER, LOSSES = "weights", "ema", "optimizer", "losses"
+WEAK = "weak"
+"""In checkpoints after the step whose averages are kept."""
 PROGRESS = "progress.json"
+COMPLETE = {PROGRESS, *(f"{name}.safetensors" for name in (WEIGHTS, EMA, OPTIMIZER, LOSSES))}
+"""Files of every checkpoint."""
 Count = Annotated[int, Field(ge=0, lt=2**53)]
-
-
 BINS = 5
 """Bins of equal width for noise levels t in [0, 1]."""
+
+
+Sum = tuple[float, Count]
 
 
 class Sums(OpenRecord):
     """Sums and counts of losses since the last entry of the log, of all and by noise level."""
 
     step: Count = 0
-    loss: tuple[float, Count] = (0.0, 0)
-    bins: Annotated[tuple[tuple[float, Count], ...], Field(min_length=BINS, max_length=BINS)] = (
-        (0.0, 0),
-    ) * BINS
+    loss: Sum = (0.0, 0)
+    bins: Annotated[tuple[Sum, ...], Field(min_length=BINS, max_length=BINS)] = ((0.0, 0),) * BINS
 
 
 class ProgressRecord(OpenRecord):
@@ -131,10 +140,6 @@ class ProgressRecord(OpenRecord):
     non_finite: Count
     sums: Sums
     scaler: dict[str, Any] | None = None
-
-
-WEAK = "weak"
-"""In checkpoints after the step whose averages are kept."""
 
 
 @dataclass
@@ -191,13 +196,9 @@ class TrainingState:
     def keep_weak(self) -> None:
         """Keep the averages of this step as ``weak``."""
         with self.ema.averaged():
-            tensors = self.network.state_dict().items()
-            self.weak = {
-                name: whole(value).to(
-                    "cpu", torch.bfloat16 if value.is_floating_point() else value.dtype, copy=True
-                )
-                for name, value in tensors
-            }
+            for name, value in self.network.state_dict().items():
+                dtype = torch.bfloat16 if value.is_floating_point() else value.dtype
+                self.weak[name] = whole(value).to("cpu", dtype, copy=True)
 
     def progress(self) -> ProgressRecord:
         """Return the counters."""
@@ -241,14 +242,6 @@ class TrainingState:
 
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.network.named_parameters() if p.requires_grad}
-
-
-class CheckpointManifest(Record):
-    """``manifest.json`` of a checkpoint; ``files`` holds the SHA-256 by file name."""
-
-    format: str
-    step: int
-    files: dict[str, str]
 
 
 LATEST = 120.0
@@ -313,9 +306,7 @@ class Run:
                 on_cpu = {key: value.cpu().contiguous() for key, value in each.items()}
                 save_file(on_cpu, draft / f"{name}.safetensors")
             write_json(draft / PROGRESS, state.progress().model_dump(mode="json"))
-            hashes = {path.name: sha256_of(path) for path in sorted(draft.iterdir())}
-            manifest = CheckpointManifest(format=CHECKPOINT_FORMAT, step=state.step, files=hashes)
-            write_json(draft / MANIFEST, manifest.model_dump())
+            write_manifest(draft)
         if not _is_complete(target):
             raise HddmError(f"{target}: does not read back as it was written; the disk may be failing")
         self._prune(state.step)
@@ -347,10 +338,8 @@ def read_progress(checkpoint: Path) -> ProgressRecord:
 
 def _is_complete(path: Path) -> bool:
     try:
-        files = read_record(path / MANIFEST, CheckpointManifest, CHECKPOINT_FORMAT).files
-        needed = {PROGRESS, *(f"{name}.safetensors" for name in FILES)}
-        is_full = needed <= set(files) <= needed | {f"{WEAK}.safetensors"}
-        return is_full and all(sha256_of(path / name) == sha256 for name, sha256 in files.items())
+        listed = read_folder_manifest(path).files
+        return listed.keys() >= COMPLETE and not damage(path, PROGRESS, sha256=sha256_of)
     except (HddmError, OSError):
         return False
 
@@ -362,8 +351,8 @@ def _set_aside(path: Path) -> None:
 
 
 LOCK = "lock"
-# Names of drafts of run.json begin with this; a killed process may leave some.
 DRAFT = f".{RUN_FILE}"
+"""Beginning of the names of its drafts, as killed processes leave them."""
 
 
 @contextlib.contextmanager
@@ -388,10 +377,9 @@ def open_run(
         if not options.resume:
             refuse_run(out)
         elif has_run(out):
-            differing = compare_records(out, record, options)
-            run.changes = _changes(recorded(out).get("changes", []), differing, run)
-        for left in folder.glob(f"{DRAFT}*"):
-            left.unlink()
+            changed = compare_records(out, record, options)
+            step = 0 if run.begun_at is None else step_of(run.begun_at)
+            run.changes = with_changes(recorded(out).get("changes", []), changed, step)
         content = {
             "format": RUN_FORMAT,
             **record,
@@ -447,15 +435,3 @@ def _clear(folder: Path) -> None:
         if path.name != LOCK:
             # Of a link the link alone: what it leads to may be shared.
             remove(path)
-
-
-def _changes(before: list[Change], differing: Mapping[str, tuple[Any, Any]], run: Run) -> list[Change]:
-    settings = {key: values for key, values in differing.items() if key.startswith("settings.")}
-    if not before and not settings:
-        return []
-    step = 0 if run.begun_at is None else step_of(run.begun_at)
-    new = [
-        {"step": step, "key": key.removeprefix("settings."), "was": was, "is": now}
-        for key, (was, now) in settings.items()
-    ]
-    return with_changes(before, new, step)

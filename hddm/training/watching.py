@@ -27,7 +27,7 @@ from hddm.training.resume import RUN_FILE, read_run
 from hddm.training.settings import TEXT
 from hddm.training.state import BINS, Run, Sums
 from hddm.training.wandb_log import WandbLog
-from hddm.utils.errors import optional
+from hddm.utils.errors import one_line, optional
 from hddm.velocity import VelocityField
 
 log = logging.getLogger(__name__)
@@ -66,16 +66,15 @@ class _Watch:
         logs, project = run.folder / "logs", run.options.wandb
         self.sinks = [Guarded(f"TensorBoard ({logs})", lambda first: EventLog(logs, first))]
         if project is not None:
-            config = read_run(run.folder / RUN_FILE).get("settings", {})
+            config = read_run(run.folder / RUN_FILE)["settings"]
             self.sinks.append(Guarded("W&B", lambda first: WandbLog(run.folder, project, config)))
 
     def __call__(self, report: StepReport) -> None:
-        for sink in self.sinks:
-            sink.begin(report.step)
         entry = self._figures.add(report)
         with self._figures.paused():
             pictures = {f"samples/{name}": grid for name, grid in self._drawn(report).items()}
             for sink in self.sinks:
+                sink.begin(report.step)
                 if entry or pictures:
                     sink.use(lambda one: one.put(report.step, entry, pictures))
                 # A checkpoint follows, and no step before it may be missing from the log.
@@ -89,13 +88,9 @@ class _Watch:
             return self._pictures.draw(report)
         except Exception as error:
             if not self._warned:
-                log.warning("step %d: no pictures (%s); the training goes on", report.step, _reason(error))
+                log.warning("step %d: no pictures (%s); the training goes on", report.step, one_line(error))
             self._warned = True
             return {}
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 class Figures:
@@ -172,10 +167,8 @@ def _entry(kept: Sums, report: StepReport) -> dict[str, float]:
 
 
 IMAGES, COLUMNS = 16, 4
-STEPS = 30
-"""Solver steps per picture, on the model's own time grid."""
-SEED = 0
-"""Seed of the noise, as of ``hddm sample --seed 0``."""
+STEPS, SEED = 30, 0
+"""Solver steps per picture, on the model's own time grid, and the seed, as of ``hddm sample --seed 0``."""
 LATENT_RANGE = 3.0
 """Latents, of variance about 1, are shown from minus to plus this."""
 _SMALLEST = 64
@@ -233,12 +226,12 @@ class SampleGrids:
         x = (1 - high) * self._x_0 + high * initial_noise(SEED, 0, self._num, self._shape)
         steps = STEPS if field.sampling_steps is None else None
         how = plan(field, steps=steps, part=field.noise_range, noise=Latents(x))
-        asked = Conditions(self._conditions).map(lambda value: value.to(field.device))
-        alone = Batch.of(self._num, asked, torch.zeros(self._num, dtype=torch.long))
+        conditions = Conditions(self._conditions).map(lambda value: value.to(field.device))
+        alone = Batch.of(self._num, conditions, torch.zeros(self._num, dtype=torch.long))
         x = run(how, alone, stop=report.should_stop)
         if low > 0:
             with torch.no_grad():
-                given: dict[str, Any] = asked.given
+                given: dict[str, Any] = conditions.given
                 x = x - low * field.velocity(x, how.times[-1], **given)
         return grid_of(shown(x.cpu(), self._space))
 
@@ -280,31 +273,28 @@ class Guarded:
     """
 
     def __init__(self, name: str, start: "Callable[[int], EventLog | WandbLog]") -> None:
-        self._name = name
-        self._start: Callable[[int], EventLog | WandbLog] | None = start
+        self._name, self._start, self._has_failed = name, start, False
         self._sink: EventLog | WandbLog | None = None
 
     def begin(self, step: int) -> None:
-        """Open the sink before its first entry; ``step`` is the first of this process."""
-        start, self._start = self._start, None
-        if start is not None:
-            with self._guarding():
-                self._sink = start(step)
+        """Open the log unless it is open; ``step`` is the first of this process."""
+        if self._sink is None:
+            self._try(lambda: setattr(self, "_sink", self._start(step)))
 
     def use(self, act: "Callable[[EventLog | WandbLog], None]") -> None:
-        """Do something with the sink, if it is open and has not failed."""
-        if self._sink is not None:
-            with self._guarding():
-                act(self._sink)
+        """Do something with the log, if it is open and has not failed."""
+        if (sink := self._sink) is not None:
+            self._try(lambda: act(sink))
 
-    @contextlib.contextmanager
-    def _guarding(self) -> Iterator[None]:
+    def _try(self, act: Callable[[], object]) -> None:
+        if self._has_failed:
+            return
         try:
-            yield
+            act()
         # Whatever fails here, weeks of training must not be lost to a log.
         except Exception as error:
-            self._sink = None
-            log.warning("%s: %s; the training goes on without it", self._name, _reason(error))
+            self._has_failed = True
+            log.warning("%s: %s; the training goes on without it", self._name, one_line(error))
 
 
 class EventLog:
