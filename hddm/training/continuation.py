@@ -131,10 +131,8 @@ def resolve_continued(
     check_fit(shard, record, expert.network)
     check_conditions(shard, recipe)
     if recipe.class_conditional and shard.classes != record.classes:
-        raise HddmError(
-            f"{shard.folder}: its classes are {list(shard.classes)}, those of {init} "
-            f"{list(record.classes)}; use images of the same classes, or drop --class-conditional"
-        )
+        text = f"its classes are {list(shard.classes)}, those of {init} {list(record.classes)}"
+        raise HddmError(f"{shard.folder}: {text}; drop --class-conditional, or use images of its classes")
     return recipe, objective
 
 

@@ -5,7 +5,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,15 +42,16 @@ class Device:
             cpu=recipe.device == "cpu",
             step_scheduler_with_optimizer=False,
         )
+        self.target: torch.device = self._accelerator.device
+        self.processes = int(self._accelerator.num_processes)
+        self.is_main = bool(self._accelerator.is_main_process)
         self._threads = recipe.threads
         self.scaler: torch.amp.GradScaler = self._accelerator.scaler or torch.amp.GradScaler(enabled=False)
         """Scales losses in fp16; in other precisions it is not enabled and does nothing."""
         parts = self.processes * recipe.gradient_accumulation_steps
         if recipe.batch_size % parts:
-            raise HddmError(
-                f"--batch-size {recipe.batch_size} does not divide over {self.processes} processes with "
-                f"{recipe.gradient_accumulation_steps} parts each; use a multiple of {parts}"
-            )
+            text = f"must be a multiple of {parts}, for {self.processes} processes with equal parts"
+            raise HddmError(f"--batch-size {recipe.batch_size}: {text}")
         self._splits = recipe.fsdp and self.processes > 1
         self._inside = contextlib.ExitStack()
 
@@ -63,19 +64,6 @@ class Device:
 
     def __exit__(self, *ended: object) -> None:
         self._inside.close()
-
-    @property
-    def target(self) -> torch.device:
-        device: torch.device = self._accelerator.device
-        return device
-
-    @property
-    def processes(self) -> int:
-        return int(self._accelerator.num_processes)
-
-    @property
-    def is_main(self) -> bool:
-        return bool(self._accelerator.is_main_process)
 
     def place(self, network: nn.Module) -> Callable[[], object]:
         """Move ``network`` here, whole or its part of it; return what brings it back to the CPU, whole."""
@@ -120,9 +108,8 @@ class Device:
         from accelerate.utils import AutocastKwargs
 
         # Kept copies in lower precision would be of whole weights.
-        kept = AutocastKwargs(cache_enabled=not self._splits)
-        block: contextlib.AbstractContextManager[None] = self._accelerator.autocast(kept)
-        return block
+        block = self._accelerator.autocast(AutocastKwargs(cache_enabled=not self._splits))
+        return cast(contextlib.AbstractContextManager[None], block)
 
     def backward(self, loss: Tensor) -> None:
         """Compute gradients of ``loss``, scaled in fp16."""
@@ -173,9 +160,10 @@ def split(network: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
     its block computes: an element of a list of modules of the network, or the rest. The network stays the
     same object. All processes call what is returned, and have whole parameters on the CPU afterwards.
     """
+    # Hooks and parameters are kept in dictionaries of a module, which are changed in place.
     before: list[tuple[nn.Module, type, dict[str, Any]]] = [
-        (module, type(module), {key: _copied(value) for key, value in vars(module).items()})
-        for module in network.modules()
+        (one, type(one), {k: copy.copy(v) if isinstance(v, dict) else v for k, v in vars(one).items()})
+        for one in network.modules()
     ]
     lists = [child for child in network.children() if isinstance(child, nn.ModuleList)]
     for module in (*itertools.chain.from_iterable(lists), network):
@@ -199,11 +187,6 @@ def split(network: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
         network.to("cpu")
 
     return join
-
-
-def _copied(value: object) -> object:
-    # Hooks and parameters are kept in dictionaries of a module, which are changed in place.
-    return copy.copy(value) if isinstance(value, dict) else value
 
 
 def whole(value: Tensor) -> Tensor:

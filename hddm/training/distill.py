@@ -121,11 +121,8 @@ def open_teacher(
     if missing:
         known = zip(names, hashes, strict=True)
         missing += [f"{folder / name}: records no shard" for name, own in known if own is None]
-        raise HddmError(
-            f"{folder}: --teacher shard needs the expert of every shard; pass their partition, or "
-            f"--teacher routed",
-            missing,
-        )
+        text = "--teacher shard needs the expert of every shard; pass their partition, or --teacher routed"
+        raise HddmError(f"{folder}: {text}", missing)
     # The last of several experts of one shard.
     places = {own: k for k, own in enumerate(hashes)}
     return Teacher(opened, torch.tensor([places[one.hash] for one in shards]), record)
@@ -154,13 +151,10 @@ def _check_conditions(name: str, record: ExpertRecord, shard: Shard, dropout: fl
     if LABELS not in record.conditions:
         return
     if shard.labels is None or shard.classes != record.classes:
-        raise HddmError(
-            f"{shard.folder}: its classes are {list(shard.classes)}, those of {name} {list(record.classes)}"
-        )
+        text = f"its classes are {list(shard.classes)}, those of {name} {list(record.classes)}"
+        raise HddmError(f"{shard.folder}: {text}")
     if dropout and record.null_class != len(record.classes):
-        raise HddmError(
-            f"{name}: null class {record.null_class} is not {len(record.classes)}; pass --condition-dropout 0"
-        )
+        raise HddmError(f"{name}: null class {record.null_class} is not the last; pass --condition-dropout 0")
 
 
 def _files(folder: Path) -> dict[str, str]:
@@ -267,10 +261,7 @@ def _solving(
     """
     _check_told(conditions)
     if recipe.guidance_scale != 1 and LABELS not in conditions:
-        raise UsageError(
-            f"--guidance-scale {recipe.guidance_scale:g}: the teacher takes no classes to guide by; drop the "
-            "option"
-        )
+        raise UsageError("--guidance-scale: the teacher takes no classes to guide by; drop the option")
 
     def solved(teacher: Ensemble, file: Path | None) -> Trajectories:
         draws = generator(recipe.seed, TRAJECTORIES)
@@ -291,19 +282,15 @@ def _check_told(given: Mapping[str, Tensor]) -> None:
         return
     labels = given.get(LABELS, torch.zeros_like(expert))
     if len(torch.stack([labels, expert]).unique(dim=1).T) > len(labels.unique()):
-        raise UsageError(
-            "--teacher shard: noise and class do not tell the shard here, and a student of few steps "
-            "would learn the mean of its experts' images; use --teacher routed"
-        )
+        text = "noise and class do not tell the shard here, so experts would be averaged"
+        raise UsageError(f"--teacher shard: {text}; use --teacher routed")
 
 
 def with_interval(network: nn.Module, name: str) -> ExpertTransformer:
     """A network that takes intervals too, with the weights of ``network``; refuses another class."""
     if not isinstance(network, ExpertTransformer):
-        raise HddmError(
-            f"{name}: --sampling-steps needs hddm's own transformer, and it is a {type(network).__name__}; "
-            "begin with an expert that was trained here"
-        )
+        text = f"--sampling-steps needs hddm's own transformer, and it is a {type(network).__name__}"
+        raise HddmError(f"{name}: {text}; begin with an expert that was trained here")
     arguments = {key: value for key, value in network.config.items() if not key.startswith("_")}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

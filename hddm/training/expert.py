@@ -236,10 +236,8 @@ def check_own(shard: Shard, record: ExpertRecord) -> None:
     origin, own = shard.held_out_of or shard.hash, record.shard
     # A student's shard is a whole partition, all shards of which are its own.
     if own is not None and own.hash not in (origin, shard.partition):
-        raise HddmError(
-            f"{shard.folder}: is of shard {origin[:16]}…, the expert of shard {own.index}, "
-            f"{own.hash[:16]}…; use its own images"
-        )
+        text = f"is of shard {origin[:16]}…, the expert of shard {own.index}, {own.hash[:16]}…"
+        raise HddmError(f"{shard.folder}: {text}; use its own images")
 
 
 def weak_of(network: ModelMixin, fitted: Fitted) -> Unread[ModelMixin] | None:

@@ -164,9 +164,8 @@ def conditions_of(shard: Shard, field: VelocityField) -> dict[str, Tensor]:
     if not field.classes:
         return {}
     if shard.labels is None or shard.classes != field.classes:
-        raise HddmError(
-            f"{shard.folder}: its classes are {list(shard.classes)}, the expert's {list(field.classes)}"
-        )
+        text = f"its classes are {list(shard.classes)}, the expert's {list(field.classes)}"
+        raise HddmError(f"{shard.folder}: {text}")
     return {LABELS: shard.labels}
 
 

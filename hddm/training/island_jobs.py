@@ -99,10 +99,8 @@ def parse_objectives(text: str, shards: int, name: str = "--objective") -> list[
         key, given, objective = (piece.strip() for piece in part.rpartition("="))
         key = key if given else REST
         if objective not in OBJECTIVES:
-            raise HddmError(
-                f"{name} {text}: {part.strip()!r} is not an objective; write ddpm or flow for a shard, "
-                f"as 0=ddpm,*=flow{did_you_mean(objective, OBJECTIVES)}"
-            )
+            hint = f"write ddpm or flow for a shard, as 0=ddpm,*=flow{did_you_mean(objective, OBJECTIVES)}"
+            raise HddmError(f"{name} {text}: {part.strip()!r} is not an objective; {hint}")
         if key != REST and (not key.isdecimal() or int(key) >= shards):
             raise HddmError(f"{name} {text}: there is no shard {key!r}; shards are 0 to {shards - 1}")
         key = key if key == REST else str(int(key))
@@ -111,9 +109,8 @@ def parse_objectives(text: str, shards: int, name: str = "--objective") -> list[
         chosen[key] = objective
     found = [chosen.get(str(k), chosen.get(REST, "")) for k in range(shards)]
     if missing := [str(k) for k, one in enumerate(found) if not one]:
-        raise HddmError(
-            f"{name} {text}: has no objective for shard {', '.join(missing)}; add *=flow for the rest"
-        )
+        problem = f"has no objective for shard {', '.join(missing)}; add *=flow for the rest"
+        raise HddmError(f"{name} {text}: {problem}")
     return found
 
 

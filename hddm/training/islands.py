@@ -32,7 +32,6 @@ from hddm.utils.files import check_absent
 from hddm.utils.processes import Output, Stopped, StopRequest, compute_environment, environment
 
 RETRIES = 3
-REPORT_SECONDS = 0.1
 _PATIENCE = 60.0
 
 OnIsland = Callable[[int, int, float, float], None]
@@ -66,9 +65,8 @@ def train_islands(
     with StopRequest() as stop:
         outcomes = (backend or Processes()).run(islands, stop, on_step)
     if stop.number is not None and len(outcomes) < len(islands):
-        raise Stopped(
-            f"{islands[0].out.parent}: stopped; progress is saved, and --resume continues", stop.number
-        )
+        text = "stopped; progress is saved, and --resume continues"
+        raise Stopped(f"{islands[0].out.parent}: {text}", stop.number)
     return sorted(outcomes, key=lambda one: one.island.index)
 
 
@@ -134,9 +132,8 @@ def train_island(island: Island, on_step: OnStep | None = None) -> list[float]:
             return continue_expert(island.init, shard, out, settings, overwrite, on_step, run)
         return train_expert(shard, out, settings, island.schedule, None, overwrite, on_step, run)
     except (OSError, SafetensorError) as error:
-        raise HddmError(
-            f"{out}: could not be written, or its data read ({error}); fix that, and --resume continues"
-        ) from error
+        text = f"could not be written, or its data read ({error}); fix that, and --resume continues"
+        raise HddmError(f"{out}: {text}") from error
 
 
 def outcome_of(island: Island, on_step: OnStep | None = None) -> Outcome:

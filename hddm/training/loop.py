@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -67,8 +67,7 @@ AHEAD = 2
 """Steps whose inputs are drawn before they are asked for."""
 
 
-@dataclass(frozen=True)
-class StepInputs:
+class StepInputs(NamedTuple):
     """This process's inputs of a step, the step's samples, and the seed of what the network draws itself."""
 
     rows: Tensor
@@ -274,9 +273,8 @@ class _Trainer:
         network: Any = task.network
         if recipe.gradient_checkpointing:
             if not getattr(network, "_supports_gradient_checkpointing", False):
-                raise HddmError(
-                    f"--gradient-checkpointing: {type(network).__name__} does not support it; train without"
-                )
+                text = f"{type(network).__name__} does not support it; train without"
+                raise HddmError(f"--gradient-checkpointing: {text}")
             network.enable_gradient_checkpointing()
         self.bring_back = device.place(network)
         self.parameters = [p for p in network.parameters() if p.requires_grad]
@@ -341,17 +339,14 @@ class _Trainer:
         return torch.cat(losses)
 
     def _skipped(self, step: int, rows: Tensor, losses: Tensor, norm: float) -> None:
-        state = self.state
-        state.non_finite += 1
+        count = self.state.non_finite = self.state.non_finite + 1
         broken = rows[~losses.isfinite()].tolist() or rows.tolist()
-        what = f"step {step}: loss {state.losses[-1]}, gradient norm {norm}, samples {broken[:8]}"
+        what = f"step {step}: loss {losses.mean().item()}, gradient norm {norm}, samples {broken[:8]}"
         # A single last step may be skipped like any other; more in a row mean that the training diverged.
-        diverged = step == self.recipe.steps and state.non_finite > min(1, step - 1)
-        if state.non_finite >= self.recipe.max_non_finite or diverged:
-            raise HddmError(
-                f"{what}; the last {state.non_finite} steps were not finite, and nothing was written; try a "
-                "lower --learning-rate, and with Muon a lower --muon-learning-rate"
-            )
+        diverged = step == self.recipe.steps and count > min(1, step - 1)
+        if count >= self.recipe.max_non_finite or diverged:
+            text = f"the last {count} steps were not finite, and nothing was written"
+            raise HddmError(f"{what}; {text}; try a lower --learning-rate or --muon-learning-rate")
         log.warning("%s; the step is skipped", what)
 
 
@@ -391,10 +386,8 @@ def train(
     if is_finished(out, record, content, run, overwrite):
         return []
     if recipe.fsdp and run is not None and run.sample_every:
-        raise UsageError(
-            f"--sample-every {run.sample_every}: with --fsdp no process has the whole network to draw "
-            f"pictures with; drop one of the two"
-        )
+        text = "with --fsdp no process has the whole network to draw pictures with; drop one of the two"
+        raise UsageError(f"--sample-every {run.sample_every}: {text}")
     watchers: list[Watcher] = []
     if on_step is not None:
         watchers.append(lambda report: on_step(report.step, report.loss, report.seconds))

@@ -36,9 +36,8 @@ def targets_of(network: nn.Module) -> tuple[str, ...]:
     names = [name for name, _ in network.named_parameters()]
     found = tuple(name for name in names if name in layers or _PARAMETERS.fullmatch(name))
     if not found:
-        raise HddmError(
-            f"--lora-rank: a {type(network).__name__} without attention has no layers to adapt; leave it out"
-        )
+        text = f"a {type(network).__name__} without attention has no layers to adapt; leave it out"
+        raise HddmError(f"--lora-rank: {text}")
     return found
 
 

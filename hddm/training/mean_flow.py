@@ -95,18 +95,14 @@ def solve(
     fine = plan(teacher, steps=SOLVED).times
     stride = SOLVED // KEPT
     times = fine[::stride]
-    asked = {name: value.contiguous() for name, value in conditions.items()}
-    asked |= {
-        "num": torch.tensor(num),
-        "seed": torch.tensor(seed),
-        "guidance_scale": torch.tensor(guidance_scale),
-    }
+    known = {name: value.contiguous() for name, value in conditions.items()}
+    known["numbers"] = torch.tensor([num, seed, guidance_scale], dtype=torch.float64)
     if file is not None and file.exists():
         kept = read_safetensors(file)
-        kept_states = kept.pop("states")
-        if kept.keys() == asked.keys() and all(torch.equal(kept[name], one) for name, one in asked.items()):
+        states = kept.pop("states")
+        if kept.keys() == known.keys() and all(torch.equal(kept[name], one) for name, one in known.items()):
             log.info("%s: %s of the teacher found", file, counted(num, "trajectory", "trajectories"))
-            return Trajectories(kept_states, times, conditions)
+            return Trajectories(states, times, conditions)
     states = torch.empty(num, KEPT + 1, *shape)
     with Progress(num * SOLVED, "solve the teacher's trajectories", " steps") as progress:
         for rows in torch.arange(num).split(_BATCH):
@@ -119,19 +115,12 @@ def solve(
                 progress(len(rows))
                 return x
 
-            given = {name: value[rows].to(teacher.device) for name, value in conditions.items()}
-            expert = given.pop("expert", None)
-            integrate(
-                teacher,
-                x.to(teacher.device),
-                fine,
-                guidance_scale=guidance_scale,
-                conditions=given,
-                expert=expert,
-                on_step=keep,
-            )
+            own = {name: value[rows].to(teacher.device) for name, value in conditions.items()}
+            expert, x = own.pop("expert", None), x.to(teacher.device)
+            scale = guidance_scale
+            integrate(teacher, x, fine, guidance_scale=scale, conditions=own, expert=expert, on_step=keep)
     if file is not None:
-        write_whole(file, lambda path: save_file({"states": states, **asked}, path))
+        write_whole(file, lambda path: save_file({"states": states, **known}, path))
     return Trajectories(states, times, conditions)
 
 
@@ -156,10 +145,8 @@ class MeanFlow:
         solved: Callable[[Ensemble, Path | None], Trajectories],
     ) -> None:
         if prediction is PredictionType.EPSILON:
-            raise HddmError(
-                "--sampling-steps: a student of few steps cannot predict noise, which does not "
-                "determine x_0 at t = 1; begin with an expert of another --prediction"
-            )
+            text = "a student of few steps cannot predict noise, which does not determine x_0 at t = 1"
+            raise HddmError(f"--sampling-steps: {text}; begin with an expert of another --prediction")
         self._on = functools.cache(teacher_on)
         self.prediction, self.steps, self.guidance_scale = prediction, steps, guidance_scale
         self._solved = solved
@@ -182,10 +169,8 @@ class MeanFlow:
         stride = KEPT // self.steps
         step = torch.randint(self.steps, (num,), generator=noise)
         is_own = torch.rand(num, generator=noise) < OWN_STEPS
-        first, last = (
-            torch.where(is_own, step * stride, first),
-            torch.where(is_own, (step + 1) * stride, last),
-        )
+        first = torch.where(is_own, step * stride, first)
+        last = torch.where(is_own, (step + 1) * stride, last)
         shape = self._all.states.shape[2:]
         start, end = torch.rand(num, 2, generator=noise, dtype=torch.float64).sort(1, descending=True)[0].T
         is_now = torch.rand(num, generator=noise) < INSTANTANEOUS

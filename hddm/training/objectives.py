@@ -75,16 +75,15 @@ class Objective:
         if self.snr_gamma is not None and (
             self.prediction_type is not PredictionType.EPSILON or self.weighting != "prediction"
         ):
+            text = f"this expert learns {self.prediction_type.value} weighted by {self.weighting}"
+            remedy = "leave it out, or use --prediction epsilon --weighting prediction"
             raise UsageError(
-                f"--snr-gamma {self.snr_gamma:g} weights errors of the noise, but this expert learns "
-                f"{self.prediction_type.value} weighted by {self.weighting}; leave it out, or use "
-                f"--prediction epsilon --weighting prediction"
+                f"--snr-gamma {self.snr_gamma:g} is for errors of the noise, but {text}; {remedy}"
             )
         if self._native[0] > self._native[1]:
             (low, high), (first, last) = self.noise_range, self.schedule.range
-            raise UsageError(
-                f"--noise-range {low:g}:{high:g}: has none of the schedule's times, in {first:.4g}:{last:.4g}"
-            )
+            times = f"has none of the schedule's times, in {first:.4g}:{last:.4g}"
+            raise UsageError(f"--noise-range {low:g}:{high:g}: {times}")
 
     @property
     def time_scale(self) -> float:
@@ -250,9 +249,8 @@ def check_conditions(shard: Shard, recipe: ExpertRecipe) -> None:
     if recipe.class_conditional and shard.labels is None:
         raise HddmError(f"{shard.folder}: its images carry no labels; drop --class-conditional")
     if recipe.text_conditional and shard.texts is None:
-        raise HddmError(
-            f"{shard.folder}: holds no text embeddings; hddm encode makes them, or drop --text-conditional"
-        )
+        text = "holds no text embeddings; hddm encode makes them, or drop --text-conditional"
+        raise HddmError(f"{shard.folder}: {text}")
     if shard.held_out_of is not None:
         raise HddmError(f"{shard.folder}: holds images kept for evaluation; train on its shard")
     if recipe.random_flip:

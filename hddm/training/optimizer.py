@@ -41,15 +41,13 @@ def optimizer_of(network: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
 
 def _matrices(network: nn.Module) -> set[str]:
     """Names of the matrices that map features to features: of linear layers and of packed attention."""
-    found = set()
-    for place, module in network.named_modules():
-        if place.partition(".")[0] in ENDS:
-            continue
-        for name, parameter in module.named_parameters(place, recurse=False):
-            is_packed = name.endswith("in_proj_weight")
-            if parameter.ndim == 2 and (is_packed or isinstance(module, nn.Linear)):
-                found.add(name)
-    return found
+    return {
+        name
+        for place, module in network.named_modules()
+        if place.partition(".")[0] not in ENDS
+        for name, parameter in module.named_parameters(place, recurse=False)
+        if parameter.ndim == 2 and (name.endswith("in_proj_weight") or isinstance(module, nn.Linear))
+    }
 
 
 class _SplitMuon(torch.optim.Muon):

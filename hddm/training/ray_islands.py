@@ -72,8 +72,7 @@ def _collect(
 
     def report(island: Island) -> None:
         before, seconds_before = seen.get(island.index, (0, math.nan))
-        newest = _newest(island.out, before)
-        if on_step is not None and newest is not None:
+        if on_step is not None and (newest := _newest(island.out, before)) is not None:
             step, loss, seconds = newest
             seen[island.index] = step, seconds
             on_step(island.index, step, loss, seconds - seconds_before)
@@ -85,15 +84,12 @@ def _collect(
                 # The worker gets a SIGINT, on which a training saves.
                 ray.cancel(task, force=False, recursive=False)
         done, _ = ray.wait(list(tasks), timeout=0.5)
-        for task in done:
-            island = tasks.pop(task)
-            outcome = _outcome(ray, task, island)
-            if outcome is not None and not (outcome.failure and stop.requested):
-                outcomes.append(outcome)
-            if outcome is not None and outcome.summary:
-                report(island)
         for island in tasks.values():
             report(island)
+        for task in done:
+            outcome = _outcome(ray, task, tasks.pop(task))
+            if outcome is not None and not (outcome.failure and stop.requested):
+                outcomes.append(outcome)
     return outcomes
 
 
@@ -162,9 +158,9 @@ def connected(ray: Any, address: str, variables: Any = (), **own: Any) -> Iterat
     """
     has_tls = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
     if (mode := os.environ.get(AUTHENTICATION, "token")).lower() != "token" and not has_tls:
+        text = "Ray would run the code of whoever reaches one of its ports"
         raise HddmError(
-            f"{AUTHENTICATION}={mode}: Ray would run the code of whoever reaches one of its ports; unset it, "
-            "or set RAY_USE_TLS=1 and its certificates"
+            f"{AUTHENTICATION}={mode}: {text}; unset it, or set RAY_USE_TLS=1 and its certificates"
         )
     if ray.is_initialized():
         yield
@@ -197,9 +193,7 @@ def connected(ray: Any, address: str, variables: Any = (), **own: Any) -> Iterat
             for one, handler in handlers.items():
                 signal.signal(one, handler)
             if is_local and (there := ray.util.get_node_ip_address()) not in LOOPBACK:
-                raise HddmError(
-                    f"--ray {LOCAL}: ray {ray.__version__} listens at {there}; use another version"
-                )
+                raise HddmError(f"--ray {LOCAL}: Ray listens at {there}; use another version of it")
             if not (is_local or has_tls or AUTHENTICATION in os.environ):
                 text = (
                     "--ray %s: runs the code of whoever reaches one of its ports; see docs/guides/machines.md"

@@ -58,7 +58,8 @@ def resolve(
     """
     values = requested.model_dump()
     if not start.is_new:
-        values |= dict.fromkeys(name for name in DECIDED_BY_INIT if name in values)
+        decided = {"prediction": start.prediction, "weighting": None, "rotary": start.rotary}
+        values |= {name: value for name, value in decided.items() if name in values}
     recorded = dict(before or {})
     if values["optimizer"] not in (None, recorded.get("optimizer")):
         # It is refused as another optimizer, and not for its rates.
@@ -67,10 +68,8 @@ def resolve(
     optimizer = values["optimizer"] or recorded.get("optimizer") or ("muon" if start.is_new else "adamw")
     has_muon = optimizer == "muon"
     if values["muon_learning_rate"] is not None and not has_muon:
-        raise UsageError(
-            f"--muon-learning-rate {values['muon_learning_rate']:g}: this training uses AdamW only; leave it "
-            f"out, or use --optimizer muon"
-        )
+        text = "this training uses AdamW only; leave it out, or use --optimizer muon"
+        raise UsageError(f"--muon-learning-rate {values['muon_learning_rate']:g}: {text}")
     by_width = 0.2 if has_muon else 0.125 if issubclass(kind, RouterRecipe) else 0.5
     prediction = values.get("prediction") or start.prediction or ("epsilon" if is_ddpm else "sample")
     is_new_sample = start.is_new and prediction == "sample"

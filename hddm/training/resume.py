@@ -131,10 +131,8 @@ def recorded(out: Path) -> dict[str, Any]:
 def refuse_run(out: Path) -> None:
     """Refuse an ``out`` that has a run already; raises `HddmError`."""
     if has_run(out):
-        raise HddmError(
-            f"{run_folder_of(out)}: already holds a run of {out}; --resume continues it, --overwrite starts "
-            "again"
-        )
+        text = f"already holds a run of {out}; --resume continues it, --overwrite starts again"
+        raise HddmError(f"{run_folder_of(out)}: {text}")
 
 
 def is_kept(out: Path, record: str, run: RunOptions | None, overwrite: bool = False) -> bool:
@@ -191,16 +189,12 @@ def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -
     # A value that the run did not record is no reason to refuse it for good.
     fixed = [line for key, line in lines.items() if key in old and (key in FIXED or key.startswith("data."))]
     if fixed:
-        raise HddmError(
-            f"{folder}: the run used other data, another objective or network; choose another --out", fixed
-        )
+        text = "the run used other data, another objective or network; choose another --out"
+        raise HddmError(f"{folder}: {text}", fixed)
     refused = [line for key, line in lines.items() if key not in FREE]
     if refused and not options.allow_config_change:
-        raise HddmError(
-            f"{folder}: the run was started with different settings; repeat them, or pass "
-            f"--allow-config-change",
-            refused,
-        )
+        text = "the run was started with different settings; repeat them, or pass --allow-config-change"
+        raise HddmError(f"{folder}: {text}", refused)
     for line in lines.values():
         log.warning("%s: %s", folder, line)
     return changes

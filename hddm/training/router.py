@@ -162,9 +162,8 @@ def kept_apart(shards: Sequence[Shard]) -> Evidence | None:
     found = [open_shard(shard.folder.parent / HELD_OUT / shard.folder.name) for shard in shards]
     for one, shard in zip(found, shards, strict=True):
         if one.held_out_of != shard.hash or one.shape != shard.shape:
-            raise HddmError(
-                f"{one.folder}: its images were not held out from {shard.folder}; remove {one.folder.parent}"
-            )
+            text = f"its images were not held out from {shard.folder}; remove {one.folder.parent}"
+            raise HddmError(f"{one.folder}: {text}")
     store = JoinedStore([one.stored for one in found])
     rows = torch.arange(len(store))
     return Evidence(store, rows, store.part_of(rows), "held-out images")

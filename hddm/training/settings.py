@@ -61,15 +61,10 @@ def size_config(name: str) -> dict[str, int]:
     return {"depth": depth, "hidden_size": width, "num_heads": max(1, width // 64), "patch_size": patch}
 
 
-def _known_size(name: str) -> str:
-    size_config(name)
-    return name
-
-
 Weighting = Literal["prediction", "velocity"]
 TimeSampling = Literal["uniform", "logit-normal"]
 Prediction = Literal["epsilon", "sample", "v_prediction", "flow_prediction"]
-Size = Annotated[str, AfterValidator(_known_size)]
+Size = Annotated[str, AfterValidator(lambda name: size_config(name) and name)]
 # Options of the command line are words.
 SamplingSteps = Annotated[
     Literal[1, 2, 4], BeforeValidator(lambda value: int(value) if value in ("1", "2", "4") else value)
@@ -136,10 +131,8 @@ class LoopFields(Described, Generic[Open]):
         if self.fsdp and self.mixed_precision == "fp16":
             raise ValueError("fsdp needs mixed_precision bf16 or no, not fp16")
         if self.batch_size % self.gradient_accumulation_steps:
-            raise ValueError(
-                f"batch_size {self.batch_size} does not divide into "
-                f"{self.gradient_accumulation_steps} gradient_accumulation_steps"
-            )
+            parts = f"{self.gradient_accumulation_steps} gradient_accumulation_steps"
+            raise ValueError(f"batch_size {self.batch_size} does not divide into {parts}")
         return self
 
 
@@ -230,9 +223,7 @@ class DistillFields(DenoiserFields[Open], Generic[Open]):
         if self.strategy is not None and self.teacher == "shard":
             raise ValueError(f"strategy {self.strategy}: is for teacher routed; choose that, or drop it")
         if self.strategy is not None and self.strategy.partition("-")[0] in ("draw", "commit"):
-            raise ValueError(
-                f"strategy {self.strategy}: keeps one expert per sample and is not a mixture; use full"
-            )
+            raise ValueError(f"strategy {self.strategy}: keeps one expert per sample; use full")
         if self.sampling_steps == 1 and self.fsdp:
             raise ValueError("fsdp splits the weights whose derivative a student of one step needs; drop it")
         if self.sampling_steps is None and self.guidance_scale != 1:

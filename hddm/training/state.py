@@ -27,21 +27,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hddm.networks.folders import differences
+from hddm.training import resume
 from hddm.training.device import split_like, whole
-from hddm.training.resume import (
-    CHECKPOINTS,
-    RUN_FILE,
-    RUN_FORMAT,
-    Change,
-    checkpoints_in,
-    compare_records,
-    has_run,
-    recorded,
-    refuse_run,
-    run_folder_of,
-    step_of,
-    with_changes,
-)
+from hddm.training.resume import CHECKPOINTS, RUN_FILE, Change, checkpoints_in, run_folder_of, step_of
 from hddm.training.settings import Keeping, RunOptions
 from hddm.utils.errors import HddmError
 from hddm.utils.files import (
@@ -215,24 +203,19 @@ class TrainingState:
     def load(self, tensors: Mapping[str, Mapping[str, Tensor]], progress: ProgressRecord, name: str) -> None:
         """Load what `tensors` and `progress` gave, of the same network; ``name`` is the source in errors."""
         live, trained = self._live(), self._trained()
+        if lines := differences(live[WEIGHTS], tensors[WEIGHTS]):
+            raise HddmError(f"{name}: is of another network", lines)
         for file in (WEIGHTS, EMA):
-            if lines := differences(live[file], tensors[file]):
-                raise HddmError(f"{name}, {file}: is of another network", lines)
             for key, value in live[file].items():
                 value.copy_(split_like(tensors[file][key], value))
         for key, value in tensors[OPTIMIZER].items():
-            moment, _, parameter = key.partition(".")
-            if parameter not in trained or value.shape not in ((), trained[parameter].shape):
-                raise HddmError(f"{name}, {OPTIMIZER}: {key!r} is of another network")
             # A copy: rounding may depend on where in memory a tensor begins, and a mapped one begins
-            # anywhere. The step count goes along, since the fused optimiser reads it on the device.
+            # anywhere. The step count goes along, since the fused optimizer reads it on the device.
+            moment, _, parameter = key.partition(".")
             of = trained[parameter]
             kept = split_like(value, of) if value.ndim else value.to(of.device)
             self.optimizer.state[of][moment] = kept.clone()
-        losses = tensors[LOSSES].get("losses")
-        if losses is None or losses.ndim != 1 or not losses.is_floating_point():
-            raise HddmError(f"{name}, {LOSSES}: holds no losses")
-        self.losses = losses.tolist()
+        self.losses = tensors[LOSSES]["losses"].tolist()
         self.weak = dict(tensors.get(WEAK, {}))
         self.ema.updates = progress.ema_updates
         self.seconds, self.non_finite = progress.seconds, progress.non_finite
@@ -375,17 +358,13 @@ def open_run(
             _clear(folder)
         run = Run(folder, options)
         if not options.resume:
-            refuse_run(out)
-        elif has_run(out):
-            changed = compare_records(out, record, options)
+            resume.refuse_run(out)
+        elif resume.has_run(out):
+            changed = resume.compare_records(out, record, options)
             step = 0 if run.begun_at is None else step_of(run.begun_at)
-            run.changes = with_changes(recorded(out).get("changes", []), changed, step)
-        content = {
-            "format": RUN_FORMAT,
-            **record,
-            "keeping": options.model_dump(mode="json", include=set(Keeping.model_fields)),
-            "changes": run.changes,
-        }
+            run.changes = resume.with_changes(resume.recorded(out).get("changes", []), changed, step)
+        keeping = options.model_dump(mode="json", include=set(Keeping.model_fields))
+        content = {"format": resume.RUN_FORMAT, **record, "keeping": keeping, "changes": run.changes}
         write_whole(folder / RUN_FILE, lambda path: write_json(path, content))
         for path in (folder / CHECKPOINTS).glob(".step_*"):
             log.warning("%s was never finished; it is removed", path)
@@ -397,13 +376,13 @@ def open_run(
 
 def discard_runs(outs: Sequence[Path]) -> None:
     """Remove the content of the runs of ``outs``: all, or none where one is in use or is no run."""
-    there = [out for out in outs if run_folder_of(out).is_dir()]
+    folders = {out: run_folder_of(out) for out in outs if run_folder_of(out).is_dir()}
     with contextlib.ExitStack() as stack:
-        for out in there:
+        for out, folder in folders.items():
             stack.enter_context(_locked(out))
-            _refuse_foreign(run_folder_of(out))
-        for out in there:
-            _clear(run_folder_of(out))
+            _refuse_foreign(folder)
+        for folder in folders.values():
+            _clear(folder)
 
 
 def wait_for_run(out: Path, seconds: float) -> None:
@@ -424,9 +403,7 @@ def _locked(out: Path) -> contextlib.AbstractContextManager[None]:
 def _refuse_foreign(folder: Path) -> None:
     others = [path for path in folder.iterdir() if path.name != LOCK and not path.name.startswith(DRAFT)]
     if others and not (folder / RUN_FILE).exists():
-        raise HddmError(
-            f"{folder}: exists and is not the folder of a run (it has no {RUN_FILE}); move it away"
-        )
+        raise HddmError(f"{folder}: is not the folder of a run (it has no {RUN_FILE}); move it away")
 
 
 def _clear(folder: Path) -> None:

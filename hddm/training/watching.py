@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,45 +35,43 @@ log = logging.getLogger(__name__)
 
 def watching(
     field: VelocityField | None = None, shard: Shard | None = None, conditions: Collection[str] = ()
-) -> Callable[[Run], contextlib.AbstractContextManager[Watcher]]:
+) -> Callable[[Run], "Watch"]:
     """Return what opens the watcher of a run, by its options; see `hddm.training.loop.train`.
 
     ``field`` is the network in training, ``shard`` its data, and ``conditions`` name what it is trained
     with; without field and shard there are no pictures.
     """
+    return lambda run: Watch(run, field, shard, conditions)
 
-    @contextlib.contextmanager
-    def watch(run: Run) -> Iterator[Watcher]:
-        pictures = None
+
+class Watch(contextlib.AbstractContextManager[Watcher]):
+    """A watcher of a run, whose logs are closed after its block."""
+
+    def __init__(
+        self, run: Run, field: VelocityField | None, shard: Shard | None, conditions: Collection[str]
+    ) -> None:
+        self._options, self._pictures, self._warned = run.options, cast("SampleGrids | None", None), False
         if run.options.sample_every and field is not None and shard is not None:
-            pictures = SampleGrids(field, shard, conditions, run.folder / "samples")
-        watcher, failed = _Watch(run, pictures), True
-        try:
-            yield watcher
-            failed = False
-        finally:
-            for sink in watcher.sinks:
-                sink.use(lambda one: one.close(failed))
-
-    return watch
-
-
-class _Watch:
-    def __init__(self, run: Run, pictures: "SampleGrids | None") -> None:
-        self._options, self._pictures = run.options, pictures
+            self._pictures = SampleGrids(field, shard, conditions, run.folder / "samples")
         self._figures = Figures(run.options.log_every)
-        self._warned = False
         logs, project = run.folder / "logs", run.options.wandb
-        self.sinks = [Guarded(f"TensorBoard ({logs})", lambda first: EventLog(logs, first))]
+        self._sinks = [Guarded(f"TensorBoard ({logs})", lambda first: EventLog(logs, first))]
         if project is not None:
             config = read_run(run.folder / RUN_FILE)["settings"]
-            self.sinks.append(Guarded("W&B", lambda first: WandbLog(run.folder, project, config)))
+            self._sinks.append(Guarded("W&B", lambda first: WandbLog(run.folder, project, config)))
+
+    def __enter__(self) -> Watcher:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *ended: object) -> None:
+        for sink in self._sinks:
+            sink.use(lambda one: one.close(kind is not None))
 
     def __call__(self, report: StepReport) -> None:
         entry = self._figures.add(report)
         with self._figures.paused():
             pictures = {f"samples/{name}": grid for name, grid in self._drawn(report).items()}
-            for sink in self.sinks:
+            for sink in self._sinks:
                 sink.begin(report.step)
                 if entry or pictures:
                     sink.use(lambda one: one.put(report.step, entry, pictures))
@@ -146,12 +144,12 @@ def _added(before: Sums, report: StepReport) -> Sums:
     known = report.t.isfinite()
     bins = (report.t[known] * BINS).long().clamp(0, BINS - 1)
     sums = torch.zeros(BINS, dtype=torch.float64).index_add_(0, bins, report.losses[known].double())
-    counts = bins.bincount(minlength=BINS)
-    each = zip(before.bins, sums.tolist(), counts.tolist(), strict=True)
-    return Sums(
-        loss=(before.loss[0] + report.loss, before.loss[1] + 1),
-        bins=tuple((total + more, count + number) for (total, count), more, number in each),
+    new = [(report.loss, 1), *zip(sums.tolist(), bins.bincount(minlength=BINS).tolist(), strict=True)]
+    loss, *each = (
+        (total + more, count + number)
+        for (total, count), (more, number) in zip((before.loss, *before.bins), new, strict=True)
     )
+    return Sums(loss=loss, bins=tuple(each))
 
 
 def _entry(kept: Sums, report: StepReport) -> dict[str, float]:

@@ -1,15 +1,12 @@
 """Islands: trainings in processes of their own that lose nothing, and go on without each other."""
 
 import fcntl
-import itertools
 import json
 import logging
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -128,9 +125,9 @@ def test_settings_that_one_shard_does_not_allow_are_told_before_the_first_is_tra
     ) as refused:
         train_islands(islands)
     size, text, objective = refused.value.details
-    assert size == "expert_1: images are 4×4; size 4x24/16 takes squares divisible by 16"
+    assert size == "expert_1: images are 4×4; --size 4x24/16 takes squares divisible by 16"
     assert "expert_2: " in text
-    assert "drop text_conditional=True" in text
+    assert "drop --text-conditional" in text
     assert objective.startswith(f"expert_3: {flow_expert}: is a flow expert, which predicts sample")
     assert not list(tmp_path.iterdir())
 

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import platform
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,7 +70,7 @@ def test_a_run_that_is_there_is_neither_forgotten_nor_resumed_unasked(
     assert "--resume continues it, --overwrite starts again" in error
     assert contents(started.with_name("out.run")) == before
     # Half a record that a killed process left is removed.
-    half = started.with_name("out.run") / ".run.json.part-4711"
+    half = started.with_name("out.run") / f".run.json.part-{platform.node()}-{2**22 + 1}"
     half.write_text("{")
     code, _, error = hddm(*_command(whole, started, "--resume"))
     assert (code, half.exists()) == (0, False), error
