@@ -1,4 +1,4 @@
-"""Denoising errors of an expert by noise level, compared with a Gaussian model's and those of v = 0.
+"""Denoising errors of an expert by noise level, compared with a Gaussian model and with v = 0.
 
 At time t of the common path, x_t = (1 - t) x_0 + t eps, the error of a velocity v is
 
@@ -87,7 +87,7 @@ def denoising(
     seed: int = 0,
     alone: VelocityField | None = None,
 ) -> Denoising:
-    """Measure ``field`` at those of `TIMES` and `LATE_TIMES` that it covers, with the same noise for all.
+    """Measure ``field`` at the `TIMES` and `LATE_TIMES` that it covers, with the same noise for all.
 
     ``images`` (N, C, H, W), float32, are in the expert's units; ``conditions`` are (N, …) by keyword;
     ``alone`` is the expert without its calibration. Fewer than 2 images raise `HddmError`.
@@ -156,7 +156,7 @@ UNCALIBRATED = "it has no calibration; hddm calibrate fits one"
 class Judged:
     """Errors on ``images`` images, the ``problems`` that they show, and ``notes`` for the user.
 
-    ``unconditional`` are errors with null values for all conditions, None where there are none.
+    ``unconditional`` are errors with null values for all conditions, None for an expert without conditions.
     """
 
     images: int = 0
@@ -167,7 +167,7 @@ class Judged:
 
 
 def judge(expert: Expert, field: VelocityField, shard: Shard, seed: int) -> Judged:
-    """Compare the errors of an expert with those of a Gaussian and of v = 0.
+    """Compare an expert with a Gaussian and with v = 0.
 
     - They must be below a Gaussian's by `SURE` deviations, over all noise levels and where the network stands
       alone; without conditions too, since guidance needs that, unless it was trained without condition

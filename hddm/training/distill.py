@@ -259,7 +259,7 @@ def _solving(
 
     ``conditions`` (N,) are those of all samples; labels are dropped as in training.
     """
-    _check_told(conditions)
+    _require_expert_by_class(conditions)
     if recipe.guidance_scale != 1 and LABELS not in conditions:
         raise UsageError("--guidance-scale: the teacher takes no classes to guide by; drop the option")
 
@@ -276,7 +276,7 @@ def _solving(
     return solved
 
 
-def _check_told(given: Mapping[str, Tensor]) -> None:
+def _require_expert_by_class(given: Mapping[str, Tensor]) -> None:
     """Refuse an ``expert`` of each sample (N,) that its label (N,) does not tell."""
     if (expert := given.get("expert")) is None or len(expert.unique()) == 1:
         return

@@ -46,7 +46,7 @@ def calibrate(
         seed: of the noise.
         batch_size: states a call; `STATES` states are drawn at each of `LEVELS` times.
         on_batch: called with the number of states after each call.
-        noise_range: the part of t in which the expert is asked; elsewhere the weights mean nothing.
+        noise_range: the part of t that the expert covers; elsewhere the weights mean nothing.
     """
     if len(images) < 4:
         raise HddmError(f"a calibration needs at least 4 images, not {len(images)}")

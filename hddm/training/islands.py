@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from multiprocessing.queues import SimpleQueue
 from typing import Protocol
 
@@ -213,14 +214,15 @@ class _Job:
         return f"failed ({type(error).__name__}: {one_line(error)})"
 
 
+@dataclass(frozen=True)
 class Processes:
     """Processes of this machine, ``parallel`` at a time, each started again ``retries`` times at most.
 
     Islands share the cores. Each uses one GPU, its own where there are enough.
     """
 
-    def __init__(self, parallel: int = 1, retries: int = RETRIES) -> None:
-        self.parallel, self.retries = parallel, retries
+    parallel: int = 1
+    retries: int = RETRIES
 
     def run(self, islands: Sequence[Island], stop: StopRequest, on_step: OnIsland | None) -> list[Outcome]:
         waiting, running, outcomes = deque(islands), list[_Job](), list[Outcome]()

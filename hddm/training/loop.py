@@ -64,7 +64,7 @@ Inputs = dict[str, Tensor]
 Draw = Callable[[Tensor, torch.Generator, slice], Inputs]
 """Draws the inputs of a step; see `Task`."""
 AHEAD = 2
-"""Steps whose inputs are drawn before they are asked for."""
+"""Number of steps whose inputs are drawn ahead."""
 
 
 class StepInputs(NamedTuple):
@@ -80,21 +80,21 @@ class Loader:
 
     What a step draws depends on its number alone, so it is the same whenever it is drawn. ``draw`` is that of
     a `Task`; ``last`` is the last step, ``own`` this process's share of a batch. An error of a step is raised
-    where the step is asked for.
+    when that step is taken.
     """
 
     def __init__(self, order: Order, draw: Draw, last: int, own: slice) -> None:
         self._order, self._draw, self._last, self._own = order, draw, last, own
         self._coming: dict[int, Future[StepInputs]] = {}
         threads = torch.get_num_threads()
-        # Its own few operations on one core, beside those of the step.
+        # Its few operations take one core, beside the step.
         self._thread = ThreadPoolExecutor(1, "hddm-loader", torch.set_num_threads, (1,))
         self._thread.submit(int).result()
         # Torch gives the number that was set last to threads that begin later.
         torch.set_num_threads(threads)
 
     def take(self, step: int) -> StepInputs:
-        """The inputs of ``step``; those of the next steps are begun."""
+        """Return the inputs of ``step``, and begin to draw the next ones."""
         for one in range(step, min(step + AHEAD, self._last) + 1):
             if one not in self._coming:
                 self._coming[one] = self._thread.submit(self._drawn, one)
@@ -168,7 +168,7 @@ Watcher = Callable[[StepReport], None]
 
 @dataclass(frozen=True)
 class Fitted:
-    """Result of a training; ``changes`` are those of its settings on the way (`hddm.training.resume`).
+    """Result of a training; ``changes`` are changes of its settings on the way (`hddm.training.resume`).
 
     ``weak`` is the network at `Task.weak_step`, empty if that is 0.
     """
@@ -261,7 +261,7 @@ class _Losses(nn.Module):
         self.network, self._task = task.network, task
 
     def forward(self, inputs: Inputs, averages: Mapping[str, Tensor] | None) -> Tensor:
-        """Losses (n,); with ``averages`` those of the second stage."""
+        """Losses (n,), of the second stage if there are ``averages``."""
         if averages is None or self._task.second_loss is None:
             return self._task.loss(self.network, inputs)
         return self._task.second_loss[1](self.network, inputs, averages)
@@ -403,8 +403,8 @@ def train(
         try:
             fitted = fit(task, recipe, kept, watchers)
             if is_first:
-                said = nothing if kept is None else kept.kept
-                with new_folder(out, record, overwrite, kept=said) as draft:
+                remedy = nothing if kept is None else kept.kept
+                with new_folder(out, record, overwrite, kept=remedy) as draft:
                     write(draft, fitted)
         except Interrupted as stopped:
             # Before or after the steps, which take signals themselves.

@@ -22,7 +22,7 @@ _LAYERS = re.compile(
     r"|(.+\.)?(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out|ff(_context)?\.net\.(0\.proj|2))"
     r"|single_transformer_blocks\.\d+\.proj_(mlp|out)"
 )
-"""Linear layers of attention and MLPs, in our networks and in those of diffusers."""
+"""Linear layers of attention and MLPs, in our networks and in diffusers' ones."""
 _PARAMETERS = re.compile(r"layers\.\d+\.(cross_)?attn\.in_proj_weight")
 
 
@@ -42,7 +42,7 @@ def targets_of(network: nn.Module) -> tuple[str, ...]:
 
 
 def add_adapter(network: ModelMixin, adapter: AdapterRecord, seed: int) -> None:
-    """Put an adapter on ``network``: freeze its own parameters, and train those of the adapter.
+    """Put an adapter on ``network``: freeze its own parameters, and train the adapter's.
 
     B is zero, so nothing changes at first; A is uniform, as peft draws it, from ``seed`` alone.
     """
@@ -58,7 +58,7 @@ def save_adapted(folder: Path, expert: Expert, adapter: AdapterRecord) -> None:
     """Write an adapted expert, without its base's weights, into an empty folder, in peft's format."""
     network: Any = expert.network
     network.save_config(folder)
-    # peft asks the hub about the base, unless it is told that no embedding can have changed.
+    # By default peft looks the base up on the hub, to see whether an embedding has changed.
     state = _peft().get_peft_model_state_dict(network, save_embedding_layers=False)
     names = [name for pair in tensor_names(adapter.targets).values() for name in pair]
     tensors = {name: state[name.removeprefix(PREFIX)].detach().cpu().contiguous() for name in names}

@@ -124,8 +124,9 @@ def solve(
     return Trajectories(states, times, conditions)
 
 
+@dataclass
 class MeanFlow:
-    """The training of a student of ``steps`` steps; `draw`, `loss` and `second_loss` are those of a `Task`.
+    """The training of a student of ``steps`` steps; it provides `draw`, `loss` and `second_loss` of a `Task`.
 
     Args:
         teacher_on: the teacher on a device.
@@ -136,25 +137,22 @@ class MeanFlow:
         solved: the trajectories, made at their first use on a device, with the file that keeps them.
     """
 
-    def __init__(
-        self,
-        teacher_on: Callable[[torch.device], Ensemble],
-        prediction: PredictionType,
-        steps: int,
-        guidance_scale: float,
-        solved: Callable[[Ensemble, Path | None], Trajectories],
-    ) -> None:
-        if prediction is PredictionType.EPSILON:
+    teacher_on: Callable[[torch.device], Ensemble]
+    prediction: PredictionType
+    steps: int
+    guidance_scale: float
+    solved: Callable[[Ensemble, Path | None], Trajectories]
+    _all: Trajectories | None = None
+
+    def __post_init__(self) -> None:
+        self.teacher_on = functools.cache(self.teacher_on)
+        if self.prediction is PredictionType.EPSILON:
             text = "a student of few steps cannot predict noise, which does not determine x_0 at t = 1"
             raise HddmError(f"--sampling-steps: {text}; begin with an expert of another --prediction")
-        self._on = functools.cache(teacher_on)
-        self.prediction, self.steps, self.guidance_scale = prediction, steps, guidance_scale
-        self._solved = solved
-        self._all: Trajectories | None = None
 
     def prepare(self, device: torch.device, folder: Path | None) -> None:
         """Solve the teacher's trajectories on a device, or read them in the run's ``folder``."""
-        self._all = self._solved(self._on(device), None if folder is None else folder / FILE)
+        self._all = self.solved(self.teacher_on(device), None if folder is None else folder / FILE)
 
     def draw(self, rows: Tensor, noise: torch.Generator, own: slice) -> Inputs:
         """Pairs of states of trajectories ``rows``, and for the identity noised ends of them.
@@ -209,7 +207,9 @@ class MeanFlow:
             own = {name: value[rows] for name, value in conditions.items()}
             expert = None if "expert" not in inputs else inputs["expert"][rows]
             with torch.no_grad(), torch.autocast(x_t.device.type, enabled=False):
-                v = self._on(x_t.device).velocity(states, start, self.guidance_scale, expert=expert, **own)
+                v = self.teacher_on(x_t.device).velocity(
+                    states, start, self.guidance_scale, expert=expert, **own
+                )
                 u = self.mean_velocity(functools.partial(_call, network, averages), own)
                 found = identity_target(u, states, v, start, end, LONGEST)
             x_t, target = x_t.index_copy(0, rows, states), target.index_copy(0, rows, found.to(target))

@@ -23,7 +23,7 @@ class Start:
 
     A network with random weights (``is_new``) predicts ``prediction``, which its schedule may state, unless
     another one is requested. Of a network that goes on, ``prediction``, ``rotary`` and ``noise_range`` are
-    its own, and the first two cannot be requested. ``strategy`` is that of a routed teacher.
+    its own, and the first two cannot be requested. ``strategy`` is a routed teacher's.
     """
 
     is_new: bool = True

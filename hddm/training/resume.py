@@ -124,7 +124,7 @@ def has_run(out: Path) -> bool:
 
 
 def recorded(out: Path) -> dict[str, Any]:
-    """Read the record of the run of ``out``; {} where there is none."""
+    """Read the record of the run of ``out``; {} if it has no run."""
     return read_run(run_folder_of(out) / RUN_FILE) if has_run(out) else {}
 
 
@@ -211,7 +211,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def encoding_of(shards: Sequence[Path]) -> dict[str, Any]:
     """Describe encoded shards for a run's record, since their hash is that of the images alone.
 
-    ``encoding``, ``vae`` and ``text_encoder`` are those of the first, ``rows`` counts the samples of all, and
+    ``encoding``, ``vae`` and ``text_encoder`` are the first shard's, ``rows`` counts the samples of all, and
     ``files`` is a SHA-256 over all their data files.
     """
     manifests = [read_encoded_manifest(shard) for shard in shards if is_encoded(shard)]

@@ -199,7 +199,7 @@ def is_better_than_chance(found: dict[str, Any]) -> bool:
 
 
 def accuracy_text(found: dict[str, Any]) -> str:
-    """Describe what `accuracy_of` found in a line for users."""
+    """Describe the result of `accuracy_of` in one line for users."""
     return (
         f"names the shard of {found['accuracy']:.1%} of {found['images']} {found['of']} at all noise levels; "
         f"always naming the largest would be right for {found['chance']:.1%}"
@@ -218,7 +218,7 @@ CALIBRATION_STREAM = 5
 
 
 def held_out(shard: Shard) -> Tensor:
-    """Select images (N,) of a shard to keep from training: those of the lowest SHA-256 of their pixels.
+    """Select images (N,) of a shard to keep from training, by the lowest SHA-256 of their pixels.
 
     They are `HELD_OUT_SHARE` of the shard, at least two, whatever order, names, seed and other shards. Equal
     images stay together; a shard of equal images alone is refused.

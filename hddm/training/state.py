@@ -269,7 +269,7 @@ class Run:
     def is_due(self, state: TrainingState) -> bool:
         """Tell whether a checkpoint is due now, by the step or by the clock."""
         pause = max(LATEST, _SPACING * self._took)
-        # The clock does not replace good checkpoints by those of steps that are skipped.
+        # By the clock alone, a checkpoint of skipped steps must not replace a good one.
         is_late = time.monotonic() - self._saved >= pause and not state.non_finite
         return is_late or state.step % self.options.checkpoint_every == 0
 

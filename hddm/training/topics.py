@@ -35,10 +35,10 @@ def describe_topic(
 ) -> TopicRecord:
     """Write ``topic.safetensors`` of an expert folder: what its captions are about, in kilobytes.
 
-    One of ``captions`` (a file, a caption a line), ``data`` (a shard of images with captions) and ``text``
-    (phrases, comma-separated, that stand for captions) is needed. The text encoder is the one given, else
-    that which the expert or the ensemble around it keeps. An ensemble routes prompts where all its experts of
-    text have topics, which are of one encoder. Folders are replaced as by `hddm.training.calibrate`.
+    Provide one of ``captions`` (a file, one caption per line), ``data`` (a shard with captions) and ``text``
+    (phrases, comma-separated, that stand for captions). The text encoder defaults to the one in the folder of
+    the expert or of the ensemble around it. An ensemble routes prompts if all its experts of text have topics
+    by one encoder. Folders are replaced as by `hddm.training.calibrate`.
 
     Raises `HddmError` for a folder that is no expert of text or classes, no captions, or no text encoder.
     """

@@ -37,7 +37,7 @@ from hddm.utils.tensors import available_device
 
 
 def experts_in(folder: Path) -> list[Path]:
-    """Return ``folder`` if it is an expert, else those of an ensemble, or the experts right below by number.
+    """Return ``folder`` if it is an expert, else the experts of an ensemble, or those right below by number.
 
     Raises `UsageError` for any other folder.
     """
@@ -230,7 +230,7 @@ def _provenance(record: ExpertRecord) -> list[str]:
 
 
 def _belongs(shard: Shard, expert: Expert) -> list[str]:
-    """Notes on images of the expert's shard; refuse those of another one, or a single image."""
+    """Notes on images of the expert's shard; refuse images of another shard, or a single one."""
     expert.facts.refuse_student(
         expert.name,
         "--data judges velocities, but a student of few steps predicts means over steps; leave it out",

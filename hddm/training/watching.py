@@ -300,7 +300,7 @@ class EventLog:
 
     The files of all resumes read as one run: each process writes its own, which sorts behind earlier ones and
     first declares void what they hold from ``first`` on, such as steps after the last checkpoint of a killed
-    process. ``SummaryWriter`` names files by the clock alone, so those of a machine whose clock is behind
+    process. ``SummaryWriter`` names files by the clock alone, so files of a machine whose clock is behind
     would sort before what they replace, and it meets a full disk in a thread of its own.
     """
 
@@ -340,7 +340,7 @@ class EventLog:
 
 
 def _next_name(folder: Path) -> str:
-    """Return a name that sorts behind those of all event files in ``folder``, which are read in order."""
+    """Return a name that sorts behind all event files in ``folder``, which are read in order."""
     found = [re.match(r"events\.out\.tfevents\.(\d+)\.", path.name) for path in folder.iterdir()]
     newest = max((int(match[1]) for match in found if match), default=0)
     stamp = max(int(time.time()), newest + 1)
