@@ -20,7 +20,7 @@ from hddm.experts.records import EXPERT_FILE, FORMAT, Expert, field_of, save_exp
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.schedules import LinearSchedule, from_config
 from hddm.training.expert import begun_with, check_fit, read_init, record_of_shard, weak_of
-from hddm.training.fitting import calibrated, calibration_origin, calibration_rows
+from hddm.training.fitting import calibrated, calibration_origin, calibration_rows, labels_of
 from hddm.training.loop import Fitted, OnStep, Task, train
 from hddm.training.lora import add_adapter, save_adapted, targets_of
 from hddm.training.objectives import Objective, check_conditions, drawing, loss_of, objective_of
@@ -125,14 +125,13 @@ def resolve_continued(
         raise HddmError(f"{init}: is a flow expert, which predicts {kind.value}; use --objective flow")
     elif record.training_calibration:
         raise HddmError(f"{init}: was continued with flow matching, so only --objective flow can continue it")
-    rotary = bool(getattr(expert.network, "config", {}).get("rotary", False))
-    recipe = resolve(ExpertRecipe, settings, Start(False, learned, rotary, record.noise_range), before)
+    start = Start.of(expert.network, learned, record.noise_range)
+    recipe = resolve(ExpertRecipe, settings, start, before)
     objective = objective_of(recipe, schedule)
     check_fit(shard, record, expert.network)
     check_conditions(shard, recipe)
-    if recipe.class_conditional and shard.classes != record.classes:
-        text = f"its classes are {list(shard.classes)}, those of {init} {list(record.classes)}"
-        raise HddmError(f"{shard.folder}: {text}; drop --class-conditional, or use images of its classes")
+    if recipe.class_conditional:
+        labels_of(shard, record.classes, str(init))
     return recipe, objective
 
 

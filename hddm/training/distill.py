@@ -38,7 +38,7 @@ from hddm.experts.records import (
 from hddm.networks.folders import sha256_once
 from hddm.networks.transformers import ExpertTransformer
 from hddm.training.expert import begun_with, check_fit, data_of, new_record, read_init, transformer_of
-from hddm.training.fitting import calibrated
+from hddm.training.fitting import calibrated, labels_of
 from hddm.training.loop import Fitted, Inputs, OnStep, Task, train
 from hddm.training.mean_flow import SECOND_STAGE, TRAJECTORIES, MeanFlow, Trajectories, solve
 from hddm.training.objectives import Objective, drawing, objective_of
@@ -150,9 +150,7 @@ def _check_conditions(name: str, record: ExpertRecord, shard: Shard, dropout: fl
         raise HddmError(f"{name}: takes {', '.join(others)}; a student can learn classes, but not text")
     if LABELS not in record.conditions:
         return
-    if shard.labels is None or shard.classes != record.classes:
-        text = f"its classes are {list(shard.classes)}, those of {name} {list(record.classes)}"
-        raise HddmError(f"{shard.folder}: {text}")
+    labels_of(shard, record.classes, name)
     if dropout and record.null_class != len(record.classes):
         raise HddmError(f"{name}: null class {record.null_class} is not the last; pass --condition-dropout 0")
 
@@ -198,11 +196,8 @@ def distill(
     started, begun = (None, {}) if init is None else (read_init(init), begun_with(init))
     if started is None and settings.sampling_steps is not None:
         raise UsageError("--sampling-steps: a student of few steps begins with an expert; pass --init")
-    start = Start(strategy=teacher.strategy)
-    if started is not None:
-        rotary = bool(getattr(started.network, "config", {}).get("rotary", False))
-        start = replace(start, is_new=False, prediction=started.facts.prediction_type, rotary=rotary)
-    recipe = resolve(DistillRecipe, settings, start, before)
+    start = Start() if started is None else Start.of(started.network, started.facts.prediction_type)
+    recipe = resolve(DistillRecipe, settings, replace(start, strategy=teacher.strategy), before)
     learned = _as_expert(recipe, bool(teacher.classes))
     objective = objective_of(learned)
     record = new_record(union, learned, objective)

@@ -163,10 +163,15 @@ def conditions_of(shard: Shard, field: VelocityField) -> dict[str, Tensor]:
     """Return the conditions that ``field`` takes for the images of ``shard``: their labels, or none."""
     if not field.classes:
         return {}
-    if shard.labels is None or shard.classes != field.classes:
-        text = f"its classes are {list(shard.classes)}, the expert's {list(field.classes)}"
+    return {LABELS: labels_of(shard, field.classes, "the expert")}
+
+
+def labels_of(shard: Shard, classes: tuple[str, ...], name: str) -> Tensor:
+    """Return the labels of a shard, which must be of these ``classes``, those of ``name``."""
+    if shard.labels is None or shard.classes != classes:
+        text = f"its classes are {list(shard.classes)}, those of {name} {list(classes)}"
         raise HddmError(f"{shard.folder}: {text}")
-    return {LABELS: shard.labels}
+    return shard.labels
 
 
 def conditions_at(

@@ -32,6 +32,11 @@ class Start:
     noise_range: NoiseRange = WHOLE
     strategy: str | None = None
 
+    @classmethod
+    def of(cls, network: object, prediction: str, noise_range: NoiseRange = WHOLE) -> "Start":
+        """Return the start of a training that continues ``network``."""
+        return cls(False, prediction, bool(getattr(network, "config", {}).get("rotary", False)), noise_range)
+
 
 NEW = Start()
 DECIDED_BY_INIT = ("prediction", "weighting", "rotary")
