@@ -23,7 +23,10 @@ from hddm.data.images import save_png
 from hddm.data.shard_records import read_manifest
 from hddm.data.shards import PixelStore, Rows, Shard, load_shard
 from hddm.experts.records import EXPERT_FILE
-from hddm.training.settings import ExpertSettings, RouterSettings
+from hddm.schedules import Schedule
+from hddm.training.objectives import Objective, objective_of
+from hddm.training.recipe import resolve
+from hddm.training.settings import ExpertRecipe, ExpertSettings, LoopSettings, Recipe, RouterSettings
 from hddm.utils.errors import HddmError
 from hddm.utils.records import MANIFEST, write_manifest
 
@@ -56,6 +59,33 @@ def expert_settings(objective: str, **changes: Any) -> ExpertSettings:
     """A training of ten steps."""
     uniform = {"objective": objective, "time_sampling": "uniform"}
     return ExpertSettings.model_validate({**uniform, **_SHORT, **changes})
+
+
+def recipe(**values: Any) -> Recipe:
+    """A training's recipe with these values and defaults."""
+    return resolve(Recipe, LoopSettings.model_validate(values))
+
+
+def expert_recipe(objective: str, **changes: Any) -> ExpertRecipe:
+    """The recipe of `expert_settings`."""
+    return resolve(ExpertRecipe, expert_settings(objective, **changes))
+
+
+def objective_named(
+    name: str,
+    schedule: Schedule | None = None,
+    time_sampling: str = "uniform",
+    **changes: Any,
+) -> Objective:
+    """An objective with defaults for what is left open; it predicts the sample."""
+    values = {
+        "steps": 1,
+        "objective": name,
+        "prediction": "sample",
+        "time_sampling": time_sampling,
+        **changes,
+    }
+    return objective_of(resolve(ExpertRecipe, ExpertSettings.model_validate(values)), schedule)
 
 
 def router_settings(**changes: Any) -> RouterSettings:

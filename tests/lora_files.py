@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from hddm.experts.lora import adapter_of
 from hddm.experts.records import Expert, ExpertRecord, read_expert, save_expert
-from hddm.training.lora import add_adapter, new_adapter, save_adapted
+from hddm.training.lora import add_adapter, save_adapted, targets_of
 from tests.ensemble_files import flow_expert
 
 
@@ -31,7 +32,7 @@ def write_adapter(
 ) -> Path:
     """An adapter of the expert in ``base`` whose B is normal with deviation ``size``."""
     expert = read_expert(base)
-    facts = new_adapter(expert.network, rank, alpha, base, out)
+    facts = adapter_of(base, out, rank, float(alpha or rank), targets_of(expert.network))
     add_adapter(expert.network, facts, seed)
     noise = torch.Generator().manual_seed(seed)
     for name, parameter in expert.network.named_parameters():

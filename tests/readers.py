@@ -343,7 +343,7 @@ def _read_settings(folder: Path) -> None:
     for kind in (ExpertSettings, RouterSettings, DistillSettings, RunOptions):
         values = {"objective": "flow", "steps": 3, "teacher": "shard"}
         known = {key: value for key, value in values.items() if key in kind.model_fields}
-        settings_of(kind, folder / "run.yaml", known, set())
+        settings_of(kind, folder / "run.yaml", known)
 
 
 def _write_run(folder: Path) -> None:

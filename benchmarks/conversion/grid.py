@@ -7,7 +7,7 @@ from benchmarks.conversion.conversions import EXACT, SAME_TIME, TREATMENTS, samp
 from benchmarks.finished import DDPM, FinishedBenchmark
 from hddm.data.shards import load_shard
 from hddm.sampling import sample
-from hddm.training.expert import conditions_of
+from hddm.training.fitting import conditions_of
 
 OWN_SAMPLER = "own DDIM sampler"
 

@@ -18,9 +18,10 @@ from hddm.schedules import LinearSchedule, from_diffusers
 from hddm.training.bounded_gain import bounded_gain
 from hddm.training.loop import Inputs, StepReport, Task, fit
 from hddm.training.objectives import TIME_SCALE, Objective
-from hddm.training.settings import LoopSettings
+from hddm.training.recipe import resolve
+from hddm.training.settings import LoopSettings, Recipe
 from hddm.utils.files import new_folder, read_json, write_json
-from hddm.velocity import VelocityField
+from hddm.velocity import PredictionType, VelocityField
 
 # The scheduler of google/ddpm-cifar10-32 and of most DDPM checkpoints.
 DDPM_LINEAR = {
@@ -85,7 +86,9 @@ def pretrain(
 ) -> None:
     """Train a DDPM without classes and write it, and all that is converted from it, into ``out``."""
     network = size.network(images.shape[1:], settings.seed, "zero")
-    objective = Objective.named("ddpm", from_diffusers(DDPM_LINEAR), prediction_type="epsilon")
+    objective = Objective(
+        "ddpm", from_diffusers(DDPM_LINEAR), PredictionType.EPSILON, "prediction", "uniform"
+    )
 
     def draw(rows: Tensor, noise: torch.Generator, own: slice) -> Inputs:
         time = objective.sample_times(len(rows), noise)[own]
@@ -98,7 +101,9 @@ def pretrain(
     def count(step: StepReport) -> None:
         report(settings.batch_size)
 
-    fitted = fit(Task(network, len(images), draw, loss), settings, watchers=[count])
+    task = Task(network, len(images), draw, loss)
+    recipe = resolve(Recipe, settings)
+    fitted = fit(task, recipe, watchers=[count])
     channels, height, width = images.shape[1:]
     about = ExpertRecord(
         objective="ddpm",
@@ -107,7 +112,7 @@ def pretrain(
         schedule_source="DDPM, linear betas",
         time_scale=objective.time_scale,
         sample_shape=(channels, height, width),
-        training=fitted.record(settings),
+        training=fitted.record(recipe),
     )
     with new_folder(out, RECORD) as draft:
         save_expert(draft, Expert(network.requires_grad_(False), about, None))

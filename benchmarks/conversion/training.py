@@ -7,13 +7,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from hddm.schedules import LinearSchedule
 from hddm.training.loop import TRAINING_STREAM
 from hddm.training.objectives import TIME_SCALE, Objective
-from hddm.training.settings import LoopSettings
+from hddm.training.recipe import resolve
+from hddm.training.settings import LoopSettings, Recipe
 from hddm.training.state import Ema
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import append_dims, generator
-from hddm.velocity import VelocityField
+from hddm.velocity import PredictionType, VelocityField
 
 VALIDATION_STREAM = 7
 BINS = 5
@@ -40,15 +42,15 @@ def train_flow(
         measure: of the step.
         report: called with the images of each step.
     """
-    network = field.network
+    recipe, network = resolve(Recipe, settings), field.network
     assert isinstance(network, nn.Module)
     network.eval().requires_grad_(True)
     parameters = list(network.parameters())
     optimizer = torch.optim.AdamW(
-        parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
+        parameters, lr=recipe.learning_rate, weight_decay=settings.weight_decay, fused=True
     )
     objective, draws = (
-        Objective.named("flow", prediction_type="flow_prediction"),
+        Objective("flow", LinearSchedule(), PredictionType.FLOW_PREDICTION, "prediction", "uniform"),
         generator(settings.seed, 0, TRAINING_STREAM),
     )
     ema, seconds = Ema(network, settings.ema_decay), 0.0
@@ -60,8 +62,8 @@ def train_flow(
         measure(0)
     for step in range(1, settings.steps + 1):
         started = time.perf_counter()
-        warm = min(1.0, step / max(settings.warmup_steps, 1))
-        optimizer.param_groups[0]["lr"] = settings.learning_rate * warm
+        warm = min(1.0, step / max(recipe.warmup, 1))
+        optimizer.param_groups[0]["lr"] = recipe.learning_rate * warm
         rows = torch.randint(len(images), (settings.batch_size,), generator=draws)
         x_0, times = images[rows], objective.sample_times(len(rows), draws)
         eps = torch.randn(x_0.shape, generator=draws)

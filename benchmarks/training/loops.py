@@ -8,9 +8,12 @@ from torch.nn import functional as F
 
 from benchmarks.timing import DTYPES
 from benchmarks.training.networks import Call, Settings, awake
+from hddm.schedules import LinearSchedule
 from hddm.training.loop import Fitted, StepReport, Task, Watcher, fit
 from hddm.training.objectives import TIME_SCALE, Objective
-from hddm.training.settings import LoopSettings
+from hddm.training.recipe import resolve
+from hddm.training.settings import LoopSettings, Recipe
+from hddm.velocity import PredictionType
 
 LEARNING_RATE, DECAY, MAX_NORM = 1e-4, 0.999, 1.0
 IMAGES = 4096
@@ -68,7 +71,9 @@ class OwnLoop:
     def __init__(self, network: nn.Module, settings: Settings, device: str, dtype: str, compiled: bool):
         self.network, self._settings = awake(network), settings
         self._images, self._labels = images_and_labels(settings)
-        self._objective = Objective.named("flow", prediction_type="flow_prediction")
+        self._objective = Objective(
+            "flow", LinearSchedule(), PredictionType.FLOW_PREDICTION, "prediction", "uniform"
+        )
         self._device, self._compiled = device, compiled
         self._precision = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype, "no")
         self.waits: list[float] = []
@@ -86,7 +91,7 @@ class OwnLoop:
 
     def fit(self, steps: int, watchers: Sequence[Watcher]) -> Fitted:
         """``steps`` of them, with calls of ``watchers`` after each."""
-        options = LoopSettings(
+        requested = LoopSettings(
             steps=steps,
             batch_size=self._settings.batch,
             optimizer="adamw",
@@ -98,7 +103,8 @@ class OwnLoop:
             mixed_precision=self._precision,  # type: ignore[arg-type]
             compile=self._compiled,
         )
-        return fit(Task(self.network, IMAGES, self._draw, self._loss), options, watchers=watchers)
+        task = Task(self.network, IMAGES, self._draw, self._loss)
+        return fit(task, resolve(Recipe, requested), watchers=watchers)
 
     def _draw(self, rows: Tensor, noise: torch.Generator, own: slice) -> dict[str, Tensor]:
         t = self._objective.sample_times(len(rows), noise)[own]

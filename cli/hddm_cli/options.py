@@ -107,19 +107,7 @@ InputOption = functools.partial(typer.Option, callback=existing)
 Out = Annotated[Path, typer.Option(help="Output folder; must not exist.", callback=absent)]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing --out.", is_eager=True)]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of all random numbers.")]
-Steps = Annotated[int | None, typer.Option(min=1, help="Training steps. Required, here or in --config.")]
-BatchSize = Annotated[int, typer.Option(min=1, help="Images per step.", rich_help_panel="Training")]
 Prediction = Literal["epsilon", "sample", "v_prediction", "flow_prediction"]
-LearningRate = Annotated[
-    float | None,
-    typer.Option(
-        help="Peak learning rate of AdamW. Default: 0.2/width with Muon, 0.5/width without (router: "
-        "0.125/width), 1e-4 with --init."
-    ),
-]
-Precision = Annotated[
-    str, typer.Option(metavar="no|bf16|fp16", help="Precision of the network; weights stay in float32.")
-]
 Dtype = Annotated[
     Literal["float32", "bfloat16", "float16", "float64"],
     typer.Option(help="Number format that the networks compute in."),
@@ -129,7 +117,6 @@ AllowPickle = Annotated[
 ]
 Variant = Annotated[str | None, typer.Option(help="Variant of the weights file, such as fp16.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-Device = Annotated[str, typer.Option(help="Device: auto, cpu, cuda or mps.")]
 AnyDevice = Annotated[
     str, typer.Option(help="Device: auto, cpu, cuda, cuda:1 or mps.", callback=_known_device)
 ]
@@ -148,9 +135,6 @@ NoiseRange = Annotated[
     ),
 ]
 StrategyOption = functools.partial(typer.Option, "--strategy", callback=_known_strategy)
-Size = Annotated[
-    str, typer.Option(help="Network size: tiny, mini, small, S/2 to XL/8, or DEPTHxWIDTH/PATCH as 6x192/2.")
-]
 
 _UNITS = {"": 1, "B": 1} | {
     unit: size

@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hddm.training.settings import ExpertSettings, RunOptions
 from hddm.utils.errors import asked, counted
-from hddm_cli.options import InputOption, Overwrite, Steps, refuse_given
-from hddm_cli.train import FIXED_BY_INIT, LEARNING, Init, LoraAlpha, LoraRank, Schedule
-from hddm_cli.training_options import FILE, KEEPING, LOOP, PICTURES, GivenOptions, takes
+from hddm_cli.options import InputOption, Overwrite, refuse_given
+from hddm_cli.train import FIXED_BY_INIT, Init, Schedule
+from hddm_cli.training_options import GivenOptions, takes
 
 if TYPE_CHECKING:
     from hddm.training.island_jobs import Island, Outcome
 
 
-@takes(LEARNING, LOOP, KEEPING, PICTURES, FILE)
+@takes(ExpertSettings, RunOptions)
 def train_all(
     context: typer.Context,
     shards: Annotated[
@@ -28,7 +29,6 @@ def train_all(
         str | None,
         typer.Option(help="Objective: ddpm or flow, or one per shard, such as 0=ddpm,3=ddpm,*=flow."),
     ] = None,
-    steps: Steps = None,
     parallel: Annotated[int, typer.Option(min=1, help="Experts trained at the same time.")] = 1,
     ray: Annotated[
         str | None,
@@ -38,8 +38,6 @@ def train_all(
         int, typer.Option(min=0, help="Maximum number of restarts of an expert whose process is killed.")
     ] = 3,
     init: Init = None,
-    lora_rank: LoraRank = None,
-    lora_alpha: LoraAlpha = None,
     schedule: Schedule = None,
     overwrite: Overwrite = False,
     **given: Any,
@@ -55,27 +53,20 @@ def train_all(
         refuse_given(context, "the cluster decides how many run at a time", "parallel")
 
     from hddm.data.shard_records import find_shards
-    from hddm.training.island_jobs import make_islands, parse_objectives, refuse_failed, refuse_present
-    from hddm.training.settings import ExpertSettings
+    from hddm.training.island_jobs import make_islands, parse_objectives, refuse_failed
     from hddm.utils.files import alone
 
     folders = find_shards(shards)
-    own = {"steps": steps, "lora_rank": lora_rank, "lora_alpha": lora_alpha, **given}
-    options = GivenOptions(context, {"objective": None, **own})
-    objectives: list[str]
+    options = GivenOptions(context, given)
     if objective is None:
-        objectives = [options.settings(ExpertSettings).objective] * len(folders)
+        objectives: list[str] = [options.settings(ExpertSettings).objective] * len(folders)
     else:
         with asked():
             objectives = parse_objectives(objective, len(folders))
-    settings: dict[str, ExpertSettings] = {
-        name: GivenOptions(context, {"objective": name, **own}).settings(ExpertSettings)
-        for name in set(objectives)
-    }
+    settings = {name: options.settings(ExpertSettings, objective=name) for name in set(objectives)}
     run = options.run()
     with asked():
         islands = make_islands(folders, out, objectives, settings, run, schedule, init, overwrite)
-    refuse_present(islands)
     # Two of these with one --out would each train some of the experts.
     with alone(out):
         outcomes = _trained(islands, parallel, retries, ray)
@@ -87,7 +78,7 @@ def train_all(
 
 def _trained(islands: Sequence["Island"], parallel: int, retries: int, ray: str | None) -> list["Outcome"]:
     """Train ``islands`` with a bar each, and return how each ended."""
-    from hddm.training.expert import CALIBRATION_COST
+    from hddm.training.fitting import CALIBRATION_COST
     from hddm.training.islands import Processes, train_islands
     from hddm.training.ray_islands import RayCluster
     from hddm.utils.progress import Progress, TrainingProgress

@@ -43,6 +43,8 @@ _WORDS = {
     "SHARE": "condition_dropout weak_at strength guidance_rescale",
     "TEXT": "prompt negative_prompt message",
     "ADDRESS": "host ray",
+    "PROJECT": "wandb",
+    "LOW:HIGH": "noise_range",
 }
 TOPIC_OF, WORD_OF = (
     {name: title for title, names in table.items() for name in names.split()} for table in (_TOPICS, _WORDS)

@@ -31,8 +31,9 @@ from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.routers import Router
 from hddm.training.continuation import continue_expert
 from hddm.training.expert import new_network, train_expert
+from hddm.training.recipe import resolve
 from hddm.training.router import NOISED, train_router
-from hddm.training.settings import ExpertSettings, LoopSettings, RouterSettings
+from hddm.training.settings import ExpertRecipe, ExpertSettings, LoopSettings, RouterSettings
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
 
@@ -154,7 +155,7 @@ def count_expert(shard: Path, settings: ExpertSettings) -> Cost:
         )
     images = open_shard(shard)
     classes = len(images.classes) if settings.class_conditional else None
-    rotary = bool(settings.with_defaults(is_new=True).rotary)
+    rotary = resolve(ExpertRecipe, settings).rotary
     network = new_network(
         ExpertTransformer, settings.size, images.shape, 0, num_classes=classes, rotary=rotary
     )

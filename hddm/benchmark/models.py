@@ -35,7 +35,8 @@ from hddm.experts.loading import load
 from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord
 from hddm.networks.wrappers import missing_from
 from hddm.training.calibrate import recalibrate
-from hddm.training.settings import ExpertSettings
+from hddm.training.recipe import Start, resolve
+from hddm.training.settings import ExpertRecipe, ExpertSettings
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json, sha256_of
 from hddm.utils.records import MANIFEST, read_record
@@ -342,7 +343,7 @@ def _abilities(settings: BenchmarkSettings, model: ModelSettings) -> _Abilities:
 
 
 def _keeps_weak(settings: ExpertSettings, is_new: bool) -> bool:
-    return settings.with_defaults(is_new).weak_step > 0
+    return resolve(ExpertRecipe, settings, Start(is_new)).weak_step > 0
 
 
 def _abilities_of_finished(path: Path) -> _Abilities:

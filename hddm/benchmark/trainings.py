@@ -17,11 +17,13 @@ from hddm.experts.records import EXPERT_FILE, ROUTER_FILE
 from hddm.sampling import sample
 from hddm.training.continuation import continue_expert
 from hddm.training.expert import train_expert
+from hddm.training.recipe import DECIDED_BY_INIT, Start, resolve
 from hddm.training.router import train_router
-from hddm.training.settings import ExpertSettings, LoopSettings, RouterSettings, RunOptions
+from hddm.training.settings import ExpertRecipe, ExpertSettings, RouterRecipe, RouterSettings, RunOptions
 from hddm.training.state import wait_for_run
 from hddm.utils.files import read_json
 from hddm.utils.processes import Report
+from hddm.utils.records import WHOLE
 
 MODEL = "model"
 # What may differ between machines without making another model of it.
@@ -52,7 +54,7 @@ class Training:
         inputs: dict[str, Any] = {"shard": self.shard_hash} | ({} if start is None else {"start": start})
         # Left out where there are none, so that earlier trainings are found.
         inputs |= {"replayed": self.replayed} if self.replayed else {}
-        return Job("expert", _recipe(self.settings, is_new=start is None), inputs)
+        return Job("expert", _identity(ExpertRecipe, self.settings, start is None), inputs)
 
     @property
     def chain(self) -> "list[Training]":
@@ -99,7 +101,7 @@ class RouterTraining:
 
     @property
     def job(self) -> Job:
-        return Job("router", _recipe(self.settings), {"shards": list(self.hashes)})
+        return Job("router", _identity(RouterRecipe, self.settings), {"shards": list(self.hashes)})
 
     @property
     def units(self) -> int:
@@ -133,7 +135,14 @@ def _train(
     store.finish_work(job, read_json(out / record)["training"]["seconds"])
 
 
-def _recipe(settings: LoopSettings, is_new: bool = True) -> dict[str, Any]:
-    recipe = settings.with_defaults(is_new).model_dump(mode="json", exclude=_MACHINE)
-    # Left out where there is none, so that earlier trainings are found.
-    return {key: value for key, value in recipe.items() if key != "noise_range" or value is not None}
+def _identity(
+    kind: type[ExpertRecipe] | type[RouterRecipe], settings: Any, is_new: bool = True
+) -> dict[str, Any]:
+    """Return the recipe of a training; what its start decides is as requested, since its hash tells that."""
+    recipe = resolve(kind, settings, Start(is_new)).model_dump(mode="json", exclude=_MACHINE)
+    if not is_new:
+        recipe |= settings.model_dump(mode="json", include={*DECIDED_BY_INIT, "noise_range"})
+    # Left out where it is all of t, so that earlier trainings are found.
+    if recipe.get("noise_range") in (None, [*WHOLE]):
+        recipe.pop("noise_range", None)
+    return recipe

@@ -11,22 +11,17 @@ import torch
 from torch import Tensor
 
 from hddm.calibration import FILE_NAME, LEVELS, STATES, Calibration
+from hddm.conditions import LABELS
 from hddm.data.shards import open_shard
 from hddm.experts.loading import load
-from hddm.experts.records import (
-    EXPERT_FILE,
-    ExpertRecord,
-    field_of,
-    open_expert,
-    write_records,
-)
+from hddm.experts.records import EXPERT_FILE, ExpertRecord, field_of, open_expert, write_records
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.noise import Seeded
 from hddm.schedules import DiscreteSchedule
 from hddm.solvers import euler
 from hddm.training.denoising import misread
-from hddm.training.expert import calibrated_on, check_fit, check_own, conditions_of
-from hddm.training.fitting import calibrate
+from hddm.training.expert import check_fit, check_own
+from hddm.training.fitting import calibrate, calibrated_on, conditions_of
 from hddm.utils.errors import HddmError
 from hddm.utils.files import alone, is_draft, link_or_copy, new_folder, restore
 from hddm.utils.progress import Progress
@@ -65,17 +60,17 @@ def native_samples(
         raise HddmError("this expert does not record the shape of a sample")
     times, scale = native_times(field, steps)
     batches = []
-    for start in range(0, num, batch_size):
-        stop = min(start + batch_size, num)
-        given = {name: value[start:stop].to(field.device) for name, value in (conditions or {}).items()}
+    for rows in torch.arange(num).split(batch_size):
+        given = {name: value[rows].to(field.device) for name, value in (conditions or {}).items()}
 
         def velocity(x: Tensor, t: Tensor, _: Tensor, given: Mapping[str, Tensor] = given) -> Tensor:
             return field.raw_velocity(x, t.expand(len(x)), given)
 
-        x = Seeded(seed).initial(range(start, stop), field.sample_shape).to(field.device) / scale
+        x = Seeded(seed).initial(range(int(rows[0]), int(rows[-1]) + 1), field.sample_shape)
+        x = x.to(field.device) / scale
         batches.append(euler(velocity, x, times).cpu())
         if on_batch is not None:
-            on_batch(stop - start)
+            on_batch(len(rows))
     return torch.cat(batches)
 
 
@@ -97,18 +92,15 @@ def native_conditions(field: VelocityField, num: int, seed: int = 0) -> dict[str
     """Draw conditions (num, …) for native samples: uniform classes, else null values with a warning."""
     conditions = {}
     for name in field.conditions or ():
-        if name == "class_labels" and field.classes:
+        if name == LABELS and field.classes:
             draws = [generator(seed, i, CLASS_STREAM) for i in range(num)]
             labels = [torch.randint(len(field.classes), (), generator=draw) for draw in draws]
             conditions[name] = torch.stack(labels)
-        elif name in field.null_conditions:
-            null = field.null_conditions[name]
+        elif (null := field.null_conditions.get(name)) is not None:
             conditions[name] = null.expand(num, *null.shape)
-            warnings.warn(
-                f"calibrated without {name}, so near t = 1 a given one has less effect than it should; "
-                f"hddm.training.fitting.calibrate takes data with values of their own",
-                stacklevel=2,
-            )
+            text = f"calibrated without {name}, so near t = 1 a given one has less effect than it should"
+            remedy = "hddm.training.fitting.calibrate takes data with values of their own"
+            warnings.warn(f"{text}; {remedy}", stacklevel=2)
         elif name not in OPTIONAL_CONDITIONS:
             raise HddmError(f"its samples need {name}, and it has neither classes nor an empty default")
     return conditions
@@ -149,20 +141,10 @@ def recalibrate(
         str(folder), "a calibration is for velocities, but a student of few steps predicts means over steps"
     )
     if record.training_calibration:
-        raise HddmError(
-            f"{folder}: was trained together with its calibration, which must not change; there is "
-            f"nothing to calibrate"
-        )
+        raise HddmError(f"{folder}: was trained together with its calibration, which must not change")
     field = field_of(expert.read(torch.float32))
     if shard_folder is None:
-        if field.noise_range != WHOLE:
-            raise HddmError(f"{folder}: covers only a part of t, so it cannot sample alone; pass --data")
-        if num_images < FEW_IMAGES:
-            warnings.warn(
-                f"{num_images} samples are few for a calibration; the default is {NUM_IMAGES}",
-                stacklevel=2,
-            )
-        calibration = _on_native_samples(folder, record, field, seed, num_images, steps)
+        calibration = _on_native_samples(folder, field, seed, num_images, steps)
     else:
         shard = open_shard(shard_folder)
         check_fit(shard, record, field.network)
@@ -171,6 +153,26 @@ def recalibrate(
         if (doubt := misread(field, shard, seed)) is not None:
             warnings.warn(f"{folder}: {doubt}", stacklevel=2)
     put_into(folder, record, FILE_NAME, calibration.save)
+
+
+def _on_native_samples(folder: Path, field: VelocityField, seed: int, num: int, steps: int) -> Calibration:
+    if field.noise_range != WHOLE:
+        raise HddmError(f"{folder}: covers only a part of t, so it cannot sample alone; pass --data")
+    if num < FEW_IMAGES:
+        text = f"{num} samples are few for a calibration; the default is {NUM_IMAGES}"
+        warnings.warn(text, stacklevel=3)
+    try:
+        conditions = native_conditions(field, num, seed)
+    except HddmError as error:
+        raise HddmError(f"{folder}: {error}; pass --data") from error
+    with Progress(num, "sample") as progress:
+        images = native_samples(field, num, seed, steps, conditions, on_batch=progress)
+    if not images.isfinite().all():
+        raise HddmError(f"{folder}: its samples are not finite; pass --data, or more --steps than {steps}")
+    with Progress(LEVELS * STATES, "calibrate", " states") as progress:
+        calibration = calibrate(field.velocity, images, conditions, seed, on_batch=progress)
+    origin = {"data": "native samples", "images": str(num), "seed": str(seed), "steps": str(steps)}
+    return replace(calibration, record=origin)
 
 
 def put_into(folder: Path, record: ExpertRecord, name: str, save: Callable[[Path], None]) -> None:
@@ -208,26 +210,3 @@ def _link_all(folder: Path, draft: Path) -> None:
             (draft / name).mkdir()
         else:
             link_or_copy(path, draft / name)
-
-
-def _on_native_samples(
-    folder: Path,
-    record: ExpertRecord,
-    field: VelocityField,
-    seed: int,
-    num: int,
-    steps: int,
-) -> Calibration:
-    try:
-        conditions = native_conditions(field, num, seed)
-    except HddmError as error:
-        remedy = ": pass --data" if record.space == "pixels" else ""
-        raise HddmError(f"{folder}: {error}{remedy}") from error
-    with Progress(num, "sample") as progress:
-        images = native_samples(field, num, seed, steps, conditions, on_batch=progress)
-    if not images.isfinite().all():
-        raise HddmError(f"{folder}: its samples are not finite; pass --data, or more --steps than {steps}")
-    origin = {"data": "native samples", "images": str(num), "seed": str(seed), "steps": str(steps)}
-    with Progress(LEVELS * STATES, "calibrate", " states") as progress:
-        calibration = calibrate(field.velocity, images, conditions, seed, on_batch=progress)
-    return replace(calibration, record=origin)

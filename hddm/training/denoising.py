@@ -1,4 +1,4 @@
-"""Denoising errors of an expert by noise level, compared with a Gaussian model's and those of v = 0.
+"""Denoising errors of an expert by noise level, compared with a Gaussian model and with v = 0.
 
 At time t of the common path, x_t = (1 - t) x_0 + t eps, the error of a velocity v is
 
@@ -27,7 +27,7 @@ from hddm.calibration import START
 from hddm.data.shards import Shard
 from hddm.experts.records import Expert
 from hddm.schedules import CosineSchedule, DiscreteSchedule, LinearSchedule, Schedule, from_diffusers
-from hddm.training.expert import conditions_at, conditions_of
+from hddm.training.fitting import conditions_at, conditions_of, spread
 from hddm.training.objectives import TIME_SCALE
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import generator
@@ -87,25 +87,23 @@ def denoising(
     seed: int = 0,
     alone: VelocityField | None = None,
 ) -> Denoising:
-    """Measure ``field`` at those of `TIMES` and `LATE_TIMES` that it covers, with the same noise for all.
+    """Measure ``field`` at the `TIMES` and `LATE_TIMES` that it covers, with the same noise for all.
 
     ``images`` (N, C, H, W), float32, are in the expert's units; ``conditions`` are (N, …) by keyword;
     ``alone`` is the expert without its calibration. Fewer than 2 images raise `HddmError`.
     """
-    number = len(images)
-    if number < 2:
-        raise HddmError(f"denoising needs at least 2 images, not {number}")
-    noise = generator(seed, _STREAM)
+    if len(images) < 2:
+        raise HddmError(f"denoising needs at least 2 images, not {len(images)}")
+    noise, given = generator(seed, _STREAM), conditions or {}
     low, high = field.noise_range
     times, ends = [low + (high - low) * share for share in TIMES], [t for t in LATE_TIMES if low <= t <= high]
     early = torch.tensor([time < START for time in times])
-    levels, late = (_errors(field, images, conditions or {}, one, noise) for one in (times, ends))
-    gains = levels[:, 1] - levels[:, 0]
-    lows = gains[early]
+    levels, late = (_errors(field, images, given, one, noise) for one in (times, ends))
+    lows = levels[early]
     if not early.any():
-        errors = _errors(alone or field, images, conditions or {}, times[:LOWEST], noise)
-        lows = errors[:, 1] - errors[:, 0]
-    return Denoising(_levels(times, levels), *_mean(gains), *_mean(lows), _levels(ends, late))
+        lows = _errors(alone or field, images, given, times[:LOWEST], noise)
+    gains = [_mean(errors[:, 1] - errors[:, 0]) for errors in (levels, lows)]
+    return Denoising(_levels(times, levels), *gains[0], *gains[1], _levels(ends, late))
 
 
 def _errors(
@@ -121,8 +119,7 @@ def _errors(
     variance = (images.double() - total / number).square().sum().item() / ((number - 1) * images[0].numel())
     errors = torch.zeros(len(times), 3, number, dtype=torch.float64)
     velocity: Callable[..., Tensor] = field.velocity
-    for start in range(0, number, _BATCH):
-        rows = slice(start, start + _BATCH)
+    for rows in torch.arange(number).split(_BATCH):
         x_0 = images[rows]
         others = ((total - x_0.double()) / (number - 1)).float()
         given = {name: value[rows].to(field.device) for name, value in conditions.items()}
@@ -131,13 +128,10 @@ def _errors(
             x_t, target = (1 - time) * x_0 + time * eps, eps - x_0
             t = torch.full((len(x_0),), time, dtype=torch.float64, device=field.device)
             gain = (time - (1 - time) * variance) / ((1 - time) ** 2 * variance + time**2)
-            velocities = (
-                velocity(x_t.to(field.device), t, **given).cpu(),
-                gain * (x_t - (1 - time) * others) - others,
-                torch.zeros_like(target),
-            )
-            for index, v in enumerate(velocities):
-                errors[place, index, rows] = (v - target).double().square().flatten(1).mean(1)
+            v = velocity(x_t.to(field.device), t, **given).cpu()
+            gauss = gain * (x_t - (1 - time) * others) - others
+            for index, each in enumerate((v, gauss, torch.zeros_like(target))):
+                errors[place, index, rows] = (each - target).double().square().flatten(1).mean(1)
     return errors
 
 
@@ -162,7 +156,7 @@ UNCALIBRATED = "it has no calibration; hddm calibrate fits one"
 class Judged:
     """Errors on ``images`` images, the ``problems`` that they show, and ``notes`` for the user.
 
-    ``unconditional`` are errors with null values for all conditions, None where there are none.
+    ``unconditional`` are errors with null values for all conditions, None for an expert without conditions.
     """
 
     images: int = 0
@@ -173,7 +167,7 @@ class Judged:
 
 
 def judge(expert: Expert, field: VelocityField, shard: Shard, seed: int) -> Judged:
-    """Compare the errors of an expert with those of a Gaussian and of v = 0.
+    """Compare an expert with a Gaussian and with v = 0.
 
     - They must be below a Gaussian's by `SURE` deviations, over all noise levels and where the network stands
       alone; without conditions too, since guidance needs that, unless it was trained without condition
@@ -185,7 +179,7 @@ def judge(expert: Expert, field: VelocityField, shard: Shard, seed: int) -> Judg
 
     Raises `HddmError` for classes other than its own, and for fewer than 2 images.
     """
-    rows = _spread(shard, IMAGES)
+    rows = spread(shard, IMAGES)
     given, images = conditions_at(rows, conditions_of(shard, field), shard, field), shard.take(rows)
     alone = copy.copy(field)
     if not expert.facts.training_calibration:
@@ -217,10 +211,6 @@ def judge(expert: Expert, field: VelocityField, shard: Shard, seed: int) -> Judg
     if (other := misread(alone, shard, seed)) is not None:
         problems.insert(0, other)
     return Judged(len(rows), found, unconditional, tuple(problems), tuple(notes))
-
-
-def _spread(shard: Shard, most: int) -> Tensor:
-    return torch.linspace(0, len(shard) - 1, min(len(shard), most)).round().long()
 
 
 def usual_schedules() -> list[Schedule]:
@@ -263,7 +253,7 @@ def misread(field: VelocityField, shard: Shard, seed: int) -> str | None:
     recorded one's, as surely as four deviations are, by Student's distribution over images. Of several as
     good, the one most like the record is named; of a single image none. Raises `HddmError` as `judge`.
     """
-    rows, (low, high) = _spread(shard, READ_IMAGES), field.noise_range
+    rows, (low, high) = spread(shard, READ_IMAGES), field.noise_range
     if len(rows) < 2:
         return None
     given, images = conditions_at(rows, conditions_of(shard, field), shard, field), shard.take(rows)
@@ -322,27 +312,19 @@ def _doubts(found: Denoising, images: int, is_calibrated: bool) -> list[str]:
     """Return the first objection, if any, to an expert with these errors on so many images."""
     if not math.isfinite(found.expert):
         return ["its velocities are not finite"]
+    wrong = "trained, or its record is wrong about what it predicts"
     if found.margin <= 0:
-        cause = "it is untrained, or its record is wrong about what it predicts"
-        if not is_calibrated and found.low > 0:
-            cause = UNCALIBRATED
-        return [
-            f"it denoises no better than a Gaussian: error {found.expert:.4f}, the Gaussian's "
-            f"{found.gaussian:.4f}; {cause}"
-        ]
+        cause = UNCALIBRATED if not is_calibrated and found.low > 0 else f"it is un{wrong}"
+        errors = f"error {found.expert:.4f}, the Gaussian's {found.gaussian:.4f}"
+        return [f"it denoises no better than a Gaussian: {errors}; {cause}"]
     alone = "up to t = 0.5, where its network stands alone, its error is"
     if found.levels[0].t >= START:
         alone = f"up to t = {found.levels[:LOWEST][-1].t:g}, without its calibration, its error is"
     if found.low <= 0:
-        return [
-            f"{alone} {-found.low:.4f} above a Gaussian's; it is hardly trained, or its record is wrong "
-            f"about what it predicts"
-        ]
+        return [f"{alone} {-found.low:.4f} above a Gaussian's; it is hardly {wrong}"]
     remedy = f"take more held-out images than {images}" if images < IMAGES else "train it for longer"
-    for subject, gain, deviation in (
-        ("its error is", found.margin, found.deviation),
-        (alone, found.low, found.low_deviation),
-    ):
+    whole, low = (found.margin, found.deviation), (found.low, found.low_deviation)
+    for subject, (gain, deviation) in (("its error is", whole), (alone, low)):
         if not gain >= SURE * deviation:
             below = f"{gain:.4f} ± {deviation:.4f} below a Gaussian's"
             return [f"{subject} {below}, so it is not shown to be better; {remedy}"]

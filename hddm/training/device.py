@@ -5,7 +5,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from hddm.training.settings import LoopSettings
+from hddm.training.settings import Recipe
 from hddm.utils.errors import HddmError
 
 
@@ -21,62 +21,49 @@ class Device:
     """Hardware of one training; within its block torch's generators and thread count are the training's own.
 
     With several processes (``accelerate launch``) each takes its share of every batch, and gradients are
-    averaged; with ``settings.fsdp`` each also keeps only its part of the weights (`split`). Missing hardware
+    averaged; with ``recipe.fsdp`` each also keeps only its part of the weights (`split`). Missing hardware
     or precision, or a batch that does not divide, raises `HddmError`.
     """
 
-    def __init__(self, settings: LoopSettings) -> None:
+    def __init__(self, recipe: Recipe) -> None:
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState
 
         there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-        if not there.get(settings.device, True):
-            raise HddmError(f"--device {settings.device}: not available; use cpu")
-        is_on_cpu = settings.device == "cpu" or not any(there.values())
-        if settings.mixed_precision == "fp16" and is_on_cpu:
+        if not there.get(recipe.device, True):
+            raise HddmError(f"--device {recipe.device}: not available; use cpu")
+        is_on_cpu = recipe.device == "cpu" or not any(there.values())
+        if recipe.mixed_precision == "fp16" and is_on_cpu:
             raise HddmError("--mixed-precision fp16 needs a GPU; on a CPU use bf16 or no")
         # A process may train twice, with another precision.
         AcceleratorState._reset_state()
         self._accelerator = Accelerator(
-            mixed_precision=settings.mixed_precision,
-            cpu=settings.device == "cpu",
+            mixed_precision=recipe.mixed_precision,
+            cpu=recipe.device == "cpu",
             step_scheduler_with_optimizer=False,
         )
-        self._threads = settings.threads
+        self.target: torch.device = self._accelerator.device
+        self.processes = int(self._accelerator.num_processes)
+        self.is_main = bool(self._accelerator.is_main_process)
+        self._threads = recipe.threads
         self.scaler: torch.amp.GradScaler = self._accelerator.scaler or torch.amp.GradScaler(enabled=False)
         """Scales losses in fp16; in other precisions it is not enabled and does nothing."""
-        parts = self.processes * settings.gradient_accumulation_steps
-        if settings.batch_size % parts:
-            raise HddmError(
-                f"--batch-size {settings.batch_size} does not divide over {self.processes} processes with "
-                f"{settings.gradient_accumulation_steps} parts each; use a multiple of {parts}"
-            )
-        self._splits = settings.fsdp and self.processes > 1
+        parts = self.processes * recipe.gradient_accumulation_steps
+        if recipe.batch_size % parts:
+            text = f"must be a multiple of {parts}, for {self.processes} processes with equal parts"
+            raise HddmError(f"--batch-size {recipe.batch_size}: {text}")
+        self._splits = recipe.fsdp and self.processes > 1
         self._inside = contextlib.ExitStack()
 
     def __enter__(self) -> "Device":
         devices = [self.target.index or 0] if self.target.type == "cuda" else []
         self._inside.enter_context(torch.random.fork_rng(devices=devices))
-        if self._threads is not None:
-            self._inside.callback(torch.set_num_threads, torch.get_num_threads())
-            torch.set_num_threads(self._threads)
+        self._inside.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(self._threads)
         return self
 
     def __exit__(self, *ended: object) -> None:
         self._inside.close()
-
-    @property
-    def target(self) -> torch.device:
-        device: torch.device = self._accelerator.device
-        return device
-
-    @property
-    def processes(self) -> int:
-        return int(self._accelerator.num_processes)
-
-    @property
-    def is_main(self) -> bool:
-        return bool(self._accelerator.is_main_process)
 
     def place(self, network: nn.Module) -> Callable[[], object]:
         """Move ``network`` here, whole or its part of it; return what brings it back to the CPU, whole."""
@@ -121,9 +108,8 @@ class Device:
         from accelerate.utils import AutocastKwargs
 
         # Kept copies in lower precision would be of whole weights.
-        kept = AutocastKwargs(cache_enabled=not self._splits)
-        block: contextlib.AbstractContextManager[None] = self._accelerator.autocast(kept)
-        return block
+        block = self._accelerator.autocast(AutocastKwargs(cache_enabled=not self._splits))
+        return cast(contextlib.AbstractContextManager[None], block)
 
     def backward(self, loss: Tensor) -> None:
         """Compute gradients of ``loss``, scaled in fp16."""
@@ -174,9 +160,10 @@ def split(network: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
     its block computes: an element of a list of modules of the network, or the rest. The network stays the
     same object. All processes call what is returned, and have whole parameters on the CPU afterwards.
     """
+    # Hooks and parameters are kept in dictionaries of a module, which are changed in place.
     before: list[tuple[nn.Module, type, dict[str, Any]]] = [
-        (module, type(module), {key: _copied(value) for key, value in vars(module).items()})
-        for module in network.modules()
+        (one, type(one), {k: copy.copy(v) if isinstance(v, dict) else v for k, v in vars(one).items()})
+        for one in network.modules()
     ]
     lists = [child for child in network.children() if isinstance(child, nn.ModuleList)]
     for module in (*itertools.chain.from_iterable(lists), network):
@@ -200,11 +187,6 @@ def split(network: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
         network.to("cpu")
 
     return join
-
-
-def _copied(value: object) -> object:
-    # Hooks and parameters are kept in dictionaries of a module, which are changed in place.
-    return copy.copy(value) if isinstance(value, dict) else value
 
 
 def whole(value: Tensor) -> Tensor:

@@ -33,20 +33,21 @@ from hddm.experts.records import (
     field_of,
     joint_licence,
     null_conditions,
-    read_expert,
     save_expert,
 )
 from hddm.networks.folders import sha256_once
 from hddm.networks.transformers import ExpertTransformer
-from hddm.training.expert import begun_with, calibrated, check_fit, new_network, new_record
-from hddm.training.loop import Fitted, Inputs, OnStep, Task, completed, train
+from hddm.training.expert import begun_with, check_fit, data_of, new_record, read_init, transformer_of
+from hddm.training.fitting import calibrated, labels_of
+from hddm.training.loop import Fitted, Inputs, OnStep, Task, train
 from hddm.training.mean_flow import SECOND_STAGE, TRAJECTORIES, MeanFlow, Trajectories, solve
 from hddm.training.objectives import Objective, drawing, objective_of
-from hddm.training.resume import data_of, is_complete
-from hddm.training.settings import DistillSettings, RunOptions
+from hddm.training.recipe import Start, resolve
+from hddm.training.resume import recipe_before
+from hddm.training.settings import DenoiserFields, DistillRecipe, DistillSettings, ExpertRecipe, RunOptions
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, UsageError, asked
-from hddm.utils.records import MANIFEST
+from hddm.utils.records import MANIFEST, WHOLE
 from hddm.utils.tensors import append_dims, generator
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,11 @@ class Teacher:
     def classes(self) -> tuple[str, ...]:
         """Names of the classes that its experts take labels of; empty where none does."""
         return next((one.facts.classes for one in self.opened.experts if one.facts.classes), ())
+
+    @property
+    def strategy(self) -> str | None:
+        """Strategy by which it mixes; None if each shard has its own expert."""
+        return self.record.get("strategy")
 
 
 def open_teacher(
@@ -94,56 +100,41 @@ def open_teacher(
     if kind == "routed":
         opened = _mixing(folder, opened, strategy)
     names = [member.folder for member in opened.facts.experts]
-    experts = dict(zip(names, opened.experts, strict=True))
-    for name, expert in experts.items():
+    for name, expert in zip(names, opened.experts, strict=True):
         _check_conditions(f"{folder / name}", expert.facts, union, condition_dropout)
     check_fit(union, opened.experts[0].facts, opened.experts[0].network)
-    expert_of_shard = None
-    if kind == "shard":
-        expert_of_shard = _by_shard(folder, experts, shards)
+    hashes = [one.facts.shard and one.facts.shard.hash for one in opened.experts]
     record: dict[str, Any] = {
         "ensemble": folder.resolve().name,
         "kind": kind,
         "experts": {
-            name: {
-                "files": {} if one.folder is None else _files(one.folder),
-                "shard": one.facts.shard and one.facts.shard.hash,
-            }
-            for name, one in experts.items()
+            name: {"files": {} if one.folder is None else _files(one.folder), "shard": own}
+            for name, one, own in zip(names, opened.experts, hashes, strict=True)
         },
     }
     if kind == "routed":
         record["strategy"] = opened.facts.strategy
         if opened.facts.learned is not None:
             record["router"] = _files(folder / opened.facts.learned)
-    return Teacher(opened, expert_of_shard, record)
-
-
-def _by_shard(folder: Path, experts: dict[str, Expert], shards: Sequence[Shard]) -> Tensor:
-    """Return the index (shards,) of each shard's expert."""
-    stated = [one.facts.shard and one.facts.shard.hash for one in experts.values()]
-    missing = [one for one in shards if one.hash not in stated]
+        return Teacher(opened, None, record)
+    missing = [f"{one.folder}: no expert was trained on it" for one in shards if one.hash not in hashes]
     if missing:
-        lines = [f"{one.folder} ({one.hash[:12]}): no expert was trained on it" for one in missing]
-        lines += [
-            f"{folder / name}: records no shard" for name, one in experts.items() if one.facts.shard is None
-        ]
-        raise HddmError(
-            f"{folder}: --teacher shard needs the expert of every shard; pass their partition, or "
-            f"--teacher routed",
-            lines,
-        )
-    places = {one: k for k, one in enumerate(stated)}
-    return torch.tensor([places[one.hash] for one in shards])
+        known = zip(names, hashes, strict=True)
+        missing += [f"{folder / name}: records no shard" for name, own in known if own is None]
+        text = "--teacher shard needs the expert of every shard; pass their partition, or --teacher routed"
+        raise HddmError(f"{folder}: {text}", missing)
+    # The last of several experts of one shard.
+    places = {own: k for k, own in enumerate(hashes)}
+    return Teacher(opened, torch.tensor([places[one.hash] for one in shards]), record)
 
 
 def _mixing(folder: Path, opened: OpenedEnsemble, strategy: str | None) -> OpenedEnsemble:
     """An ensemble with the strategy by which it mixes as a teacher."""
-    facts = opened.facts
-    if facts.router is None and len(opened.experts) > 1:
+    facts, is_alone = opened.facts, len(opened.experts) == 1
+    if facts.router is None and not is_alone:
         raise HddmError(f"{folder}: --teacher routed needs its router, and it has none; use --teacher shard")
     keeps_one = Strategy.parse(facts.strategy).kind in ("draw", "commit")
-    if strategy is None and keeps_one and len(opened.experts) > 1:
+    if strategy is None and keeps_one and not is_alone:
         log.info("%s: keeps one expert per sample; the student learns their full mixture", folder)
     chosen = strategy or ("full" if keeps_one else facts.strategy)
     with asked():
@@ -154,26 +145,19 @@ def _mixing(folder: Path, opened: OpenedEnsemble, strategy: str | None) -> Opene
 def _check_conditions(name: str, record: ExpertRecord, shard: Shard, dropout: float) -> None:
     """Refuse an expert, named ``name`` in errors, whose conditions a student of ``shard`` cannot learn."""
     record.refuse_student(name, "name the ensemble that it learned from as the teacher")
-    others = [condition for condition in record.conditions if condition != LABELS]
-    if others:
+    if others := [condition for condition in record.conditions if condition != LABELS]:
         raise HddmError(f"{name}: takes {', '.join(others)}; a student can learn classes, but not text")
     if LABELS not in record.conditions:
         return
-    if shard.labels is None or shard.classes != record.classes:
-        raise HddmError(
-            f"{shard.folder}: its classes are {list(shard.classes)}, those of {name} {list(record.classes)}"
-        )
+    labels_of(shard, record.classes, name)
     if dropout and record.null_class != len(record.classes):
-        raise HddmError(
-            f"{name}: null class {record.null_class} is not {len(record.classes)}; pass --condition-dropout 0"
-        )
+        raise HddmError(f"{name}: null class {record.null_class} is not the last; pass --condition-dropout 0")
 
 
 def _files(folder: Path) -> dict[str, str]:
     """Hash the files that determine a model's velocity: SHA-256 of weights, calibration, records by name."""
-    kept = (path for path in folder.iterdir() if path.suffix in (".safetensors", ".json"))
-    paths = sorted(path for path in kept if path.name != MANIFEST and not path.name.startswith("."))
-    return {path.name: sha256_once(path) for path in paths}
+    paths = sorted(path for path in folder.glob("[!.]*") if path.suffix in (".safetensors", ".json"))
+    return {path.name: sha256_once(path) for path in paths if path.name != MANIFEST}
 
 
 def distill(
@@ -202,162 +186,119 @@ def distill(
             and for an ``init`` that is no flow expert of such samples and classes.
         Stopped: after a signal, with the run saved.
     """
-    folders = find_shards(shards_folder)
-    data = data_of(folders)
-    if is_complete(out, EXPERT_FILE, run, overwrite):
-        return []
-    shards = [open_shard(folder) for folder in folders]
+    before = recipe_before(out, EXPERT_FILE, run, overwrite)
+    shards = [open_shard(folder) for folder in find_shards(shards_folder)]
     union = joined(shards, shards_folder)
     teacher = open_teacher(
         ensemble_folder, union, shards, settings.teacher, settings.condition_dropout, settings.strategy
     )
-    if init is not None:
-        settings = settings.model_copy(update={"prediction": None, "rotary": None})
-    elif settings.sampling_steps is not None:
+    started, begun = (None, {}) if init is None else (read_init(init), begun_with(init))
+    if started is None and settings.sampling_steps is not None:
         raise UsageError("--sampling-steps: a student of few steps begins with an expert; pass --init")
-    settings = completed(settings, out, run, is_new=init is None)
-    as_expert = settings.as_expert(bool(teacher.classes))
-    started, begun = (None, {}) if init is None else (_read_init(init), begun_with(init))
-    prediction = settings.prediction if started is None else started.facts.prediction_type
-    learned = as_expert.model_copy(update={"prediction": prediction, "weighting": "velocity"})
+    start = Start() if started is None else Start.of(started.network, started.facts.prediction_type)
+    recipe = resolve(DistillRecipe, settings, replace(start, strategy=teacher.strategy), before)
+    learned = _as_expert(recipe, bool(teacher.classes))
     objective = objective_of(learned)
-    record = new_record(union, as_expert, objective)
-    licences = [one.facts.licence for one in teacher.opened.experts]
-    given = {LABELS: union.labels} if teacher.classes and union.labels is not None else {}
+    record = new_record(union, learned, objective)
+    labels = {LABELS: union.labels} if teacher.classes and union.labels is not None else {}
     if started is None:
-        classes = len(teacher.classes) or None
-        network: nn.Module = new_network(
-            ExpertTransformer,
-            settings.size,
-            union.shape,
-            settings.seed,
-            num_classes=classes,
-            rotary=bool(settings.rotary),
-        )
+        network: nn.Module = transformer_of(recipe, record)
     else:
         _check_start(f"--init {init}", started.facts, record)
         network = started.network.requires_grad_(True)
-        licences.append(started.facts.licence)
-    added = {"shift": teacher.opened.facts.shift, "licence": joint_licence(licences)}
-    record = record.model_copy(update=added)
-    draw = drawing(union, objective, as_expert, given, null_conditions(record.null_class))
-    expert_of_sample = None
+    licences = [one.facts.licence for one in (*teacher.opened.experts, *filter(None, [started]))]
+    added = {"shift": teacher.opened.facts.shift, "sampling_steps": recipe.sampling_steps}
+    record = record.model_copy(update=added | {"licence": joint_licence(licences)})
+    conditions: dict[str, Tensor] = dict(labels)
     if teacher.expert_of_shard is not None:
         counts = torch.tensor([len(shard) for shard in shards])
-        expert_of_sample = teacher.expert_of_shard.repeat_interleave(counts)
-
-    def drawn(rows: Tensor, noise: torch.Generator, own: slice) -> Inputs:
-        inputs = draw(rows, noise, own)
-        return inputs if expert_of_sample is None else inputs | {"expert": expert_of_sample[rows[own]]}
-
+        conditions["expert"] = teacher.expert_of_shard.repeat_interleave(counts)
     on = functools.partial(teacher.opened.on, dtype=torch.float32)
     key = (len(shards), 1)
-    if settings.sampling_steps is None:
-        task = Task(network, len(union), drawn, matching(on, objective), key, is_new=init is None)
+    if recipe.sampling_steps is None:
+        draw = drawing(union, objective, learned, conditions, null_conditions(record.null_class))
+        task = Task(network, len(union), draw, matching(on, objective), key)
     else:
         network = with_interval(network, f"--init {init}")
-        record = record.model_copy(update={"sampling_steps": settings.sampling_steps})
-        learned_from = given | ({} if expert_of_sample is None else {"expert": expert_of_sample})
-        _check_told(learned_from)
-        if settings.guidance_scale != 1 and LABELS not in given:
-            raise UsageError(
-                f"--guidance-scale {settings.guidance_scale:g}: the teacher takes no classes to guide by; "
-                "drop the option"
-            )
-        solved = functools.partial(_solved, settings, union, learned_from, record)
-        flow = MeanFlow(on, record.prediction_type, settings.sampling_steps, settings.guidance_scale, solved)
-        task = Task(
-            network,
-            settings.trajectories,
-            flow.draw,
-            flow.loss,
-            key,
-            is_new=False,
-            prepare=flow.prepare,
-            second_loss=(SECOND_STAGE, flow.second_loss) if settings.sampling_steps == 1 else None,
-        )
+        solved = _solving(recipe, record, union, conditions)
+        steps, number = recipe.sampling_steps, recipe.trajectories
+        flow = MeanFlow(on, record.prediction_type, steps, recipe.guidance_scale, solved)
+        second = (SECOND_STAGE, flow.second_loss) if steps == 1 else None
+        task = Task(network, number, flow.draw, flow.loss, key, prepare=flow.prepare, second_loss=second)
 
-    def write(draft: Path, fitted: Fitted, used: DistillSettings) -> None:
+    def write(draft: Path, fitted: Fitted) -> None:
         network.requires_grad_(False)
-        training = fitted.record(used, begun) | {"teacher": teacher.record}
+        training = fitted.record(recipe, begun) | {"teacher": teacher.record}
         student = Expert(network, record.model_copy(update={"training": training}), None)
-        if settings.sampling_steps is None:
-            student = calibrated(student, union, given, settings.seed, fitted.device)
+        if recipe.sampling_steps is None:
+            student = calibrated(student, union, labels, recipe.seed, fitted.device)
         save_expert(draft, student)
 
-    data |= {"teacher": teacher.record, **begun}
-    watch = watching(field_of(Expert(network, record, None)), union, as_expert)
-    return train(task, settings, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
+    data = {**data_of(shards), "teacher": teacher.record, **begun}
+    watch = watching(field_of(Expert(network, record, None)), union, learned.conditions)
+    return train(task, recipe, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
 
 
-def _solved(
-    settings: DistillSettings,
-    union: Shard,
-    given: Mapping[str, Tensor],
-    record: ExpertRecord,
-    teacher: Ensemble,
-    file: Path | None,
-) -> Trajectories:
-    """Trajectories under conditions of random samples of the data, of ``given`` (N,), or their null."""
-    draws = generator(settings.seed, TRAJECTORIES)
-    rows = torch.randint(len(union), (settings.trajectories,), generator=draws)
-    conditions = {name: value[rows] for name, value in given.items()}
-    if LABELS in conditions:
-        assert record.null_class is not None
-        is_dropped = torch.rand(len(rows), generator=draws) < settings.condition_dropout
-        conditions[LABELS] = torch.where(is_dropped, record.null_class, conditions[LABELS])
-    shape = record.sample_shape
-    return solve(teacher, len(rows), settings.seed, shape, conditions, settings.guidance_scale, file)
+def _as_expert(recipe: DistillRecipe, class_conditional: bool) -> ExpertRecipe:
+    """Return the recipe of the flow expert that a student is, learned by the error of its velocity."""
+    same = recipe.model_dump(include=set(DenoiserFields.model_fields))
+    own = {"objective": "flow", "class_conditional": class_conditional, "weighting": "velocity"}
+    return ExpertRecipe.model_validate(same | own | {"noise_range": WHOLE, "weak_at": 0.0})
 
 
-def _check_told(given: Mapping[str, Tensor]) -> None:
+def _solving(
+    recipe: DistillRecipe, record: ExpertRecord, union: Shard, conditions: Mapping[str, Tensor]
+) -> Callable[[Ensemble, Path | None], Trajectories]:
+    """Return what solves a teacher's trajectories, under conditions of random samples of the ``union``.
+
+    ``conditions`` (N,) are those of all samples; labels are dropped as in training.
+    """
+    _require_expert_by_class(conditions)
+    if recipe.guidance_scale != 1 and LABELS not in conditions:
+        raise UsageError("--guidance-scale: the teacher takes no classes to guide by; drop the option")
+
+    def solved(teacher: Ensemble, file: Path | None) -> Trajectories:
+        draws = generator(recipe.seed, TRAJECTORIES)
+        rows = torch.randint(len(union), (recipe.trajectories,), generator=draws)
+        chosen = {name: value[rows] for name, value in conditions.items()}
+        if record.null_class is not None:
+            is_dropped = torch.rand(len(rows), generator=draws) < recipe.condition_dropout
+            chosen[LABELS] = torch.where(is_dropped, record.null_class, chosen[LABELS])
+        shape, scale = record.sample_shape, recipe.guidance_scale
+        return solve(teacher, len(rows), recipe.seed, shape, chosen, scale, file)
+
+    return solved
+
+
+def _require_expert_by_class(given: Mapping[str, Tensor]) -> None:
     """Refuse an ``expert`` of each sample (N,) that its label (N,) does not tell."""
     if (expert := given.get("expert")) is None or len(expert.unique()) == 1:
         return
     labels = given.get(LABELS, torch.zeros_like(expert))
     if len(torch.stack([labels, expert]).unique(dim=1).T) > len(labels.unique()):
-        raise UsageError(
-            "--teacher shard: noise and class do not tell the shard here, and a student of few steps "
-            "would learn the mean of its experts' images; use --teacher routed"
-        )
+        text = "noise and class do not tell the shard here, so experts would be averaged"
+        raise UsageError(f"--teacher shard: {text}; use --teacher routed")
 
 
 def with_interval(network: nn.Module, name: str) -> ExpertTransformer:
     """A network that takes intervals too, with the weights of ``network``; refuses another class."""
     if not isinstance(network, ExpertTransformer):
-        raise HddmError(
-            f"{name}: --sampling-steps needs hddm's own transformer, and it is a {type(network).__name__}; "
-            "begin with an expert that was trained here"
-        )
-    config = {key: value for key, value in network.config.items() if not key.startswith("_")}
+        text = f"--sampling-steps needs hddm's own transformer, and it is a {type(network).__name__}"
+        raise HddmError(f"{name}: {text}; begin with an expert that was trained here")
+    arguments = {key: value for key, value in network.config.items() if not key.startswith("_")}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        wider: ExpertTransformer = ExpertTransformer(**config | {"interval": True})
+        wider: ExpertTransformer = ExpertTransformer(**arguments | {"interval": True})
     wider.load_state_dict(wider.state_dict() | network.state_dict())
     return wider
-
-
-def _read_init(init: Path) -> Expert:
-    if not (init / EXPERT_FILE).is_file():
-        raise UsageError(f"--init {init}: not an expert folder; name one expert, such as one of the ensemble")
-    return read_expert(init)
 
 
 def _check_start(name: str, start: ExpertRecord, record: ExpertRecord) -> None:
     """Refuse a ``start``, named ``name`` in errors, that does not agree with the student's ``record``."""
     start.refuse_student(name, "begin with the expert that it began with")
-    qualities: dict[str, Callable[[ExpertRecord], Any]] = {
-        "schedule": lambda one: one.schedule,
-        "time scale": lambda one: one.time_scale,
-        "samples": lambda one: (one.space, *one.sample_shape),
-        "conditions": lambda one: one.conditions,
-        "classes": lambda one: one.classes,
-    }
-    lines = [
-        f"{quality}: {of(start)}, and the student's is {of(record)}"
-        for quality, of in qualities.items()
-        if of(start) != of(record)
-    ]
+    qualities = ("schedule", "time_scale", "space", "sample_shape", "conditions", "classes")
+    pairs = {one: (getattr(start, one), getattr(record, one)) for one in qualities}
+    lines = [f"{one}: {own}, and the student's is {its}" for one, (own, its) in pairs.items() if own != its]
     if start.training_calibration:
         lines.append("trained together with its calibration, which a student does not have")
     if lines:

@@ -1,18 +1,14 @@
 """Train one expert alone on its shard; check, condition and calibrate any expert on a shard."""
 
-import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch
 from diffusers import ModelMixin
-from torch import Tensor, nn
 
-from hddm.calibration import LEVELS, STATES, Calibration
-from hddm.data.shard_records import MIN_IMAGES
+from hddm.conditions import LABELS
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.lora import ADAPTER_WEIGHTS
 from hddm.experts.records import (
@@ -22,6 +18,7 @@ from hddm.experts.records import (
     ShardRecord,
     field_of,
     null_conditions,
+    read_expert,
     save_expert,
     unread_as,
 )
@@ -29,16 +26,15 @@ from hddm.networks.folders import WEIGHTS, Unread
 from hddm.networks.transformers import ExpertTransformer
 from hddm.networks.wrappers import text_width
 from hddm.schedules import Schedule, declared_prediction_type, from_diffusers
-from hddm.training.fitting import calibrate
-from hddm.training.loop import Fitted, OnStep, Task, completed, train
+from hddm.training.fitting import calibrated
+from hddm.training.loop import Fitted, OnStep, Task, train
 from hddm.training.objectives import Objective, check_conditions, drawing, loss_of, objective_of
-from hddm.training.resume import expert_data, is_complete
-from hddm.training.settings import TEXT, ExpertSettings, Prediction, RunOptions, size_config
+from hddm.training.recipe import Start, resolve
+from hddm.training.resume import encoding_of, recipe_before
+from hddm.training.settings import TEXT, DistillRecipe, ExpertRecipe, ExpertSettings, RunOptions, size_config
 from hddm.training.watching import watching
-from hddm.utils.errors import HddmError, UsageError, counted
+from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import sha256_of
-from hddm.utils.progress import Progress
-from hddm.velocity import VelocityField
 
 DEFAULT_SCHEDULE = "default of the objective"
 Network = TypeVar("Network", bound=ModelMixin)
@@ -50,8 +46,8 @@ def train_expert(
     shard_folder: Path,
     out: Path,
     settings: ExpertSettings,
-    schedule: Schedule | None = None,
-    schedule_source: str = DEFAULT_SCHEDULE,
+    schedule: Schedule | Path | None = None,
+    schedule_source: str | None = None,
     overwrite: bool = False,
     on_step: OnStep | None = None,
     run: RunOptions | None = None,
@@ -59,55 +55,64 @@ def train_expert(
     """Train an expert on one shard, calibrate it there, and write its folder; return the loss of every step.
 
     Only the shard is read: no other expert's weights, gradients or data. `hddm.data.partition.partition` or
-    `hddm.data.encoding` writes it. ``schedule`` is DDPM's, cosine by default, and ``schedule_source`` its
-    origin for the record. ``on_step`` is called after each step. ``run`` says how the training is kept beside
-    ``out``, to be resumed and watched; without it nothing is kept.
+    `hddm.data.encoding` writes it. ``schedule`` is DDPM's, cosine by default, or a file with a scheduler
+    config of diffusers; ``schedule_source`` is its origin for the record, by default that file. ``on_step``
+    is called after each step. ``run`` says how the training is kept beside ``out``, to be resumed and
+    watched; without it nothing is kept.
 
     Raises:
         HddmError: for a shard that is unreadable or too small, images that do not fit the network, a run that
             differs from the one to be resumed, or losses that are not finite.
         Stopped: after a signal, with the run saved.
     """
-    settings = completed(settings, out, run)
-    objective = objective_of(settings, schedule)
-    data = expert_data(shard_folder, objective.schedule.config)
-    if is_complete(out, EXPERT_FILE, run, overwrite, settings, data):
-        return []
+    before = recipe_before(out, EXPERT_FILE, run, overwrite)
     shard = open_shard(shard_folder)
-    check_new(shard, settings)
-    record = new_record(shard, settings, objective, schedule_source)
-    null_text = {TEXT: shard.texts.null} if settings.text_conditional and shard.texts else {}
-    network = new_network(
-        ExpertTransformer,
-        settings.size,
-        shard.shape,
-        settings.seed,
-        num_classes=len(record.classes) or None,
-        text_dim=null_text[TEXT].shape[-1] if null_text else None,
-        rotary=bool(settings.rotary),
-    )
-    given = {"class_labels": shard.labels} if settings.class_conditional and shard.labels is not None else {}
-    nulls = null_conditions(record.null_class) | null_text
-    draw = drawing(shard, objective, settings, given, nulls)
+    recipe, objective = resolve_new(shard, settings, schedule, before)
+    origin = str(schedule) if isinstance(schedule, Path) else DEFAULT_SCHEDULE
+    record = new_record(shard, recipe, objective, schedule_source or origin)
+    null_text = {TEXT: shard.texts.null} if recipe.text_conditional and shard.texts else {}
+    text_dim = null_text[TEXT].shape[-1] if null_text else None
+    network = transformer_of(recipe, record, text_dim)
+    labels = {LABELS: shard.labels} if recipe.class_conditional and shard.labels is not None else {}
+    draw = drawing(shard, objective, recipe, labels, null_conditions(record.null_class) | null_text)
     loss = loss_of(objective, lambda module: module)
-    task = Task(network, len(shard), draw, loss, (shard.index,), settings.weak_step)
+    task = Task(network, len(shard), draw, loss, (shard.index,), recipe.weak_step)
 
-    def write(draft: Path, fitted: Fitted, used: ExpertSettings) -> None:
+    def write(draft: Path, fitted: Fitted) -> None:
         network.requires_grad_(False)
-        trained = record.model_copy(update={"training": fitted.record(used)})
+        trained = record.model_copy(update={"training": fitted.record(recipe)})
         expert = Expert(network, trained, None, null_text, weak_of(network, fitted))
-        save_expert(draft, calibrated(expert, shard, given, settings.seed, fitted.device))
+        save_expert(draft, calibrated(expert, shard, labels, recipe.seed, fitted.device))
 
-    watch = watching(field_of(Expert(network, record, None, null_text)), shard, settings)
-    return train(task, settings, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
+    data = {"shard": shard.hash, **encoding_of([shard.folder]), "schedule": objective.schedule.config}
+    watch = watching(field_of(Expert(network, record, None, null_text)), shard, recipe.conditions)
+    return train(task, recipe, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
 
 
-def check_new(shard: Shard, settings: ExpertSettings) -> None:
-    """Refuse settings of a new expert, filled in, that ``shard`` or its outline does not allow."""
+def resolve_new(
+    shard: Shard,
+    settings: ExpertSettings,
+    schedule: Schedule | Path | None = None,
+    before: Mapping[str, Any] | None = None,
+) -> tuple[ExpertRecipe, Objective]:
+    """Return recipe and objective of a new expert on ``shard``, or its outline.
+
+    A prediction that a file of a schedule states is the default. Raises `HddmError` for settings that the
+    shard does not allow.
+    """
     if settings.lora_rank is not None:
         raise UsageError("--lora-rank adapts an existing expert; pass --init")
-    check_conditions(shard, settings)
-    _check_size(shard.shape, settings.size)
+    stated = None
+    if isinstance(schedule, Path):
+        stated, path = declared_prediction_type(schedule), schedule
+        if stated == "flow_prediction":
+            raise HddmError(f"{path}: is for flow matching; use --objective flow without --schedule")
+        schedule = from_diffusers(path)
+    recipe = resolve(ExpertRecipe, settings, Start(prediction=stated), before)
+    objective = objective_of(recipe, schedule)
+    check_conditions(shard, recipe)
+    _check_size(shard.shape, recipe.size)
+    return recipe, objective
 
 
 def _check_size(shape: Sequence[int], size: str) -> None:
@@ -131,34 +136,29 @@ def new_network(kind: type[Network], size: str, shape: Sequence[int], seed: int,
     return network
 
 
-def with_schedule(
-    settings: ExpertSettings, config: Path | None
-) -> tuple[ExpertSettings, Schedule | None, str]:
-    """Read DDPM's schedule and its source from a diffusers config; None gives the default one.
+def transformer_of(
+    recipe: ExpertRecipe | DistillRecipe, record: ExpertRecord, text_dim: int | None = None
+) -> ExpertTransformer:
+    """Make the network of a new expert, with weights that depend on the seed alone."""
+    shape, classes = record.sample_shape, len(record.classes) or None
+    conditions: Any = {"num_classes": classes, "text_dim": text_dim}
+    kind, size, seed, rotary = ExpertTransformer, recipe.size, recipe.seed, recipe.rotary
+    network: ExpertTransformer = new_network(kind, size, shape, seed, rotary=rotary, **conditions)
+    return network
 
-    A prediction that the config states is taken where ``settings`` leave it open; flow matching's, and
-    unknown ones, raise `HddmError`.
-    """
-    if config is None:
-        return settings, None, DEFAULT_SCHEDULE
-    declared = declared_prediction_type(config)
-    if declared == "flow_prediction":
-        raise HddmError(f"{config}: is for flow matching; use --objective flow without --schedule")
-    if declared not in (None, *get_args(Prediction)):
-        raise HddmError(
-            f"{config}: prediction_type is {declared!r}; known are {', '.join(get_args(Prediction))}"
-        )
-    chosen = settings.model_copy(update={"prediction": settings.prediction or declared})
-    return chosen, from_diffusers(config), str(config)
+
+def data_of(shards: Sequence[Shard]) -> dict[str, Any]:
+    """Describe the data of a training on several shards for its run's record."""
+    return {"shards": [one.hash for one in shards], **encoding_of([one.folder for one in shards])}
 
 
 def new_record(
-    shard: Shard, settings: ExpertSettings, objective: Objective, schedule_source: str = DEFAULT_SCHEDULE
+    shard: Shard, recipe: ExpertRecipe, objective: Objective, schedule_source: str = DEFAULT_SCHEDULE
 ) -> ExpertRecord:
     """Make the record of an expert of ``shard`` before its training."""
-    classes = shard.classes if settings.class_conditional else ()
+    classes = shard.classes if recipe.class_conditional else ()
     return ExpertRecord(
-        objective=settings.objective,
+        objective=recipe.objective,
         prediction_type=objective.prediction_type,
         schedule=objective.schedule.config,
         schedule_source=schedule_source,
@@ -168,10 +168,10 @@ def new_record(
         space=shard.space,
         latent_scale=shard.vae.scale if shard.vae is not None else 1.0,
         vae=shard.vae,
-        text_encoder=shard.text_encoder if settings.text_conditional else None,
-        conditions=settings.conditions,
+        text_encoder=shard.text_encoder if recipe.text_conditional else None,
+        conditions=recipe.conditions,
         classes=classes,
-        null_class=len(classes) if settings.class_conditional else None,
+        null_class=len(classes) if recipe.class_conditional else None,
         shard=record_of_shard(shard, classes),
     )
 
@@ -198,40 +198,37 @@ def begun_with(init: Path) -> dict[str, Any]:
     return {"init": init.resolve().name, "init_sha256": sha256_of(init / weights)}
 
 
+def read_init(init: Path) -> Expert:
+    """Read the expert that a training begins with; another folder raises `UsageError`."""
+    if not (init / EXPERT_FILE).is_file():
+        raise UsageError(f"--init {init}: not an expert folder; name one expert, such as one of an ensemble")
+    return read_expert(init)
+
+
 def check_fit(shard: Shard, record: ExpertRecord, network: object) -> None:
     """Refuse a shard of samples in another space or shape, of another VAE or scale, or another text encoder.
 
     Values that ``record`` leaves open are no difference. The config of ``network`` gives the width of its
     tokens.
     """
-    folder, vae, encoder = shard.folder, shard.vae, shard.text_encoder
-    if record.space != shard.space:
-        raise HddmError(f"{folder}: holds {shard.space}, but the expert works in {record.space}")
-    if shard.shape != record.sample_shape:
-        wanted = record.sample_shape
-        remedy = f"; hddm encode SHARDS --out FOLDER --resolution {wanted[1]} brings them to its size"
-        remedy = remedy if record.space == "pixels" and shard.shape[0] == wanted[0] else ""
-        raise HddmError(f"{folder}: images are {shard.shape}, the expert's samples {wanted}{remedy}")
-    if vae is not None and record.vae not in (None, vae):
-        raise HddmError(f"{folder}: its latents are from {vae}, the expert's from {record.vae}")
-    if vae is not None and record.latent_scale not in (None, vae.scale):
-        raise HddmError(
-            f"{folder}: its latents are scaled by {vae.scale:g}, the expert's by {record.latent_scale:g}; "
-            "encode with the VAE that the expert was trained with"
-        )
-    if encoder is None or TEXT not in record.conditions:
-        return
-    remedy = "encode with the text encoder that the expert was trained with"
-    if record.text_encoder is not None:
+    size = f"hddm encode SHARDS --out FOLDER --resolution {record.sample_shape[1]} brings them to its size"
+    parts: list[tuple[str, object, object, str]] = [
+        ("space", shard.space, record.space, ""),
+        ("shape", shard.shape, record.sample_shape, size if record.space == "pixels" else ""),
+    ]
+    if (vae := shard.vae) is not None:
+        remedy = "encode with the VAE that the expert was trained with"
+        parts += [("VAE", vae, record.vae, remedy), ("scale", vae.scale, record.latent_scale, remedy)]
+    if (encoder := shard.text_encoder) is not None and TEXT in record.conditions:
+        remedy = "encode with the text encoder that the expert was trained with"
+        width = {"width": text_width(getattr(network, "config", {}))}
+        known = width if record.text_encoder is None else vars(record.text_encoder)
         for key in ("fingerprint", "width", "tokens"):
-            found, known = getattr(encoder, key), getattr(record.text_encoder, key)
-            if found != known:
-                text = f"its captions are of a text encoder with {key} {found}, the expert's has {known}"
-                raise HddmError(f"{folder}: {text}; {remedy}")
-    elif (width := text_width(getattr(network, "config", {}))) not in (None, encoder.width):
-        raise HddmError(
-            f"{folder}: its tokens are {encoder.width} wide, and the expert takes {width}; {remedy}"
-        )
+            parts.append((f"text encoder's {key}", getattr(encoder, key), known.get(key), remedy))
+    for what, found, expected, remedy in parts:
+        if expected not in (None, found):
+            text = f"its {what} is {found}, the expert's {expected}"
+            raise HddmError(f"{shard.folder}: {text}{remedy and '; '}{remedy}")
 
 
 def check_own(shard: Shard, record: ExpertRecord) -> None:
@@ -239,87 +236,10 @@ def check_own(shard: Shard, record: ExpertRecord) -> None:
     origin, own = shard.held_out_of or shard.hash, record.shard
     # A student's shard is a whole partition, all shards of which are its own.
     if own is not None and own.hash not in (origin, shard.partition):
-        raise HddmError(
-            f"{shard.folder}: is of shard {origin[:16]}…, the expert of shard {own.index}, "
-            f"{own.hash[:16]}…; use its own images"
-        )
-
-
-def conditions_of(shard: Shard, field: VelocityField) -> dict[str, Tensor]:
-    """Return the conditions that ``field`` takes for the images of ``shard``: their labels, or none."""
-    if not field.classes:
-        return {}
-    if shard.labels is None or shard.classes != field.classes:
-        raise HddmError(
-            f"{shard.folder}: its classes are {list(shard.classes)}, the expert's {list(field.classes)}"
-        )
-    return {"class_labels": shard.labels}
-
-
-def conditions_at(
-    rows: Tensor, given: Mapping[str, Tensor], shard: Shard, field: VelocityField
-) -> dict[str, Tensor]:
-    """Select conditions (n, …) of samples ``rows`` (n,): ``given``, and tokens where ``field`` takes any."""
-    conditions = {name: value[rows] for name, value in given.items()}
-    if shard.texts is not None and TEXT in (field.conditions or ()):
-        conditions[TEXT] = shard.texts.take(rows)
-    return conditions
-
-
-CALIBRATION_COST = LEVELS * STATES // 4
-"""Images whose training takes about as long as a calibration: a state is one call of the network."""
-CALIBRATION_IMAGES, CALIBRATION_BYTES = 4096, 2**30
-"""Most images, and most bytes of them, in a calibration: samples in float64, tokens in float32."""
-
-
-def calibrated(
-    expert: Expert, shard: Shard, given: Mapping[str, Tensor], seed: int, device: torch.device
-) -> Expert:
-    """Return ``expert``, which has no calibration, with one of `calibrated_on`, computed on ``device``."""
-    with placed(expert.network, device):
-        return replace(expert, calibration=calibrated_on(shard, field_of(expert, device), given, seed))
-
-
-def calibrated_on(shard: Shard, field: VelocityField, given: Mapping[str, Tensor], seed: int) -> Calibration:
-    """Fit a calibration of ``field``, which has none yet, to `calibration_rows` of ``shard``.
-
-    ``given`` are conditions (N, …) of all samples, without the tokens of the shard; ``seed`` is the noise's.
-    """
-    rows = calibration_rows(shard)
-    log.info("calibrating on %s …", counted(len(rows), "image"))
-    found = conditions_at(rows, given, shard, field)
-    conditions = {name: value.to(field.device) for name, value in found.items()}
-    images = shard.take(rows).to(field.device)
-    with Progress(LEVELS * STATES, "calibrate", " states") as progress:
-        part = field.noise_range
-        calibration = calibrate(field.velocity, images, conditions, seed, on_batch=progress, noise_range=part)
-    return replace(calibration, record=calibration_origin(shard) | {"seed": str(seed)})
+        text = f"is of shard {origin[:16]}…, the expert of shard {own.index}, {own.hash[:16]}…"
+        raise HddmError(f"{shard.folder}: {text}; use its own images")
 
 
 def weak_of(network: ModelMixin, fitted: Fitted) -> Unread[ModelMixin] | None:
     """The weak model that a training of ``network`` kept, if any."""
     return unread_as(network, fitted.weak) if fitted.weak else None
-
-
-@contextlib.contextmanager
-def placed(network: nn.Module, device: torch.device) -> Iterator[None]:
-    """Move ``network`` to ``device`` for a block, and to the CPU afterwards."""
-    network.to(device)
-    try:
-        yield
-    finally:
-        network.to("cpu")
-
-
-def calibration_rows(shard: Shard) -> Tensor:
-    """Select the samples that moments are taken of: all or a limited number, spread evenly over the shard."""
-    size = 8 * torch.Size(shard.shape).numel()
-    if shard.texts is not None:
-        size += 4 * shard.texts.null.numel()
-    number = min(len(shard), CALIBRATION_IMAGES, max(CALIBRATION_BYTES // size, MIN_IMAGES))
-    return torch.linspace(0, len(shard) - 1, number).round().long()
-
-
-def calibration_origin(shard: Shard) -> dict[str, str]:
-    """Return a calibration's record of its shard."""
-    return {"data": f"shard {shard.hash}", "images": str(len(calibration_rows(shard)))}

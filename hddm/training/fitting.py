@@ -1,15 +1,29 @@
-"""Fit a calibration (`hddm.calibration`): moments of a shard, and weights of their blend with a network."""
+"""Calibrate an expert on its shard: fit moments, and weights of their blend with a network.
 
-from collections.abc import Callable, Mapping
+`hddm.calibration` says what a calibration is.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sized
+from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hddm.calibration import FADE, LEVELS, MAX_GAIN, POOL, START, STATES, Calibration, Moments
 from hddm.conditions import LABELS
-from hddm.utils.errors import HddmError
+from hddm.data.shard_records import MIN_IMAGES
+from hddm.data.shards import Shard
+from hddm.experts.records import Expert, field_of
+from hddm.training.settings import TEXT
+from hddm.utils.errors import HddmError, counted
+from hddm.utils.progress import Progress
 from hddm.utils.records import WHOLE, NoiseRange
 from hddm.utils.tensors import generator, to_float64
+from hddm.velocity import VelocityField
+
+log = logging.getLogger(__name__)
 
 
 @torch.no_grad()
@@ -32,7 +46,7 @@ def calibrate(
         seed: of the noise.
         batch_size: states a call; `STATES` states are drawn at each of `LEVELS` times.
         on_batch: called with the number of states after each call.
-        noise_range: the part of t in which the expert is asked; elsewhere the weights mean nothing.
+        noise_range: the part of t that the expert covers; elsewhere the weights mean nothing.
     """
     if len(images) < 4:
         raise HddmError(f"a calibration needs at least 4 images, not {len(images)}")
@@ -113,3 +127,84 @@ def _inner(moments: Moments, a: Tensor, b: Tensor) -> Tensor:
     (a_along, a_rest), (b_along, b_rest) = moments.split(a), moments.split(b)
     along = to_float64(a_along * b_along).sum(0)
     return torch.cat([along, to_float64(a_rest * b_rest).sum()[None]]).cpu()
+
+
+CALIBRATION_COST = LEVELS * STATES // 4
+"""Images whose training takes about as long as a calibration: a state is one call of the network."""
+CALIBRATION_IMAGES, CALIBRATION_BYTES = 4096, 2**30
+"""Most images, and most bytes of them, in a calibration: samples in float64, tokens in float32."""
+
+
+def calibrated(
+    expert: Expert, shard: Shard, given: Mapping[str, Tensor], seed: int, device: torch.device
+) -> Expert:
+    """Return ``expert``, which has no calibration, with one of `calibrated_on`, computed on ``device``."""
+    with placed(expert.network, device):
+        return replace(expert, calibration=calibrated_on(shard, field_of(expert, device), given, seed))
+
+
+def calibrated_on(shard: Shard, field: VelocityField, given: Mapping[str, Tensor], seed: int) -> Calibration:
+    """Fit a calibration of ``field``, which has none yet, to `calibration_rows` of ``shard``.
+
+    ``given`` are conditions (N, …) of all samples, without the tokens of the shard; ``seed`` is the noise's.
+    """
+    rows = calibration_rows(shard)
+    log.info("calibrating on %s …", counted(len(rows), "image"))
+    found = conditions_at(rows, given, shard, field)
+    conditions = {name: value.to(field.device) for name, value in found.items()}
+    images = shard.take(rows).to(field.device)
+    with Progress(LEVELS * STATES, "calibrate", " states") as progress:
+        part = field.noise_range
+        calibration = calibrate(field.velocity, images, conditions, seed, on_batch=progress, noise_range=part)
+    return replace(calibration, record=calibration_origin(shard) | {"seed": str(seed)})
+
+
+def conditions_of(shard: Shard, field: VelocityField) -> dict[str, Tensor]:
+    """Return the conditions that ``field`` takes for the images of ``shard``: their labels, or none."""
+    if not field.classes:
+        return {}
+    return {LABELS: labels_of(shard, field.classes, "the expert")}
+
+
+def labels_of(shard: Shard, classes: tuple[str, ...], name: str) -> Tensor:
+    """Return the labels of a shard, which must be of these ``classes``, those of ``name``."""
+    if shard.labels is None or shard.classes != classes:
+        text = f"its classes are {list(shard.classes)}, those of {name} {list(classes)}"
+        raise HddmError(f"{shard.folder}: {text}")
+    return shard.labels
+
+
+def conditions_at(
+    rows: Tensor, given: Mapping[str, Tensor], shard: Shard, field: VelocityField
+) -> dict[str, Tensor]:
+    """Select conditions (n, …) of samples ``rows`` (n,): ``given``, and tokens where ``field`` takes any."""
+    conditions = {name: value[rows] for name, value in given.items()}
+    if shard.texts is not None and TEXT in (field.conditions or ()):
+        conditions[TEXT] = shard.texts.take(rows)
+    return conditions
+
+
+@contextlib.contextmanager
+def placed(network: nn.Module, device: torch.device) -> Iterator[None]:
+    """Move ``network`` to ``device`` for a block, and to the CPU afterwards."""
+    network.to(device)
+    try:
+        yield
+    finally:
+        network.to("cpu")
+
+
+def calibration_rows(shard: Shard) -> Tensor:
+    """Select the samples that moments are taken of: all or a limited number, spread evenly over the shard."""
+    size = 8 * torch.Size(shard.shape).numel() + 4 * (0 if shard.texts is None else shard.texts.null.numel())
+    return spread(shard, min(CALIBRATION_IMAGES, max(CALIBRATION_BYTES // size, MIN_IMAGES)))
+
+
+def spread(samples: Sized, most: int) -> Tensor:
+    """Select all samples, or ``most`` of them, spread evenly."""
+    return torch.linspace(0, len(samples) - 1, min(len(samples), most)).round().long()
+
+
+def calibration_origin(shard: Shard) -> dict[str, str]:
+    """Return a calibration's record of its shard."""
+    return {"data": f"shard {shard.hash}", "images": str(len(calibration_rows(shard)))}

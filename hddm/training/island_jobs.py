@@ -5,11 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hddm.training.resume import is_kept, recorded, run_folder_of
+from hddm.training.resume import recorded, run_folder_of
 from hddm.training.settings import ExpertSettings, RunOptions
 from hddm.utils.errors import HddmError, UsageError, did_you_mean
-from hddm.utils.files import check_absent
-from hddm.utils.records import EXPERT_FILE
 
 OBJECTIVES = ("ddpm", "flow")
 REST = "*"
@@ -37,10 +35,11 @@ class Island:
     def name(self) -> str:
         return self.out.name
 
-    @property
-    def threads(self) -> int:
-        """CPU threads of its computation."""
-        return self.settings.threads or 1
+    def threads(self, default: int) -> int:
+        """Return its CPU threads: the requested ones, those of the run that it resumes, or ``default``."""
+        if self.settings.threads is not None or not self.run.resume:
+            return self.settings.threads or default
+        return int(recorded(self.out).get("settings", {}).get("threads", default))
 
 
 @dataclass(frozen=True)
@@ -69,14 +68,15 @@ def make_islands(
     `HddmError`.
     """
     shared = next(iter(settings.values()))
-    given = {"--schedule": schedule, "--snr-gamma": shared.snr_gamma}
-    for option, value in given.items():
-        if value is not None and "ddpm" not in objectives:
-            raise UsageError(f"{option} {value}: is for ddpm, and no shard has that objective; drop it")
-    if shared.prediction == "flow_prediction" and "flow" not in objectives:
-        raise UsageError(
-            f"--prediction {shared.prediction}: is for flow, and no shard has that objective; drop it"
-        )
+    for option, value, objective in (
+        ("--schedule", schedule, "ddpm"),
+        ("--snr-gamma", shared.snr_gamma, "ddpm"),
+        ("--prediction", shared.prediction if shared.prediction == "flow_prediction" else None, "flow"),
+    ):
+        if value is not None and objective not in objectives:
+            raise UsageError(
+                f"{option} {value}: is for {objective}, and no shard has that objective; drop it"
+            )
     islands = []
     for index, (shard, objective) in enumerate(zip(shards, objectives, strict=True)):
         own, path = settings[objective], schedule
@@ -86,26 +86,6 @@ def make_islands(
             own = own.model_copy(update={"prediction": None})
         islands.append(Island(index, shard, out / f"expert_{index}", own, run, path, init, overwrite))
     return islands
-
-
-def refuse_present(islands: Sequence[Island]) -> None:
-    """Refuse folders and runs that are in the way of ``islands``, all in one `HddmError`."""
-    problems: list[str] = []
-    for one in islands:
-        if is_kept(one.out, EXPERT_FILE, one.run, one.overwrite):
-            continue
-        try:
-            check_absent(one.out, EXPERT_FILE, one.overwrite)
-        except HddmError as error:
-            problems.append(error.message)
-        if recorded(one.out) and not (one.run.resume or one.overwrite):
-            problems.append(f"{run_folder_of(one.out)}: holds a run")
-    if problems:
-        raise HddmError(
-            f"{islands[0].out.parent}: already holds experts or runs; --resume continues them, "
-            f"--overwrite starts again",
-            problems,
-        )
 
 
 def parse_objectives(text: str, shards: int, name: str = "--objective") -> list[str]:
@@ -119,29 +99,24 @@ def parse_objectives(text: str, shards: int, name: str = "--objective") -> list[
         key, given, objective = (piece.strip() for piece in part.rpartition("="))
         key = key if given else REST
         if objective not in OBJECTIVES:
-            raise HddmError(
-                f"{name} {text}: {part.strip()!r} is not an objective; write ddpm or flow for a shard, "
-                f"as 0=ddpm,*=flow{did_you_mean(objective, OBJECTIVES)}"
-            )
+            hint = f"write ddpm or flow for a shard, as 0=ddpm,*=flow{did_you_mean(objective, OBJECTIVES)}"
+            raise HddmError(f"{name} {text}: {part.strip()!r} is not an objective; {hint}")
         if key != REST and (not key.isdecimal() or int(key) >= shards):
             raise HddmError(f"{name} {text}: there is no shard {key!r}; shards are 0 to {shards - 1}")
         key = key if key == REST else str(int(key))
         if key in chosen:
             raise HddmError(f"{name} {text}: names {key} twice; name each shard once")
         chosen[key] = objective
-    missing = [str(k) for k in range(shards) if str(k) not in chosen]
-    if missing and REST not in chosen:
-        raise HddmError(
-            f"{name} {text}: has no objective for shard {', '.join(missing)}; add *=flow for the rest"
-        )
-    return [chosen.get(str(k), chosen.get(REST, "")) for k in range(shards)]
+    found = [chosen.get(str(k), chosen.get(REST, "")) for k in range(shards)]
+    if missing := [str(k) for k, one in enumerate(found) if not one]:
+        problem = f"has no objective for shard {', '.join(missing)}; add *=flow for the rest"
+        raise HddmError(f"{name} {text}: {problem}")
+    return found
 
 
 def refuse_failed(outcomes: Sequence[Outcome]) -> None:
     """Raise an `HddmError` if an island failed, with every cause once and the experts that it concerns."""
     failed = [(one.island, one.failure) for one in outcomes if one.failure is not None]
-    if not failed:
-        return
     concerned: dict[str, list[str]] = {}
     for island, failure in failed:
         for line in (failure.message, *failure.details):
@@ -154,7 +129,6 @@ def refuse_failed(outcomes: Sequence[Outcome]) -> None:
         for cause, names in concerned.items()
     ]
     others = "the others are finished, and " if len(failed) < len(outcomes) else ""
-    others += "--resume continues these"
-    raise HddmError(
-        f"{outcomes[0].island.out.parent}: {len(failed)} of {len(outcomes)} experts failed; {others}", lines
-    )
+    number = f"{len(failed)} of {len(outcomes)} experts failed"
+    if failed:
+        raise HddmError(f"{failed[0][0].out.parent}: {number}; {others}--resume continues these", lines)

@@ -2,9 +2,6 @@
 
 `train_islands` checks all folders, hands the islands to a `Backend` and collects their outcomes. Backends are
 `Processes`, for this machine, and `hddm.training.ray_islands.RayCluster`.
-
-`work` is the body of a process. It reports to its parent and is stopped by it through a pipe: a scheduler, or
-Ctrl-C in a terminal, signals every process at once, and a second signal would end a training that is saving.
 """
 
 import contextlib
@@ -12,31 +9,30 @@ import logging
 import multiprocessing
 import os
 import signal
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
-from types import FrameType
+from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing.queues import SimpleQueue
 from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
 
 from hddm.data.shards import open_shard
-from hddm.experts.records import open_expert
-from hddm.training.continuation import DECIDED_BY_INIT, check_continued, continue_expert
-from hddm.training.expert import check_new, train_expert, with_schedule
-from hddm.training.island_jobs import Island, Outcome, refuse_present
-from hddm.training.loop import OnStep, completed, mean, summary_of
-from hddm.training.resume import recorded
+from hddm.experts.records import EXPERT_FILE, open_expert
+from hddm.training.continuation import continue_expert, resolve_continued
+from hddm.training.expert import resolve_new, train_expert
+from hddm.training.island_jobs import Island, Outcome
+from hddm.training.loop import OnStep, summary_of
+from hddm.training.resume import has_run, is_kept, recipe_before, refuse_run
 from hddm.training.state import discard_runs
-from hddm.utils.errors import HddmError
-from hddm.utils.processes import SIGNALS, Output, Stopped, StopRequest, compute_environment, environment
+from hddm.utils.errors import HddmError, one_line
+from hddm.utils.files import check_absent
+from hddm.utils.processes import Output, Stopped, StopRequest, compute_environment, environment
 
 RETRIES = 3
-REPORT_SECONDS = 0.1
 _PATIENCE = 60.0
 
 OnIsland = Callable[[int, int, float, float], None]
@@ -47,10 +43,6 @@ log = logging.getLogger(__name__)
 
 class Backend(Protocol):
     """A place where islands are trained."""
-
-    @property
-    def threads(self) -> int:
-        """CPU threads of an island whose settings leave their number open."""
 
     def run(self, islands: Sequence[Island], stop: StopRequest, on_step: OnIsland | None) -> list[Outcome]:
         """Train until all islands ended, or saved after ``stop``; return outcomes of those that ended."""
@@ -70,27 +62,13 @@ def train_islands(
             starts; for an unreachable backend.
         Stopped: after a signal, with all runs saved.
     """
-    backend = backend or Processes()
-    ready = threaded(islands, backend.threads)
-    prepare(ready)
+    prepare(islands)
     with StopRequest() as stop:
-        outcomes = backend.run(ready, stop, on_step)
-    if stop.number is not None and len(outcomes) < len(ready):
-        raise Stopped(
-            f"{ready[0].out.parent}: stopped; progress is saved, and --resume continues",
-            stop.number,
-        )
+        outcomes = (backend or Processes()).run(islands, stop, on_step)
+    if stop.number is not None and len(outcomes) < len(islands):
+        text = "stopped; progress is saved, and --resume continues"
+        raise Stopped(f"{islands[0].out.parent}: {text}", stop.number)
     return sorted(outcomes, key=lambda one: one.island.index)
-
-
-def threaded(islands: Sequence[Island], default: int) -> list[Island]:
-    """Fill in the threads of ``islands``: their own, those of the run they resume, or ``default``."""
-    found = []
-    for one in islands:
-        # All else is filled in by the training, which knows what a schedule states.
-        threads = completed(one.settings, one.out, one.run, one.init is None, default).threads
-        found.append(replace(one, settings=one.settings.model_copy(update={"threads": threads})))
-    return found
 
 
 def prepare(islands: Sequence[Island]) -> None:
@@ -99,37 +77,46 @@ def prepare(islands: Sequence[Island]) -> None:
     All folders that are in the way or in use raise one `HddmError`, before anything is removed, and so do all
     settings that a shard does not allow.
     """
-    refuse_present(islands)
-    _check_settings(islands)
+    _check(
+        islands,
+        _refuse_present,
+        "{} of {} experts or their runs exist already; --resume continues them, --overwrite starts again",
+    )
+    _check(islands, _check_settings, "{} of {} experts cannot be trained as requested, so none was started")
     discard_runs([one.out for one in islands if one.overwrite and not one.run.resume])
 
 
-def _check_settings(islands: Sequence[Island]) -> None:
-    """Refuse settings that the shard of any of ``islands`` does not allow, all in one `HddmError`.
-
-    An island whose data cannot be read is left out: it fails alone.
-    """
+def _check(islands: Sequence[Island], check: Callable[[Island], object], text: str) -> None:
+    """Raise one `HddmError` with the errors of all ``islands``."""
     problems = []
     for one in islands:
         try:
-            shard = open_shard(one.shard, is_outline=True)
-        except HddmError:
-            continue
-        try:
-            settings, _, _ = with_schedule(one.settings, one.schedule)
-            if one.init is None:
-                check_new(shard, completed(settings, one.out, one.run))
-            else:
-                unread = open_expert(one.init)
-                settings = completed(
-                    settings.model_copy(update=DECIDED_BY_INIT), one.out, one.run, is_new=False
-                )
-                check_continued(one.init, unread.facts, unread.network, shard, settings)
+            check(one)
         except HddmError as error:
-            problems.append(f"{one.name}: {error}")
+            problems.append(f"{one.name}: {error.message}")
     if problems:
-        folder, number = islands[0].out.parent, f"{len(problems)} of {len(islands)} experts"
-        raise HddmError(f"{folder}: {number} cannot be trained as requested, so none was started", problems)
+        number = text.format(len(problems), len(islands))
+        raise HddmError(f"{islands[0].out.parent}: {number}", problems)
+
+
+def _refuse_present(island: Island) -> None:
+    if not is_kept(island.out, EXPERT_FILE, island.run, island.overwrite):
+        check_absent(island.out, EXPERT_FILE, island.overwrite)
+    if not (island.run.resume or island.overwrite):
+        refuse_run(island.out)
+
+
+def _check_settings(island: Island) -> None:
+    """Refuse settings that the shard does not allow; data that cannot be read fails later, and alone."""
+    try:
+        shard = open_shard(island.shard, is_outline=True)
+    except HddmError:
+        return
+    settings, before = island.settings, recipe_before(island.out, EXPERT_FILE, island.run, island.overwrite)
+    if island.init is None:
+        resolve_new(shard, settings, island.schedule, before)
+    else:
+        resolve_continued(island.init, open_expert(island.init), shard, settings, before)
 
 
 def train_island(island: Island, on_step: OnStep | None = None) -> list[float]:
@@ -139,17 +126,15 @@ def train_island(island: Island, on_step: OnStep | None = None) -> list[float]:
     `Stopped` after a signal, with the run saved.
     """
     # A run that `prepare` has left is resumed, whether of this start or of the one before.
-    run = island.run.model_copy(update={"resume": island.run.resume or bool(recorded(island.out))})
+    run = island.run.model_copy(update={"resume": island.run.resume or has_run(island.out)})
     shard, out, settings, overwrite = island.shard, island.out, island.settings, island.overwrite
     try:
         if island.init is not None:
-            return continue_expert(island.init, shard, out, settings, overwrite, on_step, run=run)
-        settings, schedule, source = with_schedule(settings, island.schedule)
-        return train_expert(shard, out, settings, schedule, source, overwrite, on_step, run)
+            return continue_expert(island.init, shard, out, settings, overwrite, on_step, run)
+        return train_expert(shard, out, settings, island.schedule, None, overwrite, on_step, run)
     except (OSError, SafetensorError) as error:
-        raise HddmError(
-            f"{out}: could not be written, or its data read ({error}); fix that, and --resume continues"
-        ) from error
+        text = f"could not be written, or its data read ({error}); fix that, and --resume continues"
+        raise HddmError(f"{out}: {text}") from error
 
 
 def outcome_of(island: Island, on_step: OnStep | None = None) -> Outcome:
@@ -162,211 +147,128 @@ def outcome_of(island: Island, on_step: OnStep | None = None) -> Outcome:
         return Outcome(island, failure=error)
 
 
-@dataclass(frozen=True)
-class Stepped:
-    """Report of a ``step``: mean loss, NaN if none was finite, and seconds since the last report."""
-
-    step: int
-    loss: float
-    seconds: float
+_reports: "SimpleQueue[tuple[int, int, float, float]] | None" = None
 
 
-@dataclass(frozen=True)
-class Logged:
-    """A line of the log."""
-
-    level: int
-    message: str
-
-
-@dataclass(frozen=True)
-class Ended:
-    """The last message: the outcome, or None for a training that was stopped and saved."""
-
-    outcome: Outcome | None = None
+def _begin(reports: "SimpleQueue[tuple[int, int, float, float]]", name: str) -> None:
+    """Prepare the process of an island, which writes its log to its standard error."""
+    global _reports
+    _reports = reports
+    logging.basicConfig(format=f"hddm: {name}: %(message)s")
+    logging.getLogger("hddm").setLevel(logging.INFO)
 
 
-def work(island: Island, connection: "Connection[object, int]") -> None:
-    """Train ``island``; the body of its process.
+def _work(island: Island) -> Outcome | None:
+    """Train ``island`` in its process; return None for a training that was stopped and saved."""
+    is_alone = False
 
-    ``connection`` sends `Stepped`, `Logged` and last `Ended` to the parent. It receives the number of a
-    signal, which stops the training, as closing the other end does.
-    """
-    logger = logging.getLogger("hddm")
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    logger.addHandler(_Forwarding(connection))
-    reporter = _Reporter(connection, island.settings.steps)
-    for one in SIGNALS:
-        signal.signal(one, reporter.on_signal)
-    outcome = None
-    with contextlib.suppress(Stopped):
-        outcome = outcome_of(island, reporter.on_step)
-    _send(connection, Ended(outcome))
-
-
-class _Reporter:
-    def __init__(self, connection: "Connection[object, int]", steps: int) -> None:
-        self._connection, self._steps = connection, steps
-        self._stopping = False
-        self._losses, self._seconds, self._reported = list[float](), 0.0, 0.0
-
-    def on_signal(self, number: int, frame: FrameType | None) -> None:
-        # The training loop has its own handler, which calls this one; outside it nothing needs saving.
-        if signal.getsignal(number) == self.on_signal:
-            raise SystemExit(128 + number)
-        self._stopping = True
-
-    def on_step(self, step: int, loss: float, seconds: float) -> None:
-        self._losses.append(loss)
-        self._seconds += seconds
-        # The last step is reported before the calibration that follows it.
-        if step == self._steps or time.monotonic() - self._reported >= REPORT_SECONDS:
-            is_read = _send(self._connection, Stepped(step, mean(self._losses), self._seconds))
-            self._losses, self._seconds, self._reported = [], 0.0, time.monotonic()
-            if not is_read:
-                self._stop(signal.SIGTERM)
+    def on_step(step: int, loss: float, seconds: float) -> None:
+        nonlocal is_alone
+        assert _reports is not None
         try:
-            if self._connection.poll():
-                self._stop(self._connection.recv())
-        except (EOFError, OSError):
-            self._stop(signal.SIGTERM)
+            _reports.put((island.index, step, loss, seconds))
+        except OSError:
+            # The process that started this one is gone: the training saves and ends.
+            if not is_alone:
+                is_alone = True
+                os.kill(os.getpid(), signal.SIGTERM)
 
-    def _stop(self, number: int) -> None:
-        if not self._stopping:
-            self._stopping = True
-            os.kill(os.getpid(), number)
-
-
-class _Forwarding(logging.Handler):
-    def __init__(self, connection: "Connection[object, int]") -> None:
-        super().__init__()
-        self._connection = connection
-
-    def emit(self, record: logging.LogRecord) -> None:
-        _send(self._connection, Logged(record.levelno, record.getMessage()))
-
-
-def _send(connection: "Connection[object, int]", message: object) -> bool:
-    """Send ``message``; return False where nobody reads any more."""
     try:
-        connection.send(message)
-    except OSError:
-        return False
-    return True
+        return outcome_of(island, on_step)
+    except Stopped:
+        return None
 
 
-@dataclass
 class _Job:
-    """A running process of an island, and the parent's end of its pipe."""
+    """A process of an island, which is on GPU ``slot`` where there are several."""
 
-    island: Island
-    process: SpawnProcess
-    connection: "Connection[int, object]"
-    output: Output
-    slot: int
-    starts: int
-    ended: Ended | None = None
+    def __init__(self, island: Island, threads: int, slot: int, starts: int = 1) -> None:
+        self.island, self.slot, self.starts, self.output = island, slot, starts, Output()
+        context = multiprocessing.get_context("spawn")
+        self.reports: SimpleQueue[tuple[int, int, float, float]] = context.SimpleQueue()
+        self._pool = ProcessPoolExecutor(1, context, _begin, (self.reports, island.name))
+        variables, gpus = compute_environment(island.threads(threads)), torch.cuda.device_count()
+        if gpus > 1:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+            variables["CUDA_VISIBLE_DEVICES"] = visible.split(",")[slot % gpus]
+        with environment(variables), self.output.caught():
+            self.future = self._pool.submit(_work, island)
+        (self.process,) = self._pool._processes.values()
+
+    def pass_on(self, on_step: OnIsland | None) -> None:
+        """Pass on what the process wrote and reported."""
+        self.output.pass_on()
+        while not self.reports.empty():
+            report = self.reports.get()
+            if on_step is not None:
+                on_step(*report)
+
+    def end(self) -> Outcome | str | None:
+        """Return the outcome, None for a training that was stopped, or how the process died, in words."""
+        error = self.future.exception()
+        self._pool.shutdown()
+        if error is None:
+            return self.future.result()
+        if isinstance(error, BrokenProcessPool):
+            return self.output.ended(self.process.exitcode)
+        return f"failed ({type(error).__name__}: {one_line(error)})"
 
 
+@dataclass(frozen=True)
 class Processes:
     """Processes of this machine, ``parallel`` at a time, each started again ``retries`` times at most.
 
     Islands share the cores. Each uses one GPU, its own where there are enough.
     """
 
-    def __init__(self, parallel: int = 1, retries: int = RETRIES) -> None:
-        self.parallel, self.retries = parallel, retries
-
-    @property
-    def threads(self) -> int:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return max(1, cores // self.parallel)
+    parallel: int = 1
+    retries: int = RETRIES
 
     def run(self, islands: Sequence[Island], stop: StopRequest, on_step: OnIsland | None) -> list[Outcome]:
         waiting, running, outcomes = deque(islands), list[_Job](), list[Outcome]()
-        is_stopping = False
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads, is_stopping = max(1, cores // self.parallel), False
         try:
             while True:
                 while waiting and len(running) < self.parallel and not stop.requested:
                     slot = min(set(range(self.parallel)) - {job.slot for job in running})
-                    running.append(_start(waiting.popleft(), slot, 1))
+                    running.append(_Job(waiting.popleft(), threads, slot))
                 if not running:
                     return outcomes
                 if stop.number is not None and not is_stopping:
                     is_stopping = True
                     for job in running:
-                        # One may have ended just now.
-                        with contextlib.suppress(OSError):
-                            job.connection.send(stop.number)
+                        _send(job, stop.number)
                 # Returns in time to notice a signal, which interrupts nothing.
-                ready = wait([job.connection for job in running], timeout=0.2)
+                done, _ = wait([job.future for job in running], timeout=0.2)
                 for job in list(running):
-                    job.output.pass_on()
-                    if job.connection not in ready or _read(job, on_step):
+                    job.pass_on(on_step)
+                    if job.future not in done:
                         continue
                     running.remove(job)
-                    if job.ended is not None and job.ended.outcome is not None:
-                        outcomes.append(job.ended.outcome)
-                    elif not is_stopping and job.starts > self.retries:
-                        text = f"its process {_how(job)}, {job.starts} times in all; --resume continues"
-                        outcomes.append(Outcome(job.island, failure=HddmError(f"{job.island.out}: {text}")))
+                    island, times, ended = job.island, job.starts, job.end() or "was stopped"
+                    if isinstance(ended, Outcome):
+                        outcomes.append(ended)
+                    elif not is_stopping and times > self.retries:
+                        text = f"its process {ended}, {times} times in all; --resume continues"
+                        outcomes.append(Outcome(island, failure=HddmError(f"{island.out}: {text}")))
                     elif not is_stopping:
-                        running.append(self._start_again(job))
+                        text = "%s: its process %s; restarting it from its last checkpoint (%d of %d)"
+                        log.warning(text, island.name, ended, times, self.retries)
+                        running.append(_Job(island, threads, job.slot, times + 1))
         finally:
-            _close(running)
-
-    def _start_again(self, job: _Job) -> _Job:
-        attempt = f"{job.starts} of {self.retries}"
-        text = "%s: its process %s; restarting it from its last checkpoint (%s)"
-        log.warning(text, job.island.name, _how(job), attempt)
-        return _start(job.island, job.slot, job.starts + 1)
-
-
-def _start(island: Island, slot: int, starts: int) -> _Job:
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=work, args=(island, there), name=island.name)
-    variables, gpus = compute_environment(island.threads), torch.cuda.device_count()
-    if gpus > 1:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
-        variables["CUDA_VISIBLE_DEVICES"] = visible.split(",")[slot % gpus]
-    output = Output()
-    with environment(variables), output.caught():
-        process.start()
-    # The child now holds the only copy of its end, which closes when it dies.
-    there.close()
-    return _Job(island, process, here, output, slot, starts)
+            # Those that still run save and end; those that do not are killed.
+            for job in running:
+                job.reports.close()
+                _send(job, signal.SIGTERM)
+            for job in running:
+                job.process.join(_PATIENCE)
+                job.process.kill()
+                job.end()
 
 
-def _read(job: _Job, on_step: OnIsland | None) -> bool:
-    """Handle a message of a process; return False where it has ended."""
-    try:
-        message = job.connection.recv()
-    except (EOFError, OSError):
-        job.connection.close()
-        job.process.join()
-        return False
-    if isinstance(message, Stepped) and on_step is not None:
-        on_step(job.island.index, message.step, message.loss, message.seconds)
-    elif isinstance(message, Logged):
-        log.log(message.level, "%s: %s", job.island.name, message.message)
-    elif isinstance(message, Ended):
-        job.ended = message
-    return True
-
-
-def _close(running: Sequence[_Job]) -> None:
-    """Close the pipes of running processes, which then save and end; kill those that do not."""
-    for job in running:
-        job.connection.close()
-    for job in running:
-        job.process.join(_PATIENCE)
-        if job.process.is_alive():
-            job.process.kill()
-            job.process.join()
-        job.output.pass_on()
-
-
-def _how(job: _Job) -> str:
-    return "was told to stop" if job.ended is not None else job.output.ended(job.process.exitcode)
+def _send(job: _Job, number: int) -> None:
+    # One may have ended just now.
+    if (pid := job.process.pid) is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)

@@ -15,15 +15,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hddm.training.device import Device
 from hddm.training.optimizer import optimizer_of
-from hddm.training.resume import Change, LoopKind, as_recorded, is_complete, run_folder_of, value_at
-from hddm.training.settings import LoopSettings, RunOptions
+from hddm.training.resume import Change, is_finished, run_folder_of, value_at
+from hddm.training.settings import Recipe, RunOptions
 from hddm.training.state import Ema, Run, TrainingState, open_run
 from hddm.utils.errors import HddmError, UsageError, counted
 from hddm.utils.files import new_folder, nothing
@@ -64,11 +64,10 @@ Inputs = dict[str, Tensor]
 Draw = Callable[[Tensor, torch.Generator, slice], Inputs]
 """Draws the inputs of a step; see `Task`."""
 AHEAD = 2
-"""Steps whose inputs are drawn before they are asked for."""
+"""Number of steps whose inputs are drawn ahead."""
 
 
-@dataclass(frozen=True)
-class StepInputs:
+class StepInputs(NamedTuple):
     """This process's inputs of a step, the step's samples, and the seed of what the network draws itself."""
 
     rows: Tensor
@@ -81,21 +80,21 @@ class Loader:
 
     What a step draws depends on its number alone, so it is the same whenever it is drawn. ``draw`` is that of
     a `Task`; ``last`` is the last step, ``own`` this process's share of a batch. An error of a step is raised
-    where the step is asked for.
+    when that step is taken.
     """
 
     def __init__(self, order: Order, draw: Draw, last: int, own: slice) -> None:
         self._order, self._draw, self._last, self._own = order, draw, last, own
         self._coming: dict[int, Future[StepInputs]] = {}
         threads = torch.get_num_threads()
-        # Its own few operations on one core, beside those of the step.
+        # Its few operations take one core, beside the step.
         self._thread = ThreadPoolExecutor(1, "hddm-loader", torch.set_num_threads, (1,))
         self._thread.submit(int).result()
         # Torch gives the number that was set last to threads that begin later.
         torch.set_num_threads(threads)
 
     def take(self, step: int) -> StepInputs:
-        """The inputs of ``step``; those of the next steps are begun."""
+        """Return the inputs of ``step``, and begin to draw the next ones."""
         for one in range(step, min(step + AHEAD, self._last) + 1):
             if one not in self._coming:
                 self._coming[one] = self._thread.submit(self._drawn, one)
@@ -129,10 +128,9 @@ class Task:
     Everything random comes from ``noise``, and is drawn for the whole batch; "t" among the inputs is the time
     on the common path. ``loss(network, inputs)`` returns the loss of each sample (n,), in float32, also for a
     part of the batch; the mean over the batch is minimised. ``key`` tells apart trainings of one seed. The
-    averages of step ``weak_step`` are kept to guide by, where it is not 0. ``is_new`` tells that the
-    network's weights are random. ``prepare(device, folder)`` is called before the first step, with the run's
-    folder where there is one. ``second_loss`` takes the place of ``loss`` after this share of the steps; it
-    also gets the averages of the trained parameters by name.
+    averages of step ``weak_step`` are kept to guide by, unless it is 0. ``prepare(device, folder)`` is called
+    before the first step, with the run's folder if there is one. ``second_loss`` replaces ``loss`` after this
+    share of the steps; it also gets the averages of the trained parameters by name.
     """
 
     network: nn.Module
@@ -141,7 +139,6 @@ class Task:
     loss: Callable[[nn.Module, Inputs], Tensor]
     key: tuple[int, ...] = ()
     weak_step: int = 0
-    is_new: bool = True
     prepare: Callable[[torch.device, Path | None], None] | None = None
     second_loss: tuple[float, SecondLoss] | None = None
 
@@ -171,9 +168,9 @@ Watcher = Callable[[StepReport], None]
 
 @dataclass(frozen=True)
 class Fitted:
-    """Result of a training; ``changes`` are those of its settings on the way (`hddm.training.resume`).
+    """Result of a training; ``changes`` are changes of its settings on the way (`hddm.training.resume`).
 
-    ``weak`` is the network at `Task.weak_step`, empty where there is none.
+    ``weak`` is the network at `Task.weak_step`, empty if that is 0.
     """
 
     losses: list[float]
@@ -182,28 +179,25 @@ class Fitted:
     changes: Sequence[Change] = ()
     weak: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def record(self, settings: LoopSettings, begun: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return plain values for the record beside the weights; ``settings`` are those of the last step.
+    def record(self, recipe: Recipe, init: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return plain values for the record beside the weights: the ``recipe``, and what came of it.
 
-        ``begun`` describes an init (`hddm.training.expert.begun_with`), whose network is not of
-        ``settings.size``.
+        ``init`` describes the expert that it began with, whose network is not of ``recipe.size``.
         """
         finite = {step: loss for step, loss in enumerate(self.losses, 1) if math.isfinite(loss)}
         tail = list(finite.values())[-max(len(self.losses) // 20, 1) :]
-        batches = (value_at(step, "batch_size", settings.batch_size, self.changes) for step in finite)
+        batches = (value_at(step, "batch_size", recipe.batch_size, self.changes) for step in finite)
         return {
-            **settings.model_dump(mode="json", exclude={"size"} if begun else None),
+            **recipe.model_dump(mode="json", exclude={"size"} if init else None),
             "changes": list(self.changes),
             "images_seen": sum(batches),
             "final_loss": sum(tail) / len(tail),
             "seconds": round(self.seconds, 1),
-            **(begun or {}),
+            **(init or {}),
         }
 
 
-def fit(
-    task: Task, settings: LoopSettings, run: Run | None = None, watchers: Sequence[Watcher] = ()
-) -> Fitted:
+def fit(task: Task, recipe: Recipe, run: Run | None = None, watchers: Sequence[Watcher] = ()) -> Fitted:
     """Minimise the loss of ``task`` and leave the averaged weights in its network, on the CPU.
 
     A step whose loss or gradient is not finite changes nothing, and is logged with its samples. Without a
@@ -211,58 +205,52 @@ def fit(
     the main process.
 
     Raises:
-        HddmError: after ``settings.max_non_finite`` non-finite steps in a row, for missing hardware, or a
+        HddmError: after ``recipe.max_non_finite`` non-finite steps in a row, for missing hardware, or a
             checkpoint that cannot be written.
         Stopped: after a signal, with everything saved.
     """
-    settings = settings.with_defaults(task.is_new)
     # It catches signals only within its block.
     stop = StopRequest()
     with contextlib.ExitStack() as stack:
-        device = stack.enter_context(Device(settings))
+        device = stack.enter_context(Device(recipe))
         if task.prepare is not None:
             task.prepare(device.target, None if run is None else run.folder)
         if run is not None:
             stack.enter_context(stop)
-        trainer = _Trainer(task, settings, device)
+        trainer = _Trainer(task, recipe, device)
         stack.callback(trainer.loader.close)
         state = trainer.state
         if run is not None:
             run.restore(state)
         task.network.train()
-        while state.step < settings.steps:
+        while state.step < recipe.steps:
             report = trainer.step(stop, run)
             # A run whose number of steps was changed may be beyond that step already.
             if 0 < task.weak_step <= state.step and not state.weak:
                 state.keep_weak()
-            if device.is_main:
-                for watcher in watchers:
-                    watcher(report)
+            for watcher in watchers if device.is_main else ():
+                watcher(report)
             if run is not None:
-                _keep(run, report, settings, device, stop)
+                _keep(run, report, recipe.steps, device, stop)
         state.ema.copy_to_network()
         task.network.eval()
         # The compiled call would compile again for every other mode and shape.
         task.network._compiled_call_impl = None
         trainer.bring_back()
-    changes = [] if run is None else run.changes
-    return Fitted(state.losses, state.seconds, device.target, changes, state.weak)
+    return Fitted(state.losses, state.seconds, device.target, [] if run is None else run.changes, state.weak)
 
 
-def _keep(run: Run, report: StepReport, settings: LoopSettings, device: Device, stop: StopRequest) -> None:
+def _keep(run: Run, report: StepReport, steps: int, device: Device, stop: StopRequest) -> None:
     """Save a checkpoint where one is due or a signal came; after a signal raise `Stopped`."""
     state, stopping = report.state, device.any(stop.requested)
-    if report.is_due or state.step == settings.steps or stopping:
+    if report.is_due or state.step == steps or stopping:
         tensors = state.tensors()
         if device.is_main:
             run.save(state, tensors)
         device.wait()
-    if stopping and state.step < settings.steps:
-        raise Stopped(
-            f"{run.folder}: stopped after step {state.step} of {settings.steps}; progress is saved, and "
-            f"--resume continues",
-            stop.number or 0,
-        )
+    if stopping and state.step < steps:
+        text = f"stopped after step {state.step} of {steps}; progress is saved, and --resume continues"
+        raise Stopped(f"{run.folder}: {text}", stop.number or 0)
 
 
 class _Losses(nn.Module):
@@ -272,29 +260,31 @@ class _Losses(nn.Module):
         super().__init__()
         self.network, self._task = task.network, task
 
-    def forward(self, inputs: Inputs, averages: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Losses (n,), with ``averages`` those of the second stage."""
+    def forward(self, inputs: Inputs, averages: Mapping[str, Tensor] | None) -> Tensor:
+        """Losses (n,), of the second stage if there are ``averages``."""
         if averages is None or self._task.second_loss is None:
             return self._task.loss(self.network, inputs)
         return self._task.second_loss[1](self.network, inputs, averages)
 
 
 class _Trainer:
-    def __init__(self, task: Task, settings: LoopSettings, device: Device) -> None:
-        self.task, self.settings, self.device = task, settings, device
-        if settings.gradient_checkpointing:
-            _checkpointed(task.network)
-        self.bring_back = device.place(task.network)
-        self.parameters = [p for p in task.network.parameters() if p.requires_grad]
-        optimizer = optimizer_of(task.network, settings)
-        if settings.compile:
-            task.network.compile()
+    def __init__(self, task: Task, recipe: Recipe, device: Device) -> None:
+        self.task, self.recipe, self.device = task, recipe, device
+        network: Any = task.network
+        if recipe.gradient_checkpointing:
+            if not getattr(network, "_supports_gradient_checkpointing", False):
+                text = f"{type(network).__name__} does not support it; train without"
+                raise HddmError(f"--gradient-checkpointing: {text}")
+            network.enable_gradient_checkpointing()
+        self.bring_back = device.place(network)
+        self.parameters = [p for p in network.parameters() if p.requires_grad]
+        optimizer = optimizer_of(network, recipe)
+        if recipe.compile:
+            network.compile()
         self.losses = device.distributed(_Losses(task))
-        self.state = TrainingState(
-            task.network, Ema(task.network, settings.ema_decay), optimizer, device.scaler
-        )
-        order = Order(task.num_samples, settings.batch_size, settings.seed, task.key)
-        self.loader = Loader(order, task.draw, settings.steps, device.share(settings.batch_size))
+        self.state = TrainingState(network, Ema(network, recipe.ema_decay), optimizer, device.scaler)
+        order = Order(task.num_samples, recipe.batch_size, recipe.seed, task.key)
+        self.loader = Loader(order, task.draw, recipe.steps, device.share(recipe.batch_size))
 
     def step(self, stop: StopRequest, run: Run | None) -> StepReport:
         state, device = self.state, self.device
@@ -304,15 +294,15 @@ class _Trainer:
         waited = time.perf_counter() - begun
         # Dropout layers draw from torch's global generator.
         torch.manual_seed(drawn.seed)
-        factor = learning_rate_factor(step - 1, self.settings)
+        factor = learning_rate_factor(step - 1, self.recipe)
         for group in state.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
         state.optimizer.zero_grad(set_to_none=True)
         inputs = device.moved(drawn.inputs)
         share = 1.0 if self.task.second_loss is None else self.task.second_loss[0]
-        is_second = step > share * self.settings.steps
+        is_second = step > share * self.recipe.steps
         losses = self._backward(inputs, state.ema.tensors() if is_second else None)
-        clipped = device.clip(state.optimizer, self.parameters, self.settings.max_grad_norm)
+        clipped = device.clip(state.optimizer, self.parameters, self.recipe.max_grad_norm)
         losses, t, norm = device.gathered(losses, inputs.get("t"), clipped)
         loss = losses.mean().item()
         state.losses.append(loss)
@@ -337,7 +327,7 @@ class _Trainer:
 
     def _backward(self, inputs: Inputs, averages: Mapping[str, Tensor] | None) -> Tensor:
         """Return losses (batch,) of this process; gradients are summed over the parts of its batch."""
-        number = self.settings.gradient_accumulation_steps
+        number = self.recipe.gradient_accumulation_steps
         parts = zip(*(value.chunk(number) for value in inputs.values()), strict=True)
         losses = []
         for index, part in enumerate(parts, 1):
@@ -349,44 +339,32 @@ class _Trainer:
         return torch.cat(losses)
 
     def _skipped(self, step: int, rows: Tensor, losses: Tensor, norm: float) -> None:
-        state = self.state
-        state.non_finite += 1
+        count = self.state.non_finite = self.state.non_finite + 1
         broken = rows[~losses.isfinite()].tolist() or rows.tolist()
-        what = f"step {step}: loss {state.losses[-1]}, gradient norm {norm}, samples {broken[:8]}"
+        what = f"step {step}: loss {losses.mean().item()}, gradient norm {norm}, samples {broken[:8]}"
         # A single last step may be skipped like any other; more in a row mean that the training diverged.
-        diverged = step == self.settings.steps and state.non_finite > min(1, step - 1)
-        if state.non_finite >= self.settings.max_non_finite or diverged:
-            raise HddmError(
-                f"{what}; the last {state.non_finite} steps were not finite, and nothing was written; try a "
-                "lower --learning-rate, and with Muon a lower --muon-learning-rate"
-            )
+        diverged = step == self.recipe.steps and count > min(1, step - 1)
+        if count >= self.recipe.max_non_finite or diverged:
+            text = f"the last {count} steps were not finite, and nothing was written"
+            raise HddmError(f"{what}; {text}; try a lower --learning-rate or --muon-learning-rate")
         log.warning("%s; the step is skipped", what)
 
 
-def learning_rate_factor(step: int, settings: LoopSettings) -> float:
+def learning_rate_factor(step: int, recipe: Recipe) -> float:
     """Return the factor on the learning rate at ``step``, from 0."""
-    warm = min(1.0, (step + 1) / max(settings.warmup_steps, 1))
-    return warm * 0.5 * (1 + math.cos(math.pi * min(step / settings.steps, 1)))
+    warm = min(1.0, (step + 1) / max(recipe.warmup, 1))
+    return warm * 0.5 * (1 + math.cos(math.pi * min(step / recipe.steps, 1)))
 
 
-def _checkpointed(network: Any) -> None:
-    if not getattr(network, "_supports_gradient_checkpointing", False):
-        raise HddmError(
-            f"--gradient-checkpointing: {type(network).__name__} does not support it; train without"
-        )
-    network.enable_gradient_checkpointing()
-
-
-Write = Callable[[Path, Fitted, LoopKind], None]
 Watch = Callable[[Run], contextlib.AbstractContextManager[Watcher]]
 
 
 def train(
     task: Task,
-    settings: LoopKind,
+    recipe: Recipe,
     out: Path,
     record: str,
-    write: Write[LoopKind],
+    write: Callable[[Path, Fitted], None],
     data: Mapping[str, Any],
     overwrite: bool = False,
     on_step: OnStep | None = None,
@@ -395,24 +373,21 @@ def train(
 ) -> list[float]:
     """Fit ``task`` and write ``out``, which appears complete or not at all; return the loss of every step.
 
-    Where a resumed ``out`` is complete, no losses are returned. ``write(draft, fitted, settings)`` fills
-    ``out``, whose kind the JSON file ``record`` marks; open ``settings`` are filled in (`completed`).
-    ``data`` are plain values that describe the training data, which a resumed run must share. ``overwrite``
-    replaces an existing ``out`` and its run. ``run`` says how the training is kept, None for not at all;
-    ``watch`` opens its watcher.
+    Where a resumed ``out`` is complete, no losses are returned. ``write(draft, fitted)`` fills ``out``, whose
+    kind the JSON file ``record`` marks. ``data`` are plain values that describe the training data, which a
+    resumed run must share. ``overwrite`` replaces an existing ``out`` and its run. ``run`` says how the
+    training is kept, None for not at all; ``watch`` opens its watcher.
 
     Raises:
         HddmError: as `fit` and `hddm.training.state.open_run`.
         Stopped: after a signal, with the run saved.
     """
-    if is_complete(out, record, run, overwrite, settings, data):
+    content = {"settings": recipe.model_dump(mode="json"), "data": dict(data)}
+    if is_finished(out, record, content, run, overwrite):
         return []
-    used = completed(settings, out, run, task.is_new)
-    if used.fsdp and run is not None and run.sample_every:
-        raise UsageError(
-            f"--sample-every {run.sample_every}: with --fsdp no process has the whole network to draw "
-            f"pictures with; drop one of the two"
-        )
+    if recipe.fsdp and run is not None and run.sample_every:
+        text = "with --fsdp no process has the whole network to draw pictures with; drop one of the two"
+        raise UsageError(f"--sample-every {run.sample_every}: {text}")
     watchers: list[Watcher] = []
     if on_step is not None:
         watchers.append(lambda report: on_step(report.step, report.loss, report.seconds))
@@ -421,20 +396,16 @@ def train(
         # Only the first of several processes holds the run; the others join it in `fit`.
         is_first = int(os.environ.get("RANK", "0")) == 0
         if run is not None and is_first:
-            content = {
-                "settings": used.model_dump(mode="json"),
-                "data": dict(data),
-                "environment": _environment(used),
-            }
+            content["environment"] = _environment(recipe.device)
             kept = stack.enter_context(open_run(out, content, run, overwrite))
             if watch is not None:
                 watchers.append(stack.enter_context(watch(kept)))
         try:
-            fitted = fit(task, used, kept, watchers)
+            fitted = fit(task, recipe, kept, watchers)
             if is_first:
-                said = nothing if kept is None else kept.kept
-                with new_folder(out, record, overwrite, kept=said) as draft:
-                    write(draft, fitted, used)
+                remedy = nothing if kept is None else kept.kept
+                with new_folder(out, record, overwrite, kept=remedy) as draft:
+                    write(draft, fitted)
         except Interrupted as stopped:
             # Before or after the steps, which take signals themselves.
             if kept is None:
@@ -443,44 +414,28 @@ def train(
     return fitted.losses
 
 
-def completed(
-    settings: LoopKind, out: Path, run: RunOptions | None, is_new: bool = True, threads: int | None = None
-) -> LoopKind:
-    """Fill in what ``settings`` leave open.
-
-    It comes from the run of ``out`` where that is resumed, since its defaults may have differed; else it is
-    ``threads``, by default torch's, and what `LoopSettings.with_defaults` says.
-    """
-    if run is not None and run.resume:
-        settings = as_recorded(settings, out)
-    found = {"threads": settings.threads or threads or torch.get_num_threads()}
-    return settings.with_defaults(is_new).model_copy(update=found)
-
-
-def _environment(settings: LoopSettings) -> dict[str, Any]:
-    device = "mps" if settings.device in ("auto", "mps") and torch.backends.mps.is_available() else "cpu"
-    if settings.device in ("auto", "cuda") and torch.cuda.is_available():
-        device = torch.cuda.get_device_name()
+def _environment(device: str) -> dict[str, Any]:
+    name = "mps" if device in ("auto", "mps") and torch.backends.mps.is_available() else "cpu"
+    if device in ("auto", "cuda") and torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
     return {
         "hddm": version("hddm-diffusion"),
         "torch": torch.__version__,
         "hostname": os.uname().nodename,
-        "device": device,
+        "device": name,
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
     }
 
 
-LONGEST = 100
-SHORTEST = 10
-"""Most and fewest steps in each mean of `summary_of`, which covers a tenth of all."""
-
-
 def summary_of(losses: Sequence[float], name: str = "loss") -> str:
-    """Summarise a training in a line: means of its first and last finite losses, or one if steps are few."""
-    over = min(LONGEST, len(losses) // 10)
+    """Summarise a training in one line: mean losses of its first and last steps, or of all if they are few.
+
+    The first and last are a tenth of the steps each, at most 100 and at least 10.
+    """
+    over = min(100, len(losses) // 10)
     first, last, average = mean(losses[:over]), mean(losses[len(losses) - over :]), mean(losses)
     trained = f"trained for {counted(len(losses), 'step')}" if losses else ""
-    if over >= SHORTEST and math.isfinite(first) and math.isfinite(last):
+    if over >= 10 and math.isfinite(first) and math.isfinite(last):
         return f"{trained}, {name} {first:.4f} → {last:.4f} (means of the first and the last {over} steps)"
     return f"{trained}, {name} {average:.4f} (mean of all steps)" if math.isfinite(average) else trained
 

@@ -13,14 +13,7 @@ import torch
 from diffusers import ModelMixin
 from torch import nn
 
-from hddm.experts.lora import (
-    PREFIX,
-    AdapterRecord,
-    adapter_of,
-    peft_config,
-    tensor_names,
-    write_adapter,
-)
+from hddm.experts.lora import PREFIX, AdapterRecord, peft_config, tensor_names, write_adapter
 from hddm.experts.records import Expert, write_records
 from hddm.utils.errors import HddmError, optional
 
@@ -29,7 +22,7 @@ _LAYERS = re.compile(
     r"|(.+\.)?(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out|ff(_context)?\.net\.(0\.proj|2))"
     r"|single_transformer_blocks\.\d+\.proj_(mlp|out)"
 )
-"""Linear layers of attention and MLPs, in our networks and in those of diffusers."""
+"""Linear layers of attention and MLPs, in our networks and in diffusers' ones."""
 _PARAMETERS = re.compile(r"layers\.\d+\.(cross_)?attn\.in_proj_weight")
 
 
@@ -43,22 +36,13 @@ def targets_of(network: nn.Module) -> tuple[str, ...]:
     names = [name for name, _ in network.named_parameters()]
     found = tuple(name for name in names if name in layers or _PARAMETERS.fullmatch(name))
     if not found:
-        raise HddmError(
-            f"--lora-rank: a {type(network).__name__} without attention has no layers to adapt; leave it out"
-        )
+        text = f"a {type(network).__name__} without attention has no layers to adapt; leave it out"
+        raise HddmError(f"--lora-rank: {text}")
     return found
 
 
-def new_adapter(network: nn.Module, rank: int, alpha: float | None, init: Path, out: Path) -> AdapterRecord:
-    """Make the record of an adapter in ``out`` for the expert in ``init`` with this ``network``.
-
-    Its change is scaled by ``alpha``/``rank``; by default alpha is the rank. The init must not be an adapter.
-    """
-    return adapter_of(init, out, rank, float(rank if alpha is None else alpha), targets_of(network))
-
-
 def add_adapter(network: ModelMixin, adapter: AdapterRecord, seed: int) -> None:
-    """Put an adapter on ``network``: freeze its own parameters, and train those of the adapter.
+    """Put an adapter on ``network``: freeze its own parameters, and train the adapter's.
 
     B is zero, so nothing changes at first; A is uniform, as peft draws it, from ``seed`` alone.
     """
@@ -74,7 +58,7 @@ def save_adapted(folder: Path, expert: Expert, adapter: AdapterRecord) -> None:
     """Write an adapted expert, without its base's weights, into an empty folder, in peft's format."""
     network: Any = expert.network
     network.save_config(folder)
-    # peft asks the hub about the base, unless it is told that no embedding can have changed.
+    # By default peft looks the base up on the hub, to see whether an embedding has changed.
     state = _peft().get_peft_model_state_dict(network, save_embedding_layers=False)
     names = [name for pair in tensor_names(adapter.targets).values() for name in pair]
     tensors = {name: state[name.removeprefix(PREFIX)].detach().cpu().contiguous() for name in names}

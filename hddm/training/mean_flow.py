@@ -94,18 +94,14 @@ def solve(
     fine = plan(teacher, steps=SOLVED).times
     stride = SOLVED // KEPT
     times = fine[::stride]
-    asked = {name: value.contiguous() for name, value in conditions.items()}
-    asked |= {
-        "num": torch.tensor(num),
-        "seed": torch.tensor(seed),
-        "guidance_scale": torch.tensor(guidance_scale),
-    }
+    known = {name: value.contiguous() for name, value in conditions.items()}
+    known["numbers"] = torch.tensor([num, seed, guidance_scale], dtype=torch.float64)
     if file is not None and file.exists():
         kept = read_safetensors(file)
-        kept_states = kept.pop("states")
-        if kept.keys() == asked.keys() and all(torch.equal(kept[name], one) for name, one in asked.items()):
+        states = kept.pop("states")
+        if kept.keys() == known.keys() and all(torch.equal(kept[name], one) for name, one in known.items()):
             log.info("%s: %s of the teacher found", file, counted(num, "trajectory", "trajectories"))
-            return Trajectories(kept_states, times, conditions)
+            return Trajectories(states, times, conditions)
     states = torch.empty(num, KEPT + 1, *shape)
     with Progress(num * SOLVED, "solve the teacher's trajectories", " steps") as progress:
         for rows in torch.arange(num).split(_BATCH):
@@ -119,16 +115,17 @@ def solve(
                 progress(len(rows))
                 return x
 
-            given = {name: value[rows].to(teacher.device) for name, value in conditions.items()}
-            expert = given.pop("expert", None)
-            integrate(teacher, x, fine, Conditions(given), expert, keep, guidance=guidance_scale)
+            own = {name: value[rows].to(teacher.device) for name, value in conditions.items()}
+            expert, x = own.pop("expert", None), x.to(teacher.device)
+            integrate(teacher, x, fine, Conditions(own), expert, keep, guidance=guidance_scale)
     if file is not None:
-        write_whole(file, lambda path: save_file({"states": states, **asked}, path))
+        write_whole(file, lambda path: save_file({"states": states, **known}, path))
     return Trajectories(states, times, conditions)
 
 
+@dataclass
 class MeanFlow:
-    """The training of a student of ``steps`` steps; `draw`, `loss` and `second_loss` are those of a `Task`.
+    """The training of a student of ``steps`` steps; it provides `draw`, `loss` and `second_loss` of a `Task`.
 
     Args:
         teacher_on: the teacher on a device.
@@ -139,27 +136,22 @@ class MeanFlow:
         solved: the trajectories, made at their first use on a device, with the file that keeps them.
     """
 
-    def __init__(
-        self,
-        teacher_on: Callable[[torch.device], Ensemble],
-        prediction: PredictionType,
-        steps: int,
-        guidance_scale: float,
-        solved: Callable[[Ensemble, Path | None], Trajectories],
-    ) -> None:
-        if prediction is PredictionType.EPSILON:
-            raise HddmError(
-                "--sampling-steps: a student of few steps cannot predict noise, which does not "
-                "determine x_0 at t = 1; begin with an expert of another --prediction"
-            )
-        self._on = functools.cache(teacher_on)
-        self.prediction, self.steps, self.guidance_scale = prediction, steps, guidance_scale
-        self._solved = solved
-        self._all: Trajectories | None = None
+    teacher_on: Callable[[torch.device], Ensemble]
+    prediction: PredictionType
+    steps: int
+    guidance_scale: float
+    solved: Callable[[Ensemble, Path | None], Trajectories]
+    _all: Trajectories | None = None
+
+    def __post_init__(self) -> None:
+        self.teacher_on = functools.cache(self.teacher_on)
+        if self.prediction is PredictionType.EPSILON:
+            text = "a student of few steps cannot predict noise, which does not determine x_0 at t = 1"
+            raise HddmError(f"--sampling-steps: {text}; begin with an expert of another --prediction")
 
     def prepare(self, device: torch.device, folder: Path | None) -> None:
         """Solve the teacher's trajectories on a device, or read them in the run's ``folder``."""
-        self._all = self._solved(self._on(device), None if folder is None else folder / FILE)
+        self._all = self.solved(self.teacher_on(device), None if folder is None else folder / FILE)
 
     def draw(self, rows: Tensor, noise: torch.Generator, own: slice) -> Inputs:
         """Pairs of states of trajectories ``rows``, and for the identity noised ends of them.
@@ -174,10 +166,8 @@ class MeanFlow:
         stride = KEPT // self.steps
         step = torch.randint(self.steps, (num,), generator=noise)
         is_own = torch.rand(num, generator=noise) < OWN_STEPS
-        first, last = (
-            torch.where(is_own, step * stride, first),
-            torch.where(is_own, (step + 1) * stride, last),
-        )
+        first = torch.where(is_own, step * stride, first)
+        last = torch.where(is_own, (step + 1) * stride, last)
         shape = self._all.states.shape[2:]
         start, end = torch.rand(num, 2, generator=noise, dtype=torch.float64).sort(1, descending=True)[0].T
         is_now = torch.rand(num, generator=noise) < INSTANTANEOUS
@@ -216,7 +206,9 @@ class MeanFlow:
             own = {name: value[rows] for name, value in conditions.items()}
             expert = None if "expert" not in inputs else inputs["expert"][rows]
             with torch.no_grad(), torch.autocast(x_t.device.type, enabled=False):
-                v = self._on(x_t.device).velocity(states, start, self.guidance_scale, expert=expert, **own)
+                v = self.teacher_on(x_t.device).velocity(
+                    states, start, self.guidance_scale, expert=expert, **own
+                )
                 u = self.mean_velocity(functools.partial(_call, network, averages), own)
                 found = identity_target(u, states, v, start, end, LONGEST)
             x_t, target = x_t.index_copy(0, rows, states), target.index_copy(0, rows, found.to(target))

@@ -31,7 +31,7 @@ two experts whose ranges meet see together what one of both would.
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from hddm.data.shards import Shard
 from hddm.schedules import CosineSchedule, DiscreteSchedule, LinearSchedule, Schedule
 from hddm.training.loop import Draw, Inputs
-from hddm.training.settings import TEXT, ExpertSettings, TimeSampling, Weighting, default_weighting
+from hddm.training.settings import TEXT, ExpertRecipe, TimeSampling, Weighting
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.records import WHOLE, NoiseRange
 from hddm.utils.tensors import append_dims
@@ -54,45 +54,19 @@ BOUND = 0.05
 class Objective:
     """A prediction that a network learns, with its path, its weighting and the noise levels of training.
 
-    ``schedule`` is cosine by default for ddpm, always linear for flow; ``weighting`` is velocity by default
-    for the sample. ``snr_gamma`` is of epsilon. Unknown names and combinations without meaning raise
+    ``schedule`` is linear for flow; ``snr_gamma`` is for epsilon. Combinations without meaning raise
     `HddmError`.
     """
 
     name: Literal["ddpm", "flow"]
     schedule: Schedule
     prediction_type: PredictionType
-    weighting: Weighting = "prediction"
-    time_sampling: TimeSampling = "uniform"
+    weighting: Weighting
+    time_sampling: TimeSampling
     snr_gamma: float | None = None
     noise_range: NoiseRange = WHOLE
 
-    @classmethod
-    def named(
-        cls,
-        name: Literal["ddpm", "flow"],
-        schedule: Schedule | None = None,
-        time_sampling: TimeSampling = "uniform",
-        snr_gamma: float | None = None,
-        prediction_type: str = "sample",
-        weighting: Weighting | None = None,
-        noise_range: NoiseRange | None = None,
-    ) -> "Objective":
-        """Make the objective called ``name``, with its defaults for what is not given."""
-        default: Schedule = CosineSchedule() if name == "ddpm" else LinearSchedule()
-        prediction = PredictionType.parse(prediction_type)
-        chosen = weighting or default_weighting(prediction)
-        part = noise_range or WHOLE
-        return cls(name, schedule or default, prediction, chosen, time_sampling, snr_gamma, part)
-
     def __post_init__(self) -> None:
-        for what, value, known in (
-            ("objective", self.name, ("ddpm", "flow")),
-            ("time sampling", self.time_sampling, get_args(TimeSampling)),
-            ("weighting", self.weighting, get_args(Weighting)),
-        ):
-            if value not in known:
-                raise HddmError(f"unknown {what} {value!r}: choose {' or '.join(known)}")
         is_linear = isinstance(self.schedule, LinearSchedule)
         if self.name == "flow" and not is_linear:
             raise UsageError("--schedule is for DDPM; leave it out, or use --objective ddpm")
@@ -101,16 +75,15 @@ class Objective:
         if self.snr_gamma is not None and (
             self.prediction_type is not PredictionType.EPSILON or self.weighting != "prediction"
         ):
+            text = f"this expert learns {self.prediction_type.value} weighted by {self.weighting}"
+            remedy = "leave it out, or use --prediction epsilon --weighting prediction"
             raise UsageError(
-                f"--snr-gamma {self.snr_gamma:g} weights errors of the noise, but this expert learns "
-                f"{self.prediction_type.value} weighted by {self.weighting}; leave it out, or use "
-                f"--prediction epsilon --weighting prediction"
+                f"--snr-gamma {self.snr_gamma:g} is for errors of the noise, but {text}; {remedy}"
             )
         if self._native[0] > self._native[1]:
             (low, high), (first, last) = self.noise_range, self.schedule.range
-            raise UsageError(
-                f"--noise-range {low:g}:{high:g}: has none of the schedule's times, in {first:.4g}:{last:.4g}"
-            )
+            times = f"has none of the schedule's times, in {first:.4g}:{last:.4g}"
+            raise UsageError(f"--noise-range {low:g}:{high:g}: {times}")
 
     @property
     def time_scale(self) -> float:
@@ -205,22 +178,21 @@ class Objective:
         return t
 
 
-def objective_of(settings: ExpertSettings, schedule: Schedule | None = None) -> Objective:
-    """The objective of ``settings`` that are filled in, on ``schedule`` where it is not the default one.
+def objective_of(recipe: ExpertRecipe, schedule: Schedule | None = None) -> Objective:
+    """Return the objective of ``recipe``, on ``schedule`` or by default the linear path or DDPM's cosine one.
 
     Raises:
         HddmError: as `Objective`.
     """
-    assert settings.prediction is not None
-    assert settings.time_sampling is not None
-    return Objective.named(
-        settings.objective,
-        schedule,
-        settings.time_sampling,
-        settings.snr_gamma,
-        settings.prediction,
-        settings.weighting,
-        settings.noise_range,
+    default: Schedule = CosineSchedule() if recipe.objective == "ddpm" else LinearSchedule()
+    return Objective(
+        recipe.objective,
+        schedule or default,
+        PredictionType(recipe.prediction),
+        recipe.weighting,
+        recipe.time_sampling,
+        recipe.snr_gamma,
+        recipe.noise_range,
     )
 
 
@@ -230,27 +202,27 @@ _DRAWN = ("x_0", "eps", "time", "t")
 def drawing(
     shard: Shard,
     objective: Objective,
-    settings: ExpertSettings,
+    recipe: ExpertRecipe,
     given: Mapping[str, Tensor],
     nulls: Mapping[str, Tensor],
 ) -> Draw:
     """Return the function that draws the inputs of a step (`hddm.training.loop.Task.draw`).
 
-    With probability ``settings.condition_dropout`` a sample has null values for all its conditions at once,
+    With probability ``recipe.condition_dropout`` a sample has null values for all its conditions at once,
     as guidance asks the network. ``given`` are conditions (N, …) of all samples, by keyword, without tokens,
     which come from the shard; ``nulls`` are null values without batch dimension.
     """
 
     def draw(rows: Tensor, noise: torch.Generator, own: slice) -> Inputs:
         number, mine = len(rows), rows[own]
-        flip = torch.rand(number, generator=noise) < 0.5 if settings.random_flip else None
+        flip = torch.rand(number, generator=noise) < 0.5 if recipe.random_flip else None
         x_0 = shard.take(rows, noise, flip, own)
         time = objective.sample_times(number, noise)[own]
         eps = torch.randn(number, *shard.shape, generator=noise)[own]
         conditions = {name: value[mine] for name, value in given.items()}
-        if settings.text_conditional and shard.texts is not None:
+        if recipe.text_conditional and shard.texts is not None:
             conditions[TEXT] = shard.texts.take(mine)
-        dropped = (torch.rand(number, generator=noise) < settings.condition_dropout)[own]
+        dropped = (torch.rand(number, generator=noise) < recipe.condition_dropout)[own]
         for name in set(conditions) & set(nulls):
             value = conditions[name]
             where = dropped.reshape(-1, *[1] * (value.ndim - 1))
@@ -272,16 +244,15 @@ def loss_of(
     return loss
 
 
-def check_conditions(shard: Shard, settings: ExpertSettings) -> None:
+def check_conditions(shard: Shard, recipe: ExpertRecipe) -> None:
     """Refuse conditions, held-out images or flips that ``shard`` does not allow; errors name what to drop."""
-    if settings.class_conditional and shard.labels is None:
+    if recipe.class_conditional and shard.labels is None:
         raise HddmError(f"{shard.folder}: its images carry no labels; drop --class-conditional")
-    if settings.text_conditional and shard.texts is None:
-        raise HddmError(
-            f"{shard.folder}: holds no text embeddings; hddm encode makes them, or drop --text-conditional"
-        )
+    if recipe.text_conditional and shard.texts is None:
+        text = "holds no text embeddings; hddm encode makes them, or drop --text-conditional"
+        raise HddmError(f"{shard.folder}: {text}")
     if shard.held_out_of is not None:
         raise HddmError(f"{shard.folder}: holds images kept for evaluation; train on its shard")
-    if settings.random_flip:
+    if recipe.random_flip:
         # Latents can be mirrored only where mirror images were encoded too; else this raises.
         shard.take(torch.zeros(1, dtype=torch.long), flip=torch.ones(1, dtype=torch.bool))

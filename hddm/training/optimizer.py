@@ -7,34 +7,32 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hddm.training.device import split_like
-from hddm.training.settings import LoopSettings
+from hddm.training.settings import Recipe
 
 # Layers that make the output of our networks and diffusers': their matrices are AdamW's, as in Muon's recipe.
 ENDS = ("final_layer", "head", "proj_out", "proj_out_1", "proj_out_2", "norm_out")
 
 
-def optimizer_of(network: nn.Module, settings: LoopSettings) -> torch.optim.Optimizer:
-    """The optimiser of the parameters of ``network`` that require gradients; each group holds its peak rate.
+def optimizer_of(network: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    """Return the optimizer of the parameters that require gradients; each group holds its peak rate.
 
-    What ``settings`` leave open is filled in (`LoopSettings.with_defaults`). Muon makes the momentum of a
+    Muon makes the momentum of a
     matrix orthogonal by Newton and Schulz's iteration and scales it by max(1, rows/columns)^½ (K. Jordan,
     "Muon: an optimizer for hidden layers in neural networks", 2024). Packed matrices of queries, keys and
     values are one matrix to it.
     """
-    assert settings.learning_rate is not None
     trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
-    matrices = _matrices(network) if settings.optimizer == "muon" else set()
+    matrices = set[str]() if recipe.muon_learning_rate is None else _matrices(network)
     inner = [p for name, p in trained.items() if name in matrices]
     rest = [p for name, p in trained.items() if name not in matrices]
-    decay = settings.weight_decay
+    decay = recipe.weight_decay
     optimizers: list[torch.optim.Optimizer] = []
     if rest:
-        optimizers.append(torch.optim.AdamW(rest, lr=settings.learning_rate, weight_decay=decay, fused=True))
-    if inner:
-        assert settings.muon_learning_rate is not None
+        optimizers.append(torch.optim.AdamW(rest, lr=recipe.learning_rate, weight_decay=decay, fused=True))
+    if inner and recipe.muon_learning_rate is not None:
         kind = _SplitMuon if isinstance(inner[0], DTensor) else torch.optim.Muon
-        muon = kind(inner, lr=settings.muon_learning_rate, weight_decay=decay, adjust_lr_fn="original")
-        optimizers.append(muon)
+        rate = recipe.muon_learning_rate
+        optimizers.append(kind(inner, lr=rate, weight_decay=decay, adjust_lr_fn="original"))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
@@ -43,15 +41,13 @@ def optimizer_of(network: nn.Module, settings: LoopSettings) -> torch.optim.Opti
 
 def _matrices(network: nn.Module) -> set[str]:
     """Names of the matrices that map features to features: of linear layers and of packed attention."""
-    found = set()
-    for place, module in network.named_modules():
-        if place.partition(".")[0] in ENDS:
-            continue
-        for name, parameter in module.named_parameters(place, recurse=False):
-            is_packed = name.endswith("in_proj_weight")
-            if parameter.ndim == 2 and (is_packed or isinstance(module, nn.Linear)):
-                found.add(name)
-    return found
+    return {
+        name
+        for place, module in network.named_modules()
+        if place.partition(".")[0] not in ENDS
+        for name, parameter in module.named_parameters(place, recurse=False)
+        if parameter.ndim == 2 and (name.endswith("in_proj_weight") or isinstance(module, nn.Linear))
+    }
 
 
 class _SplitMuon(torch.optim.Muon):

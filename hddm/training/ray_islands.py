@@ -25,11 +25,9 @@ from hddm.training.island_jobs import Island, Outcome
 from hddm.training.islands import RETRIES, OnIsland, outcome_of
 from hddm.training.loop import mean
 from hddm.training.resume import CHECKPOINTS, checkpoints_in, run_folder_of, step_of
-from hddm.training.state import LOSSES, PROGRESS, ProgressRecord, wait_for_run
+from hddm.training.state import LOSSES, read_progress, wait_for_run
 from hddm.utils.errors import HddmError, one_line, optional
-from hddm.utils.files import read_json
 from hddm.utils.processes import SIGNALS, Stopped, StopRequest, compute_environment, environment, switched
-from hddm.utils.records import parse_record
 
 LOCAL = "local"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -53,8 +51,6 @@ class RayCluster:
     `HddmError`, and so does an unreachable cluster in `run`.
     """
 
-    threads = 1
-
     def __init__(self, address: str = LOCAL, retries: int = RETRIES) -> None:
         self.address, self.retries = address, retries
         self._ray = optional("ray", "--ray", "ray")
@@ -76,8 +72,7 @@ def _collect(
 
     def report(island: Island) -> None:
         before, seconds_before = seen.get(island.index, (0, math.nan))
-        newest = _newest(island.out, before)
-        if on_step is not None and newest is not None:
+        if on_step is not None and (newest := _newest(island.out, before)) is not None:
             step, loss, seconds = newest
             seen[island.index] = step, seconds
             on_step(island.index, step, loss, seconds - seconds_before)
@@ -89,15 +84,12 @@ def _collect(
                 # The worker gets a SIGINT, on which a training saves.
                 ray.cancel(task, force=False, recursive=False)
         done, _ = ray.wait(list(tasks), timeout=0.5)
-        for task in done:
-            island = tasks.pop(task)
-            outcome = _outcome(ray, task, island)
-            if outcome is not None and not (outcome.failure and stop.requested):
-                outcomes.append(outcome)
-            if outcome is not None and outcome.summary:
-                report(island)
         for island in tasks.values():
             report(island)
+        for task in done:
+            outcome = _outcome(ray, task, tasks.pop(task))
+            if outcome is not None and not (outcome.failure and stop.requested):
+                outcomes.append(outcome)
     return outcomes
 
 
@@ -119,14 +111,15 @@ def _outcome(ray: Any, task: Any, island: Island) -> Outcome | None:
 
 def _submit(ray: Any, island: Island, retries: int, has_gpus: bool) -> Any:
     on_gpu = has_gpus and island.settings.device in ("auto", "cuda")
+    threads = island.threads(1)
     task = ray.remote(_train).options(
         name=island.name,
-        num_cpus=island.threads,
+        num_cpus=threads,
         num_gpus=int(on_gpu),
         max_retries=retries,
         # Errors that the user must mend are returned, not raised, so they are not retried.
         retry_exceptions=True,
-        runtime_env={"env_vars": compute_environment(island.threads)},
+        runtime_env={"env_vars": compute_environment(threads)},
     )
     return task.remote(island)
 
@@ -165,9 +158,9 @@ def connected(ray: Any, address: str, variables: Any = (), **own: Any) -> Iterat
     """
     has_tls = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
     if (mode := os.environ.get(AUTHENTICATION, "token")).lower() != "token" and not has_tls:
+        text = "Ray would run the code of whoever reaches one of its ports"
         raise HddmError(
-            f"{AUTHENTICATION}={mode}: Ray would run the code of whoever reaches one of its ports; unset it, "
-            "or set RAY_USE_TLS=1 and its certificates"
+            f"{AUTHENTICATION}={mode}: {text}; unset it, or set RAY_USE_TLS=1 and its certificates"
         )
     if ray.is_initialized():
         yield
@@ -200,9 +193,7 @@ def connected(ray: Any, address: str, variables: Any = (), **own: Any) -> Iterat
             for one, handler in handlers.items():
                 signal.signal(one, handler)
             if is_local and (there := ray.util.get_node_ip_address()) not in LOOPBACK:
-                raise HddmError(
-                    f"--ray {LOCAL}: ray {ray.__version__} listens at {there}; use another version"
-                )
+                raise HddmError(f"--ray {LOCAL}: Ray listens at {there}; use another version of it")
             if not (is_local or has_tls or AUTHENTICATION in os.environ):
                 text = (
                     "--ray %s: runs the code of whoever reaches one of its ports; see docs/guides/machines.md"
@@ -220,7 +211,7 @@ def _newest(out: Path, since: int) -> tuple[int, float, float] | None:
         return None
     try:
         losses = load_file(newest / f"{LOSSES}.safetensors")["losses"]
-        seconds = parse_record(read_json(newest / PROGRESS), ProgressRecord, str(newest / PROGRESS)).seconds
+        seconds = read_progress(newest).seconds
     except (OSError, SafetensorError, HddmError):
         # It was just removed to make room for the next.
         return None

@@ -13,31 +13,18 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from hddm.data.shard_records import (
-    MANIFEST,
-    EncodedManifest,
-    is_encoded,
-    read_encoded_manifest,
-    read_manifest,
-)
-from hddm.training.settings import LoopSettings, RunOptions
+from hddm.data.shard_records import EncodedManifest, is_encoded, read_encoded_manifest
+from hddm.training.settings import RunOptions
 from hddm.utils.errors import HddmError
 from hddm.utils.files import check_absent, read_json, settle, sha256_of
-from hddm.utils.records import OpenRecord, parse_record, refuse_damaged
+from hddm.utils.records import OpenRecord, read_record, refuse_damaged
 
 Change = dict[str, Any]
 """Record of one change, as plain values of JSON."""
-OPEN = (
-    *("threads", "warmup", "optimizer", "learning_rate", "muon_learning_rate"),
-    *("prediction", "weighting", "rotary", "time_sampling", "weak_at"),
-)
-"""Settings that are None until a run fills them in."""
-NOT_RECORDED = "not recorded"
-"""Stands for values that the run did not record."""
 
 
 def with_changes(before: Sequence[Change], new: Sequence[Change], step: int) -> list[Change]:
@@ -48,7 +35,7 @@ def with_changes(before: Sequence[Change], new: Sequence[Change], step: int) -> 
     """
     merged: dict[tuple[str, int], Change] = {}
     for one in (*before, *new):
-        place = one["key"], min(one["step"], step)
+        place = one["key"], min(one.get("step", step), step)
         was = merged.get(place, one)["was"]
         merged[place] = {"step": place[1], "key": one["key"], "was": was, "is": one["is"]}
     return [one for one in merged.values() if one["step"] > 0 and one["was"] != one["is"]]
@@ -59,16 +46,16 @@ def value_at(step: int, key: str, today: Any, changes: Sequence[Change]) -> Any:
     return next((one["was"] for one in changes if one["key"] == key and step <= one["step"]), today)
 
 
-LoopKind = TypeVar("LoopKind", bound=LoopSettings)
-
 RUN_FILE = "run.json"
-RUN_FORMAT = "2.0"
+RUN_FORMAT = "3.0"
 CHECKPOINTS = "checkpoints"
 # Parts of a run's record that determine its result; the rest is how it is kept, and its history.
 _COMPARED = ("settings", "data", "environment")
 # Keys that may change between two starts of a run without changing its result.
-FREE = {f"environment.{key}" for key in ("hddm", "torch", "hostname", "device", "processes")}
-FREE |= {"settings.fsdp"}
+FREE = {
+    "settings.fsdp",
+    *(f"environment.{key}" for key in ("hddm", "torch", "hostname", "device", "processes")),
+}
 # Keys that make it another expert; a run that continued with others would have an untrue record.
 _IDENTITY = (
     *("objective", "prediction", "size", "rotary", "class_conditional", "text_conditional"),
@@ -96,7 +83,7 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-class RunSettings(OpenRecord):
+class RecordedSettings(OpenRecord):
     """Settings in a run's record that decide how the rest is read."""
 
     objective: Literal["ddpm", "flow"] = "flow"
@@ -113,91 +100,104 @@ class RecordedChange(OpenRecord):
 
 
 class RunRecord(OpenRecord):
-    """What is read of ``run.json``, as `hddm.training.state.open_run` writes it."""
+    """``run.json``, as `hddm.training.state.open_run` writes it; ``settings`` are the recipe."""
 
-    settings: RunSettings = RunSettings()
+    oldest = RUN_FORMAT
+    remedy = "use the version of hddm that wrote it, or start again with --overwrite"
+
+    format: str
+    settings: RecordedSettings = RecordedSettings()
     data: dict[str, Any] = Field(default_factory=dict)
     environment: dict[str, Any] = Field(default_factory=dict)
     changes: tuple[RecordedChange, ...] = ()
 
 
 def read_run(path: Path) -> dict[str, Any]:
-    """Read ``run.json``; raises `HddmError` as `read_json`, and for values of other kinds."""
-    content = read_json(path)
-    parse_record(content, RunRecord, str(path))
-    return content
+    """Read ``run.json`` as plain values; raises as `hddm.utils.records.read_record`."""
+    read_record(path, RunRecord, RUN_FORMAT)
+    return read_json(path)
+
+
+def has_run(out: Path) -> bool:
+    """Tell whether ``out`` has a run already."""
+    return (run_folder_of(out) / RUN_FILE).exists()
 
 
 def recorded(out: Path) -> dict[str, Any]:
-    """Read the record of the run of ``out``; {} where there is none."""
-    path = run_folder_of(out) / RUN_FILE
-    return read_run(path) if path.exists() else {}
+    """Read the record of the run of ``out``; {} if it has no run."""
+    return read_run(run_folder_of(out) / RUN_FILE) if has_run(out) else {}
 
 
 def refuse_run(out: Path) -> None:
     """Refuse an ``out`` that has a run already; raises `HddmError`."""
-    if (folder := run_folder_of(out)).joinpath(RUN_FILE).exists():
-        text = "--resume continues it, --overwrite starts again"
-        raise HddmError(f"{folder}: already holds a run of {out}; {text}")
+    if has_run(out):
+        text = f"already holds a run of {out}; --resume continues it, --overwrite starts again"
+        raise HddmError(f"{run_folder_of(out)}: {text}")
 
 
-def resumable(out: Path) -> dict[str, Any]:
-    """Read the record of the run of ``out`` to go on with it; {} for no run, `HddmError` for an older one."""
-    record = recorded(out)
-    if record and str(record.get("format")).split(".")[0] != RUN_FORMAT.split(".")[0]:
-        raise HddmError(
-            f"{run_folder_of(out)}: is a run of format {record.get('format')}, of another version of "
-            f"hddm (this one reads {RUN_FORMAT}); use that version, or start again with --overwrite"
-        )
-    return record
+def is_kept(out: Path, record: str, run: RunOptions | None, overwrite: bool = False) -> bool:
+    """Tell whether ``out`` holds a model already and this start, a resumed one, leaves it there."""
+    if run is None or not run.resume or overwrite:
+        return False
+    settle(out)
+    return (out / record).exists()
 
 
-def as_recorded(settings: LoopKind, out: Path) -> LoopKind:
-    """Fill in what ``settings`` leave open, of `OPEN`, from the run of ``out``."""
-    if not (before := resumable(out).get("settings", {})):
-        return settings
-    left_open = {name for name, value in settings if value is None}.intersection(OPEN, before)
-    if settings.optimizer not in (None, before.get("optimizer")):
-        # It is refused as another optimiser, and not for its rates.
-        left_open.discard("muon_learning_rate")
-    return settings.model_copy(update={name: before[name] for name in left_open})
+def recipe_before(out: Path, record: str, run: RunOptions | None, overwrite: bool = False) -> dict[str, Any]:
+    """Return the recipe of the run that is resumed, {} if none is; refuse another folder in the way.
 
-
-def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -> dict[str, tuple[Any, Any]]:
-    """Refuse to resume the run of ``out`` with another ``record``; return the differences that are allowed.
-
-    These are (was, is) by dotted key. ``options.allow_config_change`` allows other settings, but no other
-    data, objective or network. The `HddmError` lists those that are never allowed, or else all that were
-    refused.
+    ``record`` is the JSON file that marks the kind of folder. Raises `HddmError`.
     """
-    folder = run_folder_of(out)
-    before = resumable(out)
-    given = json.loads(json.dumps(dict(record)))
-    old, new = (_flat({key: one.get(key, {}) for key in _COMPARED}) for one in (before, given))
-    differing, lines, fixed = {}, {}, []
+    if not is_kept(out, record, run, overwrite):
+        check_absent(out, record, overwrite)
+    settings: dict[str, Any] = recorded(out).get("settings", {}) if run is not None and run.resume else {}
+    return settings
+
+
+def is_finished(
+    out: Path, record: str, content: Mapping[str, Any], run: RunOptions | None, overwrite: bool = False
+) -> bool:
+    """Tell whether a resumed training has written ``out``, and nothing is left to do.
+
+    Raises `HddmError` for a run of another ``content``, as `compare_records`, and for damaged files.
+    """
+    if run is None or not is_kept(out, record, run, overwrite):
+        return False
+    if before := recorded(out):
+        # Nothing is left to compute, so the environment does not matter.
+        compare_records(out, {**content, "environment": before.get("environment", {})}, run)
+    refuse_damaged(out, record, sha256=sha256_of, remedy="--overwrite trains it again")
+    log.info("%s: is finished; there is nothing to resume", out)
+    return True
+
+
+def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -> list[Change]:
+    """Refuse to resume the run of ``out`` with another ``record``; return changes of settings without steps.
+
+    ``options.allow_config_change`` allows other settings, but no other data, objective or network. The
+    `HddmError` lists differences that are never allowed, or else all that were refused.
+    """
+    folder, now = run_folder_of(out), json.loads(json.dumps(dict(record)))
+    old, new = (_flat({key: one.get(key, {}) for key in _COMPARED}) for one in (recorded(out), now))
+    absent = "not recorded"
+    lines, changes = {}, []
     for key in dict.fromkeys([*old, *new]):
-        if old.get(key) == new.get(key) or (key in FREE and key not in old):
-            continue
-        differing[key] = old.get(key, NOT_RECORDED), new.get(key, NOT_RECORDED)
-        was, now = (value if value is NOT_RECORDED else repr(value) for value in differing[key])
-        lines[key] = f"{key}: was {was}, is {now}"
-        # A value that the run did not record is no reason to refuse it for good.
-        if key in old and (key in FIXED or key.startswith("data.")):
-            fixed.append(lines[key])
+        if (was := old.get(key, absent)) != (value := new.get(key, absent)):
+            lines[key] = f"{key}: was {was!r}, is {value!r}"
+            if key.startswith("settings."):
+                changes.append({"key": key.removeprefix("settings."), "was": was, "is": value})
+    # A value that the run did not record is no reason to refuse it for good.
+    fixed = [line for key, line in lines.items() if key in old and (key in FIXED or key.startswith("data."))]
     if fixed:
-        raise HddmError(
-            f"{folder}: the run used other data, another objective or network; choose another --out", fixed
-        )
+        text = "the run used other data, another objective or network; choose another --out"
+        raise HddmError(f"{folder}: {text}", fixed)
     refused = [line for key, line in lines.items() if key not in FREE]
     if refused and not options.allow_config_change:
-        raise HddmError(
-            f"{folder}: the run was started with different settings; repeat them, or pass "
-            f"--allow-config-change",
-            refused,
-        )
+        text = "the run was started with different settings; repeat them, or pass --allow-config-change"
+        raise HddmError(f"{folder}: {text}", refused)
     for line in lines.values():
         log.warning("%s: %s", folder, line)
-    return differing
+    return changes
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -208,28 +208,10 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def expert_data(shard: Path, schedule: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Describe the data of an expert on one shard for its run's record, with `Schedule.config` if given."""
-    data = {"shard": _hash_of(shard), **encoding_of([shard])}
-    return data if schedule is None else data | {"schedule": dict(schedule)}
-
-
-def data_of(shards: Sequence[Path]) -> dict[str, Any]:
-    """Describe the data of a run on several shards for its record."""
-    return {"shards": [_hash_of(shard) for shard in shards], **encoding_of(shards)}
-
-
-def _hash_of(shard: Path) -> str:
-    """Return the hash by which experts and routers know a shard."""
-    if (shard / MANIFEST).is_file() and is_encoded(shard):
-        return read_encoded_manifest(shard).hash
-    return read_manifest(shard).hash
-
-
 def encoding_of(shards: Sequence[Path]) -> dict[str, Any]:
     """Describe encoded shards for a run's record, since their hash is that of the images alone.
 
-    ``encoding``, ``vae`` and ``text_encoder`` are those of the first, ``rows`` counts the samples of all, and
+    ``encoding``, ``vae`` and ``text_encoder`` are the first shard's, ``rows`` counts the samples of all, and
     ``files`` is a SHA-256 over all their data files.
     """
     manifests = [read_encoded_manifest(shard) for shard in shards if is_encoded(shard)]
@@ -245,42 +227,3 @@ def encoding_of(shards: Sequence[Path]) -> dict[str, Any]:
 def _content(manifest: EncodedManifest) -> str:
     files = [*manifest.data, *([manifest.null] if manifest.null else [])]
     return " ".join([*(one.sha256 for one in files), *(one.file for one in manifest.skipped)])
-
-
-def is_kept(out: Path, record: str, run: RunOptions | None, overwrite: bool = False) -> bool:
-    """Tell whether ``out`` holds a model already and this start, a resumed one, leaves it there."""
-    if run is None or not run.resume or overwrite:
-        return False
-    settle(out)
-    return (out / record).exists()
-
-
-def is_complete(
-    out: Path,
-    record: str,
-    run: RunOptions | None,
-    overwrite: bool = False,
-    settings: LoopSettings | None = None,
-    data: Mapping[str, Any] | None = None,
-) -> bool:
-    """Tell from records alone whether a resumed training has written ``out`` and nothing is left to do.
-
-    ``record`` is the JSON file that marks the kind of folder. ``settings`` and ``data`` (`expert_data`) must
-    be those of the run, if there is one; where they are None the answer is then False.
-
-    Raises:
-        HddmError: for another folder in the way, a run that was started otherwise (`compare_records`), or
-            damaged files, a line each.
-    """
-    if not is_kept(out, record, run, overwrite):
-        check_absent(out, record, overwrite)
-        return False
-    if run is not None and (before := recorded(out)):
-        if settings is None or data is None:
-            return False
-        now = {"settings": as_recorded(settings, out).model_dump(mode="json"), "data": dict(data)}
-        # Nothing is left to compute, so the environment does not matter.
-        compare_records(out, {**now, "environment": before.get("environment", {})}, run)
-    refuse_damaged(out, record, sha256=sha256_of, remedy="--overwrite trains it again")
-    log.info("%s: is finished; there is nothing to resume", out)
-    return True

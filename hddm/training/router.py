@@ -21,11 +21,13 @@ from hddm.experts.records import ROUTER_FILE, RouterRecord, save_router
 from hddm.networks.transformers import RouterTransformer
 from hddm.routers import temperature_at
 from hddm.training.denoising import IMAGES, SURE
-from hddm.training.expert import new_network, placed
+from hddm.training.expert import data_of, new_network
+from hddm.training.fitting import placed, spread
 from hddm.training.loop import Fitted, Inputs, OnStep, Task, train
 from hddm.training.objectives import TIME_SCALE
-from hddm.training.resume import data_of, is_complete
-from hddm.training.settings import RouterSettings, RunOptions
+from hddm.training.recipe import resolve
+from hddm.training.resume import recipe_before
+from hddm.training.settings import RouterRecipe, RouterSettings, RunOptions
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.progress import Progress
@@ -61,29 +63,26 @@ def train_router(
     """
     if run is not None and run.sample_every:
         raise HddmError(f"sample_every: {run.sample_every}: a router makes no images; leave it out")
+    recipe = resolve(RouterRecipe, settings, before=recipe_before(out, ROUTER_FILE, run, overwrite))
     named = [partitions] if isinstance(partitions, Path) else partitions
-    folders = [folder for partition in named for folder in find_shards(partition)]
-    data = data_of(folders)
-    if is_complete(out, ROUTER_FILE, run, overwrite, settings, data):
-        return []
-    shards = [open_shard(folder) for folder in folders]
+    shards = [open_shard(folder) for partition in named for folder in find_shards(partition)]
     _check_alike(shards)
     stored = JoinedStore([shard.stored for shard in shards])
     rows = torch.arange(len(stored))
     labels = stored.part_of(rows)
-    seen = Evidence(stored, rows, labels, "training images")
-    if settings.calibrate:
+    fresh = torch.zeros(len(rows), dtype=torch.bool)
+    if recipe.calibrate:
         fresh = torch.cat([held_out(shard) for shard in shards])
-        held = rows[fresh]
-        rows = rows[~fresh]
-        seen = Evidence(stored, held, labels[held], "images kept from training")
+    held, rows = rows[fresh], rows[~fresh]
+    source, own = ("images kept from training", held) if len(held) else ("training images", rows)
+    seen = Evidence(stored, own, labels[own], source)
     evidence = kept_apart(shards) or seen
     shape = shards[0].shape
-    network = new_network(RouterTransformer, settings.size, shape, settings.seed, num_experts=len(shards))
+    network = new_network(RouterTransformer, recipe.size, shape, recipe.seed, num_experts=len(shards))
 
     def draw(chosen: Tensor, noise: torch.Generator, own: slice) -> Inputs:
         number = len(chosen)
-        flip = torch.rand(number, generator=noise) < 0.5 if settings.random_flip else None
+        flip = torch.rand(number, generator=noise) < 0.5 if recipe.random_flip else None
         x_0 = stored.take(rows[chosen], noise, flip, own)
         t = torch.rand(number, generator=noise)[own]
         eps = torch.randn(number, *x_0.shape[1:], generator=noise)[own]
@@ -95,30 +94,27 @@ def train_router(
         logits = module(x_t, inputs["t"] * TIME_SCALE)
         return F.cross_entropy(logits.float(), inputs["shard"], reduction="none")
 
-    def write(draft: Path, fitted: Fitted, used: RouterSettings) -> None:
+    def write(draft: Path, fitted: Fitted) -> None:
         calibration: dict[str, Any] = {}
         temperatures: tuple[float, ...] = (1.0,)
-        device = fitted.device
 
         def logits(x: Tensor, time: Tensor) -> Tensor:
-            given: Tensor = network(x.to(device), time.to(device))
-            return given.cpu()
+            found: Tensor = network(x.to(fitted.device), time.to(fitted.device))
+            return found.cpu()
 
-        with placed(network, device), Progress(None, "measure and calibrate"):
-            accuracy = accuracy_of(logits, TIME_SCALE, evidence, settings.seed)
-            if settings.calibrate:
+        with placed(network, fitted.device), Progress(None, "measure and calibrate"):
+            accuracy = accuracy_of(logits, TIME_SCALE, evidence, recipe.seed)
+            if recipe.calibrate:
                 log.info("calibrating on %s …", counted(len(held), "image"))
                 images, origin = stored.take(held, None, None), labels[held]
-                temperatures, figures = calibrate_router(logits, TIME_SCALE, images, origin, settings.seed)
+                temperatures, figures = calibrate_router(logits, TIME_SCALE, images, origin, recipe.seed)
                 each = origin.bincount(minlength=len(shards)).tolist()
                 calibration = {"held_out_share": HELD_OUT_SHARE, "held_out_images": each, **figures}
         if len(shards) > 1 and not is_better_than_chance(accuracy):
-            log.warning(
-                "%s: recognises shards no better than chance on %d images; train it for longer, or with "
-                "another --learning-rate",
-                out,
-                accuracy["images"],
+            text = (
+                "recognises shards no better than chance on %d images; train it for longer, or with another"
             )
+            log.warning(f"%s: {text} --learning-rate", out, accuracy["images"])
         record = RouterRecord(
             time_scale=TIME_SCALE,
             sample_shape=shape,
@@ -126,24 +122,22 @@ def train_router(
             shard_images=tuple(len(shard) for shard in shards),
             temperatures=temperatures,
             calibration=calibration,
-            training=fitted.record(used) | {"accuracy": accuracy},
+            training=fitted.record(recipe) | {"accuracy": accuracy},
         )
         save_router(draft, network, record)
 
     task = Task(network, len(rows), draw, loss, (len(shards),))
-    return train(task, settings, out, ROUTER_FILE, write, data, overwrite, on_step, run, watching())
+    return train(task, recipe, out, ROUTER_FILE, write, data_of(shards), overwrite, on_step, run, watching())
 
 
-def _check_alike(shards: list[Shard]) -> None:
+def _check_alike(shards: Sequence[Shard]) -> None:
     first: dict[str, Shard] = {}
     for shard in shards:
         if (other := first.setdefault(shard.hash, shard)) is not shard:
             raise HddmError(f"{shard.folder}: holds the same images as {other.folder}; name each shard once")
-    shapes = {shard.shape for shard in shards}
-    if len(shapes) > 1:
-        raise HddmError(f"the shards hold images of different shapes: {sorted(shapes)}")
-    if any(shard.vae != shards[0].vae for shard in shards):
-        raise HddmError("the shards hold latents of different VAEs; encode all with one")
+        if (shard.shape, shard.vae) != (shards[0].shape, shards[0].vae):
+            one, two = (f"{each.folder} ({each.shape}, VAE {each.vae})" for each in (shards[0], shard))
+            raise HddmError(f"{one} and {two} hold samples of different kinds; encode all of them alike")
 
 
 JUDGED = 4096
@@ -168,9 +162,8 @@ def kept_apart(shards: Sequence[Shard]) -> Evidence | None:
     found = [open_shard(shard.folder.parent / HELD_OUT / shard.folder.name) for shard in shards]
     for one, shard in zip(found, shards, strict=True):
         if one.held_out_of != shard.hash or one.shape != shard.shape:
-            raise HddmError(
-                f"{one.folder}: its images were not held out from {shard.folder}; remove {one.folder.parent}"
-            )
+            text = f"its images were not held out from {shard.folder}; remove {one.folder.parent}"
+            raise HddmError(f"{one.folder}: {text}")
     store = JoinedStore([one.stored for one in found])
     rows = torch.arange(len(store))
     return Evidence(store, rows, store.part_of(rows), "held-out images")
@@ -185,9 +178,9 @@ def accuracy_of(
     ``accuracy``, the record gets ``chance``, the share of the largest shard, which is the accuracy of always
     naming that; and ``deviation``, (chance (1 - chance)/images)^½, of the accuracy of so many such guesses.
     """
-    number = min(len(evidence.rows), IMAGES)
+    chosen = spread(evidence.rows, IMAGES)
+    number = len(chosen)
     log.info("measuring accuracy on %s …", counted(number, "image"))
-    chosen = torch.linspace(0, len(evidence.rows) - 1, number).round().long()
     images, labels = evidence.store.take(evidence.rows[chosen], None, None), evidence.labels[chosen]
     noised = noised_logits(network, time_scale, images, labels, seed, JUDGED, BATCH)
     chance = labels.bincount().max().item() / number
@@ -206,7 +199,7 @@ def is_better_than_chance(found: dict[str, Any]) -> bool:
 
 
 def accuracy_text(found: dict[str, Any]) -> str:
-    """Describe what `accuracy_of` found in a line for users."""
+    """Describe the result of `accuracy_of` in one line for users."""
     return (
         f"names the shard of {found['accuracy']:.1%} of {found['images']} {found['of']} at all noise levels; "
         f"always naming the largest would be right for {found['chance']:.1%}"
@@ -225,7 +218,7 @@ CALIBRATION_STREAM = 5
 
 
 def held_out(shard: Shard) -> Tensor:
-    """Select images (N,) of a shard to keep from training: those of the lowest SHA-256 of their pixels.
+    """Select images (N,) of a shard to keep from training, by the lowest SHA-256 of their pixels.
 
     They are `HELD_OUT_SHARE` of the shard, at least two, whatever order, names, seed and other shards. Equal
     images stay together; a shard of equal images alone is refused.
@@ -261,14 +254,12 @@ def calibrate_router(
     part = half[noised.image]
     crossed = torch.empty_like(noised.t)
     for k in (0, 1):
-        seen, fresh = part != k, part == k
-        temperatures = noised.fit(seen, knots)
-        crossed[fresh] = temperature_at(noised.t[fresh], temperatures)
+        fresh = part == k
+        crossed[fresh] = temperature_at(noised.t[fresh], noised.fit(~fresh, knots))
     after = noised.logits / crossed[:, None]
-    time_bin = (noised.t * TIME_BINS).long()
     bins = []
     for k in range(TIME_BINS):
-        rows = time_bin == k
+        rows = (noised.t * TIME_BINS).long() == k
         figures = _figures(noised.logits[rows], after[rows], noised.labels[rows])
         bins.append({"from": k / TIME_BINS, "to": (k + 1) / TIME_BINS, **figures})
     record = {

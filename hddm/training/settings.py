@@ -1,32 +1,29 @@
-"""Settings of trainings, and run files that hold them in YAML, with every key checked.
+"""Settings of trainings: what is requested, what a recipe holds, and run files in YAML.
 
     size: S/2
     batch_size: 256
     mixed_precision: bf16
     checkpoint_every: 1000
 
-Keys are those of `Keeping` and of the settings of what is trained.
+Every key of a run file is checked. Every field is declared once. In the settings that a caller makes a value
+may be left open (None); in the recipe, which `hddm.training.recipe.resolve` makes of them, none is. The text
+below a field is the help of its option on the command line.
 """
 
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Generic, Literal, Never, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
 from hddm.utils.errors import HddmError, UsageError, did_you_mean
 from hddm.utils.files import read_yaml
 from hddm.utils.records import OPTIONS, NoiseRange, Record, parse_record
 
 Positive = Annotated[int, Field(ge=1)]
-
+Above0 = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 # Depth, width and heads.
 _WIDTHS = {"S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16)}
@@ -49,7 +46,8 @@ The others are those of Peebles & Xie 2022 (arXiv:2212.09748, table 1), with the
 def size_config(name: str) -> dict[str, int]:
     """Return the constructor arguments of a size: a named one, or depth, width and patch, as ``6x192/2``.
 
-    Of the latter a head has 64 numbers, or all where the width is less. Anything else raises `HddmError`.
+    In the second form a head has 64 numbers, or all of them below a width of 64. Any other name raises
+    `HddmError`.
     """
     if name in SIZES:
         return dict(SIZES[name])
@@ -63,176 +61,129 @@ def size_config(name: str) -> dict[str, int]:
     return {"depth": depth, "hidden_size": width, "num_heads": max(1, width // 64), "patch_size": patch}
 
 
-def _known_size(name: str) -> str:
-    size_config(name)
-    return name
-
-
 Weighting = Literal["prediction", "velocity"]
 TimeSampling = Literal["uniform", "logit-normal"]
 Prediction = Literal["epsilon", "sample", "v_prediction", "flow_prediction"]
-Size = Annotated[str, AfterValidator(_known_size)]
-WEAK_AT = 0.25
-"""Share of the steps after which a weak model is kept, unless another one is asked for."""
-MUON_RATE = 0.02
-"""Of Muon, unless another one is asked for."""
-LONGEST_WARMUP = 100
-"""Most steps of warm-up, unless another number is asked for."""
+Size = Annotated[str, AfterValidator(lambda name: size_config(name) and name)]
+# Options of the command line are words.
+SamplingSteps = Annotated[
+    Literal[1, 2, 4], BeforeValidator(lambda value: int(value) if value in ("1", "2", "4") else value)
+]
 TEXT = "encoder_hidden_states"
 """Keyword of a network for the tokens of captions."""
 
+Open = TypeVar("Open")
+"""None in settings, where a value may be left open; Never in a recipe, where every value is known."""
+OPEN: Any = None
 
-def default_weighting(prediction: str) -> Weighting:
-    """Velocity for the prediction of x_0, else the prediction itself."""
-    return "velocity" if prediction == "sample" else "prediction"
+
+class Described(Record):
+    """A record whose fields are described by the texts below them."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
 
-class LoopSettings(Record):
-    """Settings of the optimisation: linear warm-up with cosine decay to zero, and a float32 EMA.
-
-    ``batch_size`` is that of one step, over all devices and all ``gradient_accumulation_steps``.
-    """
+class LoopFields(Described, Generic[Open]):
+    """The optimisation: linear warm-up with cosine decay to zero, and a float32 moving average."""
 
     steps: Positive
+    """Training steps. Required, here or in --config."""
     batch_size: Positive = 128
+    """Images per step, over all devices."""
     size: Size = "small"
-    optimizer: Literal["adamw", "muon"] | None = None
-    """None is Muon for a network with random weights and AdamW for one that goes on."""
-    learning_rate: Annotated[float, Field(gt=0)] | None = None
-    """Of AdamW; None is 1e-4 for a network that goes on, else 0.2/width beside Muon and, alone, 0.5/width, or
-    0.125/width of a router."""
-    muon_learning_rate: Annotated[float, Field(gt=0)] | None = None
-    """Of the matrices that Muon trains; None is 0.02 where it trains any."""
-    warmup: Annotated[int, Field(ge=0)] | None = None
-    """Steps to the peak rate; None is `warmup_steps`, which is then recorded. 0 and 1 are no warm-up."""
+    """Network size: tiny, mini, small, S/2 to XL/8, or DEPTHxWIDTH/PATCH as 6x192/2."""
+    optimizer: Literal["adamw", "muon"] | Open = OPEN
+    """Optimizer for weight matrices; AdamW trains the rest. Default: muon; adamw with --init."""
+    learning_rate: Above0 | Open = OPEN
+    """Peak learning rate of AdamW. Default: 0.2/width with Muon, 0.5/width without (router: 0.125/width),
+    1e-4 with --init."""
+    muon_learning_rate: Above0 | None = None
+    """Learning rate of the matrices that Muon trains. Default: 0.02."""
+    warmup: Annotated[int, Field(ge=0)] | Open = OPEN
+    """Steps of warm-up. Default: a tenth of --steps, at most 100."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Weight decay of both optimizers."""
+    max_grad_norm: Above0 = 1.0
+    """Norm that gradients are clipped to."""
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Decay of the weights' moving average."""
     seed: int = 0
+    """Seed of all random numbers."""
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    """Precision of the network; weights stay in float32."""
     gradient_accumulation_steps: Positive = 1
+    """Parts that each batch is split into to save memory."""
     gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
     compile: bool = False
+    """Compile the network with torch.compile."""
     fsdp: bool = False
-    """Split weights, gradients and the optimiser's state over the processes; one alone splits nothing."""
+    """Split weights, gradients and the optimizer's state over the processes of accelerate."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    threads: Positive | None = None
-    """CPU threads, which affect rounding; None is torch's default, which is then recorded."""
+    """Device to train on."""
+    threads: Positive | Open = OPEN
+    """CPU threads; they affect rounding. Default: PyTorch's."""
     max_non_finite: Positive = 10
     """Steps in a row with a non-finite loss or gradient after which the training fails."""
 
-    def with_defaults(self, is_new: bool) -> Self:
-        """Fill in optimiser, learning rates and warm-up, for a network with random weights or another one.
-
-        Raises `UsageError` for a rate of Muon where all is AdamW's.
-        """
-        optimizer = self.optimizer or ("muon" if is_new else "adamw")
-        has_muon = optimizer == "muon"
-        if self.muon_learning_rate is not None and not has_muon:
-            raise UsageError(
-                f"--muon-learning-rate {self.muon_learning_rate:g}: this training uses AdamW only; "
-                f"leave it out, or use --optimizer muon"
-            )
-        alone = 0.125 if isinstance(self, RouterSettings) else 0.5
-        rate = (0.2 if has_muon else alone) / size_config(self.size)["hidden_size"] if is_new else 1e-4
-        found = {
-            "optimizer": optimizer,
-            "learning_rate": self.learning_rate or rate,
-            "muon_learning_rate": self.muon_learning_rate or (MUON_RATE if has_muon else None),
-            "warmup": self.warmup_steps,
-        }
-        return self.model_copy(update=found)
-
-    @property
-    def warmup_steps(self) -> int:
-        """``warmup``, by default a tenth of the steps, at most `LONGEST_WARMUP`."""
-        return min(LONGEST_WARMUP, self.steps // 10) if self.warmup is None else self.warmup
-
     @model_validator(mode="after")
-    def _split_weights_have_their_range(self) -> "LoopSettings":
+    def _fits_together(self) -> "LoopFields[Open]":
         if self.fsdp and self.mixed_precision == "fp16":
             raise ValueError("fsdp needs mixed_precision bf16 or no, not fp16")
-        return self
-
-    @model_validator(mode="after")
-    def _accumulates_whole_batches(self) -> "LoopSettings":
         if self.batch_size % self.gradient_accumulation_steps:
-            raise ValueError(
-                f"batch_size {self.batch_size} does not divide into "
-                f"{self.gradient_accumulation_steps} gradient_accumulation_steps"
-            )
+            parts = f"{self.gradient_accumulation_steps} gradient_accumulation_steps"
+            raise ValueError(f"batch_size {self.batch_size} does not divide into {parts}")
         return self
 
 
-class DenoiserSettings(LoopSettings):
-    """What the settings of experts and students have in common."""
+class DenoiserFields(LoopFields[Open], Generic[Open]):
+    """What experts and students have in common."""
 
-    prediction: Prediction | None = None
-    """Of a new network; None is epsilon for ddpm, else sample."""
-    rotary: bool | None = None
-    """Rotary positions of a new network; None is True."""
-    time_sampling: TimeSampling | None = None
-    """None is uniform for ddpm, unless it asks for the prediction of x_0, else logit-normal."""
-    condition_dropout: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Share of samples that are learned without their conditions."""
+    prediction: Prediction | Open = OPEN
+    """Quantity that the network predicts. Default: epsilon (DDPM), sample (flow)."""
+    rotary: bool | Open = OPEN
+    """Rotary position embeddings. Default: --rotary."""
+    time_sampling: TimeSampling | Open = OPEN
+    """Distribution of noise levels. Default: logit-normal; uniform for DDPM, unless --prediction is
+    sample."""
+    condition_dropout: Share = 0.1
+    """Share of images that are trained without conditions."""
     random_flip: bool = False
-    """Mirror half the images of a step, at random, left to right."""
-
-    def with_defaults(self, is_new: bool) -> Self:
-        """Fill in times too, and a new network's prediction and positions."""
-        is_ddpm = isinstance(self, ExpertSettings) and self.objective == "ddpm"
-        times = "uniform" if is_ddpm and self.prediction != "sample" else "logit-normal"
-        found: dict[str, Any] = {"time_sampling": self.time_sampling or times}
-        if is_new:
-            prediction = self.prediction or ("epsilon" if is_ddpm else "sample")
-            found |= {"prediction": prediction, "rotary": self.rotary is not False}
-        return super().with_defaults(is_new).model_copy(update=found)
+    """Mirror half of the images at random."""
 
 
-class ExpertSettings(DenoiserSettings):
-    """Settings of an expert."""
+class ExpertFields(DenoiserFields[Open], Generic[Open]):
+    """An expert."""
 
     objective: Literal["ddpm", "flow"]
-    weighting: Weighting | None = None
-    """Of the loss (`hddm.training.objectives`); None is velocity for sample, else prediction."""
-    noise_range: NoiseRange | None = None
-    """Part of t to train for; None is all of it, or that of the init."""
-    snr_gamma: Annotated[float, Field(gt=0)] | None = None
-    """DDPM: weight losses by min(SNR, gamma)/SNR (`hddm.training.objectives`)."""
+    """Training objective. Required, here or in --config."""
+    weighting: Weighting | Open = OPEN
+    """Quantity that the loss compares. Default: velocity if --prediction is sample, else prediction."""
+    noise_range: NoiseRange | Open = OPEN
+    """Noise levels t (0 data, 1 noise) that the expert covers, such as 0.5:1. Default: all; with --init those
+    of the init."""
+    snr_gamma: Above0 | None = None
+    """Gamma of min-SNR loss weights (DDPM only), such as 5. Default: no weights."""
     class_conditional: bool = False
+    """Train on the labels of class folders."""
     text_conditional: bool = False
-    weak_at: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Share of the steps after which the averages are kept as a weak model to guide by; 0 for none, None is
-    `WEAK_AT` for a new network, and 0 for one that goes on."""
+    """Train on captions, as saved by hddm encode."""
+    weak_at: Annotated[float, Field(ge=0, lt=1)] | Open = OPEN
+    """Share of --steps after which a weak model for autoguidance is saved; 0 for none. Default: 0.25; 0 with
+    --init."""
     lora_rank: Positive | None = None
-    """Rank of an adapter trained in place of all weights (`hddm.training.lora`); needs an init."""
-    lora_alpha: Annotated[float, Field(gt=0)] | None = None
-    """Scale of the adapter's product, as alpha/rank; None is the rank."""
-
-    def with_defaults(self, is_new: bool) -> Self:
-        """Fill in the weak model too, and a new network's weighting."""
-        filled = super().with_defaults(is_new)
-        found: dict[str, Any] = {}
-        if self.weak_at is None:
-            found["weak_at"] = WEAK_AT if is_new else 0.0
-        if is_new and filled.prediction is not None:
-            found["weighting"] = self.weighting or default_weighting(filled.prediction)
-        return filled.model_copy(update=found)
-
-    @property
-    def weak_step(self) -> int:
-        """Step whose averages are kept, before the last one; 0 for none, as for an adapter."""
-        share = 0.0 if self.lora_rank is not None else self.weak_at or 0.0
-        return min(round(share * self.steps), self.steps - 1)
+    """Rank of a LoRA adapter of --init to train; --out holds only it."""
+    lora_alpha: Above0 | None = None
+    """Scale of the adapter, as ALPHA/RANK. Default: the rank."""
 
     @property
     def conditions(self) -> tuple[str, ...]:
         """Keywords of the conditions that the network is trained with."""
-        asked = {"class_labels": self.class_conditional, TEXT: self.text_conditional}
-        return tuple(name for name, is_asked in asked.items() if is_asked)
+        labels = ("class_labels",) if self.class_conditional else ()
+        return (*labels, TEXT) if self.text_conditional else labels
 
     @model_validator(mode="after")
-    def _adapter_can_be(self) -> "ExpertSettings":
+    def _can_be_an_adapter(self) -> "ExpertFields[Open]":
         if self.lora_alpha is not None and self.lora_rank is None:
             raise ValueError(f"lora_alpha {self.lora_alpha} scales an adapter; give a lora_rank too")
         if self.lora_rank is not None and self.weak_at:
@@ -242,81 +193,100 @@ class ExpertSettings(DenoiserSettings):
         return self
 
 
-class RouterSettings(LoopSettings):
-    """Settings of a router, and of the calibration of its probabilities."""
+class RouterFields(LoopFields[Open], Generic[Open]):
+    """A router, and the calibration of its probabilities."""
 
     size: Size = "tiny"
+    """Network size: tiny, mini, small, S/2 to XL/8, or DEPTHxWIDTH/PATCH as 6x192/2."""
     random_flip: bool = False
+    """Mirror half of the images at random."""
     calibrate: bool = False
+    """Hold out 15 % of every shard and fit temperatures on it."""
 
 
-class DistillSettings(DenoiserSettings):
-    """Settings of a student."""
+class DistillFields(DenoiserFields[Open], Generic[Open]):
+    """A student."""
 
     teacher: Literal["shard", "routed"] = "shard"
+    """Teacher: the expert of each image's shard (shard) or the mixture (routed)."""
     strategy: str | None = None
-    """Of a routed teacher; None for the ensemble's, or ``full`` where that is ``draw`` or ``commit-x``."""
-    sampling_steps: Literal[1, 2, 4] | None = None
-    """Steps of a student of few steps (`hddm.training.mean_flow`); None is a student of velocities."""
+    """Strategy of the routed teacher. Default: the ensemble's; full for draw and commit-X."""
+    sampling_steps: SamplingSteps | None = None
+    """Number of sampling steps to train for; needs --init. Default: any."""
     trajectories: Positive = 8192
-    """Of the teacher, that a student of few steps learns from."""
+    """Teacher trajectories that a student of few steps learns from."""
     guidance_scale: Annotated[float, Field(allow_inf_nan=False)] = 1.0
-    """Of the teacher of a student of few steps, which has it inside; 1 for none."""
-
-    def as_expert(self, class_conditional: bool) -> ExpertSettings:
-        """Return the settings of the flow expert that the student is."""
-        same = self.model_dump(exclude=set(DistillSettings.model_fields) - set(DenoiserSettings.model_fields))
-        return ExpertSettings(objective="flow", class_conditional=class_conditional, **same)
-
-    @model_serializer(mode="wrap")
-    def _without_few_steps(self, values: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Values; runs of students of velocities say nothing of few steps, as those of older versions."""
-        few = ("sampling_steps", "trajectories", "guidance_scale") if self.sampling_steps is None else ()
-        absent = (*few, *(("strategy",) if self.strategy is None else ()))
-        return {key: value for key, value in values(self).items() if key not in absent}
+    """Guidance scale of the teacher of a student of few steps; 1 is none."""
 
     @model_validator(mode="after")
-    def _strategy_mixes(self) -> "DistillSettings":
+    def _fits_its_teacher(self) -> "DistillFields[Open]":
         if self.strategy is not None and self.teacher == "shard":
             raise ValueError(f"strategy {self.strategy}: is for teacher routed; choose that, or drop it")
         if self.strategy is not None and self.strategy.partition("-")[0] in ("draw", "commit"):
-            raise ValueError(
-                f"strategy {self.strategy}: keeps one expert per sample and is not a mixture; use full"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _few_steps_are_said(self) -> "DistillSettings":
+            raise ValueError(f"strategy {self.strategy}: keeps one expert per sample; use full")
         if self.sampling_steps == 1 and self.fsdp:
             raise ValueError("fsdp splits the weights whose derivative a student of one step needs; drop it")
-        for name in ("trajectories", "guidance_scale") if self.sampling_steps is None else ():
-            if (value := getattr(self, name)) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} {value:g} is for a student of few steps; give sampling_steps too")
+        if self.sampling_steps is None and self.guidance_scale != 1:
+            text = f"guidance_scale {self.guidance_scale:g} is for a student of few steps"
+            raise ValueError(f"{text}; give sampling_steps too")
         return self
 
 
-class Keeping(Record):
+LoopSettings = LoopFields[None]
+Recipe = LoopFields[Never]
+
+
+class ExpertSettings(ExpertFields[None]):
+    """What is requested of the training of an expert."""
+
+
+class ExpertRecipe(ExpertFields[Never]):
+    """The training of an expert."""
+
+    @property
+    def weak_step(self) -> int:
+        """Step whose averages are kept, before the last one; 0 for none."""
+        return min(round(self.weak_at * self.steps), self.steps - 1)
+
+
+class RouterSettings(RouterFields[None]):
+    """What is requested of the training of a router."""
+
+
+class RouterRecipe(RouterFields[Never]):
+    """The training of a router."""
+
+
+class DistillSettings(DistillFields[None]):
+    """What is requested of the training of a student."""
+
+
+class DistillRecipe(DistillFields[Never]):
+    """The training of a student."""
+
+
+class Keeping(Described):
     """Intervals at which a run is saved, logged and pictured."""
 
     checkpoint_every: Positive = 500
-    """Steps between checkpoints; one is due after two minutes too."""
+    """Steps between checkpoints; one is also saved every two minutes."""
     keep: Positive = 2
     """Complete checkpoints to keep."""
     log_every: Positive = 10
     """Steps between entries of the log."""
     sample_every: Annotated[int, Field(ge=0)] = 0
-    """Steps between pictures; 0 for none."""
+    """Steps between sample grids; 0 for none."""
     wandb: str | None = None
-    """Project of Weights & Biases to log figures to as well."""
+    """Weights & Biases project to log to as well."""
 
 
 class RunOptions(Keeping):
-    """Settings of keeping a run, and of one start of it."""
+    """How a run is kept, and what one start of it does."""
 
     resume: bool = False
-    """Resume the run in the folder, or start one where there is none."""
+    """Resume the run in OUT.run."""
     allow_config_change: bool = False
-    """Resume although settings differ."""
+    """Resume even if settings have changed."""
 
 
 Settings = TypeVar("Settings", bound=Record)
@@ -324,35 +294,30 @@ Settings = TypeVar("Settings", bound=Record)
 KINDS: tuple[type[Record], ...] = (Keeping, ExpertSettings, RouterSettings, DistillSettings)
 
 
-def settings_of(
-    record: type[Settings], path: Path | None, values: Mapping[str, Any], explicit: Set[str]
-) -> Settings:
-    """Make settings of a kind from options and a run file.
+def settings_of(record: type[Settings], path: Path | None, given: Mapping[str, Any]) -> Settings:
+    """Make settings of a kind from a run file, if any, and options by name, which override the file.
 
-    ``values`` are all options by name, defaults included; those in ``explicit`` override the file in
-    ``path``. An unreadable file or one that is no mapping, an unknown key, or a value out of range raises
-    `HddmError`.
+    Raises:
+        HddmError: for a file that is unreadable or not a mapping, an unknown key, or a value out of range.
+        UsageError: for a required value that neither has.
     """
-    if path is None:
-        return parse_record(dict(values), record, OPTIONS)
-    content = {key: value for key, value in read_run_file(path, record).items() if key in record.model_fields}
-    # Validated with required values that the file may lack, so that a bad value is reported as the file's.
-    required = {name for name, one in record.model_fields.items() if one.is_required()} & set(values)
-    parse_record({name: values[name] for name in required} | content, record, str(path))
-    stronger = {name: values[name] for name in explicit}
-    return parse_record(dict(values) | content | stronger, record, OPTIONS)
+    content = {} if path is None else read_run_file(path, record)
+    content = {key: value for key, value in content.items() if key in record.model_fields}
+    required = [name for name, field in record.model_fields.items() if field.is_required()]
+    for name in required:
+        if name not in content and name not in given:
+            raise UsageError(f"--{name} is required, here or in --config")
+    if path is not None:
+        # Alone, so that a bad value is reported as the file's.
+        parse_record({name: given[name] for name in required if name in given} | content, record, str(path))
+    return parse_record(content | dict(given), record, OPTIONS)
 
 
 def read_run_file(path: Path, record: type[Record]) -> dict[str, Any]:
     """Read a run file, whose keys must be known to some kind of settings; raises as `settings_of`."""
     content = read_yaml(path)
-    once = set(RunOptions.model_fields) - set(Keeping.model_fields)
-    known = {name for kind in (record, *KINDS) for name in kind.model_fields} - once
+    known = {name for kind in (record, *KINDS) for name in kind.model_fields} - {*RunOptions.__annotations__}
     for key in content:
-        if key in once:
-            raise HddmError(
-                f"{path}: {key} applies to one start only; remove it and pass --{str(key).replace('_', '-')}"
-            )
         if key not in known:
             raise HddmError(f"{path}: unknown key {key!r}{did_you_mean(str(key), known)}")
     return content

@@ -15,7 +15,6 @@ that is killed or runs out of disk keeps the one before. OUT itself appears when
 import contextlib
 import functools
 import logging
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,20 +27,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hddm.networks.folders import differences
+from hddm.training import resume
 from hddm.training.device import split_like, whole
-from hddm.training.resume import (
-    CHECKPOINTS,
-    RUN_FILE,
-    RUN_FORMAT,
-    Change,
-    checkpoints_in,
-    compare_records,
-    recorded,
-    refuse_run,
-    run_folder_of,
-    step_of,
-    with_changes,
-)
+from hddm.training.resume import CHECKPOINTS, RUN_FILE, Change, checkpoints_in, run_folder_of, step_of
 from hddm.training.settings import Keeping, RunOptions
 from hddm.utils.errors import HddmError
 from hddm.utils.files import (
@@ -54,7 +42,14 @@ from hddm.utils.files import (
     write_whole,
     writing,
 )
-from hddm.utils.records import MANIFEST, OpenRecord, Record, parse_record, read_record
+from hddm.utils.records import (
+    MANIFEST,
+    OpenRecord,
+    damage,
+    parse_record,
+    read_folder_manifest,
+    write_manifest,
+)
 from hddm.utils.tensors import read_safetensors
 
 log = logging.getLogger(__name__)
@@ -102,24 +97,37 @@ class Ema:
                     parameter.copy_(own[name])
 
 
-WEIGHTS, EMA, OPTIMIZER, LOSSES = FILES = "weights", "ema", "optimizer", "losses"
-CHECKPOINT_FORMAT = "1.0"
+WEIGHTS, EMA, OPTIMIZER, LOSSES = "weights", "ema", "optimizer", "losses"
+WEAK = "weak"
+"""In checkpoints after the step whose averages are kept."""
 PROGRESS = "progress.json"
+COMPLETE = {PROGRESS, *(f"{name}.safetensors" for name in (WEIGHTS, EMA, OPTIMIZER, LOSSES))}
+"""Files of every checkpoint."""
 Count = Annotated[int, Field(ge=0, lt=2**53)]
+BINS = 5
+"""Bins of equal width for noise levels t in [0, 1]."""
+
+
+Sum = tuple[float, Count]
+
+
+class Sums(OpenRecord):
+    """Sums and counts of losses since the last entry of the log, of all and by noise level."""
+
+    step: Count = 0
+    loss: Sum = (0.0, 0)
+    bins: Annotated[tuple[Sum, ...], Field(min_length=BINS, max_length=BINS)] = ((0.0, 0),) * BINS
 
 
 class ProgressRecord(OpenRecord):
-    """``progress.json``: what `TrainingState.values` gives."""
+    """``progress.json``: counters of a `TrainingState`."""
 
+    step: Count
     ema_updates: Count
     seconds: Annotated[float, Field(ge=0)]
     non_finite: Count
-    notes: dict[str, Any] = Field(default_factory=dict)
+    sums: Sums
     scaler: dict[str, Any] | None = None
-
-
-WEAK = "weak"
-"""In checkpoints after the step whose averages are kept."""
 
 
 @dataclass
@@ -140,8 +148,8 @@ class TrainingState:
     weak: dict[str, Tensor] = field(default_factory=dict)
     non_finite: int = 0
     """Steps in a row that were skipped, up to now."""
-    notes: dict[str, Any] = field(default_factory=dict)
-    """Values that watchers keep between steps, by name, in plain JSON."""
+    sums: Sums = field(default_factory=Sums)
+    """What the log has summed up since its last entry, so that a resumed run logs the same."""
 
     @property
     def step(self) -> int:
@@ -176,64 +184,47 @@ class TrainingState:
     def keep_weak(self) -> None:
         """Keep the averages of this step as ``weak``."""
         with self.ema.averaged():
-            tensors = self.network.state_dict().items()
-            self.weak = {
-                name: whole(value).to(
-                    "cpu", torch.bfloat16 if value.is_floating_point() else value.dtype, copy=True
-                )
-                for name, value in tensors
-            }
+            for name, value in self.network.state_dict().items():
+                dtype = torch.bfloat16 if value.is_floating_point() else value.dtype
+                self.weak[name] = whole(value).to("cpu", dtype, copy=True)
 
-    def values(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "ema_updates": self.ema.updates,
-            "seconds": self.seconds,
-            "non_finite": self.non_finite,
-            "notes": self.notes,
-            "scaler": self.scaler.state_dict() or None,
-        }
+    def progress(self) -> ProgressRecord:
+        """Return the counters."""
+        return ProgressRecord(
+            step=self.step,
+            ema_updates=self.ema.updates,
+            seconds=self.seconds,
+            non_finite=self.non_finite,
+            sums=self.sums,
+            scaler=self.scaler.state_dict() or None,
+        )
 
     @torch.no_grad()
-    def load(self, tensors: Mapping[str, Mapping[str, Tensor]], values: dict[str, Any], name: str) -> None:
-        """Load what `tensors` and `values` gave, of the same network; ``name`` is the source in errors."""
+    def load(self, tensors: Mapping[str, Mapping[str, Tensor]], progress: ProgressRecord, name: str) -> None:
+        """Load what `tensors` and `progress` gave, of the same network; ``name`` is the source in errors."""
         live, trained = self._live(), self._trained()
-        progress = parse_record(values, ProgressRecord, f"{name}/{PROGRESS}")
+        if lines := differences(live[WEIGHTS], tensors[WEIGHTS]):
+            raise HddmError(f"{name}: is of another network", lines)
         for file in (WEIGHTS, EMA):
-            if lines := differences(live[file], tensors[file]):
-                raise HddmError(f"{name}, {file}: is of another network", lines)
             for key, value in live[file].items():
                 value.copy_(split_like(tensors[file][key], value))
         for key, value in tensors[OPTIMIZER].items():
-            moment, _, parameter = key.partition(".")
-            if parameter not in trained or value.shape not in ((), trained[parameter].shape):
-                raise HddmError(f"{name}, {OPTIMIZER}: {key!r} is of another network")
             # A copy: rounding may depend on where in memory a tensor begins, and a mapped one begins
-            # anywhere. The step count goes along, since the fused optimiser reads it on the device.
+            # anywhere. The step count goes along, since the fused optimizer reads it on the device.
+            moment, _, parameter = key.partition(".")
             of = trained[parameter]
             kept = split_like(value, of) if value.ndim else value.to(of.device)
             self.optimizer.state[of][moment] = kept.clone()
-        losses = tensors[LOSSES].get("losses")
-        if losses is None or losses.ndim != 1 or not losses.is_floating_point():
-            raise HddmError(f"{name}, {LOSSES}: holds no losses")
-        self.losses = losses.tolist()
+        self.losses = tensors[LOSSES]["losses"].tolist()
         self.weak = dict(tensors.get(WEAK, {}))
         self.ema.updates = progress.ema_updates
         self.seconds, self.non_finite = progress.seconds, progress.non_finite
-        self.notes = dict(progress.notes)
+        self.sums = progress.sums
         if progress.scaler is not None:
             self.scaler.load_state_dict(progress.scaler)
 
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.network.named_parameters() if p.requires_grad}
-
-
-class CheckpointManifest(Record):
-    """``manifest.json`` of a checkpoint; ``files`` holds the SHA-256 by file name."""
-
-    format: str
-    step: int
-    files: dict[str, str]
 
 
 LATEST = 120.0
@@ -272,13 +263,13 @@ class Run:
         """Load the resumed checkpoint, if any, into ``state``, which must be of the same network."""
         if (path := self.begun_at) is not None:
             tensors = {file.stem: read_safetensors(file) for file in path.glob("*.safetensors")}
-            state.load(tensors, read_json(path / PROGRESS), str(path))
+            state.load(tensors, read_progress(path), str(path))
             log.info("%s: continuing from step %d", self.folder, state.step)
 
     def is_due(self, state: TrainingState) -> bool:
         """Tell whether a checkpoint is due now, by the step or by the clock."""
         pause = max(LATEST, _SPACING * self._took)
-        # The clock does not replace good checkpoints by those of steps that are skipped.
+        # By the clock alone, a checkpoint of skipped steps must not replace a good one.
         is_late = time.monotonic() - self._saved >= pause and not state.non_finite
         return is_late or state.step % self.options.checkpoint_every == 0
 
@@ -297,10 +288,8 @@ class Run:
             for name, each in tensors.items():
                 on_cpu = {key: value.cpu().contiguous() for key, value in each.items()}
                 save_file(on_cpu, draft / f"{name}.safetensors")
-            write_json(draft / PROGRESS, state.values())
-            hashes = {path.name: sha256_of(path) for path in sorted(draft.iterdir())}
-            manifest = CheckpointManifest(format=CHECKPOINT_FORMAT, step=state.step, files=hashes)
-            write_json(draft / MANIFEST, manifest.model_dump())
+            write_json(draft / PROGRESS, state.progress().model_dump(mode="json"))
+            write_manifest(draft)
         if not _is_complete(target):
             raise HddmError(f"{target}: does not read back as it was written; the disk may be failing")
         self._prune(state.step)
@@ -325,12 +314,15 @@ class Run:
             log.warning("%s: older checkpoints could not be removed (%s)", self._checkpoints, error)
 
 
+def read_progress(checkpoint: Path) -> ProgressRecord:
+    """Read the counters of a checkpoint; raises `HddmError`."""
+    return parse_record(read_json(checkpoint / PROGRESS), ProgressRecord, str(checkpoint / PROGRESS))
+
+
 def _is_complete(path: Path) -> bool:
     try:
-        files = read_record(path / MANIFEST, CheckpointManifest, CHECKPOINT_FORMAT).files
-        needed = {PROGRESS, *(f"{name}.safetensors" for name in FILES)}
-        is_full = needed <= set(files) <= needed | {f"{WEAK}.safetensors"}
-        return is_full and all(sha256_of(path / name) == sha256 for name, sha256 in files.items())
+        listed = read_folder_manifest(path).files
+        return listed.keys() >= COMPLETE and not damage(path, PROGRESS, sha256=sha256_of)
     except (HddmError, OSError):
         return False
 
@@ -342,8 +334,8 @@ def _set_aside(path: Path) -> None:
 
 
 LOCK = "lock"
-# Names of drafts of run.json begin with this; a killed process may leave some.
 DRAFT = f".{RUN_FILE}"
+"""Beginning of the names of its drafts, as killed processes leave them."""
 
 
 @contextlib.contextmanager
@@ -359,8 +351,6 @@ def open_run(
             one that was started with another record, or a folder that is no run.
     """
     folder = run_folder_of(out)
-    if folder.is_symlink() and not folder.exists():
-        raise HddmError(f"{folder}: is a link to {os.readlink(folder)}, which is not there; remove it")
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(out):
         _refuse_foreign(folder)
@@ -368,18 +358,13 @@ def open_run(
             _clear(folder)
         run = Run(folder, options)
         if not options.resume:
-            refuse_run(out)
-        elif (folder / RUN_FILE).exists():
-            differing = compare_records(out, record, options)
-            run.changes = _changes(recorded(out).get("changes", []), differing, run)
-        for left in folder.glob(f"{DRAFT}*"):
-            left.unlink()
-        content = {
-            "format": RUN_FORMAT,
-            **record,
-            "keeping": options.model_dump(mode="json", include=set(Keeping.model_fields)),
-            "changes": run.changes,
-        }
+            resume.refuse_run(out)
+        elif resume.has_run(out):
+            changed = resume.compare_records(out, record, options)
+            step = 0 if run.begun_at is None else step_of(run.begun_at)
+            run.changes = resume.with_changes(resume.recorded(out).get("changes", []), changed, step)
+        keeping = options.model_dump(mode="json", include=set(Keeping.model_fields))
+        content = {"format": resume.RUN_FORMAT, **record, "keeping": keeping, "changes": run.changes}
         write_whole(folder / RUN_FILE, lambda path: write_json(path, content))
         for path in (folder / CHECKPOINTS).glob(".step_*"):
             log.warning("%s was never finished; it is removed", path)
@@ -391,13 +376,13 @@ def open_run(
 
 def discard_runs(outs: Sequence[Path]) -> None:
     """Remove the content of the runs of ``outs``: all, or none where one is in use or is no run."""
-    there = [out for out in outs if run_folder_of(out).is_dir()]
+    folders = {out: run_folder_of(out) for out in outs if run_folder_of(out).is_dir()}
     with contextlib.ExitStack() as stack:
-        for out in there:
+        for out, folder in folders.items():
             stack.enter_context(_locked(out))
-            _refuse_foreign(run_folder_of(out))
-        for out in there:
-            _clear(run_folder_of(out))
+            _refuse_foreign(folder)
+        for folder in folders.values():
+            _clear(folder)
 
 
 def wait_for_run(out: Path, seconds: float) -> None:
@@ -418,9 +403,7 @@ def _locked(out: Path) -> contextlib.AbstractContextManager[None]:
 def _refuse_foreign(folder: Path) -> None:
     others = [path for path in folder.iterdir() if path.name != LOCK and not path.name.startswith(DRAFT)]
     if others and not (folder / RUN_FILE).exists():
-        raise HddmError(
-            f"{folder}: exists and is not the folder of a run (it has no {RUN_FILE}); move it away"
-        )
+        raise HddmError(f"{folder}: is not the folder of a run (it has no {RUN_FILE}); move it away")
 
 
 def _clear(folder: Path) -> None:
@@ -429,15 +412,3 @@ def _clear(folder: Path) -> None:
         if path.name != LOCK:
             # Of a link the link alone: what it leads to may be shared.
             remove(path)
-
-
-def _changes(before: list[Change], differing: Mapping[str, tuple[Any, Any]], run: Run) -> list[Change]:
-    settings = {key: values for key, values in differing.items() if key.startswith("settings.")}
-    if not before and not settings:
-        return []
-    step = 0 if run.begun_at is None else step_of(run.begun_at)
-    new = [
-        {"step": step, "key": key.removeprefix("settings."), "was": was, "is": now}
-        for key, (was, now) in settings.items()
-    ]
-    return with_changes(before, new, step)

@@ -38,10 +38,10 @@ def describe_topic(
 ) -> TopicRecord:
     """Write ``topic.safetensors`` of an expert folder: what its captions are about, in kilobytes.
 
-    One of ``captions`` (a file, a caption a line), ``data`` (a shard of images with captions) and ``text``
-    (phrases, comma-separated, that stand for captions) is needed. The text encoder is the one given, else
-    that which the expert or the ensemble around it keeps. An ensemble routes prompts where all its experts of
-    text have topics, which are of one encoder. Folders are replaced as by `hddm.training.calibrate`.
+    Provide one of ``captions`` (a file, one caption per line), ``data`` (a shard with captions) and ``text``
+    (phrases, comma-separated, that stand for captions). The text encoder defaults to the one in the folder of
+    the expert or of the ensemble around it. An ensemble routes prompts if all its experts of text have topics
+    by one encoder. Folders are replaced as by `hddm.training.calibrate`.
 
     Raises `HddmError` for a folder that is no expert of text or classes, no captions, or no text encoder.
     """
@@ -59,21 +59,18 @@ def describe_topic(
     embedded, counts = [], Counter(texts)
     distinct = list(counts)
     with Progress(len(distinct), "encode captions") as progress:
-        for start in range(0, len(distinct), BATCH):
-            batch = distinct[start : start + BATCH]
+        for batch in (distinct[start : start + BATCH] for start in range(0, len(distinct), BATCH)):
             embedded.append(embed(network, tokens, batch, warns=False).pooled)
             progress(len(batch))
     facts = text_encoder_facts(encoder, tokens.model_max_length)
     topic = topic_of(torch.cat(embedded), list(counts.values()))
     known = TopicRecord(count=len(texts), source=source, variance=topic.variance, text_encoder=facts)
-    whole = ensemble_around(folder.resolve())
-    if whole is not None:
+    if (whole := ensemble_around(folder.resolve())) is not None:
         for place in (whole / member.folder for member in read_ensemble_facts(whole).experts):
             other = None if place.samefile(folder) else Topic.load(place)
             if other and other.record and other.record.text_encoder.fingerprint != facts.fingerprint:
-                raise HddmError(
-                    f"{encoder}: {place} was described with another text encoder; use that one for both"
-                )
+                text = f"{place} was described with another text encoder; use that one for both"
+                raise HddmError(f"{encoder}: {text}")
     put_into(folder, record, TOPIC, replace(topic, record=known).save)
     return known
 
@@ -106,17 +103,13 @@ def _texts(captions: Path | None, data: Path | None, text: str | None) -> tuple[
         except UnicodeDecodeError as error:
             raise HddmError(f"{captions}: is not UTF-8 text ({error}); save it as such") from error
         source = f"{counted(len(found), 'line')} of {captions.name}"
-    else:
-        assert data is not None
+    elif data is not None:
         if (data / MANIFEST).is_file() and is_encoded(data):
             raise UsageError(f"--data {data}: is encoded; name the original shard")
         manifest = read_manifest(data)
-        listed = captions_of(manifest.images)
-        if not listed:
-            raise HddmError(f"--data {data}: its images have no captions; pass --captions or --text")
-        found, source = list(listed), f"shard {manifest.hash}"
+        found, source = list(captions_of(manifest.images) or ()), f"shard {manifest.hash}"
     if not (kept := [one for one in found if one.strip()]):
-        raise HddmError(f"{captions or '--text'}: holds no captions")
+        raise HddmError(f"{captions or data or '--text'}: holds no captions; pass --captions or --text")
     return kept, source
 
 

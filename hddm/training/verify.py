@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hddm.calibration import FILE_NAME as CALIBRATION
-from hddm.data.shard_records import LARGEST_MANIFEST, PARTITION_FILE
+from hddm.data.shard_records import LARGEST_MANIFEST
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.assembly import foreign_pipeline
 from hddm.experts.ensemble_folders import ENSEMBLE_FILE, read_ensemble_facts, whole_components
@@ -30,41 +30,25 @@ from hddm.experts.records import (
 from hddm.networks.folders import WEIGHTS
 from hddm.training.denoising import Denoising, Judged, judge, misread
 from hddm.training.expert import check_fit, check_own
-from hddm.training.resume import RUN_FILE
 from hddm.utils.errors import HddmError, UsageError, asked
 from hddm.utils.files import read_json, sha256_of
 from hddm.utils.records import HASHES, MANIFEST, damage
 from hddm.utils.tensors import available_device
 
-_OTHERS = {
-    ROUTER_FILE: "a router, but only experts are verified",
-    PARTITION_FILE: "a partition; name an expert, and pass the images to test it on as --data",
-    MANIFEST: "a shard; name an expert, and pass the shard to test it on as --data",
-    RUN_FILE: "the record of a training; name the expert that it made",
-}
-
 
 def experts_in(folder: Path) -> list[Path]:
-    """Return ``folder`` if it is an expert, else those of an ensemble, or the experts right below by number.
+    """Return ``folder`` if it is an expert, else the experts of an ensemble, or those right below by number.
 
     Raises `UsageError` for any other folder.
     """
-    if not folder.is_dir():
-        raise UsageError(
-            f"{folder}: {'is a file' if folder.exists() else 'no such folder'}; name an expert's folder"
-        )
     if (folder / EXPERT_FILE).exists():
         return [folder]
     if (folder / ENSEMBLE_FILE).exists():
         return [folder / one.folder for one in read_ensemble_facts(folder).experts]
-    for record, kind in _OTHERS.items():
-        if (folder / record).exists():
-            raise UsageError(f"{folder}: is {kind.format(folder=folder)}")
     found = [path.parent for path in folder.glob(f"*/{EXPERT_FILE}")]
     if not found:
-        raise UsageError(
-            f"{folder}: holds no {EXPERT_FILE}, nor does a folder in it; name what train or convert wrote"
-        )
+        text = "nor does a folder in it; name the folder of an expert, an ensemble, or experts"
+        raise UsageError(f"{folder}: holds no {EXPERT_FILE}, {text}")
     return sorted(found, key=lambda path: (len(path.name), path.name))
 
 
@@ -84,28 +68,20 @@ def images_for(experts: Sequence[Path], data: Path) -> Sequence[Path | None]:
     ``data`` is one shard folder for all, or a folder of shards, of which each expert gets its own; where
     there is none, `UsageError` is raised. Of several experts one that was converted gets None.
     """
-    if not data.is_dir():
-        raise UsageError(f"--data {data}: no such folder")
     below = sorted(p.parent for p in data.glob(f"*/{MANIFEST}") if not (p.parent / EXPERT_FILE).exists())
     if (data / MANIFEST).exists() or not below:
         return [data] * len(experts)
-    shards: dict[str, Path] = {}
-    for folder in below:
-        record = _read(folder / MANIFEST)
-        shards[str(record.get("held_out_of") or record.get("hash"))] = folder
+    records = {folder: _read(folder / MANIFEST) for folder in below}
+    shards = {str(one.get("held_out_of") or one.get("hash")): folder for folder, one in records.items()}
     found: list[Path | None] = []
     for expert in experts:
         shard = _read(expert / EXPERT_FILE).get("shard")
         own = shard.get("hash") if isinstance(shard, dict) else None
-        if own is None and len(experts) > 1:
-            found.append(None)
-            continue
-        if own not in shards:
+        if own not in shards and (own is not None or len(experts) == 1):
             origin = "does not say what it was trained on" if own is None else f"is of shard {str(own)[:16]}…"
-            raise UsageError(
-                f"--data {data}: none of its {len(shards)} shards is that of {expert}, which {origin}"
-            )
-        found.append(shards[own])
+            text = f"none of its {len(shards)} shards is that of {expert}, which {origin}"
+            raise UsageError(f"--data {data}: {text}")
+        found.append(None if own is None else shards[own])
     return found
 
 
@@ -162,8 +138,7 @@ def verify_expert(
     It is read as for sampling: no code is run, and every weight must be finite. Its record must name its
     shard and training, or the checkpoint that it was converted from. `hddm.training.denoising.judge` uses the
     images in ``data``, held out from its shard or not. ``bases`` are folders of weights that an adapter may
-    change, where they are not where it says. Arguments are checked first, and images before weights are
-    hashed, so that a wrong call gives no verdict.
+    change, where they are not where it says. A wrong call gives no verdict.
 
     Raises:
         UsageError: for a folder that is no expert, a missing device, bases for no adapter, and images that
@@ -174,31 +149,39 @@ def verify_expert(
     with asked():
         place = available_device(device)
         shard = None if data is None else open_shard(data)
-        given = bases_in(bases) if bases else None
+        known = bases_in(bases) if bases else None
+    files = {
+        str(path.relative_to(folder)): sha256_of(path)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != HASHES
+    }
+    notes = [
+        f"{name}: is not part of an expert; nothing reads it"
+        for name in files
+        if name not in KNOWN and name.split("/")[0] not in COMPONENTS
+    ]
+    problems: list[str] = []
     try:
-        unread = open_expert(folder, given, unheld=(WEIGHTS, ADAPTER_WEIGHTS))
+        unread = open_expert(folder, known, unheld=(WEIGHTS, ADAPTER_WEIGHTS))
         whole_components(folder)
     except HddmError as error:
-        files = _files(folder)
-        return Verification(folder, files, _lines(error), _strangers(files))
+        return Verification(folder, files, (error.message, *error.details), tuple(notes))
     record = unread.facts
     with asked():
         refuse_base(folder, record.adapter, bases)
-        notes = [] if shard is None else _belongs(shard, unread)
-    files = _files(folder)
-    notes = [*_strangers(files), *notes]
+        notes += [] if shard is None else _belongs(shard, unread)
     # A file may be a link, as in a hub cache.
     hashes = {(folder / name).resolve(): sha256 for name, sha256 in files.items()}
-    foreign: tuple[str, ...] = ()
     try:
-        foreign = foreign_files(folder, lambda path: hashes[path.resolve()])
+        problems += foreign_files(folder, lambda path: hashes[path.resolve()])
         expert = unread.read(torch.float32)
         if unread.weak is not None:
             unread.weak.read(torch.float32)
         field = field_of(expert, place)
     except HddmError as error:
-        return Verification(folder, files, (*foreign, *_lines(error)), tuple(notes))
-    problems = [*_provenance(record), *foreign]
+        problems += (error.message, *error.details)
+        return Verification(folder, files, tuple(problems), tuple(notes))
+    problems = [*_provenance(record), *problems]
     if unread.calibration is None and record.sampling_steps is None and record.source is None:
         notes.append(f"{CALIBRATION}: is missing; hddm calibrate makes one")
     judged = Judged()
@@ -211,19 +194,15 @@ def verify_expert(
             # Where the record names the shard, wrong classes are a fault of the expert.
             if record.shard is None:
                 raise UsageError(error.message, error.details) from error
-            problems += _lines(error)
+            problems += (error.message, *error.details)
     return Verification(
-        folder,
-        files,
-        tuple(problems),
-        tuple(notes),
-        expert.facts.objective,
-        sum(p.numel() for p in expert.network.parameters()),
-        record.adapter.base_sha256 if record.adapter else None,
-        record.shard.hash if record.shard else None,
-        judged.images,
-        judged.denoising,
-        judged.unconditional,
+        *(folder, files, tuple(problems), tuple(notes), record.objective),
+        parameters=sum(p.numel() for p in expert.network.parameters()),
+        base=record.adapter.base_sha256 if record.adapter else None,
+        trained_on=record.shard.hash if record.shard else None,
+        images=judged.images,
+        denoising=judged.denoising,
+        unconditional=judged.unconditional,
     )
 
 
@@ -240,11 +219,10 @@ def warn_of_misreading(folder: Path, shard: Shard) -> None:
 def _provenance(record: ExpertRecord) -> list[str]:
     """List what is missing or wrong in a record about the expert's origin."""
     problems = []
-    if record.source is None:
-        if record.shard is None:
-            problems.append(f"{EXPERT_FILE}: does not say which shard it was trained on")
-        if not record.training:
-            problems.append(f"{EXPERT_FILE}: holds no record of its training")
+    if record.source is None and record.shard is None:
+        problems.append(f"{EXPERT_FILE}: does not say which shard it was trained on")
+    if record.source is None and not record.training:
+        problems.append(f"{EXPERT_FILE}: holds no record of its training")
     loss = record.training.get("final_loss", 0.0)
     if not isinstance(loss, int | float) or not math.isfinite(loss):
         problems.append(f"{EXPERT_FILE}: its training ended with a loss of {loss!r}")
@@ -252,7 +230,7 @@ def _provenance(record: ExpertRecord) -> list[str]:
 
 
 def _belongs(shard: Shard, expert: Expert) -> list[str]:
-    """Notes on images of the expert's shard; refuse those of another one, or a single image."""
+    """Notes on images of the expert's shard; refuse images of another shard, or a single one."""
     expert.facts.refuse_student(
         expert.name,
         "--data judges velocities, but a student of few steps predicts means over steps; leave it out",
@@ -268,21 +246,3 @@ def _belongs(shard: Shard, expert: Expert) -> list[str]:
             f"{shard.folder}: the expert was trained on these images; hddm partition --held-out keeps some"
         ]
     return []
-
-
-def _lines(error: HddmError) -> tuple[str, ...]:
-    return (error.message, *error.details)
-
-
-def _files(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of every file by its name, without the project's own hidden record."""
-    found = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != HASHES)
-    return {str(path.relative_to(folder)): sha256_of(path) for path in found}
-
-
-def _strangers(files: Iterable[str]) -> tuple[str, ...]:
-    return tuple(
-        f"{name}: is not part of an expert; nothing reads it"
-        for name in files
-        if name not in KNOWN and name.split("/")[0] not in COMPONENTS
-    )

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hddm.utils.errors import optional
-from hddm.utils.files import read_json, write_json
+from hddm.utils.files import read_json, write_json, write_whole
 from hddm.utils.records import OpenRecord, parse_record
 
 log = logging.getLogger(__name__)
@@ -44,8 +44,7 @@ class WandbLog:
         content = read_json(self._path) if self._path.exists() else {}
         known = parse_record(content, LoggedRun, str(self._path))
         self._id = known.id or secrets.token_hex(8)
-        self._logged = known.step
-        self._last = self._logged
+        self._logged = self._last = known.step
         self._record(self._logged)
         self._run: Any = wandb.init(
             project=project,
@@ -63,11 +62,10 @@ class WandbLog:
             return
         self._run.log(dict(figures), step=step)
         # Logged separately, since W&B names a picture's file by the step of the call before.
-        images = {
-            name: self._wandb.Image(pixels.permute(1, 2, 0).numpy()) for name, pixels in pictures.items()
-        }
-        if images:
-            self._run.log(images, step=step)
+        if pictures:
+            image = self._wandb.Image
+            grids = {name: image(pixels.permute(1, 2, 0).numpy()) for name, pixels in pictures.items()}
+            self._run.log(grids, step=step)
         if step > self._last:
             # W&B keeps a step back until the next one comes, so this one may still be lost.
             self._record(self._last)
@@ -81,22 +79,18 @@ class WandbLog:
         self._record(self._last)
 
     def _record(self, step: int) -> None:
-        draft = self._path.with_name(f".{RECORD}")
-        write_json(draft, {"id": self._id, "step": step})
-        os.replace(draft, self._path)
+        write_whole(self._path, lambda draft: write_json(draft, {"id": self._id, "step": step}))
 
 
 def _mode() -> Literal["online", "offline", "disabled"]:
-    asked = os.environ.get("WANDB_MODE")
-    if asked == "disabled":
+    requested = os.environ.get("WANDB_MODE")
+    if requested == "disabled":
         return "disabled"
-    if asked == "offline":
-        return "offline"
-    if _has_key():
+    if requested != "offline" and _has_key():
         return "online"
-    log.info(
-        "W&B: no API key in WANDB_API_KEY or ~/.netrc, so the run is written offline; wandb sync sends it"
-    )
+    if requested != "offline":
+        text = "so the run is written offline; wandb sync sends it"
+        log.info("W&B: no API key in WANDB_API_KEY or ~/.netrc, %s", text)
     return "offline"
 
 

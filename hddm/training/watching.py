@@ -13,10 +13,9 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from hddm.conditions import Conditions
@@ -27,59 +26,55 @@ from hddm.running import Batch, run
 from hddm.sampling import plan
 from hddm.training.loop import StepReport, Watcher
 from hddm.training.resume import RUN_FILE, read_run
-from hddm.training.settings import TEXT, ExpertSettings
-from hddm.training.state import PROGRESS, Run
+from hddm.training.settings import TEXT
+from hddm.training.state import BINS, Run, Sums
 from hddm.training.wandb_log import WandbLog
-from hddm.utils.errors import optional
-from hddm.utils.records import OpenRecord, parse_record
+from hddm.utils.errors import one_line, optional
 from hddm.velocity import VelocityField
 
 log = logging.getLogger(__name__)
 
 
 def watching(
-    field: VelocityField | None = None, shard: Shard | None = None, settings: ExpertSettings | None = None
-) -> Callable[[Run], contextlib.AbstractContextManager[Watcher]]:
+    field: VelocityField | None = None, shard: Shard | None = None, conditions: Collection[str] = ()
+) -> Callable[[Run], "Watch"]:
     """Return what opens the watcher of a run, by its options; see `hddm.training.loop.train`.
 
-    ``field`` is the network in training, ``shard`` its data, and ``settings`` tell its conditions; without
-    these there are no pictures.
+    ``field`` is the network in training, ``shard`` its data, and ``conditions`` name what it is trained
+    with; without field and shard there are no pictures.
     """
-
-    @contextlib.contextmanager
-    def watch(run: Run) -> Iterator[Watcher]:
-        pictures = None
-        if run.options.sample_every and field is not None and shard is not None and settings is not None:
-            pictures = SampleGrids(field, shard, settings.conditions, run.folder / "samples")
-        watcher, failed = _Watch(run, pictures), True
-        try:
-            yield watcher
-            failed = False
-        finally:
-            for sink in watcher.sinks:
-                sink.use(lambda one: one.close(failed))
-
-    return watch
+    return lambda run: Watch(run, field, shard, conditions)
 
 
-class _Watch:
-    def __init__(self, run: Run, pictures: "SampleGrids | None") -> None:
-        self._options, self._pictures = run.options, pictures
+class Watch(contextlib.AbstractContextManager[Watcher]):
+    """A watcher of a run, whose logs are closed after its block."""
+
+    def __init__(
+        self, run: Run, field: VelocityField | None, shard: Shard | None, conditions: Collection[str]
+    ) -> None:
+        self._options, self._pictures, self._warned = run.options, cast("SampleGrids | None", None), False
+        if run.options.sample_every and field is not None and shard is not None:
+            self._pictures = SampleGrids(field, shard, conditions, run.folder / "samples")
         self._figures = Figures(run.options.log_every)
-        self._warned = False
         logs, project = run.folder / "logs", run.options.wandb
-        self.sinks = [Guarded(f"TensorBoard ({logs})", lambda first: EventLog(logs, first))]
+        self._sinks = [Guarded(f"TensorBoard ({logs})", lambda first: EventLog(logs, first))]
         if project is not None:
-            config = read_run(run.folder / RUN_FILE).get("settings", {})
-            self.sinks.append(Guarded("W&B", lambda first: WandbLog(run.folder, project, config)))
+            config = read_run(run.folder / RUN_FILE)["settings"]
+            self._sinks.append(Guarded("W&B", lambda first: WandbLog(run.folder, project, config)))
+
+    def __enter__(self) -> Watcher:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *ended: object) -> None:
+        for sink in self._sinks:
+            sink.use(lambda one: one.close(kind is not None))
 
     def __call__(self, report: StepReport) -> None:
-        for sink in self.sinks:
-            sink.begin(report.step)
         entry = self._figures.add(report)
         with self._figures.paused():
             pictures = {f"samples/{name}": grid for name, grid in self._drawn(report).items()}
-            for sink in self.sinks:
+            for sink in self._sinks:
+                sink.begin(report.step)
                 if entry or pictures:
                     sink.use(lambda one: one.put(report.step, entry, pictures))
                 # A checkpoint follows, and no step before it may be missing from the log.
@@ -93,27 +88,9 @@ class _Watch:
             return self._pictures.draw(report)
         except Exception as error:
             if not self._warned:
-                log.warning("step %d: no pictures (%s); the training goes on", report.step, _reason(error))
+                log.warning("step %d: no pictures (%s); the training goes on", report.step, one_line(error))
             self._warned = True
             return {}
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-BINS = 5
-"""Bins of equal width for noise levels t in [0, 1]."""
-_NOTE = "figures"
-_NOTHING: dict[str, Any] = {"loss": [0.0, 0], "bins": [[0.0, 0]] * BINS}
-
-
-class KeptFigures(OpenRecord):
-    """Sums and counts since the last entry, of all losses and by noise level."""
-
-    step: int
-    loss: tuple[float, int]
-    bins: Annotated[tuple[tuple[float, int], ...], Field(min_length=BINS, max_length=BINS)]
 
 
 class Figures:
@@ -136,18 +113,14 @@ class Figures:
         ``train/images_per_second`` is since the last entry of this process, with checkpoints and without
         `paused`.
         """
-        notes = report.state.notes
-        kept = notes.get(_NOTE, {})
-        if self._since is None and _NOTE in notes:
-            # As a checkpoint gave them.
-            parse_record(kept, KeptFigures, f"{PROGRESS}, notes.{_NOTE}")
-        if kept.get("step") != report.step - 1:
-            kept = _NOTHING
+        sums = report.state.sums
+        if sums.step != report.step - 1:
+            sums = Sums()
         if math.isfinite(report.loss):
-            kept = _counted(kept, report)
+            sums = _added(sums, report)
         due = report.step % self.every == 0
-        notes[_NOTE] = (_NOTHING if due else kept) | {"step": report.step}
-        entry = _entry(kept, report) if due else {}
+        report.state.sums = (Sums() if due else sums).model_copy(update={"step": report.step})
+        entry = _entry(sums, report) if due else {}
         now = time.perf_counter()
         # The start of a process's first step is not known.
         if self._since is None:
@@ -168,24 +141,22 @@ class Figures:
             self._since += time.perf_counter() - start
 
 
-def _counted(kept: dict[str, Any], report: StepReport) -> dict[str, Any]:
-    """Add the losses of a step to ``kept``: sums and counts, of all and by noise level."""
+def _added(before: Sums, report: StepReport) -> Sums:
+    """Add the losses of a step to the sums ``before``."""
     known = report.t.isfinite()
     bins = (report.t[known] * BINS).long().clamp(0, BINS - 1)
     sums = torch.zeros(BINS, dtype=torch.float64).index_add_(0, bins, report.losses[known].double())
-    counts = bins.bincount(minlength=BINS)
-    return {
-        "loss": [kept["loss"][0] + report.loss, kept["loss"][1] + 1],
-        "bins": [
-            [total + more, count + number]
-            for (total, count), more, number in zip(kept["bins"], sums.tolist(), counts.tolist(), strict=True)
-        ],
-    }
+    new = [(report.loss, 1), *zip(sums.tolist(), bins.bincount(minlength=BINS).tolist(), strict=True)]
+    loss, *each = (
+        (total + more, count + number)
+        for (total, count), (more, number) in zip((before.loss, *before.bins), new, strict=True)
+    )
+    return Sums(loss=loss, bins=tuple(each))
 
 
-def _entry(kept: dict[str, Any], report: StepReport) -> dict[str, float]:
-    sums = {"train/loss": kept["loss"]}
-    for index, each in enumerate(kept["bins"]):
+def _entry(kept: Sums, report: StepReport) -> dict[str, float]:
+    sums = {"train/loss": kept.loss}
+    for index, each in enumerate(kept.bins):
         sums[f"train/loss_by_noise/{index / BINS:.1f}-{(index + 1) / BINS:.1f}"] = each
     entry = {name: total / count for name, (total, count) in sums.items() if count}
     entry["train/seconds_waited"] = report.waited
@@ -196,10 +167,8 @@ def _entry(kept: dict[str, Any], report: StepReport) -> dict[str, float]:
 
 
 IMAGES, COLUMNS = 16, 4
-STEPS = 30
-"""Solver steps per picture, on the model's own time grid."""
-SEED = 0
-"""Seed of the noise, as of ``hddm sample --seed 0``."""
+STEPS, SEED = 30, 0
+"""Solver steps per picture, on the model's own time grid, and the seed, as of ``hddm sample --seed 0``."""
 LATENT_RANGE = 3.0
 """Latents, of variance about 1, are shown from minus to plus this."""
 _SMALLEST = 64
@@ -257,12 +226,12 @@ class SampleGrids:
         x = (1 - high) * self._x_0 + high * Seeded(SEED).initial(range(self._num), self._shape)
         steps = STEPS if field.sampling_steps is None else None
         how = plan(field, steps=steps, part=field.noise_range, noise=Latents(x))
-        asked = Conditions(self._conditions).map(lambda value: value.to(field.device))
-        alone = Batch.of(self._num, asked, torch.zeros(self._num, dtype=torch.long))
+        conditions = Conditions(self._conditions).map(lambda value: value.to(field.device))
+        alone = Batch.of(self._num, conditions, torch.zeros(self._num, dtype=torch.long))
         x = run(how, alone, stop=report.should_stop)
         if low > 0:
             with torch.no_grad():
-                given: dict[str, Any] = asked.given
+                given: dict[str, Any] = conditions.given
                 x = x - low * field.velocity(x, how.times[-1], **given)
         return grid_of(shown(x.cpu(), self._space))
 
@@ -304,31 +273,28 @@ class Guarded:
     """
 
     def __init__(self, name: str, start: "Callable[[int], EventLog | WandbLog]") -> None:
-        self._name = name
-        self._start: Callable[[int], EventLog | WandbLog] | None = start
+        self._name, self._start, self._has_failed = name, start, False
         self._sink: EventLog | WandbLog | None = None
 
     def begin(self, step: int) -> None:
-        """Open the sink before its first entry; ``step`` is the first of this process."""
-        start, self._start = self._start, None
-        if start is not None:
-            with self._guarding():
-                self._sink = start(step)
+        """Open the log unless it is open; ``step`` is the first of this process."""
+        if self._sink is None:
+            self._try(lambda: setattr(self, "_sink", self._start(step)))
 
     def use(self, act: "Callable[[EventLog | WandbLog], None]") -> None:
-        """Do something with the sink, if it is open and has not failed."""
-        if self._sink is not None:
-            with self._guarding():
-                act(self._sink)
+        """Do something with the log, if it is open and has not failed."""
+        if (sink := self._sink) is not None:
+            self._try(lambda: act(sink))
 
-    @contextlib.contextmanager
-    def _guarding(self) -> Iterator[None]:
+    def _try(self, act: Callable[[], object]) -> None:
+        if self._has_failed:
+            return
         try:
-            yield
+            act()
         # Whatever fails here, weeks of training must not be lost to a log.
         except Exception as error:
-            self._sink = None
-            log.warning("%s: %s; the training goes on without it", self._name, _reason(error))
+            self._has_failed = True
+            log.warning("%s: %s; the training goes on without it", self._name, one_line(error))
 
 
 class EventLog:
@@ -336,7 +302,7 @@ class EventLog:
 
     The files of all resumes read as one run: each process writes its own, which sorts behind earlier ones and
     first declares void what they hold from ``first`` on, such as steps after the last checkpoint of a killed
-    process. ``SummaryWriter`` names files by the clock alone, so those of a machine whose clock is behind
+    process. ``SummaryWriter`` names files by the clock alone, so files of a machine whose clock is behind
     would sort before what they replace, and it meets a full disk in a thread of its own.
     """
 
@@ -376,7 +342,7 @@ class EventLog:
 
 
 def _next_name(folder: Path) -> str:
-    """Return a name that sorts behind those of all event files in ``folder``, which are read in order."""
+    """Return a name that sorts behind all event files in ``folder``, which are read in order."""
     found = [re.match(r"events\.out\.tfevents\.(\d+)\.", path.name) for path in folder.iterdir()]
     newest = max((int(match[1]) for match in found if match), default=0)
     stamp = max(int(time.time()), newest + 1)

@@ -64,7 +64,7 @@ def test_a_wrong_training_writes_nothing(shards: Path, tmp_path: Path, hddm: Com
     config.write_text(json.dumps({"_class_name": "FlowMatchEulerDiscreteScheduler"}))
     assert "is for flow matching; use --objective flow" in _refused(hddm, *train)
     config.write_text(json.dumps({"_class_name": "DDPMScheduler", "prediction_type": "noise"}))
-    assert "prediction_type is 'noise'; known are epsilon" in _refused(hddm, *train)
+    assert "--prediction noise: choose one of epsilon" in _refused(hddm, *train)
     assert not (tmp_path / "out").exists()
 
 

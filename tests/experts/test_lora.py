@@ -22,12 +22,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import hddm
-from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_of
 from hddm.experts.records import EXPERT_FILE, Expert, ExpertRecord, read_expert
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.wrappers import call
 from hddm.schedules import LinearSchedule
-from hddm.training.lora import add_adapter, new_adapter, targets_of
+from hddm.training.lora import add_adapter, targets_of
 from hddm.training.verify import verify_expert
 from hddm.utils.errors import HddmError
 from hddm.utils.files import sha256_of
@@ -343,7 +343,7 @@ def test_a_network_without_attention_is_no_base() -> None:
 def test_a_new_adapter_depends_on_its_seed_alone(base: Path, tmp_path: Path) -> None:
     def drawn(seed: int) -> dict[str, Tensor]:
         network = randomised(read_expert(base).network, 3)
-        add_adapter(network, new_adapter(network, 2, None, base, tmp_path / "out"), seed)
+        add_adapter(network, adapter_of(base, tmp_path / "out", 2, 2.0, targets_of(network)), seed)
         return {name: p for name, p in network.named_parameters() if p.requires_grad}
 
     state = torch.get_rng_state()

@@ -19,7 +19,7 @@ from hddm.experts.records import WEAK, open_expert, read_expert
 from hddm.networks.transformers import ExpertTransformer
 from hddm.noise import Seeded
 from hddm.sampling import sample
-from hddm.training import expert as expert_training
+from hddm.training import fitting as expert_training
 from hddm.training.calibrate import (
     native_conditions,
     native_samples,
@@ -27,8 +27,8 @@ from hddm.training.calibrate import (
     put_into,
     recalibrate,
 )
-from hddm.training.expert import calibration_rows, new_network, train_expert
-from hddm.training.fitting import calibrate
+from hddm.training.expert import new_network, train_expert
+from hddm.training.fitting import calibrate, calibration_rows
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
 from tests.artefacts import (

@@ -271,10 +271,10 @@ def test_what_does_not_fit_the_init_is_refused(
 ) -> None:
     (large,) = partition(write_images(tmp_path / "images", side=6), tmp_path / "large", 1)
     said = _refused(ddpm_expert, large, tmp_path)
-    assert "images are (1, 6, 6), the expert's samples (1, 4, 4); hddm encode " in said
+    assert "its shape is (1, 6, 6), the expert's (1, 4, 4); hddm encode " in said
     assert "--resolution 4 brings them to its size" in said
-    assert "an ensemble" in _refused(ensemble, whole, tmp_path)
-    assert "no such folder" in _refused(tmp_path / "gone", whole, tmp_path)
+    for folder in (ensemble, tmp_path / "gone"):
+        assert "not an expert folder" in _refused(folder, whole, tmp_path)
     asked = {"class_conditional": True}
     assert f"those of {ddpm_expert} []" in _refused(ddpm_expert, whole, tmp_path, **asked)
     other = copied(class_expert, tmp_path)

@@ -31,8 +31,9 @@ from hddm.training.device import Device
 from hddm.training.expert import new_network, train_expert
 from hddm.training.loop import Fitted, Task, train
 from hddm.training.objectives import drawing, loss_of, objective_of
+from hddm.training.recipe import resolve
 from hddm.training.resume import run_folder_of
-from hddm.training.settings import ExpertSettings, RunOptions
+from hddm.training.settings import ExpertRecipe, ExpertSettings, RunOptions
 from hddm.utils.files import write_json
 from hddm.utils.processes import Stopped
 from tests.artefacts import Died, ending_at, expert_settings, pixels_of
@@ -117,17 +118,17 @@ def train_in_float64(
     shard = open_shard(folder)
     noted = NotedRows((pixels_of(shard),))
     shard = replace(shard, stored=PixelStore(noted))
-    settings = settings.with_defaults(is_new=True)
-    network = new_network(ExpertTransformer, settings.size, shard.shape, 0, rotary=True).double()
-    objective = objective_of(settings)
+    chosen = resolve(ExpertRecipe, settings)
+    network = new_network(ExpertTransformer, chosen.size, shard.shape, 0, rotary=True).double()
+    objective = objective_of(chosen)
 
     def in_float64(module: nn.Module) -> Callable[..., Tensor]:
         return lambda y, time: module(y.double(), time.double())
 
-    draw = drawing(shard, objective, settings, {}, {})
+    draw = drawing(shard, objective, chosen, {}, {})
     task = Task(network, len(shard), draw, loss_of(objective, in_float64))
 
-    def write(draft: Path, fitted: Fitted, used: ExpertSettings) -> None:
+    def write(draft: Path, fitted: Fitted) -> None:
         assert {type(module).__module__ for module in network.modules()}.isdisjoint({FSDPModule.__module__})
         assert {type(value) for value in network.parameters()} == {nn.Parameter}
         save_file(network.state_dict(), draft / WEIGHTS)
@@ -139,7 +140,7 @@ def train_in_float64(
 
     held: dict[str, int] = {}
     with mock.patch.object(Device, "update", _weighing(held)), contextlib.suppress(Stopped):
-        train(task, settings, out, LOSSES, write, {}, on_step=stop, run=run)
+        train(task, chosen, out, LOSSES, write, {}, on_step=stop, run=run)
     facts = {"rows": noted.read, "held": held}
     out.with_name(f"{out.name}.facts{os.environ.get('RANK', '')}").write_text(json.dumps(facts))
 

@@ -1,15 +1,12 @@
 """Islands: trainings in processes of their own that lose nothing, and go on without each other."""
 
 import fcntl
-import itertools
 import json
 import logging
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,26 +16,15 @@ import pytest
 from hddm.networks.folders import WEIGHTS
 from hddm.training import islands as island_process
 from hddm.training import loop as runs
-from hddm.training.expert import train_expert, with_schedule
+from hddm.training.expert import train_expert
 from hddm.training.island_jobs import Island, Outcome, make_islands, parse_objectives, refuse_failed
-from hddm.training.islands import (
-    REPORT_SECONDS,
-    Ended,
-    Logged,
-    Processes,
-    Stepped,
-    prepare,
-    threaded,
-    train_island,
-    train_islands,
-    work,
-)
+from hddm.training.islands import Processes, prepare, train_island, train_islands
 from hddm.training.loop import summary_of
 from hddm.training.resume import run_folder_of
 from hddm.training.settings import RunOptions
 from hddm.training.state import Run
 from hddm.utils.errors import HddmError
-from hddm.utils.processes import SIGNALS, Stopped, StopRequest
+from hddm.utils.processes import Stopped, StopRequest
 from tests.artefacts import Command, contents, copied, expert_settings
 from tests.killed_runs import checkpoint, holder
 
@@ -87,15 +73,6 @@ def test_a_prediction_is_for_the_shards_that_can_learn_it() -> None:
         make_islands(folders, Path("o"), ["ddpm", "ddpm"], settings, RunOptions())
 
 
-def test_threads_are_shared_out_and_a_schedule_still_states_the_prediction(tmp_path: Path) -> None:
-    config = tmp_path / "scheduler_config.json"
-    config.write_text('{"_class_name": "DDPMScheduler", "prediction_type": "epsilon"}')
-    settings = expert_settings("ddpm")
-    (island,) = threaded([Island(0, tmp_path, tmp_path / "out", settings, RunOptions(), config)], 3)
-    assert island.settings.threads == 3
-    assert with_schedule(island.settings, island.schedule)[0].prediction == "epsilon"
-
-
 def test_folders_in_the_way_and_runs_worked_on_are_told_at_once_and_nothing_starts(
     whole: Path, tmp_path: Path
 ) -> None:
@@ -103,18 +80,19 @@ def test_folders_in_the_way_and_runs_worked_on_are_told_at_once_and_nothing_star
     runs = [run_folder_of(one.out) for one in islands]
     for run in runs:
         run.mkdir()
-        (run / "run.json").write_text('{"format": "2.0", "settings": {"threads": 3}}')
+        (run / "run.json").write_text('{"format": "3.0", "settings": {"threads": 3}}')
     islands[0].out.mkdir()
-    with pytest.raises(HddmError, match="resume=True continues them") as refused:
+    with pytest.raises(HddmError, match="2 of 2 experts or their runs exist already") as refused:
         train_islands(islands)
-    told = [line.split(":")[0] for line in refused.value.details]
-    assert told == [f"{islands[0].out} exists", *map(str, runs)]
+    present, run = refused.value.details
+    assert present.startswith(f"a: {islands[0].out} exists")
+    assert run.startswith(f"b: {runs[1]}: already holds a run")
     resumed = _island(whole, tmp_path / "b", resume=True)
     prepare([resumed])
     # Threads are those of the run to go on with.
     settings = resumed.settings.model_copy(update={"threads": None})
     fresh, resumed = (replace(one, settings=settings) for one in (islands[0], resumed))
-    assert [one.threads for one in threaded([fresh, resumed], 2)] == [2, 3]
+    assert [one.threads(2) for one in (fresh, resumed)] == [2, 3]
     islands[0].out.rmdir()
     islands = [replace(one, overwrite=True) for one in islands]
     with (runs[1] / "lock").open("a") as lock:
@@ -147,9 +125,9 @@ def test_settings_that_one_shard_does_not_allow_are_told_before_the_first_is_tra
     ) as refused:
         train_islands(islands)
     size, text, objective = refused.value.details
-    assert size == "expert_1: images are 4×4; size 4x24/16 takes squares divisible by 16"
+    assert size == "expert_1: images are 4×4; --size 4x24/16 takes squares divisible by 16"
     assert "expert_2: " in text
-    assert "drop text_conditional=True" in text
+    assert "drop --text-conditional" in text
     assert objective.startswith(f"expert_3: {flow_expert}: is a flow expert, which predicts sample")
     assert not list(tmp_path.iterdir())
 
@@ -167,79 +145,33 @@ def test_an_island_whose_disk_fails_says_so_in_one_line(
         train_island(_island(whole, tmp_path / "expert"))
 
 
-@pytest.fixture
-def process() -> Iterator[None]:
-    """What `work` changes in its process is put back."""
-    handlers = {one: signal.getsignal(one) for one in SIGNALS}
-    logger = logging.getLogger("hddm")
-    state = logger.level, logger.propagate, list(logger.handlers)
-    yield
-    for one, handler in handlers.items():
-        signal.signal(one, handler)
-    logger.level, logger.propagate, logger.handlers = state
-
-
-def _messages(here: "Connection[object, object]") -> list[object]:
-    messages = []
-    while here.poll():
-        try:
-            messages.append(here.recv())
-        except EOFError:
-            break
-    return messages
-
-
-@pytest.mark.usefixtures("process")
-def test_a_training_whose_starter_is_gone_or_asks_it_to_saves_and_ends(whole: Path, tmp_path: Path) -> None:
-    """What it logs reaches its starter."""
-    island = _island(whole, tmp_path / "out")
-    run = Run(run_folder_of(island.out), RunOptions())
-    here, there = multiprocessing.Pipe()
-    here.close()
-    work(island, there)
-    newest = run.newest()
-    assert newest is not None
-    assert newest.name == "step_00000001"
-    here, there = multiprocessing.Pipe()
-    here.send(signal.SIGUSR1)
-    work(island, there)
-    *messages, ended = _messages(here)
-    assert any(isinstance(one, Logged) and "continuing from step 1" in one.message for one in messages)
-    assert ended == Ended()
-    newest = run.newest()
-    assert newest is not None
-    assert newest.name == "step_00000002"
-    assert not island.out.exists()
-    # Outside of the loop a signal ends the process at once.
-    with pytest.raises(SystemExit) as left:
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert left.value.code == 143
-
-
-@pytest.mark.usefixtures("process")
-def test_reports_of_an_island_leave_no_step_out_and_come_before_its_calibration(
+def test_a_training_whose_starter_is_gone_saves_and_ends(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ticks, steps = itertools.count(), 20
-    clock = SimpleNamespace(monotonic=lambda: next(ticks) * REPORT_SECONDS / 3)
-    monkeypatch.setattr(island_process, "time", clock)
-    settings = expert_settings("flow", steps=steps, threads=1)
-    island = replace(_island(whole, tmp_path / "out", checkpoint_every=steps), settings=settings)
-    here, there = multiprocessing.Pipe()
-    work(island, there)
-    *others, last, logged, ended = _messages(here)
-    images = len(json.loads((whole / "manifest.json").read_text())["images"])
-    assert logged == Logged(logging.INFO, f"calibrating on {images} images …")
-    stepped = [one for one in (*others, last) if isinstance(one, Stepped)]
-    assert isinstance(last, Stepped)
-    assert 2 < len(stepped) < steps == last.step
-    assert all(one.seconds > 0 for one in stepped)
+    def put(report: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(island_process, "_reports", SimpleNamespace(put=put))
+    island = _island(whole, tmp_path / "out")
+    for step in (1, 2):
+        assert island_process._work(island) is None
+        newest = Run(run_folder_of(island.out), RunOptions()).newest()
+        assert newest is not None
+        assert newest.name == f"step_0000000{step}"
+    assert not island.out.exists()
+
+
+def test_an_island_reports_every_step(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports: list[tuple[int, int, float, float]] = []
+    monkeypatch.setattr(island_process, "_reports", SimpleNamespace(put=reports.append))
+    settings = expert_settings("flow", steps=20, threads=1)
+    island = replace(_island(whole, tmp_path / "out"), settings=settings)
+    outcome = island_process._work(island)
     losses = train_expert(whole, tmp_path / "alone", settings)
     assert (island.out / WEIGHTS).read_bytes() == (tmp_path / "alone" / WEIGHTS).read_bytes()
-    before = [0, *(one.step for one in stepped)]
-    total = sum((one.step - start) * one.loss for start, one in zip(before, stepped, strict=False))
-    assert total == pytest.approx(sum(losses))
-    assert ended == Ended(Outcome(island, summary_of(losses)))
+    assert [report[:3] for report in reports] == [(0, n, loss) for n, loss in enumerate(losses, 1)]
+    assert all(report[3] > 0 for report in reports)
+    assert outcome == Outcome(island, summary_of(losses))
 
 
 def test_a_process_that_fails_by_a_bug_is_quoted(tmp_path: Path) -> None:
@@ -247,13 +179,13 @@ def test_a_process_that_fails_by_a_bug_is_quoted(tmp_path: Path) -> None:
     with StopRequest() as stop:
         (outcome,) = Processes(retries=0).run([island], stop, None)
     assert outcome.failure is not None
-    told = "its process ended with exit code 1 (AttributeError: 'NoneType' object has no attribute"
+    told = "its process failed (AttributeError: 'NoneType' object has no attribute"
     assert told in outcome.failure.message
 
 
 @pytest.mark.slow
 def test_a_killed_process_goes_on_and_a_signal_saves_and_ends_all(
-    whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     caplog.set_level(logging.INFO, "hddm")
     plain, island = _island(whole, tmp_path / "plain"), _island(whole, tmp_path / "expert_0")
@@ -275,7 +207,7 @@ def test_a_killed_process_goes_on_and_a_signal_saves_and_ends_all(
     assert not multiprocessing.active_children()
     assert not island.out.exists()
     assert "was killed by SIGKILL; restarting it" in caplog.text
-    assert "continuing from step" in caplog.text
+    assert "expert_0.run: continuing from step" in capfd.readouterr().err
 
     (outcome,) = train_islands([_island(whole, island.out, resume=True)])
     assert outcome.failure is None

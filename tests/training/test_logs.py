@@ -21,13 +21,13 @@ from hddm.networks.folders import WEIGHTS
 from hddm.training.expert import train_expert
 from hddm.training.loop import Inputs, OnStep, StepReport, Task, fit
 from hddm.training.router import train_router
-from hddm.training.settings import LoopSettings, RunOptions
+from hddm.training.settings import RunOptions
 from hddm.training.state import open_run
 from hddm.training.wandb_log import RECORD, _mode
 from hddm.training.watching import EventLog, Guarded, watching
 from hddm.utils.errors import HddmError
 from hddm.utils.processes import Stopped
-from tests.artefacts import Died, contents, ending_at, expert_settings, largest_file, router_settings
+from tests.artefacts import Died, contents, ending_at, expert_settings, largest_file, recipe, router_settings
 
 Scalars = dict[str, list[tuple[int, float]]]
 BY_THE_CLOCK = ("train/images_per_second", "train/seconds_waited")
@@ -97,9 +97,9 @@ def test_figures_are_those_of_the_steps_since_the_last_entry(tmp_path: Path) -> 
         each = (network(inputs["rows"][:, None])[:, 0] - inputs["t"]).square()
         return each * (math.nan if len(seen) == 4 else 1)
 
-    settings = LoopSettings(steps=12, batch_size=32, learning_rate=1e-3, warmup=3)
+    chosen = recipe(steps=12, batch_size=32, learning_rate=1e-3, warmup=3)
     with open_run(tmp_path / "out", {}, RunOptions(log_every=3)) as run, watching()(run) as watch:
-        fit(Task(place, 50, draw, loss), settings, run, [seen.append, watch])
+        fit(Task(place, 50, draw, loss), chosen, run, [seen.append, watch])
     found = _scalars(tmp_path / "out.run" / "logs")
     assert [step for step, _ in found["train/loss"]] == [3, 6, 9, 12]
     for end in (3, 6, 9, 12):

@@ -16,9 +16,10 @@ from hddm.data.partition import partition
 from hddm.data.shards import load_shard
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.transformers import ExpertTransformer
-from hddm.training.expert import new_network, record_of_shard, train_expert, with_schedule
+from hddm.training.expert import new_network, record_of_shard, resolve_new, train_expert
+from hddm.training.recipe import resolve
 from hddm.training.router import train_router
-from hddm.training.settings import ExpertSettings
+from hddm.training.settings import ExpertRecipe, ExpertSettings
 from hddm.utils.errors import HddmError
 from tests.artefacts import (
     CLASSES,
@@ -88,7 +89,7 @@ def test_a_seed_decides_every_weight_and_another_seed_other_ones(
     facts = json.loads(first["expert.json"])
     assert facts["shard"] == shard_record(shards / "shard_1")
     assert (facts["objective"], facts["prediction_type"]) == ("flow", "sample")
-    used = expert_settings("flow", threads=torch.get_num_threads()).with_defaults(is_new=True).model_dump()
+    used = resolve(ExpertRecipe, expert_settings("flow")).model_dump(mode="json")
     assert facts["training"].items() >= (used | {"images_seen": 160}).items()
 
 
@@ -139,9 +140,8 @@ def test_an_expert_on_a_diffusers_schedule_is_loaded_with_it(whole: Path, tmp_pa
     config = tmp_path / "scheduler_config.json"
     said = {"beta_schedule": "scaled_linear", "num_train_timesteps": 50, "prediction_type": "v_prediction"}
     config.write_text(json.dumps({"_class_name": "DDPMScheduler", **said}))
-    settings, schedule, source = with_schedule(expert_settings("ddpm", steps=2), config)
-    assert schedule is not None
-    train_expert(whole, tmp_path / "expert", settings, schedule, source)
+    train_expert(whole, tmp_path / "expert", expert_settings("ddpm", steps=2), config)
+    schedule = hddm.schedules.from_diffusers(config)
     field = hddm.load(tmp_path / "expert")
     assert isinstance(field, hddm.VelocityField)
     times = torch.arange(50, dtype=torch.float64)
@@ -150,7 +150,8 @@ def test_an_expert_on_a_diffusers_schedule_is_loaded_with_it(whole: Path, tmp_pa
     facts = json.loads((tmp_path / "expert" / "expert.json").read_text())
     assert facts["schedule_source"] == str(config)
     assert facts["prediction_type"] == "v_prediction"
-    assert with_schedule(expert_settings("ddpm", prediction="epsilon"), config)[0].prediction == "epsilon"
+    requested = expert_settings("ddpm", prediction="epsilon")
+    assert resolve_new(load_shard(whole), requested, config)[0].prediction == "epsilon"
 
 
 def test_shards_that_do_not_fit_a_network_are_refused(
@@ -168,7 +169,7 @@ def test_shards_that_do_not_fit_a_network_are_refused(
     (other,) = partition(write_images(tmp_path / "images", side=6), tmp_path / "other", 1)
     shutil.rmtree(folder / "shard_1")
     other.rename(folder / "shard_1")
-    with pytest.raises(HddmError, match="different shapes"):
+    with pytest.raises(HddmError, match="samples of different kinds"):
         train_router(folder, tmp_path / "router", router_settings())
     assert not (tmp_path / "expert").exists()
     assert not (tmp_path / "router").exists()

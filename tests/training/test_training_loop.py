@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from hddm.training.loop import Inputs, Loader, Order, StepReport, Task, fit
-from hddm.training.settings import ExpertSettings, LoopSettings, RunOptions
+from hddm.training.recipe import Start, resolve
+from hddm.training.settings import ExpertRecipe, ExpertSettings, RunOptions
 from hddm.training.state import Ema, open_run
 from hddm.utils.errors import HddmError
+from tests.artefacts import recipe
 
 
 class _Point(nn.Module):
@@ -64,7 +66,7 @@ def test_the_average_moves_in_float32_where_bfloat16_would_stand_still() -> None
 def test_training_leaves_the_averaged_weights(decay: float) -> None:
     point = _Point()
     values = [point.place.detach().clone()]
-    settings = LoopSettings(steps=30, learning_rate=0.1, warmup=3, ema_decay=decay)
+    settings = recipe(steps=30, learning_rate=0.1, warmup=3, ema_decay=decay)
     task = _task(point, lambda: point.place.square().sum())
     fitted = fit(task, settings, watchers=[lambda report: values.append(point.place.detach().clone())])
     torch.testing.assert_close(point.place.double(), _average(values, decay), rtol=1e-5, atol=1e-6)
@@ -82,13 +84,13 @@ def test_the_rate_warms_up_linearly_and_decays_as_a_cosine(steps: int, warmup: i
     """Adam moves by exactly its rate where the gradient never changes."""
     point = _Point()
     places = [point.place.detach().clone()]
-    settings = LoopSettings(steps=steps, learning_rate=0.01, warmup=warmup, weight_decay=0, max_grad_norm=100)
+    settings = recipe(steps=steps, learning_rate=0.01, warmup=warmup, weight_decay=0, max_grad_norm=100)
     task = _task(point, lambda: point.place.sum())
     fit(task, settings, watchers=[lambda report: places.append(point.place.detach().clone())])
     moved = -torch.stack(places).diff(dim=0)[:, 0]
     rates = [0.01 * min(1, (n + 1) / warm) * (1 + math.cos(math.pi * n / steps)) / 2 for n in range(steps)]
     torch.testing.assert_close(moved, torch.tensor(rates), rtol=1e-3, atol=1e-6)
-    assert [LoopSettings(steps=steps).warmup_steps for steps in (999, 1000, 1300)] == [99, 100, 100]
+    assert [recipe(steps=steps).warmup for steps in (999, 1000, 1300)] == [99, 100, 100]
 
 
 def test_the_gradient_is_clipped() -> None:
@@ -101,7 +103,7 @@ def test_the_gradient_is_clipped() -> None:
         assert report.grad_norm > 1000
 
     task = _task(point, lambda: 1000 * point.place.square().sum())
-    fit(task, LoopSettings(steps=2, max_grad_norm=0.25), watchers=[watch])
+    fit(task, recipe(steps=2, max_grad_norm=0.25), watchers=[watch])
     assert seen == pytest.approx([0.25, 0.25], rel=1e-4)
 
 
@@ -116,7 +118,7 @@ def test_a_step_that_is_not_finite_is_left_out_and_named_with_its_samples(
         return point.place.sum() * torch.where(inputs["rows"] == 5, bad, 1.0)
 
     task = Task(point, 12, lambda rows, noise, own: {"rows": rows}, loss)
-    settings = LoopSettings(steps=8, batch_size=3, learning_rate=0.1, warmup=0)
+    settings = recipe(steps=8, batch_size=3, learning_rate=0.1, warmup=0)
     order = Order(12, 3, settings.seed, ())
     broken = [step for step in range(1, 9) if 5 in order.rows(step)]
     assert len(broken) == 2
@@ -138,20 +140,20 @@ def test_a_last_step_that_was_not_finite_is_left_out_like_any_other() -> None:
     """A resumed run would see the same step again, so that it could never end; a run of one alone is none."""
     point, calls = _Point(), iter(range(1, 100))
     task = _task(point, lambda: point.place.sum() * (math.nan if next(calls) == 3 else 1))
-    fitted = fit(task, LoopSettings(steps=3))
+    fitted = fit(task, recipe(steps=3))
     assert [math.isfinite(loss) for loss in fitted.losses] == [True, True, False]
-    assert math.isfinite(fitted.record(LoopSettings(steps=3))["final_loss"])
+    assert math.isfinite(fitted.record(recipe(steps=3))["final_loss"])
     assert point.place.isfinite().all()
     with pytest.raises(HddmError, match=r"^step 3: loss nan.*nothing was written; try a lower"):
-        fit(_task(point, lambda: point.place.sum() * math.nan), LoopSettings(steps=3))
+        fit(_task(point, lambda: point.place.sum() * math.nan), recipe(steps=3))
     task = _task(point, lambda: (point.place - point.place.detach()).abs().sum().sqrt())
     with pytest.raises(HddmError, match=r"step 1: loss 0.0, gradient norm (nan|inf)"):
-        fit(task, LoopSettings(steps=5, max_non_finite=1))
+        fit(task, recipe(steps=5, max_non_finite=1))
 
 
 def test_a_record_holds_the_settings_and_the_loss_of_the_last_twentieth() -> None:
     point, values = _Point(), iter(range(100))
-    settings = LoopSettings(steps=100, batch_size=3, seed=5)
+    settings = recipe(steps=100, batch_size=3, seed=5)
     fitted = fit(_task(point, lambda: point.place.sum() * 0 + float(next(values))), settings)
     record = fitted.record(settings)
     assert record["final_loss"] == sum(range(95, 100)) / 5
@@ -164,7 +166,7 @@ def test_the_weaker_self_is_the_average_of_its_step() -> None:
     point, values = _Point(), []
     values.append(point.place.detach().clone())
     task = replace(_task(point, lambda: point.place.square().sum()), weak_step=7)
-    settings = LoopSettings(steps=30, learning_rate=0.1, ema_decay=0.9)
+    settings = recipe(steps=30, learning_rate=0.1, ema_decay=0.9)
     fitted = fit(task, settings, watchers=[lambda report: values.append(point.place.detach().clone())])
     torch.testing.assert_close(fitted.weak["place"], _average(values[:8], 0.9).bfloat16())
     assert fit(_task(point, lambda: point.place.sum()), settings).weak == {}
@@ -175,9 +177,9 @@ def test_a_run_beyond_the_step_of_the_weaker_self_keeps_one_at_once(tmp_path: Pa
     point = _Point()
     task = replace(_task(point, lambda: point.place.square().sum()), weak_step=20)
     with open_run(tmp_path / "a", {}, RunOptions(checkpoint_every=6)) as run:
-        fit(task, LoopSettings(steps=6), run)
+        fit(task, recipe(steps=6), run)
     with open_run(tmp_path / "a", {}, RunOptions(resume=True)) as run:
-        fitted = fit(replace(task, weak_step=3), LoopSettings(steps=12), run)
+        fitted = fit(replace(task, weak_step=3), recipe(steps=12), run)
     assert fitted.weak.keys() == {"place"}
 
 
@@ -186,22 +188,20 @@ def test_a_run_beyond_the_step_of_the_weaker_self_keeps_one_at_once(tmp_path: Pa
 )
 def test_the_weaker_self_is_of_a_step_before_the_last(weak_at: float, steps: int, expected: int) -> None:
     settings = ExpertSettings(objective="flow", steps=steps, weak_at=weak_at)
-    assert settings.with_defaults(is_new=True).weak_step == expected
+    assert resolve(ExpertRecipe, settings).weak_step == expected
 
 
 def test_a_network_that_goes_on_keeps_a_weaker_self_only_where_it_is_asked_for() -> None:
     settings = ExpertSettings(objective="flow", steps=100)
-    assert settings.with_defaults(is_new=False).weak_step == 0
-    assert settings.with_defaults(is_new=True).weak_step == 25
-    asked = settings.model_copy(update={"weak_at": 0.5})
-    assert asked.with_defaults(is_new=False).weak_step == 50
+    continued = Start(is_new=False)
+    assert resolve(ExpertRecipe, settings, continued).weak_step == 0
+    assert resolve(ExpertRecipe, settings).weak_step == 25
+    requested = settings.model_copy(update={"weak_at": 0.5})
+    assert resolve(ExpertRecipe, requested, continued).weak_step == 50
 
 
 def test_adamw_alone_has_a_rate_of_its_own() -> None:
-    rates = [
-        LoopSettings(steps=1, size="small", optimizer=name).with_defaults(is_new=True).learning_rate
-        for name in ("muon", "adamw")
-    ]
+    rates = [recipe(steps=1, size="small", optimizer=name).learning_rate for name in ("muon", "adamw")]
     assert rates == pytest.approx([0.2 / 128, 0.5 / 128])
 
 
@@ -235,7 +235,7 @@ def test_what_goes_wrong_ahead_is_told_at_its_step() -> None:
 
     task = Task(point, 12, draw, lambda network, inputs: point.place.sum().expand(len(inputs["rows"])))
     wrong = next(step for step in itertools.count(1) if 5 in Order(12, 2, 0, ()).rows(step))
-    settings = LoopSettings(steps=20, batch_size=2, learning_rate=1e-3, optimizer="adamw", device="cpu")
+    settings = recipe(steps=20, batch_size=2, learning_rate=1e-3, optimizer="adamw", device="cpu")
     with pytest.raises(HddmError, match="image 5 cannot be read"):
         fit(task, settings, watchers=[lambda report: losses.append(report.loss)])
     assert len(losses) == wrong - 1

@@ -24,12 +24,12 @@ from hddm.sampling import sample
 from hddm.schedules import LinearSchedule
 from hddm.training.expert import new_network, train_expert
 from hddm.training.loop import Fitted, Inputs, StepReport, Task, train
-from hddm.training.settings import ExpertSettings, RunOptions
+from hddm.training.settings import RunOptions
 from hddm.training.state import Ema, TrainingState
 from hddm.training.watching import SampleGrids, grid_of, shown, undisturbed, watching
 from hddm.utils.processes import Stopped
 from hddm.velocity import VelocityField
-from tests.artefacts import expert_settings
+from tests.artefacts import expert_settings, recipe
 from tests.killed_runs import checkpoint
 
 
@@ -124,7 +124,7 @@ def test_a_signal_while_pictures_are_drawn_ends_that_within_a_solver_step(
     """Thirty steps are the raw weights' and thirty the averaged ones'."""
     network, shard = _Velocity(signals), load_shard(whole)
     field = VelocityField(network, LinearSchedule(), "flow_prediction", sample_shape=shard.shape)
-    settings = ExpertSettings(objective="flow", steps=4, batch_size=4, ema_decay=0.5, learning_rate=0.01)
+    chosen = recipe(steps=4, batch_size=4, ema_decay=0.5, learning_rate=0.01)
 
     def draw(rows: Tensor, noise: torch.Generator, own: slice) -> Inputs:
         return {"x_0": shard.take(rows)}
@@ -133,12 +133,12 @@ def test_a_signal_while_pictures_are_drawn_ends_that_within_a_solver_step(
         network, len(shard), draw, lambda n, i: n(i["x_0"], torch.ones(4)).square().flatten(1).mean(1)
     )
 
-    def write(draft: Path, fitted: Fitted, used: ExpertSettings) -> None:
+    def write(draft: Path, fitted: Fitted) -> None:
         raise AssertionError("was stopped")
 
-    given = {"run": RunOptions(sample_every=2), "watch": watching(field, shard, settings)}
+    given = {"run": RunOptions(sample_every=2), "watch": watching(field, shard)}
     with pytest.raises(Stopped, match="after step 2 of 4"):
-        train(task, settings, tmp_path / "out", "x.json", write, {}, **given)
+        train(task, chosen, tmp_path / "out", "x.json", write, {}, **given)
     assert network.calls == signals
     assert not (tmp_path / "out.run" / "samples").exists()
     assert (tmp_path / "out.run" / "checkpoints" / "step_00000002").is_dir()
