@@ -20,7 +20,7 @@ from torch import Tensor
 from hddm.data.images import save_png, to_bytes
 from hddm.expert_use import ExpertUse
 from hddm.pipelines.pipeline import HDDMPipeline
-from hddm.pipelines.samples import SampleSettings, check_output, planned, read_cycles
+from hddm.pipelines.samples import SampleSettings, planned, read_cycles
 from hddm.sampling import batches, plan, run
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.records import EXPERT_FILE
@@ -42,7 +42,7 @@ class Opened:
     def __init__(self, source: Path, settings: SampleSettings) -> None:
         self.source, self._settings = source, settings
         self.pipeline = self._pipeline(None)
-        check_output(source, self.pipeline, settings)
+        self.pipeline.check_output(planned(self.pipeline, settings), settings.output_type, {})
         self.is_alone = (source / EXPERT_FILE).exists()
         folders = [source.resolve()] if self.is_alone else map(Path, self.pipeline.experts.record.names)
         names = [f"expert {one.name}" if one.name.isdecimal() else one.name for one in folders]
@@ -143,9 +143,7 @@ class Panel:
         self.steps = len(how.times) - 1
         asked = read_cycles(pipeline, settings).cycled(settings.numbers)
         for batch in batches(how, settings.numbers, asked, settings.batch_size):
-            begun, use = how.picture(batch.kind), ExpertUse(len(how.model.experts))
-            begun = None if begun is None else begun.rows(batch.rows)
-            pixels = functools.partial(pipeline.decode, expert=batch.kind, picture=begun)
+            use, pixels = ExpertUse(len(how.model.experts)), functools.partial(pipeline.images_of, how, batch)
             images = [self.images[row] for row in batch.rows.tolist()]
             run(how, batch, _Watch(images, how.times.tolist(), pixels, use, show), stopped.is_set, use)
             if stopped.is_set():

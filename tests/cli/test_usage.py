@@ -131,7 +131,7 @@ LATER = [
     ("push {expert} model", "model: write OWNER/NAME"),
     ("push {expert} me/model", "{expert}: no ensemble folder (ensemble.json)"),
     ("sample {expert} --out {out} --negative-prompt cat", "--negative-prompt: needs a --guidance-scale"),
-    ("sample {expert} --out {out} --strategy top-1", "{expert} is a single expert; drop the option"),
+    ("sample {expert} --out {out} --strategy top-2", "top-2 needs 2 experts and there are 1"),
     ("train expert {shard} --out {out} --objective flow --steps 3 --init {shards}", "not an expert folder"),
 ]
 

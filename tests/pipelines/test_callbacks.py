@@ -77,7 +77,7 @@ def test_prompts_of_several_images_are_not_replaced_by_the_last(text: HDDMPipeli
     given = {"prompt": ["a cat", "a dog"], "guidance_scale": 4.0, "callback_on_step_end": cutoff, **LATENT}
     words = refusal(text, **given)
     assert "returned prompt_embeds of shape (1, 77, 16), and this call has (2, 77, 16)" in words
-    assert "only where they have one prompt" in words
+    assert "use one call per prompt" in words
 
 
 def _setting(scale: Callable[[HDDMPipeline], float], at: int = 1) -> Callable[..., None]:
