@@ -1,11 +1,13 @@
-"""Model card of an ensemble: README.md, whose first lines are YAML that model hubs read."""
+"""Model card of an ensemble: README.md, whose first lines are YAML for model hubs."""
 
 import contextlib
 import re
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
+from jinja2 import Environment, StrictUndefined
 
 from hddm.classes import join_classes
 from hddm.evaluation.compare import escaped, markdown_table, table
@@ -25,7 +27,7 @@ _HUB_LICENCES = {
     *("cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0", "cc-by-nc-nd-4.0"),
     *("openrail", "openrail++", "creativeml-openrail-m", "bigscience-openrail-m", "unlicense"),
 }
-"""Licences that a hub knows by a name; any other is ``other``, with its name beside."""
+"""Licences that hubs know by name; any other is ``other``, with its own name beside it."""
 _NON_COMMERCIAL = re.compile(r"(?<![a-z])(nc(?![a-z])|non.?commercial|research.only)", re.IGNORECASE)
 
 Licences = Mapping[str, str | None]
@@ -40,9 +42,9 @@ def model_card(
     picture: str | None = None,
     results: Path | None = None,
 ) -> tuple[str, list[str]]:
-    """Return the card of the ensemble in ``folder``, to be called ``repo_id``, and what it warns of.
+    """Return the card of the ensemble in ``folder``, to be called ``repo_id``, and the remarks at its top.
 
-    ``licence`` is of experts that record none, ``picture`` a file beside the card, ``results`` those of
+    ``licence`` is for experts that record none, ``picture`` a file beside the card, ``results`` a result of
     ``hddm evaluate``, or a table in Markdown. Raises `HddmError` for results of another model.
     """
     records = [record for _, record in read_records([folder / one.folder for one in facts.experts])]
@@ -57,41 +59,42 @@ def model_card(
         tags=["hddm", "diffusion", "ensemble", "mixture-of-experts"],
     )
     of = dict(zip((one.label for one in facts.experts), map(_row, records), strict=True))
-    classes = join_classes(tuple(class_lists(facts.experts, [("", record) for record in records]))).names
     rows = [
         [*map(_literal, (name, *of.get(name, [""] * 3), one or f"unknown: ask the owner of {name}"))]
         for name, one in licences.items()
     ]
-    title = repo_id.split("/")[-1]
-    of_classes = f"of {counted(len(classes), 'class', 'classes')} " if classes else ""
+    classes = join_classes(tuple(class_lists(facts.experts, [("", record) for record in records]))).names
     shapes = dict.fromkeys("×".join(map(str, one.sample_shape)) + f" {one.space}" for one in records)
-    blocks = [
-        f"---\n{data.to_yaml()}\n---",
-        f"# {_literal(title)}",
-        *("**{}**:{}".format(*escaped(_literal(line)).split(":", 1)) for line in said),
-        f"{counted(len(records), 'diffusion expert')} that learned apart, sampled as one model by hddm. It "
-        f"makes images {'from prompts ' if has_text else of_classes}in {', '.join(shapes)}; at sampling the "
-        f"experts are chosen by the strategy {escaped(_literal(facts.strategy))}.",
-        *([f"![Samples]({picture})"] if picture else []),
-        "## Parts\n\n"
-        + "\n".join(markdown_table(["part", "objective", "data", "source", "licence"], rows, "left")),
-        *([f"## Measured\n\n{_measured(results, folder, title)}"] if results else []),
-        f"## Use\n\n```bash\npip install .  # in a checkout of hddm\n```\n\n```python\n"
-        f"{usage(repo_id, records, components)}\n```",
-    ]
-    if (folder / PIPELINE_FILE).exists():
-        # From a hub's name diffusers loads no part of a library that it does not know.
-        blocks.append(
-            f'Or in diffusers: `folder = snapshot_download("{repo_id}")`, '
-            "`DiffusionPipeline.from_pretrained(folder, custom_pipeline=folder, trust_remote_code=True)`."
-        )
-    return "\n\n".join([*blocks, MARK]) + "\n", said
+    environment = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    environment.filters |= {"literal": _literal, "escaped": escaped, "counted": counted}
+    template = environment.from_string((files("hddm.pipelines") / "card.md.j2").read_text(encoding="utf-8"))
+    title = repo_id.split("/")[-1]
+    text = template.render(
+        front=data.to_yaml(),
+        title=title,
+        remarks=[line.split(":", 1) for line in said],
+        records=records,
+        components=components,
+        takes_text=has_text,
+        takes_classes=any(map(takes_classes, records)),
+        of_classes=f"of {counted(len(classes), 'class', 'classes')} " if classes else "",
+        shapes=shapes,
+        strategy=facts.strategy,
+        picture=picture,
+        parts="\n".join(markdown_table(["part", "objective", "data", "source", "licence"], rows, "left")),
+        measured=results and _measured(results, folder, title),
+        repo_id=repo_id,
+        # Given a hub's name, diffusers loads no part of a library that it does not know.
+        has_code=(folder / PIPELINE_FILE).exists(),
+        mark=MARK,
+    )
+    return text, said
 
 
 def licences_of(
     folder: Path, facts: EnsembleRecord, records: Sequence[ExpertRecord], stated: str | None
 ) -> Licences:
-    """Licences of the experts, and of the other parts that hold one in a card of their own."""
+    """Licences of the experts, and of other parts whose own card states one."""
     pairs = zip(facts.experts, records, strict=True)
     found = {member.label: _known(one.licence) or stated for member, one in pairs}
     for name in components_in(folder):
@@ -104,17 +107,17 @@ def licences_of(
 
 
 def _known(licence: object) -> str | None:
-    """A licence, None where what is recorded names none."""
+    """A licence; None if none is recorded."""
     known = one_line(licence) if isinstance(licence, str) and licence.strip() else "unknown"
     known = "".join(filter(str.isprintable, known))
     return None if known.lower() in ("other", "unknown") else known
 
 
 def licence_of(licences: Licences) -> tuple[str, str | None, list[str]]:
-    """Licence of the whole as hubs know it, its name where it is ``other``, and what a card says first.
+    """Licence of the whole as hubs know it, its name if it is ``other``, and the remarks at the card's top.
 
-    It is that of the parts, where all have the same. A part that is not for commercial use makes the whole
-    so; an unknown licence makes it unknown.
+    It is the parts' licence if they share one. One non-commercial part makes the whole non-commercial, and an
+    unknown licence makes it unknown.
     """
     said = [
         f"Non-commercial: {name} is under {one}, so all of this is not for commercial use."
@@ -124,7 +127,7 @@ def licence_of(licences: Licences) -> tuple[str, str | None, list[str]]:
     is_free, unknown = not said, [name for name, one in licences.items() if one is None]
     if unknown:
         said.append(f"Licence unknown: ask the owner of {', '.join(unknown)}.")
-    # A remark in brackets says where a licence is known from.
+    # A remark in brackets tells the source of the licence.
     stated = {each for one in licences.values() if one for each in one.lower().split(" and ")}
     joint = " and ".join(sorted({re.sub(r" \(.*", "", one) for one in stated}))
     if not unknown and joint in _HUB_LICENCES:
@@ -133,21 +136,6 @@ def licence_of(licences: Licences) -> tuple[str, str | None, list[str]]:
         return "unknown", None, said
     name = re.sub(r"[^a-z0-9.+]+", "-", joint).strip("-")
     return "other", name, said
-
-
-def usage(repo_id: str, records: Sequence[ExpertRecord], components: Sequence[str]) -> str:
-    """Lines of Python that make an image of the ensemble on a hub."""
-    lines = [
-        "import hddm",
-        "from huggingface_hub import snapshot_download\n",
-        f'pipe = hddm.HDDMPipeline.from_pretrained(snapshot_download("{repo_id}"))',
-    ]
-    given = "class_labels=[0], " if any(map(takes_classes, records)) else ""
-    if any(map(takes_text, records)):
-        given = '"a red car", ' if "text_encoder" in components else "prompt_embeds=…, "
-    is_decoded = records[0].space == "pixels" or "vae" in components
-    end = 'seed=0).images[0].save("image.png")' if is_decoded else 'seed=0, output_type="latent").images'
-    return "\n".join([*lines, f"pipe({given}{end}"])
 
 
 def _row(record: ExpertRecord) -> list[str]:
@@ -176,5 +164,5 @@ def _measured(results: Path, folder: Path, title: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """``text`` without a meaning in Markdown, but for what `escaped` treats."""
+    """``text`` without a meaning in Markdown, except for what `escaped` handles."""
     return re.sub(r"([\\`*_~$&\[\]])", r"\\\1", text)

@@ -33,8 +33,6 @@ class Encoding(Offloading):
         class_labels: Labels | None = None,
         negative_prompt: str | Sequence[str] | None = None,
         guided: bool = False,
-        prompt_embeds: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None,
         conditions: Mapping[str, Tensor] | None = None,
         negative_conditions: Mapping[str, Tensor] | None = None,
     ) -> Conditions:
@@ -62,8 +60,6 @@ class Encoding(Offloading):
         if class_labels is not None:
             _add(given, {LABELS: class_indices(class_labels, self.ensemble.classes)})
         check_labels(given, self.ensemble.classes)
-        for into, embeds in ((given, prompt_embeds), (against, negative_prompt_embeds)):
-            _add(into, {} if embeds is None else {_TEXT: embeds})
         if prompt is not None:
             texts = [prompt] if isinstance(prompt, str) else list(prompt)
             embedded = self._embed(texts)
@@ -187,6 +183,13 @@ def _add(into: dict[str, Tensor], new: Mapping[str, Tensor]) -> None:
     if twice := into.keys() & new.keys():
         raise HddmError(f"{min(twice)} has two sources (prompt, embeddings, labels, conditions): pass one")
     into |= new
+
+
+def with_text(conditions: Mapping[str, Tensor] | None, embeds: Tensor | None) -> dict[str, Tensor]:
+    """Conditions with a prompt's embeddings (batch, tokens, width)."""
+    found = dict(conditions or {})
+    _add(found, {} if embeds is None else {_TEXT: embeds})
+    return found
 
 
 def repeated(asked: Conditions, times: int, batch: int | None = None) -> tuple[Conditions, int]:

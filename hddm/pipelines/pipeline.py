@@ -33,11 +33,10 @@ from hddm.networks.vae import decode, kind_of, latents_of, scale_of
 from hddm.noise import Generators
 from hddm.pipelines import inputs
 from hddm.pipelines.callbacks import Callback, Callbacks
-from hddm.pipelines.encoding import Encoding, repeated
+from hddm.pipelines.encoding import Encoding, repeated, with_text
 from hddm.pipelines.hub import plan_upload, upload
 from hddm.pipelines.stock import parts_for_loader
-from hddm.sampling import Batch, Plan, batches, never, plan, run
-from hddm.solvers import OnStep
+from hddm.sampling import Batch, Plan, batches, plan, run
 from hddm.utils.errors import HddmError, UsageError, choose, one_line
 from hddm.utils.files import new_folder, restore
 from hddm.velocity import Guidance, VelocityField
@@ -412,10 +411,8 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
             class_labels,
             negative_prompt,
             guidance.by_condition,
-            prompt_embeds,
-            negative_prompt_embeds,
-            conditions,
-            negative_conditions,
+            with_text(conditions, prompt_embeds),
+            with_text(negative_conditions, negative_prompt_embeds),
         )
         asked, num = repeated(encoded, num_images_per_prompt, batch_size)
         self._begin(guidance, 0)
@@ -428,8 +425,11 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
             guidance=self._guidance,
             router_every=router_every,
         )
-        is_one = {"output_type": output_type != "pil", "latents": latents is not None}
-        self.check_output(how, output_type, is_one | {"height": height, "width": width})
+        if output_type not in OUTPUTS:
+            raise HddmError(f"output_type {output_type!r}: {choose(output_type, OUTPUTS)}")
+        of_one_kind = {"latents": latents is not None, "height": height, "width": width}
+        of_one_kind["output_type"] = output_type != "pil"
+        self.check_output(how, output_type != "latent", of_one_kind)
         is_apart = self.is_apart(expert)
         shape = () if is_apart else how.shape_of(expert or 0)
         latents = None if latents is None else latents.to(how.dtype)
@@ -464,13 +464,11 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         """True if samples are of several kinds, and so cannot be one tensor."""
         return expert is None and len(self.ensemble.kinds) > 1
 
-    def check_output(self, how: Plan, output_type: str, of_one_kind: Mapping[str, object]) -> None:
-        """Raise an `HddmError` if planned samples cannot become this output.
+    def check_output(self, how: Plan, is_decoded: bool, of_one_kind: Mapping[str, object]) -> None:
+        """Raise an `HddmError` if planned samples are of several kinds, or cannot be decoded, but should be.
 
         ``of_one_kind`` are options that need samples of one kind; those in use are true.
         """
-        if output_type not in OUTPUTS:
-            raise HddmError(f"output_type {output_type!r}: {choose(output_type, OUTPUTS)}")
         is_apart = self.is_apart(how.expert)
         for name in of_one_kind if is_apart else ():
             if of_one_kind[name]:
@@ -478,21 +476,14 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
                 raise UsageError(f"{option}: these experts make samples of several kinds; use one --expert")
         for k in range(len(self.experts.facts)) if how.expert is None else [how.expert]:
             facts = self.experts.facts[k]
-            if output_type != "latent" and self.vae_of(k) is None and not facts.makes_pictures:
+            if is_decoded and self.vae_of(k) is None and not facts.makes_pictures:
                 latent = "" if is_apart else ", or use --output-type latent"
                 raise HddmError(f"expert {k} makes latents {facts.sample_shape}{_NO_VAE}{latent}")
 
-    def run(
-        self,
-        how: Plan,
-        batch: Batch,
-        on_step: OnStep,
-        stop: Callable[[], bool] = never,
-        use: ExpertUse | None = None,
-    ) -> Tensor:
-        """`hddm.sampling.run`; a network that fails on a size that is not its own is an `HddmError`."""
+    def run(self, how: Plan, batch: Batch, *arguments: Any, **options: Any) -> Tensor:
+        """`hddm.sampling.run`; raises an `HddmError` if a network fails on a size that is not its own."""
         try:
-            return run(how, batch, on_step, stop, use)
+            return run(how, batch, *arguments, **options)
         except (RuntimeError, ValueError) as error:
             own = self.experts.facts[batch.kind].sample_shape
             if how.shape in (None, own) or isinstance(error, HddmError):

@@ -151,7 +151,7 @@ def sample_to_folder(
     with asked():
         how = planned(pipeline, settings, image, mask)
     of_one_kind = {name: getattr(settings, name) for name in ("init_image", "height", "width")}
-    pipeline.check_output(how, settings.output_type, of_one_kind | {"output_type": is_latent, "grid": grid})
+    pipeline.check_output(how, not is_latent, of_one_kind | {"output_type": is_latent, "grid": grid})
     run = _Run(pipeline, settings, how)
     settings = settings.model_copy(update={"steps": how.steps, "solver": how.solver_name})
     record = _record(source, settings, pipeline, run.cycles.given)

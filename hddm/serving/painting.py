@@ -42,7 +42,7 @@ class Opened:
     def __init__(self, source: Path, settings: SampleSettings) -> None:
         self.source, self._settings = source, settings
         self.pipeline = self._pipeline(None)
-        self.pipeline.check_output(planned(self.pipeline, settings), settings.output_type, {})
+        self.pipeline.check_output(planned(self.pipeline, settings), True, {})
         self.is_alone = (source / EXPERT_FILE).exists()
         folders = [source.resolve()] if self.is_alone else map(Path, self.pipeline.experts.record.names)
         names = [f"expert {one.name}" if one.name.isdecimal() else one.name for one in folders]

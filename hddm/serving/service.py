@@ -20,7 +20,7 @@ from hddm.experts.loading import open_ensemble
 from hddm.experts.model_index import numbered
 from hddm.experts.parts import class_lists, encoders_of
 from hddm.networks.wrappers import TEXT_CONDITIONS
-from hddm.serving.front import Front, Limits
+from hddm.serving.requests import Limits
 from hddm.serving.workers import Worker
 from hddm.training.ray_islands import LOCAL, LOOPBACK, connected
 from hddm.utils.errors import HddmError, UsageError, choose, counted, did_you_mean, one_line, optional
@@ -198,6 +198,8 @@ def _application(
     device: str,
 ) -> Any:
     """The deployments, bound to each other."""
+    from hddm.serving.front import Front
+
     quick = {"health_check_period_s": 2, "health_check_timeout_s": 60, "graceful_shutdown_timeout_s": 5}
 
     def deployed(kind: type, name: str, **options: Any) -> Any:
