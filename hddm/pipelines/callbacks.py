@@ -107,10 +107,7 @@ class Callbacks:
                 tensors[name] = held[keyword]
             outcome = callback(self, index, 1000 * float(times[index]), tensors) or {}
             if self._asked.scale == 1.0 and self._guidance().scale != 1.0:
-                raise HddmError(
-                    f"a callback set _guidance_scale to {self._guidance_scale:g} in a call that began "
-                    "without guidance, so there is no negative branch; begin with a scale above 1"
-                )
+                raise HddmError("a callback set _guidance_scale in a call that began without; begin above 1")
             for name, value in outcome.items():
                 held, keyword = _place(name, asked, state)
                 held[keyword] = _fitting(name, value, held[keyword])
@@ -140,7 +137,7 @@ def _fitting(name: str, value: Tensor, before: Tensor) -> Tensor:
     is_row = len(before) > 0 and value.shape == before[:1].shape
     if is_row and name != _LATENTS and bool((before == before[-1:]).all()):
         return value.to(before).expand_as(before)
+    shapes = f"{tuple(value.shape)}, and this call has {tuple(before.shape)}"
     raise HddmError(
-        f"a callback returned {name} of shape {tuple(value.shape)}, and this call has {tuple(before.shape)}; "
-        "one row can replace all only where all images have one prompt: use one call per prompt"
+        f"a callback returned {name} of shape {shapes}; with several prompts, make a call for each"
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hddm.classes import LABELS, Labels, class_indices
 from hddm.experts.model_index import numbered
-from hddm.networks.text_encoder import Embedded, embed
+from hddm.networks.text_encoder import embed
 from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.pipelines.offloading import Offloading
 from hddm.routers import PromptRouter
@@ -48,12 +48,10 @@ class Encoding(Offloading):
         """
         if prompt is not None and not all(isinstance(one, str) for one in prompt):
             raise HddmError("prompt is a text or a list of texts; classes are passed as class_labels=")
-        if prompt is not None and self.ensemble.conditions == () and self._topics is None:
+        if prompt is not None and not self.readers and not self._takes_classes.any():
             raise HddmError("--prompt: the model is unconditional; drop the option")
         if negative_prompt is not None and not guided:
-            raise HddmError(
-                "--negative-prompt: needs a --guidance-scale other than 1, and --guide-by condition"
-            )
+            raise HddmError("--negative-prompt: needs a --guidance-scale other than 1, by condition")
         if negative_prompt is not None and prompt is None:
             raise HddmError("a negative_prompt needs a prompt beside it")
         given, against, prior = dict(conditions or {}), dict(negative_conditions or {}), None
@@ -62,16 +60,16 @@ class Encoding(Offloading):
         check_labels(given, self.ensemble.classes)
         if prompt is not None:
             texts = [prompt] if isinstance(prompt, str) else list(prompt)
-            embedded = self._embed(texts)
-            _add(given, self._tokens(embedded))
-            labels, prior = self._routed(texts, LABELS in given, embedded)
+            tokens, pooled = self._embed(texts)
+            _add(given, tokens)
+            labels, prior = self._routed(texts, LABELS in given, pooled)
             given |= {} if labels is None else {LABELS: labels}
             if negative_prompt is None and guided and _TEXT not in against:
                 negative_prompt = ""
             if negative_prompt is not None:
                 if isinstance(negative_prompt, str):
                     negative_prompt = [negative_prompt] * len(texts)
-                _add(against, self._tokens(self._embed(negative_prompt)))
+                _add(against, self._embed(negative_prompt)[0])
         return Conditions(given, against, prior)
 
     @property
@@ -80,8 +78,8 @@ class Encoding(Offloading):
         numbers = zip(self.experts.facts, self.experts.encoders.texts, strict=True)
         found = {number for record, number in numbers if _TEXT in record.conditions}
         found |= set() if self._topics is None else {self._topics}
-        # Names of classes need none.
-        return found or (set() if self._takes_classes.any() else {0})
+        # Experts that declare no conditions may take text.
+        return found or ({0} if self.ensemble.conditions is None else set())
 
     @property
     def takes_prompts(self) -> bool:
@@ -106,9 +104,9 @@ class Encoding(Offloading):
         names = (numbered("text_encoder", number), numbered("tokenizer", number))
         return getattr(self, names[0], None), getattr(self, names[1], None)
 
-    def _embed(self, texts: Sequence[str]) -> dict[int, Embedded]:
-        """Texts as each of `readers` embeds them, by its number."""
-        found = {}
+    def _embed(self, texts: Sequence[str]) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Tokens and masks by the names of the ensemble's conditions, and embeddings that topics compare."""
+        found, pooled, declared = dict[str, Tensor](), None, self.ensemble.conditions
         for number in sorted(self.readers):
             text_encoder, tokenizer = self._reader(number)
             if text_encoder is None or tokenizer is None:
@@ -118,33 +116,28 @@ class Encoding(Offloading):
                     "FOLDER; to Paris as folders of these names), or pass --conditions or prompt_embeds"
                 )
             with self.present(text_encoder) as present:
-                found[number] = embed(present, tokenizer, texts)
-        return found
-
-    def _tokens(self, embedded: Mapping[int, Embedded]) -> dict[str, Tensor]:
-        """Tokens and masks for all experts of text, by the names of the ensemble's conditions."""
-        found, declared = dict[str, Tensor](), self.ensemble.conditions
-        for number, made in embedded.items():
+                made = embed(present, tokenizer, texts)
+            pooled = made.pooled if number == self._topics else pooled
             for keyword, value in ((_TEXT, made.tokens), (_MASK, made.mask)):
                 name = numbered(keyword, number)
                 if value is not None and (declared is None or name in declared):
                     found[name] = value
-        return found
+        return found, pooled
 
     def _routed(
-        self, texts: Sequence[str], has_labels: bool, embedded: Mapping[int, Embedded]
+        self, texts: Sequence[str], has_labels: bool, pooled: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """The classes that prompts name, for experts that take no text, and p(k | prompt).
 
-        ``embedded`` are the texts by the number of their encoder. ``has_labels``: classes are known already.
+        ``pooled`` are the prompts' embeddings for topics. With ``has_labels`` the classes are known already.
         """
-        ensemble, topics, takes_classes = self.ensemble, self._topics, self._takes_classes
-        if topics is None and not takes_classes.any():
+        ensemble, takes_classes = self.ensemble, self._takes_classes
+        if pooled is None and not takes_classes.any():
             return None, None
         rows, is_described = ensemble.prior.expand(len(texts), -1), torch.zeros(len(takes_classes)).bool()
-        if topics is not None:
+        if pooled is not None:
             known = [one.topic for one in self.experts.experts]
-            rows = PromptRouter(known, ensemble.prior.tolist())(embedded[topics].pooled)
+            rows = PromptRouter(known, ensemble.prior.tolist())(pooled)
             is_described = torch.tensor([topic is not None for topic in known])
         if not takes_classes.any() or has_labels:
             return None, rows
@@ -160,10 +153,10 @@ class Encoding(Offloading):
         rows = torch.where(rows.sum(1, keepdim=True) > 0, rows, by_class * is_described)
         rows = named + (1 - part) * rows / rows.sum(1, keepdim=True).clamp_min(1e-300)
         if not (rows.sum(1) > 0).all():
-            unread = next(text for text, row in zip(texts, rows, strict=True) if not row.any())
+            text = next(text for text, row in zip(texts, rows, strict=True) if not row.any())
             some = ", ".join(ensemble.classes[:5])
             raise HddmError(
-                f"prompt {unread[:60]!r}: these experts take classes, and it names none of {some}, …"
+                f"prompt {text[:60]!r}: these experts take classes, and it names none of {some}, …"
             )
         return labels, rows if rows.shape[1] > 1 else None
 
@@ -195,17 +188,15 @@ def with_text(conditions: Mapping[str, Tensor] | None, embeds: Tensor | None) ->
 def repeated(asked: Conditions, times: int, batch: int | None = None) -> tuple[Conditions, int]:
     """Repeat each row of the conditions ``times`` times; also return the resulting number of images.
 
-    A single row is expanded to the number of rows of the others, and to ``batch`` rows where provided.
+    Single rows are expanded to the number of rows of the others, and to ``batch`` rows if provided.
     """
-    if times < 1 or (batch is not None and batch < 1):
-        raise HddmError(f"num_images_per_prompt and batch_size start at 1, not {times} and {batch}")
-    rows = {name: len(value) for name, value in asked.given.items()}
-    rows |= {} if asked.prior is None else {"prompt": len(asked.prior)}
-    rows |= {f"negative {name}": len(value) for name, value in asked.negative.items()}
-    rows |= {} if batch is None else {"batch_size": batch}
-    found = max(rows.values(), default=1)
-    if not set(rows.values()) <= {1, found} or found == 0:
-        raise HddmError(f"conditions have no rows, or different numbers of them: {rows}")
+    values = [*asked.given.values(), *asked.negative.values()]
+    values += [] if asked.prior is None else [asked.prior]
+    found = max(map(len, values), default=1) if batch is None else batch
+    if min(times, found) < 1:
+        raise HddmError(
+            f"{found} prompts, labels or conditions, {times} images each: need one or more of both"
+        )
 
     def spread(value: Tensor) -> Tensor:
         value = value.expand(found, *value.shape[1:]) if len(value) == 1 else value

@@ -15,7 +15,6 @@ from hddm.editing import DEFAULT_RESAMPLING
 from hddm.experts.model_index import COMPONENTS
 from hddm.networks.text_encoder import read_text_encoder, read_tokenizer
 from hddm.networks.vae import read_vae
-from hddm.noise import Generated, Generators, Latents, Noise, Seeded
 from hddm.utils.errors import HddmError, choose, did_you_mean
 
 _NO_EFFECT: Mapping[str, Collection[object]] = {
@@ -70,28 +69,6 @@ class Begin:
     width: int | None = None
 
 
-def noise_from(
-    num: int,
-    shape: tuple[int, ...],
-    seed: int | None,
-    start: int,
-    generator: Generators,
-    latents: Tensor | None,
-) -> Noise:
-    """The noise of ``num`` images, the first of which is ``start``; see `hddm.noise`."""
-    if min(seed or 0, start) < 0:
-        raise HddmError(f"seed and start begin at 0, not at {seed} and {start}")
-    if start and seed is None:
-        raise HddmError(f"start {start} counts the images of a seed; pass one")
-    if seed is not None and generator is not None:
-        raise HddmError("pass a seed or a generator, not both")
-    if latents is not None and latents.shape != (num, *shape):
-        raise HddmError(f"latents have shape {tuple(latents.shape)}; {num} images need {(num, *shape)}")
-    if seed is None:
-        return Generated(generator, num, shape, latents)
-    return Seeded(seed) if latents is None else Latents(latents, start, Seeded(seed))
-
-
 def pixels_of(images: Images, channels: int, size: tuple[int, int], name: str = "image") -> Tensor:
     """Pictures (N, C, H, W) in [-1, 1]; Pillow images are cropped and resized to ``size`` (H, W).
 
@@ -143,9 +120,7 @@ def mask_of(masks: Images, images: Images, size: tuple[int, int]) -> Tensor:
         ratios = [width / height for width, height in sizes]
         if max(ratios) > 1.02 * min(ratios):
             mask, image = ("×".join(map(str, one)) for one in (sizes[0], sizes[-1]))
-            raise HddmError(
-                f"mask_image of {mask} pixels is cropped unlike image of {image}; crop both alike"
-            )
+            raise HddmError(f"mask_image of {mask} pixels is cropped unlike image of {image}; crop both")
     if not is_open.flatten(1).any(1).all():
         raise HddmError("mask_image: no pixel is white, so nothing would be new; paint what is to change")
     return is_open

@@ -30,7 +30,7 @@ from hddm.experts.records import RouterRecord
 from hddm.networks.offload import Offload
 from hddm.networks.transformers import RouterTransformer
 from hddm.networks.vae import decode, kind_of, latents_of, scale_of
-from hddm.noise import Generators
+from hddm.noise import Generated, Generators, Latents, Noise, Seeded
 from hddm.pipelines import inputs
 from hddm.pipelines.callbacks import Callback, Callbacks
 from hddm.pipelines.encoding import Encoding, repeated, with_text
@@ -157,24 +157,26 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         return cls(**pipeline.components | changes)
 
     @classmethod
-    def from_ensemble(cls, ensemble: Ensemble | VelocityField, **components: Any) -> "HDDMPipeline":
+    def from_ensemble(
+        cls, ensemble: Ensemble | VelocityField, *components: Any, **others: Any
+    ) -> "HDDMPipeline":
         """Make a pipeline of an ensemble in memory, or of one expert, that shares its networks and router.
 
-        Its samples are those of `hddm.sample` with the same seed. ``components`` (``vae``, ``text_encoder``,
-        ``tokenizer``, …) are arguments of the class. It can be saved if a folder can hold its parts: networks
-        of the classes that `hddm.load` reads, and hddm's own router. Raises `HddmError` for samples of
-        unknown or several shapes, and for topics of experts whose network was replaced.
+        Its samples are those of `hddm.sample` with the same seed. ``components`` are ``vae``,
+        ``text_encoder`` and ``tokenizer``, ``others`` further arguments of the class. It can be saved if a
+        folder can hold its parts: networks of the classes that `hddm.load` reads, and hddm's own router.
+        Raises `HddmError` for samples of unknown or several shapes, and for topics of experts whose network
+        was replaced.
         """
         fields, router, record = unpacked(ensemble)
         topics = ensemble.topics if isinstance(ensemble, Ensemble) else None
         experts = ExpertSet(fields, record=record, topics=topics)
         if topics is not None and not all(one.topic for one in experts.experts if takes_text(one.facts)):
             raise HddmError(
-                "prompts are routed by the experts' topics, and a network was replaced since; set "
-                "ensemble.topics = None"
+                "topics route the prompts, but a network was replaced: set ensemble.topics = None"
             )
         scheduler = FlowMatchEulerDiscreteScheduler(shift=record.shift)
-        return cls(experts, scheduler, router, **components)
+        return cls(experts, scheduler, router, *components, **others)
 
     @classmethod
     def from_pretrained(
@@ -429,11 +431,20 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
             raise HddmError(f"output_type {output_type!r}: {choose(output_type, OUTPUTS)}")
         of_one_kind = {"latents": latents is not None, "height": height, "width": width}
         of_one_kind["output_type"] = output_type != "pil"
-        self.check_output(how, output_type != "latent", of_one_kind)
+        self.check_output(expert, output_type != "latent", of_one_kind)
+        if seed is not None and generator is not None:
+            raise HddmError("pass a seed or a generator, not both")
+        if start and seed is None:
+            raise HddmError(f"start {start} counts the images of a seed; pass one")
         is_apart = self.is_apart(expert)
         shape = () if is_apart else how.shape_of(expert or 0)
         latents = None if latents is None else latents.to(how.dtype)
-        how = replace(how, noise=inputs.noise_from(num, shape, seed, start, generator, latents))
+        if latents is not None and latents.shape != (num, *shape):
+            raise HddmError(f"latents have shape {tuple(latents.shape)}; {num} images need {(num, *shape)}")
+        noise: Noise = Generated(generator, num, shape, latents) if seed is None else Seeded(seed)
+        if latents is not None and seed is not None:
+            noise = Latents(latents, start, noise)
+        how = replace(how, noise=noise)
         use, images = ExpertUse(len(self.ensemble.experts)), [None] * num
         names = callback_on_step_end_tensor_inputs
         for batch in batches(how, range(start, start + num), asked, num):
@@ -464,17 +475,17 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         """True if samples are of several kinds, and so cannot be one tensor."""
         return expert is None and len(self.ensemble.kinds) > 1
 
-    def check_output(self, how: Plan, is_decoded: bool, of_one_kind: Mapping[str, object]) -> None:
-        """Raise an `HddmError` if planned samples are of several kinds, or cannot be decoded, but should be.
+    def check_output(self, expert: int | None, is_decoded: bool, of_one_kind: Mapping[str, object]) -> None:
+        """Raise an `HddmError` if samples are of several kinds or cannot be decoded, though they should.
 
         ``of_one_kind`` are options that need samples of one kind; those in use are true.
         """
-        is_apart = self.is_apart(how.expert)
+        is_apart = self.is_apart(expert)
         for name in of_one_kind if is_apart else ():
             if of_one_kind[name]:
                 option = f"--{name.replace('_', '-')}"
                 raise UsageError(f"{option}: these experts make samples of several kinds; use one --expert")
-        for k in range(len(self.experts.facts)) if how.expert is None else [how.expert]:
+        for k in range(len(self.experts.facts)) if expert is None else [expert]:
             facts = self.experts.facts[k]
             if is_decoded and self.vae_of(k) is None and not facts.makes_pictures:
                 latent = "" if is_apart else ", or use --output-type latent"
@@ -485,11 +496,10 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         try:
             return run(how, batch, *arguments, **options)
         except (RuntimeError, ValueError) as error:
-            own = self.experts.facts[batch.kind].sample_shape
-            if how.shape in (None, own) or isinstance(error, HddmError):
+            if how.shape is None or isinstance(error, HddmError):
                 raise
             raise HddmError(
-                f"--height, --width: a network of samples {own} fails on {how.shape}: {one_line(error)}"
+                f"--height, --width: the network fails on {how.shape}: {one_line(error)}"
             ) from error
 
     def vae_of(self, expert: int) -> Vae | None:
@@ -512,9 +522,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
             strength = 0.8 if mask_image is None else 1.0
         part, (size, shape) = self.vae_of(expert), self.size_and_shape(expert, begin.height, begin.width)
         if part is None and not self.experts.facts[expert].makes_pictures and not isinstance(image, Tensor):
-            raise HddmError(
-                f"image: expert {expert} makes latents {shape}{_NO_VAE}, or pass latents as a tensor"
-            )
+            raise HddmError(f"image: expert {expert} makes latents {shape}{_NO_VAE}, or pass latents")
         x_0 = pixels = inputs.pixels_of(image, shape[0] if part is None else part.config.in_channels, size)
         mask = pixel_mask = None if mask_image is None else inputs.mask_of(mask_image, image, size)
         if part is not None:

@@ -10,10 +10,10 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -94,6 +94,12 @@ class SampleSettings(SamplingSettings):
     compile: bool = False
     output_type: Literal["png", "latent"] = "png"
 
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        # Guidance checks its own numbers.
+        _ = self.guidance
+        return self
+
     @property
     def numbers(self) -> range:
         """Numbers of the images."""
@@ -110,11 +116,6 @@ class SampleSettings(SamplingSettings):
         """Arguments of `hddm.sampling.plan`."""
         own = {name: getattr(self, name) for name in ("shift", "expert", "router_every")}
         return super().how | own | {"noise": Seeded(self.seed)}
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """Dtype that networks run in."""
-        return DTYPES[self.dtype]
 
 
 def sample_to_folder(
@@ -140,7 +141,7 @@ def sample_to_folder(
     if grid and is_latent:
         raise UsageError("--grid: shows images, and --output-type latent makes none; drop one of the two")
     pipeline = HDDMPipeline.from_pretrained(
-        source, torch_dtype=settings.torch_dtype, offload=settings.offload, max_memory=settings.max_memory
+        source, dtype=DTYPES[settings.dtype], offload=settings.offload, max_memory=settings.max_memory
     ).to(device)
     if settings.compile:
         pipeline.experts.compile(dynamic=True)
@@ -151,7 +152,9 @@ def sample_to_folder(
     with asked():
         how = planned(pipeline, settings, image, mask)
     of_one_kind = {name: getattr(settings, name) for name in ("init_image", "height", "width")}
-    pipeline.check_output(how, not is_latent, of_one_kind | {"output_type": is_latent, "grid": grid})
+    pipeline.check_output(
+        settings.expert, not is_latent, of_one_kind | {"output_type": is_latent, "grid": grid}
+    )
     run = _Run(pipeline, settings, how)
     settings = settings.model_copy(update={"steps": how.steps, "solver": how.solver_name})
     record = _record(source, settings, pipeline, run.cycles.given)
@@ -326,8 +329,7 @@ def _refuse_other(out: Path, settings: SampleSettings, record: Mapping[str, Any]
     now = json.loads(json.dumps(_identity(record)))
     if lines := differences(_identity(read_json(out / SAMPLING_FILE)), now):
         raise HddmError(
-            f"{out}: holds samples of other options; choose another --out, or pass --overwrite to replace it",
-            lines,
+            f"{out}: holds samples of other options; choose another --out, or --overwrite it", lines
         )
     names = [IMAGE.format(number) for number in settings.numbers]
     names = [LATENTS_FILE] if settings.output_type == "latent" else names

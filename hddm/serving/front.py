@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from base64 import b64encode
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -42,7 +42,7 @@ from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.sampling import Batch, NotFinite, Plan, batches, gathered, plan, run
 from hddm.serving.answers import FAILED, Refusal
 from hddm.serving.requests import LARGEST_BODY, ImageRequest, Limits, read_request, refuse_more
-from hddm.serving.workers import Answer, RemoteEnsemble, SampleJob, VelocityJob
+from hddm.serving.workers import Answer, RemoteEnsemble, SampleJob, VelocityJob, followed
 from hddm.utils.errors import HddmError, counted, did_you_mean, one_line, with_arguments
 from hddm.utils.processes import Report
 from hddm.utils.records import WHOLE
@@ -216,21 +216,10 @@ class Front:
             images = await self._made(wanted, expert, lambda step: None)
             found = [_datum(wanted, *image) for image in images]
             return JSONResponse({"created": int(time.time()), "data": found})
-        steps, loop = asyncio.Queue[int | None](), asyncio.get_running_loop()
-
-        def tell(step: int) -> None:
-            loop.call_soon_threadsafe(steps.put_nowait, step)
-
-        task = asyncio.ensure_future(self._made(wanted, expert, tell))
-        task.add_done_callback(lambda _: steps.put_nowait(None))
-        try:
-            # A request that is refused before its first step gets the status of the refusal.
-            if await steps.get() is None:
-                await task
-        except asyncio.CancelledError:
-            task.cancel()
-            raise
-        return _Stream(self._events(wanted, task, steps), media_type="text/event-stream")
+        events = followed(lambda tell: self._made(wanted, expert, tell))
+        # A request that is refused before its first step gets the status of the refusal.
+        await anext(events)
+        return _Stream(self._events(wanted, events), media_type="text/event-stream")
 
     def _check(self, wanted: ImageRequest) -> int | None:
         """Index of the requested expert, None for all; raises a `Refusal`."""
@@ -247,22 +236,22 @@ class Front:
             raise Refusal(404, reason, "model")
         return names.index(wanted.model)
 
-    async def _events(
-        self, wanted: ImageRequest, task: "asyncio.Task[list[Image]]", steps: "asyncio.Queue[int | None]"
-    ) -> AsyncIterator[str]:
+    async def _events(self, wanted: ImageRequest, events: AsyncGenerator[Any]) -> AsyncIterator[str]:
         """Server-sent events of a request: its steps, then its images, or an error."""
         kind = "image_generation"
         try:
             yield _event(f"{kind}.queued", requests=self.active)
             of = plan(self.ensemble, steps=wanted.steps).steps
-            while (step := await steps.get()) is not None:
-                yield _event(f"{kind}.progress", step=step, steps=of)
-            for image in task.result():
-                yield _event(f"{kind}.completed", created_at=int(time.time()), **_datum(wanted, *image))
+            async with contextlib.aclosing(events):
+                async for one in events:
+                    if isinstance(one, int):
+                        yield _event(f"{kind}.progress", step=one, steps=of)
+                        continue
+                    for image in one:
+                        now = int(time.time())
+                        yield _event(f"{kind}.completed", created_at=now, **_datum(wanted, *image))
         except Exception as error:
             yield _event("error", **self._refusal(error).body)
-        finally:
-            task.cancel()
 
     async def _made(self, wanted: ImageRequest, expert: int | None, on_step: Report) -> list[Image]:
         """A request's images, in time; ``on_step`` gets 0 once the request is prepared."""
@@ -416,9 +405,17 @@ class Front:
         raise Refusal(503, f"the worker of {self.experts[k]} was lost {TRIES} times")
 
     async def _sent(self, k: int, work: SampleJob | list[VelocityJob], on_step: Report) -> list[Any]:
-        if isinstance(work, SampleJob):
-            return [await _last(self.workers[k].options(stream=True).draw.remote(work), on_step)]
-        return list(await self.workers[k].velocity.remote(work))
+        if not isinstance(work, SampleJob):
+            return list(await self.workers[k].velocity.remote(work))
+        answers = self.workers[k].options(stream=True).draw.remote(work)
+        try:
+            async for answer in answers:
+                if isinstance(answer, Answer):
+                    return [answer]
+                on_step(answer)
+        finally:
+            answers.cancel()
+        raise RuntimeError("a worker ended without an answer")
 
 
 def _value(found: Any) -> Tensor:
@@ -427,18 +424,6 @@ def _value(found: Any) -> Tensor:
     if isinstance(value, Exception):
         raise value
     return cast(Tensor, value)
-
-
-async def _last(answers: Any, on_step: Report) -> Answer:
-    """The last of a worker's answers; those before it are finished steps."""
-    try:
-        async for answer in answers:
-            if isinstance(answer, Answer):
-                return answer
-            on_step(answer)
-    finally:
-        answers.cancel()
-    raise RuntimeError("a worker ended without an answer")
 
 
 async def _body(request: Request) -> bytes:

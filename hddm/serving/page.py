@@ -41,8 +41,8 @@ _POLICY = (
 WHOLE, EVERY, LESS, GROWN = "The images", "Every expert", "Leave one out", "Before and after"
 START, MASK = "start.png", "mask.png"
 _STRATEGIES = (
-    "draw: one for each image, by lot. full: all. top-2: the two likeliest at each step. "
-    "commit-0.92: all while the noise is above 0.92, then one for each image."
+    "draw: one per image, drawn once. full: all. top-2: the two most probable at each step. "
+    "commit-0.92: all while the noise is above 0.92, then one per image."
 )
 _PIXELS, _BYTES = 50_000_000, 64 << 20
 """Pixels of a picture, and bytes of what a browser sends, at most."""
@@ -219,6 +219,7 @@ class Play:
         model, several, wide = self._model, len(self._model.leads) > 1, {"min_width": 300}
         ensemble, experts = model.pipeline.ensemble, [*model.leads]
         shows = [WHOLE, *([EVERY, LESS] if several else []), *([GROWN] if self.models[1:] else [])]
+        names, reads = list(ensemble.classes), model.pipeline.takes_prompts
         strategies = dict.fromkeys([ensemble.strategy, "draw", "full", "top-1", "top-2", "nucleus-0.9"])
         with gr.Blocks(title="hddm play", analytics_enabled=False) as page:
             gr.HTML(str(_PARTS.about(self.models)), js_on_load=None)
@@ -227,17 +228,11 @@ class Play:
                     first = shows[-1] if self.models[1:] else WHOLE
                     asked["show"] = gr.Radio(shows, value=first, label="What to see", visible=len(shows) > 1)
                     asked["left_out"] = gr.Dropdown(experts, label="Leave out", visible=False)
-                    names = list(ensemble.classes)
                     asked["class_labels"] = gr.Dropdown(
                         names, value=names[:1], multiselect=True, label="Class", visible=bool(names),
                         info="Several take turns.",
                     )  # fmt: skip
-                    asked["prompts"] = gr.Textbox(
-                        label="Prompt",
-                        lines=2,
-                        placeholder="What is to be seen",
-                        visible=model.pipeline.takes_prompts,
-                    )
+                    asked["prompts"] = gr.Textbox(label="Prompt", lines=2, visible=reads)
                     asked["strategy"] = gr.Dropdown(
                         list(strategies), label="Which experts paint", info=_STRATEGIES, visible=several,
                         allow_custom_value=True,
@@ -249,25 +244,21 @@ class Play:
                         stop = gr.Button("Stop", min_width=90, interactive=False)
                     make = gr.Button("Make images", variant="primary")
                     with gr.Accordion("Begin with a picture", open=False):
-                        gr.HTML("Drop one, and paint over what is to be made anew.", js_on_load=None)
+                        gr.HTML("Drop one, and paint over what is to change.", js_on_load=None)
                         asked["canvas"] = gr.ImageEditor(
                             type="pil", format="png", label="Picture", sources=("upload", "clipboard"),
                             layers=False, transforms=(), buttons=[], height=360,
                             brush=gr.Brush(default_size=48, colors=["#ff2d78"], color_mode="fixed"),
                         )  # fmt: skip
-                        new = "How much is new, where nothing is painted over"
+                        new = "How much is new, if nothing is painted over"
                         asked["strength"] = gr.Slider(0, 1, 0.8, step=0.05, label=new)
                     with gr.Accordion("Advanced", open=False):
                         asked["steps"] = gr.Slider(1, 100, self._own[0], step=1, label="Steps")
                         asked["solver"] = gr.Dropdown(list(SOLVERS), value=self._own[1], label="Solver")
-                        asked["expert"] = gr.Dropdown(
-                            ["all", *experts], label="One expert alone", visible=several
-                        )
-                        told = {
-                            "label": "Guidance scale",
-                            "visible": bool(names) or model.pipeline.takes_prompts,
-                        }
-                        asked["guidance_scale"] = gr.Slider(1, 15, 1, **told)
+                        alone = ["all", *experts]
+                        asked["expert"] = gr.Dropdown(alone, label="One expert alone", visible=several)
+                        guides = bool(names) or reads
+                        asked["guidance_scale"] = gr.Slider(1, 15, 1, label="Guidance scale", visible=guides)
                 with gr.Column(scale=5, **wide):
                     start = '<div class="hddm"><p>Images appear here while they form.</p></div>'
                     result = gr.HTML(start, elem_id="result", js_on_load=None)
@@ -297,9 +288,9 @@ class _Guard:
         app, headers = self._app, Headers(raw=scope.get("headers", []))
         own = f"http://{headers.get('host')}"
         if headers.get("origin", own) != own:
-            app = PlainTextResponse("this page takes requests of its own alone", 403)
+            app = PlainTextResponse("this page accepts requests of its own only", 403)
         elif "transfer-encoding" in headers or int(headers.get("content-length", 0)) > _BYTES:
-            app = PlainTextResponse(f"this page takes at most {_BYTES >> 20} MB at a time", 413)
+            app = PlainTextResponse(f"this page accepts at most {_BYTES >> 20} MB at a time", 413)
         await app(scope, receive, send)
 
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import ctypes
 import logging
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +26,7 @@ from hddm.noise import Latents, noise_of
 from hddm.sampling import Batch, Conditions, plan, run
 from hddm.serving.answers import Refusal
 from hddm.utils.errors import HddmError, one_line
+from hddm.utils.processes import Report
 from hddm.utils.tensors import available_device
 from hddm.velocity import Guidance, Inputs, VelocityField
 
@@ -89,7 +90,7 @@ class _Waiting:
     """A job until it is done; ``on_step`` gets the number of each finished step."""
 
     job: SampleJob | VelocityJob
-    on_step: Callable[[int], None]
+    on_step: Report
     done: asyncio.Future[Answer] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -151,21 +152,11 @@ class Worker:
         waiting = (self._done(_Waiting(job, lambda step: None)) for job in jobs)
         return await asyncio.gather(*waiting, return_exceptions=True)
 
-    async def draw(self, job: SampleJob) -> AsyncIterator[int | Answer]:
+    async def draw(self, job: SampleJob) -> AsyncGenerator[int | Answer]:
         """Yield the number of each finished step, then the samples."""
-        loop, steps = asyncio.get_running_loop(), asyncio.Queue[int | None]()
-
-        def tell(step: int) -> None:
-            loop.call_soon_threadsafe(steps.put_nowait, step)
-
-        made = asyncio.ensure_future(self._done(_Waiting(job, tell)))
-        made.add_done_callback(lambda _: steps.put_nowait(None))
-        try:
-            while (step := await steps.get()) is not None:
-                yield step
-            yield made.result()
-        finally:
-            made.cancel()
+        async with contextlib.aclosing(followed(lambda tell: self._done(_Waiting(job, tell)))) as events:
+            async for event in events:
+                yield event
 
     async def _done(self, one: _Waiting) -> Answer:
         self._waiting.append(one)
@@ -241,6 +232,26 @@ class Worker:
             values = run(how, own, on_step, lambda: all(one.done.done() for one in batch))
         parts: Sequence[Tensor] = values.cpu().split([len(job) for job in jobs])
         return parts
+
+
+async def followed(make: Callable[[Report], Awaitable[Any]]) -> AsyncGenerator[Any]:
+    """Yield each number that ``make`` reports to its argument, from any thread, then its result.
+
+    What is made is cancelled when nobody follows it any more.
+    """
+    loop, steps = asyncio.get_running_loop(), asyncio.Queue[int | None]()
+
+    def tell(step: int) -> None:
+        loop.call_soon_threadsafe(steps.put_nowait, step)
+
+    task = asyncio.ensure_future(make(tell))
+    task.add_done_callback(lambda _: steps.put_nowait(None))
+    try:
+        while (step := await steps.get()) is not None:
+            yield step
+        yield task.result()
+    finally:
+        task.cancel()
 
 
 def _read(folder: Path, index: int, dtype: torch.dtype, device: torch.device) -> VelocityField:

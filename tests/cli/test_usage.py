@@ -100,7 +100,7 @@ SLIPS = [
 LATER = [
     (
         "sample {shard} --out {out} --guidance-scale 2 --guidance-interval 0.9 0.1",
-        "--guidance-interval 0.9 0.1: must be two",
+        "a guidance interval is 0 <= low <= high <= 1 in t, not 0.9 to 0.1",
     ),
     ("partition {shard} --out {out} --shards few", "--shards few: must be a whole number from 1"),
     ("sample {shard} --out {out} --max-memory 6TB", "--max-memory 6TB: is not an amount of memory; write it"),

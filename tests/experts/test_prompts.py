@@ -300,7 +300,7 @@ def test_an_expert_of_classes_answers_prompts_that_name_one(tmp_path: Path) -> N
             lambda: hddm.sample(pipe.ensemble, 1, caption=[1]),
             "no condition 'caption'; it declares: class_labels",
         ),
-        (lambda: pipe(prompt=["a dog"] * 3, conditions=labels), "different numbers of them"),
+        (lambda: pipe(prompt=["a dog"] * 3, conditions=labels), "has 2 rows for 3 samples"),
         (lambda: pipe("a dog", **seen), "callbacks see 'latents'"),
     ):
         assert said in refusal(call)

@@ -107,7 +107,10 @@ def test_pictures_of_latents_are_encoded_and_keep_their_pixels(tmp_path: Path) -
         ({"strength": 0.5}, "change a picture; pass one"),
         ({"mask_image": white(MASK)}, "change a picture; pass one"),
         ({"image": picture(), "strength": 1.5}, "strength is 1.5, and must be from 0"),
-        ({"image": torch.zeros(1, 3, 8, 8)}, r"image has shape \(1, 3, 8, 8\); this ensemble makes \(3, 4, 4\)"),
+        (
+            {"image": torch.zeros(1, 3, 8, 8)},
+            r"image has shape \(1, 3, 8, 8\); this ensemble makes \(3, 4, 4\)",
+        ),
         ({"image": picture(), "mask_image": torch.ones(1, 8, 8)}, r"mask_image has .*makes \(1, 4, 4\)"),
         ({"image": picture(), "mask_image": torch.ones(1, 3, 4, 4)}, r"mask_image has .*makes \(1, 4, 4\)"),
         ({"image": picture(), "mask_image": white(MASK).resize((8, 4))}, "of 8×4 pixels is cropped unlike"),
@@ -151,7 +154,7 @@ def test_the_command_line_makes_the_same(pipe: HDDMPipeline, tmp_path: Path, hdd
         code, _, error = hddm(*base, *wrong, "--out", tmp_path / "no")
         assert (code, words in error) == (2, True)
     single = ("sample", tmp_path / "model", *begin[:2], "--steps", 4, "--out", tmp_path / "no", "--expert", 3)
-    assert "--expert 3: there are 0 … 2" in hddm(*single)[2]
+    assert "expert 3: there are 0 … 2" in hddm(*single)[2]
     assert not (tmp_path / "no").exists()
 
 

@@ -87,9 +87,7 @@ def test_a_run_that_was_stopped_at_any_moment_ends_in_the_same_bytes(
 def interrupted(ensemble: Path, tmp_path: Path) -> Path:
     """Where a run was to write that was killed after its first four images."""
     out = tmp_path / "out"
-    code, _ = _stopped(
-        signal.SIGKILL, "os.rename", "done/00003-00001.json", ensemble, *OPTIONS, "--out", out
-    )
+    code, _ = _stopped(signal.SIGKILL, "os.rename", "done/00003-00001.json", ensemble, *OPTIONS, "--out", out)
     assert code == -signal.SIGKILL
     return out
 

@@ -178,7 +178,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "none": ({"prompt": []}, "list of one text or more"),
     "rows": (
         {"prompt": ["a", "b", "c"], "negative_prompt": ["a", "b"], "guidance_scale": 2.0},
-        "different numbers of them",
+        "condition 'encoder_hidden_states' has 2 rows for 3 samples",
     ),
     "classes": ({"prompt": "a", "class_labels": 0}, "has no classes"),
 }
