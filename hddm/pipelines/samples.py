@@ -152,30 +152,27 @@ def sample_to_folder(
     with asked():
         how = planned(pipeline, settings, image, mask)
     of_one_kind = {name: getattr(settings, name) for name in ("init_image", "height", "width")}
-    pipeline.check_output(
-        settings.expert, not is_latent, of_one_kind | {"output_type": is_latent, "grid": grid}
-    )
+    of_one_kind |= {"output_type": is_latent, "grid": grid}
+    pipeline.check_output(settings.expert, not is_latent, of_one_kind)
     run = _Run(pipeline, settings, how)
     settings = settings.model_copy(update={"steps": how.steps, "solver": how.solver_name})
     record = _record(source, settings, pipeline, run.cycles.given)
-    sheet, is_new = sheet_path(out), True
-    if resume and not overwrite and (out / SAMPLING_FILE).is_file():
-        _refuse_other(out, settings, record)
+    sheet, identity = sheet_path(out), {key: record[key] for key in record.keys() - _FREE - _HASHED}
+    is_finished = resume and not overwrite and (out / SAMPLING_FILE).is_file()
+    if is_finished:
+        _refuse_other(out, settings, identity)
         discard_finished(out, "sampling")
         log.info("%s: is finished; nothing is left to do", out)
-        is_new = False
     elif grid and sheet.exists() and not overwrite:
         raise HddmError(f"{sheet} exists: choose another --out, or pass --overwrite to replace it")
     else:
-        with open_draft(
-            out, SAMPLING_FILE, _identity(record), "sampling", run.kept, overwrite, resume
-        ) as draft:
+        with open_draft(out, SAMPLING_FILE, identity, "sampling", run.kept, overwrite, resume) as draft:
             run.write(draft)
             write_json(draft.folder / SAMPLING_FILE, record | {"expert_use": run.use.report()})
     if overwrite:
         # The sheet of the replaced images would be taken for a sheet of these.
         sheet.unlink(missing_ok=True)
-    if not grid or (sheet.exists() and not is_new):
+    if not grid or (is_finished and sheet.exists()):
         return None
     cycle = class_names(run.cycles.given, pipeline.ensemble.classes) or settings.prompts
     conditions = [cycle[i % len(cycle)] for i in settings.numbers] if cycle else ()
@@ -319,18 +316,12 @@ _HASHED = {"source", "conditions", "init_image", "mask", "model_shift", "weights
 """Keys of the record that the hash of the source or of the conditions covers."""
 
 
-def _identity(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings in a record that decide the images."""
-    return {key: value for key, value in record.items() if key not in _FREE | _HASHED}
-
-
-def _refuse_other(out: Path, settings: SampleSettings, record: Mapping[str, Any]) -> None:
+def _refuse_other(out: Path, settings: SampleSettings, identity: Mapping[str, Any]) -> None:
     """Refuse to resume a finished run of other settings, or one that lacks an image."""
-    now = json.loads(json.dumps(_identity(record)))
-    if lines := differences(_identity(read_json(out / SAMPLING_FILE)), now):
-        raise HddmError(
-            f"{out}: holds samples of other options; choose another --out, or --overwrite it", lines
-        )
+    there = read_json(out / SAMPLING_FILE)
+    there = {key: there[key] for key in there.keys() - _FREE - _HASHED}
+    if lines := differences(there, json.loads(json.dumps(identity))):
+        raise HddmError(f"{out}: holds samples of other options; choose another --out, or --overwrite", lines)
     names = [IMAGE.format(number) for number in settings.numbers]
     names = [LATENTS_FILE] if settings.output_type == "latent" else names
     if missing := [name for name in names if not (out / name).is_file()]:

@@ -112,12 +112,6 @@ def results(panels: Sequence[Panel], state: str = "", files: Mapping[str, Image.
     return str(_PARTS.results(panels, rows, commands, state, files or {}))
 
 
-def _defaults(model: Opened) -> tuple[int, str]:
-    """Steps and solver of a model."""
-    how = plan(model.pipeline.ensemble)
-    return how.steps, how.solver_name
-
-
 class Play:
     """The page, its models, and its current run; raises `HddmError` as `Opened`, and without Gradio."""
 
@@ -127,7 +121,6 @@ class Play:
         settings = parse_record(dict(self._shared), SampleSettings, OPTIONS)
         self.models = [Opened(source, settings) for source in sources]
         self._model = self.models[-1]
-        self._own = _defaults(self._model)
         self._stopped = threading.Event()
 
     def run(self, names: Sequence[str], *values: Any) -> Iterator[tuple[str, Any]]:
@@ -172,9 +165,6 @@ class Play:
         asked["class_labels"] = ",".join(names[one] for one in asked["class_labels"] or ()) or None
         asked["prompts"] = (prompt,) if (prompt := (asked["prompts"] or "").strip()) else ()
         asked["strategy"] = None if asked["strategy"] in ("", ensemble.strategy) else asked["strategy"]
-        if all(_defaults(one) == self._own for one in self.models):
-            for name, own in zip(("steps", "solver"), self._own, strict=True):
-                asked[name] = None if asked[name] == own else asked[name]
         return parse_record(asked, SampleSettings, OPTIONS)
 
     def _panels(self, show: str, left_out: str, settings: SampleSettings, expert: int | None) -> list[Panel]:
@@ -219,7 +209,7 @@ class Play:
         model, several, wide = self._model, len(self._model.leads) > 1, {"min_width": 300}
         ensemble, experts = model.pipeline.ensemble, [*model.leads]
         shows = [WHOLE, *([EVERY, LESS] if several else []), *([GROWN] if self.models[1:] else [])]
-        names, reads = list(ensemble.classes), model.pipeline.takes_prompts
+        own, names, reads = plan(ensemble), list(ensemble.classes), model.pipeline.takes_prompts
         strategies = dict.fromkeys([ensemble.strategy, "draw", "full", "top-1", "top-2", "nucleus-0.9"])
         with gr.Blocks(title="hddm play", analytics_enabled=False) as page:
             gr.HTML(str(_PARTS.about(self.models)), js_on_load=None)
@@ -253,8 +243,8 @@ class Play:
                         new = "How much is new, if nothing is painted over"
                         asked["strength"] = gr.Slider(0, 1, 0.8, step=0.05, label=new)
                     with gr.Accordion("Advanced", open=False):
-                        asked["steps"] = gr.Slider(1, 100, self._own[0], step=1, label="Steps")
-                        asked["solver"] = gr.Dropdown(list(SOLVERS), value=self._own[1], label="Solver")
+                        asked["steps"] = gr.Slider(1, 100, own.steps, step=1, label="Steps")
+                        asked["solver"] = gr.Dropdown(list(SOLVERS), value=own.solver_name, label="Solver")
                         alone = ["all", *experts]
                         asked["expert"] = gr.Dropdown(alone, label="One expert alone", visible=several)
                         guides = bool(names) or reads

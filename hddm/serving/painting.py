@@ -120,8 +120,11 @@ class Panel:
             source = Path(f"{source.name}-{name}")
             lines.append(shlex.join([*change, "--out", str(source)]))
         words = ["hddm", "sample", str(source), "--out", f"samples-{name}"]
+        own = plan(self.pipeline.ensemble)
+        defaults = {"steps": own.steps, "solver": own.solver_name}
         for key, known in SampleSettings.model_fields.items():
-            if (value := getattr(self.settings, key)) != known.default:
+            value = getattr(self.settings, key)
+            if value not in (known.default, defaults.get(key)):
                 option = "--prompt" if key == "prompts" else f"--{key.replace('_', '-')}"
                 for one in value if isinstance(value, tuple) else [value]:
                     words += [option, str(one)]

@@ -256,9 +256,7 @@ def test_classes_are_named_in_python_too(class_expert: Path) -> None:
         sample(expert, 2, steps=2, class_labels=["rows", "colums"])
 
 
-def test_labels_of_no_class_in_a_file_are_refused(
-    class_expert: Path, tmp_path: Path, hddm: Command
-) -> None:
+def test_labels_of_no_class_in_a_file_are_refused(class_expert: Path, tmp_path: Path, hddm: Command) -> None:
     file = tmp_path / "labels.safetensors"
     save_file({"class_labels": torch.tensor([0, 2])}, file)
     code, _, error = hddm("sample", class_expert, "--out", tmp_path / "out", "--conditions", file)

@@ -106,7 +106,6 @@ def test_pictures_of_latents_are_encoded_and_keep_their_pixels(tmp_path: Path) -
     [
         ({"strength": 0.5}, "change a picture; pass one"),
         ({"mask_image": white(MASK)}, "change a picture; pass one"),
-        ({"image": picture(), "strength": 1.5}, "strength is 1.5, and must be from 0"),
         (
             {"image": torch.zeros(1, 3, 8, 8)},
             r"image has shape \(1, 3, 8, 8\); this ensemble makes \(3, 4, 4\)",
@@ -122,7 +121,6 @@ def test_pictures_of_latents_are_encoded_and_keep_their_pixels(tmp_path: Path) -
         ({"image": np.full((4, 4, 3), 200, np.uint8)}, "image: array of 200 to 200; pass pixels from 0 to 1"),
         ({"image": "cat.png"}, "image: pass Pillow images, an array or a tensor, not str"),
         ({"image": [picture()] * 2, "batch_size": 3}, "the picture is .*, and 3 samples need"),
-        ({"image": torch.full((1, 3, 4, 4), torch.nan)}, "holds NaN or Inf"),
     ],
     ids=lambda one: str(one) if isinstance(one, str) else "",
 )

@@ -186,7 +186,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "output": ({"output_type": "jpeg"}, "output_type 'jpeg': choose one of pil, np, pt, latent"),
     "latents": ({"latents": torch.zeros(2, 3, 4, 4)}, r"latents have shape \(2, 3, 4, 4\); 1 images need"),
     "class": ({"class_labels": "bird"}, "no class 'bird'; the model's classes are cat, dog, 7"),
-    "number": ({"class_labels": -1}, "no class -1"),
     "null": ({"class_labels": [0, 3]}, "no class 3; the model's classes are cat, dog, 7"),
     "null tensor": ({"conditions": {"class_labels": torch.tensor([3])}}, "no class 3; the model's"),
     "nobody": ({"class_labels": []}, "0 prompts, labels or conditions, 1 images each: need one or more"),
@@ -199,16 +198,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "generators": ({"generator": [torch.Generator()] * 2}, "2 generators for 1 images"),
     "batch": ({"batch_size": 0}, "0 prompts, labels or conditions, 1 images each"),
     "few": ({"class_labels": [0, 1], "batch_size": 3}, "condition 'class_labels' has 2 rows for 3 samples"),
-    "solver": ({"solver": "dpm"}, "unknown solver 'dpm'"),
-    "steps": ({"num_inference_steps": 0}, "steps must be at least 1"),
-    "strategy": ({"strategy": "best"}, "unknown strategy 'best'"),
-    "experts": ({"expert": 3}, "expert 3: there are 0 … 2"),
-    "both": ({"expert": 0, "strategy": "full"}, "choose one of the two"),
-    "router": ({"router_every": 0}, "router_every starts at 1"),
+    "experts": ({"expert": 3, "height": 8}, "expert 3: there are 0 … 2"),
     "callback": ({"callback_on_step_end_tensor_inputs": ["prompt_embeds"]}, "callbacks see 'latents'"),
     "condition": ({"conditions": {"caption": torch.zeros(1)}}, "this model takes no condition"),
     "negative": ({"negative_prompt": "blur", "guidance_scale": 2.0}, "negative_prompt needs a prompt"),
-    "guidance": ({"guidance_scale": float("nan")}, "guidance scale must be finite"),
 }
 
 
@@ -219,9 +212,7 @@ def test_wrong_calls_are_refused_in_one_line(pipe: HDDMPipeline, given: dict[str
     assert "\n" not in str(caught.value)
 
 
-def test_an_unknown_keyword_is_no_keyword(pipe: HDDMPipeline) -> None:
-    with pytest.raises(TypeError, match="num_infernce_steps"):
-        pipe(num_infernce_steps=4)
+def test_options_that_run_code_or_pickle_are_refused(pipe: HDDMPipeline) -> None:
     for key, value in (("trust_remote_code", True), ("custom_pipeline", "mine")):
         with pytest.raises(HddmError, match=f"{key}={value!r}"):
             HDDMPipeline.from_pretrained("anywhere", **{key: value})

@@ -131,4 +131,7 @@ def test_one_expert_alone_needs_its_own_conditions_only(tmp_path: Path, hddm: Co
     given = ("--expert", 1, "--conditions", tmp_path / "labels.safetensors")
     code, _, error = hddm("sample", both, "--out", tmp_path / "b", *given, *options)
     assert (code, "class_labels is (1, 5)" in error) == (1, True)
+    save_file({}, tmp_path / "labels.safetensors")
+    code, _, error = hddm("sample", both, "--out", tmp_path / "b", *given, *options)
+    assert (code, "holds no tensors" in error) == (1, True)
     assert not (tmp_path / "b").exists()

@@ -107,13 +107,6 @@ def test_a_condition_of_many_images_has_several_rows(tmp_path: Path) -> None:
     assert _levels(tmp_path / "out.grid.png", 96) == [cats[:20], cats[20:], others[:20], others[20:]]
 
 
-def test_a_sheet_of_one_condition_is_square(tmp_path: Path) -> None:
-    told = write_sheet(tmp_path / "out", _images(tmp_path / "out", 24), ["cat"] * 24)
-    assert told.endswith(": 24 of 24")
-    levels = _levels(tmp_path / "out.grid.png", 96)
-    assert [len(row) for row in levels] == [5, 5, 5, 5, 4]
-
-
 @pytest.mark.parametrize(("side", "cell"), [(32, 96), (64, 64), (100, 100), (256, 256), (300, 256)])
 def test_cells_are_as_large_as_their_images_within_bounds(side: int, cell: int, tmp_path: Path) -> None:
     write_sheet(tmp_path / "out", _images(tmp_path / "out", 2, side))

@@ -496,7 +496,7 @@ def test_what_cannot_be_listened_at_is_refused_before_ray_starts(
     """Ray would share the port with the other service, or try again and again."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(HddmError, match=f"port {port}: cannot listen at 127.0.0.1"):
+        with pytest.raises(HddmError, match=f"port {port}: cannot listen on 127.0.0.1"):
             serve(classes, port=port)
     # A file's line break is no token.
     monkeypatch.setenv("HDDM_TOKEN", " \n")
