@@ -46,14 +46,12 @@ class Encoding(Offloading):
         Raises:
             HddmError: for prompts that the model cannot read, and arguments that exclude each other.
         """
-        if prompt is not None and not all(isinstance(one, str) for one in prompt):
-            raise HddmError("prompt is a text or a list of texts; classes are passed as class_labels=")
         if prompt is not None and not self.readers and not self._takes_classes.any():
             raise HddmError("--prompt: the model is unconditional; drop the option")
         if negative_prompt is not None and not guided:
             raise HddmError("--negative-prompt: needs a --guidance-scale other than 1, by condition")
         if negative_prompt is not None and prompt is None:
-            raise HddmError("a negative_prompt needs a prompt beside it")
+            raise HddmError("a negative_prompt needs a prompt too")
         given, against, prior = dict(conditions or {}), dict(negative_conditions or {}), None
         if class_labels is not None:
             _add(given, {LABELS: class_indices(class_labels, self.ensemble.classes)})
@@ -74,7 +72,7 @@ class Encoding(Offloading):
 
     @property
     def readers(self) -> set[int]:
-        """Numbers of the text encoders that a prompt needs: those of text experts, and of topics."""
+        """Numbers of the text encoders that a prompt needs: for text experts, and for topics."""
         numbers = zip(self.experts.facts, self.experts.encoders.texts, strict=True)
         found = {number for record, number in numbers if _TEXT in record.conditions}
         found |= set() if self._topics is None else {self._topics}
@@ -149,7 +147,7 @@ class Encoding(Offloading):
         part = (ensemble.prior * takes_classes * ~is_described).sum() * (named.sum(1, keepdim=True) > 0)
         named = part * named / named.sum(1, keepdim=True).clamp_min(1e-300)
         rows = torch.where(takes_classes, rows * is_described * (by_class > 0), rows)
-        # By their topics, those that know the class may be impossible; the class was requested.
+        # Topics may give p = 0 to all experts that know the class; the class was requested, so it wins.
         rows = torch.where(rows.sum(1, keepdim=True) > 0, rows, by_class * is_described)
         rows = named + (1 - part) * rows / rows.sum(1, keepdim=True).clamp_min(1e-300)
         if not (rows.sum(1) > 0).all():

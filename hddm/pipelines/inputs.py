@@ -72,7 +72,7 @@ class Begin:
 def pixels_of(images: Images, channels: int, size: tuple[int, int], name: str = "image") -> Tensor:
     """Pictures (N, C, H, W) in [-1, 1]; Pillow images are cropped and resized to ``size`` (H, W).
 
-    Raises `HddmError` for other types, and for arrays and tensors of another size or range.
+    Raises `HddmError` for other types, and for arrays of another range.
     """
     if isinstance(images, np.ndarray):
         if images.size and not 0 <= images.min() <= images.max() <= 1:
@@ -90,8 +90,6 @@ def pixels_of(images: Images, channels: int, size: tuple[int, int], name: str = 
         fitted = [ImageOps.fit(one, size[::-1], Image.Resampling.LANCZOS) for one in modes]
         rows = [torch.from_numpy(np.array(one)).view(*size, channels) for one in fitted]
         pixels = to_unit_range(torch.stack(rows).movedim(-1, 1))
-    if pixels.ndim != 4 or pixels.shape[1:] != (channels, *size):
-        raise HddmError(f"{name} has shape {tuple(pixels.shape)}; this ensemble makes {(channels, *size)}")
     return pixels
 
 
@@ -108,8 +106,6 @@ def mask_of(masks: Images, images: Images, size: tuple[int, int]) -> Tensor:
             found = found.movedim(-1, -3)
         if found.ndim < 4:
             found = found.view(-1, 1, *found.shape[-2:])
-        if found.shape[1:] != (1, *size):
-            raise HddmError(f"mask_image has shape {tuple(found.shape)}; this ensemble makes {(1, *size)}")
         is_open = found >= 0.5
     else:
         is_open = pixels_of(masks, 1, size, "mask_image") >= 0

@@ -186,7 +186,7 @@ def planned(pipeline: HDDMPipeline, settings: SampleSettings, image: Any = None,
 
 
 class _Made(Done):
-    """Files of a batch, and the use of the experts up to there."""
+    """Files of a batch, and the use of the experts up to its end."""
 
     files: dict[str, str]
     use: dict[str, Any]
@@ -213,7 +213,7 @@ class _Run:
     def write(self, draft: Draft) -> None:
         """Fill the draft's folder, except for the record."""
         numbers, paths, is_continued = list[int](), list[Path](), False
-        # Steps of an image: those of the solver, and one to decode and write it.
+        # Per image: the solver's steps, and one to decode and write it.
         steps = len(self.how.times)
         with Progress(self.settings.num_images * steps, "sample", " steps") as progress:
             for name, batch in self._batches():

@@ -160,13 +160,13 @@ class Front:
         return response
 
     def _refusal(self, error: Exception) -> Refusal:
-        """What a client is told of an error; the log has those that are no fault of its request."""
+        """The answer to a client for an error; errors that its request did not cause are logged."""
         if isinstance(error, Refusal):
             return error
         if isinstance(error, TimeoutError):
             seconds = self.limits.seconds
             return Refusal(504, f"took more than {seconds:g} s; ask for fewer images or steps")
-        # Guidance of a request has bounds, so samples that are not finite are due to the weights.
+        # A request's guidance is bounded, so the weights cause samples that are not finite.
         if isinstance(error, HddmError) and not isinstance(error, NotFinite):
             return Refusal(400, with_arguments(error.message))
         log.error("a request failed", exc_info=error)

@@ -42,7 +42,7 @@ class Limits:
     seconds: float = 600.0
     """Time for a request."""
     batch_size: int = 16
-    """Samples that a worker computes together, and those of a batch of ``hddm sample``."""
+    """Samples that a worker computes together; the batch size of ``hddm sample`` for the same images."""
     is_batched: bool = True
     """Compute several requests together."""
 

@@ -108,10 +108,16 @@ def test_pictures_of_latents_are_encoded_and_keep_their_pixels(tmp_path: Path) -
         ({"mask_image": white(MASK)}, "change a picture; pass one"),
         (
             {"image": torch.zeros(1, 3, 8, 8)},
-            r"image has shape \(1, 3, 8, 8\); this ensemble makes \(3, 4, 4\)",
+            r"the picture is \(1, 3, 8, 8\), and 1 samples need \(1, 3, 4, 4\)",
         ),
-        ({"image": picture(), "mask_image": torch.ones(1, 8, 8)}, r"mask_image has .*makes \(1, 4, 4\)"),
-        ({"image": picture(), "mask_image": torch.ones(1, 3, 4, 4)}, r"mask_image has .*makes \(1, 4, 4\)"),
+        (
+            {"image": picture(), "mask_image": torch.ones(1, 8, 8)},
+            r"the mask is .*, and the picture \(1, 3, 4, 4\)",
+        ),
+        (
+            {"image": picture(), "mask_image": torch.ones(1, 3, 4, 4)},
+            r"the mask is .*, and the picture \(1, 3, 4, 4\)",
+        ),
         ({"image": picture(), "mask_image": white(MASK).resize((8, 4))}, "of 8×4 pixels is cropped unlike"),
         ({"image": picture(), "mask_image": white(MASK & False)}, "mask_image: no pixel is white"),
         (

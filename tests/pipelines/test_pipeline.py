@@ -181,7 +181,6 @@ def test_casting_reaches_every_part_and_warns_of_nothing(caplog: pytest.LogCaptu
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "classes": ({"prompt": [0, 1]}, "passed as class_labels="),
     "prompt": ({"prompt": "a bird"}, "these experts take classes, and it names none of cat, dog, 7"),
     "output": ({"output_type": "jpeg"}, "output_type 'jpeg': choose one of pil, np, pt, latent"),
     "latents": ({"latents": torch.zeros(2, 3, 4, 4)}, r"latents have shape \(2, 3, 4, 4\); 1 images need"),
@@ -201,7 +200,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "experts": ({"expert": 3, "height": 8}, "expert 3: there are 0 … 2"),
     "callback": ({"callback_on_step_end_tensor_inputs": ["prompt_embeds"]}, "callbacks see 'latents'"),
     "condition": ({"conditions": {"caption": torch.zeros(1)}}, "this model takes no condition"),
-    "negative": ({"negative_prompt": "blur", "guidance_scale": 2.0}, "negative_prompt needs a prompt"),
+    "negative": ({"negative_prompt": "blur", "guidance_scale": 2.0}, "a negative_prompt needs a prompt"),
 }
 
 
