@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Environment, StrictUndefined
 
 from hddm.classes import join_classes
-from hddm.evaluation.compare import escaped, markdown_table, table
+from hddm.evaluation.compare import escaped, table
 from hddm.evaluation.results import ResultGroup, read_result
 from hddm.experts.assembly import PIPELINE_FILE
 from hddm.experts.compatibility import takes_classes, takes_text
@@ -18,7 +18,7 @@ from hddm.experts.ensemble_folders import EnsembleRecord, components_in
 from hddm.experts.parts import class_lists, read_records
 from hddm.experts.records import ExpertRecord
 from hddm.utils.errors import HddmError, counted, one_line
-from hddm.utils.records import WHOLE, content_hash
+from hddm.utils.records import content_hash
 
 CARD = "README.md"
 MARK = "<!-- hddm push writes this card anew; without this line it is yours, and stays. -->"
@@ -58,15 +58,10 @@ def model_card(
         pipeline_tag="text-to-image" if has_text else "unconditional-image-generation",
         tags=["hddm", "diffusion", "ensemble", "mixture-of-experts"],
     )
-    of = dict(zip((one.label for one in facts.experts), map(_row, records), strict=True))
-    rows = [
-        [*map(_literal, (name, *of.get(name, [""] * 3), one or f"unknown: ask the owner of {name}"))]
-        for name, one in licences.items()
-    ]
     classes = join_classes(tuple(class_lists(facts.experts, [("", record) for record in records]))).names
     shapes = dict.fromkeys("×".join(map(str, one.sample_shape)) + f" {one.space}" for one in records)
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
-    environment.filters |= {"literal": _literal, "escaped": escaped, "counted": counted}
+    environment.filters |= {"literal": _literal, "counted": counted, "basename": lambda path: Path(path).name}
     template = environment.from_string((files("hddm.pipelines") / "card.md.j2").read_text(encoding="utf-8"))
     title = repo_id.split("/")[-1]
     text = template.render(
@@ -74,14 +69,15 @@ def model_card(
         title=title,
         remarks=[line.split(":", 1) for line in said],
         records=records,
+        by_name=dict(zip((one.label for one in facts.experts), records, strict=True)),
+        licences=licences,
         components=components,
         takes_text=has_text,
         takes_classes=any(map(takes_classes, records)),
-        of_classes=f"of {counted(len(classes), 'class', 'classes')} " if classes else "",
+        classes=classes,
         shapes=shapes,
         strategy=facts.strategy,
         picture=picture,
-        parts="\n".join(markdown_table(["part", "objective", "data", "source", "licence"], rows, "left")),
         measured=results and _measured(results, folder, title),
         repo_id=repo_id,
         # Given a hub's name, diffusers loads no part of a library that it does not know.
@@ -138,20 +134,6 @@ def licence_of(licences: Licences) -> tuple[str, str | None, list[str]]:
     return "other", name, said
 
 
-def _row(record: ExpertRecord) -> list[str]:
-    """Objective, data and source of an expert."""
-    shard, source = record.shard, record.source
-    part = "" if record.noise_range == WHOLE else ", t in {:g}:{:g}".format(*record.noise_range)
-    objective = f"{record.objective}{part}"
-    data = "not recorded"
-    if shard is not None:
-        data = f"{counted(shard.images, 'image')}, shard {shard.index} of {shard.num_shards}"
-    if source is None:
-        return [objective, data, "trained by hddm"]
-    first = source.first
-    return [objective, data, f"{first.layout}: {', '.join(Path(name).name for name in first.files)}"]
-
-
 def _measured(results: Path, folder: Path, title: str) -> str:
     if results.suffix == ".md":
         return results.read_text(encoding="utf-8").strip()
@@ -160,9 +142,9 @@ def _measured(results: Path, folder: Path, title: str) -> str:
     if source not in (None, content_hash(folder)):
         raise HddmError(f"--results {results}: measures another model; sample {folder}, and evaluate that")
     marks = [f"Not comparable: {reason}." for reason in result.content["reasons"]]
-    return "\n\n".join([table([ResultGroup(title, (result,))]), *map(escaped, map(_literal, marks))])
+    return "\n\n".join([table([ResultGroup(title, (result,))]), *map(_literal, marks)])
 
 
 def _literal(text: str) -> str:
-    """``text`` without a meaning in Markdown, except for what `escaped` handles."""
-    return re.sub(r"([\\`*_~$&\[\]])", r"\\\1", text)
+    """``text`` as one line without a meaning in Markdown, also within a table."""
+    return escaped(re.sub(r"([\\`*_~$&\[\]])", r"\\\1", text))
