@@ -448,8 +448,9 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         for batch in batches(how, range(start, start + num), asked, num):
             self._begin(guidance, how.steps)
             with self.progress_bar(total=self._num_timesteps) as bar:
-                arguments = names, how.times, batch.conditions, use
-                on_step = self._on_step(bar.update, callback_on_step_end, *arguments)
+                on_step = self._on_step(
+                    bar.update, callback_on_step_end, names, how.times, batch.conditions, use
+                )
                 made: Any = self.run(how, batch, on_step, lambda: self._interrupt, use)
             if output_type != "latent":
                 made = self.image_processor.postprocess(self.images_of(how, batch, made), output_type)
