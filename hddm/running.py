@@ -7,7 +7,6 @@ follow the velocity of the plan's ensemble through the plan's times.
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,14 +21,7 @@ from hddm.utils.errors import HddmError
 
 
 class NotFinite(HddmError):
-    """Samples that are NaN or Inf; ``by_guidance``: without guidance they would not be."""
-
-    def __init__(self, message: str, details: Sequence[str] = (), by_guidance: bool = False) -> None:
-        super().__init__(message, details)
-        self.by_guidance = by_guidance
-
-    def __reduce__(self) -> Any:
-        return type(self), (self.message, self.details, self.by_guidance)
+    """Samples that are NaN or Inf."""
 
 
 @dataclass(frozen=True)
@@ -162,13 +154,7 @@ def run(
     x = _integrate(plan, batch, on_step, stop, use)
     if x.isfinite().all() or stop():
         return x
-    try:
-        _integrate(plan, batch, stop=stop, is_checked=True)
-    except NotFinite as error:
-        plain = replace(plan, guidance=lambda: Guidance(1.0), times=plan.times[[0, -1]])
-        is_guided = plan.guidance().scale != 1
-        error.by_guidance = is_guided and bool(_integrate(plain, batch).isfinite().all())
-        raise
+    _integrate(plan, batch, stop=stop, is_checked=True)
     if stop():
         return x
     raise NotFinite("samples are not finite though every velocity is: on_step changed them")
