@@ -80,7 +80,7 @@ OPEN: Any = None
 class Described(Record):
     """A record whose fields are described by the texts below them."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
+    model_config = ConfigDict(use_attribute_docstrings=True, defer_build=True)
 
 
 class LoopFields(Described, Generic[Open]):

@@ -107,9 +107,12 @@ def _texts(captions: Path | None, data: Path | None, text: str | None) -> tuple[
         if (data / MANIFEST).is_file() and is_encoded(data):
             raise UsageError(f"--data {data}: is encoded; name the original shard")
         manifest = read_manifest(data)
-        found, source = list(captions_of(manifest.images) or ()), f"shard {manifest.hash}"
+        listed = captions_of(manifest.images)
+        if not listed:
+            raise HddmError(f"--data {data}: its images have no captions; pass --captions or --text")
+        found, source = list(listed), f"shard {manifest.hash}"
     if not (kept := [one for one in found if one.strip()]):
-        raise HddmError(f"{captions or data or '--text'}: holds no captions; pass --captions or --text")
+        raise HddmError(f"{captions or '--text'}: holds no captions")
     return kept, source
 
 

@@ -53,24 +53,23 @@ def test_objectives_are_given_by_shard_and_those_that_leave_a_doubt_are_refused(
             parse_objectives(text, 4)
 
 
-def test_what_concerns_ddpm_alone_is_given_to_its_shards_only() -> None:
-    settings = {name: expert_settings(name, snr_gamma=5.0) for name in ("ddpm", "flow")}
+def test_what_concerns_one_objective_is_for_its_shards_only() -> None:
     folders, schedule = [Path("a"), Path("b")], Path("schedule.json")
-    ddpm, flow = make_islands(folders, Path("o"), ["ddpm", "flow"], settings, RunOptions(), schedule)
+
+    def islands(*objectives: str, schedule: Path | None = None, **changes: object) -> list[Island]:
+        settings = {name: expert_settings(name, **changes) for name in set(objectives)}
+        return make_islands(folders, Path("o"), objectives, settings, RunOptions(), schedule)
+
+    ddpm, flow = islands("ddpm", "flow", schedule=schedule, snr_gamma=5.0)
     assert (ddpm.settings.snr_gamma, ddpm.schedule) == (5.0, schedule)
     assert (flow.settings.snr_gamma, flow.schedule) == (None, None)
     assert [ddpm.out, flow.out] == [Path("o/expert_0"), Path("o/expert_1")]
-    with pytest.raises(HddmError, match=r"^snr_gamma 5.0: is for ddpm, and no shard"):
-        make_islands(folders, Path("o"), ["flow", "flow"], {"flow": settings["flow"]}, RunOptions())
-
-
-def test_a_prediction_is_for_the_shards_that_can_learn_it() -> None:
-    settings = {name: expert_settings(name, prediction="flow_prediction") for name in ("ddpm", "flow")}
-    folders = [Path("a"), Path("b")]
-    ddpm, flow = make_islands(folders, Path("o"), ["ddpm", "flow"], settings, RunOptions())
+    ddpm, flow = islands("ddpm", "flow", prediction="flow_prediction")
     assert (ddpm.settings.prediction, flow.settings.prediction) == (None, "flow_prediction")
+    with pytest.raises(HddmError, match=r"^snr_gamma 5.0: is for ddpm, and no shard"):
+        islands("flow", "flow", snr_gamma=5.0)
     with pytest.raises(HddmError, match=r"^prediction flow_prediction: is for flow, and no shard"):
-        make_islands(folders, Path("o"), ["ddpm", "ddpm"], settings, RunOptions())
+        islands("ddpm", "ddpm", prediction="flow_prediction")
 
 
 def test_folders_in_the_way_and_runs_worked_on_are_told_at_once_and_nothing_starts(

@@ -81,13 +81,7 @@ def test_a_run_that_is_there_is_neither_forgotten_nor_resumed_unasked(
     [
         ({"settings": []}, "key 'settings' (is []): "),
         ({"settings": {"objective": "x"}}, "key 'settings.objective' (is 'x'): choose one of ddpm, flow"),
-        (
-            {"settings": {"objective": "flow", "steps": "x"}},
-            "key 'settings.steps' (is 'x'): must be a whole number",
-        ),
-        ({"data": "x"}, "key 'data' (is 'x'): "),
         ({"changes": [{"step": 1, "key": "x"}]}, "key 'changes.0.was': is required"),
-        ({"changes": 3}, "key 'changes' (is 3): "),
     ],
     ids=str,
 )
@@ -106,8 +100,7 @@ def test_a_record_of_other_values_is_refused_by_key(
 @pytest.mark.parametrize(
     "change",
     [
-        *({"ema_updates": -1}, {"ema_updates": 10**30}, {"seconds": "x"}, {"seconds": float("nan")}),
-        *({"non_finite": None}, {"sums": []}, {"scaler": [1]}, {"sums": {"step": "x"}}),
+        *({"ema_updates": -1}, {"seconds": float("nan")}, {"scaler": [1]}),
         {"sums": {"step": 4, "loss": [0, 0], "bins": [[]]}},
     ],
     ids=str,

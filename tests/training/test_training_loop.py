@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hddm.training.loop import Inputs, Loader, Order, StepReport, Task, fit
-from hddm.training.recipe import Start, resolve
+from hddm.training.recipe import resolve
 from hddm.training.settings import ExpertRecipe, ExpertSettings, RunOptions
 from hddm.training.state import Ema, open_run
 from hddm.utils.errors import HddmError
@@ -162,7 +162,7 @@ def test_a_record_holds_the_settings_and_the_loss_of_the_last_twentieth() -> Non
     assert record["seconds"] >= 0
 
 
-def test_the_weaker_self_is_the_average_of_its_step() -> None:
+def test_the_weak_model_is_the_average_of_its_step() -> None:
     point, values = _Point(), []
     values.append(point.place.detach().clone())
     task = replace(_task(point, lambda: point.place.square().sum()), weak_step=7)
@@ -172,7 +172,7 @@ def test_the_weaker_self_is_the_average_of_its_step() -> None:
     assert fit(_task(point, lambda: point.place.sum()), settings).weak == {}
 
 
-def test_a_run_beyond_the_step_of_the_weaker_self_keeps_one_at_once(tmp_path: Path) -> None:
+def test_a_run_beyond_the_step_of_the_weak_model_keeps_one_at_once(tmp_path: Path) -> None:
     """As where fewer steps are asked for on the way."""
     point = _Point()
     task = replace(_task(point, lambda: point.place.square().sum()), weak_step=20)
@@ -186,23 +186,9 @@ def test_a_run_beyond_the_step_of_the_weaker_self_keeps_one_at_once(tmp_path: Pa
 @pytest.mark.parametrize(
     ("weak_at", "steps", "expected"), [(0.25, 100, 25), (0.25, 1, 0), (0.25, 2, 0), (0.96, 10, 9), (0, 9, 0)]
 )
-def test_the_weaker_self_is_of_a_step_before_the_last(weak_at: float, steps: int, expected: int) -> None:
+def test_the_weak_model_is_of_a_step_before_the_last(weak_at: float, steps: int, expected: int) -> None:
     settings = ExpertSettings(objective="flow", steps=steps, weak_at=weak_at)
     assert resolve(ExpertRecipe, settings).weak_step == expected
-
-
-def test_a_network_that_goes_on_keeps_a_weaker_self_only_where_it_is_asked_for() -> None:
-    settings = ExpertSettings(objective="flow", steps=100)
-    continued = Start(is_new=False)
-    assert resolve(ExpertRecipe, settings, continued).weak_step == 0
-    assert resolve(ExpertRecipe, settings).weak_step == 25
-    requested = settings.model_copy(update={"weak_at": 0.5})
-    assert resolve(ExpertRecipe, requested, continued).weak_step == 50
-
-
-def test_adamw_alone_has_a_rate_of_its_own() -> None:
-    rates = [recipe(steps=1, size="small", optimizer=name).learning_rate for name in ("muon", "adamw")]
-    assert rates == pytest.approx([0.2 / 128, 0.5 / 128])
 
 
 def test_inputs_drawn_ahead_are_those_of_their_step_and_end_with_the_last() -> None:
