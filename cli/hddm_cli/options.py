@@ -48,7 +48,8 @@ def refuse_other(out: Path, record: str, kind: str) -> None:
         raise HddmError(f"{out} exists and holds no {kind}: choose another folder")
 
 
-def _known_strategy(value: str | None) -> str | None:
+def known_strategy(value: str | None) -> str | None:
+    """Callback of --strategy: refuses an unknown one before anything is imported for it."""
     # As `hddm.ensemble.Strategy.parse`, which imports torch.
     if value is None:
         return None
@@ -147,7 +148,7 @@ NoiseRange = Annotated[
         callback=_known_range,
     ),
 ]
-StrategyOption = functools.partial(typer.Option, "--strategy", callback=_known_strategy)
+StrategyOption = functools.partial(typer.Option, "--strategy", callback=known_strategy)
 Size = Annotated[
     str, typer.Option(help="Network size: tiny, mini, small, S/2 to XL/8, or DEPTHxWIDTH/PATCH as 6x192/2.")
 ]

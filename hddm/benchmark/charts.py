@@ -1,26 +1,20 @@
-"""Pictures of the report: distance against sampling cost as inline SVG, and strips of samples as one file."""
+"""Pictures of the report: distance against sampling cost, as inline SVG."""
 
 import html
 import io
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
-from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
-from torch import Tensor
-from torch.nn import functional
 
 from hddm.benchmark.results import Results, Row
-from hddm.benchmark.settings import SamplingPoint
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f5f2a", "#666666")
 """Colours distinguishable without red or green (Okabe and Ito)."""
@@ -58,48 +52,23 @@ class Chart:
     legend: tuple[tuple[str, str, str], ...]
 
 
-def write_strips(
-    strips: Sequence[tuple[str, Tensor, Sequence[int]]], domains: Mapping[str, Sequence[str]], path: Path
-) -> None:
-    """Write a picture of strips: a name, images (n, C, H, W) in bytes, and the domain of each, its frame."""
-    colours = torch.tensor([[int(one[k : k + 2], 16) for k in (1, 3, 5)] for one in COLOURS]).byte()
-    height, width = len(strips), strips[0][1].shape[0]
-    with rc_context(_STYLE | {"axes.grid": False}):
-        canvas = Canvas(figsize=(2.4 + 0.36 * width, 0.6 + 0.42 * height), layout="constrained")
-        for axes, (name, pixels, of) in zip(canvas.subplots(height, 1), strips, strict=True):
-            big = pixels.expand(-1, 3, -1, -1).repeat_interleave(4, 2).repeat_interleave(4, 3)
-            framed = colours[list(of)][:, :, None, None].repeat(1, 1, *(side + 8 for side in big.shape[2:]))
-            framed[:, :, 4:-4, 4:-4] = big
-            spaced = functional.pad(framed, (2, 2), value=255)
-            axes.imshow(torch.cat([*spaced], 2).permute(1, 2, 0).numpy(), interpolation="nearest")
-            axes.text(-0.01, 0.5, name, transform=axes.transAxes, ha="right", va="center")
-            axes.axis("off")
-        known = [
-            Patch(color=colour, label=f"{name}: {', '.join(classes)}")
-            for colour, (name, classes) in zip(COLOURS, domains.items(), strict=False)
-        ]
-        canvas.legend(handles=known, loc="outside upper right", ncols=len(known), frameon=False)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        canvas.savefig(path, dpi=110, metadata={"Software": None})
-
-
 def costs(results: Results) -> Chart:
     """Chart distance against counted FLOP per image, by number of images, since distances fall with it."""
     rows = [row for each in results.tables.values() for row in each]
-    colours = _in_turn(COLOURS, [row.model for row in rows])
-    markers = _in_turn(_MARKERS, [row.point.strategy for row in rows])
-    dashes = _in_turn(_DASHES, [row.point.solver for row in rows])
+    colours = _in_turn(COLOURS, [row.of for row in rows])
+    markers = _in_turn(_MARKERS, [_strategy(row) for row in rows])
+    dashes = _in_turn(_DASHES, [str(row.setting("solver")) for row in rows])
 
     def paint(axes: Axes, number: int) -> None:
-        for series in _by_steps([row for row in rows if row.point.num_images == number]):
+        for series in _by_steps([row for row in rows if row.images == number]):
             found = [results.decisive(row) for row in series]
             axes.errorbar(
                 [row.sampling_flop / 1e6 for row in series],
                 [one.mean for one in found],
                 [one.spread or 0 for one in found],
-                color=colours[series[0].model],
-                marker=markers[series[0].point.strategy],
-                linestyle=dashes[series[0].point.solver],
+                color=colours[series[0].of],
+                marker=markers[_strategy(series[0])],
+                linestyle=dashes[str(series[0].setting("solver"))],
                 markersize=5,
                 elinewidth=0.8,
                 alpha=0.85,
@@ -107,17 +76,17 @@ def costs(results: Results) -> Chart:
         axes.set_xscale("log")
         axes.set_yscale("log")
         _plain_ticks(axes)
-        axes.set_xlabel("sampling cost, MFLOP an image (counted)")
-        axes.set_ylabel(f"distance to {results.score_on} images")
+        axes.set_xlabel("sampling cost, MFLOP per image (counted)")
+        axes.set_ylabel(f"distance to {results.images_of} images")
         axes.set_title(f"{number:,} images", loc="left")
 
     panels = [
         _panel(
             f"cost{number}",
-            f"Fréchet distance against counted operations an image, of {number} images. Lower left is best.",
+            f"Fréchet distance against counted operations per image, of {number} images. Lower left is best.",
             partial(paint, number=number),
         )
-        for number in sorted({row.point.num_images for row in rows}, reverse=True)
+        for number in sorted({row.images for row in rows}, reverse=True)
     ]
     legend = [(colour, "━", model) for model, colour in colours.items()]
     legend += [("black", _MARKERS[marker], strategy) for strategy, marker in markers.items()]
@@ -125,12 +94,17 @@ def costs(results: Results) -> Chart:
     return Chart(tuple(panels), tuple(legend))
 
 
+def _strategy(row: Row) -> str:
+    return str(row.setting("strategy") or "one network")
+
+
 def _by_steps(rows: Sequence[Row]) -> list[list[Row]]:
     """Group rows that differ in the number of steps alone, each group sorted by cost."""
-    found: dict[tuple[str, SamplingPoint], list[Row]] = {}
+    found: dict[str, list[Row]] = {}
     for row in rows:
-        same = found.setdefault((row.model, row.point.model_copy(update={"steps": 1})), [])
-        if all(one.point.steps != row.point.steps for one in same):
+        command = re.sub(r" --(steps|out) \S+", "", row.scored[0].command)
+        same = found.setdefault(command, [])
+        if all(one.setting("steps") != row.setting("steps") for one in same):
             same.append(row)
     return [sorted(series, key=lambda row: row.sampling_flop) for series in found.values()]
 

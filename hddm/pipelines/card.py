@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from hddm.classes import join_classes
 from hddm.evaluation.compare import escaped, markdown_table, table
-from hddm.evaluation.results import ResultGroup, read_result
+from hddm.evaluation.results import Result, ResultGroup, read_result
 from hddm.experts.assembly import PIPELINE_FILE
 from hddm.experts.compatibility import takes_classes, takes_text
 from hddm.experts.ensemble_folders import EnsembleRecord, components_in
@@ -168,11 +168,13 @@ def _measured(results: Path, folder: Path, title: str) -> str:
     if results.suffix == ".md":
         return results.read_text(encoding="utf-8").strip()
     result = read_result(results)
-    source = (result.content.get("sampling") or {}).get("source_sha256")
+    source = None if result.sampling is None else result.sampling.source_sha256
     if source not in (None, content_hash(folder)):
         raise HddmError(f"--results {results}: measures another model; sample {folder}, and evaluate that")
-    marks = [f"Not comparable: {reason}." for reason in result.content["reasons"]]
-    return "\n\n".join([table([ResultGroup(title, (result,))]), *map(escaped, map(_literal, marks))])
+    marks = [f"Not comparable: {reason}." for reason in result.reasons]
+    return "\n\n".join(
+        [table([ResultGroup(title, (Result(results, result, title),))]), *map(escaped, map(_literal, marks))]
+    )
 
 
 def _literal(text: str) -> str:

@@ -31,7 +31,7 @@ from hddm.networks.wrappers import missing_from
 from hddm.noise import Seeded
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.pipelines.sheets import sheet_path, write_sheet
-from hddm.routers import MomentsRouter
+from hddm.routers import MomentsRouter, Router
 from hddm.sampling import Conditions, Plan, Positive, SamplingSettings, batches, gathered, plan, run
 from hddm.utils.drafts import Done, Draft, differences, discard_finished, open_draft
 from hddm.utils.errors import HddmError, UsageError
@@ -41,7 +41,7 @@ from hddm.utils.records import SAMPLING_FILE, content_hash
 from hddm.utils.tensors import available_device, read_safetensors
 from hddm.velocity import Guidance, check_labels
 
-FORMAT = "1.3"
+FORMAT = "1.4"
 LATENTS_FILE = "latents.safetensors"
 IMAGE = "{:05d}.png"
 ROUND = 1024
@@ -72,6 +72,11 @@ class SampleSettings(SamplingSettings):
     """Of the time grid; None for the model's own."""
     expert: int | None = None
     router_every: Positive = 1
+    calibration: Literal["experts+router", "experts", "router", "none"] = "experts+router"
+    """Calibrations that count: the experts' near t = 1, the router's temperatures, both or none. An expert
+    that was trained in its own keeps it."""
+    router_temperature: Annotated[float, Field(gt=0, le=1e9)] = 1.0
+    """Factor on all temperatures of the router."""
     cfg_channels: int | None = None
     guidance_interval: Annotated[tuple[float, float], AfterValidator(_ordered)] = (0.0, 1.0)
     guidance_rescale: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -165,6 +170,7 @@ def sample_to_folder(
     ).to(device)
     if settings.compile:
         pipeline.experts.compile(dynamic=True)
+    _calibrate(pipeline, settings)
     check_output(source, pipeline, settings, grid)
     made = _Run(pipeline, settings)
     settings = settings.model_copy(update={"steps": made.how.steps, "solver": made.how.solver_name})
@@ -191,6 +197,19 @@ def sample_to_folder(
     cycle = class_names(made.cycles.given, pipeline.ensemble.classes) or settings.prompts
     conditions = [cycle[i % len(cycle)] for i in settings.numbers] if cycle else ()
     return write_sheet(out, [out / IMAGE.format(i) for i in settings.numbers], conditions)
+
+
+def _calibrate(pipeline: HDDMPipeline, settings: SampleSettings) -> None:
+    """Leave out the calibrations that the settings leave out, and scale the router's temperatures."""
+    ensemble = pipeline.ensemble
+    for expert, facts in zip(ensemble.experts, pipeline.experts.facts, strict=True):
+        if "experts" not in settings.calibration and not facts.training_calibration:
+            expert.calibration = None
+            if expert.weak is not None:
+                expert.weak.calibration = None
+    if isinstance(ensemble.router, Router):
+        own = ensemble.router.temperatures if "router" in settings.calibration else (1.0,)
+        ensemble.router.temperatures = tuple(settings.router_temperature * one for one in own)
 
 
 def size_of(pipeline: HDDMPipeline, settings: SampleSettings, expert: int) -> tuple[int, int]:

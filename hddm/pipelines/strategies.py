@@ -10,7 +10,7 @@ from hddm.ensemble import Strategy
 from hddm.evaluation.compare import figure_at
 from hddm.evaluation.evaluate import evaluate_folder
 from hddm.evaluation.features import INCEPTION
-from hddm.evaluation.results import ResultGroup, read_groups
+from hddm.evaluation.results import Evaluation, ResultGroup, read_groups
 from hddm.pipelines.samples import SampleSettings, sample_to_folder
 from hddm.utils.drafts import differences
 from hddm.utils.errors import HddmError
@@ -38,7 +38,7 @@ class Measure:
         paths = {name: path and str(path.resolve()) for name, path in sides.items()}
         return {**paths, "features": self.features, "allow_few": self.allow_few}
 
-    def evaluate(self, images: Path, classifier: Path) -> dict[str, Any]:
+    def evaluate(self, images: Path, classifier: Path) -> Evaluation:
         """The result of a folder of images; a ``classifier`` is trained once, and serves all later ones."""
         features = self.features
         if features == "auto" and INCEPTION.find() is None:
@@ -79,7 +79,7 @@ def measure_strategies(
     for name, path in zip(strategies, paths, strict=True):
         if not path.exists():
             result = measure.evaluate(out / name, out / "classifier.safetensors")
-            write_whole(path, partial(write_json, content=result))
+            write_whole(path, partial(Path.write_text, data=f"{result.model_dump_json(indent=2)}\n"))
     return read_groups(paths)
 
 
@@ -87,7 +87,7 @@ def best_of(groups: Sequence[ResultGroup]) -> str:
     """Name of the strategy with the least distance to held-out images, or to training images without any."""
     distances = {}
     for group in groups:
-        figure = figure_at(group, "to_held_out") or figure_at(group, "to_training")
+        figure = figure_at(group, "splits.held_out.distance") or figure_at(group, "splits.training.distance")
         assert figure is not None
         distances[Path(group.name).stem] = figure.mean
     return min(distances, key=distances.__getitem__)
