@@ -91,14 +91,5 @@ def ablation(
     typer.echo(measure_ablation(QUICK if quick else FULL, Start(results, work, seeds, workers)))
 
 
-@app.command()
-def grid(out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of a hddm benchmark.")]) -> None:
-    """The DDPM experts of a finished benchmark under every conversion, and under their own sampler."""
-    from benchmarks.conversion.grid import grid as run
-
-    for line in run(out):
-        typer.echo(line)
-
-
 if __name__ == "__main__":
     main(app)

@@ -3,7 +3,7 @@
 import shutil
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from benchmarks.conversion.starts import DDPM_LINEAR
-from benchmarks.harness import DDPM_ON_DIGITS, SHORT_DDPM, Digits, Start, as_json, run_calls
+from benchmarks.harness import DDPM_ON_DIGITS, SHORT_DDPM, Digits, Start, as_json, flat, run_calls
 from benchmarks.reports import COLOURS, SCORES, SIDES, Runs, about_scores, distance_gaps, score_cells, table
-from hddm.benchmark.settings import slug
+from hddm.benchmark.plan import slug
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import Conversion, plan
@@ -88,10 +88,10 @@ def measure_ablation(settings: Settings, start: Start) -> Path:
             run_calls(pool, _trainings(settings, shards, place, seed), f"seed {seed}: train")
             calls = _samplings(settings, place, seed)
             sampled = run_calls(pool, list(calls.values()), f"seed {seed}: sample")
-            rows = {name: asdict(scorer.score(one)) for name, one in zip(calls, sampled, strict=True)}
+            rows = {name: flat(scorer.score(one)) for name, one in zip(calls, sampled, strict=True)}
             runs.append({"seed": seed, "rows": rows})
             write_json(folder / f"scores-{seed}.json", rows)
-    content = {"settings": as_json(settings), "real": asdict(scorer.real()), "runs": runs}
+    content = {"settings": as_json(settings), "real": digits.real(scorer), "runs": runs}
     return start.write(f"conversion-{settings.name}", lines(settings, content), content, _picture(runs))
 
 

@@ -1,8 +1,10 @@
 """Command lines that a benchmark runs: checked before any of them runs, and run in worker processes."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
-from hddm.utils.errors import HddmError, on_command_line
+from hddm.utils.errors import HddmError
 from hddm_cli import usage
 from hddm_cli.options import known_strategy
 
@@ -11,15 +13,8 @@ def run_words(words: list[str]) -> None:
     """Run a command line of hddm, without ``hddm``; wrong usage raises `HddmError`."""
     from hddm_cli.app import commands
 
-    with on_command_line():
-        try:
-            commands(args=words, prog_name="hddm", standalone_mode=False)
-        except HddmError:
-            raise
-        except Exception as error:
-            if (wrong := usage.wording(error)) is not None:
-                raise HddmError(wrong) from error
-            raise
+    with _worded():
+        commands(args=words, prog_name="hddm", standalone_mode=False)
 
 
 def check_words(words: list[str]) -> None:
@@ -33,7 +28,7 @@ def check_words(words: list[str]) -> None:
 
     command: Any = get_command(commands)
     context, rest = command.context_class(command, info_name="hddm"), list(words)
-    try:
+    with _worded():
         while hasattr(command, "commands"):
             name, command, rest = command.resolve_command(context, rest)
             context = command.context_class(command, info_name=name, parent=context)
@@ -46,9 +41,16 @@ def check_words(words: list[str]) -> None:
             if param.required or param.name in given:
                 param.process_value(context, given.get(param.name))
         known_strategy(given.get("strategy"))
+
+
+@contextlib.contextmanager
+def _worded() -> Iterator[None]:
+    """Block in which wrong usage is an `HddmError`, which can be sent to another process."""
+    try:
+        yield
     except HddmError:
         raise
     except Exception as error:
-        if (wrong := usage.wording(error)) is not None:
-            raise HddmError(wrong) from error
-        raise
+        if (wrong := usage.wording(error)) is None:
+            raise
+        raise HddmError(wrong) from error

@@ -49,7 +49,7 @@ def headline(results: "Results") -> str:
     shares: dict[str, float] = {}
     for row in results.first:
         old = row.figure("domains.old.share")
-        shares.setdefault(row.model, -1.0 if old is None else old.mean)
+        shares.setdefault(row.one.model, -1.0 if old is None else old.mean)
     is_so = shares["old"] > 0.9 and shares["fine-tuned"] < 0.1 and 0.3 < shares["grown"] < 0.7
     is_unchanged = all(one.equal == one.images for one in results.same)
     return results.settings.title if is_so and is_unchanged else OTHERWISE

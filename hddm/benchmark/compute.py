@@ -26,6 +26,7 @@ from hddm.routers import Router
 from hddm.training.router import NOISED
 from hddm.utils.files import read_json
 from hddm.utils.progress import Progress, TrainingProgress
+from hddm.utils.records import ENSEMBLE_FILE
 from hddm.utils.work import hash_of
 from hddm.velocity import VelocityField
 
@@ -37,24 +38,14 @@ IMAGES = 32
 _STEPS = 3
 # Late enough for a calibration to take part.
 _TIME = 0.75
-# Options that do not affect the cost of a step of one image.
-_FREE = {
-    *("--steps", "--batch-size", "--gradient-accumulation-steps", "--warmup", "--ema-decay", "--seed"),
-    *("--learning-rate", "--muon-learning-rate", "--weighting", "--time-sampling", "--snr-gamma"),
-    *("--condition-dropout", "--device", "--threads", "--mixed-precision", "--checkpoint-every"),
-    *("--objective", "--random-flip", "--weak-at", "--calibrate"),
-}
+# Options that do not affect the cost of one image, in training or in sampling.
+_FREE = """
+--steps --batch-size --gradient-accumulation-steps --warmup --ema-decay --learning-rate --muon-learning-rate
+--weighting --time-sampling --snr-gamma --condition-dropout --random-flip --weak-at --calibrate --objective --seed
+--device --threads --mixed-precision --checkpoint-every --num-images --start
+"""
 # Counted in float32 on the CPU, so that the count is the same everywhere.
-_PLAIN = [
-    "--device",
-    "cpu",
-    "--threads",
-    "1",
-    "--mixed-precision",
-    "no",
-    "--gradient-accumulation-steps",
-    "1",
-]
+_PLAIN = "--device cpu --threads 1 --mixed-precision no --gradient-accumulation-steps 1"
 
 
 @contextlib.contextmanager
@@ -110,9 +101,12 @@ def _count_batch(words: Sequence[str], run: Run, batch_size: int) -> int:
                 raise _Enough
 
     length = ["--steps", str(_STEPS + 1), "--batch-size", str(batch_size)]
+    if "--sampling-steps" in words:
+        # Drawn before the first step.
+        length += ["--trajectories", "16"]
     enough = contextlib.suppress(_Enough)
     with tempfile.TemporaryDirectory() as folder, heard(hear), counting() as counter, enough:
-        run([*words, *_PLAIN, *length, "--out", f"{folder}/out"])
+        run([*words, *_PLAIN.split(), *length, "--out", f"{folder}/out"])
     return totals[-1] - totals[-2]
 
 
@@ -125,7 +119,6 @@ def heard(hear: Callable[[float], None]) -> Iterator[None]:
         yield
     finally:
         Progress.heard, Progress.is_quiet = before
-        Progress.opened.clear()
 
 
 def count_sampling(words: Sequence[str], run: Run) -> int:
@@ -137,18 +130,18 @@ def count_sampling(words: Sequence[str], run: Run) -> int:
 
 
 def cost_key(step: Step) -> str:
-    """Hash of what the counted operations of a step depend on: for trainings, of one image's step."""
-    if step.verb == "sample":
-        return hash_of(["cost", step.identity])
-    words = [word for option in step.options if option[0] not in _FREE for word in option]
-    # Equal shards and equal networks cost the same.
-    inputs = [_shape_of(one.path) for one in step.inputs.values()]
-    return hash_of(["cost", [word.partition("/")[0] for word in words], inputs])
+    """Hash of what the counted operations of an image depend on: options and networks, but no seed."""
+    free = {*_FREE.split()} - ({"--steps"} if step.verb == "sample" else set())
+    words = [word.partition("/")[0] for option in step.options if option[0] not in free for word in option]
+    return hash_of(["cost", words, [_shape_of(one.path) for one in step.inputs.values()]])
 
 
 def _shape_of(path: Path) -> Any:
-    config = path / "config.json"
-    return read_json(config) if config.is_file() else path.name
+    """What decides the cost of a shard, an expert or an ensemble; equal networks cost the same."""
+    configs = [read_json(one) for one in sorted(path.rglob("config.json"))]
+    ensemble = path / ENSEMBLE_FILE
+    strategy = read_json(ensemble)["strategy"] if ensemble.is_file() else None
+    return [configs, strategy] if configs else path.name
 
 
 def trained(step: Step) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from hddm.utils.errors import HddmError, did_you_mean
 from hddm.utils.files import sha256_of
 from hddm.utils.processes import Stopped
 from hddm.utils.records import EXPERT_FILE
-from hddm.utils.work import Work, hash_of
+from hddm.utils.work import DONE, Work, hash_of
 
 NUMERICS = "2"
 """Part of every hash; raise it when verbs compute something else from the same options."""
@@ -82,6 +82,15 @@ class Step:
         return self.path.with_name(self.path.name + SCORES) if self.verb == "evaluate" else self.path
 
     @property
+    def written(self) -> dict[str, Path]:
+        """All that it has written by names, as `label`; an evaluation may write a second file."""
+        found = {
+            path.name.removeprefix(self.path.name): path
+            for path in self.path.parent.glob(f"{self.path.name}*")
+        }
+        return {self.label + ending: path for ending, path in found.items() if ending != DONE}
+
+    @property
     def is_done(self) -> bool:
         """True if it needs not be done again."""
         return self.work.has(self.path)
@@ -91,10 +100,10 @@ class Step:
         """Its name in folders: those of one seed lie together, of seed 0 with what no seed decides."""
         return f"seed_{self.seed}/{self.name}" if self.seed else self.name
 
-    def command(self, by_name: bool = False) -> list[str]:
-        """Words to run it; ``by_name`` names folders by steps, as the links of a benchmark's folder do."""
-        places = {name: step.label if by_name else str(step.path) for name, step in self.inputs.items()}
-        out = self.label if by_name else str(self.path)
+    def command(self, root: Path | None = None) -> list[str]:
+        """Words to run it, with the links in ``root`` to its inputs; without, by names alone, its own too."""
+        places = {name: str((root or Path()) / step.label) for name, step in self.inputs.items()}
+        out = self.label if root is None else str(self.path)
         places |= {"out": out} | ({} if self.data is None else {"data": str(self.data)})
         ending = SCORES if self.verb == "evaluate" else ""
         return [*(_placed(word, places) for word in self.words), "--out", out + ending]
@@ -102,7 +111,7 @@ class Step:
     @property
     def shown(self) -> str:
         """Its command line by names, to be run in a folder where those of its inputs were."""
-        return f"hddm {shlex.join(self.command(by_name=True))}"
+        return f"hddm {shlex.join(self.command())}"
 
     def option(self, name: str) -> str | None:
         """Value of the option called ``--name``, if it has it."""

@@ -123,7 +123,7 @@ def comparison_table(results: Results, name: str) -> Table:
         ("training FLOP", lambda row: _flop(row.training_flop)),
         ("experts per step", lambda row: Cell(f"{row.experts_a_step:.2f}", row.experts_a_step)),
         ("MFLOP per image", lambda row: Cell(f"{row.sampling_flop / 1e6:,.1f}", row.sampling_flop)),
-        ("images", lambda row: Cell(f"{row.images:,}", row.images)),
+        ("images", lambda row: Cell(f"{row.one.evaluation.images:,}", row.one.evaluation.images)),
     ]
     return _table(name, results.tables[name], columns)
 
@@ -174,7 +174,7 @@ def measures_table(results: Results) -> Table:
 
 def _verdict_columns(results: Results, table: str) -> Iterator[Column]:
     """A column per baseline, and one for changes of a setting."""
-    of = {row.name: row.of for row in results.tables[table]}
+    of = {row.name: row.one.of for row in results.tables[table]}
     found: dict[str, dict[str, Comparison]] = {}
     for one in results.comparisons:
         if one.table == table:
@@ -220,8 +220,8 @@ def _pictured(folder: Path, results: Results) -> Iterator[dict[str, Any]]:
     domains = results.settings.evaluate.domains
     number_of = {name: k for k, names in enumerate(domains.values()) for name in names.split(",")}
     for row in results.first:
-        scores = row.scored[0].evaluation
-        place = folder / row.scored[0].command.rsplit("--out ", 1)[1]
+        scores = row.one.evaluation
+        place = folder / row.one.command.rsplit("--out ", 1)[1]
         paths = sorted(place.glob("*.png"))[:GRID_IMAGES]
         if not paths:
             continue
@@ -231,7 +231,7 @@ def _pictured(folder: Path, results: Results) -> Iterator[dict[str, Any]]:
         seen = scores.recognised.first if scores.recognised and domains else ()
         yield {
             "name": row.name,
-            "caption": results.settings.captions.get(row.of, row.name),
+            "caption": results.settings.captions.get(row.one.of, row.name),
             "shares": ", ".join(f"{100 * one.share:.0f} % {one.domain}" for one in scores.domains),
             "first": [
                 (_encoded(path.read_bytes()), name, number_of.get(name, len(domains)))

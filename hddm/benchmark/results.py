@@ -64,8 +64,6 @@ class ModelResult(Record):
     """Steps that are counted."""
     steps: tuple[int, ...]
     batch_sizes: tuple[int, ...]
-    images_seen: int
-    experts_flop: int | None
     calibration_flop: int | None
     """The part of all operations that calibration took."""
     router_flop: int | None
@@ -122,12 +120,13 @@ class Row:
     trained: tuple[ModelResult, ...]
 
     @property
-    def name(self) -> str:
-        return self.scored[0].row
+    def one(self) -> ScoredRow:
+        """The row of the first seed, for what is the same in all."""
+        return self.scored[0]
 
     @property
-    def model(self) -> str:
-        return self.scored[0].model
+    def name(self) -> str:
+        return self.one.row
 
     @cached_property
     def group(self) -> ResultGroup:
@@ -146,15 +145,6 @@ class Row:
         return own is None or real is None or own.mean >= LEARNED * real.mean
 
     @property
-    def of(self) -> str:
-        """The row of the file that it is a variation of."""
-        return self.scored[0].of
-
-    @property
-    def images(self) -> int:
-        return self.scored[0].evaluation.images
-
-    @property
     def experts_a_step(self) -> float:
         return statistics.fmean(one.experts_a_step for one in self.scored)
 
@@ -171,7 +161,7 @@ class Row:
 
     def setting(self, name: str) -> Any:
         """A setting that all its images were sampled with, as recorded beside them."""
-        return getattr(self.scored[0].evaluation.sampling, name, None)
+        return getattr(self.one.evaluation.sampling, name, None)
 
 
 class Results(Record):
@@ -268,7 +258,7 @@ class Results(Record):
     def unequal(self) -> Iterator[tuple[str, str, str, float]]:
         """Budgets that are not equal: the row that costs the most and the least, and its percent more."""
         rows = [row for each in self.tables.values() for row in each]
-        flop = {row.of: row.training_flop for row in rows if row.training_flop}
+        flop = {row.one.of: row.training_flop for row in rows if row.training_flop}
         for budget, names in self.settings.budgets.items():
             known = sorted((flop[name], name) for name in names if name in flop)
             if known and (percent := 100 * (known[-1][0] / known[0][0] - 1)) > PERCENT_UNEQUAL:
@@ -278,7 +268,7 @@ class Results(Record):
         """The score of a row that verdicts are about."""
         found = row.figure(self.decides)
         assert found is not None
-        return replace(found, samples=frozenset({row.images}))
+        return replace(found, samples=frozenset({row.one.evaluation.images}))
 
     def shown(self, row: Row, path: str) -> str:
         """Mean, half-width over samples and spread over trainings of a score, – where it was not measured."""
@@ -286,7 +276,7 @@ class Results(Record):
         if found is None:
             return "–"
         half = "" if found.half_width is None else f" ± {number(found.half_width)}"
-        mark = MARK if row.model in self.one_model else ""
+        mark = MARK if row.one.model in self.one_model else ""
         spread = "" if found.spread is None else f" (s {number(found.spread)}{mark})"
         return f"{number(found.mean)}{half}{spread}"
 
@@ -317,14 +307,14 @@ def compare_rows(results: Results) -> Iterator[Comparison]:
     for table, rows in results.tables.items():
         pairs: list[tuple[Literal["model", "setting"], Row, Row]] = []
         for row in rows:
-            of = row.of
+            of = row.one.of
             if of not in chosen.baselines and (not chosen.candidates or of in chosen.candidates):
                 for other in rows:
                     # A network alone has no strategy to differ in.
-                    alike = other.scored[0].varied.items() <= row.scored[0].varied.items()
-                    if other.of in chosen.baselines and alike:
+                    alike = other.one.varied.items() <= row.one.varied.items()
+                    if other.one.of in chosen.baselines and alike:
                         pairs.append(("model", row, other))
-            first = next(one for one in rows if one.of == of)
+            first = next(one for one in rows if one.one.of == of)
             if first is not row:
                 pairs.append(("setting", row, first))
         judged = verdicts([_contrast(results, ours, base) for _, ours, base in pairs])
@@ -344,7 +334,7 @@ def compare_rows(results: Results) -> Iterator[Comparison]:
 def _contrast(results: Results, ours: Row, base: Row) -> Contrast:
     why = None
     failed = [row.name for row in (ours, base) if not row.has_learned]
-    fixed = [name for name in dict.fromkeys((ours.model, base.model)) if name in results.one_model]
+    fixed = [name for name in dict.fromkeys((ours.one.model, base.one.model)) if name in results.one_model]
     if all(a.samples == b.samples for a, b in zip(ours.scored, base.scored, strict=True)):
         why = "the same samples in every seed"
     elif failed:

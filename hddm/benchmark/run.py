@@ -7,38 +7,23 @@ OUT/
   <step>, samples/, scores/            links to the steps, samples and scores of seed 0, and of all seeds
   seed_<n>/…                           links to those of another seed
 
-The same command resumes after a kill at any moment: a step that is done is not done again, and one that is not
-continues as its own verb does. Results are written after each seed.
+The same command resumes after a kill at any moment: a step that is done is not done again, and one that is
+not continues as its own verb does. Results are written after each seed.
 """
 
 import contextlib
 import datetime
 import io
-import multiprocessing
+import itertools
 import os
-import platform
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib.metadata import version
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from hddm.benchmark.compute import (
-    TRAININGS,
-    Run,
-    calibration_flop,
-    cost_key,
-    count_sampling,
-    count_training,
-    heard,
-    trained,
-)
+from hddm.benchmark import compute
+from hddm.benchmark.compute import TRAININGS, Run
 from hddm.benchmark.file import BenchmarkFile
 from hddm.benchmark.plan import SEEDED, PlannedRow, SeedPlan, Step, at
 from hddm.benchmark.report import tables_text, write_report
@@ -53,14 +38,17 @@ from hddm.benchmark.results import (
     compare_rows,
 )
 from hddm.evaluation.results import read_result
+from hddm.utils.drafts import differences
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import check_absent, read_json, remove, write_json, write_whole
+from hddm.utils.machine import machine
 from hddm.utils.processes import (
     Call,
     Interrupted,
     Report,
     Stopped,
     Workers,
+    end_with_parent,
     interruptible,
     require_main_guard,
 )
@@ -69,8 +57,8 @@ from hddm.utils.records import BENCHMARK_FILE, RESULTS_FILE, SAMPLING_FILE
 from hddm.utils.work import Work
 
 TABLES_FILE = "tables.md"
-PACKAGES = ("hddm-diffusion", "torch", "diffusers", "numpy", "scipy", "scikit-learn")
-_COST = "cost"
+_UNCOUNTED = ("train all", "convert", "data old-model")
+"""Verbs with a training that is not counted, here or elsewhere."""
 _WEIGHTS = {"sample": 10_000, "evaluate": 4_000}
 """Units of progress of a step, by verb; a training has one per image that it sees."""
 _FEWEST = 1_000
@@ -102,8 +90,8 @@ def run_benchmark(
         headline: what the report says at its top, by default the file's title.
 
     Raises:
-        HddmError: for an ``out`` that holds anything else, jobs in use, and whatever a command raises, with the
-            step's name.
+        HddmError: for an ``out`` that holds anything else, jobs in use, and whatever a command raises, with
+            the step's name.
         Stopped: after a signal, with all finished work saved.
     """
     require_main_guard()
@@ -131,8 +119,7 @@ def run_benchmark(
         with workers, progress:
             progress.skip(planned - left)
             for k, plan in enumerate(plans, 1):
-                _do_all(plan, run, workers, progress, is_told)
-                _link(out, plan)
+                _do_all(plan, out, run, workers, progress, is_told)
                 results = _dated(collect(file, plans[:k]), before)
                 # Results of fewer seeds than before are not written: the others follow.
                 if not set(results.seeds) < set(before.get("seeds", ())):
@@ -174,7 +161,7 @@ def check_out(out: Path, file: BenchmarkFile, overwrite: bool = False) -> None:
     if set(before.get("seeds", ())) <= set(file.seeds):
         # Additional seeds lose nothing.
         before["seeds"] = now["seeds"]
-    if differing := _differences(before, now):
+    if differing := differences(_flat(before), _flat(now)):
         raise HddmError(
             f"{out}: has results of other settings; choose another folder (--jobs {out / 'jobs'} reuses "
             f"what is the same), or pass --overwrite to replace the results",
@@ -182,15 +169,11 @@ def check_out(out: Path, file: BenchmarkFile, overwrite: bool = False) -> None:
         )
 
 
-def _differences(before: Any, now: Any, place: str = "") -> list[str]:
-    """Differences of two plain values, a line each; those that change no result are left out."""
-    if before == now or place == "workers":
-        return []
-    if isinstance(before, Mapping) and isinstance(now, Mapping):
-        keys = dict.fromkeys([*before, *now])
-        inner = [(before.get(key), now.get(key), f"{place}.{key}".strip(".")) for key in keys]
-        return [line for one in inner for line in _differences(*one)] or [f"{place}: in another order"]
-    return [f"{place}: was {before!r}, is {now!r}"]
+def _flat(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a file one by one; those that change no result are left out."""
+    nested = {key: one if isinstance(one, Mapping) else {"": one} for key, one in content.items()}
+    pairs = ((f"{key}.{name}".strip("."), one) for key, each in nested.items() for name, one in each.items())
+    return {key: one for key, one in pairs if key != "workers"}
 
 
 def _left(steps: Iterable[Step]) -> list[Step]:
@@ -204,114 +187,86 @@ def _units(step: Step) -> int:
     return _WEIGHTS.get(step.verb, _FEWEST)
 
 
-def _do_all(plan: SeedPlan, run: Run, workers: Workers, progress: Progress, is_told: bool) -> None:
+def _do_all(plan: SeedPlan, out: Path, run: Run, workers: Workers, progress: Progress, is_told: bool) -> None:
     """Do the steps of a seed that are not done, then count their operations."""
 
     def start(call: Call) -> None:
         if is_told and call.function is _do:
-            about = plan.file.about.get(call.arguments["name"])
-            progress.say((f"\n{about}\n" if about else "") + f"  {call.arguments['shown']}")
+            step = call.arguments["step"]
+            about = plan.file.about.get(step.name)
+            progress.say((f"\n{about}\n" if about else "") + f"  {step.shown}")
 
-    def end(call: Call, result: tuple[float, str]) -> None:
+    def end(call: Call, seconds: float) -> None:
         if is_told and call.function is _do:
-            progress.say(f"    {call.name}: {duration(result[0])}")
+            progress.say(f"    {call.name}: {duration(seconds)}")
 
-    todo = {step.identity: step for step in plan.all}
-    for depth in sorted({step.depth for step in todo.values()}):
-        wave = _left([step for step in todo.values() if step.depth == depth])
+    steps = plan.all
+    for depth in range(1 + max(step.depth for step in steps)):
+        wave = [step for step in steps if step.depth == depth]
         # The longest first, so that no worker is idle at the end.
-        calls = [_call(step, run) for step in sorted(wave, key=lambda step: -_units(step))]
+        todo = sorted(_left(wave), key=lambda step: -_units(step))
+        calls = [Call(_do, {"step": step, "out": out, "run": run}, 0, step.label) for step in todo]
         workers.run(calls, progress, start, end)
-    costs = {}
-    for step in todo.values():
-        if step.verb in (*TRAININGS, "sample"):
-            path = _cost_path(step)
-            if not step.work.has(path):
-                arguments = {"words": step.command()[:-2], "verb": step.verb, "path": path, "run": run}
-                costs[path] = Call(_count, arguments, 0, f"operations of {step.name}")
-    workers.run(list(costs.values()), progress, start, end)
+        _link(out, wave)
+    uncounted = {_cost(step): step for step in steps if step.verb in (*TRAININGS, "sample")}
+    calls = [
+        Call(_count, {"step": step, "out": out, "run": run}, 0, f"operations of {step.label}")
+        for path, step in uncounted.items()
+        if not step.work.has(path)
+    ]
+    workers.run(calls, progress, start, end)
 
 
-def _cost_path(step: Step) -> Path:
-    return step.work.path(_COST, cost_key(step))
+def _cost(step: Step) -> Path:
+    """Where the counted operations of a step are recorded."""
+    return step.work.path("cost", compute.cost_key(step))
 
 
-def _call(step: Step, run: Run) -> Call:
-    arguments = {
-        "name": step.name,
-        "shown": step.shown,
-        "words": step.command(),
-        "path": step.path,
-        "result": step.result,
-        "units": _units(step),
-        "run": run,
-    }
-    return Call(_do, arguments, 0, step.label)
-
-
-def _do(
-    name: str, shown: str, words: list[str], path: Path, result: Path, units: int, run: Run, report: Report
-) -> tuple[float, str]:
-    """Run a command line that writes ``result``, and record it; return its seconds and what it said."""
+def _do(step: Step, out: Path, run: Run, report: Report) -> float:
+    """Run a step, whose inputs have links in ``out``, and record it; return its seconds."""
     end_with_parent()
-    told, started, said = 0, time.perf_counter(), io.StringIO()
+    told, units, started, said = 0, _units(step), time.perf_counter(), io.StringIO()
 
     def hear(part: float) -> None:
         nonlocal told
         before, told = told, max(told, int(part * units))
         report(told - before)
 
-    is_resumed = " ".join(words[:2]) in SEEDED or words[0] in SEEDED
-    if not is_resumed:
+    if step.verb not in SEEDED:
         # Of a start that was killed before it could record this step.
-        for remains in path.parent.glob(f"{path.name}*"):
+        for remains in step.written.values():
             remove(remains)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with at(f"step {name!r} ({shown})"), interruptible(), contextlib.redirect_stdout(said), heard(hear):
-        run([*words, *(["--resume"] if is_resumed else [])])
+    step.path.parent.mkdir(parents=True, exist_ok=True)
+    with _started(step, said), compute.heard(hear):
+        run([*step.command(out), *(["--resume"] if step.verb in SEEDED else [])])
     for ending in (".run", ".features"):
-        remove(path.with_name(path.name + ending))
+        remove(step.path.with_name(step.path.name + ending))
     seconds = round(time.perf_counter() - started, 1)
-    record = {"command": shown, "seconds": seconds, "machine": machine(), "said": said.getvalue()}
-    Work(path.parent).finish(path, record)
+    record = {"command": step.shown, "seconds": seconds, "machine": machine(), "said": said.getvalue()}
+    step.work.finish(step.path, record)
     report(units - told)
-    return seconds, said.getvalue()
+    return seconds
 
 
-def _count(words: list[str], verb: str, path: Path, run: Run, report: Report) -> tuple[float, str]:
-    """Count the operations of a training's step or of a sample's image, and record them."""
+def _count(step: Step, out: Path, run: Run, report: Report) -> float:
+    """Count the operations of one image of a training or of a sampling, and record them."""
     end_with_parent()
-    with interruptible(), contextlib.redirect_stdout(io.StringIO()), heard(lambda part: None):
-        if verb == "sample":
-            found = {"image": count_sampling(words, run)}
-        else:
-            found = dict(zip(("image", "update"), count_training(words, run), strict=True))
-    Work(path.parent).finish(path, found)
-    return 0.0, ""
+    words = step.command(out)[:-2]
+    with _started(step, io.StringIO()), compute.heard(lambda part: None):
+        image, update = (
+            (compute.count_sampling(words, run), 0)
+            if step.verb == "sample"
+            else compute.count_training(words, run)
+        )
+    step.work.finish(_cost(step), {"image": image, "update": update})
+    return 0.0
 
 
-_watching = False
-
-
-def end_with_parent() -> None:
-    """End this process when its parent is gone, however that happened; in the main process, do nothing.
-
-    Workers of a killed benchmark would hold what the next one needs. What a terminal sends to all is left to
-    the parent, which tells its workers once to stop.
-    """
-    global _watching
-    parent = multiprocessing.parent_process()
-    if parent is None or _watching:
-        return
-    _watching = True
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    sentinel = parent.sentinel
-
-    def watch() -> None:
-        wait([sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True, name="ends with its parent").start()
+@contextlib.contextmanager
+def _started(step: Step, said: io.StringIO) -> Iterator[None]:
+    """Block in which a step runs: its errors have its name, and what it prints is kept."""
+    with at(f"step {step.name!r} ({step.shown})"), interruptible(), contextlib.redirect_stdout(said):
+        yield
 
 
 @contextlib.contextmanager
@@ -326,46 +281,17 @@ def _stoppable(out: Path) -> Iterator[None]:
         ) from error
 
 
-def machine() -> dict[str, Any]:
-    """Platform, cores, accelerator and versions of packages."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
-        "platform": platform.platform(),
-        "processor": names[0] if names else platform.processor() or platform.machine(),
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "packages": {name: version(name) for name in PACKAGES},
-    }
-
-
-def together(machines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge descriptions of machines: the value that all share, or all values where they differ."""
-    found: dict[str, Any] = {}
-    for key in dict.fromkeys(key for one in machines for key in one):
-        values: list[Any] = [one.get(key) for one in machines]
-        if all(isinstance(value, Mapping) for value in values):
-            found[key] = together(values)
-        elif all(value == values[0] for value in values):
-            found[key] = values[0]
-        else:
-            found[key] = "; ".join(sorted({str(value) for value in values}))
-    return found
-
-
-def _link(out: Path, plan: SeedPlan) -> None:
-    """Link to the steps by their names; the links are relative, so they move along."""
-    for step in plan.all:
-        link = out / (step.label + step.result.name.removeprefix(step.path.name))
-        to = os.path.relpath(step.result.resolve(), link.parent.resolve())
+def _link(out: Path, steps: Iterable[Step]) -> None:
+    """Link to what steps wrote by their names; the links are relative, so they move along."""
+    for label, path in (pair for step in steps for pair in step.written.items()):
+        link = out / label
+        to = os.path.relpath(path.resolve(), link.parent.resolve())
         if link.is_symlink():
             if os.readlink(link) == to:
                 continue
             link.unlink()
         elif link.exists():
-            raise HddmError(f"{link}: is in the way of a link to {step.result}; move it away")
+            raise HddmError(f"{link}: is in the way of a link to {path}; move it away")
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(to)
 
@@ -384,7 +310,7 @@ def collect(file: BenchmarkFile, plans: Sequence[SeedPlan]) -> Results:
         seeds=tuple(plan.seed for plan in plans),
         date=datetime.date.today().isoformat(),
         settings=file,
-        machine=together([one["machine"] for one in records.values()]),
+        machine=machine(),
         real=read_result(plans[0].real.result),
         models=tuple(models.values()),
         scored=tuple(
@@ -411,31 +337,26 @@ def _model(plan: SeedPlan, step: Step, records: Mapping[str, Mapping[str, Any]])
     before = {one.identity for each in given for one in each.upstream}
     own = [one for one in step.upstream if one.identity not in before]
     parts = [one for one in own if one.verb in (*TRAININGS, "calibrate")]
-    is_known = bool(parts) and all(one.verb != "train all" for one in own)
-    flop = {"experts": 0, "router": 0, "calibration": 0}
-    sizes = {one.name: trained(one) for one in parts}
-    for one in parts:
-        steps, batch_size = sizes[one.name]
-        kind = "router" if one.verb == "train router" else "experts"
+    sizes = [compute.trained(one) for one in parts]
+    fitting = [compute.calibration_flop(one) for one in parts]
+    flop = list(fitting)
+    for k, (one, (steps, batch_size)) in enumerate(zip(parts, sizes, strict=True)):
         if steps:
-            cost = one.work.record(_cost_path(one))
-            flop[kind] += steps * (batch_size * cost["image"] + cost["update"])
-        fitting = calibration_flop(one)
-        flop[kind] += fitting
-        flop["calibration"] += fitting
+            cost = one.work.record(_cost(one))
+            flop[k] += steps * (batch_size * cost["image"] + cost["update"])
+    is_known = bool(parts) and not any(one.verb in _UNCOUNTED for one in own)
+    routers = [one.verb == "train router" for one in parts]
     return ModelResult(
         model=step.name,
         seed=plan.seed,
         hash=step.identity,
         folder=step.label,
-        parts=tuple(sizes),
-        steps=tuple(size[0] for size in sizes.values()),
-        batch_sizes=tuple(size[1] for size in sizes.values()),
-        images_seen=sum(steps * size for steps, size in sizes.values()),
-        experts_flop=flop["experts"] if is_known else None,
-        calibration_flop=flop["calibration"] if is_known else None,
-        router_flop=flop["router"] if is_known else None,
-        training_flop=flop["experts"] + flop["router"] if is_known else None,
+        parts=tuple(one.name for one in parts),
+        steps=tuple(steps for steps, _ in sizes),
+        batch_sizes=tuple(size for _, size in sizes),
+        calibration_flop=sum(fitting) if is_known else None,
+        router_flop=sum(itertools.compress(flop, routers)) if is_known else None,
+        training_flop=sum(flop) if is_known else None,
         seconds=round(sum(records[one.identity]["seconds"] for one in parts), 1),
     )
 
@@ -457,7 +378,7 @@ def _scored(
         samples=row.samples.path.name,
         evaluation=evaluation.model_copy(update={"training_tflop": tflop}),
         experts_a_step=use.get("experts_a_sample", 1.0),
-        sampling_flop=row.samples.work.record(_cost_path(row.samples))["image"],
+        sampling_flop=row.samples.work.record(_cost(row.samples))["image"],
         seconds=records[row.samples.identity]["seconds"],
     )
 

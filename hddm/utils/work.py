@@ -20,6 +20,8 @@ from hddm.utils.files import locked, read_json, write_json, write_whole
 
 LARGEST = 2**28
 _SHORT = 16
+DONE = ".done.json"
+"""Ending of the record of a part that is done."""
 
 
 def hash_of(content: Any) -> str:
@@ -66,4 +68,4 @@ class Work:
             yield
 
     def _record(self, path: Path) -> Path:
-        return path.with_name(f"{path.name}.done.json")
+        return path.with_name(path.name + DONE)
