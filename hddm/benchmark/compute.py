@@ -41,8 +41,8 @@ _TIME = 0.75
 # Options that do not affect the cost of one image, in training or in sampling.
 _FREE = """
 --steps --batch-size --gradient-accumulation-steps --warmup --ema-decay --learning-rate --muon-learning-rate
---weighting --time-sampling --snr-gamma --condition-dropout --random-flip --weak-at --calibrate --objective --seed
---device --threads --mixed-precision --checkpoint-every --num-images --start
+--weighting --time-sampling --snr-gamma --condition-dropout --random-flip --weak-at --calibrate --objective
+--seed --device --threads --mixed-precision --checkpoint-every --num-images --start
 """
 # Counted in float32 on the CPU, so that the count is the same everywhere.
 _PLAIN = "--device cpu --threads 1 --mixed-precision no --gradient-accumulation-steps 1"
