@@ -5,6 +5,7 @@ import io
 import itertools
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
@@ -18,23 +19,6 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7
 SIZE = (4.0, 2.9)
 """Inches of a panel."""
 _MARKERS = {"o": "●", "^": "▲", "s": "■", "D": "◆", "v": "▼", "P": "✚", "X": "✖", "<": "◀", ">": "▶"}
-_STYLE: Any = {
-    # Text stays text: found, selected, read aloud, and a tenth of the size of outlines.
-    "svg.fonttype": "none",
-    # Equal results are equal files.
-    "svg.hashsalt": "hddm",
-    "font.size": 9,
-    "axes.titlesize": 9.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#777777",
-    "axes.grid": True,
-    "grid.color": "#e4e4e4",
-    "grid.linewidth": 0.6,
-    "axes.axisbelow": True,
-    "lines.linewidth": 1.4,
-    "text.parse_math": False,
-}
 
 
 def costs(results: Results) -> dict[str, Any]:
@@ -42,7 +26,7 @@ def costs(results: Results) -> dict[str, Any]:
 
     ``panels`` are SVG elements, ``legend`` has the colour, the symbol and the meaning of each entry.
     """
-    rows = [row for each in results.tables.values() for row in each]
+    rows = results.rows
     # They repeat where there are more names.
     colours = dict(zip(dict.fromkeys(row.one.of for row in rows), itertools.cycle(COLOURS), strict=False))
     markers = dict(zip(dict.fromkeys(map(_strategy, rows)), itertools.cycle(_MARKERS), strict=False))
@@ -77,7 +61,7 @@ def costs(results: Results) -> dict[str, Any]:
         )
         return _as_element(canvas, f"cost{number}", alt)
 
-    with rc_context(_STYLE):
+    with rc_context(fname=Path(__file__).with_suffix(".mplstyle")):
         panels = tuple(
             panel(number) for number in sorted({row.one.evaluation.images for row in rows}, reverse=True)
         )

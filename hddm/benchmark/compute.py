@@ -22,7 +22,6 @@ from hddm.benchmark.plan import Step
 from hddm.calibration import LEVELS, STATES
 from hddm.experts.loading import load
 from hddm.experts.records import EXPERT_FILE, ROUTER_FILE, read_router
-from hddm.routers import Router
 from hddm.training.router import NOISED
 from hddm.utils.files import read_json
 from hddm.utils.progress import Progress, TrainingProgress
@@ -61,17 +60,12 @@ def evaluation_flop(field: VelocityField, **conditions: Tensor) -> int:
     assert field.sample_shape is not None
     x = torch.zeros(1, *field.sample_shape, device=field.device)
     t = torch.full((1,), _TIME, dtype=torch.float64, device=field.device)
-    return _forward(field.velocity, x, t, **conditions)
-
-
-def router_flop(router: object, x: Tensor) -> int:
-    """Count one call of a router for a state like ``x``; 0 for anything but a `Router`."""
-    t = torch.full((1,), _TIME, device=x.device)
-    return _forward(router, x[:1], t) if isinstance(router, Router) else 0
+    return forward_flop(field.velocity, x, t, **conditions)
 
 
 @torch.no_grad()
-def _forward(function: Callable[..., object], x: Tensor, t: Tensor, **conditions: Tensor) -> int:
+def forward_flop(function: Callable[..., object], x: Tensor, t: Tensor, **conditions: Tensor) -> int:
+    """Count one call of a network or of a function like one."""
     with counting() as counter:
         function(x, t, **conditions)
     return int(counter.get_total_flops())
@@ -160,7 +154,7 @@ def calibration_flop(step: Step) -> int:
             return 0
         network, _ = read_router(step.path)
         side = network.config.sample_size
-        return NOISED * _forward(
+        return NOISED * forward_flop(
             network, torch.zeros(1, network.config.in_channels, side, side), torch.ones(1)
         )
     # A calibration that was trained in was not fitted afterwards.

@@ -5,8 +5,6 @@ of a file or folder for its path. So equal steps of rows, seeds and files are on
 """
 
 import contextlib
-import functools
-import hashlib
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,10 +15,9 @@ from pathlib import Path
 from hddm.benchmark.file import RESERVED, BenchmarkFile, Table
 from hddm.evaluation.features import INCEPTION
 from hddm.utils.errors import HddmError, did_you_mean
-from hddm.utils.files import sha256_of
 from hddm.utils.processes import Stopped
 from hddm.utils.records import EXPERT_FILE
-from hddm.utils.work import DONE, Work, hash_of
+from hddm.utils.work import DONE, Work, content_of, hash_of
 
 NUMERICS = "2"
 """Part of every hash; raise it when verbs compute something else from the same options."""
@@ -205,13 +202,13 @@ class SeedPlan:
 
     def _model(self, words: Sequence[str]) -> Step:
         """The step that a row samples; a finished model's folder is one that is never run."""
-        match words:
-            case [source] if (name := _NAME.fullmatch(source)) and name[1] not in RESERVED:
-                return self.find(name[1])
-            case [source] if not source.startswith("-"):
-                path = _placed(source, {"data": str(self.data)})
-                return Step(path, "", (path,), {}, None, None, self.work)
-        raise HddmError("must begin with what is sampled: a step, as $expert, or the folder of a model")
+        source = words[0] if words else "-"
+        if (name := _NAME.fullmatch(source)) and name[1] not in RESERVED:
+            return self.find(name[1])
+        if source.startswith("-"):
+            raise HddmError("must begin with what is sampled: a step, as $expert, or the folder of a model")
+        path = _placed(source, {"data": str(self.data)})
+        return Step(path, "", (path,), {}, None, None, self.work)
 
     def _row(
         self, table: str, name: str, row: str, varied: Mapping[str, str], model: Step, place: str
@@ -284,18 +281,6 @@ def _placed(word: str, places: Mapping[str, str]) -> str:
 def slug(name: str) -> str:
     """A row's name as part of a path."""
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
-
-
-@functools.cache
-def content_of(path: Path) -> str:
-    """SHA-256 of a file, or of the names and contents of all files in a folder that are not hidden."""
-    if not path.exists():
-        raise HddmError(f"{path}: no such file or folder")
-    if path.is_file():
-        return sha256_of(path)
-    files = sorted(one for one in path.rglob("*") if one.is_file() and not one.name.startswith("."))
-    lines = [f"{one.relative_to(path).as_posix()} {sha256_of(one)}" for one in files]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _grouped(words: Sequence[str]) -> Iterator[list[str]]:

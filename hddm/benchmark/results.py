@@ -170,11 +170,9 @@ class Results(Record):
     format: str = FORMAT
     kind: Literal["benchmark"] = "benchmark"
     name: str
-    complete: bool
-    """All seeds are in."""
     split: Split
     seeds: tuple[int, ...]
-    """Those that are in."""
+    """Those that are in, of all in the file."""
     date: str
     settings: BenchmarkFile
     machine: dict[str, Any]
@@ -232,6 +230,11 @@ class Results(Record):
         return next(iter(self.tables.values()))
 
     @property
+    def rows(self) -> list[Row]:
+        """Rows of all tables."""
+        return [row for each in self.tables.values() for row in each]
+
+    @property
     def one_model(self) -> frozenset[str]:
         """Models that are one set of weights in every seed, of which other samples alone were drawn."""
         hashes: dict[str, list[str]] = {}
@@ -251,14 +254,12 @@ class Results(Record):
     @property
     def few(self) -> set[str]:
         """Rows of no more images than features."""
-        rows = (row for each in self.tables.values() for row in each)
-        return {row.name for row in rows if self.decisive(row).few_images}
+        return {row.name for row in self.rows if self.decisive(row).few_images}
 
     @property
     def unequal(self) -> Iterator[tuple[str, str, str, float]]:
         """Budgets that are not equal: the row that costs the most and the least, and its percent more."""
-        rows = [row for each in self.tables.values() for row in each]
-        flop = {row.one.of: row.training_flop for row in rows if row.training_flop}
+        flop = {row.one.of: row.training_flop for row in self.rows if row.training_flop}
         for budget, names in self.settings.budgets.items():
             known = sorted((flop[name], name) for name in names if name in flop)
             if known and (percent := 100 * (known[-1][0] / known[0][0] - 1)) > PERCENT_UNEQUAL:

@@ -149,11 +149,7 @@ def commands(file: BenchmarkFile, data: Path | None = None, check: Run | None = 
 
 def check_out(out: Path, file: BenchmarkFile, overwrite: bool = False) -> None:
     """Refuse a folder of another kind, and without ``overwrite`` results of another file or other seeds."""
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        check_absent(out, BENCHMARK_FILE, overwrite=True)
-        return
-    if not (out / BENCHMARK_FILE).is_file():
-        raise HddmError(f"{out} exists and holds no benchmark: choose another folder")
+    check_absent(out.resolve(), BENCHMARK_FILE, overwrite=True)
     if overwrite or not (out / RESULTS_FILE).is_file():
         return
     now: dict[str, Any] = file.model_dump(mode="json")
@@ -305,7 +301,6 @@ def collect(file: BenchmarkFile, plans: Sequence[SeedPlan]) -> Results:
     }
     results = Results(
         name=file.name,
-        complete=len(plans) == len(file.seeds),
         split=file.scored_on,
         seeds=tuple(plan.seed for plan in plans),
         date=datetime.date.today().isoformat(),

@@ -9,6 +9,7 @@ written; the files of a part are checked by those who read them.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hddm.utils.errors import HddmError
-from hddm.utils.files import locked, read_json, write_json, write_whole
+from hddm.utils.files import locked, read_json, sha256_of, write_json, write_whole
 
 LARGEST = 2**28
 _SHORT = 16
@@ -28,6 +29,18 @@ def hash_of(content: Any) -> str:
     """SHA-256 of plain values, whatever the order of their keys."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+@functools.cache
+def content_of(path: Path) -> str:
+    """SHA-256 of a file, or of the names and contents of all files in a folder that are not hidden."""
+    if not path.exists():
+        raise HddmError(f"{path}: no such file or folder")
+    if path.is_file():
+        return sha256_of(path)
+    files = sorted(one for one in path.rglob("*") if one.is_file() and not one.name.startswith("."))
+    lines = [f"{one.relative_to(path).as_posix()} {sha256_of(one)}" for one in files]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 class Work:

@@ -60,7 +60,7 @@ def test_all_rows_are_sampled_measured_and_compared(miniature: Finished) -> None
     assert read_results(out) == results
     assert [row.name for row in results.first] == [SINGLE, FLOW, MIXED]
     assert [row.name for row in results.tables["strategies"]] == ["draw", "top-1", "full"]
-    assert results.complete
+    assert results.seeds == results.settings.seeds
     assert results.split == "validation"
     for row in results.first:
         (one,) = row.scored
@@ -143,7 +143,7 @@ def test_results_of_other_settings_are_not_replaced_unasked(miniature: Finished,
     assert run_inline(changed, out, miniature.data, overwrite=True).models[0].steps != ()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "note").write_text("precious")
-    assert "holds no benchmark" in refusal(run_inline, changed, tmp_path / "mine", miniature.data)
+    assert "has no benchmark.json of" in refusal(run_inline, changed, tmp_path / "mine", miniature.data)
     # More seeds replace nothing.
     run_inline(file(values={"steps": 7, "images": 40}, seeds=[0, 1]), out, miniature.data)
 
@@ -153,7 +153,7 @@ def test_a_failing_step_is_named_and_the_others_stay(miniature: Finished, tmp_pa
     told = refusal(again, miniature, tmp_path / "out", file(rows=rows))
     assert "step 'samples/broken' (hddm sample flow --strategy top-3" in told
     assert not (tmp_path / "out" / "results.json").exists()
-    assert again(miniature, tmp_path / "out", file()).complete
+    assert again(miniature, tmp_path / "out", file()).seeds == (0,)
 
 
 def test_a_damaged_record_is_refused_and_half_a_step_is_done_again(
@@ -326,6 +326,6 @@ def test_with_workers_it_goes_on_whatever_stopped_it(number: signal.Signals, tmp
     assert not (tmp_path / "out" / "results.json").exists()
     assert subprocess.run(command, env=environment, check=False).returncode == 0
     results = read_results(tmp_path / "out")
-    assert results.complete
+    assert results.seeds == (0,)
     assert torch.equal(*(torch.tensor(one.steps[:2]) for one in results.models[1:3]))
     assert not list(jobs.glob(".*"))

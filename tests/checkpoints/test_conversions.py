@@ -8,7 +8,7 @@ from torch import Tensor
 
 import hddm
 from benchmarks.conversion.conversions import TREATMENTS, SameTimeField, sample_ddim, variant
-from hddm.benchmark.compute import evaluation_flop, router_flop
+from hddm.benchmark.compute import evaluation_flop, forward_flop
 from hddm.data.shards import load_shard
 from hddm.ensemble import Ensemble
 from hddm.velocity import VelocityField
@@ -135,4 +135,4 @@ def test_the_cost_is_the_count_of_every_multiplication_and_addition(ensemble: Pa
     for field in model.experts:
         field.calibration = None
     assert [evaluation_flop(field) for field in model.experts] == [expert] * len(model.experts)
-    assert (router_flop(model.router, state), router_flop(None, state)) == (router, 0)
+    assert forward_flop(model.router, state, torch.ones(1)) == router

@@ -98,7 +98,7 @@ def test_an_existing_folder_is_kept(
     ):
         assert "--overwrite" in _refused(hddm, *arguments, "--out", tmp_path)
     assert "holds no quickstart" in _refused(hddm, "quickstart", "--out", tmp_path)
-    assert "holds no benchmark" in _refused(hddm, "quickstart", "--out", tmp_path, "--overwrite")
+    assert "has no benchmark.json of" in _refused(hddm, "quickstart", "--out", tmp_path, "--overwrite")
     assert contents(tmp_path) == before
 
 
