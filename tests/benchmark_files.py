@@ -15,6 +15,7 @@ from hddm.benchmark.file import BenchmarkFile
 from hddm.benchmark.results import Results, compare_rows
 from hddm.evaluation import evaluate
 from hddm.evaluation.distances import Distance
+from hddm.evaluation.images import SamplingRecord
 from hddm.evaluation.scores import SplitScores
 from hddm.utils.processes import Call, Report
 from hddm.utils.records import parse_record
@@ -204,7 +205,10 @@ def more_seeds(
             value = distances.get(one.of, [5.0] * len(seeds))[seed]
             distance = Distance(value=value, half_width=0.5, few_images=one.of in few)
             splits = (SplitScores(split=results.split, distance=distance),)
-            evaluation = one.evaluation.model_copy(update={"splits": splits, "recognised": None})
+            source = one.model if one.of in fixed else f"{one.model} {seed}"
+            sampling = SamplingRecord(source_sha256=source, steps=2)
+            changed = {"splits": splits, "recognised": None, "sampling": sampling}
+            evaluation = one.evaluation.model_copy(update=changed)
             new = {"seed": seed, "evaluation": evaluation, "samples": f"{one.samples} {seed}"}
             scored.append(one.model_copy(update=new))
     trained = [

@@ -126,7 +126,9 @@ def count_sampling(words: Sequence[str], run: Run) -> int:
 def cost_key(step: Step) -> str:
     """Hash of what the counted operations of an image depend on: options and networks, but no seed."""
     free = {*_FREE.split()} - ({"--steps"} if step.verb == "sample" else set())
-    words = [word.partition("/")[0] for option in step.options if option[0] not in free for word in option]
+    kept = (word for option in step.options if option[0] not in free for word in option)
+    # Whatever the names of its inputs.
+    words = ["$" if "$" in word else word for word in kept]
     return hash_of(["cost", words, [_shape_of(one.path) for one in step.inputs.values()]])
 
 

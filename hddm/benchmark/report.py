@@ -17,8 +17,9 @@ from PIL import Image
 from hddm.benchmark import charts
 from hddm.benchmark.results import MARK, Comparison, Results, Row, number
 from hddm.data.images import save_png, tiled
+from hddm.data.sources.base import SUFFIXES
 from hddm.evaluation.compare import escaped, markdown_table
-from hddm.evaluation.scores import LEARNED, RECOGNISED, SHOWN
+from hddm.evaluation.scores import LEARNED, RECOGNISED
 from hddm.utils.files import write_whole
 from hddm.utils.progress import duration
 
@@ -216,18 +217,20 @@ def _flop(value: float | None) -> Cell:
 
 
 def _pictured(folder: Path, results: Results) -> Iterator[dict[str, Any]]:
-    """Of each row of the first table: its first samples of the first seed, what they show, and a sheet."""
+    """Sheets of real images and of each row of the first table, with what the first samples show."""
+    (real,) = (step.command.split()[2] for step in results.steps if step.name == "scores/real")
+    paths = [path for path in sorted((folder / real).rglob("*")) if path.suffix in SUFFIXES]
+    # From all over, since they are sorted by class.
+    yield {
+        "name": f"real images, {results.images_of}",
+        "first": [],
+        "sheet": _sheet(paths[:: len(paths) // GRID_IMAGES or 1]),
+    }
     domains = results.settings.evaluate.domains
     number_of = {name: k for k, names in enumerate(domains.values()) for name in names.split(",")}
     for row in results.first:
         scores = row.one.evaluation
-        place = folder / row.one.command.rsplit("--out ", 1)[1]
-        paths = sorted(place.glob("*.png"))[:GRID_IMAGES]
-        if not paths:
-            continue
-        pixels = torch.from_numpy(np.stack([np.atleast_3d(np.asarray(Image.open(path))) for path in paths]))
-        sheet = io.BytesIO()
-        save_png(tiled(pixels.permute(0, 3, 1, 2), GRID_COLUMNS, ENLARGE), sheet)
+        paths = sorted((folder / row.one.command.rsplit("--out ", 1)[1]).glob("*.png"))
         seen = scores.recognised.first if scores.recognised and domains else ()
         yield {
             "name": row.name,
@@ -235,10 +238,20 @@ def _pictured(folder: Path, results: Results) -> Iterator[dict[str, Any]]:
             "shares": ", ".join(f"{100 * one.share:.0f} % {one.domain}" for one in scores.domains),
             "first": [
                 (_encoded(path.read_bytes()), name, number_of.get(name, len(domains)))
-                for path, name in zip(paths[:SHOWN], seen, strict=False)
+                for path, name in zip(paths, seen, strict=False)
             ],
-            "sheet": _encoded(sheet.getvalue()),
+            "sheet": _sheet(paths),
         }
+
+
+def _sheet(paths: Sequence[Path]) -> str:
+    """The data address of the first images side by side; empty without any."""
+    pictures = [np.atleast_3d(np.asarray(Image.open(path))) for path in paths[:GRID_IMAGES]]
+    if len({one.shape for one in pictures}) != 1:
+        return ""
+    pixels, sheet = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2), io.BytesIO()
+    save_png(tiled(pixels, GRID_COLUMNS, ENLARGE), sheet)
+    return _encoded(sheet.getvalue())
 
 
 def _encoded(png: bytes) -> str:

@@ -152,24 +152,18 @@ def check_out(out: Path, file: BenchmarkFile, overwrite: bool = False) -> None:
     check_absent(out.resolve(), BENCHMARK_FILE, overwrite=True)
     if overwrite or not (out / RESULTS_FILE).is_file():
         return
-    now: dict[str, Any] = file.model_dump(mode="json")
+    now: dict[str, Any] = file.model_dump(mode="json", exclude={"workers"})
     before = dict(read_json(out / BENCHMARK_FILE).get("settings", {}))
+    before.pop("workers", None)
     if set(before.get("seeds", ())) <= set(file.seeds):
         # Additional seeds lose nothing.
         before["seeds"] = now["seeds"]
-    if differing := differences(_flat(before), _flat(now)):
+    if differing := differences(before, now):
         raise HddmError(
             f"{out}: has results of other settings; choose another folder (--jobs {out / 'jobs'} reuses "
             f"what is the same), or pass --overwrite to replace the results",
             differing,
         )
-
-
-def _flat(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a file one by one; those that change no result are left out."""
-    nested = {key: one if isinstance(one, Mapping) else {"": one} for key, one in content.items()}
-    pairs = ((f"{key}.{name}".strip("."), one) for key, each in nested.items() for name, one in each.items())
-    return {key: one for key, one in pairs if key != "workers"}
 
 
 def _left(steps: Iterable[Step]) -> list[Step]:

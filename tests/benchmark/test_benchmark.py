@@ -44,11 +44,12 @@ from tests.benchmark_files import (
 
 
 def _without_times(results: Results) -> dict[str, Any]:
-    """Results without what differs between two runs: seconds and folders."""
+    """Results without what differs between two runs: seconds, also those in a model's record, and folders."""
+    times = ("seconds", "path", "source", "source_sha256")
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: plain(one) for key, one in value.items() if key not in ("seconds", "path", "source")}
+            return {key: plain(one) for key, one in value.items() if key not in times}
         return [plain(one) for one in value] if isinstance(value, list) else value
 
     content: dict[str, Any] = plain(json.loads(results.model_dump_json()))
@@ -139,7 +140,7 @@ def test_results_of_other_settings_are_not_replaced_unasked(miniature: Finished,
     changed = file(values={"steps": 7, "images": 40})
     told = refusal(run_inline, changed, out, miniature.data)
     assert "has results of other settings" in told
-    assert "values.steps: 6 there, 7 now" in told
+    assert 'values: {"steps": 6, "images": 40} there, {"steps": 7, "images": 40} now' in told
     assert run_inline(changed, out, miniature.data, overwrite=True).models[0].steps != ()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "note").write_text("precious")
