@@ -20,21 +20,16 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 import typer
 from matplotlib.figure import Figure
 
-from hddm.benchmark.data import write_digits
-from hddm.benchmark.jobs import machine
-from hddm.benchmark.presets import load_settings, parse_settings
-from hddm.benchmark.settings import BenchmarkSettings
+from hddm.data.digits import write_digits
 from hddm.data.images import ImageSet, load_images
 from hddm.data.partition import partition
 from hddm.evaluation.features import choose_extractor
-from hddm.evaluation.scores import Scorer
-from hddm.training.continuation import continue_expert
-from hddm.training.expert import train_expert
-from hddm.training.router import train_router
-from hddm.training.settings import ExpertSettings, RouterSettings
+from hddm.evaluation.scores import Scorer, Scores, Side
+from hddm.training.settings import ExpertSettings
 from hddm.utils.errors import HddmError, on_command_line
 from hddm.utils.files import read_json, write_json
-from hddm.utils.processes import Call, Report, Workers, compute_environment, environment
+from hddm.utils.machine import machine
+from hddm.utils.processes import Call, Workers, compute_environment, environment
 from hddm.utils.progress import Progress
 
 RESULTS = Path(__file__).parent / "results"
@@ -111,22 +106,6 @@ class Start:
         return stem.with_suffix(".md")
 
 
-def run_over_seeds(name: str, measure: Callable[[Any, Start], Path], full: Any, small: Any, doc: str) -> None:
-    """The command line of an experiment over training seeds; ``--quick`` takes the settings ``small``."""
-
-    def command(
-        results: ResultsOption = RESULTS,
-        work: WorkOption = Path("runs") / name,
-        quick: QuickOption = False,
-        seeds: SeedsOption = 3,
-        workers: WorkersOption = 2,
-    ) -> None:
-        typer.echo(measure(small if quick else full, Start(results, work, seeds, workers)))
-
-    command.__doc__ = doc
-    main(lambda: typer.run(command))
-
-
 def plain(value: Any) -> Any:
     """``value`` as JSON gives it back, None for NaN and infinity."""
     if isinstance(value, Mapping):
@@ -172,8 +151,6 @@ def check_kept(folder: Path, settings: Mapping[str, Any], growing: Collection[st
     write_json(path, now)
 
 
-QUICKSTART = load_settings("quickstart")
-"""Experts, router, solver and scores of experiments on digits."""
 DDPM_ON_DIGITS = ExpertSettings(
     objective="ddpm",
     prediction="epsilon",
@@ -189,33 +166,6 @@ DDPM_ON_DIGITS = ExpertSettings(
 )
 SHORT_DDPM = DDPM_ON_DIGITS.model_copy(update={"steps": 20, "batch_size": 16, "size": "tiny"})
 """Trainings of DDPM experts by experiments on digits; the numbers of the short one mean nothing."""
-
-
-def short_quickstart() -> BenchmarkSettings:
-    """`QUICKSTART` on two shards, whose numbers mean nothing."""
-    content = QUICKSTART.model_dump(mode="json")
-    training = {
-        "steps": 12,
-        "batch_size": 16,
-        "optimizer": "adamw",
-        "learning_rate": 4e-3,
-        "ema_decay": 0.99,
-        "size": "tiny",
-    }
-    few = {"steps": 2, "num_images": 80}
-    short = {
-        "partition": {"shards": 2},
-        "training": {"expert": training, "router": training},
-        "models": content["models"][:3],
-        "compare": {},
-        "sampling": content["sampling"] | few,
-        "tables": [
-            {"name": "models"},
-            content["tables"][1] | {"models": [], "base": few | {"solver": "euler"}},
-        ],
-        "resamples": 3,
-    }
-    return parse_settings(content | short, "short quickstart")
 
 
 class Digits:
@@ -244,7 +194,21 @@ class Digits:
     def scorer(self, num: int, resamples: int) -> Scorer:
         """Scores of ``num`` samples against both sides."""
         extractor = choose_extractor(self.images, min(len(self.images), len(self.fresh), num))
-        return Scorer(extractor, self.images.pixels, self.fresh.pixels, resamples)
+        sides = Side("training", self.images.pixels), Side("held_out", self.fresh.pixels)
+        return Scorer(extractor, *sides, resamples=resamples)
+
+    def real(self, scorer: Scorer) -> dict[str, Any]:
+        """Distance of the held-out side to the training side."""
+        return flat(scorer.score(self.fresh.pixels))["to_training"]
+
+
+def flat(scores: Scores) -> dict[str, Any]:
+    """Scores as the tables of `benchmarks.reports` take them."""
+    found: dict[str, Any] = {
+        f"to_{one.split}": one.distance.model_dump() for one in scores.splits if one.distance
+    }
+    ratio = None if scores.memorisation is None else scores.memorisation.ratio
+    return {**found, "diversity": scores.diversity, "nearest_ratio": ratio}
 
 
 def apart(
@@ -261,31 +225,3 @@ def run_calls(pool: Workers, calls: Sequence[Call], label: str) -> list[Any]:
     """Results of ``calls``, with a bar."""
     with Progress(sum(call.units for call in calls), label) as progress:
         return pool.run(calls, progress)
-
-
-def expert_call(shard: Path, out: Path, settings: ExpertSettings, init: Path | None = None) -> Call:
-    """The training of an expert in ``out``, from ``init`` if there is one, unless it is there."""
-    arguments = {"shard": shard, "out": out, "settings": settings, "init": init}
-    return Call(expert_job, arguments, settings.steps)
-
-
-def expert_job(shard: Path, out: Path, settings: ExpertSettings, init: Path | None, report: Report) -> None:
-    """The work of `expert_call`."""
-    if not out.exists():
-        if init is None:
-            train_expert(shard, out, settings)
-        else:
-            continue_expert(init, shard, out, settings)
-    report(settings.steps)
-
-
-def router_call(shards: Path, out: Path, settings: RouterSettings) -> Call:
-    """The training of a router in ``out``, unless it is there."""
-    return Call(router_job, {"shards": shards, "out": out, "settings": settings}, settings.steps)
-
-
-def router_job(shards: Path, out: Path, settings: RouterSettings, report: Report) -> None:
-    """The work of `router_call`."""
-    if not out.exists():
-        train_router(shards, out, settings)
-    report(settings.steps)

@@ -1,8 +1,8 @@
 """A benchmark in miniature: 4×4 images, networks of two blocks, some steps."""
 
-import json
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,16 @@ from unittest import mock
 
 import torch
 
-from hddm.benchmark import run
-from hddm.benchmark.presets import parse_settings
+from hddm.benchmark import compute, run
+from hddm.benchmark.file import BenchmarkFile
 from hddm.benchmark.results import Results, compare_rows
-from hddm.benchmark.settings import BenchmarkSettings
+from hddm.evaluation import evaluate
+from hddm.evaluation.distances import Distance
+from hddm.evaluation.images import SamplingRecord
+from hddm.evaluation.scores import SplitScores
 from hddm.utils.processes import Call, Report
+from hddm.utils.records import parse_record
+from hddm_cli.lines import check_words, run_words
 from tests.artefacts import killing, write_images
 from tests.killed_runs import in_a_process
 
@@ -24,42 +29,53 @@ THREE = {FLOW: [10.0, 10.1, 9.9], MIXED: [8.0, 8.1, 7.9], SINGLE: [9.0, 9.1, 8.9
 
 CONTENT: dict[str, Any] = {
     "name": "miniature",
-    "data": {"source": "folder", "training": "train", "held_out": "test", "validation_share": 0.4},
-    "partition": {"shards": 2},
-    "training": {
-        "expert": {"steps": 6, "batch_size": 8, "learning_rate": 3e-3, "ema_decay": 0.9, "size": "tiny"},
-        "router": {"steps": 4, "batch_size": 8, "learning_rate": 3e-3, "ema_decay": 0.9, "calibrate": True},
-        "single": {"steps": 5},
-        "checkpoint_every": 2,
+    "values": {"steps": 6, "images": 40},
+    "defaults": {
+        "partition": "--held-out 0.4",
+        "train expert": "--optimizer adamw --steps $steps --batch-size 8 --learning-rate 3e-3 "
+        "--ema-decay 0.9 --checkpoint-every 2 --threads 1",
+        "assemble": "--router $router --strategy draw",
+        "sample": "--solver euler --steps 2 --num-images $images",
     },
-    "models": [
-        {"name": "single model", "kind": "single"},
-        {"name": "homogeneous flow", "objectives": "flow"},
-        {"name": "mixed 1:1", "objectives": "1:1"},
-    ],
-    "compare": {"baselines": ["homogeneous flow", "single model"]},
-    "sampling": {"strategy": "draw", "solver": "euler", "steps": 2, "num_images": 40},
-    "tables": [
-        {"name": "models"},
-        {"name": "strategies", "models": ["mixed 1:1"], "vary": {"strategy": ["draw", "top-1", "full"]}},
-    ],
+    "steps": {
+        "parts": "partition $data/train --shards 2",
+        "all": "partition $data/train --shards 1",
+        "single": "train expert $all/shard_0 --objective flow --size tiny --steps 5",
+        "flow-0": "train expert $parts/shard_0 --objective flow --size tiny",
+        "flow-1": "train expert $parts/shard_1 --objective flow --size tiny",
+        "ddpm-0": "train expert $parts/shard_0 --objective ddpm --size tiny",
+        "router": "train router $parts --steps 4 --batch-size 8 --learning-rate 3e-3 --ema-decay 0.9 "
+        "--calibrate --threads 1",
+        "flow": "assemble $flow-0 $flow-1",
+        "mixed": "assemble $ddpm-0 $flow-1",
+        "part": "sample $mixed --expert 1 --num-images 3",
+        "alone": "sample $flow-1 --num-images 3",
+    },
+    "rows": {SINGLE: "$single", FLOW: "$flow", MIXED: "$mixed"},
+    "tables": {
+        "models": {},
+        "strategies": {"rows": [MIXED], "vary": {"strategy": ["draw", "top-1", "full"]}},
+    },
+    "evaluate": {
+        "reference": "$all",
+        "validation": "$all/held_out",
+        "held_out": "$data/test",
+        "features": "classifier",
+        "domains": {"first": "columns", "second": "rows"},
+        "options": "--allow-few --brief",
+    },
+    "compare": {"baselines": [FLOW, SINGLE]},
+    "budgets": {"ensembles": [FLOW, MIXED], "all": [SINGLE, FLOW]},
+    "same": {"an expert alone, and within the ensemble": ["alone", "part"]},
     "seeds": [0],
     "confirmation_seeds": [5],
-    "resamples": 2,
-    "complete": False,
-    "allow_few": True,
     "workers": 1,
 }
 
 
-def settings(**changes: Any) -> BenchmarkSettings:
+def file(**changes: Any) -> BenchmarkFile:
     """`CONTENT`, changed."""
-    return parse_settings(CONTENT | changes, "miniature")
-
-
-def of_models(*models: dict[str, Any], **changes: Any) -> BenchmarkSettings:
-    """`CONTENT` with these models in one table, compared with nothing; or changed further."""
-    return settings(**{"models": list(models), "compare": {}, "tables": [{"name": "models"}]} | changes)
+    return parse_record(CONTENT | changes, BenchmarkFile, "miniature")
 
 
 def write_sides(folder: Path) -> Path:
@@ -75,7 +91,7 @@ class Finished:
 
     data: Path
     out: Path
-    settings: BenchmarkSettings
+    file: BenchmarkFile
     results: Results
 
 
@@ -102,34 +118,60 @@ class Inline:
         for call in calls:
             if on_start is not None:
                 on_start(call)
-            results.append(call.function(**call.arguments, report=on_progress))
+            results.append(call.function(**call.arguments, report=lambda units: None))
             if on_end is not None:
                 on_end(call, results[-1])
         return results
 
 
-def run_inline(chosen: BenchmarkSettings, out: Path, data: Path, **options: Any) -> Results:
-    """The benchmark in this process alone, without its page."""
-    with mock.patch.object(run, "Workers", Inline), mock.patch.object(run, "write_report"):
-        return run.run_benchmark(chosen, out, data, **options)
+@contextlib.contextmanager
+def inline(counted: bool = False) -> Iterator[list[list[str]]]:
+    """Block in which benchmarks run in this process; yields the command lines that they run.
+
+    Operations are not counted, which takes long, unless ``counted``.
+    """
+    told: list[list[str]] = []
+    do = run._do
+
+    def note(**arguments: Any) -> Any:
+        told.append(arguments["step"].command())
+        return do(**arguments)
+
+    with contextlib.ExitStack() as stack:
+        for module, name, value in (
+            (run, "Workers", Inline),
+            (run, "_do", note),
+            (evaluate, "RESAMPLES", 2),
+        ):
+            stack.enter_context(mock.patch.object(module, name, value))
+        if not counted:
+            stack.enter_context(mock.patch.object(compute, "count_training", return_value=(30, 1)))
+            stack.enter_context(mock.patch.object(compute, "count_sampling", return_value=7))
+        yield told
+
+
+def run_inline(chosen: BenchmarkFile, out: Path, data: Path | None = None, **options: Any) -> Results:
+    """The benchmark in this process alone."""
+    with inline():
+        return run.run_benchmark(chosen, out, run_words, check=check_words, data=data, **options)
 
 
 def finish(folder: Path) -> Finished:
-    """A benchmark of `settings` in ``folder``."""
-    data, out, made = write_sides(folder / "data"), folder / "out", settings()
+    """A benchmark of `file` in ``folder``."""
+    data, out, made = write_sides(folder / "data"), folder / "out", file()
     return Finished(data, out, made, run_inline(made, out, data))
 
 
-def again(miniature: Finished, out: Path, chosen: BenchmarkSettings) -> Results:
-    """The benchmark of other settings on the images and jobs of the miniature."""
+def again(miniature: Finished, out: Path, chosen: BenchmarkFile) -> Results:
+    """The benchmark of another file on the images and jobs of the miniature."""
     return run_inline(chosen, out, miniature.data, jobs=miniature.out / "jobs")
 
 
-def life(chosen: BenchmarkSettings, out: Path, data: Path, moment: tuple[str, str] | None) -> int:
+def life(chosen: BenchmarkFile, out: Path, data: Path, moment: tuple[str, str] | None) -> int:
     """Run, or go on, in a process of its own; how it ended.
 
     It is killed at ``moment``: an audit event of Python and a part of its arguments, as ("os.rename",
-    "samples-").
+    "sample-").
     """
     process = in_a_process(_live, chosen, out, data, moment)
     process.join()
@@ -137,7 +179,7 @@ def life(chosen: BenchmarkSettings, out: Path, data: Path, moment: tuple[str, st
     return process.exitcode
 
 
-def _live(chosen: BenchmarkSettings, out: Path, data: Path, moment: tuple[str, str] | None) -> None:
+def _live(chosen: BenchmarkFile, out: Path, data: Path, moment: tuple[str, str] | None) -> None:
     torch.set_num_threads(1)
     if moment is not None:
         sys.addaudithook(killing(*moment))
@@ -151,25 +193,32 @@ def more_seeds(
     few: tuple[str, ...] = (),
     **changes: Any,
 ) -> Results:
-    """``results`` of more seeds, models' distances being these by seed.
+    """``results`` of more seeds, rows' distances being these by seed; all others are of 5.0.
 
-    ``fixed`` are not trained anew, and ``few`` have too few images.
+    Models of the rows ``fixed`` are not trained anew, and those of ``few`` have too few images.
     """
     seeds = tuple(range(len(next(iter(distances.values())))))
+    models = {one.model: one.of for one in results.scored}
     scored = []
     for one in results.scored:
         for seed in seeds:
-            scores = json.loads(json.dumps(one.scores))
-            scores["to_validation"]["few_images"] = one.model in few
-            if one.model in distances:
-                scores["to_validation"]["value"] = distances[one.model][seed]
-            scored.append(one.model_copy(update={"seed": seed, "scores": scores}))
-    models = [
-        one.model_copy(update={"seed": seed} | ({} if one.model in fixed else {"hash": f"{one.hash} {seed}"}))
+            value = distances.get(one.of, [5.0] * len(seeds))[seed]
+            distance = Distance(value=value, half_width=0.5, few_images=one.of in few)
+            splits = (SplitScores(split=results.split, distance=distance),)
+            source = one.model if one.of in fixed else f"{one.model} {seed}"
+            sampling = SamplingRecord(source_sha256=source, steps=2)
+            changed = {"splits": splits, "recognised": None, "sampling": sampling}
+            evaluation = one.evaluation.model_copy(update=changed)
+            new = {"seed": seed, "evaluation": evaluation, "samples": f"{one.samples} {seed}"}
+            scored.append(one.model_copy(update=new))
+    trained = [
+        one.model_copy(
+            update={"seed": seed} | ({} if models[one.model] in fixed else {"hash": f"{one.hash} {seed}"})
+        )
         for seed in seeds
         for one in results.models
     ]
-    new = {"scored": tuple(scored), "models": tuple(models), "seeds": seeds}
+    new = {"scored": tuple(scored), "models": tuple(trained), "seeds": seeds}
     return compared(results.model_copy(update=new | changes))
 
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 import hddm
-from hddm.benchmark.presets import load_settings
+from hddm.benchmark.file import read_benchmark
 from hddm.benchmark.results import read_compared
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.inspect import inspected
@@ -38,7 +38,7 @@ from hddm.training.settings import DistillSettings, ExpertSettings, RouterSettin
 from hddm.training.topics import describe_topic
 from hddm.velocity import VelocityField
 from tests.artefacts import Died, ending_at, expert_settings, router_settings, write_images
-from tests.benchmark_files import CONTENT, finish, run_inline, settings
+from tests.benchmark_files import CONTENT, file, finish, run_inline
 from tests.checkpoint_files import dit, pipeline, plain_unet
 from tests.component_files import write_clip, write_vae
 from tests.data.test_sources import encoded, write_tar
@@ -282,7 +282,7 @@ def _write_results(folder: Path) -> None:
         labels = {"class_labels": [0, 1], "class_names": ["x", "y"], "num_images": 500}
         result["sampling"] |= labels
         result["versions"] = {"torch": "2.9"}
-        own = result["to_training"]
+        own = result["splits"][0]["distance"]
         result["shards"] = [{"shard": 0, "images": 90, "all": own, "samples": 250, "own": own}]
         (folder / f"{name}.json").write_text(json.dumps(result))
 
@@ -303,7 +303,7 @@ def _write_benchmark_results(folder: Path) -> None:
     made = finish(folder.parent / "benchmark")
     content = json.loads((made.out / "results.json").read_text())
     for row in content["scored"]:
-        row["scores"]["to_validation"]["few_images"] = False
+        row["evaluation"] |= {"comparable": True, "reasons": []}
     for name in "ab":
         (folder / name).mkdir(parents=True)
         (folder / name / "results.json").write_text(json.dumps(content))
@@ -322,7 +322,7 @@ def _write_jobs(folder: Path) -> None:
 
 
 def _read_jobs(folder: Path) -> None:
-    run_inline(settings(), folder, folder.parent / "benchmark-of-jobs" / "data", jobs=None)
+    run_inline(file(), folder, folder.parent / "benchmark-of-jobs" / "data")
 
 
 def _write_settings(folder: Path) -> None:
@@ -339,7 +339,7 @@ def _write_settings(folder: Path) -> None:
 
 
 def _read_settings(folder: Path) -> None:
-    load_settings(str(folder / "benchmark.yaml"))
+    read_benchmark(str(folder / "benchmark.yaml"))
     for kind in (ExpertSettings, RouterSettings, DistillSettings, RunOptions):
         values = {"objective": "flow", "steps": 3, "teacher": "shard"}
         known = {key: value for key, value in values.items() if key in kind.model_fields}

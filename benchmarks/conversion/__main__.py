@@ -77,14 +77,5 @@ def cost(
     typer.echo(measure_cost(quick, repeats, Start(results, work)))
 
 
-@app.command()
-def grid(out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of a hddm benchmark.")]) -> None:
-    """The DDPM experts of a finished benchmark under every conversion, and under their own sampler."""
-    from benchmarks.conversion.grid import grid as run
-
-    for line in run(out):
-        typer.echo(line)
-
-
 if __name__ == "__main__":
     main(app)

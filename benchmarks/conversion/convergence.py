@@ -12,7 +12,7 @@ from benchmarks.conversion.data import read_parts, write_cifar_parts, write_digi
 from benchmarks.conversion.starts import SCRATCH, modulation_errors, pretrain, started
 from benchmarks.conversion.training import Validation, train_flow
 from benchmarks.harness import Start, as_json, check_kept, run_calls
-from hddm.benchmark.settings import slug
+from hddm.benchmark.plan import slug
 from hddm.data.images import to_bytes, to_unit_range
 from hddm.evaluation.distances import measure
 from hddm.sampling import sample

@@ -11,7 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hddm.benchmark.data import write_digits
+from hddm.data.digits import write_digits
 from hddm.data.images import load_images, to_unit_range
 from hddm.evaluation.classifier import FeatureClassifier, train_classifier
 

@@ -1,1 +1,1 @@
-"""The iso-FLOP sweep: one model against experts; beside it the settings of the ladders of the recipe."""
+"""The iso-FLOP sweep: one model against experts; beside it the files of the ladders of the recipe."""

@@ -6,23 +6,31 @@ have the same counted compute. Learning rates follow the width, since the preset
 
 import math
 import statistics
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import typer
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from benchmarks.harness import Start
+from benchmarks.harness import Digits, Start
 from benchmarks.reports import COLOURS
-from hddm.benchmark.presets import load_settings, parse_settings
+from hddm.benchmark.compute import count_training
+from hddm.benchmark.file import BenchmarkFile, read_benchmark
+from hddm.benchmark.results import PERCENT_UNEQUAL
 from hddm.benchmark.run import run_benchmark
-from hddm.benchmark.settings import BenchmarkSettings
+from hddm.calibration import LEVELS, STATES
+from hddm.training.router import NOISED
 from hddm.training.settings import size_config
+from hddm.utils.records import parse_record
+from hddm_cli.lines import run_words
 
-TABLE = "models"
+SINGLE = "single model"
+SHARDS, BATCH = 4, 32
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,6 @@ class Sweep:
     factors: tuple[float, ...]
     seeds: tuple[int, ...]
     num_images: int
-    strategy: str = "commit-0.92"
     max_rate: float = 0.016
 
 
@@ -60,54 +67,66 @@ class Cell:
 
 def scaling(sweep: Sweep, start: Start) -> Path:
     """Run the benchmark of every cell, or resume it, and write table and chart."""
-    cells = []
+    cells, place = [], start.work / sweep.name
     for size in sweep.sizes:
+        shared = shared_cost(size)
         for factor in sweep.factors:
-            settings = settings_of(sweep, size, factor, start.workers)
-            typer.echo(settings.name, err=True)
-            out = start.work / sweep.name / f"{size.replace('/', '-')}_{factor:g}"
-            results = run_benchmark(settings, out, None, start.work / sweep.name / "jobs")
-            one, *rows = results.first
+            file = file_of(sweep, size, factor, shared, start.workers)
+            typer.echo(file.name, err=True)
+            out = place / f"{size.replace('/', '-')}_{factor:g}"
+            results = run_benchmark(file, out, run_words, jobs=place / "jobs")
             distances = {
-                row.name: tuple(scored.scores["to_held_out"]["value"] for scored in row.scored)
-                for row in (one, *rows)
+                row.name: tuple(row.figure(results.decides).values.values()) for row in results.first
             }
-            learned = {row.name: row.has_learned for row in (one, *rows)}
-            budget = one.training_flop or math.nan
-            cells.append(Cell(size, budget, distances.pop(one.name), distances, learned))
+            learned = {row.name: row.has_learned for row in results.first}
+            budget = next(row.training_flop for row in results.first if row.name == SINGLE) or math.nan
+            cells.append(Cell(size, budget, distances.pop(SINGLE), distances, learned))
     lines = ["# Where experts are ahead of one model of equal counted compute", "", *_table(sweep, cells)]
     content = {"settings": vars(sweep), "cells": [vars(cell) for cell in cells]}
     return start.write(sweep.name, lines, content, chart(sweep, cells))
 
 
-def settings_of(sweep: Sweep, size: str, factor: float, workers: int) -> BenchmarkSettings:
+def shared_cost(size: str) -> float:
+    """What a step of the router costs, in steps of an expert of this ``size``, with as many images."""
+    with tempfile.TemporaryDirectory() as folder:
+        shards = Digits(Path(folder)).shards("shards", SHARDS)
+        words = ["train", "expert", str(shards / "shard_0"), "--objective", "flow", "--size", size]
+        expert, _ = count_training([*words, "--optimizer", "adamw"], run_words)
+        router, _ = count_training(["train", "router", str(shards), "--optimizer", "adamw"], run_words)
+    return router / expert
+
+
+def file_of(sweep: Sweep, size: str, factor: float, router_cost: float, workers: int) -> BenchmarkFile:
     """The preset ``digits``, at another size and with ``factor`` times the steps, on held-out images."""
-    content = load_settings("digits").model_dump(mode="json", exclude_unset=True)
-    expert, router = content["training"]["expert"], content["training"]["router"]
-    widths = [size_config(one)["hidden_size"] for one in (expert["size"], size)]
-    rate = min(sweep.max_rate, expert["learning_rate"] * widths[0] / widths[1])
-    expert |= {"size": size, "steps": max(1, round(factor * expert["steps"])), "learning_rate": rate}
-    router["steps"] = max(1, round(factor * router["steps"]))
-    content |= {
+    preset = read_benchmark("digits", held_out=True)
+    values: dict[str, Any] = dict(preset.values)
+    widths = [size_config(str(one))["hidden_size"] for one in (values["size"], size)]
+    rate = min(sweep.max_rate, float(values["rate"]) * widths[0] / widths[1])
+    for name in ("steps", "ddpm_steps", "flow_steps", "router_steps"):
+        values[name] = max(1, round(factor * int(values[name])))
+    # A router has batches of twice the size. Calibrations are evaluations; a step of an image costs three.
+    single = SHARDS * values["steps"] + 2 * router_cost * values["router_steps"]
+    single += ((SHARDS - 1) * LEVELS * STATES + router_cost * NOISED) / (3 * BATCH)
+    values |= {"size": size, "rate": rate, "single_steps": max(1, round(single)), "images": sweep.num_images}
+    changes = {
         "name": f"{size}, {factor:g} times the steps",
-        "sampling": {"strategy": sweep.strategy, "num_images": sweep.num_images},
-        "tables": [{"name": TABLE}],
-        "compare": {"candidates": [], "baselines": []},
-        "score_on": "held-out",
-        "seeds": list(sweep.seeds),
-        "confirmation_seeds": [],
+        "values": values,
+        "tables": {"models": {}},
+        "compare": {},
+        "evaluate": preset.evaluate.model_dump() | {"options": "--brief"},
+        "seeds": sweep.seeds,
         "workers": workers,
-        "complete": False,
     }
-    return parse_settings(content, sweep.name)
+    return parse_record(preset.model_dump() | changes, BenchmarkFile, sweep.name)
 
 
 def _table(sweep: Sweep, cells: list[Cell]) -> Iterator[str]:
     yield (
-        f"Fréchet distance to held-out images, {sweep.num_images:,} samples by {sweep.strategy}, features of "
+        f"Fréchet distance to held-out images, {sweep.num_images:,} samples by commit-0.92, features of "
         "a classifier that was trained apart: mean of training seeds "
         f"{', '.join(map(str, sweep.seeds))}; in brackets each seed's ratio to one model. A row in "
-        "parentheses did not learn: the classifier recognises too few of its samples."
+        "parentheses did not learn: the classifier recognises too few of its samples. Budgets of a cell "
+        f"differ by {PERCENT_UNEQUAL:g} % or are told by its report."
     )
     yield ""
     names = list(cells[0].rows)

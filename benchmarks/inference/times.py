@@ -15,7 +15,7 @@ from benchmarks.inference.models import (
     random_router,
 )
 from benchmarks.timing import DTYPES, Taken, Times, between, in_turn, now
-from hddm.benchmark.compute import evaluation_flop, router_flop
+from hddm.benchmark.compute import evaluation_flop, forward_flop
 from hddm.ensemble import Ensemble
 from hddm.experts.expert_set import ExpertSet
 from hddm.routers import Router
@@ -55,7 +55,7 @@ def operations(settings: Settings) -> tuple[float, float]:
     router = EvenRouter(random_router(settings.router, shape, patch, settings.experts))
     (field,) = expert.fields()
     x = torch.zeros(1, *shape)
-    return evaluation_flop(field) / 1e6, router_flop(Router(router, TIME_SCALE), x) / 1e6
+    return evaluation_flop(field) / 1e6, forward_flop(Router(router, TIME_SCALE), x, torch.ones(1)) / 1e6
 
 
 def ways_of(models: Models, settings: Settings, device: str) -> dict[str, tuple[Step, int]]:

@@ -6,15 +6,15 @@ from typing import Annotated
 import typer
 
 from hddm.utils.errors import HddmError
-from hddm_cli.options import AsJson, CaptionColumn, InputArgument, LabelColumn, MaxBad
+from hddm_cli.options import AsJson, CaptionColumn, InputArgument, LabelColumn, MaxBad, Out, Seed
 from hddm_cli.usage import Verb
 
-commands = typer.Typer(help="Check images before training.", no_args_is_help=True)
+commands = typer.Typer(help="Check images before training, or write example images.", no_args_is_help=True)
 
 
 @commands.callback()
 def data() -> None:
-    """Check images before training."""
+    """Check images before training, or write example images."""
 
 
 @commands.command("check", cls=Verb)
@@ -41,3 +41,59 @@ def check(
             f"{path}: {counted(bad, 'bad image')}, more than --max-bad {max_bad}; repair or remove "
             f"{'it' if bad == 1 else 'them'}"
         )
+
+
+@commands.command("digits", cls=Verb)
+def digits(out: Out) -> None:
+    """Write scikit-learn's digits as class folders of PNG files.
+
+    OUT/train holds 1,438 images of 8×8 pixels, OUT/held_out the other 359.
+    """
+    from hddm.data.digits import HELD_OUT, TRAINING, write_digits
+    from hddm.utils.files import new_folder
+
+    with new_folder(out, "digits.json") as draft:
+        write_digits(draft)
+    typer.echo(f"{out / TRAINING}, {out / HELD_OUT}: images of 8×8 pixels by class")
+
+
+@commands.command("old-model", cls=Verb, hidden=True)
+def old_model(
+    images: Annotated[Path, InputArgument(help="Shard folder of images of 8×8 pixels.")],
+    out: Out,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 1500,
+    seed: Seed = 0,
+) -> None:
+    """Train the old model of the quickstart, as anybody would, by torch and diffusers alone."""
+    import numpy as np
+    import torch
+    from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
+    from PIL import Image
+    from torch.nn import functional as F
+
+    from hddm.utils.files import new_folder
+    from hddm.utils.progress import Progress
+
+    assert steps is not None
+    arrays = [np.asarray(Image.open(path)) for path in sorted(images.rglob("*.png"))]
+    known = torch.from_numpy(np.stack(arrays))[:, None].float() / 127.5 - 1
+    torch.manual_seed(seed)
+    blocks = {"down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2}
+    width = {"block_out_channels": (32, 32), "layers_per_block": 1, "norm_num_groups": 8}
+    network = UNet2DModel(sample_size=8, in_channels=1, out_channels=1, **blocks, **width)
+    scheduler = DDPMScheduler(beta_schedule="squaredcos_cap_v2")
+    optimizer = torch.optim.AdamW(network.parameters(), 2e-3)
+    rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps, pct_start=0.1)
+    with Progress(steps, "train") as progress:
+        for _ in range(steps):
+            clean = known[torch.randint(len(known), (32,))]
+            noise, t = torch.randn_like(clean), torch.randint(1000, (len(clean),))
+            loss = F.mse_loss(network(scheduler.add_noise(clean, noise, t), t).sample, noise)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            rates.step()
+            progress(1)
+    with new_folder(out, "model_index.json") as draft:
+        DDPMPipeline(network, scheduler).save_pretrained(draft)
+    typer.echo(f"{out}: a DDPM pipeline of diffusers")

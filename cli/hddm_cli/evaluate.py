@@ -1,6 +1,5 @@
 """hddm evaluate."""
 
-import json
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,6 +23,13 @@ def evaluate(
         Path | None,
         InputOption(metavar="FOLDER", help="Images that no model was trained on, or their partition folder."),
     ] = None,
+    validation: Annotated[
+        Path | None,
+        InputOption(
+            metavar="FOLDER",
+            help="Images to choose settings by, in place of --held-out; no model was trained on them.",
+        ),
+    ] = None,
     features: Annotated[
         str,
         typer.Option(help="Features: auto, inception, clip, classifier (trained on --reference) or a file."),
@@ -35,6 +41,20 @@ def evaluate(
         Path | None,
         InputOption(metavar="FOLDER", help="Partition folder of the training images, for results per shard."),
     ] = None,
+    domain: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=CLASS,CLASS",
+            help="Classes of a domain, for results by domain; needs a classifier and class folders.",
+        ),
+    ] = None,
+    mirrored: Annotated[
+        bool,
+        typer.Option("--mirrored", help="Count a mirrored training image as a copy, after --random-flip."),
+    ] = False,
+    brief: Annotated[
+        bool, typer.Option("--brief", help="Measure only what is fast: distances, diversity, memorisation.")
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="JSON file for the result. Default: print a table."),
@@ -60,13 +80,13 @@ def evaluate(
     """Measure quality, diversity and memorisation of images.
 
     With --strategies, the images are sampled from an ensemble. Memorised images are not found if they are
-    mirrored.
+    mirrored, unless --mirrored is passed.
     """
     if strategies is not None:
         if out is None:
             raise UsageError("--strategies keeps samples and results in a folder; name it by --out")
-        of_images = ("save_classifier", "shards", "max_bad", "as_json", "overwrite")
-        refuse_given(context, "does not go with --strategies", *of_images)
+        of_images = "save_classifier shards max_bad as_json overwrite validation domain mirrored brief"
+        refuse_given(context, "does not go with --strategies", *of_images.split())
         from hddm.pipelines.strategies import Measure
 
         measure = Measure(reference, held_out, features, allow_few)
@@ -74,7 +94,7 @@ def evaluate(
         return
     if store or is_given(context, "num_images"):
         raise UsageError("--num-images and --store need --strategies, such as --strategies all")
-    from hddm.evaluation.results import ResultGroup, checked, refuse_existing
+    from hddm.evaluation.results import Result, ResultGroup, refuse_existing
 
     if out is not None:
         refuse_existing(out, overwrite)
@@ -83,37 +103,46 @@ def evaluate(
     from hddm.evaluation.evaluate import evaluate_folder
     from hddm.evaluation.images import check_images
     from hddm.utils.errors import shown
-    from hddm.utils.files import write_json, write_whole
+    from hddm.utils.files import write_whole
     from hddm.utils.progress import Progress
 
     check_images(images, "images")
     check_images(reference, "reference")
     if held_out is not None:
-        check_images(held_out, "held-out")
+        check_images(held_out, "held_out")
+    if validation is not None:
+        check_images(validation, "validation")
+    domains = {one.partition("=")[0]: one.partition("=")[2].split(",") for one in domain or ()}
     with Progress(None, "measure"):
         result = evaluate_folder(
             images,
             reference,
             held_out,
             allow_few,
+            validation=validation,
             features=features,
             shards=shards,
+            domains=domains or None,
+            mirrored=mirrored,
+            brief=brief,
             classifier=save_classifier,
             max_bad=max_bad,
         )
-    for data in (result["data"].get(name) for name in ("images", "reference", "held_out")):
-        if data:
-            for name in shown([f"{data['path']}/{name}: cannot be read" for name in data["skipped"]]):
+    data = result.data
+    for side in (data.images, data.reference, data.validation, data.held_out):
+        if side is not None:
+            for name in shown([f"{side.path}/{name}: cannot be read" for name in side.skipped]):
                 typer.echo(f"skipped {name}", err=True)
+    text = result.model_dump_json(indent=2)
     if as_json or out is None:
-        table = summary(ResultGroup(str(images), (checked(images, result, ""),)))
-        typer.echo(json.dumps(result, indent=2) if as_json else table)
+        group = ResultGroup(str(images), (Result(images, result, ""),))
+        typer.echo(text if as_json else summary(group))
     if out is None:
         return
-    write_whole(out, lambda draft: write_json(draft, result), overwrite)
-    for reason in result["reasons"]:
+    write_whole(out, lambda draft: draft.write_text(f"{text}\n", encoding="utf-8"), overwrite)
+    for reason in result.reasons:
         typer.echo(f"{out}: not comparable: {reason}")
-    if result["comparable"]:
+    if result.comparable:
         typer.echo(f"{out}: comparable")
 
 

@@ -48,7 +48,8 @@ def refuse_other(out: Path, record: str, kind: str) -> None:
         raise HddmError(f"{out} exists and holds no {kind}: choose another folder")
 
 
-def _known_strategy(value: str | None) -> str | None:
+def known_strategy(value: str | None) -> str | None:
+    """Callback of --strategy: refuses an unknown one before anything is imported for it."""
     # As `hddm.ensemble.Strategy.parse`, which imports torch.
     if value is None:
         return None
@@ -134,7 +135,7 @@ NoiseRange = Annotated[
         callback=_known_range,
     ),
 ]
-StrategyOption = functools.partial(typer.Option, "--strategy", callback=_known_strategy)
+StrategyOption = functools.partial(typer.Option, "--strategy", callback=known_strategy)
 
 _UNITS = {"": 1, "B": 1} | {
     unit: size

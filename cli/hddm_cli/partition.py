@@ -13,12 +13,23 @@ from hddm_cli.options import CaptionColumn, InputArgument, LabelColumn, MaxBad, 
 
 def partition(
     images: Annotated[
-        Path, InputArgument(help="Images: a folder, class folders, metadata.jsonl, .tar or .parquet files.")
+        list[Path],
+        InputArgument(help="Images: a folder, class folders, metadata.jsonl, .tar or .parquet files."),
     ],
     out: Out,
     shards: Annotated[
-        str, typer.Option(metavar="NUMBER|auto", help="Number of shards; auto proposes 2 to 16.")
-    ],
+        str | None, typer.Option(metavar="NUMBER|auto", help="Number of shards; auto proposes 2 to 16.")
+    ] = None,
+    classes: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=CLASS,CLASS",
+            help="Classes of one shard, to split by class and not by content; one per shard.",
+        ),
+    ] = None,
+    only: Annotated[
+        str | None, typer.Option(metavar="CLASS,CLASS", help="Classes to take. Default: all.")
+    ] = None,
     seed: Seed = 0,
     overwrite: Overwrite = False,
     features: Annotated[
@@ -32,8 +43,14 @@ def partition(
     caption_column: CaptionColumn = None,
     label_column: LabelColumn = None,
 ) -> None:
-    """Split images into shards of similar content and equal size."""
-    number = _number(shards)
+    """Split images into shards of similar content and equal size, or by class.
+
+    Several sources of images are taken together.
+    """
+    by_class = [one.rpartition("=")[2].split(",") for one in classes or ()]
+    if (shards is None) == (not by_class):
+        raise UsageError("--shards NUMBER splits by content, --classes NAME=CLASS,CLASS by class; pass one")
+    number = len(by_class) if shards is None else _number(shards)
     from hddm.data.encoding_plan import survey
     from hddm.data.partition import partition as divide
     from hddm.data.shard_records import (
@@ -63,11 +80,13 @@ def partition(
             held_out=held_out,
             caption_column=caption_column,
             label_column=label_column,
+            classes=by_class or None,
+            only=() if only is None else only.split(","),
         )
     record = read_record(out / PARTITION_FILE, PartitionRecord, FORMAT)
     for number, silhouette in (record.proposal or {}).items():
         typer.echo(f"{counted(number, 'shard')}: silhouette {silhouette:.3f}")
-    for name in shown([f"{images / name}: cannot be read" for name in record.skipped]):
+    for name in shown([f"{_place(images, name)}: cannot be read" for name in record.skipped]):
         typer.echo(f"skipped {name}", err=True)
     held = record.held_out or [None] * len(folders)
     for folder, size, fresh in zip(folders, record.sizes, held, strict=True):
@@ -91,6 +110,11 @@ def partition(
     if cache is None:
         again = f"kept for another partition of these images (--cache {kept})"
         typer.echo(f"{kept}: features, {again}; they can be deleted")
+
+
+def _place(images: list[Path], name: str) -> Path:
+    """An image by its name: below its folder, or below what several have in common."""
+    return images[0] / name if len(images) == 1 else Path(name)
 
 
 @contextlib.contextmanager

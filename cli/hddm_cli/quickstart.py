@@ -1,15 +1,18 @@
 """hddm quickstart."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hddm.utils.errors import optional
+from hddm.utils.records import BENCHMARK_FILE
 from hddm_cli.options import Overwrite, refuse_other
 
-STORY_FILE = "story.json"
-"""Record of the folder that a quickstart writes."""
+if TYPE_CHECKING:
+    from hddm.benchmark.results import Results
+
+OTHERWISE = "These trainings did not come out as expected: see the shares of the digits in the table."
 
 
 def quickstart(
@@ -24,15 +27,29 @@ def quickstart(
     """Extend a model of digits with new experts, on a laptop CPU.
 
     Trains a plain diffusers model, converts it, trains a flow expert and a DDPM expert on new images,
-    combines all three, samples and measures. Every step is an hddm command and is printed as it runs.
+    combines all three, samples and measures. Every step is an hddm command and is printed as it runs. This is
+    hddm benchmark quickstart.
     """
     if not overwrite:
-        refuse_other(out, STORY_FILE, "quickstart")
+        refuse_other(out, BENCHMARK_FILE, "quickstart")
 
     optional("matplotlib", "hddm quickstart", "train")
-    from hddm.benchmark.report import REPORT_FILE
-    from hddm_cli.story import tell
+    from hddm.benchmark.file import read_benchmark
+    from hddm.benchmark.report import REPORT_FILE, tables_text
+    from hddm.benchmark.run import run_benchmark
+    from hddm_cli.lines import run_words
 
-    if said := tell(out, overwrite, seeds):
-        typer.echo(f"\n{said}")
-    typer.echo(f"report: {out / REPORT_FILE}")
+    file = read_benchmark("quickstart", seeds=f"0-{seeds - 1}")
+    results = run_benchmark(file, out, run_words, overwrite=overwrite, is_told=True, headline=headline)
+    typer.echo(f"\n{headline(results)}\n\n{tables_text(results)}\nreport: {out / REPORT_FILE}")
+
+
+def headline(results: "Results") -> str:
+    """What the quickstart shows, if its samples show it."""
+    shares: dict[str, float] = {}
+    for row in results.first:
+        old = row.figure("domains.old.share")
+        shares.setdefault(row.one.model, -1.0 if old is None else old.mean)
+    is_so = shares["old"] > 0.9 and shares["fine-tuned"] < 0.1 and 0.3 < shares["grown"] < 0.7
+    is_unchanged = all(one.equal == one.images for one in results.same)
+    return results.settings.title if is_so and is_unchanged else OTHERWISE

@@ -67,6 +67,13 @@ def sample(
         int | None, typer.Option(min=0, help="Index of an expert to use alone, without the router.")
     ] = None,
     router_every: Annotated[int, typer.Option(min=1, help="Network calls per call of the router.")] = 1,
+    calibration: Annotated[
+        Literal["experts+router", "experts", "router", "none"],
+        typer.Option(help="Calibrations to use, for comparisons."),
+    ] = "experts+router",
+    router_temperature: Annotated[
+        float, typer.Option(help="Factor on the temperatures of the router, for comparisons.")
+    ] = 1.0,
     solver: Annotated[
         Literal["euler", "heun", "adams-bashforth", "adams-moulton"] | None,
         typer.Option(help="ODE solver. Default: adams-moulton; euler for a distilled student."),

@@ -19,7 +19,8 @@ _TOPICS = {
     "Conditions": "class_conditional text_conditional condition_dropout",
     "Checkpoints and logs": "allow_config_change checkpoint_every wandb sample_every",
     "Processes": "parallel ray retries num_replicas resources",
-    "Experts": "expert router_every add remove share domain classes allow_mixed_sizes",
+    "Experts": "expert router_every calibration router_temperature add remove share domain classes "
+    "allow_mixed_sizes",
     "VAE and text encoder": "vae text_encoder tokenizer",
     "Image size": "resolution random_crop image_interpolation_mode",
     "Content": "prompt negative_prompt class_labels conditions height width",

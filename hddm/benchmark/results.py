@@ -1,50 +1,33 @@
-"""Results of a benchmark: ``results.json``, from which tables, report and comparisons are made.
+"""Results of a benchmark: ``results.json``, models and evaluations, from which all tables are made.
 
 Two uncertainties are kept apart: the 95 % interval over samples of one model (bootstrap), and the standard
-deviation over training seeds. Figures name their split: ``to_validation`` in a benchmark that chooses
-settings, ``to_held_out`` in one that confirms them, never both in one file.
+deviation over training seeds. All figures of one file are of one split: validation images in a benchmark that
+chooses settings, held-out images in one that confirms them.
 """
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import model_validator
 
-from hddm.benchmark.settings import BenchmarkSettings, SamplingPoint, Split
-from hddm.evaluation.compare import figure_at
-from hddm.evaluation.results import Result, ResultGroup, ScoresRecord, checked, read_groups
+from hddm.benchmark.file import BenchmarkFile, Split
+from hddm.evaluation.compare import SPLITS, figure_at
+from hddm.evaluation.results import Evaluation, Result, ResultGroup, read_groups
 from hddm.evaluation.scores import LEARNED
 from hddm.evaluation.verdict import Contrast, Figure, GapVerdict, verdicts
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json
 from hddm.utils.records import RESULTS_FILE, Record, check_format, parse_record
 
-FORMAT = "3.0"
+FORMAT = "4.0"
 LARGEST = 2**29
 MARK = "†"
 """Mark of a spread over seeds that is one of samples alone (`Results.one_model`)."""
-
-
-def _as_scores(content: dict[str, Any]) -> dict[str, Any]:
-    ScoresRecord.model_validate(content)
-    return content
-
-
-def _with(*names: str) -> AfterValidator:
-    """Check that a mapping has these keys."""
-
-    def check(content: dict[str, Any]) -> dict[str, Any]:
-        if missing := [name for name in names if name not in content]:
-            raise ValueError(f"lacks {missing[0]!r}")
-        return content
-
-    return AfterValidator(check)
-
-
-Scored = Annotated[dict[str, Any], AfterValidator(_as_scores)]
+PERCENT_UNEQUAL = 2.0
 
 
 class ScoredRow(Record):
@@ -52,46 +35,40 @@ class ScoredRow(Record):
 
     table: str
     row: str
+    of: str
+    """The row of the file that it is a variation of."""
+    varied: dict[str, str]
+    """Options of the table that it differs by."""
     model: str
+    """The step that is sampled."""
     seed: int
-    point: SamplingPoint
-    scores: Scored
-    """`hddm.evaluation.scores.Scores`, with the held-out images named by the split."""
-    images: int
-    expert_evaluations: tuple[float, ...]
-    """Evaluations of each expert per image."""
-    router_evaluations: float
-    sampling_flop: float
-    """Counted operations of experts and router per image."""
-    samples: tuple[str, ...]
-    """Folders of the images, below the store."""
-    scores_job: str
+    command: str
+    samples: str
+    """Folder of the images, below the jobs."""
+    evaluation: Evaluation
+    experts_a_step: float
+    """Experts that ran for an image and call, on average."""
+    sampling_flop: int
+    """Counted operations per image."""
     seconds: float
-    """Time of sampling, summed over workers."""
-    sampled_as: dict[str, Any] = Field(default_factory=dict)
-    """``weights`` as in the experts' records, and ``device`` of the jobs, None where not recorded."""
 
 
 class ModelResult(Record):
-    """Parts of one model of one seed, and the cost of its training in counted operations."""
+    """The training of one model of one seed, in counted operations; None where unknown."""
 
     model: str
     seed: int
     hash: str
     folder: str
-    objectives: tuple[str, ...]
-    experts: tuple[str, ...]
-    """Their jobs; of finished models none."""
+    parts: tuple[str, ...]
+    """Steps that are counted."""
     steps: tuple[int, ...]
     batch_sizes: tuple[int, ...]
-    images_seen: int | None
-    experts_flop: int | None
-    calibration_flop: int | None = None
-    """The part of ``experts_flop`` that calibration took."""
+    calibration_flop: int | None
+    """The part of all operations that calibration took."""
     router_flop: int | None
     training_flop: int | None
-    """All operations of the model's training; None where unknown."""
-    seconds: float | None
+    seconds: float
 
 
 class Comparison(Record):
@@ -99,7 +76,7 @@ class Comparison(Record):
 
     table: str
     kind: Literal["model", "setting"]
-    """Two models at one point, or two points of one model."""
+    """Two models sampled alike, or two settings of one model."""
     row: str
     against: str
     gaps: dict[int, float]
@@ -119,6 +96,22 @@ class Comparison(Record):
         return f"{text} (95 % interval {number(low, signed=True)} … {number(high, signed=True)})"
 
 
+class SameImages(Record):
+    """How many ``images`` two folders both have, over all seeds, and how many of them are equal."""
+
+    title: str
+    images: int
+    equal: int
+
+
+class Told(Record):
+    """A step as it was run."""
+
+    name: str
+    command: str
+    seconds: float
+
+
 @dataclass(frozen=True)
 class Row:
     """One row of a table over all training seeds."""
@@ -127,21 +120,23 @@ class Row:
     trained: tuple[ModelResult, ...]
 
     @property
+    def one(self) -> ScoredRow:
+        """The row of the first seed, for what is the same in all."""
+        return self.scored[0]
+
+    @property
     def name(self) -> str:
-        return self.scored[0].row
+        return self.one.row
 
-    @property
-    def model(self) -> str:
-        return self.scored[0].model
-
-    @property
-    def point(self) -> SamplingPoint:
-        return self.scored[0].point
+    @cached_property
+    def group(self) -> ResultGroup:
+        """Its evaluations, as `hddm compare` takes them."""
+        results = (Result(Path(one.samples), one.evaluation, str(one.seed)) for one in self.scored)
+        return ResultGroup(self.name, tuple(results))
 
     def figure(self, path: str) -> Figure | None:
-        """A score by its name, dots between parts; None where it was not measured."""
-        results = tuple(Result(Path(), one.scores, str(one.seed)) for one in self.scored)
-        return figure_at(ResultGroup(self.name, results), path)
+        """A score by its path (`figure_at`); None where it was not measured."""
+        return figure_at(self.group, path)
 
     @property
     def has_learned(self) -> bool:
@@ -151,8 +146,7 @@ class Row:
 
     @property
     def experts_a_step(self) -> float:
-        """States that experts were asked for, a solver step and image."""
-        return statistics.fmean(sum(one.expert_evaluations) / one.point.steps for one in self.scored)
+        return statistics.fmean(one.experts_a_step for one in self.scored)
 
     @property
     def sampling_flop(self) -> float:
@@ -165,35 +159,32 @@ class Row:
         known = [one.training_flop for one in self.trained if one.training_flop is not None]
         return statistics.fmean(known) if known else None
 
+    def setting(self, name: str) -> Any:
+        """A setting that all its images were sampled with, as recorded beside them."""
+        return getattr(self.one.evaluation.sampling, name, None)
+
 
 class Results(Record):
     """``results.json``."""
 
     format: str = FORMAT
+    kind: Literal["benchmark"] = "benchmark"
     name: str
-    complete: bool
-    """All seeds are in."""
-    score_on: Split
+    split: Split
     seeds: tuple[int, ...]
-    """Those that are in."""
+    """Those that are in, of all in the file."""
     date: str
-    settings: BenchmarkSettings
-    machine: Annotated[dict[str, Any], _with("packages")]
-    hashes: Annotated[dict[str, Any], _with("training", "shards", "reference")]
-    """Of data, shards, reference images and features, and the numerics version of the jobs."""
-    images: Annotated[dict[str, int], _with("training", "fresh")]
-    """Training images, and those of the split that is scored on."""
-    features: Annotated[dict[str, Any], _with("dimensions")]
-    """Name, dimensions, hash, resizing and choice of the extractor."""
-    sampled_as: dict[str, Any]
-    """Weights, dtype, device and VAE of all samples; several where rows differ, None where none says."""
-    real: dict[str, Any]
-    """The split's own images against the training images."""
+    settings: BenchmarkFile
+    machine: dict[str, Any]
+    real: Evaluation
+    """Real images of the split, against the training images."""
     models: tuple[ModelResult, ...]
     scored: tuple[ScoredRow, ...]
+    same: tuple[SameImages, ...] = ()
+    steps: tuple[Told, ...]
     comparisons: tuple[Comparison, ...]
     seconds: float
-    """Of all jobs together, whenever and by however many workers they were done."""
+    """Of all steps together, whenever and by however many workers they were done."""
 
     @model_validator(mode="after")
     def _has_what_decides(self) -> "Results":
@@ -201,13 +192,23 @@ class Results(Record):
             raise ValueError("holds no rows")
         trained = {(one.model, one.seed) for one in self.models}
         for one in self.scored:
-            if one.scores.get(self.decides) is None:
-                raise ValueError(f"row {one.row!r} lacks {self.decides!r}, which decides")
+            if one.evaluation.to(self.split) is None:
+                raise ValueError(f"row {one.row!r} has no distance to {self.images_of} images, which decides")
             if (one.model, one.seed) not in trained:
                 raise ValueError(
                     f"row {one.row!r} is of a model {one.model!r} of seed {one.seed} that is not there"
                 )
         return self
+
+    @property
+    def images_of(self) -> str:
+        """The split's name in texts."""
+        return SPLITS[self.split]
+
+    @property
+    def decides(self) -> str:
+        """Path of the score that verdicts are about."""
+        return f"splits.{self.split}.distance"
 
     @property
     def tables(self) -> dict[str, list[Row]]:
@@ -229,9 +230,9 @@ class Results(Record):
         return next(iter(self.tables.values()))
 
     @property
-    def decides(self) -> str:
-        """The score that verdicts are about."""
-        return f"to_{self.score_on.replace('-', '_')}"
+    def rows(self) -> list[Row]:
+        """Rows of all tables."""
+        return [row for each in self.tables.values() for row in each]
 
     @property
     def one_model(self) -> frozenset[str]:
@@ -239,21 +240,36 @@ class Results(Record):
         hashes: dict[str, list[str]] = {}
         for one in self.models:
             hashes.setdefault(one.model, []).append(one.hash)
-        elsewhere = {one.model for one in self.models if not one.experts}
-        same = {name for name, each in hashes.items() if len(each) > 1 and len(set(each)) == 1}
-        return frozenset(elsewhere | same)
+        untrained = {one.model for one in self.models if not one.parts}
+        return frozenset(
+            untrained | {name for name, each in hashes.items() if len(each) > len(set(each)) == 1}
+        )
 
     @property
     def answers(self) -> list[Comparison]:
-        """Models against baselines, of the first table."""
+        """Rows against baselines, of the first table."""
         table = next(iter(self.tables))
         return [one for one in self.comparisons if one.table == table and one.kind == "model"]
+
+    @property
+    def few(self) -> set[str]:
+        """Rows of no more images than features."""
+        return {row.name for row in self.rows if self.decisive(row).few_images}
+
+    @property
+    def unequal(self) -> Iterator[tuple[str, str, str, float]]:
+        """Budgets that are not equal: the row that costs the most and the least, and its percent more."""
+        flop = {row.one.of: row.training_flop for row in self.rows if row.training_flop}
+        for budget, names in self.settings.budgets.items():
+            known = sorted((flop[name], name) for name in names if name in flop)
+            if known and (percent := 100 * (known[-1][0] / known[0][0] - 1)) > PERCENT_UNEQUAL:
+                yield budget, known[-1][1], known[0][1], percent
 
     def decisive(self, row: Row) -> Figure:
         """The score of a row that verdicts are about."""
         found = row.figure(self.decides)
         assert found is not None
-        return replace(found, samples=frozenset({row.point.num_images}))
+        return replace(found, samples=frozenset({row.one.evaluation.images}))
 
     def shown(self, row: Row, path: str) -> str:
         """Mean, half-width over samples and spread over trainings of a score, – where it was not measured."""
@@ -261,7 +277,7 @@ class Results(Record):
         if found is None:
             return "–"
         half = "" if found.half_width is None else f" ± {number(found.half_width)}"
-        mark = MARK if row.model in self.one_model else ""
+        mark = MARK if row.one.model in self.one_model else ""
         spread = "" if found.spread is None else f" (s {number(found.spread)}{mark})"
         return f"{number(found.mean)}{half}{spread}"
 
@@ -278,11 +294,8 @@ def read_results(folder: Path) -> Results:
     path = folder / RESULTS_FILE
     content = read_json(path, LARGEST)
     check_format(content, FORMAT, path)
-    if int(str(content.get("format")).partition(".")[0]) < int(FORMAT.partition(".")[0]):
-        raise HddmError(
-            f"{path}: format {content['format']} was written by an older hddm; repeat the benchmark "
-            f"with another --out and this folder's jobs as --jobs"
-        )
+    if int(str(content["format"]).partition(".")[0]) < int(FORMAT.partition(".")[0]):
+        raise HddmError(f"{path}: format {content['format']} is no longer read; repeat the benchmark")
     return parse_record(content, Results, str(path))
 
 
@@ -291,21 +304,18 @@ def compare_rows(results: Results) -> Iterator[Comparison]:
 
     Models with one set of weights in every seed, and rows of the same samples, get no verdict.
     """
-    baselines = results.settings.compare.baselines
-    candidates = results.settings.compare.candidates or tuple(
-        model.name for model in results.settings.models if model.name not in baselines
-    )
-    single = {model.name for model in results.settings.models if model.kind == "single"}
+    chosen = results.settings.compare
     for table, rows in results.tables.items():
         pairs: list[tuple[Literal["model", "setting"], Row, Row]] = []
         for row in rows:
-            for baseline in baselines if row.model in candidates else ():
-                pairs += [
-                    ("model", row, other)
-                    for other in rows
-                    if other.model == baseline and _are_alike(row.point, other.point, baseline in single)
-                ]
-            first = next(one for one in rows if one.model == row.model)
+            of = row.one.of
+            if of not in chosen.baselines and (not chosen.candidates or of in chosen.candidates):
+                for other in rows:
+                    # A network alone has no strategy to differ in.
+                    alike = other.one.varied.items() <= row.one.varied.items()
+                    if other.one.of in chosen.baselines and alike:
+                        pairs.append(("model", row, other))
+            first = next(one for one in rows if one.one.of == of)
             if first is not row:
                 pairs.append(("setting", row, first))
         judged = verdicts([_contrast(results, ours, base) for _, ours, base in pairs])
@@ -322,83 +332,10 @@ def compare_rows(results: Results) -> Iterator[Comparison]:
             )
 
 
-def read_compared(paths: Sequence[Path]) -> dict[str, list[ResultGroup]]:
-    """Read what ``hddm compare`` compares: evaluations under "", or benchmarks by row.
-
-    Rows are those in the first table of every benchmark, in the first one's order. Fewer than two,
-    evaluations mixed with benchmarks, or benchmarks without a common row raise `HddmError`.
-    """
-    benchmarks = [path for path in paths if _is_benchmark(path)]
-    if not benchmarks:
-        return {"": read_groups(paths)}
-    if len(paths) < 2:
-        raise HddmError(
-            f"{paths[0]}: the tables of one benchmark are in tables.md and report.html; name two or "
-            f"more to compare"
-        )
-    foreign = [path for path in paths if path not in benchmarks]
-    if foreign:
-        raise HddmError(f"{foreign[0]}: is not a benchmark, but others here are; compare results of one kind")
-    folders = [path if path.is_dir() else path.parent for path in paths]
-    found = [(folder, read_results(folder)) for folder in folders]
-    names = [{row.name for row in results.first} for _, results in found]
-    shared = [row.name for row in found[0][1].first if all(row.name in one for one in names)]
-    if not shared:
-        raise HddmError(
-            "these benchmarks have no row of their first tables in common",
-            [f"{path}: {', '.join(one)}" for path, one in zip(paths, names, strict=True)],
-        )
-    return {
-        name: [
-            ResultGroup(str(folder), tuple(_evaluations(folder, results, name))) for folder, results in found
-        ]
-        for name in shared
-    }
-
-
-def _is_benchmark(path: Path) -> bool:
-    if path.is_dir():
-        return (path / RESULTS_FILE).is_file()
-    return path.name == RESULTS_FILE and {"settings", "score_on"} <= read_json(path, LARGEST).keys()
-
-
-def _evaluations(folder: Path, results: Results, name: str) -> Iterator[Result]:
-    """The seeds of a row of the first table as results of evaluations."""
-    (row,) = (one for one in results.first if one.name == name)
-    hashes, images = results.hashes, results.images
-    for one in row.scored:
-        made = next(each for each in row.trained if each.seed == one.seed)
-        few = one.scores[results.decides].get("few_images", False)
-        sampled = {"source": made.hash, "seed": one.seed}
-        content: Mapping[str, Any] = {
-            **one.scores,
-            "features": results.features,
-            "data": {
-                "images": {"images": one.images, "shape": None, "hash": " ".join(one.samples)},
-                "reference": {"images": images["training"], "hash": hashes["training"]},
-                "held_out": {"images": images["fresh"], "hash": hashes["reference"]},
-                "shards": {"images": images["training"], "hash": hashes["shards"]},
-            },
-            "split": results.score_on,
-            "sampling": {**one.point.model_dump(), **results.sampled_as, **one.sampled_as, **sampled},
-            "training_tflop": None if made.training_flop is None else made.training_flop / 1e12,
-            "versions": results.machine["packages"],
-            "comparable": not few,
-            "reasons": [f"too few images: {results.features['dimensions']} features"] if few else [],
-        }
-        yield checked(folder / RESULTS_FILE, dict(content), str(one.seed))
-
-
-def _are_alike(one: SamplingPoint, other: SamplingPoint, has_no_router: bool) -> bool:
-    """True of rows that were sampled alike; a model without a router has no strategy to differ in."""
-    routing = {"strategy", "calibration", "router_temperature"} if has_no_router else set()
-    return one.model_dump(exclude=routing) == other.model_dump(exclude=routing)
-
-
 def _contrast(results: Results, ours: Row, base: Row) -> Contrast:
     why = None
     failed = [row.name for row in (ours, base) if not row.has_learned]
-    fixed = [name for name in dict.fromkeys((ours.model, base.model)) if name in results.one_model]
+    fixed = [name for name in dict.fromkeys((ours.one.model, base.one.model)) if name in results.one_model]
     if all(a.samples == b.samples for a, b in zip(ours.scored, base.scored, strict=True)):
         why = "the same samples in every seed"
     elif failed:
@@ -406,3 +343,36 @@ def _contrast(results: Results, ours: Row, base: Row) -> Contrast:
     elif fixed:
         why = f"{' and '.join(fixed)}: one set of weights in every seed, so no other training is judged"
     return Contrast(results.decisive(ours), results.decisive(base), "lower", why)
+
+
+def read_compared(paths: Sequence[Path]) -> dict[str, list[ResultGroup]]:
+    """Read what ``hddm compare`` compares: evaluations under "", or benchmarks by row.
+
+    Rows are those in the first table of every benchmark, in the first one's order. Fewer than two,
+    evaluations mixed with benchmarks, or benchmarks without a common row raise `HddmError`.
+    """
+    files = {path: path / RESULTS_FILE if path.is_dir() else path for path in paths}
+    benchmarks = [path for path, file in files.items() if file.name == RESULTS_FILE and file.is_file()]
+    if not benchmarks:
+        return {"": read_groups(paths)}
+    if len(paths) < 2:
+        raise HddmError(
+            f"{paths[0]}: the tables of one benchmark are in tables.md and report.html; name two or "
+            f"more to compare"
+        )
+    if foreign := [path for path in paths if path not in benchmarks]:
+        raise HddmError(f"{foreign[0]}: is not a benchmark, but others here are; compare results of one kind")
+    found = {file: {row.name: row for row in read_results(file.parent).first} for file in files.values()}
+    shared = [name for name in next(iter(found.values())) if all(name in rows for rows in found.values())]
+    if not shared:
+        raise HddmError(
+            "these benchmarks have no row of their first tables in common",
+            [f"{path}: {', '.join(rows)}" for path, rows in found.items()],
+        )
+    return {
+        name: [
+            ResultGroup(str(file.parent), tuple(replace(one, path=file) for one in rows[name].group.results))
+            for file, rows in found.items()
+        ]
+        for name in shared
+    }

@@ -1,166 +1,164 @@
-"""A benchmark from its settings to its results: trains what is missing, samples, scores, compares.
+"""A benchmark from its file to its results: does what is missing, scores, compares.
 
 OUT/
-  benchmark.json                       the settings in full
-  jobs/                                everything that was done, by content (`hddm.benchmark.jobs`)
+  benchmark.json                       the file in full
+  jobs/                                what each step wrote, by content (`hddm.utils.work`)
   results.json, tables.md, report.html
-  shards, whole, digits                links to the data's jobs
-  seed_<n>/…                           links to the models; sample grids in samples/
-  samples/                             a grid of real images
+  <step>, samples/, scores/            links to the steps, samples and scores of seed 0, and of all seeds
+  seed_<n>/…                           links to those of another seed
 
-The same command resumes after a kill at any moment. Results are written after each seed.
+The same command resumes after a kill at any moment: a step that is done is not done again, and one that is
+not continues as its own verb does. Results are written after each seed.
 """
 
+import contextlib
 import datetime
-import functools
-import math
+import io
+import itertools
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from pydantic import Field
-
-from hddm.benchmark import charts
-from hddm.benchmark.data import (
-    SHARDS,
-    WHOLE,
-    divide,
-    fewest_images,
-    prepare_images,
-    read_reference,
-    reference_job,
-    refuse_work_among_images,
-    write_reference,
-)
-from hddm.benchmark.jobs import NUMERICS, Store, finite, stoppable, together
-from hddm.benchmark.models import check_counts, check_rows, check_shapes
+from hddm.benchmark import compute
+from hddm.benchmark.compute import TRAININGS, Run
+from hddm.benchmark.file import BenchmarkFile
+from hddm.benchmark.plan import SEEDED, PlannedRow, SeedPlan, Step, at
 from hddm.benchmark.report import tables_text, write_report
-from hddm.benchmark.results import FORMAT, LARGEST, Results, ScoredRow, compare_rows
-from hddm.benchmark.samples import REAL, STRIPS, grid_path, read_samples, write_grid
-from hddm.benchmark.scores import Scoring, features_job_of, write_features
-from hddm.benchmark.seed import SampledRow, SeedJobs, SeedRun, SharedInputs
-from hddm.benchmark.settings import BenchmarkSettings, points_of
+from hddm.benchmark.results import (
+    FORMAT,
+    LARGEST,
+    ModelResult,
+    Results,
+    SameImages,
+    ScoredRow,
+    Told,
+    compare_rows,
+)
+from hddm.evaluation.results import read_result
+from hddm.utils.drafts import differences
 from hddm.utils.errors import HddmError, counted
-from hddm.utils.files import check_absent, read_json, write_json, write_whole
-from hddm.utils.processes import Workers, require_main_guard
-from hddm.utils.progress import Progress
-from hddm.utils.records import BENCHMARK_FILE, RESULTS_FILE, OpenRecord, parse_record
+from hddm.utils.files import check_absent, read_json, remove, write_json, write_whole
+from hddm.utils.machine import machine
+from hddm.utils.processes import (
+    Call,
+    Interrupted,
+    Report,
+    Stopped,
+    Workers,
+    end_with_parent,
+    interruptible,
+    require_main_guard,
+)
+from hddm.utils.progress import Progress, duration
+from hddm.utils.records import BENCHMARK_FILE, RESULTS_FILE, SAMPLING_FILE
+from hddm.utils.work import Work
 
 TABLES_FILE = "tables.md"
-GRID_IMAGES = 64
-STRIP = 20
+_UNCOUNTED = ("train all", "convert", "data old-model")
+"""Verbs with a training that is not counted, here or elsewhere."""
+_WEIGHTS = {"sample": 10_000, "evaluate": 4_000}
+"""Units of progress of a step, by verb; a training has one per image that it sees."""
+_FEWEST = 1_000
 
 
 def run_benchmark(
-    settings: BenchmarkSettings,
+    file: BenchmarkFile,
     out: Path,
+    run: Run,
+    *,
+    check: Run | None = None,
     data: Path | None = None,
     jobs: Path | None = None,
     overwrite: bool = False,
+    is_told: bool = False,
+    headline: Callable[[Results], str] | None = None,
 ) -> Results:
     """Run a benchmark in ``out``, or resume it.
 
-    The settings' images lie below ``data``. Finished jobs lie in ``jobs``, by default ``out/jobs``;
-    benchmarks that share it share trainings. ``overwrite`` replaces results of other settings in ``out``;
-    jobs stay.
+    Args:
+        file: the benchmark.
+        out: its folder.
+        run: runs a command line of hddm in a worker process; importable by name.
+        check: raises `HddmError` for a command line that cannot be run; all are checked first.
+        data: the folder of the user's images, ``$data``.
+        jobs: what steps wrote, by default ``out/jobs``; benchmarks that share it share their steps.
+        overwrite: replace results of another file in ``out``; jobs stay.
+        is_told: print every command as it runs.
+        headline: what the report says at its top, by default the file's title.
 
     Raises:
-        HddmError: for images or models that are missing or do not fit, fewer images than features, a row that
-            its model cannot be sampled for, an ``out`` that holds anything else, or a store in use.
+        HddmError: for an ``out`` that holds anything else, jobs in use, and whatever a command raises, with
+            the step's name.
         Stopped: after a signal, with all finished work saved.
     """
     require_main_guard()
-    if settings.data.source == "folder":
-        refuse_work_among_images(settings.data, data, (out, jobs or out))
-    check_rows(settings)
-    check_out(out, settings, overwrite)
+    check_out(out, file, overwrite)
     out.mkdir(parents=True, exist_ok=True)
-    store = Store(jobs or out / "jobs")
-    with stoppable(out), store.held():
-        if not (out / RESULTS_FILE).is_file():
-            # If killed from here on, the same command recognises the folder.
-            _write_settings(out, settings)
-        shared, links = _prepare(settings, data, store)
-        check_shapes(settings, read_reference(store.path(shared.reference))["training"].shape[1:])
-        before = {} if overwrite else _results_before(out, shared)
-        _write_settings(out, settings)
-        _write_real(out, shared, store)
-        runs = [SeedRun(settings, number, shared, store) for number in settings.seeds]
-        with Progress(None, "count the operations of each network"):
-            planned, to_train = (sum(map(of, runs)) for of in (SeedRun.planned, SeedRun.to_train))
-        _tell(settings, to_train, out, before)
-        seeds: list[SeedJobs] = []
+    work = Work(jobs or out / "jobs")
+    plans = [SeedPlan(file, seed, work, data) for seed in file.seeds]
+    _check(plans[0], check)
+    with _stoppable(out), work.held():
+        before = read_json(out / RESULTS_FILE, LARGEST) if (out / RESULTS_FILE).is_file() else {}
+        content = {"format": FORMAT, "settings": file.model_dump(mode="json")}
+        write_whole(out / BENCHMARK_FILE, lambda draft: write_json(draft, content))
+        steps = {step.identity: step for plan in plans for step in plan.all}
+        planned, left = (sum(map(_units, each)) for each in (steps.values(), _left(steps.values())))
+        missing = counted(len(_left(steps.values())), "step")
+        text = (
+            f"{missing} to run, {file.workers} at a time" if left else f"was finished on {before.get('date')}"
+        )
+        print(f"{out}: {text}", file=sys.stderr, flush=True)
 
         def now() -> list[str]:
             return [f"now {'; '.join(workers.running)}"] if workers.running else []
 
-        workers, progress = Workers(settings.workers), Progress(planned, settings.name, "FLOP", now)
+        workers, progress = Workers(file.workers), Progress(planned, file.name, more=now)
         with workers, progress:
-            for run in runs:
-                seeds.append(run.run(workers, progress))
-                models = seeds[-1].models.values()
-                _link(out, links | {one.result.folder: one.source.folder for one in models})
-                _write_grids(out, seeds[-1], store)
-                if settings.partition.classes is not None:
-                    _write_strips(out, seeds[0], store, shared, settings.partition.classes)
-                results = _dated(collect(settings, store, shared, seeds), before)
+            progress.skip(planned - left)
+            for k, plan in enumerate(plans, 1):
+                _do_all(plan, out, run, workers, progress, is_told)
+                results = _dated(collect(file, plans[:k]), before)
                 # Results of fewer seeds than before are not written: the others follow.
                 if not set(results.seeds) < set(before.get("seeds", ())):
-                    _write(out, results)
+                    _write(out, results, headline)
     return results
 
 
-def _tell(settings: BenchmarkSettings, to_train: int, out: Path, before: Mapping[str, Any]) -> None:
-    """Print what is ahead; the time that it takes is told with the first progress."""
-    if set(settings.seeds) <= set(before.get("seeds", ())):
-        text = f"{out}: was finished on {before['date']}; finished parts are not repeated"
-    else:
-        text = (
-            f"{settings.name}: {len(settings.models)} models, trained for "
-            f"{counted(len(settings.seeds), 'seed')} ({to_train / 1e12:.3g} TFLOP to go), sampled and scored "
-            f"on {settings.score_on} images, {settings.workers} at a time"
-        )
-    print(text, file=sys.stderr, flush=True)
+def _check(plan: SeedPlan, check: Run | None) -> None:
+    if check is not None:
+        for step in plan.all:
+            with at(f"step {step.name!r}"):
+                check(step.command())
 
 
-class _Chosen(OpenRecord):
-    """Settings in ``benchmark.json``, of any version."""
-
-    seeds: tuple[int, ...] = ()
-
-
-class _Begun(OpenRecord):
-    """What is read of ``benchmark.json``."""
-
-    settings: _Chosen = _Chosen()
-
-
-class _Finished(OpenRecord):
-    """What is read of the results that new ones replace, of any version."""
-
-    hashes: dict[str, Any] = Field(default_factory=dict)
-    date: str = ""
+def commands(file: BenchmarkFile, data: Path | None = None, check: Run | None = None) -> Iterator[str]:
+    """The command lines of a benchmark, in order, to be run in an empty folder."""
+    told: set[str] = set()
+    for seed in file.seeds:
+        yield f"mkdir -p scores{f' seed_{seed}/scores' if seed else ''}"
+        plan = SeedPlan(file, seed, Work(Path("jobs")), data)
+        _check(plan, check)
+        for step in plan.all:
+            if step.label not in told:
+                yield step.shown
+            told.add(step.label)
 
 
-def check_out(out: Path, settings: BenchmarkSettings, overwrite: bool = False) -> None:
-    """Refuse a folder of another kind, and without ``overwrite`` results of other settings or seeds."""
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        check_absent(out, BENCHMARK_FILE, overwrite=True)
-        return
-    if not (out / BENCHMARK_FILE).is_file():
-        raise HddmError(f"{out} exists and holds no benchmark: choose another folder")
+def check_out(out: Path, file: BenchmarkFile, overwrite: bool = False) -> None:
+    """Refuse a folder of another kind, and without ``overwrite`` results of another file or other seeds."""
+    check_absent(out.resolve(), BENCHMARK_FILE, overwrite=True)
     if overwrite or not (out / RESULTS_FILE).is_file():
         return
-    path, now = out / BENCHMARK_FILE, settings.model_dump(mode="json")
-    before = parse_record(read_json(path), _Begun, str(path)).settings.model_dump(mode="json")
-    if set(before.get("seeds", ())) <= set(settings.seeds):
+    now: dict[str, Any] = file.model_dump(mode="json", exclude={"workers"})
+    before = dict(read_json(out / BENCHMARK_FILE).get("settings", {}))
+    before.pop("workers", None)
+    if set(before.get("seeds", ())) <= set(file.seeds):
         # Additional seeds lose nothing.
         before["seeds"] = now["seeds"]
-    differing = differences(before, now)
-    if differing:
+    if differing := differences(before, now):
         raise HddmError(
             f"{out}: has results of other settings; choose another folder (--jobs {out / 'jobs'} reuses "
             f"what is the same), or pass --overwrite to replace the results",
@@ -168,20 +166,222 @@ def check_out(out: Path, settings: BenchmarkSettings, overwrite: bool = False) -
         )
 
 
-def _write_settings(out: Path, settings: BenchmarkSettings) -> None:
-    content = {"format": FORMAT, "settings": settings.model_dump(mode="json")}
-    write_whole(out / BENCHMARK_FILE, lambda draft: write_json(draft, content))
+def _left(steps: Iterable[Step]) -> list[Step]:
+    return [step for step in steps if not step.is_done]
 
 
-def _results_before(out: Path, shared: SharedInputs) -> dict[str, Any]:
-    """Read existing results, {} if there are none; refuse those of other images."""
-    if not (out / RESULTS_FILE).is_file():
-        return {}
-    before = read_json(out / RESULTS_FILE, LARGEST)
-    parse_record(before, _Finished, str(out / RESULTS_FILE))
-    if before.get("hashes", {}).get("reference") != shared.reference.hash:
-        raise HddmError(f"{out}: holds results of other images; choose another folder, or pass --overwrite")
-    return before
+def _units(step: Step) -> int:
+    """About how long a step takes, in images of a small training."""
+    if step.verb in TRAININGS:
+        return max(_FEWEST, int(step.option("steps") or 0) * int(step.option("batch-size") or 128))
+    return _WEIGHTS.get(step.verb, _FEWEST)
+
+
+def _do_all(plan: SeedPlan, out: Path, run: Run, workers: Workers, progress: Progress, is_told: bool) -> None:
+    """Do the steps of a seed that are not done, then count their operations."""
+
+    def start(call: Call) -> None:
+        if is_told and call.function is _do:
+            step = call.arguments["step"]
+            about = plan.file.about.get(step.name)
+            progress.say((f"\n{about}\n" if about else "") + f"  {step.shown}")
+
+    def end(call: Call, seconds: float) -> None:
+        if is_told and call.function is _do:
+            progress.say(f"    {call.name}: {duration(seconds)}")
+
+    steps = plan.all
+    for depth in range(1 + max(step.depth for step in steps)):
+        wave = [step for step in steps if step.depth == depth]
+        # The longest first, so that no worker is idle at the end.
+        todo = sorted(_left(wave), key=lambda step: -_units(step))
+        calls = [Call(_do, {"step": step, "out": out, "run": run}, 0, step.label) for step in todo]
+        workers.run(calls, progress, start, end)
+        _link(out, wave)
+    uncounted = {_cost(step): step for step in steps if step.verb in (*TRAININGS, "sample")}
+    calls = [
+        Call(_count, {"step": step, "out": out, "run": run}, 0, f"operations of {step.label}")
+        for path, step in uncounted.items()
+        if not step.work.has(path)
+    ]
+    workers.run(calls, progress, start, end)
+
+
+def _cost(step: Step) -> Path:
+    """Where the counted operations of a step are recorded."""
+    return step.work.path("cost", compute.cost_key(step))
+
+
+def _do(step: Step, out: Path, run: Run, report: Report) -> float:
+    """Run a step, whose inputs have links in ``out``, and record it; return its seconds."""
+    end_with_parent()
+    told, units, started, said = 0, _units(step), time.perf_counter(), io.StringIO()
+
+    def hear(part: float) -> None:
+        nonlocal told
+        before, told = told, max(told, int(part * units))
+        report(told - before)
+
+    if step.verb not in SEEDED:
+        # Of a start that was killed before it could record this step.
+        for remains in step.written.values():
+            remove(remains)
+    step.path.parent.mkdir(parents=True, exist_ok=True)
+    with _started(step, said), compute.heard(hear):
+        run([*step.command(out), *(["--resume"] if step.verb in SEEDED else [])])
+    for ending in (".run", ".features"):
+        remove(step.path.with_name(step.path.name + ending))
+    seconds = round(time.perf_counter() - started, 1)
+    record = {"command": step.shown, "seconds": seconds, "machine": machine(), "said": said.getvalue()}
+    step.work.finish(step.path, record)
+    report(units - told)
+    return seconds
+
+
+def _count(step: Step, out: Path, run: Run, report: Report) -> float:
+    """Count the operations of one image of a training or of a sampling, and record them."""
+    end_with_parent()
+    words = step.command(out)[:-2]
+    with _started(step, io.StringIO()), compute.heard(lambda part: None):
+        image, update = (
+            (compute.count_sampling(words, run), 0)
+            if step.verb == "sample"
+            else compute.count_training(words, run)
+        )
+    step.work.finish(_cost(step), {"image": image, "update": update})
+    return 0.0
+
+
+@contextlib.contextmanager
+def _started(step: Step, said: io.StringIO) -> Iterator[None]:
+    """Block in which a step runs: its errors have its name, and what it prints is kept."""
+    with at(f"step {step.name!r} ({step.shown})"), interruptible(), contextlib.redirect_stdout(said):
+        yield
+
+
+@contextlib.contextmanager
+def _stoppable(out: Path) -> Iterator[None]:
+    """Within the block a signal raises `Stopped`, on which `Workers` stops its own."""
+    try:
+        with interruptible():
+            yield
+    except Interrupted as error:
+        raise Stopped(
+            f"{out}: stopped; finished work is saved, and the same command continues", error.number
+        ) from error
+
+
+def _link(out: Path, steps: Iterable[Step]) -> None:
+    """Link to what steps wrote by their names; the links are relative, so they move along."""
+    for label, path in (pair for step in steps for pair in step.written.items()):
+        link = out / label
+        to = os.path.relpath(path.resolve(), link.parent.resolve())
+        if link.is_symlink():
+            if os.readlink(link) == to:
+                continue
+            link.unlink()
+        elif link.exists():
+            raise HddmError(f"{link}: is in the way of a link to {path}; move it away")
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(to)
+
+
+def collect(file: BenchmarkFile, plans: Sequence[SeedPlan]) -> Results:
+    """Results of the seeds that are done."""
+    steps = {step.identity: step for plan in plans for step in plan.all}
+    records = {identity: step.work.record(step.path) for identity, step in steps.items()}
+    models = {
+        (row.model.label, plan.seed): _model(plan, row.model, records) for plan in plans for row in plan.rows
+    }
+    results = Results(
+        name=file.name,
+        split=file.scored_on,
+        seeds=tuple(plan.seed for plan in plans),
+        date=datetime.date.today().isoformat(),
+        settings=file,
+        machine=machine(),
+        real=read_result(plans[0].real.result),
+        models=tuple(models.values()),
+        scored=tuple(
+            _scored(row, plan.seed, models[row.model.label, plan.seed], records)
+            for table in file.tables
+            for plan in plans
+            for row in plan.rows
+            if row.table == table
+        ),
+        same=tuple(_same(title, pair, plans) for title, pair in file.same.items()),
+        steps=tuple(
+            Told(name=step.label, command=step.shown, seconds=records[step.identity]["seconds"])
+            for step in steps.values()
+        ),
+        comparisons=(),
+        seconds=round(sum(one["seconds"] for one in records.values()), 1),
+    )
+    return results.model_copy(update={"comparisons": tuple(compare_rows(results))})
+
+
+def _model(plan: SeedPlan, step: Step, records: Mapping[str, Mapping[str, Any]]) -> ModelResult:
+    """What the training of a model took, without the steps that were there before."""
+    given = [plan.steps[name] for name in plan.file.not_counted if plan.steps[name] is not step]
+    before = {one.identity for each in given for one in each.upstream}
+    own = [one for one in step.upstream if one.identity not in before]
+    parts = [one for one in own if one.verb in (*TRAININGS, "calibrate")]
+    sizes = [compute.trained(one) for one in parts]
+    fitting = [compute.calibration_flop(one) for one in parts]
+    flop = list(fitting)
+    for k, (one, (steps, batch_size)) in enumerate(zip(parts, sizes, strict=True)):
+        if steps:
+            cost = one.work.record(_cost(one))
+            flop[k] += steps * (batch_size * cost["image"] + cost["update"])
+    is_known = bool(parts) and not any(one.verb in _UNCOUNTED for one in own)
+    routers = [one.verb == "train router" for one in parts]
+    return ModelResult(
+        model=step.name,
+        seed=plan.seed,
+        hash=step.identity,
+        folder=step.label,
+        parts=tuple(one.name for one in parts),
+        steps=tuple(steps for steps, _ in sizes),
+        batch_sizes=tuple(size for _, size in sizes),
+        calibration_flop=sum(fitting) if is_known else None,
+        router_flop=sum(itertools.compress(flop, routers)) if is_known else None,
+        training_flop=sum(flop) if is_known else None,
+        seconds=round(sum(records[one.identity]["seconds"] for one in parts), 1),
+    )
+
+
+def _scored(
+    row: PlannedRow, seed: int, model: ModelResult, records: Mapping[str, Mapping[str, Any]]
+) -> ScoredRow:
+    evaluation = read_result(row.scores.result)
+    tflop = None if model.training_flop is None else model.training_flop / 1e12
+    use = read_json(row.samples.path / SAMPLING_FILE).get("expert_use", {})
+    return ScoredRow(
+        table=row.table,
+        row=row.name,
+        of=row.row,
+        varied=dict(row.varied),
+        model=row.model.name,
+        seed=seed,
+        command=row.samples.shown,
+        samples=row.samples.path.name,
+        evaluation=evaluation.model_copy(update={"training_tflop": tflop}),
+        experts_a_step=use.get("experts_a_sample", 1.0),
+        sampling_flop=row.samples.work.record(_cost(row.samples))["image"],
+        seconds=records[row.samples.identity]["seconds"],
+    )
+
+
+def _same(title: str, names: tuple[str, str], plans: Sequence[SeedPlan]) -> SameImages:
+    """Count the images that two sampled folders have in common, and those that are equal."""
+    images, equal = 0, 0
+    for plan in plans:
+        one, other = (plan.find(name).path for name in names)
+        for path in one.glob("*.png"):
+            if (other / path.name).is_file():
+                images += 1
+                equal += path.read_bytes() == (other / path.name).read_bytes()
+    return SameImages(title=title, images=images, equal=equal)
 
 
 def _dated(results: Results, before: Mapping[str, Any]) -> Results:
@@ -190,191 +390,8 @@ def _dated(results: Results, before: Mapping[str, Any]) -> Results:
     return results.model_copy(update={"date": before["date"]}) if same else results
 
 
-# Settings that change no result.
-_FREE = ("workers", "device", "training.checkpoint_every")
-
-
-def differences(before: Any, now: Any, place: str = "") -> list[str]:
-    """Differences of two plain values, a line each; those that change no result are left out."""
-    if place in _FREE or before == now:
-        return []
-    ours, theirs = _by_key(before), _by_key(now)
-    if ours is not None and theirs is not None:
-        keys = dict.fromkeys([*ours, *theirs])
-        inner = [(ours.get(key), theirs.get(key), f"{place}.{key}".strip(".")) for key in keys]
-        lines = [line for one in inner for line in differences(*one)]
-        return lines or ([f"{place}: in another order"] if isinstance(before, list) else [])
-    if None in (before, now) and isinstance(before or now, dict):
-        return [f"{place}: is {'new' if before is None else 'gone'}"]
-    return [f"{place}: was {before!r}, is {now!r}"]
-
-
-def _by_key(values: Any) -> dict[str, Any] | None:
-    """A mapping, or models or tables by their names; None for anything else."""
-    if isinstance(values, list) and all(isinstance(one, dict) and "name" in one for one in values):
-        return {one["name"]: one for one in values}
-    return values if isinstance(values, dict) else None
-
-
-def _prepare(
-    settings: BenchmarkSettings, data: Path | None, store: Store
-) -> tuple[SharedInputs, dict[str, Path]]:
-    with Progress(None, "prepare images and shards"):
-        sources = prepare_images(settings.data, data, store)
-        divided = divide(sources, settings.data, settings.partition, store)
-        has_domains = settings.partition.classes is not None
-        reference = reference_job(sources, divided, settings.score_on, has_domains)
-        images = write_reference(store, reference, sources, divided)["images"]
-    drawn = min(point.num_images for table in settings.tables for point in points_of(settings, table))
-    # Over both splits, so that what is chosen by one is confirmed on the same features.
-    features = features_job_of(settings, reference, min(fewest_images(sources, divided), drawn))
-    with Progress(None, "choose the features for scoring"):
-        dimensions = write_features(store, features, reference)["dimensions"]
-    counts = {
-        "num_images": drawn,
-        "training images": images["training"],
-        f"{settings.score_on} images": images["fresh"],
-    }
-    check_counts(settings, counts, dimensions)
-    links = {SHARDS: divided.shards, WHOLE: divided.whole}
-    if sources.job is not None:
-        links[sources.job.kind] = store.path(sources.job)
-    with Progress(None, "score real images"):
-        real = Scoring(settings, (), reference, features).of_real(store)
-    return SharedInputs(divided, reference, features, real), links
-
-
-def _link(out: Path, links: dict[str, Path]) -> None:
-    """Link to the store under readable names; the links are relative, so they move along."""
-    for name, target in links.items():
-        link = out / name
-        link.parent.mkdir(parents=True, exist_ok=True)
-        to = os.path.relpath(target.resolve(), link.parent.resolve())
-        if link.is_symlink() and os.readlink(link) == to:
-            continue
-        if link.is_symlink():
-            link.unlink()
-        elif link.exists():
-            raise HddmError(f"{link}: is in the way of a link to {target}; move it away")
-        link.symlink_to(to, target_is_directory=True)
-
-
-def _write_real(out: Path, shared: SharedInputs, store: Store) -> None:
-    """Write a picture of real images, from all over the split that is scored on."""
-    fresh = read_reference(store.path(shared.reference))["fresh"]
-    rows = torch.linspace(0, len(fresh) - 1, min(GRID_IMAGES, len(fresh))).round().long()
-    write_grid(fresh[rows], grid_path(out, REAL))
-
-
-def _write_grids(out: Path, seed: SeedJobs, store: Store) -> None:
-    """Write pictures of the first samples of every model, at the first point that it is sampled at."""
-    for model, row in {row.model: row for row in reversed(seed.rows)}.items():
-        pixels, _ = read_samples(store, [row.samples[0].job])
-        write_grid(pixels[:GRID_IMAGES], grid_path(out / f"seed_{seed.seed}", model))
-
-
-def _write_strips(
-    out: Path, seed: SeedJobs, store: Store, shared: SharedInputs, domains: Mapping[str, Sequence[str]]
-) -> None:
-    """Write a picture of the first samples of every row of the first table, each framed by its domain."""
-    fresh = read_reference(store.path(shared.reference))["fresh"]
-    shown = torch.linspace(0, len(fresh) - 1, STRIP).round().long()
-    first = shared.real["of_images"]
-    strips = [("real images", fresh[shown], [first[k] for k in shown.tolist()])]
-    for row in seed.rows:
-        if row.table == seed.rows[0].table:
-            pixels, _ = read_samples(store, [row.samples[0].job])
-            strips.append((row.row, pixels[:STRIP], store.result(row.scores.job)["of_images"][:STRIP]))
-    charts.write_strips(strips, domains, grid_path(out, STRIPS))
-
-
-def collect(
-    settings: BenchmarkSettings, store: Store, shared: SharedInputs, seeds: Sequence[SeedJobs]
-) -> Results:
-    """Results of the ``seeds`` that are done."""
-    reference, extractor = shared.reference, store.result(shared.features)
-    scored = tuple(
-        _scored_row(store, seed, row)
-        for table in settings.tables
-        for seed in seeds
-        for row in seed.rows
-        if row.table == table.name
-    )
-    done = [store.record(job) for job in set().union(*(seed.jobs for seed in seeds))]
-    results = Results(
-        name=settings.name,
-        complete=len(seeds) == len(settings.seeds),
-        score_on=settings.score_on,
-        seeds=tuple(seed.seed for seed in seeds),
-        date=datetime.date.today().isoformat(),
-        settings=settings,
-        machine=together([one["machine"] for one in done]),
-        hashes={
-            "training": reference.inputs["training"],
-            "shards": shared.divided.hashes,
-            "reference": reference.hash,
-            "features": extractor["hash"],
-            "numerics": NUMERICS,
-        },
-        images=store.result(reference)["images"],
-        features=extractor,
-        sampled_as={
-            "weights": _joined(one.sampled_as["weights"] for one in scored),
-            "dtype": "float32",
-            "device": _joined(one.sampled_as["device"] for one in scored),
-            "vae": None,
-        },
-        real=finite(_without_images(shared.real)),
-        models=tuple(model.result for seed in seeds for model in seed.models.values()),
-        scored=scored,
-        comparisons=(),
-        seconds=round(math.fsum(one["seconds"] for one in done), 1),
-    )
-    return results.model_copy(update={"comparisons": tuple(compare_rows(results))})
-
-
-def _scored_row(store: Store, seed: SeedJobs, row: SampledRow) -> ScoredRow:
-    drawn = [store.record(piece.job) for piece in row.samples]
-    found = [one["result"] for one in drawn]
-    images = sum(one["images"] for one in found)
-    unchanged = {} if row.unchanged is None else {"unchanged": store.result(row.unchanged.job)}
-    experts = zip(*(one["expert_evaluations"] for one in found), strict=True)
-    return ScoredRow(
-        table=row.table,
-        row=row.row,
-        model=row.model,
-        seed=seed.seed,
-        point=row.point,
-        scores=_without_images(store.result(row.scores.job)) | unchanged,
-        images=images,
-        expert_evaluations=tuple(sum(counts) / images for counts in experts),
-        router_evaluations=sum(one["router_evaluations"] for one in found) / images,
-        sampling_flop=sum(one["flop"] for one in found) / images,
-        samples=tuple(piece.job.name for piece in row.samples),
-        scores_job=row.scores.job.name,
-        seconds=round(sum(one["seconds"] for one in drawn), 1),
-        sampled_as={
-            "weights": seed.models[row.model].weights,
-            # Jobs of older versions do not say.
-            "device": _joined(one.get("device") for one in found),
-        },
-    )
-
-
-def _without_images(scores: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in scores.items() if key != "of_images"}
-
-
-def _joined(values: Iterable[str | None]) -> str | None:
-    """Return the one value, or several joined by commas; None where none is recorded."""
-    distinct = set(values)
-    return None if distinct <= {None} else ", ".join(sorted(one or "not recorded" for one in distinct))
-
-
-def _write(out: Path, results: Results) -> None:
-    for name, text in (
-        (RESULTS_FILE, results.model_dump_json(indent=1)),
-        (TABLES_FILE, tables_text(results)),
-    ):
-        write_whole(out / name, functools.partial(Path.write_text, data=f"{text}\n", encoding="utf-8"))
-    write_report(out, results)
+def _write(out: Path, results: Results, headline: Callable[[Results], str] | None) -> None:
+    texts = {RESULTS_FILE: results.model_dump_json(indent=1), TABLES_FILE: tables_text(results)}
+    for name, text in texts.items():
+        write_whole(out / name, lambda draft, text=text: draft.write_text(f"{text}\n", encoding="utf-8"))  # type: ignore[misc]
+    write_report(out, results, None if headline is None else headline(results))

@@ -33,7 +33,7 @@ from hddm.data.shard_records import (
     content_hash,
     holds_shard,
 )
-from hddm.data.sources import open_source
+from hddm.data.sources import open_source, pick
 from hddm.data.sources.base import ImageSource
 from hddm.utils.errors import HddmError, UsageError, counted
 from hddm.utils.files import check_absent, link_or_copy, new_folder, sha256_of, write_json
@@ -43,7 +43,7 @@ _ROUNDING = 1e-9
 
 
 def partition(
-    images: Path,
+    images: Path | Sequence[Path],
     out: Path,
     num_shards: int | Literal["auto"],
     seed: int = 0,
@@ -57,6 +57,7 @@ def partition(
     caption_column: str | None = None,
     label_column: str | None = None,
     classes: Sequence[Sequence[str]] | None = None,
+    only: Sequence[str] = (),
 ) -> list[Path]:
     """Divide images into shards of similar content by balanced hierarchical k-means on their features.
 
@@ -64,7 +65,7 @@ def partition(
     each. Returns the shard folders, in order.
 
     Args:
-        images: source, as in `hddm.data.sources.open_source`.
+        images: source, as in `hddm.data.sources.open_source`, or several that are taken together.
         out: folder of the partition.
         num_shards: a number, or "auto" for the largest silhouette (`hddm.data.clustering.propose`).
         seed: of clusters, of the images that pixel components are fitted on, and of the report's pictures.
@@ -77,6 +78,7 @@ def partition(
         caption_column: as in `open_source`.
         label_column: as in `open_source`.
         classes: names of the classes of each shard, to divide by them instead of by features.
+        only: names of the classes to take; all, if empty.
 
     Raises:
         HddmError: for a partition or a shard as source, unreadable images, a cache of other images, fewer
@@ -90,12 +92,14 @@ def partition(
         raise UsageError(f"--held-out {held_out:g}: must be 0 or more, and below 1")
     if max_bad < 0:
         raise UsageError(f"--max-bad {max_bad}: must be 0 or more")
-    _refuse_partition(images)
-    source = open_source(images, caption_column, label_column)
+    folders = [images] if isinstance(images, Path) else list(images)
+    for folder in folders:
+        _refuse_partition(folder)
+    source = pick([open_source(folder, caption_column, label_column) for folder in folders], only)
     _refuse_few(source, len(source), num_shards)
     shard_of = None if classes is None else _shard_of_class(source, classes, num_shards)
     if held_out:
-        _check_share(images, len(source), 2 if num_shards == "auto" else num_shards, held_out)
+        _check_share(source.root, len(source), 2 if num_shards == "auto" else num_shards, held_out)
     check_absent(out, PARTITION_FILE, overwrite)
     extractor = open_feature_extractor(features, seed)
     with _kept(cache, out) as folder:
@@ -116,7 +120,7 @@ def partition(
             assignment = shard_of[np.asarray(source.labels)[found.rows]]
         # The first 8 bytes of each pixel hash, in [0, 1); images below the share are held out.
         numbers = np.ascontiguousarray(found.pixels[:, :8]).view(">u8")[:, 0] / 2.0**64
-        _check_rest(images, numbers, assignment, wanted, held_out)
+        _check_rest(source.root, numbers, assignment, wanted, held_out)
         with new_folder(out, PARTITION_FILE, overwrite) as draft:
             is_held_out = numbers < held_out
             hashes = _write_shards(source, found, assignment, is_held_out, wanted, draft, cache)

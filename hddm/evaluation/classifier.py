@@ -54,10 +54,10 @@ class FeatureClassifier(nn.Module):
         return torch.cat([self.body(batch) for batch in images.split(batch_size)])
 
     @torch.no_grad()
-    def confidence(self, features: Tensor) -> Tensor:
-        """Probability (n,) of the most probable class, from features (n, 64)."""
+    def probabilities(self, features: Tensor) -> Tensor:
+        """Probability (n, classes) of each class, from features (n, 64)."""
         logits: Tensor = self.head(features.to(self.head.weight))
-        return logits.softmax(1).amax(1)
+        return logits.softmax(1)
 
 
 def train_classifier(

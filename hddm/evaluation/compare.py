@@ -2,14 +2,20 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hddm.evaluation.distances import Distance, KernelDistance, PrecisionRecall
+from hddm.evaluation.diversity import Memorisation
 from hddm.evaluation.results import Result, ResultGroup
+from hddm.evaluation.scores import Split
 from hddm.evaluation.verdict import FEWEST, Better, Contrast, Figure, GapVerdict, verdicts
 
 _SIGNS = "± is the half-width of the 95 % interval over images, s the standard deviation over results."
+
+SPLITS: dict[Split, str] = {"training": "training", "validation": "validation", "held_out": "held-out"}
+"""Names of splits in texts."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,11 @@ def lines(groups: Sequence[ResultGroup]) -> list[Line]:
 
 
 def figure_at(group: ResultGroup, path: str) -> Figure | None:
-    """A figure over all results of a group; None if one of them lacks it."""
+    """A figure over all results of a group; None if one of them lacks it.
+
+    ``path`` has dots between the names of fields; entries of a list are named by their split, domain or
+    shard, as in ``splits.held_out.distance``.
+    """
     known = [one for result in group.results if (one := _figure_of(result, path)) is not None]
     if len(known) < len(group.results):
         return None
@@ -62,26 +72,39 @@ def figure_at(group: ResultGroup, path: str) -> Figure | None:
 
 
 def _figure_of(result: Result, path: str) -> Figure | None:
-    """Figure at a dotted path in a result, with its interval over images; None if absent."""
+    """Figure at a path in a result, with its interval over images; None if absent."""
     *above, last = path.split(".")
     part: Any = result.content
     for key in above:
-        part = (part[int(key)] if isinstance(part, list | tuple) else part.get(key)) or {}
-    found = part.get(last)
-    if isinstance(found, Mapping):
-        half = found.get("half_width")
-        if "standard_error" in found:
-            half = 1.96 * found["standard_error"]
-        # Results with different numbers of samples in all do not compare, so only "own" records its number.
-        samples = frozenset({part["samples"]} if last == "own" and "samples" in part else ())
-        few = found.get("few_images", False)
-        return Figure({result.seed: found["value"]}, half, few_images=few, samples=samples)
-    if isinstance(found, bool) or not isinstance(found, int | float):
-        return None
-    half = part.get("half_width") if last == "ratio" else None
-    if last in ("precision", "recall"):
-        half = _wilson(found, part["images"])
-    return Figure({result.seed: found}, half)
+        part = _entry(part, key) if isinstance(part, tuple) else getattr(part, key, None)
+    found = getattr(part, last, None)
+    match found:
+        case Distance():
+            # Results with different numbers of samples in all do not compare, so only "own" has its number.
+            samples = frozenset({part.samples} if last == "own" else ())
+            few = found.few_images
+            return Figure({result.seed: found.value}, found.half_width, few_images=few, samples=samples)
+        case KernelDistance():
+            return Figure({result.seed: found.value}, 1.96 * found.standard_error)
+        case float() if isinstance(part, Memorisation):
+            return Figure({result.seed: found}, part.half_width if last == "ratio" else None)
+        case float() if isinstance(part, PrecisionRecall):
+            return Figure({result.seed: found}, _wilson(found, part.images))
+        case float():
+            return Figure({result.seed: found})
+    return None
+
+
+def _entry(items: tuple[Any, ...], key: str) -> Any:
+    """The entry of a split, of a domain or of a shard."""
+    for item in items:
+        if key in (
+            getattr(item, "split", None),
+            getattr(item, "domain", None),
+            str(getattr(item, "shard", "")),
+        ):
+            return item
+    return None
 
 
 def table(groups: Sequence[ResultGroup]) -> str:
@@ -104,12 +127,12 @@ def summary(group: ResultGroup) -> str:
     found = lines([group])
     rows = [[one.measure.name, _shown(one.figures[0]), one.measure.says] for one in found]
     content = group.results[0].content
-    sides = (("samples", "images"), ("training", "reference"), ("held-out", "held_out"))
-    known = [(name, content["data"].get(key)) for name, key in sides]
-    counts = ", ".join(f"{one['images']} {name}" for name, one in known if one)
-    how = content["features"]
-    notes = [_SIGNS, f"Images: {counts}. Features: {how.get('name')} ({how.get('choice')})."]
-    notes += [f"Not comparable: {one}." for one in content["reasons"]]
+    data, how = content.data, content.features
+    sides = {"samples": data.images, "training": data.reference}
+    sides |= {"validation": data.validation, "held-out": data.held_out}
+    counts = ", ".join(f"{one.images} {name}" for name, one in sides.items() if one)
+    notes = [_SIGNS, f"Images: {counts}. Features: {how.name} ({how.choice})."]
+    notes += [f"Not comparable: {one}." for one in content.reasons]
     heads = ["", group.name, "what it says"]
     return "\n".join([*markdown_table(heads, rows, "left"), "", *map(escaped, notes)])
 
@@ -175,7 +198,7 @@ def _notes(groups: Sequence[ResultGroup], judged: int) -> list[str]:
             notes.append(f"All results of {group.name} are of one model: s is over sampling seeds alone.")
         if None in group.sources:
             notes.append(f"How the images of {group.name} were sampled is not recorded.")
-    found = [result.content.get("versions", {}) for group in groups for result in group.results]
+    found = [result.content.versions for group in groups for result in group.results]
     for package in dict.fromkeys(name for versions in found for name in versions):
         others = sorted({str(versions.get(package)) for versions in found})
         if len(others) > 1:
@@ -197,34 +220,38 @@ def _wilson(share: float, images: int) -> float:
 
 def _measures(groups: Sequence[ResultGroup]) -> list[Measure]:
     contents = [result.content for group in groups for result in group.results]
-    # Images not trained on; of a benchmark that still selects settings, its validation split.
-    split = contents[0].get("split", "held-out")
-    fresh = split.replace("-", "_")
-    splits = (("training", "training"), (split, fresh))
-    scores: tuple[tuple[str, str, str, Better, str], ...] = (
-        ("Fréchet distance to", "to", "", "lower", "difference of the distributions; lower is better"),
-        ("kernel distance to", "kernel_to", "", "lower", "the same, fair for few images; lower is better"),
-        ("precision on", "on", ".precision", "higher", "share of samples that look like these images"),
-        ("recall on", "on", ".recall", "higher", "share of these images with a sample close by"),
+    splits = dict.fromkeys(one.split for content in contents for one in content.splits)
+    scores: tuple[tuple[str, str, Better, str], ...] = (
+        ("Fréchet distance to", "distance", "lower", "difference of the distributions; lower is better"),
+        ("kernel distance to", "kernel", "lower", "the same, fair for few images; lower is better"),
+        ("precision on", "overlap.precision", "higher", "share of samples that look like these images"),
+        ("recall on", "overlap.recall", "higher", "share of these images with a sample close by"),
     )
     measures = [
-        Measure(f"{title} {which} images", f"{prefix}_{key}{end}", better, says)
-        for title, prefix, end, better, says in scores
-        for which, key in splits
+        Measure(f"{title} {SPLITS[split]} images", f"splits.{split}.{end}", better, says)
+        for title, end, better, says in scores
+        for split in splits
     ]
     measures.append(
         Measure("diversity against training images", "diversity", says="1 is as varied as they are")
     )
     # Distances of different kinds do not compare, within conditions and to nearest images alike.
-    kinds = {(one.get("within_conditions") or {}).get("distance", "") for one in contents}
+    kinds = {one.within_conditions.distance if one.within_conditions else "" for one in contents}
     if len(kinds) == 1:
         title, says = f"distance within conditions ({kinds.pop()})", "between two images of a class or prompt"
         measures.append(Measure(title, "within_conditions.images", says=says))
-    if len({bool((one.get("memorisation") or {}).get("mirrored")) for one in contents}) == 1:
+    if len({bool(one.memorisation and one.memorisation.mirrored) for one in contents}) == 1:
         says = "about 1 is right, well below 1 repeats training images"
         measures.append(Measure("nearest-image ratio", "memorisation.ratio", says=says))
-    for k in range(min(len(one.get("shards") or ()) for one in contents)):
+    for k in range(min(len(one.shards) for one in contents)):
         for which, key in (("all", "all"), ("its own", "own")):
             title = f"Fréchet distance to shard {k}, {which} samples"
             measures.append(Measure(title, f"shards.{k}.{key}", "lower", "lower is better"))
+    for domain in contents[0].domains:
+        measures.append(Measure(f"share of {domain.domain}", f"domains.{domain.domain}.share"))
+        for split in splits:
+            title = f"Fréchet distance to {SPLITS[split]} images of {domain.domain}"
+            measures.append(
+                Measure(title, f"domains.{domain.domain}.splits.{split}.distance", "lower", "lower is better")
+            )
     return [*measures, Measure("training, 1e12 operations", "training_tflop")]

@@ -3,15 +3,23 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 from torch import Tensor
 
 from hddm.utils.errors import HddmError
+from hddm.utils.records import OpenRecord
 
 Features = NDArray[np.float64]
+Figure = Annotated[float, Field(strict=True, ge=-1e30, le=1e30)]
+"""A number whose square, and sums of it, are finite too."""
+Width = Annotated[Figure, Field(ge=0)]
+Share = Annotated[float, Field(strict=True, ge=0, le=1)]
+Count = Annotated[int, Field(strict=True, ge=0, lt=2**53)]
 FEWEST = 4
 NEIGHBOURS = 3
 MOST_IMAGES = 10_000
@@ -59,13 +67,12 @@ def frechet_distance(a: Gaussian, b: Gaussian) -> float:
     return max(float(distance), 0.0)
 
 
-@dataclass(frozen=True)
-class Distance:
+class Distance(OpenRecord):
     """A Fréchet distance and the half-width of its 95 % interval from resampling one side."""
 
-    value: float
-    half_width: float
-    few_images: bool
+    value: Figure
+    half_width: Width | None = None
+    few_images: bool = False
     """True if one side has no more images than features, so the distance does not compare."""
 
 
@@ -94,8 +101,9 @@ def measure(
         frechet_distance(Gaussian.of(features[draws.integers(len(features), size=len(features))]), target)
         for _ in range(resamples)
     ]
-    spread = 1.96 * float(np.std(resampled, ddof=1)) if resamples > 1 else float("nan")
-    return Distance(frechet_distance(Gaussian.of(features), target), spread, few)
+    spread = 1.96 * float(np.std(resampled, ddof=1)) if resamples > 1 else None
+    value = frechet_distance(Gaussian.of(features), target)
+    return Distance(value=value, half_width=spread, few_images=few)
 
 
 def are_few(dimensions: int, counts: Sequence[int]) -> bool:
@@ -103,25 +111,24 @@ def are_few(dimensions: int, counts: Sequence[int]) -> bool:
     return min(counts) <= dimensions
 
 
-def too_few(dimensions: int, counts: Sequence[int], allow: str = "--allow-few") -> HddmError:
-    """Error for too few images for ``dimensions`` features; the option ``allow`` permits them."""
+def too_few(dimensions: int, counts: Sequence[int]) -> HddmError:
+    """Error for too few images for ``dimensions`` features."""
     return HddmError(
         f"a Fréchet distance over {dimensions} features needs more images a side than "
-        f"{' and '.join(map(str, counts))}; {allow} computes a number that is not comparable"
+        f"{' and '.join(map(str, counts))}; --allow-few computes a number that is not comparable"
     )
 
 
-@dataclass(frozen=True)
-class KernelDistance:
+class KernelDistance(OpenRecord):
     """Squared maximum mean discrepancy (may be negative for similar sets) and its standard error.
 
     The error is over draws of the samples, with a fixed reference. ``subset_size`` is the number of images a
     side in each of the averaged subsets.
     """
 
-    value: float
-    standard_error: float
-    subset_size: int
+    value: Figure
+    standard_error: Width = 0.0
+    subset_size: Count = 0
 
 
 def kernel_distance(
@@ -145,9 +152,8 @@ def kernel_distance(
         squared_mmd(*(side[draws.choice(len(side), size, replace=False)] for side in (features, reference)))
         for _ in range(repeats)
     ]
-    return KernelDistance(
-        float(np.mean(values)), _standard_error(features, reference, subset_size, draws), size
-    )
+    error = _standard_error(features, reference, subset_size, draws)
+    return KernelDistance(value=float(np.mean(values)), standard_error=error, subset_size=size)
 
 
 def squared_mmd(x: Features, y: Features) -> float:
@@ -184,13 +190,12 @@ def _kernel(a: Features, b: Features) -> Features:
     return values
 
 
-@dataclass(frozen=True)
-class PrecisionRecall:
+class PrecisionRecall(OpenRecord):
     """Shares in [0, 1]; both depend on the number of ``images`` a side, so only equal numbers compare."""
 
-    precision: float
-    recall: float
-    images: int
+    precision: Share
+    recall: Share
+    images: Annotated[Count, Field(ge=1)]
 
 
 def precision_recall(
@@ -214,9 +219,9 @@ def precision_recall(
         for side in (features, reference)
     )
     return PrecisionRecall(
-        _covered(ours, theirs, _radii(theirs, neighbours)),
-        _covered(theirs, ours, _radii(ours, neighbours)),
-        num,
+        precision=_covered(ours, theirs, _radii(theirs, neighbours)),
+        recall=_covered(theirs, ours, _radii(ours, neighbours)),
+        images=num,
     )
 
 

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,9 @@ import torch
 from torch import Tensor
 
 from hddm.data.images import to_unit_range
+from hddm.evaluation.distances import Count, Figure, Share, Width
 from hddm.utils.errors import HddmError
+from hddm.utils.records import OpenRecord
 
 MOST_ROWS = 5000
 FEW = 40
@@ -31,8 +32,7 @@ Between = Callable[[Tensor, Tensor], Tensor]
 """Distances (p,) between the images of two lists of row numbers (p,)."""
 
 
-@dataclass(frozen=True)
-class ConditionDiversity:
+class ConditionDiversity(OpenRecord):
     """Mean distance between two images of one condition, averaged over ``conditions``.
 
     ``reference`` is that of training images of the same classes, if any. ``distance`` is "LPIPS (AlexNet)",
@@ -40,10 +40,10 @@ class ConditionDiversity:
     """
 
     distance: str
-    why_not_lpips: str | None
-    conditions: int
-    images: float
-    reference: float | None
+    why_not_lpips: str | None = None
+    conditions: Count = 0
+    images: Figure
+    reference: Figure | None = None
 
 
 def diversity(features: Tensor, reference: Tensor) -> float:
@@ -91,8 +91,7 @@ def _pairs(num: int, most: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return first, (first + draws.integers(1, num, size=most)) % num
 
 
-@dataclass(frozen=True)
-class Memorisation:
+class Memorisation(OpenRecord):
     """Distances of samples to their nearest training image, against those of held-out images.
 
     ``ratio`` of the means is about 1 if samples are as far from the training images as held-out images are,
@@ -103,11 +102,11 @@ class Memorisation:
     image and its mirror image; otherwise a mirrored copy passes for a new image.
     """
 
-    ratio: float
-    half_width: float
-    share_near: float | None
-    few_images: bool
-    copies: int
+    ratio: Figure
+    half_width: Width | None = None
+    share_near: Share | None = None
+    few_images: bool = False
+    copies: Count = 0
     mirrored: bool = False
 
 
@@ -131,7 +130,14 @@ def memorisation(samples: Tensor, fresh: Tensor, mirrored: bool = False) -> Memo
     variance = (errors[0] + ratio**2 * errors[1]) / theirs.mean() ** 2
     few = min(len(ours), len(theirs)) < FEW
     near = None if few else (ours < theirs.quantile(_NEAR)).double().mean().item()
-    return Memorisation(ratio, 1.96 * variance.sqrt().item(), near, few, int((theirs == 0).sum()), mirrored)
+    return Memorisation(
+        ratio=ratio,
+        half_width=1.96 * variance.sqrt().item(),
+        share_near=near,
+        few_images=few,
+        copies=int((theirs == 0).sum()),
+        mirrored=mirrored,
+    )
 
 
 def nearest_distances(rows: Tensor, others: Tensor, mirrored: bool = False) -> Tensor:

@@ -3,11 +3,10 @@
 import hashlib
 import os
 import platform
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -16,15 +15,23 @@ from hddm.data.shard_records import find_shards
 from hddm.data.shards import open_shard
 from hddm.evaluation.classifier import FEATURES, save_classifier
 from hddm.evaluation.distances import are_few, too_few
-from hddm.evaluation.features import FeatureExtractor, of_classifier, open_extractor, trained
-from hddm.evaluation.images import Role, alike, conditions, read_data, read_sampling
-from hddm.evaluation.results import FORMAT, KIND
-from hddm.evaluation.scores import Scorer
-from hddm.utils.errors import HddmError, counted
+from hddm.evaluation.features import FeatureExtractor, open_extractor
+from hddm.evaluation.images import (
+    ImageGroup,
+    Role,
+    SamplingRecord,
+    alike,
+    class_numbers,
+    conditions,
+    read_data,
+    read_sampling,
+)
+from hddm.evaluation.results import Evaluation, EvaluationData, FeaturesRecord, ShardsRecord
+from hddm.evaluation.scores import Scorer, Side
+from hddm.utils.errors import HddmError, UsageError, counted
 from hddm.utils.progress import Progress
 
 RESAMPLES = 100
-_FEATURES = ("name", "dimensions", "hash", "resize", "choice", "device")
 _PACKAGES = ("hddm-diffusion", "torch", "numpy", "pillow", "clean-fid", "transformers")
 
 
@@ -34,38 +41,48 @@ def evaluate_folder(
     held_out: Path | None = None,
     allow_few: bool = False,
     *,
+    validation: Path | None = None,
     features: str = "auto",
     shards: Path | None = None,
+    domains: Mapping[str, Sequence[str]] | None = None,
     classifier: Path | None = None,
+    mirrored: bool = False,
+    brief: bool = False,
     max_bad: int = 0,
-) -> dict[str, Any]:
-    """Scores of ``images`` against training images and held-out ones, as plain values.
+) -> Evaluation:
+    """Scores of ``images`` against training images, and against held-out or validation ones.
 
-    Besides the fields of `hddm.evaluation.scores.Scores` the result records the measured ``data``, the
-    features, the record of ``hddm sample`` (``sampling``), versions, and if it is ``comparable``, with
-    ``reasons`` if not. Memorisation is measured against training images as they are, so mirrored copies are
-    missed.
+    The result records the measured data, the features, the record of ``hddm sample``, versions, and whether
+    it is comparable, with reasons if not.
 
     Args:
         images: folder of samples.
         reference: training images, or their partition (`hddm.evaluation.images.read_images`).
-        held_out: images unseen in training, or the partition that holds them out.
+        held_out: images that nothing was chosen by, or the partition that holds them out.
         allow_few: accept no more images than features, and mark the result.
+        validation: images unseen in training by which settings are chosen, in place of ``held_out``.
         features: as in `hddm.evaluation.features.open_extractor`.
         shards: partition of the training images, for distances to each shard.
+        domains: names of classes by domain, for scores by domain; needs the features of a classifier.
         classifier: new file for a classifier that is trained here, written last.
+        mirrored: count a mirrored training image as a copy; otherwise such copies are missed.
+        brief: leave out the slower scores: kernel distance, precision and recall, diversity within
+            conditions.
         max_bad: most unreadable images of all sides; they are left out and named, and a result with missing
             samples compares with nothing.
 
     Raises:
         HddmError: for unreadable folders or images, single images, images of different shapes, JPEG samples,
-            missing weights, a ``classifier`` that cannot be saved there, and too few images.
+            missing weights, a ``classifier`` that cannot be saved there, too few images, and unknown classes
+            of a domain.
     """
     if classifier is not None:
         _check_file(classifier, features)
-    paths: dict[Role, Path] = {"images": images, "reference": reference}
-    if held_out is not None:
-        paths["held-out"] = held_out
+    if held_out is not None and validation is not None:
+        raise UsageError("--held-out and --validation: settings are chosen by one and confirmed by the other")
+    given: dict[Role, Path | None] = {"images": images, "reference": reference}
+    given |= {"validation": validation, "held_out": held_out}
+    paths = {role: path for role, path in given.items() if path is not None}
     groups = alike(read_data(paths, max_bad))
     samples, training = groups["images"].images, groups["reference"].images
     counts = [group.record.images for group in groups.values()]
@@ -75,42 +92,62 @@ def evaluate_folder(
     if features in ("auto", "classifier") and training.labels is not None:
         # Checked before minutes of training: for so few images, auto can only take a classifier.
         _refuse_few(FEATURES, counts, allow_few)
-    network = None if classifier is None else trained(training)
-    extractor = open_extractor(features, training, min(counts)) if network is None else of_classifier(network)
+    extractor = open_extractor(features, training, min(counts))
     _refuse_few(extractor.dimensions, counts, allow_few)
+    sides = [_side(role, groups, of_classes or bool(domains)) for role in groups if role != "images"]
+    numbers = {} if domains is None else _numbers(domains, extractor, training.classes, sides)
     with Progress(sum(counts) + sum(map(len, shard_pixels)), "features") as progress:
         scorer = Scorer(
             _counted(extractor, progress),
-            training.pixels,
-            groups["held-out"].images.pixels if held_out is not None else None,
+            sides[0],
+            sides[1] if len(sides) > 1 else None,
             RESAMPLES,
             allow_few,
-            complete=True,
-            training_labels=training.labels if of_classes else None,
+            complete=not brief,
             shards=shard_pixels,
+            mirrored=mirrored,
+            classes=training.classes,
+            domains=numbers,
         )
-        scores = asdict(scorer.score(samples.pixels, labels))
-    if network is not None and classifier is not None:
+        scores = scorer.score(samples.pixels, labels)
+    if classifier is not None and extractor.classifier is not None:
         # Last, so that a refusal leaves no file that would block the next run.
-        save_classifier(network, classifier)
+        save_classifier(extractor.classifier, classifier)
     reasons = _reasons(counts, extractor, sampling, len(groups["images"].record.skipped))
-    data: dict[str, Any] = {}
-    for role, group in groups.items():
-        lists = {"shape": list(group.record.shape), "skipped": list(group.record.skipped)}
-        data[role.replace("-", "_")] = {**asdict(group.record), **lists}
-    return {
-        "format": FORMAT,
-        "kind": KIND,
-        **scores,
-        "shards": list(scores["shards"]),
-        "features": {key: getattr(extractor, key) for key in _FEATURES},
-        "data": {**data, "shards": shard_record},
-        "sampling": sampling,
-        "settings": {"resamples": RESAMPLES, "allow_few": allow_few},
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
-        "comparable": not reasons,
-        "reasons": reasons,
-    }
+    return Evaluation(
+        **dict(scores),
+        features=FeaturesRecord(**{key: getattr(extractor, key) for key in FeaturesRecord.model_fields}),
+        data=EvaluationData(**{role: group.record for role, group in groups.items()}, shards=shard_record),
+        sampling=sampling,
+        settings={"resamples": RESAMPLES, "allow_few": allow_few, "mirrored": mirrored, "brief": brief},
+        versions={"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
+        comparable=not reasons,
+        reasons=tuple(reasons),
+    )
+
+
+def _side(role: str, groups: Mapping[str, ImageGroup], with_labels: bool) -> Side:
+    """Training images or fresh ones, with numbers among the classes of the training images if known."""
+    found, classes = groups[role].images, groups["reference"].images.classes
+    labels = None
+    if with_labels and found.labels is not None and set(found.classes) <= set(classes):
+        labels = class_numbers(found.classes, classes)[found.labels]
+    return Side("training" if role == "reference" else role, found.pixels, labels)  # type: ignore[arg-type]
+
+
+def _numbers(
+    domains: Mapping[str, Sequence[str]],
+    extractor: FeatureExtractor,
+    classes: Sequence[str],
+    sides: Sequence[Side],
+) -> dict[str, list[int]]:
+    """Class numbers by domain; refuses classes that the training images do not have."""
+    if extractor.classifier is None or any(side.labels is None for side in sides):
+        raise HddmError("--domain: needs a classifier's features, and class folders of the same classes")
+    for domain, names in domains.items():
+        if unknown := sorted(set(names) - set(classes)):
+            raise HddmError(f"--domain {domain}: no class {unknown[0]}; classes are {', '.join(classes)}")
+    return {domain: [classes.index(name) for name in names] for domain, names in domains.items()}
 
 
 def _counted(extractor: FeatureExtractor, progress: Progress) -> FeatureExtractor:
@@ -140,22 +177,22 @@ def _refuse_few(dimensions: int, counts: Sequence[int], allow_few: bool) -> None
 
 
 def _reasons(
-    counts: Sequence[int], extractor: FeatureExtractor, sampling: dict[str, Any] | None, skipped: int
+    counts: Sequence[int], extractor: FeatureExtractor, sampling: SamplingRecord | None, skipped: int
 ) -> list[str]:
     """Reasons why a result compares with no other."""
     reasons = []
     if are_few(extractor.dimensions, counts):
         sides = ", ".join(map(str, counts))
         reasons.append(f"too few images: {extractor.dimensions} features, and sides of {sides}")
-    asked = (sampling or {}).get("num_images")
-    if asked is not None and asked != counts[0]:
-        reasons.append(f"unequal counts: {asked} images were sampled and there are {counts[0]}")
+    wanted = None if sampling is None else sampling.num_images
+    if wanted is not None and wanted != counts[0]:
+        reasons.append(f"unequal counts: {wanted} images were sampled and there are {counts[0]}")
     if skipped:
         reasons.append(f"{counted(skipped, 'sample')} could not be read")
     return reasons
 
 
-def _read_shards(partition: Path, training: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
+def _read_shards(partition: Path, training: Tensor) -> tuple[list[Tensor], ShardsRecord]:
     """Pixels of the shards of a partition, shaped like ``training``, and their record."""
     pixels, hashes = [], []
     for folder in find_shards(partition):
@@ -168,4 +205,4 @@ def _read_shards(partition: Path, training: Tensor) -> tuple[list[Tensor], dict[
         pixels.append(to_bytes(shard.images).expand(-1, training.shape[1], -1, -1))
         hashes.append(shard.hash)
     digest = hashlib.sha256("\n".join(hashes).encode()).hexdigest()
-    return pixels, {"path": str(partition), "images": [len(shard) for shard in pixels], "hash": digest}
+    return pixels, ShardsRecord(path=str(partition), images=tuple(map(len, pixels)), hash=digest)

@@ -43,8 +43,7 @@ class FeatureExtractor:
     """Named features: ``features`` turns images (n, C, H, W) in [-1, 1] into (n, dimensions).
 
     ``hash`` is of the weights, ``resize`` describes the resizing to the network's input, ``choice`` the
-    reason for these features, ``device`` where the network runs. ``confidence`` turns features into the
-    probability (n,) of the most probable class, where they are a classifier's.
+    reason for these features, ``device`` where the network runs, ``classifier`` the network if it is one.
     """
 
     name: str
@@ -54,7 +53,7 @@ class FeatureExtractor:
     resize: str = "none"
     choice: str = ASKED
     device: str = "cpu"
-    confidence: Callable[[Tensor], Tensor] | None = None
+    classifier: FeatureClassifier | None = None
 
 
 def open_extractor(features: str, training: ImageSet, fewest: int) -> FeatureExtractor:
@@ -104,19 +103,26 @@ def choose_extractor(training: ImageSet, fewest: int) -> FeatureExtractor:
 
 
 def trained(training: ImageSet) -> FeatureClassifier:
-    """Train a classifier on the ``training`` images; raises `HddmError` for images without labels."""
+    """Train a classifier on the ``training`` images; raises `HddmError` for images without labels.
+
+    It sees them in an order of their own, so it depends on the images and not on their names or shards.
+    """
     if training.labels is None:
         raise HddmError(
             f"--features classifier: {training.root} has no class folders to train on; use inception or clip"
         )
-    return train_classifier(training.normalised, training.labels)
+    content = [
+        (one.numpy().tobytes(), tag)
+        for one, tag in zip(training.pixels, training.labels.tolist(), strict=True)
+    ]
+    order = sorted(range(len(content)), key=content.__getitem__)
+    return train_classifier(training.normalised[order], training.labels[order])
 
 
 def of_classifier(classifier: FeatureClassifier, choice: str = ASKED) -> FeatureExtractor:
     """Features of a small classifier."""
     name, digest = "small classifier of the training images", weights_hash(classifier.state_dict())
-    confidence = classifier.confidence
-    return FeatureExtractor(name, FEATURES, classifier.features, digest, choice=choice, confidence=confidence)
+    return FeatureExtractor(name, FEATURES, classifier.features, digest, choice=choice, classifier=classifier)
 
 
 def inception_features(weights: Path) -> FeatureFunction:

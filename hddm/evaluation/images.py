@@ -5,17 +5,19 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 from torch import Tensor
 
 from hddm.data.images import ImageSet, decode, read_header, stack, to_bytes, too_many_bad
 from hddm.data.shard_records import (
     HELD_OUT,
     PARTITION_FILE,
+    ShardImages,
     find_held_out,
     find_shards,
     holds_shard,
@@ -25,13 +27,13 @@ from hddm.data.shard_records import (
 from hddm.data.shards import Shard, open_shard
 from hddm.data.sources import open_source
 from hddm.data.sources.base import ImageSource
-from hddm.evaluation.results import SamplingRecord
+from hddm.evaluation.distances import Count
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import read_json
-from hddm.utils.records import SAMPLING_FILE, parse_record
+from hddm.utils.records import SAMPLING_FILE, OpenRecord, parse_record
 
-Role = Literal["images", "reference", "held-out"]
-"""Role of a path: samples, training images, or images unseen in training."""
+Role = Literal["images", "reference", "validation", "held_out"]
+"""Role of a path: samples, training images, or images that no model was trained on."""
 FEWEST = 2
 _ROWS = 4096
 """Rows of an encoded shard converted to bytes at once."""
@@ -49,20 +51,31 @@ class ReadImage(NamedTuple):
     label: int | None
 
 
-@dataclass(frozen=True)
-class DataRecord:
+class SamplingRecord(OpenRecord):
+    """What evaluations read of ``sampling.json``."""
+
+    source: str | None = None
+    source_sha256: str | None = None
+    num_images: Count | None = None
+    start: Count = 0
+    class_labels: tuple[Annotated[int, Field(strict=True, ge=0, lt=2**31)], ...] | None = None
+    class_names: tuple[str, ...] | None = None
+    prompts: tuple[str, ...] | None = None
+
+
+class DataRecord(OpenRecord):
     """Record of measured images; ``hash`` covers all pixels, whatever their order, names and encoding.
 
     ``shape`` is (C, H, W); ``modes`` counts images by Pillow's mode of their files, ``made_colour`` gray ones
     converted to RGB because others are in colour; ``skipped`` names unreadable ones.
     """
 
-    path: str
-    images: int
+    path: str = ""
+    images: Count
     hash: str
-    shape: tuple[int, ...]
-    modes: dict[str, int]
-    made_colour: int = 0
+    shape: tuple[Count, ...] = ()
+    modes: dict[str, Count] = Field(default_factory=dict)
+    made_colour: Count = 0
     skipped: tuple[str, ...] = ()
 
 
@@ -103,8 +116,15 @@ def _group(
     tensor = torch.tensor(labels) if len(labels) == len(found) else None
     digests = [hashlib.sha256(f"{one.shape} ".encode() + one.tobytes()).digest() for one in arrays]
     digest = hashlib.sha256(b"".join(sorted(digests))).hexdigest()
-    shape, modes = tuple(pixels.shape[1:]), dict(Counter(one.mode for one in found))
-    record = DataRecord(str(root), len(names), digest, shape, modes, gray, skipped)
+    record = DataRecord(
+        path=str(root),
+        images=len(names),
+        hash=digest,
+        shape=tuple(pixels.shape[1:]),
+        modes=dict(Counter(one.mode for one in found)),
+        made_colour=gray,
+        skipped=skipped,
+    )
     return ImageGroup(ImageSet(root, names, pixels, tensor, classes), record)
 
 
@@ -125,23 +145,22 @@ def alike(groups: dict[str, ImageGroup]) -> dict[str, ImageGroup]:
     for name, group in groups.items():
         pixels = group.images.pixels.expand(-1, 3, -1, -1)
         made = group.record.images if group.record.shape[0] == 1 else group.record.made_colour
-        record = replace(group.record, shape=tuple(pixels.shape[1:]), made_colour=made)
+        record = group.record.model_copy(update={"shape": tuple(pixels.shape[1:]), "made_colour": made})
         alike[name] = ImageGroup(replace(group.images, pixels=pixels), record)
     return alike
 
 
-def read_sampling(images: Path) -> dict[str, Any] | None:
+def read_sampling(images: Path) -> SamplingRecord | None:
     """Record that ``hddm sample`` leaves beside images, if any, without the usage of experts."""
     path = images / SAMPLING_FILE
     if not path.is_file():
         return None
-    content = read_json(path)
-    parse_record(content, SamplingRecord, str(path))
-    return {key: value for key, value in content.items() if key != "expert_use"}
+    content = {key: value for key, value in read_json(path).items() if key != "expert_use"}
+    return parse_record(content, SamplingRecord, str(path))
 
 
 def conditions(
-    samples: ImageSet, sampling: dict[str, Any] | None, classes: tuple[str, ...]
+    samples: ImageSet, sampling: SamplingRecord | None, classes: tuple[str, ...]
 ) -> tuple[Tensor | None, bool]:
     """Condition (n,) of each of ``samples``, and True if it is a number among ``classes``.
 
@@ -149,27 +168,27 @@ def conditions(
     over the images. Labels match by name, or by number if no names are recorded. None if nothing is known.
     """
     if samples.labels is not None and set(samples.classes) <= set(classes):
-        return _numbers(samples.classes, classes)[samples.labels], True
+        return class_numbers(samples.classes, classes)[samples.labels], True
     if samples.labels is not None:
         return samples.labels, False
     # If images are missing, their conditions are unknown.
-    if sampling is None or sampling.get("num_images") != len(samples):
+    if sampling is None or sampling.num_images != len(samples):
         return None, False
-    numbers = int(sampling.get("start", 0)) + torch.arange(len(samples))
-    labels = sampling.get("class_labels")
-    if labels:
-        names = sampling.get("class_names")
+    numbers = sampling.start + torch.arange(len(samples))
+    if labels := sampling.class_labels:
+        names = sampling.class_names
         if not names:
             return torch.tensor(labels)[numbers % len(labels)], max(labels) < len(classes)
         known = set(names) <= set(classes)
-        found = _numbers(names, classes) if known else torch.tensor(labels)
+        found = class_numbers(names, classes) if known else torch.tensor(labels)
         return found[numbers % len(found)], known
-    prompts = sampling.get("prompts") or ()
+    prompts = sampling.prompts or ()
     distinct = [prompts.index(prompt) for prompt in prompts]
     return (torch.tensor(distinct)[numbers % len(prompts)] if prompts else None), False
 
 
-def _numbers(names: Sequence[str], classes: tuple[str, ...]) -> Tensor:
+def class_numbers(names: Sequence[str], classes: tuple[str, ...]) -> Tensor:
+    """Numbers (n,) of ``names`` among ``classes``."""
     return torch.tensor([classes.index(name) for name in names])
 
 
@@ -178,7 +197,8 @@ def read_images(root: Path, role: Role, bad: dict[str, str]) -> tuple[list[ReadI
 
     ``root`` is a source as in `hddm.data.sources.open_source`, or a shard or a partition, of images or
     encoded to pixels; ``role`` selects the training or the held-out images of a partition. Samples must not
-    be JPEG, by content, since its compression changes distances. Raises `HddmError` as `open_source`,
+    be JPEG, by content, since its compression changes distances; images of a partition may be, since they are
+    real. Raises `HddmError` as `open_source`,
     `open_shard` and `hddm.data.shard_records.find_shards`, for latents, for JPEG samples, for a partition as
     samples, and for one that holds nothing out as held-out images.
     """
@@ -248,7 +268,7 @@ def _of_source(source: ImageSource, prefix: str, role: Role, bad: dict[str, str]
         except HddmError as error:
             bad[f"{prefix}{name}"] = error.message
             continue
-        if role == "images" and header.format in ("JPEG", "MPO"):
+        if role == "images" and not isinstance(source, ShardImages) and header.format in ("JPEG", "MPO"):
             raise HddmError(f"{path}: JPEG compression changes a Fréchet distance; save samples as PNG")
         label = None if source.labels is None else source.labels[row]
         yield ReadImage(f"{prefix}{name}", pixels, header.mode, label)

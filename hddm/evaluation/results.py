@@ -5,137 +5,72 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
+from hddm.evaluation.distances import Count, Width
+from hddm.evaluation.images import DataRecord, SamplingRecord
+from hddm.evaluation.scores import Scores
 from hddm.utils.errors import HddmError, did_you_mean
 from hddm.utils.files import read_json
 from hddm.utils.records import OpenRecord, check_format, parse_record
 
-FORMAT = "1.1"
+FORMAT = "2.0"
 KIND = "evaluation"
 
 
-Figure = Annotated[float, Field(strict=True, ge=-1e30, le=1e30)]
-"""A number whose square, and sums of it, are finite too."""
-Width = Annotated[Figure, Field(ge=0)]
-Share = Annotated[float, Field(strict=True, ge=0, le=1)]
-Count = Annotated[int, Field(strict=True, ge=0, lt=2**53)]
+class FeaturesRecord(OpenRecord):
+    """The features that distances are measured on (`hddm.evaluation.features.FeatureExtractor`)."""
+
+    name: str
+    dimensions: Count = 0
+    hash: str = ""
+    resize: str = "none"
+    choice: str = ""
+    device: str = "cpu"
 
 
-class DistanceRecord(OpenRecord):
-    """`Distance` or `KernelDistance` of `hddm.evaluation.distances`, as written."""
+class ShardsRecord(OpenRecord):
+    """The partition that distances to each shard are measured to."""
 
-    value: Figure
-    half_width: Width | None = None
-    standard_error: Width = 0.0
-    few_images: bool = False
-
-
-class OverlapRecord(OpenRecord):
-    """`hddm.evaluation.distances.PrecisionRecall`, as written."""
-
-    precision: Share
-    recall: Share
-    images: Annotated[Count, Field(ge=1)]
-
-
-class WithinConditions(OpenRecord):
-    """`hddm.evaluation.diversity.ConditionDiversity`, as written."""
-
-    distance: str
-    images: Figure
-
-
-class MemorisationRecord(OpenRecord):
-    """`hddm.evaluation.diversity.Memorisation`, as written."""
-
-    ratio: Figure
-    half_width: Width | None = None
-    mirrored: bool = False
-
-
-class ShardFigures(OpenRecord):
-    """`hddm.evaluation.scores.ShardDistance`, as written."""
-
-    all: DistanceRecord
-    own: DistanceRecord | None = None
-    samples: Count = 0
-
-
-class ScoresRecord(OpenRecord):
-    """What is compared of `hddm.evaluation.scores.Scores`, with the images of either split named."""
-
-    to_training: DistanceRecord | None = None
-    to_held_out: DistanceRecord | None = None
-    to_validation: DistanceRecord | None = None
-    kernel_to_training: DistanceRecord | None = None
-    kernel_to_held_out: DistanceRecord | None = None
-    kernel_to_validation: DistanceRecord | None = None
-    on_training: OverlapRecord | None = None
-    on_held_out: OverlapRecord | None = None
-    on_validation: OverlapRecord | None = None
-    diversity: Figure | None = None
-    recognised: dict[Literal["share", "real"], Figure] | None = None
-    memorisation: MemorisationRecord | None = None
-    within_conditions: WithinConditions | None = None
-    shards: tuple[ShardFigures, ...] | None = None
-
-
-class SamplingRecord(OpenRecord):
-    """What evaluations read of ``sampling.json``."""
-
-    source: str | None = None
-    num_images: Count | None = None
-    start: Count = 0
-    class_labels: tuple[Annotated[int, Field(strict=True, ge=0, lt=2**31)], ...] | None = None
-    class_names: tuple[str, ...] | None = None
-    prompts: tuple[str, ...] | None = None
-
-
-class MeasuredImages(OpenRecord):
-    """Images of one side; of shards, both are lists."""
-
-    images: Any
-    hash: Any
-
-
-class SampledImages(MeasuredImages):
-    """The images that were measured."""
-
-    shape: Any
+    path: str = ""
+    images: tuple[Count, ...] = ()
     hash: str
 
 
-class MeasuredData(OpenRecord):
+class EvaluationData(OpenRecord):
     """Images of all sides."""
 
-    images: SampledImages
-    reference: MeasuredImages | None = None
-    held_out: MeasuredImages | None = None
-    shards: MeasuredImages | None = None
+    images: DataRecord
+    reference: DataRecord | None = None
+    validation: DataRecord | None = None
+    held_out: DataRecord | None = None
+    shards: ShardsRecord | None = None
 
 
-class EvaluationRecord(ScoresRecord):
-    """A result as `hddm.evaluation.evaluate.evaluate_folder` makes it."""
+class Evaluation(Scores):
+    """A result of ``hddm evaluate``: scores, and everything that they depend on."""
 
-    features: dict[str, Any]
-    data: MeasuredData
+    format: str = FORMAT
+    kind: Literal["evaluation"] = "evaluation"
+    features: FeaturesRecord
+    data: EvaluationData
+    sampling: SamplingRecord | None = None
+    settings: dict[str, Any] = Field(default_factory=dict)
+    versions: dict[str, str] = Field(default_factory=dict)
     comparable: bool
     reasons: tuple[str, ...]
-    sampling: SamplingRecord | None = None
-    split: Literal["validation", "held-out"] = "held-out"
     training_tflop: Width | None = None
-    versions: dict[str, str] = Field(default_factory=dict)
+    """Counted operations of the model's training; of benchmarks."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """One evaluation as written (`EvaluationRecord`), its file, and the seed that pairs it."""
+    """One evaluation, its file, and the seed that pairs it."""
 
     path: Path
-    content: dict[str, Any]
+    content: Evaluation
     seed: str
 
 
@@ -148,8 +83,9 @@ class ResultGroup:
 
     @property
     def sources(self) -> set[str | None]:
-        """Hashes of the sampled models, None for unrecorded ones."""
-        return {(result.content.get("sampling") or {}).get("source") for result in self.results}
+        """The sampled models, None for unrecorded ones."""
+        recorded = (result.content.sampling or SamplingRecord() for result in self.results)
+        return {one.source_sha256 or one.source for one in recorded}
 
     @property
     def is_one_model(self) -> bool:
@@ -168,7 +104,8 @@ def refuse_existing(path: Path, overwrite: bool = False) -> None:
         return
     if not overwrite:
         raise HddmError(f"{path} exists: choose another file, or pass --overwrite to replace it")
-    read_result(path)
+    if read_json(path).get("kind") != KIND:
+        raise HddmError(f"{path}: is not a result of an evaluation; choose another file")
 
 
 def read_groups(paths: Sequence[Path]) -> list[ResultGroup]:
@@ -176,36 +113,32 @@ def read_groups(paths: Sequence[Path]) -> list[ResultGroup]:
 
     Raises `HddmError` for a folder without results, and files that are no results.
     """
-    return [ResultGroup(str(path), tuple(read_result(file) for file in _files(path))) for path in paths]
+    groups = []
+    for path in paths:
+        files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+        if not files:
+            raise HddmError(f"{path}: holds no results (*.json); hddm evaluate --out writes them")
+        results = (Result(file, read_result(file), file.stem) for file in files)
+        groups.append(ResultGroup(str(path), tuple(results)))
+    return groups
 
 
-def _files(path: Path) -> list[Path]:
-    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
-    if not files:
-        raise HddmError(f"{path}: holds no results (*.json); hddm evaluate --out writes them")
-    return files
-
-
-def read_result(path: Path) -> Result:
-    """Read one result; `HddmError` for a file that is none."""
+def read_result(path: Path) -> Evaluation:
+    """Read one result; `HddmError` for a file that is none, or of an older format."""
     content = read_json(path)
     if content.get("kind") != KIND:
         raise HddmError(f"{path}: is not a result of an evaluation; hddm evaluate --out writes one")
     check_format(content, FORMAT, path)
-    return checked(path, content, path.stem)
-
-
-def checked(path: Path, content: dict[str, Any], seed: str) -> Result:
-    """A result whose ``content`` is that of an `EvaluationRecord`; anything else raises `HddmError`."""
-    parse_record(content, EvaluationRecord, str(path))
-    return Result(path, content, seed)
+    if content["format"].startswith("1."):
+        raise HddmError(f"{path}: format {content['format']} is no longer read; evaluate the images again")
+    return parse_record(content, Evaluation, str(path))
 
 
 OWN = {"source", "source_sha256", "seed", "start", "num_images", "batch_size", "offload", "max_memory"}
 OWN |= {"format", "hddm"}
 """Fields of the sampling record that differ by model or seed, or change no image."""
 _LABELS, _NAMES = "class_labels", "class_names"
-_DATA = ("reference", "held_out", "shards")
+_DATA = ("reference", "validation", "held_out", "shards")
 _UNKNOWN = "not recorded"
 Fields = dict[str, Any]
 """Fields that must agree, by name; sampling settings by their own names."""
@@ -218,7 +151,7 @@ def refuse_incomparable(groups: Sequence[ResultGroup], varies: Sequence[str] = (
     marked as not comparable, every field that differs, and every pair of equal images in a group.
     """
     results = [result for group in groups for result in group.results]
-    fields = [_fields(result) for result in results]
+    fields = [_fields(result.content) for result in results]
     names = list(dict.fromkeys(name for one in fields for name in one))
     settings = [name for name in names if not _is_fixed(name)]
     for name in varies:
@@ -230,8 +163,8 @@ def refuse_incomparable(groups: Sequence[ResultGroup], varies: Sequence[str] = (
     lines = [
         f"{result.path}: not comparable: {reason}"
         for result in results
-        if not result.content["comparable"]
-        for reason in result.content["reasons"] or ["no reason is recorded"]
+        if not result.content.comparable
+        for reason in result.content.reasons or ["no reason is recorded"]
     ]
     lines += [*_given_twice(groups), *_same_images(groups)]
     differing = [name for name in names if len({_shown(one, name) for one in fields if _says(one, name)}) > 1]
@@ -251,25 +184,22 @@ def refuse_incomparable(groups: Sequence[ResultGroup], varies: Sequence[str] = (
         raise HddmError(f"these results do not compare{remedy}", lines)
 
 
-def _fields(result: Result) -> Fields:
-    content = result.content
-    features, data = content["features"], content["data"]
-    fields = {f"features.{key}": features.get(key) for key in ("name", "hash", "resize")}
-    fields |= {"images": data["images"]["images"], "images.shape": data["images"]["shape"]}
+def _fields(content: Evaluation) -> Fields:
+    data = content.data
+    fields = {f"features.{key}": getattr(content.features, key) for key in ("name", "hash", "resize")}
+    fields |= {"images": data.images.images, "images.shape": data.images.shape}
     for kind in _DATA:
         for key in ("images", "hash"):
-            fields[f"{kind}.{key}"] = data[kind][key] if data.get(kind) else None
-    if "split" in content:
-        fields["split"] = content["split"]
-    sampling = content.get("sampling")
-    if sampling is None:
+            fields[f"{kind}.{key}"] = getattr(getattr(data, kind), key, None)
+    if content.sampling is None:
         return {**fields, "sampling": _UNKNOWN}
-    return {**fields, "sampling": "recorded", **{k: v for k, v in sampling.items() if k not in OWN}}
+    sampling = content.sampling.model_dump(mode="json", exclude_unset=True, exclude=OWN)
+    return {**fields, "sampling": "recorded", **sampling}
 
 
 def _is_fixed(name: str) -> bool:
     """True for a field that is no sampling setting, which `--varies` cannot free."""
-    return name.startswith(("features.", "images", "split", *_DATA))
+    return name.startswith(("features.", "images", *_DATA))
 
 
 def _given_twice(groups: Sequence[ResultGroup]) -> list[str]:
@@ -290,7 +220,7 @@ def _same_images(groups: Sequence[ResultGroup]) -> list[str]:
     for group in groups:
         seen: dict[str, Result] = {}
         for result in group.results:
-            first = seen.setdefault(result.content["data"]["images"]["hash"], result)
+            first = seen.setdefault(result.content.data.images.hash, result)
             if first is not result:
                 pair = f"{first.path} and {result.path}"
                 lines.append(f"{pair}: the same images, which {group.name} must not count twice")

@@ -1,20 +1,25 @@
-"""All scores of a set of images, against training images, held-out images and each shard."""
+"""All scores of a set of images, against training images, images not trained on, and each shard or domain."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from hddm.data.images import to_unit_range
 from hddm.evaluation.distances import (
+    Count,
     Distance,
     Features,
+    Figure,
     Gaussian,
     KernelDistance,
     PrecisionRecall,
+    Share,
+    are_few,
     kernel_distance,
     measure,
     precision_recall,
@@ -34,25 +39,92 @@ from hddm.evaluation.diversity import (
     within_conditions,
 )
 from hddm.evaluation.features import FeatureExtractor
-from hddm.utils.errors import HddmError
+from hddm.utils.records import OpenRecord
 
 _CHUNK = 1024
 _BATCH = 512
+RECOGNISED = 0.9
+"""A classifier recognises an image that it gives a class with more than this probability."""
+LEARNED = 0.5
+"""Samples of a model that has learned are recognised at least this many times as often as real images."""
+SHOWN = 24
+"""Samples whose classes are recorded, for the pictures of a report."""
+
+Split = Literal["training", "validation", "held_out"]
+"""Images that models are trained on, that settings are chosen by, and that nothing is chosen by."""
 
 
-@dataclass(frozen=True)
-class ShardDistance:
+class SplitScores(OpenRecord):
+    """Scores against the images of one ``split``; the slower ones are None unless the scorer is complete."""
+
+    split: Split
+    distance: Distance | None = None
+    """None where a domain has no more images than features."""
+    kernel: KernelDistance | None = None
+    overlap: PrecisionRecall | None = None
+
+
+class ShardDistance(OpenRecord):
     """Fréchet distances to the ``images`` of one shard, marked if a side has no more images than features.
 
     ``all`` is of all samples, to judge one expert. ``own`` is of the ``samples`` whose nearest training image
     in feature space is in this shard, to judge a mixture; None for fewer than 2.
     """
 
-    shard: int
-    images: int
+    shard: Count = 0
+    images: Count = 0
     all: Distance
-    samples: int
-    own: Distance | None
+    samples: Count = 0
+    own: Distance | None = None
+
+
+class DomainScores(OpenRecord):
+    """Scores of the samples of one domain, by the classifier: their number and ``share`` of all samples.
+
+    Distances are of these samples to the domain's own images. Precision and recall are of all samples, so
+    recall is the share of the domain's images with a sample close by.
+    """
+
+    domain: str
+    images: Count
+    share: Share
+    splits: tuple[SplitScores, ...] = ()
+
+
+class Recognised(OpenRecord):
+    """Shares of the samples and of real images that a classifier recognises, and its classes of the samples.
+
+    Real images are those not trained on, where there are some. ``classes`` counts the samples of each class
+    by name, or number; ``first`` lists the classes of the first samples.
+    """
+
+    share: Share
+    real: Share
+    classes: dict[str, Count] = Field(default_factory=dict)
+    first: tuple[str, ...] = ()
+
+
+class Scores(OpenRecord):
+    """Scores of a set of ``images``.
+
+    What needs images not trained on, labels, shards, domains or a classifier is None or empty without them.
+    The diversity within conditions needs a complete `Scorer`. ``label_accuracy`` is the share of samples of
+    the class that they were made for.
+    """
+
+    images: Count = 0
+    splits: tuple[SplitScores, ...] = ()
+    diversity: Figure | None = None
+    memorisation: Memorisation | None = None
+    within_conditions: ConditionDiversity | None = None
+    shards: tuple[ShardDistance, ...] = ()
+    recognised: Recognised | None = None
+    domains: tuple[DomainScores, ...] = ()
+    label_accuracy: Share | None = None
+
+    def to(self, split: Split) -> Distance | None:
+        """Fréchet distance to the images of ``split``, None if there were none."""
+        return next((one.distance for one in self.splits if one.split == split), None)
 
 
 @dataclass(frozen=True)
@@ -65,6 +137,15 @@ class FeatureSet:
     def moments(self) -> Gaussian:
         """Mean and covariance."""
         return Gaussian.of(self.features)
+
+
+@dataclass(frozen=True)
+class Side:
+    """Images (n, C, H, W) in bytes of one ``split``, and their class numbers (n,), if known."""
+
+    split: Split
+    pixels: Tensor
+    labels: Tensor | None = None
 
 
 def shard_distances(
@@ -83,85 +164,54 @@ def shard_distances(
     found = []
     for k, shard in enumerate(shards):
         own = features[owner == k]
-        of_own = distance(own, shard) if len(own) > 1 else None
-        found.append(ShardDistance(k, len(shard.features), distance(features, shard), len(own), of_own))
+        found.append(
+            ShardDistance(
+                shard=k,
+                images=len(shard.features),
+                all=distance(features, shard),
+                samples=len(own),
+                own=distance(own, shard) if len(own) > 1 else None,
+            )
+        )
     return tuple(found)
 
 
-RECOGNISED = 0.9
-"""A classifier recognises an image that it gives a class with more than this probability."""
-LEARNED = 0.5
-"""Samples of a model that has learned are recognised at least this many times as often as real images."""
-
-
-@dataclass(frozen=True)
-class Recognised:
-    """Shares of the samples and of real images (held-out ones, where there are any) that are recognised."""
-
-    share: float
-    real: float
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Scores of a set of images; they depend on the features, which ``extractor`` names.
-
-    Fields that need held-out images, labels or shards are None or empty without them, as is ``recognised``
-    for features that are not a classifier's. Kernel distances, precision and recall, and the diversity within
-    conditions need a ``complete`` `Scorer`.
-    """
-
-    extractor: str
-    images: int
-    to_training: Distance
-    to_held_out: Distance | None
-    diversity: float
-    nearest_ratio: float | None
-    memorisation: Memorisation | None = None
-    kernel_to_training: KernelDistance | None = None
-    kernel_to_held_out: KernelDistance | None = None
-    on_training: PrecisionRecall | None = None
-    on_held_out: PrecisionRecall | None = None
-    within_conditions: ConditionDiversity | None = None
-    shards: tuple[ShardDistance, ...] = ()
-    recognised: Recognised | None = None
-
-
 class Scorer:
-    """Scores sets of images against training images and held-out images, both as bytes (n, C, H, W).
+    """Scores sets of images against ``training`` images and perhaps ``fresh`` ones, not trained on.
 
-    ``resamples`` is of the bootstrap; ``allow_few`` accepts no more images than features, and marks them;
-    ``complete`` adds slower scores, see `Scores`. ``training_labels`` (n,) serve the diversity within
-    classes, ``shards`` (images as bytes) the distances to each. ``mirrored`` tells that models were trained
-    on mirrored images too, so that a mirrored copy is a copy.
+    Args:
+        extractor: features that distances are measured on.
+        training: the images that models were trained on.
+        fresh: validation or held-out images.
+        resamples: number of the bootstrap.
+        allow_few: accept no more images than features, and mark the distances.
+        complete: add the slower scores, see `Scores`.
+        shards: images (n, C, H, W) in bytes of each shard, for the distances to each.
+        mirrored: models were trained on mirrored images too, so a mirrored copy is a copy.
+        classes: names of the classes of training images, which the extractor's classifier knows.
+        domains: class numbers by domain; needs a classifier, and labels on both sides.
     """
 
     def __init__(
         self,
         extractor: FeatureExtractor,
-        training: Tensor,
-        held_out: Tensor | None,
+        training: Side,
+        fresh: Side | None = None,
         resamples: int = 100,
         allow_few: bool = False,
         *,
         complete: bool = False,
-        training_labels: Tensor | None = None,
         shards: Sequence[Tensor] = (),
         mirrored: bool = False,
+        classes: Sequence[str] = (),
+        domains: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         self._extractor, self._resamples, self._allow_few = extractor, resamples, allow_few
-        self._complete, self._labels, self._mirrored = complete, training_labels, mirrored
-        self._pixels, self._fresh_pixels = training, held_out
-        self._training = self._features(training)
-        self._held_out = None if held_out is None else self._features(held_out)
+        self._complete, self._mirrored, self._classes = complete, mirrored, classes
+        self._sides = [training, *([] if fresh is None else [fresh])]
+        self._known = [self._features(side.pixels) for side in self._sides]
         self._shards = [self._features(shard) for shard in shards]
-        self._within_training: dict[int, float] = {}
-
-    def real(self) -> Distance:
-        """Distance of the held-out images to the training images; raises `HddmError` without any."""
-        if self._held_out is None:
-            raise HddmError("there are no held-out images to measure")
-        return self._distance(self._held_out, self._training)
+        self._domains = domains or {}
 
     def score(self, pixels: Tensor, labels: Tensor | None = None) -> Scores:
         """Score images (n, C, H, W) in bytes, made under the conditions ``labels`` (n,).
@@ -169,57 +219,84 @@ class Scorer:
         Labels are class numbers of the training images, if these have some. Raises `HddmError` as
         `hddm.evaluation.distances.measure`, for too few images.
         """
-        images, training, held_out = self._features(pixels), self._training, self._held_out
-        memory = None
-        if held_out is not None:
-            memory = memorisation(self._to_nearest(pixels), self._fresh_distances, self._mirrored)
+        images, fresh = self._features(pixels), self._sides[1:]
+        features = torch.from_numpy(images.features)
         further: dict[str, Any] = {}
-        if self._complete:
-            sides = {"training": training} | ({} if held_out is None else {"held_out": held_out})
-            for name, side in sides.items():
-                further[f"kernel_to_{name}"] = kernel_distance(images.features, side.features)
-                further[f"on_{name}"] = _overlap(images, side)
-            if labels is not None:
-                further["within_conditions"] = self._within(pixels, images.features, labels)
+        if fresh:
+            further["memorisation"] = memorisation(
+                self._to_nearest(pixels), self._fresh_distances, self._mirrored
+            )
+        if self._complete and labels is not None:
+            further["within_conditions"] = self._within(pixels, images.features, labels)
+        if self._shards:
+            further["shards"] = shard_distances(images.features, self._shards, self._resamples)
         return Scores(
-            extractor=self._extractor.name,
             images=len(pixels),
-            to_training=self._distance(images, training),
-            to_held_out=None if held_out is None else self._distance(images, held_out),
-            diversity=diversity(torch.from_numpy(images.features), torch.from_numpy(training.features)),
-            nearest_ratio=None if memory is None else memory.ratio,
-            memorisation=memory,
-            shards=shard_distances(images.features, self._shards, self._resamples) if self._shards else (),
-            recognised=self._recognised(images),
+            splits=tuple(
+                self._against(side.split, images, known)
+                for side, known in zip(self._sides, self._known, strict=True)
+            ),
+            diversity=diversity(features, torch.from_numpy(self._known[0].features)),
             **further,
+            **self._classified(features, labels),
         )
 
-    def _recognised(self, images: FeatureSet) -> Recognised | None:
-        if (confidence := self._extractor.confidence) is None:
-            return None
-        sides = (images, self._held_out or self._training)
-        share, real = (
-            (confidence(torch.from_numpy(side.features)) > RECOGNISED).double().mean().item()
-            for side in sides
+    def _against(self, split: Split, images: FeatureSet, known: FeatureSet) -> SplitScores:
+        distance = measure(
+            images.features, known.features, self._resamples, allow_few=self._allow_few, target=known.moments
         )
-        return Recognised(share, real)
+        if not self._complete:
+            return SplitScores(split=split, distance=distance)
+        kernel = kernel_distance(images.features, known.features)
+        overlap = precision_recall(torch.from_numpy(images.features), torch.from_numpy(known.features))
+        return SplitScores(split=split, distance=distance, kernel=kernel, overlap=overlap)
 
-    def _distance(self, images: FeatureSet, reference: FeatureSet) -> Distance:
-        return measure(
-            images.features,
-            reference.features,
-            self._resamples,
-            allow_few=self._allow_few,
-            target=reference.moments,
-        )
+    def _classified(self, features: Tensor, labels: Tensor | None) -> dict[str, Any]:
+        """What a classifier says of samples with ``features`` (n, d), where there is one."""
+        classifier = self._extractor.classifier
+        if classifier is None:
+            return {}
+        probabilities = classifier.probabilities(features)
+        real = classifier.probabilities(torch.from_numpy(self._known[-1].features))
+        share, of_real = ((one.amax(1) > RECOGNISED).double().mean().item() for one in (probabilities, real))
+        found = probabilities.argmax(1)
+        names = self._classes or [str(k) for k in range(probabilities.shape[1])]
+        counts = found.bincount(minlength=len(names)).tolist()
+        return {
+            "recognised": Recognised(
+                share=share,
+                real=of_real,
+                classes=dict(zip(names, counts, strict=False)),
+                first=tuple(names[k] for k in found[:SHOWN].tolist()),
+            ),
+            "domains": tuple(
+                self._of_domain(name, torch.isin(found, torch.tensor(classes)), features, classes)
+                for name, classes in self._domains.items()
+            ),
+            "label_accuracy": None
+            if labels is None or not self._domains
+            else (found == labels).double().mean().item(),
+        }
+
+    def _of_domain(self, name: str, is_own: Tensor, features: Tensor, classes: Sequence[int]) -> DomainScores:
+        own, splits = features[is_own], []
+        for side, known in zip(self._sides, self._known, strict=True):
+            assert side.labels is not None
+            real = torch.from_numpy(known.features)[torch.isin(side.labels, torch.tensor(classes))]
+            distance = None
+            if not are_few(features.shape[1], [len(own), len(real)]):
+                distance = measure(own.numpy(), real.numpy(), self._resamples)
+            overlap = None if side.split == "training" else precision_recall(features, real)
+            splits.append(SplitScores(split=side.split, distance=distance, overlap=overlap))
+        share = len(own) / len(features)
+        return DomainScores(domain=name, images=len(own), share=share, splits=tuple(splits))
 
     @cached_property
     def _fresh_distances(self) -> Tensor:
-        assert self._fresh_pixels is not None
-        return self._to_nearest(self._fresh_pixels)
+        return self._to_nearest(self._sides[1].pixels)
 
     def _to_nearest(self, pixels: Tensor) -> Tensor:
-        return nearest_distances(pixels, self._pixels, self._mirrored)
+        return nearest_distances(pixels, self._sides[0].pixels, self._mirrored)
 
     def _within(self, pixels: Tensor, features: Features, labels: Tensor) -> ConditionDiversity | None:
         why = why_not_lpips(min(pixels.shape[-2:]))
@@ -232,22 +309,23 @@ class Scorer:
         found = measured(pixels, features, labels)
         if not found:
             return None
-        known = self._within_training
-        if self._labels is not None:
-            missing = torch.tensor([one for one in found if one not in known], dtype=self._labels.dtype)
-            rows = torch.isin(self._labels, missing).nonzero()[:, 0]
-            known |= measured(self._pixels[rows], self._training.features[rows.numpy()], self._labels[rows])
-        reference = _mean([known[label] for label in found]) if found.keys() <= known.keys() else None
-        name = "features" if why else LPIPS
-        return ConditionDiversity(name, why, len(found), _mean(list(found.values())), reference)
+        training, reference = self._sides[0], None
+        if training.labels is not None:
+            rows = torch.isin(training.labels, torch.tensor(list(found))).nonzero()[:, 0]
+            of_rows = self._known[0].features[rows.numpy()]
+            real = measured(training.pixels[rows], of_rows, training.labels[rows])
+            reference = _mean(list(real.values())) if found.keys() <= real.keys() else None
+        return ConditionDiversity(
+            distance="features" if why else LPIPS,
+            why_not_lpips=why,
+            conditions=len(found),
+            images=_mean(list(found.values())),
+            reference=reference,
+        )
 
     def _features(self, pixels: Tensor) -> FeatureSet:
         batches = [self._extractor.features(to_unit_range(batch)) for batch in pixels.split(_BATCH)]
         return FeatureSet(torch.cat(batches).double().numpy())
-
-
-def _overlap(images: FeatureSet, reference: FeatureSet) -> PrecisionRecall:
-    return precision_recall(torch.from_numpy(images.features), torch.from_numpy(reference.features))
 
 
 def _mean(values: Sequence[float]) -> float:

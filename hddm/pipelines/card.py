@@ -11,7 +11,7 @@ from jinja2 import Environment, StrictUndefined
 
 from hddm.conditions import join_classes
 from hddm.evaluation.compare import escaped, table
-from hddm.evaluation.results import ResultGroup, read_result
+from hddm.evaluation.results import Result, ResultGroup, read_result
 from hddm.experts.assembly import PIPELINE_FILE
 from hddm.experts.compatibility import read_entries, takes_classes, takes_text
 from hddm.experts.ensemble_folders import EnsembleRecord, components_in
@@ -138,11 +138,12 @@ def _measured(results: Path, folder: Path, title: str) -> str:
     if results.suffix == ".md":
         return results.read_text(encoding="utf-8").strip()
     result = read_result(results)
-    source = (result.content.get("sampling") or {}).get("source_sha256")
+    source = None if result.sampling is None else result.sampling.source_sha256
     if source not in (None, content_hash(folder)):
         raise HddmError(f"--results {results}: measures another model; sample {folder}, and evaluate that")
-    marks = [f"Not comparable: {reason}." for reason in result.content["reasons"]]
-    return "\n\n".join([table([ResultGroup(title, (result,))]), *map(_literal, marks)])
+    marks = [f"Not comparable: {reason}." for reason in result.reasons]
+    shown = table([ResultGroup(title, (Result(results, result, title),))])
+    return "\n\n".join([shown, *map(_literal, marks)])
 
 
 def _literal(text: str) -> str:

@@ -29,7 +29,7 @@ from hddm.noise import Seeded
 from hddm.pipelines.inputs import Begin
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.pipelines.sheets import sheet_path, write_sheet
-from hddm.routers import MomentsRouter
+from hddm.routers import MomentsRouter, Router
 from hddm.running import Batch, Plan
 from hddm.sampling import Positive, SamplingSettings, batches
 from hddm.utils.drafts import Done, Draft, differences, discard_finished, open_draft
@@ -40,7 +40,7 @@ from hddm.utils.records import SAMPLING_FILE, content_hash
 from hddm.utils.tensors import available_device, read_safetensors
 from hddm.velocity import Guidance
 
-FORMAT = "1.3"
+FORMAT = "1.4"
 LATENTS_FILE = "latents.safetensors"
 IMAGE = "{:05d}.png"
 ROUND = 1024
@@ -65,6 +65,11 @@ class SampleSettings(SamplingSettings):
     """Shift of the time grid; None for the model's own."""
     expert: int | None = None
     router_every: Positive = 1
+    calibration: Literal["experts+router", "experts", "router", "none"] = "experts+router"
+    """Calibrations that count: the experts' near t = 1, the router's temperatures, both or none. An expert
+    that was trained in its own keeps it."""
+    router_temperature: Annotated[float, Field(gt=0, le=1e9)] = 1.0
+    """Factor on all temperatures of the router."""
     cfg_channels: int | None = None
     guidance_interval: tuple[float, float] = (0.0, 1.0)
     guidance_rescale: float = 0.0
@@ -146,6 +151,7 @@ def sample_to_folder(
     ).to(device)
     if settings.compile:
         pipeline.experts.compile(dynamic=True)
+    _calibrate(pipeline, settings)
     image, mask = (
         None if path is None else open_image(read_whole(path, LARGEST_FILE), path)
         for path in (settings.init_image, settings.mask)
@@ -178,6 +184,19 @@ def sample_to_folder(
     cycle = class_names(run.cycles.given, pipeline.ensemble.classes) or settings.prompts
     conditions = [cycle[i % len(cycle)] for i in settings.numbers] if cycle else ()
     return write_sheet(out, [out / IMAGE.format(i) for i in settings.numbers], conditions)
+
+
+def _calibrate(pipeline: HDDMPipeline, settings: SampleSettings) -> None:
+    """Leave out the calibrations that the settings leave out, and scale the router's temperatures."""
+    ensemble = pipeline.ensemble
+    for expert, facts in zip(ensemble.experts, pipeline.experts.facts, strict=True):
+        if "experts" not in settings.calibration and not facts.training_calibration:
+            expert.calibration = None
+            if expert.weak is not None:
+                expert.weak.calibration = None
+    if isinstance(ensemble.router, Router):
+        own = ensemble.router.temperatures if "router" in settings.calibration else (1.0,)
+        ensemble.router.temperatures = tuple(settings.router_temperature * one for one in own)
 
 
 def planned(pipeline: HDDMPipeline, settings: SampleSettings, image: Any = None, mask: Any = None) -> Plan:

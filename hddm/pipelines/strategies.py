@@ -10,7 +10,7 @@ from hddm.ensemble import Strategy
 from hddm.evaluation.compare import figure_at
 from hddm.evaluation.evaluate import evaluate_folder
 from hddm.evaluation.features import INCEPTION
-from hddm.evaluation.results import ResultGroup, read_groups
+from hddm.evaluation.results import Evaluation, ResultGroup, read_groups
 from hddm.pipelines.samples import SampleSettings, sample_to_folder
 from hddm.utils.drafts import differences
 from hddm.utils.errors import HddmError
@@ -37,7 +37,7 @@ class Measure:
         held_out = self.held_out and str(self.held_out.resolve())
         return asdict(self) | {"reference": str(self.reference.resolve()), "held_out": held_out}
 
-    def evaluate(self, images: Path, classifier: Path) -> dict[str, Any]:
+    def evaluate(self, images: Path, classifier: Path) -> Evaluation:
         """The result of a folder of images; a ``classifier`` is trained once, and used by all later ones."""
         features, saved = self.features, None
         if features == "auto" and INCEPTION.find() is None:
@@ -73,7 +73,7 @@ def measure_strategies(
     for name, path in paths.items():
         if not path.exists():
             result = measure.evaluate(out / name, out / "classifier.safetensors")
-            write_whole(path, partial(write_json, content=result))
+            write_whole(path, partial(Path.write_text, data=f"{result.model_dump_json(indent=2)}\n"))
     return read_groups(list(paths.values()))
 
 
@@ -81,7 +81,7 @@ def best_of(groups: Sequence[ResultGroup]) -> str:
     """Name of the strategy with the least distance to held-out images, else to training images."""
     distances = {}
     for group in groups:
-        figure = figure_at(group, "to_held_out") or figure_at(group, "to_training")
+        figure = figure_at(group, "splits.held_out.distance") or figure_at(group, "splits.training.distance")
         assert figure is not None
         distances[Path(group.name).stem] = figure.mean
     return min(distances, key=distances.__getitem__)

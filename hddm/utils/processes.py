@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing.connection import wait as wait_for
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from types import FrameType
@@ -247,6 +248,30 @@ class Output:
             how += " because memory ran out; let fewer run at a time"
         text = os.pread(self._file.fileno(), _MOST, max(0, self._read - _MOST)).decode(errors="replace")
         return f"{how} ({one_line(text.strip().rpartition(chr(10))[2])})" if text.strip() else how
+
+
+_watching = False
+
+
+def end_with_parent() -> None:
+    """End this process when its parent is gone, however that happened; in the main process, do nothing.
+
+    Workers of a killed process would hold what the next one needs. What a terminal sends to all is left to
+    the parent, which tells its workers once to stop.
+    """
+    global _watching
+    parent = multiprocessing.parent_process()
+    if parent is None or _watching:
+        return
+    _watching = True
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    sentinel = parent.sentinel
+
+    def watch() -> None:
+        wait_for([sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="ends with its parent").start()
 
 
 class Workers:

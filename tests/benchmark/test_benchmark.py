@@ -1,133 +1,332 @@
-"""A whole benchmark in miniature: what it writes is complete, consistent and self-contained."""
+"""A benchmark from its file to its results, resumed, shared, and repeated by hand."""
 
 import json
+import multiprocessing
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
-from sklearn.datasets import load_digits
+import yaml
 
-from hddm.benchmark.data import write_digits
-from hddm.benchmark.presets import load_settings, parse_settings
-from hddm.benchmark.report import tables_text
-from hddm.benchmark.results import Results
-from hddm.benchmark.run import run_benchmark
-from hddm.benchmark.samples import write_grid
-from hddm.data.images import load_images
-from tests.artefacts import contents
-
-MODELS = ["single model", "homogeneous flow", "homogeneous DDPM", "mixed 1:1"]
-
-
-STRATEGIES = ["draw", "top-1", "top-2", "threshold-0.2", "nucleus-0.9", "full"]
-PRESET = load_settings("quickstart").model_dump(mode="json")
-MIXED = {"name": "mixed 1:1", "objectives": "1:1"}
-SHORT = {"steps": 4, "batch_size": 8, "learning_rate": 4e-3, "size": "tiny"}
-SETTINGS = parse_settings(
-    PRESET
-    | {
-        "partition": {"shards": 2},
-        "training": {"expert": SHORT, "router": SHORT},
-        "models": [*PRESET["models"][:3], MIXED],
-        "compare": PRESET["compare"] | {"candidates": ["mixed 1:1"]},
-        "sampling": PRESET["sampling"] | {"steps": 2, "num_images": 80},
-        "tables": [{"name": "models"}, PRESET["tables"][1] | {"models": ["mixed 1:1"], "base": {}}],
-        "resamples": 3,
-        "workers": 1,
-    },
-    "small quickstart",
+from hddm.benchmark.compute import IMAGES, count_sampling, count_training
+from hddm.benchmark.plan import SeedPlan
+from hddm.benchmark.results import Results, read_results
+from hddm.calibration import LEVELS, STATES
+from hddm.experts.records import EXPERT_FILE
+from hddm.training.settings import size_config
+from hddm.utils.processes import end_with_parent
+from hddm.utils.work import Work
+from hddm_cli.lines import run_words
+from tests.artefacts import SIDE, refusal
+from tests.benchmark_files import (
+    CONTENT,
+    FLOW,
+    MIXED,
+    SINGLE,
+    Finished,
+    again,
+    file,
+    inline,
+    life,
+    run_inline,
+    write_sides,
 )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("benchmark") / "out"
+def _without_times(results: Results) -> dict[str, Any]:
+    """Results without what differs between two runs: seconds, also those in a model's record, and folders."""
+    times = ("seconds", "path", "source", "source_sha256")
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(one) for key, one in value.items() if key not in times}
+        return [plain(one) for one in value] if isinstance(value, list) else value
+
+    content: dict[str, Any] = plain(json.loads(results.model_dump_json()))
+    return content
 
 
-@pytest.fixture(scope="module")
-def results(folder: Path) -> Results:
-    return run_benchmark(SETTINGS, folder)
+def test_all_rows_are_sampled_measured_and_compared(miniature: Finished) -> None:
+    results, out = miniature.results, miniature.out
+    assert read_results(out) == results
+    assert [row.name for row in results.first] == [SINGLE, FLOW, MIXED]
+    assert [row.name for row in results.tables["strategies"]] == ["draw", "top-1", "full"]
+    assert results.seeds == results.settings.seeds
+    assert results.split == "validation"
+    for row in results.first:
+        (one,) = row.scored
+        assert one.evaluation.images == 40
+        assert [side.split for side in one.evaluation.splits] == ["training", "validation"]
+        assert [domain.domain for domain in one.evaluation.domains] == ["first", "second"]
+        assert sum(domain.share for domain in one.evaluation.domains) == pytest.approx(1)
+    pairs = [(one.row, one.against, one.kind) for one in results.comparisons]
+    assert pairs == [
+        (MIXED, SINGLE, "model"),
+        (MIXED, FLOW, "model"),
+        ("top-1", "draw", "setting"),
+        ("full", "draw", "setting"),
+    ]
+    assert results.same[0].images == results.same[0].equal == 3
+    for name in ("results.json", "tables.md", "report.html", "benchmark.json"):
+        assert (out / name).is_file()
+    for name in ("parts", "flow", "samples/single-model", "scores/single-model.json", "scores/real.json"):
+        assert (out / name).is_symlink()
+        assert (out / name).exists()
+    assert not list((out / "jobs").glob("*.run"))
+    assert not list((out / "jobs").glob("*.features"))
 
 
-def test_the_two_tables_have_all_their_rows(results: Results, folder: Path) -> None:
-    names = {table: [row.name for row in rows] for table, rows in results.tables.items()}
-    assert names == {"models": MODELS, "strategies": STRATEGIES}
-    assert results.score_on == "held-out"
-    assert [one.steps for one in results.models[1:]] == [(4, 4)] * 3
-    assert len(load_images(folder / "digits" / "train")) == 1438
-    assert (folder / "shards" / "shard_1").is_dir()
+def test_compute_is_of_all_that_was_trained_for_a_row(miniature: Finished) -> None:
+    models = {one.model: one for one in miniature.results.models}
+    # A step of an image counts 30 and an update 1 in the miniature.
+    trained = {"single": 5 * (8 * 30 + 1), "flow": 12 * (8 * 30 + 1), "mixed": 12 * (8 * 30 + 1)}
+    for name, flop in trained.items():
+        model = models[name]
+        calibration = model.calibration_flop or 0
+        of_router = 0 if name == "single" else 4 * (8 * 30 + 1)
+        assert model.training_flop == flop + of_router + calibration
+    assert (models["single"].router_flop, models["flow"].router_flop) == (0, models["mixed"].router_flop)
+    assert models["flow"].parts == ("flow-0", "flow-1", "router")
+    assert (models["flow"].steps, models["flow"].batch_sizes) == ((6, 6, 4), (8, 8, 8))
+    # Two experts of one size, and the router's own.
+    assert (models["flow"].calibration_flop or 0) > 2 * (models["single"].calibration_flop or 0)
+    ((budget, high, low, percent),) = miniature.results.unequal
+    assert (budget, high, low) == ("all", FLOW, SINGLE)
+    assert percent > 2
 
 
-def test_every_figure_is_finite_and_every_distance_has_an_interval(results: Results, folder: Path) -> None:
-    text = (folder / "results.json").read_text()
-    assert Results.model_validate(json.loads(text, parse_constant=pytest.fail)) == results
-    for row in (row for rows in results.tables.values() for row in rows):
-        distance, diversity = row.figure("to_held_out"), row.figure("diversity")
-        assert distance is not None
-        assert distance.mean > 0
-        assert distance.half_width
-        assert diversity is not None
-        assert diversity.mean > 0
-
-
-def test_compute_is_equal_and_counted(results: Results) -> None:
+def test_what_was_there_before_is_not_counted(miniature: Finished, tmp_path: Path) -> None:
+    results = again(miniature, tmp_path / "out", file(not_counted=["ddpm-0", "router"]))
     models = {one.model: one for one in results.models}
-    single, ensemble = models["single model"], models["homogeneous flow"]
-    assert single.training_flop is not None
-    assert ensemble.training_flop is not None
-    step = (single.training_flop - ensemble.training_flop) / single.training_flop
-    assert -0.02 < step <= 0
-    assert len({models[name].training_flop for name in MODELS[1:]}) == 1
-    rows = {row.name: row for row in results.tables["strategies"]}
-    evaluations = {name: row.experts_a_step for name, row in rows.items()}
-    assert (evaluations["draw"], evaluations["top-1"], evaluations["top-2"]) == (1, 1, 2)
-    cost = {name: row.sampling_flop for name, row in rows.items()}
-    assert cost["draw"] < cost["top-1"] < cost["full"]
-    assert ensemble.batch_sizes == (8, 8)
+    assert (models["mixed"].parts, models["flow"].parts) == (("flow-1",), ("flow-0", "flow-1"))
+    assert "the training of ddpm-0, router is not counted" in (tmp_path / "out/tables.md").read_text()
 
 
-def test_the_terminal_shows_what_the_results_say(results: Results, folder: Path) -> None:
-    text = tables_text(results)
-    assert len(results.answers) == 2
-    assert all(one.sentence in text for one in results.answers)
-    assert (folder / "tables.md").read_text() == text + "\n"
-    assert (folder / "report.html").is_file()
-    for row in (row for rows in results.tables.values() for row in rows):
-        assert row.name in text
-        assert results.shown(row, "to_held_out") in text
-
-
-def test_a_finished_benchmark_says_so_and_does_nothing_again(
-    results: Results, folder: Path, capsys: pytest.CaptureFixture[str]
+def test_started_again_it_does_nothing_and_keeps_its_date(
+    miniature: Finished, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = {path: path.stat().st_mtime_ns for path in (folder / "jobs").rglob("job.json")}
-    assert run_benchmark(SETTINGS, folder) == results
-    assert f"{folder}: was finished on {results.date}" in capsys.readouterr().err
-    assert {path: path.stat().st_mtime_ns for path in made} == made
+    before = (miniature.out / "results.json").read_bytes()
+    with inline() as told:
+        run_inline(miniature.file, miniature.out, miniature.data)
+    assert told == []
+    assert (miniature.out / "results.json").read_bytes() == before
+    assert "was finished on 20" in capsys.readouterr().err
 
 
-def test_the_digits_are_scikit_learns_each_on_one_side(tmp_path: Path) -> None:
-    training, held_out = (load_images(folder) for folder in write_digits(tmp_path))
-    assert len(training) + len(held_out) == 1797
-    assert len(held_out) == 1797 // 5
-    assert training.classes == held_out.classes == tuple("0123456789")
-    bunch = load_digits()
-    for side in (training, held_out):
-        rows = [int(Path(name).stem) for name in side.files]
-        assert side.labels is not None
-        assert bunch.target[rows].tolist() == side.labels.tolist()
-        error = np.abs(side.pixels[:, 0].numpy() / 255 - bunch.images[rows] / 16)
-        assert error.max() <= 0.5 / 255 + 1e-9
+def test_other_seeds_and_rows_reuse_what_is_there(miniature: Finished, tmp_path: Path) -> None:
+    with inline() as told:
+        again(miniature, tmp_path / "out", file(seeds=[0, 1], values={"steps": 6, "images": 41}))
+    verbs = [" ".join(words[: 2 if words[0] == "train" else 1]) for words in told]
+    # Data is of all seeds, trainings are of one, samples are others.
+    assert verbs.count("partition") == 0
+    assert verbs.count("train expert") == 4
+    assert verbs.count("train router") == 1
+    assert {words[words.index("--seed") + 1] for words in told if words[0] == "train"} == {"1"}
+    assert (tmp_path / "out/seed_1/flow").is_symlink()
 
 
-def test_a_grid_shows_every_image_in_reading_order(tmp_path: Path) -> None:
-    pixels = torch.arange(10, dtype=torch.uint8).view(10, 1, 1, 1).expand(10, 1, 2, 2)
-    write_grid(pixels * 20, tmp_path / "a" / "grid.png")
-    with Image.open(tmp_path / "a" / "grid.png") as image:
-        shown = np.asarray(image)
-    assert shown.shape == (2 * 10, 8 * 10)
-    assert [shown[5, 5 + 10 * k] for k in range(8)] == [20 * k for k in range(8)]
-    assert [shown[15, 5 + 10 * k] for k in range(3)] == [160, 180, 96]
-    assert list(contents(tmp_path)) == ["a/grid.png"]
+def test_results_of_other_settings_are_not_replaced_unasked(miniature: Finished, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(miniature.out, tmp_path / "out", symlinks=True))
+    changed = file(values={"steps": 7, "images": 40})
+    told = refusal(run_inline, changed, out, miniature.data)
+    assert "has results of other settings" in told
+    assert 'values: {"steps": 6, "images": 40} there, {"steps": 7, "images": 40} now' in told
+    assert run_inline(changed, out, miniature.data, overwrite=True).models[0].steps != ()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "note").write_text("precious")
+    assert "has no benchmark.json of" in refusal(run_inline, changed, tmp_path / "mine", miniature.data)
+    # More seeds replace nothing.
+    run_inline(file(values={"steps": 7, "images": 40}, seeds=[0, 1]), out, miniature.data)
+
+
+def test_a_failing_step_is_named_and_the_others_stay(miniature: Finished, tmp_path: Path) -> None:
+    rows = {**CONTENT["rows"], "broken": "$flow --strategy top-3"}
+    told = refusal(again, miniature, tmp_path / "out", file(rows=rows))
+    assert "step 'samples/broken' (hddm sample flow --strategy top-3" in told
+    assert not (tmp_path / "out" / "results.json").exists()
+    assert again(miniature, tmp_path / "out", file()).seeds == (0,)
+
+
+def test_a_damaged_record_is_refused_and_half_a_step_is_done_again(
+    miniature: Finished, tmp_path: Path
+) -> None:
+    out = Path(shutil.copytree(miniature.out, tmp_path / "out", symlinks=True))
+    record = next((out / "jobs").glob("partition-*.done.json"))
+    content = record.read_text()
+    record.write_text(content.replace('"seconds"', '"second"'))
+    assert "was changed after it was written" in refusal(run_inline, miniature.file, out, miniature.data)
+    # Killed between the end of a step and its record.
+    record.unlink()
+    with inline() as told:
+        run_inline(miniature.file, out, miniature.data)
+    assert [words[0] for words in told] == ["partition"]
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        ("os.rename", "train-expert-"),
+        ("os.rename", "sample-"),
+        ("os.rename", "evaluate-"),
+        ("os.rename", "results.json"),
+    ],
+    ids=lambda moment: moment[1],
+)
+def test_killed_at_any_moment_it_comes_to_the_same_results(
+    moment: tuple[str, str], miniature: Finished, tmp_path: Path
+) -> None:
+    assert life(miniature.file, tmp_path / "out", miniature.data, moment) == -signal.SIGKILL
+    assert life(miniature.file, tmp_path / "out", miniature.data, None) == 0
+    assert _without_times(read_results(tmp_path / "out")) == _without_times(miniature.results)
+    assert not [path for path in (tmp_path / "out" / "jobs").iterdir() if ".part-" in path.name]
+
+
+def test_its_commands_give_the_same_by_hand(miniature: Finished, tmp_path: Path) -> None:
+    """Any row can be repeated in an empty folder by the commands of --dry-run."""
+    plan = SeedPlan(miniature.file, 0, Work(Path("jobs")), miniature.data)
+    (tmp_path / "scores").mkdir()
+    with pytest.MonkeyPatch.context() as patch, inline():
+        patch.chdir(tmp_path)
+        for step in plan.rows[2].scores.upstream:
+            run_words(shlex.split(step.shown)[1:])
+    ours = json.loads((tmp_path / "scores/mixed-1-1.json").read_text())
+    theirs = json.loads((miniature.out / "scores/mixed-1-1.json").read_text())
+    assert ours["splits"] == theirs["splits"]
+    assert ours["data"]["images"]["hash"] == theirs["data"]["images"]["hash"]
+
+
+TINY = size_config("tiny")
+WIDTH, DEPTH, PATCH = TINY["hidden_size"], TINY["depth"], TINY["patch_size"]
+TOKENS = (SIDE // PATCH) ** 2
+FREQUENCIES = 256
+
+
+def _linear(rows: int, inside: int, outside: int) -> int:
+    return 2 * rows * inside * outside
+
+
+def _forward() -> tuple[int, int]:
+    """Operations of the tiny network for an image, and those that need no gradient of their input."""
+    embed = _linear(TOKENS, PATCH**2, WIDTH)
+    first = _linear(1, FREQUENCIES, WIDTH)
+    time = _linear(1, WIDTH, WIDTH) + _linear(1, WIDTH, 6 * WIDTH)
+    # Scores and their product with the values.
+    attention = 2 * (2 * TOKENS * TOKENS * WIDTH)
+    block = _linear(TOKENS, WIDTH, 3 * WIDTH) + attention + _linear(TOKENS, WIDTH, WIDTH)
+    block += 2 * _linear(TOKENS, WIDTH, 4 * WIDTH)
+    return embed + first + time + DEPTH * block + _linear(TOKENS, WIDTH, PATCH**2), embed + first
+
+
+@pytest.mark.parametrize("objective", ["flow", "ddpm"])
+def test_a_training_step_costs_its_forward_and_twice_that_backward(objective: str, shards: Path) -> None:
+    words = ["train", "expert", str(shards / "shard_0"), "--objective", objective, "--size", "tiny"]
+    forward, idle = _forward()
+    step = 3 * forward - idle
+    assert count_training([*words, "--optimizer", "adamw", "--steps", "90"], run_words) == (step, 0)
+
+    def update(m: int, n: int) -> int:
+        """Five iterations, for G of shape (m, n), n <= m: G^T G, its square, and the product with G."""
+        return 5 * (2 * _linear(n, m, n) + _linear(n, n, n))
+
+    muon = DEPTH * (update(3 * WIDTH, WIDTH) + update(WIDTH, WIDTH) + 2 * update(4 * WIDTH, WIDTH))
+    muon += update(FREQUENCIES, WIDTH) + update(WIDTH, WIDTH) + update(6 * WIDTH, WIDTH)
+    assert count_training([*words, "--optimizer", "muon", "--batch-size", "64"], run_words) == (step, muon)
+
+
+def test_routers_adapters_and_samples_are_counted(shards: Path, flow_expert: Path) -> None:
+    image, update = count_training(["train", "router", str(shards), "--optimizer", "adamw"], run_words)
+    assert (image > 0, update) == (True, 0)
+    words = ["train", "expert", str(shards / "shard_1"), "--objective", "flow", "--init", str(flow_expert)]
+    adapter = count_training([*words, "--lora-rank", "2"], run_words)
+    assert 0 < adapter[0] < count_training(words, run_words)[0] * 1.2
+    forward, _ = _forward()
+    sample = ["sample", str(flow_expert), "--solver", "euler", "--steps", "3"]
+    assert count_sampling(sample, run_words) == pytest.approx(3 * forward, rel=0.02)
+    assert IMAGES == 32
+
+
+def test_a_calibration_costs_its_states(miniature: Finished) -> None:
+    forward, _ = _forward()
+    (single,) = (one for one in miniature.results.models if one.model == "single")
+    assert single.calibration_flop == LEVELS * STATES * forward
+    record = json.loads((miniature.out / "single" / EXPERT_FILE).read_text())
+    assert record["training"]["steps"] == 5
+
+
+def _work(connection: Connection) -> None:
+    end_with_parent()
+    connection.send(os.getpid())
+    time.sleep(600)
+
+
+def _lead(connection: Connection) -> None:
+    multiprocessing.get_context("fork").Process(target=_work, args=(connection,)).start()
+    time.sleep(600)
+
+
+def test_a_worker_ends_when_its_parent_is_killed() -> None:
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    parent = context.Process(target=_lead, args=(there,))
+    parent.start()
+    worker = here.recv()
+    assert parent.pid is not None
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.join()
+    for _ in range(200):
+        if not _runs(worker):
+            return
+        time.sleep(0.05)
+    os.kill(worker, signal.SIGKILL)
+    raise AssertionError("the worker lives on")
+
+
+def _runs(process: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        with open(f"/proc/{process}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _until(condition: Callable[[], bool], process: "subprocess.Popen[bytes]") -> None:
+    for _ in range(60_000):
+        if condition():
+            return
+        assert process.poll() is None
+        time.sleep(0.02)
+    raise AssertionError("it did not come so far")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_with_workers_it_goes_on_whatever_stopped_it(number: signal.Signals, tmp_path: Path) -> None:
+    path, jobs = tmp_path / "mine.yaml", tmp_path / "out" / "jobs"
+    long = CONTENT | {"values": {"steps": 60, "images": 40}, "workers": 2}
+    path.write_text(yaml.safe_dump(long, sort_keys=False))
+    data = write_sides(tmp_path / "data")
+    command = [sys.executable, "-m", "hddm_cli", "benchmark", str(path), "--data", str(data)]
+    command += ["--out", str(tmp_path / "out")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(command, env=environment)
+    _until(lambda: any(jobs.glob("train-expert-*.run/checkpoints/step_*")), process)
+    process.send_signal(number)
+    code = process.wait(120)
+    assert code == (-9 if number == signal.SIGKILL else 128 + number)
+    assert not (tmp_path / "out" / "results.json").exists()
+    assert subprocess.run(command, env=environment, check=False).returncode == 0
+    results = read_results(tmp_path / "out")
+    assert results.seeds == (0,)
+    assert torch.equal(*(torch.tensor(one.steps[:2]) for one in results.models[1:3]))
+    assert not list(jobs.glob(".*"))

@@ -37,7 +37,7 @@ from benchmarks.inference.times import (
 )
 from benchmarks.reports import met
 from benchmarks.timing import Taken, quartiles, ratios
-from hddm.benchmark.compute import router_flop
+from hddm.benchmark.compute import forward_flop
 from hddm.ensemble import Ensemble
 from hddm.experts.loading import load
 from hddm.routers import Router
@@ -69,7 +69,7 @@ def test_the_even_router_gives_every_expert_the_same_number_of_samples(
 def test_the_even_router_costs_what_the_router_inside_it_costs() -> None:
     router = random_router(QUICK.router, QUICK.sample_shape, QUICK.patch, K)
     x = torch.zeros(1, *QUICK.sample_shape)
-    costs = [router_flop(Router(network), x) for network in (router, EvenRouter(router))]
+    costs = [forward_flop(Router(network), x, torch.ones(1)) for network in (router, EvenRouter(router))]
     assert costs[0] == costs[1] > 0
 
 

@@ -1,139 +1,115 @@
-"""The report says what the results say, whatever they are called, and needs nothing but itself."""
+"""What the tables and the page of a benchmark say."""
 
-import base64
-import io
-import json
 import re
-import shutil
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 
-from hddm.benchmark.report import REPORT_FILE, write_report
-from hddm.benchmark.results import Results, read_results
-from tests.benchmark_files import FLOW, MIXED, Finished
-
-
-class _Page(HTMLParser):
-    """Elements of a page by name, its text, and the rows of its tables."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.tables: dict[str, list[list[str]]] = {}
-        self.text = ""
-        self._open: list[str] = []
-        self._rows: list[list[str]] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attributes)))
-        if ("class", "scroll") in attributes:
-            label = dict(attributes).get("aria-label") or ""
-            self._rows = self.tables.setdefault(label.removeprefix("Table: "), [])
-        if tag == "tr":
-            self._rows.append([])
-        if tag in ("th", "td"):
-            self._rows[-1].append("")
-        self._open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        while self._open.pop() != tag:
-            pass
-
-    def handle_data(self, data: str) -> None:
-        if self._open and self._open[-1] not in ("style", "script"):
-            self.text += data
-        if {"th", "td"} & set(self._open) and self._rows and self._rows[-1]:
-            self._rows[-1][-1] += data
-
-    def all(self, tag: str) -> list[dict[str, str | None]]:
-        return [attributes for name, attributes in self.elements if name == tag]
+from hddm.benchmark.report import REPORT_FILE, tables_text, write_report
+from hddm.benchmark.results import Results, number, read_results
+from tests.artefacts import refusal
+from tests.benchmark_files import FLOW, MIXED, SINGLE, THREE, Finished, compared, more_seeds
 
 
-@pytest.fixture(scope="module")
-def page(miniature: Finished) -> _Page:
-    write_report(miniature.out, read_results(miniature.out))
-    return _Page((miniature.out / REPORT_FILE).read_text())
+@pytest.fixture
+def three(miniature: Finished) -> Results:
+    """Three training seeds, the mixed experts ahead of both others."""
+    return more_seeds(miniature.results, THREE)
 
 
-def test_it_is_one_page_that_asks_for_nothing_else(page: _Page, miniature: Finished) -> None:
-    text = (miniature.out / REPORT_FILE).read_text()
-    assert not re.search(r"https?:|@import|url\((?!#)|src=\"(?!data:)|href=\"(?!#|data:)", text)
-    models = len(miniature.settings.models)
-    sources = [one["src"] or "" for one in page.all("img")]
-    assert len(sources) == models + 1
-    assert page.all("img")[0]["alt"] == "Samples: real, validation"
-    for source in sources:
-        content = base64.b64decode(source.removeprefix("data:image/png;base64,"), validate=True)
-        with Image.open(io.BytesIO(content)) as image:
-            assert np.asarray(image).std() > 0
-    assert all(one["alt"] for one in page.all("img"))
-    assert all(one["aria-label"] for one in page.all("svg"))
-    found = [one["id"] for _, one in page.elements if "id" in one]
-    assert len(set(found)) == len(found)
-    used = {link for link in re.findall(r'(?:href="#|url\(#)([^")]+)', text)}
-    assert used <= set(found)
+def test_verdicts_over_seeds_are_said_in_a_sentence_and_a_column(three: Results) -> None:
+    sentences = [one.sentence for one in three.answers]
+    assert sentences[0].startswith(f"{MIXED} against {SINGLE}: −1.00, better (95 % interval")
+    assert sentences[1].startswith(f"{MIXED} against {FLOW}: −2.00, better (95 % interval")
+    text = tables_text(three)
+    rows = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| ")}
+    assert "8.00 ± 0.50 (s 0.10)" in rows[MIXED]
+    assert "−2.00 better" in rows[MIXED]
+    assert "training seeds 0, 1, 2." in text
+    assert f"- {sentences[0]}" in text
 
 
-def test_its_tables_show_what_the_results_say(page: _Page, miniature: Finished) -> None:
-    results = miniature.results
-    head, *rows = page.tables["models"]
-    assert [row[0] for row in rows] == [row.name for row in results.tables["models"]]
-    column = head.index("to validation images")
-    for row, shown in zip(results.tables["models"], rows, strict=True):
-        assert shown[column] == results.shown(row, "to_validation")
-    assert miniature.results.hashes["training"] in page.text
+def test_too_few_seeds_few_images_and_one_set_of_weights_have_no_verdict(miniature: Finished) -> None:
+    def whys(*seeds: Any, **options: Any) -> list[str | None]:
+        two = {name: values[:2] for name, values in THREE.items()}
+        results = more_seeds(miniature.results, *(seeds or (two,)), **options)
+        return [one.verdict.why for one in results.answers]
+
+    assert whys() == ["2 training seeds, and 3 or more give a verdict"] * 2
+    assert whys(THREE, few=(FLOW,)) == [None, "too few images"]
+    fixed = more_seeds(miniature.results, THREE, fixed=(SINGLE,))
+    assert (
+        fixed.answers[0].verdict.why
+        == f"{SINGLE}: one set of weights in every seed, so no other training is judged"
+    )
+    assert "† single: one set of weights in every seed" in tables_text(fixed)
 
 
-def test_why_there_is_no_answer_is_said(page: _Page, miniature: Finished, tmp_path: Path) -> None:
-    results = miniature.results
-
-    def text(table: str, **compared: Any) -> str:
-        compare = results.settings.compare.model_copy(update=compared)
-        changes = {
-            "settings": results.settings.model_copy(update={"compare": compare}),
-            "scored": tuple(one for one in results.scored if one.table == table),
-            "comparisons": (),
-        }
-        write_report(tmp_path, results.model_copy(update=changes))
-        return _Page((tmp_path / REPORT_FILE).read_text()).text
-
-    assert "No verdict: the" not in page.text
-    assert "No verdict: the settings name no baseline." in text("models", baselines=())
-    absent = "No verdict: the first table, strategies, has no row of homogeneous flow or single model."
-    assert absent in text("strategies")
-    alike = text("models", baselines=(FLOW,), candidates=(FLOW,))
-    assert "first table, models, has no candidate that is sampled as a baseline is." in alike
+def test_a_model_that_did_not_learn_is_shown_and_not_compared(three: Results) -> None:
+    scored = []
+    for one in three.scored:
+        share = 0.4 if one.of == FLOW else 0.9
+        recognised = three.real.recognised.model_copy(update={"share": share, "real": 1.0})
+        evaluation = one.evaluation.model_copy(update={"recognised": recognised})
+        scored.append(one.model_copy(update={"evaluation": evaluation}))
+    results = compared(three.model_copy(update={"scored": tuple(scored)}))
+    assert results.answers[0].verdict.judgement == "better"
+    assert "homogeneous flow: did not learn" in (results.answers[1].verdict.why or "")
 
 
-def test_a_page_says_what_its_figures_are_to_the_choice_of_settings(
-    page: _Page, miniature: Finished, tmp_path: Path
+def test_what_does_not_compare_is_listed(miniature: Finished) -> None:
+    text = (miniature.out / "tables.md").read_text()
+    for line in (
+        "Published distances: they are of 50,000 images and Inception's features; these are of 40",
+        "Too few images for the features: 6 rows",
+        "Training compute of all: homogeneous flow costs",
+        "an expert alone, and within the ensemble: 3 of 3 images are the same file",
+    ):
+        assert line in text
+    assert "Training compute of ensembles" not in text
+    assert "| models, by domain" in text
+    assert "first: share" in text
+
+
+def test_the_page_needs_no_other_file_and_names_are_no_html(miniature: Finished, tmp_path: Path) -> None:
+    page = (miniature.out / REPORT_FILE).read_text()
+    assert set(re.findall(r'(?:src|href)="([a-z]+:)', page)) == {"data:"}
+    assert page.count('<section class="strip">') == 3
+    assert all(step.command.replace("&", "&amp;") in page for step in miniature.results.steps)
+    scored = tuple(one.model_copy(update={"row": f"<b>{one.row}"}) for one in miniature.results.scored)
+    write_report(tmp_path, miniature.results.model_copy(update={"scored": scored, "comparisons": ()}))
+    assert "<b>single" not in (tmp_path / REPORT_FILE).read_text()
+
+
+def test_results_of_other_formats_and_without_what_decides_are_refused(
+    miniature: Finished, tmp_path: Path
 ) -> None:
-    assert "What counts is the confirmation on fresh seeds" in page.text
-    content = miniature.results.model_copy(update={"score_on": "held-out"}).model_dump_json()
-    confirmed = Results.model_validate_json(content.replace("to_validation", "to_held_out"))
-    write_report(tmp_path, confirmed)
-    assert "A confirmation: fresh training seeds" in _Page((tmp_path / REPORT_FILE).read_text()).text
+    text = (miniature.out / "results.json").read_text()
+    for old, new, message in (
+        (
+            '"format":"4.0","kind":"benchmark"',
+            '"format":"3.0","kind":"benchmark"',
+            "format 3.0 is no longer read",
+        ),
+        (
+            '"model":"single","seed":0,"hash"',
+            '"model":"other","seed":0,"hash"',
+            "of a model 'single' of seed 0 that is not",
+        ),
+        (
+            '"split":"validation","distance"',
+            '"split":"held_out","distance"',
+            "no distance to validation images",
+        ),
+    ):
+        compact = re.sub(r'\n *|(?<=[:,]) (?=["\d\[{])', "", text).replace('": "', '":"').replace('": ', '":')
+        assert old in compact
+        (tmp_path / "results.json").write_text(compact.replace(old, new, 1 if "model" in old else -1))
+        assert message in refusal(read_results, tmp_path)
 
 
-def test_a_report_is_made_anew_from_results_and_grids_alone(miniature: Finished, tmp_path: Path) -> None:
-    shutil.copy(miniature.out / "results.json", tmp_path)
-    for grids in ("samples", "seed_0/samples"):
-        shutil.copytree(miniature.out / grids, tmp_path / grids)
-    write_report(tmp_path, read_results(tmp_path))
-    write_report(miniature.out, miniature.results)
-    assert (tmp_path / REPORT_FILE).read_text() == (miniature.out / REPORT_FILE).read_text()
-
-
-def test_names_of_models_are_text_wherever_they_stand(miniature: Finished, tmp_path: Path) -> None:
-    name = '<script>alert("x")</script> $\\frac{1}{2}$ & "'
-    results = miniature.results.model_dump_json().replace(json.dumps(MIXED)[1:-1], json.dumps(name)[1:-1])
-    write_report(tmp_path, Results.model_validate_json(results))
-    text = (tmp_path / REPORT_FILE).read_text()
-    assert text.count("<script") == 1
-    assert name in _Page(text).text
+def test_numbers_have_the_decimals_that_their_size_needs() -> None:
+    shown = [number(value) for value in (123.45, 1.234, 0.0456, 0.00789, 0)]
+    assert shown == ["123.5", "1.23", "0.046", "0.0079", "0.00"]
+    assert (number(-1.5), number(1.5, signed=True)) == ("−1.50", "+1.50")

@@ -26,7 +26,9 @@ def copy(miniature: Finished, tmp_path: Path) -> Copy:
         content = json.loads((miniature.out / "results.json").read_text())
         whole(content)
         for row in content["scored"]:
-            row["scores"]["to_validation"]["few_images"] = False
+            row["evaluation"] |= {"comparable": True, "reasons": []}
+            for side in row["evaluation"]["splits"]:
+                side["distance"]["few_images"] = False
             change(row)
         folder = tmp_path / name
         folder.mkdir()
@@ -38,21 +40,27 @@ def copy(miniature: Finished, tmp_path: Path) -> Copy:
 
 
 def _steps(row: dict[str, Any]) -> None:
-    row["point"]["steps"] = 9
+    row["evaluation"]["sampling"]["steps"] = 9
+
+
+def _fresh(row: dict[str, Any]) -> dict[str, Any]:
+    """The scores of a row against validation images."""
+    found: dict[str, Any] = row["evaluation"]["splits"][1]
+    return found
 
 
 def test_rows_of_benchmarks_are_held_against_each_other(
     copy: Copy, miniature: Finished, hddm: Command
 ) -> None:
     shifted = {"value": 3.0, "half_width": 0.125}
-    b = copy("b", lambda row: row["scores"]["to_validation"].update(shifted))
+    b = copy("b", lambda row: _fresh(row)["distance"].update(shifted))
     code, out, err = hddm("compare", copy("a"), b / "results.json")
     assert (code, err) == (0, "")
     assert [line for line in out.splitlines() if line.startswith("## ")] == [
         f"## {name}" for name in (SINGLE, FLOW, MIXED)
     ]
     first = next(line for line in out.splitlines() if "to validation images" in line)
-    ours = miniature.results.scored[0].scores["to_validation"]["value"]
+    ours = miniature.results.scored[0].evaluation.to("validation").value
     assert "3.000 ± 0.12" in first
     assert f"worse (+{3.0 - ours:.1f})" in first
     assert "held-out" not in out
@@ -60,33 +68,32 @@ def test_rows_of_benchmarks_are_held_against_each_other(
 
 
 def _confirmed(content: dict[str, Any]) -> None:
-    content["score_on"] = "held-out"
-    content["hashes"]["reference"] = "other"
-
-
-def _confirmed_in_9_steps(row: dict[str, Any]) -> None:
-    row["scores"]["to_held_out"] = row["scores"].pop("to_validation")
-    _steps(row)
+    content["split"] = "held_out"
+    content["settings"]["split"] = "held_out"
+    for row in content["scored"]:
+        _fresh(row)["split"] = "held_out"
+        data = row["evaluation"]["data"]
+        data["held_out"] = data.pop("validation")
 
 
 def test_benchmarks_that_differ_in_more_than_the_model_are_refused_with_the_list(
     copy: Copy, hddm: Command
 ) -> None:
-    a, b = copy("a"), copy("b", _confirmed_in_9_steps, _confirmed)
+    a, b = copy("a"), copy("b", _steps, _confirmed)
     code, out, err = hddm("compare", a, b)
     assert (code, out) == (1, "")
     files = a / "results.json", b / "results.json"
     assert f"steps: 2 in {files[0]}; 9 in {files[1]}" in err
-    assert f'split: "validation" in {files[0]}; "held-out" in {files[1]}' in err
+    assert "validation.hash" in err
     assert "held_out.hash" in err
     assert hddm("compare", a, copy("c", _steps), "--varies", "steps")[0] == 0
 
 
 def _another_seed(content: dict[str, Any]) -> None:
     content["models"] += [one | {"seed": 1, "hash": f"{one['hash']} 1"} for one in content["models"]]
-    content["scored"] += [
-        one | {"seed": 1, "samples": [f"{name} 1" for name in one["samples"]]} for one in content["scored"]
-    ]
+    for one in json.loads(json.dumps(content["scored"])):
+        one["evaluation"]["data"]["images"]["hash"] += " 1"
+        content["scored"].append(one | {"seed": 1})
 
 
 def test_a_file_of_several_seeds_is_named_once(copy: Copy, hddm: Command) -> None:
@@ -96,14 +103,21 @@ def test_a_file_of_several_seeds_is_named_once(copy: Copy, hddm: Command) -> Non
 
 
 def test_benchmarks_of_other_weights_or_devices_are_told_apart_row_by_row(copy: Copy, hddm: Command) -> None:
-    a = copy("a")
-    b = copy("b", lambda row: row["sampled_as"].update({"weights": "raw", "device": "cuda"}))
+    other = {"weights": ["raw"], "device": "cuda"}
+    a, b = copy("a"), copy("b", lambda row: row["evaluation"]["sampling"].update(other))
     _, _, err = hddm("compare", a, b)
     files = a / "results.json", b / "results.json"
-    assert f'weights: "ema" in {files[0]}; "raw" in {files[1]}' in err
+    assert f' in {files[0]}; ["raw"] in {files[1]}' in err
     assert f'device: "cpu" in {files[0]}; "cuda" in {files[1]}' in err
-    older = copy("c", lambda row: row.pop("sampled_as"))
-    assert hddm("compare", a, older)[0] == 0
+
+
+def test_results_of_an_older_format_are_refused_in_one_line(copy: Copy, hddm: Command) -> None:
+    a, old = copy("a"), copy("b")
+    content = json.loads((old / "results.json").read_text()) | {"format": "3.0"}
+    (old / "results.json").write_text(json.dumps(content))
+    code, _, err = hddm("compare", a, old)
+    assert (code, err.count("\n")) == (1, 1)
+    assert "format 3.0 is no longer read; repeat the benchmark" in err
 
 
 def test_what_does_not_compare_is_refused(
@@ -112,7 +126,7 @@ def test_what_does_not_compare_is_refused(
     a = copy("a")
     renamed = copy("b", lambda row: row.update(row=f"my {row['row']}"))
     evaluation = tmp_path / "evaluation.json"
-    evaluation.write_text(json.dumps({"kind": "evaluation", "format": "1.0"}))
+    evaluation.write_text(json.dumps({"kind": "evaluation", "format": "2.0"}))
     for paths, message in (
         ([miniature.out, a], "not comparable: too few images: 64 features"),
         ([a, renamed], "no row of their first tables in common"),

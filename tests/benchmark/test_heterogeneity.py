@@ -1,4 +1,4 @@
-"""Experiments: the sweep over sizes and budgets, and conversions on a finished benchmark."""
+"""The sweep over sizes and budgets."""
 
 import json
 from dataclasses import replace
@@ -7,29 +7,17 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from benchmarks.conversion.grid import grid
 from benchmarks.harness import Start
-from benchmarks.heterogeneity.scaling import DIGITS, SHORT, scaling, settings_of
-from hddm.benchmark.presets import load_settings
-from tests.benchmark_files import Finished, of_models, run_inline
-
-
-def test_conversions_of_a_finished_benchmark_are_sampled_and_scored(
-    miniature: Finished, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    run_inline(of_models({"name": "homogeneous DDPM", "objectives": "ddpm"}), out, miniature.data)
-    lines = list(grid(out))
-    assert len(lines) == 7
-    assert len({line.partition(": ")[2] for line in lines}) > 3
-    # What was drawn once is not scored again.
-    assert list(grid(out)) == lines
+from benchmarks.heterogeneity.scaling import DIGITS, SHORT, file_of, scaling
+from hddm.benchmark.file import read_benchmark
+from tests.benchmark_files import inline
 
 
 @pytest.mark.slow
 def test_every_row_of_a_cell_costs_what_its_one_model_costs(tmp_path: Path) -> None:
     start = Start(tmp_path / "results", tmp_path / "work", workers=1)
-    table = scaling(replace(SHORT, factors=SHORT.factors[:1]), start)
+    with inline(counted=True):
+        table = scaling(replace(SHORT, factors=SHORT.factors[:1]), start)
     (cell,) = json.loads(table.with_suffix(".json").read_text())["cells"]
     (line,) = [line for line in table.read_text().splitlines() if line.startswith(f"| {SHORT.sizes[0]}")]
     for ours in cell["rows"].values():
@@ -42,9 +30,9 @@ def test_every_row_of_a_cell_costs_what_its_one_model_costs(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("size", DIGITS.sizes)
 def test_cells_differ_from_the_preset_in_size_steps_and_rate_alone(size: str) -> None:
-    preset = load_settings("digits").training
-    same, more = (settings_of(DIGITS, size, factor, 1).training for factor in (1, 4))
-    assert more.expert["steps"] == 4 * same.expert["steps"] == 4 * preset.expert["steps"]
-    assert more.router["steps"] == 4 * preset.router["steps"]
-    assert same.expert | {"size": "mini", "learning_rate": 8e-3} == preset.expert
-    assert same.router == preset.router
+    preset = read_benchmark("digits")
+    same, more = (file_of(DIGITS, size, factor, 0.3, 1) for factor in (1, 4))
+    for name in ("steps", "router_steps", "ddpm_steps", "flow_steps"):
+        assert more.values[name] == 4 * same.values[name] == 4 * preset.values[name]
+    assert (same.steps, same.rows, same.defaults) == (preset.steps, preset.rows, preset.defaults)
+    assert same.scored_on == "held_out"

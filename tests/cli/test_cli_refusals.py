@@ -98,7 +98,7 @@ def test_an_existing_folder_is_kept(
     ):
         assert "--overwrite" in _refused(hddm, *arguments, "--out", tmp_path)
     assert "holds no quickstart" in _refused(hddm, "quickstart", "--out", tmp_path)
-    assert "has no story.json of" in _refused(hddm, "quickstart", "--out", tmp_path, "--overwrite")
+    assert "has no benchmark.json of" in _refused(hddm, "quickstart", "--out", tmp_path, "--overwrite")
     assert contents(tmp_path) == before
 
 
@@ -176,10 +176,7 @@ def test_the_installed_command_fails_as_tidily(tmp_path: Path) -> None:
         ("sample {expert} --class-labels 3", "class_labels ['3']: this model has no classes"),
         ("sample {expert} --prompt dog", "--prompt: the model is unconditional; drop the option"),
         ("evaluate {images} --reference {empty}", "{empty}: holds no images"),
-        (
-            "benchmark cifar10-small --data {empty}",
-            "no such images; name by --data the folder that data.training, 'train', lies in",
-        ),
+        ("benchmark cifar10-small --data {empty}", "{empty}/train: no such file or folder"),
     ],
 )
 def test_a_wrong_input_is_named_and_nothing_is_written(

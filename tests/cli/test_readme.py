@@ -14,11 +14,11 @@ from typing import NamedTuple
 import pytest
 from typer.main import get_command
 
-from hddm.benchmark.presets import load_settings
+from hddm.benchmark.file import read_benchmark
 from hddm.training.settings import KINDS, ExpertSettings, read_run_file
 from hddm_cli import options
 from hddm_cli.app import commands
-from hddm_cli.story import train_old_model, write_old_and_new
+from hddm_cli.lines import run_words
 from tests.artefacts import Command
 from tests.checkpoint_files import pipeline, text_unet
 from tests.component_files import write_clip, write_vae
@@ -114,7 +114,7 @@ def test_its_files_of_settings_are_read(code: Code, tmp_path: Path) -> None:
     if code.text.startswith("# run file"):
         read_run_file(file, ExpertSettings)
     else:
-        load_settings(str(file))
+        read_benchmark(str(file))
 
 
 def test_it_names_the_keys_that_only_a_run_file_has_with_their_defaults() -> None:
@@ -167,8 +167,12 @@ def _prepare(folder: Path, ensemble: Path) -> None:
     quickstart = folder / "runs/quickstart"
     quickstart.mkdir(parents=True)
     with contextlib.chdir(quickstart):
-        write_old_and_new()
-        train_old_model(Path("old-pipeline"), 1, 0)
+        for line in (
+            "data digits --out digits",
+            "partition digits/train --only 0,1,2,3,4 --shards 1 --out shards",
+            "data old-model shards/shard_0 --out old-pipeline --steps 1",
+        ):
+            run_words(line.split())
     shutil.copytree(ensemble, quickstart / "grown")
     digits = quickstart / "digits/train"
     (folder / "photos").symlink_to(digits)

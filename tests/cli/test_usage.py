@@ -18,7 +18,7 @@ from hddm.velocity import PredictionType
 from hddm_cli import usage
 from hddm_cli.app import commands
 from hddm_cli.convert import convert
-from hddm_cli.options import _known_strategy
+from hddm_cli.options import known_strategy
 from hddm_cli.sample import sample
 from tests.artefacts import Command, contents, in_a_fresh_process
 
@@ -261,7 +261,7 @@ def test_the_command_line_takes_the_strategies_that_python_takes(kind: str, valu
             return False
         return True
 
-    assert is_taken(_known_strategy) == is_taken(Strategy.parse)
+    assert is_taken(known_strategy) == is_taken(Strategy.parse)
 
 
 def test_the_version_is_that_of_the_package(hddm: Command) -> None:

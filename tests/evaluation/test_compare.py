@@ -14,14 +14,18 @@ from tests.artefacts import Command
 
 SIDE = {"images": 500, "shape": [1, 8, 8], "modes": {"L": 500}, "made_colour": 0}
 RESULT: dict[str, Any] = {
-    "format": "1.0",
+    "format": "2.0",
     "kind": "evaluation",
-    "to_training": {"value": 20.0, "half_width": 1.0, "few_images": False},
-    "to_held_out": {"value": 22.0, "half_width": 1.5, "few_images": False},
-    "kernel_to_training": {"value": 0.02, "standard_error": 0.002, "subset_size": 500},
-    "kernel_to_held_out": None,
-    "on_training": {"precision": 0.8, "recall": 0.5, "images": 400},
-    "on_held_out": None,
+    "images": 500,
+    "splits": [
+        {
+            "split": "training",
+            "distance": {"value": 20.0, "half_width": 1.0, "few_images": False},
+            "kernel": {"value": 0.02, "standard_error": 0.002, "subset_size": 500},
+            "overlap": {"precision": 0.8, "recall": 0.5, "images": 400},
+        },
+        {"split": "held_out", "distance": {"value": 22.0, "half_width": 1.5, "few_images": False}},
+    ],
     "diversity": 0.9,
     "memorisation": {"ratio": 1.1, "half_width": 0.1, "share_near": 0.04, "few_images": False, "copies": 0},
     "within_conditions": {"distance": "features", "conditions": 2, "images": 3.0, "reference": 4.0},
@@ -44,10 +48,10 @@ def _write(path: Path, number: int, **changes: Any) -> Path:
     result = deepcopy(RESULT)
     result["data"]["images"]["hash"] = str(number)
     for key, value in changes.items():
-        part = result
+        part: Any = result
         *above, last = key.split("__")
         for name in above:
-            part = part[name]
+            part = part[name] if isinstance(part, dict) else next(one for one in part if one["split"] == name)
         part[last] = value
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(result))
@@ -147,8 +151,9 @@ def test_what_is_no_result_is_refused(tmp_path: Path, hddm: Command) -> None:
     result, other = _write(tmp_path / "a.json", 1), tmp_path / "other.json"
     contents: list[tuple[dict[str, str], str]] = [
         ({"kind": "quickstart"}, "is not a result of an evaluation"),
-        ({"kind": "evaluation", "format": "2.0"}, "format 2.0 is newer than 1.1"),
-        ({"kind": "evaluation", "format": "1.0"}, "key 'features': is required"),
+        ({"kind": "evaluation", "format": "3.0"}, "format 3.0 is newer than 2.0"),
+        ({"kind": "evaluation", "format": "1.1"}, "format 1.1 is no longer read; evaluate the images again"),
+        ({"kind": "evaluation", "format": "2.0"}, "key 'features': is required"),
     ]
     for content, message in contents:
         other.write_text(json.dumps(content))
@@ -189,18 +194,30 @@ def test_one_result_is_shown_alone_with_intervals_and_why_it_compares_with_nothi
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"to_training": [1]}, "key 'to_training' (is [1]): "),
-        ({"to_training__value": "nan"}, "key 'to_training.value' (is 'nan'): must be a number"),
-        ({"to_training__value": float("inf")}, "key 'to_training.value' (is inf): must be a finite number"),
-        ({"to_training__value": 1e300}, "key 'to_training.value' (is 1e+300): must be 1e+30 or less"),
-        ({"to_held_out__value": "22.0"}, "key 'to_held_out.value' (is '22.0'): must be a"),
+        ({"splits__training__distance": [1]}, "key 'splits.0.distance' (is [1]): "),
+        ({"splits__training__distance__value": "nan"}, "key 'splits.0.distance.value' (is 'nan'): must be a"),
         (
-            {"kernel_to_training__standard_error": "0.002"},
-            "key 'kernel_to_training.standard_error' (is '0.002'): must be a",
+            {"splits__training__distance__value": float("inf")},
+            "key 'splits.0.distance.value' (is inf): must be a finite number",
         ),
-        ({"to_held_out__half_width": -1}, "key 'to_held_out.half_width' (is -1): must be 0 or more"),
-        ({"on_training__images": 0}, "key 'on_training.images' (is 0): must be 1 or more"),
-        ({"on_training__recall": 2}, "key 'on_training.recall' (is 2): must be 1 or less"),
+        (
+            {"splits__training__distance__value": 1e300},
+            "key 'splits.0.distance.value' (is 1e+300): must be 1e+30 or less",
+        ),
+        (
+            {"splits__training__kernel__standard_error": "0.002"},
+            "key 'splits.0.kernel.standard_error' (is '0.002'): must be a",
+        ),
+        (
+            {"splits__held_out__distance__half_width": -1},
+            "key 'splits.1.distance.half_width' (is -1): must be 0 or more",
+        ),
+        ({"splits__training__overlap__images": 0}, "key 'splits.0.overlap.images' (is 0): must be 1 or more"),
+        ({"splits__training__overlap__recall": 2}, "key 'splits.0.overlap.recall' (is 2): must be 1 or less"),
+        (
+            {"splits__training__split": "test"},
+            "key 'splits.0.split' (is 'test'): choose one of training, validation, held_out",
+        ),
         ({"diversity": {}}, "key 'diversity': must be a number"),
         ({"within_conditions__distance": []}, "key 'within_conditions.distance' (is []): must be text"),
         ({"shards": [{"all": None}]}, "key 'shards.0.all' (is None): "),
@@ -212,10 +229,6 @@ def test_one_result_is_shown_alone_with_intervals_and_why_it_compares_with_nothi
         ({"features": None}, "key 'features' (is None): "),
         ({"reasons": "few"}, "key 'reasons' (is 'few'): "),
         ({"versions": ["torch"]}, "key 'versions' (is ['torch']): "),
-        (
-            {"split": "training.value.x"},
-            "key 'split' (is 'training.value.x'): choose one of validation, held-out",
-        ),
     ],
     ids=str,
 )
@@ -271,7 +284,10 @@ def test_seeds_of_a_model_give_a_spread_apart_from_the_intervals(tmp_path: Path,
     values = {"flow": [20.0, 21.0, 25.0], "mixed": [10.0, 11.1, 14.9]}
     for name, found in values.items():
         for seed, value in enumerate(found):
-            changes = {"to_held_out": _distance(value, 1.0 + seed), "sampling__source": f"{name}/{seed}"}
+            changes = {
+                "splits__held_out__distance": _distance(value, 1.0 + seed),
+                "sampling__source": f"{name}/{seed}",
+            }
             _write(tmp_path / name / f"{seed}.json", len(name) * 10 + seed, **changes)
     groups = read_groups([tmp_path / "flow", tmp_path / "mixed"])
     refuse_incomparable(groups)
@@ -303,7 +319,8 @@ def test_figures_that_a_result_lacks_and_distances_of_two_kinds_are_left_out(tmp
         return [line.measure.name for line in lines(read_groups(files))]
 
     a = _write(tmp_path / "a.json", 1)
-    b = _write(tmp_path / "b.json", 2, to_held_out=None, within_conditions__distance="LPIPS (AlexNet)")
+    changes = {"splits__held_out__distance": None, "within_conditions__distance": "LPIPS (AlexNet)"}
+    b = _write(tmp_path / "b.json", 2, **changes)
     assert "Fréchet distance to training images" in named(a, b)
     assert not any("held-out" in name or "within" in name for name in named(a, b))
     assert "distance within conditions (features)" in named(a, a)
@@ -315,15 +332,16 @@ def test_figures_that_a_result_lacks_and_distances_of_two_kinds_are_left_out(tmp
 def test_a_share_of_all_or_none_has_an_interval_still(tmp_path: Path) -> None:
     """Wilson's: of 80 of 80, the half-width is 1.96 / 160 times 1.96 / (1 + 1.96² / 80)."""
     all_in = {"precision": 1.0, "recall": 0.5, "images": 80}
-    a, b = (_write(tmp_path / f"{k}.json", k, on_held_out=all_in) for k in (1, 2))
+    a, b = (_write(tmp_path / f"{k}.json", k, splits__held_out__overlap=all_in) for k in (1, 2))
     found = {line.measure.path: line.figures[0].half_width for line in lines(read_groups([a, b]))}
-    assert found["on_held_out.precision"] == pytest.approx(1.96**2 / 160 / (1 + 1.96**2 / 80))
-    assert found["on_held_out.recall"] == pytest.approx(0.1070, abs=1e-4)
+    assert found["splits.held_out.overlap.precision"] == pytest.approx(1.96**2 / 160 / (1 + 1.96**2 / 80))
+    assert found["splits.held_out.overlap.recall"] == pytest.approx(0.1070, abs=1e-4)
 
 
 def test_numbers_have_digits_and_no_exponent(tmp_path: Path, hddm: Command) -> None:
     kernel = {"value": 0.00213, "standard_error": 0.0000456 / 1.96}
-    changes = {"to_training": _distance(715.26, 113.9), "kernel_to_training": kernel, "diversity": 0.0}
+    changes = {"splits__training__distance": _distance(715.26, 113.9), "diversity": 0.0}
+    changes["splits__training__kernel"] = kernel
     out = hddm("compare", *(_write(tmp_path / f"{k}.json", k, **changes) for k in (1, 2)))[1]
     for text in ("715.3 ± 114", "0.002130 ± 0.000046", "| 0.000"):
         assert text in out
@@ -338,7 +356,7 @@ def test_other_versions_are_told_and_not_refused(tmp_path: Path, hddm: Command) 
 
 def test_many_sides_are_compared_with_the_first(tmp_path: Path, hddm: Command) -> None:
     files = [
-        _write(tmp_path / f"{k}.json", k, to_training=_distance(value))
+        _write(tmp_path / f"{k}.json", k, splits__training__distance=_distance(value))
         for k, value in enumerate((20.0, 25.0, 15.0))
     ]
     out = hddm("compare", *files)[1]

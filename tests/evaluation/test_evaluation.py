@@ -2,16 +2,17 @@
 
 import json
 import re
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from hddm.data.images import load_images, save_png, to_unit_range
+from hddm.data.images import load_images, save_png, to_bytes, to_unit_range
 from hddm.evaluation.classifier import FEATURES, train_classifier
+from hddm.evaluation.distances import measure
 from hddm.evaluation.diversity import (
     Memorisation,
     diversity,
@@ -20,11 +21,20 @@ from hddm.evaluation.diversity import (
     within_conditions,
 )
 from hddm.evaluation.evaluate import evaluate_folder
-from hddm.evaluation.features import FeatureExtractor, choose_extractor
+from hddm.evaluation.features import FeatureExtractor, choose_extractor, of_classifier
 from hddm.evaluation.images import ImageGroup, alike, conditions, read_data, read_sampling
-from hddm.evaluation.scores import Scorer
+from hddm.evaluation.results import Evaluation, read_result
+from hddm.evaluation.scores import Scorer, Side
 from hddm.utils.records import SAMPLING_FILE
 from tests.artefacts import CLASSES, Command, draw, refusal, write_images
+
+
+def _scorer(
+    features: FeatureExtractor, training: torch.Tensor, fresh: torch.Tensor | None, *rest: Any, **options: Any
+) -> Scorer:
+    held_out = None if fresh is None else Side("held_out", fresh)
+    return Scorer(features, Side("training", training), held_out, *rest, **options)
+
 
 NOISE = torch.Generator().manual_seed(0)
 ROWS = torch.randn(60, 8, generator=NOISE)
@@ -73,7 +83,9 @@ def test_mirrored_copies_are_copies_where_mirror_images_were_trained_on() -> Non
     flat = FeatureExtractor("pixels", 4, lambda pixels: pixels[:, 0, :2, :2].flatten(1))
 
     def memory(samples: torch.Tensor, held_out: torch.Tensor, mirrored: bool) -> Memorisation:
-        return Scorer(flat, images, held_out, 2, mirrored=mirrored).score(samples).memorisation
+        found = _scorer(flat, images, held_out, 2, mirrored=mirrored).score(samples).memorisation
+        assert found is not None
+        return found
 
     half = torch.cat([images[:30], images[30:60].flip(-1)])
     assert memory(half, fresh, mirrored=False).ratio == pytest.approx(0.5, abs=0.02)
@@ -148,50 +160,126 @@ def test_the_classifier_learns_what_can_be_told_apart() -> None:
 
 def test_scores_compare_with_both_sides() -> None:
     training, held_out = draw("columns", 60, 0), draw("columns", 40, 1)
-    scorer = Scorer(FLAT, training, held_out, resamples=3)
+    scorer = _scorer(FLAT, training, held_out, resamples=3)
     images = (training, draw("columns", 60, 2), draw("rows", 60, 3))
-    own, fresh, other = (asdict(scorer.score(pixels)) for pixels in images)
-    assert own["to_training"]["value"] == pytest.approx(0, abs=1e-6)
-    assert (own["nearest_ratio"], own["extractor"], own["images"]) == (0, "pixels", 60)
-    assert own["diversity"] == pytest.approx(1)
-    assert fresh["to_held_out"]["value"] < 0.2 * other["to_held_out"]["value"]
-    assert fresh["nearest_ratio"] == pytest.approx(1, abs=0.1)
-    alone = Scorer(FLAT, training, None, resamples=3).score(training)
-    assert (alone.to_held_out, alone.nearest_ratio) == (None, None)
+    own, fresh, other = (scorer.score(pixels) for pixels in images)
+    assert own.to("training").value == pytest.approx(0, abs=1e-6)
+    assert (own.memorisation.ratio, own.images) == (0, 60)
+    assert own.diversity == pytest.approx(1)
+    assert fresh.to("held_out").value < 0.2 * other.to("held_out").value
+    assert fresh.memorisation.ratio == pytest.approx(1, abs=0.1)
+    alone = _scorer(FLAT, training, None, resamples=3).score(training)
+    assert (alone.to("held_out"), alone.memorisation) == (None, None)
 
 
 def test_a_complete_scorer_measures_more_and_the_same(home: Path) -> None:
     sides = [torch.cat([draw(name, 60, seed) for name in CLASSES]) for seed in (0, 10)]
     labels = torch.arange(2).repeat_interleave(60)
     shards = [sides[0][:60], sides[0][60:]]
-    complete = Scorer(FLAT, *sides, 3, complete=True, training_labels=labels, shards=shards)
+    training, held_out = Side("training", sides[0], labels), Side("held_out", sides[1])
+    complete = Scorer(FLAT, training, held_out, 3, complete=True, shards=shards)
     samples = torch.cat([draw("columns", 90, 20), draw("rows", 30, 21)])
-    scores = asdict(complete.score(samples, torch.tensor([0] * 90 + [1] * 30)))
-    plain = asdict(Scorer(FLAT, *sides, 3).score(samples))
-    assert scores["to_held_out"] == plain["to_held_out"]
-    for key in ("kernel_to_training", "kernel_to_held_out", "on_training", "on_held_out"):
-        assert (plain[key], scores[key] is None) == (None, False)
-    assert scores["on_training"]["precision"] > 0.8
-    within = scores["within_conditions"]
+    scores = complete.score(samples, torch.tensor([0] * 90 + [1] * 30))
+    plain = _scorer(FLAT, *sides, 3).score(samples)
+    assert scores.to("held_out") == plain.to("held_out")
+    for more, less in zip(scores.splits, plain.splits, strict=True):
+        assert (less.kernel, less.overlap) == (None, None)
+        assert None not in (more.kernel, more.overlap)
+    assert scores.splits[0].overlap.precision > 0.8
+    within = scores.within_conditions
     told = "LPIPS needs images of 32 pixels a side, and these have 4"
-    assert (within["distance"], within["why_not_lpips"]) == ("features", told)
-    assert within["images"] == pytest.approx(within["reference"], rel=0.1)
+    assert (within.distance, within.why_not_lpips) == ("features", told)
+    assert within.images == pytest.approx(within.reference, rel=0.1)
     # Of two classes far apart, all pairs differ more than those of one class.
-    assert within["images"] < torch.pdist(to_unit_range(samples).flatten(1)).mean()
-    counts = [(one["shard"], one["images"], one["samples"]) for one in scores["shards"]]
+    assert within.images < torch.pdist(to_unit_range(samples).flatten(1)).mean()
+    counts = [(one.shard, one.images, one.samples) for one in scores.shards]
     assert counts == [(0, 60, 90), (1, 60, 30)]
-    assert all(one["own"]["value"] < one["all"]["value"] / 5 for one in scores["shards"])
+    assert all(one.own.value < one.all.value / 5 for one in scores.shards)
+
+
+def test_a_domain_has_the_samples_that_a_classifier_takes_for_its_classes(home: Path) -> None:
+    images, labels = _labelled(128, seed=0)
+    extractor = of_classifier(train_classifier(images, labels, epochs=20))
+    training = Side("training", to_bytes(images), labels)
+    fresh, truth = _labelled(80, seed=50)
+    scorer = Scorer(
+        extractor,
+        training,
+        Side("validation", to_bytes(fresh), truth),
+        2,
+        classes=CLASSES,
+        domains={"c": [0], "r": [1]},
+    )
+    samples, asked = torch.cat([draw("columns", 90, 20, 8), draw("rows", 30, 21, 8)]), torch.arange(120) // 60
+    scores = scorer.score(samples, asked)
+    assert [(one.domain, one.images, one.share) for one in scores.domains] == [
+        ("c", 90, 0.75),
+        ("r", 30, 0.25),
+    ]
+    first, second = scores.domains
+    # 30 samples are fewer than the features have dimensions.
+    assert [one.distance is None for one in (*first.splits, *second.splits)] == [False, False, True, True]
+    rows = extractor.features(to_unit_range(samples[:90])).double().numpy()
+    assert first.splits[1].distance == measure(rows, extractor.features(fresh[:80]).double().numpy(), 2)
+    assert first.splits[1].overlap.recall > 0.8
+    assert scores.label_accuracy == pytest.approx(90 / 120)
+    assert scores.recognised.classes == {"columns": 90, "rows": 30}
+    assert scores.recognised.first == ("columns",) * 24
+    assert scores.recognised.share == scores.recognised.real == 1
 
 
 def test_a_folder_scores_as_its_own_training_images(images: Path, home: Path) -> None:
     scores = evaluate_folder(images, images, allow_few=True)
-    assert scores["to_training"]["value"] == pytest.approx(0, abs=1e-4)
-    assert (scores["to_training"]["few_images"], scores["to_held_out"]) == (True, None)
-    assert scores["diversity"] == pytest.approx(1)
-    assert json.loads(json.dumps(scores)) == scores
+    assert scores.to("training").value == pytest.approx(0, abs=1e-4)
+    assert (scores.to("training").few_images, scores.to("held_out")) == (True, None)
+    assert scores.diversity == pytest.approx(1)
+    assert Evaluation.model_validate_json(scores.model_dump_json()) == scores
     few = "too few images: 64 features, and sides of 48, 48"
-    assert (scores["comparable"], scores["reasons"]) == (False, [few])
-    assert scores["features"]["choice"].startswith("auto: not Inception, since its weights")
+    assert (scores.comparable, scores.reasons) == (False, (few,))
+    assert scores.features.choice.startswith("auto: not Inception, since its weights")
+
+
+def test_validation_and_domains_are_options(many: Path, home: Path, hddm: Command, tmp_path: Path) -> None:
+    out, fresh = tmp_path / "scores.json", tmp_path / "fresh"
+    for k, name in enumerate(CLASSES):
+        (fresh / name).mkdir(parents=True)
+        for index, image in enumerate(draw(name, 70, 900 + k)):
+            save_png(image, fresh / name / f"{index}.png")
+    common = [
+        "evaluate",
+        many / "rows",
+        "--reference",
+        many,
+        "--features",
+        "classifier",
+        "--brief",
+        "--mirrored",
+    ]
+    domains = ["--domain", "a=columns", "--domain", "b=rows"]
+    code, _, err = hddm(*common, "--validation", fresh, *domains, "--out", out)
+    assert (code, err) == (0, "")
+    scores = read_result(out)
+    assert [one.split for one in scores.splits] == ["training", "validation"]
+    assert [one.domain for one in scores.domains] == ["a", "b"]
+    assert scores.domains[1].share > 0.9
+    assert scores.memorisation.mirrored
+    assert scores.splits[0].kernel is None
+    told = hddm("compare", out)[1]
+    assert "Fréchet distance to validation images of b" in told
+    assert "no class dogs; classes are columns, rows" in hddm(*common, "--domain", "a=dogs")[2]
+    assert "settings are chosen by one" in hddm(*common, "--validation", many, "--held-out", many)[2]
+    flat = [many / "rows", "--reference", many / "rows", "--features", "inception", "--domain", "a=rows"]
+    assert hddm("evaluate", *flat)[0] == 1
+
+
+def test_a_classifier_does_not_depend_on_names_and_order(many: Path, home: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    for name in CLASSES:
+        (other / name).mkdir(parents=True)
+        for k, path in enumerate(sorted((many / name).glob("*.png"), reverse=True)):
+            (other / name / f"{k:03d}.png").write_bytes(path.read_bytes())
+    hashes = {evaluate_folder(many, folder, features="classifier").features.hash for folder in (many, other)}
+    assert len(hashes) == 1
 
 
 def test_what_cannot_be_compared_is_refused(images: Path, home: Path, tmp_path: Path) -> None:
@@ -237,18 +325,20 @@ def test_a_result_says_all_that_its_figures_depend_on(many: Path, home: Path, tm
     for index, image in enumerate(draw("rows", 80, 500)):
         save_png(image, fresh / f"{index}.png")
     result = evaluate_folder(samples, many, fresh)
-    assert (result["comparable"], result["reasons"]) == (True, [])
-    assert result["features"]["name"] == "small classifier of the training images"
-    assert len(result["features"]["hash"]) == 64
-    data = result["data"]
-    assert [data[side]["images"] for side in ("images", "reference", "held_out")] == [70, 160, 80]
-    assert (data["images"]["modes"], data["images"]["shape"]) == ({"L": 70}, [1, 4, 4])
-    assert (result["sampling"]["steps"], "expert_use" in result["sampling"]) == (20, False)
-    assert {"torch", "hddm-diffusion", "clean-fid"} <= result["versions"].keys()
-    assert result["within_conditions"]["conditions"] == 2
-    assert result["within_conditions"]["reference"] is not None
-    for key in ("kernel_to_held_out", "on_held_out", "memorisation", "to_held_out"):
-        assert result[key] is not None
+    assert (result.comparable, result.reasons) == (True, ())
+    assert result.features.name == "small classifier of the training images"
+    assert len(result.features.hash) == 64
+    data = result.data
+    assert [side.images for side in (data.images, data.reference, data.held_out)] == [70, 160, 80]
+    assert (data.images.modes, data.images.shape) == ({"L": 70}, (1, 4, 4))
+    sampling = result.sampling.model_dump()
+    assert (sampling["steps"], "expert_use" in sampling) == (20, False)
+    assert {"torch", "hddm-diffusion", "clean-fid"} <= result.versions.keys()
+    assert result.within_conditions.conditions == 2
+    assert result.within_conditions.reference is not None
+    assert result.memorisation is not None
+    for one in result.splits:
+        assert None not in (one.distance, one.kernel, one.overlap)
 
 
 def test_the_hash_of_images_is_that_of_their_pixels(many: Path, home: Path, tmp_path: Path) -> None:
@@ -315,9 +405,9 @@ def test_distances_by_shard_need_the_partition_of_the_images(
     images: Path, shards: Path, home: Path, tmp_path: Path
 ) -> None:
     result = evaluate_folder(_samples(tmp_path / "samples"), images, allow_few=True, shards=shards)
-    assert result["data"]["shards"]["images"] == [shard["images"] for shard in result["shards"]]
-    assert sum(shard["samples"] for shard in result["shards"]) == 70
-    assert all(shard["all"]["few_images"] for shard in result["shards"])
+    assert list(result.data.shards.images) == [shard.images for shard in result.shards]
+    assert sum(shard.samples for shard in result.shards) == 70
+    assert all(shard.all.few_images for shard in result.shards)
     larger = write_images(tmp_path / "larger", side=8)
     told = refusal(evaluate_folder, larger, larger, allow_few=True, shards=shards)
     assert re.search("holds images of shape .*; name the partition", told)
@@ -332,7 +422,7 @@ def test_a_classifier_is_saved_and_shared(many: Path, home: Path, tmp_path: Path
     assert hddm(*shared, second)[0] == 0
     ours, theirs = (json.loads(path.read_text()) for path in (first, second))
     assert ours["features"]["hash"] == theirs["features"]["hash"]
-    assert ours["to_training"] == theirs["to_training"]
+    assert ours["splits"] == theirs["splits"]
     assert "exists" in hddm(*saved)[2]
     assert "--overwrite" in hddm(*shared, first)[2]
     assert hddm(*shared, first, "--overwrite")[0] == 0

@@ -25,11 +25,11 @@ def test_a_partition_stands_for_its_training_images_or_those_it_holds_out(
     many: Path, shards: Path, tmp_path: Path
 ) -> None:
     record = json.loads((shards / "partition.json").read_text())
-    sides = read_data({"reference": shards, "held-out": shards})
-    counts = [sides[role].record.images for role in ("reference", "held-out")]
+    sides = read_data({"reference": shards, "held_out": shards})
+    counts = [sides[role].record.images for role in ("reference", "held_out")]
     assert counts == [sum(record["sizes"]), sum(record["held_out"])]
-    held_out = read_data({"held-out": shards / "held_out"})["held-out"]
-    assert held_out.record.hash == sides["held-out"].record.hash
+    held_out = read_data({"held_out": shards / "held_out"})["held_out"]
+    assert held_out.record.hash == sides["held_out"].record.hash
     one = read_data({"images": shards / "held_out" / "shard_0"})["images"]
     assert one.record.images == record["held_out"][0]
     # All of them, in another order.
@@ -44,7 +44,7 @@ def test_a_partition_stands_for_its_training_images_or_those_it_holds_out(
 
 def test_encoded_pixels_are_brought_back_and_latents_are_refused(shards: Path, tmp_path: Path) -> None:
     encode(shards, tmp_path / "pixels")
-    for role in ("reference", "held-out"):
+    for role in ("reference", "held_out"):
         images, encoded = (read_data({role: path})[role] for path in (shards, tmp_path / "pixels"))
         assert encoded.record.hash == images.record.hash
         assert encoded.images.pixels.equal(images.images.pixels)
@@ -62,7 +62,7 @@ def test_a_partition_is_no_folder_of_samples_and_one_without_held_out_images_has
     assert told in refusal(read_data, {"images": shards})
     plain = write_partition(tmp_path / "plain")
     told = "holds no held-out images; hddm partition --held-out keeps some"
-    assert told in refusal(read_data, {"held-out": plain})
+    assert told in refusal(read_data, {"held_out": plain})
 
 
 def test_bad_images_of_all_sides_are_named_at_once_and_left_out_when_asked(
@@ -98,4 +98,4 @@ def test_bad_images_of_all_sides_are_named_at_once_and_left_out_when_asked(
     assert group.images.files[5] == "columns/06.png"
     assert group.images.labels.tolist() == [0] * 79 + [1] * 80
     (samples / "columns" / "05.png").unlink()
-    assert evaluate_folder(samples, shards, features=classifier, max_bad=1)["comparable"] is True
+    assert evaluate_folder(samples, shards, features=classifier, max_bad=1).comparable is True

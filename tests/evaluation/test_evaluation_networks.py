@@ -135,7 +135,7 @@ def test_evaluate_reports_the_fid_on_all_layers_of_inception(
     cross = np.linalg.norm(parts[0] @ parts[1].T, "nuc")
     expected = np.square(means[0] - means[1]).sum() + sum(np.square(part).sum() for part in parts) - 2 * cross
     content = json.loads(result.read_text())
-    assert content["to_training"]["value"] == pytest.approx(expected, rel=1e-3)
+    assert content["splits"][0]["distance"]["value"] == pytest.approx(expected, rel=1e-3)
     assert content["features"]["name"] == INCEPTION.title
 
 

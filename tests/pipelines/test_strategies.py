@@ -18,7 +18,7 @@ def test_strategies_are_measured_alike_and_the_best_is_stored(
     results = {name: json.loads((out / f"{name}.json").read_text()) for name in ("top-1", "draw")}
     assert results["top-1"]["features"]["hash"] == results["draw"]["features"]["hash"]
     assert {one["sampling"]["seed"] for one in results.values()} == {0}
-    best = min(results, key=lambda name: results[name]["to_training"]["value"])
+    best = min(results, key=lambda name: results[name]["splits"][0]["distance"]["value"])
     assert f"hddm assemble {own} --strategy {best}" in shown
     made = (out / "top-1.json").stat().st_mtime_ns
     code, shown, err = hddm(*call, "--allow-few", "--out", out, "--store")

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hddm.benchmark.jobs import named
+from hddm.benchmark.plan import at
 from hddm.utils.errors import HddmError, on_command_line
 
 
@@ -47,8 +47,8 @@ def test_messages_name_options_on_the_command_line_and_arguments_in_python() -> 
 _SAYS = "from hddm.utils.errors import HddmError; print(HddmError('pass --overwrite'))"
 
 
-def test_a_benchmark_names_settings_and_no_options_of_other_verbs() -> None:
-    with on_command_line(), pytest.raises(HddmError) as raised, named("model 'a'"):
+def test_an_error_of_a_step_begins_with_its_name() -> None:
+    with on_command_line(), pytest.raises(HddmError) as raised, at("step 'old'"):
         raise HddmError("try a lower --learning-rate", ["drop --class-conditional"])
-    assert raised.value.message == "model 'a': try a lower learning_rate"
-    assert raised.value.details == ("drop class_conditional=True",)
+    assert raised.value.message == "step 'old': try a lower --learning-rate"
+    assert raised.value.details == ("drop --class-conditional",)

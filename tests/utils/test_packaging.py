@@ -42,7 +42,16 @@ def test_it_holds_every_tracked_file_of_the_packages_and_no_other(wheel: dict[st
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert {name: content for name, content in wheel.items() if ".dist-info/" not in name} == expected
-    report = {f"hddm/benchmark/report.{kind}" for kind in ("html.j2", "css", "js")}
+    names = (
+        "report.html.j2",
+        "report.css",
+        "report.js",
+        "charts.mplstyle",
+        "tables.md.j2",
+        "texts.j2",
+        "presets/digits.yaml",
+    )
+    report = {f"hddm/benchmark/{name}" for name in names}
     assert {"hddm/py.typed", "hddm_cli/py.typed", *report} <= expected.keys()
 
 

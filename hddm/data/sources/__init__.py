@@ -1,7 +1,10 @@
 """Sources of images: folders, tar shards and Parquet files, opened by `open_source` and read the same way."""
 
 import logging
+import os
 from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from hddm.data.sources.base import METADATA, PARQUET, SUFFIXES, TAR, ImageSource, find_files
@@ -64,3 +67,60 @@ def open_source(
         if value is not None:
             raise HddmError(f"{option} {value}: {path} is a plain folder; describe its images in {METADATA}")
     return open_folder(path, found.images)
+
+
+@dataclass(frozen=True)
+class PickedImages(ImageSource):
+    """Images of other sources: in each place a source, and the image's number there."""
+
+    picked: Sequence[tuple[ImageSource, int]]
+
+    def read(self, i: int) -> bytes:
+        source, number = self.picked[i]
+        return source.read(number)
+
+    def size(self, i: int) -> int:
+        source, number = self.picked[i]
+        return source.size(number)
+
+    def path(self, i: int) -> Path | None:
+        source, number = self.picked[i]
+        return source.path(number)
+
+
+def pick(sources: Sequence[ImageSource], classes: Collection[str] = ()) -> ImageSource:
+    """Images of all ``sources``, or those of the named ``classes``.
+
+    There are labels where all sources have them, and captions likewise. Raises `HddmError` for an unknown
+    class.
+    """
+    if len(sources) == 1 and not classes:
+        return sources[0]
+    known = sorted({name for source in sources for name in source.classes})
+    if unknown := sorted(set(classes) - set(known)):
+        raise HddmError(f"{sources[0].root}: has no class {unknown[0]}; it has {', '.join(known) or 'none'}")
+    root, kept = sources[0].root, tuple(sorted(classes) if classes else known)
+    if len(sources) > 1:
+        root = Path(os.path.commonpath([source.root.absolute() for source in sources]))
+    names, labels, captions, picked = [], [], [], []
+    for source in sources:
+        for i, file in enumerate(source.files):
+            label = None if source.labels is None else source.classes[source.labels[i]]
+            if classes and label not in classes:
+                continue
+            is_one = len(sources) == 1
+            names.append(file if is_one else (source.root.absolute() / file).relative_to(root).as_posix())
+            labels.append(None if label is None else kept.index(label))
+            captions.append(None if source.captions is None else source.captions[i])
+            picked.append((source, i))
+    found = [one for one in labels if one is not None]
+    texts = [one for one in captions if one is not None]
+    has_labels = len(found) == len(picked)
+    return PickedImages(
+        root,
+        names,
+        kept if has_labels else (),
+        found if has_labels else None,
+        texts if texts and len(texts) == len(picked) else None,
+        picked,
+    )

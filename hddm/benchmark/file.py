@@ -1,0 +1,219 @@
+"""A benchmark's file: steps that are command lines of hddm, and rows that are sampled, measured and compared.
+
+    name: mine
+    values: {steps: 1000}
+    defaults: {train expert: --batch-size 32 --objective flow}
+    steps:
+      parts: partition $data --shards 2 --held-out 0.1
+      one: train expert $parts/shard_0 --steps $steps
+      other: train expert $parts/shard_1 --steps $steps
+      both: assemble $one $other
+    rows: {an expert: $one, both experts: $both --strategy draw}
+    evaluate: {reference: $parts, validation: $parts/held_out, features: classifier}
+    seeds: 0-4
+
+A step is a command line without ``hddm``, ``--out`` and ``--seed``; a row is the command line of
+``hddm sample``. ``$name`` is the folder that a step writes, or one of ``values``; ``$data`` is the folder
+that the user names. Settings are chosen on ``seeds`` and validation images; they are confirmed on
+``confirmation_seeds`` and held-out images.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from hddm.utils.errors import HddmError, UsageError, choose
+from hddm.utils.files import read_yaml
+from hddm.utils.records import Record, parse_record
+
+_PRESETS = Path(__file__).with_name("presets")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+RESERVED = ("data", "out", "seed")
+"""Names that stand for the user's folder, for what a step writes and for the training seed."""
+FOLDERS = ("jobs", "samples", "scores", "real")
+"""Names that a benchmark has for its own folders and steps."""
+
+
+def parse_seeds(text: str) -> tuple[int, ...]:
+    """Parse seeds from ``0-4``, ``5,6`` or ``0-2,7``, in order; raises `HddmError` for anything else."""
+    found: list[int] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        if match is None or (match[2] and int(match[2]) < int(match[1])):
+            raise HddmError(f"{part.strip()!r} is not a seed; write 0-4 or 5,6")
+        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return tuple(found)
+
+
+def _once(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    twice = next((value for k, value in enumerate(values) if value in values[:k]), None)
+    if twice is not None:
+        raise ValueError(f"{twice!r} is listed twice; list each once")
+    return values
+
+
+# What is counted twice would pass for a second measurement.
+Names = Annotated[tuple[str, ...], AfterValidator(_once)]
+Seeds = Annotated[
+    tuple[int, ...],
+    BeforeValidator(lambda value: parse_seeds(value) if isinstance(value, str) else value),
+    AfterValidator(_once),
+]
+Split = Literal["validation", "held_out"]
+
+
+class Measuring(Record):
+    """What samples are measured against, as for ``hddm evaluate``."""
+
+    reference: str
+    validation: str | None = None
+    """Images that settings are chosen by."""
+    held_out: str | None = None
+    """Images that nothing is chosen by."""
+    features: str = "auto"
+    """``classifier``, trained once on the reference; ``inception``, ``clip`` or the file of a classifier; or
+    ``auto``: inception where its weights are on disk, else classifier."""
+    domains: dict[str, str] = Field(default_factory=dict)
+    """Classes of each domain, as ``0,1,2``, for scores by domain."""
+    options: str = ""
+    """Further options of ``hddm evaluate``, such as ``--mirrored``."""
+
+
+class Table(Record):
+    """Rows as they are, or with one option of ``hddm sample`` after the other varied."""
+
+    rows: Names = ()
+    """By name; all, if empty."""
+    sample: str = ""
+    """Options of ``hddm sample`` for all rows."""
+    vary: dict[str, tuple[str | int | float, ...]] = Field(default_factory=dict)
+    """Values to try by option; with several options, the rows as they are come first."""
+    product: bool = False
+    """Combine all values instead of changing one at a time."""
+
+
+class Compare(Record):
+    """Rows to compare; the distance to images that were not trained on decides."""
+
+    candidates: Names = ()
+    """By name; all that are no baseline, if empty."""
+    baselines: Names = ()
+
+
+class BenchmarkFile(Record):
+    """A whole benchmark."""
+
+    name: str
+    title: str = ""
+    """Headline of the report."""
+    values: dict[str, str | int | float] = Field(default_factory=dict)
+    """Texts for ``$name`` in any command line, which ``--set`` changes."""
+    defaults: dict[str, str] = Field(default_factory=dict)
+    """Options by verb, of every step with this verb that does not give them itself."""
+    steps: Annotated[dict[str, str], Field(min_length=1)]
+    about: dict[str, str] = Field(default_factory=dict)
+    """Sentences that introduce steps."""
+    rows: Annotated[dict[str, str], Field(min_length=1)]
+    captions: dict[str, str] = Field(default_factory=dict)
+    """What the first samples of a row show."""
+    tables: dict[str, Table] = Field(default_factory=lambda: {"models": Table()})
+    evaluate: Measuring
+    compare: Compare = Compare()
+    budgets: dict[str, Names] = Field(default_factory=dict)
+    """Rows whose training compute is to be equal."""
+    not_counted: Names = ()
+    """Steps that were there before, whose compute counts for no row."""
+    same: dict[str, tuple[str, str]] = Field(default_factory=dict)
+    """Pairs of sampled folders, of which the report says how many images are equal, byte for byte."""
+    split: Split | None = None
+    """Images that are scored on; validation images where there are some."""
+    seeds: Annotated[Seeds, Field(min_length=1)] = (0, 1, 2, 3, 4)
+    """One training of everything per seed."""
+    confirmation_seeds: Seeds = ()
+    """Fresh ones, for held-out images."""
+    workers: Annotated[int, Field(ge=1)] = 2
+    """Steps at a time, each with one CPU thread; results do not depend on it."""
+
+    @property
+    def scored_on(self) -> Split:
+        """The split that decides."""
+        return self.split or ("held_out" if self.evaluate.validation is None else "validation")
+
+    @model_validator(mode="after")
+    def _names_what_there_is(self) -> "BenchmarkFile":
+        for name in (*self.steps, *self.values):
+            if re.fullmatch(r"[A-Za-z_][\w-]*", name) is None or name in (*RESERVED, *FOLDERS):
+                raise ValueError(
+                    f"{name!r} cannot be the name of a step or value; use letters, digits, - and _"
+                )
+        if both := sorted(self.steps.keys() & self.values.keys()):
+            raise ValueError(f"{both[0]!r} is both a step and a value; rename one")
+        listed = [name for table in self.tables.values() for name in table.rows]
+        listed += [*self.compare.candidates, *self.compare.baselines, *self.captions]
+        listed += [name for names in self.budgets.values() for name in names]
+        for names, known, what in (
+            (listed, self.rows, "row"),
+            ((*self.not_counted, *self.about), self.steps, "step"),
+        ):
+            if unknown := [name for name in names if name not in known]:
+                raise ValueError(f"there is no {what} {unknown[0]!r}: {choose(unknown[0], list(known))}")
+        if getattr(self.evaluate, self.scored_on) is None:
+            raise ValueError(f"evaluate.{self.scored_on}: is required; name the images that are scored on")
+        if twice := sorted(set(self.seeds) & set(self.confirmation_seeds)):
+            raise ValueError(f"seed {twice[0]} is in both seeds and confirmation_seeds; remove it from one")
+        return self
+
+
+def preset_names() -> list[str]:
+    """Names of the presets, in order."""
+    return sorted(path.stem for path in _PRESETS.glob("*.yaml"))
+
+
+def read_benchmark(
+    which: str,
+    values: Mapping[str, str] | None = None,
+    seeds: str | None = None,
+    held_out: bool = False,
+    workers: int | None = None,
+) -> BenchmarkFile:
+    """Read the preset called ``which``, or a user's file: a name with a suffix or a folder in it.
+
+    ``values``, ``seeds`` and ``workers`` of one start replace the file's. ``held_out`` confirms on held-out
+    images, by default with the confirmation seeds. Seeds that would both choose settings and confirm them,
+    none to confirm on, unknown values and presets, and whatever the file gets wrong raise `HddmError`.
+    """
+    path = Path(which)
+    if "/" not in which and not path.suffix:
+        if which not in preset_names():
+            raise UsageError(
+                f"{which}: no such preset; give the path of your own file, such as ./mine.yaml, or "
+                f"{choose(which, preset_names())}"
+            )
+        path = _PRESETS / f"{which}.yaml"
+    content = read_yaml(path)
+    file = parse_record(content, BenchmarkFile, which)
+    if unknown := [name for name in values or () if name not in file.values]:
+        raise UsageError(
+            f"--set {unknown[0]}: {which} has no such value; {choose(unknown[0], list(file.values))}"
+        )
+    changes: dict[str, Any] = {"values": file.values | dict(values or {})}
+    if workers is not None:
+        changes["workers"] = workers
+    wanted = None if seeds is None else parse_seeds(seeds)
+    if held_out and file.evaluate.held_out is not None:
+        changes["split"] = "held_out"
+    is_confirmed = changes.get("split", file.scored_on) == "held_out" and file.evaluate.validation is not None
+    if is_confirmed:
+        wanted = wanted or file.confirmation_seeds
+        if not wanted:
+            raise UsageError("--held-out: the file has no confirmation_seeds; pass --seeds")
+    reserved: Sequence[int] = file.seeds if is_confirmed else file.confirmation_seeds
+    if taken := sorted(set(wanted or ()) & set(reserved)):
+        why = "used to choose settings" if is_confirmed else "reserved for confirmation (confirmation_seeds)"
+        raise HddmError(f"--seeds {seeds}: seed {taken[0]} is {why}; use others")
+    if wanted:
+        changes |= {"seeds": wanted, "confirmation_seeds": ()}
+    return parse_record(file.model_dump() | changes, BenchmarkFile, which)
