@@ -176,7 +176,7 @@ def test_the_installed_command_fails_as_tidily(tmp_path: Path) -> None:
         ("sample {expert} --class-labels 3", "class_labels ['3']: this model has no classes"),
         ("sample {expert} --prompt dog", "--prompt: the model is unconditional; drop the option"),
         ("evaluate {images} --reference {empty}", "{empty}: holds no images"),
-        ("benchmark cifar10-small --data {empty}", "{empty}/train: no such file or folder"),
+        ("benchmark photographs --data {empty}", "{empty}/train: no such file or folder"),
     ],
 )
 def test_a_wrong_input_is_named_and_nothing_is_written(
