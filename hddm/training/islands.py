@@ -9,12 +9,13 @@ import logging
 import multiprocessing
 import os
 import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing.queues import SimpleQueue
+from multiprocessing.connection import Connection
 from typing import Protocol
 
 import torch
@@ -147,36 +148,44 @@ def outcome_of(island: Island, on_step: OnStep | None = None) -> Outcome:
         return Outcome(island, failure=error)
 
 
-_reports: "SimpleQueue[tuple[int, int, float, float]] | None" = None
+_reports: Connection | None = None
 
 
-def _begin(reports: "SimpleQueue[tuple[int, int, float, float]]", name: str) -> None:
+def _begin(reports: Connection, name: str) -> None:
     """Prepare the process of an island, which writes its log to its standard error."""
     global _reports
     _reports = reports
     logging.basicConfig(format=f"hddm: {name}: %(message)s")
     logging.getLogger("hddm").setLevel(logging.INFO)
+    threading.Thread(target=_stop_when_alone, daemon=True).start()
+
+
+def _stop_when_alone() -> None:
+    """Once the process that started this one is gone, let the training save and end."""
+    starter = multiprocessing.parent_process()
+    assert starter is not None
+    starter.join()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _work(island: Island) -> Outcome | None:
     """Train ``island`` in its process; return None for a training that was stopped and saved."""
-    is_alone = False
 
     def on_step(step: int, loss: float, seconds: float) -> None:
-        nonlocal is_alone
         assert _reports is not None
-        try:
-            _reports.put((island.index, step, loss, seconds))
-        except OSError:
-            # The process that started this one is gone: the training saves and ends.
-            if not is_alone:
-                is_alone = True
-                os.kill(os.getpid(), signal.SIGTERM)
+        # Nobody may be reading any more.
+        with contextlib.suppress(OSError):
+            _reports.send((island.index, step, loss, seconds))
 
     try:
         return outcome_of(island, on_step)
     except Stopped:
         return None
+    finally:
+        starter = multiprocessing.parent_process()
+        if starter is not None and not starter.is_alive():
+            # The pool would wait for more work for ever.
+            os._exit(128 + signal.SIGTERM)
 
 
 class _Job:
@@ -185,8 +194,9 @@ class _Job:
     def __init__(self, island: Island, threads: int, slot: int, starts: int = 1) -> None:
         self.island, self.slot, self.starts, self.output = island, slot, starts, Output()
         context = multiprocessing.get_context("spawn")
-        self.reports: SimpleQueue[tuple[int, int, float, float]] = context.SimpleQueue()
-        self._pool = ProcessPoolExecutor(1, context, _begin, (self.reports, island.name))
+        # The process gets the writing end alone, so that it never fills a pipe that nobody reads.
+        self.reports, writer = context.Pipe(duplex=False)
+        self._pool = ProcessPoolExecutor(1, context, _begin, (writer, island.name))
         variables, gpus = compute_environment(island.threads(threads)), torch.cuda.device_count()
         if gpus > 1:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
@@ -198,8 +208,8 @@ class _Job:
     def pass_on(self, on_step: OnIsland | None) -> None:
         """Pass on what the process wrote and reported."""
         self.output.pass_on()
-        while not self.reports.empty():
-            report = self.reports.get()
+        while self.reports.poll():
+            report = self.reports.recv()
             if on_step is not None:
                 on_step(*report)
 
@@ -211,6 +221,7 @@ class _Job:
             return self.future.result()
         if isinstance(error, BrokenProcessPool):
             return self.output.ended(self.process.exitcode)
+        log.debug("%s: its process failed", self.island.name, exc_info=error)
         return f"failed ({type(error).__name__}: {one_line(error)})"
 
 
@@ -249,10 +260,10 @@ class Processes:
                     island, times, ended = job.island, job.starts, job.end() or "was stopped"
                     if isinstance(ended, Outcome):
                         outcomes.append(ended)
-                    elif not is_stopping and times > self.retries:
+                    elif not stop.requested and times > self.retries:
                         text = f"its process {ended}, {times} times in all; --resume continues"
                         outcomes.append(Outcome(island, failure=HddmError(f"{island.out}: {text}")))
-                    elif not is_stopping:
+                    elif not stop.requested:
                         text = "%s: its process %s; restarting it from its last checkpoint (%d of %d)"
                         log.warning(text, island.name, ended, times, self.retries)
                         running.append(_Job(island, threads, job.slot, times + 1))
@@ -261,9 +272,10 @@ class Processes:
             for job in running:
                 job.reports.close()
                 _send(job, signal.SIGTERM)
+            done, _ = wait([job.future for job in running], timeout=_PATIENCE)
             for job in running:
-                job.process.join(_PATIENCE)
-                job.process.kill()
+                if job.future not in done:
+                    job.process.kill()
                 job.end()
 
 

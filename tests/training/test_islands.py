@@ -6,11 +6,14 @@ import logging
 import multiprocessing
 import os
 import signal
+import time
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from hddm.networks.folders import WEIGHTS
@@ -26,7 +29,7 @@ from hddm.training.state import Run
 from hddm.utils.errors import HddmError
 from hddm.utils.processes import Stopped, StopRequest
 from tests.artefacts import Command, contents, copied, expert_settings
-from tests.killed_runs import checkpoint, holder
+from tests.killed_runs import checkpoint, holder, in_a_process
 
 STEPS = 200
 
@@ -144,25 +147,55 @@ def test_an_island_whose_disk_fails_says_so_in_one_line(
         train_island(_island(whole, tmp_path / "expert"))
 
 
-def test_a_training_whose_starter_is_gone_saves_and_ends(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def put(report: object) -> None:
-        raise BrokenPipeError
+def _train_for_ever(shard: Path, out: Path) -> None:
+    train_islands([_endless(shard, out)])
 
-    monkeypatch.setattr(island_process, "_reports", SimpleNamespace(put=put))
-    island = _island(whole, tmp_path / "out")
-    for step in (1, 2):
-        assert island_process._work(island) is None
-        newest = Run(run_folder_of(island.out), RunOptions()).newest()
-        assert newest is not None
-        assert newest.name == f"step_0000000{step}"
-    assert not island.out.exists()
+
+def _endless(shard: Path, out: Path) -> Island:
+    settings = expert_settings("flow", steps=10**6, threads=1)
+    return Island(0, shard, out, settings, RunOptions(checkpoint_every=10**6))
+
+
+def _is_alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.slow
+def test_a_training_whose_starter_is_killed_saves_and_ends(whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "expert_0"
+    starter, lock = in_a_process(_train_for_ever, whole, out), run_folder_of(out) / "lock"
+    end = time.monotonic() + 120
+    while not (run_folder_of(out) / "logs").exists() and time.monotonic() < end:
+        time.sleep(0.2)
+    pid = holder(out)
+    assert pid != starter.pid
+    starter.kill()
+    while _is_alive(pid) and time.monotonic() < end:
+        time.sleep(0.2)
+    assert not _is_alive(pid)
+    assert Run(run_folder_of(out), RunOptions()).newest() is not None
+    with lock.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.mark.slow
+def test_an_error_of_a_caller_ends_all_processes_at_once(whole: Path, tmp_path: Path) -> None:
+    islands = [_endless(whole, tmp_path / name) for name in "ab"]
+    raised: list[float] = []
+
+    def on_step(*report: object) -> None:
+        raised.append(time.monotonic())
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        train_islands(islands, Processes(parallel=2), on_step)
+    assert time.monotonic() - raised[0] < 50
+    assert not multiprocessing.active_children()
 
 
 def test_an_island_reports_every_step(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reports: list[tuple[int, int, float, float]] = []
-    monkeypatch.setattr(island_process, "_reports", SimpleNamespace(put=reports.append))
+    monkeypatch.setattr(island_process, "_reports", SimpleNamespace(send=reports.append))
     settings = expert_settings("flow", steps=20, threads=1)
     island = replace(_island(whole, tmp_path / "out"), settings=settings)
     outcome = island_process._work(island)
@@ -173,13 +206,37 @@ def test_an_island_reports_every_step(whole: Path, tmp_path: Path, monkeypatch: 
     assert outcome == Outcome(island, summary_of(losses))
 
 
-def test_a_process_that_fails_by_a_bug_is_quoted(tmp_path: Path) -> None:
+def test_a_process_that_fails_by_a_bug_is_quoted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "hddm")
     island: Any = replace(_island(tmp_path, tmp_path / "expert_0"), run=None)
     with StopRequest() as stop:
         (outcome,) = Processes(retries=0).run([island], stop, None)
     assert outcome.failure is not None
     told = "its process failed (AttributeError: 'NoneType' object has no attribute"
     assert told in outcome.failure.message
+    assert "in train_island" in caplog.text
+
+
+def test_a_process_that_dies_of_the_signal_that_stops_all_is_not_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, starts = StopRequest(), list[int]()
+
+    def killed_as_well(job: Any) -> str:
+        stop.number = signal.SIGTERM
+        return "was killed by SIGTERM"
+
+    def job(island: Island, threads: int, slot: int, number: int = 1) -> Any:
+        starts.append(number)
+        future: Future[None] = Future()
+        future.set_result(None)
+        made = SimpleNamespace(island=island, slot=slot, starts=number, future=future)
+        made.pass_on, made.end = lambda on_step: None, lambda: killed_as_well(made)
+        return made
+
+    monkeypatch.setattr(island_process, "_Job", job)
+    assert Processes().run([_island(tmp_path, tmp_path / "out")], stop, None) == []
+    assert starts == [1]
 
 
 @pytest.mark.slow
