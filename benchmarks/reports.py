@@ -64,15 +64,6 @@ def judged(gaps: Sequence[float], digits: int = 1) -> str:
     return f"{gap.mean:+.{digits}f} (s {gap.spread:.{digits}f}), {'clear' if clear else 'within noise'}"
 
 
-def distance_gaps(runs: Runs, row: str, other: str) -> str:
-    """Distances of one row less those of another, paired by training."""
-    gaps = {
-        label: [run["rows"][row][side]["value"] - run["rows"][other][side]["value"] for run in runs]
-        for side, label in SIDES.items()
-    }
-    return "; ".join(f"{label} {judged(each)}" for label, each in gaps.items())
-
-
 def score_cells(runs: Runs, row: str) -> list[str]:
     """Distances, diversity and nearest-image ratio of a row over trainings."""
     each = [run["rows"][row] for run in runs]

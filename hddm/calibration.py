@@ -5,14 +5,15 @@ E[eps - x_0 | x_t] is
 
     v_gauss = -m + U [ (t - (1 - t) c) / ((1 - t)² c + t²) z ]
 
-It is that of the best linear denoiser of any data with these moments, and exact at both ends: v = -x at t =
-0, v = x - m at t = 1. Where the class c of an image is known, its mean m_c stands for m, and the velocity is
-exact at t = 1 given the class as well. The covariance stays that of all images: it is at least the one within
-a class, and the error is at most that of the one mean. A class of n_c images has
+This is the velocity of the best linear denoiser of any data with these moments. It is exact at both ends:
+v = -x at t = 0, v = x - m at t = 1. Where the class c of an image is known, the class mean m_c replaces m,
+and the velocity is exact at t = 1 given the class as well. The covariance remains that of all images: it is
+at least the covariance within a class, and the error is at most the error with one mean. A class of n_c
+images has
 
     m_c = m + n_c/(n_c + rho) (mean of its images - m),     rho = variance within/variance between classes,
 
-since the mean of a few images is off by its own share of the variance (James and Stein's estimate).
+since the mean of a few images has an error of its own (James and Stein's estimate).
 
 **The fitted blend** (`hddm.training.fitting`). Near t = 1 an epsilon network's velocity (eps - x)/(1 - t)
 multiplies its error by 1/(1 - t). A calibrated expert mixes the two velocities along the principal
@@ -22,7 +23,7 @@ directions U:
 
 where w_i(t) minimises the squared error of the velocity over the shard's own images, in closed form and
 cross-fitted: the weights are measured on images that the moments have not seen, half against half, since on
-its own images even a Gaussian looks better than the truth. The final moments are those of all images.
+its own images even a Gaussian looks better than the truth. The final moments are computed from all images.
 
     w_i(t) = E[(v* - v_net)_i (v_gauss - v_net)_i] / E[(v_gauss - v_net)_i²],  clipped to [0, 1],
 
@@ -37,35 +38,11 @@ From the last measured level on, the share 1 - w of the network falls as (1 - t)
 leaves a network of noise at most K(t) = min(1, G (1 - t))², G = `MAX_GAIN`, so that its output counts G times
 at most. Either way v is continuous up to t = 1 and x - m there, although the error of a network may grow
 towards t = 1.
-
-**The bounded gain** (`bounded_gain`). An epsilon expert that is trained on with flow matching learns badly
-through 1/(1 - t): near t = 1 its error and its gradient grow without bound. It is trained on in
-
-    v(x, t) = K(t) v_net(x, t) + (1 - K(t)) v_gauss(x, t),      K(t) = min(1, kappa/gain(t)),
-
-where gain(t) is the factor of the network's output in the conversion (epsilon 1/(1 - t), sample 1/t).
-
-- It starts as the expert: K = 1 and v = v_net up to t = 1 - 1/kappa.
-- It is well-conditioned: the output counts min(gain, kappa) times, on the closed interval [0, 1].
-- It can learn anything: that factor is kappa, not 0, up to t = 1. A fitted table, whose weight reaches 1,
-  would cut the network off there: right for a network that stays as it is, wrong for one that learns.
-- At t = 1 an epsilon expert starts near v = x - m, exact for unconditional data: what is left of the
-  network is kappa (eps - x), its error. At t = 0 a sample expert starts near v = -x likewise.
-
-K is piecewise linear in t, since 1/gain is. So the parametrisation is a `Calibration` with the weight 1 - K
-for every direction, and every reader of experts knows it. A schedule that ends at t_max < 1 asks the network
-at t_max (`hddm.velocity`). There K also falls to 0 from t_max on, whatever the network predicts, so that v =
-x - m at t = 1 where the bare rule has v = x. A condition has no effect at t = 1 itself.
-
-Against EDM (arXiv:2206.00364, section 5): its c_skip is (1 - K) v_gauss with an isotropic covariance, and in
-velocity units its c_out goes from 1 at t = 0 to the deviation of the data at t = 1. Here the gain rises from
-1 to kappa, since a trained network has to keep its scale where its function is kept. How kappa was chosen:
-docs/notes/bounded-gain.md.
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -74,15 +51,10 @@ from safetensors.torch import save_file
 from scipy.linalg import eigh
 from torch import Tensor
 
+from hddm.conditions import within
 from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError
-from hddm.utils.tensors import (
-    read_header,
-    read_safetensors,
-    refuse_non_finite,
-    sent,
-    to_float64,
-)
+from hddm.utils.tensors import read_header, read_safetensors, refuse_non_finite, sent, to_float64
 
 FILE_NAME = "calibration.safetensors"
 RECORD_KEY = "calibrated_on"
@@ -96,7 +68,6 @@ FADE = 13
 MAX_GAIN = 20.0
 """Largest factor of an output of noise; its own gain 1/(1 - t) reaches it at t = 0.95."""
 MAX_DIRECTIONS = 256
-KAPPA = 1.5
 
 
 @dataclass(frozen=True)
@@ -104,8 +75,8 @@ class Moments:
     """Mean and covariance of a shard's images, flattened to D numbers.
 
     ``basis`` (D, r) holds orthonormal directions, ``variances`` (r + 1,) the variance along each, and
-    last the mean variance along the rest. ``class_means`` (classes, D) holds a row a class label, None where
-    the images have no classes.
+    last the mean variance along the rest. ``class_means`` (classes, D) has one row per class label; None for
+    images without classes.
     """
 
     mean: Tensor
@@ -134,27 +105,22 @@ class Moments:
         return cls(mean.float(), directions.float().contiguous(), kept.float(), means)
 
     def to(self, like: Tensor) -> "Moments":
-        """The same moments in the dtype and on the device of ``like``, sent there once.
-
-        Class means stay where they are.
-        """
+        """The same moments in the dtype and on the device of ``like``, sent there once."""
         key = (like.device, like.dtype)
         if key not in self._sent:
-            own = (self.mean.to(like), self.basis.to(like), self.variances.to(like))
-            self._sent[key] = Moments(*own, self.class_means)
+            means = None if self.class_means is None else self.class_means.to(like)
+            self._sent[key] = Moments(self.mean.to(like), self.basis.to(like), self.variances.to(like), means)
         return self._sent[key]
 
     def mean_of(self, labels: Tensor | None) -> Tensor:
-        """The mean (N, D) of each class in ``labels`` (N,); that of all images (D,) where there are none.
+        """The mean (N, D) of each class in ``labels`` (N,); the mean (D,) of all images without labels.
 
-        A label beyond the classes, as the one that stands for no class, has the mean of all images.
+        A label beyond the classes, such as the null class, has the mean of all images.
         """
         if labels is None or self.class_means is None:
             return self.mean
-        rows = labels.to(self.class_means.device).long()
-        known = (rows >= 0) & (rows < len(self.class_means))
-        means = self.class_means[torch.where(known, rows, 0)].to(self.mean)
-        return torch.where(known[:, None].to(self.mean.device), means, self.mean)
+        is_class, rows = within(labels.to(self.mean.device), len(self.class_means))
+        return torch.where(is_class[:, None], self.class_means[rows], self.mean)
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Coordinates (N, r) of ``x`` (N, D) along the basis, and what is left of it (N, D)."""
@@ -165,25 +131,17 @@ class Moments:
         """v_gauss (N, D) for ``x_t`` (N, D) at ``t`` (N,) and their ``labels`` (N,)."""
         t, mean = t[:, None], self.mean_of(labels)
         gain = (t - (1 - t) * self.variances) / ((1 - t) ** 2 * self.variances + t**2)
-        along, rest = self.split(self._centred(x_t, t, mean))
+        along, rest = self.split(x_t - (1 - t) * mean)
         return (gain[:, :-1] * along) @ self.basis.T + gain[:, -1:] * rest - mean
 
     def log_likelihood(self, x_t: Tensor, t: Tensor) -> Tensor:
         """Log N(x_t; (1 - t) m, (1 - t)² C + t² I), (N,), without its constant D/2 log(2 pi)."""
         t = t[:, None]
         variances = (1 - t) ** 2 * self.variances + t**2
-        along, rest = self.split(self._centred(x_t, t, self.mean))
+        along, rest = self.split(x_t - (1 - t) * self.mean)
         squares = (along.square() / variances[:, :-1]).sum(1) + rest.square().sum(1) / variances[:, -1]
         others = len(self.mean) - self.basis.shape[1]
         return -(squares + variances[:, :-1].log().sum(1) + others * variances[:, -1].log()) / 2
-
-    def _centred(self, x_t: Tensor, t: Tensor, mean: Tensor) -> Tensor:
-        if x_t.shape[1] != len(self.mean):
-            # Callers that know the size that was asked for name it.
-            raise ValueError(
-                f"its calibration is for samples of {len(self.mean)} numbers, not of {x_t.shape[1]}"
-            )
-        return x_t - (1 - t) * mean
 
     def directions(self, t: Tensor) -> Tensor:
         """Number of directions (N,) that tell data from noise: the sum of (1 - t)² C / ((1 - t)² C + t²)."""
@@ -231,7 +189,7 @@ class Calibration:
     """Moments of a shard and the table of weights w: ``weights`` (times, r + 1) at ``times``.
 
     ``times`` rise from 0 to 1; between them the weights are linear in t. ``record`` names the data that it
-    was fitted to, as `calibration_record` gives it.
+    was fitted to, as `calibration_record` returns it.
     """
 
     moments: Moments
@@ -254,18 +212,20 @@ class Calibration:
             velocity: the network's, (N, C, H, W).
             x_t: state, (N, C, H, W).
             t: (N,) in [0, 1].
-            labels: (N,) classes, whose means stand for that of all images.
+            labels: (N,) classes, whose means replace the mean of all images.
             max_gain: where the table does not end at 1, the network's share is held to (max_gain (1 - t))²;
                 None for one whose velocity has no factor 1/(1 - t).
         """
         here, t = self._on(x_t), sent(t, x_t.device, x_t.dtype)
         moments, net = here.moments, velocity.flatten(1)
         gauss = moments.velocity(x_t.flatten(1), t, labels)
-        weights = here._weights_at(t)
+        times, table = here.times, here.weights
+        index = torch.searchsorted(times, t.contiguous()).clamp(1, len(times) - 1)
+        fraction = (t - times[index - 1]) / (times[index] - times[index - 1])
+        weights = torch.lerp(table[index - 1], table[index], fraction[:, None])
         if max_gain is not None:
             least = 1 - (max_gain * (1 - t)[:, None]).square()
-            is_open = here.weights[-1] < 1
-            weights = torch.where(is_open, torch.maximum(weights, least), weights)
+            weights = torch.where(table[-1] < 1, torch.maximum(weights, least), weights)
         # As (1 - w) net + w gauss, since net is large where w is 1.
         net_along, net_rest = moments.split(net)
         gauss_along, gauss_rest = moments.split(gauss)
@@ -291,35 +251,28 @@ class Calibration:
         path = folder / FILE_NAME
         if not path.exists():
             return None
-        tensors = read_safetensors(path)
-        missing = {"mean", "basis", "variances", "times", "weights"} ^ (set(tensors) - {"class_means"})
-        if missing:
-            raise HddmError(
-                f"{path}: missing or unknown tensors {sorted(missing)}; delete it and run hddm calibrate"
-            )
+        tensors, remedy = read_safetensors(path), "delete it and run hddm calibrate"
+        if odd := {"mean", "basis", "variances", "times", "weights"} ^ (set(tensors) - {"class_means"}):
+            raise HddmError(f"{path}: missing or unknown tensors {sorted(odd)}; {remedy}")
         for name, tensor in tensors.items():
             if tensor.dtype != torch.float32:
-                raise HddmError(
-                    f"{path}: {name!r} is {tensor.dtype}, not float32; delete it and run hddm calibrate"
-                )
+                raise HddmError(f"{path}: {name!r} is {tensor.dtype}, not float32; {remedy}")
         refuse_non_finite(path, tensors)
         moments = Moments(*map(tensors.get, ("mean", "basis", "variances", "class_means")))  # type: ignore[arg-type]
         found = cls(moments, tensors["times"], tensors["weights"], calibration_record(folder))
         if wrong := found._wrong():
-            raise HddmError(f"{path}: {wrong}; delete it and run hddm calibrate")
+            raise HddmError(f"{path}: {wrong}; {remedy}")
         return found
 
     def _wrong(self) -> str | None:
         """The first fault that no fitted calibration has, None without any."""
         moments, times, weights = self.moments, self.times, self.weights
-        ranks = [tensor.ndim for tensor in (moments.mean, moments.basis, moments.variances, times, weights)]
+        numbers, directions, levels = moments.mean.numel(), moments.variances.numel(), times.numel()
+        found = [one.shape for one in (moments.mean, moments.basis, moments.variances, times, weights)]
+        fitting = [(numbers,), (numbers, directions - 1), (directions,), (levels,), (levels, directions)]
         means = moments.class_means
-        fits = means is None or (means.ndim == 2 and len(means) and means.shape[1:] == moments.mean.shape)
-        if ranks != [1, 2, 1, 1, 2] or not fits:
-            return "the shapes of its tensors do not match"
-        directions, numbers = len(moments.variances), len(moments.mean)
-        shapes = (*moments.basis.shape, *weights.shape)
-        if len(times) < 2 or shapes != (numbers, directions - 1, len(times), directions):
+        has_means = means is None or (means.ndim == 2 and len(means) > 0 and means.shape[1] == numbers)
+        if found != fitting or levels < 2 or not has_means:
             return "the shapes of its tensors do not match"
         if not ((weights >= 0) & (weights <= 1)).all():
             return f"has weights from {weights.min():g} to {weights.max():g}, outside [0, 1]"
@@ -333,17 +286,8 @@ class Calibration:
         """The same calibration in the dtype and on the device of ``x``, sent there once."""
         key = (x.device, x.dtype)
         if key not in self._sent:
-            moments = self.moments.to(x)
-            if moments.class_means is not None:
-                moments = replace(moments, class_means=moments.class_means.to(x))
-            self._sent[key] = Calibration(moments, self.times.to(x), self.weights.to(x))
+            self._sent[key] = Calibration(self.moments.to(x), self.times.to(x), self.weights.to(x))
         return self._sent[key]
-
-    def _weights_at(self, t: Tensor) -> Tensor:
-        times, weights = self.times, self.weights
-        index = torch.searchsorted(times, t.contiguous()).clamp(1, len(times) - 1)
-        fraction = (t - times[index - 1]) / (times[index] - times[index - 1])
-        return torch.lerp(weights[index - 1], weights[index], fraction[:, None])
 
 
 def calibration_record(folder: Path) -> dict[str, str] | None:
@@ -357,39 +301,3 @@ def calibration_record(folder: Path) -> dict[str, str] | None:
         return None
     record = parse_object(read_header(path)[1].get(RECORD_KEY, "{}"), f"{path}: {RECORD_KEY}")
     return {key: str(value) for key, value in record.items()} or None
-
-
-def gauss_shares(prediction_type: str, t_max: float, kappa: float = KAPPA) -> dict[float, float]:
-    """1 - K(t) of a bounded gain by t, linear between; empty where K = 1 everywhere. See `bounded_gain`."""
-    if not kappa > 1:
-        raise HddmError(f"kappa must be above 1, not {kappa}")
-    low, high = 0.0, t_max
-    if prediction_type == "epsilon":
-        high = min(t_max, 1 - 1 / kappa)
-    if prediction_type == "sample":
-        low = 1 / kappa
-    if low == 0 and high == 1:
-        return {}
-    # A knot that two rules share stands once.
-    return ({0.0: 1.0} if low > 0 else {}) | {low: 0.0, high: 0.0} | ({1.0: 1.0} if high < 1 else {})
-
-
-def bounded_gain(
-    prediction_type: str, t_max: float, moments: Moments, kappa: float = KAPPA
-) -> Calibration | None:
-    """The blend of K(t) as a calibration, None where K = 1 everywhere.
-
-    Args:
-        prediction_type: what the network predicts, as `hddm.velocity.PredictionType` spells it.
-        t_max: end of its trained range on the common path, `VelocityField.range[1]`.
-        moments: of the shard that it is trained on.
-        kappa: bound of the gain.
-
-    Raises:
-        HddmError: for a kappa of 1 or less, which would preserve nothing.
-    """
-    shares = gauss_shares(prediction_type, t_max, kappa)
-    if not shares:
-        return None
-    weights = torch.tensor(list(shares.values()))[:, None].expand(-1, len(moments.variances))
-    return Calibration(moments, torch.tensor(list(shares)), weights.contiguous())

@@ -23,7 +23,7 @@ SAME = 1e-9
 
 @dataclass(frozen=True)
 class Picture:
-    """Pictures that samples begin with, one a sample, or one for all.
+    """Pictures that samples begin with, one per sample, or one for all.
 
     Args:
         x_0: (num or 1, C, H, W), in the units that the experts were trained in.
@@ -113,9 +113,9 @@ def inpainting(
 
         x_t = (1 - t)/(1 - t') x_t' + sqrt(t^2 - ((1 - t)/(1 - t'))^2 t'^2) eps
 
-    so that the open part comes to agree with the rest. Samples approach those of p(open part | rest) as
-    ``resampling`` grows, up to the solver's own error, which every step adds again: Euler's draws samples
-    together, Heun's much less. Each step is a solver's first, so that one with a memory is Euler's.
+    so that the open part comes to agree with the rest. As ``resampling`` grows, samples approach samples of
+    p(open part | rest), up to the solver's own error, which every step adds again: Euler's method narrows the
+    distribution, Heun's much less. Each step is a solver's first, so a solver with a memory takes Euler's.
 
     Args:
         solver: takes each step.

@@ -19,13 +19,13 @@ The weights of the chosen experts are renormalised to sum to 1.
 draw of (k, x_s), and expert k alone carries it on to its own data. Below x one expert runs per sample, and
 the router does not.
 
-Classes are numbered together, by name, and each expert is asked in its own numbering (`hddm.classes`).
+Classes are numbered together, by name, and each expert gets them in its own numbering (`hddm.conditions`).
 
 A router sees no condition. Where p(k | class) is known, samples of a class are routed by
 
     p(k | x_t, class) = p(k | x_t) p(k | class) / p(k),  normalised,
 
-which is exact where class and x_t are independent given k. Without it experts are asked for classes that they
+which is exact where class and x_t are independent given k. Without it experts are used for classes that they
 have never seen. p(k | prompt) takes the place of p(k | class) where it is provided.
 
 **Domains.** A domain is what a group of images shows, as those of a shard. Its experts may divide t among
@@ -46,22 +46,24 @@ from dataclasses import field as dataclass_field
 import torch
 from torch import Tensor
 
-from hddm.classes import LABELS, JointClasses, join_classes, within
+from hddm.conditions import (
+    LABELS,
+    Guidance,
+    Inputs,
+    JointClasses,
+    can_guide,
+    check_label_range,
+    check_names,
+    check_rows,
+    join_classes,
+    within,
+)
 from hddm.networks.offload import bring, in_best_order, release
 from hddm.networks.wrappers import TEXT_CONDITIONS, described
 from hddm.utils.errors import HddmError
 from hddm.utils.records import NoiseRange
 from hddm.utils.tensors import sent, to_float64
-from hddm.velocity import (
-    Guidance,
-    Inputs,
-    VelocityField,
-    can_guide,
-    check_conditions,
-    check_label_range,
-    check_names,
-    check_times,
-)
+from hddm.velocity import VelocityField, check_times
 
 
 @dataclass(frozen=True)
@@ -181,16 +183,17 @@ class Part:
     Args:
         field: its velocity field.
         weight: its share of all data, in any unit, such as the images of its shard.
-        classes: p(k | class) by the class's name, in any unit per class; empty where it is not known. Where
-            classes have numbers alone, they are in their order.
+        class_shares: p(k | class) by the class's name, in any unit per class; empty where it is not known.
+            Where classes have numbers alone, they are in their order.
         domain: equal for the experts that divide t among them; None for a domain of its own.
         vae: identity of its latent space; experts of several can be drawn, and not mixed.
-        text_encoder: identity of its text encoder; None for that of all, or for an expert without text.
+        text_encoder: identity of its text encoder; None for the first expert's, or for an expert without
+            text.
     """
 
     field: VelocityField
     weight: float = 1.0
-    classes: Mapping[str, float] = dataclass_field(default_factory=dict)
+    class_shares: Mapping[str, float] = dataclass_field(default_factory=dict)
     domain: Hashable = None
     vae: Hashable = None
     text_encoder: Hashable = None
@@ -239,16 +242,13 @@ class Ensemble:
             raise HddmError(
                 f"experts hold a {odd[0]}: wrap it, VelocityField(network, schedule, prediction_type)"
             )
-        weights = [part.weight for part in parts]
+        self.parts = tuple(parts)
+        """The experts with all that is known of them; prior, domains and classes follow from it."""
+        _normalised([part.weight for part in parts], len(parts))
         if prior is not None:
-            weights = torch.as_tensor(prior, dtype=torch.float64).tolist()
-        self.prior = _normalised(weights, len(parts))
-        self.parts = tuple(replace(part, weight=one) for part, one in zip(parts, weights, strict=True))
-        """The experts' parts, with ``prior`` as their weights where it is given."""
-        self.experts = [part.field for part in parts]
-        domains = [k if part.domain is None else (part.domain,) for k, part in enumerate(parts)]
-        self.domains = tuple(map(domains.index, domains))
-        """For each expert the index of the first one of its domain."""
+            self.prior = prior
+        self.router = router
+        self.topics = topics
         for first in set(self.domains):
             of = [k for k, domain in enumerate(self.domains) if domain == first]
             if misfit := misfit_of([self.experts[k].noise_range for k in of]):
@@ -256,32 +256,57 @@ class Ensemble:
                     f"expert {' and '.join(map(str, of))}: {misfit}; noise ranges of one domain cover [0, 1] "
                     "once, and Part(field, domain=...) says which experts are one"
                 )
-        self.router = router
-        self.texts = numbered_by_first(part.text_encoder for part in parts)
-        """Number of each expert's text encoder; tokens of the second are ``encoder_hidden_states_2``."""
-        self.topics = topics
-        for group in self.kinds:
-            outside = set(range(len(self.experts))) - set(group)
-            if {self.domains[k] for k in group} & {self.domains[k] for k in outside}:
-                raise HddmError(f"experts of one domain make samples of several kinds ({self._kinds_told()})")
+            if sum(not set(group).isdisjoint(of) for group in self.kinds) > 1:
+                raise HddmError(
+                    f"experts of one domain make samples of several kinds ({self._describe_kinds()})"
+                )
         students = [str(k) for k, one in enumerate(self.experts) if one.sampling_steps is not None]
         if 0 < len(students) < len(self.experts):
             raise HddmError(
                 f"expert {', '.join(students)}: students of few steps and other experts do not go together; "
-                "take the ones or the others"
+                "use only one of the two"
             )
-        self.class_prior = self._class_prior()
         self.strategy = strategy
         self.shift = shift
 
-    def _class_prior(self) -> Tensor | None:
+    @functools.cached_property
+    def experts(self) -> list[VelocityField]:
+        """The parts' velocity fields."""
+        return [part.field for part in self.parts]
+
+    @property
+    def prior(self) -> Tensor:
+        """p(k) (K,) in float64: the parts' weights, which sum to 1. Setting it replaces the weights."""
+        return _normalised([part.weight for part in self.parts], len(self.parts))
+
+    @prior.setter
+    def prior(self, prior: Sequence[float] | Tensor) -> None:
+        weights = torch.as_tensor(prior, dtype=torch.float64)
+        _normalised(weights, len(self.parts))
+        pairs = zip(self.parts, weights.tolist(), strict=True)
+        self.parts = tuple(replace(part, weight=weight) for part, weight in pairs)
+        self.__dict__.pop("class_prior", None)
+
+    @functools.cached_property
+    def domains(self) -> tuple[int, ...]:
+        """For each expert the index of the first one of its domain."""
+        keys = [k if part.domain is None else (part.domain,) for k, part in enumerate(self.parts)]
+        return tuple(map(keys.index, keys))
+
+    @functools.cached_property
+    def texts(self) -> tuple[int, ...]:
+        """Number of each expert's text encoder; tokens of the second are ``encoder_hidden_states_2``."""
+        return numbered_by_first(part.text_encoder for part in self.parts)
+
+    @functools.cached_property
+    def class_prior(self) -> Tensor | None:
         """p(k | class), (classes, K); None where no part has any."""
-        if not any(part.classes for part in self.parts):
+        if not any(part.class_shares for part in self.parts):
             return None
-        names = self.classes or dict.fromkeys(name for part in self.parts for name in part.classes)
-        rows = [[part.classes.get(name, 0.0) for part in self.parts] for name in names]
+        names = self.classes or dict.fromkeys(name for part in self.parts for name in part.class_shares)
+        rows = [[part.class_shares.get(name, 0.0) for part in self.parts] for name in names]
         weights = [part.weight for part in self.parts]
-        # A class that none of them has seen is anybody's.
+        # A class that no expert has seen may be made by any of them.
         return torch.stack([_normalised(row if any(row) else weights, len(row)) for row in rows])
 
     def __repr__(self) -> str:
@@ -300,8 +325,8 @@ class Ensemble:
         parsed.check(self.num_domains)
         if parsed.kind != "draw" and len(self.kinds) > 1:
             raise HddmError(
-                f"{name} mixes samples of one kind, and these differ: {self._kinds_told()}; take experts of "
-                "one kind, or strategy 'draw'"
+                f"{name} mixes samples of one kind, and these differ: {self._describe_kinds()}; take experts "
+                "of one kind, or strategy 'draw'"
             )
         if parsed.kind != "draw" and self.num_domains > 1 and self.sampling_steps is not None:
             raise HddmError(
@@ -349,7 +374,7 @@ class Ensemble:
                 found.append([k])
         return found
 
-    def _kinds_told(self) -> str:
+    def _describe_kinds(self) -> str:
         shapes = [f"expert {k} {e.sample_shape}" for k, e in enumerate(self.experts) if e.sample_shape]
         numbers = numbered_by_first(part.vae for part in self.parts)
         spaces = [f"expert {k} VAE {number + 1}" for k, number in enumerate(numbers)]
@@ -359,7 +384,7 @@ class Ensemble:
         """Raise an `HddmError` where samples of ``experts``, by index, cannot be one tensor."""
         if len(self.kinds) > 1 and sum(not set(group).isdisjoint(experts) for group in self.kinds) > 1:
             raise HddmError(
-                f"these experts make samples of several kinds ({self._kinds_told()}), and this is one "
+                f"these experts make samples of several kinds ({self._describe_kinds()}), and this is one "
                 "tensor: take hddm.HDDMPipeline or hddm sample, which draw and decode each, or one expert="
             )
 
@@ -389,7 +414,7 @@ class Ensemble:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes of all experts (`hddm.classes.join_classes`), empty where none has any."""
+        """Names of the classes of all experts (`hddm.conditions.join_classes`), empty where none has any."""
         return self._joint.names
 
     @property
@@ -435,7 +460,7 @@ class Ensemble:
         times = check_times(x_t, t).cpu()
         for branch in (conditions, negative or {}):
             check_names(branch, self.conditions)
-            check_conditions(x_t, branch)
+            check_rows(len(x_t), branch)
         if weights is None:
             weights = self.weights(x_t, times, expert, conditions)
         elif expert is not None or weights.shape != (len(x_t), len(self.experts)):
@@ -510,7 +535,7 @@ class Ensemble:
         return mixed.to(x_t.dtype)
 
     def ask_each(self, experts: Sequence[int], ask: Callable[[int], Tensor]) -> Iterable[tuple[int, Tensor]]:
-        """Velocities of ``experts``, asked one after the other, those whose weights are present first."""
+        """Velocities of ``experts``, computed one after the other, those whose weights are present first."""
         waiting = in_best_order({k: self.experts[k].network for k in experts})
         for place, index in enumerate(waiting):
             following = [self.experts[k].network for k in waiting[place + 1 : place + 2]]
@@ -530,15 +555,15 @@ class Ensemble:
         if labels is None or (known := self._joint.known(labels)) is None:
             return
         for row, k in ((choice.weights != 0) & ~known).nonzero()[:1].tolist():
-            raise HddmError(f"expert {k} knows no class {self._joint.names[int(labels[row])]!r}; ask another")
+            raise HddmError(f"expert {k} knows no class {self._joint.names[int(labels[row])]!r}")
 
     def require_weak_model(self, guidance: Guidance, expert: Tensor | None) -> None:
         """Raise an `HddmError` where an expert of ``expert``, or any, lacks the weak model to guide by."""
         if not guidance.by_weak:
             return
         domains = set(self.domains) if expert is None else {self.domains[k] for k in expert.unique().tolist()}
-        asked = [k for k, domain in enumerate(self.domains) if domain in domains]
-        if weakless := [str(k) for k in asked if self.experts[k].weak is None]:
+        used = [k for k, domain in enumerate(self.domains) if domain in domains]
+        if weakless := [str(k) for k in used if self.experts[k].weak is None]:
             by = "" if self.conditions == () else "guide by condition, or "
             raise HddmError(
                 f"expert {', '.join(weakless)}: has no weak model to guide by; {by}take other experts"
@@ -661,7 +686,7 @@ class Ensemble:
         factors = torch.where(self.prior > 0, rows / self.prior, 0).to(probabilities)
         product = probabilities * factors
         total = product.sum(1, keepdim=True)
-        # The router may hold every shard of a class for impossible; the class is what was asked for.
+        # The router may give every shard of a class 0; the requested class decides.
         return torch.where(total > 0, product / total, rows.to(probabilities))
 
     def names_of(self, index: int) -> dict[str, str]:
@@ -701,7 +726,7 @@ class Ensemble:
         return shares
 
 
-def _normalised(prior: Sequence[float], num_experts: int) -> Tensor:
+def _normalised(prior: Sequence[float] | Tensor, num_experts: int) -> Tensor:
     values = torch.as_tensor(prior, dtype=torch.float64)
     if values.shape != (num_experts,) or not (values >= 0).all() or not 0 < values.sum() < torch.inf:
         raise HddmError(f"prior must be {num_experts} non-negative numbers with a positive sum, not {prior}")

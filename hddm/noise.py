@@ -4,9 +4,8 @@
 in the order in which diffusers' pipelines draw it. `Latents` are states that the caller provides.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,22 +17,6 @@ Shape = tuple[int, ...]
 Generators = torch.Generator | Sequence[torch.Generator] | None
 
 
-class Noise(Protocol):
-    """Random numbers of the samples ``numbers``, in float32 (draws in float64), on the CPU."""
-
-    def initial(self, numbers: Sequence[int], shape: Shape) -> Tensor:
-        """States ``(n, *shape)`` at t = 1."""
-        ...
-
-    def draws(self, numbers: Sequence[int]) -> Tensor:
-        """Numbers (n,) in [0, 1) by which experts are drawn."""
-        ...
-
-    def fresh(self, numbers: Sequence[int], shape: Shape) -> Callable[[], Tensor]:
-        """A function that gives new noise ``(n, *shape)`` at every call."""
-        ...
-
-
 @dataclass(frozen=True)
 class Seeded:
     """Noise of sample i by (seed, i) alone, whatever the batch."""
@@ -41,14 +24,18 @@ class Seeded:
     seed: int = 0
 
     def initial(self, numbers: Sequence[int], shape: Shape) -> Tensor:
-        return noise_of(self.seed, numbers, shape)
+        """States ``(n, *shape)`` at t = 1 of the samples ``numbers``, in float32."""
+        streams = [generator(self.seed, i) for i in numbers]
+        return torch.stack([torch.randn(shape, generator=one) for one in streams])
 
     def draws(self, numbers: Sequence[int]) -> Tensor:
+        """Numbers (n,) in [0, 1) by which experts are drawn, in float64."""
         # The second key keeps this stream apart from the noise of the same sample.
         streams = [generator(self.seed, i, 1) for i in numbers]
         return torch.stack([torch.rand((), generator=one, dtype=torch.float64) for one in streams])
 
     def fresh(self, numbers: Sequence[int], shape: Shape) -> Callable[[], Tensor]:
+        """A function that returns new noise ``(n, *shape)`` at every call, in float32."""
         streams = [generator(self.seed, i, 2) for i in numbers]
         return lambda: torch.stack([torch.randn(shape, generator=one) for one in streams])
 
@@ -56,8 +43,8 @@ class Seeded:
 class Generated:
     """Noise of samples 0 … ``num`` - 1 from a caller's generators, which go on from call to call.
 
-    In a list each generator serves one sample, first noise, then draw; a single one, or torch's own, serves
-    all samples in that order.
+    In a list each generator serves one sample, first its noise, then the draw of its expert. A single
+    generator, or torch's own, serves all samples in that order.
 
     Args:
         generators: one for all, a list of ``num``, or None for torch's own.
@@ -68,7 +55,7 @@ class Generated:
 
     def __init__(self, generators: Generators, num: int, shape: Shape, latents: Tensor | None = None) -> None:
         if isinstance(generators, Sequence) and len(generators) != num:
-            raise HddmError(f"{len(generators)} generators for {num} images: pass one each, or a single one")
+            raise HddmError(f"{len(generators)} generators for {num} images: pass one per image, or one")
         self._generators = generators
         if isinstance(generators, Sequence):
             pairs = [(_normal(shape, one), _uniform((), one)) for one in generators]
@@ -102,7 +89,7 @@ class Latents:
 
     x: Tensor
     start: int = 0
-    other: Noise = Seeded()
+    other: Seeded = Seeded()
 
     def initial(self, numbers: Sequence[int], shape: Shape) -> Tensor:
         return self.x[[i - self.start for i in numbers]]
@@ -114,23 +101,13 @@ class Latents:
         return self.other.fresh(numbers, shape)
 
 
-def initial_noise(seed: int, start: int, stop: int, shape: Shape) -> Tensor:
-    """Noise ``(stop - start, *shape)`` of samples ``start`` … ``stop`` - 1, in float32 on the CPU."""
-    return noise_of(seed, range(start, stop), shape)
+Noise = Seeded | Generated | Latents
+"""Random numbers of samples, on the CPU; the methods of `Seeded` say which."""
 
 
-def noise_of(seed: int, indices: Iterable[int], shape: Shape, *stream: int) -> Tensor:
-    """Noise ``(n, *shape)`` of these samples, as `initial_noise`; ``stream`` is another one."""
-    return torch.stack([torch.randn(shape, generator=generator(seed, *stream, i)) for i in indices])
+def _normal(shape: Shape, one: torch.Generator | None) -> Tensor:
+    return torch.randn(shape, generator=one, device=getattr(one, "device", None)).cpu()
 
 
-def _normal(shape: Shape, generator: torch.Generator | None) -> Tensor:
-    return torch.randn(shape, generator=generator, device=_device(generator)).cpu()
-
-
-def _uniform(shape: Shape, generator: torch.Generator | None) -> Tensor:
-    return torch.rand(shape, generator=generator, device=_device(generator), dtype=torch.float64).cpu()
-
-
-def _device(generator: torch.Generator | None) -> torch.device | None:
-    return None if generator is None else generator.device
+def _uniform(shape: Shape, one: torch.Generator | None) -> Tensor:
+    return torch.rand(shape, generator=one, device=getattr(one, "device", None), dtype=torch.float64).cpu()

@@ -1,12 +1,12 @@
 """Routers: the probabilities that a noised image, or a prompt, is for expert k.
 
-`Router` asks a network that was trained on all shards. `MomentsRouter` (by the image) and `PromptRouter` (by
-the prompt) need no training and no data: they have one row an expert, so that adding or removing an expert is
-adding or removing a row.
+`Router` runs a network that was trained on all shards. `MomentsRouter` (by the image) and `PromptRouter` (by
+the prompt) need no training and no data: they have one row per expert, so that adding or removing an expert
+means adding or removing a row.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hddm.calibration import Moments
 from hddm.networks.identity import TextEncoderRecord
-from hddm.utils.errors import HddmError, optional
+from hddm.utils.errors import HddmError
 from hddm.utils.records import Record, parse_record
 from hddm.utils.tensors import (
     parameter_dtype,
@@ -32,12 +32,12 @@ from hddm.utils.tensors import (
 
 
 class Router:
-    """Probabilities p(k | x_t, t) over experts, from a network that gives logits.
+    """Probabilities p(k | x_t, t) over experts, from the logits of a network.
 
         p = softmax(logits[outputs] / temperature(t))
 
-    Leaving outputs out is exact: of a posterior over more shards it makes that over the ones kept. Experts of
-    one output divide its probability by their shares.
+    Leaving outputs out is exact: it conditions the posterior on the remaining shards. Experts of one output
+    divide its probability by their shares.
 
     Args:
         network: ``network(x_t, timestep)`` to logits (batch, outputs of the network).
@@ -69,7 +69,7 @@ class Router:
     def __call__(self, x_t: Tensor, t: Tensor) -> Tensor:
         """Probabilities (batch, K) for x_t (batch, C, H, W) on the common path at t (batch,).
 
-        Their dtype, and that of the times that the network gets, is x_t's, float32 at least.
+        Their dtype, and the dtype of the network's times, is x_t's, float32 at least.
         """
         wide = torch.promote_types(x_t.dtype, torch.float32)
         dtype = parameter_dtype(self.network) or wide
@@ -123,10 +123,12 @@ class MomentsRouter:
     ) -> None:
         sizes = [len(one.mean) for one in moments]
         if len(set(sizes)) != 1:
-            raise HddmError(f"a router by moments needs those of images of one shape, not of {sizes} numbers")
+            raise HddmError(f"a router by moments needs images of one shape, not of {sizes} numbers")
         if evidence is not None and not 0 < evidence < torch.inf:
             raise HddmError(f"evidence must be a number above 0, not {evidence}")
         self.moments = list(moments)
+        # Means of classes may be many, and do not count here.
+        self._own = [replace(one, class_means=None) for one in moments]
         self.prior = tuple(prior or [1.0] * len(sizes))
         self.evidence = evidence
         if len(self.prior) != len(sizes) or min(self.prior) < 0 or not 0 < sum(self.prior) < torch.inf:
@@ -138,7 +140,7 @@ class MomentsRouter:
         Their dtype is x_t's, float32 at least.
         """
         flat, times = to_float64(x_t.flatten(1)), to_float64(t)
-        own, times = [one.to(flat) for one in self.moments], sent(times, flat.device)
+        own, times = [one.to(flat) for one in self._own], sent(times, flat.device)
         logits = torch.stack([one.log_likelihood(flat, times) for one in own], 1)
         prior = sent(torch.tensor(self.prior, dtype=flat.dtype), flat.device)
         if self.evidence is not None:
@@ -150,12 +152,11 @@ class MomentsRouter:
 
 TOPIC = "topic.safetensors"
 _HEADER = "described"
-MAX_CLUSTERS = 32
 SPREAD = 0.01
 """Share of the captions' variance around the means of their clusters that each direction is taken to have."""
 RIDGE = 1e-6
 FLOOR = 0.1
-"""Experts that a prompt is for by less than this share of what it is for the first get none of it."""
+"""Experts whose probability for a prompt is below this share of the largest one get none of it."""
 
 
 class TopicRecord(Record):
@@ -174,7 +175,7 @@ class TopicRecord(Record):
 class Topic:
     """Clusters of the embeddings z of an expert's captions, scaled to length 1, in D numbers.
 
-    ``means`` (r, D) are those of at most `MAX_CLUSTERS` clusters by k-means, ``parts`` (r,) the clusters'
+    ``means`` (r, D) are the means of r clusters (`hddm.training.topics`), ``parts`` (r,) the clusters'
     shares of the captions, and ``variance`` is the mean squared distance of z from the mean of its cluster.
     """
 
@@ -182,21 +183,6 @@ class Topic:
     parts: Tensor
     variance: float
     record: TopicRecord | None = None
-
-    @classmethod
-    def of(cls, embeddings: Tensor, counts: Sequence[int] | None = None) -> "Topic":
-        """Clusters of ``embeddings`` (N, D) of captions, of which there are ``counts``; None for one each."""
-        unit = torch.nn.functional.normalize(to_float64(embeddings).cpu(), dim=1)
-        parts = torch.tensor(counts or [1] * len(unit), dtype=torch.float64)
-        parts /= parts.sum()
-        clusters = min(MAX_CLUSTERS, len(unit.unique(dim=0)))
-        clustering = optional("sklearn.cluster", "hddm describe", "train")
-        kmeans = clustering.KMeans(clusters, n_init=1, random_state=0)
-        found = kmeans.fit(unit.numpy(), sample_weight=parts.numpy())
-        own = torch.nn.functional.one_hot(torch.from_numpy(found.labels_).long(), clusters).double()
-        shares = parts @ own
-        means = (own * parts[:, None]).T @ unit / shares[:, None]
-        return cls(means, shares, float(parts @ (unit - own @ means).square().sum(1)))
 
     def save(self, folder: Path) -> None:
         """Write ``topic.safetensors`` into an expert folder, in float16: kilobytes, and no caption."""
@@ -276,7 +262,7 @@ def _regression(topics: tuple[Topic, ...], ridge: float) -> tuple[Tensor, Tensor
         own = torch.arange(len(topics)).repeat_interleave(torch.tensor([len(one.parts) for one in topics]))
         centre = parts @ means
         apart = means - centre
-        # Without any variance all topics are one, and any number above 0 tells nobody apart.
+        # Without any variance all topics are one, and any number above 0 will do.
         unit = (parts @ apart.square().sum(1) + variance.mean()).clamp_min(1e-12).sqrt()
         apart, spread = apart / unit, SPREAD * variance / unit**2
         _, lengths, directions = torch.linalg.svd(parts.sqrt()[:, None] * apart, full_matrices=False)

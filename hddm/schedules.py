@@ -6,7 +6,7 @@ Time runs from data to noise. Every schedule has its own *native time*: t in [0,
 the timestep index 0 … T-1, fractions allowed, for a DDPM schedule. The *common path* that all experts are
 compared on is `LinearSchedule`: alpha = 1 - t, sigma = t.
 
-First the interface, then the schedules in continuous time, the DDPM schedules, and last those of diffusers'
+The interface comes first, then the continuous schedules, the DDPM schedules, and the readers of diffusers'
 scheduler configs (`from_diffusers`) and of our own records (`from_config`).
 """
 
@@ -30,26 +30,12 @@ from hddm.utils.tensors import to_float64
 logger = logging.getLogger(__name__)
 
 DDPM_FAMILY = (
-    "DDPMScheduler",
-    "DDPMParallelScheduler",
-    "DDIMScheduler",
-    "DDIMInverseScheduler",
-    "DDIMParallelScheduler",
-    "DEISMultistepScheduler",
-    "DPMSolverMultistepScheduler",
-    "DPMSolverMultistepInverseScheduler",
-    "DPMSolverSinglestepScheduler",
-    "EulerDiscreteScheduler",
-    "EulerAncestralDiscreteScheduler",
-    "HeunDiscreteScheduler",
-    "KDPM2DiscreteScheduler",
-    "KDPM2AncestralDiscreteScheduler",
-    "LCMScheduler",
-    "LMSDiscreteScheduler",
-    "PNDMScheduler",
-    "SASolverScheduler",
-    "TCDScheduler",
-    "UniPCMultistepScheduler",
+    *("DDPMScheduler", "DDPMParallelScheduler", "DDIMScheduler", "DDIMInverseScheduler"),
+    *("DDIMParallelScheduler", "DEISMultistepScheduler", "DPMSolverMultistepScheduler"),
+    *("DPMSolverMultistepInverseScheduler", "DPMSolverSinglestepScheduler", "EulerDiscreteScheduler"),
+    *("EulerAncestralDiscreteScheduler", "HeunDiscreteScheduler", "KDPM2DiscreteScheduler"),
+    *("KDPM2AncestralDiscreteScheduler", "LCMScheduler", "LMSDiscreteScheduler", "PNDMScheduler"),
+    *("SASolverScheduler", "TCDScheduler", "UniPCMultistepScheduler"),
 )
 FLOW_MATCH_FAMILY = (
     "FlowMatchEulerDiscreteScheduler",
@@ -265,19 +251,19 @@ class DiscreteSchedule(Schedule):
 def from_diffusers(source: object) -> Schedule:
     """The training schedule that a diffusers scheduler stands for.
 
-    A key that the config lacks has the documented default of its scheduler class; that is logged.
-    A config without ``_class_name`` (a scheduler object's ``.config`` has none) tells its family by its
-    keys: ``beta_…`` ones make it a `DDPMScheduler`'s, ones that only flow-match classes have a flow-match
-    scheduler's. A flow-match scheduler, or one with ``use_flow_sigmas``, gives `LinearSchedule`: its shift
-    belongs to the sampling grid.
+    A key that the config lacks has the documented default of its scheduler class, which is logged. The family
+    of a config without ``_class_name``, such as a scheduler object's ``.config``, is known by its keys:
+    ``beta_…`` makes it a `DDPMScheduler`'s, a key that only flow-match classes have makes it a flow-match
+    scheduler's. A flow-match scheduler, or one with ``use_flow_sigmas``, stands for `LinearSchedule`: its
+    shift belongs to the sampling grid.
 
     Args:
         source: a scheduler object, its config, or the path of a ``scheduler_config.json``, of the
             folder that holds it, or of a pipeline folder.
 
     Raises:
-        HddmError: for a class outside the DDPM and flow-match families, an unknown key or a value that
-            gives no schedule, continuous timesteps, or a config that tells no family.
+        HddmError: for a class outside the DDPM and flow-match families, an unknown key, a value without a
+            schedule, continuous timesteps, or a config whose family is unknown.
     """
     config, origin = _read(source)
     name = config.get("_class_name") or _family(config, origin)
@@ -291,7 +277,14 @@ def from_diffusers(source: object) -> Schedule:
         return LinearSchedule()
     if config.get("timestep_type") == "continuous":
         raise HddmError(f"{origin}: timestep_type 'continuous' (EDM's time) is not a DDPM schedule")
-    given = _with_defaults(config, name, origin)
+    parameters, given = _parameters(name), dict[str, Any]()
+    for key in _SCHEDULE_KEYS:
+        if key in config:
+            # A live config may hold an array, which a record cannot.
+            given[key] = config[key].tolist() if hasattr(config[key], "tolist") else config[key]
+        elif key in parameters:
+            given[key] = parameters[key].default
+            logger.info("%s: %s is missing; %s's default is %s", origin, key, name, given[key])
     steps = given["num_train_timesteps"]
     if not isinstance(steps, int) or not 2 <= steps <= MOST_STEPS:
         raise HddmError(f"{origin}: num_train_timesteps is {steps!r}, and must be 2 to {MOST_STEPS}")
@@ -304,10 +297,10 @@ def from_diffusers(source: object) -> Schedule:
 
 
 def declared_prediction_type(source: object) -> str | None:
-    """The ``prediction_type`` that a scheduler config gives, None where it gives none.
+    """The ``prediction_type`` that a scheduler config states, None where it states none.
 
-    A flow-match scheduler gives ``flow_prediction``; so do ``use_flow_sigmas``. Former versions said
-    ``predict_epsilon``.
+    A flow-match scheduler means ``flow_prediction``, as does ``use_flow_sigmas``. Older versions of diffusers
+    wrote ``predict_epsilon``.
 
     Raises:
         HddmError: for two keys that contradict each other.
@@ -327,15 +320,14 @@ def declared_prediction_type(source: object) -> str | None:
 
 
 def default_prediction_type(source: object) -> str:
-    """The prediction type that the class of a scheduler config has by default, for a config that gives none.
+    """The default prediction type of a scheduler config's class, for a config that states none.
 
     Raises:
         HddmError: where the config names no class.
     """
     config, origin = _read(source)
     parameters = _parameters(config.get("_class_name") or _family(config, origin))
-    default: str = parameters["prediction_type"].default
-    return default
+    return str(parameters["prediction_type"].default)
 
 
 def from_config(config: Mapping[str, Any]) -> Schedule:
@@ -400,17 +392,3 @@ def _refuse_unknown_keys(config: Mapping[str, Any], origin: str) -> None:
     for key in config:
         if not key.startswith("_") and key not in known:
             raise HddmError(f"{origin}: no diffusers scheduler has a key {key!r}{did_you_mean(key, known)}")
-
-
-def _with_defaults(config: Mapping[str, Any], name: str, origin: str) -> dict[str, Any]:
-    parameters = _parameters(name)
-    found: dict[str, Any] = {}
-    for key in _SCHEDULE_KEYS:
-        if key in config:
-            value = config[key]
-            # A live config may hold an array, which a record cannot.
-            found[key] = value.tolist() if hasattr(value, "tolist") else value
-        elif key in parameters:
-            found[key] = parameters[key].default
-            logger.info("%s: %s not given, %s's default %s", origin, key, name, found[key])
-    return found

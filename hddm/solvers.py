@@ -14,7 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, choose
 
 Velocity = Callable[[Tensor, Tensor, Tensor], Tensor]
 OnStep = Callable[[int, Tensor], Tensor]
@@ -109,5 +109,5 @@ DEFAULT_SOLVER, DEFAULT_STEPS = "adams-moulton", 25
 def solver_named(name: str) -> Solver:
     """The solver called ``name``; `HddmError` lists those that exist."""
     if name not in SOLVERS:
-        raise HddmError(f"unknown solver {name!r}: choose one of {', '.join(SOLVERS)}")
+        raise HddmError(f"unknown solver {name!r}: {choose(name, list(SOLVERS))}")
     return SOLVERS[name]

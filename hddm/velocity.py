@@ -8,7 +8,7 @@ For an expert with schedule (a, s) = (alpha, sigma) in its own time, at a state 
 
 With an exact denoiser the result is exact for every t in [t_min, t_max], the range of the expert's schedule.
 
-**Outside the schedule's range** one rule holds at both ends. The network is asked at the nearer end. The
+**Outside the schedule's range** one rule holds at both ends. The network is evaluated at the nearer end. The
 state is rescaled so that its dominant part has the size that the network expects there: y = s(u_max) x/t
 above t_max (the noise keeps its level), y = a(u_min) x/(1 - t) below t_min (the signal does). Of the two
 estimates, the one that the state no longer determines fades with its share in the state:
@@ -23,32 +23,29 @@ alpha = 0, sample where sigma = 0) has its range end there: at the last alpha > 
 
 **A noise range** is another thing: the part [low, high] of t that an expert was trained for, whatever its
 schedule could express. Nothing stands in for the expert outside it: its velocity is refused there, and an
-ensemble asks another expert of the same domain (`hddm.ensemble`).
+ensemble uses another expert of the same domain (`hddm.ensemble`).
 """
 
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
-from numbers import Real
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hddm.calibration import MAX_GAIN, Calibration
-from hddm.classes import LABELS, class_indices
+from hddm.conditions import LABELS, SETTINGS, Inputs, can_guide, check_label_range, check_names, check_rows
+from hddm.conditions import Guidance as Guidance
 from hddm.networks.wrappers import declared_shape, described, missing_from
 from hddm.schedules import DiscreteSchedule, LinearSchedule, Schedule
-from hddm.utils.errors import HddmError, did_you_mean
+from hddm.utils.errors import HddmError, choose
 from hddm.utils.records import WHOLE, NoiseRange, composed
 from hddm.utils.tensors import append_dims, device_of, parameter_dtype, sent, to_float64
 
 SINGULAR_MARGIN = 1e-6
 ROUNDING = 1e-6
 """A t in float32 may miss the end of a noise range by this much."""
-SETTINGS = frozenset({"time_ids", "resolution", "aspect_ratio", "guidance"})
-"""Conditions that say how a sample is made, and not what it shows: a negative branch has the same ones."""
 
 
 class PredictionType(StrEnum):
@@ -66,11 +63,9 @@ class PredictionType(StrEnum):
     @classmethod
     def parse(cls, name: str) -> "PredictionType":
         """The member called ``name``; `HddmError` names the four that exist."""
-        try:
-            return cls(name)
-        except ValueError:
-            known = ", ".join(member.value for member in cls)
-            raise HddmError(f"unknown prediction type {name!r}: choose one of {known}") from None
+        if name not in list(cls):
+            raise HddmError(f"unknown prediction type {name!r}: {choose(name, list(cls))}")
+        return cls(name)
 
 
 @dataclass(frozen=True)
@@ -97,7 +92,7 @@ def x_0_and_eps(prediction_type: PredictionType, output: Tensor, at: PathPoint) 
         v_prediction:     x_0 = (a y - s v)/(a² + s²),  eps = (s y + a v)/(a² + s²)
         flow_prediction:  x_0 = (s' y - s u)/D,  eps = (a u - a' y)/D,  D = a s' - s a'
 
-    At a singular point the result is inf or nan; `VelocityField` never asks there.
+    At a singular point the result is inf or nan; `VelocityField` never evaluates there.
     """
     a, s, y = at.alpha, at.sigma, at.y
     match prediction_type:
@@ -156,150 +151,6 @@ def check_times(x_t: Tensor, t: Tensor) -> Tensor:
     return times
 
 
-def check_names(
-    names: Iterable[str], declared: Collection[str] | None, arguments: Collection[str] = ()
-) -> None:
-    """Refuse conditions that are not ``declared``, where anything is; ``arguments`` may be meant as well."""
-    for name in names:
-        if declared is not None and name not in declared:
-            known = ", ".join(declared) or "none"
-            near = did_you_mean(name, [*arguments, *declared])
-            raise HddmError(f"this model takes no condition {name!r}; it declares: {known}{near}")
-
-
-def check_conditions(x_t: Tensor, conditions: Mapping[str, Tensor]) -> None:
-    """Refuse a condition that has not one row for each state."""
-    for name, value in conditions.items():
-        if value.ndim == 0 or len(value) != len(x_t):
-            raise HddmError(f"condition {name!r} has shape {tuple(value.shape)} for {len(x_t)} states")
-
-
-def check_labels(conditions: Mapping[str, Any], classes: Sequence[str]) -> None:
-    """Refuse class labels that are none of ``classes``, where there are any."""
-    if classes and LABELS in conditions:
-        class_indices(conditions[LABELS], classes)
-
-
-def can_guide(conditions: Mapping[str, Tensor], negative: Mapping[str, Tensor]) -> bool:
-    """True where these conditions say more than a negative branch does, more than `SETTINGS`."""
-    return bool(conditions) and (bool(negative) or not SETTINGS.issuperset(conditions))
-
-
-GuideBy = Literal["condition", "weak"]
-
-
-@dataclass(frozen=True)
-class Guidance:
-    """Guidance moves the velocity v_c away from another one, v_n.
-
-        v = v_n + scale (v_c - v_n)                                (arXiv:2207.12598)
-        v = [rescale std(v_c)/std(v) + 1 - rescale] v              (arXiv:2305.08891, section 3.4)
-
-    Args:
-        scale: 1 for none; with any other v_n is computed too.
-        by: ``condition`` takes v_n under the negative conditions (classifier-free guidance); ``weak`` that of
-            the expert's weak model under the same conditions (arXiv:2406.02507).
-        channels: guide this many channels from the first, and leave the others as v_c. DiT's own code
-            does so with 3 of 4, and its published figures are of that; None for all.
-        interval: (low, high) in t, where guidance acts; outside v = v_c (arXiv:2404.07724).
-        rescale: share of the way back to the standard deviation of v_c, taken over a sample's guided
-            numbers; 0 for none. It is singular where v is constant over a sample, and that gives NaN.
-
-    Raises:
-        HddmError: for numbers outside their ranges.
-    """
-
-    scale: float
-    channels: int | None = None
-    interval: tuple[float, float] = (0.0, 1.0)
-    rescale: float = 0.0
-    by: GuideBy = "condition"
-
-    def __post_init__(self) -> None:
-        low, high = self.interval
-        if self.by not in get_args(GuideBy):
-            raise HddmError(f"guidance is by {' or by '.join(get_args(GuideBy))}, not by {self.by!r}")
-        if not math.isfinite(self.scale):
-            raise HddmError(f"guidance scale must be finite, not {self.scale}")
-        if self.channels is not None and self.channels < 1:
-            raise HddmError(f"guided channels start at 1, not {self.channels}")
-        if not 0 <= low <= high <= 1:
-            raise HddmError(f"a guidance interval is 0 <= low <= high <= 1 in t, not {low} to {high}")
-        if not 0 <= self.rescale <= 1:
-            raise HddmError(f"guidance rescale lies in [0, 1], not {self.rescale}")
-
-    @classmethod
-    def of(cls, scale: "float | Guidance") -> "Guidance":
-        """``scale`` itself, or plain guidance of that scale."""
-        if not isinstance(scale, Guidance | Real):
-            raise HddmError(f"guidance_scale takes a number or a Guidance, not {scale!r}")
-        return scale if isinstance(scale, Guidance) else cls(float(scale))
-
-    @property
-    def by_condition(self) -> bool:
-        """True where the velocity under the negative conditions is needed."""
-        return self.scale != 1.0 and self.by == "condition"
-
-    @property
-    def by_weak(self) -> bool:
-        """True where the weak model's velocity is needed."""
-        return self.scale != 1.0 and self.by == "weak"
-
-    def refuse_negative(self, given: bool) -> None:
-        """Raise an `HddmError` where negative conditions are ``given`` and guidance is by the weak model."""
-        if self.by_weak and given:
-            raise HddmError("guidance by the weak model takes no negative conditions; drop them")
-
-    def acts(self, t: Tensor) -> Tensor:
-        """True (batch,) where there is guidance at t (batch,)."""
-        low, high = self.interval
-        return (t >= low) & (t <= high) & (self.scale != 1.0)
-
-    def combine(self, conditional: Tensor, negative: Tensor, acts: Tensor) -> Tensor:
-        """The guided velocity (batch, C, …) in rows where ``acts`` (batch,), the conditional one elsewhere.
-
-        Raises:
-            HddmError: for more guided channels than there are.
-        """
-        count = conditional.shape[1] if self.channels is None else self.channels
-        if count > conditional.shape[1]:
-            raise HddmError(f"{count} guided channels, and samples have {conditional.shape[1]}")
-        v_c, v_n = conditional[:, :count], negative[:, :count]
-        guided = v_n + self.scale * (v_c - v_n)
-        if self.rescale:
-            ratio = append_dims(v_c.flatten(1).std(1) / guided.flatten(1).std(1), guided.ndim)
-            guided = (self.rescale * ratio + 1 - self.rescale) * guided
-        rows = append_dims(sent(acts, guided.device), guided.ndim)
-        return torch.cat([torch.where(rows, guided, v_c), conditional[:, count:]], dim=1)
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Checked inputs of a field: guidance, and the conditions of both branches, each (batch, …)."""
-
-    guidance: Guidance
-    conditions: Mapping[str, Tensor]
-    negative: Mapping[str, Tensor]
-    """Empty without guidance by condition."""
-
-    def rows(self, rows: Tensor) -> "Inputs":
-        """The inputs of these rows of the batch."""
-        return replace(
-            self,
-            conditions={name: value[rows] for name, value in self.conditions.items()},
-            negative={name: value[rows] for name, value in self.negative.items()},
-        )
-
-
-def check_label_range(labels: Tensor, classes: int, null: int | None) -> None:
-    """Raise an `HddmError` for class labels (batch,) beyond the ``classes``; ``null`` stands for no class."""
-    largest = max(classes - 1, -1 if null is None else null)
-    if labels.is_floating_point() or not ((labels >= 0) & (labels <= largest)).all():
-        some = labels.flatten().tolist()[:8]
-        no_class = "" if null is None else f" ({null} is no class)"
-        raise HddmError(f"class_labels are whole numbers from 0 to {largest} here{no_class}, not {some}")
-
-
 class VelocityField:
     """An expert: a network with what it predicts, on which schedule, as a velocity field.
 
@@ -315,14 +166,15 @@ class VelocityField:
         calibration: moments and weights that improve on the network near t = 1 (`hddm.calibration`).
         conditions: the keywords that the network takes; None passes all on, unchecked.
         null_conditions: per condition, the value that stands for none, as a tensor without batch
-            dimension; guidance falls back on it where no ``negative`` is given.
+            dimension; guidance falls back on it where no ``negative`` is provided.
         sample_shape: shape (C, H, W) of a sample; by default read off ``network.config``.
         classes: names of the classes that ``class_labels`` counts.
         shift: of the time grid that its samples want (`hddm.sampling.time_grid`).
         weak: the same expert with weights of an early step of its training, to guide by.
         noise_range: (low, high) in t, the part of [0, 1] that it was trained for.
-        sampling_steps: number of steps of a student of few steps. Its velocity is the mean over a step, which
-            Euler's method takes exactly; its network takes ``interval`` (batch,), the step's length.
+        sampling_steps: number of steps of a student of few steps; None for any other expert. A student's
+            velocity is the mean over a step, which Euler's method takes exactly; its network takes
+            ``interval`` (batch,), the step's length.
         inner_guidance: guidance scale that a student of few steps learned from its teacher; 1 for none.
 
     Raises:
@@ -415,10 +267,10 @@ class VelocityField:
             x_t: (batch, …), any floating dtype.
             t: (batch,) in [0, 1]; a scalar stands for a batch of it.
             guidance_scale: 1 for none, or a `Guidance`.
-            negative: conditions of the negative branch; by default the null ones, and of those of
-                `hddm.velocity.SETTINGS` that have none the same as in ``conditions``.
-            then: (batch,) or a scalar, the end of the step; only a student of few steps uses it, and without
-                it gives the velocity at ``t``.
+            negative: conditions of the negative branch; by default the null values, and for
+                `hddm.conditions.SETTINGS` without a null value the same as in ``conditions``.
+            then: (batch,) or a scalar, the end of the step, which only a student of few steps uses; None for
+                its velocity at ``t``.
             conditions: keywords of the network's forward, each (batch, …); one left out takes its null value.
 
         Returns:
@@ -441,14 +293,18 @@ class VelocityField:
         guidance: Guidance,
         negative: Mapping[str, Tensor],
         conditions: Mapping[str, Tensor],
-    ) -> "Inputs":
+    ) -> Inputs:
         """Check and complete what `velocity` is called with, for all states (batch, …) of a batch like x_t.
 
         Raises:
             HddmError: as `velocity`.
         """
+        known, found = self.sample_shape, tuple(x_t.shape[1:])
+        if known is not None and (len(found), found[:1]) != (len(known), known[:1]):
+            raise HddmError(f"states are {found}, samples of this model are {tuple(known)}")
         for branch in (conditions, negative):
-            self._check(x_t, branch)
+            check_names(branch, self.conditions)
+            check_rows(len(x_t), branch)
         given = self._with_null(conditions, x_t)
         if guidance.by_condition and not can_guide(conditions, negative):
             raise HddmError(f"guidance needs a condition to guide to; {self._remedies}")
@@ -459,10 +315,19 @@ class VelocityField:
             raise HddmError(
                 f"this expert needs {' and '.join(missing)} and has no empty default; pass a value"
             )
-        against = self._negative(given, negative, x_t) if guidance.by_condition else {}
+        if not guidance.by_condition:
+            return Inputs(guidance, given, {})
+        settings = {name: value for name, value in given.items() if name in SETTINGS}
+        against = settings | self._with_null(negative, x_t)
+        gaps = {"the negative conditions": given.keys() - against, "the conditions": against.keys() - given}
+        if lacks := [f"{one} lack {' and '.join(sorted(names))}" for one, names in gaps.items() if names]:
+            raise HddmError(
+                f"guidance needs the same keywords on both sides: {', '.join(lacks)}, and this expert has "
+                "no empty default"
+            )
         return Inputs(guidance, given, against)
 
-    def guided(self, x_t: Tensor, times: Tensor, inputs: "Inputs", then: Tensor | None = None) -> Tensor:
+    def guided(self, x_t: Tensor, times: Tensor, inputs: Inputs, then: Tensor | None = None) -> Tensor:
         """As `velocity`, for checked ``times`` (batch,) and ``inputs``; nothing is read from the device."""
         given, against, guidance = inputs.conditions, inputs.negative, inputs.guidance
         if self.sampling_steps is not None:
@@ -493,15 +358,14 @@ class VelocityField:
     def refuse_beyond(self, t: Tensor) -> None:
         """Raise an `HddmError` where a t (n,) lies outside the noise range."""
         low, high = self.noise_range
-        if self.noise_range == WHOLE or not (beyond := (t < low - ROUNDING) | (t > high + ROUNDING)).any():
-            return
-        raise HddmError(
-            f"t = {float(t[beyond][0]):.4g} is outside the noise range {low:g}:{high:g} of this expert; "
-            "sample it in an ensemble, with one of the rest (hddm assemble)"
-        )
+        if (beyond := (t < low - ROUNDING) | (t > high + ROUNDING)).any():
+            raise HddmError(
+                f"t = {float(t[beyond][0]):.4g} is outside the noise range {low:g}:{high:g} of this expert; "
+                "sample it in an ensemble with an expert of the remaining range (hddm assemble)"
+            )
 
     def covers(self, t: Tensor) -> Tensor:
-        """True (n,) where the expert runs, of those of its domain: low <= t < high, and t = high = 1 too."""
+        """True (n,) where this expert of its domain runs: low <= t < high, and t = high = 1 too."""
         low, high = self.noise_range
         return (t >= low) & ((t < high) | (high == 1))
 
@@ -511,7 +375,7 @@ class VelocityField:
         if self.calibration is None:
             return raw
         if self.sample_shape is not None and x_t.shape[1:] != self.sample_shape:
-            # Callers that know the size that was asked for name it.
+            # Callers that know the requested size name it.
             raise ValueError(
                 f"its calibration is of samples {self.sample_shape}, not of {tuple(x_t.shape[1:])}"
             )
@@ -570,38 +434,17 @@ class VelocityField:
             )
         return output.to(y.dtype)
 
-    def _check(self, x_t: Tensor, conditions: Mapping[str, Tensor]) -> None:
-        check_names(conditions, self.conditions)
-        check_conditions(x_t, conditions)
-        known = self.sample_shape
-        if known is not None and (x_t.ndim != len(known) + 1 or x_t.shape[1] != known[0]):
-            raise HddmError(f"states are {tuple(x_t.shape[1:])}, samples of this model are {tuple(known)}")
-
     def check_range(self, conditions: Mapping[str, Tensor]) -> None:
         """Raise an `HddmError` for class labels that the network has no embedding of."""
-        labels, null = conditions.get("class_labels"), self.null_conditions.get("class_labels")
+        labels, null = conditions.get(LABELS), self.null_conditions.get(LABELS)
         if labels is not None and self.classes:
             check_label_range(labels, len(self.classes), None if null is None else int(null))
 
-    def _with_null(self, conditions: Mapping[str, Tensor], x_t: Tensor) -> Mapping[str, Tensor]:
+    def _with_null(self, conditions: Mapping[str, Tensor], x_t: Tensor) -> dict[str, Tensor]:
         """``conditions``, and the null value of each that is left out."""
         nulls = self.null_conditions.items()
         rows = {name: sent(null, x_t.device).expand(len(x_t), *null.shape) for name, null in nulls}
         return rows | dict(conditions)
-
-    def _negative(
-        self, given: Mapping[str, Tensor], negative: Mapping[str, Tensor], x_t: Tensor
-    ) -> Mapping[str, Tensor]:
-        """The negative branch: ``negative``, completed by null values and the settings of ``given``."""
-        settings = {name: value for name, value in given.items() if name in SETTINGS}
-        against = settings | dict(self._with_null(negative, x_t))
-        gaps = {"the negative conditions": given.keys() - against, "the conditions": against.keys() - given}
-        if missing := [f"{one} lack {' and '.join(sorted(names))}" for one, names in gaps.items() if names]:
-            raise HddmError(
-                f"guidance needs the same keywords on both sides: {', '.join(missing)}, and this expert has "
-                "no empty default"
-            )
-        return against
 
 
 def _exact_range(schedule: Schedule, prediction_type: PredictionType) -> tuple[float, float]:

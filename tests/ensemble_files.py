@@ -13,9 +13,10 @@ import hddm
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import Conversion, plan
 from hddm.experts.assembly import assemble
+from hddm.experts.compatibility import read_entries
 from hddm.experts.ensemble_folders import EnsembleRecord, Member, read_ensemble_facts
 from hddm.experts.expert_set import ExpertSet
-from hddm.experts.parts import encoders_of, read_records
+from hddm.experts.parts import encoders_of
 from hddm.experts.records import Expert, ExpertRecord, RouterRecord, save_expert, save_router
 from hddm.networks.offload import Shelf
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
@@ -214,10 +215,10 @@ class Derived:
 def derived(folder: Path) -> Derived:
     """What is in an ensemble's folder."""
     model, record = load_ensemble(folder), read_ensemble_facts(folder)
-    named = read_records([folder / one.folder for one in record.experts])
-    encoders, router = encoders_of(record.experts, named), getattr(model.router, "outputs", ())
+    entries = read_entries([folder / one.folder for one in record.experts], record.experts)
+    encoders, router = encoders_of(entries), getattr(model.router, "outputs", ())
     rows = [] if model.class_prior is None else model.class_prior.tolist()
-    outputs = range(len(named)) if router is None else router
+    outputs = range(len(entries)) if router is None else router
     return Derived(
         tuple(one.name for one in record.experts),
         tuple(model.prior.tolist()),

@@ -28,7 +28,7 @@ from hddm.data.sources import open_source
 from hddm.evaluation.compare import summary, table
 from hddm.evaluation.images import conditions, read_data, read_sampling
 from hddm.evaluation.results import read_groups, refuse_incomparable
-from hddm.experts.changes import change
+from hddm.experts.assembly import change
 from hddm.experts.records import read_expert, read_router
 from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer, text_encoder_facts
 from hddm.networks.vae import decode, read_vae, vae_facts

@@ -1,1 +1,1 @@
-"""What the exact conversion is worth: fidelity, convergence, cost, and the paper's ablation."""
+"""What the exact conversion is worth: fidelity, convergence and cost."""

@@ -78,20 +78,6 @@ def cost(
 
 
 @app.command()
-def ablation(
-    results: ResultsOption = RESULTS,
-    work: WorkOption = WORK,
-    quick: QuickOption = False,
-    seeds: SeedsOption = 3,
-    workers: WorkersOption = 2,
-) -> None:
-    """Native DDPM, native flow, converted DDPM and a mix, sampled on digits."""
-    from benchmarks.conversion.ablation import FULL, QUICK, measure_ablation
-
-    typer.echo(measure_ablation(QUICK if quick else FULL, Start(results, work, seeds, workers)))
-
-
-@app.command()
 def grid(out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of a hddm benchmark.")]) -> None:
     """The DDPM experts of a finished benchmark under every conversion, and under their own sampler."""
     from benchmarks.conversion.grid import grid as run

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from hddm.ensemble import Ensemble
-from hddm.noise import initial_noise
-from hddm.sampling import draw_experts
+from hddm.noise import Seeded
+from hddm.running import pick_experts
 from hddm.training.fitting import calibrate
 from hddm.utils.tensors import append_dims
 from hddm.velocity import VelocityField
@@ -107,8 +107,8 @@ def sample_ddim(
     batches = []
     for start in range(first, first + num, batch_size):
         stop = min(start + batch_size, first + num)
-        expert = draw_experts(ensemble.prior, seed, start, stop)
-        y = initial_noise(seed, start, stop, shape).to(ensemble.device)
+        expert = pick_experts(ensemble.prior, Seeded(seed).draws(range(start, stop)))
+        y = Seeded(seed).initial(range(start, stop), shape).to(ensemble.device)
         for i in range(steps):
             eps = torch.zeros_like(y)
             for index, field in enumerate(ensemble.experts):

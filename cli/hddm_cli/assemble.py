@@ -91,13 +91,13 @@ def assemble(
     shares = _shares(share or ())
     if out is not None:
         check_absent(out, ENSEMBLE_FILE, overwrite)
-    from hddm.classes import join_classes
+    from hddm.conditions import join_classes
     from hddm.experts.assembly import assemble as put_together
-    from hddm.experts.changes import change
+    from hddm.experts.assembly import change
     from hddm.experts.choices import read_classes
-    from hddm.experts.compatibility import Findings
+    from hddm.experts.compatibility import read_entries
     from hddm.experts.ensemble_folders import read_ensemble_facts
-    from hddm.experts.parts import class_lists, domains_of, read_records, weights_of
+    from hddm.experts.parts import parts_of
     from hddm.utils.progress import Progress
 
     named = read_classes(classes) if classes else None
@@ -119,16 +119,14 @@ def assemble(
     typer.echo(f"{written}: {counted(len(ensemble.experts), 'expert')}, strategy {ensemble.strategy}")
     if (why := _WHY.get(ensemble.strategy.partition("-")[0])) is not None:
         typer.echo(f"{ensemble.strategy}: {why}")
-    members, records = ensemble.experts, read_records([written / one.folder for one in ensemble.experts])
-    of = domains_of(members, records)
-    weights = weights_of(members, records, of, Findings())
-    parts = []
-    for first in dict.fromkeys(of):
-        pairs = [(members[k].label, weights[k]) for k, domain in enumerate(of) if domain == first]
-        total = sum(weight for _, weight in pairs) / sum(weights)
-        parts.append(f"{' with '.join(label for label, _ in pairs)} {total:.3g}")
-    typer.echo(f"shares: {', '.join(parts)}")
-    if names := join_classes(tuple(class_lists(members, records))).names:
+    entries = read_entries([written / one.folder for one in ensemble.experts], ensemble.experts)
+    parts, shares_of = parts_of(entries), []
+    for first in dict.fromkeys(part.domain for part in parts):
+        own = [k for k, part in enumerate(parts) if part.domain == first]
+        total = sum(parts[k].weight for k in own) / sum(part.weight for part in parts)
+        shares_of.append(f"{' with '.join(entries[k].member.label for k in own)} {total:.3g}")
+    typer.echo(f"shares: {', '.join(shares_of)}")
+    if names := join_classes(tuple(one.classes for one in entries)).names:
         typer.echo(f"classes: {', '.join(names[:MOST])}{' …' if len(names) > MOST else ''}")
 
 

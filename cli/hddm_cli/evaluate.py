@@ -121,7 +121,7 @@ def _compare_strategies(
     ensemble: Path, strategies: str, out: Path, num_images: int, measure: "Measure", store: bool
 ) -> None:
     from hddm.evaluation.compare import table
-    from hddm.experts.changes import change
+    from hddm.experts.assembly import change
     from hddm.pipelines.samples import SampleSettings
     from hddm.pipelines.strategies import STRATEGIES, best_of, measure_strategies
 

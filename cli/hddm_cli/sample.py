@@ -124,49 +124,20 @@ def sample(
 
     Image i depends only on the seed and on i.
     """
+    given = dict(locals())
     if guidance_scale == 1:
         of_guidance = ("guide_by", "cfg_channels", "guidance_interval", "guidance_rescale")
-        if given := [f"--{name.replace('_', '-')}" for name in of_guidance if is_given(context, name)]:
-            raise UsageError(f"{' and '.join(given)}: only with a --guidance-scale other than 1")
+        if useless := [f"--{name.replace('_', '-')}" for name in of_guidance if is_given(context, name)]:
+            raise UsageError(f"{' and '.join(useless)}: only with a --guidance-scale other than 1")
     if mask is None and is_given(context, "resampling_steps"):
         raise UsageError("--resampling-steps: needs a --mask")
     from hddm.pipelines.samples import SampleSettings, sample_to_folder
     from hddm.utils.progress import Progress
     from hddm.utils.records import OPTIONS, parse_record
 
-    options = {
-        "num_images": num_images,
-        "seed": seed,
-        "start": start,
-        "steps": steps,
-        "solver": solver,
-        "shift": shift,
-        "strategy": strategy,
-        "expert": expert,
-        "router_every": router_every,
-        "guidance_scale": guidance_scale,
-        "guide_by": guide_by,
-        "cfg_channels": cfg_channels,
-        "guidance_interval": guidance_interval,
-        "guidance_rescale": guidance_rescale,
-        "class_labels": class_labels,
-        "prompts": tuple(prompt or ()),
-        "negative_prompt": negative_prompt,
-        "conditions": conditions,
-        "init_image": init_image,
-        "strength": strength,
-        "mask": mask,
-        "resampling_steps": resampling_steps,
-        "height": height,
-        "width": width,
-        "batch_size": batch_size,
-        "device": device,
-        "dtype": dtype,
-        "offload": offload,
-        "max_memory": None if max_memory is None else parse_size(max_memory, "--max-memory"),
-        "compile": compile_networks,
-        "output_type": output_type,
-    }
+    options = {name: value for name, value in given.items() if name in SampleSettings.model_fields}
+    options |= {"prompts": tuple(prompt or ()), "compile": compile_networks}
+    options["max_memory"] = None if max_memory is None else parse_size(max_memory, "--max-memory")
     with asked():
         settings = parse_record(options, SampleSettings, OPTIONS)
 

@@ -59,7 +59,7 @@ def serve(
     token from clients. With --no-batching, images are exactly those of hddm sample. Needs the
     extra serve (pip install '.[serve]' in a checkout).
     """
-    from hddm.serving.front import Limits
+    from hddm.serving.requests import Limits
     from hddm.serving.service import Placement
 
     replicas = {}

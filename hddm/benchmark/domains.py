@@ -20,7 +20,9 @@ from hddm.ensemble import Ensemble
 from hddm.evaluation.classifier import FeatureClassifier
 from hddm.evaluation.distances import are_few, measure, precision_recall
 from hddm.experts.loading import load
-from hddm.sampling import draw_experts, sample
+from hddm.noise import Seeded
+from hddm.running import pick_experts
+from hddm.sampling import sample
 from hddm.utils.processes import Report
 
 CHECKED = 64
@@ -121,6 +123,6 @@ class Unchanged:
             how = (point.steps, "draw", point.solver, point.guidance)
             found.append(sample(model, CHECKED, self.seed, *how, batch_size=1, **labels))
         assert isinstance(model, Ensemble)
-        is_old = draw_experts(model.prior_of(CHECKED, labels), self.seed, 0, CHECKED) == 0
+        is_old = pick_experts(model.prior_of(CHECKED, labels), Seeded(self.seed).draws(range(CHECKED))) == 0
         is_equal = (found[0] == found[1]).flatten(1).all(1)
         return {"images": int(is_old.sum()), "equal": int((is_old & is_equal).sum())}

@@ -12,7 +12,7 @@ from hddm.checkpoints.layouts import UnstatedHeads
 from hddm.checkpoints.lora import is_lora, read_lora
 from hddm.checkpoints.plan import open_source
 from hddm.checkpoints.sources import Reading, resolve, with_shift
-from hddm.classes import join_classes
+from hddm.conditions import join_classes
 from hddm.data.shard_records import FORMAT as SHARD_FORMAT
 from hddm.data.shard_records import (
     LARGEST_MANIFEST,
@@ -25,12 +25,12 @@ from hddm.data.shard_records import (
     read_encoded_manifest,
 )
 from hddm.experts.assembly import PIPELINE_FILE, foreign_pipeline
-from hddm.experts.compatibility import Findings
+from hddm.experts.compatibility import read_entries
 from hddm.experts.ensemble_folders import ENSEMBLE_FILE, MOMENTS, kept_components, read_ensemble_facts
 from hddm.experts.lora import ADAPTER_WEIGHTS, BASES
 from hddm.experts.model_index import read_model_index
 from hddm.experts.paris import expert_arguments, is_paris, paris_experts, paris_router
-from hddm.experts.parts import class_lists, domains_of, read_records, weights_of
+from hddm.experts.parts import parts_of
 from hddm.experts.records import EXPERT_FILE, FORMAT, ROUTER_FILE, ExpertRecord, RouterRecord
 from hddm.networks.folders import WEIGHTS, empty_network
 from hddm.networks.wrappers import interface_of
@@ -223,20 +223,18 @@ def _paris(folder: Path) -> dict[str, Any]:
 def _ensemble(folder: Path) -> dict[str, Any]:
     record = read_ensemble_facts(folder)
     members, folders = record.experts, [member.folder for member in record.experts]
-    experts, named = (
-        [inspect_model(folder / name) for name in folders],
-        read_records([folder / name for name in folders]),
-    )
-    domains, lists = domains_of(members, named), class_lists(members, named)
-    weights = weights_of(members, named, domains, Findings())
+    experts = [inspect_model(folder / name) for name in folders]
+    entries = read_entries([folder / name for name in folders], members)
+    parts = parts_of(entries)
+    total, domains = sum(part.weight for part in parts), tuple(part.domain for part in parts)
     described = {
         "kind": "ensemble",
         "format": record.format,
         "experts": folders,
         "names": record.names,
-        "prior": [weight / sum(weights) for weight in weights],
+        "prior": [part.weight / total for part in parts],
         "shares": {one.folder: one.share for one in members if one.share is not None},
-        "classes": list(join_classes(tuple(lists)).names),
+        "classes": list(join_classes(tuple(one.classes for one in entries)).names),
         "domains": domains,
         "router": record.router,
         "strategy": record.strategy,
@@ -261,8 +259,8 @@ def _ensemble(folder: Path) -> dict[str, Any]:
             routers[0] += ", set aside while there are others"
         hashes = router.shard_hashes
         described["router_outputs"] = [
-            hashes.index(one.shard.hash) if one.shard and one.shard.hash in hashes else member.output
-            for member, (_, one) in zip(members, named, strict=True)
+            hashes.index(shard.hash) if shard and shard.hash in hashes else one.member.output
+            for one, shard in ((one, one.record.shard) for one in entries)
         ]
         described["router_shards"] = len(hashes)
         described["router_calibrated"] = bool(router.calibration)

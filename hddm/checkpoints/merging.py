@@ -16,7 +16,7 @@ from hddm.checkpoints.architecture import Built
 from hddm.checkpoints.convert import write_network
 from hddm.checkpoints.folders import open_expert
 from hddm.checkpoints.sources import Checkpoint, Reading
-from hddm.experts.compatibility import SHARE_TOLERANCE, Findings, Named, common_shift, compare_experts
+from hddm.experts.compatibility import SHARE_TOLERANCE, Entry, Findings, common_shift, compare_experts
 from hddm.experts.ensemble_folders import keep_component, whole_components
 from hddm.experts.records import (
     EXPERT_FILE,
@@ -52,19 +52,19 @@ def merge_experts(
     else are the first expert's.
 
     Raises:
-        UsageError: for fewer than two experts, and weights that are not one an expert.
+        UsageError: for fewer than two experts, and weights that are not one number per expert.
         HddmError: before writing, with a line for each expert that differs in network, config, conventions,
             conditions or classes, or was trained in its calibration; and for NaN and Inf.
     """
     shares = _shares(experts, weights)
     parts, found = [open_expert(folder, Reading()) for folder in experts], Findings()
     records = [one.record for one in parts if one.record is not None]
-    named = list(zip(map(str, experts), records, strict=True))
-    compare_experts(named, found)
-    trained = [name for name, record in named if record.shard is not None]
+    entries = [Entry(str(folder), record) for folder, record in zip(experts, records, strict=True)]
+    compare_experts(entries, found)
+    trained = [one.name for one in entries if one.record.shard is not None]
     for name in sorted({name for name in trained if trained.count(name) > 1}):
         found.differ(name, "is named twice; name it once")
-    _compare(parts, named, found)
+    _compare(parts, entries, found)
     found.refuse("these experts cannot be merged, and nothing was written:")
     check_absent(out, EXPERT_FILE, overwrite)
     if weak := [str(folder) for folder in experts if (folder / WEAK).exists()]:
@@ -82,7 +82,7 @@ def merge_experts(
         "weights": "unstated",
         "shard": records[0].shard if all(one.shard == records[0].shard for one in records) else None,
         "training": {},
-        "shift": common_shift(named, found),
+        "shift": common_shift(entries, found),
         "licence": joint_licence(one.licence for one in records),
         "source": SourceRecord(
             layout="merge",
@@ -117,10 +117,11 @@ def _shares(experts: Sequence[Path], weights: Sequence[float] | None) -> list[fl
     return [one / math.fsum(given) for one in given]
 
 
-def _compare(parts: Sequence[Checkpoint], named: Sequence[Named], found: Findings) -> None:
+def _compare(parts: Sequence[Checkpoint], entries: Sequence[Entry], found: Findings) -> None:
     """Record the differences from the first expert, besides those of any ensemble."""
-    first = _qualities(parts[0], named[0][1])
-    for one, (name, record) in zip(parts, named, strict=True):
+    first = _qualities(parts[0], entries[0].record)
+    for one, entry in zip(parts, entries, strict=True):
+        name, record = entry.name, entry.record
         for key, value in _qualities(one, record).items():
             # Another network has other keys in its config.
             if value != first.get(key, value):

@@ -1,9 +1,11 @@
-"""Assembly of experts, a router and components into one ensemble folder, after checking that they fit.
+"""Assembly of experts, a router and components into one ensemble folder, and changes to such a folder.
 
-`write_ensemble` makes a folder of a list of experts, each with what was decided on it (`Member`): of new ones
-in `assemble`, of an ensemble's experts and others in `hddm.experts.changes`.
+`write_ensemble` makes a folder of a list of experts, each with what was decided on it (`Member`), after
+checking that they fit: of new ones in `assemble`, of an ensemble's experts and others in `change`.
 """
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,16 +13,20 @@ from typing import TypedDict, Unpack
 
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.ensemble import Strategy
-from hddm.experts.choices import ClassNames, decided
+from hddm.experts.choices import ClassNames, decided, index_of
 from hddm.experts.compatibility import (
+    SHARE_TOLERANCE,
+    Entry,
     Findings,
-    Named,
     common_shift,
     compare_classes,
     compare_domains,
     compare_experts,
-    compare_shards,
+    decide,
+    domains_of,
     note_overlaps,
+    read_entries,
+    router_outputs,
 )
 from hddm.experts.components import arrange
 from hddm.experts.ensemble_folders import (
@@ -33,23 +39,18 @@ from hddm.experts.ensemble_folders import (
     components_in,
     name_of,
     put_component,
+    read_ensemble_facts,
     refuse_damaged_ensemble,
     write_ensemble_records,
 )
 from hddm.experts.lora import BASES, bases_in
 from hddm.experts.model_index import COMPONENTS, MODEL_INDEX, ROUTER
-from hddm.experts.parts import (
-    by_domain,
-    class_lists,
-    class_shares_of,
-    domains_of,
-    read_records,
-    router_outputs,
-    weights_of,
-)
+from hddm.experts.parts import parts_of
 from hddm.experts.records import (
     FILES,
+    FORMAT,
     ROUTER_FILE,
+    RouterRecord,
     foreign_files,
     open_expert,
     open_router,
@@ -58,8 +59,8 @@ from hddm.experts.records import (
 )
 from hddm.networks.folders import sha256_once
 from hddm.utils.errors import HddmError
-from hddm.utils.files import inside, is_draft, link_or_copy, new_folder
-from hddm.utils.records import MANIFEST, refuse_damaged
+from hddm.utils.files import inside, is_draft, link_or_copy, new_folder, restore
+from hddm.utils.records import MANIFEST, read_record, refuse_damaged
 from hddm.utils.tensors import read_safetensors, refuse_non_finite
 
 ROUTED_STRATEGY = "commit-0.92"
@@ -88,7 +89,7 @@ try:
 except (ImportError, AttributeError) as error:
     raise ImportError("this folder is an ensemble of hddm; pip install . in a checkout of hddm") from error
 '''
-"""Of an import statement diffusers would tell to install "hddm", a name that another project has."""
+"""After a plain import statement diffusers would advise to install "hddm", the name of another project."""
 
 
 _PARTS = ("experts", BASES, ROUTER, "scheduler", *COMPONENTS, ENSEMBLE_FILE, MODEL_INDEX, MANIFEST)
@@ -130,10 +131,11 @@ class Routing:
 
 @dataclass(frozen=True)
 class Changed:
-    """An ensemble that is changed: its folder, its record, and how many of the experts are its own."""
+    """An ensemble that is changed: its folder, its record, its experts, and the indices of those kept."""
 
     folder: Path
     record: EnsembleRecord
+    experts: Sequence[Entry]
     kept: Sequence[int]
 
 
@@ -161,14 +163,11 @@ def assemble(
     """
     for folder in experts:
         if (folder / ENSEMBLE_FILE).exists():
-            raise HddmError(
-                f"{folder}: is an ensemble; name its experts, {folder}/experts/*, or change it by --add and "
-                "--remove"
-            )
+            raise HddmError(f"{folder}: is an ensemble; name its experts, {folder}/experts/*")
     members = [Member(folder="", name=name_of(folder)) for folder in experts]
     routing = named_router(router)
     strategy = strategy or default_strategy(routing.folder is not None)
-    return write_ensemble(experts, members, out, routing, strategy, overwrite, options)
+    return write_ensemble(read_entries(experts, members), out, routing, strategy, overwrite, options)
 
 
 def named_router(router: str | Path | None) -> Routing:
@@ -178,9 +177,136 @@ def named_router(router: str | Path | None) -> Routing:
     return Routing(None if router is None else Path(router))
 
 
+def change(
+    ensemble: Path,
+    add: Sequence[Path] = (),
+    remove: Sequence[str | int] = (),
+    router: str | Path | None = None,
+    out: Path | None = None,
+    strategy: str | None = None,
+    overwrite: bool = False,
+    allow_mixed_sizes: bool = False,
+    **options: Unpack[Options],
+) -> tuple[str, ...]:
+    """Add experts to an ensemble folder, or remove some, and replace other parts.
+
+    Added experts come last. The router stays, with the outputs of the experts present: a posterior over more
+    shards gives exactly the one over fewer. A router that does not know the shard of an added expert is set
+    aside for the moments of all experts, where all are calibrated, until that expert goes. What was decided
+    on an expert stays with it; where all experts that are left have shares, these keep their proportions. The
+    strategy (but for a ``draw`` that a first router replaces), a shift set by hand and the user's own files
+    stay.
+
+    ``remove`` names experts as `index_of` does; without ``add``, all of their domains go. ``out`` is the
+    folder to write; by default ``ensemble`` is replaced, by two renames: a process killed between them leaves
+    both complete, under other names beside it, and the next change restores the old one.
+    ``allow_mixed_sizes`` lets added experts make samples of another size or latent space than those there.
+    Returns notes, as `assemble`.
+
+    Raises `HddmError`, before writing, as `assemble`, and for a missing expert, a link that leaves the folder
+    (whose content would become part of it), and an ``out`` inside it.
+    """
+    if not any((add, remove, router, strategy, *options.values())):
+        raise HddmError(f"{ensemble}: nothing to change; pass --add, --remove or another part")
+    restore(ensemble)
+    record = read_ensemble_facts(ensemble)
+    for path in ensemble.rglob("*"):
+        if path.is_symlink():
+            inside(ensemble, path.relative_to(ensemble).as_posix())
+    entries = read_entries([ensemble / member.folder for member in record.experts], record.experts)
+    domains = domains_of(entries)
+    gone = {index_of(str(name), entries, "--remove") for name in remove}
+    if not add:
+        # What is left of a domain cannot make a sample alone.
+        gone = {k for k, domain in enumerate(domains) if domain in {domains[one] for one in gone}}
+    kept = [k for k in range(len(entries)) if k not in gone]
+    added = read_entries(add, [Member(folder="", name=name_of(folder)) for folder in add])
+    staying = _left(entries, domains, kept)
+    if staying and not allow_mixed_sizes:
+        _refuse_other_kinds(ensemble, added, staying)
+    everyone = [*staying, *added]
+    if router is None:
+        routing, chosen, notes = _kept_router(ensemble, record, everyone, strategy)
+    else:
+        routing, chosen, notes = named_router(router), strategy or record.strategy, []
+        everyone = decide(everyone, output=[None] * len(everyone))
+    # What was drawn for want of a router is mixed by it once there is one.
+    if routing.folder is not None and record.learned is None and chosen == "draw" and strategy is None:
+        chosen = default_strategy(has_learned_router=True)
+    notes += [f"removed {record.experts[k].label}" for k in sorted(gone)]
+    if out is not None and out.resolve() != ensemble.resolve():
+        refuse_inside(out, [ensemble])
+    # In place, the folder itself and not a link to it is exchanged.
+    target, before = ensemble.resolve() if out is None else out, Changed(ensemble, record, entries, kept)
+    overwrite = out is None or overwrite
+    return (*write_ensemble(everyone, target, routing, chosen, overwrite, options, before), *notes)
+
+
+def _left(entries: Sequence[Entry], domains: Sequence[int], kept: Sequence[int]) -> list[Entry]:
+    """The experts that are left, with what was decided on them.
+
+    Of a domain of which an expert goes, the others stand for all of it, so that another one may take its
+    place; that they are one is no longer said.
+    """
+    shares = [one.member.share for one in entries]
+    total = math.fsum(share or 0.0 for share in shares)
+    are_parts = None in shares or abs(total - 1) < SHARE_TOLERANCE
+    of, left = Counter(domains), Counter(domains[k] for k in kept)
+    updated = []
+    for k in kept:
+        one, before, now = entries[k], of[domains[k]], left[domains[k]]
+        share = one.member.share
+        if share is not None:
+            share = (share if are_parts else share / total) * before / now
+        domain = one.member.domain if now == before else None
+        updated += decide([one], class_shares=[{}], vae=[None], share=[share], domain=[domain])
+    return updated
+
+
+def _kept_router(
+    ensemble: Path, record: EnsembleRecord, entries: Sequence[Entry], strategy: str | None
+) -> tuple[Routing, str, list[str]]:
+    """The router and the strategy of a changed ensemble, and notes on what becomes of the one it had."""
+    chosen, learned = strategy or record.strategy, record.learned or record.aside(ensemble)
+    if learned is None:
+        return Routing(evidence=record.evidence if record.router == MOMENTS else None), chosen, []
+    known = read_record(ensemble / learned / ROUTER_FILE, RouterRecord, FORMAT).shard_hashes
+    unknown = [
+        one.name
+        for one in entries
+        if one.member.output is None and (one.record.shard is None or one.record.shard.hash not in known)
+    ]
+    # Experts of several kinds are drawn, and nothing routes.
+    can_route = len({one.kind for one in entries}) == 1
+    can_route = can_route and all((one.folder / CALIBRATION).is_file() for one in entries)
+    needs_none = chosen == "draw" or (chosen == ROUTED_STRATEGY and strategy is None)
+    if unknown and (can_route or needs_none):
+        instead = "the experts' moments route" if can_route else "draw needs none"
+        note = f"the router does not know the shard of {', '.join(unknown)} and is set aside; {instead}"
+        routing = Routing(None, MOMENTS_EVIDENCE if can_route else None, ensemble / learned)
+        return routing, chosen if can_route else "draw", [note]
+    again = "the router that was set aside knows all experts, and routes again"
+    return Routing(ensemble / learned, is_new=False), chosen, [] if record.learned else [again]
+
+
+def _refuse_other_kinds(ensemble: Path, added: Sequence[Entry], staying: Sequence[Entry]) -> None:
+    """Refuse experts whose samples have the size and latent space of no expert that stays.
+
+    A VAE that one of two does not record is taken on trust.
+    """
+    known = dict.fromkeys(one.kind for one in staying)
+    for one in added:
+        shape, space, vae = one.kind
+        alike = [other for *kind, other in known if kind == [shape, space]]
+        if not any(None in (vae, other) or vae == other for other in alike):
+            theirs = " and ".join(f"{size} {kind}" for size, kind, _ in known)
+            mine = f"{one.name}: makes {shape} {space}{' of another VAE' if alike else ''}"
+            others = f"the experts of {ensemble} make {theirs}"
+            raise HddmError(f"{mine}, and {others}; --allow-mixed-sizes adds it all the same")
+
+
 def write_ensemble(
-    folders: Sequence[Path],
-    members: Sequence[Member],
+    entries: Sequence[Entry],
     out: Path,
     routing: Routing,
     strategy: str,
@@ -188,105 +314,88 @@ def write_ensemble(
     options: Options,
     before: Changed | None = None,
 ) -> tuple[str, ...]:
-    """Write an ensemble of the experts in ``folders``; notes."""
-    if not folders:
+    """Write an ensemble of these experts, and return notes.
+
+    Where one is changed, its own experts come first; they were checked in full when they came.
+    """
+    if not entries:
         raise HddmError("an ensemble needs at least one expert")
     stay = 0 if before is None else len(before.kept)
-    experts, found, own, added = read_records(folders), Findings(), dict[str, Path](), folders[stay:]
-    bases = bases_of(added, bases_in(options.get("bases") or ()))
-    if before is not None:
-        own = {name: before.folder / name for name in components_in(before.folder)}
-        bases = bases_of(folders[:stay], {}) | bases
+    folders = [one.folder for one in entries]
     named = {name: options.get(name) for name in ("vae", "text_encoder", "tokenizer")}
     given = {name: folder for name, folder in named.items() if isinstance(folder, Path)}
-    news = [*added, routing.folder if routing.is_new else None, *given.values()]
-    refuse_inside(out, news if before else [*news, *bases.values()])
-    choices = (options.get("share"), options.get("classes"), options.get("domain") or ())
-    members = decided(folders, members, experts, *choices)
-    domains = domains_of(members, experts)
-    Strategy.parse(strategy).check(len(set(domains)))
-    is_routed = routing.folder is not None or routing.evidence is not None
-    if not is_routed and strategy != "draw":
+    named_bases = options.get("bases") or ()
+    router = routing.folder if routing.is_new else None
+    refuse_inside(out, [*folders[stay:], router, *given.values(), *named_bases])
+    bases = bases_of(folders, bases_in(named_bases))
+    domain = options.get("domain") or ()
+    entries = decided(entries, options.get("share"), options.get("classes"), domain)
+    Strategy.parse(strategy).check(len(set(domains_of(entries))))
+    is_drawn = routing.folder is None and routing.evidence is None
+    if is_drawn and strategy != "draw":
         raise HddmError(f"strategy {strategy!r} needs --router; only 'draw' does without")
+    found, parts = Findings(), dict[str, Path]()
     for folder in folders:
         if folders.count(folder) > 1:
             found.differ(str(folder), "is named twice; name it once")
-        if routing.evidence is not None and not (folder / CALIBRATION).is_file():
+    if not found.differences:
+        compare_experts(entries, found, is_drawn)
+        for name in list(found.differences) if not is_drawn else ():
+            found.differ(name, "so it can be drawn, without a router, and not mixed")
+        compare_domains(entries, found)
+        compare_classes(entries, found)
+        own = {} if before is None else {one: before.folder / one for one in components_in(before.folder)}
+        parts, entries = arrange(entries, given, own, stay, found)
+        if routing.folder is not None:
+            entries = _with_outputs(entries, routing.folder, found)
+        vaes = {one.record.vae for one in entries} - {None}
+        if len({one.kind[:2] for one in entries}) > 1 or len(vaes) > 1:
+            found.note(
+                "experts make samples of several kinds, so one is drawn per sample, and none are mixed"
+            )
+    for folder in folders if routing.evidence is not None else ():
+        if not (folder / CALIBRATION).is_file():
             found.differ(str(folder), "has no calibration, as --router moments needs; run hddm calibrate")
-    if len(set(folders)) == len(folders):
-        parts, members = _compared(folders, members, experts, domains, routing, given, own, stay, found)
     found.refuse()
-    note_overlaps(experts, found)
-    weights = weights_of(members, experts, domains, found)
-    class_shares_of(members, experts, weights, found)
-    shift = common_shift(experts, found)
+    note_overlaps(entries, found)
+    parts_of(entries, found=found)
+    shift = common_shift(entries, found)
     if before is not None:
-        had = read_records([before.folder / member.folder for member in before.record.experts])
-        if common_shift(had, Findings()) != before.record.shift:
+        if common_shift(before.experts, Findings()) != before.record.shift:
             shift = before.record.shift
-        # Those that stay were checked in full when they came; their manifest says that they are as they were.
         refuse_damaged_ensemble(before.folder, before.record, before.kept)
+    entries = decide(entries, folder=[f"experts/{k}" for k in range(len(entries))])
     record = EnsembleRecord(
-        experts=tuple(
-            member.model_copy(update={"folder": f"experts/{k}"}) for k, member in enumerate(members)
-        ),
-        router=MOMENTS if routing.evidence is not None else ROUTER if routing.folder is not None else None,
+        experts=tuple(one.member for one in entries),
+        router=MOMENTS if routing.evidence is not None else None if is_drawn else ROUTER,
         evidence=routing.evidence or MOMENTS_EVIDENCE,
         strategy=strategy,
         shift=shift,
     )
-    _check_files(added, routing.folder if routing.is_new else None, bases)
-    rest = [] if before is None else _rest(before.folder, before.record)
+    _check_files(folders[stay:], router, bases)
     with new_folder(out, ENSEMBLE_FILE, overwrite) as draft:
         for folder, member in zip(folders, record.experts, strict=True):
             _link(_files_of(folder), draft / member.folder)
-        if (router := routing.folder or routing.aside) is not None:
-            _link(_files_of(router), draft / ROUTER)
+        if (learned := routing.folder or routing.aside) is not None:
+            _link(_files_of(learned), draft / ROUTER)
         kinds = {name: put_component(draft, name, folder) for name, folder in parts.items()}
         write_ensemble_records(draft, record, kinds, bases)
         if options.get("diffusers_pipeline"):
             # No manifest lists it: hddm never reads it but to compare it.
             (draft / PIPELINE_FILE).write_bytes(PIPELINE_CODE)
         if before is not None:
-            _link_rest(before.folder, rest, draft)
+            _link_rest(before, draft)
     return tuple(found.notes)
 
 
-def _compared(
-    folders: Sequence[Path],
-    members: Sequence[Member],
-    experts: Sequence[Named],
-    domains: Sequence[int],
-    routing: Routing,
-    given: Mapping[str, Path],
-    own: Mapping[str, Path],
-    stay: int,
-    found: Findings,
-) -> tuple[dict[str, Path], list[Member]]:
-    """Components by name, and ``members`` with their outputs of the router; differences go into ``found``."""
-    lists, is_drawn = class_lists(members, experts), routing.folder is None and routing.evidence is None
-    others = compare_experts(experts, found, is_drawn)
-    compare_shards(
-        by_domain(experts, domains), by_domain([member.share for member in members], domains), found
-    )
-    for name in others:
-        found.differ(name, "so it can be drawn, without a router, and not mixed")
-    compare_domains(experts, domains, lists, found)
-    compare_classes(experts, lists, found)
-    parts, members = arrange(folders, members, experts, given, own, stay, found)
-    if routing.folder is not None:
-        router, known = open_router(routing.folder)
-        total, name = router.network.config.num_experts, str(routing.folder)
-        of = router_outputs(members, experts, domains, known, total, found, name)
-        for k, (member, (_, record)) in enumerate(zip(members, experts, strict=True)):
-            is_found = record.shard is not None and bool(known.shard_hashes)
-            members[k] = member.model_copy(update={"output": None if is_found else of.get(domains[k])})
-    if (
-        len({(one.sample_shape, one.space) for _, one in experts}) > 1
-        or len({one.vae for _, one in experts if one.vae is not None}) > 1
-    ):
-        found.note("experts make samples of several kinds, so they are drawn, one per sample, and not mixed")
-    return parts, members
+def _with_outputs(entries: Sequence[Entry], folder: Path, found: Findings) -> list[Entry]:
+    """The experts with their outputs of a learned router, where these do not follow from their shards."""
+    router, known = open_router(folder)
+    outputs = router_outputs(entries, known, router.network.config.num_experts, found, str(folder))
+    if len(outputs) < len(entries):
+        return list(entries)
+    is_found = [one.record.shard is not None and bool(known.shard_hashes) for one in entries]
+    return decide(entries, output=[None if has else own for has, own in zip(is_found, outputs, strict=True)])
 
 
 def _check_files(experts: Sequence[Path], router: Path | None, bases: Mapping[str, Path]) -> None:
@@ -342,30 +451,21 @@ def _files_of(folder: Path) -> list[Path]:
     return [path for path in seen if inside(folder, path.name).is_file()]
 
 
-def _rest(ensemble: Path, record: EnsembleRecord) -> list[Path]:
-    """Names of the user's own files and empty folders in an ensemble, such as a licence or a card.
+def _link_rest(before: Changed, draft: Path) -> None:
+    """Take the user's own files and empty folders, such as a licence or a card, into a changed ensemble.
 
     A link to a folder is refused, since it may lead around in circles.
     """
-    names = [member.folder for member in record.experts]
-    parts = [Path(name) for name in (*_PARTS, *names, *([record.learned] if record.learned else []))]
-    found = []
-    for path in ensemble.rglob("*"):
-        name = path.relative_to(ensemble)
-        if any(name.is_relative_to(part) for part in parts) or any(map(is_draft, name.parts)):
+    names = [*_PARTS, *(member.folder for member in before.record.experts), before.record.learned or ROUTER]
+    for path in before.folder.rglob("*"):
+        name = path.relative_to(before.folder)
+        if any(name.is_relative_to(part) for part in names) or any(map(is_draft, name.parts)):
             continue
         if path.is_symlink() and path.is_dir():
             raise HddmError(f"{path}: is a link to a folder; put the folder itself there, or take it out")
-        if path.is_file() or (path.is_dir() and not any(path.iterdir())):
-            found.append(name)
-    return found
-
-
-def _link_rest(ensemble: Path, names: Sequence[Path], draft: Path) -> None:
-    for name in names:
         target = draft / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if (ensemble / name).is_dir():
-            target.mkdir(exist_ok=True)
-        elif not target.exists():
-            link_or_copy(ensemble / name, target)
+        if path.is_file() and not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            link_or_copy(path, target)
+        elif path.is_dir() and not any(path.iterdir()):
+            target.mkdir(parents=True, exist_ok=True)

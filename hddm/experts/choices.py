@@ -1,16 +1,12 @@
 """What a user decides on the experts of an ensemble: shares, names of classes, and domains."""
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from hddm.classes import LABELS
-from hddm.experts.compatibility import SHARE_TOLERANCE, Named
-from hddm.experts.ensemble_folders import Member, label, name_of
-from hddm.experts.parts import domains_of
-from hddm.experts.records import ExpertRecord
+from hddm.experts.compatibility import SHARE_TOLERANCE, Entry, decide, domains_of, takes_classes
+from hddm.experts.ensemble_folders import label
 from hddm.utils.errors import HddmError, UsageError, did_you_mean, one_line
 from hddm.utils.files import read_yaml
 from hddm.utils.records import composed
@@ -22,97 +18,100 @@ ClassNames = Sequence[str] | Mapping[int | str, str]
 
 
 def decided(
-    folders: Sequence[Path],
-    members: Sequence[Member],
-    experts: Sequence[Named],
+    entries: Sequence[Entry],
     share: Mapping[str, float] | None,
     classes: Mapping[str, ClassNames] | None,
     domain: Sequence[Sequence[str]],
-) -> list[Member]:
-    """``members`` with the shares, classes and domains that are given, by names as in `index_of`.
+) -> list[Entry]:
+    """``entries`` with the shares, classes and domains of these experts, named as in `index_of`.
 
-    Shares of a domain's experts are added, and divided equally among them. A class of which nothing is said
+    Shares of a domain's experts are added, and divided equally among them. A class that is not mentioned
     keeps its name. Raises `HddmError` for a key of no expert, or of several, for two of one expert, for names
-    that do not fit the classes that an expert takes, and for shares that do.
+    that do not fit the classes that an expert takes, and for shares that do not sum to 1.
     """
-    members = list(members)
-    for k, names in _by_index(classes, folders, "--classes").items():
-        (name, record), known = experts[k], members[k].classes or experts[k][1].classes
-        members[k] = members[k].model_copy(update={"classes": _names_of(names, name, record, known)})
-    named = [[index_of(name, folders, "--domain") for name in names] for names in domain]
-    every = list(itertools.chain.from_iterable(named))
-    if twice := [experts[k][0] for k in every if every.count(k) > 1]:
+    names = _by_index(classes, entries, "--classes")
+    entries = decide(
+        entries,
+        classes=[
+            _names_of(names[k], one) if k in names else one.member.classes for k, one in enumerate(entries)
+        ],
+    )
+    groups = [[index_of(name, entries, "--domain") for name in group] for group in domain]
+    every = [k for group in groups for k in group]
+    if twice := [entries[k].name for k in every if every.count(k) > 1]:
         raise UsageError(f"--domain {twice[0]}: is named twice; an expert is of one domain")
-    broken = {members[k].domain for k in every} - {None}
-    members = [one.model_copy(update={"domain": None}) if one.domain in broken else one for one in members]
-    for group in named:
-        taken = {member.domain for member in members}
-        text = " + ".join(str(members[k].name) for k in group)
-        domain = next(one for number in itertools.count() if (one := text + " '" * number) not in taken)
+    taken = [one.member.domain for one in entries]
+    broken = {taken[k] for k in every}
+    taken = [None if one in broken else one for one in taken]
+    for group in groups:
+        text = " + ".join(str(entries[k].member.name) for k in group)
+        while text in taken:
+            text += " '"
         for k in group:
-            members[k] = members[k].model_copy(update={"domain": domain})
-    domains = domains_of(members, experts)
-    shares = _by_index(share, folders, "--share")
-    now = _spread([shares.get(k) for k in range(len(members))], domains)
-    then = [member.share for member in members]
-    fixed = [share for share in then if share is not None]
-    if fixed:
-        if set(now) == {None} and len(fixed) == len(then) and math.fsum(fixed) > 0:
-            now = [share / math.fsum(fixed) for share in fixed]
-        now = _spread([old if new is None else new for new, old in zip(now, then, strict=True)], domains)
-    _check_shares(experts, now)
-    return [one.model_copy(update={"share": share}) for one, share in zip(members, now, strict=True)]
+            taken[k] = text
+    entries = decide(entries, domain=taken)
+    domains, shares = domains_of(entries), _by_index(share, entries, "--share")
+    before = [one.member.share for one in entries]
+    known = [one for one in before if one is not None]
+    now = _spread([shares.get(k) for k in range(len(entries))], domains)
+    if not shares and len(known) == len(entries) and math.fsum(known) > 0:
+        now = [one / math.fsum(known) for one in known]
+    now = _spread([old if new is None else new for new, old in zip(now, before, strict=True)], domains)
+    _check_shares(entries, now)
+    return decide(entries, share=now)
 
 
 def _spread(shares: Sequence[float | None], domains: Sequence[int]) -> list[float | None]:
     """Shares of domains, each the sum of those given for its experts, divided equally among these."""
-    given = {one: [s for s, d in zip(shares, domains, strict=True) if d == one] for one in domains}
-    sums = {one: None if set(of) == {None} else math.fsum(filter(None, of)) for one, of in given.items()}
-    return [None if (total := sums[one]) is None else total / len(given[one]) for one in domains]
+    found: list[float | None] = []
+    for domain in domains:
+        own = [share for share, other in zip(shares, domains, strict=True) if other == domain]
+        known = [share for share in own if share is not None]
+        found.append(math.fsum(known) / len(own) if known else None)
+    return found
 
 
-def _check_shares(experts: Sequence[Named], shares: Sequence[float | None]) -> None:
-    fixed = {k: share for k, share in enumerate(shares) if share is not None}
-    for k, share in fixed.items():
-        if not 0 <= share <= 1:
-            raise UsageError(f"--share {experts[k][0]}={share:g}: a share lies between 0 and 1")
-    total = math.fsum(fixed.values())
-    free = [name for k, (name, _) in enumerate(experts) if k not in fixed]
-    if fixed and not free and abs(total - 1) > SHARE_TOLERANCE:
+def _check_shares(entries: Sequence[Entry], shares: Sequence[float | None]) -> None:
+    free, total = [], 0.0
+    for one, share in zip(entries, shares, strict=True):
+        if share is None:
+            free.append(one.name)
+        elif not 0 <= share <= 1:
+            raise UsageError(f"--share {one.name}={share:g}: a share lies between 0 and 1")
+        total += share or 0.0
+    if not free and abs(total - 1) > SHARE_TOLERANCE:
         raise UsageError(f"--share: the shares of all experts sum to {total:g}; they must sum to 1")
     if free and total > 1 - SHARE_TOLERANCE:
-        raise UsageError(
-            f"--share: the shares given sum to {total:g} and leave nothing for {', '.join(free)}"
-        )
+        raise UsageError(f"--share: the shares sum to {total:g} and leave nothing for {', '.join(free)}")
 
 
-def _by_index(given: Mapping[str, Value] | None, experts: Sequence[Path], option: str) -> dict[int, Value]:
-    """What is given by names of experts (`index_of`), by their indices; `HddmError` for one named twice."""
+def _by_index(given: Mapping[str, Value] | None, entries: Sequence[Entry], option: str) -> dict[int, Value]:
+    """Values by names of experts (`index_of`), by their indices; `HddmError` for an expert named twice."""
     found: dict[int, Value] = {}
     for name, value in (given or {}).items():
-        if (k := index_of(name, experts, option)) in found:
-            raise HddmError(f"{option} {one_line(name, 60)}: {experts[k]} is named twice; name it once")
+        if (k := index_of(name, entries, option)) in found:
+            raise HddmError(f"{option} {one_line(name, 60)}: {entries[k].name} is named twice; name it once")
         found[k] = value
     return found
 
 
-def index_of(name: str, experts: Sequence[Path], option: str) -> int:
-    """Index of an expert by its folder, the end of its path, its name (`name_of`), or its number.
+def index_of(name: str, entries: Sequence[Entry], option: str) -> int:
+    """Index of an expert by its folder, the end of its path, its name in the ensemble, or its number.
 
     Digits alone are no name. Raises `HddmError` for no expert, and for several.
     """
-    full, parts = Path(name).resolve(), Path(name).parts
-    found = [k for k, folder in enumerate(experts) if folder.resolve() == full]
+    full, steps = Path(name).resolve(), Path(name).parts
+    found = [k for k, one in enumerate(entries) if one.folder.resolve() == full]
     found = found or [
         k
-        for k, folder in enumerate(experts)
-        if folder.parts[-len(parts) :] == parts or (name == name_of(folder) and not name.isdecimal())
+        for k, one in enumerate(entries)
+        if one.folder.parts[-len(steps) :] == steps or (name == one.member.name and not name.isdecimal())
     ]
-    found = found or [k for k in range(len(experts)) if str(k) == name]
+    found = found or [k for k in range(len(entries)) if str(k) == name]
     if len(found) != 1:
         which = "no expert" if not found else f"{len(found)} experts"
-        known = ", ".join(label(str(folder), name_of(folder)) for folder in experts)
-        raise HddmError(f"{option} {one_line(name, 60)}: names {which}; choose of {known}")
+        known = ", ".join(label(one.name, one.member.name or one.name) for one in entries)
+        raise HddmError(f"{option} {one_line(name, 60)}: names {which}; choose one of {known}")
     return found[0]
 
 
@@ -125,41 +124,43 @@ def read_classes(path: Path) -> dict[str, ClassNames]:
     """
     classes: dict[str, ClassNames] = {}
     for expert, names in read_yaml(path, has_numbers=True).items():
+        origin = f"{path}: {one_line(expert, 60)}"
         listed = dict(enumerate(names)) if isinstance(names, list) else names
         if not isinstance(listed, dict) or not listed:
-            raise HddmError(
-                f"{path}: {one_line(expert, 60)} must have a list of names, or classes with names"
-            )
+            raise HddmError(f"{origin} must have a list of names, or classes with names")
+        named: dict[int | str, str] = {}
         for number, name in listed.items():
             if isinstance(name, bool | list | dict | None) or not str(name):
                 wrong = f"{one_line(number, 40)}: {one_line(name, 40)}"
-                raise HddmError(f"{path}: {one_line(expert, 60)}: {wrong}; write a class and its name")
-        texts = [(composed(str(key)), composed(str(name))) for key, name in listed.items()]
-        named = {int(key) if key.isdecimal() else key: name for key, name in texts}
+                raise HddmError(f"{origin}: {wrong}; write a class and its name")
+            key = composed(str(number))
+            named[int(key) if key.isdecimal() else key] = composed(str(name))
         if len(named) < len(listed):
-            raise HddmError(f"{path}: {one_line(expert, 60)}: has a number twice; name each class once")
+            raise HddmError(f"{origin}: has a number twice; name each class once")
         if str(expert) in classes:
             raise HddmError(f"{path}: {expert} is named twice; name it once")
         classes[str(expert)] = list(named.values()) if isinstance(names, list) else named
     return classes
 
 
-def _names_of(given: ClassNames, name: str, record: ExpertRecord, known: Sequence[str]) -> tuple[str, ...]:
-    size = len(known) or record.null_class
+def _names_of(given: ClassNames, expert: Entry) -> tuple[str, ...]:
+    """Names of all of an expert's classes, where ``given`` has them all, or new ones of some."""
+    known, origin = expert.classes, f"--classes {expert.name}"
+    size = len(known) or expert.record.null_class
     if isinstance(given, Mapping):
         if size is None:
-            raise HddmError(f"--classes {name}: does not record how many classes it takes; list all names")
-        numbers = dict(enumerate(known)) or {number: str(number) for number in range(size)}
-        of = {own: number for number, own in numbers.items()} | {number: number for number in numbers}
-        if beyond := [one for one in given if one not in of]:
-            what = f"--classes {name}: has classes 0 to {size - 1}, and no {one_line(beyond[0], 60)}"
-            raise HddmError(what + did_you_mean(str(beyond[0]), known))
-        if len({of[one] for one in given}) < len(given):
-            raise HddmError(f"--classes {name}: a class is there by number and by name; name each once")
-        given = [*(numbers | {of[one]: new for one, new in given.items()}).values()]
-    if given and LABELS in record.conditions and size not in (None, len(given)):
-        raise HddmError(f"--classes {name}: gives {len(given)} names, and it takes {size} classes")
+            raise HddmError(f"{origin}: does not record how many classes it takes; list all names")
+        names = dict(enumerate(known or map(str, range(size))))
+        numbers = {name: number for number, name in enumerate(known)} | {number: number for number in names}
+        if unknown := [one for one in given if one not in numbers]:
+            what = f"{origin}: has classes 0 to {size - 1}, and no {one_line(unknown[0], 60)}"
+            raise HddmError(what + did_you_mean(str(unknown[0]), known))
+        if len({numbers[one] for one in given}) < len(given):
+            raise HddmError(f"{origin}: a class is there by number and by name; name each once")
+        given = [*(names | {numbers[one]: new for one, new in given.items()}).values()]
+    if given and takes_classes(expert.record) and size not in (None, len(given)):
+        raise HddmError(f"{origin}: gives {len(given)} names, and it takes {size} classes")
     if len(set(given)) < len(given):
         twice = next(one for one in given if list(given).count(one) > 1)
-        raise HddmError(f"--classes {name}: has {one_line(twice, 60)} twice")
+        raise HddmError(f"{origin}: has {one_line(twice, 60)} twice")
     return tuple(given)

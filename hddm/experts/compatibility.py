@@ -6,21 +6,23 @@ another does not gives a note, not a difference.
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from hddm.data.shard_records import overlap
 from hddm.ensemble import misfit_of
-from hddm.experts.records import ExpertRecord, RouterRecord, ShardRecord
+from hddm.experts.ensemble_folders import Member
+from hddm.experts.records import EXPERT_FILE, FORMAT, Expert, ExpertRecord, RouterRecord
+from hddm.routers import Topic
 from hddm.utils.errors import HddmError
+from hddm.utils.records import WHOLE, read_record
 
-ClassLists = Sequence[Sequence[str]]
-"""Names of each expert's classes, in its own numbering."""
 SHARE_TOLERANCE = 1e-6
-Named = tuple[str, ExpertRecord]
-"""An expert's name for messages, mostly a folder, and its record."""
+_NEW = Member(folder="")
+_NO_SHIFT = 1.0
 
 
 @dataclass
@@ -56,6 +58,57 @@ class Findings:
             raise HddmError(message, lines)
 
 
+@dataclass(frozen=True)
+class Entry:
+    """An expert among others: its name in messages, mostly a folder, its record, and what was decided on it.
+
+    ``topic`` is what its prompts are about, where that was read.
+    """
+
+    name: str
+    record: ExpertRecord
+    member: Member = _NEW
+    topic: Topic | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Its folder."""
+        return Path(self.name)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of its classes, in its own numbering."""
+        return self.member.classes or self.record.classes
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Shape, space and VAE of its samples: those of one kind can be mixed."""
+        return self.record.sample_shape, self.record.space, self.record.vae
+
+
+def read_entries(folders: Sequence[Path], members: Sequence[Member]) -> list[Entry]:
+    """Read the records of expert folders; ``members`` are what was decided on them."""
+    return [
+        Entry(str(folder), read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT), member)
+        for folder, member in zip(folders, members, strict=True)
+    ]
+
+
+def entries_of(experts: Sequence[Expert], members: Sequence[Member]) -> list[Entry]:
+    """The entries of experts whose folders were opened, or that are in memory."""
+    return [
+        Entry(one.name, one.facts, member, one.topic) for one, member in zip(experts, members, strict=True)
+    ]
+
+
+def decide(entries: Sequence[Entry], **decisions: Sequence[Any]) -> list[Entry]:
+    """``entries`` with fields of their `Member` replaced, one value per expert."""
+    return [
+        replace(one, member=one.member.model_copy(update=dict(zip(decisions, values, strict=True))))
+        for one, *values in zip(entries, *decisions.values(), strict=True)
+    ]
+
+
 def takes_text(record: ExpertRecord) -> bool:
     """True for an expert of prompts."""
     return "encoder_hidden_states" in record.conditions
@@ -66,172 +119,148 @@ def takes_classes(record: ExpertRecord) -> bool:
     return "class_labels" in record.conditions
 
 
-_QUALITIES: Mapping[str, Callable[[ExpertRecord], Any]] = {
-    "sample_shape": lambda one: one.sample_shape,
-    "space": lambda one: one.space,
-    "latent_scale": lambda one: one.latent_scale,
-    "VAE": lambda one: one.vae and one.vae.fingerprint,
-    "VAE's scale": lambda one: one.vae and one.vae.scale,
-    "VAE's shift": lambda one: one.vae and one.vae.shift,
-}
-"""Properties that experts must share; None where one does not record it, or it does not apply."""
+def domains_of(entries: Sequence[Entry]) -> tuple[int, ...]:
+    """For each expert the index of the first expert of its domain.
+
+    A domain was set by hand, or has the experts of one shard, each for a part of t.
+    """
+    keys: list[Hashable] = []
+    for k, one in enumerate(entries):
+        shard = None if one.record.noise_range == WHOLE else one.record.shard
+        keys.append(("set", one.member.domain) if one.member.domain else k if shard is None else shard.hash)
+    return tuple(map(keys.index, keys))
 
 
-def _lacks(record: ExpertRecord, quality: str) -> bool:
-    """True where an expert should record a property, which shapes do not show, and does not."""
-    should = quality == "latent_scale" or (quality == "VAE" and record.space == "latents")
-    return should and _QUALITIES[quality](record) is None
+def _qualities(record: ExpertRecord) -> dict[str, Any]:
+    """Properties that experts must share; None where one does not record it, or it does not apply."""
+    return {
+        "sample_shape": record.sample_shape,
+        "space": record.space,
+        "latent_scale": record.latent_scale,
+        "VAE": record.vae and record.vae.fingerprint,
+        "VAE's scale": record.vae and record.vae.scale,
+        "VAE's shift": record.vae and record.vae.shift,
+    }
 
 
-def sample_kind(record: ExpertRecord) -> tuple[Any, ...]:
-    """Tell the kind of an expert's samples: those of one kind can be mixed."""
-    return record.sample_shape, record.space, record.vae
+def compare_experts(entries: Sequence[Entry], found: Findings, is_drawn: bool = False) -> None:
+    """Record each expert's differences from the most common values, of equally common ones the first.
+
+    Experts that are drawn, one per sample, may make samples of several kinds.
+    """
+    for key in _qualities(entries[0].record):
+        values = [_qualities(one.record)[key] for one in entries]
+        known = Counter(value for value in values if value is not None)
+        usual = known.most_common(1)[0][0] if known else None
+        silent = []
+        for one, value in zip(entries, values, strict=True):
+            if not is_drawn and value not in (None, usual):
+                found.differ(one.name, f"{key} {value}, not {usual}")
+            if value is None and (key == "latent_scale" or (key == "VAE" and one.record.space == "latents")):
+                silent.append(one.name)
+        for name in silent if known else ():
+            found.note(f"{name} does not record its {key}; taken on trust")
+        if not known and len(silent) > 1 and key == "VAE":
+            found.note("no expert records its VAE; that all share one is taken on trust")
+    students = [one.name for one in entries if one.record.sampling_steps is not None]
+    if 0 < len(students) < len(entries) or not is_drawn:
+        for name in students:
+            found.differ(name, "is a student of few steps; it can be drawn, and only among students")
 
 
-def compare_domains(
-    experts: Sequence[Named], domains: Sequence[int], lists: ClassLists, found: Findings
-) -> None:
-    """Refuse domains whose noise ranges do not cover [0, 1] once, or whose experts are of unlike data."""
+def compare_domains(entries: Sequence[Entry], found: Findings) -> None:
+    """Refuse domains whose noise ranges do not cover [0, 1] once, or whose experts are of unlike data.
+
+    Several domains of one shard need shares that say how they divide it.
+    """
+    domains, first = domains_of(entries), dict[str, Entry]()
     for domain in dict.fromkeys(domains):
-        of = [k for k, one in enumerate(domains) if one == domain]
-        name, ranges = " and ".join(experts[k][0] for k in of), [experts[k][1].noise_range for k in of]
+        of = [one for one, own in zip(entries, domains, strict=True) if own == domain]
+        name, ranges = " and ".join(one.name for one in of), [one.record.noise_range for one in of]
         if misfit := misfit_of(ranges):
             parts = " and ".join(f"{low:g}:{high:g}" for low, high in ranges)
             remedy = "experts of one domain cover [0, 1] once, and --domain says which are one"
             found.differ(name, f"for t in {parts}, so that {misfit}; {remedy}")
         for what, values in (
-            ("shards", {shard.hash for k in of if (shard := experts[k][1].shard)}),
-            ("classes", {tuple(lists[k]) for k in of}),
-            ("samples or latents", {sample_kind(experts[k][1]) for k in of}),
+            ("shards", {one.record.shard.hash for one in of if one.record.shard}),
+            ("classes", {one.classes for one in of}),
+            ("samples or latents", {one.kind for one in of}),
         ):
             if len(values) > 1:
                 found.differ(name, f"are of one domain, and of different {what}")
+        mine, shard = of[0], of[0].record.shard
+        if shard is not None and (other := first.setdefault(shard.hash, mine)) is not mine:
+            without = [one.name for one in (mine, other) if one.member.share is None]
+            missing = f"; none is given for {without[0]}" if len(without) == 1 else ""
+            if without:
+                problem = f"was trained on the same shard ({shard.hash[:12]}) as {other.name}"
+                found.differ(mine.name, f"{problem}; leave one out, or divide it by --share{missing}")
 
 
-def compare_experts(experts: Sequence[Named], found: Findings, is_drawn: bool = False) -> list[str]:
-    """Record each expert's differences from the most common values, of equally common ones the first.
-
-    Experts that are drawn alone, one per sample, may make samples of several kinds. Returns the names of
-    those of another kind.
-    """
-    for quality, of in _QUALITIES.items():
-        values = [of(record) for _, record in experts]
-        known = Counter(value for value in values if value is not None)
-        without = [name for name, record in experts if _lacks(record, quality)]
-        if known:
-            usual = known.most_common(1)[0][0]
-            for (name, _), value in zip(experts, values, strict=True):
-                if value is not None and value != usual and not is_drawn:
-                    found.differ(name, f"{quality} {_difference(value, usual)}")
-            for name in without:
-                found.note(f"{name} does not record its {quality}; taken on trust")
-        elif len(without) > 1 and quality == "VAE":
-            found.note(f"no expert records its {quality}; that all share one is taken on trust")
-    students = [name for name, record in experts if record.sampling_steps is not None]
-    if 0 < len(students) < len(experts) or (students and not is_drawn):
-        for name in students:
-            found.differ(name, "is a student of few steps; it goes with such alone, and under draw")
-    return list(found.differences)
-
-
-def _difference(mine: Any, usual: Any) -> str:
-    if isinstance(mine, str):
-        return f"{mine[:16]}, not {usual[:16]}"
-    return f"{mine}, not {usual}"
-
-
-def compare_shards(experts: Sequence[Named], shares: Sequence[float | None], found: Findings) -> None:
-    """Refuse two domains of one shard, unless shares say how they divide its part; one expert of each."""
-    first: dict[str, int] = {}
-    for k, (name, record) in enumerate(experts):
-        if record.shard is None or (before := first.setdefault(record.shard.hash, k)) == k:
-            continue
-        if None in (shares[k], shares[before]):
-            other = experts[before][0]
-            given = shares[k] is not None or shares[before] is not None
-            missing = f"; none is given for {name if shares[k] is None else other}" if given else ""
-            found.differ(
-                name,
-                f"was trained on the same shard ({record.shard.hash[:12]}) as {other}; leave one of the two "
-                f"out, or say by --share how much of the data each stands for{missing}",
-            )
-
-
-def compare_classes(experts: Sequence[Named], lists: ClassLists, found: Findings) -> None:
+def compare_classes(entries: Sequence[Entry], found: Findings) -> None:
     """Refuse experts that number their classes without names beside others that name theirs."""
-    named = next((name for (name, _), own in zip(experts, lists, strict=True) if own), None)
-    for (name, record), own in zip(experts, lists, strict=True):
-        if named is not None and takes_classes(record) and not own:
-            found.differ(name, f"numbers its classes, and {named} names them; name its classes by --classes")
+    named = next((one.name for one in entries if one.classes), None)
+    for one in entries:
+        if named is not None and takes_classes(one.record) and not one.classes:
+            found.differ(one.name, f"numbers its classes, and {named} names them; name them by --classes")
 
 
-def match_router(
-    experts: Sequence[Named],
-    outputs: Sequence[int | None],
-    router: RouterRecord,
-    total: int,
-    found: Findings,
-    name: str = "router",
+def router_outputs(
+    entries: Sequence[Entry], router: RouterRecord, total: int, found: Findings, name: str = "router"
 ) -> list[int]:
-    """The router's output for each expert, one per domain: the one set in ``outputs``, else its shard's.
+    """The router's output for each expert: the one set by hand, else its shard's; fewer where some differ.
 
     Experts may come in any order, and outputs may stay unused. Where an expert, or the router, records no
-    shard and no output is set, all are taken to be in the router's order, and the numbers must agree.
+    shard and no output is set, all domains are taken to be in the router's order, and the numbers must agree.
     ``total`` is the number of the router's outputs.
     """
-    shape = Counter(record.sample_shape for _, record in experts).most_common(1)[0][0]
+    domains, hashes = domains_of(entries), router.shard_hashes
+    firsts = {domain: entries[domain] for domain in dict.fromkeys(domains)}
+    shape = Counter(one.record.sample_shape for one in firsts.values()).most_common(1)[0][0]
     if router.sample_shape != shape:
         found.differ(name, f"sample_shape {router.sample_shape}, not {shape}")
-    if beyond := sorted(output for output in outputs if output is not None and output >= total):
+    chosen = [one.member.output for one in firsts.values()]
+    if beyond := sorted(output for output in chosen if output is not None and output >= total):
         found.differ(name, f"has outputs 0 to {total - 1}, and the ensemble takes {beyond}")
         return []
-    hashes, pairs = router.shard_hashes, list(zip(experts, outputs, strict=True))
-    loose = [expert for (expert, one), set_ in pairs if set_ is None and not (one.shard and hashes)]
-    if loose and (len(experts) != total or any(output is not None for output in outputs)):
+    unmatched = [
+        one.name for one in firsts.values() if one.member.output is None and not (one.record.shard and hashes)
+    ]
+    if unmatched and (len(firsts) != total or set(chosen) != {None}):
         reason = "without a shard record" if hashes else "of a router that records no shards"
-        found.differ(
-            name,
-            f"tells {total} shards apart, and there are {len(experts)} experts, of which {', '.join(loose)} "
-            f"{reason} can only be matched by order",
-        )
+        problem = f"distinguishes {total} shards, and there are {len(firsts)} experts"
+        found.differ(name, f"{problem}; {', '.join(unmatched)} {reason} can only be matched by order")
         return []
-    if loose and not hashes:
+    if unmatched and not hashes:
         found.note(f"{name} records no shards; experts are taken to be in the order of its outputs")
-    takers: dict[int, tuple[str, ShardRecord | None]] = {}
-    placed = []
-    for k, ((expert, record), set_) in enumerate(pairs):
-        place = own = k if loose else set_
-        if record.shard is not None and hashes:
-            if record.shard.hash not in hashes:
-                found.differ(
-                    expert,
-                    f"was trained on a shard that {name} does not know ({record.shard.hash[:12]}); train a "
-                    "router on all shards and pass it with --router",
-                )
+    outputs, takers = dict[int, int](), dict[int, Entry]()
+    for place, (domain, one) in enumerate(firsts.items()):
+        shard, output = one.record.shard, place if unmatched else one.member.output
+        if shard is not None and hashes:
+            if shard.hash not in hashes:
+                problem = f"was trained on a shard that {name} does not know ({shard.hash[:12]})"
+                found.differ(one.name, f"{problem}; train a router on all shards and pass it with --router")
                 continue
-            own = hashes.index(record.shard.hash)
-            if place not in (None, own):
-                found.differ(expert, f"was trained on the shard of output {own} of {name}, not {place}")
-        elif expert in loose and hashes:
-            found.note(f"{expert} records no shard; by its place it is taken for output {k} of the router")
-        assert own is not None
-        placed.append(own)
-        other, shard = takers.setdefault(own, (expert, record.shard))
+            own = hashes.index(shard.hash)
+            if output not in (None, own):
+                found.differ(one.name, f"was trained on the shard of output {own} of {name}, not {output}")
+            output = own
+        elif one.name in unmatched and hashes:
+            found.note(f"{one.name} records no shard; by its place it gets output {place} of the router")
+        assert output is not None
+        outputs[domain] = output
+        other = takers.setdefault(output, one)
         # Two of one shard are refused as such.
-        if other != expert and None in (shard, record.shard):
-            found.differ(expert, f"takes output {own} of the router, and so does {other}")
-    left = sorted(set(range(total)) - set(placed))
-    if left and not found.differences:
+        if other is not one and None in (other.record.shard, shard):
+            found.differ(one.name, f"takes output {output} of the router, and so does {other.name}")
+    if (left := sorted(set(range(total)) - takers.keys())) and not found.differences:
         found.note(f"{name}: of its {total} outputs, these are left out: {', '.join(map(str, left))}")
-    return placed
+    return [outputs[domain] for domain in domains if domain in outputs]
 
 
-NO_SHIFT = 1.0
-
-
-def note_overlaps(experts: Sequence[Named], found: Findings) -> None:
+def note_overlaps(entries: Sequence[Entry], found: Findings) -> None:
     """Note which experts of unlike partitions have images in common, and for which that is not known."""
-    shards = [(name, record.shard) for name, record in experts if record.shard is not None]
+    shards = [(one.name, shard) for one in entries if (shard := one.record.shard) is not None]
     if len({shard.partition or shard.hash for _, shard in shards}) < 2:
         return
     for (name, mine), (other, theirs) in itertools.combinations(shards, 2):
@@ -239,16 +268,14 @@ def note_overlaps(experts: Sequence[Named], found: Findings) -> None:
         if part > 0 and (mine.partition or mine.hash) != (theirs.partition or theirs.hash):
             found.note(f"about {part:.0%} of the images of {name} are those of {other}, too")
     if silent := [name for name, shard in shards if not shard.sketch]:
-        found.note(
-            f"{', '.join(silent)}: record no hashes of images, so it is not known how many are others'"
-        )
+        found.note(f"{', '.join(silent)}: record no hashes of images, so their overlap is unknown")
 
 
-def common_shift(experts: Sequence[Named], found: Findings) -> float:
+def common_shift(entries: Sequence[Entry], found: Findings) -> float:
     """Time grid shift that all experts want, 1 where they differ."""
-    shifts = [record.shift for _, record in experts]
+    shifts = [one.record.shift for one in entries]
     if len(set(shifts)) == 1:
         return shifts[0]
-    all_shifts = ", ".join(f"{shift:g} ({name})" for (name, _), shift in zip(experts, shifts, strict=True))
-    found.note(f"experts want different shifts of the time grid, so it has {NO_SHIFT:g}: {all_shifts}")
-    return NO_SHIFT
+    listed = ", ".join(f"{one.record.shift:g} ({one.name})" for one in entries)
+    found.note(f"experts want different shifts of the time grid, so it has {_NO_SHIFT:g}: {listed}")
+    return _NO_SHIFT

@@ -5,14 +5,15 @@ first is called ``vae`` and ``text_encoder``, a second one ``vae_2`` and ``text_
 (`hddm.experts.parts.encoders_of`).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
-from hddm.experts.compatibility import Findings, Named, takes_text
-from hddm.experts.ensemble_folders import Member, held_by, kept_components
+from hddm.experts.compatibility import Entry, Findings, decide, read_entries, takes_text
+from hddm.experts.ensemble_folders import held_by, kept_components
 from hddm.experts.model_index import KEPT, MOST_ENCODERS, numbered
-from hddm.experts.parts import encoders_of, read_records, text_encoders_of, topics_of, vaes_of
+from hddm.experts.parts import encoders_of, identities, topics_of
 from hddm.networks.identity import TextEncoderRecord
 from hddm.networks.text_encoder import read_tokenizer, text_encoder_facts
 from hddm.networks.vae import read_config, vae_facts
@@ -25,8 +26,7 @@ _LATENT_CHANNELS = 4
 """Default of the class, for configs that leave it out."""
 
 
-@dataclass(frozen=True)
-class _TextEncoder:
+class _TextEncoder(NamedTuple):
     """A text encoder that experts may use, with its tokenizer, and what it is."""
 
     folder: Path
@@ -40,7 +40,7 @@ def components_of(expert: Path) -> dict[str, Path]:
     if (held := held_by(expert)) is None:
         return found
     whole, facts, k = held
-    encoders = encoders_of(facts.experts, read_records([whole / one.folder for one in facts.experts]))
+    encoders = encoders_of(read_entries([whole / one.folder for one in facts.experts], facts.experts))
     for name in KEPT:
         number = (encoders.vaes if name == "vae" else encoders.texts)[k]
         place = inside(whole, numbered(name, number))
@@ -50,75 +50,75 @@ def components_of(expert: Path) -> dict[str, Path]:
 
 
 def arrange(
-    folders: Sequence[Path],
-    members: Sequence[Member],
-    experts: Sequence[Named],
-    given: Mapping[str, Path],
-    own: Mapping[str, Path],
-    stay: int,
-    found: Findings,
-) -> tuple[dict[str, Path], list[Member]]:
+    entries: Sequence[Entry], given: Mapping[str, Path], own: Mapping[str, Path], stay: int, found: Findings
+) -> tuple[dict[str, Path], list[Entry]]:
     """Choose components by name: of those ``given``, of the ensemble's ``own``, and of what experts keep.
 
     The first ``stay`` experts are the ensemble's.
     An expert that records its VAE or text encoder gets that one. An expert that does not gets what it keeps
-    itself, else what is given, else what it was taken to have, else the first; the returned members say so.
+    itself, else what is given, else what it was taken to have, else the first; the returned entries say so.
     Differences and notes go into ``found``.
     """
     # What the ensemble has for an expert that stays may be replaced by what is given.
-    kept = [kept_components(one) if k < stay else components_of(one) for k, one in enumerate(folders)]
-    vaes = _arrange_vaes(members, experts, given, own, kept, found)
-    encoders, members = _arrange_texts(folders, members, experts, given, own, kept, found)
-    return vaes | encoders, members
+    kept = [
+        kept_components(one.folder) if k < stay else components_of(one.folder)
+        for k, one in enumerate(entries)
+    ]
+    vaes = _arrange_vaes(entries, given, own, kept, found)
+    encoders, entries = _arrange_texts(entries, given, own, kept, found)
+    return vaes | encoders, entries
 
 
 def _arrange_vaes(
-    members: Sequence[Member],
-    experts: Sequence[Named],
+    entries: Sequence[Entry],
     given: Mapping[str, Path],
     own: Mapping[str, Path],
     kept: Sequence[Mapping[str, Path]],
     found: Findings,
 ) -> dict[str, Path]:
-    spaces, parts = vaes_of(members, experts), dict[str, Path]()
-    if "vae" in given and not any(spaces):
-        found.differ(str(given["vae"]), "a VAE, and these experts make pixels; leave it out")
-        return {}
-    known = [given["vae"]] if "vae" in given else []
-    known += [folder for name, folder in own.items() if name.startswith("vae")]
-    known += [one["vae"] for one in kept if "vae" in one]
+    spaces, named = identities(entries, "vae"), given.get("vae")
     groups = [space for space in dict.fromkeys(spaces) if space is not None]
+    if named is not None and not groups:
+        found.differ(str(named), "a VAE, and these experts make pixels; leave it out")
+        return {}
+    known = [folder for name, folder in own.items() if name.startswith("vae")]
+    known += [one["vae"] for one in kept if "vae" in one]
+    known = known if named is None else [named, *known]
+    parts = dict[str, Path]()
     for number, space in enumerate(groups):
         chosen = next((folder for folder in known if vae_facts(folder) == space), None)
-        if len(groups) == 1 and known and (chosen is None or "vae" in given):
+        if len(groups) == 1 and known and (chosen is None or named is not None):
             chosen = known[0]
         if chosen is not None:
-            _compare_vae([experts[k] for k, one in enumerate(spaces) if one == space], chosen, found)
+            of = [one for one, its in zip(entries, spaces, strict=True) if its == space]
+            _compare_vae(of, chosen, found)
             parts[numbered("vae", number)] = chosen
-    if "vae" in given and given["vae"] not in parts.values():
-        found.differ(str(given["vae"]), "is the VAE of none of these experts; leave it out")
+    if named is not None and named not in parts.values():
+        found.differ(str(named), "is the VAE of none of these experts; leave it out")
     if len(groups) > MOST_ENCODERS:
-        last = experts[spaces.index(groups[-1])][0]
+        last = entries[spaces.index(groups[-1])].name
         found.differ(last, f"has one VAE too many; {MOST_ENCODERS} are stored")
     return parts
 
 
-def _compare_vae(experts: Sequence[Named], folder: Path, found: Findings) -> None:
+def _compare_vae(entries: Sequence[Entry], folder: Path, found: Findings) -> None:
     """Compare a VAE with what experts of its latents record."""
     vae, name = vae_facts(folder), str(folder)
     channels = read_config(folder).get("latent_channels", _LATENT_CHANNELS)
-    for expert, record in experts:
+    for one in entries:
+        record = one.record
         if channels != record.sample_shape[0]:
-            found.differ(name, f"{channels} latent channels, and {expert} has {record.sample_shape[0]}")
+            found.differ(name, f"{channels} latent channels, and {one.name} has {record.sample_shape[0]}")
         if record.vae is None:
-            found.note(f"{expert} does not record its VAE; taken on trust")
+            found.note(f"{one.name} does not record its VAE; taken on trust")
             if vae.kind != "AutoencoderTiny" and record.latent_scale not in (None, vae.scale):
-                found.differ(name, f"scale {vae.scale:g}, and {expert} has {record.latent_scale:g}")
+                found.differ(name, f"scale {vae.scale:g}, and {one.name} has {record.latent_scale:g}")
         elif record.vae.kind != vae.kind:
             # A distilled VAE of the same latents has other weights and another scale of its own.
-            found.note(f"{name} is an {vae.kind}, and {expert} records an {record.vae.kind}; taken on trust")
+            kinds = f"{name} is an {vae.kind}, and {one.name} records an {record.vae.kind}"
+            found.note(f"{kinds}; taken on trust")
         else:
-            _compare_keys(name, vae, expert, record.vae, ("fingerprint", "scale", "shift"), found)
+            _compare_keys(name, vae, one.name, record.vae, ("fingerprint", "scale", "shift"), found)
 
 
 def _compare_keys(
@@ -130,65 +130,63 @@ def _compare_keys(
 
 
 def _arrange_texts(
-    folders: Sequence[Path],
-    members: Sequence[Member],
-    experts: Sequence[Named],
+    entries: Sequence[Entry],
     given: Mapping[str, Path],
     own: Mapping[str, Path],
     kept: Sequence[Mapping[str, Path]],
     found: Findings,
-) -> tuple[dict[str, Path], list[Member]]:
+) -> tuple[dict[str, Path], list[Entry]]:
     if ("text_encoder" in given) != ("tokenizer" in given):
         raise UsageError("--text-encoder and --tokenizer go together; pass both, or none")
-    members, named, mine = list(members), _text_part(given), [_text_part(one) for one in kept]
-    owned = [_text_part(own, number) for number in range(MOST_ENCODERS)]
+    named, mine = _text_encoder(given), [_text_encoder(one) for one in kept]
+    owned = [_text_encoder(own, number) for number in range(MOST_ENCODERS)]
     known = [part for part in (named, *owned, *mine) if part is not None]
-    takers = [k for k, (_, record) in enumerate(experts) if takes_text(record)]
-    silent = [k for k in takers if experts[k][1].text_encoder is None]
-    for k in silent:
-        (name, _), trusted = experts[k], members[k].text_encoder
-        part = mine[k] or named or _of(known, trusted) or (None if trusted else next(iter(known), None))
+    by_record = {part.record: part for part in reversed(known)}
+    takers = [one for one in entries if takes_text(one.record)]
+    silent = [one for one in takers if one.record.text_encoder is None]
+    taken = [one.member.text_encoder for one in entries]
+    for k, one in enumerate(entries):
+        if one not in silent:
+            continue
+        trusted = taken[k]
+        part = mine[k] or named or (by_record.get(trusted) if trusted else next(iter(known), None))
         if part is not None or trusted is not None or len(silent) < len(takers):
-            found.note(f"{name} does not record its text encoder; taken on trust")
+            found.note(f"{one.name} does not record its text encoder; taken on trust")
         if part is not None:
-            width = text_width(read_config(folders[k]))
+            width = text_width(read_config(one.folder))
             if width not in (None, part.record.width):
-                found.differ(str(part.folder), f"tokens {part.record.width} wide, and {name} takes {width}")
-            members[k] = members[k].model_copy(update={"text_encoder": part.record})
+                width_of = f"tokens {part.record.width} wide"
+                found.differ(str(part.folder), f"{width_of}, and {one.name} takes {width}")
+            taken[k] = part.record
+    entries = decide(entries, text_encoder=taken)
     if len(takers) > 1 and not known and len(silent) == len(takers):
         found.note("no expert records its text encoder; that all share one is taken on trust")
-    order = [one for one in dict.fromkeys(text_encoders_of(members, experts)) if one is not None]
-    topics = topics_of(experts, [Topic.load(folder) for folder in folders], found)
+    order = [one for one in dict.fromkeys(identities(entries, "text_encoder")) if one is not None]
+    topics = topics_of([replace(one, topic=Topic.load(one.folder)) for one in entries], found)
     if topics is not None:
         reader = next((one for one in known if one.record.fingerprint == topics.fingerprint), None)
         if reader is None:
-            found.note(
-                "prompts are routed by p(k): the text encoder of the experts' topics is not here; name it by "
-                "--text-encoder and --tokenizer"
-            )
+            found.note("prompts are routed by p(k): the topics' text encoder is missing (--text-encoder)")
         elif reader.record not in order:
             order.append(reader.record)
     encoders = {}
     for number, identity in enumerate(order):
-        if (part := _of(known, identity)) is not None:
+        if isinstance(identity, TextEncoderRecord) and (part := by_record.get(identity)) is not None:
             encoders[numbered("text_encoder", number)] = part.folder
             encoders[numbered("tokenizer", number)] = part.tokenizer
     if named is not None and named.folder not in encoders.values():
         if not takers:
             found.differ(str(named.folder), "a text encoder, and none of these experts takes text")
-        for k in (k for k in takers if k not in silent):
-            stated, keys = experts[k][1].text_encoder, ("fingerprint", "width", "tokens")
-            _compare_keys(str(named.folder), named.record, experts[k][0], stated, keys, found)
+        for one in takers:
+            if (stated := one.record.text_encoder) is not None:
+                keys = ("fingerprint", "width", "tokens")
+                _compare_keys(str(named.folder), named.record, one.name, stated, keys, found)
     if len(order) > MOST_ENCODERS:
-        found.differ(experts[takers[-1]][0], f"needs one text encoder too many; {MOST_ENCODERS} are stored")
-    return encoders, members
+        found.differ(takers[-1].name, f"needs one text encoder too many; {MOST_ENCODERS} are stored")
+    return encoders, entries
 
 
-def _of(known: Iterable[_TextEncoder], identity: object) -> _TextEncoder | None:
-    return next((part for part in known if part.record == identity), None)
-
-
-def _text_part(parts: Mapping[str, Path], number: int = 0) -> _TextEncoder | None:
+def _text_encoder(parts: Mapping[str, Path], number: int = 0) -> _TextEncoder | None:
     folder, tokenizer = (parts.get(numbered(name, number)) for name in ("text_encoder", "tokenizer"))
     if folder is None or tokenizer is None:
         return None

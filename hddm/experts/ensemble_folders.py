@@ -65,7 +65,7 @@ _TEXT_FILES = (".json", ".txt", ".md")
 def bases_of(experts: Sequence[Path], given: Mapping[str, Path]) -> dict[str, Path]:
     """Find the folders of the weights that adapters among ``experts`` change, by SHA-256.
 
-    They come from ``given``, else from where `hddm.experts.lora.base_of` finds them. Raises `HddmError` for a
+    They are in ``given``, else where `hddm.experts.lora.base_of` finds them. Raises `HddmError` for a
     base that is missing or differs from the one at training.
     """
     found = {}
@@ -78,24 +78,6 @@ def bases_of(experts: Sequence[Path], given: Mapping[str, Path]) -> dict[str, Pa
     return found
 
 
-def _put_in_bases(draft: Path, experts: Sequence[str], bases: Mapping[str, Path]) -> None:
-    """Put each base into ``bases/`` of ``draft``, by links to its weights, config and licence.
-
-    One with the weights of an expert in ``draft`` is there already.
-    """
-    own = [draft / name / WEIGHTS for name in experts if (draft / name / WEIGHTS).is_file()]
-    for sha256, base in bases.items():
-        size = (base / WEIGHTS).stat().st_size
-        # Only what is as long can be the same.
-        if any(one.stat().st_size == size and sha256_once(one) == sha256 for one in own):
-            continue
-        place = draft / BASES / sha256[:16]
-        place.mkdir(parents=True)
-        for path in base.iterdir():
-            if path.name in (WEIGHTS, "config.json") or path.name.startswith("LICENSE"):
-                link_or_copy(inside(base, path.name), place / path.name)
-
-
 Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -106,8 +88,8 @@ class Member(Record):
     name: str | None = None
     """The name of the folder that it came from."""
     share: Share | None = None
-    """Its part of all data, set by hand; None: by the size of its shard. Where all have one, they are in
-    proportion; else they are parts of 1."""
+    """Its share of all data, set by hand; None: by the size of its shard. If every expert has one, they are
+    normalised; else each is a fraction of 1."""
     classes: tuple[ComposedName, ...] = ()
     """Names of its classes, set by hand; empty: those in its record."""
     domain: str | None = None
@@ -115,9 +97,9 @@ class Member(Record):
     output: Count | None = None
     """Its output of the router, set by hand or by its place; None: found by the hash of its shard."""
     vae: VaeRecord | None = None
-    """The VAE that it is taken to be of, where its record does not say."""
+    """The VAE whose latents it is taken to make, where its record does not say."""
     text_encoder: TextEncoderRecord | None = None
-    """The text encoder that it is taken to be of, where its record does not say."""
+    """The text encoder that it is taken to read, where its record does not say."""
     class_shares: dict[ComposedName, Share] = Field(default_factory=dict)
     """p(k | class) by class name, set in Python; empty: counted from the experts' shards."""
 
@@ -140,10 +122,10 @@ class EnsembleRecord(Record):
     router: str | None = None
     """Folder of a learned router, `MOMENTS`, or None."""
     evidence: Temperature = MOMENTS_EVIDENCE
-    """Of a router by moments."""
+    """Evidence of a router by moments (`hddm.routers.MomentsRouter`)."""
     strategy: str = "draw"
     shift: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Of the time grid (`hddm.sampling.time_grid`)."""
+    """Shift of the time grid (`hddm.sampling.time_grid`)."""
 
     @property
     def learned(self) -> str | None:
@@ -167,18 +149,21 @@ def read_ensemble_facts(folder: Path) -> EnsembleRecord:
     contradict each other.
     """
     path, index = folder / ENSEMBLE_FILE, folder / MODEL_INDEX
-    facts = read_record(path, EnsembleRecord, ENSEMBLE_FORMAT)
-    routers = [name for name in (facts.learned, facts.aside(folder)) if name is not None]
-    bases = [f"{BASES}/{one.name}" for one in (folder / BASES).glob("*")]
-    for name in (*(member.folder for member in facts.experts), *routers, *bases):
-        _check_inside(folder, name, path)
-    kinds = read_model_index(folder)
+    facts, kinds = read_record(path, EnsembleRecord, ENSEMBLE_FORMAT), read_model_index(folder)
+    names = [member.folder for member in facts.experts]
+    names += [name for name in (facts.learned, facts.aside(folder)) if name is not None]
+    names += [f"{BASES}/{one.name}" for one in (folder / BASES).glob("*")]
+    components = [name for name in ("scheduler", *COMPONENTS) if kinds[name] is not None]
+    for name, origin in [*((one, path) for one in names), *((one, index) for one in components)]:
+        try:
+            inside(folder, name)
+            for file in (folder / name).glob("*"):
+                inside(folder, file.relative_to(folder).as_posix())
+        except HddmError as error:
+            raise HddmError(f"{origin}: names {name!r}, outside the folder; refused ({error})") from error
     if (kinds["router"] is None) != (facts.learned is None):
         stated = f"{facts.router!r} in {ENSEMBLE_FILE}"
         raise HddmError(f"{index}: router is {kinds['router']}, and {stated}; assemble it anew")
-    for name in ("scheduler", *COMPONENTS):
-        if kinds[name] is not None:
-            _check_inside(folder, name, index)
     if (shift := read_shift(folder)) != facts.shift:
         stated = f"{facts.shift:g} in {ENSEMBLE_FILE}"
         raise HddmError(f"{folder / SCHEDULER_FILE}: shift is {shift:g}, and {stated}; assemble it anew")
@@ -280,17 +265,24 @@ def refuse_damaged_ensemble(folder: Path, facts: EnsembleRecord, experts: Collec
 
 
 def write_ensemble_records(
-    draft: Path,
-    facts: EnsembleRecord,
-    components: Mapping[str, ClassName],
-    bases: Mapping[str, Path] | None = None,
+    draft: Path, facts: EnsembleRecord, components: Mapping[str, ClassName], bases: Mapping[str, Path]
 ) -> None:
     """Write ``ensemble.json``, ``model_index.json``, ``scheduler/``, ``bases/`` and, last, the manifest.
 
     ``draft`` already has all other parts; ``components`` are vae, text_encoder and tokenizer; ``bases`` are
-    the folders of weights that adapters change, by SHA-256.
+    the folders of weights that adapters change, by SHA-256, of which weights, config and licence are linked.
     """
-    _put_in_bases(draft, [member.folder for member in facts.experts], bases or {})
+    own = [path for one in facts.experts if (path := draft / one.folder / WEIGHTS).is_file()]
+    for sha256, base in bases.items():
+        size = (base / WEIGHTS).stat().st_size
+        # One with the weights of an expert is there already. Only what is as long can be the same.
+        if any(one.stat().st_size == size and sha256_once(one) == sha256 for one in own):
+            continue
+        place = draft / BASES / sha256[:16]
+        place.mkdir(parents=True)
+        for path in base.iterdir():
+            if path.name in (WEIGHTS, "config.json") or path.name.startswith("LICENSE"):
+                link_or_copy(inside(base, path.name), place / path.name)
     experts = [member.model_dump(mode="json", exclude_defaults=True) for member in facts.experts]
     today = {"format": ENSEMBLE_FORMAT, "experts": experts}
     write_json(draft / ENSEMBLE_FILE, facts.model_dump(mode="json") | today)
@@ -298,13 +290,3 @@ def write_ensemble_records(
     write_model_index(draft, {**components, **router})
     write_scheduler(draft, facts.shift)
     write_manifest(draft, sha256_once)
-
-
-def _check_inside(folder: Path, name: str, origin: Path) -> None:
-    """Refuse a part that lies outside the folder, or whose files do."""
-    try:
-        inside(folder, name)
-        for file in (folder / name).glob("*"):
-            inside(folder, file.relative_to(folder).as_posix())
-    except HddmError as error:
-        raise HddmError(f"{origin}: names {name!r}, outside the folder; refused ({error})") from error

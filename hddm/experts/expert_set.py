@@ -1,34 +1,45 @@
-"""The experts of an ensemble as one module, a diffusers component whose weights are read on demand."""
+"""The experts of an ensemble as one module, a diffusers component whose weights are read on demand.
+
+`in_memory` and `storable` say what a folder holds of a velocity field that was made or changed in Python.
+"""
 
 import copy
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import diffusers
 import torch
-from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
+from hddm.conditions import LABELS
+from hddm.experts.compatibility import Entry, entries_of
 from hddm.experts.ensemble_folders import EnsembleRecord, Member
-from hddm.experts.in_memory import in_memory, storable
-from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from hddm.experts.parts import Encoders, encoders_of
 from hddm.experts.records import (
     WEAK,
     Expert,
     ExpertRecord,
     as_field,
-    save_weak,
+    save_expert,
     stored,
     without_adapter,
-    write_records,
 )
-from hddm.networks.folders import WEIGHTS
+from hddm.networks.folders import Unread, cast, fitting
 from hddm.networks.offload import Offload, Shelf, StoredNetwork
-from hddm.utils.errors import HddmError
-from hddm.utils.files import link_or_copy
-from hddm.utils.tensors import device_of, parameter_dtype
-from hddm.velocity import VelocityField
+from hddm.networks.wrappers import EXPERT_NETWORKS, NetworkWrapper, described, interface_of
+from hddm.schedules import DiscreteSchedule, LinearSchedule
+from hddm.utils.errors import HddmError, one_line
+from hddm.utils.records import Record
+from hddm.utils.tensors import device_of, refuse_non_finite
+from hddm.velocity import PredictionType, VelocityField
+
+_BY_HAND = "set in Python"
+_IMAGES = (1, 3)
+"""Channels of pixels; samples of any others are taken for latents."""
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class ExpertSet(nn.Module):
@@ -56,31 +67,27 @@ class ExpertSet(nn.Module):
             raise HddmError("an ensemble needs at least one expert")
         members = tuple(Member(folder=f"experts/{k}") for k in range(len(experts)))
         self.record, self.topics = record or EnsembleRecord(experts=members), topics
-        # Copies: what is changed on a field afterwards is no part of this.
-        self._fields = {k: copy.copy(one) for k, one in enumerate(experts) if isinstance(one, VelocityField)}
+        shelf = shelf or Shelf()
         self.experts = tuple(
             in_memory(one) if isinstance(one, VelocityField) else one.apart() for one in experts
         )
-        shelf = shelf or Shelf()
-        self._running: list[Any] = []
-        self._weak: dict[int, Any] = {}
-        for k, expert in enumerate(self.experts):
-            if field := self._fields.get(k):
-                self._running.append(field.network)
-                if field.weak is not None:
-                    self._weak[k] = field.weak.network
-                continue
-            self._running.append(stored(expert.unread, expert.facts, expert.name, dtype, device, shelf))
-            if expert.weak is not None:
-                name = f"{expert.name}/{WEAK}"
-                self._weak[k] = stored(expert.weak, expert.facts, name, dtype, device, shelf)
-        self._all = [one for one in (*self._running, *self._weak.values()) if isinstance(one, nn.Module)]
-        self.networks = nn.ModuleList(self._all)
+        """The experts, with their records."""
+        # Copies: what is changed on a field afterwards is no part of this.
+        self._fields = tuple(
+            copy.copy(one) if isinstance(one, VelocityField) else _on_demand(own, dtype, device, shelf)
+            for one, own in zip(experts, self.experts, strict=True)
+        )
+        self.networks = nn.ModuleList([one for one in self._networks if isinstance(one, nn.Module)])
+
+    @property
+    def _networks(self) -> list[Any]:
+        """Networks of the experts and of their weak models."""
+        return [one.network for field in self._fields for one in (field, field.weak) if one is not None]
 
     @property
     def stored(self) -> list[StoredNetwork]:
         """Networks of the experts whose weights come and go."""
-        return [network for network in self._running if isinstance(network, StoredNetwork)]
+        return [field.network for field in self._fields if isinstance(field.network, StoredNetwork)]
 
     @property
     def facts(self) -> tuple[ExpertRecord, ...]:
@@ -88,9 +95,14 @@ class ExpertSet(nn.Module):
         return tuple(expert.facts for expert in self.experts)
 
     @property
+    def entries(self) -> list[Entry]:
+        """Records of the experts, with what was decided on each."""
+        return entries_of(self.experts, self.record.experts)
+
+    @property
     def encoders(self) -> Encoders:
         """Numbers of the experts' VAEs and text encoders."""
-        return encoders_of(self.record.experts, [(one.name, one.facts) for one in self.experts])
+        return encoders_of(self.entries)
 
     @property
     def shelf(self) -> Shelf:
@@ -100,25 +112,18 @@ class ExpertSet(nn.Module):
     @property
     def device(self) -> torch.device:
         """The device that experts run on."""
-        return device_of(self._running[0])
+        return device_of(self._fields[0].network)
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that experts run in."""
-        return parameter_dtype(self._running[0]) or torch.float32
+        return self._fields[0].dtype
 
     def fields(self) -> list[VelocityField]:
         """Experts as velocity fields that share these networks."""
-        fields = []
-        for index, (expert, network) in enumerate(zip(self.experts, self._running, strict=True)):
-            try:
-                field = self._fields.get(index) or as_field(expert, network, self._weak.get(index))
-            except HddmError as error:
-                raise HddmError(f"{expert.name}: {error}") from error
-            field = copy.copy(field)
-            if names := self.record.experts[index].classes:
-                field.classes = names
-            fields.append(field)
+        fields = [copy.copy(field) for field in self._fields]
+        for field, member in zip(fields, self.record.experts, strict=True):
+            field.classes = member.classes or field.classes
         return fields
 
     def offload(self, mode: Offload, budget: int | None = None) -> None:
@@ -127,12 +132,9 @@ class ExpertSet(nn.Module):
         Raises `HddmError` for an unknown mode, a budget below an expert's size, ``disk`` for experts in
         memory, and networks that are not hddm's to move.
         """
-        own = [network for network in self._all if isinstance(network, StoredNetwork)]
-        if len(own) < len(self._running) + len(self._weak):
-            raise HddmError(
-                f"offload {mode}: an expert was built in memory, and its weights stay where they are; save "
-                "the pipeline and load it"
-            )
+        own = [network for network in self._networks if isinstance(network, StoredNetwork)]
+        if len(own) < len(self._networks):
+            raise HddmError(f"offload {mode}: an expert was built in memory; save the pipeline and load it")
         if mode == "disk" and any(expert.folder is None for expert in self.experts):
             raise HddmError("offload disk: these experts are in memory only; save the ensemble and load it")
         shelf = Shelf(mode, budget)
@@ -143,56 +145,46 @@ class ExpertSet(nn.Module):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Let ``torch.compile``, with these arguments, compile each network at its first run."""
-        for network in self._all:
+        for network in self.networks:
             (network.network if isinstance(network, StoredNetwork) else network).compile(*args, **kwargs)
 
     def save_pretrained(self, folder: str | Path, **_: object) -> None:
-        """Write an expert folder each, ``0``, ``1``, …, with weights in the dtype that they run in.
+        """Write one expert folder per expert, ``0``, ``1``, …, with weights in the dtype that they run in.
 
         An adapter with unchanged weights stays an adapter, in its dtype on disk; the caller saves its base.
         An adapter that was changed in memory is merged. Raises `HddmError` for experts built in memory that a
         folder cannot hold.
         """
-        experts = self.storable()
-        for index, (expert, network) in enumerate(zip(experts, self._running, strict=True)):
+        for index, (own, field) in enumerate(zip(self.experts, self._fields, strict=True)):
+            try:
+                expert = storable(own, field)
+            except HddmError as error:
+                raise HddmError(f"expert {index}: {error}") from error
             target = Path(folder) / str(index)
             target.mkdir(parents=True)
-            expert.network.save_config(target)
-            dtype, facts = parameter_dtype(network) or torch.float32, expert.facts
-            if facts.adapter and expert.folder and not _is_changed(expert, dtype):
-                for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-                    link_or_copy(expert.folder / name, target / name)
-            else:
-                facts, tensors = without_adapter(facts), expert.network.state_dict()
-                if any(value.is_meta for value in tensors.values()):
-                    tensors = expert.unread.read(dtype)
-                here = {name: value.cpu().contiguous() for name, value in tensors.items()}
-                save_file(here, target / WEIGHTS, {"format": "pt"})
-            if expert.calibration is not None:
-                expert.calibration.save(target)
-            if expert.topic is not None:
-                expert.topic.save(target)
             # On disk they are in bfloat16, and in memory they may say more.
-            on_disk = isinstance(self._weak.get(index), StoredNetwork)
-            save_weak(target, expert, torch.bfloat16 if on_disk else dtype)
-            write_records(target, facts, expert.nulls)
+            on_disk = field.weak is not None and isinstance(field.weak.network, StoredNetwork)
+            weak_dtype = torch.bfloat16 if on_disk else field.dtype
+            save_expert(target, expert, field.dtype, weak_dtype, not _is_changed(expert, field.dtype))
 
     def is_as_stored(self) -> bool:
         """True where all experts have folders, and weights that are in memory are those in them."""
         return not any(
-            expert.folder is None or _is_changed(expert, parameter_dtype(network) or torch.float32)
-            for expert, network in zip(self.experts, self._running, strict=True)
+            expert.folder is None or _is_changed(expert, field.dtype)
+            for expert, field in zip(self.experts, self._fields, strict=True)
         )
 
-    def storable(self) -> list[Expert]:
-        """The experts as folders hold them; `HddmError` names the first that no folder could hold."""
-        found = list(self.experts)
-        for index, field in self._fields.items():
-            try:
-                found[index] = storable(found[index], field)
-            except HddmError as error:
-                raise HddmError(f"expert {index}: {error}") from error
-        return found
+
+def _on_demand(expert: Expert, dtype: torch.dtype, device: torch.device | str, shelf: Shelf) -> VelocityField:
+    """An expert as a velocity field whose weights are read when first needed."""
+    weak = None
+    network = stored(expert.unread, expert.facts, expert.name, dtype, device, shelf)
+    if expert.weak is not None:
+        weak = stored(expert.weak, expert.facts, f"{expert.name}/{WEAK}", dtype, device, shelf)
+    try:
+        return as_field(expert, network, weak)
+    except HddmError as error:
+        raise HddmError(f"{expert.name}: {error}") from error
 
 
 def _is_changed(expert: Expert, dtype: torch.dtype) -> bool:
@@ -202,3 +194,160 @@ def _is_changed(expert: Expert, dtype: torch.dtype) -> bool:
         return False
     on_disk = expert.unread.read(dtype)
     return any(not torch.equal(tensors[name].cpu(), value) for name, value in on_disk.items())
+
+
+def carrying(part: Module, record: Record | None) -> Module:
+    """``part`` if it carries this ``record``, else a copy that does and shares its weights."""
+    if part.record != record:
+        part = copy.copy(part)
+        part.record = record  # type: ignore[assignment]
+    return part
+
+
+def in_memory(field: VelocityField) -> Expert:
+    """What a folder would hold of a field, whose samples have a shape.
+
+    That is what it was read from, with what was changed since; of a field whose network was replaced after it
+    was read nothing else is taken over.
+    """
+    source = field.source if isinstance(field.source, Expert) else None
+    if source is not None and _bare(field.network) is not source.network:
+        source = None
+    nulls = {name: value for name, value in field.null_conditions.items() if name != LABELS}
+    weak = None if source is None or field.weak is None else source.weak
+    if field.weak is not None and (weak is None or _bare(field.weak.network) is not weak.network):
+        weak = _unread(field.weak.network)
+    facts = _record(field, None if source is None else source.facts)
+    if source is not None and isinstance(field.network, StoredNetwork):
+        return replace(source, facts=facts, calibration=field.calibration, nulls=nulls, weak=weak)
+    unread, facts = _unread(field.network), without_adapter(facts)
+    return Expert(unread.network, facts, field.calibration, nulls, weak, unread.read)
+
+
+def _unread(network: Any) -> Unread[Any]:
+    """A network whose weights are read from where they are."""
+    inner = network.network if isinstance(network, StoredNetwork) else network
+    prefix = "model." if isinstance(inner, NetworkWrapper) else ""
+
+    def read(dtype: torch.dtype) -> dict[str, Tensor]:
+        held = network.tensors() if isinstance(network, StoredNetwork) else inner.state_dict()
+        return cast({name.removeprefix(prefix): value.cpu() for name, value in held.items()}, dtype)
+
+    return Unread(_bare(network), read)
+
+
+def _bare(network: Any) -> Any:
+    """A network without what hddm wraps it in."""
+    inner = network.network if isinstance(network, StoredNetwork) else network
+    return inner.model if isinstance(inner, NetworkWrapper) else inner
+
+
+def _record(field: VelocityField, known: ExpertRecord | None) -> ExpertRecord:
+    """The record of a field whose samples have a shape, on top of the one that it was read with."""
+    shape, null = field.sample_shape or (), field.null_conditions.get(LABELS)
+    inner = field.network.network if isinstance(field.network, StoredNetwork) else field.network
+    schedule = field.schedule.config
+    stated = {
+        "prediction_type": field.prediction_type,
+        "schedule": schedule,
+        "time_scale": float(field.time_scale),
+        "sample_shape": tuple(shape),
+        "conditions": field.conditions or (),
+        "classes": field.classes,
+        "null_class": int(null) if null is not None and null.ndim == 0 else None,
+        "shift": field.shift,
+        "noise_range": field.noise_range,
+        "round_time": isinstance(inner, NetworkWrapper) and inner.round_time,
+        "sampling_steps": field.sampling_steps,
+    }
+    if known is not None:
+        source = known.schedule_source if known.schedule == schedule else _BY_HAND
+        return known.model_copy(update={**stated, "schedule_source": source})
+    is_flow = isinstance(field.schedule, LinearSchedule)
+    is_flow = is_flow or field.prediction_type is PredictionType.FLOW_PREDICTION
+    is_pixels = shape[0] in _IMAGES
+    unstated = {
+        "objective": "flow" if is_flow else "ddpm",
+        "schedule_source": _BY_HAND,
+        "space": "pixels" if is_pixels else "latents",
+        "latent_scale": 1.0 if is_pixels else None,
+        "weights": "unstated",
+    }
+    return ExpertRecord.model_validate(unstated | stated)
+
+
+def storable(expert: Expert, field: VelocityField) -> Expert:
+    """The expert of a field as its folder records it.
+
+    Raises `HddmError` for a network of another class than `EXPERT_NETWORKS`, or one that was changed, and for
+    whatever the field of that folder would have otherwise.
+    """
+    if type(field) is not VelocityField:
+        raise HddmError(f"is a {type(field).__name__}, and a folder holds a VelocityField")
+    calibration, shape = expert.calibration, expert.facts.sample_shape
+    if calibration is not None and len(calibration.moments.mean) != math.prod(shape):
+        raise HddmError(f"its calibration is of other samples than {shape}")
+    weak, network = field.weak, expert.network
+    _refuse_network(network)
+    interface = interface_of(type(network).__name__, network.config, expert.facts.sample_shape[1:])
+    changes = {key: getattr(interface, key) for key in ("sample_shape", "conditions", "variance_head")}
+    nulls = {name: value for name, value in expert.nulls.items() if name in interface.conditions}
+    expert = replace(expert, facts=expert.facts.model_copy(update=changes), nulls=nulls)
+    again = as_field(expert, field.network, None if weak is None else weak.network)
+    if field.conditions is None:
+        again.conditions = None
+    _compare("", _inputs(field) | _formula(field), _inputs(again) | _formula(again))
+    if weak is not None and again.weak is not None:
+        _refuse_network(own := _bare(weak.network))
+        if type(own) is not type(network) or dict(own.config) != dict(network.config):
+            raise HddmError("its weak model has another network, and a folder holds other weights alone")
+        _compare("the weak model's ", _formula(weak), _formula(again.weak))
+    return expert
+
+
+def _compare(whose: str, mine: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Refuse a velocity field of which a folder would hold another one."""
+    for key, value in mine.items():
+        if value != saved[key]:
+            here, there = one_line(str(value), 80), one_line(str(saved[key]), 80)
+            raise HddmError(f"{whose}{key}={here}, and a folder would hold {there}")
+
+
+def _inputs(field: VelocityField) -> dict[str, Any]:
+    """What a velocity field takes, as plain values."""
+    return {
+        "samples": field.sample_shape,
+        "conditions": field.conditions and sorted(field.conditions),
+        "null_conditions": {name: value.tolist() for name, value in field.null_conditions.items()},
+    }
+
+
+def _formula(field: VelocityField) -> dict[str, Any]:
+    """What makes a velocity of a network's output, as plain values."""
+    schedule, calibration = field.schedule, field.calibration
+    betas = schedule.betas.tolist() if isinstance(schedule, DiscreteSchedule) else None
+    fitted = (
+        None if calibration is None else (calibration.moments.mean, calibration.times, calibration.weights)
+    )
+    return {
+        "schedule": (type(schedule).__name__, schedule.config, betas),
+        "prediction_type": field.prediction_type.value,
+        "time_scale": field.time_scale,
+        "calibration": fitted and [one.tolist() for one in fitted],
+        "inner_guidance": field.inner_guidance,
+    }
+
+
+def _refuse_network(network: Any) -> None:
+    known = {one if isinstance(one, str) else one.__name__: one for one in EXPERT_NETWORKS}
+    kind = known.get(type(network).__name__)
+    if kind is None or type(network) is not (getattr(diffusers, kind) if isinstance(kind, str) else kind):
+        what = f"a {type(network).__name__}" if isinstance(network, nn.Module) else described(network)
+        raise HddmError(f"its network is {what}, and a folder holds one of {', '.join(known)}")
+    arguments = {key: value for key, value in network.config.items() if not key.startswith("_")}
+    weights, name = network.state_dict(), Path(type(network).__name__)
+    try:
+        fitting(type(network), arguments, weights, name, "config")
+    except HddmError as error:
+        raise HddmError(f"its network was changed after it was built: {error}") from error
+    refuse_non_finite(name, {key: value for key, value in weights.items() if not value.is_meta})

@@ -3,8 +3,10 @@
 All records are read and compared before any weights.
 """
 
+import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from hddm.ensemble import Ensemble, Strategy
-from hddm.experts.compatibility import Findings, Named
+from hddm.experts.compatibility import Entry, Findings, decide, entries_of, read_entries, router_outputs
 from hddm.experts.ensemble_folders import (
     ENSEMBLE_FILE,
     MOMENTS,
+    MOMENTS_EVIDENCE,
     EnsembleRecord,
     Member,
     bases_of,
@@ -26,19 +29,11 @@ from hddm.experts.ensemble_folders import (
     whole_components,
     write_ensemble_records,
 )
-from hddm.experts.expert_set import ExpertSet
+from hddm.experts.expert_set import ExpertSet, carrying
 from hddm.experts.lora import bases_in, refuse_base
 from hddm.experts.model_index import KEPT, ROUTER, ClassName, numbered
 from hddm.experts.paris import is_paris, paris_experts, paris_router
-from hddm.experts.parts import (
-    domains_of,
-    encoders_of,
-    parts_of,
-    read_records,
-    router_outputs,
-    topics_of,
-    with_parts,
-)
+from hddm.experts.parts import encoders_of, parts_of, topics_number, with_parts
 from hddm.experts.records import (
     EXPERT_FILE,
     Expert,
@@ -48,6 +43,7 @@ from hddm.experts.records import (
     read_router,
     save_router,
 )
+from hddm.networks.identity import TextEncoderRecord
 from hddm.networks.offload import Offload, Shelf
 from hddm.networks.transformers import RouterTransformer
 from hddm.networks.wrappers import described
@@ -58,6 +54,7 @@ from hddm.utils.records import WHOLE, ensemble_around
 from hddm.utils.tensors import available_device
 from hddm.velocity import VelocityField
 
+_MISFIT = "the parts of this ensemble do not fit together; assemble it anew:"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 DTYPES = {str(one).removeprefix("torch."): one for one in _DTYPES}
 
@@ -126,6 +123,11 @@ class OpenedEnsemble:
     topics: int | None = None
     """Number of the text encoder that prompts are routed by."""
 
+    @property
+    def entries(self) -> list[Entry]:
+        """Records of the experts, with what was decided on each."""
+        return entries_of(self.experts, self.facts.experts)
+
     def expert_set(
         self,
         device: torch.device | str,
@@ -151,8 +153,7 @@ class OpenedEnsemble:
         """The velocity field, with the router itself moved to ``device``; raises as `expert_set`."""
         if self.router is not None:
             self.router.to(device)
-        experts = self.expert_set(device, dtype, offload, max_memory)
-        return ensemble_of(experts, self.router)
+        return ensemble_of(self.expert_set(device, dtype, offload, max_memory), self.router)
 
 
 def open_ensemble(folder: Path, dtype: torch.dtype, experts: Sequence[int] | None = None) -> OpenedEnsemble:
@@ -166,8 +167,7 @@ def open_ensemble(folder: Path, dtype: torch.dtype, experts: Sequence[int] | Non
         expert = open_expert(folder)
         if (part := expert.facts.noise_range) != WHOLE:
             raise HddmError(
-                f"{folder}: is made for t in {part[0]:g}:{part[1]:g} alone; sample it in an ensemble, with "
-                "an expert of the rest (hddm assemble)"
+                f"{folder}: is made for t in {part[0]:g}:{part[1]:g} alone; sample it in an ensemble"
             )
         facts = EnsembleRecord(experts=(Member(folder="."),), shift=expert.facts.shift)
         return OpenedEnsemble([expert], None, facts, {name: name for name in whole_components(folder)})
@@ -188,67 +188,62 @@ def _ensemble(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) ->
     router = read_router(folder / written.learned, dtype)[0] if written.learned else None
     facts, components = written, {name: name for name in components_in(folder)}
     if chosen is not None:
-        facts, renamed = _subset(written, read_known(folder, written, chosen), chosen)
+        facts, renamed = _subset(written, _known(folder, written, chosen), chosen)
         components = {new: old for new, old in renamed.items() if old in components}
-    experts = [open_expert(folder / member.folder) for member in facts.experts]
-    named = [(member.folder, expert.facts) for member, expert in zip(facts.experts, experts, strict=True)]
-    topics = [expert.topic for expert in experts]
+    opened = OpenedEnsemble(
+        [open_expert(folder / one.folder) for one in facts.experts], router, facts, components
+    )
     found = Findings()
-    topics_of(named, topics, found)
-    found.refuse("the parts of this ensemble do not fit together; assemble it anew:")
-    refuse_damaged_ensemble(folder, written, range(len(experts)) if chosen is None else chosen)
-    number = encoders_of(facts.experts, named, topics).topics
-    if number is not None and numbered("text_encoder", number) not in components:
-        number = None
-    return OpenedEnsemble(experts, router, facts, components, number)
+    number = topics_number(opened.entries, found)
+    found.refuse(_MISFIT)
+    refuse_damaged_ensemble(folder, written, range(len(facts.experts)) if chosen is None else chosen)
+    can_read = number is not None and numbered("text_encoder", number) in components
+    return replace(opened, topics=number if can_read else None)
 
 
-def read_known(folder: Path, facts: EnsembleRecord, chosen: Sequence[int]) -> dict[int, Named]:
-    """Records of an ensemble's experts by index; those of experts that were not chosen may be missing.
+def _known(folder: Path, facts: EnsembleRecord, chosen: Sequence[int]) -> dict[int, Entry]:
+    """An ensemble's experts by index; those that were not chosen may be missing.
 
-    Raises `HddmError` where p(k) cannot be told without one that is missing.
+    Raises `HddmError` where p(k) does not follow without one that is missing.
     """
-    folders = [folder / member.folder for member in facts.experts]
+    members, folders = facts.experts, [folder / member.folder for member in facts.experts]
     there = [k for k, one in enumerate(folders) if k in chosen or (one / EXPERT_FILE).exists()]
-    shares = [member.share for member in facts.experts]
-    known = dict(zip(there, read_records([folders[k] for k in there]), strict=True))
-    if len(there) == len(folders):
-        return known
-    missing = next(one for k, one in enumerate(folders) if k not in there)
-    is_sized = all(record.shard is not None for _, record in known.values())
-    if None in shares and (set(shares) != {None} or not is_sized):
-        raise HddmError(f"{missing}: is not there, and the shares of the other experts depend on its shard")
-    if second := [name for name in components_in(folder) if name not in KEPT]:
-        raise HddmError(f"{missing}: is not there, and its record says who uses {second[0]}")
-    return known
+    entries = read_entries([folders[k] for k in there], [members[k] for k in there])
+    if len(there) < len(folders):
+        missing = next(one for k, one in enumerate(folders) if k not in there)
+        shares = {member.share for member in members}
+        is_sized = all(one.record.shard is not None for one in entries)
+        if None in shares and (shares != {None} or not is_sized):
+            raise HddmError(f"{missing}: is missing, and the shares of the other experts depend on its shard")
+        if second := [name for name in components_in(folder) if name not in KEPT]:
+            raise HddmError(f"{missing}: is missing, and its record says who uses {second[0]}")
+    return dict(zip(there, entries, strict=True))
 
 
 def _subset(
-    facts: EnsembleRecord, known: Mapping[int, Named], chosen: Sequence[int]
+    facts: EnsembleRecord, known: Mapping[int, Entry], chosen: Sequence[int]
 ) -> tuple[EnsembleRecord, dict[str, str]]:
     """The record of an ensemble reduced to these experts, and by new names those of its components."""
     total = len(facts.experts)
     if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(total)):
         raise HddmError(f"experts {list(chosen)}: choose some of 0 … {total - 1}, each once")
-    places, experts = list(known), list(known.values())
-    members, here = [facts.experts[k] for k in places], [places.index(k) for k in chosen]
-    whole = parts_of(members, experts, [None] * len(members))
-    domains = [whole[k].domain for k in here]
-    if parted := [places[k] for k, one in enumerate(whole) if one.domain in domains and k not in here]:
+    whole = list(known.values())
+    parts = dict(zip(known, parts_of(whole), strict=True))
+    domains = {parts[k].domain for k in chosen}
+    if parted := [k for k, part in parts.items() if part.domain in domains and k not in chosen]:
         raise HddmError(f"experts {list(chosen)}: one of them is of a domain with {parted}; choose these too")
-    mine, named = [members[k] for k in here], [experts[k] for k in here]
-    mine = with_parts(mine, named, [whole[k] for k in here])
-    before, after = encoders_of(members, experts), encoders_of(mine, named)
-    renamed = {}
-    for new, k in enumerate(here):
+    entries = with_parts([known[k] for k in chosen], [parts[k] for k in chosen])
+    before, after, renamed = encoders_of(whole), encoders_of(entries), dict[str, str]()
+    for new, old in enumerate(map(list(known).index, chosen)):
         for name in KEPT:
-            of, now = (before.vaes, after.vaes) if name == "vae" else (before.texts, after.texts)
-            if of[k] >= 0:
-                renamed[numbered(name, now[new])] = numbered(name, of[k])
+            was, now = (before.vaes, after.vaes) if name == "vae" else (before.texts, after.texts)
+            if was[old] >= 0:
+                renamed[numbered(name, now[new])] = numbered(name, was[old])
     # All of fewer than k are the k most probable of them.
-    strategy, number = Strategy.parse(facts.strategy), len(set(domains))
+    strategy, number = Strategy.parse(facts.strategy), len(domains)
     is_too_many = strategy.kind == "top" and strategy.value > number
-    changes = {"experts": tuple(mine), "strategy": f"top-{number}" if is_too_many else facts.strategy}
+    members = tuple(one.member for one in entries)
+    changes = {"experts": members, "strategy": f"top-{number}" if is_too_many else facts.strategy}
     return facts.model_copy(update=changes), renamed
 
 
@@ -265,7 +260,7 @@ def _paris(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) -> Op
         shift=experts[0].facts.shift,
     )
     if chosen is not None:
-        facts, _ = _subset(facts, {k: (one.name, one.facts) for k, one in enumerate(experts)}, chosen)
+        facts, _ = _subset(facts, dict(enumerate(entries_of(experts, facts.experts))), chosen)
         experts = [experts[k] for k in chosen]
     components = {name: name for name in KEPT if inside(folder, name).is_dir()}
     return OpenedEnsemble(experts, router, facts, components)
@@ -285,16 +280,14 @@ def ensemble_of(experts: ExpertSet, router: Callable[..., Tensor] | None) -> Ens
     facts = experts.record
     if len(facts.experts) != len(experts.experts):
         raise HddmError(f"the record is of {len(facts.experts)} experts, not of {len(experts.experts)}")
-    named = [(expert.name, expert.facts) for expert in experts.experts]
-    parts, route = parts_of(facts.experts, named, experts.fields()), router
+    parts, route = parts_of(experts.entries, experts.fields()), router
     weights = [part.weight for part in parts]
     if isinstance(router, RouterTransformer):
         if not isinstance(known := router.record, RouterRecord):
             raise HddmError("a router needs its router_facts, which say how it counts time")
-        domains, total, found = domains_of(facts.experts, named), router.config.num_experts, Findings()
-        of = router_outputs(facts.experts, named, domains, known, total, found)
-        found.refuse("the parts of this ensemble do not fit together; assemble it anew:")
-        outputs = [of[domain] for domain in domains]
+        total, found = router.config.num_experts, Findings()
+        outputs = router_outputs(experts.entries, known, total, found)
+        found.refuse(_MISFIT)
         in_order = outputs == list(range(total))
         route = Router(router, known.time_scale, known.temperatures, None if in_order else outputs, weights)
     elif router is None and facts.router == MOMENTS:
@@ -308,6 +301,62 @@ def ensemble_of(experts: ExpertSet, router: Callable[..., Tensor] | None) -> Ens
         return Ensemble(parts, route, facts.strategy, shift=facts.shift, topics=experts.topics)
     except HddmError as error:
         raise HddmError(f"{ENSEMBLE_FILE}: {error}") from error
+
+
+def unpacked(model: Ensemble | VelocityField) -> tuple[ExpertSet, Callable[..., Tensor] | None]:
+    """The experts of an ensemble, or of one field, with its record, and its router.
+
+    The router is hddm's own network where there is one, with its record, else the function itself. Raises
+    `HddmError` for another object, and for samples of unknown shape.
+    """
+    if isinstance(model, VelocityField):
+        model = Ensemble([model], strategy="draw", shift=model.shift)
+    if not isinstance(model, Ensemble):
+        kind = type(model).__name__
+        raise HddmError(f"a pipeline is made of an Ensemble or a VelocityField, not of a {kind}")
+    shape, router = model.sample_shape, model.router
+    if shape is None or len(shape) != 3:
+        shapes = ", ".join(str(one.sample_shape) for one in model.experts)
+        raise HddmError(
+            f"a pipeline needs the one shape of all samples, and the experts state {shapes}: pass "
+            "sample_shape=(C, H, W) to VelocityField, or assemble experts of several kinds"
+        )
+    encoders = {part.text_encoder for part in model.parts} - {None}
+    if len(encoders) > 1 and not all(isinstance(one, TextEncoderRecord) for one in encoders):
+        raise HddmError("text_encoder= of these parts differs; a folder records it by a TextEncoderRecord")
+    fields = [copy.copy(one) for one in model.experts]
+    for one in fields:
+        one.sample_shape = shape
+    experts = ExpertSet(fields, topics=model.topics)
+    entries = with_parts(experts.entries, model.parts)
+    kind, evidence = None if router is None else ROUTER, MOMENTS_EVIDENCE
+    own = [one.calibration and one.calibration.moments for one in fields]
+    if type(router) is MomentsRouter and all(a is b for a, b in zip(router.moments, own, strict=True)):
+        # As many as there are is all of them.
+        kind, evidence = MOMENTS, router.evidence or float(math.prod(shape))
+        router = None
+    if type(router) is Router and isinstance(router.network, RouterTransformer):
+        known = router.network.record
+        if not isinstance(known, RouterRecord):
+            known = RouterRecord(
+                time_scale=router.time_scale, sample_shape=shape, shard_hashes=(), shard_images=()
+            )
+        hashes, shards = known.shard_hashes, [facts.shard for facts in experts.facts]
+        outputs = [
+            None if shard is not None and hashes[output : output + 1] == (shard.hash,) else output
+            for output, shard in zip(router.outputs or range(len(fields)), shards, strict=True)
+        ]
+        entries = decide(entries, output=outputs)
+        stated = {"time_scale": router.time_scale, "temperatures": router.temperatures}
+        router = carrying(router.network, known.model_copy(update=stated))
+    experts.record = EnsembleRecord(
+        experts=tuple(one.member for one in entries),
+        router=kind,
+        evidence=evidence,
+        strategy=model.strategy,
+        shift=model.shift,
+    )
+    return experts, router
 
 
 def save_ensemble(

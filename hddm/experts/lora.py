@@ -24,15 +24,14 @@ from torch import Tensor
 from hddm.networks.folders import (
     WEIGHTS,
     Classes,
-    Unread,
     WeightsReader,
     cast,
     fitting,
     parse_config,
+    refuse_other_tensors,
     sha256_once,
-    unread_network,
 )
-from hddm.utils.errors import HddmError, shown
+from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, read_json, sha256_of, write_json
 from hddm.utils.records import MANIFEST, Positive, Record, ensemble_around, read_folder_manifest
 from hddm.utils.tensors import promoted, read_header, refuse_non_finite
@@ -63,7 +62,7 @@ class AdapterRecord(Record):
     base: str
     """The base's folder at training, relative to this one; an ensemble keeps bases of its own."""
     base_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    """Of the base's weights file."""
+    """SHA-256 of the base's weights file."""
 
     @property
     def base_name(self) -> str:
@@ -74,9 +73,8 @@ class AdapterRecord(Record):
 def adapter_of(base: Path, out: Path, rank: int, alpha: float, targets: Sequence[str]) -> AdapterRecord:
     """Make the record of an adapter in ``out`` for the expert in ``base``, which must not be an adapter."""
     if not (base / WEIGHTS).is_file():
-        raise HddmError(
-            f"{base}: holds no {WEIGHTS} that could be adapted; name its base, or merge them by hddm convert"
-        )
+        remedy = "name its base, or merge them by hddm convert"
+        raise HddmError(f"{base}: holds no {WEIGHTS} that could be adapted; {remedy}")
     return AdapterRecord(
         rank=rank,
         alpha=alpha,
@@ -124,10 +122,8 @@ def base_of(folder: Path, facts: AdapterRecord, bases: Mapping[str, Path] | None
     if (whole := ensemble_around(folder.resolve())) is not None:
         base = place = _base_within(whole, facts.base_sha256)
     if not (base / WEIGHTS).is_file():
-        raise HddmError(
-            f"{folder}: is an adapter of {facts.base_name}, and {place} holds no {WEIGHTS}; put the base "
-            "there, or name its folder: hddm.load(…, base=…), hddm assemble --base"
-        )
+        problem = f"is an adapter of {facts.base_name}, and {place} holds no {WEIGHTS}"
+        raise HddmError(f"{folder}: {problem}; name its base: hddm.load(…, base=…), hddm assemble --base")
     return base
 
 
@@ -154,18 +150,6 @@ def bases_in(folders: Sequence[Path]) -> dict[str, Path]:
     return {sha256_once(folder / WEIGHTS): folder for folder in folders}
 
 
-def unread_adapted(
-    folder: Path, facts: AdapterRecord, base: Path, classes: Classes[ModelMixin]
-) -> Unread[ModelMixin]:
-    """The network of an adapter's folder over the base weights in ``base``, with all weights left on disk.
-
-    Raises `HddmError` as `hddm.networks.folders.unread_network`, and for an adapter that does not fit its
-    record, its base or the formula above; when weights are read, for another base and for NaN and Inf.
-    """
-    unread = unread_network(folder, classes, base / WEIGHTS)
-    return Unread(unread.network, Merged(folder, facts, base))
-
-
 def open_adapted(
     folder: Path, facts: AdapterRecord, base: Path, classes: Classes[ModelMixin]
 ) -> tuple[ModelMixin, dict[str, Tensor], dict[str, Any]]:
@@ -177,7 +161,11 @@ def open_adapted(
 
 
 class Merged:
-    """Reader of an adapted network's weights; see `hddm.networks.folders.WeightsReader`."""
+    """Reader of an adapted network's weights; see `hddm.networks.folders.WeightsReader`.
+
+    Raises `HddmError` for an adapter that does not fit its record, its base or the formula above; when
+    weights are read, for another base and for NaN and Inf.
+    """
 
     def __init__(self, folder: Path, facts: AdapterRecord, base: Path) -> None:
         _check_config(folder / ADAPTER_CONFIG, facts)
@@ -213,10 +201,8 @@ def check_base(folder: Path, facts: AdapterRecord, weights: Path) -> None:
     """Check the file ``weights`` against the base's hash in the adapter's record."""
     found = sha256_once(weights)
     if found != facts.base_sha256:
-        raise HddmError(
-            f"{weights}: has SHA-256 {found[:16]}…, and {folder} is an adapter of {facts.base_name}; use its "
-            "own base"
-        )
+        theirs = f"{folder} is an adapter of {facts.base_name}"
+        raise HddmError(f"{weights}: has SHA-256 {found[:16]}…, and {theirs}; use its own base")
 
 
 def tensor_names(targets: Sequence[str]) -> dict[str, tuple[str, str]]:
@@ -264,22 +250,13 @@ def refuse_variants(config: Mapping[str, Any], origin: str, variants: Collection
 def _factors(path: Path, facts: AdapterRecord, base: Path) -> dict[str, tuple[str, str]]:
     """Names of A and B by the name of their weight, checked against the headers."""
     header, weights = read_header(path)[0], read_header(base)[0]
-    names, problems = tensor_names(facts.targets), []
+    names, expected = tensor_names(facts.targets), dict[str, Tensor]()
     for target, pair in names.items():
         weight = weights.get(target)
         if weight is None or len(weight.shape) not in (2, 4) or not weight.dtype.is_floating_point:
-            problems.append(f"{target!r} is no matrix or convolution of its base")
-            continue
+            raise HddmError(f"{path}: {target!r} is no matrix or convolution of its base {base}")
         for name, shape in zip(pair, factor_shapes(weight.shape, facts.rank), strict=True):
-            found = header.get(name)
-            if found is None:
-                problems.append(f"{name!r} is missing")
-            elif found.shape != shape or not found.dtype.is_floating_point:
-                problems.append(
-                    f"{name!r} is {found.shape} in {found.dtype}, not {shape} in a floating dtype"
-                )
-    known = {name for pair in names.values() for name in pair}
-    problems += [f"{name!r} is of no target" for name in header if name not in known]
-    if problems:
-        raise HddmError(f"{path}: does not fit its expert.json: {'; '.join(shown(problems, 5))}")
+            expected[name] = torch.empty(shape, device="meta")
+    found = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in header.items()}
+    refuse_other_tensors(expected, found, path, "expert.json")
     return names

@@ -12,7 +12,7 @@ from typing import Any
 import diffusers
 
 from hddm.schedules import from_diffusers
-from hddm.utils.errors import HddmError, did_you_mean
+from hddm.utils.errors import HddmError, did_you_mean, one_line
 from hddm.utils.files import read_json, write_json
 
 MODEL_INDEX = "model_index.json"
@@ -70,10 +70,8 @@ def read_model_index(folder: Path) -> dict[str, ClassName | None]:
     content = _read_class(path, PIPELINE)
     for key, value in content.items():
         if key not in CLASSES and key not in _RECORDS:
-            raise HddmError(
-                f"{path}: unknown key {key!r} (is {_short(value)}){did_you_mean(key, CLASSES)}; refused, "
-                "since an ensemble folder brings no code and no parts of its own"
-            )
+            near = did_you_mean(key, CLASSES)
+            raise HddmError(f"{path}: unknown key {key!r} (is {one_line(repr(value))}){near}; refused")
     return {part: _class_of(path, part, content.get(part)) for part in CLASSES}
 
 
@@ -98,7 +96,7 @@ def read_shift(folder: Path) -> float:
     refuse_other_grids(config, str(path))
     shift = config.get("shift", 1.0)
     if not isinstance(shift, int | float) or isinstance(shift, bool) or not 0 < shift < math.inf:
-        raise HddmError(f"{path}: shift is {_short(shift)}, and must be a positive number")
+        raise HddmError(f"{path}: shift is {one_line(repr(shift))}, and must be a positive number")
     return float(shift)
 
 
@@ -106,16 +104,16 @@ def refuse_other_grids(config: Mapping[str, object], origin: str) -> None:
     """Raise an `HddmError` that names the first key by which a scheduler does more than shift its grid."""
     for key in _OTHER_GRIDS:
         if config.get(key):
-            raise HddmError(f"{origin}: {key} is {_short(config[key])}, and hddm's grid has the shift alone")
+            raise HddmError(
+                f"{origin}: {key} is {one_line(repr(config[key]))}, and hddm's grid has the shift alone"
+            )
 
 
 def shift_of(scheduler: "diffusers.FlowMatchEulerDiscreteScheduler") -> float:
     """Shift of a scheduler's time grid; `HddmError` where it does more than shift."""
     if type(scheduler) is not diffusers.FlowMatchEulerDiscreteScheduler:
-        raise HddmError(
-            f"the scheduler is a {type(scheduler).__name__}, and hddm integrates by its own solvers: take a "
-            "FlowMatchEulerDiscreteScheduler for the shift, and choose by solver="
-        )
+        problem = f"the scheduler is a {type(scheduler).__name__}, and hddm integrates by its own solvers"
+        raise HddmError(f"{problem}: take a {SCHEDULER} for the shift, and choose by solver=")
     refuse_other_grids(scheduler.config, "the scheduler")
     return float(scheduler.shift)
 
@@ -132,7 +130,7 @@ def _read_class(path: Path, name: str) -> dict[str, Any]:
     """The JSON file of a diffusers class, which must be ``name``."""
     content = read_json(path)
     if content.get("_class_name") != name:
-        raise HddmError(f"{path}: _class_name is {_short(content.get('_class_name'))}, not {name!r}")
+        raise HddmError(f"{path}: _class_name is {one_line(repr(content.get('_class_name')))}, not {name!r}")
     return content
 
 
@@ -143,9 +141,4 @@ def _class_of(path: Path, part: str, value: object) -> ClassName | None:
         if value == list(name):
             return name
     options = " or ".join(str(list(name)) for name in CLASSES[part])
-    raise HddmError(f"{path}: {part} is {_short(value)}, and may be {options}; refused")
-
-
-def _short(value: object) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 200 else f"{text[:200]} …"
+    raise HddmError(f"{path}: {part} is {one_line(repr(value))}, and may be {options}; refused")

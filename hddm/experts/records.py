@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Calibration
-from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterRecord, base_of, unread_adapted
+from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterRecord, Merged, base_of
 from hddm.networks.folders import WEIGHTS, Unread, cast, unread_network
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.networks.offload import Shelf, StoredNetwork
@@ -29,7 +29,7 @@ from hddm.networks.wrappers import EXPERT_NETWORKS, NetworkWrapper, interface_of
 from hddm.routers import TOPIC, Topic
 from hddm.schedules import from_config
 from hddm.utils.errors import HddmError
-from hddm.utils.files import write_json
+from hddm.utils.files import link_or_copy, write_json
 from hddm.utils.records import EXPERT_FILE as EXPERT_FILE
 from hddm.utils.records import (
     MANIFEST,
@@ -80,7 +80,7 @@ class ShardRecord(Record):
     partition: str | None = None
     """The hash that all shards of one partition share."""
     sketch: tuple[str, ...] = ()
-    """Hashes of some images (`hddm.data.shard_records.sketch_of`), which tell how far two shards overlap."""
+    """Hashes of some images (`hddm.data.shard_records.sketch_of`), to estimate how far shards overlap."""
 
 
 class SourceRecord(Record):
@@ -97,7 +97,7 @@ class SourceRecord(Record):
     hddm: str
     """Version that converted it."""
     before: "SourceRecord | None" = None
-    """Of an expert folder: what that was converted from."""
+    """If an expert folder was converted again: its own source."""
 
     @property
     def first(self) -> "SourceRecord":
@@ -130,9 +130,9 @@ class ExpertRecord(Record):
     """None for pixels, and where the source does not hold its VAE."""
     text_encoder: TextEncoderRecord | None = None
     shift: Positive = 1.0
-    """Of the time grid that its samples want (`hddm.sampling.time_grid`)."""
+    """Shift of the time grid that its samples want (`hddm.sampling.time_grid`)."""
     sampling_steps: Annotated[int, Field(ge=1)] | None = None
-    """Of a student of few steps, whose network gives mean velocities (`hddm.training.mean_flow`)."""
+    """Steps of a student of few steps, whose network gives mean velocities (`hddm.training.mean_flow`)."""
     noise_range: NoiseRange = WHOLE
     """The part of t that it was trained for (`hddm.velocity`)."""
     variance_head: bool = False
@@ -165,7 +165,7 @@ class ExpertRecord(Record):
         return self
 
     def refuse_student(self, name: str, why: str) -> None:
-        """Raise an `HddmError` that tells ``why`` a student of few steps, called ``name``, is not taken."""
+        """Raise an `HddmError` that says ``why`` ``name``, if it is a student of few steps, is refused."""
         if self.sampling_steps is not None:
             raise HddmError(f"{name}: is a student of few steps; {why}")
 
@@ -188,7 +188,7 @@ class RouterRecord(Record):
     time_scale: Positive
     sample_shape: tuple[int, int, int]
     shard_hashes: tuple[str, ...]
-    """One a shard, in the order of the router's outputs; none where the shards are not known."""
+    """One per shard, in the order of the router's outputs; none where the shards are not known."""
     shard_images: tuple[Count, ...]
     temperatures: Annotated[tuple[Temperature, ...], Field(min_length=1)] = (1.0,)
     """Logits are divided by these, at times spread evenly over [0, 1] and linearly between."""
@@ -256,19 +256,36 @@ def null_conditions(null_class: int | None) -> dict[str, Tensor]:
     return {} if null_class is None else {"class_labels": torch.tensor(null_class)}
 
 
-def save_expert(folder: Path, expert: Expert) -> None:
-    """Write an expert into an existing empty ``folder``."""
-    expert.network.save_pretrained(folder)
+def save_expert(
+    folder: Path,
+    expert: Expert,
+    dtype: torch.dtype = torch.float32,
+    weak_dtype: torch.dtype = torch.bfloat16,
+    keeps_adapter: bool = False,
+) -> None:
+    """Write an expert into an existing empty ``folder``.
+
+    Weights that are not in memory are read in ``dtype``, and its weak model's in ``weak_dtype``. With
+    ``keeps_adapter`` the files of its adapter are taken as they are; else its weights are merged.
+    """
+    expert.network.save_config(folder)
+    facts, tensors = expert.facts, expert.network.state_dict()
+    if keeps_adapter and facts.adapter and expert.folder:
+        for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+            link_or_copy(expert.folder / name, folder / name)
+    else:
+        facts = without_adapter(facts)
+        if any(value.is_meta for value in tensors.values()):
+            tensors = expert.unread.read(dtype)
+        here = {name: value.cpu().contiguous() for name, value in tensors.items()}
+        save_file(here, folder / WEIGHTS, {"format": "pt"})
     if expert.calibration is not None:
         expert.calibration.save(folder)
-    save_weak(folder, expert)
-    write_records(folder, expert.facts, expert.nulls)
-
-
-def save_weak(folder: Path, expert: Expert, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write the weights to guide ``expert`` by, if any, into its ``folder``."""
+    if expert.topic is not None:
+        expert.topic.save(folder)
     if expert.weak is not None:
-        save_file(expert.weak.read(dtype), folder / WEAK, {"format": "pt"})
+        save_file(expert.weak.read(weak_dtype), folder / WEAK, {"format": "pt"})
+    write_records(folder, facts, expert.nulls)
 
 
 def joint_licence(licences: Iterable[str | None]) -> str | None:
@@ -297,7 +314,9 @@ def read_nulls(folder: Path) -> dict[str, Tensor]:
     return nulls
 
 
-def as_field(expert: Expert, network: nn.Module, weak: nn.Module | None = None) -> VelocityField:
+def as_field(
+    expert: Expert, network: Callable[..., Tensor], weak: Callable[..., Tensor] | None = None
+) -> VelocityField:
     """An expert as a velocity field that uses ``network``, with any adapter merged, and ``weak`` to guide by.
 
     Raises `HddmError` for a schedule that is unknown or does not fit the prediction type.
@@ -386,12 +405,10 @@ def open_expert(
     but not for NaN, Inf or another base.
     """
     record = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
-    base = None
-    if record.adapter is None:
-        unread = unread_network(folder, EXPERT_NETWORKS)
-    else:
-        base = base_of(folder, record.adapter, bases)
-        unread = unread_adapted(folder, record.adapter, base, EXPERT_NETWORKS)
+    base = None if record.adapter is None else base_of(folder, record.adapter, bases)
+    unread = unread_network(folder, EXPERT_NETWORKS, base and base / WEIGHTS)
+    if record.adapter is not None and base is not None:
+        unread = Unread(unread.network, Merged(folder, record.adapter, base))
     interface = interface_of(type(unread.network).__name__, unread.network.config, record.sample_shape[1:])
     for key in ("sample_shape", "variance_head", "conditions"):
         stated, found = getattr(record, key), getattr(interface, key)
@@ -408,10 +425,7 @@ def open_expert(
         found = f"is of samples of {len(calibration.moments.mean)} numbers, not of {record.sample_shape}"
         raise HddmError(f"{folder / CALIBRATION}: {found}; delete it and calibrate anew")
     if with_calibration and calibration is None and record.training_calibration:
-        raise HddmError(
-            f"{folder}: its calibration is not there, and it was trained in it; copy the expert again from "
-            "where it was trained"
-        )
+        raise HddmError(f"{folder}: lacks the calibration that it was trained with; copy the expert again")
     nulls = read_nulls(folder)
     if unknown := sorted(set(nulls) - set(record.conditions)):
         raise HddmError(f"{folder / NULL_FILE}: holds {unknown}, which are no conditions of this expert")

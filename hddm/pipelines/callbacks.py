@@ -1,18 +1,18 @@
-"""Callbacks at the end of a step, as diffusers has them: what they read of a pipeline, and what they change.
+"""Callbacks at the end of a step, as in diffusers: what they read from a pipeline, and what they change.
 
 A callback sees the conditional rows of ``prompt_embeds`` only; diffusers puts the negative ones before them.
-Its official callbacks work on either: they take the last row and turn guidance off.
+Its official callbacks work on both: they keep the last row and turn guidance off.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 from torch import Tensor
 
-from hddm.expert_use import ExpertUse
-from hddm.sampling import Conditions
+from hddm.conditions import Conditions
+from hddm.evaluation.expert_use import ExpertUse
 from hddm.solvers import OnStep
 from hddm.utils.errors import HddmError
 from hddm.velocity import Guidance
@@ -26,15 +26,13 @@ _KEYWORDS = {
     "add_text_embeds": "text_embeds",
     "add_time_ids": "time_ids",
 }
-"""Keywords of networks by the names that diffusers' pipelines give them."""
+"""Network keywords by their names in diffusers' pipelines."""
 
 
 class Callbacks:
     """The state of a call that callbacks read and set."""
 
-    _callback_tensor_inputs = [  # noqa: RUF012 - diffusers'
-        "latents", "expert_weights", "prompt_embeds", "negative_prompt_embeds"
-    ]  # fmt: skip
+    _callback_tensor_inputs: ClassVar = [_LATENTS, _WEIGHTS, "prompt_embeds", "negative_prompt_embeds"]
     _asked = Guidance(1.0)
     _guidance_scale = 1.0
     _num_timesteps = 0
@@ -66,9 +64,9 @@ class Callbacks:
         return self._guidance().by_condition
 
     def _guidance(self) -> Guidance:
-        """Guidance of the next call of the velocity: as asked for, or with the scale that a callback has set.
+        """Guidance of the next call of the velocity: as requested, or with the scale that a callback set.
 
-        As in diffusers, such a scale of 1 or less is none.
+        As in diffusers, a callback's scale of 1 or less means no guidance.
         """
         scale = float(self._guidance_scale)
         if scale == self._asked.scale:
@@ -82,71 +80,64 @@ class Callbacks:
 
     def _on_step(
         self,
+        advance: Callable[[], object],
         callback: Callback | None,
         names: Sequence[str],
         times: Tensor,
         asked: Conditions,
         use: ExpertUse,
     ) -> OnStep:
-        """The ``on_step`` of a solver that calls ``callback``, and puts what it returns in its place.
+        """The ``on_step`` of a solver that calls ``advance`` and then ``callback``, and applies its answer.
 
-        The callback gets the tensors ``names``, or those that an official callback of diffusers asks for.
-        Raises `HddmError` for one that this call does not have, or that comes back in another shape.
+        The callback gets the tensors ``names``, or those that an official callback of diffusers declares.
+        Raises `HddmError` for a tensor that this call does not have, or that comes back in another shape.
         """
         if isinstance(callback, PipelineCallback | MultiPipelineCallbacks):
             names = callback.tensor_inputs
-        for name in (one for one in names if one != _WEIGHTS):
-            _place(name, asked)
+        for name in names:
+            _place(name, asked, (_LATENTS, _WEIGHTS))
 
         def step(index: int, x: Tensor) -> Tensor:
+            advance()
             if callback is None:
                 return x
-            before = {name: use.last if name == _WEIGHTS else _held(name, x, asked) for name in names}
-            outcome = callback(self, index, 1000 * float(times[index]), dict(before)) or {}
+            state, tensors = {_LATENTS: x}, {}
+            for name in names:
+                held, keyword = _place(name, asked, state | {_WEIGHTS: use.last})
+                tensors[name] = held[keyword]
+            outcome = callback(self, index, 1000 * float(times[index]), tensors) or {}
             if self._asked.scale == 1.0 and self._guidance().scale != 1.0:
-                raise HddmError(
-                    f"a callback set _guidance_scale to {self._guidance_scale:g} in a call that began "
-                    "without guidance: there is nothing to guide away from; begin with a scale above 1"
-                )
+                raise HddmError("a callback set _guidance_scale in a call that began without; begin above 1")
             for name, value in outcome.items():
-                fitting = _fitting(name, value, _held(name, x, asked))
-                if name == _LATENTS:
-                    x = fitting
-                else:
-                    branch, keyword = _place(name, asked)
-                    branch[keyword] = fitting
-            return x
+                held, keyword = _place(name, asked, state)
+                held[keyword] = _fitting(name, value, held[keyword])
+            return state[_LATENTS]
 
         return step
 
 
-def _place(name: str, asked: Conditions) -> tuple[dict[str, Tensor], str]:
-    """The conditions that hold a callback's tensor, and its keyword there."""
+def _place(name: str, asked: Conditions, state: Any) -> tuple[Any, str]:
+    """What holds a callback's tensor, ``state`` or one branch of the conditions, and its keyword there."""
+    if name in state:
+        return state, name
     branch = asked.negative if name.startswith(_NEGATIVE) else asked.given
     own = name.removeprefix(_NEGATIVE)
     keyword = _KEYWORDS.get(own, own)
-    if name != _LATENTS and keyword not in branch:
-        named = {keyword: own for own, keyword in _KEYWORDS.items()}
-        known = [_LATENTS, *(named.get(one, one) for one in asked.given)]
-        known += [_NEGATIVE + named.get(one, one) for one in asked.negative]
+    if keyword not in branch:
+        known = [_LATENTS, *asked.given, *(_NEGATIVE + one for one in asked.negative)]
         raise HddmError(f"callbacks see {', '.join(map(repr, known))} in this call, not {name!r}")
     return branch, keyword
-
-
-def _held(name: str, x: Tensor, asked: Conditions) -> Tensor:
-    branch, keyword = _place(name, asked)
-    return x if name == _LATENTS else branch[keyword]
 
 
 def _fitting(name: str, value: Tensor, before: Tensor) -> Tensor:
     """A tensor that a callback returned, in the shape of the one ``before``."""
     if value.shape == before.shape:
         return value.to(before)
-    # Official callbacks of diffusers return the last row, which is that of every image of one prompt.
+    # Official callbacks of diffusers return the last row; with one prompt, all images share it.
     is_row = len(before) > 0 and value.shape == before[:1].shape
     if is_row and name != _LATENTS and bool((before == before[-1:]).all()):
         return value.to(before).expand_as(before)
+    shapes = f"{tuple(value.shape)}, and this call has {tuple(before.shape)}"
     raise HddmError(
-        f"a callback returned {name} of shape {tuple(value.shape)}, and this call has {tuple(before.shape)}; "
-        "one row stands for all images only where they have one prompt: make the others in calls of their own"
+        f"a callback returned {name} of shape {shapes}; with several prompts, make a call for each"
     )

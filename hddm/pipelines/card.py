@@ -1,22 +1,23 @@
-"""Model card of an ensemble: README.md, whose first lines are YAML that model hubs read."""
+"""Model card of an ensemble: README.md, whose first lines are YAML for model hubs."""
 
 import contextlib
 import re
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
+from jinja2 import Environment, StrictUndefined
 
-from hddm.classes import join_classes
-from hddm.evaluation.compare import escaped, markdown_table, table
+from hddm.conditions import join_classes
+from hddm.evaluation.compare import escaped, table
 from hddm.evaluation.results import ResultGroup, read_result
 from hddm.experts.assembly import PIPELINE_FILE
-from hddm.experts.compatibility import takes_classes, takes_text
+from hddm.experts.compatibility import read_entries, takes_classes, takes_text
 from hddm.experts.ensemble_folders import EnsembleRecord, components_in
-from hddm.experts.parts import class_lists, read_records
 from hddm.experts.records import ExpertRecord
 from hddm.utils.errors import HddmError, counted, one_line
-from hddm.utils.records import WHOLE, content_hash
+from hddm.utils.records import content_hash
 
 CARD = "README.md"
 MARK = "<!-- hddm push writes this card anew; without this line it is yours, and stays. -->"
@@ -25,7 +26,7 @@ _HUB_LICENCES = {
     *("cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0", "cc-by-nc-nd-4.0"),
     *("openrail", "openrail++", "creativeml-openrail-m", "bigscience-openrail-m", "unlicense"),
 }
-"""Licences that a hub knows by a name; any other is ``other``, with its name beside."""
+"""Licences that hubs know by name; any other is ``other``, with its own name beside it."""
 _NON_COMMERCIAL = re.compile(r"(?<![a-z])(nc(?![a-z])|non.?commercial|research.only)", re.IGNORECASE)
 
 Licences = Mapping[str, str | None]
@@ -40,12 +41,13 @@ def model_card(
     picture: str | None = None,
     results: Path | None = None,
 ) -> tuple[str, list[str]]:
-    """Return the card of the ensemble in ``folder``, to be called ``repo_id``, and what it warns of.
+    """Return the card of the ensemble in ``folder``, to be called ``repo_id``, and the remarks at its top.
 
-    ``licence`` is of experts that record none, ``picture`` a file beside the card, ``results`` those of
+    ``licence`` is for experts that record none, ``picture`` a file beside the card, ``results`` a result of
     ``hddm evaluate``, or a table in Markdown. Raises `HddmError` for results of another model.
     """
-    records = [record for _, record in read_records([folder / one.folder for one in facts.experts])]
+    entries = read_entries([folder / one.folder for one in facts.experts], facts.experts)
+    records = [one.record for one in entries]
     licences = licences_of(folder, facts, records, licence)
     components, has_text = components_in(folder), any(map(takes_text, records))
     front, front_name, said = licence_of(licences)
@@ -56,42 +58,39 @@ def model_card(
         pipeline_tag="text-to-image" if has_text else "unconditional-image-generation",
         tags=["hddm", "diffusion", "ensemble", "mixture-of-experts"],
     )
-    of = dict(zip((one.label for one in facts.experts), map(_row, records), strict=True))
-    classes = join_classes(tuple(class_lists(facts.experts, [("", record) for record in records]))).names
-    rows = [
-        [*map(_literal, (name, *of.get(name, [""] * 3), one or f"unknown: ask the owner of {name}"))]
-        for name, one in licences.items()
-    ]
-    title = repo_id.split("/")[-1]
-    of_classes = f"of {counted(len(classes), 'class', 'classes')} " if classes else ""
+    classes = join_classes(tuple(one.classes for one in entries)).names
     shapes = dict.fromkeys("×".join(map(str, one.sample_shape)) + f" {one.space}" for one in records)
-    blocks = [
-        f"---\n{data.to_yaml()}\n---",
-        f"# {_literal(title)}",
-        *("**{}**:{}".format(*escaped(_literal(line)).split(":", 1)) for line in said),
-        f"{counted(len(records), 'diffusion expert')} that learned apart, sampled as one model by hddm. It "
-        f"makes images {'from prompts ' if has_text else of_classes}in {', '.join(shapes)}; at sampling the "
-        f"experts are chosen by the strategy {escaped(_literal(facts.strategy))}.",
-        *([f"![Samples]({picture})"] if picture else []),
-        "## Parts\n\n"
-        + "\n".join(markdown_table(["part", "objective", "data", "source", "licence"], rows, "left")),
-        *([f"## Measured\n\n{_measured(results, folder, title)}"] if results else []),
-        f"## Use\n\n```bash\npip install .  # in a checkout of hddm\n```\n\n```python\n"
-        f"{usage(repo_id, records, components)}\n```",
-    ]
-    if (folder / PIPELINE_FILE).exists():
-        # From a hub's name diffusers loads no part of a library that it does not know.
-        blocks.append(
-            f'Or in diffusers: `folder = snapshot_download("{repo_id}")`, '
-            "`DiffusionPipeline.from_pretrained(folder, custom_pipeline=folder, trust_remote_code=True)`."
-        )
-    return "\n\n".join([*blocks, MARK]) + "\n", said
+    environment = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    environment.filters |= {"literal": _literal, "counted": counted, "basename": lambda path: Path(path).name}
+    template = environment.from_string((files("hddm.pipelines") / "card.md.j2").read_text(encoding="utf-8"))
+    title = repo_id.split("/")[-1]
+    text = template.render(
+        front=data.to_yaml(),
+        title=title,
+        remarks=[line.split(":", 1) for line in said],
+        records=records,
+        by_name=dict(zip((one.label for one in facts.experts), records, strict=True)),
+        licences=licences,
+        components=components,
+        takes_text=has_text,
+        takes_classes=any(map(takes_classes, records)),
+        classes=classes,
+        shapes=shapes,
+        strategy=facts.strategy,
+        picture=picture,
+        measured=results and _measured(results, folder, title),
+        repo_id=repo_id,
+        # Given a hub's name, diffusers loads no part of a library that it does not know.
+        has_code=(folder / PIPELINE_FILE).exists(),
+        mark=MARK,
+    )
+    return text, said
 
 
 def licences_of(
     folder: Path, facts: EnsembleRecord, records: Sequence[ExpertRecord], stated: str | None
 ) -> Licences:
-    """Licences of the experts, and of the other parts that hold one in a card of their own."""
+    """Licences of the experts, and of other parts whose own card states one."""
     pairs = zip(facts.experts, records, strict=True)
     found = {member.label: _known(one.licence) or stated for member, one in pairs}
     for name in components_in(folder):
@@ -104,17 +103,17 @@ def licences_of(
 
 
 def _known(licence: object) -> str | None:
-    """A licence, None where what is recorded names none."""
+    """A licence; None if none is recorded."""
     known = one_line(licence) if isinstance(licence, str) and licence.strip() else "unknown"
     known = "".join(filter(str.isprintable, known))
     return None if known.lower() in ("other", "unknown") else known
 
 
 def licence_of(licences: Licences) -> tuple[str, str | None, list[str]]:
-    """Licence of the whole as hubs know it, its name where it is ``other``, and what a card says first.
+    """Licence of the whole as hubs know it, its name if it is ``other``, and the remarks at the card's top.
 
-    It is that of the parts, where all have the same. A part that is not for commercial use makes the whole
-    so; an unknown licence makes it unknown.
+    It is the parts' licence if they share one. One non-commercial part makes the whole non-commercial, and an
+    unknown licence makes it unknown.
     """
     said = [
         f"Non-commercial: {name} is under {one}, so all of this is not for commercial use."
@@ -124,7 +123,7 @@ def licence_of(licences: Licences) -> tuple[str, str | None, list[str]]:
     is_free, unknown = not said, [name for name, one in licences.items() if one is None]
     if unknown:
         said.append(f"Licence unknown: ask the owner of {', '.join(unknown)}.")
-    # A remark in brackets says where a licence is known from.
+    # A remark in brackets tells the source of the licence.
     stated = {each for one in licences.values() if one for each in one.lower().split(" and ")}
     joint = " and ".join(sorted({re.sub(r" \(.*", "", one) for one in stated}))
     if not unknown and joint in _HUB_LICENCES:
@@ -135,35 +134,6 @@ def licence_of(licences: Licences) -> tuple[str, str | None, list[str]]:
     return "other", name, said
 
 
-def usage(repo_id: str, records: Sequence[ExpertRecord], components: Sequence[str]) -> str:
-    """Lines of Python that make an image of the ensemble on a hub."""
-    lines = [
-        "import hddm",
-        "from huggingface_hub import snapshot_download\n",
-        f'pipe = hddm.HDDMPipeline.from_pretrained(snapshot_download("{repo_id}"))',
-    ]
-    given = "class_labels=[0], " if any(map(takes_classes, records)) else ""
-    if any(map(takes_text, records)):
-        given = '"a red car", ' if "text_encoder" in components else "prompt_embeds=…, "
-    is_decoded = records[0].space == "pixels" or "vae" in components
-    end = 'seed=0).images[0].save("image.png")' if is_decoded else 'seed=0, output_type="latent").images'
-    return "\n".join([*lines, f"pipe({given}{end}"])
-
-
-def _row(record: ExpertRecord) -> list[str]:
-    """Objective, data and source of an expert."""
-    shard, source = record.shard, record.source
-    part = "" if record.noise_range == WHOLE else ", t in {:g}:{:g}".format(*record.noise_range)
-    objective = f"{record.objective}{part}"
-    data = "not recorded"
-    if shard is not None:
-        data = f"{counted(shard.images, 'image')}, shard {shard.index} of {shard.num_shards}"
-    if source is None:
-        return [objective, data, "trained by hddm"]
-    first = source.first
-    return [objective, data, f"{first.layout}: {', '.join(Path(name).name for name in first.files)}"]
-
-
 def _measured(results: Path, folder: Path, title: str) -> str:
     if results.suffix == ".md":
         return results.read_text(encoding="utf-8").strip()
@@ -172,9 +142,9 @@ def _measured(results: Path, folder: Path, title: str) -> str:
     if source not in (None, content_hash(folder)):
         raise HddmError(f"--results {results}: measures another model; sample {folder}, and evaluate that")
     marks = [f"Not comparable: {reason}." for reason in result.content["reasons"]]
-    return "\n\n".join([table([ResultGroup(title, (result,))]), *map(escaped, map(_literal, marks))])
+    return "\n\n".join([table([ResultGroup(title, (result,))]), *map(_literal, marks)])
 
 
 def _literal(text: str) -> str:
-    """``text`` without a meaning in Markdown, but for what `escaped` treats."""
-    return re.sub(r"([\\`*_~$&\[\]])", r"\\\1", text)
+    """``text`` as one line without a meaning in Markdown, also within a table."""
+    return escaped(re.sub(r"([\\`*_~$&\[\]])", r"\\\1", text))

@@ -8,16 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hddm.classes import LABELS, Labels, class_indices
+from hddm.conditions import LABELS, Conditions, Labels, check_labels, class_indices
 from hddm.experts.model_index import numbered
-from hddm.networks.text_encoder import Embedded, embed
+from hddm.networks.text_encoder import embed
 from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.pipelines.offloading import Offloading
 from hddm.routers import PromptRouter
-from hddm.sampling import Conditions
 from hddm.utils.errors import HddmError
 from hddm.utils.records import composed
-from hddm.velocity import check_labels
 
 _TEXT, _MASK, *_ = TEXT_CONDITIONS
 
@@ -33,84 +31,57 @@ class Encoding(Offloading):
         class_labels: Labels | None = None,
         negative_prompt: str | Sequence[str] | None = None,
         guided: bool = False,
-        prompt_embeds: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None,
         conditions: Mapping[str, Tensor] | None = None,
         negative_conditions: Mapping[str, Tensor] | None = None,
     ) -> Conditions:
         """Conditions by network keyword, and p(k | prompt), one row per prompt or class.
 
-        Arguments are those of a call; ``guided`` says whether there will be a negative branch. Each text
-        expert gets the tokens of its own text encoder. A class expert gets the longest class name that the
-        prompt contains, and has p = 0 where it contains none that it knows; without a topic its part of those
-        prompts is its share of the images.
+        Arguments are those of a call; ``guided`` tells that guidance uses a negative branch. Each text expert
+        gets the tokens of its own text encoder. A class expert gets the longest class name in the prompt, and
+        p = 0 for prompts that name no class of its own; without a topic, its share of the other prompts is
+        its share of all images.
 
         Raises:
-            HddmError: for prompts without a text encoder, or arguments that exclude each other.
+            HddmError: for prompts that the model cannot read, and arguments that exclude each other.
         """
-        if prompt is not None and not all(isinstance(one, str) for one in prompt):
-            raise HddmError("prompt is a text or a list of texts; classes are passed as class_labels=")
+        if prompt is not None and not self.readers and not self._takes_classes.any():
+            raise HddmError("--prompt: the model is unconditional; drop the option")
+        if negative_prompt is not None and not guided:
+            raise HddmError("--negative-prompt: needs a --guidance-scale other than 1, by condition")
+        if negative_prompt is not None and prompt is None:
+            raise HddmError("a negative_prompt needs a prompt too")
         given, against, prior = dict(conditions or {}), dict(negative_conditions or {}), None
         if class_labels is not None:
-            if LABELS in given:
-                raise HddmError("class_labels is among the conditions too; pass it once")
-            given[LABELS] = class_indices(class_labels, self.ensemble.classes)
+            _add(given, {LABELS: class_indices(class_labels, self.ensemble.classes)})
         check_labels(given, self.ensemble.classes)
-        if negative_prompt is not None and prompt is None:
-            raise HddmError("a negative_prompt needs a prompt beside it")
-        has_negative = negative_prompt is not None or negative_prompt_embeds is not None or _TEXT in against
-        if not guided:
-            negative_prompt = None
-        elif prompt is not None and not has_negative:
-            negative_prompt = ""
-        texts = None if prompt is None else [prompt] if isinstance(prompt, str) else list(prompt)
-        if isinstance(negative_prompt, str):
-            negative_prompt = [negative_prompt] * len(texts or ())
-        for name, wanted, tokens, into in (
-            ("prompt", texts, prompt_embeds, given),
-            ("negative_prompt", negative_prompt, negative_prompt_embeds, against),
-        ):
-            if wanted is not None and tokens is not None:
-                raise HddmError(f"pass a {name} or {name}_embeds, not both")
-            if _TEXT in into and not (wanted is None and tokens is None):
-                kind = "conditions" if into is given else "negative conditions"
-                raise HddmError(f"{_TEXT} is among the {kind} too; pass it once")
-            if tokens is not None:
-                into[_TEXT] = tokens
-            if wanted is not None:
-                embedded = {number: self._embed(number, wanted) for number in sorted(self.readers)}
-                into |= self._tokens(embedded)
-                if into is given:
-                    labels, prior = self._routed(wanted, LABELS in given, embedded)
-                    given |= {} if labels is None else {LABELS: labels}
-        widths = {
-            record.text_encoder.width
-            for record, number in zip(self.experts.facts, self._numbers, strict=True)
-            if record.text_encoder and number == 0
-        }
-        if prompt_embeds is not None and widths - {prompt_embeds.shape[-1]}:
-            raise HddmError(
-                f"prompt_embeds are {tuple(prompt_embeds.shape)}, and these experts take tokens of "
-                f"{' and '.join(map(str, sorted(widths)))} numbers"
-            )
+        if prompt is not None:
+            texts = [prompt] if isinstance(prompt, str) else list(prompt)
+            tokens, pooled = self._embed(texts)
+            _add(given, tokens)
+            labels, prior = self._routed(texts, LABELS in given, pooled)
+            given |= {} if labels is None else {LABELS: labels}
+            if negative_prompt is None and guided and _TEXT not in against:
+                negative_prompt = ""
+            if negative_prompt is not None:
+                if isinstance(negative_prompt, str):
+                    negative_prompt = [negative_prompt] * len(texts)
+                _add(against, self._embed(negative_prompt)[0])
         return Conditions(given, against, prior)
 
     @property
-    def _numbers(self) -> Sequence[int]:
-        """Number of each expert's text encoder."""
-        return self.experts.encoders.texts
+    def readers(self) -> set[int]:
+        """Numbers of the text encoders that a prompt needs: for text experts, and for topics."""
+        numbers = zip(self.experts.facts, self.experts.encoders.texts, strict=True)
+        found = {number for record, number in numbers if _TEXT in record.conditions}
+        found |= set() if self._topics is None else {self._topics}
+        # Experts that declare no conditions may take text.
+        return found or ({0} if self.ensemble.conditions is None else set())
 
     @property
-    def readers(self) -> set[int]:
-        """Numbers of the text encoders that a prompt needs: those of experts of text, and of their topics."""
-        of_text = {
-            number
-            for record, number in zip(self.experts.facts, self._numbers, strict=True)
-            if _TEXT in record.conditions
-        }
-        found = of_text | (set() if self._topics is None else {self._topics})
-        # Names of classes need none.
-        return found or (set() if self._takes_classes.any() else {0})
+    def takes_prompts(self) -> bool:
+        """True if an expert takes text, and all text encoders for it are there."""
+        is_read = any(_TEXT in record.conditions for record in self.experts.facts)
+        return is_read and all(None not in self._reader(number) for number in self.readers)
 
     @property
     def _topics(self) -> int | None:
@@ -120,69 +91,68 @@ class Encoding(Offloading):
 
     @property
     def _takes_classes(self) -> Tensor:
-        """Which experts are asked for the class that a prompt names (K,)."""
+        """Which experts get the class that a prompt names (K,)."""
         conditions = (one.conditions for one in self.experts.facts)
         return torch.tensor([LABELS in given and _TEXT not in given for given in conditions])
 
-    def can_read(self, number: int) -> bool:
-        """True with the text encoder of that number, and its tokenizer."""
+    def _reader(self, number: int) -> tuple[Any, Any]:
+        """Text encoder and tokenizer of that number, None where they are missing."""
         names = (numbered("text_encoder", number), numbered("tokenizer", number))
-        return all(getattr(self, name, None) is not None for name in names)
+        return getattr(self, names[0], None), getattr(self, names[1], None)
 
-    def _embed(self, number: int, texts: Sequence[str]) -> Embedded:
-        if not self.can_read(number):
-            raise HddmError(
-                "a prompt needs a text encoder and a tokenizer, and this ensemble has none"
-                f"{f' of number {number + 1}' if number else ''}; give it both "
-                "(hddm assemble ENSEMBLE --text-encoder FOLDER --tokenizer FOLDER), or pass prompt_embeds"
-            )
-        tokenizer = getattr(self, numbered("tokenizer", number))
-        with self.present(getattr(self, numbered("text_encoder", number))) as text_encoder:
-            return embed(text_encoder, tokenizer, texts)
-
-    def _tokens(self, embedded: Mapping[int, Embedded]) -> dict[str, Tensor]:
-        """Tokens and masks for all experts of text, by the names of the ensemble's conditions."""
-        found, declared = dict[str, Tensor](), self.ensemble.conditions
-        for number, made in embedded.items():
+    def _embed(self, texts: Sequence[str]) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Tokens and masks by the names of the ensemble's conditions, and embeddings that topics compare."""
+        found, pooled, declared = dict[str, Tensor](), None, self.ensemble.conditions
+        for number in sorted(self.readers):
+            text_encoder, tokenizer = self._reader(number)
+            if text_encoder is None or tokenizer is None:
+                names = f"{numbered('text_encoder', number)} and {numbered('tokenizer', number)}"
+                raise HddmError(
+                    f"--prompt: needs {names}; add them (hddm assemble --text-encoder FOLDER --tokenizer "
+                    "FOLDER; to Paris as folders of these names), or pass --conditions or prompt_embeds"
+                )
+            with self.present(text_encoder) as present:
+                made = embed(present, tokenizer, texts)
+            pooled = made.pooled if number == self._topics else pooled
             for keyword, value in ((_TEXT, made.tokens), (_MASK, made.mask)):
                 name = numbered(keyword, number)
                 if value is not None and (declared is None or name in declared):
                     found[name] = value
-        return found
+        return found, pooled
 
     def _routed(
-        self, texts: Sequence[str], has_labels: bool, embedded: Mapping[int, Embedded]
+        self, texts: Sequence[str], has_labels: bool, pooled: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """The classes that prompts name, for experts that take no text, and p(k | prompt).
 
-        ``embedded`` has the texts by the number of their encoder. With ``has_labels`` no class is looked for.
+        ``pooled`` are the prompts' embeddings for topics. With ``has_labels`` the classes are known already.
         """
-        ensemble, topics, takes_classes = self.ensemble, self._topics, self._takes_classes
-        if topics is None and not takes_classes.any():
+        ensemble, takes_classes = self.ensemble, self._takes_classes
+        if pooled is None and not takes_classes.any():
             return None, None
         rows, is_described = ensemble.prior.expand(len(texts), -1), torch.zeros(len(takes_classes)).bool()
-        if topics is not None:
+        if pooled is not None:
             known = [one.topic for one in self.experts.experts]
-            rows = PromptRouter(known, ensemble.prior.tolist())(embedded[topics].pooled)
+            rows = PromptRouter(known, ensemble.prior.tolist())(pooled)
             is_described = torch.tensor([topic is not None for topic in known])
         if not takes_classes.any() or has_labels:
             return None, rows
         labels = torch.tensor([_named_in(text, ensemble.classes) for text in texts])
         is_named = (labels < len(ensemble.classes))[:, None]
         by_class = ensemble.prior_of(len(texts), {LABELS: labels}) * is_named * takes_classes
-        # Experts of classes without a topic share their part of the images among those that know the class.
+        # Class experts without a topic share their part of the images among those that know the class.
         named = by_class * ~is_described
         part = (ensemble.prior * takes_classes * ~is_described).sum() * (named.sum(1, keepdim=True) > 0)
         named = part * named / named.sum(1, keepdim=True).clamp_min(1e-300)
         rows = torch.where(takes_classes, rows * is_described * (by_class > 0), rows)
-        # Topics may hold those who know the class for impossible; the class is what was asked for.
+        # Topics may give p = 0 to all experts that know the class; the class was requested, so it wins.
         rows = torch.where(rows.sum(1, keepdim=True) > 0, rows, by_class * is_described)
         rows = named + (1 - part) * rows / rows.sum(1, keepdim=True).clamp_min(1e-300)
         if not (rows.sum(1) > 0).all():
-            unread = next(text for text, row in zip(texts, rows, strict=True) if not row.any())
+            text = next(text for text, row in zip(texts, rows, strict=True) if not row.any())
             some = ", ".join(ensemble.classes[:5])
             raise HddmError(
-                f"prompt {unread[:60]!r}: these experts take classes, and it names none of {some}, …"
+                f"prompt {text[:60]!r}: these experts take classes, and it names none of {some}, …"
             )
         return labels, rows if rows.shape[1] > 1 else None
 
@@ -197,20 +167,32 @@ def _named_in(text: str, classes: Sequence[str]) -> int:
     return classes.index(longest) if found else len(classes)
 
 
+def _add(into: dict[str, Tensor], new: Mapping[str, Tensor]) -> None:
+    """Add conditions; raises an `HddmError` for one that is there already."""
+    if twice := into.keys() & new.keys():
+        raise HddmError(f"{min(twice)} has two sources (prompt, embeddings, labels, conditions): pass one")
+    into |= new
+
+
+def with_text(conditions: Mapping[str, Tensor] | None, embeds: Tensor | None) -> dict[str, Tensor]:
+    """Conditions with a prompt's embeddings (batch, tokens, width)."""
+    found = dict(conditions or {})
+    _add(found, {} if embeds is None else {_TEXT: embeds})
+    return found
+
+
 def repeated(asked: Conditions, times: int, batch: int | None = None) -> tuple[Conditions, int]:
     """Repeat each row of the conditions ``times`` times; also return the resulting number of images.
 
-    A single row is expanded to the number of rows of the others, and to ``batch`` rows where provided.
+    Single rows are expanded to the number of rows of the others, and to ``batch`` rows if provided.
     """
-    if times < 1 or (batch is not None and batch < 1):
-        raise HddmError(f"num_images_per_prompt and batch_size start at 1, not {times} and {batch}")
-    rows = {name: len(value) for name, value in asked.given.items()}
-    rows |= {} if asked.prior is None else {"prompt": len(asked.prior)}
-    rows |= {f"negative {name}": len(value) for name, value in asked.negative.items()}
-    rows |= {} if batch is None else {"batch_size": batch}
-    found = max(rows.values(), default=1)
-    if not set(rows.values()) <= {1, found} or found == 0:
-        raise HddmError(f"conditions have no rows, or different numbers of them: {rows}")
+    values = [*asked.given.values(), *asked.negative.values()]
+    values += [] if asked.prior is None else [asked.prior]
+    found = max(map(len, values), default=1) if batch is None else batch
+    if min(times, found) < 1:
+        raise HddmError(
+            f"{found} prompts, labels or conditions, {times} images each: need one or more of both"
+        )
 
     def spread(value: Tensor) -> Tensor:
         value = value.expand(found, *value.shape[1:]) if len(value) == 1 else value

@@ -1,8 +1,6 @@
-"""Ensembles on a model hub that speaks the protocol of huggingface_hub."""
+"""Ensembles on a model hub that speaks huggingface_hub's protocol."""
 
-import contextlib
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,22 +44,21 @@ def plan_upload(
     picture: Path | None = None,
     results: Path | None = None,
 ) -> Upload:
-    """Return what a repository of an ensemble holds, and a card.
+    """Return the files of an ensemble's repository, with its card.
 
     These are the files that its manifests list, and README, LICENSE and pictures of its top folder; a note
-    names the rest, but for hidden files.
+    names all others that are not hidden.
 
     Arguments are those of `model_card`, with ``picture`` a file. A README.md that hddm did not write stays.
-    Raises `UsageError` for a name that is not OWNER/NAME, no ensemble, and parts of a card beside one's own;
-    `HddmError` for an ensemble that is damaged or brings code, and as `model_card`.
+    Raises `UsageError` for a name that is not OWNER/NAME, for another folder than an ensemble's, and for
+    arguments of the card beside one's own; `HddmError` for an ensemble that is damaged or brings code, and as
+    `model_card`.
     """
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repo_id, re.ASCII):
         raise UsageError(f"{one_line(repo_id, 60)}: write OWNER/NAME, of letters, digits, '-', '_' and '.'")
     restore(folder)
     if not (folder / ENSEMBLE_FILE).is_file():
-        raise UsageError(
-            f"{folder}: no ensemble folder ({ENSEMBLE_FILE}); hddm assemble makes one of experts"
-        )
+        raise UsageError(f"{folder}: no ensemble folder ({ENSEMBLE_FILE}); make one with hddm assemble")
     facts = read_ensemble_facts(folder)
     refuse_damaged_ensemble(folder, facts, range(len(facts.experts)))
     if line := foreign_pipeline(folder):
@@ -69,14 +66,12 @@ def plan_upload(
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     sealed = sealed_files(folder) if has_manifest(folder) else {MANIFEST}
     if gone := sorted(name for name in sealed if not inside(folder, name).is_file()):
-        raise HddmError(
-            f"{folder / gone[0]}: is not there; copy the folder again, whole, or write {MANIFEST} anew by "
-            f"hddm assemble {folder} --strategy {facts.strategy}"
-        )
+        again = f"write a new {MANIFEST} with hddm assemble {folder} --strategy {facts.strategy}"
+        raise HddmError(f"{folder / gone[0]}: is missing; copy the whole folder again, or {again}")
     others = [name for name in sorted(names - sealed) if not re.search(r"(^|/)\.", name)]
     papers = {name for name in others if name == PIPELINE_FILE or Path(name).stem.upper() in PAPERS}
     papers |= {name for name in others if name.lower().endswith(_PICTURES)}
-    # Folders of other tools may hold pictures and notes that are nobody else's business.
+    # Folders of other tools may hold private pictures and notes.
     papers = {name for name in papers if Path(name).parent.as_posix() in (".", "pictures")}
     files: dict[str, Path | bytes] = {name: inside(folder, name) for name in sorted(sealed | papers)}
     own, sheet = folder / CARD, None
@@ -100,45 +95,37 @@ def plan_upload(
 def upload(
     planned: Upload, private: bool | None = None, token: str | None = None, message: str | None = None
 ) -> str:
-    """Send files to a repository, which is made where it is not there; return its address.
+    """Send files to a repository, which is created if it does not exist; return its address.
 
-    ``token`` is by default that of huggingface_hub: ``HF_TOKEN``, or of ``hf auth login``. All files appear
-    in one commit at the end. Raises `HddmError` without a token, and where the hub refuses or cannot be
-    reached.
+    ``token`` is by default huggingface_hub's: ``HF_TOKEN``, or that of ``hf auth login``. All files appear in
+    one commit at the end. Raises `HddmError` without a token, and if the hub refuses or cannot be reached.
     """
     token = token or get_token()
     if not token:
-        raise HddmError("no token for the hub: set HF_TOKEN, or log in by hf auth login")
+        raise HddmError("no token for the hub: set HF_TOKEN, or log in with hf auth login")
     api, sizes = HfApi(token=token), planned.sizes
     additions = [CommitOperationAdd(name, one) for name, one in planned.files.items()]
     count, repo_id = counted(len(additions), "file"), planned.repo_id
-    with _told(api.endpoint, repo_id, token), Progress(sum(sizes.values()), f"push {count}", "B") as advance:
-        address = api.create_repo(repo_id, private=private, exist_ok=True)
-        for one in additions:
-            api.preupload_lfs_files(repo_id, [one])
-            advance(sizes[one.path_in_repo])
-        api.create_commit(repo_id, additions, commit_message=message or "Upload an ensemble by hddm")
-    return str(address)
-
-
-@contextlib.contextmanager
-def _told(endpoint: str, repo_id: str, token: str) -> Iterator[None]:
-    """Tell errors of huggingface_hub in one line, without its bars and without the token."""
     were_off = are_progress_bars_disabled()
     disable_progress_bars()
     try:
-        yield
-    # Of connections it raises the errors of another library, which differ by its version.
+        with Progress(sum(sizes.values()), f"push {count}", "B") as advance:
+            address = api.create_repo(repo_id, private=private, exist_ok=True)
+            for one in additions:
+                api.preupload_lfs_files(repo_id, [one])
+                advance(sizes[one.path_in_repo])
+            api.create_commit(repo_id, additions, commit_message=message or "Upload an ensemble with hddm")
+            return str(address)
+    # For connections it raises the errors of another library, which differ by its version.
     except Exception as error:
         answers = (getattr(one, "response", None) for one in (error, error.__cause__))
         status = next((one.status_code for one in answers if one is not None), None)
         why = {
-            401: "the hub does not take this token; log in anew by hf auth login, or set HF_TOKEN",
-            403: f"this token may not write to {repo_id}; take one that may write, of its owner",
+            401: "the hub does not accept this token; log in again with hf auth login, or set HF_TOKEN",
+            403: f"this token may not write to {repo_id}; use a token of its owner that may write",
             404: f"there is no {repo_id} that this token may see; check the owner's name",
-        }.get(status or 0)
-        text = one_line(error).replace(token, "…")
-        raise HddmError(f"{endpoint}: {why or text}; nothing was published") from error
+        }.get(status or 0, one_line(error).replace(token, "…"))
+        raise HddmError(f"{api.endpoint}: {why}; nothing was published") from error
     finally:
         if not were_off:
             enable_progress_bars()

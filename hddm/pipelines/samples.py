@@ -1,62 +1,55 @@
 """Samples of a saved model, as a folder of PNG files or of latents (`sample_to_folder`).
 
-Conditions (class labels, prompts, tensors in a file) are cycled over the images. A sheet of all images may
-lie beside the folder, which holds only samples.
+Conditions (class labels, prompts, tensors in a file) are cycled over the images. The folder holds samples
+only; a sheet of all images may lie beside it.
 """
 
-import functools
 import json
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import AfterValidator, Field
+from pydantic import Field, model_validator
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hddm.classes import LABELS, class_indices
+from hddm.conditions import LABELS, Conditions
 from hddm.data.images import open_image, save_png, to_bytes
 from hddm.data.sources.base import LARGEST_FILE
 from hddm.editing import DEFAULT_RESAMPLING
-from hddm.expert_use import ExpertUse
-from hddm.experts.ensemble_folders import ENSEMBLE_FILE
-from hddm.experts.records import EXPERT_FILE
+from hddm.evaluation.expert_use import ExpertUse
+from hddm.experts.loading import DTYPES
 from hddm.networks.folders import sha256_once
-from hddm.networks.wrappers import missing_from
+from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.noise import Seeded
+from hddm.pipelines.inputs import Begin
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.pipelines.sheets import sheet_path, write_sheet
 from hddm.routers import MomentsRouter
-from hddm.sampling import Conditions, Plan, Positive, SamplingSettings, batches, gathered, plan, run
+from hddm.running import Batch, Plan
+from hddm.sampling import Positive, SamplingSettings, batches
 from hddm.utils.drafts import Done, Draft, differences, discard_finished, open_draft
-from hddm.utils.errors import HddmError, UsageError
+from hddm.utils.errors import HddmError, UsageError, asked
 from hddm.utils.files import read_json, read_whole, sha256_of, write_json
 from hddm.utils.progress import Progress
 from hddm.utils.records import SAMPLING_FILE, content_hash
 from hddm.utils.tensors import available_device, read_safetensors
-from hddm.velocity import Guidance, check_labels
+from hddm.velocity import Guidance
 
 FORMAT = "1.3"
 LATENTS_FILE = "latents.safetensors"
 IMAGE = "{:05d}.png"
 ROUND = 1024
-"""Images that are in memory together."""
+"""Images whose experts are drawn together, so that each expert gets large batches."""
 ENOUGH = 32
-"""Images from which on a router that takes one expert for all is doubted."""
+"""Images from which on a router that uses one expert for all is doubted."""
 NEGATIVE = "negative_"
 
 log = logging.getLogger(__name__)
-
-
-def _ordered(interval: tuple[float, float]) -> tuple[float, float]:
-    if not 0 <= interval[0] <= interval[1] <= 1:
-        raise ValueError("must be two t, 0 <= low <= high <= 1")
-    return interval
 
 
 class SampleSettings(SamplingSettings):
@@ -69,12 +62,12 @@ class SampleSettings(SamplingSettings):
     seed: Annotated[int, Field(ge=0)] = 0
     start: Annotated[int, Field(ge=0)] = 0
     shift: float | None = None
-    """Of the time grid; None for the model's own."""
+    """Shift of the time grid; None for the model's own."""
     expert: int | None = None
     router_every: Positive = 1
     cfg_channels: int | None = None
-    guidance_interval: Annotated[tuple[float, float], AfterValidator(_ordered)] = (0.0, 1.0)
-    guidance_rescale: Annotated[float, Field(ge=0, le=1)] = 0.0
+    guidance_interval: tuple[float, float] = (0.0, 1.0)
+    guidance_rescale: float = 0.0
     class_labels: str | None = None
     """Names or numbers, comma-separated, cycled over the images."""
     prompts: tuple[str, ...] = ()
@@ -89,9 +82,9 @@ class SampleSettings(SamplingSettings):
     mask: Path | None = None
     """A picture that is white where images are new."""
     resampling_steps: Positive = DEFAULT_RESAMPLING
-    """How often each step is taken, with a mask."""
+    """Repeats of each step, with a mask."""
     height: Positive | None = None
-    """Of the images in pixels; None for the model's own."""
+    """Image height in pixels; None for the model's own."""
     width: Positive | None = None
     batch_size: Positive = 64
     device: str = "auto"
@@ -102,6 +95,12 @@ class SampleSettings(SamplingSettings):
     compile: bool = False
     output_type: Literal["png", "latent"] = "png"
 
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        # Guidance checks its own numbers.
+        _ = self.guidance
+        return self
+
     @property
     def numbers(self) -> range:
         """Numbers of the images."""
@@ -109,26 +108,15 @@ class SampleSettings(SamplingSettings):
 
     @property
     def guidance(self) -> Guidance:
-        """Scale and other guidance options together."""
-        return Guidance(
-            self.guidance_scale,
-            self.cfg_channels,
-            self.guidance_interval,
-            self.guidance_rescale,
-            self.guide_by,
-        )
+        """Scale and the other guidance options."""
+        interval, rescale = self.guidance_interval, self.guidance_rescale
+        return Guidance(self.guidance_scale, self.cfg_channels, interval, rescale, self.guide_by)
 
     @property
-    def how(self) -> dict[str, Any]:
+    def plan_arguments(self) -> dict[str, Any]:
         """Arguments of `hddm.sampling.plan`."""
         own = {name: getattr(self, name) for name in ("shift", "expert", "router_every")}
-        return super().how | own | {"noise": Seeded(self.seed)}
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """Dtype that networks run in."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
+        return super().plan_arguments | own | {"noise": Seeded(self.seed)}
 
 
 def sample_to_folder(
@@ -143,81 +131,63 @@ def sample_to_folder(
 
     It holds ``00000.png`` …, counted from ``settings.start``, or ``latents.safetensors``, and
     ``sampling.json``: settings, shift of the time grid, and use of the experts over time. With ``grid``, a
-    sheet of the images is written beside it (`write_sheet`), and its line is returned.
+    sheet of the images is written beside it (`write_sheet`), and a line about it is returned.
 
-    A killed run keeps its complete batches; ``resume`` goes on to the same bytes as without the kill, on the
-    same machine and versions. Raises `HddmError` for an existing ``out``, an unfinished run without
-    ``resume`` or of other settings, a model that cannot be loaded, wrong settings or a full disk, and
-    `Stopped` for `Interrupted`.
+    A killed run keeps its complete batches; ``resume`` continues it to the same bytes, on the same machine
+    and versions. Raises `HddmError` for an existing ``out``, an unfinished run without ``resume`` or with
+    other settings, a model that cannot be loaded, wrong settings or a full disk, and `Stopped` for
+    `Interrupted`.
     """
-    if grid and settings.output_type == "latent":
+    is_latent, device = settings.output_type == "latent", available_device(settings.device)
+    if grid and is_latent:
         raise UsageError("--grid: shows images, and --output-type latent makes none; drop one of the two")
-    for option in ("strength", "mask") if settings.init_image is None else ():
-        if (value := getattr(settings, option)) is not None:
-            raise UsageError(f"--{option} {value}: changes an --init-image; name one")
-    device = available_device(settings.device)
-    for option in ("strategy", "expert", "max_memory") if (source / EXPERT_FILE).exists() else ():
-        if (value := getattr(settings, option)) is not None:
-            name = f"--{option.replace('_', '-')}"
-            raise UsageError(f"{name} {value}: {source} is a single expert; drop the option")
     pipeline = HDDMPipeline.from_pretrained(
-        source, torch_dtype=settings.torch_dtype, offload=settings.offload, max_memory=settings.max_memory
+        source, dtype=DTYPES[settings.dtype], offload=settings.offload, max_memory=settings.max_memory
     ).to(device)
     if settings.compile:
         pipeline.experts.compile(dynamic=True)
-    check_output(source, pipeline, settings, grid)
-    made = _Run(pipeline, settings)
-    settings = settings.model_copy(update={"steps": made.how.steps, "solver": made.how.solver_name})
-    record = _record(source, settings, pipeline, made.cycles.given)
-    sheet, is_new = sheet_path(out), True
-    if resume and not overwrite and (out / SAMPLING_FILE).is_file():
-        _refuse_other(out, settings, record)
+    image, mask = (
+        None if path is None else open_image(read_whole(path, LARGEST_FILE), path)
+        for path in (settings.init_image, settings.mask)
+    )
+    with asked():
+        how = planned(pipeline, settings, image, mask)
+    of_one_kind = {name: getattr(settings, name) for name in ("init_image", "height", "width")}
+    of_one_kind |= {"output_type": is_latent, "grid": grid}
+    pipeline.check_output(settings.expert, not is_latent, of_one_kind)
+    run = _Run(pipeline, settings, how)
+    settings = settings.model_copy(update={"steps": how.grid_steps, "solver": how.solver_name})
+    record = _record(source, settings, pipeline, run.cycles.given)
+    sheet, identity = sheet_path(out), {key: record[key] for key in record.keys() - _FREE - _HASHED}
+    is_finished = resume and not overwrite and (out / SAMPLING_FILE).is_file()
+    if is_finished:
+        _refuse_other(out, settings, identity)
         discard_finished(out, "sampling")
-        log.info("%s: is finished; there is nothing to go on with", out)
-        is_new = False
+        log.info("%s: is finished; nothing is left to do", out)
     elif grid and sheet.exists() and not overwrite:
         raise HddmError(f"{sheet} exists: choose another --out, or pass --overwrite to replace it")
     else:
-        identity = _identity(record)
-        with open_draft(out, SAMPLING_FILE, identity, "sampling", made.kept, overwrite, resume) as draft:
-            with Progress(settings.num_images * made.steps, "sample", " steps") as made.progress:
-                made.write(draft)
-            write_json(draft.folder / SAMPLING_FILE, record | {"expert_use": made.use.report()})
+        with open_draft(out, SAMPLING_FILE, identity, "sampling", run.kept, overwrite, resume) as draft:
+            run.write(draft)
+            write_json(draft.folder / SAMPLING_FILE, record | {"expert_use": run.use.report()})
     if overwrite:
-        # The sheet of the replaced images would be taken for one of these.
+        # The sheet of the replaced images would be taken for a sheet of these.
         sheet.unlink(missing_ok=True)
-    if not grid or (sheet.exists() and not is_new):
+    if not grid or (is_finished and sheet.exists()):
         return None
-    cycle = class_names(made.cycles.given, pipeline.ensemble.classes) or settings.prompts
+    cycle = class_names(run.cycles.given, pipeline.ensemble.classes) or settings.prompts
     conditions = [cycle[i % len(cycle)] for i in settings.numbers] if cycle else ()
     return write_sheet(out, [out / IMAGE.format(i) for i in settings.numbers], conditions)
 
 
-def size_of(pipeline: HDDMPipeline, settings: SampleSettings, expert: int) -> tuple[int, int]:
-    """Height and width in pixels of the images of an expert."""
-    return pipeline.asked_size(expert, settings.height, settings.width)[0]
-
-
 def planned(pipeline: HDDMPipeline, settings: SampleSettings, image: Any = None, mask: Any = None) -> Plan:
     """The plan of samples with these settings, which begin with ``image`` where ``mask`` is white."""
-    shape = None
-    if settings.height or settings.width:
-        # Then there is one kind of samples (`check_output`).
-        shape = pipeline.asked_size(settings.expert or 0, settings.height, settings.width)[1]
-    return plan(
-        pipeline.ensemble,
-        **settings.how,
-        shape=shape,
-        picture=functools.cache(
-            lambda k: pipeline.picture(
-                image, settings.strength, mask, settings.resampling_steps, k, size_of(pipeline, settings, k)
-            )
-        ),
-    )
+    sizes = settings.resampling_steps, settings.height, settings.width
+    return pipeline.plan(Begin(image, mask, settings.strength, *sizes), **settings.plan_arguments)
 
 
 class _Made(Done):
-    """Images of a round, or samples of one of its batches, and the use of the experts up to there."""
+    """Files of a batch, and the use of the experts up to its end."""
 
     files: dict[str, str]
     use: dict[str, Any]
@@ -226,210 +196,135 @@ class _Made(Done):
         return self.files
 
 
-@dataclass
 class _Run:
-    """A run in rounds of `ROUND` images; ``ready`` counts those that a resumed run need not make."""
+    """A run, batch by batch; `ready` counts the finished images."""
 
-    pipeline: HDDMPipeline
-    settings: SampleSettings
-    progress: Progress = field(init=False)
-    """Of `steps` per image."""
-    ready: int = 0
-    has_begun: bool = False
-
-    def __post_init__(self) -> None:
-        settings, pipeline = self.settings, self.pipeline
-        self.use = ExpertUse(len(pipeline.ensemble.experts))
-        image, mask = (
-            None if path is None else open_image(read_whole(path, LARGEST_FILE), path)
-            for path in (settings.init_image, settings.mask)
-        )
-        self.how = planned(pipeline, settings, image, mask)
+    def __init__(self, pipeline: HDDMPipeline, settings: SampleSettings, how: Plan) -> None:
+        self.pipeline, self.settings, self.how = pipeline, settings, how
         self.cycles = read_cycles(pipeline, settings)
-
-    @property
-    def steps(self) -> int:
-        """Steps of an image: those of the solver, and one to decode and write it."""
-        return len(self.how.times)
+        self.use = ExpertUse(len(pipeline.ensemble.experts))
+        self.expected = torch.zeros(len(pipeline.ensemble.experts), dtype=torch.float64)
+        """Images that each expert should get by p(k | conditions) (K,)."""
+        self.ready = 0
 
     def kept(self) -> str:
-        """Say what an interrupted run leaves, and how to go on."""
+        """Say what an interrupted run leaves, and how to continue."""
         return f"{self.ready} of {self.settings.num_images} images are kept, and --resume goes on"
 
     def write(self, draft: Draft) -> None:
-        """Fill the draft's folder, but for the record."""
-        settings, numbers, ensemble = self.settings, self.settings.numbers, self.pipeline.ensemble
-        expected = torch.zeros(len(ensemble.experts), dtype=torch.float64)
-        names = []
+        """Fill the draft's folder, except for the record."""
+        numbers, paths, is_continued = list[int](), list[Path](), False
+        # Per image: the solver's steps, and one to decode and write it.
+        steps = self.how.steps + 1
+        with Progress(self.settings.num_images * steps, "sample", " steps") as progress:
+            for name, batch in self._batches():
+                if done := draft.done(name, _Made):
+                    self.use.load(done.use)
+                    progress.skip(len(batch.rows) * steps)
+                else:
+                    if self.ready and not is_continued:
+                        total = self.settings.num_images
+                        log.info("%d of %d images are there; the rest follows", self.ready, total)
+                    is_continued = True
+                    draft.drop(name)
+                    written = self._made(draft, name, batch, progress)
+                    files = {path.relative_to(draft.root).as_posix(): sha256_of(path) for path in written}
+                    draft.add(name, _Made(files=files, use=self.use.values()))
+                self.ready += len(batch.rows)
+                numbers += batch.numbers
+                paths.append(draft.parts / f"{name}.safetensors")
+        if self.settings.output_type == "latent":
+            latents = torch.cat([load_file(path)["latents"] for path in paths])
+            ordered = latents[torch.tensor(numbers).argsort()]
+            save_file({"latents": ordered}, draft.folder / LATENTS_FILE, {"format": "pt"})
+        self._warn()
+
+    def _batches(self) -> Iterator[tuple[str, Batch]]:
+        """All batches, each with the name of its part of the draft."""
+        numbers = self.settings.numbers
         for start in numbers[::ROUND]:
-            stop = min(start + ROUND, numbers.stop)
-            asked = self.cycles.cycled(range(start, stop))
-            expected += ensemble.prior_of(stop - start, asked.given, asked.prior).sum(0)
-            names.append(name := f"{start:05d}-{stop - 1:05d}")
-            if done := draft.done(name, _Made):
-                self.use.load(done.use)
-                self.ready += stop - start
-                self.progress.skip((stop - start) * self.steps)
-            else:
-                draft.drop(name)
-                parts = self._samples(draft, name, range(start, stop), asked)
-                self._add(draft, name, self._save(draft, name, parts))
-            draft.drop_below(name)
-        if settings.output_type == "latent":
-            latents = [load_file(draft.parts / f"{name}.safetensors")["latents"] for name in names]
-            save_file({"latents": torch.cat(latents)}, draft.folder / LATENTS_FILE, {"format": "pt"})
-        _warn(self.pipeline, settings, self.use, expected)
+            own = range(start, min(start + ROUND, numbers.stop))
+            conditions = self.cycles.cycled(own)
+            prior = self.pipeline.ensemble.prior_of(len(own), conditions.given, conditions.prior)
+            self.expected += prior.sum(0)
+            for place, batch in enumerate(batches(self.how, own, conditions, self.settings.batch_size)):
+                yield f"{start:05d}-{place:05d}", batch
 
-    def _samples(
-        self, draft: Draft, name: str, numbers: range, asked: Conditions
-    ) -> list[tuple[Tensor, int, Tensor]]:
-        """Samples of these numbers, by kind: their numbers, an expert of the kind, and samples (n, C, H, W).
-
-        Complete batches are kept in the draft.
-        """
+    def _made(self, draft: Draft, name: str, batch: Batch, progress: Progress) -> list[Path]:
+        """Sample a batch, write its images or latents, and return the files."""
 
         def count(index: int, x: Tensor) -> Tensor:
-            self.progress(len(x))
+            progress(len(x))
             return x
 
-        found, settings = [], self.settings
-        for place, batch in enumerate(batches(self.how, numbers, asked, settings.batch_size)):
-            kept = f"{name}/{place:05d}"
-            path = draft.parts / f"{kept}.safetensors"
-            if done := draft.done(kept, _Made):
-                self.use.load(done.use)
-                self.progress.skip(len(batch.rows) * (self.steps - 1))
-                samples = load_file(path)["samples"]
-            else:
-                draft.drop(kept)
-                if self.ready and not self.has_begun:
-                    log.info("%d of %d images are there; the rest follows", self.ready, settings.num_images)
-                self.has_begun = True
-                with self.pipeline.of_size(batch.kind, size_of(self.pipeline, settings, batch.kind)):
-                    samples = run(self.how, batch, count, use=self.use).cpu()
-                path.parent.mkdir(exist_ok=True)
-                save_file({"samples": samples.contiguous()}, path)
-                self._add(draft, kept, [path])
-            self.ready += len(batch.rows)
-            found.append((batch, samples))
-        return [(numbers.start + rows, kind, samples) for rows, kind, samples in gathered(found)]
-
-    def _save(self, draft: Draft, name: str, parts: Sequence[tuple[Tensor, int, Tensor]]) -> list[Path]:
-        """Write the samples of a round, and return the files."""
+        samples = self.pipeline.run(self.how, batch, count, use=self.use)
         if self.settings.output_type == "latent":
-            path = draft.parts / f"{name}.safetensors"
-            save_file({"latents": parts[0][2]}, path)
-            self.progress(len(parts[0][2]))
-            return [path]
-        paths = []
-        for numbers, expert, samples in parts:
-            decoded = (
-                self.pipeline.decode(one, expert, self.how.picture(expert)).cpu()
-                for one in samples.split(self.settings.batch_size)
-            )
-            images = (one for batch in decoded for one in to_bytes(batch))
-            for number, image in zip(numbers.tolist(), images, strict=True):
-                paths.append(draft.folder / IMAGE.format(number))
-                save_png(image, paths[-1])
-                self.progress(1)
+            paths = [draft.parts / f"{name}.safetensors"]
+            save_file({"latents": samples.cpu().contiguous()}, paths[0])
+        else:
+            images = to_bytes(self.pipeline.images_of(self.how, batch, samples).cpu())
+            paths = [draft.folder / IMAGE.format(number) for number in batch.numbers]
+            for image, path in zip(images, paths, strict=True):
+                save_png(image, path)
+        progress(len(batch.rows))
         return paths
 
-    def _add(self, draft: Draft, name: str, paths: Sequence[Path]) -> None:
-        files = {path.relative_to(draft.root).as_posix(): sha256_of(path) for path in paths}
-        draft.add(name, _Made(files=files, use=self.use.values()))
-
-
-def check_output(source: Path, pipeline: HDDMPipeline, settings: SampleSettings, grid: bool = False) -> None:
-    """Raise an `HddmError` where these experts make no pictures, or not those that are asked for."""
-    num, is_apart = len(pipeline.experts.facts), settings.expert is None and len(pipeline.ensemble.kinds) > 1
-    if is_apart:
-        names = ("init_image", "height", "width")
-        given = [f"--{name.replace('_', '-')}" for name in names if getattr(settings, name) is not None]
-        given += ["--output-type latent"] * (settings.output_type == "latent") + ["--grid"] * grid
-        if given:
-            raise UsageError(
-                f"{given[0]}: these experts make samples of several kinds; drop it or use --expert"
-            )
-    if settings.expert is not None and not 0 <= settings.expert < num:
-        raise UsageError(f"--expert {settings.expert}: there are 0 … {num - 1}")
-    for k in range(num) if settings.expert is None else [settings.expert]:
-        facts = pipeline.experts.facts[k]
-        if settings.output_type == "latent" or pipeline.vae_of(k) is not None or facts.makes_pictures:
-            continue
-        remedy = f"hddm assemble {source} --vae FOLDER"
-        if (source / EXPERT_FILE).exists():
-            remedy += " --out ENSEMBLE"
-        elif not (source / ENSEMBLE_FILE).exists():
-            remedy = f"put one there as {source / 'vae'}"
-        raise HddmError(
-            f"{source}: its samples are latents of shape {facts.sample_shape} and it has no VAE; give it one "
-            f"({remedy}){'' if is_apart else ', or pass --output-type latent'}"
-        )
-
-
-def _warn(pipeline: HDDMPipeline, settings: SampleSettings, use: ExpertUse, expected: Tensor) -> None:
-    own = pipeline.facts.shift
-    if settings.shift is not None and settings.shift != own:
-        warnings.warn(f"--shift {settings.shift:g}, and the model's own is {own:g}", stacklevel=3)
-    # Fewer images than experts say nothing, and a picture may be one expert's.
-    is_told = settings.expert is None and settings.init_image is None
-    if is_told and settings.num_images >= len(pipeline.experts.facts):
-        is_drawn = (settings.strategy or pipeline.ensemble.strategy) == "draw"
-        is_learned = not (is_drawn or isinstance(pipeline.ensemble.router, MomentsRouter))
-        is_doubted = is_learned and settings.num_images >= ENOUGH
-        for line in use.warnings(expected, pipeline.ensemble.domains, is_doubted):
-            warnings.warn(line, stacklevel=3)
+    def _warn(self) -> None:
+        settings, ensemble, own = self.settings, self.pipeline.ensemble, self.pipeline.facts.shift
+        if settings.shift is not None and settings.shift != own:
+            warnings.warn(f"--shift {settings.shift:g}, and the model's own is {own:g}", stacklevel=3)
+        if settings.expert is not None:
+            return
+        if self.cycles.prior is not None:
+            for k in (self.expected == 0).nonzero()[:, 0].tolist():
+                warnings.warn(f"expert {k}: no prompt is for it (p = 0)", stacklevel=3)
+        # Fewer images than experts tell nothing, and a picture may belong to one expert.
+        if settings.init_image is None and settings.num_images >= len(ensemble.experts):
+            is_drawn = (settings.strategy or ensemble.strategy) == "draw"
+            is_learned = not (is_drawn or isinstance(ensemble.router, MomentsRouter))
+            is_doubted = is_learned and settings.num_images >= ENOUGH
+            for line in self.use.warnings(self.expected, ensemble.domains, is_doubted):
+                warnings.warn(line, stacklevel=3)
 
 
 def _record(
     source: Path, settings: SampleSettings, pipeline: HDDMPipeline, given: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    labels = given.get("class_labels")
-    # One for all; where experts differ, each one's.
-    vaes = [None if one.vae is None else one.vae.model_dump(mode="json") for one in pipeline.experts.facts]
+    # One for all; a list where they differ.
+    vaes = [one.vae and one.vae.model_dump(mode="json") for one in pipeline.experts.facts]
+    files = {name: getattr(settings, name) for name in ("conditions", "init_image", "mask")}
     return {
         "format": FORMAT,
         "hddm": version("hddm-diffusion"),
         "source": str(source),
         "source_sha256": content_hash(source, sha256_once),
         **settings.model_dump(mode="json"),
-        **{
-            f"{name}_sha256": sha256_of(path)
-            for name in ("conditions", "init_image", "mask")
-            if (path := getattr(settings, name)) is not None
-        },
+        **{f"{name}_sha256": sha256_of(path) for name, path in files.items() if path is not None},
         "device": str(available_device(settings.device)),
         "strategy": None if settings.expert is not None else settings.strategy or pipeline.facts.strategy,
         "shift": pipeline.facts.shift if settings.shift is None else settings.shift,
         "model_shift": pipeline.facts.shift,
         "weights": sorted({facts.weights for facts in pipeline.experts.facts}),
         "vae": vaes[0] if all(one == vaes[0] for one in vaes) else vaes,
-        "class_labels": None if labels is None else labels.tolist(),
+        "class_labels": given[LABELS].tolist() if LABELS in given else None,
         "class_names": list(class_names(given, pipeline.ensemble.classes)) or None,
     }
 
 
 _FREE = {"format", "hddm", "offload", "max_memory", "expert_use"}
-"""Keys of the record that decide no image."""
+"""Keys of the record that change no image."""
 _HASHED = {"source", "conditions", "init_image", "mask", "model_shift", "weights", "vae", "class_names"}
-"""Keys of the record for which a hash stands, of the source or of the conditions."""
+"""Keys of the record that the hash of the source or of the conditions covers."""
 
 
-def _identity(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings in a record that decide the images."""
-    return {key: value for key, value in record.items() if key not in _FREE | _HASHED}
-
-
-def _refuse_other(out: Path, settings: SampleSettings, record: Mapping[str, Any]) -> None:
-    """Refuse to resume what is finished with other settings, or lacks an image."""
-    now = json.loads(json.dumps(_identity(record)))
-    if lines := differences(_identity(read_json(out / SAMPLING_FILE)), now):
-        raise HddmError(
-            f"{out}: holds samples of other options; choose another --out, or pass --overwrite to replace it",
-            lines,
-        )
-    is_latent = settings.output_type == "latent"
-    names = [LATENTS_FILE] if is_latent else [IMAGE.format(number) for number in settings.numbers]
+def _refuse_other(out: Path, settings: SampleSettings, identity: Mapping[str, Any]) -> None:
+    """Refuse to resume a finished run of other settings, or one that lacks an image."""
+    there = read_json(out / SAMPLING_FILE)
+    there = {key: there[key] for key in there.keys() - _FREE - _HASHED}
+    if lines := differences(there, json.loads(json.dumps(identity))):
+        raise HddmError(f"{out}: holds samples of other options; choose another --out, or --overwrite", lines)
+    names = [IMAGE.format(number) for number in settings.numbers]
+    names = [LATENTS_FILE] if settings.output_type == "latent" else names
     if missing := [name for name in names if not (out / name).is_file()]:
         raise HddmError(f"{out}: lacks {missing[0]}; --overwrite makes all images anew")
 
@@ -439,61 +334,31 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> Conditions:
 
     Raises `HddmError` for conditions that cannot be read or encoded, or that have two sources.
     """
-    guided = settings.guidance.by_condition
-    if settings.negative_prompt is not None and not guided:
-        raise UsageError("--negative-prompt: needs a --guidance-scale other than 1, and --guide-by condition")
-    if settings.prompts and not any(facts.conditions for facts in pipeline.experts.facts):
-        raise UsageError("--prompt: the model is unconditional; drop the option")
-    if settings.prompts and not all(map(pipeline.can_read, pipeline.readers)):
-        raise UsageError(
-            "--prompt: this model has no text encoder and tokenizer; give it both (hddm assemble MODEL "
-            "--text-encoder FOLDER --tokenizer FOLDER; in Paris as text_encoder/ and tokenizer/), "
-            "or pass the encoded text by --conditions"
+    guidance, path, labels = settings.guidance, settings.conditions, settings.class_labels
+    tensors = {} if path is None else read_safetensors(path)
+    for name, value in tensors.items():
+        is_label = name.removeprefix(NEGATIVE) == LABELS
+        if value.ndim == 0 or not len(value) or (is_label and value.ndim != 1):
+            row = "one label" if is_label else "one row"
+            raise HddmError(f"--conditions {path}: {name} is {tuple(value.shape)}, and needs {row} per image")
+    against = {
+        name.removeprefix(NEGATIVE): tensors.pop(name) for name in [*tensors] if name.startswith(NEGATIVE)
+    }
+    if path is not None and not tensors and not against:
+        raise HddmError(f"--conditions {path}: holds no tensors")
+    guidance.refuse_negative(bool(against))
+    with asked():
+        found = pipeline.encode(
+            settings.prompts or None,
+            None if labels is None else [part.strip() for part in labels.split(",")],
+            settings.negative_prompt,
+            guidance.by_condition,
+            conditions=tensors,
+            negative_conditions=against if guidance.by_condition else None,
         )
-    labels = None
-    if settings.class_labels is not None:
-        if not pipeline.ensemble.classes:
-            raise UsageError(
-                f"--class-labels {settings.class_labels}: the model is unconditional; drop the option"
-            )
-        try:
-            named = [part.strip() for part in settings.class_labels.split(",")]
-            labels = class_indices(named, pipeline.ensemble.classes)
-        except HddmError as error:
-            raise UsageError(f"--class-labels: {error}") from error
-    found = pipeline.encode(
-        settings.prompts or None, labels, settings.negative_prompt, guided and bool(settings.prompts)
-    )
-    given, against = found.given, found.negative
-    if settings.conditions is not None:
-        for name, value in _file(settings.conditions).items():
-            branch, key = given, name
-            if name.startswith(NEGATIVE):
-                branch, key = against, name.removeprefix(NEGATIVE)
-            if key in branch:
-                raise UsageError(f"{settings.conditions}: {name} is given by another option too; drop one")
-            if branch is against and settings.guidance.by_weak:
-                raise UsageError(f"{settings.conditions}: {name} is of --guide-by condition; drop it")
-            if branch is given or guided:
-                branch[key] = value
-        try:
-            # A prompt that names no class has a label beyond them.
-            check_labels(given if found.prior is None else {}, pipeline.ensemble.classes)
-        except HddmError as error:
-            raise HddmError(f"--conditions {settings.conditions}: {error.message}") from error
-    if found.prior is not None and settings.expert is None:
-        num = len(found.prior)
-        rows = found.cycled(range(num))
-        asked = (pipeline.ensemble.prior_of(num, rows.given, rows.prior) > 0).any(0).nonzero()[:, 0].tolist()
-        for k in set(range(len(pipeline.experts.facts))) - set(asked):
-            warnings.warn(f"expert {k}: no prompt is for it (p = 0)", stacklevel=2)
-    else:
-        domains, one = pipeline.ensemble.domains, settings.expert
-        asked = [k for k, domain in enumerate(domains) if one is None or domain == domains[one]]
-    _refuse_missing(pipeline, given, asked)
-    takes_text = any("encoder_hidden_states" in facts.conditions for facts in pipeline.experts.facts)
-    if takes_text and "encoder_hidden_states" not in given:
-        warnings.warn("no --prompt: the experts make what no text stands for", stacklevel=2)
+    text = TEXT_CONDITIONS[0]
+    if text not in found.given and any(text in facts.conditions for facts in pipeline.experts.facts):
+        warnings.warn("no --prompt: the experts use their empty text", stacklevel=2)
     return found
 
 
@@ -501,29 +366,3 @@ def class_names(given: Mapping[str, Tensor], classes: Sequence[str]) -> tuple[st
     """Names of the labels among ``given``, or numbers without a name; empty without labels."""
     labels = given[LABELS].tolist() if LABELS in given else []
     return tuple(classes[k] if 0 <= k < len(classes) else str(k) for k in labels)
-
-
-def _refuse_missing(pipeline: HDDMPipeline, given: Mapping[str, Tensor], asked: Sequence[int]) -> None:
-    options = {"encoder_hidden_states": "--prompt", "class_labels": "--class-labels"}
-    for index in asked:
-        expert = pipeline.ensemble.experts[index]
-        names = pipeline.ensemble.names_of(index)
-        held = {name for name, here in names.items() if here in given}
-        for name in missing_from({*held, *expert.null_conditions}, expert.conditions or ()):
-            option = f"{options[name]} or --conditions" if name in options else "--conditions"
-            raise UsageError(f"{option}: the experts need {name} and have no empty default; pass it")
-
-
-def _file(path: Path) -> dict[str, Tensor]:
-    if not path.is_file():
-        raise UsageError(f"--conditions {path}: no such file")
-    tensors = read_safetensors(path)
-    empty = [name for name, value in tensors.items() if value.ndim == 0 or not len(value)]
-    for name, value in tensors.items():
-        if name.removeprefix(NEGATIVE) == LABELS and value.ndim != 1:
-            raise HddmError(
-                f"--conditions {path}: {name} is {tuple(value.shape)}, and must be one label per image"
-            )
-    if empty or not tensors:
-        raise HddmError(f"--conditions {path}: holds no rows of {empty or 'anything'}")
-    return tensors

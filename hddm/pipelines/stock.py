@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hddm.experts.loading import open_ensemble
-from hddm.pipelines.inputs import LOADING, NETWORKS, dtypes_of, read_parts, refuse_options
+from hddm.pipelines.inputs import NETWORKS, dtypes_of, read_parts, refuse_options
 
 ModelMixin = nn.Module
 """Base of what may be passed to the loader in place of a part."""
@@ -30,7 +30,7 @@ class Part(diffusers.ModelMixin):  # type: ignore[misc]
 
         Raises `HddmError` as `hddm.HDDMPipeline.from_pretrained`.
         """
-        refuse_options("from_pretrained", options, LOADING)
+        refuse_options("from_pretrained", options)
         whole, name = Path(folder).parent, Path(folder).name
         dtypes = dtypes_of(torch_dtype, None)
         if name not in ("experts", "router"):

@@ -1,7 +1,7 @@
-"""Which strategy suits an ensemble best, by samples of each and images that it was not trained on."""
+"""Which strategy suits an ensemble best, measured on samples of each against held-out images."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,12 @@ from hddm.utils.files import read_json, write_json, write_whole
 STRATEGIES = ("draw", "commit-0.92", "commit-0.68", "top-1", "top-2", "full")
 """Strategies that are compared by default."""
 MEASURED = "measured.json"
-"""What the strategies in a folder are measured by."""
+"""What the strategies in a folder are measured with."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """What samples of every strategy are compared with, as in `hddm.evaluation.evaluate.evaluate_folder`."""
+    """What the samples of every strategy are compared with; see `hddm.evaluation.evaluate`."""
 
     reference: Path
     held_out: Path | None = None
@@ -33,25 +33,19 @@ class Measure:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Values that results on the same features have in common."""
-        sides = {"reference": self.reference, "held_out": self.held_out}
-        paths = {name: path and str(path.resolve()) for name, path in sides.items()}
-        return {**paths, "features": self.features, "allow_few": self.allow_few}
+        """Values that all results on the same images and features share."""
+        held_out = self.held_out and str(self.held_out.resolve())
+        return asdict(self) | {"reference": str(self.reference.resolve()), "held_out": held_out}
 
     def evaluate(self, images: Path, classifier: Path) -> dict[str, Any]:
-        """The result of a folder of images; a ``classifier`` is trained once, and serves all later ones."""
-        features = self.features
+        """The result of a folder of images; a ``classifier`` is trained once, and used by all later ones."""
+        features, saved = self.features, None
         if features == "auto" and INCEPTION.find() is None:
             features = "classifier"
-        is_trained, by_classifier = classifier.exists(), features == "classifier"
-        return evaluate_folder(
-            images,
-            self.reference,
-            self.held_out,
-            self.allow_few,
-            features=str(classifier) if by_classifier and is_trained else features,
-            classifier=classifier if by_classifier and not is_trained else None,
-        )
+        if features == "classifier":
+            features, saved = (str(classifier), None) if classifier.exists() else (features, classifier)
+        given = self.reference, self.held_out, self.allow_few
+        return evaluate_folder(images, *given, features=features, classifier=saved)
 
 
 def measure_strategies(
@@ -59,12 +53,12 @@ def measure_strategies(
 ) -> list[ResultGroup]:
     """Sample ``ensemble`` by each strategy with the same noise, and evaluate all on the same features.
 
-    Images lie in ``out/<strategy>``, results in ``out/<strategy>.json``. What a killed run finished is not
-    made again.
+    Images are in ``out/<strategy>``, results in ``out/<strategy>.json``. What a killed run finished is kept.
 
     Raises:
-        HddmError: before any sampling, for an unknown strategy and an ``out`` with results of other images or
-            features; for one that the ensemble cannot follow, and as sampling and evaluating do.
+        HddmError: before any sampling, for an unknown strategy, and for an ``out`` with results of other
+            images or features; for a strategy that the ensemble cannot follow, and as sampling and
+            evaluation.
     """
     for name in strategies:
         Strategy.parse(name)
@@ -75,16 +69,16 @@ def measure_strategies(
     write_json(measured, measure.identity)
     for name in strategies:
         sample_to_folder(ensemble, out / name, settings.model_copy(update={"strategy": name}), resume=True)
-    paths = [out / f"{name}.json" for name in strategies]
-    for name, path in zip(strategies, paths, strict=True):
+    paths = {name: out / f"{name}.json" for name in strategies}
+    for name, path in paths.items():
         if not path.exists():
             result = measure.evaluate(out / name, out / "classifier.safetensors")
             write_whole(path, partial(write_json, content=result))
-    return read_groups(paths)
+    return read_groups(list(paths.values()))
 
 
 def best_of(groups: Sequence[ResultGroup]) -> str:
-    """Name of the strategy with the least distance to held-out images, or to training images without any."""
+    """Name of the strategy with the least distance to held-out images, else to training images."""
     distances = {}
     for group in groups:
         figure = figure_at(group, "to_held_out") or figure_at(group, "to_training")

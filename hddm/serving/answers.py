@@ -1,4 +1,4 @@
-"""What the service answers with in place of images: refusals, and errors of the proxy around it."""
+"""What the service answers instead of images: refusals, and errors of the proxy around it."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from hddm.utils.errors import HddmError
 
 
 class Refusal(HddmError):
-    """A request that is answered with an error: its status, and the parameter that is to blame."""
+    """An error that a client gets: its HTTP status, and the parameter that caused it."""
 
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -26,7 +26,7 @@ FAILED = Refusal(500, "the service failed; its log says why")
 
 
 class Answering:
-    """Middleware of Ray Serve's proxy, which knows no WebSocket, and whose errors are not the API's."""
+    """Middleware of Ray Serve's proxy: refuses WebSockets, and turns Ray's errors into the API's."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -39,10 +39,10 @@ class Answering:
         async def answer(message: Any) -> None:
             nonlocal is_answered, refusal
             if message["type"] == "http.response.start":
-                # Where the front died Ray sends a text, or nothing.
+                # If the front died, Ray sends a text, or nothing.
                 is_json = b"json" in dict(message["headers"]).get(b"content-type", b"")
                 is_answered = is_json or message["status"] < 500
-                # 503 says to a client that it may ask again.
+                # The status stays: after 503 a client may try again.
                 refusal = Refusal(message["status"], FAILED.message)
             if is_answered:
                 await send(message)
@@ -56,7 +56,7 @@ class Answering:
 
 
 def middlewares() -> list[Any]:
-    """What Ray Serve's proxy has around it."""
+    """Middlewares of Ray Serve's proxy."""
     from starlette.middleware import Middleware
 
     return [Middleware(Answering)]

@@ -1,7 +1,7 @@
 """Images while they form, and which expert painted what: the work behind the page of ``hddm play``.
 
-A `Panel` is what one model is asked for, with settings as ``hddm sample`` has them, so that its
-`Panel.commands` make the same images. `paint` makes those of several panels.
+A `Panel` holds the images of one model with settings of ``hddm sample``, so `Panel.commands` make the same
+images. `paint` makes the images of several panels.
 """
 
 import functools
@@ -18,19 +18,22 @@ import torch
 from torch import Tensor
 
 from hddm.data.images import save_png, to_bytes
-from hddm.expert_use import ExpertUse
+from hddm.evaluation.expert_use import ExpertUse
+from hddm.experts.loading import DTYPES
 from hddm.pipelines.pipeline import HDDMPipeline
-from hddm.pipelines.samples import SampleSettings, check_output, planned, read_cycles
-from hddm.sampling import batches, plan, run
+from hddm.pipelines.samples import SampleSettings, planned, read_cycles
+from hddm.running import Batch, Plan, run
+from hddm.sampling import batches, plan
+from hddm.solvers import OnStep
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.records import EXPERT_FILE
 from hddm.utils.tensors import available_device
 
 Edit = Mapping[str, Any]
 _LEAST, _PART = 0.1, 4
-"""Seconds between previews at least, and as many times what one takes, so that a VAE slows no run by much."""
+"""Least seconds between previews, and least ratio to the time of one, so that a VAE slows a run little."""
 _PREVIEW = 256
-"""Pixels of a preview's side, about, since all that is shown goes to the browser at every change."""
+"""Approximate side of a preview in pixels, since the browser gets all images again at every change."""
 
 
 class Opened:
@@ -42,32 +45,31 @@ class Opened:
     def __init__(self, source: Path, settings: SampleSettings) -> None:
         self.source, self._settings = source, settings
         self.pipeline = self._pipeline(None)
-        check_output(source, self.pipeline, settings)
+        self.pipeline.check_output(None, True, {})
         self.is_alone = (source / EXPERT_FILE).exists()
         folders = [source.resolve()] if self.is_alone else map(Path, self.pipeline.experts.record.names)
         names = [f"expert {one.name}" if one.name.isdecimal() else one.name for one in folders]
         self.names = [one if names.count(one) == 1 else f"{one} ({k})" for k, one in enumerate(names)]
-        """Names of the experts, no two alike."""
+        """Names of the experts, all different."""
         self.domains = self.pipeline.ensemble.domains
         self.leads = {self.names[k]: k for k in sorted({*self.domains})}
         """The first expert of each domain, by name."""
         self._without = functools.lru_cache(1)(self._pipeline)
 
     def _pipeline(self, experts: tuple[int, ...] | None) -> HDDMPipeline:
-        device, dtype = available_device(self._settings.device), self._settings.torch_dtype
-        made = HDDMPipeline.from_pretrained(self.source, torch_dtype=dtype, experts=experts).to(device)
+        dtype = DTYPES[self._settings.dtype]
+        made = HDDMPipeline.from_pretrained(self.source, dtype=dtype, experts=experts)
         made.set_progress_bar_config(disable=True)
-        return made
+        return made.to(available_device(self._settings.device))
 
     def panel(
         self, title: str, settings: SampleSettings, expert: int | None = None, without: int | None = None
     ) -> "Panel":
-        """A panel of the whole, of one expert, or of all but one, with renormalised weights.
+        """A panel of the whole model, of one ``expert``, or of all experts but those of one's domain.
 
-        Experts that share the domain of ``without`` go with it.
+        Without some experts, the weights of the others are renormalised.
         """
         if self.is_alone or expert is not None:
-            # An expert's folder has no other, and is asked without its number.
             expert = None if self.is_alone else expert
             settings = settings.model_copy(update={"strategy": None, "expert": expert})
         pipeline, names = self.pipeline, self.names
@@ -79,14 +81,14 @@ class Opened:
 
 @dataclass
 class Painted:
-    """An image as far as it is: pixels (C, H, W) in uint8, and the experts' weights (K,) of each step."""
+    """An image, perhaps unfinished: pixels (C, H, W) in uint8, and the experts' weights (K,) of each step."""
 
     number: int
     pixels: Tensor | None = None
     weights: list[Tensor] = field(default_factory=list)
     is_done: bool = False
-    file: tuple[Tensor, bytes] | None = None
-    """Pixels, and the PNG file of them."""
+    png: bytes = b""
+    """PNG file of the pixels."""
 
     @property
     def shares(self) -> list[float]:
@@ -96,7 +98,7 @@ class Painted:
 
 @dataclass
 class Panel:
-    """A model, what it is asked for, and its images; ``without`` is the expert that was taken out."""
+    """A model, its settings and its images; ``without`` is the expert that was removed."""
 
     title: str
     source: Path
@@ -112,91 +114,81 @@ class Panel:
 
     @property
     def commands(self) -> list[str]:
-        """Command lines that make the same images; what they leave out is the default."""
+        """Command lines that make the same images; options with default values are left out."""
         source, name, lines = self.source, self.title.replace(" ", "-"), []
         if self.without is not None:
             change = ["hddm", "assemble", str(source), "--remove", str(self.without)]
             source = Path(f"{source.name}-{name}")
             lines.append(shlex.join([*change, "--out", str(source)]))
         words = ["hddm", "sample", str(source), "--out", f"samples-{name}"]
+        own = plan(self.pipeline.ensemble)
+        defaults = {"steps": own.steps, "solver": own.solver_name}
         for key, known in SampleSettings.model_fields.items():
-            if (value := getattr(self.settings, key)) != known.default:
+            value = getattr(self.settings, key)
+            if value not in (known.default, defaults.get(key)):
                 option = "--prompt" if key == "prompts" else f"--{key.replace('_', '-')}"
                 for one in value if isinstance(value, tuple) else [value]:
                     words += [option, str(one)]
         return [*lines, shlex.join(words)]
 
-    def png(self, image: Painted) -> bytes:
-        """A PNG file of an image, with its number, the settings and the command lines as text in it."""
-        assert image.pixels is not None
-        # The page asks again whenever another image has changed.
-        if image.file is None or image.file[0] is not image.pixels:
-            texts = {"settings": self.settings.model_dump_json(), "command": "\n".join(self.commands)}
-            save_png(image.pixels, file := io.BytesIO(), {"number": str(image.number), **texts})
-            image.file = image.pixels, file.getvalue()
-        return image.file[1]
+    def show(self, image: Painted, pixels: Tensor) -> None:
+        """Show an image: its PNG file has its number, the settings and the command lines as text in it."""
+        texts = {"settings": self.settings.model_dump_json(), "command": "\n".join(self.commands)}
+        save_png(pixels, file := io.BytesIO(), {"number": str(image.number), **texts})
+        image.pixels, image.png = pixels, file.getvalue()
 
     def paint(self, edit: Edit, stopped: threading.Event, show: Callable[[], object]) -> None:
-        """Make the images, ``show`` being called as they change; raises `HddmError` as ``hddm sample``."""
+        """Make the images; calls ``show`` when they change, and raises `HddmError` as ``hddm sample``."""
         settings, pipeline = self.settings, self.pipeline
         how = planned(pipeline, settings, edit.get("image"), edit.get("mask_image"))
-        self.steps = len(how.times) - 1
+        self.steps = how.steps
         asked = read_cycles(pipeline, settings).cycled(settings.numbers)
         for batch in batches(how, settings.numbers, asked, settings.batch_size):
-            begun, use = how.picture(batch.kind), ExpertUse(len(how.model.experts))
-            begun = None if begun is None else begun.rows(batch.rows)
-            pixels = functools.partial(pipeline.decode, expert=batch.kind, picture=begun)
-            images = [self.images[row] for row in batch.rows.tolist()]
-            run(how, batch, _Watch(images, how.times.tolist(), pixels, use, show), stopped.is_set, use)
+            use = ExpertUse(len(how.model.experts))
+            run(how, batch, self._watched(how, batch, use, show), stopped.is_set, use)
             if stopped.is_set():
                 return
 
+    def _watched(self, how: Plan, batch: Batch, use: ExpertUse, show: Callable[[], object]) -> OnStep:
+        """An ``on_step`` that keeps the weights of each step, the images, and previews if there is time."""
+        images, times = [self.images[row] for row in batch.rows.tolist()], how.times.tolist()
+        before: Tensor | None = None
+        due = 0.0
 
-@dataclass
-class _Watch:
-    """An ``on_step`` that keeps the weights of each step, the images, and where there is time a preview."""
+        def watch(step: int, x: Tensor) -> Tensor:
+            nonlocal before, due
+            began, is_last = time.monotonic(), step == self.steps - 1
+            for image, weights in zip(images, use.last, strict=True):
+                image.weights.append(weights)
+            if is_last or (before is not None and began >= due):
+                x_0 = x if is_last or before is None else preview(before, x, *times[step : step + 2])
+                pixels = to_bytes(self.pipeline.images_of(how, batch, x_0)).cpu()
+                part = 1 if is_last else max(1, pixels.shape[-1] // _PREVIEW)
+                for image, own in zip(images, pixels[..., ::part, ::part], strict=True):
+                    self.show(image, own)
+                    image.is_done = is_last
+                show()
+                now = time.monotonic()
+                due = now + max(_LEAST, _PART * (now - began))
+            before = x
+            return x
 
-    images: Sequence[Painted]
-    times: Sequence[float]
-    pixels: Callable[[Tensor], Tensor]
-    use: ExpertUse
-    show: Callable[[], object]
-    before: Tensor | None = None
-    due: float = 0.0
-
-    def __call__(self, step: int, x: Tensor) -> Tensor:
-        began, is_last = time.monotonic(), step == len(self.times) - 2
-        for image, weights in zip(self.images, self.use.last, strict=True):
-            image.weights.append(weights)
-        if is_last or (self.before is not None and began >= self.due):
-            t, then = self.times[step : step + 2]
-            x_0 = x if is_last or self.before is None else preview(self.before, x, t, then)
-            pixels = to_bytes(self.pixels(x_0)).cpu()
-            part = 1 if is_last else max(1, pixels.shape[-1] // _PREVIEW)
-            for image, own in zip(self.images, pixels[..., ::part, ::part], strict=True):
-                image.pixels, image.is_done = own, is_last
-            self.show()
-            now = time.monotonic()
-            self.due = now + max(_LEAST, _PART * (now - began))
-        self.before = x
-        return x
+        return watch
 
 
 def preview(x: Tensor, following: Tensor, t: float, then: float) -> Tensor:
-    """x_0 of a path that goes on straight, by its states x at t and ``following`` at ``then`` < t.
+    """x_0 of a straight path through the states x at t and ``following`` at ``then`` < t; runs no network.
 
-        v = (x_t - x_then) / (t - then),   x_0 = x_then - then v
-
-    No network is asked for it.
+    v = (x_t - x_then) / (t - then),   x_0 = x_then - then v
     """
     return following - then * (x - following) / (t - then)
 
 
 def paint(panels: Sequence[Panel], edit: Edit, stopped: threading.Event) -> Iterator[None]:
-    """Paint all panels in a thread; yields after changes, as often as the caller comes for them.
+    """Paint all panels in a thread; yields after changes, as often as the caller asks.
 
-    ``edit`` has a starting picture and its mask, as ``image`` and ``mask_image`` of a pipeline's call. What
-    one panel refuses is its ``error``, and the others go on. All end a step after ``stopped`` is set.
+    ``edit`` has a starting picture and its mask, as ``image`` and ``mask_image`` of a pipeline's call. An
+    error of one panel is kept in its ``error``, and the others go on. All end a step after ``stopped``.
     """
     changed = threading.Event()
 
@@ -207,7 +199,7 @@ def paint(panels: Sequence[Panel], edit: Edit, stopped: threading.Event) -> Iter
                     panel.paint(edit, stopped, changed.set)
             except HddmError as error:
                 panel.error = " ".join([error.message, *error.details])
-            except Exception as error:  # the page lives on, whatever it is
+            except Exception as error:  # the page goes on after any error
                 panel.error = f"unexpected {type(error).__name__}: {one_line(error)}"
             changed.set()
 
@@ -219,6 +211,6 @@ def paint(panels: Sequence[Panel], edit: Edit, stopped: threading.Event) -> Iter
                 changed.clear()
                 yield
     finally:
-        # The caller may leave before the end.
+        # The caller may stop before the end.
         stopped.set()
         thread.join()

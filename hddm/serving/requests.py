@@ -1,11 +1,12 @@
-"""Requests of the images API, checked, and its errors.
+"""Requests of the images API, and their checks.
 
-The interface is that of OpenAI's ``POST /v1/images/generations``, so that its clients work unchanged; what it
-has no word for (seed, steps, strategy, …) is named as by ``hddm sample``. A request holds numbers and texts
-only: nothing in it is opened, imported or run.
+The interface is OpenAI's ``POST /v1/images/generations``, so that its clients work unchanged; further keys
+(seed, steps, strategy, …) are named as in ``hddm sample``. A request holds numbers and texts only: nothing in
+it is opened, imported or run.
 """
 
 import secrets
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
@@ -19,17 +20,37 @@ from hddm.utils.records import parse_record
 LARGEST_BODY = 1 << 16
 """Bytes of a request's body at most."""
 LONGEST_PROMPT = 4000
+LARGEST_GUIDANCE = 1000
+"""Guidance beyond this could overflow, and would look like damaged weights."""
 SEEDS = 1 << 53
-"""Seeds that are not given are below this, since JavaScript has no larger whole numbers."""
+"""Default seeds are below this, since JavaScript has no larger whole numbers."""
 
 
 Prompt = Annotated[str, Field(max_length=LONGEST_PROMPT)]
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of what is accepted, and of what is computed together."""
+
+    images: int = 10
+    """Images per request."""
+    steps: int = 250
+    """Solver steps per request."""
+    queue: int = 64
+    """Requests that wait or run; further ones get status 429."""
+    seconds: float = 600.0
+    """Time for a request."""
+    batch_size: int = 16
+    """Samples that a worker computes together; the batch size of ``hddm sample`` for the same images."""
+    is_batched: bool = True
+    """Compute several requests together."""
+
+
 class ImageRequest(SamplingSettings):
     """Body of a request for images.
 
-    Image i of it is image ``start`` + i of ``hddm sample`` with the same settings.
+    Its image i is image ``start`` + i of ``hddm sample`` with the same settings.
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
@@ -46,25 +67,26 @@ class ImageRequest(SamplingSettings):
     user: str | None = None
     """Without effect."""
     stream: bool = False
-    """Tell the progress in server-sent events."""
+    """Report the progress in server-sent events."""
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = Field(default_factory=lambda: secrets.randbelow(SEEDS))
     start: Annotated[int, Field(ge=0, lt=1 << 62)] = 0
     strategy: Annotated[KnownStrategy, Field(max_length=40)] | None = None
+    guidance_scale: Annotated[float, Field(ge=-LARGEST_GUIDANCE, le=LARGEST_GUIDANCE)] = 1.0
     negative_prompt: Prompt | None = None
 
 
-def read_request(body: bytes, most_images: int, most_steps: int) -> ImageRequest:
-    """Check a body; raises a `Refusal` with status 400 that names the key, the value and what is known."""
+def read_request(body: bytes, limits: Limits) -> ImageRequest:
+    """Parse a body; raises a `Refusal` with status 400 that names the key and the value."""
     try:
         request = parse_record(parse_object(body, "request"), ImageRequest, "request")
     except HddmError as error:
         raise Refusal(400, error.message) from error
-    refuse_more("n", request.n, most_images)
-    refuse_more("steps", request.steps or 0, most_steps)
+    refuse_more("n", request.n, limits.images)
+    refuse_more("steps", request.steps or 0, limits.steps)
     return request
 
 
 def refuse_more(name: str, value: int, most: int) -> None:
-    """Raise a `Refusal` with status 400 where a number is beyond what a service makes."""
+    """Raise a `Refusal` with status 400 for a number above a limit."""
     if value > most:
         raise Refusal(400, f"{name} is {one_line(value, 30)}, and this service makes at most {most}", name)

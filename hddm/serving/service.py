@@ -1,9 +1,10 @@
-"""Service of an ensemble on a Ray cluster: a deployment for the front, and one for each expert (`serve`).
+"""Service of an ensemble on a Ray cluster: a deployment for the front, and one per expert (`serve`).
 
-Every machine needs this package, and sees the ensemble's folder under the same path. Ray Serve starts a
-worker that died again, elsewhere if need be.
+Every machine needs this package, and the ensemble's folder under the same path. Ray Serve restarts a worker
+that died, on another machine if necessary.
 """
 
+import functools
 import hashlib
 import logging
 import os
@@ -18,9 +19,9 @@ import torch
 
 from hddm.experts.loading import open_ensemble
 from hddm.experts.model_index import numbered
-from hddm.experts.parts import class_lists, encoders_of
+from hddm.experts.parts import encoders_of
 from hddm.networks.wrappers import TEXT_CONDITIONS
-from hddm.serving.front import Front, Limits
+from hddm.serving.requests import Limits
 from hddm.serving.workers import Worker
 from hddm.training.ray_islands import LOCAL, LOOPBACK, connected
 from hddm.utils.errors import HddmError, UsageError, choose, counted, did_you_mean, one_line, optional
@@ -32,7 +33,7 @@ APPLICATION = "hddm"
 TOKEN = "HDDM_TOKEN"
 """Environment variable that holds the bearer token of a service."""
 RAYS_OWN = ("num_cpus", "num_gpus", "memory")
-"""Resources that Ray has options for; others are of one's own."""
+"""Resources that Ray knows; all others are the user's own."""
 QUIET = {"log_level": "ERROR", "enable_access_log": False}
 
 log = logging.getLogger(__name__)
@@ -40,26 +41,26 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Placement:
-    """How often each expert runs and what each of its workers takes; keys are names, "" stands for all."""
+    """Number of workers per expert, and resources per worker; keys are names, "" stands for all experts."""
 
     replicas: Mapping[str, int] = field(default_factory=dict)
     resources: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """As Ray names them: ``num_cpus``, ``num_gpus``, ``memory``, or resources of one's own."""
+    """By their names in Ray: ``num_cpus``, ``num_gpus``, ``memory``, or the user's own."""
 
     def refuse_unknown(self, names: Sequence[str]) -> None:
-        """Raise a `UsageError` for an expert that is not there."""
-        for option, given in (("--num-replicas", self.replicas), ("--resources", self.resources)):
-            known = [*names, *([FRONT] if option == "--resources" else [])]
+        """Raise a `UsageError` for an expert that is not among ``names``."""
+        known = {"--num-replicas": list(names), "--resources": [*names, FRONT]}
+        for option, given in zip(known, (self.replicas, self.resources), strict=True):
             for name in given:
-                if name and name not in known:
-                    raise UsageError(f"{option} {name}: {choose(name, known)}")
+                if name and name not in known[option]:
+                    raise UsageError(f"{option} {name}: {choose(name, known[option])}")
 
     def of(self, name: str, has_gpus: bool) -> dict[str, float]:
-        """Resources of a worker of this name."""
-        asked = {"num_cpus": 1.0, "num_gpus": float(has_gpus and name != FRONT)}
-        # The front is not an expert.
-        asked |= self.resources.get("", {}) if name != FRONT else {}
-        return asked | dict(self.resources.get(name, {}))
+        """Resources of each worker of an expert, or of the front."""
+        if name == FRONT:
+            return {"num_cpus": 1.0, "num_gpus": 0.0, **self.resources.get(FRONT, {})}
+        default = {"num_cpus": 1.0, "num_gpus": float(has_gpus)}
+        return {**default, **self.resources.get("", {}), **self.resources.get(name, {})}
 
 
 def serve(
@@ -77,42 +78,42 @@ def serve(
 
     Args:
         folder: an ensemble, an expert, or the Paris release.
-        host: address to listen at; another than this machine alone needs a token in `TOKEN`.
-        port: to listen at.
-        limits: of requests.
-        placement: of the experts.
-        dtype: that networks run in.
-        device: of the workers; see `hddm.utils.tensors.available_device`.
-        address: of a Ray cluster; ``local`` starts one on this machine.
-        on_ready: told the names of the experts, once requests are answered.
+        host: address to listen on; one that other machines reach needs a token in `TOKEN`.
+        port: port to listen on.
+        limits: bounds of requests.
+        placement: number and resources of the workers.
+        dtype: dtype that networks run in.
+        device: device of the workers; see `hddm.utils.tensors.available_device`.
+        address: address of a Ray cluster; ``local`` starts one on this machine.
+        on_ready: gets the names of the experts once requests are answered.
 
     Raises:
-        HddmError: without Ray, for an ensemble that cannot be opened, a cluster that does not answer or has
-            too little, and a port that is taken.
+        HddmError: without Ray, for an ensemble that cannot be opened, a cluster that does not answer or lacks
+            resources, and a port that is taken.
     """
     ray = optional("ray", "hddm serve", "serve")
     optional("ray.serve", "hddm serve", "serve")
-    # Files that hold one end in a line break.
+    # A token from a file may end in a line break.
     token = os.environ.get(TOKEN, "").strip() or None
     if token is None and host not in LOOPBACK:
-        raise UsageError(
-            f"--host {host}: is open to other machines; set {TOKEN} to a token that clients send"
-        )
+        raise UsageError(f"--host {host}: is open to other machines; set {TOKEN} to a token for clients")
     names, limits, placement = names_of(folder), limits or Limits(), placement or Placement()
     placement.refuse_unknown(names)
     replicas = {name: placement.replicas.get(name, placement.replicas.get("", 1)) for name in names}
     own: dict[str, Any] = {}
     if address == LOCAL:
         _refuse_taken(host, port)
-        # On a busy machine Ray would give its proxy up and begin anew, and warn of what `Progress` tells.
+        # On a busy machine Ray would restart its proxy, and warn of what `Progress` reports anyway.
         os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "120")
         os.environ.setdefault("SERVE_SLOW_STARTUP_WARNING_S", "600")
-        # Ray counts processors to place workers, and all of these are to be on this machine.
+        # Ray places workers by number of processors, and all of these must be on this machine.
         needed = [placement.of(name, False)["num_cpus"] * count for name, count in replicas.items()]
         own = {"num_cpus": int(sum(needed) + placement.of(FRONT, False)["num_cpus"]) + 1}
     around = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "hddm.serving.answers:middlewares"}
     with connected(ray, address, around, **own):
         from ray import serve as ray_serve
+
+        from hddm.serving.front import Front
 
         has_gpus = device in ("auto", "cuda") and ray.cluster_resources().get("GPU", 0) > 0
         of = {name: placement.of(name, has_gpus) for name in (*names, FRONT)}
@@ -121,13 +122,22 @@ def serve(
         )
         if running := ray_serve.status().applications:
             raise HddmError(
-                f"--ray {address}: Ray Serve runs {', '.join(running)} there already, on one port; end it "
-                "first (where it was started, or by: serve shutdown), or take another cluster"
+                f"--ray {address}: Ray Serve runs {', '.join(running)} there already; end it first (where it "
+                "was started, or with serve shutdown), or use another cluster"
             )
         log.info("%s: starts %d experts; each reads its own weights", folder, len(names))
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        application = _application(
-            ray_serve, folder.absolute(), names, replicas, of, limits, token, dtype, device
+        deploy, path = functools.partial(_deployment, ray_serve, limits), str(folder.absolute())
+        workers = {
+            name: deploy(Worker, name, of[name], num_replicas=replicas[name]).bind(
+                path, k, dtype, device, _threads(of[name]), limits.batch_size, limits.is_batched
+            )
+            for k, name in enumerate(names)
+        }
+        # The front checks a token by its hash, and does not know it.
+        digest = token and hashlib.sha256(token.encode()).hexdigest()
+        front = deploy(Front, FRONT, of[FRONT]).bind(
+            path, dtype, _threads(of[FRONT]), limits, digest, workers
         )
 
         def started() -> list[str]:
@@ -139,14 +149,11 @@ def serve(
         try:
             try:
                 with Progress(None, "start the service", more=started, is_drawn=False):
-                    # One that has nothing to run would keep its own port.
+                    # An idle Ray Serve would keep its own port.
                     ray_serve.shutdown()
-                    ray_serve.start(
-                        proxy_location="HeadOnly",
-                        http_options={"host": host, "port": port},
-                        logging_config=QUIET,
-                    )
-                    ray_serve.run(application, name=APPLICATION, route_prefix="/")
+                    listening = {"host": host, "port": port}
+                    ray_serve.start("HeadOnly", http_options=listening, logging_config=QUIET)
+                    ray_serve.run(front, name=APPLICATION, route_prefix="/")
                     for name in names:
                         worker = ray_serve.get_deployment_handle(name, APPLICATION)
                         if reason := worker.ready.remote().result():
@@ -157,78 +164,61 @@ def serve(
                 on_ready(names)
                 stop.wait()
         finally:
-            # A cluster of this machine alone ends with the connection, and may have been stopped with us.
+            # A local cluster ends with the connection, and may have been stopped together with this process.
             if address != LOCAL:
                 ray_serve.shutdown()
 
 
 def names_of(folder: Path) -> list[str]:
-    """Names of an ensemble's experts, by which they are asked for and placed.
+    """Names of an ensemble's experts, by which they are requested and placed.
 
-    Raises `HddmError` as `hddm.load`, and where an expert lacks the VAE or the text encoder that every image
-    of it needs.
+    Raises `HddmError` as `hddm.load`, and for an expert without the VAE or text encoder that it needs.
     """
     opened = open_ensemble(folder, torch.float32)
-    members, named = opened.facts.experts, [(one.name, one.facts) for one in opened.experts]
-    names = [member.name or str(k) for k, member in enumerate(members)]
-    encoders, has_classes = encoders_of(members, named), any(class_lists(members, named))
-    for k, (_, facts) in enumerate(named):
-        vae, text = encoders.vaes[k], encoders.texts[k]
-        needed = [] if facts.makes_pictures else ["vae"]
+    entries = opened.entries
+    names = [one.member.name or str(k) for k, one in enumerate(entries)]
+    encoders, has_classes = encoders_of(entries), any(one.classes for one in entries)
+    for k, facts in enumerate(one.record for one in entries):
+        needed = {} if facts.makes_pictures else {"vae": encoders.vaes[k]}
         if TEXT_CONDITIONS[0] in facts.conditions and not has_classes:
-            needed += ["text_encoder", "tokenizer"]
-        for part in needed:
-            if numbered(part, vae if part == "vae" else text) not in opened.components:
-                raise HddmError(
-                    f"{folder}: expert {names[k]} needs a {part} to make images; add one by hddm assemble "
-                    f"--{part.replace('_', '-')} FOLDER, or to Paris as its folder {part}"
+            needed |= dict.fromkeys(("text_encoder", "tokenizer"), encoders.texts[k])
+        for part, number in needed.items():
+            if numbered(part, number) not in opened.components:
+                add = (
+                    f"add it (hddm assemble --{part.replace('_', '-')} FOLDER; to Paris as its folder {part})"
                 )
+                raise HddmError(f"{folder}: expert {names[k]} needs a {part} to make images; {add}")
     return names
 
 
-def _application(
-    ray_serve: Any,
-    folder: Path,
-    names: Sequence[str],
-    replicas: Mapping[str, int],
-    of: Mapping[str, Mapping[str, float]],
-    limits: Limits,
-    token: str | None,
-    dtype: torch.dtype,
-    device: str,
+def _deployment(
+    ray_serve: Any, limits: Limits, kind: type, name: str, resources: Mapping[str, float], **options: Any
 ) -> Any:
-    """The deployments, bound to each other."""
-    quick = {"health_check_period_s": 2, "health_check_timeout_s": 60, "graceful_shutdown_timeout_s": 5}
-
-    def deployed(kind: type, name: str, **options: Any) -> Any:
-        asked: dict[str, Any] = {key: value for key, value in of[name].items() if key in RAYS_OWN}
-        asked["resources"] = {key: value for key, value in of[name].items() if key not in RAYS_OWN}
-        # More than it admits, so that the service itself turns requests away.
-        most = 16 * limits.queue + 100
-        made = ray_serve.deployment(kind, name=name, logging_config=QUIET, **quick)
-        return made.options(ray_actor_options=asked, max_ongoing_requests=most, **options)
-
-    workers = {
-        name: deployed(Worker, name, num_replicas=replicas[name]).bind(
-            str(folder), k, dtype, device, _threads(of[name]), limits.batch_size, limits.is_batched
-        )
-        for k, name in enumerate(names)
-    }
-    # The front needs no more to know the token by.
-    digest = None if token is None else hashlib.sha256(token.encode()).hexdigest()
-    return deployed(Front, FRONT).bind(str(folder), dtype, _threads(of[FRONT]), limits, digest, workers)
+    """A deployment with these resources, to be bound to its arguments."""
+    actor: dict[str, Any] = {key: value for key, value in resources.items() if key in RAYS_OWN}
+    actor["resources"] = {key: value for key, value in resources.items() if key not in RAYS_OWN}
+    return ray_serve.deployment(
+        kind,
+        name=name,
+        ray_actor_options=actor,
+        # More than the front admits, so that the front itself turns requests away.
+        max_ongoing_requests=16 * limits.queue + 100,
+        health_check_period_s=2,
+        health_check_timeout_s=60,
+        graceful_shutdown_timeout_s=5,
+        logging_config=QUIET,
+        **options,
+    )
 
 
 def _refuse_taken(host: str, port: int) -> None:
-    """Raise an `HddmError` where one cannot listen, which Ray would try again and again."""
+    """Raise an `HddmError` for an address that is not free; Ray would try it again and again."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as one:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             one.bind((host, port))
     except OSError as error:
-        raise HddmError(
-            f"--port {port}: cannot listen at {host} ({error.strerror}); choose another"
-        ) from error
+        raise HddmError(f"--port {port}: cannot listen on {host} ({error.strerror})") from error
 
 
 def _threads(resources: Mapping[str, float]) -> int:
@@ -236,15 +226,13 @@ def _threads(resources: Mapping[str, float]) -> int:
 
 
 def _refuse_lack(there: Mapping[str, float], asked: Sequence[Mapping[str, float]]) -> None:
-    """Raise an `HddmError` where a cluster has less of a resource than the workers ask for together."""
+    """Raise an `HddmError` if a cluster has less of a resource than all workers together need."""
     total = Counter[str]()
     for resources in asked:
         total.update(resources)
     for key, value in total.items():
         name = {"num_cpus": "CPU", "num_gpus": "GPU"}.get(key, key)
         if value > there.get(name, 0):
-            raise HddmError(
-                f"--resources: the workers ask for {value:g} of {name}, and the cluster has "
-                f"{there.get(name, 0):g}; ask for less, or add machines"
-                f"{did_you_mean(name, ['num_cpus', 'num_gpus', *there])}"
-            )
+            near = did_you_mean(name, ["num_cpus", "num_gpus", *there])
+            lack = f"the workers need {value:g} {name}, and the cluster has {there.get(name, 0):g}"
+            raise HddmError(f"--resources: {lack}; request less, or add machines{near}")

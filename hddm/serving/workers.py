@@ -1,15 +1,15 @@
-"""Workers of a service: each holds one expert, and computes for requests of like settings together.
+"""Workers of a service: each holds one expert, and computes requests with equal settings together.
 
-Under ``draw`` a job is a sample from noise to data: what comes is a seed, indices and embeddings, what goes
-are latents. For other strategies a job is one call of the velocity, of a state that comes and a velocity that
-goes. Jobs change each other by rounding only.
+Under ``draw`` a job is samples from noise to data: seed, indices and embeddings come in, latents go out. For
+other strategies a job is one call of the velocity: states come in, velocities go out. Jobs that are computed
+together change each other by rounding only.
 """
 
 import asyncio
 import contextlib
 import ctypes
 import logging
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,18 +19,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hddm.conditions import Conditions, Inputs
 from hddm.ensemble import Ensemble
 from hddm.experts.loading import open_ensemble
 from hddm.networks.offload import bring
-from hddm.noise import Latents, noise_of
-from hddm.sampling import Batch, Conditions, plan, run
+from hddm.noise import Latents, Seeded
+from hddm.running import Batch, run
+from hddm.sampling import plan
 from hddm.serving.answers import Refusal
 from hddm.utils.errors import HddmError, one_line
+from hddm.utils.processes import Report
 from hddm.utils.tensors import available_device
-from hddm.velocity import Guidance, Inputs, VelocityField
+from hddm.velocity import Guidance, VelocityField
 
 LULL = 0.005
-"""Seconds that an idle worker waits for more jobs, so that those of one moment are one batch."""
+"""Seconds that an idle worker waits for more jobs, so that simultaneous jobs become one batch."""
 Tensors = Mapping[str, Tensor]
 log = logging.getLogger(__name__)
 
@@ -41,18 +44,15 @@ class SampleJob:
 
     seed: int
     indices: tuple[int, ...]
-    steps: int
-    shift: float
-    solver: str
-    guidance: Guidance
+    how: Mapping[str, Any]
+    """Arguments of `hddm.sampling.plan`."""
     negative: Tensors
     conditions: Tensors
 
     @property
     def like(self) -> Hashable:
-        """Key of the jobs that can be computed together."""
-        settings = (self.steps, self.shift, self.solver, self.guidance)
-        return settings, _shapes(self.negative), _shapes(self.conditions)
+        """Equal for jobs that can be computed together."""
+        return SampleJob, tuple(self.how.items()), _shapes(self.negative), _shapes(self.conditions)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -60,7 +60,7 @@ class SampleJob:
 
 @dataclass(frozen=True)
 class VelocityJob:
-    """Velocity of states x (n, C, H, W) at times t (n,); students of few steps need its end, ``then``."""
+    """Velocity of states x (n, C, H, W) at times t (n,); ``then`` is the step's end, for students."""
 
     x: Tensor
     t: Tensor
@@ -71,7 +71,7 @@ class VelocityJob:
 
     @property
     def like(self) -> Hashable:
-        """Key of the jobs that can be computed together."""
+        """Equal for jobs that can be computed together."""
         return self.guidance, self.then, self.x.shape[1:], _shapes(self.negative), _shapes(self.conditions)
 
     def __len__(self) -> int:
@@ -80,19 +80,19 @@ class VelocityJob:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a job asks for, or what is wrong with it: Ray would log the calls that led to an exception."""
+    """A job's result or its error, which Ray would log with a traceback if it were raised."""
 
     value: Tensor | HddmError
     batch: int
-    """Number of samples in its batch, as the first job of it tells; 0 for the others."""
+    """Number of samples in its batch for the first job of a batch; 0 for the others."""
 
 
 @dataclass(eq=False)
 class _Waiting:
-    """A job until it is done; ``on_step`` is told of its steps."""
+    """A job until it is done; ``on_step`` gets the number of each finished step."""
 
     job: SampleJob | VelocityJob
-    on_step: Callable[[int], None]
+    on_step: Report
     done: asyncio.Future[Answer] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -100,14 +100,14 @@ class Worker:
     """One expert of an ensemble, as a deployment of Ray Serve.
 
     Args:
-        folder: the ensemble, on every machine under the same path.
-        index: of the expert.
-        dtype: that its network runs in.
-        device: of `hddm.utils.tensors.available_device`.
-        threads: of torch, on a CPU.
-        batch_size: samples computed together, at most.
-        is_batched: compute jobs of several requests together; without it images are those of
-            ``hddm sample`` to the bit.
+        folder: the ensemble, under the same path on every machine.
+        index: number of the expert.
+        dtype: dtype that its network runs in.
+        device: see `hddm.utils.tensors.available_device`.
+        threads: number of torch's threads on a CPU.
+        batch_size: maximum number of samples computed together.
+        is_batched: compute jobs of several requests together; without it, images are those of
+            ``hddm sample`` bit for bit.
     """
 
     def __init__(
@@ -125,13 +125,13 @@ class Worker:
         self.batch_size, self.is_batched = batch_size, is_batched
         self._waiting: list[_Waiting] = []
         self._work: asyncio.Task[None] | None = None
-        # One thread, so that batches follow each other; it has a number of threads of its own in torch.
+        # One thread, so that batches follow each other; torch's number of threads is set per thread.
         self._thread = ThreadPoolExecutor(1, "hddm-worker", torch.set_num_threads, (threads,))
-        # Ray would start a worker that cannot again and again, while its requests wait.
+        # In __init__, an error would make Ray restart the worker forever while its requests wait.
         self._thread.submit(self._opened)
 
     async def ready(self) -> str:
-        """Empty, once the weights are there; or why they cannot be read."""
+        """Empty once the weights are there, else the reason why they cannot be read."""
         try:
             if self.field is None:
                 await asyncio.get_running_loop().run_in_executor(self._thread, self._opened)
@@ -140,7 +140,7 @@ class Worker:
         return ""
 
     def _opened(self) -> VelocityField:
-        """The expert; one that could not be read is tried again, since its files may have been mended."""
+        """The expert; after an error it is read again, since its files may have been repaired."""
         if self.field is None:
             try:
                 self.field = _read(*self._source)
@@ -150,25 +150,15 @@ class Worker:
         return self.field
 
     async def velocity(self, jobs: Sequence[VelocityJob]) -> list[Answer | BaseException]:
-        """The velocities that the expert has there, or what went wrong with each."""
+        """One velocity or error per job."""
         waiting = (self._done(_Waiting(job, lambda step: None)) for job in jobs)
         return await asyncio.gather(*waiting, return_exceptions=True)
 
-    async def draw(self, job: SampleJob) -> AsyncIterator[int | Answer]:
-        """The samples, after the number of each step that is done."""
-        loop, steps = asyncio.get_running_loop(), asyncio.Queue[int | None]()
-
-        def tell(step: int) -> None:
-            loop.call_soon_threadsafe(steps.put_nowait, step)
-
-        made = asyncio.ensure_future(self._done(_Waiting(job, tell)))
-        made.add_done_callback(lambda _: steps.put_nowait(None))
-        try:
-            while (step := await steps.get()) is not None:
-                yield step
-            yield made.result()
-        finally:
-            made.cancel()
+    async def draw(self, job: SampleJob) -> AsyncGenerator[int | Answer]:
+        """Yield the number of each finished step, then the samples."""
+        async with contextlib.aclosing(followed(lambda tell: self._done(_Waiting(job, tell)))) as events:
+            async for event in events:
+                yield event
 
     async def _done(self, one: _Waiting) -> Answer:
         self._waiting.append(one)
@@ -177,20 +167,20 @@ class Worker:
         try:
             return await one.done
         finally:
-            # Cancelled or done: nobody waits for it.
+            # Nobody waits for it any more: it is cancelled or done.
             if one in self._waiting:
                 self._waiting.remove(one)
 
     async def _work_off(self) -> None:
-        """Compute what waits, batch after batch, the oldest job and its like first."""
+        """Compute all waiting jobs, batch after batch, beginning with the oldest job and those like it."""
         if self.is_batched:
             await asyncio.sleep(LULL)
         while self._waiting:
             oldest, rows = self._waiting[0], 0
             batch = []
             for one in list(self._waiting):
-                alike = type(one.job) is type(oldest.job) and one.job.like == oldest.job.like
-                if one is oldest or (self.is_batched and alike and rows + len(one.job) <= self.batch_size):
+                fits = one.job.like == oldest.job.like and rows + len(one.job) <= self.batch_size
+                if one is oldest or (self.is_batched and fits):
                     batch.append(one)
                     rows += len(one.job)
                     self._waiting.remove(one)
@@ -201,7 +191,7 @@ class Worker:
         try:
             values = await run(self._thread, self._run, batch)
         except Exception as error:
-            # One of them may be to blame, and the others go on.
+            # One job may be the cause, so each is computed alone.
             for one in batch if len(batch) > 1 else ():
                 await self._compute([one])
             if len(batch) == 1 and not batch[0].done.done():
@@ -224,42 +214,50 @@ class Worker:
             for name in ("negative", "conditions")
         )
         if isinstance(first, VelocityJob):
-            x = torch.cat([job.x for job in jobs if isinstance(job, VelocityJob)]).to(expert.device)
-            t = torch.cat([job.t for job in jobs if isinstance(job, VelocityJob)])
+            x, t = (torch.cat([getattr(job, name) for job in jobs]) for name in ("x", "t"))
             then = None if first.then is None else torch.tensor(first.then, dtype=torch.float64)
+            x = x.to(expert.device)
             values = expert.velocity(x, t, first.guidance, negative or None, then, **conditions)
         else:
             assert expert.sample_shape is not None
             drawn = [job for job in jobs if isinstance(job, SampleJob)]
-            x = torch.cat([noise_of(job.seed, job.indices, expert.sample_shape) for job in drawn])
-            how = plan(
-                expert,
-                steps=first.steps,
-                shift=first.shift,
-                solver=first.solver,
-                guidance=first.guidance,
-                noise=Latents(x),
-            )
-            asked = Conditions(conditions, negative)
+            x = torch.cat([Seeded(job.seed).initial(job.indices, expert.sample_shape) for job in drawn])
+            how = plan(expert, **first.how, noise=Latents(x))
+            own = Batch.of(len(x), Conditions(conditions, negative), torch.zeros(len(x), dtype=torch.long))
 
             def on_step(index: int, x: Tensor) -> Tensor:
                 for one in batch:
                     one.on_step(index + 1)
                 return x
 
-            values = run(
-                how,
-                Batch.of(len(x), asked, torch.zeros(len(x), dtype=torch.long)),
-                on_step,
-                # Clients that left cost nothing more, once all of a batch have.
-                stop=lambda: all(one.done.done() for one in batch),
-            )
+            # When all clients of a batch have left, it ends.
+            values = run(how, own, on_step, lambda: all(one.done.done() for one in batch))
         parts: Sequence[Tensor] = values.cpu().split([len(job) for job in jobs])
         return parts
 
 
+async def followed(make: Callable[[Report], Awaitable[Any]]) -> AsyncGenerator[Any]:
+    """Yield each number that ``make`` reports to its argument, from any thread, then its result.
+
+    What is made is cancelled when nobody follows it any more.
+    """
+    loop, steps = asyncio.get_running_loop(), asyncio.Queue[int | None]()
+
+    def tell(step: int) -> None:
+        loop.call_soon_threadsafe(steps.put_nowait, step)
+
+    task = asyncio.ensure_future(make(tell))
+    task.add_done_callback(lambda _: steps.put_nowait(None))
+    try:
+        while (step := await steps.get()) is not None:
+            yield step
+        yield task.result()
+    finally:
+        task.cancel()
+
+
 def _read(folder: Path, index: int, dtype: torch.dtype, device: torch.device) -> VelocityField:
-    """The expert, with its weights; those of the others are not opened."""
+    """The expert, with its weights; weights of the others are not read."""
     found = open_ensemble(folder, dtype).expert_set(device, dtype).fields()[index]
     for network in (found.network, found.weak and found.weak.network):
         bring(network)
@@ -279,11 +277,11 @@ def _joined(conditions: Iterable[Tensors], device: torch.device) -> dict[str, Te
 
 
 class RemoteExpert(VelocityField):
-    """An expert whose network is in another process; ``ask`` gives its velocity there."""
+    """An expert whose network is in another process; ``ask`` returns its velocity."""
 
     def __init__(self, known: VelocityField, ask: Callable[[VelocityJob], Tensor]) -> None:
         vars(self).update(vars(known))
-        self.network = _elsewhere
+        self.network = None  # type: ignore[assignment]
         self._ask = ask
 
     def guided(self, x_t: Tensor, times: Tensor, inputs: Inputs, then: Tensor | None = None) -> Tensor:
@@ -291,12 +289,11 @@ class RemoteExpert(VelocityField):
         return self._ask(VelocityJob(x_t, times, inputs.guidance, inputs.negative, inputs.conditions, end))
 
 
-def _elsewhere(*inputs: Any, **conditions: Any) -> Tensor:
-    raise HddmError("this expert's network is in another process")
-
-
 class RemoteEnsemble(Ensemble):
-    """An ensemble of experts that are asked at the same time, by ``ask`` with their index and a job."""
+    """An ensemble of experts in other processes, which run at the same time.
+
+    ``ask`` returns the velocity of an expert, by its index and a job.
+    """
 
     def __init__(self, known: Ensemble, ask: Callable[[int, VelocityJob], Tensor]) -> None:
         vars(self).update(vars(known))

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from hddm.calibration import FILE_NAME, LEVELS, STATES, Calibration
-from hddm.classes import LABELS
+from hddm.conditions import LABELS
 from hddm.data.shards import open_shard
 from hddm.experts.loading import load
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, field_of, open_expert, write_records
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
-from hddm.noise import initial_noise
+from hddm.noise import Seeded
 from hddm.schedules import DiscreteSchedule
 from hddm.solvers import euler
 from hddm.training.denoising import misread
@@ -66,7 +66,7 @@ def native_samples(
         def velocity(x: Tensor, t: Tensor, _: Tensor, given: Mapping[str, Tensor] = given) -> Tensor:
             return field.raw_velocity(x, t.expand(len(x)), given)
 
-        x = initial_noise(seed, int(rows[0]), int(rows[-1]) + 1, field.sample_shape).to(field.device) / scale
+        x = Seeded(seed).initial(rows.tolist(), field.sample_shape).to(field.device) / scale
         batches.append(euler(velocity, x, times).cpu())
         if on_batch is not None:
             on_batch(len(rows))

@@ -12,13 +12,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hddm.calibration import KAPPA, Calibration, Moments, bounded_gain, gauss_shares
-from hddm.classes import LABELS
+from hddm.calibration import Calibration, Moments
+from hddm.conditions import LABELS
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.lora import adapter_of
 from hddm.experts.records import EXPERT_FILE, FORMAT, Expert, field_of, save_expert
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.schedules import LinearSchedule, from_config
+from hddm.training.bounded_gain import KAPPA, bounded_gain, gauss_shares
 from hddm.training.expert import begun_with, check_fit, read_init, record_of_shard, weak_of
 from hddm.training.fitting import calibrated, calibration_origin, calibration_rows, labels_of
 from hddm.training.loop import Fitted, OnStep, Task, train

@@ -20,12 +20,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hddm.classes import LABELS
+from hddm.conditions import LABELS
 from hddm.data.shard_records import find_shards
 from hddm.data.shards import Shard, joined, open_shard
 from hddm.ensemble import Ensemble, Strategy
+from hddm.experts.compatibility import domains_of
 from hddm.experts.loading import OpenedEnsemble, open_ensemble
-from hddm.experts.parts import domains_of
 from hddm.experts.records import (
     EXPERT_FILE,
     Expert,
@@ -138,8 +138,7 @@ def _mixing(folder: Path, opened: OpenedEnsemble, strategy: str | None) -> Opene
         log.info("%s: keeps one expert per sample; the student learns their full mixture", folder)
     chosen = strategy or ("full" if keeps_one else facts.strategy)
     with asked():
-        named = [(one.name, one.facts) for one in opened.experts]
-        Strategy.parse(chosen).check(len(set(domains_of(facts.experts, named))))
+        Strategy.parse(chosen).check(len(set(domains_of(opened.entries))))
     return replace(opened, facts=facts.model_copy(update={"strategy": chosen}))
 
 

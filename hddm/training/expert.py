@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from diffusers import ModelMixin
 
-from hddm.classes import LABELS
+from hddm.conditions import LABELS
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.lora import ADAPTER_WEIGHTS
 from hddm.experts.records import (

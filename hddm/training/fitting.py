@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hddm.calibration import FADE, LEVELS, MAX_GAIN, POOL, START, STATES, Calibration, Moments
-from hddm.classes import LABELS
+from hddm.conditions import LABELS
 from hddm.data.shard_records import MIN_IMAGES
 from hddm.data.shards import Shard
 from hddm.experts.records import Expert, field_of

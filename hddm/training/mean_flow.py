@@ -32,16 +32,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hddm.classes import LABELS
+from hddm.conditions import LABELS, Conditions
 from hddm.ensemble import Ensemble
-from hddm.noise import noise_of
 from hddm.sampling import integrate, plan
 from hddm.training.loop import Inputs
 from hddm.training.objectives import TIME_SCALE
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import write_whole
 from hddm.utils.progress import Progress
-from hddm.utils.tensors import append_dims, read_safetensors
+from hddm.utils.tensors import append_dims, generator, read_safetensors
 from hddm.velocity import PathPoint, PredictionType, velocity
 
 SOLVED, KEPT = 24, 8
@@ -106,7 +105,8 @@ def solve(
     states = torch.empty(num, KEPT + 1, *shape)
     with Progress(num * SOLVED, "solve the teacher's trajectories", " steps") as progress:
         for rows in torch.arange(num).split(_BATCH):
-            x = noise_of(seed, rows.tolist(), shape, TRAJECTORIES)
+            streams = [generator(seed, TRAJECTORIES, i) for i in rows.tolist()]
+            x = torch.stack([torch.randn(shape, generator=one) for one in streams])
             states[rows, 0] = x
 
             def keep(index: int, x: Tensor, rows: Tensor = rows) -> Tensor:
@@ -116,9 +116,8 @@ def solve(
                 return x
 
             own = {name: value[rows].to(teacher.device) for name, value in conditions.items()}
-            expert, x = own.pop("expert", None), x.to(teacher.device)
-            scale = guidance_scale
-            integrate(teacher, x, fine, guidance_scale=scale, conditions=own, expert=expert, on_step=keep)
+            expert = own.pop("expert", None)
+            integrate(teacher, x, fine, Conditions(own), expert, keep, guidance=guidance_scale)
     if file is not None:
         write_whole(file, lambda path: save_file({"states": states, **known}, path))
     return Trajectories(states, times, conditions)

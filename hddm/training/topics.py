@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from hddm.classes import LABELS
+from hddm.conditions import LABELS
 from hddm.data.shard_records import captions_of, is_encoded, read_manifest
 from hddm.experts.ensemble_folders import kept_components, read_ensemble_facts
 from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord
@@ -15,14 +16,16 @@ from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer,
 from hddm.routers import TOPIC, Topic, TopicRecord
 from hddm.training.calibrate import put_into
 from hddm.training.settings import TEXT
-from hddm.utils.errors import HddmError, UsageError, counted
+from hddm.utils.errors import HddmError, UsageError, counted, optional
 from hddm.utils.files import read_whole, restore
 from hddm.utils.progress import Progress
 from hddm.utils.records import ENSEMBLE_FILE, MANIFEST, ensemble_around, read_record
+from hddm.utils.tensors import to_float64
 
 LARGEST_CAPTIONS = 2**28
 """Bytes of the largest file of captions."""
 BATCH = 64
+MAX_CLUSTERS = 32
 
 
 def describe_topic(
@@ -60,7 +63,7 @@ def describe_topic(
             embedded.append(embed(network, tokens, batch, warns=False).pooled)
             progress(len(batch))
     facts = text_encoder_facts(encoder, tokens.model_max_length)
-    topic = Topic.of(torch.cat(embedded), list(counts.values()))
+    topic = topic_of(torch.cat(embedded), list(counts.values()))
     known = TopicRecord(count=len(texts), source=source, variance=topic.variance, text_encoder=facts)
     if (whole := ensemble_around(folder.resolve())) is not None:
         for place in (whole / member.folder for member in read_ensemble_facts(whole).experts):
@@ -70,6 +73,24 @@ def describe_topic(
                 raise HddmError(f"{encoder}: {text}")
     put_into(folder, record, TOPIC, replace(topic, record=known).save)
     return known
+
+
+def topic_of(embeddings: Tensor, counts: Sequence[int] | None = None) -> Topic:
+    """At most `MAX_CLUSTERS` clusters by k-means of captions' ``embeddings`` (N, D).
+
+    ``counts`` says how many captions have each embedding; None for one each.
+    """
+    unit = torch.nn.functional.normalize(to_float64(embeddings).cpu(), dim=1)
+    parts = torch.tensor(counts or [1] * len(unit), dtype=torch.float64)
+    parts /= parts.sum()
+    clusters = min(MAX_CLUSTERS, len(unit.unique(dim=0)))
+    clustering = optional("sklearn.cluster", "hddm describe", "train")
+    kmeans = clustering.KMeans(clusters, n_init=1, random_state=0)
+    found = kmeans.fit(unit.numpy(), sample_weight=parts.numpy())
+    own = torch.nn.functional.one_hot(torch.from_numpy(found.labels_).long(), clusters).double()
+    shares = parts @ own
+    means = (own * parts[:, None]).T @ unit / shares[:, None]
+    return Topic(means, shares, float(parts @ (unit - own @ means).square().sum(1)))
 
 
 def _texts(captions: Path | None, data: Path | None, text: str | None) -> tuple[Sequence[str], str]:

@@ -18,10 +18,12 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch import Tensor, nn
 
+from hddm.conditions import Conditions
 from hddm.data.images import save_png, tiled, to_bytes
 from hddm.data.shards import Shard
-from hddm.noise import Latents, initial_noise
-from hddm.sampling import Batch, Conditions, plan, run
+from hddm.noise import Latents, Seeded
+from hddm.running import Batch, run
+from hddm.sampling import plan
 from hddm.training.loop import StepReport, Watcher
 from hddm.training.resume import RUN_FILE, read_run
 from hddm.training.settings import TEXT
@@ -221,7 +223,7 @@ class SampleGrids:
     def _grid(self, report: StepReport) -> Tensor:
         field = self._field
         low, high = field.noise_range
-        x = (1 - high) * self._x_0 + high * initial_noise(SEED, 0, self._num, self._shape)
+        x = (1 - high) * self._x_0 + high * Seeded(SEED).initial(range(self._num), self._shape)
         steps = STEPS if field.sampling_steps is None else None
         how = plan(field, steps=steps, part=field.noise_range, noise=Latents(x))
         conditions = Conditions(self._conditions).map(lambda value: value.to(field.device))

@@ -1,12 +1,12 @@
 """JSON and YAML as plain values, which nothing downstream has to fear.
 
-A document is refused if a key stands in it twice, if it is nested too deeply to be walked, if a whole number
+A document is refused if it has a key twice, if it is nested too deeply to be walked, if a whole number
 is too large for a machine, if a text is not Unicode (half of a surrogate pair, which can be neither written
 nor printed), and, of YAML, if aliases make it much larger than its file.
 
 YAML is read by the core schema of YAML 1.2.2 (https://yaml.org/spec/1.2.2/#103-core-schema): `010` is ten,
 `1e-3` a number, `true` and `false` alone are booleans, and `no`, `12:30` and dates are text. There are no
-tags but those of this schema and no merge key `<<`.
+tags but this schema's own and no merge key `<<`.
 """
 
 import json
@@ -48,7 +48,9 @@ def parse_object(text: bytes | str, origin: str) -> dict[str, Any]:
     """The object of a JSON text; raises as `parse_json`, and for anything but an object."""
     content = parse_json(text, origin)
     if not isinstance(content, dict):
-        raise HddmError(f"{origin}: holds no JSON object, but {_kind(content)}; fetch or write it again")
+        kinds = {list: "a list", str: "a text", bool: "a boolean", type(None): "null"}
+        kind = kinds.get(type(content), "a number")
+        raise HddmError(f"{origin}: holds no JSON object, but {kind}; fetch or write it again")
     return content
 
 
@@ -117,20 +119,12 @@ def _refuse_odd(content: Any, origin: str, size: int, keys: type | tuple[type, .
                     None if is_text(value) else "is not Unicode (half of a surrogate pair); write it again"
                 )
             elif isinstance(value, int) and abs(value) >= LARGEST_INTEGER:
-                wrong = f"is a whole number of {_digits(value)} digits; write a smaller one"
+                # Longer ones have no decimal text: Python limits the conversion.
+                digits = int(abs(value).bit_length() * 0.30103) + 1
+                wrong = f"is a whole number of {digits} digits; write a smaller one"
             if wrong:
                 named = one_line(".".join(map(str, (*place, key)[1:])), 100)
                 raise HddmError(f"{origin}: key {named!r} {wrong}")
-
-
-def _digits(value: int) -> int:
-    # Longer ones have no decimal text: Python limits the conversion.
-    return int(abs(value).bit_length() * 0.30103) + 1
-
-
-def _kind(value: object) -> str:
-    kinds = {list: "a list", str: "a text", bool: "a boolean", type(None): "null"}
-    return kinds.get(type(value), "a number")
 
 
 def _reason(error: Exception) -> str:
@@ -146,7 +140,7 @@ _TAG = "tag:yaml.org,2002:"
 
 
 class _CoreLoader(yaml.SafeLoader):
-    """Loader of YAML 1.2's core schema, which refuses a repeated key, of which YAML would take the last.
+    """Loader of YAML 1.2's core schema, which refuses a repeated key; PyYAML would take the last one.
 
     PyYAML's own loaders read YAML 1.1. The tables are empty, so that only what is added below is resolved and
     constructed; a merge key, which 1.2 lacks, is a key like others.

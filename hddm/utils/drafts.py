@@ -1,7 +1,7 @@
 """The draft of long work on a folder, which a later run continues.
 
 .NAME.WORK/draft.json        what decides the content; a run with another is refused
-.NAME.WORK/lock              held by the one process that writes
+.NAME.WORK/lock              belongs to the one process that writes
 .NAME.WORK/done/…/PART.json  record of a part, written after its files
 .NAME.WORK/whole/…           becomes ``NAME`` at the end
 .NAME.WORK/parts/…           files that are needed on the way only
@@ -111,7 +111,7 @@ def open_draft(
     After a failure or a kill the draft stays for a later run if it has a complete part. ``record`` is the
     JSON file that marks the target's kind; ``identity`` holds the plain values that decide the content.
     ``overwrite`` replaces ``target`` and discards a draft of another identity. Where ``resume`` is None, a
-    draft of the same identity is always continued; else only if asked, and without ``overwrite`` it is
+    draft of the same identity is always continued; otherwise only if True, and without ``overwrite`` it is
     refused otherwise. ``kept`` says what stays, and how to go on, after a signal and on a full disk.
 
     Raises `HddmError` as `check_absent` and `writing`, if another process is writing, and for a draft of

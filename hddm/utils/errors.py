@@ -84,7 +84,7 @@ def asked() -> Iterator[None]:
 
 
 def optional(module: str, user: str, extra: str) -> Any:
-    """Import an optional dependency; if missing, the `HddmError` tells how to install it for ``user``."""
+    """Import an optional dependency; if missing, the `HddmError` says how to install it for ``user``."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -113,7 +113,7 @@ def _printable(line: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
 
 
-TO_ONE_SIZE = "hddm encode --resolution N brings those of a shard or partition to one"
+TO_ONE_SIZE = "hddm encode --resolution N brings all images of a shard or partition to one size"
 """The remedy for images of several sizes."""
 
 

@@ -56,7 +56,7 @@ def inside(folder: Path, name: str) -> Path:
 
 
 _PATIENCE = 0.1
-"""Seconds before a lock counts as held by another process."""
+"""Seconds after which a lock is taken to belong to another process."""
 
 
 @contextlib.contextmanager
@@ -120,7 +120,7 @@ def new_folder(
 
     It is beside ``target``, since a rename is atomic only within one file system. Files are synced to disk
     before the rename, and the rename after it. What killed processes left is removed. ``record`` is the JSON
-    file that marks its kind; ``is_locked`` tells that the caller holds the lock; ``fills_empty`` is as for
+    file that marks its kind; ``is_locked`` means that the caller holds the lock; ``fills_empty`` is as for
     `check_absent`.
 
     A replaced folder is renamed away first, so for a moment ``target`` does not exist. A process killed at

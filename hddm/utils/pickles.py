@@ -1,4 +1,4 @@
-"""PyTorch checkpoints: refused unless asked for, scanned before torch reads them, never fully unpickled.
+"""PyTorch checkpoints: refused unless allowed, scanned before torch reads them, never fully unpickled.
 
 `torch.load` with ``weights_only`` runs no foreign code, but it has no bound on memory, reads overlapping
 storages, hashes tuples of any depth until the interpreter crashes, and leaves tensors of the format before
@@ -8,6 +8,7 @@ unpickler rehearses the pickle with stand-ins for all permitted imports, and onl
 
 import argparse
 import io
+import itertools
 import pickle
 import pickletools
 import zipfile
@@ -214,11 +215,10 @@ def _require(fine: bool, problem: str) -> None:
         raise RefusedPickleError(problem)
 
 
-def _refused_globals(stream: IO[bytes]) -> set[str]:
-    """Forbidden imports of the next pickle of ``stream``, as ``module.name``."""
-    found: set[str] = set()
-    texts = ["?", "?"]
-    for opcode, value, _ in _opcodes(stream):
+def _refuse_globals(stream: IO[bytes], num: int) -> None:
+    """Refuse the next ``num`` pickles of ``stream`` if they import anything off the list, and go back."""
+    start, found, texts = stream.tell(), set[str](), ["?", "?"]
+    for opcode, value, _ in itertools.chain.from_iterable(_opcodes(stream) for _ in range(num)):
         if len(found) == _MOST_NAMES:
             break
         if opcode.name == "STACK_GLOBAL":
@@ -228,7 +228,9 @@ def _refused_globals(stream: IO[bytes]) -> set[str]:
             found.add(value)
         elif isinstance(value, str):
             texts = [texts[1], value]
-    return {name.replace(" ", ".") for name in found}
+    stream.seek(start)
+    names = ", ".join(shown([name.replace(" ", ".")[:80] for name in sorted(found)], 10))
+    _require(not found, f"would import {names!r}, which weights never need")
 
 
 def _rehearse(stream: IO[bytes], storages: dict[str, int]) -> Any:
@@ -359,15 +361,6 @@ def _scan(path: Path, kind: Kind) -> None:
     wanted = stream.tell() + sum(8 + size for size in storages.values())
     held = path.stat().st_size
     _require(wanted <= held, f"wants {wanted} bytes and has {held}")
-
-
-def _refuse_globals(stream: io.BytesIO, num: int) -> None:
-    start = stream.tell()
-    found = set().union(*(_refused_globals(stream) for _ in range(num)))
-    stream.seek(start)
-    if found:
-        names = ", ".join(shown([name[:80] for name in sorted(found)], 10))
-        raise RefusedPickleError(f"would import {names!r}, which weights never need")
 
 
 def _check(path: Path, content: dict[str, Any]) -> None:

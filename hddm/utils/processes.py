@@ -297,7 +297,7 @@ class Workers:
     ) -> list[Any]:
         """Results of ``calls``, in their order, in which they also start.
 
-        ``on_start`` is told of each call as it starts, ``on_end`` of each with its result.
+        ``on_start`` is called with each call as it starts, ``on_end`` with each call and its result.
 
         The first exception in a worker is raised here, and no further calls start. Raises `HddmError` if a
         worker process died, since the others cannot continue; it says how, and the worker's last words.
@@ -307,8 +307,8 @@ class Workers:
         results: dict[int, Any] = {}
         try:
             while waiting or running:
-                # No more than can run: a pool hands calls on ahead, and a worker that was told to stop would
-                # begin the next one.
+                # No more than can run: a pool queues calls ahead, and a worker that is stopping would begin
+                # the next one.
                 while waiting and len(running) < self._count:
                     k = waiting.popleft()
                     if on_start is not None:
@@ -332,7 +332,7 @@ class Workers:
     def _how_one_died(self) -> str:
         """Say how the worker ended that broke the pool, which then ends the others by SIGTERM."""
         code, end = None, time.monotonic() + TOGETHER
-        # The system tells a code once, and the pool's own thread may just be the one that asks.
+        # The system reports a code once, and the pool's own thread may just be reading it.
         while code in (None, -signal.SIGTERM) and time.monotonic() < end:
             codes = [one.exitcode for one in self._pool._processes.values()]
             code = max(codes, key=lambda one: one not in (None, -signal.SIGTERM))

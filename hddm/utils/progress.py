@@ -13,7 +13,7 @@ from tqdm import tqdm
 _SHORT = 5.0
 """Seconds; work expected to take less prints no lines."""
 _OFTEN, _SELDOM, _SETTLED = 10.0, 60.0, 180.0
-"""Seconds between lines at most: in the first minutes of a work, and once it has taken longer than those."""
+"""Most seconds between lines in the first minutes of a work and after them; seconds of the first minutes."""
 _BEAT = 1.0
 """Seconds between looks at the clock."""
 
@@ -22,7 +22,7 @@ class Progress:
     """``with Progress(total, "encode") as advance: advance(n)``; written to standard error.
 
     ``total`` counts units of work, called ``unit`` in the bar. With None the work cannot be counted, and
-    lines tell how long it has taken, as they do until the time that is left is known. ``label`` starts a
+    lines report how long it has taken, as they do until the remaining time is known. ``label`` starts a
     line; ``more`` returns parts that end it; without ``is_drawn`` there is no bar. A thread speaks while
     nothing is counted, of the innermost work: none is silent for long.
     """
@@ -108,7 +108,7 @@ class Progress:
                 self._speak_if_due(now)
 
     def skip(self, units: int) -> None:
-        """Count ``units`` that were done before, which tell nothing of the time that is left."""
+        """Count ``units`` that were done before; they do not count for the remaining time."""
         with self._lock:
             self._done += units
             if self._first is not None:

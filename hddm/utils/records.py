@@ -227,7 +227,7 @@ def ensemble_around(folder: Path) -> Path | None:
 
 
 def rewrite_entry(folder: Path) -> None:
-    """Enter the new manifest of ``folder`` in that of the ensemble that contains it, if any."""
+    """Enter the new manifest of ``folder`` in the manifest of the ensemble that contains it, if any."""
     if (above := ensemble_around(folder)) is not None and has_manifest(above):
         files, part = read_folder_manifest(above).files, folder.relative_to(above).as_posix()
         own = {name: sha256 for name, sha256 in files.items() if name.startswith(f"{part}/")}

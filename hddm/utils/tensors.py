@@ -36,7 +36,7 @@ def to_float64(values: Tensor) -> Tensor:
 
 
 def promoted(*dtypes: torch.dtype) -> torch.dtype:
-    """The dtype that `torch.promote_types` gives; float8, which that does not take, counts as float32."""
+    """As `torch.promote_types`, which does not take float8: float8 counts as float32."""
     wide = (torch.float32 if one.is_floating_point and one.itemsize == 1 else one for one in dtypes)
     return functools.reduce(torch.promote_types, wide)
 

@@ -173,7 +173,7 @@ def test_the_installed_command_fails_as_tidily(tmp_path: Path) -> None:
         ("convert {images} --to-layout facebook-dit", "{images}: not an expert folder"),
         ("assemble {images}", "{images}"),
         ("sample {images}", "{images}: neither an expert folder"),
-        ("sample {expert} --class-labels 3", "--class-labels 3: the model is unconditional"),
+        ("sample {expert} --class-labels 3", "class_labels ['3']: this model has no classes"),
         ("sample {expert} --prompt dog", "--prompt: the model is unconditional; drop the option"),
         ("evaluate {images} --reference {empty}", "{empty}: holds no images"),
         (

@@ -17,7 +17,8 @@ from typer.main import get_command
 
 from hddm.ensemble import Ensemble
 from hddm.experts.loading import load
-from hddm.sampling import draw_experts
+from hddm.noise import Seeded
+from hddm.running import pick_experts
 from hddm.utils.errors import HddmError
 from hddm_cli import options, story
 from hddm_cli.app import commands
@@ -143,7 +144,7 @@ def test_the_old_model_is_in_the_ensemble_bit_for_bit(told: Told, tmp_path: Path
     assert isinstance(model, Ensemble)
     # The seed of a sample draws its expert; the first is the old model.
     number = LENGTHS["images"]
-    is_old = draw_experts(model.prior_of(number, {}), 0, 0, number) == 0
+    is_old = pick_experts(model.prior_of(number, {}), Seeded(0).draws(range(number))) == 0
     old, grown = (sorted((told.out / "samples" / name).glob("*.png")) for name in ("old", "grown"))
     same = [one.read_bytes() == other.read_bytes() for one, other in zip(old, grown, strict=True)]
     assert equal == sum(same)

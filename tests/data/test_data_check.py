@@ -77,7 +77,7 @@ def test_images_of_several_sizes_are_told_with_the_remedy_from_the_check_to_the_
     assert "hddm encode" not in hddm("data", "check", images)[1]
     assert "hddm encode" not in hddm(*command, tmp_path / "one")[2]
     write(images, {"cat/99.png": _png(Image.fromarray(levels[0].repeat(2, 0)))})
-    remedy = "hddm encode --resolution N brings those of a shard or partition to one"
+    remedy = "hddm encode --resolution N brings all images of a shard or partition to one size"
     told = f"images of 2 sizes, and training takes one: {remedy}\n"
     assert told in hddm("data", "check", images)[1]
     assert f"{shards}: {told}" in hddm(*command, shards)[2]

@@ -66,17 +66,6 @@ def test_files_are_the_same_ones_where_the_file_system_allows(trio: Trio, all_th
             assert (all_three / "experts" / str(k) / name).samefile(source / name)
 
 
-def test_priors_are_counted_from_the_shards(trio: Trio, all_three: Path) -> None:
-    facts = derived(all_three)
-    shards = [facts_of(folder)["shard"] for folder in trio.experts]
-    total = sum(shard["images"] for shard in shards)
-    assert facts.prior == pytest.approx([shard["images"] / total for shard in shards])
-    for c, row in enumerate(facts.class_prior):
-        # 24 images of each class, however they are spread.
-        assert row == pytest.approx([shard["class_images"][c] / 24 for shard in shards])
-    assert len(facts.class_prior) == 2
-
-
 def test_a_class_without_images_has_the_prior(trio: Trio, tmp_path: Path) -> None:
     changed = []
     for k, images in enumerate((10, 20, 10)):
@@ -94,7 +83,7 @@ def test_without_shards_the_prior_is_equal_and_that_is_said(trio: Trio, tmp_path
     notes = assemble(experts, tmp_path / "out", trio.router, "full")
     unused = "; the sizes of the other shards are not used; --share EXPERT=0.3 sets a part"
     assert f"{lost}: no shard is recorded, so p(k) is equal for all{unused}" in notes
-    assert f"{lost} records no shard; by its place it is taken for output 1 of the router" in notes
+    assert f"{lost} records no shard; by its place it gets output 1 of the router" in notes
     assert f"{lost}: counts no images by class, so its classes are taken to be equal" in notes
     facts = derived(tmp_path / "out")
     assert facts.prior == pytest.approx([1 / 3] * 3)
@@ -104,7 +93,7 @@ def test_without_shards_the_prior_is_equal_and_that_is_said(trio: Trio, tmp_path
 def test_experts_without_a_shard_must_be_in_the_routers_order_and_number(trio: Trio, tmp_path: Path) -> None:
     lost = variant(trio.experts[1], tmp_path / "lost", shard=None)
     (line,) = _refusal([trio.experts[0], lost], tmp_path / "out", trio.router)
-    assert line.startswith(f"{trio.router}: tells 3 shards apart, and there are 2 experts, of which {lost}")
+    assert line.startswith(f"{trio.router}: distinguishes 3 shards, and there are 2 experts; {lost}")
     assert _refusal([trio.experts[2], lost, trio.experts[0]], tmp_path / "out", trio.router) == [
         f"{trio.experts[2]}: was trained on the shard of output 2 of {trio.router}, not 0",
         f"{trio.experts[0]}: was trained on the shard of output 0 of {trio.router}, not 2",
@@ -167,9 +156,8 @@ def test_every_difference_is_told_at_once_a_line_an_expert(trio: Trio, tmp_path:
         f"was trained on a shard that {trio.router} does not know ({'d' * 12}); train a router on all shards "
         "and pass it with --router",
         f"{pixels}: sample_shape (1, 4, 4), not (4, 8, 8); space pixels, not latents; latent_scale 1.0, not "
-        f"0.18215; was trained on the same shard ({shard_of_first[:12]}) as {first}; leave one of the two "
-        "out, or say by --share how much of the data each stands for; so it can be drawn, without a router, "
-        "and not mixed",
+        "0.18215; so it can be drawn, without a router, and not mixed; was trained on the same shard "
+        f"({shard_of_first[:12]}) as {first}; leave one out, or divide it by --share",
         f"{trio.router}: sample_shape (1, 4, 4), not (4, 8, 8)",
     ]
     assert contents(tmp_path) == before
@@ -341,7 +329,7 @@ def test_only_files_at_the_top_of_an_expert_are_taken_and_no_links_out(trio: Tri
         (["ddpm", "flow"], "top-5", "top-5 needs 5 experts and there are 2"),
         (["ddpm", "flow"], "best", "unknown strategy 'best'"),
         (["ddpm", "flow"], "full", "strategy 'full' needs router"),
-        (["ensemble"], "draw", r"is an ensemble; name its experts, .*/experts/\*, or"),
+        (["ensemble"], "draw", r"is an ensemble; name its experts, .*/experts/\*"),
         ([], "draw", "at least one expert"),
     ],
 )

@@ -10,8 +10,7 @@ import torch
 import hddm
 from hddm.checkpoints.inspect_models import inspect_model
 from hddm.ensemble import Ensemble
-from hddm.experts.assembly import assemble
-from hddm.experts.changes import change
+from hddm.experts.assembly import assemble, change
 from hddm.experts.records import EXPERT_FILE, read_router
 from hddm.networks.folders import WEIGHTS
 from hddm.pipelines.samples import SampleSettings, sample_to_folder

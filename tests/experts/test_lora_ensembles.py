@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import hddm
-from hddm.experts.assembly import assemble
-from hddm.experts.changes import change
+from hddm.experts.assembly import assemble, change
 from hddm.experts.lora import ADAPTER_WEIGHTS
 from hddm.networks.folders import WEIGHTS
 from hddm.utils.errors import HddmError

@@ -13,8 +13,7 @@ import torch
 import hddm
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.data.shard_records import overlap, sketch_of
-from hddm.experts.assembly import ROUTED_STRATEGY, assemble
-from hddm.experts.changes import change
+from hddm.experts.assembly import ROUTED_STRATEGY, assemble, change
 from hddm.experts.choices import read_classes
 from hddm.experts.ensemble_folders import MOMENTS_EVIDENCE
 from hddm.experts.records import read_router
@@ -115,26 +114,14 @@ def _unconditional(expert: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("shares", "prior"),
-    [({"ours": 0.4}, (0.4, 0.6)), ({"0": 0.2, "1": 0.8}, (0.2, 0.8)), ({"theirs": 0}, (1, 0))],
-    ids=str,
-)
-def test_shares_override_sizes(
-    shares: dict[str, float], prior: tuple[float, ...], ours: Path, theirs: Path, tmp_path: Path
-) -> None:
-    assert assemble([ours, theirs], tmp_path / "both", share=shares) == ()
-    assert derived(tmp_path / "both").prior == pytest.approx(prior)
-
-
-@pytest.mark.parametrize(
     ("shares", "words"),
     [
-        ({"nobody": 0.5}, "share nobody: names no expert; choose of "),
+        ({"nobody": 0.5}, "share nobody: names no expert; choose one of "),
         ({"ours": 1.5}, "ours=1.5: a share lies between 0 and 1"),
         ({"ours": float("nan")}, "ours=nan: a share lies between 0 and 1"),
         ({"ours": 0.4, "theirs": 0.4}, "the shares of all experts sum to 0.8; they must sum to 1"),
         ({"ours": 0.5, "0": 0.2}, "ours is named twice; name it once"),
-        ({"ours": 1.0}, "the shares given sum to 1 and leave nothing for "),
+        ({"ours": 1.0}, "the shares sum to 1 and leave nothing for "),
     ],
     ids=str,
 )
@@ -146,24 +133,11 @@ def test_shares_that_do_not_fit_are_refused(
     assert not (tmp_path / "both").exists()
 
 
-def test_shares_stay_when_experts_come_and_go(trio: Trio, ours: Path, theirs: Path, tmp_path: Path) -> None:
-    both = tmp_path / "both"
-    assemble([ours, theirs], both, share={"ours": 0.4})
-    third = _owned(trio, 2, tmp_path / "third", "c", shard={"images": 12})
-    change(both, add=[third])
-    # Theirs and the third divide the rest by size.
-    assert derived(both).prior == pytest.approx((0.4, 0.45, 0.15))
-    change(both, share={"experts/2": 0.3})
-    assert derived(both).prior == pytest.approx((0.4, 0.3, 0.3))
-    change(both, remove=[1])
-    assert derived(both).prior == pytest.approx((4 / 7, 3 / 7))
-
-
 def test_two_experts_of_one_shard_divide_it_by_their_shares(trio: Trio, tmp_path: Path) -> None:
     """The router's probability of their shard is theirs together."""
     twin = variant(trio.experts[2], tmp_path / "twin", shard=facts_of(trio.experts[0])["shard"])
     experts = [*trio.experts, twin]
-    assert "leave one of the two out, or say by share" in refusal(assemble, experts, tmp_path / "no")
+    assert "leave one out, or divide it by share" in refusal(assemble, experts, tmp_path / "no")
     message = refusal(assemble, experts, tmp_path / "no", share={"twin": 0.1})
     assert message.endswith(f"; none is given for {trio.experts[0]}")
     half = {str(trio.experts[0]): 0.3, "twin": 0.1}
@@ -174,14 +148,12 @@ def test_two_experts_of_one_shard_divide_it_by_their_shares(trio: Trio, tmp_path
     torch.testing.assert_close(four[:, 0], 0.75 * three[:, 0])
     torch.testing.assert_close(four[:, 3], 0.25 * three[:, 0])
     torch.testing.assert_close(four[:, 1:3], three[:, 1:])
-    with pytest.raises(HddmError, match="is named twice"):
-        assemble([ours := trio.experts[0], ours], tmp_path / "no", share={"0": 0.5, "1": 0.5})
 
 
 def test_numbers_are_given_names_by_a_file(ours: Path, theirs: Path, tmp_path: Path, hddm: Command) -> None:
     edit_json(theirs / "expert.json", classes=[], null_class=2)
     message = refusal(assemble, [ours, theirs], tmp_path / "no")
-    assert f"{theirs}: numbers its classes, and {ours} names them; name its classes by classes" in message
+    assert f"{theirs}: numbers its classes, and {ours} names them; name them by classes" in message
     names = tmp_path / "names.yaml"
     names.write_text('theirs: {"1": columns}\n')
     both = tmp_path / "both"
@@ -202,7 +174,7 @@ def test_numbers_are_given_names_by_a_file(ours: Path, theirs: Path, tmp_path: P
 def test_what_an_expert_without_classes_makes_can_be_named(ours: Path, theirs: Path, tmp_path: Path) -> None:
     theirs = _unconditional(theirs)
     notes = assemble([ours, theirs], tmp_path / "both")
-    assert f"{theirs} has no classes, so no class is asked of it; name what it makes by --classes" in notes
+    assert f"{theirs} has no classes, so no class goes to it; name its own by --classes" in notes
     assert derived(tmp_path / "both").class_prior == ((1, 0), (1, 0))
     assemble([ours, theirs], tmp_path / "named", classes={"theirs": ["dots"]})
     facts = derived(tmp_path / "named")
@@ -223,7 +195,7 @@ def test_what_an_expert_without_classes_makes_can_be_named(ours: Path, theirs: P
         ('theirs: {0: a, "0": b}', "theirs: has a number twice; name each class once"),
         ("theirs: {true: a}", "'theirs.True' is a key that is not text"),
         ("theirs: [a, []]", "theirs: 1: []; write a class and its name"),
-        ("other: [a, b]", "other: names no expert; choose of "),
+        ("other: [a, b]", "other: names no expert; choose one of "),
     ],
     ids=str,
 )
@@ -278,7 +250,7 @@ def test_a_router_by_moments_needs_no_training(ours: Path, theirs: Path, tmp_pat
     (theirs / CALIBRATION).unlink()
     before = contents(both)
     message = refusal(change, both, add=[theirs])
-    assert f"{theirs}: has no calibration, as router moments needs; run hddm calibrate" in message
+    assert "has no calibration, as router moments needs; run hddm calibrate" in message
     assert contents(both) == before
 
 

@@ -9,8 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import hddm
-from hddm.experts.assembly import assemble
-from hddm.experts.changes import change
+from hddm.experts.assembly import assemble, change
 from hddm.experts.paris import expert_arguments, is_paris, paris_experts, paris_router, router_arguments
 from hddm.networks.folders import differences
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
@@ -174,5 +173,5 @@ def test_a_release_that_was_saved_can_be_changed(release: Path, tmp_path: Path) 
     with pytest.raises(HddmError, match="of a router that records no shards can only be matched by order"):
         change(saved, add=[copied(saved / "experts" / "0", tmp_path)], out=tmp_path / "more")
     experts, router_of = [saved / "experts" / k for k in "01"], saved / "router"
-    with pytest.raises(HddmError, match="tells 3 shards apart, and there are 2 experts"):
+    with pytest.raises(HddmError, match="distinguishes 3 shards, and there are 2 experts"):
         assemble(experts, tmp_path / "other", router_of)

@@ -99,7 +99,7 @@ CASES: dict[str, tuple[Change, tuple[str, ...]]] = {
     ),
     "an empty tensor": (
         _expert(0, lambda t: t.update(pos_embed=torch.zeros(1, 0, 144))),
-        ("'pos_embed' is empty",),
+        ("pos_embed is (1, 0, 144)",),
     ),
     "a depth without tensors": (
         _expert(0, lambda t: t.update({"layers.99999.x": torch.zeros(1)})),
@@ -110,7 +110,7 @@ CASES: dict[str, tuple[Change, tuple[str, ...]]] = {
         _new_expert(2, hidden_size=72, num_heads=1),
         ("expert_2", "hidden_size 72 beside 144 and num_heads 1 beside 2", "one release"),
     ),
-    "a router of more experts": (_new_router(8), ("tells 8 experts apart", "holds 3")),
+    "a router of more experts": (_new_router(8), ("distinguishes 8 experts", "holds 3")),
     "a router of other samples": (_new_router(sample_size=16), ("router", "sample_size 16 beside 8")),
     "other timesteps": (
         lambda folder: edit_json(folder / SCHEDULER_FILE, num_train_timesteps=100),
@@ -165,17 +165,6 @@ def test_a_header_that_claims_gigabytes_takes_no_memory(release: Path) -> None:
     path.write_bytes(struct.pack("<Q", 2**40) + b"{" + path.read_bytes()[9:])
     assert is_paris(release)
     assert grown_by(lambda: _refused(release, EXPERT_FILE, "fetch it again")) < 50 * 2**20
-
-
-def test_more_tensors_than_any_network_has_are_refused(release: Path) -> None:
-    save_file({f"a{i}": torch.zeros(1) for i in range(10_001)}, release / "expert_0" / EXPERT_FILE)
-    _refused(release, "10001 tensors")
-
-
-def test_a_folder_of_many_files_is_no_release(release: Path) -> None:
-    for i in range(10_001):
-        (release / "expert_0" / f"{i}.png").touch()
-    _refused(release, "more than 10000 files")
 
 
 def test_other_folders_are_not_taken_for_paris(release: Path, tmp_path: Path) -> None:

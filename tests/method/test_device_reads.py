@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hddm.calibration import Calibration, Moments
-from hddm.classes import LABELS
+from hddm.conditions import LABELS, Conditions
 from hddm.ensemble import Ensemble
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.routers import Router
-from hddm.sampling import Conditions, batches, plan, run
+from hddm.running import run
+from hddm.sampling import batches, plan
 from hddm.schedules import LinearSchedule, Schedule
 from hddm.velocity import Guidance, VelocityField
 from tests.cases import case_named, in_parts

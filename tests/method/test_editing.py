@@ -6,8 +6,8 @@ from torch import Tensor
 
 from hddm.editing import DEFAULT_RESAMPLING, Picture
 from hddm.ensemble import Ensemble
-from hddm.expert_use import ExpertUse
-from hddm.noise import noise_of
+from hddm.evaluation.expert_use import ExpertUse
+from hddm.noise import Seeded
 from hddm.sampling import sample, time_grid
 from hddm.solvers import SOLVERS, solver_named
 from tests.cases import LINEAR, case_named, oracle_field
@@ -64,7 +64,7 @@ def test_a_strength_just_above_a_time_of_the_grid_enlarges_no_rounding(solver: s
     ends = []
     for strength in (0.6, 0.6 + 1e-5):
         start = Picture(picture, strength)
-        noised = start.noised(noise_of(0, range(4), SHAPE))
+        noised = start.noised(Seeded(0).initial(range(4), SHAPE))
         ends.append(solver_named(solver)(rounded, noised, start.times(time_grid(25))))
     assert (ends[1] - ends[0]).abs().max() < 0.1
 

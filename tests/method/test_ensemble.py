@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hddm.ensemble import Ensemble, Strategy, sparse_weights
-from hddm.expert_use import ExpertUse
+from hddm.evaluation.expert_use import ExpertUse
 from hddm.sampling import sample
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
@@ -146,7 +146,7 @@ def test_conditions_go_to_the_experts_that_declare_them() -> None:
         (_table_router([[0.5, 0.5]] * 2), [0.5], {}, "^t "),
         (
             *(_table_router([[0.5, 0.5]] * 2), [0.5, 0.5]),
-            *({"class_labels": torch.zeros(3)}, r"'class_labels' has shape \(3,\) for 2 states"),
+            *({"class_labels": torch.zeros(3)}, r"'class_labels' has 3 rows for 2 samples"),
         ),
     ],
     ids=[

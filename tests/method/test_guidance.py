@@ -12,7 +12,7 @@ from torch import Tensor
 import hddm
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import Conversion, plan
-from hddm.noise import initial_noise
+from hddm.noise import Seeded
 from hddm.sampling import sample
 from hddm.utils.errors import HddmError
 from hddm.velocity import Guidance, VelocityField
@@ -83,7 +83,7 @@ def test_outside_its_interval_guidance_costs_nothing() -> None:
     asked = [given["class_labels"] for given in network.conditions]
     assert asked == [[1, 2]] * 4 + [[1, 2, 9, 9]] * 4 + [[1, 2]] * 2
     drift = 0.6 * labels + 0.4 * (2 * labels - 9)
-    torch.testing.assert_close(found, initial_noise(0, 0, 2, SHAPE) - drift.view(-1, 1, 1, 1))
+    torch.testing.assert_close(found, Seeded(0).initial(range(2), SHAPE) - drift.view(-1, 1, 1, 1))
 
 
 @pytest.mark.parametrize("guidance", [1.0, Guidance(1.0), Guidance(1.0, rescale=0.5)], ids=str)

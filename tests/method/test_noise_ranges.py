@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from hddm.ensemble import Ensemble
-from hddm.expert_use import ExpertUse
-from hddm.sampling import draw_experts, integrate, sample, time_grid
+from hddm.evaluation.expert_use import ExpertUse
+from hddm.noise import Seeded
+from hddm.running import pick_experts
+from hddm.sampling import integrate, sample, time_grid
 from hddm.utils.errors import HddmError
 from hddm.velocity import Guidance, VelocityField
 from tests.artefacts import refusal
@@ -117,7 +119,7 @@ def test_sampled_pairs_are_the_ensemble_of_whole_experts(strategy: str, options:
     prior = [PRIOR[0] / 2, PRIOR[0] / 2, PRIOR[1], PRIOR[2] / 2, PRIOR[2] / 2]
     pairs = Ensemble(in_parts(experts, [0, 0, 2, 3, 3]), router, strategy, prior)
     if strategy == "draw":
-        assert set(draw_experts(whole.prior, 0, 0, 12).tolist()) == {0, 1, 2}
+        assert set(pick_experts(whole.prior, Seeded(0).draws(range(12))).tolist()) == {0, 1, 2}
     expected = sample(whole, 12, steps=10, batch_size=4, **options)
     use = ExpertUse(5)
     found = sample(pairs, 12, steps=10, batch_size=4, use=use, **options)

@@ -4,23 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from hddm.conditions import Conditions
 from hddm.ensemble import Ensemble
-from hddm.expert_use import ExpertUse
+from hddm.evaluation.expert_use import ExpertUse
 from hddm.networks.transformers import ExpertTransformer
-from hddm.noise import initial_noise
-from hddm.sampling import (
-    Batch,
-    Conditions,
-    NotFinite,
-    batches,
-    draw_experts,
-    integrate,
-    plan,
-    run,
-    sample,
-    time_grid,
-)
+from hddm.noise import Seeded
+from hddm.running import Batch, NotFinite, pick_experts, run
+from hddm.sampling import batches, integrate, plan, sample, time_grid
 from hddm.schedules import LinearSchedule
+from hddm.solvers import OnStep, Velocity, euler, unchanged
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
 from tests.cases import LINEAR, Case, ConditionSum, case_named, oracle_field
@@ -74,7 +66,7 @@ def test_noise_flows_to_the_gaussian_along_its_known_map(
     found = sample(field, num, 3, steps, solver=solver, batch_size=num)
     values, vectors = torch.linalg.eigh(GAUSSIAN.covariance)
     root = vectors * values.sqrt() @ vectors.T
-    flat = initial_noise(3, 0, num, SHAPE).double().flatten(1)
+    flat = Seeded(3).initial(range(num), SHAPE).double().flatten(1)
     exact = GAUSSIAN.mean + flat @ root
     assert (found.double().flatten(1) - exact).square().mean().sqrt() < tolerance
     # Standard errors at this number are 0.026 of a standard deviation and 0.04 of a variance.
@@ -142,17 +134,17 @@ def test_a_sample_depends_on_its_seed_and_index_alone(strategy: str) -> None:
 
 
 def test_initial_noise_is_unit_and_independent_between_samples_and_seeds() -> None:
-    one, two = (initial_noise(seed, 0, 2000, (4,)).double() for seed in (0, 1))
+    one, two = (Seeded(seed).initial(range(2000), (4,)).double() for seed in (0, 1))
     both = torch.cat([one, two, one.roll(1, 0), two.roll(1, 0)], 1)
     # Entries of the sample covariance have standard error 0.022 to 0.032.
     torch.testing.assert_close(both.T.cov(), torch.eye(16).double(), atol=0.13, rtol=0)
     torch.testing.assert_close(both.mean(0), torch.zeros(16).double(), atol=0.1, rtol=0)
-    assert torch.equal(initial_noise(0, 5, 9, (4,)), initial_noise(0, 0, 9, (4,))[5:])
+    assert torch.equal(Seeded(0).initial(range(5, 9), (4,)), Seeded(0).initial(range(9), (4,))[5:])
 
 
 def test_a_drawn_expert_is_independent_of_the_noise() -> None:
-    noise = initial_noise(0, 0, 2000, (1,))[:, 0]
-    drawn = draw_experts(torch.tensor([0.5, 0.5], dtype=torch.float64), 0, 0, 2000)
+    noise = Seeded(0).initial(range(2000), (1,))[:, 0]
+    drawn = pick_experts(torch.tensor([0.5, 0.5], dtype=torch.float64), Seeded(0).draws(range(2000)))
     gap = noise[drawn == 0].mean() - noise[drawn == 1].mean()
     assert gap.abs() < 4 * 2 / 2000**0.5
 
@@ -173,7 +165,7 @@ def test_strategy_of_the_call_is_used_and_the_ensemble_s_own_restored() -> None:
 def test_conditions_and_guidance_reach_each_sample_s_own_row() -> None:
     null, labels = {"class_labels": torch.tensor(1)}, torch.arange(10)
     field = ConditionSum().field("class_labels", null_conditions=null, sample_shape=SHAPE)
-    noise = initial_noise(0, 0, 10, SHAPE)
+    noise = Seeded(0).initial(range(10), SHAPE)
     for scale, drift in ((1.0, labels), (2.0, 2 * labels - 1)):
         found = sample(field, 10, steps=3, guidance_scale=scale, batch_size=4, class_labels=labels)
         torch.testing.assert_close(found, noise - drift.view(-1, 1, 1, 1))
@@ -251,7 +243,7 @@ def test_labels_beyond_the_classes_are_refused_on_every_way_in() -> None:
     with pytest.raises(HddmError, match="whole numbers from 0 to 2"):
         sample(field, 2, class_labels=good, guidance_scale=2.0, negative={"class_labels": wrong})
     with pytest.raises(HddmError, match="whole numbers from 0 to 2"):
-        integrate(field, torch.zeros(2, *SHAPE), time_grid(2), conditions={"class_labels": wrong})
+        integrate(field, torch.zeros(2, *SHAPE), time_grid(2), Conditions({"class_labels": wrong}))
     with pytest.raises(HddmError, match="whole numbers from 0 to 2"):
         sample(Ensemble([field, field], strategy="draw"), 2, class_labels=wrong, prior=torch.ones(2, 2) / 2)
 
@@ -274,17 +266,29 @@ def test_a_condition_that_a_callback_changes_in_place_counts_for_whoever_makes_t
         (batch,) = batches(how, range(8), Conditions({"h": torch.ones(8)}), 8)
 
         def on_step(index: int, x: Tensor, batch: Batch = batch) -> Tensor:
-            batch.asked.given["h"].mul_(0)
+            batch.conditions.given["h"].mul_(0)
             return x
 
         # One of two steps of length 1/2 is made with a velocity of 1.
-        made, noise = run(how, batch, on_step), initial_noise(0, 0, 8, SHAPE)
+        made, noise = run(how, batch, on_step), Seeded(0).initial(range(8), SHAPE)
         torch.testing.assert_close(made, noise - 0.5)
+
+
+def test_a_plan_keeps_the_solver_as_requested() -> None:
+    def of_my_own(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep = unchanged) -> Tensor:
+        return euler(velocity, x, times, on_step)
+
+    assert plan(_field()).solver_name == "adams-moulton"
+    assert plan(_field(), solver="heun").solver_name == "heun"
+    planned = plan(_field(), solver=of_my_own, steps=3)
+    assert planned.solver_name == "of_my_own"
+    (batch,) = batches(planned, range(2), Conditions(), 2)
+    assert torch.equal(run(planned, batch), sample(_field(), 2, steps=3, solver="euler"))
 
 
 def test_a_stop_that_is_there_before_the_first_step_runs_no_network() -> None:
     network = ConditionSum()
     how = plan(network.field(sample_shape=SHAPE), steps=2)
     (batch,) = batches(how, range(2), Conditions(), 2)
-    assert torch.equal(run(how, batch, stop=lambda: True), initial_noise(0, 0, 2, SHAPE))
+    assert torch.equal(run(how, batch, stop=lambda: True), Seeded(0).initial(range(2), SHAPE))
     assert not network.states

@@ -77,7 +77,7 @@ def test_missing_keys_have_the_default_of_their_scheduler_class(
     expected = (1 - scheduler.betas.double()).cumprod(0).sqrt()
     with caplog.at_level(logging.INFO, logger="hddm"):
         schedule = from_diffusers({"_class_name": name})
-    assert "beta_start not given" in caplog.text
+    assert "beta_start is missing" in caplog.text
     assert name in caplog.text
     for found in (schedule, from_diffusers(scheduler)):
         torch.testing.assert_close(_alphas(found).double(), expected, rtol=1e-6, atol=1e-7)

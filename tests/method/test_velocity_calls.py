@@ -29,8 +29,8 @@ LABELS, NULL = torch.tensor([1, 2, 3, 4]), torch.tensor([0, 0, 0, 0])
         ("class_labels", {"class_labels": LABELS}, 2.0, {"caption": NULL}, "'caption'"),
         # Where nothing guides too.
         ("class_labels", {"class_labels": LABELS}, 1.0, {"bogus": NULL}, r"'bogus'.*declares: class_labels"),
-        ("class_labels", {"class_labels": LABELS}, 1.0, {"class_labels": NULL[:2]}, "has shape"),
-        ("class_labels", {"class_labels": LABELS[:3]}, 1.0, None, r"class_labels.*4 states"),
+        ("class_labels", {"class_labels": LABELS}, 1.0, {"class_labels": NULL[:2]}, "has 2 rows for"),
+        ("class_labels", {"class_labels": LABELS[:3]}, 1.0, None, r"class_labels.*4 samples"),
         ("", {"class_labels": LABELS}, 1.0, None, "declares: none"),
         ("class_labels", {}, 1.0, None, "needs class_labels"),
     ],

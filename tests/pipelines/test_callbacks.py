@@ -77,7 +77,7 @@ def test_prompts_of_several_images_are_not_replaced_by_the_last(text: HDDMPipeli
     given = {"prompt": ["a cat", "a dog"], "guidance_scale": 4.0, "callback_on_step_end": cutoff, **LATENT}
     words = refusal(text, **given)
     assert "returned prompt_embeds of shape (1, 77, 16), and this call has (2, 77, 16)" in words
-    assert "only where they have one prompt" in words
+    assert "make a call for each" in words
 
 
 def _setting(scale: Callable[[HDDMPipeline], float], at: int = 1) -> Callable[..., None]:
@@ -111,7 +111,7 @@ def test_a_guidance_scale_that_is_set_holds_from_the_next_step(classes: HDDMPipe
 
 def test_guidance_cannot_begin_within_a_call(classes: HDDMPipeline) -> None:
     words = refusal(classes, class_labels=0, callback_on_step_end=_setting(lambda _: 3.0), **LATENT)
-    assert "_guidance_scale to 3 in a call that began without guidance" in words
+    assert "_guidance_scale in a call that began without" in words
 
 
 def test_callbacks_read_what_a_call_was_asked_for(classes: HDDMPipeline) -> None:

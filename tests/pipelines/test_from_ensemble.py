@@ -280,16 +280,25 @@ UNSTORABLE: dict[str, tuple[Callable[[], hddm.VelocityField], str]] = {
     "function": (lambda: _field(_plain), "its network is _plain, and a folder holds one of"),
     "changed": (lambda: _field(_injected()), "its network was changed.*left over extra.bias"),
     "nan": (lambda: _field(_broken()), "holds NaN or Inf; get the weights again"),
-    "schedule": (lambda: _field(schedule=OwnSchedule()), "its schedule is a OwnSchedule"),
-    "conditions": (lambda: _field(conditions=("caption",)), r"declares the conditions \('caption',\)"),
+    "schedule": (
+        lambda: _field(schedule=OwnSchedule()),
+        r"schedule=\('OwnSchedule', .*, and a folder would hold \('CosineSchedule'",
+    ),
+    "conditions": (
+        lambda: _field(conditions=("caption",)),
+        r"conditions=\['caption'\], and a folder would hold \(\)",
+    ),
     "shape": (
         lambda: _field(sample_shape=(3, 8, 8)),
-        r"its samples are \(3, 8, 8\), and its ExpertTransformer",
+        r"samples=\(3, 8, 8\), and a folder would hold \(3, 4, 4\)",
     ),
-    "nulls": (lambda: _field(null_conditions={"caption": torch.zeros(1)}), r"null values of \['caption'\]"),
+    "nulls": (
+        lambda: _field(null_conditions={"caption": torch.zeros(1)}),
+        r"null_conditions=\{'caption': \[0.0\]\}, and a folder would hold \{\}",
+    ),
     "weak": (
         lambda: _field(weak=_field(time_scale=2.0)),
-        "its weak model has another time_scale, and a folder holds other weights alone",
+        "the weak model's time_scale=2.0, and a folder would hold 1.0",
     ),
     "weak class": (lambda: _field(weak=_field(Own(0))), "its network is a Own"),
 }

@@ -12,7 +12,7 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 
-from hddm.experts.changes import change
+from hddm.experts.assembly import change
 from hddm.pipelines.card import MARK, licence_of
 from hddm.utils.records import write_manifest
 from tests.artefacts import Command, copied, edit_json, refusal
@@ -124,9 +124,9 @@ def test_what_a_hub_refuses_is_one_line_without_the_token(
     folder: Path, hub: Hub, tmp_path: Path, hddm: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for token, said in (
-        ("hf_wrong", f"{hub.endpoint}: the hub does not take this token; log in anew by hf auth login"),
-        (READS_ONLY, f"{hub.endpoint}: this token may not write to {NAME}; take one that may write"),
-        (None, "no token for the hub: set HF_TOKEN, or log in by hf auth login"),
+        ("hf_wrong", f"{hub.endpoint}: the hub does not accept this token; log in again with hf auth login"),
+        (READS_ONLY, f"{hub.endpoint}: this token may not write to {NAME}; use a token of its owner"),
+        (None, "no token for the hub: set HF_TOKEN, or log in with hf auth login"),
     ):
         monkeypatch.setenv("HF_TOKEN", token or "")
         code, out, err = hddm("push", folder, NAME)
@@ -183,7 +183,7 @@ def test_only_what_belongs_to_an_ensemble_is_sent_and_the_rest_is_named(
     }
     assert sent.keys() - {"README.md"} == _files(folder).keys()
     (made / "experts/1/config.json").unlink()
-    assert "experts/1/config.json: is not there; copy" in hddm("push", made, "me/other")[2]
+    assert "experts/1/config.json: is missing; copy" in hddm("push", made, "me/other")[2]
     edit_json(made / "experts/1/manifest.json", files={"../../../keys": "0" * 64})
     write_manifest(made)
     assert "points outside the folder" in hddm("push", made, "me/other")[2]

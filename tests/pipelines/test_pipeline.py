@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 import hddm
+from hddm.conditions import Conditions
 from hddm.data.images import to_bytes
-from hddm.noise import initial_noise
+from hddm.noise import Seeded
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.sampling import integrate, time_grid
 from hddm.solvers import SOLVERS
@@ -75,7 +76,7 @@ def test_one_generator_serves_the_batch_and_none_is_the_global_one(pipe: HDDMPip
 
 
 def test_states_that_are_passed_replace_the_drawn_ones(pipe: HDDMPipeline) -> None:
-    noise = hddm.noise.initial_noise(8, 0, 5, (3, 4, 4))
+    noise = hddm.noise.Seeded(8).initial(range(5), (3, 4, 4))
     given = pipe(class_labels=LABELS, latents=noise, **LATENT).images
     assert torch.equal(given, pipe(class_labels=LABELS, seed=8, **LATENT).images)
 
@@ -108,8 +109,8 @@ def test_classes_have_names_and_numbers(pipe: HDDMPipeline) -> None:
     # No class at all is the networks' null class, the number after the last.
     none = pipe(batch_size=2, seed=0, **LATENT).images
     null, grid = {"class_labels": torch.tensor([3, 3])}, time_grid(4, pipe.ensemble.shift)
-    noise = initial_noise(0, 0, 2, (3, 4, 4))
-    assert torch.equal(none, integrate(pipe.ensemble, noise, grid, conditions=null))
+    noise = Seeded(0).initial(range(2), (3, 4, 4))
+    assert torch.equal(none, integrate(pipe.ensemble, noise, grid, Conditions(null)))
 
 
 def test_a_callback_sees_every_step_and_may_change_the_state(pipe: HDDMPipeline) -> None:
@@ -181,35 +182,26 @@ def test_casting_reaches_every_part_and_warns_of_nothing(caplog: pytest.LogCaptu
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "classes": ({"prompt": [0, 1]}, "passed as class_labels="),
     "prompt": ({"prompt": "a bird"}, "these experts take classes, and it names none of cat, dog, 7"),
-    "output": ({"output_type": "jpeg"}, "unknown output_type 'jpeg': choose one of pil, np, pt, latent"),
-    "latents": ({"latents": torch.zeros(2, 3, 4, 4)}, r"latents are \(2, 3, 4, 4\), and 1 images need"),
+    "output": ({"output_type": "jpeg"}, "output_type 'jpeg': choose one of pil, np, pt, latent"),
+    "latents": ({"latents": torch.zeros(2, 3, 4, 4)}, r"latents have shape \(2, 3, 4, 4\); 1 images need"),
     "class": ({"class_labels": "bird"}, "no class 'bird'; the model's classes are cat, dog, 7"),
-    "number": ({"class_labels": -1}, "no class -1"),
     "null": ({"class_labels": [0, 3]}, "no class 3; the model's classes are cat, dog, 7"),
     "null tensor": ({"conditions": {"class_labels": torch.tensor([3])}}, "no class 3; the model's"),
-    "nobody": ({"class_labels": []}, "conditions have no rows"),
+    "nobody": ({"class_labels": []}, "0 prompts, labels or conditions, 1 images each: need one or more"),
     "twice": (
         {"class_labels": 0, "conditions": {"class_labels": torch.tensor([1])}},
-        "class_labels is among the conditions too; pass it once",
+        "class_labels has two sources",
     ),
-    "seed": ({"seed": -1}, "seed and start begin at 0, not at -1 and 0"),
-    "start": ({"start": 4}, "start 4 counts images under a seed; pass one"),
+    "start": ({"start": 4}, "start 4 counts the images of a seed; pass one"),
     "seeds": ({"seed": 1, "generator": torch.Generator()}, "a seed or a generator, not both"),
     "generators": ({"generator": [torch.Generator()] * 2}, "2 generators for 1 images"),
-    "batch": ({"batch_size": 0}, "num_images_per_prompt and batch_size start at 1, not 1 and 0"),
-    "few": ({"class_labels": [0, 1], "batch_size": 3}, "different numbers of them.*'batch_size': 3"),
-    "solver": ({"solver": "dpm"}, "unknown solver 'dpm'"),
-    "steps": ({"num_inference_steps": 0}, "steps must be at least 1"),
-    "strategy": ({"strategy": "best"}, "unknown strategy 'best'"),
-    "experts": ({"expert": 3}, "expert 3: there are 0 … 2"),
-    "both": ({"expert": 0, "strategy": "full"}, "choose one of the two"),
-    "router": ({"router_every": 0}, "router_every starts at 1"),
+    "batch": ({"batch_size": 0}, "0 prompts, labels or conditions, 1 images each"),
+    "few": ({"class_labels": [0, 1], "batch_size": 3}, "condition 'class_labels' has 2 rows for 3 samples"),
+    "experts": ({"expert": 3, "height": 8}, "expert 3: there are 0 … 2"),
     "callback": ({"callback_on_step_end_tensor_inputs": ["prompt_embeds"]}, "callbacks see 'latents'"),
     "condition": ({"conditions": {"caption": torch.zeros(1)}}, "this model takes no condition"),
-    "negative": ({"negative_prompt": "blur", "guidance_scale": 2.0}, "negative_prompt needs a prompt"),
-    "guidance": ({"guidance_scale": float("nan")}, "guidance scale must be finite"),
+    "negative": ({"negative_prompt": "blur", "guidance_scale": 2.0}, "a negative_prompt needs a prompt"),
 }
 
 
@@ -220,9 +212,7 @@ def test_wrong_calls_are_refused_in_one_line(pipe: HDDMPipeline, given: dict[str
     assert "\n" not in str(caught.value)
 
 
-def test_an_unknown_keyword_is_no_keyword(pipe: HDDMPipeline) -> None:
-    with pytest.raises(TypeError, match="num_infernce_steps"):
-        pipe(num_infernce_steps=4)
+def test_options_that_run_code_or_pickle_are_refused(pipe: HDDMPipeline) -> None:
     for key, value in (("trust_remote_code", True), ("custom_pipeline", "mine")):
         with pytest.raises(HddmError, match=f"{key}={value!r}"):
             HDDMPipeline.from_pretrained("anywhere", **{key: value})
@@ -236,16 +226,14 @@ def test_a_size_that_a_network_cannot_have_is_refused(pipe: HDDMPipeline) -> Non
     assert pipe.image_size == (4, 4)
     assert pipe(height=4, width=4, **LATENT).images.shape == (1, 3, 4, 4)
     assert pipe(height=8, **LATENT).images.shape == (1, 3, 8, 4)
-    words = (
-        r"height 5, width 4: a network of images of 4×4 fails on it: \(5, 4\) does not divide into patches"
-    )
+    words = r"the network fails on \(3, 5, 4\): \(5, 4\) does not divide into patches"
     with pytest.raises(HddmError, match=words):
         pipe(height=5, **LATENT)
 
 
 def test_latents_need_a_vae_to_become_images() -> None:
     pipe = pipeline_in_memory(text_experts())
-    with pytest.raises(HddmError, match=r'--vae FOLDER\), or take output_type="latent"'):
+    with pytest.raises(HddmError, match=r"--vae FOLDER.*, or use output_type latent"):
         pipe(prompt_embeds=torch.zeros(1, 77, 16))
 
 

@@ -18,13 +18,11 @@ OPTIONS = ("--num-images", "10", "--steps", "2", "--batch-size", "4", "--strateg
 
 # Images 3 … 8 in two batches, then images 9 … 12 in one.
 MOMENTS = {
-    "before any batch": ("os.mkdir", ".sampling/parts/00003-00008", 0),
-    "before the first batch is recorded": ("os.rename", "00003-00008/00000.json", 0),
-    "before the second batch is recorded": ("os.rename", "00003-00008/00001.json", 4),
-    "within the images of a round": ("open", "00005.png", 6),
-    "before a round is recorded": ("os.rename", "done/00003-00008.json", 6),
-    "as the batches of a round are removed": ("os.remove", "00001.json", 6),
-    "before the last round is recorded": ("os.rename", "done/00009-00012.json", 10),
+    "before any batch": ("os.mkdir", ".sampling/parts", 0),
+    "before the first batch is recorded": ("os.rename", "done/00003-00000.json", 0),
+    "before the second batch is recorded": ("os.rename", "done/00003-00001.json", 4),
+    "within the images of a batch": ("open", "00011.png", 6),
+    "before the last batch is recorded": ("os.rename", "done/00009-00000.json", 6),
     "before the last rename": ("os.rename", ".sampling/whole", 10),
 }
 
@@ -89,9 +87,7 @@ def test_a_run_that_was_stopped_at_any_moment_ends_in_the_same_bytes(
 def interrupted(ensemble: Path, tmp_path: Path) -> Path:
     """Where a run was to write that was killed after its first four images."""
     out = tmp_path / "out"
-    code, _ = _stopped(
-        signal.SIGKILL, "os.rename", "00003-00008/00001.json", ensemble, *OPTIONS, "--out", out
-    )
+    code, _ = _stopped(signal.SIGKILL, "os.rename", "done/00003-00001.json", ensemble, *OPTIONS, "--out", out)
     assert code == -signal.SIGKILL
     return out
 
@@ -172,7 +168,7 @@ def test_what_is_finished_is_not_made_again_nor_taken_for_something_else(
 def test_a_part_that_a_power_failure_spoilt_is_made_again(
     interrupted: Path, ensemble: Path, tmp_path: Path, hddm: Command
 ) -> None:
-    (part,) = interrupted.with_name(".out.sampling").rglob("00000.safetensors")
+    part = min(interrupted.with_name(".out.sampling").rglob("*.png"))
     part.write_bytes(part.read_bytes()[:-4] + bytes(4))
     for out, more in ((tmp_path / "plain", ()), (interrupted, ("--resume",))):
         assert hddm("sample", ensemble, *OPTIONS, "--out", out, *more)[0] == 0

@@ -39,7 +39,7 @@ def test_a_class_is_a_row_and_names_are_recorded(class_expert: Path, tmp_path: P
     # Image 3 is the first, of the second label.
     assert out.splitlines() == [
         f"{tmp_path / 'samples'}: 7 images",
-        f"{path}: 7 of 7, a row each of columns, rows",
+        f"{path}: 7 of 7, one row each for columns, rows",
     ]
     with Image.open(path) as sheet:
         assert sheet.size == (4 * 98 - 2, 2 * 98 - 2)
@@ -102,16 +102,9 @@ def test_many_conditions_of_one_image_each_are_no_column(tmp_path: Path) -> None
 def test_a_condition_of_many_images_has_several_rows(tmp_path: Path) -> None:
     images = _images(tmp_path / "out", 50)
     told = write_sheet(tmp_path / "out", images, ["cat", "x" * 40] * 25)
-    assert told.endswith(f": 50 of 50, rows each of cat, {'x' * 29}…")
+    assert told.endswith(f": 50 of 50, rows each for cat, {'x' * 29}…")
     cats, others = list(range(1, 51, 2)), list(range(2, 51, 2))
     assert _levels(tmp_path / "out.grid.png", 96) == [cats[:20], cats[20:], others[:20], others[20:]]
-
-
-def test_a_sheet_of_one_condition_is_square(tmp_path: Path) -> None:
-    told = write_sheet(tmp_path / "out", _images(tmp_path / "out", 24), ["cat"] * 24)
-    assert told.endswith(": 24 of 24")
-    levels = _levels(tmp_path / "out.grid.png", 96)
-    assert [len(row) for row in levels] == [5, 5, 5, 5, 4]
 
 
 @pytest.mark.parametrize(("side", "cell"), [(32, 96), (64, 64), (100, 100), (256, 256), (300, 256)])

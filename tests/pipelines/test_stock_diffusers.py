@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hddm.experts.assembly import PIPELINE_CODE, PIPELINE_FILE, assemble
-from hddm.experts.changes import change
+from hddm.experts.assembly import PIPELINE_CODE, PIPELINE_FILE, assemble, change
 from hddm.utils.files import sha256_of
 from hddm.utils.records import MANIFEST
 from tests.artefacts import Command, contents

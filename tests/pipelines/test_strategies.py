@@ -3,8 +3,7 @@
 import json
 from pathlib import Path
 
-from hddm.experts.assembly import ROUTED_STRATEGY, assemble
-from hddm.experts.changes import change
+from hddm.experts.assembly import ROUTED_STRATEGY, assemble, change
 from tests.artefacts import Command, copied
 from tests.ensemble_files import derived
 

@@ -166,19 +166,19 @@ def test_everything_runs_in_another_dtype(folder: Path, pipe: HDDMPipeline) -> N
 
 EMBEDS = torch.zeros(1, 77, 16)
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "two prompts": ({"prompt": "a", "prompt_embeds": EMBEDS}, "a prompt or prompt_embeds, not both"),
+    "two prompts": ({"prompt": "a", "prompt_embeds": EMBEDS}, "encoder_hidden_states has two sources"),
     "two negative ones": (
         {"prompt": "a", "negative_prompt": "b", "negative_prompt_embeds": EMBEDS, "guidance_scale": 2.0},
-        "a negative_prompt or negative_prompt_embeds, not both",
+        "encoder_hidden_states has two sources",
     ),
     "twice": (
         {"prompt_embeds": EMBEDS, "conditions": {"encoder_hidden_states": torch.zeros(1)}},
-        "encoder_hidden_states is among the conditions too",
+        "encoder_hidden_states has two sources",
     ),
     "none": ({"prompt": []}, "list of one text or more"),
     "rows": (
         {"prompt": ["a", "b", "c"], "negative_prompt": ["a", "b"], "guidance_scale": 2.0},
-        "different numbers of them",
+        "condition 'encoder_hidden_states' has 2 rows for 3 samples",
     ),
     "classes": ({"prompt": "a", "class_labels": 0}, "has no classes"),
 }

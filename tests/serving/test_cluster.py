@@ -233,7 +233,7 @@ def test_a_wrong_placement_is_refused_in_a_line(service: Service, address: str, 
     for options, words in (
         (
             ["--ray", address, "--resources", "1:node9=1"],
-            "the workers ask for 1 of node9, and the cluster has 0",
+            "the workers need 1 node9, and the cluster has 0",
         ),
         (["--ray", address], "Ray Serve runs hddm there already"),
         (["--ray", "127.0.0.1:1"], "--ray 127.0.0.1:1: no cluster answers there"),

@@ -496,7 +496,7 @@ def test_what_cannot_be_listened_at_is_refused_before_ray_starts(
     """Ray would share the port with the other service, or try again and again."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(HddmError, match=f"port {port}: cannot listen at 127.0.0.1"):
+        with pytest.raises(HddmError, match=f"port {port}: cannot listen on 127.0.0.1"):
             serve(classes, port=port)
     # A file's line break is no token.
     monkeypatch.setenv("HDDM_TOKEN", " \n")
@@ -523,7 +523,7 @@ def test_the_requests_of_the_guide_are_answered_by_an_ensemble_as_the_quickstart
     assert len(files_in(answer)) == json.loads(body)["n"]
     assert files_in(ask(front, n=3)) == sampled(tmp_path / "ensemble", tmp_path / "out", num_images=3)
     wrong = ask(front, prompt="cat").json()["error"]["message"]
-    assert wrong == "this ensemble takes no prompt; leave it out"
+    assert wrong == "prompt: the model is unconditional; drop the option"
 
 
 def test_models_are_the_ensemble_and_its_experts(classes: Path) -> None:
@@ -542,7 +542,7 @@ WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
     "address": ({"prompt": "cat", "response_format": "url"}, 400, "'response_format'"),
     "strategy": ({"prompt": "cat", "strategy": "top-9"}, 400, "top-9 needs 9 experts and there are 3"),
     "text": ({"prompt": "cat", "n": "2"}, 400, "key 'n' (is '2')"),
-    "guidance": ({"prompt": "cat", "guidance_scale": 1e39}, 400, "the velocity of expert"),
+    "guidance": ({"prompt": "cat", "guidance_scale": 1e39}, 400, "(is 1e+39): must be 1000 or less"),
     "negative": ({"prompt": "cat", "negative_prompt": "dog"}, 400, "needs a guidance_scale other than 1"),
     "prompt": ({"prompt": 7}, 400, "key 'prompt' (is 7)"),
     "start": ({"prompt": "cat", "start": (1 << 63) - 1, "n": 2}, 400, "key 'start'"),

@@ -128,7 +128,7 @@ def test_the_commands_make_the_same_pixels(
             picture.save(tmp_path / name)
     panel = Opened(ensemble, settings).panel("it's all", settings, expert, without)
     _same_as_its_command(panel, tmp_path, hddm, *edit)
-    with Image.open(io.BytesIO(panel.png(panel.images[2]))) as image:
+    with Image.open(io.BytesIO(panel.images[2].png)) as image:
         assert (image.text["number"], image.text["command"]) == ("2", "\n".join(panel.commands))
         assert SampleSettings.model_validate_json(image.text["settings"]) == panel.settings
 
@@ -141,7 +141,7 @@ def _same_as_its_command(panel: Panel, folder: Path, hddm: Command, *edit: Any) 
             code, _, error = hddm(*shlex.split(line)[1:])
             assert code == 0, error
     made = [path.read_bytes() for path in sorted(folder.glob("samples-*/*.png"))]
-    assert _pixels([panel.png(image) for image in panel.images]) == _pixels(made)
+    assert _pixels([image.png for image in panel.images]) == _pixels(made)
 
 
 def test_prompts_have_their_command(tmp_path: Path, hddm: Command) -> None:
@@ -167,17 +167,6 @@ def test_a_command_leaves_out_what_is_the_default(models: Path, ensemble: Path) 
     settings = SampleSettings(prompts=("it's -- a cat",), strategy="full")
     alone = Opened(models / "parts" / "0", default).panel("all", settings)
     assert shlex.split(alone.commands[0])[5:] == ["--prompt", "it's -- a cat"]
-
-
-def test_an_image_is_written_once_until_it_changes(ensemble: Path) -> None:
-    settings = SampleSettings(**MANY, class_labels="cat")
-    panel = _painted(Opened(ensemble, settings).panel("all", settings))
-    image = panel.images[0]
-    written = panel.png(image)
-    assert panel.png(image) is written
-    assert image.pixels is not None
-    image.pixels = 255 - image.pixels
-    assert _pixels([panel.png(image)]) == [image.pixels.permute(1, 2, 0).numpy().tobytes()]
 
 
 def test_previews_of_large_images_are_small_and_images_are_not(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hddm.data.shards import load_shard
 from hddm.experts.loading import load
 from hddm.experts.records import WEAK, open_expert, read_expert
 from hddm.networks.transformers import ExpertTransformer
-from hddm.noise import initial_noise
+from hddm.noise import Seeded
 from hddm.sampling import sample
 from hddm.training import fitting as expert_training
 from hddm.training.calibrate import (
@@ -93,7 +93,7 @@ def test_they_are_those_of_diffusers_ddim(kind: str) -> None:
         set_alpha_to_one=True,
     )
     scheduler.set_timesteps(steps)
-    y = initial_noise(3, 0, 5, SHAPE)
+    y = Seeded(3).initial(range(5), SHAPE)
     for timestep in scheduler.timesteps:
         y = scheduler.step(network(y, timestep.expand(5)), timestep, y).prev_sample
     torch.testing.assert_close(found, y, rtol=1e-3, atol=2e-3)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import hddm
 from hddm import load, sample
-from hddm.calibration import FILE_NAME, KAPPA, Calibration, Moments, bounded_gain
+from hddm.calibration import FILE_NAME, Calibration, Moments
 from hddm.checkpoints.inspect_models import inspect_model
 from hddm.data.partition import partition
 from hddm.data.shards import load_shard
@@ -20,6 +20,7 @@ from hddm.experts.assembly import assemble
 from hddm.experts.records import WEAK, Expert, ExpertRecord, save_expert
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.transformers import ExpertTransformer
+from hddm.training.bounded_gain import KAPPA, bounded_gain
 from hddm.training.calibrate import recalibrate
 from hddm.training.continuation import continue_expert
 from hddm.training.expert import new_network, train_expert
@@ -302,7 +303,9 @@ def test_the_calibration_of_a_training_is_not_fitted_anew_and_an_init_that_lost_
     assert contents(continued) == before
     init = copied(continued, tmp_path)
     (init / FILE_NAME).unlink()
-    assert "and it was trained in it; copy the expert again" in _refused(init, whole, tmp_path)
+    assert "lacks the calibration that it was trained with; copy the expert again" in _refused(
+        init, whole, tmp_path
+    )
 
 
 def test_training_on_from_the_command_line(

@@ -11,11 +11,12 @@ from safetensors.torch import load_file
 
 from hddm import load, sample
 from hddm.calibration import FILE_NAME as CALIBRATION
-from hddm.calibration import Moments, bounded_gain
+from hddm.calibration import Moments
 from hddm.data.shards import load_shard
 from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from hddm.experts.records import EXPERT_FILE, read_expert
 from hddm.networks.folders import WEIGHTS
+from hddm.training.bounded_gain import bounded_gain
 from hddm.training.continuation import continue_expert
 from hddm.training.expert import train_expert
 from hddm.training.settings import ExpertSettings, RunOptions

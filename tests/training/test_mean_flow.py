@@ -14,7 +14,7 @@ from hddm.ensemble import Ensemble
 from hddm.experts.assembly import assemble
 from hddm.experts.records import save_expert
 from hddm.networks.folders import WEIGHTS
-from hddm.noise import initial_noise
+from hddm.noise import Seeded
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.sampling import integrate, sample, time_grid
 from hddm.schedules import LinearSchedule
@@ -163,7 +163,7 @@ def test_trajectories_are_the_flow_and_depend_on_their_number_alone() -> None:
 @pytest.mark.parametrize("kind", ["flow_prediction", "sample", "v_prediction"])
 @pytest.mark.parametrize("steps", STUDENT_STEPS)
 def test_steps_of_any_length_are_exact(steps: int, kind: str) -> None:
-    noise = initial_noise(5, 0, 8, SHAPE).double()
+    noise = Seeded(5).initial(range(8), SHAPE).double()
     exact = _flow(noise, torch.tensor(1.0), torch.tensor(0.0))
     for model in (_student(steps, kind), Ensemble([_student(steps, kind)] * 2, strategy="draw")):
         for asked in (None, 1, 3):
@@ -177,7 +177,7 @@ def test_what_students_cannot_do_is_refused() -> None:
         sample(_student(2), 1, solver="heun")
     for solver in ("adams-moulton", heun):
         with pytest.raises(HddmError, match=r"solver (heun|adams-moulton): a student"):
-            integrate(_student(2), torch.zeros(1, *SHAPE), time_grid(2), solver)
+            integrate(_student(2), torch.zeros(1, *SHAPE), time_grid(2), solver=solver)
     with pytest.raises(HddmError, match="expert 0: students of few steps and other experts"):
         Ensemble([_student(2), other], strategy="draw")
     with pytest.raises(HddmError, match="full mixes velocities at a time"):

@@ -19,7 +19,7 @@ import hddm
 from hddm.data.images import to_bytes
 from hddm.data.shards import Rows, TokenStore, load_shard
 from hddm.networks.transformers import ExpertTransformer
-from hddm.noise import initial_noise
+from hddm.noise import Seeded
 from hddm.sampling import sample
 from hddm.schedules import LinearSchedule
 from hddm.training.expert import new_network, train_expert
@@ -94,7 +94,7 @@ def test_an_expert_for_a_part_of_t_draws_from_images_to_what_it_means(
     found = SampleGrids(field, shard, {"class_labels"}, tmp_path).draw(_report(network))["raw"]
     assert shard.labels is not None
     labels = (shard.labels if high < 1 else torch.arange(16) % 2)[:16].view(-1, 1, 1, 1)
-    noise = initial_noise(0, 0, 16, shard.shape)
+    noise = Seeded(0).initial(range(16), shard.shape)
     x = (1 - high) * shard.take(torch.arange(16)) + high * noise
     x = labels + math.exp(low - high) * (x - labels)
     expected = grid_of(to_bytes(x - low * (x - labels)))

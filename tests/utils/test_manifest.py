@@ -14,8 +14,7 @@ import hddm.utils.records
 from hddm import load
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.checkpoints.inspect_models import inspect_model
-from hddm.experts.assembly import assemble
-from hddm.experts.changes import change
+from hddm.experts.assembly import assemble, change
 from hddm.experts.records import EXPERT_FILE, ROUTER_FILE, read_router
 from hddm.networks.folders import WEIGHTS
 from hddm.training.calibrate import recalibrate

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hddm.ensemble import Ensemble
-from hddm.expert_use import ExpertUse
+from hddm.evaluation.expert_use import ExpertUse
 from hddm.experts.records import save_router
 from hddm.sampling import sample
 from hddm.utils.records import write_manifest

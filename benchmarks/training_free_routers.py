@@ -1,6 +1,6 @@
 """Routers that need no training, beside learned ones, on digits: by the image's moments, and by prompts.
 
-python -m benchmarks.routing.training_free. Unconditional experts are routed by a learned router and by
+python -m benchmarks.training_free_routers. Unconditional experts are routed by a learned router and by
 moments; experts of templated captions by p(k | class), as counted in the shards, and by the topics of their
 captions. The text encoder is a CLIP of random weights: its words differ, which is all that ten digits need.
 """

@@ -1,0 +1,297 @@
+"""How samples run once all is decided: `run` integrates a `Batch` of samples under a `Plan`.
+
+`hddm.sampling` makes plans and batches. Here a batch starts as noise, or as a noised picture, and its states
+follow the velocity of the plan's ensemble through the plan's times.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hddm.conditions import LABELS, Conditions, Guidance, Inputs, check_names
+from hddm.editing import SAME, Picture
+from hddm.ensemble import Choice, Ensemble
+from hddm.evaluation.expert_use import ExpertUse
+from hddm.noise import Noise
+from hddm.solvers import OnStep, Solver, unchanged
+from hddm.utils.errors import HddmError
+
+
+class NotFinite(HddmError):
+    """Samples that are NaN or Inf."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How samples are drawn, with every default filled in; `hddm.sampling.plan` makes it."""
+
+    model: Ensemble
+    """Under the strategy of these samples."""
+    expert: int | None
+    """The one expert of all samples; None where the strategy chooses."""
+    solver: Solver
+    solver_name: str
+    """The solver's name as requested; the function's name for a function of the caller's own."""
+    grid_steps: int
+    """Steps from t = 1 to 0, of which a picture needs the last ones only."""
+    times: Tensor
+    """Times from 1, or from the strength of a picture, to 0, in float64."""
+    guidance: Callable[[], Guidance]
+    """Guidance of the next call of the velocity."""
+    noise: Noise
+    shape: tuple[int, ...] | None
+    """Shape (C, H, W) of a sample; None for the experts' own."""
+    picture: Callable[[int], Picture | None]
+    """What samples begin with, in the units of the expert with this index; None for noise."""
+    router_every: int = 1
+
+    @property
+    def steps(self) -> int:
+        """Number of steps that a sample takes."""
+        return len(self.times) - 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of states and samples."""
+        return torch.promote_types(self.model.dtype, torch.float32)
+
+    def shape_of(self, expert: int) -> tuple[int, ...]:
+        """Shape (C, H, W) of a sample of this expert.
+
+        Raises:
+            HddmError: where neither the plan nor the model knows it.
+        """
+        one = self.model.experts[expert] if len(self.model.kinds) > 1 else self.model
+        if (found := self.shape or one.sample_shape) is None:
+            raise HddmError("this model does not record the shape of a sample: pass shape=(C, H, W)")
+        return found
+
+    def start(self, numbers: Sequence[int], rows: Tensor, expert: int) -> tuple[Tensor, float]:
+        """States (n, C, H, W) that samples begin with, on the CPU, and their time.
+
+        Args:
+            numbers: the samples' numbers under a seed.
+            rows: their places among all samples (n,).
+            expert: an expert of the samples' kind.
+        """
+        noise, picture = self.noise.initial(numbers, self.shape_of(expert)), self.picture(expert)
+        return (noise, 1.0) if picture is None else (picture.rows(rows).noised(noise), picture.strength)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples that are integrated together."""
+
+    rows: Tensor
+    """Their places among all samples (n,)."""
+    numbers: Sequence[int]
+    """Their numbers under a seed."""
+    conditions: Conditions
+    """On the model's device; ``on_step`` may change its dictionaries."""
+    expert: Tensor | None = None
+    """The expert of each sample (n,), on the CPU; None where experts are mixed."""
+    kind: int = 0
+    """An expert of the kind that the samples are of."""
+
+    @classmethod
+    def of(cls, num: int, conditions: Conditions, expert: Tensor | None) -> "Batch":
+        """Samples 0 … ``num`` - 1; ``expert`` (num,) is the expert of each, None where experts are mixed."""
+        return cls(torch.arange(num), range(num), conditions, expert)
+
+    def part(self, rows: Tensor) -> "Batch":
+        """The samples in these places of the batch (n,)."""
+        numbers = [self.numbers[row] for row in rows.tolist()]
+        expert = None if self.expert is None else self.expert[rows]
+        return Batch(self.rows[rows], numbers, self.conditions.rows(rows), expert, self.kind)
+
+
+def posterior_of(ensemble: Ensemble, x: Tensor, s: float, conditions: Conditions) -> Tensor:
+    """Probabilities (batch, K) of the expert that carries states x (batch, C, H, W) on from time s.
+
+    They are p(k | x_s, s, condition) where the ensemble has a router and s is below 1, else p(k | condition).
+    """
+    if s == 1 or ensemble.router is None:
+        return ensemble.prior_of(len(x), conditions.given, conditions.prior)
+    t = torch.full((len(x),), s, dtype=torch.float64)
+    full = ensemble.under("full")
+    return full.weights(x.to(ensemble.device), t, None, conditions.given, conditions.prior)
+
+
+def pick_experts(prior: Tensor, uniform: Tensor) -> Tensor:
+    """Expert index (batch,) for ``uniform`` (batch,) in [0, 1), by inverting ``prior`` (K,) or (batch, K)."""
+    bounds = prior.expand(len(uniform), -1).cumsum(1)[:, :-1].contiguous()
+    return torch.searchsorted(bounds, uniform[:, None].contiguous(), right=True)[:, 0]
+
+
+@torch.no_grad()
+def run(
+    plan: Plan,
+    batch: Batch,
+    on_step: OnStep = unchanged,
+    stop: Callable[[], bool] = lambda: False,
+    use: ExpertUse | None = None,
+) -> Tensor:
+    """Integrate a batch from its noise, or its picture, to samples (n, C, H, W), on the model's device.
+
+    Under ``draw``, for one expert and below x of ``commit-x``, samples are grouped by expert once, and steps
+    read nothing back from the device. Other strategies read the router's answer, once per step.
+
+    Args:
+        plan: see `hddm.sampling.plan`.
+        batch: one of its `hddm.sampling.batches`.
+        on_step: see `hddm.solvers`.
+        stop: called after each step; once it is true, states stay as they are, no network runs and
+            ``on_step`` is not called.
+        use: a tally of the experts' weights, where one is wanted.
+
+    Raises:
+        NotFinite: naming the step at which the velocity was not finite, which a second pass finds.
+        HddmError: as `Ensemble.velocity`.
+    """
+    x = _integrate(plan, batch, on_step, stop, use)
+    if x.isfinite().all() or stop():
+        return x
+    _integrate(plan, batch, stop=stop, is_checked=True)
+    if stop():
+        return x
+    raise NotFinite("samples are not finite though every velocity is: on_step changed them")
+
+
+def _integrate(
+    plan: Plan,
+    batch: Batch,
+    on_step: OnStep = unchanged,
+    stop: Callable[[], bool] = lambda: False,
+    use: ExpertUse | None = None,
+    is_checked: bool = False,
+) -> Tensor:
+    model, solver, times, picture = plan.model, plan.solver, plan.times, plan.picture(batch.kind)
+    x, _ = plan.start(batch.numbers, batch.rows, batch.kind)
+    if picture is not None:
+        fresh = plan.noise.fresh(batch.numbers, tuple(x.shape[1:]))
+        solver = picture.rows(batch.rows).solver(solver, fresh)
+    x = x.to(model.device, torch.promote_types(plan.dtype, x.dtype))
+    if stop():
+        return x
+    above = 0
+    if batch.expert is None and model.commits_at is not None:
+        above = int((times > model.commits_at + SAME).sum())
+        if above:
+            walk = _Walk(model.under("full"), plan, batch, on_step, stop, use, is_checked)
+            x = solver(walk.velocity, x, times[: above + 1], walk.on_step_unless_stopped)
+        # States that are not finite have no probabilities; the second pass finds who made them.
+        if above == len(times) - 1 or stop() or not x.isfinite().all():
+            return x
+        posterior = posterior_of(model, x, float(times[above]), batch.conditions)
+        batch = replace(batch, expert=pick_experts(posterior, plan.noise.draws(batch.numbers)))
+
+    def later(index: int, x: Tensor) -> Tensor:
+        return on_step(above + index, x)
+
+    walk = _Walk(model, plan, batch, later, stop, use, is_checked)
+    return solver(walk.velocity, x, times[above:], walk.on_step_unless_stopped)
+
+
+@dataclass
+class _Walk:
+    """A batch on its way from one time to another: which experts run, and with which inputs."""
+
+    model: Ensemble
+    plan: Plan
+    batch: Batch
+    on_step: OnStep
+    stop: Callable[[], bool]
+    use: ExpertUse | None
+    is_checked: bool
+    choice: Choice | None = None
+    """The experts that run; fixed where each sample of the batch has its own."""
+    shares: Tensor | None = None
+    labels: Tensor | None = None
+    guidance: Guidance | None = None
+    inputs: tuple[Choice | None, Mapping[int, Inputs]] = (None, {})
+    """A choice, and the inputs of its experts."""
+    seen: tuple[tuple[Tensor, int], ...] = ()
+    """Conditions that were read, each with its version, which changes when it is changed in place."""
+    stopped: Tensor | None = None
+    """The states at which the walk was stopped."""
+
+    def __post_init__(self) -> None:
+        self.calls = itertools.count()
+        if self.batch.expert is not None:
+            self.choice = Choice.of(self.batch.expert, len(self.model.experts))
+
+    def velocity(self, x: Tensor, now: Tensor, then: Tensor) -> Tensor:
+        """The velocity of states x (n, …) at ``now``, for a step to ``then``."""
+        if self.stopped is not None:
+            return torch.zeros_like(x)
+        model, conditions, t = self.model, self.batch.conditions, now.expand(len(x))
+        self._read_conditions()
+        if self.batch.expert is None and next(self.calls) % self.plan.router_every == 0:
+            self.choice = Choice(model.routed(x, t, self.shares, may_be_nan=not self.is_checked))
+            model.check_classes(self.choice, self.labels)
+        assert self.choice is not None
+        choice = self.choice.at(model, t)
+        if self.use is not None:
+            self.use.add(float(now), choice.weights)
+        if self.inputs[0] is not choice:
+            guidance, (given, negative) = self.plan.guidance(), (conditions.given, conditions.negative)
+            self.inputs = choice, model.inputs_by_expert(x, choice, guidance, negative, given)
+        v = model.mix(x, t, choice, self.inputs[1], then)
+        if self.is_checked:
+            _check_finite(v, now, choice)
+        return v
+
+    def on_step_unless_stopped(self, index: int, x: Tensor) -> Tensor:
+        """The ``on_step`` of the solver."""
+        # A solver with a memory would move on from where it was stopped.
+        if self.stopped is not None:
+            return self.stopped
+        x = self.on_step(index, x)
+        self.stopped = x if self.stop() else None
+        return x
+
+    def _read_conditions(self) -> None:
+        """Read conditions and guidance again where a callback has changed them."""
+        conditions, guidance = self.batch.conditions, self.plan.guidance()
+        tensors = (*conditions.given.values(), *conditions.negative.values())
+        now = tuple((one, one._version) for one in tensors)
+        pairs = zip(now, self.seen, strict=False)
+        is_same = len(now) == len(self.seen) and all(a is b and v == w for (a, v), (b, w) in pairs)
+        if is_same and guidance == self.guidance:
+            return
+        for branch in (conditions.given, conditions.negative):
+            check_names(branch, self.model.conditions)
+            if LABELS in branch:
+                self.model.check_range(branch[LABELS].cpu())
+        self.labels = conditions.given[LABELS].cpu() if LABELS in conditions.given else None
+        self.guidance, self.seen, self.inputs = guidance, now, (None, {})
+        if self.choice is not None and self.batch.expert is not None:
+            self.model.check_classes(self.choice, self.labels)
+        else:
+            self.shares = self.model.shares_of(len(self.batch.rows), conditions.given, conditions.prior)
+
+
+def _check_finite(v: Tensor, t: Tensor, choice: Choice) -> None:
+    """Raise a `NotFinite` that names the experts where the velocity (batch, …) is not finite."""
+    broken = ~v.flatten(1).isfinite().all(1).cpu()
+    if broken.any():
+        experts = (choice.weights[broken] != 0).any(0).nonzero()[:, 0].tolist()
+        raise NotFinite(
+            f"the velocity of expert {' or '.join(map(str, experts))} is not finite at t = {float(t):.4g}, "
+            f"for {int(broken.sum())} of {len(v)} samples: damaged weights, a dtype that is too narrow "
+            "(float16 ends at 65,504), or too much guidance"
+        )
+
+
+def gathered(made: Sequence[tuple[Batch, Tensor]]) -> list[tuple[Tensor, int, Tensor]]:
+    """All samples of each kind, in order: their rows, an expert of the kind, and samples (n, C, H, W)."""
+    found = []
+    for kind in dict.fromkeys(batch.kind for batch, _ in made):
+        own = [(batch.rows, samples) for batch, samples in made if batch.kind == kind]
+        rows = torch.cat([rows for rows, _ in own])
+        order = rows.argsort()
+        found.append((rows[order], kind, torch.cat([samples for _, samples in own])[order]))
+    return found
