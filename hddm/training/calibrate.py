@@ -66,8 +66,7 @@ def native_samples(
         def velocity(x: Tensor, t: Tensor, _: Tensor, given: Mapping[str, Tensor] = given) -> Tensor:
             return field.raw_velocity(x, t.expand(len(x)), given)
 
-        x = Seeded(seed).initial(range(int(rows[0]), int(rows[-1]) + 1), field.sample_shape)
-        x = x.to(field.device) / scale
+        x = Seeded(seed).initial(rows.tolist(), field.sample_shape).to(field.device) / scale
         batches.append(euler(velocity, x, times).cpu())
         if on_batch is not None:
             on_batch(len(rows))

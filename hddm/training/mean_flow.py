@@ -116,7 +116,7 @@ def solve(
                 return x
 
             own = {name: value[rows].to(teacher.device) for name, value in conditions.items()}
-            expert, x = own.pop("expert", None), x.to(teacher.device)
+            expert = own.pop("expert", None)
             integrate(teacher, x, fine, Conditions(own), expert, keep, guidance=guidance_scale)
     if file is not None:
         write_whole(file, lambda path: save_file({"states": states, **known}, path))
