@@ -1,12 +1,14 @@
 """hddm evaluate."""
 
+import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hddm.utils.errors import UsageError
+from hddm.utils.errors import HddmError, UsageError
+from hddm.utils.files import read_json
 from hddm_cli.options import AsJson, InputArgument, InputOption, MaxBad, Overwrite, is_given, refuse_given
 
 if TYPE_CHECKING:
@@ -94,14 +96,13 @@ def evaluate(
         return
     if store or is_given(context, "num_images"):
         raise UsageError("--num-images and --store need --strategies, such as --strategies all")
-    from hddm.evaluation.results import Result, ResultGroup, refuse_existing
-
     if out is not None:
-        refuse_existing(out, overwrite)
+        _refuse_existing(out, overwrite)
 
     from hddm.evaluation.compare import summary
     from hddm.evaluation.evaluate import evaluate_folder
     from hddm.evaluation.images import check_images
+    from hddm.evaluation.results import Result, ResultGroup
     from hddm.utils.errors import shown
     from hddm.utils.files import write_whole
     from hddm.utils.progress import Progress
@@ -144,6 +145,21 @@ def evaluate(
         typer.echo(f"{out}: not comparable: {reason}")
     if result.comparable:
         typer.echo(f"{out}: comparable")
+
+
+def _refuse_existing(path: Path, overwrite: bool = False) -> None:
+    """Refuse a ``path`` without a folder, and an existing file, unless a result to ``overwrite``."""
+    if not path.parent.is_dir():
+        raise HddmError(f"--out {path}: {path.parent} is not a folder; create it first")
+    if path.is_symlink():
+        to = os.readlink(path)
+        raise HddmError(f"--out {path}: is a link to {to}; name the file itself, or remove the link")
+    if not path.exists():
+        return
+    if not overwrite:
+        raise HddmError(f"{path} exists: choose another file, or pass --overwrite to replace it")
+    if read_json(path).get("kind") != "evaluation":
+        raise HddmError(f"{path}: is not a result of an evaluation; choose another file")
 
 
 def _compare_strategies(

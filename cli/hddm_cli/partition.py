@@ -43,7 +43,7 @@ def partition(
     caption_column: CaptionColumn = None,
     label_column: LabelColumn = None,
 ) -> None:
-    """Split images into shards of similar content and equal size, or by class.
+    """Split images into shards of similar content, or by class.
 
     Several sources of images are taken together.
     """

@@ -335,7 +335,7 @@ def compare_rows(results: Results) -> Iterator[Comparison]:
 def _contrast(results: Results, ours: Row, base: Row) -> Contrast:
     why = None
     failed = [row.name for row in (ours, base) if not row.has_learned]
-    fixed = [name for name in dict.fromkeys((ours.one.model, base.one.model)) if name in results.one_model]
+    fixed = dict.fromkeys(row.one.of for row in (ours, base) if row.one.model in results.one_model)
     if all(a.samples == b.samples for a, b in zip(ours.scored, base.scored, strict=True)):
         why = "the same samples in every seed"
     elif failed:

@@ -96,10 +96,10 @@ def run_benchmark(
     """
     require_main_guard()
     check_out(out, file, overwrite)
-    out.mkdir(parents=True, exist_ok=True)
     work = Work(jobs or out / "jobs")
     plans = [SeedPlan(file, seed, work, data) for seed in file.seeds]
     _check(plans[0], check)
+    out.mkdir(parents=True, exist_ok=True)
     with _stoppable(out), work.held():
         before = read_json(out / RESULTS_FILE, LARGEST) if (out / RESULTS_FILE).is_file() else {}
         content = {"format": FORMAT, "settings": file.model_dump(mode="json")}
@@ -128,9 +128,9 @@ def run_benchmark(
 
 
 def _check(plan: SeedPlan, check: Run | None) -> None:
-    if check is not None:
-        for step in plan.all:
-            with at(f"step {step.name!r}"):
+    for step in plan.all:
+        with at(f"step {step.name!r}"):
+            if check is not None:
                 check(step.command())
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from hddm.data.shard_records import MANIFEST, PARTITION_FILE
 from hddm.data.sources.base import PARQUET, TAR, find_files
-from hddm.evaluation.results import KIND
 from hddm.training.resume import CHECKPOINTS, RUN_FILE, checkpoints_in, read_run, step_of
 from hddm.utils.files import read_json, refuse_pickle
 from hddm.utils.records import (
@@ -37,9 +36,9 @@ def inspected(path: Path, allow_pickle: bool = False, variant: str | None = None
         if path.name in (*_MODELS[:3], *_RECORDS, MANIFEST, PARTITION_FILE):
             return inspected(path.parent, allow_pickle, variant)
         content = read_json(path, _LARGEST)
-        if content.get("kind") == KIND:
+        if content.get("kind") == "evaluation":
             judged = {key: content.get(key) for key in ("comparable", "reasons")}
-            return {"kind": KIND, **judged, "read_by": "hddm compare"}
+            return {"kind": "evaluation", **judged, "read_by": "hddm compare"}
     if not any((path / record).exists() for record in (*_MODELS, PARTITION_FILE, MANIFEST)):
         found = next((one for record, one in _RECORDS.items() if any(path.glob(record))), None)
         if found is None and _holds_images(path):

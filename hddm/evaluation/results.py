@@ -1,7 +1,6 @@
 """Results of evaluations on disk, in groups of one model each, and checks that they compare."""
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,21 +90,6 @@ class ResultGroup:
     def is_one_model(self) -> bool:
         """True if the results are samples of one set of weights."""
         return len(self.results) > 1 and len(self.sources) == 1 and None not in self.sources
-
-
-def refuse_existing(path: Path, overwrite: bool = False) -> None:
-    """Refuse a ``path`` without a folder, and an existing file, unless a result to ``overwrite``."""
-    if not path.parent.is_dir():
-        raise HddmError(f"--out {path}: {path.parent} is not a folder; create it first")
-    if path.is_symlink():
-        to = os.readlink(path)
-        raise HddmError(f"--out {path}: is a link to {to}; name the file itself, or remove the link")
-    if not path.exists():
-        return
-    if not overwrite:
-        raise HddmError(f"{path} exists: choose another file, or pass --overwrite to replace it")
-    if read_json(path).get("kind") != KIND:
-        raise HddmError(f"{path}: is not a result of an evaluation; choose another file")
 
 
 def read_groups(paths: Sequence[Path]) -> list[ResultGroup]:

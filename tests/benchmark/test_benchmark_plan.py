@@ -40,10 +40,10 @@ def test_a_step_is_a_command_line_with_defaults_seed_and_folders(data: Path) -> 
         "--batch-size 8 --learning-rate 3e-3 --ema-decay 0.9 --checkpoint-every 2 --threads 1 --seed 3 "
         "--out seed_3/single"
     )
-    command = steps["flow"].command()
-    assert command[:3] == ["assemble", str(steps["flow-0"].path), str(steps["flow-1"].path)]
+    command = steps["flow"].command(Path("out"))
+    assert command[:3] == ["assemble", "out/seed_3/flow-0", "out/seed_3/flow-1"]
     assert command[-1] == str(steps["flow"].path)
-    assert steps["scores/mixed-1-1"].command()[-1] == f"{steps['scores/mixed-1-1'].path}.json"
+    assert steps["scores/mixed-1-1"].command(Path("out"))[-1] == f"{steps['scores/mixed-1-1'].path}.json"
     assert {step.label for step in _plan(data).all} >= {"flow", "scores/real", "samples/single-model"}
 
 

@@ -1,4 +1,4 @@
-"""The conversions that an experiment compares, and what an evaluation costs."""
+"""The naive conversion that an experiment compares with, and what an evaluation costs."""
 
 from pathlib import Path
 
