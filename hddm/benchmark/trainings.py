@@ -17,9 +17,16 @@ from hddm.experts.records import EXPERT_FILE, ROUTER_FILE
 from hddm.sampling import sample
 from hddm.training.continuation import continue_expert
 from hddm.training.expert import train_expert
-from hddm.training.recipe import DECIDED_BY_INIT, Start, resolve
+from hddm.training.recipe import Start, resolve
 from hddm.training.router import train_router
-from hddm.training.settings import ExpertRecipe, ExpertSettings, RouterRecipe, RouterSettings, RunOptions
+from hddm.training.settings import (
+    FIXED_BY_INIT,
+    ExpertRecipe,
+    ExpertSettings,
+    RouterRecipe,
+    RouterSettings,
+    RunOptions,
+)
 from hddm.training.state import wait_for_run
 from hddm.utils.files import read_json
 from hddm.utils.processes import Report
@@ -141,7 +148,7 @@ def _identity(
     """Return the recipe of a training; what its start decides is as requested, since its hash tells that."""
     recipe = resolve(kind, settings, Start(is_new)).model_dump(mode="json", exclude=_MACHINE)
     if not is_new:
-        recipe |= settings.model_dump(mode="json", include={*DECIDED_BY_INIT, "noise_range"})
+        recipe |= settings.model_dump(mode="json", include={*FIXED_BY_INIT, "noise_range"})
     # Left out where it is all of t, so that earlier trainings are found.
     if recipe.get("noise_range") in (None, [*WHOLE]):
         recipe.pop("noise_range", None)

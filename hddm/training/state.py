@@ -351,7 +351,11 @@ def open_run(
             one that was started with another record, or a folder that is no run.
     """
     folder = run_folder_of(out)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        kind = "a link that leads nowhere" if folder.is_symlink() else "a file"
+        raise HddmError(f"{folder}: is {kind}, and the run is to be kept there; remove it") from error
     with _locked(out):
         _refuse_foreign(folder)
         if overwrite and not options.resume:
