@@ -108,9 +108,10 @@ def resolve_new(
         stated = declared_prediction_type(schedule)
         if stated == "flow_prediction":
             raise HddmError(f"{schedule}: is for flow matching; use --objective flow without --schedule")
-        if stated is not None and stated not in list(PredictionType):
-            text = f"is not one of {', '.join(PredictionType)}; correct the file"
-            raise HddmError(f"{schedule}: prediction_type {stated!r} {text}")
+        if stated not in (None, *PredictionType):
+            raise HddmError(
+                f"{schedule}: prediction_type {stated!r} is not one of {', '.join(PredictionType)}"
+            )
         schedule = from_diffusers(schedule)
     recipe = resolve(ExpertRecipe, settings, Start(prediction=stated), before)
     objective = objective_of(recipe, schedule)

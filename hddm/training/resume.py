@@ -124,7 +124,7 @@ def has_run(out: Path) -> bool:
 
 
 def recorded(out: Path, is_done: bool = False) -> dict[str, Any]:
-    """Read the record of the run of ``out``; {} without one, or of one that ``is_done`` in an older format."""
+    """Read the record of the run of ``out``; {} without one, or if it ``is_done`` and in an older format."""
     try:
         return read_run(run_folder_of(out) / RUN_FILE) if has_run(out) else {}
     except OlderFormat:
@@ -155,8 +155,8 @@ def recipe_before(out: Path, record: str, run: RunOptions | None, overwrite: boo
     """
     if not (is_done := is_kept(out, record, run, overwrite)):
         check_absent(out, record, overwrite)
-    is_resumed = run is not None and run.resume
-    settings: dict[str, Any] = recorded(out, is_done).get("settings", {}) if is_resumed else {}
+    found = recorded(out, is_done) if run is not None and run.resume else {}
+    settings: dict[str, Any] = found.get("settings", {})
     return settings
 
 

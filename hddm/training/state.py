@@ -351,11 +351,9 @@ def open_run(
             one that was started with another record, or a folder that is no run.
     """
     folder = run_folder_of(out)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:
-        kind = "a link that leads nowhere" if folder.is_symlink() else "a file"
-        raise HddmError(f"{folder}: is {kind}, and the run is to be kept there; remove it") from error
+    if not folder.is_dir() and (folder.is_symlink() or folder.exists()):
+        raise HddmError(f"{folder}: is a link that leads nowhere, or a file; remove it")
+    folder.mkdir(parents=True, exist_ok=True)
     with _locked(out):
         _refuse_foreign(folder)
         if overwrite and not options.resume:
