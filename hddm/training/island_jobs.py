@@ -38,8 +38,9 @@ class Island:
 
     def threads(self, default: int) -> int:
         """Return its CPU threads: the requested ones, those of the run that it resumes, or ``default``."""
-        before = recipe_before(self.out, EXPERT_FILE, self.run, self.overwrite) if self.run.resume else {}
-        return self.settings.threads or int(before.get("threads", default))
+        if self.settings.threads is not None or not self.run.resume:
+            return self.settings.threads or default
+        return int(recipe_before(self.out, EXPERT_FILE, self.run, self.overwrite).get("threads", default))
 
 
 @dataclass(frozen=True)

@@ -50,10 +50,10 @@ _BELONGS_TO = {
 }
 
 
-def kept(name: str, values: Mapping[str, Any], before: Mapping[str, Any] | None) -> Any:
-    """Return the value ``name`` of the resumed recipe ``before``, unless ``values`` request it anew."""
-    recorded, on = before or {}, _BELONGS_TO.get(name)
-    return recorded.get(name) if on is None or values.get(on) == recorded.get(on) else None
+def kept(name: str, values: Mapping[str, Any], before: Mapping[str, Any]) -> Any:
+    """Return the value ``name`` of the resumed recipe ``before``; None if it is of another request."""
+    on = _BELONGS_TO.get(name)
+    return before.get(name) if on is None or values.get(on) == before.get(on) else None
 
 
 def resolve(
@@ -78,9 +78,8 @@ def resolve(
         decided = {"prediction": start.prediction, "weighting": None, "rotary": start.rotary}
         values |= {name: value for name, value in decided.items() if name in values}
     is_ddpm = values.get("objective") == "ddpm"
-    optimizer = (
-        values["optimizer"] or kept("optimizer", values, before) or ("muon" if start.is_new else "adamw")
-    )
+    recorded = before or {}
+    optimizer = values["optimizer"] or recorded.get("optimizer") or ("muon" if start.is_new else "adamw")
     has_muon = optimizer == "muon"
     if values["muon_learning_rate"] is not None and not has_muon:
         text = "this training uses AdamW only; leave it out, or use --optimizer muon"
@@ -105,6 +104,6 @@ def resolve(
     }
     for name, default in defaults.items():
         if name in values and values[name] is None:
-            known = kept(name, values, before)
+            known = kept(name, values, recorded)
             values[name] = default if known is None else known
     return parse_record(values, kind, OPTIONS)
