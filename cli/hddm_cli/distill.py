@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hddm.training.settings import DistillSettings, RunOptions
+from hddm.training.settings import FIXED_BY_INIT, DistillSettings, RunOptions
 from hddm_cli.options import InputArgument, InputOption, Out, Overwrite, StrategyOption, refuse_given
 from hddm_cli.training_options import GivenOptions, takes
 
@@ -17,10 +17,7 @@ def distill(
     data: Annotated[Path, InputOption(help="Partition folder, written by hddm partition or hddm encode.")],
     out: Out,
     strategy: Annotated[
-        str | None,
-        StrategyOption(
-            help="Strategy of the routed teacher. Default: the ensemble's; full for draw and commit-X."
-        ),
+        str | None, StrategyOption(help=DistillSettings.model_fields["strategy"].description)
     ] = None,
     init: Annotated[
         Path | None,
@@ -35,7 +32,7 @@ def distill(
     expert folder. The run is saved in OUT.run; --resume continues from there.
     """
     if init is not None:
-        refuse_given(context, "--init fixes it", "size", "prediction", "rotary")
+        refuse_given(context, "--init fixes it", *FIXED_BY_INIT)
 
     from hddm.training.distill import distill as run
     from hddm.training.fitting import CALIBRATION_COST

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hddm.training.settings import ExpertSettings, RouterSettings, RunOptions
+from hddm.training.settings import FIXED_BY_INIT, ExpertSettings, RouterSettings, RunOptions
 from hddm_cli.options import InputArgument, InputOption, Out, Overwrite, refuse_given
 from hddm_cli.training_options import GivenOptions, takes
 from hddm_cli.usage import Verb
@@ -19,8 +19,6 @@ Init = Annotated[
 Schedule = Annotated[
     Path | None, InputOption(help="Noise schedule (DDPM only): a diffusers scheduler file. Default: cosine.")
 ]
-
-FIXED_BY_INIT = ("size", "schedule", "prediction", "weighting", "rotary")
 
 
 @commands.command("expert", cls=Verb)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hddm.training.settings import ExpertSettings, RunOptions
+from hddm.training.settings import FIXED_BY_INIT, ExpertSettings, RunOptions
 from hddm.utils.errors import asked, counted
 from hddm_cli.options import InputOption, Overwrite, refuse_given
-from hddm_cli.train import FIXED_BY_INIT, Init, Schedule
+from hddm_cli.train import Init, Schedule
 from hddm_cli.training_options import GivenOptions, takes
 
 if TYPE_CHECKING:

@@ -117,22 +117,22 @@ def resolve_continued(
     record = expert.facts
     record.refuse_student(f"--init {init}", "continue the expert that it began with, and distill again")
     schedule, kind = from_config(record.schedule), record.prediction_type
-    learned: str = kind
+    learned = kind
     if settings.objective == "flow":
         # x_0 is the same on every path, and its weights of velocity are bounded; all else learns velocity.
         of_sample = kind is PredictionType.SAMPLE and not record.training_calibration
-        schedule, learned = LinearSchedule(), "sample" if of_sample else "flow_prediction"
+        schedule, learned = LinearSchedule(), kind if of_sample else PredictionType.FLOW_PREDICTION
     elif isinstance(schedule, LinearSchedule) and kind is not PredictionType.EPSILON:
         raise HddmError(f"{init}: is a flow expert, which predicts {kind.value}; use --objective flow")
     elif record.training_calibration:
         raise HddmError(f"{init}: was continued with flow matching, so only --objective flow can continue it")
-    start = Start.of(expert.network, learned, record.noise_range)
+    start = Start.of(expert.network, kind, record.noise_range)
     recipe = resolve(ExpertRecipe, settings, start, before)
-    objective = objective_of(recipe, schedule)
+    objective = objective_of(recipe, schedule, learned)
     check_fit(shard, record, expert.network)
     check_conditions(shard, recipe)
     if recipe.class_conditional:
-        labels_of(shard, record.classes, str(init))
+        labels_of(shard, record.classes, str(init), ", or drop --class-conditional")
     return recipe, objective
 
 

@@ -42,7 +42,7 @@ from hddm.training.fitting import calibrated, labels_of
 from hddm.training.loop import Fitted, Inputs, OnStep, Task, train
 from hddm.training.mean_flow import SECOND_STAGE, TRAJECTORIES, MeanFlow, Trajectories, solve
 from hddm.training.objectives import Objective, drawing, objective_of
-from hddm.training.recipe import Start, resolve
+from hddm.training.recipe import Start, kept, resolve
 from hddm.training.resume import recipe_before
 from hddm.training.settings import DenoiserFields, DistillRecipe, DistillSettings, ExpertRecipe, RunOptions
 from hddm.training.watching import watching
@@ -189,8 +189,9 @@ def distill(
     before = recipe_before(out, EXPERT_FILE, run, overwrite)
     shards = [open_shard(folder) for folder in find_shards(shards_folder)]
     union = joined(shards, shards_folder)
+    strategy = settings.strategy or kept("strategy", vars(settings), before)
     teacher = open_teacher(
-        ensemble_folder, union, shards, settings.teacher, settings.condition_dropout, settings.strategy
+        ensemble_folder, union, shards, settings.teacher, settings.condition_dropout, strategy
     )
     started, begun = (None, {}) if init is None else (read_init(init), begun_with(init))
     if started is None and settings.sampling_steps is not None:

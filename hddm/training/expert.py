@@ -1,4 +1,4 @@
-"""Train one expert alone on its shard; check, condition and calibrate any expert on a shard."""
+"""Train one expert alone on its shard; what it has in common with students and experts that go on."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -35,6 +35,7 @@ from hddm.training.settings import TEXT, DistillRecipe, ExpertRecipe, ExpertSett
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import sha256_of
+from hddm.velocity import PredictionType
 
 DEFAULT_SCHEDULE = "default of the objective"
 Network = TypeVar("Network", bound=ModelMixin)
@@ -104,10 +105,14 @@ def resolve_new(
         raise UsageError("--lora-rank adapts an existing expert; pass --init")
     stated = None
     if isinstance(schedule, Path):
-        stated, path = declared_prediction_type(schedule), schedule
+        stated = declared_prediction_type(schedule)
         if stated == "flow_prediction":
-            raise HddmError(f"{path}: is for flow matching; use --objective flow without --schedule")
-        schedule = from_diffusers(path)
+            raise HddmError(f"{schedule}: is for flow matching; use --objective flow without --schedule")
+        if stated not in (None, *PredictionType):
+            raise HddmError(
+                f"{schedule}: prediction_type {stated!r} is not one of {', '.join(PredictionType)}"
+            )
+        schedule = from_diffusers(schedule)
     recipe = resolve(ExpertRecipe, settings, Start(prediction=stated), before)
     objective = objective_of(recipe, schedule)
     check_conditions(shard, recipe)

@@ -1,4 +1,4 @@
-"""Calibrate an expert on its shard: fit moments, and weights of their blend with a network.
+"""Calibrate an expert on its shard: choose images and conditions, fit moments and their blend with a network.
 
 `hddm.calibration` says what a calibration is.
 """
@@ -166,11 +166,14 @@ def conditions_of(shard: Shard, field: VelocityField) -> dict[str, Tensor]:
     return {LABELS: labels_of(shard, field.classes, "the expert")}
 
 
-def labels_of(shard: Shard, classes: tuple[str, ...], name: str) -> Tensor:
-    """Return the labels of a shard, which must be of these ``classes``, those of ``name``."""
+def labels_of(shard: Shard, classes: tuple[str, ...], name: str, remedy: str = "") -> Tensor:
+    """Return the labels of a shard, which must be of these ``classes``, those of ``name``.
+
+    The `HddmError` asks for images of the same classes ``remedy``, which is another way out.
+    """
     if shard.labels is None or shard.classes != classes:
         text = f"its classes are {list(shard.classes)}, those of {name} {list(classes)}"
-        raise HddmError(f"{shard.folder}: {text}")
+        raise HddmError(f"{shard.folder}: {text}; use images of the same classes{remedy}")
     return shard.labels
 
 

@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hddm.training.resume import recorded, run_folder_of
+from hddm.training.resume import recipe_before, run_folder_of
 from hddm.training.settings import ExpertSettings, RunOptions
 from hddm.utils.errors import HddmError, UsageError, did_you_mean
+from hddm.utils.records import EXPERT_FILE
 
 OBJECTIVES = ("ddpm", "flow")
 REST = "*"
@@ -39,7 +40,7 @@ class Island:
         """Return its CPU threads: the requested ones, those of the run that it resumes, or ``default``."""
         if self.settings.threads is not None or not self.run.resume:
             return self.settings.threads or default
-        return int(recorded(self.out).get("settings", {}).get("threads", default))
+        return int(recipe_before(self.out, EXPERT_FILE, self.run, self.overwrite).get("threads", default))
 
 
 @dataclass(frozen=True)

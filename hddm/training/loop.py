@@ -339,11 +339,12 @@ class _Trainer:
         return torch.cat(losses)
 
     def _skipped(self, step: int, rows: Tensor, losses: Tensor, norm: float) -> None:
-        count = self.state.non_finite = self.state.non_finite + 1
+        self.state.non_finite += 1
+        count = self.state.non_finite
         broken = rows[~losses.isfinite()].tolist() or rows.tolist()
         what = f"step {step}: loss {losses.mean().item()}, gradient norm {norm}, samples {broken[:8]}"
         # A single last step may be skipped like any other; more in a row mean that the training diverged.
-        diverged = step == self.recipe.steps and count > min(1, step - 1)
+        diverged = step == self.recipe.steps and (count > 1 or step == 1)
         if count >= self.recipe.max_non_finite or diverged:
             text = f"the last {count} steps were not finite, and nothing was written"
             raise HddmError(f"{what}; {text}; try a lower --learning-rate or --muon-learning-rate")
@@ -382,7 +383,9 @@ def train(
         HddmError: as `fit` and `hddm.training.state.open_run`.
         Stopped: after a signal, with the run saved.
     """
-    content = {"settings": recipe.model_dump(mode="json"), "data": dict(data)}
+    # A network that goes on is not of the recipe's size.
+    settings = recipe.model_dump(mode="json", exclude={"size"} if "init" in data else None)
+    content = {"settings": settings, "data": dict(data)}
     if is_finished(out, record, content, run, overwrite):
         return []
     if recipe.fsdp and run is not None and run.sample_every:

@@ -178,8 +178,12 @@ class Objective:
         return t
 
 
-def objective_of(recipe: ExpertRecipe, schedule: Schedule | None = None) -> Objective:
+def objective_of(
+    recipe: ExpertRecipe, schedule: Schedule | None = None, learned: PredictionType | None = None
+) -> Objective:
     """Return the objective of ``recipe``, on ``schedule`` or by default the linear path or DDPM's cosine one.
+
+    What is ``learned`` is by default what the network predicts.
 
     Raises:
         HddmError: as `Objective`.
@@ -188,7 +192,7 @@ def objective_of(recipe: ExpertRecipe, schedule: Schedule | None = None) -> Obje
     return Objective(
         recipe.objective,
         schedule or default,
-        PredictionType(recipe.prediction),
+        learned or PredictionType(recipe.prediction),
         recipe.weighting,
         recipe.time_sampling,
         recipe.snr_gamma,

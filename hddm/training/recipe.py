@@ -39,7 +39,21 @@ class Start:
 
 
 NEW = Start()
-DECIDED_BY_INIT = ("prediction", "weighting", "rotary")
+# A value of the run that is resumed belongs to the request in the second place, and to no other.
+_BELONGS_TO = {
+    "muon_learning_rate": "optimizer",
+    "prediction": "objective",
+    "weighting": "prediction",
+    "weak_at": "lora_rank",
+    "lora_alpha": "lora_rank",
+    "strategy": "teacher",
+}
+
+
+def kept(name: str, values: Mapping[str, Any], before: Mapping[str, Any]) -> Any:
+    """Return the value ``name`` of the resumed recipe ``before``; None if it is of another request."""
+    on = _BELONGS_TO.get(name)
+    return before.get(name) if on is None or values.get(on) == before.get(on) else None
 
 
 def resolve(
@@ -47,7 +61,6 @@ def resolve(
     requested: Record,
     start: Start = NEW,
     before: Mapping[str, Any] | None = None,
-    threads: int | None = None,
 ) -> Kind:
     """Return the recipe of a training.
 
@@ -56,7 +69,6 @@ def resolve(
         requested: settings; what they leave open is filled in.
         start: what the training begins with.
         before: the recipe of the run that is resumed. It comes before defaults, which may have changed.
-        threads: of this machine, by default torch's.
 
     Raises:
         UsageError: for a rate of Muon where AdamW trains everything.
@@ -65,11 +77,8 @@ def resolve(
     if not start.is_new:
         decided = {"prediction": start.prediction, "weighting": None, "rotary": start.rotary}
         values |= {name: value for name, value in decided.items() if name in values}
-    recorded = dict(before or {})
-    if values["optimizer"] not in (None, recorded.get("optimizer")):
-        # It is refused as another optimizer, and not for its rates.
-        recorded["muon_learning_rate"] = None
     is_ddpm = values.get("objective") == "ddpm"
+    recorded = before or {}
     optimizer = values["optimizer"] or recorded.get("optimizer") or ("muon" if start.is_new else "adamw")
     has_muon = optimizer == "muon"
     if values["muon_learning_rate"] is not None and not has_muon:
@@ -83,7 +92,7 @@ def resolve(
         "learning_rate": by_width / size_config(values["size"])["hidden_size"] if start.is_new else 1e-4,
         "muon_learning_rate": MUON_RATE if has_muon else None,
         "warmup": min(LONGEST_WARMUP, values["steps"] // 10),
-        "threads": threads or torch.get_num_threads(),
+        "threads": torch.get_num_threads(),
         "prediction": prediction,
         "weighting": "velocity" if prediction == "sample" else "prediction",
         "rotary": start.rotary,
@@ -95,6 +104,6 @@ def resolve(
     }
     for name, default in defaults.items():
         if name in values and values[name] is None:
-            known = recorded.get(name)
+            known = kept(name, values, recorded)
             values[name] = default if known is None else known
     return parse_record(values, kind, OPTIONS)

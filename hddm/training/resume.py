@@ -21,7 +21,7 @@ from hddm.data.shard_records import EncodedManifest, is_encoded, read_encoded_ma
 from hddm.training.settings import RunOptions
 from hddm.utils.errors import HddmError
 from hddm.utils.files import check_absent, read_json, settle, sha256_of
-from hddm.utils.records import OpenRecord, read_record, refuse_damaged
+from hddm.utils.records import OlderFormat, OpenRecord, read_record, refuse_damaged
 
 Change = dict[str, Any]
 """Record of one change, as plain values of JSON."""
@@ -103,7 +103,7 @@ class RunRecord(OpenRecord):
     """``run.json``, as `hddm.training.state.open_run` writes it; ``settings`` are the recipe."""
 
     oldest = RUN_FORMAT
-    remedy = "use the version of hddm that wrote it, or start again with --overwrite"
+    remedy = "use the version of hddm that wrote it, or another --out"
 
     format: str
     settings: RecordedSettings = RecordedSettings()
@@ -123,9 +123,14 @@ def has_run(out: Path) -> bool:
     return (run_folder_of(out) / RUN_FILE).exists()
 
 
-def recorded(out: Path) -> dict[str, Any]:
-    """Read the record of the run of ``out``; {} if it has no run."""
-    return read_run(run_folder_of(out) / RUN_FILE) if has_run(out) else {}
+def recorded(out: Path, is_done: bool = False) -> dict[str, Any]:
+    """Read the record of the run of ``out``; {} without one, or if it ``is_done`` and in an older format."""
+    try:
+        return read_run(run_folder_of(out) / RUN_FILE) if has_run(out) else {}
+    except OlderFormat:
+        if is_done:
+            return {}
+        raise
 
 
 def refuse_run(out: Path) -> None:
@@ -148,9 +153,10 @@ def recipe_before(out: Path, record: str, run: RunOptions | None, overwrite: boo
 
     ``record`` is the JSON file that marks the kind of folder. Raises `HddmError`.
     """
-    if not is_kept(out, record, run, overwrite):
+    if not (is_done := is_kept(out, record, run, overwrite)):
         check_absent(out, record, overwrite)
-    settings: dict[str, Any] = recorded(out).get("settings", {}) if run is not None and run.resume else {}
+    found = recorded(out, is_done) if run is not None and run.resume else {}
+    settings: dict[str, Any] = found.get("settings", {})
     return settings
 
 
@@ -163,7 +169,7 @@ def is_finished(
     """
     if run is None or not is_kept(out, record, run, overwrite):
         return False
-    if before := recorded(out):
+    if before := recorded(out, is_done=True):
         # Nothing is left to compute, so the environment does not matter.
         compare_records(out, {**content, "environment": before.get("environment", {})}, run)
     refuse_damaged(out, record, sha256=sha256_of, remedy="--overwrite trains it again")
@@ -182,7 +188,9 @@ def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -
     absent = "not recorded"
     lines, changes = {}, []
     for key in dict.fromkeys([*old, *new]):
-        if (was := old.get(key, absent)) != (value := new.get(key, absent)):
+        # A setting that one of two versions does not know is one that was not requested.
+        if old.get(key) != new.get(key):
+            was, value = old.get(key, absent), new.get(key, absent)
             lines[key] = f"{key}: was {was!r}, is {value!r}"
             if key.startswith("settings."):
                 changes.append({"key": key.removeprefix("settings."), "was": was, "is": value})

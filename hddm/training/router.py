@@ -112,9 +112,10 @@ def train_router(
                 calibration = {"held_out_share": HELD_OUT_SHARE, "held_out_images": each, **figures}
         if len(shards) > 1 and not is_better_than_chance(accuracy):
             text = (
-                "recognises shards no better than chance on %d images; train it for longer, or with another"
+                "%s: recognises shards no better than chance on %d images; "
+                "train it for longer, or with another --learning-rate"
             )
-            log.warning(f"%s: {text} --learning-rate", out, accuracy["images"])
+            log.warning(text, out, accuracy["images"])
         record = RouterRecord(
             time_scale=TIME_SCALE,
             sample_shape=shape,

@@ -72,6 +72,9 @@ SamplingSteps = Annotated[
 TEXT = "encoder_hidden_states"
 """Keyword of a network for the tokens of captions."""
 
+FIXED_BY_INIT = ("size", "schedule", "prediction", "weighting", "rotary")
+"""What cannot be requested of a network that goes on."""
+
 Open = TypeVar("Open")
 """None in settings, where a value may be left open; Never in a recipe, where every value is known."""
 OPEN: Any = None
@@ -80,7 +83,8 @@ OPEN: Any = None
 class Described(Record):
     """A record whose fields are described by the texts below them."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, defer_build=True)
+    # Defaults are validated, since a recipe does not allow the None that leaves a value open.
+    model_config = ConfigDict(use_attribute_docstrings=True, defer_build=True, validate_default=True)
 
 
 class LoopFields(Described, Generic[Open]):
@@ -294,6 +298,9 @@ Settings = TypeVar("Settings", bound=Record)
 KINDS: tuple[type[Record], ...] = (Keeping, ExpertSettings, RouterSettings, DistillSettings)
 
 
+_VALID = {"steps": 1, "objective": "flow"}
+
+
 def settings_of(record: type[Settings], path: Path | None, given: Mapping[str, Any]) -> Settings:
     """Make settings of a kind from a run file, if any, and options by name, which override the file.
 
@@ -308,8 +315,8 @@ def settings_of(record: type[Settings], path: Path | None, given: Mapping[str, A
         if name not in content and name not in given:
             raise UsageError(f"--{name} is required, here or in --config")
     if path is not None:
-        # Alone, so that a bad value is reported as the file's.
-        parse_record({name: given[name] for name in required if name in given} | content, record, str(path))
+        # Alone, beside any valid values of what is required, so that a bad value is reported as the file's.
+        parse_record({name: _VALID[name] for name in required} | content, record, str(path))
     return parse_record(content | dict(given), record, OPTIONS)
 
 
@@ -318,6 +325,9 @@ def read_run_file(path: Path, record: type[Record]) -> dict[str, Any]:
     content = read_yaml(path)
     known = {name for kind in (record, *KINDS) for name in kind.model_fields} - {*RunOptions.__annotations__}
     for key in content:
+        if key in RunOptions.__annotations__:
+            text = f"{key} applies to one start only; remove it and pass --{key.replace('_', '-')}"
+            raise HddmError(f"{path}: {text}")
         if key not in known:
             raise HddmError(f"{path}: unknown key {key!r}{did_you_mean(str(key), known)}")
     return content

@@ -351,6 +351,8 @@ def open_run(
             one that was started with another record, or a folder that is no run.
     """
     folder = run_folder_of(out)
+    if not folder.is_dir() and (folder.is_symlink() or folder.exists()):
+        raise HddmError(f"{folder}: is a link that leads nowhere, or a file; remove it")
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(out):
         _refuse_foreign(folder)

@@ -196,7 +196,11 @@ def verify_expert(
                 raise UsageError(error.message, error.details) from error
             problems += (error.message, *error.details)
     return Verification(
-        *(folder, files, tuple(problems), tuple(notes), record.objective),
+        folder,
+        files,
+        tuple(problems),
+        tuple(notes),
+        objective=record.objective,
         parameters=sum(p.numel() for p in expert.network.parameters()),
         base=record.adapter.base_sha256 if record.adapter else None,
         trained_on=record.shard.hash if record.shard else None,

@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +52,8 @@ class Watch(contextlib.AbstractContextManager[Watcher]):
     def __init__(
         self, run: Run, field: VelocityField | None, shard: Shard | None, conditions: Collection[str]
     ) -> None:
-        self._options, self._pictures, self._warned = run.options, cast("SampleGrids | None", None), False
+        self._options, self._warned = run.options, False
+        self._pictures: SampleGrids | None = None
         if run.options.sample_every and field is not None and shard is not None:
             self._pictures = SampleGrids(field, shard, conditions, run.folder / "samples")
         self._figures = Figures(run.options.log_every)
@@ -145,13 +146,11 @@ def _added(before: Sums, report: StepReport) -> Sums:
     """Add the losses of a step to the sums ``before``."""
     known = report.t.isfinite()
     bins = (report.t[known] * BINS).long().clamp(0, BINS - 1)
-    sums = torch.zeros(BINS, dtype=torch.float64).index_add_(0, bins, report.losses[known].double())
-    new = [(report.loss, 1), *zip(sums.tolist(), bins.bincount(minlength=BINS).tolist(), strict=True)]
-    loss, *each = (
-        (total + more, count + number)
-        for (total, count), (more, number) in zip((before.loss, *before.bins), new, strict=True)
-    )
-    return Sums(loss=loss, bins=tuple(each))
+    losses = torch.zeros(BINS, dtype=torch.float64).index_add_(0, bins, report.losses[known].double())
+    counts = bins.bincount(minlength=BINS)
+    added = zip(before.bins, losses.tolist(), counts.tolist(), strict=True)
+    each = tuple((total + more, count + number) for (total, count), more, number in added)
+    return Sums(loss=(before.loss[0] + report.loss, before.loss[1] + 1), bins=each)
 
 
 def _entry(kept: Sums, report: StepReport) -> dict[str, float]:
@@ -279,22 +278,23 @@ class Guarded:
     def begin(self, step: int) -> None:
         """Open the log unless it is open; ``step`` is the first of this process."""
         if self._sink is None:
-            self._try(lambda: setattr(self, "_sink", self._start(step)))
+            self._sink = self._try(lambda: self._start(step))
 
     def use(self, act: "Callable[[EventLog | WandbLog], None]") -> None:
         """Do something with the log, if it is open and has not failed."""
         if (sink := self._sink) is not None:
             self._try(lambda: act(sink))
 
-    def _try(self, act: Callable[[], object]) -> None:
+    def _try(self, act: Callable[[], Any]) -> Any:
         if self._has_failed:
-            return
+            return None
         try:
-            act()
+            return act()
         # Whatever fails here, weeks of training must not be lost to a log.
         except Exception as error:
             self._has_failed = True
             log.warning("%s: %s; the training goes on without it", self._name, one_line(error))
+            return None
 
 
 class EventLog:

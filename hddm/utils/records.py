@@ -96,19 +96,23 @@ ComposedName = Annotated[str, AfterValidator(composed)]
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
+class OlderFormat(HddmError):
+    """A record has a format that is no longer read."""
+
+
 def read_record(
     path: Path, record: type[AnyRecord], format_version: str, largest: int = LARGEST_JSON
 ) -> AnyRecord:
     """Read the record in a JSON file.
 
     Raises `HddmError`, with file and key, for a missing file, a newer major format, one older than the
-    record's ``oldest``, or an unknown, missing or ill-typed key.
+    record's ``oldest`` (`OlderFormat`), or an unknown, missing or ill-typed key.
     """
     text = read_whole(path, largest)
     content = parse_object(text, str(path))
     check_format(content, format_version, path)
     if record.oldest is not None and _numbers(content["format"]) < _numbers(record.oldest):
-        raise HddmError(f"{path}: format {content['format']} is no longer read; {record.remedy}")
+        raise OlderFormat(f"{path}: format {content['format']} is no longer read; {record.remedy}")
     return parse_record(text, record, str(path))
 
 

@@ -70,6 +70,8 @@ def test_an_expert_trained_on_records_what_it_came_from_and_the_blend_on_the_new
     begun = {"kappa": KAPPA, "init": ddpm_expert.name, "init_sha256": sha256, "steps": 3}
     assert facts["training"].items() >= begun.items()
     assert "size" not in facts["training"]
+    # The velocity is learned through the prediction of the network.
+    assert facts["training"]["prediction"] == facts["prediction_type"] == "epsilon"
     calibration, images = Calibration.load(continued), load_shard(shards / "shard_1").images
     blend = bounded_gain(PredictionType.EPSILON, 1.0, Moments.of(images))
     assert torch.equal(calibration.times, blend.times)
@@ -281,6 +283,7 @@ def test_what_does_not_fit_the_init_is_refused(
     edit_json(other / "expert.json", classes=["cats", "dogs"])
     message = _refused(other, whole, tmp_path, **asked)
     assert f"its classes are ['columns', 'rows'], those of {other} ['cats', 'dogs']" in message
+    assert "use images of the same classes, or drop class_conditional=True" in message
     edit_json(other / "expert.json", null_class=None)
     message = _refused(other, whole, tmp_path)
     assert "no empty default for class_labels; pass class_conditional=True" in message

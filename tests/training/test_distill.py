@@ -335,6 +335,18 @@ def test_a_teacher_that_cannot_mix_or_of_other_images_and_classes_is_refused(
         distill(tmp_path / "trio", tmp_path / "renamed-shards", tmp_path / "student", _settings())
 
 
+def test_a_resumed_student_keeps_its_strategy_and_another_teacher_is_refused_by_its_own_name(
+    ensemble: Path, shards: Path, tmp_path: Path
+) -> None:
+    out, resumed = tmp_path / "student", RunOptions(resume=True)
+    chosen = _settings(steps=2, teacher="routed", strategy="top-1")
+    distill(ensemble, shards, out, chosen, run=RunOptions())
+    assert distill(ensemble, shards, out, _settings(steps=2, teacher="routed"), run=resumed) == []
+    with pytest.raises(HddmError) as refused:
+        distill(ensemble, shards, out, _settings(steps=2), run=resumed)
+    assert "settings.teacher: was 'routed', is 'shard'" in refused.value.details
+
+
 def _settings(**changes: object) -> DistillSettings:
     short = {"steps": 10, "batch_size": 16, "learning_rate": 3e-3, "warmup": 2, "ema_decay": 0.9}
     return DistillSettings.model_validate({**short, "size": "tiny", "seed": 7, **changes})

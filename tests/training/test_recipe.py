@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from hddm.training.recipe import NEW, Start, resolve
 from hddm.training.settings import (
@@ -53,7 +54,7 @@ CONTINUED = Start(is_new=False, prediction="epsilon", rotary=False, noise_range=
     ],
 )
 def test_an_expert_has_its_defaults(requested: Any, start: Start, expected: dict[str, Any]) -> None:
-    recipe = resolve(ExpertRecipe, ExpertSettings(**requested), start, threads=3)
+    recipe = resolve(ExpertRecipe, ExpertSettings(**requested, threads=3), start)
     assert recipe.model_dump().items() >= (expected | {"threads": 3}).items()
     again = ExpertSettings.model_validate(recipe.model_dump())
     if start.is_new:
@@ -81,3 +82,48 @@ def test_a_resumed_run_goes_before_defaults_and_a_request_before_both() -> None:
 def test_a_rate_of_muon_needs_muon() -> None:
     with pytest.raises(UsageError, match=r"muon_learning_rate 0\.1: this training uses AdamW only"):
         resolve(Recipe, LoopSettings(steps=1, muon_learning_rate=0.1), Start(is_new=False))
+
+
+@pytest.mark.parametrize(
+    ("kind", "requested", "start", "before", "expected"),
+    [
+        (
+            DistillRecipe,
+            DistillSettings(steps=1),
+            NEW,
+            {"teacher": "routed", "strategy": "top-1"},
+            "strategy",
+        ),
+        (
+            ExpertRecipe,
+            ExpertSettings(**FLOW),
+            CONTINUED,
+            {"objective": "flow", "lora_rank": 2, "lora_alpha": 2.0},
+            "lora_alpha",
+        ),
+        (
+            ExpertRecipe,
+            ExpertSettings(**FLOW | {"objective": "ddpm"}),
+            NEW,
+            {"objective": "flow", "prediction": "flow_prediction"},
+            "prediction",
+        ),
+        (
+            ExpertRecipe,
+            ExpertSettings(**FLOW, lora_rank=2),
+            CONTINUED,
+            {"objective": "flow", "lora_rank": None, "weak_at": 0.5},
+            "weak_at",
+        ),
+    ],
+)
+def test_a_recorded_value_of_another_request_is_not_taken(
+    kind: Any, requested: Any, start: Start, before: dict[str, Any], expected: str
+) -> None:
+    """It would be refused by the name of an option that nobody passed, before the records are compared."""
+    assert getattr(resolve(kind, requested, start, before), expected) != before[expected]
+
+
+def test_a_recipe_without_a_value_that_settings_leave_open_is_refused() -> None:
+    with pytest.raises(ValidationError):
+        ExpertRecipe(objective="flow", steps=10)

@@ -23,6 +23,7 @@ from hddm.experts.records import EXPERT_FILE
 from hddm.networks.folders import WEIGHTS
 from hddm.training import state
 from hddm.training.expert import train_expert
+from hddm.training.island_jobs import Island
 from hddm.training.loop import Inputs, Task, fit
 from hddm.training.resume import run_folder_of, with_changes
 from hddm.training.settings import ExpertSettings, RunOptions
@@ -139,8 +140,44 @@ def test_a_run_of_an_older_version_does_not_go_on(started: Path, whole: Path, hd
     code, _, error = hddm(*_command(whole, started), "--resume", "--allow-config-change")
     assert code == 1
     assert f"{started}.run/run.json: format 2.0 is no longer read" in error
-    assert "start again with --overwrite" in error
+    assert "or another --out" in error
+    experts = started.parent / "experts"
+    shutil.copytree(run_folder_of(started), experts / "expert_0.run")
+    for folder, shown in ((run_folder_of(started), "format 2.0 is no longer read"), (experts, "expert_0")):
+        code, said, error = hddm("inspect", folder)
+        assert (code, error) == (0, "")
+        assert shown in said
     assert hddm(*_command(whole, started), "--overwrite")[0] == 0
+
+
+def test_a_finished_run_of_an_older_version_is_finished_unless_it_is_damaged(
+    whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "hddm")
+    out = tmp_path / "out"
+    train_expert(whole, out, SETTINGS, run=RunOptions())
+    edit_json(run_folder_of(out) / "run.json", format="2.0")
+    island = Island(0, whole, out, SETTINGS.model_copy(update={"threads": None}), RunOptions(resume=True))
+    assert island.threads(3) == 3
+    assert train_expert(whole, out, SETTINGS, run=island.run) == []
+    assert "is finished" in caplog.text
+    (out / WEIGHTS).write_bytes((out / WEIGHTS).read_bytes()[:-1])
+    with pytest.raises(HddmError, match="has changed"):
+        train_expert(whole, out, SETTINGS, run=island.run)
+
+
+def test_a_setting_that_a_run_did_not_know_is_one_that_was_not_requested(started: Path, whole: Path) -> None:
+    path = run_folder_of(started) / "run.json"
+    settings = json.loads(path.read_text())["settings"]
+    edit_json(path, settings={key: value for key, value in settings.items() if value is not None})
+    train_expert(whole, started, SETTINGS, run=RunOptions(resume=True))
+    assert (started / "expert.json").exists()
+
+
+def test_a_link_that_leads_nowhere_in_place_of_a_run_is_named(whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "out.run").symlink_to(tmp_path / "gone")
+    with pytest.raises(HddmError, match=r"out\.run: is a link that leads nowhere, or a file; remove it"):
+        train_expert(whole, tmp_path / "out", SETTINGS, run=RunOptions())
 
 
 @pytest.mark.parametrize("recorded", [None, 100], ids=["today's default", "an older default"])

@@ -28,7 +28,7 @@ def _file(folder: Path, text: str) -> Path:
         ("noise_range: 1:0.5", r"key 'noise_range' \(is '1:0.5'\): must be LOW:HIGH, with 0 <= LOW < HIGH"),
         ("noise_range: [0, .nan]", "key 'noise_range'"),
         ("batch_size: 8\nbatch_size: 9", "key 'batch_size' twice"),
-        ("resume: true", "unknown key 'resume'"),
+        ("resume: true", "resume applies to one start only; remove it and pass resume=True"),
         ("- steps", "holds no settings"),
         ("size: tiny\nsteps: [", r"is not YAML \(line 2, column 9: while parsing a flow node, expected"),
         ("size: \0", r"is not YAML \(special characters are not allowed\)"),
@@ -61,6 +61,19 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path:
     found = settings_of(ExpertSettings, path, {"objective": "flow", "seed": 4})
     assert (found.steps, found.batch_size, found.warmup, found.seed) == (7, 16, 3, 4)
     assert settings_of(ExpertSettings, path, BASE | {"steps": 9}).steps == 9
+
+
+def test_a_bad_value_on_the_command_line_is_not_reported_as_the_files(tmp_path: Path) -> None:
+    path = _file(tmp_path, "batch_size: 16")
+    for given in ({"objective": "flow", "steps": 0}, {"objective": "flw", "steps": 1}, BASE | {"seed": -1}):
+        with pytest.raises(HddmError, match=r"^(steps 0|objective flw|seed -1): "):
+            settings_of(ExpertSettings, path, given)
+
+
+@pytest.mark.parametrize("value", [{"learning_rate": "inf"}, {"lora_rank": 2, "lora_alpha": "inf"}])
+def test_rates_and_scales_are_finite(value: dict[str, object]) -> None:
+    with pytest.raises(HddmError, match=r"^(learning_rate|lora_alpha) inf: "):
+        settings_of(ExpertSettings, None, BASE | value)
 
 
 def test_one_file_serves_experts_routers_and_how_runs_are_kept(tmp_path: Path) -> None:
