@@ -26,7 +26,7 @@ def test_verdicts_over_seeds_are_said_in_a_sentence_and_a_column(three: Results)
     # The first table comes first.
     lines = [line for line in reversed(text.splitlines()) if line.startswith("| ")]
     rows = {line.split("|")[1].strip(): line for line in lines}
-    assert "8.00 ± 0.50 (s 0.10)" in rows[MIXED]
+    assert "8.00 ± 0.50 (s 0.100)" in rows[MIXED]
     assert "−2.00 better" in rows[MIXED]
     assert "training seeds 0, 1, 2." in text
     assert f"- {sentences[0]}" in text
