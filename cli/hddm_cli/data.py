@@ -64,7 +64,7 @@ def old_model(
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 1500,
     seed: Seed = 0,
 ) -> None:
-    """Train the old model of the quickstart, as anybody would, by torch and diffusers alone."""
+    """Train the old model of the quickstart by diffusers alone."""
     import numpy as np
     import torch
     from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel

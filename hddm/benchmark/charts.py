@@ -16,8 +16,6 @@ from hddm.benchmark.results import Results, Row
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f5f2a", "#666666")
 """Colours distinguishable without red or green (Okabe and Ito)."""
-SIZE = (4.0, 2.9)
-"""Inches of a panel."""
 _MARKERS = {"o": "●", "^": "▲", "s": "■", "D": "◆", "v": "▼", "P": "✚", "X": "✖", "<": "◀", ">": "▶"}
 
 
@@ -32,7 +30,7 @@ def costs(results: Results) -> dict[str, Any]:
     markers = dict(zip(dict.fromkeys(map(_strategy, rows)), itertools.cycle(_MARKERS), strict=False))
 
     def panel(number: int) -> str:
-        canvas = Canvas(figsize=SIZE, layout="constrained")
+        canvas = Canvas(figsize=(4.0, 2.9), layout="constrained")
         axes = canvas.subplots()
         for series in _by_steps([row for row in rows if row.one.evaluation.images == number]):
             found = [results.decisive(row) for row in series]

@@ -24,7 +24,7 @@ from hddm.experts.loading import load
 from hddm.experts.records import EXPERT_FILE, ROUTER_FILE, read_router
 from hddm.training.router import NOISED
 from hddm.utils.files import read_json
-from hddm.utils.progress import Progress, TrainingProgress
+from hddm.utils.progress import Progress, TrainingProgress, heard
 from hddm.utils.records import ENSEMBLE_FILE
 from hddm.utils.work import hash_of
 from hddm.velocity import VelocityField
@@ -102,17 +102,6 @@ def _count_batch(words: Sequence[str], run: Run, batch_size: int) -> int:
     with tempfile.TemporaryDirectory() as folder, heard(hear), counting() as counter, enough:
         run([*words, *_PLAIN.split(), *length, "--out", f"{folder}/out"])
     return totals[-1] - totals[-2]
-
-
-@contextlib.contextmanager
-def heard(hear: Callable[[float], None]) -> Iterator[None]:
-    """Tell ``hear`` the progress of all work in the block, none of which is shown."""
-    before = Progress.heard, Progress.is_quiet
-    Progress.heard, Progress.is_quiet = hear, True
-    try:
-        yield
-    finally:
-        Progress.heard, Progress.is_quiet = before
 
 
 def count_sampling(words: Sequence[str], run: Run) -> int:

@@ -33,8 +33,6 @@ _PRESETS = Path(__file__).with_name("presets")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 RESERVED = ("data", "out", "seed")
 """Names that stand for the user's folder, for what a step writes and for the training seed."""
-FOLDERS = ("jobs", "samples", "scores", "real")
-"""Names that a benchmark has for its own folders and steps."""
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
@@ -144,8 +142,9 @@ class BenchmarkFile(Record):
 
     @model_validator(mode="after")
     def _names_what_there_is(self) -> "BenchmarkFile":
+        taken = (*RESERVED, "jobs", "samples", "scores", "real")
         for name in (*self.steps, *self.values):
-            if re.fullmatch(r"[A-Za-z_][\w-]*", name) is None or name in (*RESERVED, *FOLDERS):
+            if re.fullmatch(r"[A-Za-z_][\w-]*", name) is None or name in taken:
                 raise ValueError(
                     f"{name!r} cannot be the name of a step or value; use letters, digits, - and _"
                 )

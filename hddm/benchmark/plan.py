@@ -4,7 +4,6 @@ A step's hash is that of its command line, in which the hash of a step stands fo
 of a file or folder for its path. So equal steps of rows, seeds and files are one, and are done once.
 """
 
-import contextlib
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from hddm.benchmark.file import RESERVED, BenchmarkFile, Table
 from hddm.evaluation.features import INCEPTION
 from hddm.utils.errors import HddmError, did_you_mean
-from hddm.utils.processes import Stopped
+from hddm.utils.processes import at
 from hddm.utils.records import EXPERT_FILE
 from hddm.utils.work import DONE, Work, content_of, hash_of
 
@@ -260,17 +259,6 @@ class SeedPlan:
         is_seeded = "seed" in names or any(step.seed is not None for step in inputs.values())
         words = [_placed(word, {"seed": str(self.seed)}) for word in words]
         return Step(name, verb, tuple(words), inputs, self.data, self.seed if is_seeded else None, self.work)
-
-
-@contextlib.contextmanager
-def at(what: str) -> Iterator[None]:
-    """Begin every `HddmError` raised in the block with ``what``; `Stopped` passes as it is."""
-    try:
-        yield
-    except Stopped:
-        raise
-    except HddmError as error:
-        raise HddmError(f"{what}: {error.message}", error.details) from error
 
 
 def _placed(word: str, places: Mapping[str, str]) -> str:

@@ -25,7 +25,7 @@ from typing import Any
 from hddm.benchmark import compute
 from hddm.benchmark.compute import TRAININGS, Run
 from hddm.benchmark.file import BenchmarkFile
-from hddm.benchmark.plan import SEEDED, PlannedRow, SeedPlan, Step, at
+from hddm.benchmark.plan import SEEDED, PlannedRow, SeedPlan, Step
 from hddm.benchmark.report import tables_text, write_report
 from hddm.benchmark.results import (
     FORMAT,
@@ -44,24 +44,23 @@ from hddm.utils.files import check_absent, read_json, remove, write_json, write_
 from hddm.utils.machine import machine
 from hddm.utils.processes import (
     Call,
-    Interrupted,
     Report,
-    Stopped,
     Workers,
+    at,
     end_with_parent,
     interruptible,
     require_main_guard,
+    stoppable,
 )
-from hddm.utils.progress import Progress, duration
+from hddm.utils.progress import Progress, duration, heard
 from hddm.utils.records import BENCHMARK_FILE, RESULTS_FILE, SAMPLING_FILE
 from hddm.utils.work import Work
 
-TABLES_FILE = "tables.md"
+_KEPT = "finished work is saved, and the same command continues"
 _UNCOUNTED = ("train all", "convert", "data old-model")
 """Verbs with a training that is not counted, here or elsewhere."""
 _WEIGHTS = {"sample": 10_000, "evaluate": 4_000}
 """Units of progress of a step, by verb; a training has one per image that it sees."""
-_FEWEST = 1_000
 
 
 def run_benchmark(
@@ -100,7 +99,7 @@ def run_benchmark(
     plans = [SeedPlan(file, seed, work, data) for seed in file.seeds]
     _check(plans[0], check)
     out.mkdir(parents=True, exist_ok=True)
-    with _stoppable(out), work.held():
+    with stoppable(f"{out}: stopped; {_KEPT}"), work.held():
         before = read_json(out / RESULTS_FILE, LARGEST) if (out / RESULTS_FILE).is_file() else {}
         content = {"format": FORMAT, "settings": file.model_dump(mode="json")}
         write_whole(out / BENCHMARK_FILE, lambda draft: write_json(draft, content))
@@ -173,8 +172,8 @@ def _left(steps: Iterable[Step]) -> list[Step]:
 def _units(step: Step) -> int:
     """About how long a step takes, in images of a small training."""
     if step.verb in TRAININGS:
-        return max(_FEWEST, int(step.option("steps") or 0) * int(step.option("batch-size") or 128))
-    return _WEIGHTS.get(step.verb, _FEWEST)
+        return max(1_000, int(step.option("steps") or 0) * int(step.option("batch-size") or 128))
+    return _WEIGHTS.get(step.verb, 1_000)
 
 
 def _do_all(plan: SeedPlan, out: Path, run: Run, workers: Workers, progress: Progress, is_told: bool) -> None:
@@ -227,7 +226,7 @@ def _do(step: Step, out: Path, run: Run, report: Report) -> float:
         for remains in step.written.values():
             remove(remains)
     step.path.parent.mkdir(parents=True, exist_ok=True)
-    with _started(step, said), compute.heard(hear):
+    with _started(step, said), heard(hear):
         run([*step.command(out), *(["--resume"] if step.verb in SEEDED else [])])
     for ending in (".run", ".features"):
         remove(step.path.with_name(step.path.name + ending))
@@ -242,7 +241,7 @@ def _count(step: Step, out: Path, run: Run, report: Report) -> float:
     """Count the operations of one image of a training or of a sampling, and record them."""
     end_with_parent()
     words = step.command(out)[:-2]
-    with _started(step, io.StringIO()), compute.heard(lambda part: None):
+    with _started(step, io.StringIO()), heard(lambda part: None):
         image, update = (
             (compute.count_sampling(words, run), 0)
             if step.verb == "sample"
@@ -257,18 +256,6 @@ def _started(step: Step, said: io.StringIO) -> Iterator[None]:
     """Block in which a step runs: its errors have its name, and what it prints is kept."""
     with at(f"step {step.name!r} ({step.shown})"), interruptible(), contextlib.redirect_stdout(said):
         yield
-
-
-@contextlib.contextmanager
-def _stoppable(out: Path) -> Iterator[None]:
-    """Within the block a signal raises `Stopped`, on which `Workers` stops its own."""
-    try:
-        with interruptible():
-            yield
-    except Interrupted as error:
-        raise Stopped(
-            f"{out}: stopped; finished work is saved, and the same command continues", error.number
-        ) from error
 
 
 def _link(out: Path, steps: Iterable[Step]) -> None:
@@ -303,7 +290,7 @@ def collect(file: BenchmarkFile, plans: Sequence[SeedPlan]) -> Results:
         real=read_result(plans[0].real.result),
         models=tuple(models.values()),
         scored=tuple(
-            _scored(row, plan.seed, models[row.model.label, plan.seed], records)
+            _scored(row, plan.seed, models[row.model.label, plan.seed])
             for table in file.tables
             for plan in plans
             for row in plan.rows
@@ -350,9 +337,7 @@ def _model(plan: SeedPlan, step: Step, records: Mapping[str, Mapping[str, Any]])
     )
 
 
-def _scored(
-    row: PlannedRow, seed: int, model: ModelResult, records: Mapping[str, Mapping[str, Any]]
-) -> ScoredRow:
+def _scored(row: PlannedRow, seed: int, model: ModelResult) -> ScoredRow:
     evaluation = read_result(row.scores.result)
     tflop = None if model.training_flop is None else model.training_flop / 1e12
     use = read_json(row.samples.path / SAMPLING_FILE).get("expert_use", {})
@@ -368,7 +353,6 @@ def _scored(
         evaluation=evaluation.model_copy(update={"training_tflop": tflop}),
         experts_a_step=use.get("experts_a_sample", 1.0),
         sampling_flop=row.samples.work.record(_cost(row.samples))["image"],
-        seconds=records[row.samples.identity]["seconds"],
     )
 
 
@@ -391,7 +375,7 @@ def _dated(results: Results, before: Mapping[str, Any]) -> Results:
 
 
 def _write(out: Path, results: Results, headline: Callable[[Results], str] | None) -> None:
-    texts = {RESULTS_FILE: results.model_dump_json(indent=1), TABLES_FILE: tables_text(results)}
+    texts = {RESULTS_FILE: results.model_dump_json(indent=1), "tables.md": tables_text(results)}
     for name, text in texts.items():
         write_whole(out / name, lambda draft, text=text: draft.write_text(f"{text}\n", encoding="utf-8"))  # type: ignore[misc]
     write_report(out, results, None if headline is None else headline(results))

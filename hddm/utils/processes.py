@@ -86,6 +86,27 @@ def interruptible() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def stoppable(kept: str) -> Iterator[None]:
+    """Open a block in which a signal raises `Stopped`, whose message says what is ``kept``."""
+    try:
+        with interruptible():
+            yield
+    except Interrupted as error:
+        raise Stopped(kept, error.number) from error
+
+
+@contextlib.contextmanager
+def at(what: str) -> Iterator[None]:
+    """Begin every `HddmError` raised in the block with ``what``; `Stopped` passes as it is."""
+    try:
+        yield
+    except Stopped:
+        raise
+    except HddmError as error:
+        raise HddmError(f"{what}: {error.message}", error.details) from error
+
+
+@contextlib.contextmanager
 def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[dict[int, Any]]:
     """Let ``handler`` take `SIGNALS` within the block, whose previous handlers are yielded.
 

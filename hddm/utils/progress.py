@@ -1,11 +1,12 @@
 """Progress of long work: a bar on a terminal, else a line every tenth and minute; none for short work."""
 
+import contextlib
 import math
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ClassVar, Self
 
 from tqdm import tqdm
@@ -234,6 +235,17 @@ class TrainingProgress(Progress):
             return []
         rate = self._batch_size * self._timed / self._seconds
         return [f"{rate:.0f} images/s" if rate >= 100 else f"{rate:.3g} images/s"]
+
+
+@contextlib.contextmanager
+def heard(hear: Callable[[float], None]) -> Iterator[None]:
+    """Tell ``hear`` the progress of all work in the block, none of which is shown."""
+    before = Progress.heard, Progress.is_quiet
+    Progress.heard, Progress.is_quiet = hear, True
+    try:
+        yield
+    finally:
+        Progress.heard, Progress.is_quiet = before
 
 
 def duration(seconds: float) -> str:

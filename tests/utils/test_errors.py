@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from hddm.benchmark.plan import at
 from hddm.utils.errors import HddmError, on_command_line
+from hddm.utils.processes import at
 
 
 @pytest.mark.parametrize(
