@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hddm.utils.errors import HddmError
-from hddm.utils.tensors import generator
+from hddm.utils.streams import DRAW, FRESH, NOISE, generator, stream
 
 Shape = tuple[int, ...]
 Generators = torch.Generator | Sequence[torch.Generator] | None
@@ -23,20 +23,22 @@ class Seeded:
 
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        stream(self.seed, NOISE)
+
     def initial(self, numbers: Sequence[int], shape: Shape) -> Tensor:
         """States ``(n, *shape)`` at t = 1 of the samples ``numbers``, in float32."""
-        streams = [generator(self.seed, i) for i in numbers]
+        streams = [generator(self.seed, NOISE, i) for i in numbers]
         return torch.stack([torch.randn(shape, generator=one) for one in streams])
 
     def draws(self, numbers: Sequence[int]) -> Tensor:
         """Numbers (n,) in [0, 1) by which experts are drawn, in float64."""
-        # The second key keeps this stream apart from the noise of the same sample.
-        streams = [generator(self.seed, i, 1) for i in numbers]
+        streams = [generator(self.seed, DRAW, i) for i in numbers]
         return torch.stack([torch.rand((), generator=one, dtype=torch.float64) for one in streams])
 
     def fresh(self, numbers: Sequence[int], shape: Shape) -> Callable[[], Tensor]:
         """A function that returns new noise ``(n, *shape)`` at every call, in float32."""
-        streams = [generator(self.seed, i, 2) for i in numbers]
+        streams = [generator(self.seed, FRESH, i) for i in numbers]
         return lambda: torch.stack([torch.randn(shape, generator=one) for one in streams])
 
 

@@ -39,6 +39,7 @@ from hddm.running import Batch, Plan, pick_experts, posterior_of, run
 from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, OnStep, Solver, euler, solver_named, unchanged
 from hddm.utils.errors import HddmError
 from hddm.utils.records import WHOLE, NoiseRange, Record
+from hddm.utils.streams import NUMBERS
 from hddm.velocity import VelocityField
 
 
@@ -222,6 +223,10 @@ def batches(plan: Plan, numbers: Sequence[int], conditions: Conditions, size: in
         raise HddmError(f"batch_size is a whole number from 1, not {size!r}")
     for branch in (conditions.given, conditions.negative):
         check_rows(num, branch)
+    if num and not 0 <= numbers[0] <= numbers[-1] < NUMBERS:
+        raise HddmError(
+            f"samples are numbered from 0 to {NUMBERS - 1}, not from {numbers[0]} to {numbers[-1]}"
+        )
     is_apart = plan.expert is None and len(model.kinds) > 1
     chosen = _chosen(plan, numbers, conditions, size)
     for k in chosen.unique().tolist() if is_apart and chosen is not None else [plan.expert or 0]:

@@ -19,7 +19,8 @@ from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule, from_diff
 from hddm.training.expert import train_expert
 from hddm.training.settings import ExpertSettings
 from hddm.utils.processes import Call, Report, Workers
-from hddm.utils.tensors import append_dims, generator
+from hddm.utils.streams import generator
+from hddm.utils.tensors import append_dims
 from hddm.velocity import VelocityField
 
 TIMES = (0.02, 0.05, 0.1, 0.15, 0.25, 0.35, 0.5, 0.65, 0.75, 0.85, 0.9, 0.95, 0.98, 0.99, 0.999)
@@ -167,7 +168,7 @@ def measured_network(field: VelocityField, images: Tensor) -> Mapping[str, Any]:
     ways = {**conversions(field.network, field.schedule), CALIBRATED: field.velocity}
     errors: dict[str, list[float]] = {name: [] for name in ways}
     losses: dict[str, list[float]] = {name: [] for name in ways}
-    draws = generator(0)
+    draws = generator(0, 1003)
     x_0 = images.repeat(4, 1, 1, 1)
     for t in TIMES:
         eps = torch.randn(x_0.shape, generator=draws)

@@ -8,16 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from hddm.schedules import LinearSchedule
-from hddm.training.loop import TRAINING_STREAM
 from hddm.training.objectives import TIME_SCALE, Objective
 from hddm.training.recipe import resolve
 from hddm.training.settings import LoopSettings, Recipe
 from hddm.training.state import Ema
 from hddm.utils.errors import HddmError
-from hddm.utils.tensors import append_dims, generator
+from hddm.utils.streams import generator
+from hddm.utils.tensors import append_dims
 from hddm.velocity import PredictionType, VelocityField
 
-VALIDATION_STREAM = 7
+TRAINING, VALIDATION = 1002, 1007
+"""Uses of random numbers beyond the library's own (`hddm.utils.streams.Use`)."""
 BINS = 5
 
 
@@ -51,7 +52,7 @@ def train_flow(
     )
     objective, draws = (
         Objective("flow", LinearSchedule(), PredictionType.FLOW_PREDICTION, "prediction", "uniform"),
-        generator(settings.seed, 0, TRAINING_STREAM),
+        generator(settings.seed, TRAINING),
     )
     ema, seconds = Ema(network, settings.ema_decay), 0.0
 
@@ -101,7 +102,7 @@ class Validation:
     """
 
     def __init__(self, images: Tensor, repeats: int, seed: int = 0) -> None:
-        draws = generator(seed, 0, VALIDATION_STREAM)
+        draws = generator(seed, VALIDATION)
         self._x_0 = images.repeat(repeats, 1, 1, 1)
         count = len(self._x_0)
         places = torch.randperm(count, generator=draws).double()

@@ -107,7 +107,7 @@ InputOption = functools.partial(typer.Option, callback=existing)
 
 Out = Annotated[Path, typer.Option(help="Output folder; must not exist.", callback=absent)]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing --out.", is_eager=True)]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of all random numbers.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of all random numbers.")]
 Prediction = Literal["epsilon", "sample", "v_prediction", "flow_prediction"]
 Dtype = Annotated[
     Literal["float32", "bfloat16", "float16", "float64"],

@@ -27,7 +27,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from hddm.utils.errors import HddmError, UsageError, choose
 from hddm.utils.files import read_yaml
-from hddm.utils.records import Record, parse_record
+from hddm.utils.records import Record, Seed, parse_record
 
 _PRESETS = Path(__file__).with_name("presets")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
@@ -56,7 +56,7 @@ def _once(values: tuple[Any, ...]) -> tuple[Any, ...]:
 # What is counted twice would pass for a second measurement.
 Names = Annotated[tuple[str, ...], AfterValidator(_once)]
 Seeds = Annotated[
-    tuple[int, ...],
+    tuple[Seed, ...],
     BeforeValidator(lambda value: parse_seeds(value) if isinstance(value, str) else value),
     AfterValidator(_once),
 ]

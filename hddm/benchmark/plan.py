@@ -18,7 +18,7 @@ from hddm.utils.processes import at
 from hddm.utils.records import EXPERT_FILE
 from hddm.utils.work import DONE, Work, content_of, hash_of
 
-NUMERICS = "2"
+NUMERICS = "3"
 """Part of every hash; raise it when verbs compute something else from the same options."""
 SEEDED = ("train expert", "train router", "train all", "distill", "sample")
 """Verbs that get ``--seed``, and continue with ``--resume`` after they were killed."""

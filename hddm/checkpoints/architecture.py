@@ -18,7 +18,8 @@ from hddm.networks.folders import empty_network
 from hddm.networks.layers import Attention, TimeEmbedding, linear
 from hddm.networks.transformers import ExpertTransformer, check_modulation
 from hddm.utils.errors import HddmError
-from hddm.utils.tensors import Planned, generator
+from hddm.utils.streams import Use, generator, seed_of
+from hddm.utils.tensors import Planned
 
 ADALN_SINGLE = "adaln-single"
 PAPER_STEPS = 999.0
@@ -82,7 +83,7 @@ def restart(built: Built, channels: int) -> Built:
     arguments = {**built.arguments, "out_channels": channels}
     depth = "depth" if built.network is ExpertTransformer else "num_layers"
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed_of(0, Use.FRESH_WEIGHTS))
         fresh = built.network(**{**arguments, depth: 0}).state_dict()
     tensors = [one for one in built.tensors if not one.name.startswith(prefixes)]
     tensors += [as_planned(name, value) for name, value in fresh.items() if name.startswith(prefixes)]
@@ -232,7 +233,7 @@ def add_text(
         raise HddmError(f"text_dim is {text_dim}; it is the width of the text encoder's tokens, 1 or more")
     width, heads = int(config["hidden_size"]), int(config["num_heads"])
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed_of(0, Use.FRESH_WEIGHTS, 1))
         modules = {"text_proj": linear(text_dim, width).state_dict()}
         for i in range(int(config["depth"])):
             modules[f"layers.{i}.cross_attn"] = Attention(width, heads, silent=True).state_dict()
@@ -322,7 +323,7 @@ def _pairs(times: int, classes: int) -> tuple[Tensor, Tensor, Tensor]:
         grid = torch.cartesian_prod(torch.arange(times), torch.arange(len(chances)))
         return grid[:, 0], grid[:, 1], chances[grid[:, 1]] / times
     time_of = torch.arange(PAIRS) * times // PAIRS
-    shuffled = torch.randperm(PAIRS, generator=generator(0))
+    shuffled = torch.randperm(PAIRS, generator=generator(0, Use.MODULATION_PAIRS))
     quantiles = (shuffled.double() + 0.5) / PAIRS / (1 - NULL_SHARE)
     class_of = (quantiles * (classes - 1)).long().clamp(max=classes - 1)
     return time_of, class_of, torch.full((PAIRS,), 1 / PAIRS, dtype=torch.float64)

@@ -50,6 +50,7 @@ from hddm.utils.errors import HddmError, one_line
 from hddm.utils.files import check_absent, new_folder, refuse_full_disk, sha256_of, write_json
 from hddm.utils.progress import Progress
 from hddm.utils.records import read_record
+from hddm.utils.streams import Use, generator
 from hddm.utils.tensors import write_safetensors
 from hddm.velocity import PredictionType, VelocityField
 
@@ -274,7 +275,7 @@ def _compare(
     size = [min(side, largest_side or side) for side in size]
     schedule, prediction_type = conventions.schedule, conventions.prediction_type
     low, high = max(written.range[0], written.noise_range[0]), min(written.range[1], written.noise_range[1])
-    noise = torch.Generator().manual_seed(0)
+    noise = generator(0, Use.CONVERSION_STATES)
     squares, wanted, largest, errors = 0.0, 0.0, 0.0, {}
     with Progress(len(TIMES), "compare with the source", " noise levels") as progress:
         for share in TIMES:
@@ -339,7 +340,7 @@ def example_conditions(
     names: tuple[str, ...], config: Mapping[str, Any], num_classes: int | None
 ) -> dict[str, Tensor]:
     """One row of fixed random conditions in the shapes that a network takes."""
-    noise = torch.Generator().manual_seed(1)
+    noise = generator(0, Use.CONVERSION_CONDITIONS)
     found: dict[str, Tensor] = {}
     for name in names:
         match name:

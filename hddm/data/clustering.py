@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
 from hddm.utils.errors import HddmError, optional
+from hddm.utils.streams import Use, seed_of, stream
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -146,7 +147,7 @@ def cluster(features: Points, coarse: int, fine: int, seed: int = 0) -> Hierarch
             "1 <= coarse <= fine <= points"
         )
     fine_assignment, fine_centres = balanced_kmeans(features, fine, seed)
-    fine_to_coarse, _ = balanced_kmeans(fine_centres, coarse, seed + 1)
+    fine_to_coarse, _ = balanced_kmeans(fine_centres, coarse, seed, run=1)
     return Hierarchy(fine_to_coarse[fine_assignment], fine_centres, fine_to_coarse)
 
 
@@ -165,6 +166,7 @@ def balanced_kmeans(
     chunk: int = 4096,
     batch: int = BATCH,
     start: int = START,
+    run: int = 0,
 ) -> tuple[Indices, Array]:
     """Assignment (N,) and unit centres (k, d); every cluster gets ⌊N/k⌋ points or one more.
 
@@ -178,14 +180,20 @@ def balanced_kmeans(
     Points are assigned in random chunks of about ``chunk`` (at least 4 k), each optimally with equal counts
     per cluster, so the cost grows linearly with N. Memory holds ``batch`` points or `SHARE` of them, and a
     few numbers per point. Rows are normalised here. ``iterations`` is the most passes, ``batch`` the fewest
-    points of a pass, and initial centres are chosen among ``start`` points, at least 4 k.
+    points of a pass, and initial centres are chosen among ``start`` points, at least 4 k. Each number
+    ``run`` has random numbers of its own.
     """
     num = len(points)
-    draws = np.random.default_rng(seed)
+    draws = np.random.default_rng(stream(seed, Use.CLUSTERS, run))
     rows, most = np.arange(num), max(start, 4 * k)
     if num > most:
-        rows = np.sort(np.random.default_rng([seed, 1]).choice(num, most, replace=False))
-    centres: Array = kmeans_plusplus(normalise(points[rows]), k, random_state=seed)[0]
+        rows = np.sort(
+            np.random.default_rng(stream(seed, Use.CLUSTER_START_POINTS, run)).choice(
+                num, most, replace=False
+            )
+        )
+    first = seed_of(seed, Use.CLUSTER_STARTS, run) % 2**32
+    centres: Array = kmeans_plusplus(normalise(points[rows]), k, random_state=first)[0]
     size = max(chunk, 4 * k)
     per_pass = max(batch, size, round(SHARE * num))
     if per_pass >= num:
@@ -285,12 +293,12 @@ def propose(points: Points, least: float, seed: int = 0) -> dict[int, float]:
             f"--shards auto: {num} images are too few for two shards of {math.ceil(least)}; pass --shards 1"
         )
     assignment, centres = balanced_kmeans(points, min(FINE, num // 2), seed)
-    draws = np.random.default_rng([seed, 2])
+    draws = np.random.default_rng(stream(seed, Use.SILHOUETTES))
     rows = np.sort(draws.choice(num, min(SAMPLE, num), replace=False))
     near = normalise(points[rows])
     silhouettes = {}
     for k in range(2, most + 1):
-        tries = [balanced_kmeans(centres, k, seed + start) for start in range(STARTS)]
+        tries = [balanced_kmeans(centres, k, seed, run=1 + start) for start in range(STARTS)]
         coarse, of_coarse = max(tries, key=lambda one: float((centres * one[1][one[0]]).sum()))
         silhouettes[k] = round(silhouette(near, coarse[assignment[rows]], of_coarse), 4)
     return silhouettes

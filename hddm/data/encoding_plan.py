@@ -32,14 +32,13 @@ from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.networks.text_encoder import CLIP, read_text_encoder, read_tokenizer, text_encoder_facts
 from hddm.networks.vae import read_vae, scale_of, vae_facts
 from hddm.utils.errors import HddmError, UsageError
-from hddm.utils.records import Record
-from hddm.utils.tensors import available_device, generator
+from hddm.utils.records import Record, Seed
+from hddm.utils.streams import Use, generator
+from hddm.utils.tensors import available_device
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL, AutoencoderTiny
     from transformers import CLIPTextModel, CLIPTokenizer
-
-_CROP_STREAM = 1
 
 
 class EncodingSettings(Record):
@@ -55,7 +54,7 @@ class EncodingSettings(Record):
     interpolation: Interpolation = "lanczos"
     random_flip: bool = False
     dtype: Dtype = "float16"
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
     batch_size: int = Field(default=16, ge=1)
     max_bad: int = Field(default=0, ge=0)
     device: str = "auto"
@@ -135,7 +134,7 @@ class EncodingPlan:
         path = shard.folder / entry.file
         image = open_image(read_content(shard.folder, entry), path)
         if one.resolution is not None:
-            draws = generator(one.seed, _CROP_STREAM, index) if one.crop == "random" else None
+            draws = generator(one.seed, Use.CROPS, index) if one.crop == "random" else None
             image = fit_image(image, one.resolution, one.crop, one.interpolation, draws, path)
         pixels = torch.from_numpy(np.array(image))
         pixels = pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)

@@ -18,6 +18,7 @@ from hddm.data.images import decode, in_colour
 from hddm.data.sources.base import ImageSource
 from hddm.utils.errors import HddmError, UsageError, did_you_mean, one_line, optional
 from hddm.utils.files import inside, read_json, sha256_of, write_whole
+from hddm.utils.streams import Use, seed_of, stream
 from hddm.utils.tensors import read_safetensors
 
 PIXELS = "pixels"
@@ -103,7 +104,11 @@ class PixelPca:
 
     def _fitted(self, source: ImageSource) -> dict[str, np.ndarray]:
         count = min(self._sample, len(source))
-        rows = np.sort(np.random.default_rng(self._seed).choice(len(source), count, replace=False))
+        rows = np.sort(
+            np.random.default_rng(stream(self._seed, Use.FEATURE_IMAGES)).choice(
+                len(source), count, replace=False
+            )
+        )
         # Each is shrunk when read, since a sample of full photographs would take gigabytes.
         small, sizes = [], []
         for row in rows.tolist():
@@ -120,7 +125,8 @@ class PixelPca:
         self._size = (height, width)
         flat = self._flat(small)
         decomposition = optional("sklearn.decomposition", "hddm partition", "train")
-        pca = decomposition.PCA(min(self._dimensions, *flat.shape), random_state=self._seed).fit(flat)
+        start = seed_of(self._seed, Use.FEATURE_COMPONENTS) % 2**32
+        pca = decomposition.PCA(min(self._dimensions, *flat.shape), random_state=start).fit(flat)
         return {
             "size": np.array(self._size),
             "mean": pca.mean_.astype(np.float32),

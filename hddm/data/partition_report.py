@@ -13,6 +13,7 @@ from hddm.data.images import contact_sheet, lines_of, open_image
 from hddm.data.shard_records import PartitionRecord
 from hddm.data.sources.base import ImageSource
 from hddm.utils.errors import counted, shown
+from hddm.utils.streams import Use, stream
 
 PICTURES = "pictures"
 COLUMNS, SHOWN = 8, 24
@@ -66,7 +67,7 @@ def write_report(
 
     num_shards = len(record.sizes)
     geometry = measure(features, shard, num_shards)
-    draws = np.random.default_rng([record.seed, 3])
+    draws = np.random.default_rng(stream(record.seed, Use.REPORT_IMAGES))
     (folder / PICTURES).mkdir()
     for k in range(num_shards):
         members = np.flatnonzero(shard == k)

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 from hddm.utils.errors import HddmError
 from hddm.utils.files import write_whole
 from hddm.utils.progress import Progress
-from hddm.utils.tensors import generator, read_safetensors
+from hddm.utils.streams import Use, generator, seed_of
+from hddm.utils.tensors import read_safetensors
 
 FEATURES = 64
 MOST_STEPS = 3000
 """Training steps: a few minutes on one core for images of 32 pixels."""
-CLASSIFIER_STREAM = 3
 
 
 class FeatureClassifier(nn.Module):
@@ -72,12 +72,12 @@ def train_classifier(
     if classes < 2:
         raise HddmError("a feature classifier needs images of at least two classes")
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(seed_of(seed, Use.CLASSIFIER_WEIGHTS))
         model = FeatureClassifier(images.shape[1], classes)
     steps = min(epochs * max(len(images) // batch_size, 1), MOST_STEPS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=1e-2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
-    draws = generator(seed, 0, CLASSIFIER_STREAM)
+    draws = generator(seed, Use.CLASSIFIER_STEPS)
     with Progress(steps, "train a classifier for features", " steps") as progress:
         for _ in range(steps):
             rows = torch.randint(len(images), (batch_size,), generator=draws)

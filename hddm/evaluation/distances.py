@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hddm.utils.errors import HddmError
 from hddm.utils.records import OpenRecord
+from hddm.utils.streams import Use, generator, stream
 
 Features = NDArray[np.float64]
 Figure = Annotated[float, Field(strict=True, ge=-1e30, le=1e30)]
@@ -96,7 +97,7 @@ def measure(
     if few and not allow_few:
         raise too_few(features.shape[1], counts)
     target = target or Gaussian.of(reference)
-    draws = np.random.default_rng(seed)
+    draws = np.random.default_rng(stream(seed, Use.BOOTSTRAP))
     resampled = [
         frechet_distance(Gaussian.of(features[draws.integers(len(features), size=len(features))]), target)
         for _ in range(resamples)
@@ -145,7 +146,7 @@ def kernel_distance(
     fewest = min(len(features), len(reference))
     if fewest < FEWEST:
         raise HddmError(f"a kernel distance needs at least {FEWEST} images a side, not {fewest}")
-    draws = np.random.default_rng(seed)
+    draws = np.random.default_rng(stream(seed, Use.KERNEL_SUBSETS))
     size = min(fewest, subset_size)
     repeats = 1 if size == len(features) == len(reference) else subsets
     values = [
@@ -212,7 +213,7 @@ def precision_recall(
     num = min(len(features), len(reference), most)
     if num <= neighbours:
         raise HddmError(f"precision and recall need more than {neighbours} images a side, not {num}")
-    draws = torch.Generator().manual_seed(seed)
+    draws = generator(seed, Use.PRECISION_ROWS)
     # Centred, since products of large means would hide small distances.
     ours, theirs = (
         side[torch.randperm(len(side), generator=draws)[:num]].double() - reference.double().mean(0)

@@ -14,6 +14,7 @@ from hddm.data.images import to_unit_range
 from hddm.evaluation.distances import Count, Figure, Share, Width
 from hddm.utils.errors import HddmError
 from hddm.utils.records import OpenRecord
+from hddm.utils.streams import Use, generator, stream
 
 MOST_ROWS = 5000
 FEW = 40
@@ -63,7 +64,7 @@ def _mean_pair_distance(rows: Tensor) -> float:
     if len(rows) < 2:
         raise HddmError(f"diversity needs at least 2 images, not {len(rows)}")
     if len(rows) > MOST_ROWS:
-        rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:MOST_ROWS]]
+        rows = rows[torch.randperm(len(rows), generator=generator(0, Use.DIVERSITY_ROWS))[:MOST_ROWS]]
     return torch.pdist(rows.float()).mean().item()
 
 
@@ -86,7 +87,7 @@ def _pairs(num: int, most: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     if num * (num - 1) // 2 <= most:
         first, second = np.triu_indices(num, 1)
         return first, second
-    draws = np.random.default_rng(seed)
+    draws = np.random.default_rng(stream(seed, Use.DIVERSITY_PAIRS))
     first = draws.integers(num, size=most)
     return first, (first + draws.integers(1, num, size=most)) % num
 

@@ -36,7 +36,7 @@ from hddm.utils.drafts import Done, Draft, differences, discard_finished, open_d
 from hddm.utils.errors import HddmError, UsageError, asked
 from hddm.utils.files import read_json, read_whole, sha256_of, write_json
 from hddm.utils.progress import Progress
-from hddm.utils.records import SAMPLING_FILE, content_hash
+from hddm.utils.records import SAMPLING_FILE, Seed, content_hash
 from hddm.utils.tensors import available_device, read_safetensors
 from hddm.velocity import Guidance
 
@@ -59,8 +59,8 @@ class SampleSettings(SamplingSettings):
     """
 
     num_images: Positive = 16
-    seed: Annotated[int, Field(ge=0)] = 0
-    start: Annotated[int, Field(ge=0)] = 0
+    seed: Seed = 0
+    start: Seed = 0
     shift: float | None = None
     """Shift of the time grid; None for the model's own."""
     expert: int | None = None

@@ -15,15 +15,14 @@ from hddm.sampling import KnownStrategy, SamplingSettings
 from hddm.serving.answers import Refusal
 from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError, one_line
-from hddm.utils.records import parse_record
+from hddm.utils.records import Seed, parse_record
+from hddm.utils.streams import NUMBERS
 
 LARGEST_BODY = 1 << 16
 """Bytes of a request's body at most."""
 LONGEST_PROMPT = 4000
 LARGEST_GUIDANCE = 1000
 """Guidance beyond this could overflow, and would look like damaged weights."""
-SEEDS = 1 << 53
-"""Default seeds are below this, since JavaScript has no larger whole numbers."""
 
 
 Prompt = Annotated[str, Field(max_length=LONGEST_PROMPT)]
@@ -68,8 +67,8 @@ class ImageRequest(SamplingSettings):
     """Without effect."""
     stream: bool = False
     """Report the progress in server-sent events."""
-    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = Field(default_factory=lambda: secrets.randbelow(SEEDS))
-    start: Annotated[int, Field(ge=0, lt=1 << 62)] = 0
+    seed: Seed = Field(default_factory=lambda: secrets.randbelow(NUMBERS))
+    start: Seed = 0
     strategy: Annotated[KnownStrategy, Field(max_length=40)] | None = None
     guidance_scale: Annotated[float, Field(ge=-LARGEST_GUIDANCE, le=LARGEST_GUIDANCE)] = 1.0
     negative_prompt: Prompt | None = None

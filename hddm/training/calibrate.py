@@ -16,7 +16,6 @@ from hddm.data.shards import open_shard
 from hddm.experts.loading import load
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, field_of, open_expert, write_records
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
-from hddm.noise import Seeded
 from hddm.schedules import DiscreteSchedule
 from hddm.solvers import euler
 from hddm.training.denoising import misread
@@ -26,11 +25,9 @@ from hddm.utils.errors import HddmError
 from hddm.utils.files import alone, is_draft, link_or_copy, new_folder, restore
 from hddm.utils.progress import Progress
 from hddm.utils.records import ENSEMBLE_FILE, HASHES, MANIFEST, WHOLE, ensemble_around, rewrite_entry
-from hddm.utils.tensors import generator
+from hddm.utils.streams import Use, generator
 from hddm.velocity import PredictionType, VelocityField
 
-# Other random streams are (seed, i) and (seed, i, 1) of sampling and (seed, shard, 2) of training.
-CLASS_STREAM = 3
 # The end of DDPM's schedule. Beyond it the estimate x_0 = (y - s eps)/a is the network's error alone.
 LAST_EPSILON_TIME = 0.994
 
@@ -66,7 +63,9 @@ def native_samples(
         def velocity(x: Tensor, t: Tensor, _: Tensor, given: Mapping[str, Tensor] = given) -> Tensor:
             return field.raw_velocity(x, t.expand(len(x)), given)
 
-        x = Seeded(seed).initial(rows.tolist(), field.sample_shape).to(field.device) / scale
+        streams = [generator(seed, Use.NATIVE_NOISE, i) for i in rows.tolist()]
+        x = torch.stack([torch.randn(field.sample_shape, generator=one) for one in streams])
+        x = x.to(field.device) / scale
         batches.append(euler(velocity, x, times).cpu())
         if on_batch is not None:
             on_batch(len(rows))
@@ -92,7 +91,7 @@ def native_conditions(field: VelocityField, num: int, seed: int = 0) -> dict[str
     conditions = {}
     for name in field.conditions or ():
         if name == LABELS and field.classes:
-            draws = [generator(seed, i, CLASS_STREAM) for i in range(num)]
+            draws = [generator(seed, Use.NATIVE_CLASSES, i) for i in range(num)]
             labels = [torch.randint(len(field.classes), (), generator=draw) for draw in draws]
             conditions[name] = torch.stack(labels)
         elif (null := field.null_conditions.get(name)) is not None:

@@ -30,6 +30,7 @@ from hddm.training.resume import encoding_of, recipe_before
 from hddm.training.settings import TEXT, ExpertRecipe, ExpertSettings, RunOptions
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError
+from hddm.utils.streams import Use
 from hddm.utils.tensors import append_dims
 from hddm.velocity import PredictionType, VelocityField
 
@@ -74,7 +75,8 @@ def continue_expert(
     nulls = {name: null for name, null in field.null_conditions.items() if name in recipe.conditions}
     draw = drawing(shard, objective, recipe, conditions, nulls)
     loss = loss_of(objective, lambda module: _predicting(module, field, objective))
-    task = Task(expert.network, len(shard), draw, loss, (shard.index,), recipe.weak_step)
+    key = Use.EXPERT_ORDER, Use.EXPERT_STEPS, shard.index
+    task = Task(expert.network, len(shard), draw, loss, key, recipe.weak_step)
     begun = begun_with(init)
     if field.calibration is not None:
         begun["kappa"] = expert.facts.training.get("kappa", KAPPA)

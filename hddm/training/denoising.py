@@ -30,7 +30,7 @@ from hddm.schedules import CosineSchedule, DiscreteSchedule, LinearSchedule, Sch
 from hddm.training.fitting import conditions_at, conditions_of, spread
 from hddm.training.objectives import TIME_SCALE
 from hddm.utils.errors import HddmError
-from hddm.utils.tensors import generator
+from hddm.utils.streams import Use, generator
 from hddm.velocity import PredictionType, VelocityField
 
 TIMES = tuple(k / 10 for k in range(1, 10))
@@ -39,8 +39,6 @@ LOWEST = 3
 """Times of least noise, at which a network is judged alone if all of `TIMES` lie beyond `START`."""
 LATE_TIMES = (0.95, 0.99, 1.0)
 """Times at which a calibration is judged; the Gaussian is almost exact there, so experts hardly differ."""
-# Other random streams: (seed, i) and (seed, i, 1) of sampling, 2 of training, 3 of native samples' classes.
-_STREAM = 4
 _BATCH = 64
 
 
@@ -94,7 +92,7 @@ def denoising(
     """
     if len(images) < 2:
         raise HddmError(f"denoising needs at least 2 images, not {len(images)}")
-    noise, given = generator(seed, _STREAM), conditions or {}
+    noise, given = generator(seed, Use.DENOISING), conditions or {}
     low, high = field.noise_range
     times, ends = [low + (high - low) * share for share in TIMES], [t for t in LATE_TIMES if low <= t <= high]
     early = torch.tensor([time < START for time in times])
@@ -264,7 +262,7 @@ def misread(field: VelocityField, shard: Shard, seed: int) -> str | None:
     fits, network = list[tuple[float, list[tuple[str, str]], list[Tensor]]](), _Remembering(field.network)
 
     def errors_of(reading: VelocityField) -> Tensor:
-        return _errors(reading, images, given, times, generator(seed, _STREAM))
+        return _errors(reading, images, given, times, generator(seed, Use.DENOISING))
 
     recorded, nulls = errors_of(field), field.null_conditions
     for (schedule, scale), kind in itertools.product(scales, PredictionType):

@@ -40,7 +40,7 @@ from hddm.networks.transformers import ExpertTransformer
 from hddm.training.expert import begun_with, check_fit, data_of, new_record, read_init, transformer_of
 from hddm.training.fitting import calibrated, labels_of
 from hddm.training.loop import Fitted, Inputs, OnStep, Task, train
-from hddm.training.mean_flow import SECOND_STAGE, TRAJECTORIES, MeanFlow, Trajectories, solve
+from hddm.training.mean_flow import SECOND_STAGE, MeanFlow, Trajectories, solve
 from hddm.training.objectives import Objective, drawing, objective_of
 from hddm.training.recipe import Start, kept, resolve
 from hddm.training.resume import recipe_before
@@ -48,7 +48,8 @@ from hddm.training.settings import DenoiserFields, DistillRecipe, DistillSetting
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, UsageError, asked
 from hddm.utils.records import MANIFEST, WHOLE
-from hddm.utils.tensors import append_dims, generator
+from hddm.utils.streams import Use, generator, seed_of
+from hddm.utils.tensors import append_dims
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +216,7 @@ def distill(
         counts = torch.tensor([len(shard) for shard in shards])
         conditions["expert"] = teacher.expert_of_shard.repeat_interleave(counts)
     on = functools.partial(teacher.opened.on, dtype=torch.float32)
-    key = (len(shards), 1)
+    key = Use.STUDENT_ORDER, Use.STUDENT_STEPS, 0
     if recipe.sampling_steps is None:
         draw = drawing(union, objective, learned, conditions, null_conditions(record.null_class))
         task = Task(network, len(union), draw, matching(on, objective), key)
@@ -259,7 +260,7 @@ def _solving(
         raise UsageError("--guidance-scale: the teacher takes no classes to guide by; drop the option")
 
     def solved(teacher: Ensemble, file: Path | None) -> Trajectories:
-        draws = generator(recipe.seed, TRAJECTORIES)
+        draws = generator(recipe.seed, Use.TRAJECTORY_IMAGES)
         rows = torch.randint(len(union), (recipe.trajectories,), generator=draws)
         chosen = {name: value[rows] for name, value in conditions.items()}
         if record.null_class is not None:
@@ -288,7 +289,7 @@ def with_interval(network: nn.Module, name: str) -> ExpertTransformer:
         raise HddmError(f"{name}: {text}; begin with an expert that was trained here")
     arguments = {key: value for key, value in network.config.items() if not key.startswith("_")}
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed_of(0, Use.STUDENT_WEIGHTS))
         wider: ExpertTransformer = ExpertTransformer(**arguments | {"interval": True})
     wider.load_state_dict(wider.state_dict() | network.state_dict())
     return wider

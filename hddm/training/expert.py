@@ -35,6 +35,7 @@ from hddm.training.settings import TEXT, DistillRecipe, ExpertRecipe, ExpertSett
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import sha256_of
+from hddm.utils.streams import Use, seed_of
 from hddm.velocity import PredictionType
 
 DEFAULT_SCHEDULE = "default of the objective"
@@ -77,7 +78,8 @@ def train_expert(
     labels = {LABELS: shard.labels} if recipe.class_conditional and shard.labels is not None else {}
     draw = drawing(shard, objective, recipe, labels, null_conditions(record.null_class) | null_text)
     loss = loss_of(objective, lambda module: module)
-    task = Task(network, len(shard), draw, loss, (shard.index,), recipe.weak_step)
+    key = Use.EXPERT_ORDER, Use.EXPERT_STEPS, shard.index
+    task = Task(network, len(shard), draw, loss, key, recipe.weak_step)
 
     def write(draft: Path, fitted: Fitted) -> None:
         network.requires_grad_(False)
@@ -136,7 +138,7 @@ def new_network(kind: type[Network], size: str, shape: Sequence[int], seed: int,
     channels, height, _ = shape
     config = size_config(size)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(seed_of(seed, Use.WEIGHTS))
         network: Network = kind(sample_size=height, in_channels=channels, **config, **arguments)
     return network
 

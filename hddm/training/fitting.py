@@ -20,7 +20,8 @@ from hddm.training.settings import TEXT
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.progress import Progress
 from hddm.utils.records import WHOLE, NoiseRange
-from hddm.utils.tensors import generator, to_float64
+from hddm.utils.streams import Use, generator
+from hddm.utils.tensors import to_float64
 from hddm.velocity import VelocityField
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ def calibrate(
     at_start, at_end = int(low <= START), int(high == 1)
     times = torch.linspace(max(low, START), high, LEVELS + at_start + at_end)
     measured = times[at_start : at_start + LEVELS]
-    noise = generator(seed)
+    noise = generator(seed, Use.CALIBRATION)
     halves = torch.randperm(len(images), generator=noise).chunk(2)
     sums = torch.zeros(LEVELS, 3, len(moments.variances), dtype=torch.float64)
     for seen, unseen in (halves, halves[::-1]):

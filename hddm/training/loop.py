@@ -28,17 +28,16 @@ from hddm.training.state import Ema, Run, TrainingState, open_run
 from hddm.utils.errors import HddmError, UsageError, counted
 from hddm.utils.files import new_folder, nothing
 from hddm.utils.processes import Interrupted, Stopped, StopRequest
-from hddm.utils.tensors import generator
+from hddm.utils.streams import Use, generator
 
-# Separates training from sampling, whose random streams are (seed, i) and (seed, i, 1).
-TRAINING_STREAM = 2
-_EPOCHS, _STEPS = 0, 1
+Key = tuple[Use, Use, int]
+"""Uses of random numbers for the order of samples and in the steps, and the part (`hddm.utils.streams`)."""
 
 
 class Order:
     """Sample order, shuffled in each epoch; batches cross epochs. ``key`` separates runs of one seed."""
 
-    def __init__(self, num_samples: int, batch_size: int, seed: int, key: tuple[int, ...]) -> None:
+    def __init__(self, num_samples: int, batch_size: int, seed: int, key: Key) -> None:
         self.num_samples, self.batch_size = num_samples, batch_size
         self._seed, self._key = seed, key
         self._epochs: dict[int, Tensor] = {}
@@ -53,11 +52,12 @@ class Order:
 
     def draws(self, step: int) -> torch.Generator:
         """Return the generator of everything random in ``step``."""
-        return generator(self._seed, *self._key, TRAINING_STREAM, _STEPS, step)
+        _, use, part = self._key
+        return generator(self._seed, use, step, part)
 
     def _shuffled(self, epoch: int) -> Tensor:
-        draws = generator(self._seed, *self._key, TRAINING_STREAM, _EPOCHS, epoch)
-        return torch.randperm(self.num_samples, generator=draws)
+        use, _, part = self._key
+        return torch.randperm(self.num_samples, generator=generator(self._seed, use, epoch, part))
 
 
 Inputs = dict[str, Tensor]
@@ -137,7 +137,7 @@ class Task:
     num_samples: int
     draw: Draw
     loss: Callable[[nn.Module, Inputs], Tensor]
-    key: tuple[int, ...] = ()
+    key: Key = (Use.EXPERT_ORDER, Use.EXPERT_STEPS, 0)
     weak_step: int = 0
     prepare: Callable[[torch.device, Path | None], None] | None = None
     second_loss: tuple[float, SecondLoss] | None = None

@@ -16,6 +16,7 @@ from torch import nn
 from hddm.experts.lora import PREFIX, AdapterRecord, peft_config, tensor_names, write_adapter
 from hddm.experts.records import Expert, write_records
 from hddm.utils.errors import HddmError, optional
+from hddm.utils.streams import Use, seed_of
 
 _LAYERS = re.compile(
     r"layers\.\d+\.((cross_)?attn\.out_proj|mlp\.[02])"
@@ -50,7 +51,7 @@ def add_adapter(network: ModelMixin, adapter: AdapterRecord, seed: int) -> None:
     network.requires_grad_(False)
     config = peft.LoraConfig(**peft_config(adapter))
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(seed_of(seed, Use.ADAPTER_WEIGHTS))
         peft.inject_adapter_in_model(config, network)
 
 

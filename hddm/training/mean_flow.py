@@ -40,7 +40,8 @@ from hddm.training.objectives import TIME_SCALE
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import write_whole
 from hddm.utils.progress import Progress
-from hddm.utils.tensors import append_dims, generator, read_safetensors
+from hddm.utils.streams import Use, generator
+from hddm.utils.tensors import append_dims, read_safetensors
 from hddm.velocity import PathPoint, PredictionType, velocity
 
 SOLVED, KEPT = 24, 8
@@ -55,8 +56,6 @@ LONGEST = 0.5
 """Bound of the identity's second term, in sizes of v and noise together."""
 POWER, FLOOR = 0.5, 1e-3
 """Exponent p and constant c of the loss."""
-# Beside the random streams of sampling, training, native samples' classes and judging.
-TRAJECTORIES = 5
 _BATCH = 256
 FILE = "trajectories.safetensors"
 
@@ -105,7 +104,7 @@ def solve(
     states = torch.empty(num, KEPT + 1, *shape)
     with Progress(num * SOLVED, "solve the teacher's trajectories", " steps") as progress:
         for rows in torch.arange(num).split(_BATCH):
-            streams = [generator(seed, TRAJECTORIES, i) for i in rows.tolist()]
+            streams = [generator(seed, Use.TRAJECTORY_NOISE, i) for i in rows.tolist()]
             x = torch.stack([torch.randn(shape, generator=one) for one in streams])
             states[rows, 0] = x
 

@@ -31,7 +31,8 @@ from hddm.training.settings import RouterRecipe, RouterSettings, RunOptions
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.progress import Progress
-from hddm.utils.tensors import append_dims, generator
+from hddm.utils.streams import Use, generator
+from hddm.utils.tensors import append_dims
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ def train_router(
         )
         save_router(draft, network, record)
 
-    task = Task(network, len(rows), draw, loss, (len(shards),))
+    task = Task(network, len(rows), draw, loss, (Use.ROUTER_ORDER, Use.ROUTER_STEPS, 0))
     return train(task, recipe, out, ROUTER_FILE, write, data_of(shards), overwrite, on_step, run, watching())
 
 
@@ -214,8 +215,6 @@ KNOTS = 5
 """Temperatures over t (docs/notes/training.md)."""
 ECE_BINS = 15
 TIME_BINS = 5
-# Other random streams are those of samples (0, 1), training (2) and classes (3).
-CALIBRATION_STREAM = 5
 
 
 def held_out(shard: Shard) -> Tensor:
@@ -351,7 +350,7 @@ def noised_logits(
     batch_size: int = 512,
 ) -> Noised:
     """Return logits of noised images, each image equally often, at times spread evenly over [0, 1]."""
-    draws = generator(seed, 0, CALIBRATION_STREAM)
+    draws = generator(seed, Use.ROUTER_CALIBRATION)
     image = torch.arange(len(images)).repeat(-(-at_least // len(images)))
     places = torch.randperm(len(image), generator=draws).double()
     t = (places + torch.rand(len(image), generator=draws, dtype=torch.float64)) / len(image)

@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_v
 
 from hddm.utils.errors import HddmError, UsageError, did_you_mean
 from hddm.utils.files import read_yaml
-from hddm.utils.records import OPTIONS, NoiseRange, Record, parse_record
+from hddm.utils.records import OPTIONS, NoiseRange, Record, Seed, parse_record
 
 Positive = Annotated[int, Field(ge=1)]
 Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -111,7 +111,7 @@ class LoopFields(Described, Generic[Open]):
     """Norm that gradients are clipped to."""
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.999
     """Decay of the weights' moving average."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Seed = 0
     """Seed of all random numbers."""
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     """Precision of the network; weights stay in float32."""

@@ -20,6 +20,7 @@ from hddm.utils.errors import HddmError, UsageError, counted, optional
 from hddm.utils.files import read_whole, restore
 from hddm.utils.progress import Progress
 from hddm.utils.records import ENSEMBLE_FILE, MANIFEST, ensemble_around, read_record
+from hddm.utils.streams import Use, seed_of
 from hddm.utils.tensors import to_float64
 
 LARGEST_CAPTIONS = 2**28
@@ -85,7 +86,7 @@ def topic_of(embeddings: Tensor, counts: Sequence[int] | None = None) -> Topic:
     parts /= parts.sum()
     clusters = min(MAX_CLUSTERS, len(unit.unique(dim=0)))
     clustering = optional("sklearn.cluster", "hddm describe", "train")
-    kmeans = clustering.KMeans(clusters, n_init=1, random_state=0)
+    kmeans = clustering.KMeans(clusters, n_init=1, random_state=seed_of(0, Use.TOPICS) % 2**32)
     found = kmeans.fit(unit.numpy(), sample_weight=parts.numpy())
     own = torch.nn.functional.one_hot(torch.from_numpy(found.labels_).long(), clusters).double()
     shares = parts @ own

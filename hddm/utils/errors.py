@@ -130,10 +130,10 @@ def shown(names: Sequence[str], most: int = 20) -> list[str]:
 
 _WORDS = {
     "missing": "is required",
-    "greater_than": "must be above {gt:g}",
-    "greater_than_equal": "must be {ge:g} or more",
-    "less_than": "must be below {lt:g}",
-    "less_than_equal": "must be {le:g} or less",
+    "greater_than": "must be above {gt:.10g}",
+    "greater_than_equal": "must be {ge:.10g} or more",
+    "less_than": "must be below {lt:.10g}",
+    "less_than_equal": "must be {le:.10g} or less",
     "finite_number": "must be a finite number",
     "string_type": "must be text",
     **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "must be a whole number"),

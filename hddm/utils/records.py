@@ -81,6 +81,8 @@ NoiseRange = Annotated[tuple[float, float], BeforeValidator(parse_noise_range)]
 WHOLE: NoiseRange = (0.0, 1.0)
 Count = Annotated[int, Field(ge=0, le=10**12)]
 """A number of images, or of what there are fewer of."""
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+"""A seed of random numbers, or the number of a sample (`hddm.utils.streams`)."""
 LARGEST = 1e9
 Positive = Annotated[float, Field(gt=0, le=LARGEST)]
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -39,16 +38,6 @@ def promoted(*dtypes: torch.dtype) -> torch.dtype:
     """As `torch.promote_types`, which does not take float8: float8 counts as float32."""
     wide = (torch.float32 if one.is_floating_point and one.itemsize == 1 else one for one in dtypes)
     return functools.reduce(torch.promote_types, wide)
-
-
-def generator(seed: int, *key: int) -> torch.Generator:
-    """CPU generator whose stream depends on ``seed`` and ``key`` alone.
-
-    Hashing the whole key decorrelates streams of adjacent integer seeds.
-    """
-    state = np.random.SeedSequence((seed, *key)).generate_state(1, np.uint64)[0]
-    # Torch takes seeds as signed 64-bit integers.
-    return torch.Generator().manual_seed(int(state >> np.uint64(1)))
 
 
 def sent(values: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

@@ -13,6 +13,7 @@ from transformers import AutoImageProcessor, AutoModel, CLIPVisionModelWithProje
 from hddm.data.features import SIDE, PixelPca, open_feature_extractor
 from hddm.data.sources import open_source
 from hddm.data.sources.base import ImageSource
+from hddm.utils.streams import Use, stream
 from tests.artefacts import edit_json, refusal
 from tests.shard_files import noise
 from tests.vision_files import write_vision_model
@@ -111,7 +112,7 @@ def test_pixel_features_are_the_principal_components_of_a_sample_which_are_kept(
     extractor, again = (PixelPca(dimensions=6, sample=20, seed=5) for _ in range(2))
     extractor.prepare(source, tmp_path)
     flat = np.stack(images).reshape(50, -1) / 255
-    rows = np.sort(np.random.default_rng(5).choice(50, 20, replace=False))
+    rows = np.sort(np.random.default_rng(stream(5, Use.FEATURE_IMAGES)).choice(50, 20, replace=False))
     centred = flat - flat[rows].mean(0)
     axes = np.linalg.svd(centred[rows], full_matrices=False)[2][:6]
     features = extractor(images)

@@ -64,10 +64,11 @@ def test_its_mean_is_the_same_at_any_number_of_images() -> None:
 
 def test_its_standard_error_is_how_far_other_samples_would_move_it() -> None:
     reference = _rows(10**6, 300, shift=0.3)
-    others = [kernel_distance(_rows(s, 400), reference, subsets=20) for s in range(40)]
+    others = [kernel_distance(_rows(s, 400), reference, subsets=20) for s in range(160)]
     truth = np.std([one.value for one in others])
     said = np.mean([one.standard_error for one in others])
-    assert truth * 0.9 < said < truth * 1.8
+    # The deviation of 160 numbers is itself known to 6 % or 7 %; these are four times that, and more above.
+    assert truth * 0.72 < said < truth * 1.5
 
 
 def _by_brute_force(rows: Array, centres: Array, neighbours: int) -> float:

@@ -17,7 +17,6 @@ from hddm.data.shards import load_shard
 from hddm.experts.loading import load
 from hddm.experts.records import WEAK, open_expert, read_expert
 from hddm.networks.transformers import ExpertTransformer
-from hddm.noise import Seeded
 from hddm.sampling import sample
 from hddm.training import fitting as expert_training
 from hddm.training.calibrate import (
@@ -30,6 +29,7 @@ from hddm.training.calibrate import (
 from hddm.training.expert import new_network, train_expert
 from hddm.training.fitting import calibrate, calibration_rows
 from hddm.utils.errors import HddmError
+from hddm.utils.streams import Use, generator
 from hddm.velocity import VelocityField
 from tests.artefacts import (
     Command,
@@ -93,7 +93,8 @@ def test_they_are_those_of_diffusers_ddim(kind: str) -> None:
         set_alpha_to_one=True,
     )
     scheduler.set_timesteps(steps)
-    y = Seeded(3).initial(range(5), SHAPE)
+    streams = [generator(3, Use.NATIVE_NOISE, i) for i in range(5)]
+    y = torch.stack([torch.randn(SHAPE, generator=one) for one in streams])
     for timestep in scheduler.timesteps:
         y = scheduler.step(network(y, timestep.expand(5)), timestep, y).prev_sample
     torch.testing.assert_close(found, y, rtol=1e-3, atol=2e-3)

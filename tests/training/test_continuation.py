@@ -150,7 +150,7 @@ def test_an_expert_of_ddpm_that_predicts_x_0_goes_on_with_it_and_needs_no_blend(
     train_expert(
         shards / "shard_0", tmp_path / "init", expert_settings("ddpm", steps=60, prediction="sample")
     )
-    settings = expert_settings(objective, steps=1, batch_size=8192)
+    settings = expert_settings(objective, steps=1, batch_size=16384)
     (found,) = continue_expert(tmp_path / "init", shards / "shard_1", tmp_path / "out", settings)
     facts = json.loads((tmp_path / "out" / "expert.json").read_text())
     assert (facts["prediction_type"], facts["training_calibration"]) == ("sample", False)
@@ -160,14 +160,17 @@ def test_an_expert_of_ddpm_that_predicts_x_0_goes_on_with_it_and_needs_no_blend(
     field, images = hddm.load(tmp_path / "init"), load_shard(shards / "shard_1").images
     field.calibration = None
     noise = torch.Generator().manual_seed(0)
-    x_0 = images[torch.randint(len(images), (8192,), generator=noise)]
-    eps, native = torch.randn(x_0.shape, generator=noise), torch.rand(8192, generator=noise).double()
+    x_0 = images[torch.randint(len(images), (16384,), generator=noise)]
+    eps, native = torch.randn(x_0.shape, generator=noise), torch.rand(16384, generator=noise).double()
     path = field.schedule if objective == "ddpm" else case_named("linear").schedule
     alpha, sigma = path.alpha_sigma(native)
     t = (sigma / (alpha + sigma)).view(-1, 1, 1, 1)
     error = field.velocity(((1 - t) * x_0 + t * eps).float(), t.flatten()) - (eps - x_0)
-    expected = ((t / t.clamp(min=0.05)) * error).square().mean().item()
-    assert found == pytest.approx(expected, rel=0.03)
+    each = ((t / t.clamp(min=0.05)) * error).square().flatten(1).mean(1)
+    # Both are means of as many draws of a loss with a long tail.
+    deviation = (2 / len(each)) ** 0.5 * each.std()
+    assert deviation < 0.04 * each.mean()
+    assert abs(found - each.mean()) < 4 * deviation
 
 
 @pytest.mark.parametrize("objective", ["ddpm", "flow"])

@@ -16,7 +16,8 @@ from hddm.training.loop import Order
 from hddm.training.objectives import Objective, drawing
 from hddm.training.settings import TEXT
 from hddm.utils.errors import HddmError, UsageError
-from hddm.utils.tensors import append_dims, generator
+from hddm.utils.streams import Use
+from hddm.utils.tensors import append_dims
 from hddm.velocity import VelocityField
 from tests.artefacts import expert_recipe, objective_named, with_pixels
 from tests.cases import Case, case_named
@@ -237,6 +238,9 @@ def test_min_snr_weighs_each_sample_by_its_noise_level(gamma: float) -> None:
 FLOW = objective_named("flow")
 
 
+EXPERT = (Use.EXPERT_ORDER, Use.EXPERT_STEPS, 2)
+
+
 @pytest.fixture
 def shard(whole: Path) -> Shard:
     return load_shard(whole)
@@ -244,7 +248,7 @@ def shard(whole: Path) -> Shard:
 
 @pytest.mark.parametrize(("num", "batch"), [(7, 3), (8, 4), (5, 12), (1, 1)])
 def test_every_sample_comes_once_an_epoch_in_an_order_of_its_own(num: int, batch: int) -> None:
-    order = Order(num, batch, seed=3, key=(1,))
+    order = Order(num, batch, seed=3, key=EXPERT)
     stream = torch.cat([order.rows(step) for step in range(1, 4 * num + 1)])
     epochs = stream[: len(stream) // num * num].view(-1, num)
     assert (epochs.sort(1).values == torch.arange(num)).all()
@@ -253,14 +257,15 @@ def test_every_sample_comes_once_an_epoch_in_an_order_of_its_own(num: int, batch
 
 
 def test_a_step_does_not_depend_on_the_steps_before_it() -> None:
-    whole, alone = (Order(10, 4, seed=0, key=(2,)) for _ in range(2))
+    whole, alone = (Order(10, 4, seed=0, key=EXPERT) for _ in range(2))
     rows = [whole.rows(step) for step in range(1, 30)]
     assert torch.equal(alone.rows(17), rows[16])
     first, again = (torch.randn(3, generator=alone.draws(17)) for _ in range(2))
     assert torch.equal(first, again)
     assert not torch.equal(first, torch.randn(3, generator=alone.draws(18)))
-    other = Order(10, 4, seed=0, key=(3,))
-    assert not torch.equal(torch.cat([other.rows(s) for s in range(1, 30)]), torch.cat(rows))
+    for key in ((*EXPERT[:2], 3), (Use.ROUTER_ORDER, Use.ROUTER_STEPS, 2)):
+        other = Order(10, 4, seed=0, key=key)
+        assert not torch.equal(torch.cat([other.rows(s) for s in range(1, 30)]), torch.cat(rows))
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.1, 0.5, 1.0])
@@ -270,7 +275,7 @@ def test_all_conditions_of_a_sample_are_dropped_at_once(shard: Shard, probabilit
     nulls = {"class_labels": torch.tensor(5), "size": torch.tensor([-1.0, -2.0])}
     draw = drawing(shard, objective_named("ddpm"), settings, given, nulls)
     rows = torch.arange(len(shard)).repeat(50)
-    drawn = draw(rows, generator(0), ALL)
+    drawn = draw(rows, torch.Generator().manual_seed(0), ALL)
     angle = drawn["time"] * torch.pi / 2
     torch.testing.assert_close(drawn["t"], angle.sin() / (angle.sin() + angle.cos()), rtol=1e-6, atol=1e-9)
     gone = drawn["class_labels"] == 5
@@ -310,9 +315,12 @@ def test_processes_read_their_own_rows_and_have_together_what_one_draws(
     given = {"class_labels": torch.arange(48) % 5}
     nulls = {"class_labels": torch.tensor(5), TEXT: texts.null}
     draw, rows = drawing(shard, FLOW, settings, given, nulls), torch.arange(48).flip(0)[:36]
-    whole, number = draw(rows, generator(1), ALL), 36 // processes
+    whole, number = draw(rows, torch.Generator().manual_seed(1), ALL), 36 // processes
     read = _spied(monkeypatch)
-    parts = [draw(rows, generator(1), slice(k * number, (k + 1) * number)) for k in range(processes)]
+    parts = [
+        draw(rows, torch.Generator().manual_seed(1), slice(k * number, (k + 1) * number))
+        for k in range(processes)
+    ]
     assert whole.keys() == {"x_0", "eps", "time", "t", "class_labels", TEXT}
     for name, value in whole.items():
         assert torch.equal(torch.cat([part[name] for part in parts]), value)
@@ -327,7 +335,7 @@ def test_half_the_images_are_mirrored_where_that_is_asked_for(shard: Shard) -> N
 
     def images(flip: bool) -> Tensor:
         settings = expert_recipe("flow", random_flip=flip)
-        return drawing(shard, FLOW, settings, {}, {})(rows, generator(1), ALL)["x_0"]
+        return drawing(shard, FLOW, settings, {}, {})(rows, torch.Generator().manual_seed(1), ALL)["x_0"]
 
     plain = shard.take(rows)
     assert torch.equal(images(False), plain)

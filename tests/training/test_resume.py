@@ -15,6 +15,7 @@ from hddm.training.settings import RunOptions
 from hddm.training.state import Run
 from hddm.utils.errors import HddmError
 from hddm.utils.records import EXPERT_FILE, MANIFEST, damage, read_folder_manifest
+from hddm.utils.streams import Use
 from tests.artefacts import contents
 from tests.killed_runs import BATCH, STEPS, checkpoint, entries, settings, start, train
 
@@ -43,7 +44,7 @@ def _same(folder: Path, uninterrupted: Path) -> None:
 def test_a_run_sees_every_image_once_an_epoch(uninterrupted: Path) -> None:
     seen = entries(uninterrupted / "diary")
     assert list(seen) == list(range(1, STEPS + 1))
-    order = Order(48, BATCH, settings().seed, (0,))
+    order = Order(48, BATCH, settings().seed, (Use.EXPERT_ORDER, Use.EXPERT_STEPS, 0))
     assert [rows for rows, _ in seen.values()] == [order.rows(step).tolist() for step in seen]
     stream = list(itertools.chain.from_iterable(rows for rows, _ in seen.values()))
     assert sorted(stream[:48]) == sorted(stream[48:96]) == list(range(48))

@@ -17,6 +17,7 @@ from hddm.training.recipe import resolve
 from hddm.training.settings import ExpertRecipe, ExpertSettings, RunOptions
 from hddm.training.state import Ema, open_run
 from hddm.utils.errors import HddmError
+from hddm.utils.streams import Use
 from tests.artefacts import recipe
 
 
@@ -119,7 +120,7 @@ def test_a_step_that_is_not_finite_is_left_out_and_named_with_its_samples(
 
     task = Task(point, 12, lambda rows, noise, own: {"rows": rows}, loss)
     settings = recipe(steps=8, batch_size=3, learning_rate=0.1, warmup=0)
-    order = Order(12, 3, settings.seed, ())
+    order = Order(12, 3, settings.seed, task.key)
     broken = [step for step in range(1, 9) if 5 in order.rows(step)]
     assert len(broken) == 2
     places, updates = [point.place.detach().clone()], []
@@ -198,7 +199,7 @@ def test_inputs_drawn_ahead_are_those_of_their_step_and_end_with_the_last() -> N
         asked.append(threading.get_ident())
         return {"rows": rows, "eps": torch.randn(4, generator=noise)}
 
-    order, again = (Order(10, 4, 3, (1,)) for _ in range(2))
+    order, again = (Order(10, 4, 3, (Use.STUDENT_ORDER, Use.STUDENT_STEPS, 1)) for _ in range(2))
     loader = Loader(order, draw, last=7, own=slice(4))
     for step in range(1, 8):
         drawn, draws = loader.take(step), again.draws(step)
@@ -220,7 +221,7 @@ def test_what_goes_wrong_ahead_is_told_at_its_step() -> None:
         return {"rows": rows}
 
     task = Task(point, 12, draw, lambda network, inputs: point.place.sum().expand(len(inputs["rows"])))
-    wrong = next(step for step in itertools.count(1) if 5 in Order(12, 2, 0, ()).rows(step))
+    wrong = next(step for step in itertools.count(1) if 5 in Order(12, 2, 0, task.key).rows(step))
     settings = recipe(steps=20, batch_size=2, learning_rate=1e-3, optimizer="adamw", device="cpu")
     with pytest.raises(HddmError, match="image 5 cannot be read"):
         fit(task, settings, watchers=[lambda report: losses.append(report.loss)])

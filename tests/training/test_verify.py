@@ -32,7 +32,6 @@ from hddm.training.denoising import Denoising, Level, denoising
 from hddm.training.expert import train_expert
 from hddm.training.verify import verify_expert
 from hddm.utils.errors import HddmError, UsageError
-from hddm.utils.tensors import generator
 from hddm.velocity import PredictionType, VelocityField
 from tests.artefacts import (
     CLASSES,
@@ -330,7 +329,7 @@ def test_an_expert_is_judged_without_its_class_too_if_it_learned_that(
 ) -> None:
     def spoil(weights: dict[str, Tensor]) -> None:
         null = weights["class_embed.weight"][2]
-        null += 30 * torch.randn(null.shape, generator=generator(0))
+        null += 30 * torch.randn(null.shape, generator=torch.Generator().manual_seed(0))
 
     folder = _changed(class_expert, tmp_path, WEIGHTS, spoil)
     (problem,) = verify_expert(folder, held_out).problems
@@ -486,7 +485,7 @@ def test_a_folder_of_experts_is_verified_a_line_each_by_the_images_of_each(
 def test_errors_on_gaussian_images_are_the_posterior_variance(variance: float) -> None:
     """x_0 ~ N(m, c I), so Var(eps - x_0 | x_t) = c/((1 - t)² c + t²)."""
     mean = torch.linspace(-1, 1, 16).view(1, 4, 4)
-    drawn = torch.randn(2000, 1, 4, 4, generator=generator(0))
+    drawn = torch.randn(2000, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     images = mean + variance**0.5 * (drawn - drawn.mean(0)) / drawn.std()
 
     def exact(x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
