@@ -244,9 +244,7 @@ class Ensemble:
             )
         self.parts = tuple(parts)
         """The experts with all that is known of them; prior, domains and classes follow from it."""
-        _normalised([part.weight for part in parts], len(parts))
-        if prior is not None:
-            self.prior = prior
+        self.prior = [part.weight for part in parts] if prior is None else prior
         self.router = router
         self.topics = topics
         for first in set(self.domains):
@@ -258,7 +256,7 @@ class Ensemble:
                 )
             if sum(not set(group).isdisjoint(of) for group in self.kinds) > 1:
                 raise HddmError(
-                    f"experts of one domain make samples of several kinds ({self._describe_kinds()})"
+                    f"experts of one domain make samples of several kinds ({self.describe_kinds()})"
                 )
         students = [str(k) for k, one in enumerate(self.experts) if one.sampling_steps is not None]
         if 0 < len(students) < len(self.experts):
@@ -276,7 +274,10 @@ class Ensemble:
 
     @property
     def prior(self) -> Tensor:
-        """p(k) (K,) in float64: the parts' weights, which sum to 1. Setting it replaces the weights."""
+        """p(k) (K,) in float64: the parts' weights, normalised to sum 1.
+
+        Assigning it replaces the weights; writing into this tensor, which is a copy, changes nothing.
+        """
         return _normalised([part.weight for part in self.parts], len(self.parts))
 
     @prior.setter
@@ -325,7 +326,7 @@ class Ensemble:
         parsed.check(self.num_domains)
         if parsed.kind != "draw" and len(self.kinds) > 1:
             raise HddmError(
-                f"{name} mixes samples of one kind, and these differ: {self._describe_kinds()}; take experts "
+                f"{name} mixes samples of one kind, and these differ: {self.describe_kinds()}; take experts "
                 "of one kind, or strategy 'draw'"
             )
         if parsed.kind != "draw" and self.num_domains > 1 and self.sampling_steps is not None:
@@ -374,7 +375,8 @@ class Ensemble:
                 found.append([k])
         return found
 
-    def _describe_kinds(self) -> str:
+    def describe_kinds(self) -> str:
+        """The sample shape or VAE in which the experts differ, in words."""
         shapes = [f"expert {k} {e.sample_shape}" for k, e in enumerate(self.experts) if e.sample_shape]
         numbers = numbered_by_first(part.vae for part in self.parts)
         spaces = [f"expert {k} VAE {number + 1}" for k, number in enumerate(numbers)]
@@ -384,7 +386,7 @@ class Ensemble:
         """Raise an `HddmError` where samples of ``experts``, by index, cannot be one tensor."""
         if len(self.kinds) > 1 and sum(not set(group).isdisjoint(experts) for group in self.kinds) > 1:
             raise HddmError(
-                f"these experts make samples of several kinds ({self._describe_kinds()}), and this is one "
+                f"these experts make samples of several kinds ({self.describe_kinds()}), and this is one "
                 "tensor: take hddm.HDDMPipeline or hddm sample, which draw and decode each, or one expert="
             )
 

@@ -137,10 +137,12 @@ class MomentsRouter:
     def __call__(self, x_t: Tensor, t: Tensor) -> Tensor:
         """Probabilities (batch, K) for x_t (batch, …) at t (batch,), computed in float64.
 
-        Their dtype is x_t's, float32 at least.
+        Their dtype is x_t's, float32 at least. Raises `HddmError` for x_t of another size than the moments'.
         """
         flat, times = to_float64(x_t.flatten(1)), to_float64(t)
         own, times = [one.to(flat) for one in self._own], sent(times, flat.device)
+        if (size := len(own[0].mean)) != flat.shape[1]:
+            raise HddmError(f"the router's moments are of images of {size} numbers, not of {flat.shape[1]}")
         logits = torch.stack([one.log_likelihood(flat, times) for one in own], 1)
         prior = sent(torch.tensor(self.prior, dtype=flat.dtype), flat.device)
         if self.evidence is not None:

@@ -209,6 +209,8 @@ def change(
     if not any((add, remove, router, strategy, *options.values())):
         raise HddmError(f"{ensemble}: nothing to change; pass --add, --remove or another part")
     restore(ensemble)
+    if not (ensemble / ENSEMBLE_FILE).is_file():
+        raise HddmError(f"{ensemble}: no ensemble folder ({ENSEMBLE_FILE}); assemble one first")
     record = read_ensemble_facts(ensemble)
     for path in ensemble.rglob("*"):
         if path.is_symlink():
@@ -220,6 +222,9 @@ def change(
         # What is left of a domain cannot make a sample alone.
         gone = {k for k, domain in enumerate(domains) if domain in {domains[one] for one in gone}}
     kept = [k for k in range(len(entries)) if k not in gone]
+    if not kept and not add:
+        labels = ", ".join(member.label for member in record.experts)
+        raise HddmError(f"{ensemble}: --remove takes {labels}, and no expert is left")
     added = read_entries(add, [Member(folder="", name=name_of(folder)) for folder in add])
     staying = _left(entries, domains, kept)
     if staying and not allow_mixed_sizes:
@@ -324,10 +329,9 @@ def write_ensemble(
     folders = [one.folder for one in entries]
     named = {name: options.get(name) for name in ("vae", "text_encoder", "tokenizer")}
     given = {name: folder for name, folder in named.items() if isinstance(folder, Path)}
-    named_bases = options.get("bases") or ()
     router = routing.folder if routing.is_new else None
-    refuse_inside(out, [*folders[stay:], router, *given.values(), *named_bases])
-    bases = bases_of(folders, bases_in(named_bases))
+    bases = bases_of(folders, bases_in(options.get("bases") or ()))
+    refuse_inside(out, [*folders[stay:], router, *given.values(), *bases.values()])
     domain = options.get("domain") or ()
     entries = decided(entries, options.get("share"), options.get("classes"), domain)
     Strategy.parse(strategy).check(len(set(domains_of(entries))))
@@ -373,6 +377,7 @@ def write_ensemble(
         shift=shift,
     )
     _check_files(folders[stay:], router, bases)
+    rest = [] if before is None else _rest_of(before)
     with new_folder(out, ENSEMBLE_FILE, overwrite) as draft:
         for folder, member in zip(folders, record.experts, strict=True):
             _link(_files_of(folder), draft / member.folder)
@@ -383,8 +388,12 @@ def write_ensemble(
         if options.get("diffusers_pipeline"):
             # No manifest lists it: hddm never reads it but to compare it.
             (draft / PIPELINE_FILE).write_bytes(PIPELINE_CODE)
-        if before is not None:
-            _link_rest(before, draft)
+        for path, target in ((one, draft / name) for one, name in rest):
+            if path.is_dir():
+                target.mkdir(parents=True, exist_ok=True)
+            elif not target.exists():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                link_or_copy(path, target)
     return tuple(found.notes)
 
 
@@ -451,21 +460,19 @@ def _files_of(folder: Path) -> list[Path]:
     return [path for path in seen if inside(folder, path.name).is_file()]
 
 
-def _link_rest(before: Changed, draft: Path) -> None:
-    """Take the user's own files and empty folders, such as a licence or a card, into a changed ensemble.
+def _rest_of(before: Changed) -> list[tuple[Path, Path]]:
+    """The user's own files and empty folders in an ensemble, such as a licence or a card, with their names.
 
     A link to a folder is refused, since it may lead around in circles.
     """
-    names = [*_PARTS, *(member.folder for member in before.record.experts), before.record.learned or ROUTER]
+    parts = [*_PARTS, *(member.folder for member in before.record.experts), before.record.learned or ROUTER]
+    found = []
     for path in before.folder.rglob("*"):
         name = path.relative_to(before.folder)
-        if any(name.is_relative_to(part) for part in names) or any(map(is_draft, name.parts)):
+        if any(name.is_relative_to(part) for part in parts) or any(map(is_draft, name.parts)):
             continue
         if path.is_symlink() and path.is_dir():
             raise HddmError(f"{path}: is a link to a folder; put the folder itself there, or take it out")
-        target = draft / name
-        if path.is_file() and not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            link_or_copy(path, target)
-        elif path.is_dir() and not any(path.iterdir()):
-            target.mkdir(parents=True, exist_ok=True)
+        if path.is_file() or (path.is_dir() and not any(path.iterdir())):
+            found.append((path, name))
+    return found

@@ -165,7 +165,10 @@ class ExpertSet(nn.Module):
             # On disk they are in bfloat16, and in memory they may say more.
             on_disk = field.weak is not None and isinstance(field.weak.network, StoredNetwork)
             weak_dtype = torch.bfloat16 if on_disk else field.dtype
-            save_expert(target, expert, field.dtype, weak_dtype, not _is_changed(expert, field.dtype))
+            # Only an adapter is compared: the folder of another expert may be gone once its weights are read.
+            is_adapter = expert.facts.adapter is not None and expert.folder is not None
+            keeps_adapter = is_adapter and not _is_changed(expert, field.dtype)
+            save_expert(target, expert, field.dtype, weak_dtype, keeps_adapter)
 
     def is_as_stored(self) -> bool:
         """True where all experts have folders, and weights that are in memory are those in them."""

@@ -314,12 +314,17 @@ def unpacked(model: Ensemble | VelocityField) -> tuple[ExpertSet, Callable[..., 
     if not isinstance(model, Ensemble):
         kind = type(model).__name__
         raise HddmError(f"a pipeline is made of an Ensemble or a VelocityField, not of a {kind}")
+    if len(model.kinds) > 1:
+        raise HddmError(
+            f"these experts make samples of several kinds ({model.describe_kinds()}), and a pipeline of "
+            "velocity fields has one: assemble their folders"
+        )
     shape, router = model.sample_shape, model.router
     if shape is None or len(shape) != 3:
         shapes = ", ".join(str(one.sample_shape) for one in model.experts)
         raise HddmError(
             f"a pipeline needs the one shape of all samples, and the experts state {shapes}: pass "
-            "sample_shape=(C, H, W) to VelocityField, or assemble experts of several kinds"
+            "sample_shape=(C, H, W) to VelocityField"
         )
     encoders = {part.text_encoder for part in model.parts} - {None}
     if len(encoders) > 1 and not all(isinstance(one, TextEncoderRecord) for one in encoders):

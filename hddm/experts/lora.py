@@ -55,7 +55,7 @@ _PATTERNS = ("rank_pattern", "alpha_pattern")
 class AdapterRecord(Record):
     """The weights changed by the adapter beside an ``expert.json``, and their base."""
 
-    rank: Annotated[int, Field(ge=1)]
+    rank: Annotated[int, Field(ge=1, le=2**16)]
     alpha: Positive
     targets: Annotated[tuple[str, ...], Field(min_length=1)]
     """Names of the changed weights."""

@@ -16,6 +16,7 @@ from hddm.conditions import join_classes
 from hddm.ensemble import Part, numbered_by_first
 from hddm.experts.compatibility import Entry, Findings, decide, domains_of, takes_text
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
+from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
 
 _ENCODERS: Mapping[str, type] = {"vae": VaeRecord, "text_encoder": TextEncoderRecord}
@@ -166,10 +167,13 @@ def with_parts(entries: Sequence[Entry], parts: Sequence[Part]) -> list[Entry]:
             own = getattr(part, name)
             # An identity that is no record distinguishes experts in memory alone.
             is_new = isinstance(own, kind) and own != its and getattr(one.record, name) is None
-            found.append(own if is_new else None)
+            found.append(own if is_new else getattr(one.member, name))
         entries = decide(entries, **{name: found})
     weights, derived = [part.weight for part in parts], parts_of(entries)
-    scale = sum(weights) / sum(part.weight for part in derived)
+    if not (total := sum(part.weight for part in derived)):
+        chosen = ", ".join(one.name for one in entries)
+        raise HddmError(f"{chosen}: all shares are 0; choose others too, or set them: hddm assemble --share")
+    scale = sum(weights) / total
     pairs = zip(weights, derived, strict=True)
     if not all(math.isclose(one, scale * part.weight, rel_tol=1e-12) for one, part in pairs):
         entries = decide(entries, share=weights)

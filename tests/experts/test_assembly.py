@@ -188,6 +188,25 @@ def test_what_is_not_recorded_is_no_difference_but_said(trio: Trio, tmp_path: Pa
     assert "no expert records its text encoder; that all share one is taken on trust" in notes
 
 
+def test_encoders_taken_on_trust_stay_with_chosen_experts(trio: Trio, tmp_path: Path) -> None:
+    silent = _latent(trio.experts[0], tmp_path / "silent", vae=None, text_encoder=None)
+    known = _latent(trio.experts[1], tmp_path / "known")
+    assemble([silent, known], tmp_path / "out")
+    vae, text = VAE | {"fingerprint": "c" * 16}, TEXT | {"fingerprint": "d" * 16}
+    edit_members(tmp_path / "out", vae=[vae, None], text_encoder=[text, None])
+    for chosen in (None, [0, 1], [1, 0]):
+        parts = load_ensemble(tmp_path / "out", experts=chosen).parts
+        found = [(part.vae.fingerprint[0], part.text_encoder.fingerprint[0]) for part in parts]
+        assert found == [[("c", "d"), ("a", "b")][k] for k in chosen or (0, 1)]
+
+
+def test_chosen_experts_need_a_share(trio: Trio, tmp_path: Path) -> None:
+    assemble(trio.experts[:2], tmp_path / "out", share={"e0": 0.0, "e1": 1.0})
+    assert load_ensemble(tmp_path / "out", experts=[1]).prior.tolist() == [1.0]
+    with pytest.raises(HddmError, match=r"experts/0: all shares are 0; .* hddm assemble --share$"):
+        load_ensemble(tmp_path / "out", experts=[0])
+
+
 def _components(root: Path, vae: dict[str, Any], clip: dict[str, Any]) -> dict[str, Path]:
     write_vae(root / "vae", **vae)
     write_clip(root, **clip)

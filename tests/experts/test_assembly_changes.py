@@ -187,7 +187,9 @@ def test_a_link_to_an_ensemble_stays_a_link(whole: Path, tmp_path: Path) -> None
     assert len(derived(whole).names) == 2
 
 
-def test_what_a_link_leads_to_does_not_become_part_of_it(whole: Path, tmp_path: Path) -> None:
+def test_what_a_link_leads_to_does_not_become_part_of_it(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "private").mkdir()
     (tmp_path / "private" / "key").write_text("secret")
     (whole / "notes").mkdir()
@@ -198,6 +200,7 @@ def test_what_a_link_leads_to_does_not_become_part_of_it(whole: Path, tmp_path: 
     assert sorted(whole.rglob("*")) == before
     (whole / "notes" / "link").unlink()
     (whole / "notes" / "up").symlink_to("..")
+    monkeypatch.setattr("hddm.experts.assembly.new_folder", None)
     with pytest.raises(HddmError, match=r"notes/up: is a link to a folder; put the folder itself there"):
         change(whole, remove=[0])
 
@@ -259,12 +262,14 @@ def test_a_change_that_cannot_be_is_refused(whole: Path) -> None:
         ({"remove": ["9" * 5000]}, "remove 9+…: names no expert"),
         ({"remove": ["\u0661"]}, "remove \u0661: names no expert"),
         ({"remove": ["../whole/experts/0"]}, "names no expert"),
-        ({"remove": [0, 1, 2]}, "an ensemble needs at least one expert"),
+        ({"remove": [0, 1, 2]}, "whole: remove takes experts/0 .e0., .*, and no expert is left"),
         ({"remove": [0, 1], "strategy": "top-2"}, "top-2 needs 2 experts and there are 1"),
         ({}, "nothing to change; pass add, remove or another part"),
     ):
         with pytest.raises(HddmError, match=message):
             change(whole, **arguments)
+    with pytest.raises(HddmError, match=r"experts/0: no ensemble folder .*; assemble one first"):
+        change(whole / "experts" / "0", remove=[0])
     assert contents(whole.parent) == before
 
 
@@ -312,4 +317,4 @@ def test_the_command_line_changes_an_ensemble(trio: Trio, whole: Path, tmp_path:
     assert hddm("assemble", whole, trio.experts[0], "--add", trio.experts[2])[0] == 2
     assert hddm("assemble", trio.experts[0])[0] == 2
     code, _, err = hddm("assemble", trio.experts[0], "--add", trio.experts[1])
-    assert (code, "ensemble.json: no such file" in err) == (1, True)
+    assert (code, "assemble one first" in err) == (1, True)

@@ -236,6 +236,7 @@ MLP = "base_model.model.layers.0.mlp.0.lora_A.weight"
         (_record(rank=3), "r is '2', and expert.json says 3"),
         (_record(alpha=-1), "adapter.alpha"),
         (_record(alpha=1e38), "adapter.alpha"),
+        (_record(rank=2**62), "key 'adapter.rank' (is 4611686018427387904)"),
         (_record(rank=True), "key 'adapter.rank' (is True): must be a whole number"),
         (
             _tensors(lambda t: [one.fill_(1e25) for one in t.values()]),

@@ -17,7 +17,7 @@ from hddm.utils.errors import HddmError
 from hddm.utils.files import sha256_of
 from tests.artefacts import Command
 from tests.checkpoint_files import facts_of
-from tests.ensemble_files import flow_expert
+from tests.ensemble_files import flow_expert, load_ensemble
 from tests.lora_files import states, write_adapter, write_base
 
 
@@ -116,6 +116,20 @@ def test_an_adapter_that_was_changed_in_memory_is_saved_merged(out: Path, tmp_pa
     assert [p.parent.name for p in _files(tmp_path / "saved", ADAPTER_WEIGHTS)] == ["0", "2"]
     assert facts_of(tmp_path / "saved" / "experts" / "1")["adapter"] is None
     assert torch.equal(_velocities(tmp_path / "saved")[1], expected)
+
+
+def test_an_expert_that_has_run_is_saved_without_its_folder(base: Path, tmp_path: Path) -> None:
+    assemble([base], tmp_path / "whole")
+    pipeline = hddm.HDDMPipeline.from_pretrained(tmp_path / "whole")
+    expected = pipeline.ensemble.experts[0].velocity(*states())
+    shutil.rmtree(tmp_path / "whole")
+    pipeline.save_pretrained(tmp_path / "saved")
+    assert torch.equal(load_ensemble(tmp_path / "saved").experts[0].velocity(*states()), expected)
+
+
+def test_no_ensemble_is_written_into_a_base(base: Path, adapters: list[Path]) -> None:
+    with pytest.raises(HddmError, match=r"base/ensemble: lies in .*base, which is to become part of it"):
+        assemble(adapters, base / "ensemble")
 
 
 def test_offloaded_adapters_give_the_same_samples(out: Path) -> None:

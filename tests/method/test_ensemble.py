@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hddm.ensemble import Ensemble, Strategy, sparse_weights
+from hddm.ensemble import Ensemble, Part, Strategy, sparse_weights
 from hddm.evaluation.expert_use import ExpertUse
 from hddm.sampling import sample
 from hddm.utils.errors import HddmError
@@ -225,6 +225,10 @@ def test_a_prior_that_is_none_is_refused(prior: list[float]) -> None:
 def test_prior_is_normalised_shard_sizes_and_uniform_by_default() -> None:
     assert _of([ConditionSum()] * 2, prior=[300, 100]).prior.tolist() == [0.75, 0.25]
     assert _of([ConditionSum()] * 2).prior.tolist() == [0.5, 0.5]
+    parts = [Part(ConditionSum().field(), weight=0.0) for _ in range(2)]
+    assert Ensemble(parts, strategy="draw", prior=[1, 3]).prior.tolist() == [0.25, 0.75]
+    with pytest.raises(HddmError, match="prior"):
+        Ensemble(parts, strategy="draw")
 
 
 def test_experts_of_unlike_samples_are_for_draw_only() -> None:

@@ -96,3 +96,6 @@ def test_what_makes_no_router_is_refused() -> None:
     ):
         with pytest.raises(HddmError, match=said):
             MomentsRouter(moments, **options)
+    for size in (1, 4):
+        with pytest.raises(HddmError, match=f"images of 12 numbers, not of {size}"):
+            MomentsRouter([one, other])(torch.zeros(1, size, 1, 1), torch.ones(1))

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import hddm
+from hddm.ensemble import Part
 from hddm.experts.assembly import assemble
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.transformers import ExpertTransformer
@@ -342,4 +343,7 @@ def test_samples_of_unknown_shape_and_other_objects_are_refused() -> None:
     assert "pass sample_shape=(C, H, W) to VelocityField" in refusal(HDDMPipeline.from_ensemble, nowhere)
     flat = hddm.VelocityField(_plain, LinearSchedule(), "flow_prediction", sample_shape=(2,))
     assert "the experts state (2,)" in refusal(HDDMPipeline.from_ensemble, flat)
+    fields = [hddm.VelocityField(_plain, LinearSchedule(), "flow_prediction", sample_shape=(1, 2, 2))] * 2
+    two = hddm.Ensemble([Part(one, vae=vae) for one, vae in zip(fields, "ab", strict=True)], strategy="draw")
+    assert "kinds (expert 0 VAE 1, expert 1 VAE 2)" in refusal(HDDMPipeline.from_ensemble, two)
     assert "not of a Own" in refusal(HDDMPipeline.from_ensemble, Own(0))
