@@ -6,6 +6,7 @@ in the order in which diffusers' pipelines draw it. `Latents` are states that th
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -19,9 +20,13 @@ Generators = torch.Generator | Sequence[torch.Generator] | None
 
 @dataclass(frozen=True)
 class Seeded:
-    """Noise of sample i by (seed, i) alone, whatever the batch."""
+    """Noise of sample i by (seed, i) alone, whatever the batch; `HddmError` for a seed below 0."""
 
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.seed, Integral) or self.seed < 0:
+            raise HddmError(f"seed is a whole number from 0, not {self.seed!r}")
 
     def initial(self, numbers: Sequence[int], shape: Shape) -> Tensor:
         """States ``(n, *shape)`` at t = 1 of the samples ``numbers``, in float32."""
