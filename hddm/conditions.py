@@ -46,7 +46,7 @@ def class_indices(labels: Labels, classes: Sequence[str]) -> Tensor:
     """
     labels = flat_labels(labels)
     if not classes:
-        raise HddmError(f"class_labels {labels}: this model has no classes; leave them out")
+        raise HddmError("this model has no classes; leave out class_labels")
     names = {composed(name): index for index, name in enumerate(classes)}
     indices = []
     for label in labels:
@@ -221,13 +221,13 @@ class Guidance:
         if self.by not in get_args(GuideBy):
             raise HddmError(f"guidance is by {' or by '.join(get_args(GuideBy))}, not by {self.by!r}")
         if not math.isfinite(self.scale):
-            raise HddmError(f"guidance scale must be finite, not {self.scale}")
+            raise HddmError(f"--guidance-scale {self.scale}: must be finite")
         if self.channels is not None and self.channels < 1:
             raise HddmError(f"guided channels start at 1, not {self.channels}")
         if not 0 <= low <= high <= 1:
-            raise HddmError(f"a guidance interval is 0 <= low <= high <= 1 in t, not {low} to {high}")
+            raise HddmError(f"--guidance-interval {low} {high}: must be two t, 0 <= low <= high <= 1")
         if not 0 <= self.rescale <= 1:
-            raise HddmError(f"guidance rescale lies in [0, 1], not {self.rescale}")
+            raise HddmError(f"--guidance-rescale {self.rescale}: must be from 0 to 1")
 
     @classmethod
     def of(cls, scale: "float | Guidance") -> "Guidance":

@@ -39,7 +39,7 @@ Where two noise ranges meet, the expert of higher noise runs. Those of a domain 
 
 import copy
 import functools
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
 
@@ -59,8 +59,8 @@ from hddm.conditions import (
     within,
 )
 from hddm.networks.offload import bring, in_best_order, release
-from hddm.networks.wrappers import TEXT_CONDITIONS, described
-from hddm.utils.errors import HddmError
+from hddm.networks.wrappers import TEXT_CONDITIONS, described, missing_from
+from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.records import NoiseRange
 from hddm.utils.tensors import sent, to_float64
 from hddm.velocity import VelocityField, check_times
@@ -559,17 +559,29 @@ class Ensemble:
         for row, k in ((choice.weights != 0) & ~known).nonzero()[:1].tolist():
             raise HddmError(f"expert {k} knows no class {self._joint.names[int(labels[row])]!r}")
 
-    def require_weak_model(self, guidance: Guidance, expert: Tensor | None) -> None:
-        """Raise an `HddmError` where an expert of ``expert``, or any, lacks the weak model to guide by."""
-        if not guidance.by_weak:
-            return
+    def require(self, guidance: Guidance, conditions: Collection[str], expert: Tensor | None) -> None:
+        """Check that the experts ``expert``, by default all, have what they need for samples.
+
+        Raises an `HddmError` where one lacks the weak model to guide by, and a `UsageError` where it needs a
+        condition that is not among ``conditions``.
+        """
         domains = set(self.domains) if expert is None else {self.domains[k] for k in expert.unique().tolist()}
         used = [k for k, domain in enumerate(self.domains) if domain in domains]
-        if weakless := [str(k) for k in used if self.experts[k].weak is None]:
+        weakless = [str(k) for k in used if self.experts[k].weak is None]
+        if weakless and guidance.by_weak:
             by = "" if self.conditions == () else "guide by condition, or "
             raise HddmError(
                 f"expert {', '.join(weakless)}: has no weak model to guide by; {by}take other experts"
             )
+        for k in used:
+            given = {own for own, name in self.names_of(k).items() if name in conditions}
+            given |= self.experts[k].null_conditions.keys()
+            for name in missing_from(given, self.experts[k].conditions or ()):
+                option = {TEXT_CONDITIONS[0]: "--prompt or ", LABELS: "--class-labels or "}.get(name, "")
+                raise UsageError(
+                    f"{option}--conditions: the experts need {self.names_of(k)[name]} and have no empty "
+                    "default; pass it"
+                )
 
     def prior_of(self, num: int, conditions: Mapping[str, Tensor], prior: Tensor | None = None) -> Tensor:
         """The distribution that ``draw`` draws the expert of each of ``num`` samples from, (num, K).

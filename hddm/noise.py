@@ -19,7 +19,7 @@ Generators = torch.Generator | Sequence[torch.Generator] | None
 
 @dataclass(frozen=True)
 class Seeded:
-    """Noise of sample i by (seed, i) alone, whatever the batch."""
+    """Noise of sample i by (seed, i) alone, whatever the batch; `HddmError` for a seed below 0."""
 
     seed: int = 0
 

@@ -172,7 +172,7 @@ def plan(
     if expert is not None and strategy is not None:
         raise HddmError(f"expert {expert} and strategy {strategy!r}: choose one of the two")
     if expert is not None and not 0 <= expert < len(model.experts):
-        raise HddmError(f"expert {expert}: there are 0 … {len(model.experts) - 1}")
+        raise HddmError(f"--expert {expert}: there are 0 … {len(model.experts) - 1}")
     if router_every < 1:
         raise HddmError(f"router_every starts at 1, not {router_every}")
     # A copy, so that another thread's sampling keeps its own strategy.
@@ -215,12 +215,15 @@ def batches(plan: Plan, numbers: Sequence[int], conditions: Conditions, size: in
     sees large batches; samples of several kinds are never in one batch.
 
     Raises:
-        HddmError: for conditions or a picture of another length than ``numbers``, a size below 1, and experts
-            that cannot be guided as planned.
+        HddmError: for numbers below 0, conditions or a picture of another length than ``numbers``, a size
+            below 1, and experts that cannot be guided as planned.
+        UsageError: for a condition that an expert of these samples needs and that is missing.
     """
     model, num = plan.model, len(numbers)
     if not isinstance(size, Integral) or size < 1:
         raise HddmError(f"batch_size is a whole number from 1, not {size!r}")
+    if min(numbers, default=0) < 0:
+        raise HddmError(f"start is a whole number from 0, not {min(numbers)}")
     for branch in (conditions.given, conditions.negative):
         check_rows(num, branch)
     if num and not 0 <= numbers[0] <= numbers[-1] < NUMBERS:
@@ -232,7 +235,10 @@ def batches(plan: Plan, numbers: Sequence[int], conditions: Conditions, size: in
     for k in chosen.unique().tolist() if is_apart and chosen is not None else [plan.expert or 0]:
         if (first := plan.picture(k)) is not None:
             first.check(num, plan.shape_of(k))
-    model.require_weak_model(plan.guidance(), chosen)
+    used = chosen
+    if chosen is None and (shares := model.shares_of(num, conditions.given, conditions.prior)) is not None:
+        used = shares.sum(0).nonzero()[:, 0]
+    model.require(plan.guidance(), conditions.given, used)
     groups = [torch.arange(num)]
     if chosen is not None and is_apart:
         groups = [(chosen == k).nonzero()[:, 0] for k in chosen.unique().tolist()]
@@ -339,10 +345,8 @@ def sample(
         from hddm.experts.loading import load
 
         model = load(model)
-    for name, value in {"num": num, "seed": seed, "start": start}.items():
-        least = 1 if name == "num" else 0
-        if not isinstance(value, Integral) or value < least:
-            raise HddmError(f"{name} is a whole number from {least}, not {value!r}")
+    if not isinstance(num, Integral) or num < 1:
+        raise HddmError(f"num is a whole number from 1, not {num!r}")
     planned = plan(
         model,
         steps=steps,

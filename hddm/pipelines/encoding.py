@@ -31,6 +31,8 @@ class Encoding(Offloading):
         class_labels: Labels | None = None,
         negative_prompt: str | Sequence[str] | None = None,
         guided: bool = False,
+        prompt_embeds: Tensor | None = None,
+        negative_prompt_embeds: Tensor | None = None,
         conditions: Mapping[str, Tensor] | None = None,
         negative_conditions: Mapping[str, Tensor] | None = None,
     ) -> Conditions:
@@ -50,7 +52,8 @@ class Encoding(Offloading):
             raise HddmError("--negative-prompt: needs a --guidance-scale other than 1, by condition")
         if negative_prompt is not None and prompt is None:
             raise HddmError("a negative_prompt needs a prompt too")
-        given, against, prior = dict(conditions or {}), dict(negative_conditions or {}), None
+        given, prior = with_text(conditions, prompt_embeds), None
+        against = with_text(negative_conditions, negative_prompt_embeds)
         if class_labels is not None:
             _add(given, {LABELS: class_indices(class_labels, self.ensemble.classes)})
         check_labels(given, self.ensemble.classes)

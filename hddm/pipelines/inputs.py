@@ -1,6 +1,7 @@
 """Arguments of a pipeline's methods: options of diffusers, dtypes, noise, pictures."""
 
-from collections.abc import Collection, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,14 @@ _REMEDIES = {
 }
 _OF_DOWNLOADS = ("cache_dir", "token", "proxies")
 """Keywords without effect on a local folder, whatever their value; a token must not get into a message."""
+_KNOWN = {
+    *(*_NO_EFFECT, *_REMEDIES, *_OF_DOWNLOADS, "variant", "revision", "custom_revision", "custom_pipeline"),
+    *("quantization_config", "offload_folder", "safety_checker", "max_memory", "trust_remote_code"),
+    *("force_download", "load_connected_pipeline", "use_onnx", "offload_state_dict", "output_loading_info"),
+    *("requires_safety_checker", "use_flashpack", "disable_mmap", "provider", "sess_options"),
+    *("provider_options", "max_shard_size", "repo_id", "commit_message", "private", "create_pr"),
+}
+"""Keywords of diffusers' loaders and writers."""
 _GRID = "pass num_inference_steps; the grid is linear in t, except for the scheduler's shift"
 CALLING = {
     "eta": "samples follow an ODE, and eta is the noise of DDIM's steps",
@@ -122,12 +131,15 @@ def mask_of(masks: Images, images: Images, size: tuple[int, int]) -> Tensor:
     return is_open
 
 
-def refuse_options(call: str, options: Mapping[str, Any]) -> None:
-    """Refuse options of diffusers' loaders and writers that ask for something other than what hddm does."""
+def refuse_options(call: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Refuse unknown ``options`` of ``call``, and those of diffusers that request what hddm does not do."""
     for name, value in options.items():
+        if name not in _KNOWN:
+            near = did_you_mean(name, [*inspect.signature(call).parameters, *_KNOWN, *PARTS])
+            raise HddmError(f"{call.__name__} takes no {name!r}{near}")
         if name not in _OF_DOWNLOADS and value is not None and value not in _NO_EFFECT.get(name, (False,)):
             raise HddmError(
-                f"{call}({name}={value!r}) is not supported: hddm reads and writes local folders of "
+                f"{call.__name__}({name}={value!r}) is not supported: hddm reads and writes local folders of "
                 f"safetensors only, and runs no code from them{_REMEDIES.get(name, '')}"
             )
 

@@ -32,18 +32,18 @@ from hddm.networks.vae import decode, kind_of, latents_of, scale_of
 from hddm.noise import Generated, Generators, Latents, Noise, Seeded
 from hddm.pipelines import inputs
 from hddm.pipelines.callbacks import Callback, Callbacks
-from hddm.pipelines.encoding import Encoding, repeated, with_text
+from hddm.pipelines.encoding import Encoding, repeated
 from hddm.pipelines.hub import plan_upload, upload
 from hddm.pipelines.stock import parts_for_loader
 from hddm.running import Batch, Plan, run
 from hddm.sampling import batches, plan
 from hddm.utils.errors import HddmError, UsageError, choose, one_line
 from hddm.utils.files import new_folder, restore
+from hddm.utils.records import EXPERT_FILE
 from hddm.velocity import Guidance, VelocityField
 
 Vae: TypeAlias = AutoencoderKL | AutoencoderTiny
 OUTPUTS = ("pil", "np", "pt", "latent")
-_NO_VAE = " and has no VAE; add one (hddm assemble --vae FOLDER; to Paris as its folder vae)"
 
 
 @dataclass
@@ -107,6 +107,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         self._ensemble: Ensemble | None = None
         self._made_of: tuple[Any, ...] = ()
         self._opened: Path | None = None
+        self._folder: Path | None = None
         self.image_processor = VaeImageProcessor()
         self.ensemble  # noqa: B018 - so that what does not fit is refused here
 
@@ -144,6 +145,11 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         record = getattr(self.router, "record", None)
         return record if isinstance(record, RouterRecord) else None
 
+    @router_facts.setter
+    def router_facts(self, record: RouterRecord) -> None:
+        if isinstance(self.router, RouterTransformer):
+            self.router = carrying(self.router, record)
+
     @property
     def components(self) -> dict[str, Any]:
         """All parts: ``HDDMPipeline(**pipe.components)`` is a pipeline that shares them."""
@@ -152,19 +158,25 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
     @classmethod
     def from_pipe(cls, pipeline: "HDDMPipeline", **changes: Any) -> "HDDMPipeline":
         """Make a pipeline of the same parts, except for ``changes`` (constructor arguments)."""
+        if not isinstance(pipeline, HDDMPipeline):
+            raise HddmError(f"from_pipe: a {type(pipeline).__name__} is no ensemble; convert and assemble it")
         return cls(**pipeline.components | changes)
 
     @classmethod
     def from_ensemble(
-        cls, ensemble: Ensemble | VelocityField, *components: Any, **others: Any
+        cls,
+        ensemble: Ensemble | VelocityField,
+        vae: Vae | None = None,
+        text_encoder: Any = None,
+        tokenizer: Any = None,
+        **others: Any,
     ) -> "HDDMPipeline":
         """Make a pipeline of an ensemble in memory, or of one expert, that shares its networks and router.
 
-        Its samples are those of `hddm.sample` with the same seed. ``components`` are ``vae``,
-        ``text_encoder`` and ``tokenizer``, ``others`` further arguments of the class. It can be saved if a
-        folder can hold its parts: networks of the classes that `hddm.load` reads, and hddm's own router.
-        Raises `HddmError` for samples of unknown or several shapes, and for topics of experts whose network
-        was replaced.
+        Its samples are those of `hddm.sample` with the same seed. ``others`` are further arguments of the
+        class. It can be saved if a folder can hold its parts: networks of the classes that `hddm.load` reads,
+        and hddm's own router. Raises `HddmError` for samples of unknown or several shapes, and for topics of
+        experts whose network was replaced.
         """
         experts, router = unpacked(ensemble)
         of_text = [one for one in experts.experts if takes_text(one.facts)]
@@ -173,7 +185,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
                 "topics route the prompts, but a network was replaced: set ensemble.topics = None"
             )
         scheduler = FlowMatchEulerDiscreteScheduler(shift=experts.record.shift)
-        return cls(experts, scheduler, router, *components, **others)
+        return cls(experts, scheduler, router, vae, text_encoder, tokenizer, **others)
 
     @classmethod
     def from_pretrained(
@@ -205,7 +217,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
             HddmError: for another option or dtype, or a folder whose parts contradict each other.
         """
         given = {name: options.pop(name) for name in inputs.PARTS if name in options}
-        inputs.refuse_options("from_pretrained", options)
+        inputs.refuse_options(cls.from_pretrained, options)
         if not isinstance(max_memory, int | None):
             raise HddmError(f"max_memory {max_memory!r}: pass the number of bytes for all parts together")
         dtypes = inputs.dtypes_of(dtype, torch_dtype)
@@ -219,7 +231,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         parts |= inputs.read_parts(folder, opened.components, dtypes, given)
         beside = [part for name, part in parts.items() if isinstance(part, nn.Module) and name != "router"]
         made = cls(opened.expert_set("cpu", dtypes["experts"], offload, max_memory, beside), **parts)
-        made.max_memory = max_memory
+        made.max_memory, made._folder = max_memory, folder
         if experts is None and not given and (folder / ENSEMBLE_FILE).is_file():
             made._opened = folder
         return made
@@ -262,7 +274,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
             HddmError: if the folder exists without ``overwrite`` and is not empty, if experts are read from
                 it, and for other options.
         """
-        inputs.refuse_options("save_pretrained", options)
+        inputs.refuse_options(self.save_pretrained, options)
         folder, experts = Path(save_directory), self.experts.experts
         read_from = [path.resolve() for one in experts for path in (one.folder, one.base) if path]
         if any(one.is_relative_to(folder.resolve()) for one in read_from):
@@ -298,7 +310,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         Raises:
             HddmError: for other options, a hub that refuses or cannot be reached, and as `save_pretrained`.
         """
-        inputs.refuse_options("push_to_hub", options)
+        inputs.refuse_options(self.push_to_hub, options)
         with tempfile.TemporaryDirectory() as temporary:
             folder = self._opened
             if folder is None or not self._is_as_in(folder):
@@ -410,8 +422,10 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
             class_labels,
             negative_prompt,
             guidance.by_condition,
-            with_text(conditions, prompt_embeds),
-            with_text(negative_conditions, negative_prompt_embeds),
+            prompt_embeds,
+            negative_prompt_embeds,
+            conditions,
+            negative_conditions,
         )
         asked, num = repeated(encoded, num_images_per_prompt, batch_size)
         self._begin(guidance, 0)
@@ -489,18 +503,34 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
             facts = self.experts.facts[k]
             if is_decoded and self.vae_of(k) is None and not facts.makes_pictures:
                 latent = "" if is_apart else ", or use --output-type latent"
-                raise HddmError(f"expert {k} makes latents {facts.sample_shape}{_NO_VAE}{latent}")
+                raise HddmError(f"expert {k} makes latents {facts.sample_shape}{self._no_vae}{latent}")
 
     def run(self, how: Plan, batch: Batch, *arguments: Any, **options: Any) -> Tensor:
         """`hddm.running.run`; raises an `HddmError` if a network fails on a size that is not its own."""
         try:
             return run(how, batch, *arguments, **options)
         except (RuntimeError, ValueError) as error:
-            if how.shape is None or isinstance(error, HddmError):
+            size, own = self.size_and_shape(batch.kind)
+            if how.shape in (None, own) or isinstance(error, HddmError):
                 raise
+            height, width = (size[0] // own[1] * side for side in how.shape[1:])
             raise HddmError(
-                f"--height, --width: the network fails on {how.shape}: {one_line(error)}"
+                f"--height {height}, --width {width}: a network of images of {size[0]}×{size[1]} fails on "
+                f"it: {one_line(error)}"
             ) from error
+
+    @property
+    def _no_vae(self) -> str:
+        """That there is no VAE and how to add one, in words."""
+        if (folder := self._folder) is None:
+            remedy = "vae="
+        elif (folder / EXPERT_FILE).exists():
+            remedy = f"hddm assemble {folder} --vae FOLDER --out ENSEMBLE"
+        elif (folder / ENSEMBLE_FILE).exists():
+            remedy = f"hddm assemble {folder} --vae FOLDER"
+        else:
+            remedy = f"as {folder / 'vae'}"
+        return f" and has no VAE; add one ({remedy})"
 
     def vae_of(self, expert: int) -> Vae | None:
         """The VAE of an expert's latents; None for pixels, and if there is none."""
@@ -516,13 +546,14 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         image, mask_image, strength = begin.image, begin.mask_image, begin.strength
         if image is None:
             if strength is not None or mask_image is not None:
-                raise HddmError("--strength and --mask change a picture; pass one (--init-image, image=)")
+                lone = "--mask" if strength is None else f"--strength {strength:g}"
+                raise HddmError(f"{lone}: changes a picture; pass one (--init-image, image=)")
             return None
         if strength is None:
             strength = 0.8 if mask_image is None else 1.0
         part, (size, shape) = self.vae_of(expert), self.size_and_shape(expert, begin.height, begin.width)
         if part is None and not self.experts.facts[expert].makes_pictures and not isinstance(image, Tensor):
-            raise HddmError(f"image: expert {expert} makes latents {shape}{_NO_VAE}, or pass latents")
+            raise HddmError(f"image: expert {expert} makes latents {shape}{self._no_vae}, or pass latents")
         x_0 = pixels = inputs.pixels_of(image, shape[0] if part is None else part.config.in_channels, size)
         mask = pixel_mask = None if mask_image is None else inputs.mask_of(mask_image, image, size)
         if part is not None:
@@ -534,15 +565,20 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
 
     def images_of(self, how: Plan, batch: Batch, samples: Tensor) -> Tensor:
         """Images of a batch's samples (`decode`), in which its picture keeps its own pixels."""
-        images, picture = self.decode(samples, batch.kind), how.picture(batch.kind)
-        return images if picture is None else picture.rows(batch.rows).kept_in(images)
+        picture = how.picture(batch.kind)
+        return self.decode(samples, batch.kind, None if picture is None else picture.rows(batch.rows))
 
-    def decode(self, latents: Tensor, expert: int = 0) -> Tensor:
-        """Images (N, C, H, W) in [-1, 1] of an expert's samples: decoded by its VAE, or clipped pixels."""
+    def decode(self, latents: Tensor, expert: int = 0, picture: Picture | None = None) -> Tensor:
+        """Images (N, C, H, W) in [-1, 1] of an expert's samples: decoded by its VAE, or clipped pixels.
+
+        Pixels that a ``picture`` keeps are its own.
+        """
         if (part := self.vae_of(expert)) is None:
-            return latents.float().clamp(-1, 1)
-        with self.present(part) as vae:
-            return decode(vae, latents.to(vae.device))
+            images = latents.float().clamp(-1, 1)
+        else:
+            with self.present(part) as vae:
+                images = decode(vae, latents.to(vae.device))
+        return images if picture is None else picture.kept_in(images)
 
     @property
     def image_size(self) -> tuple[int, int]:

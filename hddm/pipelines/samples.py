@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hddm.conditions import LABELS, Conditions
+from hddm.conditions import LABELS, Conditions, check_labels, class_indices
 from hddm.data.images import open_image, save_png, to_bytes
 from hddm.data.sources.base import LARGEST_FILE
 from hddm.editing import DEFAULT_RESAMPLING
@@ -36,7 +36,7 @@ from hddm.utils.drafts import Done, Draft, differences, discard_finished, open_d
 from hddm.utils.errors import HddmError, UsageError, asked
 from hddm.utils.files import read_json, read_whole, sha256_of, write_json
 from hddm.utils.progress import Progress
-from hddm.utils.records import SAMPLING_FILE, Seed, content_hash
+from hddm.utils.records import EXPERT_FILE, SAMPLING_FILE, Seed, content_hash
 from hddm.utils.tensors import available_device, read_safetensors
 from hddm.velocity import Guidance
 
@@ -72,7 +72,7 @@ class SampleSettings(SamplingSettings):
     """Factor on all temperatures of the router."""
     cfg_channels: int | None = None
     guidance_interval: tuple[float, float] = (0.0, 1.0)
-    guidance_rescale: float = 0.0
+    guidance_rescale: Annotated[float, Field(ge=0, le=1)] = 0.0
     class_labels: str | None = None
     """Names or numbers, comma-separated, cycled over the images."""
     prompts: tuple[str, ...] = ()
@@ -146,6 +146,8 @@ def sample_to_folder(
     is_latent, device = settings.output_type == "latent", available_device(settings.device)
     if grid and is_latent:
         raise UsageError("--grid: shows images, and --output-type latent makes none; drop one of the two")
+    if settings.strategy is not None and (source / EXPERT_FILE).exists():
+        raise UsageError(f"--strategy {settings.strategy}: {source} is a single expert; drop the option")
     pipeline = HDDMPipeline.from_pretrained(
         source, dtype=DTYPES[settings.dtype], offload=settings.offload, max_memory=settings.max_memory
     ).to(device)
@@ -173,7 +175,9 @@ def sample_to_folder(
     elif grid and sheet.exists() and not overwrite:
         raise HddmError(f"{sheet} exists: choose another --out, or pass --overwrite to replace it")
     else:
-        with open_draft(out, SAMPLING_FILE, identity, "sampling", run.kept, overwrite, resume) as draft:
+        # The format decides how the parts of a draft are laid out.
+        begun = identity | {"format": FORMAT}
+        with open_draft(out, SAMPLING_FILE, begun, "sampling", run.kept, overwrite, resume) as draft:
             run.write(draft)
             write_json(draft.folder / SAMPLING_FILE, record | {"expert_use": run.use.report()})
     if overwrite:
@@ -353,30 +357,40 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> Conditions:
 
     Raises `HddmError` for conditions that cannot be read or encoded, or that have two sources.
     """
-    guidance, path, labels = settings.guidance, settings.conditions, settings.class_labels
+    guidance, path, file = settings.guidance, settings.conditions, f"--conditions {settings.conditions}"
+    classes, text = pipeline.ensemble.classes, TEXT_CONDITIONS[0]
     tensors = {} if path is None else read_safetensors(path)
     for name, value in tensors.items():
         is_label = name.removeprefix(NEGATIVE) == LABELS
         if value.ndim == 0 or not len(value) or (is_label and value.ndim != 1):
             row = "one label" if is_label else "one row"
-            raise HddmError(f"--conditions {path}: {name} is {tuple(value.shape)}, and needs {row} per image")
+            raise HddmError(f"{file}: {name} is {tuple(value.shape)}, and needs {row} per image")
+    options = {LABELS: "class_labels", text: "prompts", NEGATIVE + text: "negative_prompt"}
+    if twice := [name for name, option in options.items() if name in tensors and getattr(settings, option)]:
+        raise UsageError(f"{file}: {twice[0]} is given by another option too; drop one")
+    with asked(file, HddmError):
+        check_labels(tensors, classes)
     against = {
         name.removeprefix(NEGATIVE): tensors.pop(name) for name in [*tensors] if name.startswith(NEGATIVE)
     }
     if path is not None and not tensors and not against:
-        raise HddmError(f"--conditions {path}: holds no tensors")
-    guidance.refuse_negative(bool(against))
+        raise HddmError(f"{file}: holds no tensors")
+    with asked(file):
+        guidance.refuse_negative(bool(against))
+    labels = None
+    if settings.class_labels is not None:
+        with asked(f"--class-labels {settings.class_labels}"):
+            labels = class_indices([part.strip() for part in settings.class_labels.split(",")], classes)
     with asked():
         found = pipeline.encode(
             settings.prompts or None,
-            None if labels is None else [part.strip() for part in labels.split(",")],
+            labels,
             settings.negative_prompt,
             guidance.by_condition,
             conditions=tensors,
             negative_conditions=against if guidance.by_condition else None,
         )
-    text = TEXT_CONDITIONS[0]
-    if text not in found.given and any(text in facts.conditions for facts in pipeline.experts.facts):
+    if text not in found.given and any(text in one.null_conditions for one in pipeline.ensemble.experts):
         warnings.warn("no --prompt: the experts use their empty text", stacklevel=2)
     return found
 

@@ -30,7 +30,7 @@ class Part(diffusers.ModelMixin):  # type: ignore[misc]
 
         Raises `HddmError` as `hddm.HDDMPipeline.from_pretrained`.
         """
-        refuse_options("from_pretrained", options)
+        refuse_options(cls.from_pretrained, options)
         whole, name = Path(folder).parent, Path(folder).name
         dtypes = dtypes_of(torch_dtype, None)
         if name not in ("experts", "router"):

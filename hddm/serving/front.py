@@ -154,23 +154,20 @@ class Front:
                 raise Refusal(405, f"{one_line(request.method, 20)} {path}: takes {method}")
             response = await answer(request)
         except Exception as error:
-            refusal = self._refusal(error)
+            refusal = self._refusal(error, f"{one_line(request.method, 20)} {one_line(path, 100)}")
             headers = {429: {"Retry-After": str(self._patience)}, 401: {"WWW-Authenticate": "Bearer"}}
             response = JSONResponse(refusal.body, refusal.status, headers.get(refusal.status))
         self.requests.labels(str(response.status_code)).inc()
         return response
 
-    def _refusal(self, error: Exception) -> Refusal:
+    def _refusal(self, error: Exception, request: str = "POST /v1/images/generations") -> Refusal:
         """The answer to a client for an error; errors that its request did not cause are logged."""
         if isinstance(error, Refusal):
             return error
-        if isinstance(error, TimeoutError):
-            seconds = self.limits.seconds
-            return Refusal(504, f"took more than {seconds:g} s; ask for fewer images or steps")
         # A request's guidance is bounded, so the weights cause samples that are not finite.
         if isinstance(error, HddmError) and not isinstance(error, NotFinite):
             return Refusal(400, with_arguments(error.message))
-        log.error("a request failed", exc_info=error)
+        log.error("%s failed", request, exc_info=error)
         return FAILED
 
     def _check_token(self, request: Request) -> None:
@@ -259,7 +256,7 @@ class Front:
         self.active += 1
         begun = time.monotonic()
         try:
-            async with asyncio.timeout(self.limits.seconds):
+            async with asyncio.timeout(self.limits.seconds) as limit:
                 how, parts = await self._in_thread(self._prepared, wanted, expert)
                 on_step(0)
                 images = await self._make(how, parts, on_step)
@@ -267,6 +264,11 @@ class Front:
             self.seconds.observe(taken)
             self.times = [*self.times, taken][-TOLD:]
             return images
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            seconds = self.limits.seconds
+            raise Refusal(504, f"took more than {seconds:g} s; ask for fewer images or steps") from error
         finally:
             self.active -= 1
 

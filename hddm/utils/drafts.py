@@ -87,11 +87,6 @@ class Draft:
         """Remove the record of the part ``name``, before its files are written anew or removed."""
         self._record(name).unlink(missing_ok=True)
 
-    def drop_below(self, name: str) -> None:
-        """Remove what `parts` holds below ``name``, and its records."""
-        remove(self.root / "done" / name)
-        remove(self.parts / name)
-
     def _record(self, name: str) -> Path:
         return self.root / "done" / f"{name}.json"
 

@@ -75,12 +75,16 @@ class UsageError(HddmError):
 
 
 @contextlib.contextmanager
-def asked() -> Iterator[None]:
-    """Check a caller's arguments in this block: an `HddmError` in it becomes a `UsageError`."""
+def asked(option: str | None = None, kind: type[HddmError] = UsageError) -> Iterator[None]:
+    """Check a caller's arguments in this block: an `HddmError` in it becomes a `UsageError`, or a ``kind``.
+
+    Its message then begins with ``option``, an option and its value.
+    """
     try:
         yield
     except HddmError as error:
-        raise UsageError(error.message, error.details) from error
+        named = error.message if option is None else f"{option}: {error.message}"
+        raise kind(named, error.details) from error
 
 
 def optional(module: str, user: str, extra: str) -> Any:

@@ -43,6 +43,7 @@ def test_an_unknown_class_is_refused_with_the_known_ones(
     for label in ("2", "-1", "colums", "0,,1", ""):
         message = _refused(hddm, "sample", class_expert, "--out", tmp_path / "out", f"--class-labels={label}")
         assert ("did you mean 'columns'?" in message) == (label == "colums")
+        assert f"--class-labels {label}: no class" in message
         assert "the model's classes are columns, rows" in message
     assert not list(tmp_path.iterdir())
 
@@ -173,7 +174,8 @@ def test_the_installed_command_fails_as_tidily(tmp_path: Path) -> None:
         ("convert {images} --to-layout facebook-dit", "{images}: not an expert folder"),
         ("assemble {images}", "{images}"),
         ("sample {images}", "{images}: neither an expert folder"),
-        ("sample {expert} --class-labels 3", "class_labels ['3']: this model has no classes"),
+        ("sample {expert} --class-labels 3", "--class-labels 3: this model has no classes; leave out"),
+        ("sample {expert} --strategy full", "--strategy full: {expert} is a single expert; drop the option"),
         ("sample {expert} --prompt dog", "--prompt: the model is unconditional; drop the option"),
         ("evaluate {images} --reference {empty}", "{empty}: holds no images"),
         ("benchmark photographs --data {empty}", "{empty}/train: no such file or folder"),

@@ -146,7 +146,7 @@ def test_embeddings_in_a_file_stand_for_prompts(
         (["--prompt", "x", "--cfg-channels", "3"], "--cfg-channels: only with a --guidance-scale"),
         (["--prompt", "x", "--guidance-scale", "2", "--cfg-channels", "9"], "9 guided channels"),
         (["--prompt", "x", "--guidance-scale", "2", "--guidance-interval", "0.9", "0.1"], "0 <= low <= high"),
-        (["--prompt", "x", "--expert", "2"], "there are 0 … 1"),
+        (["--prompt", "x", "--expert", "2"], "--expert 2: there are 0 … 1"),
         (["--prompt", "x", "--device", "warp:9"], "--device warp:9"),
         (["--prompt", "x", "--max-memory", "1GB"], "--max-memory needs --offload"),
         (["--prompt", "x", "--offload", "disk", "--max-memory", "1KB"], "text encoder alone take"),
@@ -176,10 +176,12 @@ def test_a_missing_vae_and_text_encoder_name_what_helps(
     expert = tmp_path / "epsilon"
     for name in KEPT:
         shutil.rmtree(expert / name)
-    assert "has no VAE; add one (hddm assemble --vae FOLDER" in hddm("sample", expert, *options)[2]
+    error = hddm("sample", expert, *options)[2]
+    assert f"has no VAE; add one (hddm assemble {expert} --vae FOLDER --out ENSEMBLE)" in error
     assert hddm("assemble", expert, "--out", tmp_path / "bare")[0] == 0
     bare = tmp_path / "bare"
-    assert "has no VAE; add one (hddm assemble --vae FOLDER" in hddm("sample", bare, *options)[2]
+    error = hddm("sample", bare, *options)[2]
+    assert f"has no VAE; add one (hddm assemble {bare} --vae FOLDER), or use" in error
     assert hddm("assemble", bare, "--vae", ensemble / "vae")[0] == 0
     error = hddm("sample", bare, *options, "--prompt", "a cat")[2]
     assert "--prompt: needs text_encoder and tokenizer" in error

@@ -100,7 +100,11 @@ SLIPS = [
 LATER = [
     (
         "sample {shard} --out {out} --guidance-scale 2 --guidance-interval 0.9 0.1",
-        "a guidance interval is 0 <= low <= high <= 1 in t, not 0.9 to 0.1",
+        "--guidance-interval 0.9 0.1: must be two t, 0 <= low <= high <= 1",
+    ),
+    (
+        "sample {shard} --out {out} --guidance-scale 2 --guidance-rescale 3",
+        "--guidance-rescale 3.0: must be 1 or less",
     ),
     ("partition {shard} --out {out} --shards few", "--shards few: must be a whole number from 1"),
     ("sample {shard} --out {out} --max-memory 6TB", "--max-memory 6TB: is not an amount of memory; write it"),
@@ -131,7 +135,7 @@ LATER = [
     ("push {expert} model", "model: write OWNER/NAME"),
     ("push {expert} me/model", "{expert}: no ensemble folder (ensemble.json)"),
     ("sample {expert} --out {out} --negative-prompt cat", "--negative-prompt: needs a --guidance-scale"),
-    ("sample {expert} --out {out} --strategy top-2", "top-2 needs 2 experts and there are 1"),
+    ("sample {expert} --out {out} --strategy top-2", "--strategy top-2: {expert} is a single expert; drop"),
     ("train expert {shard} --out {out} --objective flow --steps 3 --init {shards}", "not an expert folder"),
 ]
 

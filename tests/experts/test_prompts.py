@@ -427,7 +427,7 @@ def test_two_latent_spaces_have_a_vae_each(two_encoders: Path, tmp_path: Path, h
     assemble([tmp_path / "bare", tmp_path / "pixels"], tmp_path / "mixed")
     code, _, err = hddm("sample", tmp_path / "mixed", "--out", tmp_path / "no", "--prompt", "a cat")
     assert code == 1
-    assert "and has no VAE; add one (hddm assemble --vae FOLDER" in err
+    assert f"and has no VAE; add one (hddm assemble {tmp_path / 'mixed'} --vae FOLDER)" in err
     assert "--output-type" not in err
 
 

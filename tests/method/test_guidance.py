@@ -180,14 +180,14 @@ def test_what_one_side_of_guidance_lacks_is_named(
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"scale": math.nan}, "scale must be finite, not nan"),
-        ({"scale": math.inf}, "scale must be finite, not inf"),
+        ({"scale": math.nan}, "guidance_scale nan: must be finite"),
+        ({"scale": math.inf}, "guidance_scale inf: must be finite"),
         ({"channels": 0}, "channels start at 1, not 0"),
-        ({"interval": (0.6, 0.4)}, "not 0.6 to 0.4"),
-        ({"interval": (-0.1, 0.4)}, "not -0.1 to 0.4"),
-        ({"interval": (0.5, math.nan)}, "not 0.5 to nan"),
-        ({"rescale": 1.1}, "rescale lies in"),
-        ({"rescale": math.nan}, "rescale lies in"),
+        ({"interval": (0.6, 0.4)}, "guidance_interval 0.6 0.4: must be two t"),
+        ({"interval": (-0.1, 0.4)}, "guidance_interval -0.1 0.4: "),
+        ({"interval": (0.5, math.nan)}, "guidance_interval 0.5 nan: "),
+        ({"rescale": 1.1}, "guidance_rescale 1.1: must be from 0 to 1"),
+        ({"rescale": math.nan}, "guidance_rescale nan: "),
     ],
     ids=str,
 )
@@ -274,7 +274,7 @@ def test_only_what_an_expert_has_is_advised_to_guide_by() -> None:
         ):
             expert.velocity(x, t, Guidance(3.0, by=by))
     with pytest.raises(HddmError, match="has no weak model to guide by; take other experts"):
-        lone.require_weak_model(Guidance(3.0, by="weak"), None)
+        lone.require(Guidance(3.0, by="weak"), (), None)
     expert.weak = expert
     with pytest.raises(HddmError, match="; guide by the weak model, or take "):
         expert.velocity(x, t, 3.0)

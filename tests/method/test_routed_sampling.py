@@ -260,7 +260,17 @@ def test_labels_of_no_class_in_a_file_are_refused(class_expert: Path, tmp_path: 
     file = tmp_path / "labels.safetensors"
     save_file({"class_labels": torch.tensor([0, 2])}, file)
     code, _, error = hddm("sample", class_expert, "--out", tmp_path / "out", "--conditions", file)
-    assert (code, "no class 2; the model's classes are columns, rows" in error) == (2, True)
+    assert (code, f"--conditions {file}: no class 2; the model's classes are columns, rows" in error) == (
+        1,
+        True,
+    )
+    both = ("--conditions", file, "--class-labels", "rows")
+    code, _, error = hddm("sample", class_expert, "--out", tmp_path / "out", *both)
+    assert (code, f"--conditions {file}: class_labels is given by another option too" in error) == (2, True)
+    save_file({"negative_class_labels": torch.tensor([0])}, file)
+    weak = ("--conditions", file, "--guide-by", "weak", "--guidance-scale", 2)
+    code, _, error = hddm("sample", class_expert, "--out", tmp_path / "out", *weak)
+    assert (code, f"--conditions {file}: guidance by the weak model takes no negative" in error) == (2, True)
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
 

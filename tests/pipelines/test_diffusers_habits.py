@@ -78,6 +78,8 @@ def test_facts_that_are_passed_are_those_of_one_pipeline_alone(folder: Path) -> 
     other = HDDMPipeline(**pipe.components, facts=pipe.facts, router_facts=router_facts)
     assert other.ensemble.strategy == "nucleus-0.9"
     assert (other.ensemble.router.time_scale, pipe.ensemble.router.time_scale) == (1.0, 1000.0)
+    other.router_facts = pipe.router_facts
+    assert other.ensemble.router.time_scale == 1000.0
     # Weights are shared all the same.
     other.to(torch.float64)
     assert pipe.experts.dtype == other.experts.dtype == pipe.router.dtype == torch.float64
@@ -262,6 +264,13 @@ def test_a_compiled_vae_is_saved_as_what_it_is(tmp_path: Path) -> None:
     pipe.save_pretrained(tmp_path / "saved")
     again = load_pipeline(tmp_path / "saved").vae.state_dict()
     assert all(torch.equal(value, again[name]) for name, value in vae.state_dict().items())
+
+
+def test_a_pipeline_of_another_kind_is_no_ensemble() -> None:
+    other = DiffusionPipeline()
+    assert "a DiffusionPipeline is no ensemble; convert and assemble" in refusal(
+        HDDMPipeline.from_pipe, other
+    )
 
 
 def test_the_loader_of_diffusers_names_the_class_that_it_lacks(folder: Path) -> None:

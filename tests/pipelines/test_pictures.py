@@ -13,6 +13,7 @@ import hddm
 from hddm.data.images import to_unit_range
 from hddm.editing import Picture
 from hddm.networks.vae import read_vae
+from hddm.pipelines.inputs import Begin
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.errors import HddmError
 from tests.artefacts import Command
@@ -91,6 +92,10 @@ def test_pictures_of_latents_are_encoded_and_keep_their_pixels(tmp_path: Path) -
     with pytest.raises(HddmError, match=r"makes latents \(4, 4, 4\) and has no VAE"):
         bare(image=picture(), strength=0.5, output_type="latent", **STEPS)
     pipe = pipeline_in_memory([expert], vae=read_vae(tmp_path / "vae"))
+    begun = pipe.picture(Begin(picture(), white(MASK)), 0)
+    latents = torch.zeros(1, 4, 4, 4)
+    kept = pipe.decode(latents, 0, begun)
+    assert torch.equal(kept, begun.kept_in(pipe.decode(latents)))
     height, width = pipe.image_size
     image, mask = picture(1, 2 * width), white(MASK, height // 4)
     fitted = image.resize((width, height), Image.Resampling.LANCZOS)
@@ -104,8 +109,8 @@ def test_pictures_of_latents_are_encoded_and_keep_their_pixels(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"strength": 0.5}, "change a picture; pass one"),
-        ({"mask_image": white(MASK)}, "change a picture; pass one"),
+        ({"strength": 0.5}, "strength 0.5: changes a picture; pass one"),
+        ({"mask_image": white(MASK)}, "mask: changes a picture; pass one"),
         (
             {"image": torch.zeros(1, 3, 8, 8)},
             r"the picture is \(1, 3, 8, 8\), and 1 samples need \(1, 3, 4, 4\)",
@@ -152,13 +157,13 @@ def test_the_command_line_makes_the_same(pipe: HDDMPipeline, tmp_path: Path, hdd
     picture(1).save(tmp_path / "old.png")
     assert "init_image_sha256" in hddm(*base, *begin, "--out", tmp_path / "out", "--resume")[2]
     for wrong, words in (
-        (("--strength", 0.5), "--strength and --mask change a picture; pass one (--init-image"),
+        (("--strength", 0.5), "--strength 0.5: changes a picture; pass one (--init-image"),
         ((*begin[:2], "--resampling-steps", 3), "--resampling-steps: needs a --mask"),
     ):
         code, _, error = hddm(*base, *wrong, "--out", tmp_path / "no")
         assert (code, words in error) == (2, True)
     single = ("sample", tmp_path / "model", *begin[:2], "--steps", 4, "--out", tmp_path / "no", "--expert", 3)
-    assert "expert 3: there are 0 … 2" in hddm(*single)[2]
+    assert "--expert 3: there are 0 … 2" in hddm(*single)[2]
     assert not (tmp_path / "no").exists()
 
 

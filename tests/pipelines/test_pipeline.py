@@ -193,6 +193,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"class_labels": 0, "conditions": {"class_labels": torch.tensor([1])}},
         "class_labels has two sources",
     ),
+    "seed below": ({"seed": -1}, "seed is a whole number from 0, not -1"),
+    "start below": ({"seed": 0, "start": -3}, "start is a whole number from 0, not -3"),
     "start": ({"start": 4}, "start 4 counts the images of a seed; pass one"),
     "seeds": ({"seed": 1, "generator": torch.Generator()}, "a seed or a generator, not both"),
     "generators": ({"generator": [torch.Generator()] * 2}, "2 generators for 1 images"),
@@ -218,6 +220,8 @@ def test_options_that_run_code_or_pickle_are_refused(pipe: HDDMPipeline) -> None
             HDDMPipeline.from_pretrained("anywhere", **{key: value})
     with pytest.raises(HddmError, match="anywhere: no such folder"):
         HDDMPipeline.from_pretrained("anywhere", local_files_only=True, use_safetensors=True, variant=None)
+    with pytest.raises(HddmError, match="from_pretrained takes no 'ofload'; did you mean 'offload'"):
+        HDDMPipeline.from_pretrained("anywhere", ofload=None)
     with pytest.raises(HddmError, match="safe_serialization=False"):
         pipe.save_pretrained("anywhere", safe_serialization=False)
 
@@ -226,14 +230,25 @@ def test_a_size_that_a_network_cannot_have_is_refused(pipe: HDDMPipeline) -> Non
     assert pipe.image_size == (4, 4)
     assert pipe(height=4, width=4, **LATENT).images.shape == (1, 3, 4, 4)
     assert pipe(height=8, **LATENT).images.shape == (1, 3, 8, 4)
-    words = r"the network fails on \(3, 5, 4\): \(5, 4\) does not divide into patches"
+    words = r"height 5, width 4: a network of images of 4×4 fails on it: \(5, 4\) does not divide"
     with pytest.raises(HddmError, match=words):
         pipe(height=5, **LATENT)
 
 
+def test_a_failure_at_the_model_s_own_size_is_not_blamed_on_the_size(
+    pipe: HDDMPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any, **options: Any) -> Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr("hddm.pipelines.pipeline.run", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        pipe(height=4, **LATENT)
+
+
 def test_latents_need_a_vae_to_become_images() -> None:
     pipe = pipeline_in_memory(text_experts())
-    with pytest.raises(HddmError, match=r"--vae FOLDER.*, or use output_type latent"):
+    with pytest.raises(HddmError, match=r"has no VAE; add one \(vae=\), or use output_type latent"):
         pipe(prompt_embeds=torch.zeros(1, 77, 16))
 
 

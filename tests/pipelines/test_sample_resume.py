@@ -132,6 +132,12 @@ def test_only_the_same_images_of_the_same_model_are_resumed(
         told, detail = error.splitlines()
         assert (code, "holds an unfinished sampling of other options" in told) == (1, True)
         assert detail.startswith(f"  {line}")
+    # Nor is a draft of an earlier layout, which recorded no format.
+    path = interrupted.with_name(".out.sampling") / "draft.json"
+    now = path.read_text()
+    path.write_text(json.dumps({key: one for key, one in json.loads(now).items() if key != "format"}))
+    assert "format: null there" in hddm("sample", ensemble, *OPTIONS, "--out", interrupted, "--resume")[2]
+    path.write_text(now)
     # Where experts wait decides no image, nor where the model lies.
     ensemble.rename(tmp_path / "moved")
     try:

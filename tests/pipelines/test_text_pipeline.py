@@ -10,10 +10,12 @@ from torch import Tensor
 from transformers import CLIPTextModel, CLIPTokenizer
 
 import hddm
+from hddm.experts.records import Expert
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.errors import HddmError
 from hddm.velocity import Guidance
-from tests.ensemble_files import load_pipeline, text_experts, write_ensemble, write_text
+from tests.artefacts import Command
+from tests.ensemble_files import flow_expert, load_pipeline, text_experts, write_ensemble, write_text
 
 STEPS: dict[str, Any] = {"seed": 7, "num_inference_steps": 4, "output_type": "pt"}
 GUIDED = STEPS | {"guidance_scale": 3.0}
@@ -198,5 +200,28 @@ def test_experts_without_a_null_text_take_prompts_of_both_sides(tmp_path: Path) 
     assert bare(prompt_embeds=text, negative_prompt_embeds=-text, **options).images.isfinite().all()
     with pytest.raises(HddmError, match="guidance needs the same keywords on both sides"):
         bare(prompt_embeds=text, **options)
-    with pytest.raises(HddmError, match="needs encoder_hidden_states and has no empty default"):
+    with pytest.raises(HddmError, match="the experts need encoder_hidden_states and have no empty default"):
         bare(**{**options, "guidance_scale": 1.0})
+
+
+def test_a_missing_text_is_refused_before_the_first_step(tmp_path: Path, hddm: Command) -> None:
+    latents = {"space": "latents", "latent_scale": None}
+    by_class = flow_expert(0, latents, in_channels=4, num_classes=3)
+    by_text = text_experts(1)[0]
+    bare = Expert(by_text.network, by_text.facts, None)
+    both = write_ensemble(tmp_path, [by_class, bare], "draw")
+    options = ("--num-images", 12, "--steps", 1, "--output-type", "latent", "--out", tmp_path / "out")
+    code, out, error = hddm("sample", both, *options)
+    assert (code, out, error.count("\n")) == (2, "", 1)
+    assert "--prompt or --conditions: the experts need encoder_hidden_states and have no empty" in error
+    with pytest.raises(HddmError, match="the experts need encoder_hidden_states"):
+        load_pipeline(both)(batch_size=12, seed=0, output_type="latent")
+    assert not (tmp_path / "out").exists()
+    assert hddm("sample", both, *options, "--expert", 0)[0] == 0
+
+
+def test_embeddings_may_be_passed_to_encode_in_place_of_prompts(pipe: HDDMPipeline) -> None:
+    text, other = torch.ones(1, 77, 16), torch.zeros(1, 77, 16)
+    found = pipe.encode(None, None, None, True, text, other)
+    assert torch.equal(found.given["encoder_hidden_states"], text)
+    assert torch.equal(found.negative["encoder_hidden_states"], other)

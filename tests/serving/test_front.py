@@ -478,6 +478,19 @@ def test_a_request_ends_in_time(classes: Path) -> None:
     assert answer.json()["error"]["message"] == "took more than 0.2 s; ask for fewer images or steps"
 
 
+def test_a_timeout_of_something_else_is_logged_by_its_request(
+    classes: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    front = front_of(classes)
+
+    def late(*arguments: Any) -> Any:
+        raise TimeoutError("a socket")
+
+    monkeypatch.setattr(front, "_prepared", late)
+    assert ask(front, prompt="cat").status_code == 500
+    assert "POST /v1/images/generations failed" in caplog.text
+
+
 def test_a_token_is_asked_for(classes: Path) -> None:
     front = front_of(classes, token=hashlib.sha256(TOKEN.encode()).hexdigest())
 
