@@ -70,7 +70,6 @@ class Use(IntEnum):
     FEATURE_COMPONENTS = 27
     REPORT_IMAGES = 28
     """Images that a partition's report shows."""
-    HELD_OUT_DIGITS = 29
     CLASSIFIER_WEIGHTS = 30
     CLASSIFIER_STEPS = 31
     BOOTSTRAP = 32
