@@ -29,7 +29,8 @@ def test_every_seed_index_use_and_part_has_a_stream_of_its_own() -> None:
 
 
 def test_uses_begin_above_those_of_samples_and_their_numbers_stay() -> None:
-    assert sorted(Use) == list(range(3, 3 + len(Use)))
+    assert min(Use) == 3
+    assert len(Use) == len(Use.__members__)
     # Trained folders, encoded shards and partitions repeat only while these stay: new uses go to the end.
     assert (Use.EXPERT_ORDER, Use.WEIGHTS, Use.CROPS, Use.CLUSTERS) == (3, 9, 21, 22)
 
