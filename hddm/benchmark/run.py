@@ -148,7 +148,7 @@ def commands(file: BenchmarkFile, data: Path | None = None, check: Run | None = 
 
 def check_out(out: Path, file: BenchmarkFile, overwrite: bool = False) -> None:
     """Refuse a folder of another kind, and without ``overwrite`` results of another file or other seeds."""
-    check_absent(out.resolve(), BENCHMARK_FILE, overwrite=True)
+    check_absent(out.absolute(), BENCHMARK_FILE, overwrite=True)
     if overwrite or not (out / RESULTS_FILE).is_file():
         return
     now: dict[str, Any] = file.model_dump(mode="json", exclude={"workers"})

@@ -65,7 +65,7 @@ def test_a_wrong_training_writes_nothing(shards: Path, tmp_path: Path, hddm: Com
     config.write_text(json.dumps({"_class_name": "FlowMatchEulerDiscreteScheduler"}))
     assert "is for flow matching; use --objective flow" in _refused(hddm, *train)
     config.write_text(json.dumps({"_class_name": "DDPMScheduler", "prediction_type": "noise"}))
-    assert "--prediction noise: choose one of epsilon" in _refused(hddm, *train)
+    assert "x.json: prediction_type 'noise' is not one of epsilon" in _refused(hddm, *train)
     assert not (tmp_path / "out").exists()
 
 
