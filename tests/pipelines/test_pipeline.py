@@ -193,7 +193,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"class_labels": 0, "conditions": {"class_labels": torch.tensor([1])}},
         "class_labels has two sources",
     ),
-    "seed below": ({"seed": -1}, "seed is a whole number from 0, not -1"),
+    "seed below": ({"seed": -1}, "seed -1: must be a whole number from 0 to 4294967295"),
     "start below": ({"seed": 0, "start": -3}, "start is a whole number from 0, not -3"),
     "start": ({"start": 4}, "start 4 counts the images of a seed; pass one"),
     "seeds": ({"seed": 1, "generator": torch.Generator()}, "a seed or a generator, not both"),
