@@ -9,7 +9,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
@@ -31,7 +30,14 @@ from hddm.training.resume import has_run, is_kept, recipe_before, refuse_run
 from hddm.training.state import discard_runs
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.files import check_absent
-from hddm.utils.processes import Output, Stopped, StopRequest, compute_environment, environment
+from hddm.utils.processes import (
+    Output,
+    Stopped,
+    StopRequest,
+    compute_environment,
+    environment,
+    when_parent_ends,
+)
 
 RETRIES = 3
 _PATIENCE = 60.0
@@ -157,15 +163,8 @@ def _begin(reports: Connection, name: str) -> None:
     _reports = reports
     logging.basicConfig(format=f"hddm: {name}: %(message)s")
     logging.getLogger("hddm").setLevel(logging.INFO)
-    threading.Thread(target=_stop_when_alone, daemon=True).start()
-
-
-def _stop_when_alone() -> None:
-    """Once the process that started this one is gone, let the training save and end."""
-    starter = multiprocessing.parent_process()
-    assert starter is not None
-    starter.join()
-    os.kill(os.getpid(), signal.SIGTERM)
+    # Without the process that started it, a training saves and ends.
+    when_parent_ends(lambda: os.kill(os.getpid(), signal.SIGTERM))
 
 
 def _work(island: Island) -> Outcome | None:

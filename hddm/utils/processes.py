@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing.connection import wait as wait_for
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from types import FrameType
@@ -271,6 +270,19 @@ class Output:
         return f"{how} ({one_line(text.strip().rpartition(chr(10))[2])})" if text.strip() else how
 
 
+def when_parent_ends(act: Callable[[], object]) -> None:
+    """Call ``act`` in a thread once the process that started this one is gone; never in the main process."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        parent.join()
+        act()
+
+    threading.Thread(target=watch, daemon=True, name="ends with its parent").start()
+
+
 _watching = False
 
 
@@ -281,18 +293,11 @@ def end_with_parent() -> None:
     the parent, which tells its workers once to stop.
     """
     global _watching
-    parent = multiprocessing.parent_process()
-    if parent is None or _watching:
+    if multiprocessing.parent_process() is None or _watching:
         return
     _watching = True
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    sentinel = parent.sentinel
-
-    def watch() -> None:
-        wait_for([sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True, name="ends with its parent").start()
+    when_parent_ends(lambda: os._exit(1))
 
 
 class Workers:
