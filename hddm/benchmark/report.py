@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -218,7 +219,7 @@ def _flop(value: float | None) -> Cell:
 
 def _pictured(folder: Path, results: Results) -> Iterator[dict[str, Any]]:
     """Sheets of real images and of each row of the first table, with what the first samples show."""
-    (real,) = (step.command.split()[2] for step in results.steps if step.name == "scores/real")
+    (real,) = (shlex.split(step.command)[2] for step in results.steps if step.name == "scores/real")
     paths = [path for path in sorted((folder / real).rglob("*")) if path.suffix in SUFFIXES]
     # From all over, since they are sorted by class.
     yield {
@@ -230,7 +231,7 @@ def _pictured(folder: Path, results: Results) -> Iterator[dict[str, Any]]:
     number_of = {name: k for k, names in enumerate(domains.values()) for name in names.split(",")}
     for row in results.first:
         scores = row.one.evaluation
-        paths = sorted((folder / row.one.command.rsplit("--out ", 1)[1]).glob("*.png"))
+        paths = sorted((folder / shlex.split(row.one.command)[-1]).glob("*.png"))
         seen = scores.recognised.first if scores.recognised and domains else ()
         yield {
             "name": row.name,

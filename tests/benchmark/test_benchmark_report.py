@@ -1,6 +1,7 @@
 """What the tables and the page of a benchmark say."""
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 
 from hddm.benchmark.report import REPORT_FILE, tables_text, write_report
 from hddm.benchmark.results import Results, number, read_results
-from tests.artefacts import refusal
+from tests.artefacts import refusal, write_images
 from tests.benchmark_files import FLOW, MIXED, SINGLE, THREE, Finished, compared, more_seeds
 
 
@@ -110,3 +111,17 @@ def test_numbers_have_the_decimals_that_their_size_needs() -> None:
     shown = [number(value) for value in (123.45, 1.234, 0.0456, 0.00789, 0)]
     assert shown == ["123.5", "1.23", "0.046", "0.0079", "0.00"]
     assert (number(-1.5), number(1.5, signed=True)) == ("−1.50", "+1.50")
+
+
+def test_real_images_in_a_folder_with_a_space_in_its_name_are_shown(
+    miniature: Finished, tmp_path: Path
+) -> None:
+    photos = write_images(tmp_path / "my photos")
+    command = shlex.join(["hddm", "evaluate", str(photos), "--reference", "all", "--out", "scores/real.json"])
+    steps = tuple(
+        step.model_copy(update={"command": command}) if step.name == "scores/real" else step
+        for step in miniature.results.steps
+    )
+    # Beside no samples, so that the only picture is of the real images.
+    write_report(tmp_path, miniature.results.model_copy(update={"steps": steps}))
+    assert (tmp_path / REPORT_FILE).read_text(encoding="utf-8").count("data:image/png") == 1
