@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from hddm.benchmark.report import REPORT_FILE, write_report
+from hddm.evaluation.scores import SHOWN
 from tests.benchmark_files import Finished
 from tests.browser import CHROMIUM, Browser
 
@@ -46,8 +47,8 @@ def test_it_opens_without_a_complaint_and_nothing_but_tables_is_wider_than_the_p
     sizes = browser.evaluate(
         "Promise.all([...document.images].map(one => one.decode().then(() => one.naturalWidth)))"
     )
-    # Samples of every row one by one, and a grid per model beside the real images'.
-    assert len(sizes) > 4
+    # A sheet of real images and of each of three rows, and the first samples of each row one by one.
+    assert len(sizes) == 4 + 3 * SHOWN
     assert all(size > 0 for size in sizes)
     drawn = browser.evaluate(
         "[...document.querySelectorAll('svg')].map(one => one.getBoundingClientRect().height)"
