@@ -567,11 +567,11 @@ class Ensemble:
         """
         domains = set(self.domains) if expert is None else {self.domains[k] for k in expert.unique().tolist()}
         used = [k for k, domain in enumerate(self.domains) if domain in domains]
-        weakless = [str(k) for k in used if self.experts[k].weak is None]
-        if weakless and guidance.by_weak:
+        without = [str(k) for k in used if self.experts[k].weak is None]
+        if without and guidance.by_weak:
             by = "" if self.conditions == () else "guide by condition, or "
             raise HddmError(
-                f"expert {', '.join(weakless)}: has no weak model to guide by; {by}take other experts"
+                f"expert {', '.join(without)}: has no weak model to guide by; {by}take other experts"
             )
         for k in used:
             given = {own for own, name in self.names_of(k).items() if name in conditions}

@@ -74,7 +74,6 @@ def old_model(
     from hddm.utils.files import new_folder
     from hddm.utils.progress import Progress
 
-    assert steps is not None
     arrays = [np.asarray(Image.open(path)) for path in sorted(images.rglob("*.png"))]
     known = torch.from_numpy(np.stack(arrays))[:, None].float() / 127.5 - 1
     torch.manual_seed(seed)

@@ -4,8 +4,8 @@ FOLDER/lock             held by the one process that works here
 FOLDER/NAME…            what a part wrote, under the hash of all that it depends on
 FOLDER/NAME.done.json   its record, written last: a part without it is made again
 
-Works that share a folder share their parts. A record is sealed, so a damaged one is told from what was
-written; the files of a part are checked by those who read them.
+Works that share a folder share their parts. A record is sealed by its hash, so a damaged one is
+recognised; the files of a part are checked by whoever reads them.
 """
 
 import contextlib
