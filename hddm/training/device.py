@@ -5,7 +5,8 @@ import copy
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,34 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hddm.training.settings import Recipe
 from hddm.utils.errors import HddmError
+
+
+class Flags(NamedTuple):
+    """What any process may request after a step."""
+
+    stop: bool
+    save: bool
+
+
+@dataclass(frozen=True)
+class Readings:
+    """Figures of a step, on their way from the device to the CPU while the next step begins."""
+
+    skipped: Tensor
+    """On the device: 1 where the mean loss or the gradient's norm is not finite, else 0."""
+    _values: Tensor
+    _processes: int
+    _copied: torch.cuda.Event | None
+
+    def read(self) -> tuple[Tensor, Tensor, float, bool, Flags]:
+        """Wait for losses and times (batch,), the norm, whether the step was skipped, and the joint flags."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        *_, norm, skipped = (values := self._values.cpu())
+        rows = values[:-2].view(self._processes, -1, 2)
+        losses, times = rows[:, :-1].flatten(0, 1).T
+        flags = Flags(*(rows[:, -1].amax(0) > 0).tolist())
+        return losses, times, norm.item(), bool(skipped), flags
 
 
 class Device:
@@ -125,29 +154,41 @@ class Device:
             nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         return norm
 
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take a step of the optimiser; in fp16, gradients beyond range only lower the scale."""
-        self.scaler.step(optimizer)
-        self.scaler.update()
+    def update(self, optimizer: torch.optim.Optimizer, skipped: Tensor) -> None:
+        """Take a step of the optimizer, which changes nothing where ``skipped``, on the device, is 1.
 
-    def gathered(self, losses: Tensor, t: Tensor | None, norm: Tensor) -> tuple[Tensor, Tensor, float]:
-        """Return losses and times (batch,) of all processes, on the CPU, and the norm; without ``t`` NaN.
-
-        It is a step's one wait for a GPU.
+        In fp16 the scaler decides in its place, and gradients beyond range lower the scale.
         """
+        if self.scaler.is_enabled():
+            self.scaler.step(optimizer)
+            self.scaler.update()
+            return
+        optimizer.found_inf = skipped  # type: ignore[attr-defined]
+        optimizer.step()
+
+    def gathered(self, losses: Tensor, t: Tensor | None, norm: Tensor, flags: Flags) -> "Readings":
+        """Gather a step's losses and times (batch,) and the ``flags`` of all processes; without ``t`` NaN."""
         losses = losses.float()
         times = torch.full_like(losses, math.nan) if t is None else t.to(losses)
-        together: Tensor = self._accelerator.gather(torch.stack([losses, times], dim=1))
-        values = torch.cat([together.T.flatten(), norm.float()[None]]).cpu()
-        losses, times = values[:-1].view(2, -1)
-        return losses, times, values[-1].item()
+        own = torch.stack([losses, times], dim=1)
+        # Read from the host without waiting, as the inputs are.
+        raised = torch.tensor([[float(flag) for flag in flags]]).to(own, non_blocking=True)
+        rows: Tensor = self._accelerator.gather(torch.cat([own, raised]))
+        rows = rows.view(self.processes, -1, 2)
+        norm = norm.float()
+        is_fine = rows[:, :-1, 0].mean().isfinite() & norm.isfinite()
+        skipped = (~is_fine).float()
+        values = torch.cat([rows.flatten(), norm[None], skipped[None]])
+        copied = None
+        if self.target.type == "cuda":
+            values = values.to("cpu", non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        return Readings(skipped, values, self.processes, copied)
 
-    def any(self, flag: bool) -> bool:
-        """Return true where ``flag`` holds on any process."""
-        if self.processes == 1:
-            return flag
-        found: Tensor = self._accelerator.reduce(torch.tensor(float(flag), device=self.target), "sum")
-        return bool(found.item() > 0)
+    def agreed(self, now: bool, gathered: bool) -> bool:
+        """What all processes act on: ``now`` for one process, else what they had ``gathered`` in the step."""
+        return now if self.processes == 1 else gathered
 
     def wait(self) -> None:
         self._accelerator.wait_for_everyone()

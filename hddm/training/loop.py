@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hddm.training.device import Device
+from hddm.training.device import Device, Flags, Readings
 from hddm.training.optimizer import optimizer_of
 from hddm.training.resume import Change, is_finished, run_folder_of, value_at
 from hddm.training.settings import Recipe, RunOptions
@@ -161,6 +161,8 @@ class StepReport:
     should_stop: Callable[[], bool]
     is_due: bool = False
     """A checkpoint follows."""
+    is_stopping: bool = False
+    """A process had got a signal when the step began."""
 
 
 Watcher = Callable[[StepReport], None]
@@ -223,8 +225,7 @@ def fit(task: Task, recipe: Recipe, run: Run | None = None, watchers: Sequence[W
         if run is not None:
             run.restore(state)
         task.network.train()
-        while state.step < recipe.steps:
-            report = trainer.step(stop, run)
+        for report in trainer.reports(stop, run):
             # A run whose number of steps was changed may be beyond that step already.
             if 0 < task.weak_step <= state.step and not state.weak:
                 state.keep_weak()
@@ -242,7 +243,8 @@ def fit(task: Task, recipe: Recipe, run: Run | None = None, watchers: Sequence[W
 
 def _keep(run: Run, report: StepReport, steps: int, device: Device, stop: StopRequest) -> None:
     """Save a checkpoint where one is due or a signal came; after a signal raise `Stopped`."""
-    state, stopping = report.state, device.any(stop.requested)
+    state = report.state
+    stopping = device.agreed(stop.requested, report.is_stopping)
     if report.is_due or state.step == steps or stopping:
         tensors = state.tensors()
         if device.is_main:
@@ -267,6 +269,18 @@ class _Losses(nn.Module):
         return self._task.second_loss[1](self.network, inputs, averages)
 
 
+@dataclass
+class _Begun:
+    """A step whose gradients are computed, or will be, and whose figures are not read yet."""
+
+    step: int
+    rows: Tensor
+    readings: Readings
+    rates: tuple[float, ...]
+    waited: float
+    seconds: float
+
+
 class _Trainer:
     def __init__(self, task: Task, recipe: Recipe, device: Device) -> None:
         self.task, self.recipe, self.device = task, recipe, device
@@ -286,43 +300,76 @@ class _Trainer:
         order = Order(task.num_samples, recipe.batch_size, recipe.seed, task.key)
         self.loader = Loader(order, task.draw, recipe.steps, device.share(recipe.batch_size))
 
-    def step(self, stop: StopRequest, run: Run | None) -> StepReport:
+    def reports(self, stop: StopRequest, run: Run | None) -> Iterator[StepReport]:
+        """Take all steps that are left, and yield the report of each.
+
+        The figures of a step are read while the next one's gradients are computed, so that a GPU never waits
+        for Python. When a report is yielded, weights, averages and optimizer are those after its step.
+        """
+        before: _Begun | None = None
+        for step in range(self.state.step + 1, self.recipe.steps + 1):
+            share = 1.0 if self.task.second_loss is None else self.task.second_loss[0]
+            is_second = step > share * self.recipe.steps
+            if before is not None and is_second:
+                # Its loss reads the averages, which are complete once the step before is.
+                yield self._finished(before, stop, run)
+                before = None
+            try:
+                begun = self._begun(step, is_second, stop, run)
+            finally:
+                # An error belongs to the new step, and must not cost the one before.
+                if before is not None:
+                    yield self._finished(before, stop, run)
+            started = time.perf_counter()
+            self.device.update(self.state.optimizer, begun.readings.skipped)
+            begun.seconds += time.perf_counter() - started
+            before = begun
+        if before is not None:
+            yield self._finished(before, stop, run)
+
+    def _begun(self, step: int, is_second: bool, stop: StopRequest, run: Run | None) -> "_Begun":
+        """Start to compute the gradients of ``step``."""
         state, device = self.state, self.device
-        begun = time.perf_counter()
-        step = state.step + 1
+        started = time.perf_counter()
         drawn = self.loader.take(step)
-        waited = time.perf_counter() - begun
+        waited = time.perf_counter() - started
         # Dropout layers draw from torch's global generator.
         torch.manual_seed(drawn.seed)
+        state.optimizer.zero_grad(set_to_none=True)
+        inputs = device.moved(drawn.inputs)
+        losses = self._backward(inputs, state.ema.tensors() if is_second else None)
+        clipped = device.clip(state.optimizer, self.parameters, self.recipe.max_grad_norm)
+        flags = Flags(stop.requested, device.is_main and run is not None and run.is_late())
+        readings = device.gathered(losses, inputs.get("t"), clipped, flags)
         factor = learning_rate_factor(step - 1, self.recipe)
         for group in state.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
-        state.optimizer.zero_grad(set_to_none=True)
-        inputs = device.moved(drawn.inputs)
-        share = 1.0 if self.task.second_loss is None else self.task.second_loss[0]
-        is_second = step > share * self.recipe.steps
-        losses = self._backward(inputs, state.ema.tensors() if is_second else None)
-        clipped = device.clip(state.optimizer, self.parameters, self.recipe.max_grad_norm)
-        losses, t, norm = device.gathered(losses, inputs.get("t"), clipped)
+        rates = tuple(group["lr"] for group in state.optimizer.param_groups)
+        return _Begun(step, drawn.rows, readings, rates, waited, time.perf_counter() - started)
+
+    def _finished(self, begun: "_Begun", stop: StopRequest, run: Run | None) -> StepReport:
+        """Wait for the figures of a step, and complete the state after it."""
+        state, device, step = self.state, self.device, begun.step
+        started = time.perf_counter()
+        losses, t, norm, is_skipped, flags = begun.readings.read()
         loss = losses.mean().item()
         state.losses.append(loss)
-        fine = math.isfinite(loss) and math.isfinite(norm)
-        if fine or device.scaler.is_enabled():
-            device.update(state.optimizer)
-        if fine:
+        if not is_skipped:
             state.ema.update()
             state.non_finite = 0
         elif math.isfinite(loss) and device.scaler.is_enabled() and (scale := device.scaler.get_scale()) >= 1:
             log.info("step %d: gradients overflowed in fp16; the loss scale is now %g", step, scale)
         else:
-            self._skipped(step, drawn.rows, losses, norm)
-        seconds = time.perf_counter() - begun
+            self._skipped(step, begun.rows, losses, norm)
+        seconds = begun.seconds + time.perf_counter() - started
         state.seconds += seconds
-        rates = tuple(group["lr"] for group in state.optimizer.param_groups)
         # The clocks of several processes differ, and all must save together.
-        is_due = run is not None and device.any(device.is_main and run.is_due(state))
+        is_due = run is not None and run.is_due(state, device.agreed(run.is_late(), flags.save))
         return StepReport(
-            step, losses, t, loss, norm, rates, seconds, waited, state, lambda: stop.requested, is_due
+            *(step, losses, t, loss, norm, begun.rates, seconds, begun.waited, state),
+            lambda: stop.requested,
+            is_due,
+            flags.stop,
         )
 
     def _backward(self, inputs: Inputs, averages: Mapping[str, Tensor] | None) -> Tensor:

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hddm.training.device import split_like
@@ -29,7 +29,7 @@ def optimizer_of(network: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     if rest:
         optimizers.append(torch.optim.AdamW(rest, lr=recipe.learning_rate, weight_decay=decay, fused=True))
     if inner and recipe.muon_learning_rate is not None:
-        kind = _SplitMuon if isinstance(inner[0], DTensor) else torch.optim.Muon
+        kind = _SplitMuon if isinstance(inner[0], DTensor) else _Muon
         rate = recipe.muon_learning_rate
         optimizers.append(kind(inner, lr=rate, weight_decay=decay, adjust_lr_fn="original"))
     for optimizer in optimizers:
@@ -49,14 +49,47 @@ def _matrices(network: nn.Module) -> set[str]:
     }
 
 
-class _SplitMuon(torch.optim.Muon):
+class _Muon(torch.optim.Muon):
+    """Muon that changes nothing where the tensor ``found_inf`` is 1, as torch's fused AdamW does.
+
+    So a GPU decides by itself whether a step is skipped, and Python need not wait for it.
+    """
+
+    found_inf: Tensor | None = None
+    _step_supports_amp_scaling = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.found_inf is None:
+            self._take_step()
+            return
+        is_skipped, kept = self.found_inf > 0, []
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            momentum = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter.grad))
+            own, gradient, average = (_own(each) for each in (parameter, parameter.grad, momentum))
+            # The average with itself is the average itself.
+            gradient.copy_(torch.where(is_skipped, average, gradient))
+            kept.append((own, own.clone()))
+        self._take_step()
+        for own, before in kept:
+            own.copy_(torch.where(is_skipped, before, own))
+
+    def _take_step(self) -> None:
+        super().step()  # type: ignore[no-untyped-call]
+
+
+def _own(value: Tensor) -> Tensor:
+    """The part of ``value`` that this process holds."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+class _SplitMuon(_Muon):
     """Muon of matrices that are split over processes, each of which computes a whole step and keeps its part.
 
     On such matrices torch's own sums in bfloat16 part by part, which is another step.
     """
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def _take_step(self) -> None:
         for group in self.param_groups:
             rate, beta = group["lr"], group["momentum"]
             for parameter in group["params"]:
@@ -76,7 +109,10 @@ class _SplitMuon(torch.optim.Muon):
 
 
 class _Together(torch.optim.Optimizer):
-    """Optimisers of different parameters as one, with one state."""
+    """Optimizers of different parameters as one, with one state and one ``found_inf``."""
+
+    found_inf: Tensor | None = None
+    _step_supports_amp_scaling = True
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         groups = [group for one in optimizers for group in one.param_groups]
@@ -88,4 +124,5 @@ class _Together(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for one in self._optimizers:
+            one.found_inf = self.found_inf  # type: ignore[attr-defined]
             one.step()

@@ -266,12 +266,14 @@ class Run:
             state.load(tensors, read_progress(path), str(path))
             log.info("%s: continuing from step %d", self.folder, state.step)
 
-    def is_due(self, state: TrainingState) -> bool:
-        """Tell whether a checkpoint is due now, by the step or by the clock."""
-        pause = max(LATEST, _SPACING * self._took)
+    def is_late(self) -> bool:
+        """True if a checkpoint is due by the clock."""
+        return time.monotonic() - self._saved >= max(LATEST, _SPACING * self._took)
+
+    def is_due(self, state: TrainingState, is_late: bool) -> bool:
+        """True if a checkpoint is due, by the step or because it ``is_late``."""
         # By the clock alone, a checkpoint of skipped steps must not replace a good one.
-        is_late = time.monotonic() - self._saved >= pause and not state.non_finite
-        return is_late or state.step % self.options.checkpoint_every == 0
+        return (is_late and not state.non_finite) or state.step % self.options.checkpoint_every == 0
 
     def save(self, state: TrainingState, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Write a checkpoint, verify it, and only then remove older ones; disk errors raise `HddmError`.

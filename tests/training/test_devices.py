@@ -145,7 +145,7 @@ def train_in_float64(
     out.with_name(f"{out.name}.facts{os.environ.get('RANK', '')}").write_text(json.dumps(facts))
 
 
-def _weighing(held: dict[str, int]) -> Callable[[Device, torch.optim.Optimizer], None]:
+def _weighing(held: dict[str, int]) -> Callable[[Device, torch.optim.Optimizer, Tensor], None]:
     """A step of the optimiser that notes the bytes of parameters, gradients and state in this process."""
     update = Device.update
 
@@ -154,8 +154,8 @@ def _weighing(held: dict[str, int]) -> Callable[[Device, torch.optim.Optimizer],
         # Gradients that were exchanged together lie in one storage.
         return sum({one.data_ptr(): one.nbytes() for one in map(Tensor.untyped_storage, own)}.values())
 
-    def weigh(device: Device, optimizer: torch.optim.Optimizer) -> None:
-        update(device, optimizer)
+    def weigh(device: Device, optimizer: torch.optim.Optimizer, skipped: Tensor) -> None:
+        update(device, optimizer, skipped)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         held["parameters"] = bytes_of(parameters)
         held["gradients"] = bytes_of(p.grad for p in parameters)

@@ -137,6 +137,53 @@ def test_a_step_that_is_not_finite_is_left_out_and_named_with_its_samples(
         assert re.search(rf"step {step}: loss .*samples \[5.*\]; the step is skipped", caplog.text)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_skipped_step_changes_no_weight_moment_or_average(optimizer: str) -> None:
+    """Nor does a skipped first step, which finds no moments yet."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1))
+    bad = {1, 4}
+    steps = iter(range(1, 100))
+
+    def loss(network: nn.Module, inputs: Inputs) -> Tensor:
+        factor = math.nan if next(steps) in bad else 1.0
+        each: Tensor = network(torch.ones(len(inputs["rows"]), 2)).square().sum(1)
+        return each * factor
+
+    task = Task(network, 100, lambda rows, noise, own: {"rows": rows}, loss)
+    rates = {"learning_rate": 0.1, **({"muon_learning_rate": 0.1} if optimizer == "muon" else {})}
+    settings = recipe(steps=6, optimizer=optimizer, warmup=0, **rates)
+    seen: list[dict[str, Tensor]] = [{name: p.detach().clone() for name, p in network.named_parameters()}]
+
+    def watch(report: StepReport) -> None:
+        files = report.state.tensors()
+        averages = {f"ema {name}": value.clone() for name, value in files["ema"].items()}
+        moments = {name: value.clone() for name, value in files["optimizer"].items()}
+        seen.append({name: value.clone() for name, value in files["weights"].items()} | averages | moments)
+
+    fit(task, settings, watchers=[watch])
+    assert any(name.startswith("momentum_buffer") for name in seen[-1]) == (optimizer == "muon")
+    for step, (before, after) in enumerate(itertools.pairwise(seen), 1):
+        unchanged = [torch.equal(before[name], after[name]) for name in before]
+        assert all(unchanged) if step in bad else not any(unchanged), step
+
+
+def test_the_figures_of_a_step_are_read_once_the_next_one_computes() -> None:
+    """So a GPU need not wait for Python; after an error in a step, the one before it is complete."""
+    point, calls = _Point(), itertools.count(1)
+    events: list[str] = []
+
+    def loss() -> Tensor:
+        events.append(f"loss {(step := next(calls))}")
+        if step == 4:
+            raise HddmError("step 4")
+        return point.place.sum()
+
+    with pytest.raises(HddmError, match="step 4"):
+        fit(_task(point, loss), recipe(steps=6), watchers=[lambda one: events.append(f"report {one.step}")])
+    assert events == ["loss 1", "loss 2", "report 1", "loss 3", "report 2", "loss 4", "report 3"]
+
+
 def test_a_last_step_that_was_not_finite_is_left_out_like_any_other() -> None:
     """A resumed run would see the same step again, so that it could never end; a run of one alone is none."""
     point, calls = _Point(), iter(range(1, 100))
