@@ -29,8 +29,9 @@ from hddm.training.settings import ExpertSettings
 from hddm.utils.errors import HddmError, on_command_line
 from hddm.utils.files import read_json, write_json
 from hddm.utils.machine import machine
-from hddm.utils.processes import Call, Workers, compute_environment, environment
+from hddm.utils.processes import compute_environment, environment
 from hddm.utils.progress import Progress
+from hddm.utils.workers import Call, Workers
 
 RESULTS = Path(__file__).parent / "results"
 SETTINGS_FILE = "settings.json"
@@ -224,4 +225,4 @@ def apart(
 def run_calls(pool: Workers, calls: Sequence[Call], label: str) -> list[Any]:
     """Results of ``calls``, with a bar."""
     with Progress(sum(call.units for call in calls), label) as progress:
-        return pool.run(calls, progress)
+        return pool.run(calls, lambda call, units: progress(units))

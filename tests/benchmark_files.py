@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from hddm.evaluation import evaluate
 from hddm.evaluation.distances import Distance
 from hddm.evaluation.images import SamplingRecord
 from hddm.evaluation.scores import SplitScores
-from hddm.utils.processes import Call, Report
 from hddm.utils.records import parse_record
+from hddm.utils.workers import Backend, Call, Event
 from hddm_cli.lines import check_words, run_words
 from tests.artefacts import killing, write_images
 from tests.killed_runs import in_a_process
@@ -95,33 +95,19 @@ class Finished:
     results: Results
 
 
-class Inline:
+class Inline(Backend):
     """Workers that are this process."""
 
-    def __init__(self, count: int) -> None: ...
+    def __init__(self, count: int) -> None:
+        super().__init__(1, 0)
 
-    def __enter__(self) -> "Inline":
-        return self
+    def start(self, call: Call) -> None:
+        self.result = call.function(**call.arguments, report=lambda part: None)
 
-    def __exit__(self, *ended: object) -> None: ...
+    def wait(self, seconds: float) -> list[Event]:
+        return [(None, True, self.result)]
 
-    running: tuple[str, ...] = ()
-
-    def run(
-        self,
-        calls: Sequence[Call],
-        on_progress: Report,
-        on_start: Callable[[Call], object] | None = None,
-        on_end: Callable[[Call, Any], object] | None = None,
-    ) -> list[Any]:
-        results = []
-        for call in calls:
-            if on_start is not None:
-                on_start(call)
-            results.append(call.function(**call.arguments, report=lambda units: None))
-            if on_end is not None:
-                on_end(call, results[-1])
-        return results
+    def stop(self) -> None: ...
 
 
 @contextlib.contextmanager

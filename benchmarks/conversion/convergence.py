@@ -19,7 +19,8 @@ from hddm.sampling import sample
 from hddm.training.settings import LoopSettings
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json, write_json
-from hddm.utils.processes import Call, Report, Workers
+from hddm.utils.processes import Report
+from hddm.utils.workers import Call, Workers
 
 TUNING_SEED = 100
 # Stands in a curve for what is no number.
@@ -157,7 +158,7 @@ def train_job(
 
 def _pretraining(case: Case, data: Path, folder: Path, seed: int) -> Call:
     arguments = {"data": data, "out": folder / f"seed_{seed}", "case": case, "seed": seed}
-    return Call(pretrain_job, arguments, _images(case.pretraining))
+    return Call(pretrain_job, arguments, f"pretraining {seed}", _images(case.pretraining))
 
 
 def _training(case: Case, data: Path, folder: Path, start: str, rate: float, seed: int, tuning: bool) -> Call:
@@ -173,7 +174,7 @@ def _training(case: Case, data: Path, folder: Path, start: str, rate: float, see
         "settings": settings,
         "tuning": tuning,
     }
-    return Call(train_job, arguments, _images(settings))
+    return Call(train_job, arguments, f"{start} {seed}", _images(settings))
 
 
 def _images(settings: LoopSettings) -> int:

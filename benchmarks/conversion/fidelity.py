@@ -18,9 +18,10 @@ from hddm.experts.loading import load
 from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule, from_diffusers
 from hddm.training.expert import train_expert
 from hddm.training.settings import ExpertSettings
-from hddm.utils.processes import Call, Report, Workers
+from hddm.utils.processes import Report
 from hddm.utils.streams import generator
 from hddm.utils.tensors import append_dims
+from hddm.utils.workers import Call, Workers
 from hddm.velocity import VelocityField
 
 TIMES = (0.02, 0.05, 0.1, 0.15, 0.25, 0.35, 0.5, 0.65, 0.75, 0.85, 0.9, 0.95, 0.98, 0.99, 0.999)
@@ -131,6 +132,7 @@ def measure_fidelity(settings: Settings, start: Start) -> Path:
                 "schedule": name,
                 "settings": settings.training.model_copy(update={"seed": seed}),
             },
+            f"{name} {seed}",
             settings.training.steps,
         )
         for seed in range(start.seeds)

@@ -7,10 +7,11 @@ import typer
 
 from hddm.utils.errors import UsageError, optional
 from hddm.utils.records import BENCHMARK_FILE
-from hddm_cli.options import InputOption, refuse_other
+from hddm_cli.options import InputOption, refuse_given, refuse_other
 
 
 def benchmark(
+    context: typer.Context,
     which: Annotated[
         str,
         typer.Argument(
@@ -35,6 +36,10 @@ def benchmark(
     workers: Annotated[
         int | None, typer.Option(min=1, help="Steps at the same time. Default: as in the file.")
     ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(help="Address of a Ray cluster to run the steps on, or local. Default: without Ray."),
+    ] = None,
     jobs: Annotated[
         Path | None,
         typer.Option(help="Folder of finished steps, to share them between benchmarks. Default: OUT/jobs."),
@@ -55,6 +60,8 @@ def benchmark(
     """
     if out is None and not dry_run:
         raise UsageError("--out is required, the folder to write")
+    if ray is not None:
+        refuse_given(context, "the cluster decides how many run at a time", "workers")
     values = dict(_pair(one) for one in change or ())
     from hddm.benchmark.file import read_benchmark
 
@@ -64,6 +71,7 @@ def benchmark(
     optional("matplotlib", "hddm benchmark", "train")
     from hddm.benchmark.report import REPORT_FILE, tables_text
     from hddm.benchmark.run import commands, run_benchmark
+    from hddm.utils.ray_workers import RayWorkers
     from hddm_cli.lines import check_words, run_words
 
     if dry_run:
@@ -71,8 +79,9 @@ def benchmark(
             typer.echo(command)
         return
     assert out is not None
+    backend = None if ray is None else RayWorkers(ray)
     results = run_benchmark(
-        file, out, run_words, check=check_words, data=data, jobs=jobs, overwrite=overwrite
+        file, out, run_words, check=check_words, data=data, jobs=jobs, overwrite=overwrite, backend=backend
     )
     typer.echo(tables_text(results))
     typer.echo(f"\nreport: {out / REPORT_FILE}\nfigures: {out / 'results.json'}")

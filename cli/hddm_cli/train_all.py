@@ -14,7 +14,7 @@ from hddm_cli.train import Init, Schedule
 from hddm_cli.training_options import GivenOptions, takes
 
 if TYPE_CHECKING:
-    from hddm.training.island_jobs import Island, Outcome
+    from hddm.training.islands import Island, Outcome
 
 
 @takes(ExpertSettings, RunOptions)
@@ -53,7 +53,7 @@ def train_all(
         refuse_given(context, "the cluster decides how many run at a time", "parallel")
 
     from hddm.data.shard_records import find_shards
-    from hddm.training.island_jobs import make_islands, parse_objectives, refuse_failed
+    from hddm.training.islands import make_islands, parse_objectives, refuse_failed
     from hddm.utils.files import alone
 
     folders = find_shards(shards)
@@ -79,12 +79,13 @@ def train_all(
 def _trained(islands: Sequence["Island"], parallel: int, retries: int, ray: str | None) -> list["Outcome"]:
     """Train ``islands`` with a bar each, and return how each ended."""
     from hddm.training.fitting import CALIBRATION_COST
-    from hddm.training.islands import Processes, train_islands
-    from hddm.training.ray_islands import RayCluster
+    from hddm.training.islands import train_islands
     from hddm.utils.progress import Progress, TrainingProgress
+    from hddm.utils.ray_workers import RayWorkers
+    from hddm.utils.workers import Workers
 
     by_index = {island.index: island for island in islands}
-    backend = Processes(parallel, retries) if ray is None else RayCluster(ray, retries)
+    backend = Workers(parallel, retries) if ray is None else RayWorkers(ray, retries)
     with contextlib.ExitStack() as stack:
         stack.enter_context(Progress(None, f"train {counted(len(islands), 'expert')}", is_drawn=False))
         bars: dict[int, TrainingProgress] = {}

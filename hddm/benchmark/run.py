@@ -18,6 +18,7 @@ import itertools
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,23 +39,17 @@ from hddm.benchmark.results import (
     compare_rows,
 )
 from hddm.evaluation.results import read_result
+from hddm.training.islands import LOCK_SECONDS
+from hddm.training.state import wait_for_run
 from hddm.utils.drafts import differences
-from hddm.utils.errors import HddmError, counted
+from hddm.utils.errors import HddmError, counted, shown
 from hddm.utils.files import check_absent, read_json, remove, write_json, write_whole
 from hddm.utils.machine import machine
-from hddm.utils.processes import (
-    Call,
-    Report,
-    Workers,
-    at,
-    end_with_parent,
-    interruptible,
-    require_main_guard,
-    stoppable,
-)
+from hddm.utils.processes import at, require_main_guard, stoppable
 from hddm.utils.progress import Progress, duration, heard
 from hddm.utils.records import BENCHMARK_FILE, RESULTS_FILE, SAMPLING_FILE
 from hddm.utils.work import Work
+from hddm.utils.workers import Backend, Call, Workers
 
 _KEPT = "finished work is saved, and the same command continues"
 _UNCOUNTED = ("train all", "convert", "data old-model")
@@ -74,6 +69,7 @@ def run_benchmark(
     overwrite: bool = False,
     is_told: bool = False,
     headline: Callable[[Results], str] | None = None,
+    backend: Backend | None = None,
 ) -> Results:
     """Run a benchmark in ``out``, or resume it.
 
@@ -87,6 +83,7 @@ def run_benchmark(
         overwrite: replace results of another file in ``out``; jobs stay.
         is_told: print every command as it runs.
         headline: what the report says at its top, by default the file's title.
+        backend: where steps run, by default in ``file.workers`` processes of this machine.
 
     Raises:
         HddmError: for an ``out`` that holds anything else, jobs in use, and whatever a command raises, with
@@ -106,16 +103,15 @@ def run_benchmark(
         steps = {step.identity: step for plan in plans for step in plan.all}
         planned, left = (sum(map(_units, each)) for each in (steps.values(), _left(steps.values())))
         missing = counted(len(_left(steps.values())), "step")
-        text = (
-            f"{missing} to run, {file.workers} at a time" if left else f"was finished on {before.get('date')}"
-        )
+        where = f", {file.workers} at a time" if backend is None else ""
+        text = f"{missing} to run{where}" if left else f"was finished on {before.get('date')}"
         print(f"{out}: {text}", file=sys.stderr, flush=True)
 
         def now() -> list[str]:
-            return [f"now {'; '.join(workers.running)}"] if workers.running else []
+            return [f"now {'; '.join(shown(workers.running, 8))}"] if workers.running else []
 
-        workers, progress = Workers(file.workers), Progress(planned, file.name, more=now)
-        with workers, progress:
+        progress = Progress(planned, file.name, more=now)
+        with backend or Workers(file.workers) as workers, progress:
             progress.skip(planned - left)
             for k, plan in enumerate(plans, 1):
                 _do_all(plan, out, run, workers, progress, is_told)
@@ -176,34 +172,46 @@ def _units(step: Step) -> int:
     return _WEIGHTS.get(step.verb, 1_000)
 
 
-def _do_all(plan: SeedPlan, out: Path, run: Run, workers: Workers, progress: Progress, is_told: bool) -> None:
+def _do_all(plan: SeedPlan, out: Path, run: Run, workers: Backend, progress: Progress, is_told: bool) -> None:
     """Do the steps of a seed that are not done, then count their operations."""
+    reported = Counter[str]()
+
+    def report(call: Call, part: float) -> None:
+        # Of a step that was started again, the part that is done again does not count.
+        before = reported[call.name]
+        reported[call.name] = max(before, int(part * call.units))
+        progress(reported[call.name] - before)
 
     def start(call: Call) -> None:
-        if is_told and call.function is _do:
+        if is_told and call.units:
             step = call.arguments["step"]
             about = plan.file.about.get(step.name)
             progress.say((f"\n{about}\n" if about else "") + f"  {step.shown}")
 
     def end(call: Call, seconds: float) -> None:
-        if is_told and call.function is _do:
+        report(call, 1.0)
+        if is_told and call.units:
             progress.say(f"    {call.name}: {duration(seconds)}")
+
+    def call(function: Callable[..., float], step: Step, name: str, **more: Any) -> Call:
+        arguments = {"step": step, "out": out, "run": run}
+        return Call(function, arguments, name, uses_gpu=step.option("device") != "cpu", **more)
 
     steps = plan.all
     for depth in range(1 + max(step.depth for step in steps)):
         wave = [step for step in steps if step.depth == depth]
         # The longest first, so that no worker is idle at the end.
         todo = sorted(_left(wave), key=lambda step: -_units(step))
-        calls = [Call(_do, {"step": step, "out": out, "run": run}, 0, step.label) for step in todo]
-        workers.run(calls, progress, start, end)
+        calls = [call(_do, one, one.label, units=_units(one), writes=one.result) for one in todo]
+        workers.run(calls, report, start, end)
         _link(out, wave)
     uncounted = {_cost(step): step for step in steps if step.verb in (*TRAININGS, "sample")}
-    calls = [
-        Call(_count, {"step": step, "out": out, "run": run}, 0, f"operations of {step.label}")
+    counts = [
+        call(_count, step, f"operations of {step.label}")
         for path, step in uncounted.items()
         if not step.work.has(path)
     ]
-    workers.run(calls, progress, start, end)
+    workers.run(counts, report, start, end)
 
 
 def _cost(step: Step) -> Path:
@@ -211,37 +219,30 @@ def _cost(step: Step) -> Path:
     return step.work.path("cost", compute.cost_key(step))
 
 
-def _do(step: Step, out: Path, run: Run, report: Report) -> float:
+def _do(step: Step, out: Path, run: Run, report: Callable[[float], None]) -> float:
     """Run a step, whose inputs have links in ``out``, and record it; return its seconds."""
-    end_with_parent()
-    told, units, started, said = 0, _units(step), time.perf_counter(), io.StringIO()
-
-    def hear(part: float) -> None:
-        nonlocal told
-        before, told = told, max(told, int(part * units))
-        report(told - before)
-
+    started, said = time.perf_counter(), io.StringIO()
+    if step.verb in TRAININGS:
+        wait_for_run(step.path, LOCK_SECONDS)
     if step.verb not in SEEDED:
         # Of a start that was killed before it could record this step.
         for remains in step.written.values():
             remove(remains)
     step.path.parent.mkdir(parents=True, exist_ok=True)
-    with _started(step, said), heard(hear):
+    with _started(step, said), heard(report):
         run([*step.command(out), *(["--resume"] if step.verb in SEEDED else [])])
     for ending in (".run", ".features"):
         remove(step.path.with_name(step.path.name + ending))
     seconds = round(time.perf_counter() - started, 1)
     record = {"command": step.shown, "seconds": seconds, "machine": machine(), "said": said.getvalue()}
     step.work.finish(step.path, record)
-    report(units - told)
     return seconds
 
 
-def _count(step: Step, out: Path, run: Run, report: Report) -> float:
+def _count(step: Step, out: Path, run: Run, report: Callable[[float], None]) -> float:
     """Count the operations of one image of a training or of a sampling, and record them."""
-    end_with_parent()
     words = step.command(out)[:-2]
-    with _started(step, io.StringIO()), heard(lambda part: None):
+    with _started(step, io.StringIO()), heard(report):
         image, update = (
             (compute.count_sampling(words, run), 0)
             if step.verb == "sample"
@@ -254,7 +255,7 @@ def _count(step: Step, out: Path, run: Run, report: Report) -> float:
 @contextlib.contextmanager
 def _started(step: Step, said: io.StringIO) -> Iterator[None]:
     """Block in which a step runs: its errors have its name, and what it prints is kept."""
-    with at(f"step {step.name!r} ({step.shown})"), interruptible(), contextlib.redirect_stdout(said):
+    with at(f"step {step.name!r} ({step.shown})"), contextlib.redirect_stdout(said):
         yield
 
 

@@ -23,10 +23,10 @@ from hddm.experts.parts import encoders_of
 from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.serving.requests import Limits
 from hddm.serving.workers import Worker
-from hddm.training.ray_islands import LOCAL, LOOPBACK, connected
 from hddm.utils.errors import HddmError, UsageError, choose, counted, did_you_mean, one_line, optional
 from hddm.utils.processes import StopRequest
 from hddm.utils.progress import Progress
+from hddm.utils.ray_workers import LOCAL, LOOPBACK, connected
 
 FRONT = "front"
 APPLICATION = "hddm"

@@ -1,58 +1,134 @@
-"""Train many experts at once, each alone (an island), on this machine or on a cluster.
+"""Train many experts at once, each alone (an island), on this machine or on a cluster."""
 
-`train_islands` checks all folders, hands the islands to a `Backend` and collects their outcomes. Backends are
-`Processes`, for this machine, and `hddm.training.ray_islands.RayCluster`.
-"""
-
-import contextlib
 import logging
-import multiprocessing
-import os
-import signal
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import Protocol
+from pathlib import Path
+from typing import Any
 
-import torch
 from safetensors import SafetensorError
 
 from hddm.data.shards import open_shard
 from hddm.experts.records import EXPERT_FILE, open_expert
 from hddm.training.continuation import continue_expert, resolve_continued
 from hddm.training.expert import resolve_new, train_expert
-from hddm.training.island_jobs import Island, Outcome
 from hddm.training.loop import OnStep, summary_of
-from hddm.training.resume import has_run, is_kept, recipe_before, refuse_run
-from hddm.training.state import discard_runs
-from hddm.utils.errors import HddmError, one_line
+from hddm.training.resume import has_run, is_kept, recipe_before, refuse_run, run_folder_of
+from hddm.training.settings import ExpertSettings, RunOptions
+from hddm.training.state import discard_runs, wait_for_run
+from hddm.utils.errors import HddmError, UsageError, did_you_mean
 from hddm.utils.files import check_absent
-from hddm.utils.processes import (
-    Output,
-    Stopped,
-    StopRequest,
-    compute_environment,
-    environment,
-    when_parent_ends,
-)
+from hddm.utils.processes import stoppable
+from hddm.utils.workers import RETRIES, Backend, Call, Workers
 
-RETRIES = 3
-_PATIENCE = 60.0
+OBJECTIVES = ("ddpm", "flow")
+REST = "*"
+LOCK_SECONDS = 60.0
+"""Seconds to wait for the lock of a predecessor, which may have died with its machine."""
 
 OnIsland = Callable[[int, int, float, float], None]
-"""Called with an island's index, its newest step, and mean loss and seconds since the last call."""
-
-log = logging.getLogger(__name__)
+"""Called with an island's index, a step, and the loss and the seconds of it."""
 
 
-class Backend(Protocol):
-    """A place where islands are trained."""
+@dataclass(frozen=True)
+class Island:
+    """One training of the expert folder ``out`` on the shard folder with number ``index``.
 
-    def run(self, islands: Sequence[Island], stop: StopRequest, on_step: OnIsland | None) -> list[Outcome]:
-        """Train until all islands ended, or saved after ``stop``; return outcomes of those that ended."""
+    ``schedule`` is a diffusers scheduler config for DDPM, and ``init`` an expert folder to continue.
+    """
+
+    index: int
+    shard: Path
+    out: Path
+    settings: ExpertSettings
+    run: RunOptions
+    schedule: Path | None = None
+    init: Path | None = None
+    overwrite: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.out.name
+
+    @property
+    def threads(self) -> int | None:
+        """Its CPU threads: the requested ones, else those of the run that it resumes."""
+        if self.settings.threads is not None or not self.run.resume:
+            return self.settings.threads
+        threads: int | None = recipe_before(self.out, EXPERT_FILE, self.run, self.overwrite).get("threads")
+        return threads
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of an island: a line for users, "" where it was complete before, or its failure."""
+
+    island: Island
+    summary: str = ""
+    failure: HddmError | None = None
+
+
+def make_islands(
+    shards: Sequence[Path],
+    out: Path,
+    objectives: Sequence[str],
+    settings: Mapping[str, ExpertSettings],
+    run: RunOptions,
+    schedule: Path | None = None,
+    init: Path | None = None,
+    overwrite: bool = False,
+) -> list[Island]:
+    """Make an island for each shard, which writes ``out/expert_k``.
+
+    ``objectives`` has one per shard, and ``settings`` are by objective. ``snr_gamma`` and ``schedule`` are
+    left out for flow, and flow_prediction for DDPM; where all shards would leave one out it raises an
+    `HddmError`.
+    """
+    shared = next(iter(settings.values()))
+    for option, value, objective in (
+        ("--schedule", schedule, "ddpm"),
+        ("--snr-gamma", shared.snr_gamma, "ddpm"),
+        ("--prediction", shared.prediction if shared.prediction == "flow_prediction" else None, "flow"),
+    ):
+        if value is not None and objective not in objectives:
+            raise UsageError(
+                f"{option} {value}: is for {objective}, and no shard has that objective; drop it"
+            )
+    islands = []
+    for index, (shard, objective) in enumerate(zip(shards, objectives, strict=True)):
+        own, path = settings[objective], schedule
+        if objective != "ddpm":
+            own, path = own.model_copy(update={"snr_gamma": None}), None
+        elif own.prediction == "flow_prediction":
+            own = own.model_copy(update={"prediction": None})
+        islands.append(Island(index, shard, out / f"expert_{index}", own, run, path, init, overwrite))
+    return islands
+
+
+def parse_objectives(text: str, shards: int, name: str = "--objective") -> list[str]:
+    """Parse one objective per shard from ``0=ddpm,3=ddpm,*=flow``; a name alone, as ``flow``, is for all.
+
+    Raises `HddmError` for a shard that does not exist, comes twice or has no objective, or an unknown
+    objective.
+    """
+    chosen: dict[str, str] = {}
+    for part in text.split(","):
+        key, given, objective = (piece.strip() for piece in part.rpartition("="))
+        key = key if given else REST
+        if objective not in OBJECTIVES:
+            hint = f"write ddpm or flow for a shard, as 0=ddpm,*=flow{did_you_mean(objective, OBJECTIVES)}"
+            raise HddmError(f"{name} {text}: {part.strip()!r} is not an objective; {hint}")
+        if key != REST and (not key.isdecimal() or int(key) >= shards):
+            raise HddmError(f"{name} {text}: there is no shard {key!r}; shards are 0 to {shards - 1}")
+        key = key if key == REST else str(int(key))
+        if key in chosen:
+            raise HddmError(f"{name} {text}: names {key} twice; name each shard once")
+        chosen[key] = objective
+    found = [chosen.get(str(k), chosen.get(REST, "")) for k in range(shards)]
+    if missing := [str(k) for k, one in enumerate(found) if not one]:
+        problem = f"has no objective for shard {', '.join(missing)}; add *=flow for the rest"
+        raise HddmError(f"{name} {text}: {problem}")
+    return found
 
 
 def train_islands(
@@ -62,7 +138,7 @@ def train_islands(
 
     One whose process dies (killed, out of memory, a bug) is started again from its last checkpoint; one that
     fails for a reason that the user must mend is not. The others continue in both cases. The ``backend`` is
-    `Processes`, one after the other, by default.
+    `Workers`, one after the other, by default.
 
     Raises:
         HddmError: for folders that are in the way, and settings that do not fit a shard, before anything
@@ -70,12 +146,37 @@ def train_islands(
         Stopped: after a signal, with all runs saved.
     """
     prepare(islands)
-    with StopRequest() as stop:
-        outcomes = (backend or Processes()).run(islands, stop, on_step)
-    if stop.number is not None and len(outcomes) < len(islands):
-        text = "stopped; progress is saved, and --resume continues"
-        raise Stopped(f"{islands[0].out.parent}: {text}", stop.number)
-    return sorted(outcomes, key=lambda one: one.island.index)
+    calls = [
+        Call(
+            _train,
+            {"island": one},
+            one.name,
+            threads=one.threads,
+            uses_gpu=one.settings.device in ("auto", "cuda"),
+            writes=one.out / EXPERT_FILE,
+        )
+        for one in islands
+    ]
+
+    def report(call: Call, *step: Any) -> None:
+        if on_step is not None:
+            on_step(call.arguments["island"].index, *step)
+
+    kept = f"{islands[0].out.parent}: stopped; progress is saved, and --resume continues"
+    with stoppable(kept), backend or Workers(1, RETRIES) as workers:
+        results = workers.run(calls, report, keep_going=True)
+    return [
+        Outcome(one, failure=result) if isinstance(result, HddmError) else Outcome(one, result)
+        for one, result in zip(islands, results, strict=True)
+    ]
+
+
+def _train(island: Island, report: OnStep) -> str:
+    """Train an island in a process of its own, which writes its log to its standard error."""
+    logging.basicConfig(format=f"hddm: {island.name}: %(message)s", force=True)
+    logging.getLogger("hddm").setLevel(logging.INFO)
+    wait_for_run(island.out, LOCK_SECONDS)
+    return summary_of(train_island(island, report))
 
 
 def prepare(islands: Sequence[Island]) -> None:
@@ -144,142 +245,21 @@ def train_island(island: Island, on_step: OnStep | None = None) -> list[float]:
         raise HddmError(f"{out}: {text}") from error
 
 
-def outcome_of(island: Island, on_step: OnStep | None = None) -> Outcome:
-    """Run `train_island` and return its failures as outcomes; a signal raises `Stopped`."""
-    try:
-        return Outcome(island, summary_of(train_island(island, on_step)))
-    except Stopped:
-        raise
-    except HddmError as error:
-        return Outcome(island, failure=error)
-
-
-_reports: Connection | None = None
-
-
-def _begin(reports: Connection, name: str) -> None:
-    """Prepare the process of an island, which writes its log to its standard error."""
-    global _reports
-    _reports = reports
-    logging.basicConfig(format=f"hddm: {name}: %(message)s")
-    logging.getLogger("hddm").setLevel(logging.INFO)
-    # Without the process that started it, a training saves and ends.
-    when_parent_ends(lambda: os.kill(os.getpid(), signal.SIGTERM))
-
-
-def _work(island: Island) -> Outcome | None:
-    """Train ``island`` in its process; return None for a training that was stopped and saved."""
-
-    def on_step(step: int, loss: float, seconds: float) -> None:
-        assert _reports is not None
-        # Nobody may be reading any more.
-        with contextlib.suppress(OSError):
-            _reports.send((island.index, step, loss, seconds))
-
-    try:
-        return outcome_of(island, on_step)
-    except Stopped:
-        return None
-    finally:
-        starter = multiprocessing.parent_process()
-        if starter is not None and not starter.is_alive():
-            # The pool would wait for more work for ever.
-            os._exit(128 + signal.SIGTERM)
-
-
-class _Job:
-    """A process of an island, which is on GPU ``slot`` where there are several."""
-
-    def __init__(self, island: Island, threads: int, slot: int, starts: int = 1) -> None:
-        self.island, self.slot, self.starts, self.output = island, slot, starts, Output()
-        context = multiprocessing.get_context("spawn")
-        # The process gets the writing end alone, so that it never fills a pipe that nobody reads.
-        self.reports, writer = context.Pipe(duplex=False)
-        self._pool = ProcessPoolExecutor(1, context, _begin, (writer, island.name))
-        variables, gpus = compute_environment(island.threads(threads)), torch.cuda.device_count()
-        if gpus > 1:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
-            variables["CUDA_VISIBLE_DEVICES"] = visible.split(",")[slot % gpus]
-        with environment(variables), self.output.caught():
-            self.future = self._pool.submit(_work, island)
-        (self.process,) = self._pool._processes.values()
-
-    def pass_on(self, on_step: OnIsland | None) -> None:
-        """Pass on what the process wrote and reported."""
-        self.output.pass_on()
-        while self.reports.poll():
-            report = self.reports.recv()
-            if on_step is not None:
-                on_step(*report)
-
-    def end(self) -> Outcome | str | None:
-        """Return the outcome, None for a training that was stopped, or how the process died, in words."""
-        error = self.future.exception()
-        self._pool.shutdown()
-        if error is None:
-            return self.future.result()
-        if isinstance(error, BrokenProcessPool):
-            return self.output.ended(self.process.exitcode)
-        log.debug("%s: its process failed", self.island.name, exc_info=error)
-        return f"failed ({type(error).__name__}: {one_line(error)})"
-
-
-@dataclass(frozen=True)
-class Processes:
-    """Processes of this machine, ``parallel`` at a time, each started again ``retries`` times at most.
-
-    Islands share the cores. Each uses one GPU, its own where there are enough.
-    """
-
-    parallel: int = 1
-    retries: int = RETRIES
-
-    def run(self, islands: Sequence[Island], stop: StopRequest, on_step: OnIsland | None) -> list[Outcome]:
-        waiting, running, outcomes = deque(islands), list[_Job](), list[Outcome]()
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads, is_stopping = max(1, cores // self.parallel), False
-        try:
-            while True:
-                while waiting and len(running) < self.parallel and not stop.requested:
-                    slot = min(set(range(self.parallel)) - {job.slot for job in running})
-                    running.append(_Job(waiting.popleft(), threads, slot))
-                if not running:
-                    return outcomes
-                if stop.number is not None and not is_stopping:
-                    is_stopping = True
-                    for job in running:
-                        _send(job, stop.number)
-                # Returns in time to notice a signal, which interrupts nothing.
-                done, _ = wait([job.future for job in running], timeout=0.2)
-                for job in list(running):
-                    job.pass_on(on_step)
-                    if job.future not in done:
-                        continue
-                    running.remove(job)
-                    island, times, ended = job.island, job.starts, job.end() or "was stopped"
-                    if isinstance(ended, Outcome):
-                        outcomes.append(ended)
-                    elif not stop.requested and times > self.retries:
-                        text = f"its process {ended}, {times} times in all; --resume continues"
-                        outcomes.append(Outcome(island, failure=HddmError(f"{island.out}: {text}")))
-                    elif not stop.requested:
-                        text = "%s: its process %s; restarting it from its last checkpoint (%d of %d)"
-                        log.warning(text, island.name, ended, times, self.retries)
-                        running.append(_Job(island, threads, job.slot, times + 1))
-        finally:
-            # Those that still run save and end; those that do not are killed.
-            for job in running:
-                job.reports.close()
-                _send(job, signal.SIGTERM)
-            done, _ = wait([job.future for job in running], timeout=_PATIENCE)
-            for job in running:
-                if job.future not in done:
-                    job.process.kill()
-                job.end()
-
-
-def _send(job: _Job, number: int) -> None:
-    # One may have ended just now.
-    if (pid := job.process.pid) is not None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+def refuse_failed(outcomes: Sequence[Outcome]) -> None:
+    """Raise an `HddmError` if an island failed, with every cause once and the experts that it concerns."""
+    failed = [(one.island, one.failure) for one in outcomes if one.failure is not None]
+    concerned: dict[str, list[str]] = {}
+    for island, failure in failed:
+        for line in (failure.message, *failure.details):
+            # Without its name or folder at the beginning, a cause reads the same for all islands.
+            for start in (island.name, island.out, run_folder_of(island.out)):
+                line = line.removeprefix(f"{start}: ")
+            concerned.setdefault(line, []).append(island.name)
+    lines = [
+        f"{'each of them' if 1 < len(names) == len(failed) else ', '.join(names)}: {cause}"
+        for cause, names in concerned.items()
+    ]
+    others = "the others are finished, and " if len(failed) < len(outcomes) else ""
+    number = f"{len(failed)} of {len(outcomes)} experts failed"
+    if failed:
+        raise HddmError(f"{failed[0][0].out.parent}: {number}; {others}--resume continues these", lines)

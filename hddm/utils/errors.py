@@ -32,9 +32,9 @@ class HddmError(ValueError):
         text = super().__str__()
         return text if os.environ.get(_COMMAND_LINE) else with_arguments(text)
 
-    def __reduce__(self) -> tuple[type["HddmError"], tuple[str, tuple[str, ...]]]:
-        # The joined text alone would arrive from another process as one line.
-        return type(self), (self.message, self.details)
+    def __reduce__(self) -> Any:
+        # The joined text alone would arrive from another process as one line, and notes not at all.
+        return type(self), (self.message, self.details), vars(self)
 
 
 _COMMAND_LINE = "HDDM_COMMAND_LINE"

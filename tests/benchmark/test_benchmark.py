@@ -330,3 +330,17 @@ def test_with_workers_it_goes_on_whatever_stopped_it(number: signal.Signals, tmp
     assert results.seeds == (0,)
     assert torch.equal(*(torch.tensor(one.steps[:2]) for one in results.models[1:3]))
     assert not list(jobs.glob(".*"))
+
+
+@pytest.mark.slow
+def test_on_ray_it_comes_to_the_same_results(miniature: Finished, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    path, out = tmp_path / "mine.yaml", tmp_path / "out"
+    path.write_text(yaml.safe_dump(CONTENT, sort_keys=False))
+    command = [sys.executable, "-m", "hddm_cli", "benchmark", path, "--data", miniature.data, "--out", "out"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    # Its paths are relative to the folder of the command, which no worker of Ray starts in.
+    subprocess.run([*command, "--ray", "local"], env=environment, check=True, cwd=tmp_path)
+    here, there = ([one.evaluation for one in each.scored] for each in (miniature.results, read_results(out)))
+    assert [one.splits[0].distance.value for one in there] == [one.splits[0].distance.value for one in here]
+    assert all(model.training_flop for model in read_results(out).models)

@@ -7,27 +7,32 @@ import multiprocessing
 import os
 import signal
 import time
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
 
 from hddm.networks.folders import WEIGHTS
-from hddm.training import islands as island_process
 from hddm.training import loop as runs
 from hddm.training.expert import train_expert
-from hddm.training.island_jobs import Island, Outcome, make_islands, parse_objectives, refuse_failed
-from hddm.training.islands import Processes, prepare, train_island, train_islands
+from hddm.training.islands import (
+    Island,
+    Outcome,
+    make_islands,
+    parse_objectives,
+    prepare,
+    refuse_failed,
+    train_island,
+    train_islands,
+)
 from hddm.training.loop import summary_of
 from hddm.training.resume import run_folder_of
 from hddm.training.settings import RunOptions
 from hddm.training.state import Run
 from hddm.utils.errors import HddmError
-from hddm.utils.processes import Stopped, StopRequest
+from hddm.utils.processes import Stopped
+from hddm.utils.workers import Workers
 from tests.artefacts import Command, contents, copied, expert_settings
 from tests.killed_runs import checkpoint, holder, in_a_process
 
@@ -94,7 +99,7 @@ def test_folders_in_the_way_and_runs_worked_on_are_told_at_once_and_nothing_star
     # Threads are those of the run to go on with.
     settings = resumed.settings.model_copy(update={"threads": None})
     fresh, resumed = (replace(one, settings=settings) for one in (islands[0], resumed))
-    assert [one.threads(2) for one in (fresh, resumed)] == [2, 3]
+    assert [one.threads for one in (fresh, resumed)] == [None, 3]
     islands[0].out.rmdir()
     islands = [replace(one, overwrite=True) for one in islands]
     with (runs[1] / "lock").open("a") as lock:
@@ -188,55 +193,21 @@ def test_an_error_of_a_caller_ends_all_processes_at_once(whole: Path, tmp_path: 
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        train_islands(islands, Processes(parallel=2), on_step)
+        train_islands(islands, Workers(2), on_step)
     assert time.monotonic() - raised[0] < 50
     assert not multiprocessing.active_children()
 
 
-def test_an_island_reports_every_step(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_island_reports_every_step(whole: Path, tmp_path: Path) -> None:
     reports: list[tuple[int, int, float, float]] = []
-    monkeypatch.setattr(island_process, "_reports", SimpleNamespace(send=reports.append))
     settings = expert_settings("flow", steps=20, threads=1)
     island = replace(_island(whole, tmp_path / "out"), settings=settings)
-    outcome = island_process._work(island)
+    outcomes = train_islands([island], on_step=lambda *report: reports.append(report))
     losses = train_expert(whole, tmp_path / "alone", settings)
     assert (island.out / WEIGHTS).read_bytes() == (tmp_path / "alone" / WEIGHTS).read_bytes()
     assert [report[:3] for report in reports] == [(0, n, loss) for n, loss in enumerate(losses, 1)]
     assert all(report[3] > 0 for report in reports)
-    assert outcome == Outcome(island, summary_of(losses))
-
-
-def test_a_process_that_fails_by_a_bug_is_quoted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "hddm")
-    island: Any = replace(_island(tmp_path, tmp_path / "expert_0"), run=None)
-    with StopRequest() as stop:
-        (outcome,) = Processes(retries=0).run([island], stop, None)
-    assert outcome.failure is not None
-    told = "its process failed (AttributeError: 'NoneType' object has no attribute"
-    assert told in outcome.failure.message
-    assert "in train_island" in caplog.text
-
-
-def test_a_process_that_dies_of_the_signal_that_stops_all_is_not_restarted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stop, starts = StopRequest(), list[int]()
-
-    def killed_as_well(job: Any) -> str:
-        stop.number = signal.SIGTERM
-        return "was killed by SIGTERM"
-
-    def job(island: Island, threads: int, slot: int, number: int = 1) -> Any:
-        starts.append(number)
-        future: Future[None] = Future()
-        future.set_result(None)
-        made = SimpleNamespace(island=island, slot=slot, starts=number, future=future)
-        made.pass_on, made.end = lambda on_step: None, lambda: killed_as_well(made)
-        return made
-
-    monkeypatch.setattr(island_process, "_Job", job)
-    assert Processes().run([_island(tmp_path, tmp_path / "out")], stop, None) == []
-    assert starts == [1]
+    assert outcomes == [Outcome(island, summary_of(losses))]
 
 
 @pytest.mark.slow
@@ -270,7 +241,7 @@ def test_a_killed_process_goes_on_and_a_signal_saves_and_ends_all(
     assert outcome.summary
     assert checkpoint(run_folder_of(island.out)) == checkpoint(run_folder_of(plain.out))
     assert (island.out / WEIGHTS).read_bytes() == (plain.out / WEIGHTS).read_bytes()
-    (again,) = train_islands([_island(whole, island.out, resume=True)], Processes(retries=0))
+    (again,) = train_islands([_island(whole, island.out, resume=True)], Workers())
     assert (again.summary, again.failure) == ("", None)
 
 

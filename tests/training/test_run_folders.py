@@ -23,7 +23,7 @@ from hddm.experts.records import EXPERT_FILE
 from hddm.networks.folders import WEIGHTS
 from hddm.training import state
 from hddm.training.expert import train_expert
-from hddm.training.island_jobs import Island
+from hddm.training.islands import Island
 from hddm.training.loop import Inputs, Task, fit
 from hddm.training.resume import run_folder_of, with_changes
 from hddm.training.settings import ExpertSettings, RunOptions

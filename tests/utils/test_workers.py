@@ -15,9 +15,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from hddm.utils import processes
+from hddm.utils import workers as module
 from hddm.utils.errors import HddmError
-from hddm.utils.processes import SIGNALS, Call, Interrupted, Report, StopRequest, Workers, interruptible
+from hddm.utils.processes import (
+    SIGNALS,
+    Interrupted,
+    Report,
+    StopRequest,
+    compute_environment,
+    environment,
+    interruptible,
+)
+from hddm.utils.workers import Call, Workers
 from hddm_cli.app import app
 
 VARIABLES = ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
@@ -71,6 +80,23 @@ def give_up(report: Report) -> None:
     os._exit(3)
 
 
+def fail(path: Path, report: Report) -> int:
+    """A bug, but for the third start."""
+    with path.open("a") as file:
+        file.write(".")
+    if len(path.read_text()) < 3:
+        raise KeyError("x")
+    return 5
+
+
+def die_with_all(path: Path, report: Report) -> None:
+    """As where a scheduler sends a signal to all processes."""
+    with path.open("a") as file:
+        file.write(".")
+    os.kill(os.getppid(), signal.SIGTERM)
+    die(report)
+
+
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Workers]:
     with Workers(2) as pool:
@@ -78,20 +104,21 @@ def workers() -> Iterator[Workers]:
 
 
 def test_results_come_in_the_order_of_the_calls(workers: Workers) -> None:
-    advances: list[int] = []
+    advances: list[tuple[str, int]] = []
     durations = [0.3, 0.0, 0.1, 0.0]
     calls = [
-        Call(square, {"value": n, "seconds": seconds}, units=n) for n, seconds in enumerate(durations, 1)
+        Call(square, {"value": n, "seconds": seconds}, f"call {n}", n)
+        for n, seconds in enumerate(durations, 1)
     ]
     told: list[tuple[str, int]] = []
     results = workers.run(
         calls,
-        advances.append,
+        lambda call, units: advances.append((call.name, units)),
         lambda call: told.append(("begins", call.units)),
         lambda call, result: told.append(("ends", result)),
     )
     assert results == [1, 4, 9, 16]
-    assert sorted(advances) == [1, 2, 3, 4]
+    assert sorted(advances) == [(f"call {n}", n) for n in (1, 2, 3, 4)]
     # Two at a time, and each in its turn.
     assert [number for what, number in told if what == "begins"] == [1, 2, 3, 4]
     assert sorted(number for what, number in told if what == "ends") == [1, 4, 9, 16]
@@ -100,7 +127,7 @@ def test_results_come_in_the_order_of_the_calls(workers: Workers) -> None:
 
 
 def test_workers_are_other_processes_with_one_thread(workers: Workers) -> None:
-    for pid, *rest in workers.run([Call(surroundings, {}, 1)] * 3, lambda units: None):
+    for pid, *rest in workers.run([Call(surroundings, {}, "a call")] * 3):
         assert pid != os.getpid()
         assert rest == [1, "1"]
 
@@ -108,19 +135,19 @@ def test_workers_are_other_processes_with_one_thread(workers: Workers) -> None:
 def test_an_error_comes_back_as_it_is_and_stops_what_has_not_started(
     workers: Workers, tmp_path: Path
 ) -> None:
-    later = [Call(touch, {"path": tmp_path / str(n)}, 1) for n in range(20)]
+    later = [Call(touch, {"path": tmp_path / str(n)}, "a call") for n in range(20)]
     with pytest.raises(HddmError, match=r"^a file is missing: add it$"):
-        workers.run([Call(refuse, {}, 1), *later], lambda units: None)
+        workers.run([Call(refuse, {}, "a call"), *later])
     time.sleep(0.5)
     assert len(list(tmp_path.iterdir())) < 10
-    assert workers.run([Call(square, {"value": 3, "seconds": 0}, 1)], lambda units: None) == [9]
+    assert workers.run([Call(square, {"value": 3, "seconds": 0}, "a call")]) == [9]
 
 
 def test_workers_that_are_told_to_stop_begin_nothing_more(tmp_path: Path) -> None:
-    def interrupt(units: int) -> None:
+    def interrupt(call: Call, units: int) -> None:
         raise KeyboardInterrupt
 
-    calls = [Call(stay_until_told, {"path": tmp_path / str(n)}, 1) for n in range(4)]
+    calls = [Call(stay_until_told, {"path": tmp_path / str(n)}, "a call") for n in range(4)]
     with contextlib.suppress(KeyboardInterrupt), Workers(1) as pool:
         pool.run(calls, interrupt)
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
@@ -129,14 +156,14 @@ def test_workers_that_are_told_to_stop_begin_nothing_more(tmp_path: Path) -> Non
 def test_workers_that_save_end_though_an_idle_one_died_with_a_lock(tmp_path: Path) -> None:
     """An idle worker holds the lock of the queue, for which one that has saved would wait for ever."""
 
-    def interrupt(units: int) -> None:
+    def interrupt(call: Call, units: int) -> None:
         raise KeyboardInterrupt
 
     def stop() -> None:
         with contextlib.suppress(KeyboardInterrupt), Workers(2) as pool:
             # Both are there before one of them gets work.
-            pool.run([Call(square, {"value": 1, "seconds": 0.2}, 1) for _ in range(2)], lambda units: None)
-            pool.run([Call(stay_until_told, {"path": tmp_path / "0"}, 1)], interrupt)
+            pool.run([Call(square, {"value": 1, "seconds": 0.2}, "a call") for _ in range(2)])
+            pool.run([Call(stay_until_told, {"path": tmp_path / "0"}, "a call")], interrupt)
 
     stopping = threading.Thread(target=stop)
     stopping.start()
@@ -153,7 +180,7 @@ def test_the_environment_is_restored(before: str | None, monkeypatch: pytest.Mon
         monkeypatch.setenv(name, before or "")
         if before is None:
             monkeypatch.delenv(name)
-    with contextlib.suppress(KeyboardInterrupt), Workers(1):
+    with contextlib.suppress(KeyboardInterrupt), environment(compute_environment(1)):
         assert all(os.environ[name] != before for name in VARIABLES)
         raise KeyboardInterrupt
     assert [os.environ.get(name) for name in VARIABLES] == [before] * 3
@@ -161,36 +188,57 @@ def test_the_environment_is_restored(before: str | None, monkeypatch: pytest.Mon
 
 def test_a_worker_that_dies_is_an_error_of_one_line(workers: Workers) -> None:
     """The last test here: a pool does not survive it."""
-    with pytest.raises(HddmError, match=r"^a worker process was killed by SIGKILL$"):
-        workers.run([Call(die, {}, 1)], lambda units: None)
+    with pytest.raises(HddmError, match=r"^a call: its process was killed by SIGKILL$"):
+        workers.run([Call(die, {}, "a call")])
 
 
 def test_a_worker_that_dies_is_quoted_and_memory_is_blamed_where_the_system_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with (
-        pytest.raises(HddmError, match=r"^a worker process ended with exit code 3 \(no more room\)$"),
+        pytest.raises(HddmError, match=r"^a call: its process ended with exit code 3 \(no more room\)$"),
         Workers(2) as pool,
     ):
-        pool.run([Call(square, {"value": 1, "seconds": 60}, 1), Call(give_up, {}, 1)], lambda units: None)
+        pool.run([Call(square, {"value": 1, "seconds": 60}, "a call"), Call(give_up, {}, "a call")])
     assert capfd.readouterr().err.count("where it was\nno more room\n") == 1
     counter = tmp_path / "vmstat"
     counter.write_text("oom_kill 7\n")
-    monkeypatch.setattr(processes, "_VMSTAT", counter)
+    monkeypatch.setattr(module, "_VMSTAT", counter)
     with pytest.raises(HddmError, match="was killed by SIGKILL because memory ran out"), Workers(1) as pool:
-        pool.run([Call(die_for_memory, {"counter": counter}, 1)], lambda units: None)
+        pool.run([Call(die_for_memory, {"counter": counter}, "a call")])
+
+
+def test_a_call_that_fails_by_a_bug_is_started_again_and_quoted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = [Call(fail, {"path": tmp_path / "a"}, "a call"), Call(touch, {"path": tmp_path / "b"}, "another")]
+    with Workers(2, retries=2) as pool:
+        assert pool.run(calls) == [5, None]
+    assert "a call: its process failed (KeyError: 'x'); restarting it (2 of 2)" in caplog.text
+    (tmp_path / "a").unlink()
+    with Workers(2, retries=1) as pool:
+        error, other = pool.run(calls, keep_going=True)
+    assert other is None
+    assert error.message == "a call: its process failed (KeyError: 'x'), 2 times in all"
+    assert "in fail" in error.__cause__.__notes__[0]
+
+
+def test_a_process_that_dies_of_the_signal_that_stops_all_is_not_started_again(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted, match="SIGTERM"), Workers(1, retries=3) as pool:
+        pool.run([Call(die_with_all, {"path": tmp_path / "starts"}, "a call")])
+    assert (tmp_path / "starts").read_text() == "."
 
 
 def test_a_script_that_starts_workers_as_it_is_imported_is_told_what_to_do(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "from hddm.utils.processes import Call, Workers\n"
-        "with Workers(1) as pool:\n    pool.run([Call(print, {}, 1)], print)\n"
+        "from hddm.utils.workers import Call, Workers\n"
+        "with Workers(1) as pool:\n    pool.run([Call(print, {}, 'a call')])\n"
     )
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True)
     assert ended.returncode == 1
     last = ended.stderr.splitlines()[-1]
-    assert "a worker process ended with exit code 1 (hddm.utils.errors.HddmError: worker processes" in last
+    assert "a call: its process ended with exit code 1 (hddm.utils.errors.HddmError: worker processes" in last
     assert 'if __name__ == "__main__":' in last
 
 
