@@ -38,7 +38,6 @@ from hddm.benchmark.results import (
     compare_rows,
 )
 from hddm.evaluation.results import read_result
-from hddm.utils.drafts import differences
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import check_absent, read_json, remove, write_json, write_whole
 from hddm.utils.machine import machine
@@ -54,7 +53,7 @@ from hddm.utils.processes import (
 )
 from hddm.utils.progress import Progress, duration, heard
 from hddm.utils.records import BENCHMARK_FILE, RESULTS_FILE, SAMPLING_FILE
-from hddm.utils.work import Work
+from hddm.utils.work import Work, differences
 
 _KEPT = "finished work is saved, and the same command continues"
 _UNCOUNTED = ("train all", "convert", "data old-model")
@@ -95,7 +94,7 @@ def run_benchmark(
     """
     require_main_guard()
     check_out(out, file, overwrite)
-    work = Work(jobs or out / "jobs")
+    work = Work(jobs or out / "jobs", other="another folder")
     plans = [SeedPlan(file, seed, work, data) for seed in file.seeds]
     _check(plans[0], check)
     out.mkdir(parents=True, exist_ok=True)
@@ -161,7 +160,7 @@ def check_out(out: Path, file: BenchmarkFile, overwrite: bool = False) -> None:
         raise HddmError(
             f"{out}: has results of other settings; choose another folder (--jobs {out / 'jobs'} reuses "
             f"what is the same), or pass --overwrite to replace the results",
-            differing,
+            map(str, differing),
         )
 
 
