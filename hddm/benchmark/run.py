@@ -41,14 +41,13 @@ from hddm.benchmark.results import (
 from hddm.evaluation.results import read_result
 from hddm.training.islands import LOCK_SECONDS
 from hddm.training.state import wait_for_run
-from hddm.utils.drafts import differences
 from hddm.utils.errors import HddmError, counted, shown
 from hddm.utils.files import check_absent, read_json, remove, write_json, write_whole
 from hddm.utils.machine import machine
 from hddm.utils.processes import at, require_main_guard, stoppable
 from hddm.utils.progress import Progress, duration, heard
 from hddm.utils.records import BENCHMARK_FILE, RESULTS_FILE, SAMPLING_FILE
-from hddm.utils.work import Work
+from hddm.utils.work import Work, differences
 from hddm.utils.workers import Backend, Call, Workers
 
 _KEPT = "finished work is saved, and the same command continues"
@@ -92,7 +91,7 @@ def run_benchmark(
     """
     require_main_guard()
     check_out(out, file, overwrite)
-    work = Work(jobs or out / "jobs")
+    work = Work(jobs or out / "jobs", other="another folder")
     plans = [SeedPlan(file, seed, work, data) for seed in file.seeds]
     _check(plans[0], check)
     out.mkdir(parents=True, exist_ok=True)
@@ -157,7 +156,7 @@ def check_out(out: Path, file: BenchmarkFile, overwrite: bool = False) -> None:
         raise HddmError(
             f"{out}: has results of other settings; choose another folder (--jobs {out / 'jobs'} reuses "
             f"what is the same), or pass --overwrite to replace the results",
-            differing,
+            map(str, differing),
         )
 
 

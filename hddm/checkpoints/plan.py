@@ -25,7 +25,7 @@ from hddm.checkpoints.single_files import FILE_LAYOUTS, LDM, open_file
 from hddm.checkpoints.sources import Checkpoint, Conventions, Reading, resolve, with_shift
 from hddm.experts.paris import is_paris
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
-from hddm.networks.folders import differences, empty_network
+from hddm.networks.folders import empty_network, misfits
 from hddm.networks.wrappers import Interface, interface_of
 from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError, UsageError, shown
@@ -205,7 +205,7 @@ def _own_tensors(source: Checkpoint) -> tuple[list[Planned], dict[str, Tensor]]:
     tensors = [replace(one, origin=origin) for one in tensors]
     network = empty_network(source.network, source.arguments, len(source.weights), origin)
     found = {one.name: torch.empty(one.shape, dtype=one.dtype, device="meta") for one in tensors}
-    problems = differences(network.state_dict(), found)
+    problems = misfits(network.state_dict(), found)
     if problems:
         raise HddmError(f"{origin}: does not fit its {source.network.__name__}: {'; '.join(shown(problems))}")
     return tensors, extras

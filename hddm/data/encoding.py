@@ -32,10 +32,11 @@ from hddm.data.shard_records import (
 )
 from hddm.networks.text_encoder import cuts, embed
 from hddm.networks.vae import encode
-from hddm.utils.drafts import Done, Draft, open_draft
 from hddm.utils.errors import HddmError
 from hddm.utils.files import refuse_full_disk, sha256_of, write_json, write_whole
+from hddm.utils.records import Record
 from hddm.utils.tensors import Planned, write_safetensors
+from hddm.utils.work import Draft, open_draft
 
 FILE_BYTES = 64 * 2**20
 """Bytes of a data file: held in memory, and encoded again after a kill."""
@@ -62,20 +63,21 @@ def encode_shards(
     `HddmError` for more bad images than allowed, latents outside the dtype's range, and a full disk.
     """
     rows = max(1, file_bytes // plan.row_bytes)
-    identity = {**plan.identity(), "rows_of_a_file": rows}
+    # The format decides how the parts of a draft are recorded.
+    identity = {**plan.identity(), "rows_of_a_file": rows, "format": ENCODED_FORMAT}
     kept = "what is encoded is kept, and the same command continues"
     with (
         open_draft(out, plan.record, identity, "encoding", lambda: kept, overwrite) as draft,
         ThreadPoolExecutor(THREADS) as pool,
     ):
-        written = sum(path.stat().st_size for path in draft.folder.rglob("data-*.safetensors"))
+        written = sum(path.stat().st_size for path in draft.whole.rglob("data-*.safetensors"))
         refuse_full_disk(out, plan.num_images * plan.row_bytes - written)
         run = _Run(plan, draft, pool, rows, on_images)
         manifests = [run.encode(shard) for shard in plan.shards]
         if plan.record == PARTITION_FILE:
             for name in _BESIDE:
                 if (plan.source / name).is_file():
-                    shutil.copyfile(plan.source / name, draft.folder / name)
+                    shutil.copyfile(plan.source / name, draft.whole / name)
     cut = sum(manifest.cut_captions for manifest in manifests)
     if cut and plan.text_record is not None:
         warnings.warn(
@@ -87,16 +89,13 @@ def encode_shards(
     return manifests
 
 
-class DataFile(Done):
+class DataFile(Record):
     """A data file, the images skipped in it, those with cut captions, and how networks ran, if any."""
 
     facts: FileRecord
     skipped: tuple[Skipped, ...] = ()
     cut: tuple[str, ...] = ()
     computed: Computed | None = None
-
-    def hashes(self, name: str) -> Mapping[str, str]:
-        return {f"whole/{name}": self.facts.sha256}
 
 
 @dataclass
@@ -116,10 +115,12 @@ class _Run:
         for number, start in enumerate(range(0, total, self.rows)):
             name = (Path(shard.place) / f"data-{number:05d}.safetensors").as_posix()
             indices = range(start, min(start + self.rows, total))
-            if done := self.draft.done(name, DataFile):
-                self._count(shard, done.skipped)
+            if (found := self.draft.done(self.draft.parts / name)) is None:
+                files.append(self._write(name, shard, indices))
+            else:
+                files.append(DataFile.model_validate(found))
+                self._count(shard, files[-1].skipped)
                 self.on_images(len(indices))
-            files.append(done or self._write(name, shard, indices))
         if not any(done.facts.rows for done in files):
             raise HddmError(f"{shard.folder}: holds no image that can be read")
         return self._finish(shard, files)
@@ -146,13 +147,14 @@ class _Run:
                 cut += _cut_captions(plan, kept)
             self.on_images(len(batch))
         tensors = {key: torch.cat([rows[key] for rows in encoded]) for key in plan.layout}
-        path = self.draft.folder / name
+        path = self.draft.whole / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.draft.drop(name)
         write_whole(path, lambda part: _write_tensors(part, tensors))
         facts = FileRecord(file=path.name, sha256=sha256_of(path), rows=len(indices) - len(skipped))
         done = DataFile(facts=facts, skipped=tuple(skipped), cut=tuple(cut), computed=plan.computed)
-        return self.draft.add(name, done)
+        hashes = {f"whole/{name}": facts.sha256}
+        self.draft.finish(self.draft.parts / name, done.model_dump(mode="json"), hashes)
+        return done
 
     def _count(self, shard: ShardToEncode, skipped: Sequence[Skipped]) -> None:
         """Add to the bad images; refuse more than allowed."""
@@ -162,7 +164,7 @@ class _Run:
 
     def _finish(self, shard: ShardToEncode, files: list[DataFile]) -> EncodedManifest:
         """Write the list of images, the tokens of the empty prompt, and the manifest."""
-        plan, source, folder = self.plan, shard.manifest, self.draft.folder / shard.place
+        plan, source, folder = self.plan, shard.manifest, self.draft.whole / shard.place
         write_entries(folder / IMAGES, source.images)
         computed, null = [done.computed for done in files], None
         if plan.text is not None:

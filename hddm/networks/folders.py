@@ -191,7 +191,7 @@ def stored_names(names: Iterable[str], stored: Collection[str]) -> dict[str, str
     return found
 
 
-def differences(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:
+def misfits(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:
     """Describe every tensor that is missing, left over, of another shape or of integers."""
     problems = [f"missing {key} {tuple(expected[key].shape)}" for key in expected.keys() - found.keys()]
     problems += [f"left over {key} {tuple(found[key].shape)}" for key in found.keys() - expected.keys()]
@@ -290,8 +290,8 @@ def fitting(
 def refuse_other_tensors(
     expected: Mapping[str, Tensor], found: Mapping[str, Tensor], path: Path, config: str = "config.json"
 ) -> None:
-    """Raise an `HddmError` that lists all `differences` of the file ``path``, if any."""
-    if problems := differences(expected, found):
+    """Raise an `HddmError` that lists all `misfits` of the file ``path``, if any."""
+    if problems := misfits(expected, found):
         raise HddmError(f"{path}: does not fit its {config}: {'; '.join(shown(problems))}")
 
 

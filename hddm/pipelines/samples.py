@@ -4,7 +4,6 @@ Conditions (class labels, prompts, tensors in a file) are cycled over the images
 only; a sheet of all images may lie beside it.
 """
 
-import json
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,12 +31,12 @@ from hddm.pipelines.sheets import sheet_path, write_sheet
 from hddm.routers import MomentsRouter, Router
 from hddm.running import Batch, Plan
 from hddm.sampling import Positive, SamplingSettings, batches
-from hddm.utils.drafts import Done, Draft, differences, discard_finished, open_draft
 from hddm.utils.errors import HddmError, UsageError, asked
 from hddm.utils.files import read_json, read_whole, sha256_of, write_json
 from hddm.utils.progress import Progress
 from hddm.utils.records import EXPERT_FILE, SAMPLING_FILE, Seed, content_hash
 from hddm.utils.tensors import available_device, read_safetensors
+from hddm.utils.work import Draft, differences, open_draft
 from hddm.velocity import Guidance
 
 FORMAT = "1.4"
@@ -166,11 +165,11 @@ def sample_to_folder(
     run = _Run(pipeline, settings, how)
     settings = settings.model_copy(update={"steps": how.grid_steps, "solver": how.solver_name})
     record = _record(source, settings, pipeline, run.cycles.given)
-    sheet, identity = sheet_path(out), {key: record[key] for key in record.keys() - _FREE - _HASHED}
+    sheet, identity = sheet_path(out), _identity(record)
     is_finished = resume and not overwrite and (out / SAMPLING_FILE).is_file()
     if is_finished:
         _refuse_other(out, settings, identity)
-        discard_finished(out, "sampling")
+        Draft(out, "sampling").discard_finished()
         log.info("%s: is finished; nothing is left to do", out)
     elif grid and sheet.exists() and not overwrite:
         raise HddmError(f"{sheet} exists: choose another --out, or pass --overwrite to replace it")
@@ -179,7 +178,7 @@ def sample_to_folder(
         begun = identity | {"format": FORMAT}
         with open_draft(out, SAMPLING_FILE, begun, "sampling", run.kept, overwrite, resume) as draft:
             run.write(draft)
-            write_json(draft.folder / SAMPLING_FILE, record | {"expert_use": run.use.report()})
+            write_json(draft.whole / SAMPLING_FILE, record | {"expert_use": run.use.report()})
     if overwrite:
         # The sheet of the replaced images would be taken for a sheet of these.
         sheet.unlink(missing_ok=True)
@@ -209,16 +208,6 @@ def planned(pipeline: HDDMPipeline, settings: SampleSettings, image: Any = None,
     return pipeline.plan(Begin(image, mask, settings.strength, *sizes), **settings.plan_arguments)
 
 
-class _Made(Done):
-    """Files of a batch, and the use of the experts up to its end."""
-
-    files: dict[str, str]
-    use: dict[str, Any]
-
-    def hashes(self, name: str) -> Mapping[str, str]:
-        return self.files
-
-
 class _Run:
     """A run, batch by batch; `ready` counts the finished images."""
 
@@ -241,25 +230,26 @@ class _Run:
         steps = self.how.steps + 1
         with Progress(self.settings.num_images * steps, "sample", " steps") as progress:
             for name, batch in self._batches():
-                if done := draft.done(name, _Made):
-                    self.use.load(done.use)
+                part = draft.parts / name
+                if (done := draft.done(part)) is not None:
+                    self.use.load(done["use"])
                     progress.skip(len(batch.rows) * steps)
                 else:
                     if self.ready and not is_continued:
                         total = self.settings.num_images
                         log.info("%d of %d images are there; the rest follows", self.ready, total)
                     is_continued = True
-                    draft.drop(name)
                     written = self._made(draft, name, batch, progress)
-                    files = {path.relative_to(draft.root).as_posix(): sha256_of(path) for path in written}
-                    draft.add(name, _Made(files=files, use=self.use.values()))
+                    files = {path.relative_to(draft.folder).as_posix(): sha256_of(path) for path in written}
+                    # The use of the experts up to the end of this batch.
+                    draft.finish(part, {"use": self.use.values()}, files)
                 self.ready += len(batch.rows)
                 numbers += batch.numbers
                 paths.append(draft.parts / f"{name}.safetensors")
         if self.settings.output_type == "latent":
             latents = torch.cat([load_file(path)["latents"] for path in paths])
             ordered = latents[torch.tensor(numbers).argsort()]
-            save_file({"latents": ordered}, draft.folder / LATENTS_FILE, {"format": "pt"})
+            save_file({"latents": ordered}, draft.whole / LATENTS_FILE, {"format": "pt"})
         self._warn()
 
     def _batches(self) -> Iterator[tuple[str, Batch]]:
@@ -286,7 +276,7 @@ class _Run:
             save_file({"latents": samples.cpu().contiguous()}, paths[0])
         else:
             images = to_bytes(self.pipeline.images_of(self.how, batch, samples).cpu())
-            paths = [draft.folder / IMAGE.format(number) for number in batch.numbers]
+            paths = [draft.whole / IMAGE.format(number) for number in batch.numbers]
             for image, path in zip(images, paths, strict=True):
                 save_png(image, path)
         progress(len(batch.rows))
@@ -340,12 +330,15 @@ _HASHED = {"source", "conditions", "init_image", "mask", "model_shift", "weights
 """Keys of the record that the hash of the source or of the conditions covers."""
 
 
+def _identity(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key not in _FREE | _HASHED}
+
+
 def _refuse_other(out: Path, settings: SampleSettings, identity: Mapping[str, Any]) -> None:
     """Refuse to resume a finished run of other settings, or one that lacks an image."""
-    there = read_json(out / SAMPLING_FILE)
-    there = {key: there[key] for key in there.keys() - _FREE - _HASHED}
-    if lines := differences(there, json.loads(json.dumps(identity))):
-        raise HddmError(f"{out}: holds samples of other options; choose another --out, or --overwrite", lines)
+    if differing := differences(_identity(read_json(out / SAMPLING_FILE)), identity):
+        text = "holds samples of other options; choose another --out, or --overwrite"
+        raise HddmError(f"{out}: {text}", map(str, differing))
     names = [IMAGE.format(number) for number in settings.numbers]
     names = [LATENTS_FILE] if settings.output_type == "latent" else names
     if missing := [name for name in names if not (out / name).is_file()]:

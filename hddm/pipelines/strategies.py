@@ -12,9 +12,9 @@ from hddm.evaluation.evaluate import evaluate_folder
 from hddm.evaluation.features import INCEPTION
 from hddm.evaluation.results import Evaluation, ResultGroup, read_groups
 from hddm.pipelines.samples import SampleSettings, sample_to_folder
-from hddm.utils.drafts import differences
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json, write_json, write_whole
+from hddm.utils.work import differences
 
 STRATEGIES = ("draw", "commit-0.92", "commit-0.68", "top-1", "top-2", "full")
 """Strategies that are compared by default."""
@@ -64,7 +64,7 @@ def measure_strategies(
         Strategy.parse(name)
     measured = out / MEASURED
     if measured.exists() and (differing := differences(read_json(measured), measure.identity)):
-        raise HddmError(f"{out}: holds results of other settings; choose another folder", differing)
+        raise HddmError(f"{out}: holds results of other settings; choose another folder", map(str, differing))
     out.mkdir(parents=True, exist_ok=True)
     write_json(measured, measure.identity)
     for name in strategies:

@@ -8,7 +8,6 @@ and holds for the steps after ``step``, up to the next change of ``key``.
 """
 
 import hashlib
-import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from hddm.training.settings import RunOptions
 from hddm.utils.errors import HddmError
 from hddm.utils.files import check_absent, read_json, settle, sha256_of
 from hddm.utils.records import OlderFormat, OpenRecord, read_record, refuse_damaged
+from hddm.utils.work import ABSENT, differences
 
 Change = dict[str, Any]
 """Record of one change, as plain values of JSON."""
@@ -171,49 +171,38 @@ def is_finished(
         return False
     if before := recorded(out, is_done=True):
         # Nothing is left to compute, so the environment does not matter.
-        compare_records(out, {**content, "environment": before.get("environment", {})}, run)
+        compare_records(out, before, {**content, "environment": before.get("environment", {})}, run)
     refuse_damaged(out, record, sha256=sha256_of, remedy="--overwrite trains it again")
     log.info("%s: is finished; there is nothing to resume", out)
     return True
 
 
-def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -> list[Change]:
-    """Refuse to resume the run of ``out`` with another ``record``; return changes of settings without steps.
+def compare_records(
+    out: Path, before: Mapping[str, Any], record: Mapping[str, Any], options: RunOptions
+) -> list[Change]:
+    """Refuse to resume a run of record ``before`` with another; return changes of settings, without steps.
 
     ``options.allow_config_change`` allows other settings, but no other data, objective or network. The
     `HddmError` lists differences that are never allowed, or else all that were refused.
     """
-    folder, now = run_folder_of(out), json.loads(json.dumps(dict(record)))
-    old, new = (_flat({key: one.get(key, {}) for key in _COMPARED}) for one in (recorded(out), now))
-    absent = "not recorded"
-    lines, changes = {}, []
-    for key in dict.fromkeys([*old, *new]):
-        # A setting that one of two versions does not know is one that was not requested.
-        if old.get(key) != new.get(key):
-            was, value = old.get(key, absent), new.get(key, absent)
-            lines[key] = f"{key}: was {was!r}, is {value!r}"
-            if key.startswith("settings."):
-                changes.append({"key": key.removeprefix("settings."), "was": was, "is": value})
+    folder = run_folder_of(out)
+    found = differences(*({key: one.get(key, {}) for key in _COMPARED} for one in (before, record)))
     # A value that the run did not record is no reason to refuse it for good.
-    fixed = [line for key, line in lines.items() if key in old and (key in FIXED or key.startswith("data."))]
-    if fixed:
+    known = [one for one in found if one.was != ABSENT]
+    if fixed := [one for one in known if one.key in FIXED or one.key.startswith("data.")]:
         text = "the run used other data, another objective or network; choose another --out"
-        raise HddmError(f"{folder}: {text}", fixed)
-    refused = [line for key, line in lines.items() if key not in FREE]
+        raise HddmError(f"{folder}: {text}", map(str, fixed))
+    refused = [one for one in found if one.key not in FREE]
     if refused and not options.allow_config_change:
         text = "the run was started with different settings; repeat them, or pass --allow-config-change"
-        raise HddmError(f"{folder}: {text}", refused)
-    for line in lines.values():
-        log.warning("%s: %s", folder, line)
-    return changes
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
-    return flat
+        raise HddmError(f"{folder}: {text}", map(str, refused))
+    for one in found:
+        log.warning("%s: %s", folder, one)
+    return [
+        {"key": one.key.removeprefix("settings."), "was": one.was, "is": one.now}
+        for one in found
+        if one.key.startswith("settings.")
+    ]
 
 
 def encoding_of(shards: Sequence[Path]) -> dict[str, Any]:

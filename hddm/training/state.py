@@ -26,22 +26,13 @@ from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hddm.networks.folders import differences
+from hddm.networks.folders import misfits
 from hddm.training import resume
 from hddm.training.device import split_like, whole
 from hddm.training.resume import CHECKPOINTS, RUN_FILE, Change, checkpoints_in, run_folder_of, step_of
 from hddm.training.settings import Keeping, RunOptions
 from hddm.utils.errors import HddmError
-from hddm.utils.files import (
-    locked,
-    new_folder,
-    read_json,
-    remove,
-    sha256_of,
-    write_json,
-    write_whole,
-    writing,
-)
+from hddm.utils.files import new_folder, read_json, remove, sha256_of, write_json, writing
 from hddm.utils.records import (
     MANIFEST,
     OpenRecord,
@@ -51,6 +42,7 @@ from hddm.utils.records import (
     write_manifest,
 )
 from hddm.utils.tensors import read_safetensors
+from hddm.utils.work import Work
 
 log = logging.getLogger(__name__)
 
@@ -203,7 +195,7 @@ class TrainingState:
     def load(self, tensors: Mapping[str, Mapping[str, Tensor]], progress: ProgressRecord, name: str) -> None:
         """Load what `tensors` and `progress` gave, of the same network; ``name`` is the source in errors."""
         live, trained = self._live(), self._trained()
-        if lines := differences(live[WEIGHTS], tensors[WEIGHTS]):
+        if lines := misfits(live[WEIGHTS], tensors[WEIGHTS]):
             raise HddmError(f"{name}: is of another network", lines)
         for file in (WEIGHTS, EMA):
             for key, value in live[file].items():
@@ -335,9 +327,9 @@ def _set_aside(path: Path) -> None:
         path.rename(path.with_name(f"damaged_{free}_{path.name}"))
 
 
-LOCK = "lock"
-DRAFT = f".{RUN_FILE}"
-"""Beginning of the names of its drafts, as killed processes leave them."""
+def _work_of(out: Path) -> Work:
+    busy = f"{out}: another process is training it"
+    return Work(run_folder_of(out), RUN_FILE, busy, "another --out")
 
 
 @contextlib.contextmanager
@@ -352,67 +344,38 @@ def open_run(
         HddmError: for a run in use by another process, one that exists without ``resume`` or ``overwrite``,
             one that was started with another record, or a folder that is no run.
     """
-    folder = run_folder_of(out)
-    if not folder.is_dir() and (folder.is_symlink() or folder.exists()):
-        raise HddmError(f"{folder}: is a link that leads nowhere, or a file; remove it")
-    folder.mkdir(parents=True, exist_ok=True)
-    with _locked(out):
-        _refuse_foreign(folder)
+    work = _work_of(out)
+    with work.held():
         if overwrite and not options.resume:
-            _clear(folder)
-        run = Run(folder, options)
+            work.clear()
+        run = Run(work.folder, options)
         if not options.resume:
             resume.refuse_run(out)
-        elif resume.has_run(out):
-            changed = resume.compare_records(out, record, options)
+        elif before := resume.recorded(out):
+            changed = resume.compare_records(out, before, record, options)
             step = 0 if run.begun_at is None else step_of(run.begun_at)
-            run.changes = resume.with_changes(resume.recorded(out).get("changes", []), changed, step)
+            run.changes = resume.with_changes(before.get("changes", []), changed, step)
         keeping = options.model_dump(mode="json", include=set(Keeping.model_fields))
-        content = {"format": resume.RUN_FORMAT, **record, "keeping": keeping, "changes": run.changes}
-        write_whole(folder / RUN_FILE, lambda path: write_json(path, content))
-        for path in (folder / CHECKPOINTS).glob(".step_*"):
-            log.warning("%s was never finished; it is removed", path)
-            remove(path)
+        work.write({"format": resume.RUN_FORMAT, **record, "keeping": keeping, "changes": run.changes})
+        work.sweep()
         if options.resume and run.begun_at is None:
-            log.info("%s: has no checkpoint; the training starts again at step 1", folder)
+            log.info("%s: has no checkpoint; the training starts again at step 1", work.folder)
         yield run
 
 
 def discard_runs(outs: Sequence[Path]) -> None:
     """Remove the content of the runs of ``outs``: all, or none where one is in use or is no run."""
-    folders = {out: run_folder_of(out) for out in outs if run_folder_of(out).is_dir()}
+    works = [work for work in map(_work_of, outs) if work.folder.is_dir()]
     with contextlib.ExitStack() as stack:
-        for out, folder in folders.items():
-            stack.enter_context(_locked(out))
-            _refuse_foreign(folder)
-        for folder in folders.values():
-            _clear(folder)
+        for work in works:
+            stack.enter_context(work.held())
+        for work in works:
+            work.clear()
 
 
 def wait_for_run(out: Path, seconds: float) -> None:
     """Wait ``seconds`` at most until no other process holds the run of ``out``; else `open_run` refuses."""
     # On a network file system the lock of a process that died with its machine may stay for a while.
-    end = time.monotonic() + seconds
-    while run_folder_of(out).is_dir() and time.monotonic() < end:
-        with contextlib.suppress(HddmError), _locked(out):
-            return
-        time.sleep(min(1.0, seconds / 10))
-
-
-def _locked(out: Path) -> contextlib.AbstractContextManager[None]:
-    text = "another process is training it ({}); wait for it, or choose another --out"
-    return locked(run_folder_of(out) / LOCK, lambda holder: f"{out}: {text.format(holder)}")
-
-
-def _refuse_foreign(folder: Path) -> None:
-    others = [path for path in folder.iterdir() if path.name != LOCK and not path.name.startswith(DRAFT)]
-    if others and not (folder / RUN_FILE).exists():
-        raise HddmError(f"{folder}: is not the folder of a run (it has no {RUN_FILE}); move it away")
-
-
-def _clear(folder: Path) -> None:
-    # The record goes last, since without it the rest would be taken for no run's.
-    for path in sorted(folder.iterdir(), key=lambda path: path.name == RUN_FILE):
-        if path.name != LOCK:
-            # Of a link the link alone: what it leads to may be shared.
-            remove(path)
+    if run_folder_of(out).is_dir():
+        with contextlib.suppress(HddmError), _work_of(out).held(patience=seconds):
+            pass

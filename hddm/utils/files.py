@@ -55,17 +55,17 @@ def inside(folder: Path, name: str) -> Path:
     return target
 
 
-_PATIENCE = 0.1
+PATIENCE = 0.1
 """Seconds after which a lock is taken to belong to another process."""
 
 
 @contextlib.contextmanager
-def locked(path: Path, refusal: Callable[[str], str], patience: float = _PATIENCE) -> Iterator[None]:
+def locked(path: Path, busy: str, other: str = "another", patience: float = PATIENCE) -> Iterator[None]:
     """Hold the lock ``path`` within the block; the system frees it when the process ends or is killed.
 
     The file names the process that holds it, and is not removed; a missing folder is created. If another
-    process holds the lock for ``patience`` seconds, raises `HddmError` with the message of ``refusal`` for
-    that process's name.
+    process holds the lock for ``patience`` seconds, raises `HddmError`: that it is ``busy``, with its name,
+    and that one may choose an ``other``.
     """
     lock = FileLock(path, thread_local=False)
     with writing(path):
@@ -79,7 +79,8 @@ def locked(path: Path, refusal: Callable[[str], str], patience: float = _PATIENC
                 # Another process just removed the folder with its lock.
                 continue
             except Timeout:
-                raise HddmError(refusal(_holder(path))) from None
+                text = f"{busy} ({_holder(path)}); wait for it, or choose {other}"
+                raise HddmError(text) from None
     try:
         # Where the system has no locks, the file's content is the lock.
         if not isinstance(lock, SoftFileLock):
@@ -144,17 +145,13 @@ def new_folder(
 
 
 @contextlib.contextmanager
-def alone(target: Path, patience: float = _PATIENCE) -> Iterator[None]:
+def alone(target: Path, patience: float = PATIENCE) -> Iterator[None]:
     """Keep other hddm processes from writing ``target`` within the block; creates its parent folder.
 
     Raises `HddmError` if another one is writing after ``patience`` seconds.
     """
     lock = _lock_of(target)
-    with locked(
-        lock,
-        lambda holder: f"{target}: another process is writing it ({holder}); wait for it, or choose another",
-        patience,
-    ):
+    with locked(lock, f"{target}: another process is writing it", patience=patience):
         try:
             yield
         finally:

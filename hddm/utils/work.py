@@ -1,26 +1,49 @@
-"""Parts of long work that are done or not, found again by what they depend on.
+"""Long work that may be killed at any moment: what is done is found again, and only the rest is made.
 
+FOLDER/IDENTITY         what decides the work, a JSON file such as ``run.json`` of a training
 FOLDER/lock             held by the one process that works here
-FOLDER/NAME…            what a part wrote, under the hash of all that it depends on
-FOLDER/NAME.done.json   its record, written last: a part without it is made again
+FOLDER/PART…            what a part wrote
+FOLDER/PART.done.json   its record, written last; a part without one is made again
 
-Works that share a folder share their parts. A record is sealed by its hash, so a damaged one is
-recognised; the files of a part are checked by whoever reads them.
+A record is sealed by its own hash and may hold the hashes of files, so damage is recognised. Folders of
+trainings, features and benchmarks stay. Work on a folder that must be complete or absent (`open_draft`) is
+hidden beside it:
+
+.NAME.WORK/draft.json   its identity; ``WORK`` is "encoding" or "sampling"
+.NAME.WORK/whole/…      becomes ``NAME`` at the end
+.NAME.WORK/parts/…      records of parts, and files that are needed on the way only
 """
 
 import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from hddm.utils.errors import HddmError
-from hddm.utils.files import locked, read_json, sha256_of, write_json, write_whole
+from hddm.utils.errors import HddmError, one_line
+from hddm.utils.files import (
+    PATIENCE,
+    alone,
+    check_absent,
+    is_draft,
+    locked,
+    nothing,
+    put_in_place,
+    read_json,
+    remove,
+    sha256_of,
+    write_json,
+    write_whole,
+    writing,
+)
+from hddm.utils.processes import Interrupted, Stopped
 
 LARGEST = 2**28
 _SHORT = 16
+_LOCK = "lock"
 DONE = ".done.json"
 """Ending of the record of a part that is done."""
 
@@ -43,11 +66,97 @@ def content_of(path: Path) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-class Work:
-    """The parts in ``folder``."""
+ABSENT = "not recorded"
+"""Value of a key that one of two identities does not have."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+
+class Difference(NamedTuple):
+    """A key with another value than before; of nested keys as ``settings.steps``."""
+
+    key: str
+    was: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: was {one_line(repr(self.was), 300)}, is {one_line(repr(self.now), 300)}"
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
+    """Compare two identities; a key that one of them does not have is equal to one of no value."""
+    old, new = _flat(before), _flat(json.loads(json.dumps(dict(now))))
+    return [
+        Difference(key, old.get(key, ABSENT), new.get(key, ABSENT))
+        for key in dict.fromkeys([*old, *new])
+        if old.get(key) != new.get(key)
+    ]
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return flat
+
+
+class Work:
+    """The work in ``folder``, which the JSON file ``identity`` marks, if any; paths name its parts.
+
+    ``busy`` and ``other`` tell a second process what the first one does, and what else to choose.
+    """
+
+    def __init__(self, folder: Path, identity: str = "", busy: str = "", other: str = "another") -> None:
+        self.folder, self._identity = folder, folder / identity
+        self._busy, self._other = busy or f"{folder}: another process works in it", other
+
+    @contextlib.contextmanager
+    def held(self, patience: float = PATIENCE) -> Iterator[None]:
+        """Keep other processes out within the block; raises as `locked`, and for something else's folder."""
+        if not self.folder.is_dir() and (self.folder.is_symlink() or self.folder.exists()):
+            raise HddmError(f"{self.folder}: is a link that leads nowhere, or a file; remove it")
+        # A killed process may leave the lock and drafts of the identity.
+        name = self._identity.name
+        others = (path for path in self.folder.glob("*") if path.name != _LOCK)
+        if not self._identity.exists() and any(not path.name.startswith(f".{name}.") for path in others):
+            raise HddmError(f"{self.folder}: has files, but no {name}; move it away, or choose {self._other}")
+        with locked(self.folder / _LOCK, self._busy, self._other, patience):
+            yield
+
+    def found(self) -> dict[str, Any] | None:
+        """What decides the work that was begun here; None without any."""
+        return read_json(self._identity) if self._identity.is_file() else None
+
+    def begin(self, identity: Mapping[str, Any], refusal: str, replace: bool, again: bool = False) -> None:
+        """Continue work of this ``identity``, or begin it if there is none, or ``again``.
+
+        Work of another identity goes if ``replace``; else raises `HddmError` with ``refusal`` and all
+        differences.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        before = self.found()
+        differing = differences(before or {}, identity)
+        if before is not None and differing and not replace:
+            raise HddmError(refusal, map(str, differing))
+        if before is None or differing or again:
+            self.clear()
+            self.write(identity)
+        self.sweep()
+
+    def write(self, identity: Mapping[str, Any]) -> None:
+        """Write the identity, of plain values."""
+        write_whole(self._identity, lambda draft: write_json(draft, identity))
+
+    def clear(self) -> None:
+        """Remove everything but the lock; of links, the links alone: what they lead to may be shared."""
+        # The identity goes last, since without it the rest would be taken for something else.
+        for path in sorted(self.folder.iterdir(), key=lambda path: path == self._identity):
+            if path.name != _LOCK:
+                remove(path)
+
+    def sweep(self) -> None:
+        """Remove drafts of files and folders, as processes leave them that are killed."""
+        for path in [path for path in self.folder.rglob(".*") if is_draft(path.name)]:
+            remove(path)
 
     def path(self, kind: str, identity: str) -> Path:
         """Where the part of this ``kind`` lies that depends on what ``identity`` is the hash of."""
@@ -55,30 +164,109 @@ class Work:
 
     def has(self, path: Path) -> bool:
         """True if the part at ``path`` is done."""
-        return self._record(path).is_file()
+        return _record(path).is_file()
 
     def record(self, path: Path) -> dict[str, Any]:
         """Record of the part at ``path``; raises `HddmError` for one that is missing or was changed."""
-        content = read_json(self._record(path), LARGEST)
+        content = read_json(_record(path), LARGEST)
         if content.pop("seal", None) != hash_of(content):
             raise HddmError(
-                f"{self._record(path)}: was changed after it was written; delete it to repeat this part"
+                f"{_record(path)}: was changed after it was written; delete it to repeat this part"
             )
         return content
 
-    def finish(self, path: Path, content: Mapping[str, Any]) -> None:
-        """Record that the part at ``path`` is done, with plain values about it."""
-        written = json.loads(json.dumps(dict(content)))
+    def done(self, path: Path) -> dict[str, Any] | None:
+        """Record of the part at ``path``, or None if it or one of its files is missing or damaged."""
+        try:
+            content = self.record(path)
+            files = content.pop("files", {})
+            is_whole = all(sha256_of(self.folder / name) == sha256 for name, sha256 in files.items())
+        except HddmError:
+            return None
+        return content if is_whole else None
+
+    def finish(self, path: Path, content: Mapping[str, Any], files: Mapping[str, str] | None = None) -> None:
+        """Record that the part at ``path`` is done, with plain values about it.
+
+        ``files`` are the SHA-256 of its files by their paths in the folder, for `done`.
+        """
+        written = json.loads(json.dumps({**content, **({} if files is None else {"files": dict(files)})}))
         sealed = written | {"seal": hash_of(written)}
-        write_whole(self._record(path), lambda draft: write_json(draft, sealed))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(_record(path), lambda draft: write_json(draft, sealed))
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Keep others from working in the folder within the block; raises `HddmError` if a process does."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        said = f"{self.folder}: another process works in it ({{}}); wait, or choose another folder"
-        with locked(self.folder / "lock", said.format):
-            yield
+    def forget(self, path: Path) -> None:
+        """Have the part at ``path`` made again."""
+        _record(path).unlink(missing_ok=True)
 
-    def _record(self, path: Path) -> Path:
-        return path.with_name(path.name + DONE)
+
+def _record(path: Path) -> Path:
+    return path.with_name(path.name + DONE)
+
+
+class Draft(Work):
+    """The hidden folder of the ``work`` on ``target``: its files in `whole`, all else in `parts`."""
+
+    def __init__(self, target: Path, work: str) -> None:
+        super().__init__(target.parent / f".{target.name}.{work}", "draft.json")
+        self.target, self.whole, self.parts = target, self.folder / "whole", self.folder / "parts"
+
+    @property
+    def has_parts(self) -> bool:
+        """True if a later run can continue it."""
+        return any(self.parts.rglob(f"*{DONE}"))
+
+    def discard_finished(self) -> None:
+        """Remove what a process left that was killed after it had put the target in place."""
+        if self.target.exists() and self.folder.is_dir() and not self.whole.exists():
+            with contextlib.suppress(HddmError), alone(self.target):
+                shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def open_draft(
+    target: Path,
+    record: str,
+    identity: Mapping[str, Any],
+    work: str,
+    kept: Callable[[], str],
+    overwrite: bool = False,
+    resume: bool | None = None,
+) -> Iterator[Draft]:
+    """Open the draft of ``target``, which becomes ``target`` when the block ends.
+
+    After a failure or a kill the draft stays for a later run if it has a complete part. ``record`` is the
+    JSON file that marks the target's kind; ``identity`` holds the plain values that decide the content.
+    ``overwrite`` replaces ``target`` and discards a draft of another identity. Where ``resume`` is None, a
+    draft of the same identity is always continued; otherwise only if True, and without ``overwrite`` it is
+    refused otherwise. ``kept`` says what stays, and how to go on, after a signal and on a full disk.
+
+    Raises `HddmError` as `check_absent`, `alone` and `writing`, and for a draft of another identity;
+    `Stopped` for `Interrupted`.
+    """
+    draft = Draft(target, work)
+
+    def remains() -> str:
+        return kept() if draft.has_parts else nothing()
+
+    draft.discard_finished()
+    check_absent(target, record, overwrite)
+    with writing(target, remains, below=draft.folder), alone(target):
+        try:
+            check_absent(target, record, overwrite)
+            unfinished = f"{target}: {draft.folder} holds an unfinished {work}"
+            if resume is False and not overwrite and draft.found() is not None:
+                raise HddmError(f"{unfinished}; --resume continues it, --overwrite starts again")
+            refusal = "of other options; repeat those to continue, or pass --overwrite to discard it"
+            draft.begin(identity, f"{unfinished} {refusal}", overwrite, again=resume is False)
+            for folder in (draft.whole, draft.parts):
+                folder.mkdir(exist_ok=True)
+            yield draft
+            put_in_place(draft.whole, target, overwrite)
+        except BaseException as error:
+            if not draft.has_parts:
+                shutil.rmtree(draft.folder, ignore_errors=True)
+            if isinstance(error, Interrupted) and not target.exists():
+                raise Stopped(f"{target}: stopped; {remains()}", error.number) from error
+            raise
+        shutil.rmtree(draft.folder, ignore_errors=True)

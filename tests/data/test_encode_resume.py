@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hddm.utils.drafts import Draft, open_draft
 from hddm.utils.errors import HddmError
+from hddm.utils.work import Draft, open_draft
 from tests.artefacts import contents, killed_at_every_change, largest_file, refusal
 from tests.component_files import write_vae
 from tests.shard_files import encode, write_partition
@@ -65,7 +65,7 @@ def _open(
 
 
 def _records(out: Path) -> list[Path]:
-    return sorted((out.parent / f".{out.name}.encoding" / "done").rglob("*.json"))
+    return sorted((out.parent / f".{out.name}.encoding" / "parts").rglob("*.done.json"))
 
 
 def test_a_killed_process_is_gone_on_with_to_the_same_bytes(root: Path, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_file_that_a_power_failure_spoilt_is_made_again(root: Path, tmp_path: 
     files = sorted((draft / "whole").rglob("data-*"))
     assert len(files) == 3
     files[1].write_bytes(files[1].read_bytes()[:-9] + bytes(9))
-    records = sorted((draft / "done").rglob("*.json"))
+    records = _records(tmp_path / "out")
     records[2].write_text("{")
     (draft / "whole" / "shard_0" / ".data-00003.safetensors.part-4711").write_bytes(b"half")
     assert _encode(root, tmp_path / "out")[:5] == [4, 3, 1, 3, 1]
@@ -123,7 +123,7 @@ def test_an_unfinished_encoding_of_other_options_is_named(root: Path, tmp_path: 
     draft = _interrupted(root, out, 9)
     told, *details = refusal(_encode, root, out, dtype="float32").splitlines()
     assert f"{draft} holds an unfinished encoding of other options" in told
-    assert any(line.startswith("  encoding: ") and "float32" in line for line in details)
+    assert any(line.startswith("  encoding.dtype: ") and "float32" in line for line in details)
     assert len(_records(out)) == 2
     _encode(root, out, overwrite=True, dtype="float32")
     record = json.loads((out / "shard_0" / "manifest.json").read_text())
@@ -151,13 +151,13 @@ def test_an_encoding_goes_on_in_other_batches_and_its_manifest_names_both(root: 
 def test_a_second_process_on_the_same_output_is_refused_by_the_first_ones_name(
     root: Path, tmp_path: Path
 ) -> None:
-    draft = _interrupted(root, tmp_path / "out", 9)
-    with (draft / "lock").open("w") as lock:
+    _interrupted(root, tmp_path / "out", 9)
+    with (tmp_path / ".out.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         lock.write("process 4711 on elsewhere\n")
         lock.flush()
         told = refusal(_encode, root, tmp_path / "out", overwrite=True)
-    assert "another process is encoding to it (process 4711 on elsewhere)" in told
+    assert "another process is writing it (process 4711 on elsewhere)" in told
     assert len(_records(tmp_path / "out")) == 2
 
 
@@ -170,19 +170,17 @@ def test_a_draft_goes_before_its_lock_and_takes_nothing_of_the_next_process(
 
     def watched(path: Any, **options: Any) -> None:
         unlink(path, **options)
-        if Path(path).name == "lock" and not left:
-            left.append(list(root.iterdir()))
+        if Path(path).name == ".out.lock" and not left:
+            left.append(root.exists())
             (tmp_path / "out").rename(tmp_path / "first")
             draft = second.enter_context(_open(target, {"a": 2}))
-            (draft.folder / "manifest.json").write_text("second")
+            (draft.whole / "manifest.json").write_text("second")
 
     with monkeypatch.context() as patched:
         patched.setattr("os.unlink", watched)
         with _open(target, {"a": 1}) as draft:
-            (draft.folder / "manifest.json").write_text("first")
-            for number in range(40):
-                (root / f"more-{number}").write_text("")
-    assert left == [[]]
+            (draft.whole / "manifest.json").write_text("first")
+    assert left == [False]
     second.close()
     assert contents(tmp_path) == {"first/manifest.json": b"first", "out/manifest.json": b"second"}
 
@@ -193,8 +191,8 @@ def test_a_kill_at_any_change_of_a_draft_leaves_nothing_for_long(overwrite: bool
 
     def write(content: str) -> None:
         with _open(out, {"a": content}, overwrite) as draft:
-            (draft.folder / "manifest.json").write_text(json.dumps({"format": "1.0", "of": content}))
-            (draft.folder / f"{content}.txt").write_text(content)
+            (draft.whole / "manifest.json").write_text(json.dumps({"format": "1.0", "of": content}))
+            (draft.whole / f"{content}.txt").write_text(content)
 
     def check() -> None:
         with contextlib.suppress(HddmError):

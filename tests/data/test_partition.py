@@ -150,9 +150,8 @@ def test_a_mended_archive_is_partitioned_as_one_that_was_always_sound(
     assert (code, "0007.png" in err, (tmp_path / "out").exists()) == (1, True, False)
     _pack(many, tars)
     code, _, err = hddm(*command)
-    held = "holds features of other images, or of these before they changed"
-    remedy = "remove it, or name another folder with --cache"
-    assert (code, f"{tmp_path / 'out.features'}: {held}; {remedy}" in err) == (1, True)
+    assert (code, "out.features: holds features of other images, of these before they" in err) == (1, True)
+    assert "remove it, or name another folder with --cache\n  source: was " in err
     assert hddm(*command, "--overwrite")[0] == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import hddm
 from hddm.experts.assembly import assemble, change
 from hddm.experts.paris import expert_arguments, is_paris, paris_experts, paris_router, router_arguments
-from hddm.networks.folders import differences
+from hddm.networks.folders import misfits
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.utils.errors import HddmError
 from tests.artefacts import copied, into_hub_cache
@@ -107,7 +107,7 @@ def test_the_published_sizes_are_found_from_their_shapes() -> None:
         found = arguments(network.state_dict(), Path("a"))
         with torch.device("meta"):
             again = type(network)(**found)
-        assert not differences(network.state_dict(), again.state_dict())
+        assert not misfits(network.state_dict(), again.state_dict())
         assert {key: network.config[key] for key in found} == found
         assert sum(p.numel() for p in again.parameters()) / 1e6 == pytest.approx(millions, abs=0.01)
 

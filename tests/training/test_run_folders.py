@@ -248,7 +248,7 @@ def test_a_folder_that_only_has_the_name_of_a_run_is_left_alone(
     (tmp_path / "out.run" / "photos" / "one.txt").write_text("mine")
     for option in ("--overwrite", "--resume"):
         code, _, error = hddm(*_command(whole, tmp_path / "out", option))
-        assert (code, "is not the folder of a run" in error) == (1, True)
+        assert (code, "has files, but no run.json" in error) == (1, True)
     assert (tmp_path / "out.run" / "photos" / "one.txt").read_text() == "mine"
 
 
