@@ -11,24 +11,17 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor
 
 from hddm.checkpoints.architecture import PAPER_STEPS, Built, reshape, restart
-from hddm.checkpoints.folders import (
-    DIFFUSERS_LAYOUTS,
-    PIPELINE,
-    STEM,
-    open_expert,
-    open_model,
-    open_pipeline,
-)
 from hddm.checkpoints.folders import LAYOUT as HDDM
+from hddm.checkpoints.folders import PIPELINE, STEM, open_expert, open_model, open_pipeline
 from hddm.checkpoints.layouts import IMAGENET_LICENCE, UnstatedHeads
-from hddm.checkpoints.single_files import FILE_LAYOUTS, LDM, open_file
+from hddm.checkpoints.single_files import FILE_LAYOUTS, open_file
 from hddm.checkpoints.sources import Checkpoint, Conventions, Reading, resolve, with_shift
 from hddm.experts.paris import is_paris
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
-from hddm.networks.folders import differences, empty_network
+from hddm.networks.folders import empty_network, refuse_other_tensors
 from hddm.networks.wrappers import Interface, interface_of
 from hddm.schedules import LinearSchedule
-from hddm.utils.errors import HddmError, UsageError, shown
+from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.records import WHOLE, NoiseRange
 from hddm.utils.tensors import Planned
 from hddm.velocity import PredictionType
@@ -36,6 +29,11 @@ from hddm.velocity import PredictionType
 _ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 PAPER = "paper"
 TEXT = "encoder_hidden_states"
+_OPTIONS = (
+    *("architecture", "modulation_rank", "text_dim", "recipe", "variant", "num_heads", "sample_size"),
+    *("schedule", "prediction_type", "noise_range"),
+)
+"""Options of a conversion that an expert's record keeps."""
 
 
 @dataclass(frozen=True)
@@ -183,10 +181,10 @@ def plan(path: Path, conversion: Conversion) -> Plan:
 
 def _refuse_idle(source: Checkpoint, reading: Reading) -> None:
     """Refuse options that would have no effect."""
-    states_itself = source.layout == HDDM or source.layout in DIFFUSERS_LAYOUTS
-    if reading.num_heads is not None and states_itself:
+    is_file = source.layout in FILE_LAYOUTS
+    if reading.num_heads is not None and not is_file:
         raise HddmError(f"--num-heads: {source.path} has a config.json that states it; drop the option")
-    if source.layout in (*FILE_LAYOUTS, LDM, HDDM) and reading.variant is not None:
+    if reading.variant is not None and (is_file or source.layout == HDDM):
         raise HddmError(f"--variant {reading.variant}: {source.path} has no variants; drop the option")
 
 
@@ -205,9 +203,7 @@ def _own_tensors(source: Checkpoint) -> tuple[list[Planned], dict[str, Tensor]]:
     tensors = [replace(one, origin=origin) for one in tensors]
     network = empty_network(source.network, source.arguments, len(source.weights), origin)
     found = {one.name: torch.empty(one.shape, dtype=one.dtype, device="meta") for one in tensors}
-    problems = differences(network.state_dict(), found)
-    if problems:
-        raise HddmError(f"{origin}: does not fit its {source.network.__name__}: {'; '.join(shown(problems))}")
+    refuse_other_tensors(network.state_dict(), found, source.files[0], source.network.__name__)
     return tensors, extras
 
 
@@ -228,17 +224,9 @@ def _record(
     is_flow = conventions.prediction_type is PredictionType.FLOW_PREDICTION
     text_encoder = own.text_encoder if own else source.text.record() if TEXT in interface.conditions else None
     scheduler = None if source.declared.is_layout_rule else source.declared.scheduler
-    changes = {
-        "architecture": conversion.architecture,
+    options = {key: getattr(conversion, key) for key in _OPTIONS} | {
         "modulation_rank": conversion.modulation_rank if conversion.architecture else None,
-        "text_dim": conversion.text_dim,
-        "recipe": conversion.recipe,
-        "variant": conversion.variant,
-        "num_heads": conversion.num_heads,
-        "sample_size": conversion.sample_size,
         "schedule": conversion.schedule.name if conversion.schedule else None,
-        "prediction_type": conversion.prediction_type,
-        "noise_range": conversion.noise_range,
     }
     return ExpertRecord(
         objective="flow" if is_flow or (own and own.objective == "flow") else "ddpm",
@@ -268,7 +256,7 @@ def _record(
             files={},
             scheduler=dict(scheduler) if scheduler and "_class_name" in scheduler else None,
             prefix=source.prefix,
-            options={key: value for key, value in changes.items() if value is not None},
+            options={key: value for key, value in options.items() if value is not None},
             hddm=version("hddm-diffusion"),
             before=own.source if own else None,
         ),
