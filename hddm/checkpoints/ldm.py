@@ -128,10 +128,8 @@ def arguments(weights: Weights, reading: Reading, origin: str) -> dict[str, Any]
         else:
             levels[-1].append(n)
     if len({len(level) for level in levels}) > 1 or not levels[0]:
-        raise HddmError(
-            f"{origin}: levels of {[len(level) for level in levels]} layers, so this is not a Stable "
-            f"Diffusion UNet"
-        )
+        sizes = [len(level) for level in levels]
+        raise HddmError(f"{origin}: levels of {sizes} layers, so this is not a Stable Diffusion UNet")
     channels = [
         shape_of(unet, f"input_blocks.{level[0]}.0.out_layers.3.weight", 4, origin)[0] for level in levels
     ]
@@ -183,9 +181,8 @@ def unet_heads(
     if found is None:
         raise UnstatedHeads(
             f"{origin}: widths {channels} with text of width {context} do not match Stable Diffusion 1, "
-            f"2 or XL, and no tensor shows the number of attention heads: pass --num-heads, the same "
-            f"number at every "
-            "level"
+            "2 or XL, and no tensor shows the number of attention heads: pass --num-heads, the same number "
+            "at every level"
         )
     return found
 

@@ -123,14 +123,13 @@ def _where_to(source: Checkpoint) -> str:
 
 def _write_file(source: Checkpoint, record: ExpertRecord, layout: str, path: Path) -> None:
     table = FILE_LAYOUTS[layout].table(source.weights, source.arguments, f"--to-layout {layout}")
-    planned = table.to_foreign(source.weights, source.kept, str(source.path))
     prefix = record.source.first.prefix if record.source else ""
-    write_safetensors(
-        path, [replace(one, name=prefix + one.name) for one in planned], {"format": "pt"}, check_finite=True
-    )
+    planned = table.to_foreign(source.weights, source.kept, str(source.path))
+    planned = [replace(one, name=prefix + one.name) for one in planned]
+    write_safetensors(path, planned, {"format": "pt"}, check_finite=True)
     written = read_safetensors(path)
     for one in planned:
-        if not torch.equal(written[prefix + one.name], one.read()):
+        if not torch.equal(written[one.name], one.read()):
             raise HddmError(f"{path.name}: {one.name} was not written correctly; nothing was kept")
 
 
