@@ -21,7 +21,6 @@ from hddm.utils.errors import HddmError
 from hddm.utils.streams import Use, generator, seed_of
 from hddm.utils.tensors import Planned
 
-ADALN_SINGLE = "adaln-single"
 PAPER_STEPS = 999.0
 FOLD_TIMES = 1000
 # Parts that the recipe of arXiv:2603.06741 reinitialises: the head and the text projection.
@@ -48,33 +47,6 @@ class Built:
     modulation_error: float | None = None
 
 
-def reshape(
-    source: Checkpoint,
-    tensors: list[Planned],
-    end: float,
-    architecture: str | None,
-    rank: int,
-    text_dim: int | None,
-) -> Built:
-    """Build the source's network with AdaLN-Single in place of adaLN-Zero, or with text added, as requested.
-
-    ``tensors`` are the network's, ``end`` is the largest timestep that it is fed, ``architecture`` is
-    `ADALN_SINGLE` or None; ``rank`` is for `fold`, ``text_dim`` for `add_text`. Raises `HddmError` for a
-    network that is no DiT with adaLN-Zero, or that takes text already.
-    """
-    weights, config = _as_expert_transformer(source, tensors)
-    error = None
-    if architecture is not None:
-        if architecture != ADALN_SINGLE:
-            raise HddmError(f"--architecture {architecture}: the only one is {ADALN_SINGLE}")
-        if config.get("modulation") != "zero":
-            raise HddmError(f"--architecture {architecture}: {source.path} has no adaLN-Zero to fold")
-        weights, config, error = fold(weights, config, torch.linspace(0, end, FOLD_TIMES), rank)
-    if text_dim is not None:
-        weights, config = add_text(weights, config, text_dim)
-    return Built(ExpertTransformer, config, [as_planned(*item) for item in weights.items()], error)
-
-
 def restart(built: Built, channels: int) -> Built:
     """Give the network a fresh head of ``channels`` outputs and a fresh text projection; keep all else."""
     prefixes = _REINITIALISED.get(built.network.__name__)
@@ -90,9 +62,10 @@ def restart(built: Built, channels: int) -> Built:
     return Built(built.network, arguments, tensors, built.modulation_error)
 
 
-def _as_expert_transformer(
+def as_expert_transformer(
     source: Checkpoint, tensors: list[Planned]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The weights and arguments of the `ExpertTransformer` that computes the function of a source's DiT."""
     weights = {one.name: one.read() for one in tensors}
     if source.network is ExpertTransformer:
         return weights, dict(source.arguments)
@@ -101,11 +74,9 @@ def _as_expert_transformer(
         raise HddmError(f"{source.path}: only a DiT can change its architecture ({kinds})")
     # Includes the class's defaults, which a config may omit.
     given = empty_network(source.network, source.arguments, len(weights), str(source.path)).config
+    alike = ("sample_size", "in_channels", "out_channels", "patch_size")
     config = {
-        "sample_size": given["sample_size"],
-        "in_channels": given["in_channels"],
-        "out_channels": given["out_channels"],
-        "patch_size": given["patch_size"],
+        **{key: given[key] for key in alike},
         "hidden_size": given["num_attention_heads"] * given["attention_head_dim"],
         "depth": given["num_layers"],
         "num_heads": given["num_attention_heads"],
@@ -135,9 +106,9 @@ def _diffusers_dit_table(depth: int) -> KeyTable:
         *module("proj_out_2", "final_layer.linear"),
     ]
     copies = {"class_embedder.embedding_table.weight": "class_embed.weight"}
-    for theirs, ours in (("linear_1", "0"), ("linear_2", "2")):
-        for leaf in ("weight", "bias"):
-            copies[f"timestep_embedder.{theirs}.{leaf}"] = f"time_embed.mlp.{ours}.{leaf}"
+    for leaf in ("weight", "bias"):
+        copies[f"timestep_embedder.linear_1.{leaf}"] = f"time_embed.mlp.0.{leaf}"
+        copies[f"timestep_embedder.linear_2.{leaf}"] = f"time_embed.mlp.2.{leaf}"
     for theirs, ours in copies.items():
         names = tuple(f"transformer_blocks.{n}.norm1.emb.{theirs}" for n in range(depth))
         pairs.append(Pair(names, (ours,), copies=True))

@@ -12,7 +12,7 @@ import functools
 import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,15 +21,15 @@ from typing import Any
 import diffusers
 import numpy as np
 import torch
-from diffusers import ModelMixin, UNet2DModel
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Calibration
 from hddm.checkpoints.architecture import Built
 from hddm.checkpoints.plan import TEXT, Plan
-from hddm.checkpoints.sources import Checkpoint, Conventions, Forward, Weights
+from hddm.checkpoints.sources import Checkpoint, Forward
 from hddm.experts.ensemble_folders import keep_component
 from hddm.experts.records import (
     EXPERT_FILE,
@@ -42,8 +42,6 @@ from hddm.experts.records import (
     write_records,
 )
 from hddm.networks.folders import WEIGHTS, empty_network, fill, open_network
-from hddm.networks.layers import TimeEmbedding
-from hddm.networks.transformers import ExpertBlock
 from hddm.networks.wrappers import EXPERT_NETWORKS, FLUX, OPTIONAL_CONDITIONS, call, text_width
 from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule
 from hddm.utils.errors import HddmError, one_line
@@ -91,14 +89,6 @@ class ConversionCheck:
         return ", ".join(f"{error:.1e} at t = {t}" for t, error in self.velocity_errors.items())
 
     @property
-    def is_exact(self) -> bool:
-        """True where the difference and all velocity errors are within their limits."""
-        return (
-            self.difference <= LARGEST_DIFFERENCE
-            and max(self.velocity_errors.values()) <= LARGEST_VELOCITY_ERROR
-        )
-
-    @property
     def is_finite(self) -> bool:
         """True where no number is NaN or Inf."""
         return math.isfinite(self.difference) and all(map(math.isfinite, self.velocity_errors.values()))
@@ -141,9 +131,8 @@ def write_network(folder: Path, built: Built) -> None:
 def _carry_calibration(plan: Plan, draft: Path) -> None:
     """Copy the source expert's calibration, unless the conversion changed the function that it fits."""
     source = plan.source
-    if source.record is None or plan.is_restarted:
-        return
-    if not (plan.record.training_calibration or plan.built.modulation_error is None):
+    is_kept = plan.record.training_calibration or plan.built.modulation_error is None
+    if source.record is None or plan.is_restarted or not is_kept:
         return
     # Loading refuses NaN and values that no fit gives.
     if Calibration.load(source.path) is not None:
@@ -152,15 +141,9 @@ def _carry_calibration(plan: Plan, draft: Path) -> None:
 
 def _checked(plan: Plan, draft: Path) -> ConversionCheck:
     source, network = plan.source, plan.built.network.__name__
-    field, outputs, config = _as_written(draft)
-    known = tuple(name for name in plan.interface.conditions if name not in OPTIONAL_CONDITIONS)
-    given = example_conditions(known, config, plan.interface.num_classes)
-    added = {}
-    if plan.record.source and plan.record.source.options.get("text_dim"):
-        added = {TEXT: given.pop(TEXT)}
     try:
         own = None if plan.is_restarted else source.forward() if source.forward else _class_forward(source)
-        found = _compare(own, field, outputs, plan.conventions, given, added, _ENOUGH.get(network))
+        found = _compare(plan, own, draft)
     except HddmError:
         raise
     except Exception as error:
@@ -175,7 +158,9 @@ def _checked(plan: Plan, draft: Path) -> ConversionCheck:
             f"{source.path}: the folded network's outputs differ by {found.function_error:.2f} "
             "(relative); raise --modulation-rank; nothing was written"
         )
-    if not found.is_finite or not (is_fold or found.is_exact):
+    largest = max(found.velocity_errors.values())
+    is_exact = found.difference <= LARGEST_DIFFERENCE and largest <= LARGEST_VELOCITY_ERROR
+    if not found.is_finite or not (is_fold or is_exact):
         raise HddmError(
             f"{source.path}: the converted network is not the source's: outputs differ by "
             f"{found.difference:.2e} (limit {LARGEST_DIFFERENCE:.0e}), velocities by {found.errors}; nothing "
@@ -190,8 +175,8 @@ def _as_written(folder: Path) -> tuple[VelocityField, list[Tensor], Mapping[str,
     It is built as `hddm.load` does, except that weights stay mapped.
     """
     record = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
-    empty, weights, arguments = open_network(folder, EXPERT_NETWORKS)
-    network = _streamed(type(empty), arguments, weights, str(folder))
+    network, weights, arguments = open_network(folder, EXPERT_NETWORKS)
+    fill(network, weights, arguments, str(folder))
     outputs: list[Tensor] = []
     field = field_of(Expert(network, record, None, read_nulls(folder)))
     adapter = field.network
@@ -200,84 +185,51 @@ def _as_written(folder: Path) -> tuple[VelocityField, list[Tensor], Mapping[str,
     (network if record.variance_head else adapter).register_forward_hook(
         lambda module, given, output: outputs.append(output[0] if isinstance(output, tuple) else output)
     )
-    # A plain function is called in the dtype of the state, whatever the dtype of the weights.
-    field.network = lambda y, timestep, **conditions: adapter(y, timestep, **conditions)
     return field, outputs, network.config
 
 
 def _class_forward(source: Checkpoint) -> Forward:
-    """Run the source's network class in float32, with the source's weights renamed to fit."""
+    """Run the source's network class, with the source's weights renamed to fit."""
     origin = str(source.files[0])
     weights = source.table.renamed(source.weights, origin)
-    return functools.partial(call, _streamed(source.network, source.arguments, weights, origin))
+    network = empty_network(source.network, source.arguments, len(weights), origin)
+    fill(network, weights, source.arguments, origin)
+    return functools.partial(call, network)
 
 
-def _streamed(
-    kind: type[ModelMixin], arguments: Mapping[str, Any], weights: Weights, origin: str
-) -> ModelMixin:
-    """A network of ``weights`` that runs in float32.
+class _InFloat32(TorchFunctionMode):
+    """Casts each parameter where it is used, so that memory never holds a large network as a whole."""
 
-    Weights of another dtype are cast module by module as they are used, so that memory never holds a large
-    network as a whole.
-    """
-    network = empty_network(kind, arguments, len(weights), origin)
-    fill(network, weights, arguments, origin)
-    if kind is UNet2DModel:
-        # Its forward pass reads the dtype of its parameters.
-        network.float()
-    _cast_in_use(network)
-    return network
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        return func(*map(_cast, args), **{key: _cast(value) for key, value in (kwargs or {}).items()})
 
 
-def _cast_in_use(network: nn.Module) -> None:
-    for module in network.modules():
-        # These two look at their children's parameters before, or instead of, calling them.
-        reach = list(module.modules()) if isinstance(module, (TimeEmbedding, ExpertBlock)) else [module]
-        stored = [
-            (owner, name, parameter)
-            for owner in reach
-            for name, parameter in owner._parameters.items()
-            if parameter is not None and parameter.dtype != torch.float32
-        ]
-        if stored:
-            module.register_forward_pre_hook(functools.partial(_put, stored, torch.float32))
-            module.register_forward_hook(functools.partial(_put, stored, None))
-
-
-def _put(
-    stored: Sequence[tuple[nn.Module, str, nn.Parameter]], dtype: torch.dtype | None, *_: object
-) -> None:
-    """Install parameters, cast to ``dtype`` or as stored."""
-    for owner, name, parameter in stored:
-        value = parameter if dtype is None else nn.Parameter(parameter.to(dtype), False)
-        owner._parameters[name] = value
+def _cast(value: Any) -> Any:
+    return value.float() if isinstance(value, nn.Parameter) else value
 
 
 @torch.no_grad()
-def _compare(
-    source: Forward | None,
-    written: VelocityField,
-    outputs: list[Tensor],
-    conventions: Conventions,
-    conditions: Weights,
-    extra: Weights,
-    largest_side: int | None,
-) -> ConversionCheck:
-    """Compare the raw outputs and the velocity, with states of at most ``largest_side`` a side.
+def _compare(plan: Plan, source: Forward | None, draft: Path) -> ConversionCheck:
+    """Compare the raw outputs and the velocity of the network in ``draft`` with the source's.
 
     ``source`` is the source's own network, or None for a fresh head: then there is no function to compare,
-    and the velocity is checked against the written network's own output. Each call of ``written`` appends its
-    network's raw output to ``outputs``. ``conditions``, of one row each, are the source's; ``extra`` are
-    those that only the written network takes, such as added text.
+    and the velocity is checked against the written network's own output.
     """
+    written, outputs, config = _as_written(draft)
+    known = tuple(name for name in plan.interface.conditions if name not in OPTIONAL_CONDITIONS)
+    conditions, conventions = example_conditions(known, config, plan.interface.num_classes), plan.conventions
+    # Only the written network takes text that was added.
+    extra = {TEXT: conditions.pop(TEXT)} if "text_dim" in plan.options else {}
     assert written.sample_shape is not None
     channels, *size = written.sample_shape
-    size = [min(side, largest_side or side) for side in size]
+    size = [min(side, _ENOUGH.get(plan.built.network.__name__, side)) for side in size]
     schedule, prediction_type = conventions.schedule, conventions.prediction_type
     low, high = max(written.range[0], written.noise_range[0]), min(written.range[1], written.noise_range[1])
     noise = generator(0, Use.CONVERSION_STATES)
     squares, wanted, largest, errors = 0.0, 0.0, 0.0, {}
-    with Progress(len(TIMES), "compare with the source", " noise levels") as progress:
+    with _InFloat32(), Progress(len(TIMES), "compare with the source", " noise levels") as progress:
         for share in TIMES:
             t = low + share * (high - low)
             x = torch.randn(1, channels, *size, generator=noise) * math.hypot(1 - t, t)
@@ -288,10 +240,8 @@ def _compare(
             timestep = torch.tensor([u * conventions.time_scale], dtype=torch.float32)
             expected = outputs[-1] if source is None else source(y, timestep, conditions)
             difference = (outputs[-1] - expected).double()
-            squares, wanted = (
-                squares + difference.square().sum().item(),
-                wanted + expected.square().sum().item(),
-            )
+            squares += difference.square().sum().item()
+            wanted += expected.square().sum().item()
             # A comparison with NaN is false, so the maximum would hide one.
             largest = max(largest, difference.abs().max().item()) if difference.isfinite().all() else math.nan
             closed = _closed_form(

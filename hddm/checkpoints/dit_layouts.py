@@ -10,7 +10,7 @@ them, they must match a known scale.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from hddm.checkpoints.layouts import (
     LATENT_SCALE,
+    Facts,
     FileLayout,
     Modules,
     UnstatedHeads,
@@ -96,7 +97,7 @@ def _dit_arguments(weights: Weights, reading: Reading, origin: str) -> dict[str,
     }
 
 
-def _dit_table(config: Mapping[str, Any], weights: Weights) -> KeyTable:
+def _dit_table(names: Iterable[str], config: Mapping[str, Any], origin: str) -> KeyTable:
     pairs: list[Pair] = [
         same("pos_embed", "pos_embed"),
         same("y_embedder.embedding_table.weight", "class_embed.weight"),
@@ -159,7 +160,7 @@ def _positions_at(width: int, grid: int, scale: float) -> Tensor:
     return computed[None].float()
 
 
-def _pixart_table(config: Mapping[str, Any], weights: Weights) -> KeyTable:
+def _pixart_table(names: Iterable[str], config: Mapping[str, Any], origin: str) -> KeyTable:
     time = "adaln_single.emb.timestep_embedder"
     pairs: list[Pair] = [
         *module("x_embedder.proj", "pos_embed.proj"),
@@ -274,12 +275,12 @@ def _pixart_forward(weights: Weights, config: Mapping[str, Any]) -> Forward:
     return run
 
 
-def _pixart_latents(weights: Weights) -> tuple[float | None, tuple[str, ...]]:
+def _pixart_facts(weights: Weights, *_: object) -> Facts:
     """Distinguish PixArt-Σ: same names, but 300 text tokens instead of 120, and another VAE's latents."""
     null = weights.get(NULL_TEXT)
     if null is not None and null.ndim > 1 and null.shape[-2] == _SIGMA_TOKENS:
-        return None, (f"texts of {_SIGMA_TOKENS} tokens are PixArt-Σ's: no latent scale is claimed",)
-    return LATENT_SCALE, ()
+        return Facts(None, (f"texts of {_SIGMA_TOKENS} tokens are PixArt-Σ's: no latent scale is claimed",))
+    return Facts(LATENT_SCALE)
 
 
 FACEBOOK_DIT = FileLayout(
@@ -293,9 +294,8 @@ FACEBOOK_DIT = FileLayout(
     arguments=_dit_arguments,
     table=_dit_table,
     forward=_dit_forward,
-    nulls={},
+    facts=lambda *_: Facts(LATENT_SCALE, (_SIT,)),
     scheduler=LINEAR_BETAS,
-    latents=lambda _: (LATENT_SCALE, (_SIT,)),
 )
 PIXART_ORIGINAL = FileLayout(
     name="pixart-original",
@@ -304,7 +304,7 @@ PIXART_ORIGINAL = FileLayout(
     arguments=_pixart_arguments,
     table=_pixart_table,
     forward=_pixart_forward,
-    nulls={"encoder_hidden_states": NULL_TEXT},
+    facts=_pixart_facts,
     scheduler=LINEAR_BETAS,
-    latents=_pixart_latents,
+    nulls={"encoder_hidden_states": NULL_TEXT},
 )

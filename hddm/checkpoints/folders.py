@@ -36,10 +36,10 @@ from hddm.experts.records import (
 )
 from hddm.networks.folders import WEIGHTS, empty_network, open_network, parse_config, stored_names
 from hddm.networks.identity import VaeRecord
-from hddm.networks.vae import LARGEST_SCALE, vae_facts
+from hddm.networks.vae import LARGEST_SCALE, read_config, vae_facts
 from hddm.networks.wrappers import EXPERT_NETWORKS, FLUX
 from hddm.schedules import DDPM_FAMILY, FLOW_MATCH_FAMILY
-from hddm.utils.errors import HddmError, did_you_mean
+from hddm.utils.errors import HddmError, did_you_mean, shown
 from hddm.utils.files import inside, read_json
 from hddm.utils.records import read_record, refuse_damaged
 from hddm.utils.tensors import read_safetensors
@@ -62,8 +62,6 @@ VAES = ("vae", "vqvae", "movq")
 # Class and scale of VAEs whose config omits them.
 _DEFAULT_VAES = {"vae": "AutoencoderKL", "vqvae": "VQModel"}
 _DEFAULT_SCALES = {"AutoencoderKL": LATENT_SCALE, "VQModel": LATENT_SCALE, "AutoencoderTiny": 1.0}
-_SHOWN = 10
-"""Of the problems of an index."""
 
 
 def open_pipeline(folder: Path, reading: Reading) -> Checkpoint:
@@ -71,12 +69,7 @@ def open_pipeline(folder: Path, reading: Reading) -> Checkpoint:
 
     Only the entries that are read must be classes of diffusers; a safety checker may be anything.
     """
-    index = read_json(inside(folder, PIPELINE))
-    for key in ("auto_map", "custom_pipeline", "trust_remote_code"):
-        if key in index:
-            raise HddmError(
-                f"{folder / PIPELINE}: has a key {key!r}, which names code of its own; hddm does not run it"
-            )
+    index = read_config(folder, PIPELINE)
     found = [name for name in DENOISERS if _is_there(index.get(name))]
     if len(found) != 1:
         raise HddmError(f"{folder / PIPELINE}: needs one of {', '.join(DENOISERS)}, not {found or 'none'}")
@@ -104,11 +97,13 @@ def open_model(
     """Open one model folder of the pipeline ``root``; ``file`` names the weights file that the user chose."""
     above = root or (folder.parent if (folder.parent / PIPELINE).is_file() else folder)
     path = folder / "config.json"
-    config = read_json(inside(folder, "config.json") if path.exists() else path)
-    network, arguments = parse_config(config, list(DIFFUSERS_LAYOUTS.values()), str(path))
+    network, arguments = parse_config(read_config(folder), list(DIFFUSERS_LAYOUTS.values()), str(path))
+    side, stated = reading.sample_size, arguments.get("sample_size")
     # The config of Flux has no place for it.
-    if network.__name__ != FLUX:
-        _set_size(arguments, reading.sample_size, path)
+    if network.__name__ != FLUX and side is not None and stated != [side, side]:
+        if stated not in (None, side):
+            raise HddmError(f"--sample-size {side}: {path} says sample_size {stated!r}; drop the option")
+        arguments["sample_size"] = side
     layout = next(name for name, kind in DIFFUSERS_LAYOUTS.items() if kind is network)
     sets = _weight_files(folder, reading.variant) if file is None else _set_of(folder, file, reading.variant)
     chosen = choose_set(sets, reading.weights, str(folder / (file or "")))
@@ -186,16 +181,6 @@ def _own_table(
     pairs = [same(old, name) for name, old in stored_names(names, weights).items()]
     benign = {"pos_embed.pos_embed": "computed anew"} if "pos_embed.pos_embed" not in names else {}
     return KeyTable(pairs, benign)
-
-
-def _set_size(arguments: dict[str, Any], side: int | None, path: Path) -> None:
-    """Set the sample size to the user's value where the config states none."""
-    stated = arguments.get("sample_size")
-    if side is None or stated == [side, side]:
-        return
-    if stated not in (None, side):
-        raise HddmError(f"--sample-size {side}: {path} says sample_size {stated!r}; drop the option")
-    arguments["sample_size"] = side
 
 
 def _refuse_other_family(entry: object, declared: Declared, above: Path) -> None:
@@ -333,10 +318,8 @@ def read_index(path: Path, allow_pickle: bool = False) -> tuple[dict[str, Tensor
                 problems.append(f"{name} holds {key!r}, which the index gives to {stated}")
     problems += [f"{weight_map[key]} lacks {key!r}" for key in weight_map.keys() - tensors.keys()]
     if problems:
-        more = f"; … and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise HddmError(
-            f"{path}: does not fit its files, fetch them again: {'; '.join(sorted(problems)[:_SHOWN])}{more}"
-        )
+        listed = "; ".join(shown(sorted(problems), 10))
+        raise HddmError(f"{path}: does not fit its files, fetch them again: {listed}")
     return tensors, [path.parent / name for name in names]
 
 

@@ -54,13 +54,6 @@ def inspected(path: Path, allow_pickle: bool = False, variant: str | None = None
     return inspect_model(path, allow_pickle, variant)
 
 
-def _kind_of(settings: dict[str, Any]) -> str | None:
-    """What a run with ``settings`` trains; None where they are unknown."""
-    if not settings:
-        return None
-    return "student" if "teacher" in settings else "expert" if "objective" in settings else "router"
-
-
 def _run(folder: Path) -> dict[str, Any]:
     """A training run, in progress, killed or finished, and its latest checkpoint."""
     record: dict[str, Any]
@@ -71,9 +64,10 @@ def _run(folder: Path) -> dict[str, Any]:
     kept = checkpoints_in(folder / CHECKPOINTS)
     out = folder.with_name(folder.name.removesuffix(".run"))
     settings = record.get("settings", {})
+    of = "student" if "teacher" in settings else "expert" if "objective" in settings else "router"
     return {
         "kind": "run",
-        "of": _kind_of(settings),
+        "of": of if settings else None,
         "finished": out != folder and any((out / name).exists() for name in (EXPERT_FILE, ROUTER_FILE)),
         "step": step_of(kept[0]) if kept else 0,
         "steps": settings.get("steps"),

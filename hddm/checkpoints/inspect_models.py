@@ -63,15 +63,14 @@ def inspect_model(folder: Path, allow_pickle: bool = False, variant: str | None 
 
 
 def _lora(path: Path) -> dict[str, Any]:
-    lora, (total, dtypes) = read_lora(path), _numbers(path)
+    lora = read_lora(path)
     return {
         "kind": "LoRA",
         "names_of": lora.naming,
         "layers": len(lora.layers),
         "layers_by_rank": lora.ranks,
         "text_encoder_tensors": len(lora.text),
-        "parameters": total,
-        "dtypes": dtypes,
+        **_numbers(path),
         "base": "not in the file: an expert of the network that it was trained on",
         "read_by": "hddm convert --base",
     }
@@ -249,7 +248,7 @@ def _ensemble(folder: Path) -> dict[str, Any]:
         "components": {name: ".".join(kind) for name, kind in read_model_index(folder).items() if kind},
         # Shared weights count once.
         "parameters": sum(expert["parameters"] for expert in experts)
-        + sum(_numbers(path)[0] for path in (folder / BASES).glob(f"*/{WEIGHTS}")),
+        + sum(_numbers(path)["parameters"] for path in (folder / BASES).glob(f"*/{WEIGHTS}")),
     }
     routers = []
     if (learned := record.learned or record.aside(folder)) is not None:
@@ -274,16 +273,16 @@ def _ensemble(folder: Path) -> dict[str, Any]:
 
 def _network(folder: Path, name: str = WEIGHTS) -> dict[str, Any]:
     """The network's size, dtypes and config from the folder alone; of an adapter, only its own numbers."""
-    total, dtypes = _numbers(folder / name)
     config = {k: v for k, v in read_json(folder / "config.json").items() if not k.startswith("_")}
-    return {"parameters": total, "dtypes": dtypes, "architecture": config}
+    return _numbers(folder / name) | {"architecture": config}
 
 
-def _numbers(path: Path) -> tuple[int, list[str]]:
+def _numbers(path: Path) -> dict[str, Any]:
     """The count of numbers in a weights file, and their dtypes."""
     tensors = read_header(path)[0].values()
     names = {dtype: name for name, dtype in DTYPES.items()}
-    return sum(math.prod(one.shape) for one in tensors), sorted({names[one.dtype] for one in tensors})
+    count = sum(math.prod(one.shape) for one in tensors)
+    return {"parameters": count, "dtypes": sorted({names[one.dtype] for one in tensors})}
 
 
 _FOLDERS: dict[str, Callable[[Path], dict[str, Any]]] = {

@@ -7,8 +7,8 @@ when used, so that mapped weights never lie in memory as a whole.
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from diffusers import ModelMixin
 from torch import Tensor
 from torch.nn import functional as F
 
-from hddm.checkpoints.sources import Forward, KeyTable, Reading, Weights
+from hddm.checkpoints.sources import Declared, Forward, KeyTable, Reading, Weights
 from hddm.utils.errors import HddmError
 
 LATENT_SCALE = 0.18215
@@ -32,6 +32,20 @@ class UnstatedHeads(HddmError):
 
 
 @dataclass(frozen=True)
+class Facts:
+    """What a file, or the code that wrote it, says besides the network.
+
+    ``declared`` is None where the layout's ``scheduler`` holds; ``kept`` are tensors that no network needs,
+    for the way back.
+    """
+
+    latent_scale: float | None
+    notes: tuple[str, ...] = ()
+    declared: Declared | None = None
+    kept: Weights = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class FileLayout:
     """The checkpoint file format of one code base.
 
@@ -40,23 +54,22 @@ class FileLayout:
         markers: keys that all files of this layout have, and together no other.
         network: class that computes the same function.
         arguments: its arguments, from the tensors and the user's options.
-        table: maps names of both sides, given the arguments and the tensors' names.
+        table: maps names of both sides, from the network's names, its arguments and the origin for errors.
         forward: the layout's own network over its own names, for the check of a conversion.
+        facts: from the file's tensors, the arguments, the user's options and the origin for errors.
+        scheduler: training schedule fixed by the layout's code, as a diffusers config; None if it fixes none.
         nulls: foreign tensors that stand for no condition, by condition.
-        scheduler: training schedule fixed by the layout's code, as a diffusers config.
-        latents: VAE scale fixed by the layout's code (None for files of other code), and notes on what the
-            file does not tell.
     """
 
     name: str
     markers: tuple[str, ...]
     network: type[ModelMixin]
     arguments: Callable[[Weights, Reading, str], dict[str, Any]]
-    table: Callable[[Mapping[str, Any], Weights], KeyTable]
+    table: Callable[[Iterable[str], Mapping[str, Any], str], KeyTable]
     forward: Callable[[Weights, Mapping[str, Any]], Forward]
-    nulls: Mapping[str, str]
-    scheduler: Mapping[str, Any]
-    latents: Callable[[Weights], tuple[float | None, tuple[str, ...]]]
+    facts: Callable[[Weights, Mapping[str, Any], Reading, str], Facts]
+    scheduler: Mapping[str, Any] | None
+    nulls: Mapping[str, str] = field(default_factory=dict)
 
 
 def count_blocks(names: Weights, prefix: str) -> int:

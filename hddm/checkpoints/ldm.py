@@ -7,7 +7,6 @@ must say so (``--prediction-type``).
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,28 +15,22 @@ from diffusers.schedulers.scheduling_ddpm import rescale_zero_terminal_snr
 from torch import Tensor
 from torch.nn import functional as F
 
-from hddm.checkpoints.layouts import Modules, UnstatedHeads, attend, count_blocks, shape_of
-from hddm.checkpoints.sources import (
-    Checkpoint,
-    Declared,
-    Forward,
-    KeyTable,
-    Reading,
-    Weights,
-    WeightSet,
-    choose_set,
-    same,
+from hddm.checkpoints.layouts import (
+    Facts,
+    FileLayout,
+    Modules,
+    UnstatedHeads,
+    attend,
+    count_blocks,
+    shape_of,
 )
-from hddm.networks.folders import empty_network
+from hddm.checkpoints.sources import Declared, Forward, KeyTable, Reading, Weights, WeightSet, same
 from hddm.utils.errors import HddmError, shown
 
-LAYOUT = "ldm"
 UNET = "model.diffusion_model."
 EMA = "model_ema."
-MARKERS = (f"{UNET}input_blocks.0.0.weight", f"{UNET}time_embed.0.weight")
 # Parts of such a file that a velocity field does not need.
 OTHER_PARTS = ("first_stage_model.", "cond_stage_model.", "conditioner.")
-NETWORK = UNet2DConditionModel
 _GROUPS = 32
 _SD, _XL = (320, 640, 1280, 1280), (320, 640, 1280)
 # Heads by widths, width of the text and whether projections are linear: Stable Diffusion 1, 2 and XL.
@@ -74,25 +67,23 @@ _BUFFERS = re.compile(
 )
 
 
-def open_ldm(path: Path, content: dict[str, Tensor], reading: Reading) -> Checkpoint:
-    """Open a file of this layout, given all its tensors; unknown tensors are refused."""
+def weight_sets(content: Mapping[str, Tensor]) -> dict[WeightSet, dict[str, Tensor]]:
+    """The network's tensors by set, given all tensors of a file."""
     raw = {name: tensor for name, tensor in content.items() if name.startswith(UNET)}
     # Averaged copies have flattened names.
     flat = {name: EMA + "".join(name.split(".")[1:]) for name in raw}
     averaged = {name: content[copy] for name, copy in flat.items() if copy in content}
-    sets: dict[WeightSet, dict[str, Tensor]] = (
-        {"raw": raw, "ema": averaged} if averaged else {"unstated": raw}
-    )
-    chosen = choose_set(sets, reading.weights, str(path))
-    weights = sets[chosen]
-    config = arguments(weights, reading, str(path))
-    names = empty_network(NETWORK, config, len(weights), str(path)).state_dict()
+    return {"raw": raw, "ema": averaged} if averaged else {"unstated": raw}
+
+
+def _facts(content: Weights, config: Mapping[str, Any], reading: Reading, origin: str) -> Facts:
+    """Latent scale and betas, which the file holds as buffers; unknown tensors are refused."""
     buffers = {name: tensor for name, tensor in content.items() if _BUFFERS.fullmatch(name)}
     known = (UNET, EMA, *OTHER_PARTS)
     strangers = [name for name in content if not name.startswith(known) and name not in buffers]
     if strangers:
         listed = ", ".join(shown(strangers))
-        raise HddmError(f"{path}: its tensors are not those of the layout: left over {listed}")
+        raise HddmError(f"{origin}: its tensors are not those of the layout: left over {listed}")
     others, notes = sum(name.startswith(OTHER_PARTS) for name in content), []
     if others:
         notes.append(f"{others} tensors of its VAE and text encoder are left alone")
@@ -103,23 +94,8 @@ def open_ldm(path: Path, content: dict[str, Tensor], reading: Reading) -> Checkp
     if reading.sample_size is None:
         notes.append(f"samples of side {config['sample_size']} are assumed; --sample-size changes that")
     scale = content.get("scale_factor")
-    return Checkpoint(
-        path=path,
-        layout=LAYOUT,
-        files=(path,),
-        weights=weights,
-        network=NETWORK,
-        arguments=config,
-        table=table(names, config, str(path)),
-        forward=lambda: forward(weights, config),
-        declared=_declared(content),
-        sets=tuple(sets),
-        chosen=chosen,
-        latent_scale=None if scale is None or scale.numel() != 1 else float(scale),
-        notes=tuple(notes),
-        # Not part of the network, but needed to describe the file when written back.
-        kept=buffers,
-    )
+    latent_scale = None if scale is None or scale.numel() != 1 else float(scale)
+    return Facts(latent_scale, tuple(notes), _declared(content), buffers)
 
 
 def _declared(content: Weights) -> Declared:
@@ -152,10 +128,8 @@ def arguments(weights: Weights, reading: Reading, origin: str) -> dict[str, Any]
         else:
             levels[-1].append(n)
     if len({len(level) for level in levels}) > 1 or not levels[0]:
-        raise HddmError(
-            f"{origin}: levels of {[len(level) for level in levels]} layers, so this is not a Stable "
-            f"Diffusion UNet"
-        )
+        sizes = [len(level) for level in levels]
+        raise HddmError(f"{origin}: levels of {sizes} layers, so this is not a Stable Diffusion UNet")
     channels = [
         shape_of(unet, f"input_blocks.{level[0]}.0.out_layers.3.weight", 4, origin)[0] for level in levels
     ]
@@ -207,9 +181,8 @@ def unet_heads(
     if found is None:
         raise UnstatedHeads(
             f"{origin}: widths {channels} with text of width {context} do not match Stable Diffusion 1, "
-            f"2 or XL, and no tensor shows the number of attention heads: pass --num-heads, the same "
-            f"number at every "
-            "level"
+            "2 or XL, and no tensor shows the number of attention heads: pass --num-heads, the same number "
+            "at every level"
         )
     return found
 
@@ -354,3 +327,15 @@ class _Unet(Modules):
     def _project(self, tokens: Tensor, name: str) -> Tensor:
         """Linear layer, or an equivalent 1×1 convolution."""
         return F.linear(tokens, self.get(f"{name}.weight").flatten(1), self.get(f"{name}.bias"))
+
+
+LDM = FileLayout(
+    name="ldm",
+    markers=(f"{UNET}input_blocks.0.0.weight", f"{UNET}time_embed.0.weight"),
+    network=UNet2DConditionModel,
+    arguments=arguments,
+    table=table,
+    forward=forward,
+    facts=_facts,
+    scheduler=None,
+)

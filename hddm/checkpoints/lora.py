@@ -215,7 +215,7 @@ def _layers_of(network: ModelMixin) -> dict[str, str]:
     kinds = (nn.Linear, nn.Conv2d)
     layers = [name for name, module in network.named_modules() if isinstance(module, kinds)]
     names = {layer.replace(".", "_"): layer for layer in layers} | {layer: layer for layer in layers}
-    if isinstance(network, ldm.NETWORK):
+    if isinstance(network, ldm.LDM.network):
         # Not every block of the class is one of latent diffusion.
         with contextlib.suppress(HddmError):
             pairs = ldm.table([f"{layer}.weight" for layer in layers], network.config, "LoRA").pairs

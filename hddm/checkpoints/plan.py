@@ -4,38 +4,46 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from diffusers import UNet2DConditionModel
 from torch import Tensor
 
-from hddm.checkpoints.architecture import PAPER_STEPS, Built, reshape, restart
-from hddm.checkpoints.folders import (
-    DIFFUSERS_LAYOUTS,
-    PIPELINE,
-    STEM,
-    open_expert,
-    open_model,
-    open_pipeline,
+from hddm.checkpoints.architecture import (
+    FOLD_TIMES,
+    PAPER_STEPS,
+    Built,
+    add_text,
+    as_expert_transformer,
+    fold,
+    restart,
 )
 from hddm.checkpoints.folders import LAYOUT as HDDM
+from hddm.checkpoints.folders import PIPELINE, STEM, open_expert, open_model, open_pipeline
 from hddm.checkpoints.layouts import IMAGENET_LICENCE, UnstatedHeads
-from hddm.checkpoints.single_files import FILE_LAYOUTS, LDM, open_file
-from hddm.checkpoints.sources import Checkpoint, Conventions, Reading, resolve, with_shift
+from hddm.checkpoints.single_files import FILE_LAYOUTS, open_file
+from hddm.checkpoints.sources import Checkpoint, Conventions, Reading, as_planned, resolve, with_shift
 from hddm.experts.paris import is_paris
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
-from hddm.networks.folders import empty_network, misfits
+from hddm.networks.folders import empty_network, refuse_other_tensors
+from hddm.networks.transformers import ExpertTransformer
 from hddm.networks.wrappers import Interface, interface_of
 from hddm.schedules import LinearSchedule
-from hddm.utils.errors import HddmError, UsageError, shown
+from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.records import WHOLE, NoiseRange
 from hddm.utils.tensors import Planned
 from hddm.velocity import PredictionType
 
 _ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 PAPER = "paper"
+ADALN_SINGLE = "adaln-single"
 TEXT = "encoder_hidden_states"
+_OPTIONS = (
+    *("architecture", "modulation_rank", "text_dim", "recipe", "variant", "num_heads", "sample_size"),
+    *("schedule", "prediction_type", "noise_range"),
+)
+"""Options of a conversion that an expert's record keeps."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,7 @@ class Conversion(Reading):
     Args:
         schedule: a diffusers scheduler config in place of the source's.
         prediction_type: as the user states it.
-        architecture, modulation_rank, text_dim: see `hddm.checkpoints.architecture.reshape`.
+        architecture, modulation_rank, text_dim: see `hddm.checkpoints.architecture`.
         recipe: ``exact`` preserves the function; ``paper`` is that of arXiv:2603.06741, for comparison: fresh
             head and text projection, the common path, round(999 t) as timestep.
         licence: of the weights, where the source states none.
@@ -92,10 +100,15 @@ class Plan:
         return sum(torch.Size(one.shape).numel() for one in self.built.tensors)
 
     @property
+    def options(self) -> Mapping[str, Any]:
+        """The conversion's options, as the record keeps them."""
+        assert self.record.source is not None
+        return self.record.source.options
+
+    @property
     def is_restarted(self) -> bool:
         """True where the paper's recipe starts a fresh head, so that there is no function to preserve."""
-        assert self.record.source is not None
-        return bool(self.record.source.options["recipe"] == PAPER)
+        return bool(self.options["recipe"] == PAPER)
 
 
 def open_source(path: Path, reading: Reading) -> Checkpoint:
@@ -153,9 +166,7 @@ def plan(path: Path, conversion: Conversion) -> Plan:
     tensors, extras = _own_tensors(source)
     built = Built(source.network, dict(source.arguments), tensors)
     if conversion.architecture is not None or conversion.text_dim is not None:
-        end = conventions.schedule.end * conventions.time_scale
-        rank, text_dim = conversion.modulation_rank, conversion.text_dim
-        built = reshape(source, tensors, end, conversion.architecture, rank, text_dim)
+        built = _reshaped(source, tensors, conventions.schedule.end * conventions.time_scale, conversion)
     # For a network whose config does not state it.
     side = conversion.sample_size
     size = source.record.sample_shape[1:] if source.record else None if side is None else (side, side)
@@ -183,10 +194,10 @@ def plan(path: Path, conversion: Conversion) -> Plan:
 
 def _refuse_idle(source: Checkpoint, reading: Reading) -> None:
     """Refuse options that would have no effect."""
-    states_itself = source.layout == HDDM or source.layout in DIFFUSERS_LAYOUTS
-    if reading.num_heads is not None and states_itself:
+    is_file = source.layout in FILE_LAYOUTS
+    if reading.num_heads is not None and not is_file:
         raise HddmError(f"--num-heads: {source.path} has a config.json that states it; drop the option")
-    if source.layout in (*FILE_LAYOUTS, LDM, HDDM) and reading.variant is not None:
+    if reading.variant is not None and (is_file or source.layout == HDDM):
         raise HddmError(f"--variant {reading.variant}: {source.path} has no variants; drop the option")
 
 
@@ -205,10 +216,28 @@ def _own_tensors(source: Checkpoint) -> tuple[list[Planned], dict[str, Tensor]]:
     tensors = [replace(one, origin=origin) for one in tensors]
     network = empty_network(source.network, source.arguments, len(source.weights), origin)
     found = {one.name: torch.empty(one.shape, dtype=one.dtype, device="meta") for one in tensors}
-    problems = misfits(network.state_dict(), found)
-    if problems:
-        raise HddmError(f"{origin}: does not fit its {source.network.__name__}: {'; '.join(shown(problems))}")
+    refuse_other_tensors(network.state_dict(), found, source.files[0], source.network.__name__)
     return tensors, extras
+
+
+def _reshaped(source: Checkpoint, tensors: list[Planned], end: float, conversion: Conversion) -> Built:
+    """The source's network with AdaLN-Single in place of adaLN-Zero, or with text added, as requested.
+
+    ``tensors`` are the network's, ``end`` is the largest timestep that it is fed. Raises `HddmError` for a
+    network that is no DiT with adaLN-Zero, or that takes text already.
+    """
+    weights, config = as_expert_transformer(source, tensors)
+    architecture, error = conversion.architecture, None
+    if architecture is not None:
+        if architecture != ADALN_SINGLE:
+            raise HddmError(f"--architecture {architecture}: the only one is {ADALN_SINGLE}")
+        if config.get("modulation") != "zero":
+            raise HddmError(f"--architecture {architecture}: {source.path} has no adaLN-Zero to fold")
+        times = torch.linspace(0, end, FOLD_TIMES)
+        weights, config, error = fold(weights, config, times, conversion.modulation_rank)
+    if conversion.text_dim is not None:
+        weights, config = add_text(weights, config, conversion.text_dim)
+    return Built(ExpertTransformer, config, [as_planned(*item) for item in weights.items()], error)
 
 
 def _interface(built: Built, source: Checkpoint, size: tuple[int, int] | None) -> Interface:
@@ -228,17 +257,9 @@ def _record(
     is_flow = conventions.prediction_type is PredictionType.FLOW_PREDICTION
     text_encoder = own.text_encoder if own else source.text.record() if TEXT in interface.conditions else None
     scheduler = None if source.declared.is_layout_rule else source.declared.scheduler
-    changes = {
-        "architecture": conversion.architecture,
+    options = {key: getattr(conversion, key) for key in _OPTIONS} | {
         "modulation_rank": conversion.modulation_rank if conversion.architecture else None,
-        "text_dim": conversion.text_dim,
-        "recipe": conversion.recipe,
-        "variant": conversion.variant,
-        "num_heads": conversion.num_heads,
-        "sample_size": conversion.sample_size,
         "schedule": conversion.schedule.name if conversion.schedule else None,
-        "prediction_type": conversion.prediction_type,
-        "noise_range": conversion.noise_range,
     }
     return ExpertRecord(
         objective="flow" if is_flow or (own and own.objective == "flow") else "ddpm",
@@ -268,7 +289,7 @@ def _record(
             files={},
             scheduler=dict(scheduler) if scheduler and "_class_name" in scheduler else None,
             prefix=source.prefix,
-            options={key: value for key, value in changes.items() if value is not None},
+            options={key: value for key, value in options.items() if value is not None},
             hddm=version("hddm-diffusion"),
             before=own.source if own else None,
         ),
@@ -312,8 +333,7 @@ def summary(plan: Plan) -> list[str]:
         lines.append(f"no text: {tokens} tokens of the source's own, for guidance and calibration")
     if plan.components:
         lines.append(f"kept: {', '.join(plan.components)}; so hddm sample makes pictures of it")
-    assert record.source is not None
-    if heads := record.source.options.get("num_heads"):
+    if heads := plan.options.get("num_heads"):
         lines.append(f"heads: {heads}, as you said; nothing in the file can confirm it")
     if source.prefix:
         lines.append(f"prefix: {source.prefix!r} stripped from every key")

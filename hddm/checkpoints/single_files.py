@@ -9,12 +9,15 @@ from torch import Tensor
 from hddm.checkpoints import ldm
 from hddm.checkpoints.dit_layouts import FACEBOOK_DIT, PIXART_ORIGINAL
 from hddm.checkpoints.layouts import IMAGENET_CLASSES, IMAGENET_LICENCE, FileLayout
+from hddm.checkpoints.ldm import LDM
 from hddm.checkpoints.lora import is_lora
 from hddm.checkpoints.sources import Checkpoint, Declared, Reading, WeightSet, choose_set, read_file
+from hddm.networks.folders import empty_network
 from hddm.utils.errors import HddmError
 
-FILE_LAYOUTS: dict[str, FileLayout] = {one.name: one for one in (FACEBOOK_DIT, PIXART_ORIGINAL)}
-LDM = ldm.LAYOUT
+# Latent diffusion's own prefix stays, so its files are recognised before prefixes are stripped.
+_STRIPPED = (FACEBOOK_DIT, PIXART_ORIGINAL)
+FILE_LAYOUTS: dict[str, FileLayout] = {one.name: one for one in (*_STRIPPED, LDM)}
 _RAW, _EMA = ("model", "state_dict"), ("ema", "state_dict_ema", "model_ema", "ema_model", "ema_state_dict")
 _SETS: dict[str, WeightSet] = {**dict.fromkeys(_RAW, "raw"), **dict.fromkeys(_EMA, "ema")}
 # Keys and prefixes that wrappers for averaging or distributing weights put around a set.
@@ -30,18 +33,21 @@ def open_file(path: Path, reading: Reading) -> Checkpoint:
         raise HddmError(
             f"{path}: is a LoRA, which changes another network; pass that network's expert as --base"
         )
-    networks = _sources(content, lambda one: set(ldm.MARKERS) <= set(one), reading, path)
+    networks = _sources(content, lambda one: set(LDM.markers) <= set(one), reading, path)
     if len(networks) > 1:
         raise HddmError(f"{path}: {_listed(networks)} hold whole networks; save one of them in its own file")
-    if networks:
-        return ldm.open_ldm(path, next(iter(networks.values())), reading)
-    sets = {name: _strip(tensors) for name, tensors in _weight_sets(content, reading, path).items()}
-    layout = _layout(sets, path)
-    sets = {name: one for name, one in sets.items() if set(layout.markers) <= set(one[0])}
+    layout, rest = LDM, next(iter(networks.values()), {})
+    sets = {name: (one, "") for name, one in ldm.weight_sets(rest).items()}
+    if not networks:
+        sets = {name: _strip(one) for name, one in _weight_sets(content, reading, path).items()}
+        layout = _layout(sets, path)
+        sets = {name: one for name, one in sets.items() if set(layout.markers) <= set(one[0])}
     chosen = choose_set(sets, reading.weights, str(path))
     weights, prefix = sets[chosen]
     arguments = layout.arguments(weights, reading, str(path))
-    latent_scale, notes = layout.latents(weights)
+    names = empty_network(layout.network, arguments, len(weights), str(path)).state_dict()
+    facts = layout.facts({**rest, **weights}, arguments, reading, str(path))
+    rule = Declared(layout.scheduler, f"the code of layout {layout.name}", is_layout_rule=True)
     return Checkpoint(
         path=path,
         layout=layout.name,
@@ -49,16 +55,17 @@ def open_file(path: Path, reading: Reading) -> Checkpoint:
         weights=weights,
         network=layout.network,
         arguments=arguments,
-        table=layout.table(arguments, weights),
+        table=layout.table(names, arguments, str(path)),
         forward=lambda: layout.forward(weights, arguments),
-        declared=Declared(layout.scheduler, f"the code of layout {layout.name}", is_layout_rule=True),
+        declared=facts.declared or rule,
         sets=tuple(sets),
         chosen=chosen,
         prefix=prefix,
         nulls={name: weights[key] for name, key in layout.nulls.items() if key in weights},
-        latent_scale=latent_scale,
+        latent_scale=facts.latent_scale,
         licence=IMAGENET_LICENCE if arguments.get("num_classes") == IMAGENET_CLASSES else None,
-        notes=notes,
+        notes=facts.notes,
+        kept=facts.kept,
     )
 
 
@@ -116,7 +123,7 @@ def _sources(
 
 
 def _known(tensors: Collection[str]) -> list[FileLayout]:
-    return [layout for layout in FILE_LAYOUTS.values() if set(layout.markers) <= set(tensors)]
+    return [layout for layout in _STRIPPED if set(layout.markers) <= set(tensors)]
 
 
 def _has_tensors(value: object) -> bool:
@@ -151,7 +158,7 @@ def _layout(sets: Mapping[WeightSet, tuple[dict[str, Tensor], str]], path: Path)
         names = sorted(name for tensors, _ in sets.values() for name in tensors)
         some = ", ".join(names[:5]) or "no tensors at all"
         raise HddmError(
-            f"{path}: of no known layout ({some}, …): known are {', '.join([*FILE_LAYOUTS, LDM])}; a "
+            f"{path}: of no known layout ({some}, …): known are {', '.join(FILE_LAYOUTS)}; a "
             "diffusers model is a folder with its config.json"
         )
     return next(iter(candidates.values()))

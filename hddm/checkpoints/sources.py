@@ -112,7 +112,7 @@ class KeyTable:
         """
         extras = {name: weights[name] for name in self.benign if name in weights}
         rest = {name: tensor for name, tensor in weights.items() if name not in extras}
-        return _mapped([(pair.foreign, pair.ours, pair.copies) for pair in self.pairs], rest, origin), extras
+        return _mapped(self.pairs, rest, origin), extras
 
     def renamed(self, weights: Weights, origin: str) -> dict[str, Tensor]:
         """The network's tensors, read now; tensors that are only renamed stay mapped."""
@@ -120,8 +120,8 @@ class KeyTable:
 
     def to_foreign(self, weights: Weights, extras: Weights, origin: str) -> list[Planned]:
         """Map back to the layout; ``extras`` are the benign tensors that were kept."""
-        planned = _mapped([(pair.ours, pair.foreign, pair.copies) for pair in self.pairs], weights, origin)
-        return planned + [as_planned(name, tensor) for name, tensor in extras.items()]
+        back = [Pair(pair.ours, pair.foreign, pair.copies) for pair in self.pairs]
+        return _mapped(back, weights, origin) + [as_planned(name, tensor) for name, tensor in extras.items()]
 
 
 def as_planned(name: str, tensor: Tensor) -> Planned:
@@ -129,27 +129,26 @@ def as_planned(name: str, tensor: Tensor) -> Planned:
     return Planned(name, tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
 
-def _mapped(
-    pairs: Sequence[tuple[tuple[str, ...], tuple[str, ...], bool]], weights: Weights, origin: str
-) -> list[Planned]:
-    known = {name for sources, _, _ in pairs for name in sources}
-    problems = [f"missing {name}" for sources, _, _ in pairs for name in sources if name not in weights]
+def _mapped(pairs: Sequence[Pair], weights: Weights, origin: str) -> list[Planned]:
+    """The tensors ``ours`` of ``pairs``, from those called ``foreign``."""
+    known = dict.fromkeys(name for pair in pairs for name in pair.foreign)
+    problems = [f"missing {name}" for name in known if name not in weights]
     problems += [f"left over {name} {tuple(one.shape)}" for name, one in weights.items() if name not in known]
     if problems:
         raise HddmError(f"{origin}: its tensors are not those of the layout: {'; '.join(shown(problems))}")
     planned: list[Planned] = []
-    for sources, targets, copies in pairs:
-        tensors = [weights[name] for name in sources]
-        if copies:
-            other = next((name for name in sources if not torch.equal(weights[name], tensors[0])), None)
-            if other is not None:
+    for pair in pairs:
+        tensors = [weights[name] for name in pair.foreign]
+        if not pair.copies:
+            planned += _divided(tensors, pair.ours, origin)
+            continue
+        for name, tensor in zip(pair.foreign, tensors, strict=True):
+            if not torch.equal(tensor, tensors[0]):
                 raise HddmError(
-                    f"{origin}: {other} differs from {sources[0]}, and embedders that differ by block cannot "
-                    "become one; convert without --architecture and --text-dim"
+                    f"{origin}: {name} differs from {pair.foreign[0]}, and embedders that differ by block "
+                    "cannot become one; convert without --architecture and --text-dim"
                 )
-            planned += [as_planned(name, tensors[0]) for name in targets]
-        else:
-            planned += _divided(tensors, targets, origin)
+        planned += [as_planned(name, tensors[0]) for name in pair.ours]
     return planned
 
 

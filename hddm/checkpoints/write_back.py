@@ -9,12 +9,11 @@ from typing import Any
 import diffusers
 import torch
 
-from hddm.checkpoints import ldm
 from hddm.checkpoints.architecture import Built
 from hddm.checkpoints.convert import write_network
 from hddm.checkpoints.folders import DIFFUSERS_LAYOUTS, PIPELINE, SCHEDULER, open_expert
 from hddm.checkpoints.plan import PAPER
-from hddm.checkpoints.single_files import FILE_LAYOUTS, LDM
+from hddm.checkpoints.single_files import FILE_LAYOUTS
 from hddm.checkpoints.sources import Checkpoint, Reading, as_planned
 from hddm.experts.components import components_of
 from hddm.experts.ensemble_folders import ENSEMBLE_FILE, put_component
@@ -28,6 +27,7 @@ from hddm.velocity import PredictionType
 
 RECORD = "written_back.json"
 FILE = "checkpoint.safetensors"
+_NETWORKS = {name: one.network for name, one in FILE_LAYOUTS.items()} | dict(DIFFUSERS_LAYOUTS)
 _PIPELINES = {
     "diffusers-dit": ("DiTPipeline", "transformer"),
     "diffusers-pixart": ("PixArtAlphaPipeline", "transformer"),
@@ -48,9 +48,8 @@ def write_back(
     keeps. The written files are read again and compared. Raises `HddmError` for a layout that is unknown,
     cannot hold this network, or would change the meaning of its weights.
     """
-    known = (*FILE_LAYOUTS, LDM, *DIFFUSERS_LAYOUTS)
-    if layout not in known:
-        raise UsageError(f"--to-layout {layout}: {choose(layout, known)}")
+    if layout not in _NETWORKS:
+        raise UsageError(f"--to-layout {layout}: {choose(layout, tuple(_NETWORKS))}")
     if (folder / ENSEMBLE_FILE).is_file():
         raise UsageError(f"{folder}: is an ensemble; name one of its experts, as {folder}/experts/0")
     if not (folder / EXPERT_FILE).is_file():
@@ -82,9 +81,8 @@ def _refuse_misfit(source: Checkpoint, record: ExpertRecord, layout: str) -> Non
         raise HddmError(
             f"{source.path}: was trained together with its calibration, which layout {layout} cannot hold"
         )
-    file_layout, is_folder = FILE_LAYOUTS.get(layout), layout in DIFFUSERS_LAYOUTS
-    kind = file_layout.network if file_layout else DIFFUSERS_LAYOUTS.get(layout, ldm.NETWORK)
-    is_other = source.network is not kind or (is_folder and record.round_time)
+    is_folder = layout in DIFFUSERS_LAYOUTS
+    is_other = source.network is not _NETWORKS[layout] or (is_folder and record.round_time)
     if is_other or (layout == "facebook-dit" and source.arguments.get("modulation") != "zero"):
         raise HddmError(
             f"--to-layout {layout}: cannot hold the {source.network.__name__} of {source.path}; "
@@ -93,9 +91,10 @@ def _refuse_misfit(source: Checkpoint, record: ExpertRecord, layout: str) -> Non
     chain = record.source
     if is_folder or (chain is not None and chain.first.layout == layout and not _is_restarted(chain)):
         return
-    if file_layout is None:
+    scheduler = FILE_LAYOUTS[layout].scheduler
+    if scheduler is None:
         raise HddmError(f"--to-layout {layout}: {source.path} does not come from it; {_where_to(source)}")
-    rule = from_diffusers(file_layout.scheduler)
+    rule = from_diffusers(scheduler)
     times = torch.linspace(0, rule.end, 5, dtype=torch.float64)
     own = from_config(record.schedule)
     is_rule = (
@@ -123,19 +122,14 @@ def _where_to(source: Checkpoint) -> str:
 
 
 def _write_file(source: Checkpoint, record: ExpertRecord, layout: str, path: Path) -> None:
-    file_layout = FILE_LAYOUTS.get(layout)
-    if file_layout is None:
-        table = ldm.table(source.weights, source.arguments, f"--to-layout {layout}")
-    else:
-        table = file_layout.table(source.arguments, source.weights)
-    planned = table.to_foreign(source.weights, source.kept, str(source.path))
+    table = FILE_LAYOUTS[layout].table(source.weights, source.arguments, f"--to-layout {layout}")
     prefix = record.source.first.prefix if record.source else ""
-    write_safetensors(
-        path, [replace(one, name=prefix + one.name) for one in planned], {"format": "pt"}, check_finite=True
-    )
+    planned = table.to_foreign(source.weights, source.kept, str(source.path))
+    planned = [replace(one, name=prefix + one.name) for one in planned]
+    write_safetensors(path, planned, {"format": "pt"}, check_finite=True)
     written = read_safetensors(path)
     for one in planned:
-        if not torch.equal(written[prefix + one.name], one.read()):
+        if not torch.equal(written[one.name], one.read()):
             raise HddmError(f"{path.name}: {one.name} was not written correctly; nothing was kept")
 
 

@@ -8,7 +8,6 @@ unpickler rehearses the pickle with stand-ins for all permitted imports, and onl
 
 import argparse
 import io
-import itertools
 import pickle
 import pickletools
 import zipfile
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from hddm.utils.errors import HddmError, one_line, shown
@@ -41,8 +40,10 @@ def read_archive(path: Path) -> tuple[bytes, dict[str, int]]:
             # torch does not verify checksums of mapped files.
             if (damaged := archive.testzip()) is not None:
                 raise HddmError(f"{path}: record {damaged!r} is damaged; fetch it again")
-        sizes = {name: record.file_size for name, record in records.items()}
-        _compare(path, sizes, data)
+        # A crafted file may show two readers different directories; torch must see the one checked here.
+        reader = torch._C.PyTorchFileReader(str(path))
+        if sorted(reader.get_all_records()) != sorted(records) or reader.get_record("data.pkl") != data:
+            raise HddmError(f"{path}: has two directories that differ; use a safetensors version")
     except HddmError:
         raise
     # zipfile also raises struct.error, NotImplementedError, RuntimeError and others on damaged archives.
@@ -50,7 +51,7 @@ def read_archive(path: Path) -> tuple[bytes, dict[str, int]]:
         raise HddmError(
             f"{path}: cannot be read as a PyTorch archive ({one_line(error)}); fetch it again"
         ) from error
-    return data, sizes
+    return data, {name: record.file_size for name, record in records.items()}
 
 
 def _checked(path: Path, entries: list[zipfile.ZipInfo]) -> dict[str, zipfile.ZipInfo]:
@@ -89,13 +90,6 @@ def _checked(path: Path, entries: list[zipfile.ZipInfo]) -> dict[str, zipfile.Zi
             f"{path}: its data.pkl has {size} bytes, more than {LARGEST_PICKLE}; use a safetensors version"
         )
     return records
-
-
-def _compare(path: Path, sizes: dict[str, int], data: bytes) -> None:
-    # A crafted file may show two readers different directories; torch must see the one checked here.
-    reader = torch._C.PyTorchFileReader(str(path))
-    if sorted(reader.get_all_records()) != sorted(sizes) or reader.get_record("data.pkl") != data:
-        raise HddmError(f"{path}: has two directories that differ; use a safetensors version")
 
 
 _SIZES = {
@@ -215,10 +209,10 @@ def _require(fine: bool, problem: str) -> None:
         raise RefusedPickleError(problem)
 
 
-def _refuse_globals(stream: IO[bytes], num: int) -> None:
-    """Refuse the next ``num`` pickles of ``stream`` if they import anything off the list, and go back."""
-    start, found, texts = stream.tell(), set[str](), ["?", "?"]
-    for opcode, value, _ in itertools.chain.from_iterable(_opcodes(stream) for _ in range(num)):
+def _refuse_globals(stream: IO[bytes]) -> None:
+    """Refuse the next pickle of ``stream`` if it imports anything off the list."""
+    found, texts = set[str](), ["?", "?"]
+    for opcode, value, _ in _opcodes(stream):
         if len(found) == _MOST_NAMES:
             break
         if opcode.name == "STACK_GLOBAL":
@@ -228,7 +222,6 @@ def _refuse_globals(stream: IO[bytes], num: int) -> None:
             found.add(value)
         elif isinstance(value, str):
             texts = [texts[1], value]
-    stream.seek(start)
     names = ", ".join(shown([name.replace(" ", ".")[:80] for name in sorted(found)], 10))
     _require(not found, f"would import {names!r}, which weights never need")
 
@@ -236,6 +229,8 @@ def _refuse_globals(stream: IO[bytes], num: int) -> None:
 def _rehearse(stream: IO[bytes], storages: dict[str, int]) -> Any:
     """Load the next pickle of ``stream`` with stand-ins; ``storages`` gets the bytes of each storage."""
     start = stream.tell()
+    _refuse_globals(stream)
+    stream.seek(start)
     left = _bound(stream)
     stream.seek(start)
     value = _Rehearsal(stream, storages).load()
@@ -339,9 +334,7 @@ def _scan(path: Path, kind: Kind) -> None:
     storages: dict[str, int] = {}
     if kind == "torch-zip":
         data, records = read_archive(path)
-        stream = io.BytesIO(data)
-        _refuse_globals(stream, 1)
-        _rehearse(stream, storages)
+        _rehearse(io.BytesIO(data), storages)
         for key, size in storages.items():
             is_there = records.get(f"data/{key}") == size
             _require(is_there, f"wants {size} bytes of storage {key!r}, which are not there")
@@ -351,7 +344,6 @@ def _scan(path: Path, kind: Kind) -> None:
     head = [_rehearse(stream, {}) for _ in range(2)]
     expected = [torch.serialization.MAGIC_NUMBER, torch.serialization.PROTOCOL_VERSION]
     _require(head == expected, "is a pickle that torch.save did not write")
-    _refuse_globals(stream, 3)
     _rehearse(stream, {})
     _rehearse(stream, storages)
     keys = _rehearse(stream, {})
@@ -369,7 +361,12 @@ def _check(path: Path, content: dict[str, Any]) -> None:
     while waiting:
         key, value, depth = waiting.pop()
         if isinstance(value, Tensor):
-            _check_tensor(path, key, value)
+            size, stored = value.numel() * value.itemsize, value.untyped_storage().nbytes()
+            if size > stored:
+                raise HddmError(
+                    f"{path}: {key!r} of shape {tuple(value.shape)} is {size} bytes made of {stored}; "
+                    "save a contiguous copy"
+                )
         elif isinstance(value, _LEAVES) or id(value) in seen:
             continue
         elif isinstance(value, argparse.Namespace | dict | list | tuple) and depth < _DEEPEST:
@@ -380,15 +377,3 @@ def _check(path: Path, content: dict[str, Any]) -> None:
         else:
             problem = "is nested too deep" if depth == _DEEPEST else f"is a {type(value).__name__}"
             raise HddmError(f"{path}: {key!r} {problem}, which weights never need; use a safetensors version")
-
-
-def _check_tensor(path: Path, key: str, value: Tensor) -> None:
-    plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
-    if not plain or value.is_quantized or value.device.type != "cpu":
-        raise HddmError(f"{path}: {key!r} is not a dense tensor of plain numbers; save it as one")
-    size, stored = value.numel() * value.itemsize, value.untyped_storage().nbytes()
-    if size > stored:
-        raise HddmError(
-            f"{path}: {key!r} of shape {tuple(value.shape)} is {size} bytes made of {stored}; "
-            "save a contiguous copy"
-        )

@@ -178,7 +178,7 @@ def test_an_interruption_leaves_nothing(
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(convert, "_cast_in_use", stop)
+    monkeypatch.setattr(convert, "_compare", stop)
     assert hddm("convert", source, "--out", tmp_path / "expert")[0] != 0
     assert list(tmp_path.iterdir()) == [source]
 
