@@ -1,30 +1,30 @@
 """Calibrate an expert folder, on a shard or on samples that the expert draws itself (`native_samples`)."""
 
-import os
-import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from hddm.calibration import FILE_NAME, LEVELS, STATES, Calibration
+from hddm.calibration import FILE_NAME, Calibration
 from hddm.conditions import LABELS
 from hddm.data.shards import open_shard
+from hddm.experts.ensemble_folders import replace_file
 from hddm.experts.loading import load
-from hddm.experts.records import EXPERT_FILE, ExpertRecord, field_of, open_expert, write_records
+from hddm.experts.records import EXPERT_FILE, field_of, open_expert
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
+from hddm.noise import Seeded
 from hddm.schedules import DiscreteSchedule
 from hddm.solvers import euler
 from hddm.training.denoising import misread
 from hddm.training.expert import check_fit, check_own
-from hddm.training.fitting import calibrate, calibrated_on, conditions_of
+from hddm.training.fitting import calibrate, conditions_of, fit_on_shard
 from hddm.utils.errors import HddmError
-from hddm.utils.files import alone, is_draft, link_or_copy, new_folder, restore
+from hddm.utils.files import restore
 from hddm.utils.progress import Progress
-from hddm.utils.records import ENSEMBLE_FILE, HASHES, MANIFEST, WHOLE, ensemble_around, rewrite_entry
+from hddm.utils.records import WHOLE
 from hddm.utils.streams import Use, generator
 from hddm.velocity import PredictionType, VelocityField
 
@@ -40,7 +40,6 @@ def native_samples(
     steps: int = 50,
     conditions: Mapping[str, Tensor] | None = None,
     batch_size: int = 64,
-    on_batch: Callable[[int], None] | None = None,
 ) -> Tensor:
     """Draw samples (num, C, H, W) by the expert's own DDIM, in float32 on the CPU.
 
@@ -50,25 +49,22 @@ def native_samples(
     12, eta = 0.
 
     Sample i depends on (``seed``, i) alone and costs ``steps`` calls of the network. ``conditions`` are
-    keywords of the network, each (num, …); ``on_batch`` is called with the size of each batch. Raises
-    `HddmError` for an expert without a sample shape.
+    keywords of the network, each (num, …). Raises `HddmError` for an expert without a sample shape.
     """
     if field.sample_shape is None:
         raise HddmError("this expert does not record the shape of a sample")
     times, scale = native_times(field, steps)
     batches = []
-    for rows in torch.arange(num).split(batch_size):
-        given = {name: value[rows].to(field.device) for name, value in (conditions or {}).items()}
+    with Progress(num, "sample") as progress:
+        for rows in torch.arange(num).split(batch_size):
+            given = {name: value[rows].to(field.device) for name, value in (conditions or {}).items()}
 
-        def velocity(x: Tensor, t: Tensor, _: Tensor, given: Mapping[str, Tensor] = given) -> Tensor:
-            return field.raw_velocity(x, t.expand(len(x)), given)
+            def velocity(x: Tensor, t: Tensor, _: Tensor, given: Mapping[str, Tensor] = given) -> Tensor:
+                return field.raw_velocity(x, t.expand(len(x)), given)
 
-        streams = [generator(seed, Use.NATIVE_NOISE, i) for i in rows.tolist()]
-        x = torch.stack([torch.randn(field.sample_shape, generator=one) for one in streams])
-        x = x.to(field.device) / scale
-        batches.append(euler(velocity, x, times).cpu())
-        if on_batch is not None:
-            on_batch(len(rows))
+            x = Seeded(seed).initial(rows.tolist(), field.sample_shape, Use.NATIVE_NOISE)
+            batches.append(euler(velocity, x.to(field.device) / scale, times).cpu())
+            progress(len(rows))
     return torch.cat(batches)
 
 
@@ -105,8 +101,6 @@ def native_conditions(field: VelocityField, num: int, seed: int = 0) -> dict[str
 
 
 NUM_IMAGES, FEW_IMAGES, STEPS = 512, 64, 50
-PATIENCE = 60.0
-"""Seconds to wait for another process that replaces the same ensemble."""
 
 
 def recalibrate(
@@ -147,10 +141,10 @@ def recalibrate(
         shard = open_shard(shard_folder)
         check_fit(shard, record, field.network)
         check_own(shard, record)
-        calibration = calibrated_on(shard, field, conditions_of(shard, field), seed)
+        calibration = fit_on_shard(shard, field, conditions_of(shard, field), seed)
         if (doubt := misread(field, shard, seed)) is not None:
             warnings.warn(f"{folder}: {doubt}", stacklevel=2)
-    put_into(folder, record, FILE_NAME, calibration.save)
+    replace_file(folder, record, FILE_NAME, calibration.save)
 
 
 def _on_native_samples(folder: Path, field: VelocityField, seed: int, num: int, steps: int) -> Calibration:
@@ -163,48 +157,9 @@ def _on_native_samples(folder: Path, field: VelocityField, seed: int, num: int, 
         conditions = native_conditions(field, num, seed)
     except HddmError as error:
         raise HddmError(f"{folder}: {error}; pass --data") from error
-    with Progress(num, "sample") as progress:
-        images = native_samples(field, num, seed, steps, conditions, on_batch=progress)
+    images = native_samples(field, num, seed, steps, conditions)
     if not images.isfinite().all():
         raise HddmError(f"{folder}: its samples are not finite; pass --data, or more --steps than {steps}")
-    with Progress(LEVELS * STATES, "calibrate", " states") as progress:
-        calibration = calibrate(field.velocity, images, conditions, seed, on_batch=progress)
+    calibration = calibrate(field.velocity, images, conditions, seed)
     origin = {"data": "native samples", "images": str(num), "seed": str(seed), "steps": str(steps)}
     return replace(calibration, record=origin)
-
-
-def put_into(folder: Path, record: ExpertRecord, name: str, save: Callable[[Path], None]) -> None:
-    """Replace the file ``name`` of an expert folder, with the folder or the ensemble around it as a whole.
-
-    ``save`` writes it into a folder. Raises `HddmError` if another process writes there, and as
-    `hddm.utils.files.new_folder`.
-    """
-    # A link stays, and what it leads to is replaced.
-    target = folder.resolve()
-    whole = ensemble_around(target) or target
-    kind = EXPERT_FILE if whole == target else ENSEMBLE_FILE
-    # Another expert of the same ensemble may be calibrated at the same time.
-    with alone(whole, PATIENCE), new_folder(whole, kind, overwrite=True, is_locked=True) as draft:
-        _link_all(whole, draft)
-        own = draft / target.relative_to(whole)
-        for one in (name, EXPERT_FILE, MANIFEST):
-            # Written anew, and not into a hard link.
-            (own / one).unlink(missing_ok=True)
-        save(own)
-        write_records(own, record, {})
-        rewrite_entry(own)
-
-
-def _link_all(folder: Path, draft: Path) -> None:
-    """Fill ``draft`` with all that is in ``folder``, but for what hddm keeps hidden there."""
-    shutil.copymode(folder, draft)
-    for path in folder.rglob("*"):
-        name = path.relative_to(folder)
-        if path.name == HASHES or any(map(is_draft, name.parts)):
-            continue
-        if path.is_symlink():
-            (draft / name).symlink_to(os.readlink(path), target_is_directory=path.is_dir())
-        elif path.is_dir():
-            (draft / name).mkdir()
-        else:
-            link_or_copy(path, draft / name)

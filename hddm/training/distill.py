@@ -33,14 +33,13 @@ from hddm.experts.records import (
     field_of,
     joint_licence,
     null_conditions,
-    save_expert,
 )
 from hddm.networks.folders import sha256_once
 from hddm.networks.transformers import ExpertTransformer
-from hddm.training.expert import begun_with, check_fit, data_of, new_record, read_init, transformer_of
-from hddm.training.fitting import calibrated, labels_of
-from hddm.training.loop import Fitted, Inputs, OnStep, Task, train
-from hddm.training.mean_flow import SECOND_STAGE, MeanFlow, Trajectories, solve
+from hddm.training.expert import check_fit, data_of, new_record, read_init, saving, transformer_of
+from hddm.training.fitting import labels_of
+from hddm.training.loop import Inputs, OnStep, Task, train
+from hddm.training.mean_flow import SECOND_STAGE, MeanFlow
 from hddm.training.objectives import Objective, drawing, objective_of
 from hddm.training.recipe import Start, kept, resolve
 from hddm.training.resume import recipe_before
@@ -71,11 +70,6 @@ class Teacher:
         """Names of the classes that its experts take labels of; empty where none does."""
         return next((one.facts.classes for one in self.opened.experts if one.facts.classes), ())
 
-    @property
-    def strategy(self) -> str | None:
-        """Strategy by which it mixes; None if each shard has its own expert."""
-        return self.record.get("strategy")
-
 
 def open_teacher(
     folder: Path,
@@ -99,7 +93,7 @@ def open_teacher(
     """
     opened = open_ensemble(folder, torch.float32)
     if kind == "routed":
-        opened = _mixing(folder, opened, strategy)
+        opened = _with_mixing_strategy(folder, opened, strategy)
     names = [member.folder for member in opened.facts.experts]
     for name, expert in zip(names, opened.experts, strict=True):
         _check_conditions(f"{folder / name}", expert.facts, union, condition_dropout)
@@ -109,14 +103,14 @@ def open_teacher(
         "ensemble": folder.resolve().name,
         "kind": kind,
         "experts": {
-            name: {"files": {} if one.folder is None else _files(one.folder), "shard": own}
+            name: {"files": {} if one.folder is None else _file_hashes(one.folder), "shard": own}
             for name, one, own in zip(names, opened.experts, hashes, strict=True)
         },
     }
     if kind == "routed":
         record["strategy"] = opened.facts.strategy
         if opened.facts.learned is not None:
-            record["router"] = _files(folder / opened.facts.learned)
+            record["router"] = _file_hashes(folder / opened.facts.learned)
         return Teacher(opened, None, record)
     missing = [f"{one.folder}: no expert was trained on it" for one in shards if one.hash not in hashes]
     if missing:
@@ -129,7 +123,7 @@ def open_teacher(
     return Teacher(opened, torch.tensor([places[one.hash] for one in shards]), record)
 
 
-def _mixing(folder: Path, opened: OpenedEnsemble, strategy: str | None) -> OpenedEnsemble:
+def _with_mixing_strategy(folder: Path, opened: OpenedEnsemble, strategy: str | None) -> OpenedEnsemble:
     """An ensemble with the strategy by which it mixes as a teacher."""
     facts, is_alone = opened.facts, len(opened.experts) == 1
     if facts.router is None and not is_alone:
@@ -155,7 +149,7 @@ def _check_conditions(name: str, record: ExpertRecord, shard: Shard, dropout: fl
         raise HddmError(f"{name}: null class {record.null_class} is not the last; pass --condition-dropout 0")
 
 
-def _files(folder: Path) -> dict[str, str]:
+def _file_hashes(folder: Path) -> dict[str, str]:
     """Hash the files that determine a model's velocity: SHA-256 of weights, calibration, records by name."""
     paths = sorted(path for path in folder.glob("[!.]*") if path.suffix in (".safetensors", ".json"))
     return {path.name: sha256_once(path) for path in paths if path.name != MANIFEST}
@@ -194,21 +188,22 @@ def distill(
     teacher = open_teacher(
         ensemble_folder, union, shards, settings.teacher, settings.condition_dropout, strategy
     )
-    started, begun = (None, {}) if init is None else (read_init(init), begun_with(init))
-    if started is None and settings.sampling_steps is not None:
+    initial, origin = (None, {}) if init is None else read_init(init)
+    if initial is None and settings.sampling_steps is not None:
         raise UsageError("--sampling-steps: a student of few steps begins with an expert; pass --init")
-    start = Start() if started is None else Start.of(started.network, started.facts.prediction_type)
-    recipe = resolve(DistillRecipe, settings, replace(start, strategy=teacher.strategy), before)
+    start = Start() if initial is None else Start.of(initial.network, initial.facts.prediction_type)
+    start = replace(start, strategy=teacher.record.get("strategy"))
+    recipe = resolve(DistillRecipe, settings, start, before)
     learned = _as_expert(recipe, bool(teacher.classes))
     objective = objective_of(learned)
     record = new_record(union, learned, objective)
     labels = {LABELS: union.labels} if teacher.classes and union.labels is not None else {}
-    if started is None:
-        network: nn.Module = transformer_of(recipe, record)
+    if initial is None:
+        network = transformer_of(recipe, record)
     else:
-        _check_start(f"--init {init}", started.facts, record)
-        network = started.network.requires_grad_(True)
-    licences = [one.facts.licence for one in (*teacher.opened.experts, *filter(None, [started]))]
+        _check_start(f"--init {init}", initial.facts, record)
+        network = initial.network.requires_grad_(True)
+    licences = [one.facts.licence for one in (*teacher.opened.experts, *filter(None, [initial]))]
     added = {"shift": teacher.opened.facts.shift, "sampling_steps": recipe.sampling_steps}
     record = record.model_copy(update=added | {"licence": joint_licence(licences)})
     conditions: dict[str, Tensor] = dict(labels)
@@ -222,22 +217,16 @@ def distill(
         task = Task(network, len(union), draw, matching(on, objective), key)
     else:
         network = with_interval(network, f"--init {init}")
-        solved = _solving(recipe, record, union, conditions)
-        steps, number = recipe.sampling_steps, recipe.trajectories
-        flow = MeanFlow(on, record.prediction_type, steps, recipe.guidance_scale, solved)
-        second = (SECOND_STAGE, flow.second_loss) if steps == 1 else None
-        task = Task(network, number, flow.draw, flow.loss, key, prepare=flow.prepare, second_loss=second)
-
-    def write(draft: Path, fitted: Fitted) -> None:
-        network.requires_grad_(False)
-        training = fitted.record(recipe, begun) | {"teacher": teacher.record}
-        student = Expert(network, record.model_copy(update={"training": training}), None)
-        if recipe.sampling_steps is None:
-            student = calibrated(student, union, labels, recipe.seed, fitted.device)
-        save_expert(draft, student)
-
-    data = {**data_of(shards), "teacher": teacher.record, **begun}
-    watch = watching(field_of(Expert(network, record, None)), union, learned.conditions)
+        drawn = _conditions_of_trajectories(recipe, record, union, conditions)
+        flow = MeanFlow(on, record.prediction_type, recipe, record.sample_shape, drawn)
+        second = (SECOND_STAGE, flow.loss) if recipe.sampling_steps == 1 else None
+        task = Task(
+            network, recipe.trajectories, flow.draw, flow.loss, key, prepare=flow.prepare, second_loss=second
+        )
+    student = Expert(network, record)
+    write = saving(student, union, recipe, labels, {**origin, "teacher": teacher.record})
+    data = {**data_of(shards), "teacher": teacher.record, **origin}
+    watch = watching(field_of(student), union, learned.conditions)
     return train(task, recipe, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
 
 
@@ -248,28 +237,20 @@ def _as_expert(recipe: DistillRecipe, class_conditional: bool) -> ExpertRecipe:
     return ExpertRecipe.model_validate(same | own | {"noise_range": WHOLE, "weak_at": 0.0})
 
 
-def _solving(
+def _conditions_of_trajectories(
     recipe: DistillRecipe, record: ExpertRecord, union: Shard, conditions: Mapping[str, Tensor]
-) -> Callable[[Ensemble, Path | None], Trajectories]:
-    """Return what solves a teacher's trajectories, under conditions of random samples of the ``union``.
-
-    ``conditions`` (N,) are those of all samples; labels are dropped as in training.
-    """
+) -> dict[str, Tensor]:
+    """Draw conditions of trajectories from those (N,) of all samples; labels are dropped as in training."""
     _require_expert_by_class(conditions)
     if recipe.guidance_scale != 1 and LABELS not in conditions:
         raise UsageError("--guidance-scale: the teacher takes no classes to guide by; drop the option")
-
-    def solved(teacher: Ensemble, file: Path | None) -> Trajectories:
-        draws = generator(recipe.seed, Use.TRAJECTORY_IMAGES)
-        rows = torch.randint(len(union), (recipe.trajectories,), generator=draws)
-        chosen = {name: value[rows] for name, value in conditions.items()}
-        if record.null_class is not None:
-            is_dropped = torch.rand(len(rows), generator=draws) < recipe.condition_dropout
-            chosen[LABELS] = torch.where(is_dropped, record.null_class, chosen[LABELS])
-        shape, scale = record.sample_shape, recipe.guidance_scale
-        return solve(teacher, len(rows), recipe.seed, shape, chosen, scale, file)
-
-    return solved
+    draws = generator(recipe.seed, Use.TRAJECTORY_IMAGES)
+    rows = torch.randint(len(union), (recipe.trajectories,), generator=draws)
+    chosen = {name: value[rows] for name, value in conditions.items()}
+    if record.null_class is not None:
+        is_dropped = torch.rand(len(rows), generator=draws) < recipe.condition_dropout
+        chosen[LABELS] = torch.where(is_dropped, record.null_class, chosen[LABELS])
+    return chosen
 
 
 def _require_expert_by_class(given: Mapping[str, Tensor]) -> None:
@@ -324,7 +305,7 @@ def matching(
         x_0, t = inputs["x_0"], inputs["t"]
         wide = append_dims(t, x_0.ndim).to(x_0)
         x_t = (1 - wide) * x_0 + wide * inputs["eps"]
-        conditions: dict[str, Any] = {name: inputs[name] for name in (LABELS,) if name in inputs}
+        conditions: dict[str, Any] = {LABELS: inputs[LABELS]} if LABELS in inputs else {}
         with torch.no_grad(), torch.autocast(x_t.device.type, enabled=False):
             v = opened(x_t.device).velocity(x_t, t, expert=inputs.get("expert"), **conditions)
         return objective.errors(network, x_t - wide * v, x_t + (1 - wide) * v, t, conditions)
