@@ -182,7 +182,8 @@ def transformer_of(
     """Make the network of a new expert, with weights that depend on the seed alone."""
     shape, classes = record.sample_shape, len(record.classes) or None
     arguments = {"rotary": recipe.rotary, "num_classes": classes, "text_dim": text_dim}
-    return new_network(ExpertTransformer, recipe.size, shape, recipe.seed, **arguments)
+    network: ExpertTransformer = new_network(ExpertTransformer, recipe.size, shape, recipe.seed, **arguments)
+    return network
 
 
 def data_of(shards: Sequence[Shard]) -> dict[str, Any]:
