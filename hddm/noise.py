@@ -26,9 +26,9 @@ class Seeded:
     def __post_init__(self) -> None:
         stream(self.seed, NOISE)
 
-    def initial(self, numbers: Sequence[int], shape: Shape) -> Tensor:
-        """States ``(n, *shape)`` at t = 1 of the samples ``numbers``, in float32."""
-        streams = [generator(self.seed, NOISE, i) for i in numbers]
+    def initial(self, numbers: Sequence[int], shape: Shape, use: int = NOISE) -> Tensor:
+        """States ``(n, *shape)`` at t = 1 of the samples ``numbers``, in float32, of a ``use``."""
+        streams = [generator(self.seed, use, i) for i in numbers]
         return torch.stack([torch.randn(shape, generator=one) for one in streams])
 
     def draws(self, numbers: Sequence[int]) -> Tensor:

@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hddm.calibration import FILE_NAME, LEVELS, STATES, Calibration
+from hddm.calibration import FILE_NAME, Calibration
 from hddm.conditions import LABELS
 from hddm.data.shards import open_shard
 from hddm.experts.loading import load
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, field_of, open_expert, write_records
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
+from hddm.noise import Seeded
 from hddm.schedules import DiscreteSchedule
 from hddm.solvers import euler
 from hddm.training.denoising import misread
@@ -40,7 +41,6 @@ def native_samples(
     steps: int = 50,
     conditions: Mapping[str, Tensor] | None = None,
     batch_size: int = 64,
-    on_batch: Callable[[int], None] | None = None,
 ) -> Tensor:
     """Draw samples (num, C, H, W) by the expert's own DDIM, in float32 on the CPU.
 
@@ -50,25 +50,22 @@ def native_samples(
     12, eta = 0.
 
     Sample i depends on (``seed``, i) alone and costs ``steps`` calls of the network. ``conditions`` are
-    keywords of the network, each (num, …); ``on_batch`` is called with the size of each batch. Raises
-    `HddmError` for an expert without a sample shape.
+    keywords of the network, each (num, …). Raises `HddmError` for an expert without a sample shape.
     """
     if field.sample_shape is None:
         raise HddmError("this expert does not record the shape of a sample")
     times, scale = native_times(field, steps)
     batches = []
-    for rows in torch.arange(num).split(batch_size):
-        given = {name: value[rows].to(field.device) for name, value in (conditions or {}).items()}
+    with Progress(num, "sample") as progress:
+        for rows in torch.arange(num).split(batch_size):
+            given = {name: value[rows].to(field.device) for name, value in (conditions or {}).items()}
 
-        def velocity(x: Tensor, t: Tensor, _: Tensor, given: Mapping[str, Tensor] = given) -> Tensor:
-            return field.raw_velocity(x, t.expand(len(x)), given)
+            def velocity(x: Tensor, t: Tensor, _: Tensor, given: Mapping[str, Tensor] = given) -> Tensor:
+                return field.raw_velocity(x, t.expand(len(x)), given)
 
-        streams = [generator(seed, Use.NATIVE_NOISE, i) for i in rows.tolist()]
-        x = torch.stack([torch.randn(field.sample_shape, generator=one) for one in streams])
-        x = x.to(field.device) / scale
-        batches.append(euler(velocity, x, times).cpu())
-        if on_batch is not None:
-            on_batch(len(rows))
+            x = Seeded(seed).initial(rows.tolist(), field.sample_shape, Use.NATIVE_NOISE)
+            batches.append(euler(velocity, x.to(field.device) / scale, times).cpu())
+            progress(len(rows))
     return torch.cat(batches)
 
 
@@ -163,12 +160,10 @@ def _on_native_samples(folder: Path, field: VelocityField, seed: int, num: int, 
         conditions = native_conditions(field, num, seed)
     except HddmError as error:
         raise HddmError(f"{folder}: {error}; pass --data") from error
-    with Progress(num, "sample") as progress:
-        images = native_samples(field, num, seed, steps, conditions, on_batch=progress)
+    images = native_samples(field, num, seed, steps, conditions)
     if not images.isfinite().all():
         raise HddmError(f"{folder}: its samples are not finite; pass --data, or more --steps than {steps}")
-    with Progress(LEVELS * STATES, "calibrate", " states") as progress:
-        calibration = calibrate(field.velocity, images, conditions, seed, on_batch=progress)
+    calibration = calibrate(field.velocity, images, conditions, seed)
     origin = {"data": "native samples", "images": str(num), "seed": str(seed), "steps": str(steps)}
     return replace(calibration, record=origin)
 

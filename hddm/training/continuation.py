@@ -5,6 +5,7 @@ With flow matching any expert learns the velocity through the exact conversion, 
 continued before keeps the calibration of that training, since its weights are valid only with it.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +21,9 @@ from hddm.experts.records import EXPERT_FILE, FORMAT, Expert, field_of, save_exp
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.schedules import LinearSchedule, from_config
 from hddm.training.bounded_gain import KAPPA, bounded_gain, gauss_shares
-from hddm.training.expert import begun_with, check_fit, read_init, record_of_shard, weak_of
-from hddm.training.fitting import calibrated, calibration_origin, calibration_rows, labels_of
-from hddm.training.loop import Fitted, OnStep, Task, train
+from hddm.training.expert import check_fit, read_init, record_of_shard, saving
+from hddm.training.fitting import calibration_origin, calibration_rows, labels_of
+from hddm.training.loop import OnStep, Task, train
 from hddm.training.lora import add_adapter, save_adapted, targets_of
 from hddm.training.objectives import Objective, check_conditions, drawing, loss_of, objective_of
 from hddm.training.recipe import Start, resolve
@@ -57,7 +58,7 @@ def continue_expert(
             an adapter, of a network without attention, or without peft.
     """
     before = recipe_before(out, EXPERT_FILE, run, overwrite)
-    expert = read_init(init)
+    expert, begun = read_init(init)
     shard = open_shard(shard_folder)
     recipe, objective = resolve_continued(init, expert, shard, settings, before)
     expert = _completed(expert, shard, recipe)
@@ -66,40 +67,30 @@ def continue_expert(
     field.calibration = None
     if objective.prediction_type is PredictionType.FLOW_PREDICTION:
         field.calibration = _parametrisation(expert, field, shard, conditions.get(LABELS))
-    adapter = None
+    save: Callable[[Path, Expert], None] = save_expert
     if recipe.lora_rank is None or recipe.lora_alpha is None:
         expert.network.requires_grad_(True)
     else:
         adapter = adapter_of(init, out, recipe.lora_rank, recipe.lora_alpha, targets_of(expert.network))
         add_adapter(expert.network, adapter, recipe.seed)
+        save = functools.partial(save_adapted, adapter=adapter)
     nulls = {name: null for name, null in field.null_conditions.items() if name in recipe.conditions}
     draw = drawing(shard, objective, recipe, conditions, nulls)
     loss = loss_of(objective, lambda module: _predicting(module, field, objective))
     key = Use.EXPERT_ORDER, Use.EXPERT_STEPS, shard.index
     task = Task(expert.network, len(shard), draw, loss, key, recipe.weak_step)
-    begun = begun_with(init)
     if field.calibration is not None:
         begun["kappa"] = expert.facts.training.get("kappa", KAPPA)
-
-    def write(draft: Path, fitted: Fitted) -> None:
-        expert.network.requires_grad_(False)
-        changes = {
-            "format": FORMAT,
-            "objective": recipe.objective,
-            "weights": "ema",
-            "shard": record_of_shard(shard, expert.facts.classes),
-            "training": fitted.record(recipe, begun),
-            "training_calibration": field.calibration is not None,
-        }
-        facts, weak = expert.facts.model_copy(update=changes), weak_of(expert.network, fitted)
-        trained = replace(expert, facts=facts, calibration=field.calibration, weak=weak)
-        if field.calibration is None:
-            trained = calibrated(trained, shard, conditions, recipe.seed, fitted.device)
-        if adapter is None:
-            save_expert(draft, trained)
-        else:
-            save_adapted(draft, trained, adapter)
-
+    changes = {
+        "format": FORMAT,
+        "objective": recipe.objective,
+        "weights": "ema",
+        "shard": record_of_shard(shard, expert.facts.classes),
+        "training_calibration": field.calibration is not None,
+    }
+    facts = expert.facts.model_copy(update=changes)
+    expert = replace(expert, facts=facts, calibration=field.calibration)
+    write = saving(expert, shard, recipe, conditions, begun, save)
     data = {"shard": shard.hash, **encoding_of([shard.folder]), **begun}
     watch = watching(field, shard, recipe.conditions)
     return train(task, recipe, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)

@@ -16,7 +16,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from diffusers import DDPMScheduler
@@ -150,18 +150,18 @@ SURE = 2.0
 UNCALIBRATED = "it has no calibration; hddm calibrate fits one"
 
 
-@dataclass(frozen=True)
+@dataclass(kw_only=True)
 class Judged:
     """Errors on ``images`` images, the ``problems`` that they show, and ``notes`` for the user.
 
     ``unconditional`` are errors with null values for all conditions, None for an expert without conditions.
     """
 
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     images: int = 0
     denoising: Denoising | None = None
     unconditional: Denoising | None = None
-    problems: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 def judge(expert: Expert, field: VelocityField, shard: Shard, seed: int) -> Judged:
@@ -208,7 +208,9 @@ def judge(expert: Expert, field: VelocityField, shard: Shard, seed: int) -> Judg
         (problems if spoilt else notes).append(f"{text}: {_remedy(expert, bool(spoilt))}")
     if (other := misread(alone, shard, seed)) is not None:
         problems.insert(0, other)
-    return Judged(len(rows), found, unconditional, tuple(problems), tuple(notes))
+    return Judged(
+        problems=problems, notes=notes, images=len(rows), denoising=found, unconditional=unconditional
+    )
 
 
 def usual_schedules() -> list[Schedule]:

@@ -33,14 +33,13 @@ from hddm.experts.records import (
     field_of,
     joint_licence,
     null_conditions,
-    save_expert,
 )
 from hddm.networks.folders import sha256_once
 from hddm.networks.transformers import ExpertTransformer
-from hddm.training.expert import begun_with, check_fit, data_of, new_record, read_init, transformer_of
-from hddm.training.fitting import calibrated, labels_of
-from hddm.training.loop import Fitted, Inputs, OnStep, Task, train
-from hddm.training.mean_flow import SECOND_STAGE, MeanFlow, Trajectories, solve
+from hddm.training.expert import check_fit, data_of, new_record, read_init, saving, transformer_of
+from hddm.training.fitting import labels_of
+from hddm.training.loop import Inputs, OnStep, Task, train
+from hddm.training.mean_flow import SECOND_STAGE, MeanFlow
 from hddm.training.objectives import Objective, drawing, objective_of
 from hddm.training.recipe import Start, kept, resolve
 from hddm.training.resume import recipe_before
@@ -70,11 +69,6 @@ class Teacher:
     def classes(self) -> tuple[str, ...]:
         """Names of the classes that its experts take labels of; empty where none does."""
         return next((one.facts.classes for one in self.opened.experts if one.facts.classes), ())
-
-    @property
-    def strategy(self) -> str | None:
-        """Strategy by which it mixes; None if each shard has its own expert."""
-        return self.record.get("strategy")
 
 
 def open_teacher(
@@ -194,17 +188,18 @@ def distill(
     teacher = open_teacher(
         ensemble_folder, union, shards, settings.teacher, settings.condition_dropout, strategy
     )
-    started, begun = (None, {}) if init is None else (read_init(init), begun_with(init))
+    started, begun = (None, {}) if init is None else read_init(init)
     if started is None and settings.sampling_steps is not None:
         raise UsageError("--sampling-steps: a student of few steps begins with an expert; pass --init")
     start = Start() if started is None else Start.of(started.network, started.facts.prediction_type)
-    recipe = resolve(DistillRecipe, settings, replace(start, strategy=teacher.strategy), before)
+    start = replace(start, strategy=teacher.record.get("strategy"))
+    recipe = resolve(DistillRecipe, settings, start, before)
     learned = _as_expert(recipe, bool(teacher.classes))
     objective = objective_of(learned)
     record = new_record(union, learned, objective)
     labels = {LABELS: union.labels} if teacher.classes and union.labels is not None else {}
     if started is None:
-        network: nn.Module = transformer_of(recipe, record)
+        network = transformer_of(recipe, record)
     else:
         _check_start(f"--init {init}", started.facts, record)
         network = started.network.requires_grad_(True)
@@ -222,22 +217,16 @@ def distill(
         task = Task(network, len(union), draw, matching(on, objective), key)
     else:
         network = with_interval(network, f"--init {init}")
-        solved = _solving(recipe, record, union, conditions)
-        steps, number = recipe.sampling_steps, recipe.trajectories
-        flow = MeanFlow(on, record.prediction_type, steps, recipe.guidance_scale, solved)
-        second = (SECOND_STAGE, flow.second_loss) if steps == 1 else None
-        task = Task(network, number, flow.draw, flow.loss, key, prepare=flow.prepare, second_loss=second)
-
-    def write(draft: Path, fitted: Fitted) -> None:
-        network.requires_grad_(False)
-        training = fitted.record(recipe, begun) | {"teacher": teacher.record}
-        student = Expert(network, record.model_copy(update={"training": training}), None)
-        if recipe.sampling_steps is None:
-            student = calibrated(student, union, labels, recipe.seed, fitted.device)
-        save_expert(draft, student)
-
+        drawn = _conditions_of_trajectories(recipe, record, union, conditions)
+        flow = MeanFlow(on, record.prediction_type, recipe, record.sample_shape, drawn)
+        second = (SECOND_STAGE, flow.loss) if recipe.sampling_steps == 1 else None
+        task = Task(
+            network, recipe.trajectories, flow.draw, flow.loss, key, prepare=flow.prepare, second_loss=second
+        )
+    student = Expert(network, record)
+    write = saving(student, union, recipe, labels, {**begun, "teacher": teacher.record})
     data = {**data_of(shards), "teacher": teacher.record, **begun}
-    watch = watching(field_of(Expert(network, record, None)), union, learned.conditions)
+    watch = watching(field_of(student), union, learned.conditions)
     return train(task, recipe, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
 
 
@@ -248,28 +237,20 @@ def _as_expert(recipe: DistillRecipe, class_conditional: bool) -> ExpertRecipe:
     return ExpertRecipe.model_validate(same | own | {"noise_range": WHOLE, "weak_at": 0.0})
 
 
-def _solving(
+def _conditions_of_trajectories(
     recipe: DistillRecipe, record: ExpertRecord, union: Shard, conditions: Mapping[str, Tensor]
-) -> Callable[[Ensemble, Path | None], Trajectories]:
-    """Return what solves a teacher's trajectories, under conditions of random samples of the ``union``.
-
-    ``conditions`` (N,) are those of all samples; labels are dropped as in training.
-    """
+) -> dict[str, Tensor]:
+    """Draw conditions of trajectories from those (N,) of all samples; labels are dropped as in training."""
     _require_expert_by_class(conditions)
     if recipe.guidance_scale != 1 and LABELS not in conditions:
         raise UsageError("--guidance-scale: the teacher takes no classes to guide by; drop the option")
-
-    def solved(teacher: Ensemble, file: Path | None) -> Trajectories:
-        draws = generator(recipe.seed, Use.TRAJECTORY_IMAGES)
-        rows = torch.randint(len(union), (recipe.trajectories,), generator=draws)
-        chosen = {name: value[rows] for name, value in conditions.items()}
-        if record.null_class is not None:
-            is_dropped = torch.rand(len(rows), generator=draws) < recipe.condition_dropout
-            chosen[LABELS] = torch.where(is_dropped, record.null_class, chosen[LABELS])
-        shape, scale = record.sample_shape, recipe.guidance_scale
-        return solve(teacher, len(rows), recipe.seed, shape, chosen, scale, file)
-
-    return solved
+    draws = generator(recipe.seed, Use.TRAJECTORY_IMAGES)
+    rows = torch.randint(len(union), (recipe.trajectories,), generator=draws)
+    chosen = {name: value[rows] for name, value in conditions.items()}
+    if record.null_class is not None:
+        is_dropped = torch.rand(len(rows), generator=draws) < recipe.condition_dropout
+        chosen[LABELS] = torch.where(is_dropped, record.null_class, chosen[LABELS])
+    return chosen
 
 
 def _require_expert_by_class(given: Mapping[str, Tensor]) -> None:

@@ -1,16 +1,17 @@
 """Train one expert alone on its shard; what it has in common with students and experts that go on."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from diffusers import ModelMixin
+from torch import Tensor
 
 from hddm.conditions import LABELS
 from hddm.data.shards import Shard, open_shard
-from hddm.experts.lora import ADAPTER_WEIGHTS
 from hddm.experts.records import (
     EXPERT_FILE,
     Expert,
@@ -21,17 +22,25 @@ from hddm.experts.records import (
     read_expert,
     save_expert,
     unread_as,
+    weights_in,
 )
-from hddm.networks.folders import WEIGHTS, Unread
 from hddm.networks.transformers import ExpertTransformer
 from hddm.networks.wrappers import text_width
 from hddm.schedules import Schedule, declared_prediction_type, from_diffusers
-from hddm.training.fitting import calibrated
+from hddm.training.fitting import calibrated_on, placed
 from hddm.training.loop import Fitted, OnStep, Task, train
 from hddm.training.objectives import Objective, check_conditions, drawing, loss_of, objective_of
 from hddm.training.recipe import Start, resolve
 from hddm.training.resume import encoding_of, recipe_before
-from hddm.training.settings import TEXT, DistillRecipe, ExpertRecipe, ExpertSettings, RunOptions, size_config
+from hddm.training.settings import (
+    TEXT,
+    DistillRecipe,
+    ExpertRecipe,
+    ExpertSettings,
+    Recipe,
+    RunOptions,
+    size_config,
+)
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import sha256_of
@@ -74,22 +83,46 @@ def train_expert(
     record = new_record(shard, recipe, objective, schedule_source or origin)
     null_text = {TEXT: shard.texts.null} if recipe.text_conditional and shard.texts else {}
     text_dim = null_text[TEXT].shape[-1] if null_text else None
-    network = transformer_of(recipe, record, text_dim)
+    expert = Expert(transformer_of(recipe, record, text_dim), record, None, null_text)
     labels = {LABELS: shard.labels} if recipe.class_conditional and shard.labels is not None else {}
     draw = drawing(shard, objective, recipe, labels, null_conditions(record.null_class) | null_text)
     loss = loss_of(objective, lambda module: module)
     key = Use.EXPERT_ORDER, Use.EXPERT_STEPS, shard.index
-    task = Task(network, len(shard), draw, loss, key, recipe.weak_step)
+    task = Task(expert.network, len(shard), draw, loss, key, recipe.weak_step)
+    write = saving(expert, shard, recipe, labels)
+    data = {"shard": shard.hash, **encoding_of([shard.folder]), "schedule": objective.schedule.config}
+    watch = watching(field_of(expert), shard, recipe.conditions)
+    return train(task, recipe, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
+
+
+def saving(
+    expert: Expert,
+    shard: Shard,
+    recipe: Recipe,
+    conditions: Mapping[str, Tensor],
+    origin: Mapping[str, Any] | None = None,
+    save: Callable[[Path, Expert], None] = save_expert,
+) -> Callable[[Path, Fitted], None]:
+    """Return what writes an ``expert`` after its training; see `hddm.training.loop.train`.
+
+    Its record gets the ``recipe`` and the ``origin`` of the weights. Unless it was trained in a calibration,
+    or is a student of few steps, one is fitted to ``shard`` and the ``conditions`` (N, …) of its samples.
+    """
+    origin = origin or {}
 
     def write(draft: Path, fitted: Fitted) -> None:
-        network.requires_grad_(False)
-        trained = record.model_copy(update={"training": fitted.record(recipe)})
-        expert = Expert(network, trained, None, null_text, weak_of(network, fitted))
-        save_expert(draft, calibrated(expert, shard, labels, recipe.seed, fitted.device))
+        network = expert.network.requires_grad_(False)
+        training = fitted.record(recipe, origin if "init" in origin else None) | dict(origin)
+        facts = expert.facts.model_copy(update={"training": training})
+        weak = unread_as(network, fitted.weak) if fitted.weak else None
+        trained = replace(expert, facts=facts, weak=weak)
+        if trained.calibration is None and facts.sampling_steps is None:
+            with placed(network, fitted.device):
+                field = field_of(trained, fitted.device)
+                trained = replace(trained, calibration=calibrated_on(shard, field, conditions, recipe.seed))
+        save(draft, trained)
 
-    data = {"shard": shard.hash, **encoding_of([shard.folder]), "schedule": objective.schedule.config}
-    watch = watching(field_of(Expert(network, record, None, null_text)), shard, recipe.conditions)
-    return train(task, recipe, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
+    return write
 
 
 def resolve_new(
@@ -148,9 +181,8 @@ def transformer_of(
 ) -> ExpertTransformer:
     """Make the network of a new expert, with weights that depend on the seed alone."""
     shape, classes = record.sample_shape, len(record.classes) or None
-    conditions: Any = {"num_classes": classes, "text_dim": text_dim}
-    kind, size, seed, rotary = ExpertTransformer, recipe.size, recipe.seed, recipe.rotary
-    network: ExpertTransformer = new_network(kind, size, shape, seed, rotary=rotary, **conditions)
+    arguments: Any = {"rotary": recipe.rotary, "num_classes": classes, "text_dim": text_dim}
+    network: ExpertTransformer = new_network(ExpertTransformer, recipe.size, shape, recipe.seed, **arguments)
     return network
 
 
@@ -199,17 +231,15 @@ def record_of_shard(shard: Shard, classes: tuple[str, ...]) -> ShardRecord:
     )
 
 
-def begun_with(init: Path) -> dict[str, Any]:
-    """Return name and weight hash of the expert folder that a training began with, for its record."""
-    weights = WEIGHTS if (init / WEIGHTS).is_file() else ADAPTER_WEIGHTS
-    return {"init": init.resolve().name, "init_sha256": sha256_of(init / weights)}
+def read_init(init: Path) -> tuple[Expert, dict[str, Any]]:
+    """Read the expert that a training begins with, and its name and weight hash for records.
 
-
-def read_init(init: Path) -> Expert:
-    """Read the expert that a training begins with; another folder raises `UsageError`."""
+    Another folder raises `UsageError`.
+    """
     if not (init / EXPERT_FILE).is_file():
         raise UsageError(f"--init {init}: not an expert folder; name one expert, such as one of an ensemble")
-    return read_expert(init)
+    expert, weights = read_expert(init), weights_in(init)
+    return expert, {"init": init.resolve().name, "init_sha256": weights and sha256_of(weights)}
 
 
 def check_fit(shard: Shard, record: ExpertRecord, network: object) -> None:
@@ -245,8 +275,3 @@ def check_own(shard: Shard, record: ExpertRecord) -> None:
     if own is not None and own.hash not in (origin, shard.partition):
         text = f"is of shard {origin[:16]}…, the expert of shard {own.index}, {own.hash[:16]}…"
         raise HddmError(f"{shard.folder}: {text}; use its own images")
-
-
-def weak_of(network: ModelMixin, fitted: Fitted) -> Unread[ModelMixin] | None:
-    """The weak model that a training of ``network`` kept, if any."""
-    return unread_as(network, fitted.weak) if fitted.weak else None

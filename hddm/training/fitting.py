@@ -15,7 +15,6 @@ from hddm.calibration import FADE, LEVELS, MAX_GAIN, POOL, START, STATES, Calibr
 from hddm.conditions import LABELS
 from hddm.data.shard_records import MIN_IMAGES
 from hddm.data.shards import Shard
-from hddm.experts.records import Expert, field_of
 from hddm.training.settings import TEXT
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.progress import Progress
@@ -34,7 +33,6 @@ def calibrate(
     conditions: Mapping[str, Tensor] | None = None,
     seed: int = 0,
     batch_size: int = 512,
-    on_batch: Callable[[int], None] | None = None,
     noise_range: NoiseRange = WHOLE,
 ) -> Calibration:
     """Fit moments and blend weights to an expert and its shard.
@@ -46,7 +44,6 @@ def calibrate(
             others say, the less weight the moments get.
         seed: of the noise.
         batch_size: states a call; `STATES` states are drawn at each of `LEVELS` times.
-        on_batch: called with the number of states after each call.
         noise_range: the part of t that the expert covers; elsewhere the weights mean nothing.
     """
     if len(images) < 4:
@@ -65,27 +62,28 @@ def calibrate(
     noise = generator(seed, Use.CALIBRATION)
     halves = torch.randperm(len(images), generator=noise).chunk(2)
     sums = torch.zeros(LEVELS, 3, len(moments.variances), dtype=torch.float64)
-    for seen, unseen in (halves, halves[::-1]):
-        of_seen = None if labels is None else labels[seen.to(labels.device)]
-        known = Moments.of(images[seen.to(images.device)], of_seen).to(images)
-        for level, time in enumerate(measured.tolist()):
-            drawn = unseen[torch.randint(len(unseen), (STATES // 2,), generator=noise)]
-            for rows in drawn.to(images.device).split(batch_size):
-                x_0 = images[rows]
-                eps = torch.randn(x_0.shape, generator=noise).to(x_0)
-                t = torch.full((len(x_0),), time, dtype=x_0.dtype, device=x_0.device)
-                x_t = (1 - time) * x_0 + time * eps
-                given = {name: value[rows] for name, value in (conditions or {}).items()}
-                net = velocity(x_t, t, **given).flatten(1)
-                to_gauss = known.velocity(x_t.flatten(1), t, None if labels is None else labels[rows]) - net
-                to_target = (eps - x_0).flatten(1) - net
-                pairs = ((to_target, to_gauss), (to_gauss, to_gauss), (to_target, to_target))
-                products = torch.stack([_inner(known, a, b) for a, b in pairs])
-                # Half the images may span fewer directions; what they lack counts among the rest.
-                sums[level, :, : products.shape[1] - 1] += products[:, :-1]
-                sums[level, :, -1] += products[:, -1]
-                if on_batch is not None:
-                    on_batch(len(rows))
+    with Progress(LEVELS * STATES, "calibrate", " states") as progress:
+        for seen, unseen in (halves, halves[::-1]):
+            of_seen = None if labels is None else labels[seen.to(labels.device)]
+            known = Moments.of(images[seen.to(images.device)], of_seen).to(images)
+            for level, time in enumerate(measured.tolist()):
+                drawn = unseen[torch.randint(len(unseen), (STATES // 2,), generator=noise)]
+                for rows in drawn.to(images.device).split(batch_size):
+                    x_0 = images[rows]
+                    eps = torch.randn(x_0.shape, generator=noise).to(x_0)
+                    t = torch.full((len(x_0),), time, dtype=x_0.dtype, device=x_0.device)
+                    x_t = (1 - time) * x_0 + time * eps
+                    given = {name: value[rows] for name, value in (conditions or {}).items()}
+                    net = velocity(x_t, t, **given).flatten(1)
+                    own = None if labels is None else labels[rows]
+                    to_gauss = known.velocity(x_t.flatten(1), t, own) - net
+                    to_target = (eps - x_0).flatten(1) - net
+                    pairs = ((to_target, to_gauss), (to_gauss, to_gauss), (to_target, to_target))
+                    products = torch.stack([_inner(known, a, b) for a, b in pairs])
+                    # Half the images may span fewer directions; what they lack counts among the rest.
+                    sums[level, :, : products.shape[1] - 1] += products[:, :-1]
+                    sums[level, :, -1] += products[:, -1]
+                    progress(len(rows))
     coordinates = torch.ones(len(moments.variances), dtype=torch.float64)
     coordinates[-1] = max(moments.mean.numel() - moments.basis.shape[1], 1)
     weights = _weights(sums, coordinates).float()
@@ -136,14 +134,6 @@ CALIBRATION_IMAGES, CALIBRATION_BYTES = 4096, 2**30
 """Most images, and most bytes of them, in a calibration: samples in float64, tokens in float32."""
 
 
-def calibrated(
-    expert: Expert, shard: Shard, given: Mapping[str, Tensor], seed: int, device: torch.device
-) -> Expert:
-    """Return ``expert``, which has no calibration, with one of `calibrated_on`, computed on ``device``."""
-    with placed(expert.network, device):
-        return replace(expert, calibration=calibrated_on(shard, field_of(expert, device), given, seed))
-
-
 def calibrated_on(shard: Shard, field: VelocityField, given: Mapping[str, Tensor], seed: int) -> Calibration:
     """Fit a calibration of ``field``, which has none yet, to `calibration_rows` of ``shard``.
 
@@ -154,9 +144,7 @@ def calibrated_on(shard: Shard, field: VelocityField, given: Mapping[str, Tensor
     found = conditions_at(rows, given, shard, field)
     conditions = {name: value.to(field.device) for name, value in found.items()}
     images = shard.take(rows).to(field.device)
-    with Progress(LEVELS * STATES, "calibrate", " states") as progress:
-        part = field.noise_range
-        calibration = calibrate(field.velocity, images, conditions, seed, on_batch=progress, noise_range=part)
+    calibration = calibrate(field.velocity, images, conditions, seed, noise_range=field.noise_range)
     return replace(calibration, record=calibration_origin(shard) | {"seed": str(seed)})
 
 

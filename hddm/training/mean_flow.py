@@ -25,7 +25,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -34,13 +34,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hddm.conditions import LABELS, Conditions
 from hddm.ensemble import Ensemble
+from hddm.noise import Seeded
 from hddm.sampling import integrate, plan
 from hddm.training.loop import Inputs
 from hddm.training.objectives import TIME_SCALE
+from hddm.training.settings import DistillRecipe
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import write_whole
 from hddm.utils.progress import Progress
-from hddm.utils.streams import Use, generator
+from hddm.utils.streams import Use
 from hddm.utils.tensors import append_dims, read_safetensors
 from hddm.velocity import PathPoint, PredictionType, velocity
 
@@ -65,14 +67,11 @@ MeanVelocity = Callable[[Tensor, Tensor, Tensor], Tensor]
 """u of states (n, C, H, W) at times t (n,), over intervals t - r (n,)."""
 
 
-@dataclass
-class Trajectories:
+class Trajectories(NamedTuple):
     """States (N, `KEPT` + 1, C, H, W) of a teacher's flow, from noise to data, at ``times`` from 1 to 0."""
 
     states: Tensor
     times: Tensor
-    conditions: Mapping[str, Tensor]
-    """What they were solved with (N,): labels, and the expert where each has one of its own."""
 
 
 @torch.no_grad()
@@ -100,12 +99,11 @@ def solve(
         states = kept.pop("states")
         if kept.keys() == known.keys() and all(torch.equal(kept[name], one) for name, one in known.items()):
             log.info("%s: %s of the teacher found", file, counted(num, "trajectory", "trajectories"))
-            return Trajectories(states, times, conditions)
+            return Trajectories(states, times)
     states = torch.empty(num, KEPT + 1, *shape)
     with Progress(num * SOLVED, "solve the teacher's trajectories", " steps") as progress:
         for rows in torch.arange(num).split(_BATCH):
-            streams = [generator(seed, Use.TRAJECTORY_NOISE, i) for i in rows.tolist()]
-            x = torch.stack([torch.randn(shape, generator=one) for one in streams])
+            x = Seeded(seed).initial(rows.tolist(), shape, Use.TRAJECTORY_NOISE)
             states[rows, 0] = x
 
             def keep(index: int, x: Tensor, rows: Tensor = rows) -> Tensor:
@@ -119,28 +117,27 @@ def solve(
             integrate(teacher, x, fine, Conditions(own), expert, keep, guidance=guidance_scale)
     if file is not None:
         write_whole(file, lambda path: save_file({"states": states, **known}, path))
-    return Trajectories(states, times, conditions)
+    return Trajectories(states, times)
 
 
 @dataclass
 class MeanFlow:
-    """The training of a student of ``steps`` steps; it provides `draw`, `loss` and `second_loss` of a `Task`.
+    """The training of a student of few steps; it provides `prepare`, `draw` and the losses of a `Task`.
 
     Args:
         teacher_on: the teacher on a device.
         prediction: what the network predicts, of mean velocities: x_0 = x_t - t u for ``sample``. All but
             epsilon, which is singular at t = 1 (`hddm.velocity.velocity`).
-        steps: one of `STUDENT_STEPS`.
-        guidance_scale: of the teacher.
-        solved: the trajectories, made at their first use on a device, with the file that keeps them.
+        recipe: of the training, with its sampling steps, one of `STUDENT_STEPS`.
+        shape: (C, H, W) of a sample.
+        conditions: of the trajectories (N,): labels, and the expert where each has one of its own.
     """
 
     teacher_on: Callable[[torch.device], Ensemble]
     prediction: PredictionType
-    steps: int
-    guidance_scale: float
-    solved: Callable[[Ensemble, Path | None], Trajectories]
-    _all: Trajectories | None = None
+    recipe: DistillRecipe
+    shape: tuple[int, ...]
+    conditions: Mapping[str, Tensor]
 
     def __post_init__(self) -> None:
         self.teacher_on = functools.cache(self.teacher_on)
@@ -150,7 +147,10 @@ class MeanFlow:
 
     def prepare(self, device: torch.device, folder: Path | None) -> None:
         """Solve the teacher's trajectories on a device, or read them in the run's ``folder``."""
-        self._all = self.solved(self.teacher_on(device), None if folder is None else folder / FILE)
+        recipe, file = self.recipe, None if folder is None else folder / FILE
+        teacher, scale = self.teacher_on(device), recipe.guidance_scale
+        found = solve(teacher, recipe.trajectories, recipe.seed, self.shape, self.conditions, scale, file)
+        self._states, self._times = found
 
     def draw(self, rows: Tensor, noise: torch.Generator, own: slice) -> Inputs:
         """Pairs of states of trajectories ``rows``, and for the identity noised ends of them.
@@ -158,61 +158,55 @@ class MeanFlow:
         ``x_t`` and ``x_r`` at ``t`` and ``r`` are half steps of the student, half any two. ``x_0``, ``eps``,
         ``end`` and ``start``, the times of the identity, are for the samples in ``by_identity``.
         """
-        assert self._all is not None
-        num, times = len(rows), self._all.times
+        num, times, steps = len(rows), self._times, self.recipe.sampling_steps or 1
         first = torch.randint(KEPT, (num,), generator=noise)
         last = first + 1 + (torch.rand(num, generator=noise) * (KEPT - first)).long()
-        stride = KEPT // self.steps
-        step = torch.randint(self.steps, (num,), generator=noise)
+        stride = KEPT // steps
+        step = torch.randint(steps, (num,), generator=noise)
         is_own = torch.rand(num, generator=noise) < OWN_STEPS
         first = torch.where(is_own, step * stride, first)
         last = torch.where(is_own, (step + 1) * stride, last)
-        shape = self._all.states.shape[2:]
         start, end = torch.rand(num, 2, generator=noise, dtype=torch.float64).sort(1, descending=True)[0].T
         is_now = torch.rand(num, generator=noise) < INSTANTANEOUS
         by_identity = torch.rand(num, generator=noise) < BY_IDENTITY
-        eps = torch.randn(num, *shape, generator=noise)[own]
+        eps = torch.randn(num, *self.shape, generator=noise)[own]
         mine = rows[own]
         return {
-            "x_t": self._all.states[mine, first[own]],
-            "x_r": self._all.states[mine, last[own]],
+            "x_t": self._states[mine, first[own]],
+            "x_r": self._states[mine, last[own]],
             "t": times[first[own]],
             "r": times[last[own]],
-            "x_0": self._all.states[mine, -1],
+            "x_0": self._states[mine, -1],
             "eps": eps,
             "start": start[own],
             "end": torch.where(is_now, start, end)[own],
             "by_identity": by_identity[own],
-            **{name: value[mine] for name, value in self._all.conditions.items()},
+            **{name: value[mine] for name, value in self.conditions.items()},
         }
 
-    def loss(self, network: nn.Module, inputs: Inputs) -> Tensor:
-        """The loss (n,) of the first stage."""
+    def loss(
+        self, network: nn.Module, inputs: Inputs, averages: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
+        """The loss (n,); with ``averages``, whose derivative the identity takes, that of the second stage."""
         x_t, t, r = inputs["x_t"], inputs["t"], inputs["r"]
+        conditions: dict[str, Any] = {LABELS: inputs[LABELS]} if LABELS in inputs else {}
         target = (x_t - inputs["x_r"]) / _wide(t - r, x_t)
-        conditions = _conditions(inputs)
-        return _weighted(self.mean_velocity(network, conditions)(x_t, t, t - r), target)
-
-    def second_loss(self, network: nn.Module, inputs: Inputs, averages: Mapping[str, Tensor]) -> Tensor:
-        """The loss (n,) of the second stage; the identity's derivative is that of the ``averages``."""
-        x_t, t, r, conditions = inputs["x_t"], inputs["t"], inputs["r"], _conditions(inputs)
-        target = (x_t - inputs["x_r"]) / _wide(t - r, x_t)
-        rows = inputs["by_identity"].nonzero()[:, 0]
-        if len(rows):
+        if averages is not None and len(rows := inputs["by_identity"].nonzero()[:, 0]):
             start, end = inputs["start"][rows], inputs["end"][rows]
             ahead = _wide(start, x_t)
             states = (1 - ahead) * inputs["x_0"][rows] + ahead * inputs["eps"][rows]
             own = {name: value[rows] for name, value in conditions.items()}
             expert = None if "expert" not in inputs else inputs["expert"][rows]
             with torch.no_grad(), torch.autocast(x_t.device.type, enabled=False):
-                v = self.teacher_on(x_t.device).velocity(
-                    states, start, self.guidance_scale, expert=expert, **own
-                )
-                u = self.mean_velocity(functools.partial(_call, network, averages), own)
-                found = identity_target(u, states, v, start, end, LONGEST)
+                teacher, scale = self.teacher_on(x_t.device), self.recipe.guidance_scale
+                v = teacher.velocity(states, start, scale, expert=expert, **own)
+                averaged = self.mean_velocity(functools.partial(_call, network, averages), own)
+                found = identity_target(averaged, states, v, start, end, LONGEST)
             x_t, target = x_t.index_copy(0, rows, states), target.index_copy(0, rows, found.to(target))
             t, r = t.index_copy(0, rows, start), r.index_copy(0, rows, end)
-        return _weighted(self.mean_velocity(network, conditions)(x_t, t, t - r), target)
+        u = self.mean_velocity(network, conditions)(x_t, t, t - r)
+        errors = (u.float() - target).square().flatten(1).mean(1)
+        return errors / (errors.detach() + FLOOR) ** POWER
 
     def mean_velocity(self, network: Callable[..., Tensor], conditions: Mapping[str, Tensor]) -> MeanVelocity:
         """The network's u under ``conditions``."""
@@ -273,14 +267,5 @@ def _call(
     return output
 
 
-def _weighted(u: Tensor, target: Tensor) -> Tensor:
-    errors = (u.float() - target).square().flatten(1).mean(1)
-    return errors / (errors.detach() + FLOOR) ** POWER
-
-
 def _wide(times: Tensor, x: Tensor) -> Tensor:
     return append_dims(times, x.ndim).to(x)
-
-
-def _conditions(inputs: Inputs) -> dict[str, Any]:
-    return {LABELS: inputs[LABELS]} if LABELS in inputs else {}

@@ -104,11 +104,11 @@ def train_router(
             return found.cpu()
 
         with placed(network, fitted.device), Progress(None, "measure and calibrate"):
-            accuracy = accuracy_of(logits, TIME_SCALE, evidence, recipe.seed)
+            accuracy = accuracy_of(logits, evidence, recipe.seed)
             if recipe.calibrate:
                 log.info("calibrating on %s …", counted(len(held), "image"))
                 images, origin = stored.take(held, None, None), labels[held]
-                temperatures, figures = calibrate_router(logits, TIME_SCALE, images, origin, recipe.seed)
+                temperatures, figures = calibrate_router(logits, images, origin, recipe.seed)
                 each = origin.bincount(minlength=len(shards)).tolist()
                 calibration = {"held_out_share": HELD_OUT_SHARE, "held_out_images": each, **figures}
         if len(shards) > 1 and not is_better_than_chance(accuracy):
@@ -171,9 +171,7 @@ def kept_apart(shards: Sequence[Shard]) -> Evidence | None:
     return Evidence(store, rows, store.part_of(rows), "held-out images")
 
 
-def accuracy_of(
-    network: Callable[[Tensor, Tensor], Tensor], time_scale: float, evidence: Evidence, seed: int
-) -> dict[str, Any]:
+def accuracy_of(network: Callable[[Tensor, Tensor], Tensor], evidence: Evidence, seed: int) -> dict[str, Any]:
     """Measure how often the most probable shard is the right one, at times spread evenly over [0, 1].
 
     At most `hddm.training.denoising.IMAGES` images of ``evidence`` are used, spread evenly over all. Besides
@@ -184,7 +182,7 @@ def accuracy_of(
     number = len(chosen)
     log.info("measuring accuracy on %s …", counted(number, "image"))
     images, labels = evidence.store.take(evidence.rows[chosen], None, None), evidence.labels[chosen]
-    noised = noised_logits(network, time_scale, images, labels, seed, JUDGED, BATCH)
+    noised = noised_logits(network, images, labels, seed, JUDGED, BATCH)
     chance = labels.bincount().max().item() / number
     return {
         "images": number,
@@ -232,7 +230,6 @@ def held_out(shard: Shard) -> Tensor:
 
 def calibrate_router(
     network: Callable[[Tensor, Tensor], Tensor],
-    time_scale: float,
     images: Tensor,
     labels: Tensor,
     seed: int = 0,
@@ -240,7 +237,7 @@ def calibrate_router(
 ) -> tuple[tuple[float, ...], dict[str, Any]]:
     """Fit temperatures of a router to fresh images, and measure its calibration without and with them.
 
-    ``network(x_t, t × time_scale)`` gives logits (batch, K). The router was trained on none of ``images`` (N,
+    ``network(x_t, t × TIME_SCALE)`` gives logits (batch, K). The router was trained on none of ``images`` (N,
     C, H, W), which are of the shards in ``labels`` (N,). The ``knots`` temperatures are at times spread
     evenly over [0, 1].
 
@@ -248,7 +245,7 @@ def calibrate_router(
     after, over all times and in `TIME_BINS` intervals of t. Figures "after" are cross-fitted: each half of
     the images is judged by temperatures fitted to the other. The temperatures returned are fitted to all.
     """
-    noised = noised_logits(network, time_scale, images, labels, seed)
+    noised = noised_logits(network, images, labels, seed)
     # Dealt in the order of the labels, so that each half has its share of every shard.
     half = torch.empty_like(labels).index_put_((labels.argsort(stable=True),), torch.arange(len(labels)) % 2)
     part = half[noised.image]
@@ -342,7 +339,6 @@ class Noised:
 @torch.no_grad()
 def noised_logits(
     network: Callable[[Tensor, Tensor], Tensor],
-    time_scale: float,
     images: Tensor,
     labels: Tensor,
     seed: int,
@@ -358,7 +354,7 @@ def noised_logits(
     for rows, times in zip(image.split(batch_size), t.split(batch_size), strict=True):
         x_0, wide = images[rows], append_dims(times, images.ndim).to(images)
         eps = torch.randn(x_0.shape, generator=draws, dtype=x_0.dtype)
-        logits.append(network((1 - wide) * x_0 + wide * eps, (times * time_scale).to(images)).double())
+        logits.append(network((1 - wide) * x_0 + wide * eps, (times * TIME_SCALE).to(images)).double())
     return Noised(torch.cat(logits), t, labels[image], image)
 
 

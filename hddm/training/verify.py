@@ -28,7 +28,7 @@ from hddm.experts.records import (
     read_expert,
 )
 from hddm.networks.folders import WEIGHTS
-from hddm.training.denoising import Denoising, Judged, judge, misread
+from hddm.training.denoising import Judged, judge, misread
 from hddm.training.expert import check_fit, check_own
 from hddm.utils.errors import HddmError, UsageError, asked
 from hddm.utils.files import read_json, sha256_of
@@ -96,26 +96,20 @@ def _read(path: Path) -> dict[str, Any]:
 KNOWN = frozenset({EXPERT_FILE, MANIFEST, *FILES})
 
 
-@dataclass(frozen=True)
-class Verification:
+@dataclass(kw_only=True)
+class Verification(Judged):
     """Findings in an expert folder, which is fit for use if there are no ``problems``.
 
     ``files`` holds the SHA-256 of every file, ``base`` that of the weights that an adapter changes,
-    ``trained_on`` the hash of its shard. ``denoising`` was judged on so many ``images``; ``unconditional`` is
-    the same with null values for all conditions, as guidance needs.
+    ``trained_on`` the hash of its shard.
     """
 
     folder: Path
     files: dict[str, str]
-    problems: tuple[str, ...]
-    notes: tuple[str, ...]
     objective: str | None = None
     parameters: int | None = None
     base: str | None = None
     trained_on: str | None = None
-    images: int = 0
-    denoising: Denoising | None = None
-    unconditional: Denoising | None = None
 
     @property
     def accepted(self) -> bool:
@@ -155,59 +149,53 @@ def verify_expert(
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != HASHES
     }
-    notes = [
+    found = Verification(folder=folder, files=files)
+    found.notes += (
         f"{name}: is not part of an expert; nothing reads it"
         for name in files
         if name not in KNOWN and name.split("/")[0] not in COMPONENTS
-    ]
-    problems: list[str] = []
+    )
     try:
         unread = open_expert(folder, known, unheld=(WEIGHTS, ADAPTER_WEIGHTS))
         whole_components(folder)
     except HddmError as error:
-        return Verification(folder, files, (error.message, *error.details), tuple(notes))
+        found.problems += (error.message, *error.details)
+        return found
     record = unread.facts
     with asked():
         refuse_base(folder, record.adapter, bases)
-        notes += [] if shard is None else _belongs(shard, unread)
+        found.notes += [] if shard is None else _belongs(shard, unread)
     # A file may be a link, as in a hub cache.
     hashes = {(folder / name).resolve(): sha256 for name, sha256 in files.items()}
     try:
-        problems += foreign_files(folder, lambda path: hashes[path.resolve()])
+        found.problems += foreign_files(folder, lambda path: hashes[path.resolve()])
         expert = unread.read(torch.float32)
         if unread.weak is not None:
             unread.weak.read(torch.float32)
         field = field_of(expert, place)
     except HddmError as error:
-        problems += (error.message, *error.details)
-        return Verification(folder, files, tuple(problems), tuple(notes))
-    problems = [*_provenance(record), *problems]
+        found.problems += (error.message, *error.details)
+        return found
+    found.problems[:0] = _provenance(record)
     if unread.calibration is None and record.sampling_steps is None and record.source is None:
-        notes.append(f"{CALIBRATION}: is missing; hddm calibrate makes one")
-    judged = Judged()
-    if shard is not None and not problems:
+        found.notes.append(f"{CALIBRATION}: is missing; hddm calibrate makes one")
+    found.objective = record.objective
+    found.parameters = sum(p.numel() for p in expert.network.parameters())
+    found.base = record.adapter.base_sha256 if record.adapter else None
+    found.trained_on = record.shard.hash if record.shard else None
+    if shard is not None and not found.problems:
         try:
             judged = judge(expert, field, shard, seed)
-            problems += judged.problems
-            notes += judged.notes
         except HddmError as error:
             # Where the record names the shard, wrong classes are a fault of the expert.
             if record.shard is None:
                 raise UsageError(error.message, error.details) from error
-            problems += (error.message, *error.details)
-    return Verification(
-        folder,
-        files,
-        tuple(problems),
-        tuple(notes),
-        objective=record.objective,
-        parameters=sum(p.numel() for p in expert.network.parameters()),
-        base=record.adapter.base_sha256 if record.adapter else None,
-        trained_on=record.shard.hash if record.shard else None,
-        images=judged.images,
-        denoising=judged.denoising,
-        unconditional=judged.unconditional,
-    )
+            found.problems += (error.message, *error.details)
+        else:
+            found.problems, found.notes = judged.problems, [*found.notes, *judged.notes]
+            found.images, found.denoising = judged.images, judged.denoising
+            found.unconditional = judged.unconditional
+    return found
 
 
 def warn_of_misreading(folder: Path, shard: Shard) -> None:

@@ -24,7 +24,7 @@ from hddm.data.shards import Shard
 from hddm.noise import Latents, Seeded
 from hddm.running import Batch, run
 from hddm.sampling import plan
-from hddm.training.loop import StepReport, Watcher
+from hddm.training.loop import StepReport, Watch, Watcher
 from hddm.training.resume import RUN_FILE, read_run
 from hddm.training.settings import TEXT
 from hddm.training.state import BINS, Run, Sums
@@ -37,44 +37,29 @@ log = logging.getLogger(__name__)
 
 def watching(
     field: VelocityField | None = None, shard: Shard | None = None, conditions: Collection[str] = ()
-) -> Callable[[Run], "Watch"]:
+) -> Watch:
     """Return what opens the watcher of a run, by its options; see `hddm.training.loop.train`.
 
     ``field`` is the network in training, ``shard`` its data, and ``conditions`` name what it is trained
     with; without field and shard there are no pictures.
     """
-    return lambda run: Watch(run, field, shard, conditions)
 
-
-class Watch(contextlib.AbstractContextManager[Watcher]):
-    """A watcher of a run, whose logs are closed after its block."""
-
-    def __init__(
-        self, run: Run, field: VelocityField | None, shard: Shard | None, conditions: Collection[str]
-    ) -> None:
-        self._options, self._warned = run.options, False
-        self._pictures: SampleGrids | None = None
-        if run.options.sample_every and field is not None and shard is not None:
-            self._pictures = SampleGrids(field, shard, conditions, run.folder / "samples")
-        self._figures = Figures(run.options.log_every)
-        logs, project = run.folder / "logs", run.options.wandb
-        self._sinks = [Guarded(f"TensorBoard ({logs})", lambda first: EventLog(logs, first))]
+    @contextlib.contextmanager
+    def watch(run: Run) -> Iterator[Watcher]:
+        options, logs, project = run.options, run.folder / "logs", run.options.wandb
+        figures, grids = Figures(options.log_every), None
+        if options.sample_every and field is not None and shard is not None:
+            grids = SampleGrids(field, shard, conditions, run.folder / "samples")
+        sinks = [Guarded(f"TensorBoard ({logs})", lambda first: EventLog(logs, first))]
         if project is not None:
             config = read_run(run.folder / RUN_FILE)["settings"]
-            self._sinks.append(Guarded("W&B", lambda first: WandbLog(run.folder, project, config)))
+            sinks.append(Guarded("W&B", lambda first: WandbLog(run.folder, project, config)))
 
-    def __enter__(self) -> Watcher:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *ended: object) -> None:
-        for sink in self._sinks:
-            sink.use(lambda one: one.close(kind is not None))
-
-    def __call__(self, report: StepReport) -> None:
-        entry = self._figures.add(report)
-        with self._figures.paused():
-            pictures = {f"samples/{name}": grid for name, grid in self._drawn(report).items()}
-            for sink in self._sinks:
+        def on_step(report: StepReport) -> None:
+            entry, pictures = figures.add(report), dict[str, Tensor]()
+            if grids is not None and report.step % options.sample_every == 0:
+                pictures = {f"samples/{name}": grid for name, grid in grids.try_to_draw(report).items()}
+            for sink in sinks:
                 sink.begin(report.step)
                 if entry or pictures:
                     sink.use(lambda one: one.put(report.step, entry, pictures))
@@ -82,16 +67,15 @@ class Watch(contextlib.AbstractContextManager[Watcher]):
                 if report.is_due or report.should_stop():
                     sink.use(lambda one: one.sync())
 
-    def _drawn(self, report: StepReport) -> dict[str, Tensor]:
-        if self._pictures is None or report.step % self._options.sample_every:
-            return {}
+        has_failed = True
         try:
-            return self._pictures.draw(report)
-        except Exception as error:
-            if not self._warned:
-                log.warning("step %d: no pictures (%s); the training goes on", report.step, one_line(error))
-            self._warned = True
-            return {}
+            yield on_step
+            has_failed = False
+        finally:
+            for sink in sinks:
+                sink.use(lambda one: one.close(has_failed))
+
+    return watch
 
 
 class Figures:
@@ -102,8 +86,7 @@ class Figures:
 
     def __init__(self, every: int) -> None:
         self.every = every
-        self._images = 0
-        self._since: float | None = None
+        self._images, self._seconds = 0, 0.0
 
     def add(self, report: StepReport) -> dict[str, float]:
         """Add a step; return the entry at steps that ``every`` divides, else {}.
@@ -111,8 +94,8 @@ class Figures:
         ``train/loss`` and ``train/loss_by_noise/0.2-0.4``, of samples with t there, are means since the last
         entry; ``train/gradient_norm``, before clipping, ``train/learning_rate`` and, with Muon,
         ``train/muon_learning_rate`` are this step's, as is ``train/seconds_waited`` for its inputs;
-        ``train/images_per_second`` is since the last entry of this process, with checkpoints and without
-        `paused`.
+        ``train/images_per_second`` is that of the steps since the last entry of this process, without
+        checkpoints and pictures.
         """
         sums = report.state.sums
         if sums.step != report.step - 1:
@@ -122,24 +105,12 @@ class Figures:
         due = report.step % self.every == 0
         report.state.sums = (Sums() if due else sums).model_copy(update={"step": report.step})
         entry = _entry(sums, report) if due else {}
-        now = time.perf_counter()
-        # The start of a process's first step is not known.
-        if self._since is None:
-            self._since = now
-            return entry
         self._images += len(report.losses)
+        self._seconds += report.seconds
         if due:
-            entry["train/images_per_second"] = self._images / max(now - self._since, 1e-9)
-            self._images, self._since = 0, now
+            entry["train/images_per_second"] = self._images / max(self._seconds, 1e-9)
+            self._images, self._seconds = 0, 0.0
         return entry
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Open a block whose time does not count as the training's."""
-        start = time.perf_counter()
-        yield
-        if self._since is not None:
-            self._since += time.perf_counter() - start
 
 
 def _added(before: Sums, report: StepReport) -> Sums:
@@ -186,7 +157,7 @@ class SampleGrids:
         self._field, self._folder = field, folder
         self._space, self._shape = shard.space, shard.shape
         self._conditions: dict[str, Tensor] = {}
-        self._num = IMAGES
+        self._num, self._has_failed = IMAGES, False
         if TEXT in conditions and shard.texts is not None:
             self._num = min(IMAGES, len(shard))
             self._conditions[TEXT] = shard.texts.take(torch.arange(self._num))
@@ -196,6 +167,16 @@ class SampleGrids:
             own = shard.labels if field.noise_range[1] < 1 else None
             in_turn = torch.arange(self._num) % len(shard.classes)
             self._conditions["class_labels"] = in_turn if own is None else own[rows]
+
+    def try_to_draw(self, report: StepReport) -> dict[str, Tensor]:
+        """Do as `draw`; where that fails, return {}, with a warning the first time."""
+        try:
+            return self.draw(report)
+        except Exception as error:
+            if not self._has_failed:
+                log.warning("step %d: no pictures (%s); the training goes on", report.step, one_line(error))
+            self._has_failed = True
+            return {}
 
     def draw(self, report: StepReport) -> dict[str, Tensor]:
         """Write grids and return them, (C, H, W) in bytes, by "raw" and "ema"; {} if the training is to stop.

@@ -21,8 +21,9 @@ from hddm.schedules import LinearSchedule
 from hddm.solvers import heun
 from hddm.training.distill import _require_expert_by_class, distill, with_interval
 from hddm.training.mean_flow import FILE, FLOOR, STUDENT_STEPS, MeanFlow, identity_target, solve
+from hddm.training.recipe import resolve
 from hddm.training.resume import run_folder_of
-from hddm.training.settings import DistillSettings, RunOptions
+from hddm.training.settings import DistillRecipe, DistillSettings, RunOptions
 from hddm.utils.errors import HddmError
 from hddm.velocity import PredictionType, VelocityField
 from tests.artefacts import Command, Died, edit_json, ending_at
@@ -114,13 +115,8 @@ def test_the_identitys_second_term_is_no_longer_than_its_bound() -> None:
 
 @pytest.mark.parametrize("kind", ["flow_prediction", "sample", "v_prediction"])
 def test_both_losses_vanish_at_the_mean_velocity_alone(kind: str) -> None:
-    flow = MeanFlow(
-        lambda device: _teacher(),
-        PredictionType(kind),
-        2,
-        1.0,
-        lambda teacher, file: solve(teacher, 400, 0, SHAPE, {}, 1.0, file),
-    )
+    recipe = resolve(DistillRecipe, DistillSettings(steps=1, sampling_steps=2, trajectories=400))
+    flow = MeanFlow(lambda device: _teacher(), PredictionType(kind), recipe, SHAPE, {})
     flow.prepare(torch.device("cpu"), None)
     noise = torch.Generator().manual_seed(1)
     drawn = flow.draw(torch.arange(400), noise, slice(None))
@@ -129,10 +125,10 @@ def test_both_losses_vanish_at_the_mean_velocity_alone(kind: str) -> None:
     exact, wrong = Exact(kind), Exact(kind, 0.1)
     held = dict(exact.named_parameters())
     off = 0.01 / (0.01 + FLOOR) ** 0.5
-    for loss in (flow.loss, lambda network, inputs: flow.second_loss(network, inputs, held)):
+    for averages in (None, held):
         # The trajectories are solved in 24 steps.
-        assert loss(exact, inputs).max() < 1e-3
-        assert loss(wrong, inputs).mean().item() == pytest.approx(off, rel=0.02)
+        assert flow.loss(exact, inputs, averages).max() < 1e-3
+        assert flow.loss(wrong, inputs, averages).mean().item() == pytest.approx(off, rel=0.02)
 
 
 def test_trajectories_are_kept_for_the_same_seed_guidance_and_conditions(tmp_path: Path) -> None:
@@ -182,8 +178,9 @@ def test_what_students_cannot_do_is_refused() -> None:
         Ensemble([_student(2), other], strategy="draw")
     with pytest.raises(HddmError, match="full mixes velocities at a time"):
         Ensemble([_student(2), _student(2)], strategy="full")
+    recipe = resolve(DistillRecipe, DistillSettings(steps=1, sampling_steps=1))
     with pytest.raises(HddmError, match="cannot predict noise"):
-        MeanFlow(lambda device: _teacher(), PredictionType.EPSILON, 1, 1.0, lambda teacher, file: None)  # type: ignore[arg-type,return-value]
+        MeanFlow(lambda device: _teacher(), PredictionType.EPSILON, recipe, SHAPE, {})
     with pytest.raises(HddmError, match="needs hddm's own transformer, and it is a Linear"):
         with_interval(nn.Linear(2, 2), "--init it")
 

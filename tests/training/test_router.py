@@ -59,7 +59,7 @@ def _by_sign(x_t: Tensor, timestep: Tensor) -> Tensor:
 def test_accuracy_is_the_mean_over_all_noise_levels() -> None:
     """Images of -1 and +1: the sum is ±4 (1 - t) + 2 t eps, and has the right sign with Φ(2 (1 - t)/t)."""
     labels = torch.arange(64) % 2
-    found = accuracy_of(_by_sign, 1000, _evidence(labels, 255 * labels), seed=0)
+    found = accuracy_of(_by_sign, _evidence(labels, 255 * labels), seed=0)
     t = (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000
     expected = torch.special.ndtr(2 * (1 - t) / t).mean().item()
     assert found["accuracy"] == pytest.approx(expected, abs=0.015)
@@ -75,14 +75,14 @@ def test_naming_one_shard_always_is_chance_and_luck_is_seldom_taken_for_knowledg
     def constant(x_t: Tensor, timestep: Tensor) -> Tensor:
         return torch.tensor([0.0, 1.0]).expand(len(x_t), 2)
 
-    found = accuracy_of(constant, 1000, _evidence(labels, 0 * labels), seed=0)
+    found = accuracy_of(constant, _evidence(labels, 0 * labels), seed=0)
     assert found["accuracy"] == found["chance"] == 0.75
     assert not is_better_than_chance(found)
     noise = torch.Generator().manual_seed(0)
     lucky = 0
     for seed in range(100):
         labels, pixels = torch.randint(2, (2, 40), generator=noise)
-        lucky += is_better_than_chance(accuracy_of(_by_sign, 1000, _evidence(labels, 255 * pixels), seed))
+        lucky += is_better_than_chance(accuracy_of(_by_sign, _evidence(labels, 255 * pixels), seed))
     assert lucky <= 5
 
 
@@ -189,12 +189,12 @@ def test_an_exact_router_keeps_its_probabilities_and_draws_depend_on_the_seed_al
     mixtures: list[GaussianMixture], data: tuple[Tensor, Tensor]
 ) -> None:
     network = _network(mixtures, torch.ones_like)
-    temperatures, record = calibrate_router(network, 1000, *data)
+    temperatures, record = calibrate_router(network, *data)
     assert temperatures == pytest.approx([1] * 5, abs=0.2)
     assert record["ece_before"] < 0.015
     assert record["cross_entropy_after"] == pytest.approx(record["cross_entropy_before"], abs=1e-3)
     few = tuple(one[::40] for one in data)
-    first, again, other = (calibrate_router(network, 1000, *few, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (calibrate_router(network, *few, seed=seed) for seed in (1, 1, 2))
     assert first == again
     assert first[0] != other[0]
 
@@ -205,7 +205,7 @@ def test_a_router_too_sure_or_too_shy_gets_its_temperature_back(
     factor: float, knots: int, mixtures: list[GaussianMixture], data: tuple[Tensor, Tensor]
 ) -> None:
     network = _network(mixtures, lambda t: torch.full_like(t, factor))
-    temperatures, record = calibrate_router(network, 1000, *data, knots=knots)
+    temperatures, record = calibrate_router(network, *data, knots=knots)
     assert len(temperatures) == knots
     # At t = 1 the posterior is the prior, whatever the image: only its neighbourhood says anything there.
     assert temperatures[: max(knots - 1, 1)] == pytest.approx([factor] * max(knots - 1, 1), rel=0.15)
@@ -220,10 +220,10 @@ def test_a_distortion_that_changes_over_time_is_recovered_by_the_table_alone(
 ) -> None:
     distortion = [3.0, 2.5, 2.0, 1.0, 0.5]
     network = _network(mixtures, lambda t: temperature_at(t, distortion))
-    found, record = calibrate_router(network, 1000, *data)
+    found, record = calibrate_router(network, *data)
     assert found[:4] == pytest.approx(distortion[:4], rel=0.15)
     assert found[4] == pytest.approx(distortion[4], rel=0.3)
-    one_for_all = calibrate_router(network, 1000, *data, knots=1)[1]
+    one_for_all = calibrate_router(network, *data, knots=1)[1]
     assert record["ece_after"] < 0.015
     assert record["cross_entropy_after"] < one_for_all["cross_entropy_after"] - 1e-3
     by_time = [max(one["time_bins"], key=lambda b: b["ece_after"]) for one in (record, one_for_all)]

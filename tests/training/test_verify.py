@@ -62,7 +62,7 @@ def held_out(tmp_path_factory: pytest.TempPathFactory, whole: Path) -> Path:
 
 def test_a_trained_expert_is_accepted_by_images_kept_from_it(class_expert: Path, held_out: Path) -> None:
     verdict = verify_expert(class_expert, held_out)
-    assert (verdict.accepted, verdict.notes, verdict.images) == (True, (), 24)
+    assert (verdict.accepted, verdict.notes, verdict.images) == (True, [], 24)
     files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in class_expert.iterdir()}
     assert verdict.files == files
     assert verdict.denoising is not None
@@ -303,7 +303,7 @@ def test_what_a_network_of_noise_does_by_itself_near_the_end_is_told_without_a_c
     assert verify_expert(trained, held_out).accepted
     out = _changed(trained, tmp_path / "changed", CALIBRATION, lambda found: found["weights"][2:].fill_(0.8))
     verdict = verify_expert(out, held_out)
-    assert (verdict.accepted, verdict.notes) == (True, ())
+    assert (verdict.accepted, verdict.notes) == (True, [])
     (out / CALIBRATION).unlink()
     seal(out)
     verdict = verify_expert(out, held_out)
@@ -337,7 +337,7 @@ def test_an_expert_is_judged_without_its_class_too_if_it_learned_that(
     training = json.loads((folder / "expert.json").read_text())["training"]
     edit_json(folder / "expert.json", training=training | {"condition_dropout": 0.0})
     verdict = verify_expert(folder, held_out)
-    assert (verdict.accepted, verdict.notes) == (True, (problem,))
+    assert (verdict.accepted, verdict.notes) == (True, [problem])
 
 
 def test_the_command_prints_hashes_and_figures_and_exits_by_the_verdict(
