@@ -177,7 +177,7 @@ class TopicRecord(Record):
 class Topic:
     """Clusters of the embeddings z of an expert's captions, scaled to length 1, in D numbers.
 
-    ``means`` (r, D) are the means of r clusters (`hddm.training.topics`), ``parts`` (r,) the clusters'
+    ``means`` (r, D) are the means of r clusters (`hddm.experts.topics`), ``parts`` (r,) the clusters'
     shares of the captions, and ``variance`` is the mean squared distance of z from the mean of its cluster.
     """
 

@@ -30,12 +30,12 @@ from hddm.evaluation.images import conditions, read_data, read_sampling
 from hddm.evaluation.results import read_groups, refuse_incomparable
 from hddm.experts.assembly import change
 from hddm.experts.records import read_expert, read_router
+from hddm.experts.topics import describe_topic
 from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer, text_encoder_facts
 from hddm.networks.vae import decode, read_vae, vae_facts
 from hddm.training.expert import train_expert
 from hddm.training.router import train_router
 from hddm.training.settings import DistillSettings, ExpertSettings, RouterSettings, RunOptions, settings_of
-from hddm.training.topics import describe_topic
 from hddm.velocity import VelocityField
 from tests.artefacts import Died, ending_at, expert_settings, router_settings, write_images
 from tests.benchmark_files import CONTENT, file, finish, run_inline

@@ -24,7 +24,7 @@ def describe(
 
     An ensemble then sends prompts to the experts with similar captions. Provide --captions, --data or --text.
     """
-    from hddm.training.topics import describe_topic
+    from hddm.experts.topics import describe_topic
 
     made = describe_topic(expert, captions, data, text, text_encoder, tokenizer)
     typer.echo(f"{expert}: described by {made.count} captions, {made.source}")

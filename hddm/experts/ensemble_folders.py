@@ -11,7 +11,8 @@ manifest.json            the hashes of all these (`hddm.utils.records`)
 """
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -31,7 +32,7 @@ from hddm.experts.model_index import (
     write_model_index,
     write_scheduler,
 )
-from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord, Temperature
+from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord, Temperature, write_records
 from hddm.networks.folders import WEIGHTS, sha256_once
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.networks.text_encoder import STEM as TEXT_STEM
@@ -39,9 +40,10 @@ from hddm.networks.text_encoder import TOKENIZERS, kind_of
 from hddm.networks.vae import STEM as VAE_STEM
 from hddm.networks.vae import read_config, read_weights
 from hddm.utils.errors import HddmError, one_line
-from hddm.utils.files import inside, link_or_copy, read_json, write_json
+from hddm.utils.files import alone, inside, is_draft, link_or_copy, new_folder, read_json, write_json
 from hddm.utils.records import ENSEMBLE_FILE as ENSEMBLE_FILE
 from hddm.utils.records import (
+    HASHES,
     MANIFEST,
     ComposedName,
     Count,
@@ -50,6 +52,7 @@ from hddm.utils.records import (
     has_manifest,
     read_record,
     refuse_damaged,
+    rewrite_entry,
     write_manifest,
 )
 
@@ -290,3 +293,44 @@ def write_ensemble_records(
     write_model_index(draft, {**components, **router})
     write_scheduler(draft, facts.shift)
     write_manifest(draft, sha256_once)
+
+
+PATIENCE = 60.0
+"""Seconds to wait for another process that replaces the same ensemble."""
+
+
+def put_into(folder: Path, record: ExpertRecord, name: str, save: Callable[[Path], None]) -> None:
+    """Replace the file ``name`` of an expert folder, with the folder or the ensemble around it as a whole.
+
+    ``save`` writes it into a folder. Raises `HddmError` if another process writes there, and as
+    `hddm.utils.files.new_folder`.
+    """
+    # A link stays, and what it leads to is replaced.
+    target = folder.resolve()
+    whole = ensemble_around(target) or target
+    kind = EXPERT_FILE if whole == target else ENSEMBLE_FILE
+    # Another expert of the same ensemble may be calibrated at the same time.
+    with alone(whole, PATIENCE), new_folder(whole, kind, overwrite=True, is_locked=True) as draft:
+        _link_all(whole, draft)
+        own = draft / target.relative_to(whole)
+        for one in (name, EXPERT_FILE, MANIFEST):
+            # Written anew, and not into a hard link.
+            (own / one).unlink(missing_ok=True)
+        save(own)
+        write_records(own, record, {})
+        rewrite_entry(own)
+
+
+def _link_all(folder: Path, draft: Path) -> None:
+    """Fill ``draft`` with all that is in ``folder``, but for what hddm keeps hidden there."""
+    shutil.copymode(folder, draft)
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder)
+        if path.name == HASHES or any(map(is_draft, name.parts)):
+            continue
+        if path.is_symlink():
+            (draft / name).symlink_to(os.readlink(path), target_is_directory=path.is_dir())
+        elif path.is_dir():
+            (draft / name).mkdir()
+        else:
+            link_or_copy(path, draft / name)

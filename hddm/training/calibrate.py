@@ -1,9 +1,7 @@
 """Calibrate an expert folder, on a shard or on samples that the expert draws itself (`native_samples`)."""
 
-import os
-import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +11,9 @@ from torch import Tensor
 from hddm.calibration import FILE_NAME, Calibration
 from hddm.conditions import LABELS
 from hddm.data.shards import open_shard
+from hddm.experts.ensemble_folders import put_into
 from hddm.experts.loading import load
-from hddm.experts.records import EXPERT_FILE, ExpertRecord, field_of, open_expert, write_records
+from hddm.experts.records import EXPERT_FILE, field_of, open_expert
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.noise import Seeded
 from hddm.schedules import DiscreteSchedule
@@ -23,9 +22,9 @@ from hddm.training.denoising import misread
 from hddm.training.expert import check_fit, check_own
 from hddm.training.fitting import calibrate, calibrated_on, conditions_of
 from hddm.utils.errors import HddmError
-from hddm.utils.files import alone, is_draft, link_or_copy, new_folder, restore
+from hddm.utils.files import restore
 from hddm.utils.progress import Progress
-from hddm.utils.records import ENSEMBLE_FILE, HASHES, MANIFEST, WHOLE, ensemble_around, rewrite_entry
+from hddm.utils.records import WHOLE
 from hddm.utils.streams import Use, generator
 from hddm.velocity import PredictionType, VelocityField
 
@@ -102,8 +101,6 @@ def native_conditions(field: VelocityField, num: int, seed: int = 0) -> dict[str
 
 
 NUM_IMAGES, FEW_IMAGES, STEPS = 512, 64, 50
-PATIENCE = 60.0
-"""Seconds to wait for another process that replaces the same ensemble."""
 
 
 def recalibrate(
@@ -166,40 +163,3 @@ def _on_native_samples(folder: Path, field: VelocityField, seed: int, num: int, 
     calibration = calibrate(field.velocity, images, conditions, seed)
     origin = {"data": "native samples", "images": str(num), "seed": str(seed), "steps": str(steps)}
     return replace(calibration, record=origin)
-
-
-def put_into(folder: Path, record: ExpertRecord, name: str, save: Callable[[Path], None]) -> None:
-    """Replace the file ``name`` of an expert folder, with the folder or the ensemble around it as a whole.
-
-    ``save`` writes it into a folder. Raises `HddmError` if another process writes there, and as
-    `hddm.utils.files.new_folder`.
-    """
-    # A link stays, and what it leads to is replaced.
-    target = folder.resolve()
-    whole = ensemble_around(target) or target
-    kind = EXPERT_FILE if whole == target else ENSEMBLE_FILE
-    # Another expert of the same ensemble may be calibrated at the same time.
-    with alone(whole, PATIENCE), new_folder(whole, kind, overwrite=True, is_locked=True) as draft:
-        _link_all(whole, draft)
-        own = draft / target.relative_to(whole)
-        for one in (name, EXPERT_FILE, MANIFEST):
-            # Written anew, and not into a hard link.
-            (own / one).unlink(missing_ok=True)
-        save(own)
-        write_records(own, record, {})
-        rewrite_entry(own)
-
-
-def _link_all(folder: Path, draft: Path) -> None:
-    """Fill ``draft`` with all that is in ``folder``, but for what hddm keeps hidden there."""
-    shutil.copymode(folder, draft)
-    for path in folder.rglob("*"):
-        name = path.relative_to(folder)
-        if path.name == HASHES or any(map(is_draft, name.parts)):
-            continue
-        if path.is_symlink():
-            (draft / name).symlink_to(os.readlink(path), target_is_directory=path.is_dir())
-        elif path.is_dir():
-            (draft / name).mkdir()
-        else:
-            link_or_copy(path, draft / name)

@@ -16,13 +16,13 @@ from safetensors.torch import save_file
 import hddm
 from hddm.experts.assembly import assemble, change
 from hddm.experts.records import Expert, read_expert, save_expert
+from hddm.experts.topics import describe_topic, topic_of
 from hddm.networks.identity import VaeRecord
 from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer
 from hddm.networks.vae import vae_facts
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.routers import SPREAD, PromptRouter, Topic
 from hddm.schedules import CosineSchedule
-from hddm.training.topics import describe_topic, topic_of
 from hddm.utils.errors import HddmError
 from hddm.utils.records import write_manifest
 from tests.artefacts import Command, contents, refusal

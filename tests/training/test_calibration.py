@@ -14,6 +14,7 @@ from torch import Tensor
 import hddm
 from hddm.calibration import FILE_NAME, RECORD_KEY, Calibration, calibration_record
 from hddm.data.shards import load_shard
+from hddm.experts.ensemble_folders import put_into
 from hddm.experts.loading import load
 from hddm.experts.records import WEAK, open_expert, read_expert
 from hddm.networks.transformers import ExpertTransformer
@@ -23,7 +24,6 @@ from hddm.training.calibrate import (
     native_conditions,
     native_samples,
     native_times,
-    put_into,
     recalibrate,
 )
 from hddm.training.expert import new_network, train_expert

@@ -8,14 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hddm.conditions import LABELS
 from hddm.data.shard_records import captions_of, is_encoded, read_manifest
-from hddm.experts.ensemble_folders import kept_components, read_ensemble_facts
+from hddm.experts.compatibility import takes_classes, takes_text
+from hddm.experts.ensemble_folders import kept_components, put_into, read_ensemble_facts
 from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord
 from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer, text_encoder_facts
 from hddm.routers import TOPIC, Topic, TopicRecord
-from hddm.training.calibrate import put_into
-from hddm.training.settings import TEXT
 from hddm.utils.errors import HddmError, UsageError, counted, optional
 from hddm.utils.files import read_whole, restore
 from hddm.utils.progress import Progress
@@ -42,7 +40,7 @@ def describe_topic(
     Provide one of ``captions`` (a file, one caption per line), ``data`` (a shard with captions) and ``text``
     (phrases, comma-separated, that stand for captions). The text encoder defaults to the one in the folder of
     the expert or of the ensemble around it. An ensemble routes prompts if all its experts of text have topics
-    by one encoder. Folders are replaced as by `hddm.training.calibrate`.
+    by one encoder. The folder is replaced as by `put_into`.
 
     Raises `HddmError` for a folder that is no expert of text or classes, no captions, or no text encoder.
     """
@@ -52,7 +50,7 @@ def describe_topic(
     if (folder / ENSEMBLE_FILE).is_file():
         raise UsageError(f"{folder}: is an ensemble; describe its experts, as {folder / 'experts/0'}")
     record = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
-    if not {TEXT, LABELS}.intersection(record.conditions):
+    if not (takes_text(record) or takes_classes(record)):
         raise HddmError(f"{folder}: takes neither text nor classes, so it cannot be described")
     texts, source = _texts(captions, data, text)
     encoder, words = _encoder(folder, text_encoder, tokenizer)
