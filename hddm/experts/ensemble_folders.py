@@ -299,7 +299,7 @@ PATIENCE = 60.0
 """Seconds to wait for another process that replaces the same ensemble."""
 
 
-def put_into(folder: Path, record: ExpertRecord, name: str, save: Callable[[Path], None]) -> None:
+def replace_file(folder: Path, record: ExpertRecord, name: str, save: Callable[[Path], None]) -> None:
     """Replace the file ``name`` of an expert folder, with the folder or the ensemble around it as a whole.
 
     ``save`` writes it into a folder. Raises `HddmError` if another process writes there, and as

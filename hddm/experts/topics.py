@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hddm.data.shard_records import captions_of, is_encoded, read_manifest
 from hddm.experts.compatibility import takes_classes, takes_text
-from hddm.experts.ensemble_folders import kept_components, put_into, read_ensemble_facts
+from hddm.experts.ensemble_folders import kept_components, read_ensemble_facts, replace_file
 from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord
 from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer, text_encoder_facts
 from hddm.routers import TOPIC, Topic, TopicRecord
@@ -40,7 +40,7 @@ def describe_topic(
     Provide one of ``captions`` (a file, one caption per line), ``data`` (a shard with captions) and ``text``
     (phrases, comma-separated, that stand for captions). The text encoder defaults to the one in the folder of
     the expert or of the ensemble around it. An ensemble routes prompts if all its experts of text have topics
-    by one encoder. The folder is replaced as by `put_into`.
+    by one encoder. The folder is replaced as by `replace_file`.
 
     Raises `HddmError` for a folder that is no expert of text or classes, no captions, or no text encoder.
     """
@@ -70,7 +70,7 @@ def describe_topic(
             if other and other.record and other.record.text_encoder.fingerprint != facts.fingerprint:
                 text = f"{place} was described with another text encoder; use that one for both"
                 raise HddmError(f"{encoder}: {text}")
-    put_into(folder, record, TOPIC, replace(topic, record=known).save)
+    replace_file(folder, record, TOPIC, replace(topic, record=known).save)
     return known
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from hddm.calibration import FILE_NAME, Calibration
 from hddm.conditions import LABELS
 from hddm.data.shards import open_shard
-from hddm.experts.ensemble_folders import put_into
+from hddm.experts.ensemble_folders import replace_file
 from hddm.experts.loading import load
 from hddm.experts.records import EXPERT_FILE, field_of, open_expert
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
@@ -20,7 +20,7 @@ from hddm.schedules import DiscreteSchedule
 from hddm.solvers import euler
 from hddm.training.denoising import misread
 from hddm.training.expert import check_fit, check_own
-from hddm.training.fitting import calibrate, calibrated_on, conditions_of
+from hddm.training.fitting import calibrate, conditions_of, fit_on_shard
 from hddm.utils.errors import HddmError
 from hddm.utils.files import restore
 from hddm.utils.progress import Progress
@@ -141,10 +141,10 @@ def recalibrate(
         shard = open_shard(shard_folder)
         check_fit(shard, record, field.network)
         check_own(shard, record)
-        calibration = calibrated_on(shard, field, conditions_of(shard, field), seed)
+        calibration = fit_on_shard(shard, field, conditions_of(shard, field), seed)
         if (doubt := misread(field, shard, seed)) is not None:
             warnings.warn(f"{folder}: {doubt}", stacklevel=2)
-    put_into(folder, record, FILE_NAME, calibration.save)
+    replace_file(folder, record, FILE_NAME, calibration.save)
 
 
 def _on_native_samples(folder: Path, field: VelocityField, seed: int, num: int, steps: int) -> Calibration:

@@ -58,15 +58,15 @@ def continue_expert(
             an adapter, of a network without attention, or without peft.
     """
     before = recipe_before(out, EXPERT_FILE, run, overwrite)
-    expert, begun = read_init(init)
+    expert, origin = read_init(init)
     shard = open_shard(shard_folder)
     recipe, objective = resolve_continued(init, expert, shard, settings, before)
-    expert = _completed(expert, shard, recipe)
+    expert = _with_missing_facts(expert, shard, recipe)
     field = field_of(expert)
     conditions = _conditions(init, field, shard, recipe)
     field.calibration = None
     if objective.prediction_type is PredictionType.FLOW_PREDICTION:
-        field.calibration = _parametrisation(expert, field, shard, conditions.get(LABELS))
+        field.calibration = _calibration_to_train_in(expert, field, shard, conditions.get(LABELS))
     save: Callable[[Path, Expert], None] = save_expert
     if recipe.lora_rank is None or recipe.lora_alpha is None:
         expert.network.requires_grad_(True)
@@ -76,11 +76,11 @@ def continue_expert(
         save = functools.partial(save_adapted, adapter=adapter)
     nulls = {name: null for name, null in field.null_conditions.items() if name in recipe.conditions}
     draw = drawing(shard, objective, recipe, conditions, nulls)
-    loss = loss_of(objective, lambda module: _predicting(module, field, objective))
+    loss = loss_of(objective, lambda module: _prediction_of(module, field, objective))
     key = Use.EXPERT_ORDER, Use.EXPERT_STEPS, shard.index
     task = Task(expert.network, len(shard), draw, loss, key, recipe.weak_step)
     if field.calibration is not None:
-        begun["kappa"] = expert.facts.training.get("kappa", KAPPA)
+        origin["kappa"] = expert.facts.training.get("kappa", KAPPA)
     changes = {
         "format": FORMAT,
         "objective": recipe.objective,
@@ -90,8 +90,8 @@ def continue_expert(
     }
     facts = expert.facts.model_copy(update=changes)
     expert = replace(expert, facts=facts, calibration=field.calibration)
-    write = saving(expert, shard, recipe, conditions, begun, save)
-    data = {"shard": shard.hash, **encoding_of([shard.folder]), **begun}
+    write = saving(expert, shard, recipe, conditions, origin, save)
+    data = {"shard": shard.hash, **encoding_of([shard.folder]), **origin}
     watch = watching(field, shard, recipe.conditions)
     return train(task, recipe, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
 
@@ -129,7 +129,7 @@ def resolve_continued(
     return recipe, objective
 
 
-def _completed(expert: Expert, shard: Shard, recipe: ExpertRecipe) -> Expert:
+def _with_missing_facts(expert: Expert, shard: Shard, recipe: ExpertRecipe) -> Expert:
     """Add to the record of ``expert`` what it lacks and ``shard`` supplies: VAE, text encoder, null text."""
     record, nulls = expert.facts, dict(expert.nulls)
     found: dict[str, object] = {"noise_range": recipe.noise_range}
@@ -157,7 +157,7 @@ def _conditions(init: Path, field: VelocityField, shard: Shard, recipe: ExpertRe
     return found
 
 
-def _parametrisation(
+def _calibration_to_train_in(
     expert: Expert, field: VelocityField, shard: Shard, labels: Tensor | None
 ) -> Calibration | None:
     """Return the init's own calibration if its weights were trained in one, else a new one."""
@@ -171,7 +171,7 @@ def _parametrisation(
     return blend and replace(blend, record=calibration_origin(shard))
 
 
-def _predicting(network: nn.Module, field: VelocityField, objective: Objective) -> Callable[..., Tensor]:
+def _prediction_of(network: nn.Module, field: VelocityField, objective: Objective) -> Callable[..., Tensor]:
     """Return the prediction as a function of (x, timestep, **conditions).
 
     It is x_0 or the velocity through the exact conversion for flow, the network's own for DDPM.

@@ -27,7 +27,7 @@ from hddm.calibration import START
 from hddm.data.shards import Shard
 from hddm.experts.records import Expert
 from hddm.schedules import CosineSchedule, DiscreteSchedule, LinearSchedule, Schedule, from_diffusers
-from hddm.training.fitting import conditions_at, conditions_of, spread
+from hddm.training.fitting import conditions_of, conditions_of_rows, evenly_spaced
 from hddm.training.objectives import TIME_SCALE
 from hddm.utils.errors import HddmError
 from hddm.utils.streams import Use, generator
@@ -100,7 +100,7 @@ def denoising(
     lows = levels[early]
     if not early.any():
         lows = _errors(alone or field, images, given, times[:LOWEST], noise)
-    gains = [_mean(errors[:, 1] - errors[:, 0]) for errors in (levels, lows)]
+    gains = [_mean_and_deviation(errors[:, 1] - errors[:, 0]) for errors in (levels, lows)]
     return Denoising(_levels(times, levels), *gains[0], *gains[1], _levels(ends, late))
 
 
@@ -137,7 +137,7 @@ def _levels(times: Sequence[float], errors: Tensor) -> tuple[Level, ...]:
     return tuple(Level(time, *errors[k].mean(1).tolist()) for k, time in enumerate(times))
 
 
-def _mean(gains: Tensor) -> tuple[float, float]:
+def _mean_and_deviation(gains: Tensor) -> tuple[float, float]:
     """Return the mean of gains (times, images), and its standard deviation over images."""
     by_image = gains.mean(0)
     return by_image.mean().item(), (by_image.std() / len(by_image) ** 0.5).item()
@@ -177,21 +177,21 @@ def judge(expert: Expert, field: VelocityField, shard: Shard, seed: int) -> Judg
 
     Raises `HddmError` for classes other than its own, and for fewer than 2 images.
     """
-    rows = spread(shard, IMAGES)
-    given, images = conditions_at(rows, conditions_of(shard, field), shard, field), shard.take(rows)
+    rows = evenly_spaced(shard, IMAGES)
+    given, images = conditions_of_rows(rows, conditions_of(shard, field), shard, field), shard.take(rows)
     alone = copy.copy(field)
     if not expert.facts.training_calibration:
         alone.calibration = None
     found = denoising(field, images, given, seed, alone)
     is_calibrated = expert.calibration is not None
-    problems, notes = _doubts(found, len(rows), is_calibrated), list[str]()
+    problems, notes = _objections(found, len(rows), is_calibrated), list[str]()
     unconditional = None
     if given and set(given) <= set(field.null_conditions):
         nulls = {name: field.null_conditions[name] for name in given}
         repeated = {name: null.expand(len(rows), *null.shape) for name, null in nulls.items()}
         unconditional = denoising(field, images, repeated, seed, alone)
         without = f"without {', '.join(nulls)}"
-        doubts = _doubts(unconditional, len(rows), is_calibrated)
+        doubts = _objections(unconditional, len(rows), is_calibrated)
         if problems and doubts:
             problems = [f"{text} ({without}: error {unconditional.expert:.4f})" for text in problems]
         else:
@@ -226,7 +226,7 @@ CLEARLY = 0.95
 """Part of the recorded reading's error below which that of the true one lies."""
 
 
-class _Remembering(nn.Module):
+class _Cached(nn.Module):
     """A network that several readings ask the same."""
 
     def __init__(self, network: Callable[..., Tensor]) -> None:
@@ -253,15 +253,15 @@ def misread(field: VelocityField, shard: Shard, seed: int) -> str | None:
     recorded one's, as surely as four deviations are, by Student's distribution over images. Of several as
     good, the one most like the record is named; of a single image none. Raises `HddmError` as `judge`.
     """
-    rows, (low, high) = spread(shard, READ_IMAGES), field.noise_range
+    rows, (low, high) = evenly_spaced(shard, READ_IMAGES), field.noise_range
     if len(rows) < 2:
         return None
-    given, images = conditions_at(rows, conditions_of(shard, field), shard, field), shard.take(rows)
+    given, images = conditions_of_rows(rows, conditions_of(shard, field), shard, field), shard.take(rows)
     times = [low + (high - low) * share for share in TIMES[::2]]
     scales = [(field.schedule, field.time_scale * factor) for factor in (1.0, 0.5, 2.0)]
     for one in (field.schedule, *usual_schedules()):
         scales += [(one, 1.0)] if isinstance(one, DiscreteSchedule) else [(one, 1.0), (one, TIME_SCALE)]
-    fits, network = list[tuple[float, list[tuple[str, str]], list[Tensor]]](), _Remembering(field.network)
+    fits, network = list[tuple[float, list[tuple[str, str]], list[Tensor]]](), _Cached(field.network)
 
     def errors_of(reading: VelocityField) -> Tensor:
         return _errors(reading, images, given, times, generator(seed, Use.DENOISING))
@@ -274,14 +274,14 @@ def misread(field: VelocityField, shard: Shard, seed: int) -> str | None:
         low, high = max(field.range[0], other.range[0]), min(field.range[1], other.range[1])
         covered = torch.tensor([low <= time <= high for time in times])
         pair = [of[covered] for of in (recorded, errors_of(other))]
-        (mine, theirs), shown = map(_bounded, pair), [of[:, 0].mean() for of in pair]
+        (mine, theirs), shown = map(_capped, pair), [of[:, 0].mean() for of in pair]
         parts_of = (theirs.mean() / mine.mean()).item(), (shown[1] / shown[0]).item()
         is_clear = 2 * int(covered.sum()) > len(times) and all(part < CLEARLY for part in parts_of)
         for worse, sure in ((mine, 4.0), (pair[1][:, 1], SURE)):
-            gain, deviation = _mean(worse - theirs)
+            gain, deviation = _mean_and_deviation(worse - theirs)
             is_clear = is_clear and bool(gain > stdtrit(len(rows) - 1, ndtr(sure)) * deviation)
         if is_clear:
-            words = zip(_words(other), _words(field), strict=True)
+            words = zip(_description(other), _description(field), strict=True)
             fits.append((math.prod(parts_of), [one for one in words if one[0] != one[1]], shown))
     if not fits:
         return None
@@ -292,7 +292,7 @@ def misread(field: VelocityField, shard: Shard, seed: int) -> str | None:
     return f"these weights {verb} {true}, the record says {stated}: {shown[1]:.2f} against {shown[0]:.2f}"
 
 
-def _bounded(errors: Tensor) -> Tensor:
+def _capped(errors: Tensor) -> Tensor:
     """The expert's errors (times, images), scaled at levels where their mean is above a Gaussian's to that.
 
     How much worse a network is there tells little of how it is to be read, and would outweigh all else.
@@ -301,14 +301,14 @@ def _bounded(errors: Tensor) -> Tensor:
     return errors[:, 0] * (means[:, 1] / means[:, 0]).clamp(max=1)
 
 
-def _words(reading: VelocityField) -> tuple[str, str, str]:
+def _description(reading: VelocityField) -> tuple[str, str, str]:
     config = reading.schedule.config
     betas = "{beta_schedule} betas ({beta_start}…{beta_end}, {num_train_timesteps} steps)"
     path = betas.format(**config) if "beta_schedule" in config else f"the {config['name']} path"
     return reading.prediction_type.value, path, f"time_scale {reading.time_scale:g}"
 
 
-def _doubts(found: Denoising, images: int, is_calibrated: bool) -> list[str]:
+def _objections(found: Denoising, images: int, is_calibrated: bool) -> list[str]:
     """Return the first objection, if any, to an expert with these errors on so many images."""
     if not math.isfinite(found.expert):
         return ["its velocities are not finite"]

@@ -93,7 +93,7 @@ def open_teacher(
     """
     opened = open_ensemble(folder, torch.float32)
     if kind == "routed":
-        opened = _mixing(folder, opened, strategy)
+        opened = _with_mixing_strategy(folder, opened, strategy)
     names = [member.folder for member in opened.facts.experts]
     for name, expert in zip(names, opened.experts, strict=True):
         _check_conditions(f"{folder / name}", expert.facts, union, condition_dropout)
@@ -103,14 +103,14 @@ def open_teacher(
         "ensemble": folder.resolve().name,
         "kind": kind,
         "experts": {
-            name: {"files": {} if one.folder is None else _files(one.folder), "shard": own}
+            name: {"files": {} if one.folder is None else _file_hashes(one.folder), "shard": own}
             for name, one, own in zip(names, opened.experts, hashes, strict=True)
         },
     }
     if kind == "routed":
         record["strategy"] = opened.facts.strategy
         if opened.facts.learned is not None:
-            record["router"] = _files(folder / opened.facts.learned)
+            record["router"] = _file_hashes(folder / opened.facts.learned)
         return Teacher(opened, None, record)
     missing = [f"{one.folder}: no expert was trained on it" for one in shards if one.hash not in hashes]
     if missing:
@@ -123,7 +123,7 @@ def open_teacher(
     return Teacher(opened, torch.tensor([places[one.hash] for one in shards]), record)
 
 
-def _mixing(folder: Path, opened: OpenedEnsemble, strategy: str | None) -> OpenedEnsemble:
+def _with_mixing_strategy(folder: Path, opened: OpenedEnsemble, strategy: str | None) -> OpenedEnsemble:
     """An ensemble with the strategy by which it mixes as a teacher."""
     facts, is_alone = opened.facts, len(opened.experts) == 1
     if facts.router is None and not is_alone:
@@ -149,7 +149,7 @@ def _check_conditions(name: str, record: ExpertRecord, shard: Shard, dropout: fl
         raise HddmError(f"{name}: null class {record.null_class} is not the last; pass --condition-dropout 0")
 
 
-def _files(folder: Path) -> dict[str, str]:
+def _file_hashes(folder: Path) -> dict[str, str]:
     """Hash the files that determine a model's velocity: SHA-256 of weights, calibration, records by name."""
     paths = sorted(path for path in folder.glob("[!.]*") if path.suffix in (".safetensors", ".json"))
     return {path.name: sha256_once(path) for path in paths if path.name != MANIFEST}
@@ -188,22 +188,22 @@ def distill(
     teacher = open_teacher(
         ensemble_folder, union, shards, settings.teacher, settings.condition_dropout, strategy
     )
-    started, begun = (None, {}) if init is None else read_init(init)
-    if started is None and settings.sampling_steps is not None:
+    initial, origin = (None, {}) if init is None else read_init(init)
+    if initial is None and settings.sampling_steps is not None:
         raise UsageError("--sampling-steps: a student of few steps begins with an expert; pass --init")
-    start = Start() if started is None else Start.of(started.network, started.facts.prediction_type)
+    start = Start() if initial is None else Start.of(initial.network, initial.facts.prediction_type)
     start = replace(start, strategy=teacher.record.get("strategy"))
     recipe = resolve(DistillRecipe, settings, start, before)
     learned = _as_expert(recipe, bool(teacher.classes))
     objective = objective_of(learned)
     record = new_record(union, learned, objective)
     labels = {LABELS: union.labels} if teacher.classes and union.labels is not None else {}
-    if started is None:
+    if initial is None:
         network = transformer_of(recipe, record)
     else:
-        _check_start(f"--init {init}", started.facts, record)
-        network = started.network.requires_grad_(True)
-    licences = [one.facts.licence for one in (*teacher.opened.experts, *filter(None, [started]))]
+        _check_start(f"--init {init}", initial.facts, record)
+        network = initial.network.requires_grad_(True)
+    licences = [one.facts.licence for one in (*teacher.opened.experts, *filter(None, [initial]))]
     added = {"shift": teacher.opened.facts.shift, "sampling_steps": recipe.sampling_steps}
     record = record.model_copy(update=added | {"licence": joint_licence(licences)})
     conditions: dict[str, Tensor] = dict(labels)
@@ -224,8 +224,8 @@ def distill(
             network, recipe.trajectories, flow.draw, flow.loss, key, prepare=flow.prepare, second_loss=second
         )
     student = Expert(network, record)
-    write = saving(student, union, recipe, labels, {**begun, "teacher": teacher.record})
-    data = {**data_of(shards), "teacher": teacher.record, **begun}
+    write = saving(student, union, recipe, labels, {**origin, "teacher": teacher.record})
+    data = {**data_of(shards), "teacher": teacher.record, **origin}
     watch = watching(field_of(student), union, learned.conditions)
     return train(task, recipe, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
 
@@ -305,7 +305,7 @@ def matching(
         x_0, t = inputs["x_0"], inputs["t"]
         wide = append_dims(t, x_0.ndim).to(x_0)
         x_t = (1 - wide) * x_0 + wide * inputs["eps"]
-        conditions: dict[str, Any] = {name: inputs[name] for name in (LABELS,) if name in inputs}
+        conditions: dict[str, Any] = {LABELS: inputs[LABELS]} if LABELS in inputs else {}
         with torch.no_grad(), torch.autocast(x_t.device.type, enabled=False):
             v = opened(x_t.device).velocity(x_t, t, expert=inputs.get("expert"), **conditions)
         return objective.errors(network, x_t - wide * v, x_t + (1 - wide) * v, t, conditions)

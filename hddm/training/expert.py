@@ -27,7 +27,7 @@ from hddm.experts.records import (
 from hddm.networks.transformers import ExpertTransformer
 from hddm.networks.wrappers import text_width
 from hddm.schedules import Schedule, declared_prediction_type, from_diffusers
-from hddm.training.fitting import calibrated_on, placed
+from hddm.training.fitting import fit_on_shard, placed
 from hddm.training.loop import Fitted, OnStep, Task, train
 from hddm.training.objectives import Objective, check_conditions, drawing, loss_of, objective_of
 from hddm.training.recipe import Start, resolve
@@ -119,7 +119,7 @@ def saving(
         if trained.calibration is None and facts.sampling_steps is None:
             with placed(network, fitted.device):
                 field = field_of(trained, fitted.device)
-                trained = replace(trained, calibration=calibrated_on(shard, field, conditions, recipe.seed))
+                trained = replace(trained, calibration=fit_on_shard(shard, field, conditions, recipe.seed))
         save(draft, trained)
 
     return write

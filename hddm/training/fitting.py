@@ -134,14 +134,14 @@ CALIBRATION_IMAGES, CALIBRATION_BYTES = 4096, 2**30
 """Most images, and most bytes of them, in a calibration: samples in float64, tokens in float32."""
 
 
-def calibrated_on(shard: Shard, field: VelocityField, given: Mapping[str, Tensor], seed: int) -> Calibration:
+def fit_on_shard(shard: Shard, field: VelocityField, given: Mapping[str, Tensor], seed: int) -> Calibration:
     """Fit a calibration of ``field``, which has none yet, to `calibration_rows` of ``shard``.
 
     ``given`` are conditions (N, …) of all samples, without the tokens of the shard; ``seed`` is the noise's.
     """
     rows = calibration_rows(shard)
     log.info("calibrating on %s …", counted(len(rows), "image"))
-    found = conditions_at(rows, given, shard, field)
+    found = conditions_of_rows(rows, given, shard, field)
     conditions = {name: value.to(field.device) for name, value in found.items()}
     images = shard.take(rows).to(field.device)
     calibration = calibrate(field.velocity, images, conditions, seed, noise_range=field.noise_range)
@@ -166,7 +166,7 @@ def labels_of(shard: Shard, classes: tuple[str, ...], name: str, remedy: str = "
     return shard.labels
 
 
-def conditions_at(
+def conditions_of_rows(
     rows: Tensor, given: Mapping[str, Tensor], shard: Shard, field: VelocityField
 ) -> dict[str, Tensor]:
     """Select conditions (n, …) of samples ``rows`` (n,): ``given``, and tokens where ``field`` takes any."""
@@ -189,10 +189,10 @@ def placed(network: nn.Module, device: torch.device) -> Iterator[None]:
 def calibration_rows(shard: Shard) -> Tensor:
     """Select the samples that moments are taken of: all or a limited number, spread evenly over the shard."""
     size = 8 * torch.Size(shard.shape).numel() + 4 * (0 if shard.texts is None else shard.texts.null.numel())
-    return spread(shard, min(CALIBRATION_IMAGES, max(CALIBRATION_BYTES // size, MIN_IMAGES)))
+    return evenly_spaced(shard, min(CALIBRATION_IMAGES, max(CALIBRATION_BYTES // size, MIN_IMAGES)))
 
 
-def spread(samples: Sized, most: int) -> Tensor:
+def evenly_spaced(samples: Sized, most: int) -> Tensor:
     """Select all samples, or ``most`` of them, spread evenly."""
     return torch.linspace(0, len(samples) - 1, min(len(samples), most)).round().long()
 

@@ -22,7 +22,7 @@ from hddm.networks.transformers import RouterTransformer
 from hddm.routers import temperature_at
 from hddm.training.denoising import IMAGES, SURE
 from hddm.training.expert import data_of, new_network
-from hddm.training.fitting import placed, spread
+from hddm.training.fitting import evenly_spaced, placed
 from hddm.training.loop import Fitted, Inputs, OnStep, Task, train
 from hddm.training.objectives import TIME_SCALE
 from hddm.training.recipe import resolve
@@ -76,8 +76,7 @@ def train_router(
         fresh = torch.cat([held_out(shard) for shard in shards])
     held, rows = rows[fresh], rows[~fresh]
     source, own = ("images kept from training", held) if len(held) else ("training images", rows)
-    seen = Evidence(stored, own, labels[own], source)
-    evidence = kept_apart(shards) or seen
+    evidence = held_out_evidence(shards) or Evidence(stored, own, labels[own], source)
     shape = shards[0].shape
     network = new_network(RouterTransformer, recipe.size, shape, recipe.seed, num_experts=len(shards))
 
@@ -112,11 +111,9 @@ def train_router(
                 each = origin.bincount(minlength=len(shards)).tolist()
                 calibration = {"held_out_share": HELD_OUT_SHARE, "held_out_images": each, **figures}
         if len(shards) > 1 and not is_better_than_chance(accuracy):
-            text = (
-                "%s: recognises shards no better than chance on %d images; "
-                "train it for longer, or with another --learning-rate"
-            )
-            log.warning(text, out, accuracy["images"])
+            remedy = "train it for longer, or with another --learning-rate"
+            text = "%s: recognises shards no better than chance on %d images; %s"
+            log.warning(text, out, accuracy["images"], remedy)
         record = RouterRecord(
             time_scale=TIME_SCALE,
             sample_shape=shape,
@@ -157,7 +154,7 @@ class Evidence:
     source: str
 
 
-def kept_apart(shards: Sequence[Shard]) -> Evidence | None:
+def held_out_evidence(shards: Sequence[Shard]) -> Evidence | None:
     """Open the held-out images of ``shards``; None where one of their partitions holds none out."""
     if not all((shard.folder.parent / HELD_OUT).is_dir() for shard in shards):
         return None
@@ -178,7 +175,7 @@ def accuracy_of(network: Callable[[Tensor, Tensor], Tensor], evidence: Evidence,
     ``accuracy``, the record gets ``chance``, the share of the largest shard, which is the accuracy of always
     naming that; and ``deviation``, (chance (1 - chance)/images)^½, of the accuracy of so many such guesses.
     """
-    chosen = spread(evidence.rows, IMAGES)
+    chosen = evenly_spaced(evidence.rows, IMAGES)
     number = len(chosen)
     log.info("measuring accuracy on %s …", counted(number, "image"))
     images, labels = evidence.store.take(evidence.rows[chosen], None, None), evidence.labels[chosen]

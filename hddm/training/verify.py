@@ -71,11 +71,11 @@ def images_for(experts: Sequence[Path], data: Path) -> Sequence[Path | None]:
     below = sorted(p.parent for p in data.glob(f"*/{MANIFEST}") if not (p.parent / EXPERT_FILE).exists())
     if (data / MANIFEST).exists() or not below:
         return [data] * len(experts)
-    records = {folder: _read(folder / MANIFEST) for folder in below}
+    records = {folder: _read_or_empty(folder / MANIFEST) for folder in below}
     shards = {str(one.get("held_out_of") or one.get("hash")): folder for folder, one in records.items()}
     found: list[Path | None] = []
     for expert in experts:
-        shard = _read(expert / EXPERT_FILE).get("shard")
+        shard = _read_or_empty(expert / EXPERT_FILE).get("shard")
         own = shard.get("hash") if isinstance(shard, dict) else None
         if own not in shards and (own is not None or len(experts) == 1):
             origin = "does not say what it was trained on" if own is None else f"is of shard {str(own)[:16]}…"
@@ -85,7 +85,7 @@ def images_for(experts: Sequence[Path], data: Path) -> Sequence[Path | None]:
     return found
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_or_empty(path: Path) -> dict[str, Any]:
     """Read a record, {} if it is unreadable: opening the folder reports that later."""
     try:
         return read_json(path, LARGEST_MANIFEST)
@@ -164,7 +164,7 @@ def verify_expert(
     record = unread.facts
     with asked():
         refuse_base(folder, record.adapter, bases)
-        found.notes += [] if shard is None else _belongs(shard, unread)
+        found.notes += [] if shard is None else _check_images(shard, unread)
     # A file may be a link, as in a hub cache.
     hashes = {(folder / name).resolve(): sha256 for name, sha256 in files.items()}
     try:
@@ -221,7 +221,7 @@ def _provenance(record: ExpertRecord) -> list[str]:
     return problems
 
 
-def _belongs(shard: Shard, expert: Expert) -> list[str]:
+def _check_images(shard: Shard, expert: Expert) -> list[str]:
     """Notes on images of the expert's shard; refuse images of another shard, or a single one."""
     expert.facts.refuse_student(
         expert.name,

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-from hddm.conditions import Conditions
+from hddm.conditions import LABELS, Conditions
 from hddm.data.images import save_png, tiled, to_bytes
 from hddm.data.shards import Shard
 from hddm.noise import Latents, Seeded
@@ -163,10 +163,10 @@ class SampleGrids:
             self._conditions[TEXT] = shard.texts.take(torch.arange(self._num))
         rows = torch.arange(self._num) % len(shard)
         self._x_0 = shard.take(rows)
-        if "class_labels" in conditions:
+        if LABELS in conditions:
             own = shard.labels if field.noise_range[1] < 1 else None
             in_turn = torch.arange(self._num) % len(shard.classes)
-            self._conditions["class_labels"] = in_turn if own is None else own[rows]
+            self._conditions[LABELS] = in_turn if own is None else own[rows]
 
     def try_to_draw(self, report: StepReport) -> dict[str, Tensor]:
         """Do as `draw`; where that fails, return {}, with a warning the first time."""

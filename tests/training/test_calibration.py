@@ -14,7 +14,7 @@ from torch import Tensor
 import hddm
 from hddm.calibration import FILE_NAME, RECORD_KEY, Calibration, calibration_record
 from hddm.data.shards import load_shard
-from hddm.experts.ensemble_folders import put_into
+from hddm.experts.ensemble_folders import replace_file
 from hddm.experts.loading import load
 from hddm.experts.records import WEAK, open_expert, read_expert
 from hddm.networks.transformers import ExpertTransformer
@@ -331,12 +331,12 @@ def test_a_killed_calibration_leaves_expert_and_ensemble_as_before_or_as_after(
     def check() -> None:
         assert hddm.load(expert).calibration is not None
         hddm.load(whole)
-        put_into(expert, record, FILE_NAME, old.save)
+        replace_file(expert, record, FILE_NAME, old.save)
         assert contents(tmp_path) == {f"{whole.name}/{name}": content for name, content in before.items()}
 
     assert (
         killed_at_every_change(
-            lambda: put_into(expert, record, FILE_NAME, new.save), check, ("os.rename", "os.rmdir")
+            lambda: replace_file(expert, record, FILE_NAME, new.save), check, ("os.rename", "os.rmdir")
         )
         > 8
     )
