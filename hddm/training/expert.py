@@ -181,7 +181,7 @@ def transformer_of(
 ) -> ExpertTransformer:
     """Make the network of a new expert, with weights that depend on the seed alone."""
     shape, classes = record.sample_shape, len(record.classes) or None
-    arguments = {"rotary": recipe.rotary, "num_classes": classes, "text_dim": text_dim}
+    arguments: Any = {"rotary": recipe.rotary, "num_classes": classes, "text_dim": text_dim}
     network: ExpertTransformer = new_network(ExpertTransformer, recipe.size, shape, recipe.seed, **arguments)
     return network
 

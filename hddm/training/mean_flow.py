@@ -191,8 +191,7 @@ class MeanFlow:
         x_t, t, r = inputs["x_t"], inputs["t"], inputs["r"]
         conditions: dict[str, Any] = {LABELS: inputs[LABELS]} if LABELS in inputs else {}
         target = (x_t - inputs["x_r"]) / _wide(t - r, x_t)
-        rows = inputs["by_identity"].nonzero()[:, 0]
-        if averages is not None and len(rows):
+        if averages is not None and len(rows := inputs["by_identity"].nonzero()[:, 0]):
             start, end = inputs["start"][rows], inputs["end"][rows]
             ahead = _wide(start, x_t)
             states = (1 - ahead) * inputs["x_0"][rows] + ahead * inputs["eps"][rows]

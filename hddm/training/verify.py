@@ -192,8 +192,9 @@ def verify_expert(
                 raise UsageError(error.message, error.details) from error
             found.problems += (error.message, *error.details)
         else:
-            judged.notes[:0] = found.notes
-            vars(found).update(vars(judged))
+            found.problems, found.notes = judged.problems, [*found.notes, *judged.notes]
+            found.images, found.denoising = judged.images, judged.denoising
+            found.unconditional = judged.unconditional
     return found
 
 

@@ -337,7 +337,7 @@ def test_an_expert_is_judged_without_its_class_too_if_it_learned_that(
     training = json.loads((folder / "expert.json").read_text())["training"]
     edit_json(folder / "expert.json", training=training | {"condition_dropout": 0.0})
     verdict = verify_expert(folder, held_out)
-    assert (verdict.accepted, verdict.notes) == (True, (problem,))
+    assert (verdict.accepted, verdict.notes) == (True, [problem])
 
 
 def test_the_command_prints_hashes_and_figures_and_exits_by_the_verdict(
