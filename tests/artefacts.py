@@ -21,7 +21,7 @@ import torch
 
 from hddm.data.images import save_png
 from hddm.data.shard_records import read_manifest
-from hddm.data.shards import PixelStore, Rows, Shard, load_shard
+from hddm.data.shards import PIXELS, Rows, Samples, Shard, open_shard
 from hddm.experts.records import EXPERT_FILE
 from hddm.schedules import Schedule
 from hddm.training.objectives import Objective, objective_of
@@ -99,7 +99,7 @@ _SHORT |= {"size": "tiny", "seed": 7, "optimizer": "adamw"}
 
 def shard_record(folder: Path) -> dict[str, Any]:
     """What an expert without classes records of the second shard of two, in ``folder``."""
-    shard = load_shard(folder)
+    shard = open_shard(folder)
     place = {"index": 1, "num_shards": 2, "partition": shard.partition}
     # Few enough for the hashes of all of them.
     sketch = sorted(sha256[:16] for sha256 in shard_files(folder).values())
@@ -173,13 +173,13 @@ MODELS = ("expert.json", "router.json", "ensemble.json")
 
 def pixels_of(shard: Shard) -> torch.Tensor:
     """Pixels (N, C, H, W) in uint8."""
-    assert isinstance(shard.stored, PixelStore)
-    return shard.stored.pixels.take(torch.arange(len(shard)))
+    assert isinstance(shard.stored, Samples)
+    return shard.stored.tensors[PIXELS].take(torch.arange(len(shard)))
 
 
 def with_pixels(shard: Shard, pixels: torch.Tensor) -> Shard:
     """The same shard of other images."""
-    return replace(shard, stored=PixelStore(Rows((pixels,))))
+    return replace(shard, stored=Samples({PIXELS: Rows((pixels,))}))
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -19,7 +19,7 @@ import diffusers.hooks
 import torch
 from torch import Tensor
 
-from hddm.data.shards import ALL, Own, PixelStore, Rows, open_shard
+from hddm.data.shards import ALL, PIXELS, Own, Rows, Samples, open_shard
 from hddm.training import expert
 from hddm.training.resume import run_folder_of
 from hddm.training.settings import RunOptions
@@ -47,7 +47,7 @@ def settings() -> Any:
 
 
 @dataclass(frozen=True)
-class NotedPixels(PixelStore):
+class NotedPixels(Samples):
     """Pixels that remember which were taken."""
 
     taken: list[list[int]] = field(default_factory=list)
@@ -70,7 +70,7 @@ def train(shard: Path, out: Path, diary: Path, moment: tuple[str, str] | None = 
     if moment is not None:
         sys.addaudithook(killing(*moment))
     read = open_shard(shard)
-    noted = NotedPixels(Rows((pixels_of(read),)))
+    noted = NotedPixels({PIXELS: Rows((pixels_of(read),))})
     begun: list[int] = []
 
     def note(step: int, loss: float, seconds: float) -> None:

@@ -15,14 +15,12 @@ from hddm.checkpoints.sources import Reading, resolve, with_shift
 from hddm.conditions import join_classes
 from hddm.data.shard_records import FORMAT as SHARD_FORMAT
 from hddm.data.shard_records import (
-    LARGEST_MANIFEST,
     MANIFEST,
     PARTITION_FILE,
+    EncodedManifest,
     PartitionRecord,
-    ShardManifest,
     find_shards,
-    is_encoded,
-    read_encoded_manifest,
+    open_manifest,
 )
 from hddm.experts.assembly import PIPELINE_FILE, foreign_pipeline
 from hddm.experts.compatibility import read_entries
@@ -167,11 +165,10 @@ def _router(folder: Path) -> dict[str, Any]:
 
 
 def _shard(folder: Path) -> dict[str, Any]:
-    if is_encoded(folder):
-        encoded = read_encoded_manifest(folder)
-        record = encoded.model_dump(mode="json", exclude={"images", "data", "null"})
-        return {"kind": "encoded shard", **record, "images": encoded.num_rows, "files": len(encoded.data)}
-    shard = read_record(folder / MANIFEST, ShardManifest, SHARD_FORMAT, LARGEST_MANIFEST)
+    shard = open_manifest(folder)
+    if isinstance(shard, EncodedManifest):
+        record = shard.model_dump(mode="json", exclude={"images", "data", "null"})
+        return {"kind": "encoded shard", **record, "images": shard.num_rows, "files": len(shard.data)}
     return {"kind": "shard", **shard.model_dump(mode="json", exclude={"images"}), "images": len(shard.images)}
 
 
@@ -193,10 +190,10 @@ def _partition(folder: Path) -> dict[str, Any]:
     """The partition's record, which `hddm encode` takes over, and the encoding of an encoded one's shards."""
     record = read_record(folder / PARTITION_FILE, PartitionRecord, SHARD_FORMAT).model_dump()
     shard = next((shard for shard in find_shards(folder) if (shard / MANIFEST).is_file()), None)
-    if shard is None or not is_encoded(shard):
+    manifest = None if shard is None else open_manifest(shard)
+    if not isinstance(manifest, EncodedManifest):
         return {"kind": "partition", **record}
-    encoded = read_encoded_manifest(shard).model_dump(mode="json")
-    how = {key: encoded[key] for key in ("classes", "encoding", "vae", "text_encoder")}
+    how = manifest.model_dump(mode="json", include={"classes", "encoding", "vae", "text_encoder"})
     return {"kind": "encoded partition", **how, **record}
 
 

@@ -136,7 +136,9 @@ def _lines(part: PartReport, split: Sequence[str]) -> list[str]:
             "name one alone"
         )
     elif part.classes:
-        lines.append(f"  classes: {len(part.classes)}, {_range(list(part.classes.values()))} images each")
+        low, high = min(part.classes.values()), max(part.classes.values())
+        each = low if low == high else f"{low} to {high}"
+        lines.append(f"  classes: {len(part.classes)}, {each} images each")
     if part.captions is not None:
         lines.append(f"  captions: {part.captions}, {part.empty_captions} of them empty")
     if part.bad:
@@ -147,11 +149,6 @@ def _lines(part: PartReport, split: Sequence[str]) -> list[str]:
 
 def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(shown([f"{name} ({count})" for name, count in counts.items()], _SHOWN))
-
-
-def _range(counts: Sequence[int]) -> str:
-    low, high = min(counts), max(counts)
-    return str(low) if low == high else f"{low} to {high}"
 
 
 _AHEAD = 32

@@ -144,7 +144,10 @@ class _Run:
             if kept:
                 pixels = torch.stack([image for image in images if isinstance(image, Tensor)])
                 encoded.append(_encoded(plan, pixels, kept))
-                cut += _cut_captions(plan, kept)
+                if plan.text is not None and plan.text_record is not None:
+                    captions = [str(entry.caption) for entry in kept]
+                    found = cuts(plan.text[1], captions, plan.text_record.tokens)
+                    cut += [kept[index].file for index, _ in found]
             self.on_images(len(batch))
         tensors = {key: torch.cat([rows[key] for rows in encoded]) for key in plan.layout}
         path = self.draft.whole / name
@@ -191,20 +194,13 @@ class _Run:
 
 
 def _read(plan: EncodingPlan, shard: ShardToEncode, index: int) -> Tensor | Skipped:
-    """Read one image, or say why it is skipped; refuse one whose size differs from the rest."""
+    """Read one image, or say why it is skipped."""
     file = shard.manifest.images[index].file
     try:
-        image = plan.read_image(shard, index)
+        return plan.read_image(shard, index)
     except HddmError as error:
         # A shard given away should not reveal where it was stored.
         return Skipped(file=file, reason=error.message.removeprefix(f"{shard.folder / file}: "))
-    if tuple(image.shape[1:]) != plan.size:
-        height, width = image.shape[1:]
-        raise HddmError(
-            f"{shard.folder / file}: is {width}×{height} when upright, but the others are "
-            f"{plan.size[1]}×{plan.size[0]}; resize them with --resolution"
-        )
-    return image
 
 
 def _encoded(plan: EncodingPlan, pixels: Tensor, entries: Sequence[ImageEntry]) -> dict[str, Tensor]:
@@ -237,14 +233,6 @@ def _narrowed(plan: EncodingPlan, name: str, values: Tensor, entries: Sequence[I
             f"{str(dtype).removeprefix('torch.')}; store --dtype float32"
         )
     return stored
-
-
-def _cut_captions(plan: EncodingPlan, entries: Sequence[ImageEntry]) -> list[str]:
-    """Images whose captions have more tokens than the text encoder takes."""
-    if plan.text is None or plan.text_record is None:
-        return []
-    captions = [str(entry.caption) for entry in entries]
-    return [entries[index].file for index, _ in cuts(plan.text[1], captions, plan.text_record.tokens)]
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -23,7 +23,6 @@ from hddm.data.shard_records import (
     find_held_out,
     find_shards,
     image_path,
-    is_encoded,
     read_content,
     read_manifest,
 )
@@ -71,17 +70,13 @@ class ShardToEncode:
 
 @dataclass(frozen=True)
 class EncodingPlan:
-    """Shards to encode, networks, and layout of a row.
-
-    ``channels`` and ``size`` (H, W) are those of images as stored or passed to the VAE.
-    """
+    """Shards to encode, networks, and layout of a row; ``channels`` are stored or passed to the VAE."""
 
     source: Path
     shards: tuple[ShardToEncode, ...]
     settings: EncodingSettings
     encoding: EncodingRecord
     channels: int
-    size: tuple[int, int]
     vae: "AutoencoderKL | AutoencoderTiny | None"
     vae_record: VaeRecord | None
     text: "tuple[CLIPTextModel, CLIPTokenizer] | None"
@@ -177,7 +172,13 @@ def plan_encoding(
         vae_record = vae_facts(vae)
     text, text_record = None, None
     if text_encoder is not None and tokenizer is not None:
-        _refuse_without_captions(shards)
+        for shard in shards:
+            images = shard.manifest.images
+            if lacking := [entry.file for entry in images if entry.caption is None]:
+                raise HddmError(
+                    f"{shard.folder}: {len(lacking)} of {len(images)} images have no caption, as "
+                    f"{lacking[0]}; drop --text-encoder or partition images with captions"
+                )
         text = (read_text_encoder(text_encoder), read_tokenizer(tokenizer))
         nn.Module.to(text[0], device)
         text_record = text_encoder_facts(text_encoder, text[1].model_max_length)
@@ -195,9 +196,7 @@ def plan_encoding(
         text_dtype=None if text is None else settings.dtype,
         seed=settings.seed if is_fitted and settings.crop == "random" else 0,
     )
-    return EncodingPlan(
-        source, shards, settings, encoding, channels, size, network, vae_record, text, text_record
-    )
+    return EncodingPlan(source, shards, settings, encoding, channels, network, vae_record, text, text_record)
 
 
 def _shards(source: Path) -> tuple[ShardToEncode, ...]:
@@ -207,8 +206,6 @@ def _shards(source: Path) -> tuple[ShardToEncode, ...]:
         folders = [*find_shards(source), *find_held_out(source)]
     shards = []
     for folder in folders:
-        if (folder / MANIFEST).is_file() and is_encoded(folder):
-            raise UsageError(f"{folder}: is already encoded; name the original shard")
         place = "" if folder == source else folder.relative_to(source).as_posix()
         shards.append(ShardToEncode(folder, place, read_manifest(folder)))
     return tuple(shards)
@@ -262,13 +259,3 @@ def _latent_shape(
             f"--resolution"
         )
     return channels, (int(vae.config.latent_channels), size[0] // factor, size[1] // factor)
-
-
-def _refuse_without_captions(shards: tuple[ShardToEncode, ...]) -> None:
-    for shard in shards:
-        lacking = [entry.file for entry in shard.manifest.images if entry.caption is None]
-        if lacking:
-            raise HddmError(
-                f"{shard.folder}: {len(lacking)} of {len(shard.manifest.images)} images have no caption, as "
-                f"{lacking[0]}; drop --text-encoder or partition images with captions"
-            )

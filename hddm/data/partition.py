@@ -7,10 +7,10 @@ trained on in another. In return, the held-out share is exact only on average.
 
 import hashlib
 import math
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 import numpy as np
@@ -102,7 +102,11 @@ def partition(
         _check_share(source.root, len(source), 2 if num_shards == "auto" else num_shards, held_out)
     check_absent(out, PARTITION_FILE, overwrite)
     extractor = open_feature_extractor(features, seed)
-    with _kept(cache, out) as folder:
+    with ExitStack() as stack:
+        if (folder := cache) is None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            place = TemporaryDirectory(prefix=f".{out.name}.features-", dir=out.parent)
+            folder = Path(stack.enter_context(place))
         found = compute_features(source, extractor, folder, max_bad, replace_cache)
         if num_shards == "auto":
             proposal = propose(found, _images_needed(held_out), seed)
@@ -161,17 +165,6 @@ def _shard_of_class(
             f"one of {num_shards} shards, not {[*map(list, classes)]}"
         )
     return np.array([next(k for k, names in enumerate(classes) if name in names) for name in source.classes])
-
-
-@contextmanager
-def _kept(cache: Path | None, out: Path) -> Iterator[Path]:
-    """Folder of the features: ``cache``, or a temporary one beside ``out``."""
-    if cache is not None:
-        yield cache
-        return
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.features-", dir=out.parent) as folder:
-        yield Path(folder)
 
 
 def _refuse_partition(images: Path) -> None:

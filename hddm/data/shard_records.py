@@ -34,6 +34,7 @@ from hddm.utils.files import read_json, read_whole
 from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE, ROUTER_FILE, Record, read_record
 
 FORMAT = "1.3"
+ENCODED_FORMAT = "1.1"
 MANIFEST = "manifest.json"
 PARTITION_FILE = "partition.json"
 HELD_OUT = "held_out"
@@ -73,6 +74,11 @@ class ShardManifest(ShardIdentity):
 
     images: list[ImageEntry]
 
+    @property
+    def num_rows(self) -> int:
+        """Samples in the shard."""
+        return len(self.images)
+
 
 class PartitionRecord(Record):
     """``partition.json``: how shards were made; ``images`` includes held-out ones, not skipped ones."""
@@ -96,17 +102,6 @@ class PartitionRecord(Record):
     """Images whose pixels all equal those of another counted image; None in older partitions."""
     proposal: dict[int, float] | None = None
     """Silhouette by number of shards, if that number was proposed."""
-
-
-def read_manifest(folder: Path) -> ShardManifest:
-    """Read the manifest of the shard in ``folder``, without opening its images.
-
-    Raises `HddmError` for a missing or newer manifest, and as `check_entries`.
-    """
-    _refuse_other_folder(folder, MANIFEST)
-    manifest = read_record(folder / MANIFEST, ShardManifest, FORMAT, LARGEST_MANIFEST)
-    check_entries(folder / MANIFEST, manifest.images, manifest.classes, manifest.hash)
-    return manifest
 
 
 def check_entries(path: Path, entries: Sequence[ImageEntry], classes: Sequence[str], digest: str) -> None:
@@ -216,7 +211,6 @@ def content_hash(entries: Sequence[ImageEntry], classes: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-ENCODED_FORMAT = "1.1"
 IMAGES = "images.jsonl"
 NULL = "null.safetensors"
 
@@ -296,14 +290,25 @@ class EncodedManifest(ShardIdentity):
         return sum(one.rows for one in self.data)
 
 
-def is_encoded(folder: Path) -> bool:
-    """True if the existing ``manifest.json`` in ``folder`` is of an encoded shard."""
-    return "encoding" in read_json(folder / MANIFEST, LARGEST_MANIFEST)
+def open_manifest(folder: Path) -> ShardManifest | EncodedManifest:
+    """Manifest of the shard in ``folder``, of images or encoded; its list of images is not checked.
+
+    Raises `HddmError` for a missing or newer manifest, and a folder of another kind by its kind.
+    """
+    _refuse_other_folder(folder, MANIFEST)
+    path = folder / MANIFEST
+    if "encoding" in read_json(path, LARGEST_MANIFEST):
+        return read_record(path, EncodedManifest, ENCODED_FORMAT, LARGEST_MANIFEST)
+    return read_record(path, ShardManifest, FORMAT, LARGEST_MANIFEST)
 
 
-def read_encoded_manifest(folder: Path) -> EncodedManifest:
-    """Record of an encoded shard; raises as `read_record`."""
-    return read_record(folder / MANIFEST, EncodedManifest, ENCODED_FORMAT)
+def read_manifest(folder: Path) -> ShardManifest:
+    """Manifest of a shard of images; raises as `open_manifest`, `check_entries`, and for an encoded shard."""
+    manifest = open_manifest(folder)
+    if isinstance(manifest, EncodedManifest):
+        raise UsageError(f"{folder}: is an encoded shard, which holds no images; name the original shard")
+    check_entries(folder / MANIFEST, manifest.images, manifest.classes, manifest.hash)
+    return manifest
 
 
 def write_entries(path: Path, entries: Iterable[ImageEntry]) -> None:
@@ -345,9 +350,7 @@ class ShardImages(ImageSource):
 
 
 def open_images(folder: Path) -> ShardImages:
-    """Images of the shard in ``folder``; raises `HddmError` for an encoded one, and as `read_manifest`."""
-    if (folder / MANIFEST).is_file() and is_encoded(folder):
-        raise HddmError(f"{folder}: is an encoded shard, which holds no images; name the original shard")
+    """Images of the shard in ``folder``; raises as `read_manifest`."""
     manifest = read_manifest(folder)
     entries, classes = manifest.images, tuple(manifest.classes)
     files = [entry.file for entry in entries]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,15 +27,12 @@ from hddm.data.shard_records import (
     EncodingRecord,
     FileRecord,
     ImageEntry,
-    ShardIdentity,
     captions_of,
     check_entries,
-    is_encoded,
     labels_of,
+    open_manifest,
     read_content,
-    read_encoded_manifest,
     read_entries,
-    read_manifest,
     sketch_of,
 )
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
@@ -47,24 +44,6 @@ from hddm.utils.tensors import read_safetensors
 Own = slice | Tensor
 """Selects the rows that one of several processes reads: a slice, or a mask (n,)."""
 ALL = slice(None)
-
-
-class Stored(Protocol):
-    """Samples in model space, by row."""
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(C, H, W) of a sample."""
-
-    def __len__(self) -> int: ...
-
-    def take(
-        self, rows: Tensor, noise: torch.Generator | None, flip: Tensor | None, own: Own = ALL
-    ) -> Tensor:
-        """As `hddm.data.shards.Shard.take`."""
-
-    def digest(self, row: int) -> bytes:
-        """Key that is equal exactly for equal samples."""
 
 
 class Joined:
@@ -120,10 +99,71 @@ class Rows(Joined):
 
 
 @dataclass(frozen=True)
-class JoinedStore(Joined):
-    """Samples of several stores, one after the other."""
+class Samples:
+    """Samples of one shard, from its tensors by name: pixels in uint8, or what the encoder of ``vae`` gave.
 
-    parts: Sequence[Stored]
+    A latent sample is (z - shift) × scale with z = mean + deviation × ε and fresh normal ε each time, as DiT
+    and Stable Diffusion are trained; z is the mean without a deviation or noise. Mirror images have latents
+    of their own.
+    """
+
+    tensors: Mapping[str, Rows]
+    vae: VaeRecord | None = None
+
+    @property
+    def main(self) -> Rows:
+        """Pixels, or means of latents."""
+        return self.tensors[PIXELS if self.vae is None else MEAN]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        channels, height, width = self.main.shape
+        return channels, height, width
+
+    def __len__(self) -> int:
+        return len(self.main)
+
+    def take(
+        self, rows: Tensor, noise: torch.Generator | None, flip: Tensor | None, own: Own = ALL
+    ) -> Tensor:
+        """As `hddm.data.shards.Shard.take`; raises `HddmError` for ``flip`` without encoded mirror images."""
+        mine, mirrored = rows[own], None if flip is None else flip[own]
+        if self.vae is None:
+            images = to_unit_range(self.main.take(mine))
+            if mirrored is None:
+                return images
+            return torch.where(mirrored[:, None, None, None], images.flip(-1), images)
+        z = self._either(MEAN, mine, mirrored)
+        if noise is not None and DEVIATION in self.tensors:
+            drawn = torch.randn(len(rows), *self.shape, generator=noise)[own]
+            z += self._either(DEVIATION, mine, mirrored) * drawn
+        return (z - self.vae.shift) * self.vae.scale
+
+    def _either(self, name: str, rows: Tensor, flip: Tensor | None) -> Tensor:
+        """Rows in float32, of mirror images where ``flip`` (n,) is true; each is read once."""
+        plain = self.tensors[name]
+        if flip is None or not flip.any():
+            return plain.take(rows).float()
+        if MIRRORED + name not in self.tensors:
+            raise HddmError(
+                "the latents were encoded without their mirror images, and cannot be mirrored themselves; "
+                "encode them with --random-flip or train without it"
+            )
+        taken = torch.empty((len(rows), *plain.shape))
+        taken[~flip] = plain.take(rows[~flip]).float()
+        taken[flip] = self.tensors[MIRRORED + name].take(rows[flip]).float()
+        return taken
+
+    def digest(self, row: int) -> bytes:
+        """Key that is equal exactly for equal samples."""
+        return self.main.digest(row)
+
+
+@dataclass(frozen=True)
+class JoinedStore(Joined):
+    """Samples of several stores, one after the other; each draws its own noise."""
+
+    parts: Sequence["Samples | JoinedStore"]
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -145,83 +185,7 @@ class JoinedStore(Joined):
         return self.parts[k].digest(int(own))
 
 
-@dataclass(frozen=True)
-class PixelStore:
-    """Pixels (N, C, H, W) in uint8."""
-
-    pixels: Rows
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        channels, height, width = self.pixels.shape
-        return channels, height, width
-
-    def __len__(self) -> int:
-        return len(self.pixels)
-
-    def take(
-        self, rows: Tensor, noise: torch.Generator | None, flip: Tensor | None, own: Own = ALL
-    ) -> Tensor:
-        images = to_unit_range(self.pixels.take(rows[own]))
-        if flip is None:
-            return images
-        return torch.where(flip[own][:, None, None, None], images.flip(-1), images)
-
-    def digest(self, row: int) -> bytes:
-        return self.pixels.digest(row)
-
-
-@dataclass(frozen=True)
-class LatentStore:
-    """Outputs of a VAE's encoder for images and, if encoded, their mirror images.
-
-    A sample is (z - ``shift``) × ``scale`` with z = mean + deviation × ε and fresh normal ε each time, as DiT
-    and Stable Diffusion are trained; z is the mean without a deviation or noise.
-    """
-
-    mean: Rows
-    deviation: Rows | None
-    scale: float
-    shift: float = 0.0
-    mirrored_mean: Rows | None = None
-    mirrored_deviation: Rows | None = None
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        channels, height, width = self.mean.shape
-        return channels, height, width
-
-    def __len__(self) -> int:
-        return len(self.mean)
-
-    def take(
-        self, rows: Tensor, noise: torch.Generator | None, flip: Tensor | None, own: Own = ALL
-    ) -> Tensor:
-        """As `hddm.data.shards.Shard.take`; raises `HddmError` for ``flip`` without encoded mirror images."""
-        mine, mirrored = rows[own], None if flip is None else flip[own]
-        z = _either(self.mean, self.mirrored_mean, mine, mirrored)
-        if noise is not None and self.deviation is not None:
-            drawn = torch.randn(len(rows), *self.shape, generator=noise)[own]
-            z += _either(self.deviation, self.mirrored_deviation, mine, mirrored) * drawn
-        return (z - self.shift) * self.scale
-
-    def digest(self, row: int) -> bytes:
-        return self.mean.digest(row)
-
-
-def _either(plain: Rows, mirror: Rows | None, rows: Tensor, flip: Tensor | None) -> Tensor:
-    """Rows in float32, from ``mirror`` where ``flip`` (n,) is true; each is read once."""
-    if flip is None or not flip.any():
-        return plain.take(rows).float()
-    if mirror is None:
-        raise HddmError(
-            "the latents were encoded without their mirror images, and cannot be mirrored themselves; encode "
-            "them with --random-flip or train without it"
-        )
-    taken = torch.empty((len(rows), *plain.shape))
-    taken[~flip] = plain.take(rows[~flip]).float()
-    taken[flip] = mirror.take(rows[flip]).float()
-    return taken
+Stored = Samples | JoinedStore
 
 
 @dataclass(frozen=True)
@@ -295,66 +259,29 @@ class Shard:
 def open_shard(folder: Path, is_outline: bool = False) -> Shard:
     """Open the shard in ``folder``: images (from `hddm partition`) or encoded (from `hddm encode`).
 
-    An outline has everything but the pixels of all images after the first, to check settings against it.
-    Raises `HddmError` as `load_shard` and `load_encoded`; for any other folder, with its kind.
+    Every file is checked against its hash. Tensors of an encoded shard stay on disk, and files that were
+    verified before are not hashed again. An outline has everything but the pixels of all images after the
+    first, to check settings against it.
+
+    Raises `HddmError` as `open_manifest`, for images of several sizes, fewer than `MIN_IMAGES` to train on,
+    and a file that is outside the folder, missing, changed or unlike the manifest.
     """
-    if (folder / MANIFEST).is_file() and is_encoded(folder):
-        return load_encoded(folder)
-    return load_shard(folder, is_outline)
-
-
-def load_shard(folder: Path, is_outline: bool = False) -> Shard:
-    """Read a shard of images, or the first of them, checking every file against its hash.
-
-    Raises `HddmError` as `read_manifest` and `read_content`, and for images of several sizes or too few to
-    train on (`MIN_IMAGES`).
-    """
-    manifest = read_manifest(folder)
-    entries = manifest.images
-    _refuse_few(folder, manifest, len(entries))
-    read = entries[:1] if is_outline else entries
-    images = [decode(read_content(folder, entry), folder / entry.file) for entry in read]
-    pixels = stack(images, [entry.file for entry in read], folder)
-    return _shard(folder, manifest, entries, PixelStore(Rows((pixels,))))
-
-
-def load_encoded(folder: Path) -> Shard:
-    """Open an encoded shard; tensors stay on disk, and files verified before are not hashed again.
-
-    Raises `HddmError` for a file that is outside the folder, missing, changed or unlike the manifest, and for
-    fewer than `MIN_IMAGES` samples to train on.
-    """
-    manifest = read_encoded_manifest(folder)
-    _refuse_few(folder, manifest, manifest.num_rows)
-    verified = HashCache(folder)
-    entries = _entries(folder, manifest, verified)
-    try:
-        layout = layout_of(manifest.encoding, manifest.vae, manifest.text_encoder)
-    except HddmError as error:
-        raise HddmError(f"{folder / MANIFEST}: {error}") from error
-    files = [_open(folder, one, layout, verified) for one in manifest.data]
-    rows = {name: Rows(tuple(file[name] for file in files)) for name in layout}
-    texts = None
-    if manifest.null is not None:
-        null = _open(folder, manifest.null, {TOKENS: layout[TOKENS]}, verified)[TOKENS]
-        texts = TokenStore(rows[TOKENS], null[0].float())
-    verified.keep()
-    stored = _stored(manifest.vae, rows)
-    return _shard(
-        folder, manifest, entries, stored, vae=manifest.vae, text_encoder=manifest.text_encoder, texts=texts
-    )
-
-
-def _stored(vae: VaeRecord | None, rows: Mapping[str, Rows]) -> Stored:
-    if vae is None:
-        return PixelStore(rows[PIXELS])
-    mirrored = rows.get(MIRRORED + MEAN), rows.get(MIRRORED + DEVIATION)
-    return LatentStore(rows[MEAN], rows.get(DEVIATION), vae.scale, vae.shift, *mirrored)
-
-
-def _shard(
-    folder: Path, manifest: ShardIdentity, entries: Sequence[ImageEntry], stored: Stored, **encoded: Any
-) -> Shard:
+    manifest = open_manifest(folder)
+    if manifest.num_rows < MIN_IMAGES and manifest.held_out_of is None:
+        raise HddmError(
+            f"{folder}: has {manifest.num_rows} images; an expert needs at least {MIN_IMAGES} to train on"
+        )
+    vae, text_encoder, texts = None, None, None
+    if isinstance(manifest, EncodedManifest):
+        entries, tensors, null = _open_encoded(folder, manifest)
+        vae, text_encoder = manifest.vae, manifest.text_encoder
+        texts = None if null is None else TokenStore(tensors[TOKENS], null)
+    else:
+        entries = manifest.images
+        check_entries(folder / MANIFEST, entries, manifest.classes, manifest.hash)
+        read = entries[:1] if is_outline else entries
+        images = [decode(read_content(folder, entry), folder / entry.file) for entry in read]
+        tensors = {PIXELS: Rows((stack(images, [entry.file for entry in read], folder),))}
     labels = labels_of(entries)
     return Shard(
         folder,
@@ -362,23 +289,23 @@ def _shard(
         manifest.num_shards,
         manifest.hash,
         tuple(map(composed, manifest.classes)),
-        stored,
+        Samples(tensors, vae),
         None if labels is None else torch.tensor(labels),
         manifest.partition,
         manifest.held_out_of,
         captions_of(entries),
-        sketch=sketch_of(entry.sha256 for entry in entries),
-        **encoded,
+        vae,
+        text_encoder,
+        texts,
+        sketch_of(entry.sha256 for entry in entries),
     )
 
 
-def _refuse_few(folder: Path, shard: ShardIdentity, num: int) -> None:
-    if num < MIN_IMAGES and shard.held_out_of is None:
-        raise HddmError(f"{folder}: has {num} images; an expert needs at least {MIN_IMAGES} to train on")
-
-
-def _entries(folder: Path, manifest: EncodedManifest, verified: HashCache) -> list[ImageEntry]:
-    """Images that have a row, in its order."""
+def _open_encoded(
+    folder: Path, manifest: EncodedManifest
+) -> tuple[list[ImageEntry], dict[str, Rows], Tensor | None]:
+    """Images that have a row, their tensors by name, and tokens of the empty prompt, if any."""
+    verified = HashCache(folder)
     path = _checked(folder, manifest.images, verified)
     entries = read_entries(path)
     check_entries(path, entries, manifest.classes, manifest.hash)
@@ -388,7 +315,16 @@ def _entries(folder: Path, manifest: EncodedManifest, verified: HashCache) -> li
         raise HddmError(
             f"{folder / MANIFEST}: {manifest.num_rows} rows of data for {len(entries)} images; encode again"
         )
-    return entries
+    try:
+        layout = layout_of(manifest.encoding, manifest.vae, manifest.text_encoder)
+    except HddmError as error:
+        raise HddmError(f"{folder / MANIFEST}: {error}") from error
+    files = [_open(folder, one, layout, verified) for one in manifest.data]
+    null = None
+    if manifest.null is not None:
+        null = _open(folder, manifest.null, {TOKENS: layout[TOKENS]}, verified)[TOKENS][0].float()
+    verified.keep()
+    return entries, {name: Rows(tuple(file[name] for file in files)) for name in layout}, null
 
 
 RowLayout = dict[str, tuple[tuple[int, ...], torch.dtype]]

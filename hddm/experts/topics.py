@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hddm.data.shard_records import captions_of, is_encoded, read_manifest
+from hddm.data.shard_records import captions_of, read_manifest
 from hddm.experts.compatibility import takes_classes, takes_text
 from hddm.experts.ensemble_folders import kept_components, read_ensemble_facts, replace_file
 from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord
@@ -17,7 +17,7 @@ from hddm.routers import TOPIC, Topic, TopicRecord
 from hddm.utils.errors import HddmError, UsageError, counted, optional
 from hddm.utils.files import read_whole, restore
 from hddm.utils.progress import Progress
-from hddm.utils.records import ENSEMBLE_FILE, MANIFEST, ensemble_around, read_record
+from hddm.utils.records import ENSEMBLE_FILE, ensemble_around, read_record
 from hddm.utils.streams import Use, seed_of
 from hddm.utils.tensors import to_float64
 
@@ -103,8 +103,6 @@ def _texts(captions: Path | None, data: Path | None, text: str | None) -> tuple[
             raise HddmError(f"{captions}: is not UTF-8 text ({error}); save it as such") from error
         source = f"{counted(len(found), 'line')} of {captions.name}"
     elif data is not None:
-        if (data / MANIFEST).is_file() and is_encoded(data):
-            raise UsageError(f"--data {data}: is encoded; name the original shard")
         manifest = read_manifest(data)
         listed = captions_of(manifest.images)
         if not listed:

@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 from hddm.data.check import check_data
-from hddm.data.shard_records import FORMAT, MANIFEST, PARTITION_FILE
+from hddm.data.shard_records import FORMAT, PARTITION_FILE
 from hddm.utils.files import write_json
-from tests.artefacts import Command, refusal
+from tests.artefacts import Command
 from tests.data.test_sources import encoded, write, write_tar
 from tests.data.test_sources_parquet import write_parquet
 from tests.shard_files import write_shard
@@ -155,8 +155,6 @@ def test_each_shard_of_a_partition_is_a_part_and_shared_images_are_told(tmp_path
     assert report.across_split == [["shard_1/images/000.png", "held_out/shard_1/images/000.png"]]
     assert report.parts[0].classes == {"cat": 2, "dog": 1}
     assert check_data(tmp_path / "shard_0").kind == "shard"
-    write_json(tmp_path / "shard_1" / MANIFEST, {"format": "1.0", "encoding": {}})
-    assert "is an encoded shard, which holds no images" in refusal(check_data, tmp_path)
 
 
 def test_the_command_fails_beyond_max_bad_and_prints_the_report_first(tmp_path: Path, hddm: Command) -> None:

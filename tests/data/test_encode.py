@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import CLIPTokenizer
 
 from hddm.data.shard_records import find_shards
-from hddm.data.shards import load_shard, open_shard
+from hddm.data.shards import open_shard
 from hddm.networks.text_encoder import text_encoder_facts
 from hddm.networks.vae import vae_facts
 from tests.artefacts import Command, largest_file, refusal
@@ -37,7 +37,7 @@ def test_pixels_are_those_of_the_images(source: Path, tmp_path: Path) -> None:
     assert [one["rows"] for one in json.loads((folder / "manifest.json").read_text())["data"]] == [7, 7, 6]
     expected = torch.from_numpy(np.stack(noise(20))).permute(0, 3, 1, 2)
     assert torch.equal(_tensors(folder)["pixels"], expected)
-    there, here = load_shard(source), open_shard(folder)
+    there, here = open_shard(source), open_shard(folder)
     assert torch.equal(there.images, here.images)
     assert here.labels.tolist() == [n % 2 for n in range(20)]
     assert (here.hash, here.partition, here.classes) == (there.hash, there.partition, there.classes)
@@ -150,8 +150,8 @@ def test_a_partition_is_encoded_with_its_held_out_images(tmp_path: Path) -> None
     for k, folder in enumerate(find_shards(out)):
         shard, held_out = open_shard(folder), open_shard(out / "held_out" / f"shard_{k}")
         assert (shard.index, len(shard), len(held_out)) == (k, 20, 3)
-        assert held_out.held_out_of == shard.hash == load_shard(root / f"shard_{k}").hash
-        assert torch.equal(shard.images, load_shard(root / f"shard_{k}").images)
+        assert held_out.held_out_of == shard.hash == open_shard(root / f"shard_{k}").hash
+        assert torch.equal(shard.images, open_shard(root / f"shard_{k}").images)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "shards"]
 
 
@@ -208,7 +208,7 @@ def test_options_that_do_not_fit_are_refused(source: Path, tmp_path: Path) -> No
     for message, options in cases:
         assert message in refusal(encode, source, out, **options)
     done = encode(source, tmp_path / "done")
-    assert "is already encoded" in refusal(encode, done, out)
+    assert "is an encoded shard" in refusal(encode, done, out)
     assert "no such folder" in refusal(encode, tmp_path / "nothing", out)
     assert not out.exists()
 

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from hddm.data.shard_records import MIN_IMAGES
-from hddm.data.shards import LatentStore, Rows, load_encoded, open_shard
+from hddm.data.shards import MEAN, Rows, Samples, open_shard
+from hddm.networks.identity import VaeRecord
 from hddm.utils import records as verified
 from hddm.utils.files import sha256_of
 from tests.artefacts import copied, edit_json, refusal
@@ -68,7 +69,9 @@ def test_a_sample_is_drawn_from_the_posterior_in_the_scale_of_the_model_mirrored
 
 
 def test_latents_without_mirror_images_cannot_be_mirrored() -> None:
-    store = LatentStore(Rows((torch.zeros(4, 1, 2, 2),)), None, 1.0)
+    store = Samples(
+        {MEAN: Rows((torch.zeros(4, 1, 2, 2),))}, VaeRecord(kind="tiny", fingerprint="", scale=1.0)
+    )
     rows = torch.arange(4)
     assert store.take(rows, None, torch.zeros(4, dtype=torch.bool)).shape == (4, 1, 2, 2)
     told = refusal(store.take, rows, None, torch.ones(4, dtype=torch.bool))
@@ -238,7 +241,7 @@ def test_a_manifest_that_contradicts_itself_or_its_files_is_refused(encoded: Pat
     for number, (message, change) in enumerate(changes):
         folder = copied(encoded, tmp_path / str(number))
         edit_json(folder / "manifest.json", **change)
-        assert re.search(message, refusal(load_encoded, folder))
+        assert re.search(message, refusal(open_shard, folder))
 
 
 def test_too_few_images_to_train_on_are_refused_but_for_held_out_ones(tmp_path: Path) -> None:

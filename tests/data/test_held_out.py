@@ -11,7 +11,7 @@ from hddm.data.check import check_data
 from hddm.data.images import save_png
 from hddm.data.partition import partition
 from hddm.data.shard_records import find_shards
-from hddm.data.shards import load_shard
+from hddm.data.shards import open_shard
 from hddm.utils.errors import UsageError
 from tests.artefacts import Command, copied, draw, number_of_pixels, refusal, shard_files
 
@@ -24,7 +24,7 @@ def test_held_out_images_are_shards_of_their_own_and_no_training_images(many: Pa
     assert not training.keys() & kept.keys()
     assert training | kept == shard_files(plain)
     assert 20 <= len(kept) <= 44
-    ours, theirs = load_shard(folder), load_shard(held)
+    ours, theirs = open_shard(folder), open_shard(held)
     assert (theirs.held_out_of, theirs.partition, ours.held_out_of) == (ours.hash, ours.partition, None)
     record = inspect_model(tmp_path / "out")
     assert (record["sizes"], record["held_out"], record["images"]) == ([len(training)], (len(kept),), 80)
@@ -92,7 +92,7 @@ def test_a_shard_of_copies_has_no_held_out_images_where_all_are_trained_on(tmp_p
     record = inspect_model(tmp_path / "out")
     (k,) = (k for k, kept in enumerate(record["held_out"]) if not kept)
     assert record["sizes"][k] == 40
-    assert load_shard(folders[k]).classes == ("rows", "same")
+    assert open_shard(folders[k]).classes == ("rows", "same")
     assert [path.name for path in (tmp_path / "out" / "held_out").iterdir()] == [f"shard_{1 - k}"]
 
 

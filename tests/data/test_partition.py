@@ -13,7 +13,7 @@ from hddm.checkpoints.inspect_models import inspect_model
 from hddm.data.partition import partition
 from hddm.data.partition_report import measure
 from hddm.data.shard_records import read_manifest
-from hddm.data.shards import load_shard
+from hddm.data.shards import open_shard
 from tests.artefacts import CLASSES, Command, contents, copied, largest_file, refusal, shard_files
 from tests.data.conftest import PER_CLASS
 from tests.data.test_sources import write_tar
@@ -40,7 +40,7 @@ def test_images_of_a_tar_are_written_with_their_captions_and_files_are_linked(
     originals = [path.read_bytes() for path in sorted(many.rglob("*.png"))]
     seen = []
     for folder in partition(tars, tmp_path / "out", 2):
-        shard = load_shard(folder)
+        shard = open_shard(folder)
         for entry, caption in zip(read_manifest(folder).images, shard.captions, strict=True):
             number = int(caption.removeprefix("picture "))
             assert (folder / entry.file).read_bytes() == originals[number]
@@ -94,13 +94,13 @@ def test_the_number_of_shards_can_be_proposed(tmp_path: Path, hddm: Command) -> 
     assert record["sizes"] == [24, 24, 24]
     assert record["proposal"]["3"] > record["proposal"]["2"]
     given = partition(tmp_path / "images", tmp_path / "given", 3)
-    assert [load_shard(folder).hash for folder in given] == record["hashes"]
+    assert [open_shard(folder).hash for folder in given] == record["hashes"]
 
 
 def test_features_of_a_model_divide_too(many: Path, tmp_path: Path) -> None:
     model = write_vision_model(tmp_path / "model", "dinov2")
     folders = partition(many, tmp_path / "out", 2, features=str(model))
-    assert [len(load_shard(folder)) for folder in folders] == [PER_CLASS, PER_CLASS]
+    assert [len(open_shard(folder)) for folder in folders] == [PER_CLASS, PER_CLASS]
     assert inspect_model(tmp_path / "out")["features"] == str(model)
 
 
@@ -214,7 +214,7 @@ def test_a_partition_or_a_shard_is_no_source_of_images(many: Path, tmp_path: Pat
     ):
         assert refusal(partition, folder, tmp_path / "again", 1) == f"{folder}: {told}"
     (again,) = partition(shard / "images", tmp_path / "again", 1)
-    assert load_shard(again).hash == load_shard(shard).hash
+    assert open_shard(again).hash == open_shard(shard).hash
 
 
 def test_a_number_of_shards_that_is_none_is_refused(many: Path, tmp_path: Path, hddm: Command) -> None:

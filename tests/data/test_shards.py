@@ -13,7 +13,7 @@ from PIL import Image
 
 from hddm.data.partition import partition
 from hddm.data.shard_records import MIN_IMAGES, find_shards
-from hddm.data.shards import load_shard
+from hddm.data.shards import open_shard
 from tests.artefacts import CLASSES, PER_CLASS, contents, copied, edit_json, pixels_of, refusal
 
 
@@ -53,7 +53,7 @@ def test_every_image_is_in_one_shard_with_its_label(images: Path, shards: Path) 
 def test_shards_follow_content_and_are_of_like_size_and_the_record_of_the_partition_says_so(
     shards: Path,
 ) -> None:
-    loaded = [load_shard(folder) for folder in find_shards(shards)]
+    loaded = [open_shard(folder) for folder in find_shards(shards)]
     for shard in loaded:
         assert max(shard.labels.bincount()) >= 0.8 * len(shard)
     record = json.loads((shards / "partition.json").read_text())
@@ -63,7 +63,7 @@ def test_shards_follow_content_and_are_of_like_size_and_the_record_of_the_partit
 
 
 def test_a_shard_carried_away_is_complete(shard: Path, shards: Path) -> None:
-    there, here = load_shard(shards / "shard_0"), load_shard(shard)
+    there, here = open_shard(shards / "shard_0"), open_shard(shard)
     assert torch.equal(pixels_of(there), pixels_of(here))
     assert (there.hash, there.index, there.num_shards) == (here.hash, here.index, 2)
     assert (here.classes, here.images.min() >= -1, here.images.max() <= 1) == (CLASSES, True, True)
@@ -77,24 +77,24 @@ def test_shards_of_one_partition_share_a_name_and_no_others_do(
 ) -> None:
     partition(images, tmp_path / "again", 2)
     assert contents(tmp_path / "again") == contents(shards)
-    one, two = (load_shard(folder).partition for folder in find_shards(shards))
+    one, two = (open_shard(folder).partition for folder in find_shards(shards))
     assert one is not None
-    assert one == two != load_shard(whole).partition
+    assert one == two != open_shard(whole).partition
 
 
 def test_a_shard_of_format_1_0_is_read_and_names_no_partition(shard: Path) -> None:
     manifest = json.loads((shard / "manifest.json").read_text())
     del manifest["partition"]
     (shard / "manifest.json").write_text(json.dumps(manifest | {"format": "1.0"}))
-    assert load_shard(shard).partition is None
+    assert open_shard(shard).partition is None
 
 
 def test_a_changed_or_missing_image_is_refused_by_name(shard: Path) -> None:
     name = _entries(shard)[3]["file"]
     shutil.copyfile(shard / _entries(shard)[4]["file"], shard / name)
-    assert f"{shard / name}: its content changed" in refusal(load_shard, shard)
+    assert f"{shard / name}: its content changed" in refusal(open_shard, shard)
     (shard / name).unlink()
-    assert f"{shard / name}: no such file" in refusal(load_shard, shard)
+    assert f"{shard / name}: no such file" in refusal(open_shard, shard)
 
 
 @pytest.mark.parametrize("key", ["label", "file", "sha256", "classes"])
@@ -105,7 +105,7 @@ def test_a_changed_manifest_is_refused(key: str, shard: Path) -> None:
     else:
         entries[0][key] = 1 - entries[0]["label"] if key == "label" else entries[1][key]
     edit_json(shard / "manifest.json", images=entries, classes=classes)
-    assert "does not match its hash" in refusal(load_shard, shard)
+    assert "does not match its hash" in refusal(open_shard, shard)
 
 
 @pytest.mark.parametrize("label", [2, -1])
@@ -113,7 +113,7 @@ def test_a_label_that_is_no_class_is_refused(label: int, shard: Path) -> None:
     entries = _entries(shard)
     entries[5]["label"] = label
     _rewrite(shard, entries)
-    assert f"{entries[5]['file']} has label {label} of 2 classes" in refusal(load_shard, shard)
+    assert f"{entries[5]['file']} has label {label} of 2 classes" in refusal(open_shard, shard)
 
 
 def test_a_path_outside_the_folder_is_refused_before_it_is_opened(shard: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_path_outside_the_folder_is_refused_before_it_is_opened(shard: Path) -
         entries = _entries(shard)
         entries[0]["file"] = name
         _rewrite(shard, entries)
-        message = refusal(load_shard, shard)
+        message = refusal(open_shard, shard)
         assert (repr(name) in message, "outside the folder" in message) == (True, True)
 
 
@@ -132,29 +132,29 @@ def test_a_list_that_fits_is_accepted_unless_it_is_too_short_to_train_on(shard: 
     """Else the other refusals would refuse everything."""
     entries = _entries(shard)
     _rewrite(shard, entries[:MIN_IMAGES])
-    assert len(load_shard(shard)) == MIN_IMAGES
+    assert len(open_shard(shard)) == MIN_IMAGES
     _rewrite(shard, entries[:3])
-    assert f"has 3 images; an expert needs at least {MIN_IMAGES}" in refusal(load_shard, shard)
+    assert f"has 3 images; an expert needs at least {MIN_IMAGES}" in refusal(open_shard, shard)
 
 
 def test_an_unknown_key_and_a_newer_format_are_named(shard: Path) -> None:
     edit_json(shard / "manifest.json", num_shard=3)
-    assert "manifest.json: unknown key 'num_shard'; did you mean 'num_shards'?" in refusal(load_shard, shard)
+    assert "manifest.json: unknown key 'num_shard'; did you mean 'num_shards'?" in refusal(open_shard, shard)
     edit_json(shard / "manifest.json", format="2.0")
-    assert "format 2.0 is newer" in refusal(load_shard, shard)
+    assert "format 2.0 is newer" in refusal(open_shard, shard)
 
 
 def test_a_folder_that_is_no_shard_is_named(tmp_path: Path) -> None:
-    assert f"{tmp_path}: is not a shard (it has no manifest.json)" in refusal(load_shard, tmp_path)
+    assert f"{tmp_path}: is not a shard (it has no manifest.json)" in refusal(open_shard, tmp_path)
     assert "is not a partition (it has no partition.json)" in refusal(find_shards, tmp_path)
-    for read in (load_shard, find_shards):
+    for read in (open_shard, find_shards):
         assert f"{tmp_path / 'missing'}: no such folder" in refusal(read, tmp_path / "missing")
 
 
 def test_a_partition_is_no_shard_and_a_shard_no_partition(shards: Path, shard: Path) -> None:
     first = shards / "shard_0"
     said = f"{shards}: is a partition, not a shard; name one of its folders, as {first}"
-    assert said in refusal(load_shard, shards)
+    assert said in refusal(open_shard, shards)
     for folder, hint in ((first, f", {shards}"), (shard, "")):
         said = f"{folder}: is a shard, not a partition; name the folder of all shards{hint}"
         assert refusal(find_shards, folder) == said

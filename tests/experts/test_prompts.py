@@ -221,7 +221,7 @@ def test_topics_of_two_text_encoders_are_refused(two_encoders: Path, tmp_path: P
         (("--captions", "{file}"), "keeps no text encoder; pass --text-encoder and --tokenizer"),
         (("--text", " , "), "--text: holds no captions"),
         (("--data", "{shard}"), "its images have no captions; pass --captions or --text"),
-        (("--data", "{encoded}"), "is encoded; name the original shard"),
+        (("--data", "{encoded}"), "is an encoded shard, which holds no images; name"),
     ],
     ids=str,
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import hddm
 from hddm.calibration import FILE_NAME, RECORD_KEY, Calibration, calibration_record
-from hddm.data.shards import load_shard
+from hddm.data.shards import open_shard
 from hddm.experts.ensemble_folders import replace_file
 from hddm.experts.loading import load
 from hddm.experts.records import WEAK, open_expert, read_expert
@@ -147,7 +147,7 @@ def test_samples_calibrate_a_noisy_expert_like_its_shard_does(modes: int) -> Non
 def test_a_calibration_says_what_it_was_fitted_to(
     shards: Path, ddpm_expert: Path, flow_expert: Path, tmp_path: Path
 ) -> None:
-    shard = load_shard(shards / "shard_0")
+    shard = open_shard(shards / "shard_0")
     on_shard = {"data": f"shard {shard.hash}", "images": str(len(shard)), "seed": "7"}
     assert calibration_record(ddpm_expert) == on_shard
     expert = copied(ddpm_expert, tmp_path)
@@ -263,7 +263,7 @@ def test_calibrating_without_data_from_the_command_line(
         )
     assert calibration_record(expert) == record
     assert hddm("calibrate", expert, *data)[0] == 0
-    assert load_shard(shards / "shard_0").hash in calibration_record(expert)["data"]
+    assert open_shard(shards / "shard_0").hash in calibration_record(expert)["data"]
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ def test_large_samples_and_texts_are_few(
     number: int, shape: tuple[int, int, int], tokens: int, expected: int, whole: Path
 ) -> None:
     texts = SimpleNamespace(null=torch.empty(tokens)) if tokens else None
-    rows = calibration_rows(replace(load_shard(whole), stored=_Samples(number, shape), texts=texts))
+    rows = calibration_rows(replace(open_shard(whole), stored=_Samples(number, shape), texts=texts))
     assert len(rows) == len(rows.unique()) == expected
     assert (rows[0], rows[-1]) == (0, number - 1)
 

@@ -15,7 +15,7 @@ from hddm import load, sample
 from hddm.calibration import FILE_NAME, Calibration, Moments
 from hddm.checkpoints.inspect_models import inspect_model
 from hddm.data.partition import partition
-from hddm.data.shards import load_shard
+from hddm.data.shards import open_shard
 from hddm.experts.assembly import assemble
 from hddm.experts.records import WEAK, Expert, ExpertRecord, save_expert
 from hddm.networks.folders import WEIGHTS
@@ -72,7 +72,7 @@ def test_an_expert_trained_on_records_what_it_came_from_and_the_blend_on_the_new
     assert "size" not in facts["training"]
     # The velocity is learned through the prediction of the network.
     assert facts["training"]["prediction"] == facts["prediction_type"] == "epsilon"
-    calibration, images = Calibration.load(continued), load_shard(shards / "shard_1").images
+    calibration, images = Calibration.load(continued), open_shard(shards / "shard_1").images
     blend = bounded_gain(PredictionType.EPSILON, 1.0, Moments.of(images))
     assert torch.equal(calibration.times, blend.times)
     assert torch.equal(calibration.weights, blend.weights)
@@ -126,7 +126,7 @@ def test_the_first_loss_is_that_of_the_init(
     """Over a large batch, against the same expectation from states drawn here."""
     settings = expert_settings(objective, steps=1, batch_size=8192)
     (found,) = continue_expert(ddpm_expert, shards / "shard_1", tmp_path / "out", settings)
-    field, images = hddm.load(ddpm_expert), load_shard(shards / "shard_1").images
+    field, images = hddm.load(ddpm_expert), open_shard(shards / "shard_1").images
     noise = torch.Generator().manual_seed(0)
     x_0 = images[torch.randint(len(images), (8192,), generator=noise)]
     t, eps = torch.rand(8192, generator=noise, dtype=torch.float64), torch.randn(x_0.shape, generator=noise)
@@ -157,7 +157,7 @@ def test_an_expert_of_ddpm_that_predicts_x_0_goes_on_with_it_and_needs_no_blend(
     trained = {"flow": "trained by flow matching", "ddpm": "trained as DDPM"}[objective]
     began = "its network predicts sample, as the checkpoint it began with"
     assert inspect_model(tmp_path / "out")["summary"] == f"{trained}; {began}"
-    field, images = hddm.load(tmp_path / "init"), load_shard(shards / "shard_1").images
+    field, images = hddm.load(tmp_path / "init"), open_shard(shards / "shard_1").images
     field.calibration = None
     noise = torch.Generator().manual_seed(0)
     x_0 = images[torch.randint(len(images), (16384,), generator=noise)]

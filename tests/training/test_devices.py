@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import hddm
-from hddm.data.shards import PixelStore, Rows, open_shard
+from hddm.data.shards import PIXELS, Rows, Samples, open_shard
 from hddm.experts.lora import ADAPTER_WEIGHTS
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.transformers import ExpertTransformer
@@ -117,7 +117,7 @@ def train_in_float64(
     torch.set_num_threads(1)
     shard = open_shard(folder)
     noted = NotedRows((pixels_of(shard),))
-    shard = replace(shard, stored=PixelStore(noted))
+    shard = replace(shard, stored=Samples({PIXELS: noted}))
     chosen = resolve(ExpertRecipe, settings)
     network = new_network(ExpertTransformer, chosen.size, shard.shape, 0, rotary=True).double()
     objective = objective_of(chosen)

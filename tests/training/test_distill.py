@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hddm.data.partition import partition
 from hddm.data.shard_records import PARTITION_FILE, find_shards
-from hddm.data.shards import joined, load_shard
+from hddm.data.shards import joined, open_shard
 from hddm.ensemble import Ensemble
 from hddm.experts.assembly import assemble
 from hddm.experts.loading import load
@@ -143,7 +143,7 @@ def test_a_teacher_runs_in_float32_when_its_student_does_not(ensemble: Path) -> 
 def test_joined_shards_hold_all_samples_in_order_and_belong_to_one_partition(
     shards: Path, trio: Trio
 ) -> None:
-    each = [load_shard(folder) for folder in find_shards(shards)]
+    each = [open_shard(folder) for folder in find_shards(shards)]
     whole = joined(each, shards)
     images = torch.cat([shard.images for shard in each])
     assert torch.equal(whole.images, images)
@@ -157,7 +157,7 @@ def test_joined_shards_hold_all_samples_in_order_and_belong_to_one_partition(
     assert whole.hash == hashlib.sha256("\n".join(hashes).encode()).hexdigest() == each[0].partition
     assert (whole.index, whole.num_shards) == (0, 1)
     with pytest.raises(HddmError, match="do not belong together: partition of shard_1"):
-        joined([each[0], load_shard(trio.shards / "shard_1")], shards)
+        joined([each[0], open_shard(trio.shards / "shard_1")], shards)
 
 
 def test_a_student_is_made_sampled_and_traced_from_the_command_line(
@@ -174,13 +174,13 @@ def test_a_student_is_made_sampled_and_traced_from_the_command_line(
         "sample",
         None,
     )
-    partition_hash = load_shard(shards / "shard_0").partition
+    partition_hash = open_shard(shards / "shard_0").partition
     whole = {"hash": partition_hash, "partition": partition_hash, "index": 0, "num_shards": 1}
     assert facts["shard"].items() >= (whole | {"images": 2 * PER_CLASS}).items()
     for k in range(2):
         record = facts["training"]["teacher"]["experts"][f"experts/{k}"]
         assert record["files"][WEIGHTS] == _sha256(ensemble / "experts" / str(k))
-        assert record["shard"] == load_shard(shards / f"shard_{k}").hash
+        assert record["shard"] == open_shard(shards / f"shard_{k}").hash
     assert hddm("sample", out, "--num-images", 4, "--steps", 3, "--out", tmp_path / "samples")[0] == 0
     code, told, _ = hddm("verify", out, "--data", shards / "shard_1")
     assert "the expert was trained on these images" in told

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from hddm import load, sample
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Moments
-from hddm.data.shards import load_shard
+from hddm.data.shards import open_shard
 from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from hddm.experts.records import EXPERT_FILE, read_expert
 from hddm.networks.folders import WEIGHTS
@@ -76,7 +76,7 @@ def test_its_calibration_and_its_first_loss_are_those_of_training_on(
     shards: Path, ddpm_expert: Path, adapter: Path, tmp_path: Path
 ) -> None:
     """B is zero at first, so the two networks are one."""
-    images = load_shard(shards / "shard_1").images
+    images = open_shard(shards / "shard_1").images
     expected = bounded_gain(PredictionType.EPSILON, 1.0, Moments.of(images))
     assert torch.equal(load(adapter).calibration.weights, expected.weights)
     settings = expert_settings("flow", steps=1)
@@ -124,7 +124,7 @@ def test_an_adapter_learns_and_leaves_its_base_alone(whole: Path, flow_expert: P
     continue_expert(flow_expert, whole, tmp_path / "one", settings)
     assert contents(flow_expert) == init
     # Losses of steps differ by more than what is learned: both experts see the same images, noise and times.
-    draws, x_0 = torch.Generator().manual_seed(0), load_shard(whole).images.repeat(20, 1, 1, 1)
+    draws, x_0 = torch.Generator().manual_seed(0), open_shard(whole).images.repeat(20, 1, 1, 1)
     eps, t = torch.randn(x_0.shape, generator=draws), 0.1 + 0.8 * torch.rand(len(x_0), generator=draws)
     wide, errors = t.view(-1, 1, 1, 1), []
     for folder in (flow_expert, tmp_path / "one"):

@@ -11,7 +11,7 @@ from scipy.special import logit
 from scipy.stats import truncnorm
 from torch import Tensor
 
-from hddm.data.shards import ALL, JoinedStore, Rows, Shard, TokenStore, load_shard, open_shard
+from hddm.data.shards import ALL, JoinedStore, Rows, Shard, TokenStore, open_shard
 from hddm.training.loop import Order
 from hddm.training.objectives import Objective, drawing
 from hddm.training.settings import TEXT
@@ -243,7 +243,7 @@ EXPERT = (Use.EXPERT_ORDER, Use.EXPERT_STEPS, 2)
 
 @pytest.fixture
 def shard(whole: Path) -> Shard:
-    return load_shard(whole)
+    return open_shard(whole)
 
 
 @pytest.mark.parametrize(("num", "batch"), [(7, 3), (8, 4), (5, 12), (1, 1)])

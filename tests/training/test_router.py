@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hddm.data.partition import partition
 from hddm.data.shard_records import find_shards
-from hddm.data.shards import PixelStore, Rows, Shard, load_shard
+from hddm.data.shards import PIXELS, Rows, Samples, Shard, open_shard
 from hddm.experts.records import ROUTER_FILE, read_router
 from hddm.networks.folders import WEIGHTS
 from hddm.routers import Router, temperature_at
@@ -47,7 +47,7 @@ OPTIONS = ("--steps", 100, "--batch-size", 32, "--learning-rate", 3e-3, "--seed"
 def _evidence(labels: Tensor, pixels: Tensor) -> Evidence:
     """Images of four pixels, all of them alike."""
     images = pixels.to(torch.uint8)[:, None, None, None].expand(-1, 1, 2, 2)
-    return Evidence(PixelStore(Rows((images,))), torch.arange(len(labels)), labels, "images")
+    return Evidence(Samples({PIXELS: Rows((images,))}), torch.arange(len(labels)), labels, "images")
 
 
 def _by_sign(x_t: Tensor, timestep: Tensor) -> Tensor:
@@ -146,8 +146,8 @@ def test_shards_of_several_partitions_are_told_apart_in_their_order(
     # Only one of the two holds images out.
     assert "training images at all noise levels" in printed
     _, record = read_router(tmp_path / "both")
-    assert record.shard_hashes == tuple(load_shard(folder).hash for folder in folders)
-    assert record.shard_images == tuple(len(load_shard(folder)) for folder in folders)
+    assert record.shard_hashes == tuple(open_shard(folder).hash for folder in folders)
+    assert record.shard_images == tuple(len(open_shard(folder)) for folder in folders)
     again = hddm("train", "router", other, shards, other, "--out", tmp_path / "again", *OPTIONS)
     assert f"{shard}: holds the same images as {shard}; name each shard once" in again[2]
 
@@ -269,7 +269,7 @@ def test_expected_calibration_error_is_that_of_paper_and_pencil() -> None:
 
 
 def test_what_is_held_out_is_a_part_of_the_shard_and_depends_on_content_alone(whole: Path) -> None:
-    shard = load_shard(whole)
+    shard = open_shard(whole)
     kept = held_out(shard)
     assert kept.sum() == round(0.15 * len(shard))
     order = torch.randperm(len(shard), generator=torch.Generator().manual_seed(0))
@@ -297,7 +297,7 @@ def test_held_out_images_are_never_trained_on_and_what_they_say_is_recorded(
     assert [round(0.15 * n) for n in facts.shard_images] == facts.calibration["held_out_images"]
 
     def without_held_out(folder: Path) -> Shard:
-        shard = load_shard(folder)
+        shard = open_shard(folder)
         return with_pixels(shard, pixels_of(shard)[~held_out(shard)])
 
     monkeypatch.setattr(router_training, "open_shard", without_held_out)
@@ -311,7 +311,7 @@ def test_held_out_images_are_never_trained_on_and_what_they_say_is_recorded(
 def test_a_router_tells_shards_apart_until_noise_hides_them(shards: Path, tmp_path: Path) -> None:
     train_router(shards, tmp_path / "router", router_settings(steps=200, batch_size=64, warmup=10))
     network, facts = read_router(tmp_path / "router")
-    loaded = [load_shard(folder) for folder in find_shards(shards)]
+    loaded = [open_shard(folder) for folder in find_shards(shards)]
     assert facts.shard_hashes == tuple(shard.hash for shard in loaded)
     router, noise = Router(network, facts.time_scale), torch.Generator().manual_seed(0)
     for k, shard in enumerate(loaded):

@@ -13,7 +13,7 @@ import torch
 import hddm
 from hddm.data.images import to_unit_range
 from hddm.data.partition import partition
-from hddm.data.shards import load_shard
+from hddm.data.shards import open_shard
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.transformers import ExpertTransformer
 from hddm.training.expert import new_network, record_of_shard, resolve_new, train_expert
@@ -131,7 +131,7 @@ def test_an_expert_counts_its_images_by_the_classes_that_it_knows(whole: Path, c
     facts = json.loads((class_expert / "expert.json").read_text())
     assert facts["classes"] == list(CLASSES)
     assert facts["shard"]["class_images"] == [PER_CLASS, PER_CLASS]
-    shard = load_shard(whole)
+    shard = open_shard(whole)
     assert record_of_shard(shard, ("columns", "others")).class_images == ()
     assert record_of_shard(replace(shard, labels=None), shard.classes).class_images == ()
 
@@ -162,7 +162,7 @@ def test_an_expert_on_a_diffusers_schedule_is_loaded_with_it(whole: Path, tmp_pa
     assert facts["schedule_source"] == str(config)
     assert facts["prediction_type"] == "v_prediction"
     requested = expert_settings("ddpm", prediction="epsilon")
-    assert resolve_new(load_shard(whole), requested, config)[0].prediction == "epsilon"
+    assert resolve_new(open_shard(whole), requested, config)[0].prediction == "epsilon"
 
 
 def test_shards_that_do_not_fit_a_network_are_refused(

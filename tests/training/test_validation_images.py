@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import hddm
 from hddm.data.images import to_bytes
-from hddm.data.shards import Rows, TokenStore, load_shard
+from hddm.data.shards import Rows, TokenStore, open_shard
 from hddm.networks.transformers import ExpertTransformer
 from hddm.noise import Seeded
 from hddm.sampling import sample
@@ -82,7 +82,7 @@ def test_an_expert_for_a_part_of_t_draws_from_images_to_what_it_means(
     part: tuple[float, float], whole: Path, tmp_path: Path
 ) -> None:
     """With the velocity x - c all is known: x - c = exp(t' - t) (x' - c), and x_0 is x - t v."""
-    shard, (low, high) = load_shard(whole), part
+    shard, (low, high) = open_shard(whole), part
     network = nn.Linear(1, 1)
     field = VelocityField(
         lambda x, time, **labels: x - labels["class_labels"].to(x).view(-1, 1, 1, 1),
@@ -122,7 +122,7 @@ def test_a_signal_while_pictures_are_drawn_ends_that_within_a_solver_step(
     signals: int, whole: Path, tmp_path: Path
 ) -> None:
     """Thirty steps are the raw weights' and thirty the averaged ones'."""
-    network, shard = _Velocity(signals), load_shard(whole)
+    network, shard = _Velocity(signals), open_shard(whole)
     field = VelocityField(network, LinearSchedule(), "flow_prediction", sample_shape=shard.shape)
     chosen = recipe(steps=4, batch_size=4, ema_decay=0.5, learning_rate=0.01)
 
@@ -183,7 +183,7 @@ def _report(network: nn.Module) -> StepReport:
 
 
 def test_texts_are_the_first_captions_of_the_shard(whole: Path, tmp_path: Path) -> None:
-    shard = load_shard(whole)
+    shard = open_shard(whole)
     tokens = torch.randn(len(shard), 3, 8, generator=torch.Generator().manual_seed(0))
     shard = replace(shard, texts=TokenStore(Rows((tokens[:10], tokens[10:])), torch.zeros(3, 8)))
     network = new_network(ExpertTransformer, "tiny", shard.shape, 0, text_dim=8).eval()

@@ -20,7 +20,7 @@ from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import Conversion, plan
 from hddm.data.images import save_png
 from hddm.data.partition import partition
-from hddm.data.shards import load_shard
+from hddm.data.shards import open_shard
 from hddm.experts.loading import load
 from hddm.experts.records import read_expert
 from hddm.networks.folders import WEIGHTS
@@ -56,7 +56,7 @@ def held_out(tmp_path_factory: pytest.TempPathFactory, whole: Path) -> Path:
         for index, image in enumerate(draw(name, 12, seed)):
             save_png(image, folder / "images" / name / f"{index}.png")
     (shard,) = partition(folder / "images", folder / "shards", 1)
-    edit_json(shard / "manifest.json", held_out_of=load_shard(whole).hash)
+    edit_json(shard / "manifest.json", held_out_of=open_shard(whole).hash)
     return shard
 
 
@@ -97,7 +97,7 @@ def test_images_of_its_training_are_noted_and_those_of_another_shard_refused(
     assert verdict.accepted
     (note,) = verdict.notes
     assert "was trained on these images" in note
-    other = load_shard(shards / "shard_1").hash[:16]
+    other = open_shard(shards / "shard_1").hash[:16]
     with pytest.raises(UsageError, match=rf"is of shard {other}…, the expert of shard 0, "):
         verify_expert(class_expert, shards / "shard_1")
 
@@ -145,7 +145,7 @@ def unet(tmp_path_factory: pytest.TempPathFactory, whole: Path) -> Path:
         torch.manual_seed(0)
         network = UNet2DModel(4, 1, 1, layers_per_block=1, block_out_channels=(32,), **blocks)
         scheduler = DDPMScheduler(beta_schedule="squaredcos_cap_v2")
-        optimizer, images = torch.optim.AdamW(network.parameters(), 3e-3), load_shard(whole).images
+        optimizer, images = torch.optim.AdamW(network.parameters(), 3e-3), open_shard(whole).images
         for _ in range(200):
             x_0 = images[torch.randint(len(images), (32,))]
             eps, time = torch.randn_like(x_0), torch.randint(1000, (len(x_0),))
@@ -208,7 +208,7 @@ def test_convert_tries_what_a_source_states_on_images(
 def test_no_reading_is_taken_for_better_by_chance_or_for_want_of_training(
     whole: Path, held_out: Path, tmp_path: Path, unet: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few = load_shard(held_out)
+    few = open_shard(held_out)
     source = pipeline(tmp_path / "random", plain_unet(in_channels=1, out_channels=1, sample_size=4))
     write(plan(source, Conversion()), tmp_path / "unet")
     for objective, steps in (("ddpm", 1), ("ddpm", 30), ("flow", 30)):
@@ -371,7 +371,7 @@ def test_what_fails_with_classes_and_without_is_told_once(trio: Trio) -> None:
 
 
 def test_without_a_calibration_the_network_is_not_to_blame(class_expert: Path, held_out: Path) -> None:
-    expert, field, shard = read_expert(class_expert), load(class_expert), load_shard(held_out)
+    expert, field, shard = read_expert(class_expert), load(class_expert), open_shard(held_out)
     assert isinstance(field, VelocityField)
     field.calibration = None
 
