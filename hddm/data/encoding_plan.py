@@ -174,10 +174,10 @@ def plan_encoding(
     if text_encoder is not None and tokenizer is not None:
         for shard in shards:
             images = shard.manifest.images
-            if lacking := [entry.file for entry in images if entry.caption is None]:
+            if without := [entry.file for entry in images if entry.caption is None]:
                 raise HddmError(
-                    f"{shard.folder}: {len(lacking)} of {len(images)} images have no caption, as "
-                    f"{lacking[0]}; drop --text-encoder or partition images with captions"
+                    f"{shard.folder}: {len(without)} of {len(images)} images have no caption, as "
+                    f"{without[0]}; drop --text-encoder or partition images with captions"
                 )
         text = (read_text_encoder(text_encoder), read_tokenizer(tokenizer))
         nn.Module.to(text[0], device)

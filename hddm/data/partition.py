@@ -103,11 +103,12 @@ def partition(
     check_absent(out, PARTITION_FILE, overwrite)
     extractor = open_feature_extractor(features, seed)
     with ExitStack() as stack:
-        if (folder := cache) is None:
+        kept = cache
+        if kept is None:
             out.parent.mkdir(parents=True, exist_ok=True)
             place = TemporaryDirectory(prefix=f".{out.name}.features-", dir=out.parent)
-            folder = Path(stack.enter_context(place))
-        found = compute_features(source, extractor, folder, max_bad, replace_cache)
+            kept = Path(stack.enter_context(place))
+        found = compute_features(source, extractor, kept, max_bad, replace_cache)
         if num_shards == "auto":
             proposal = propose(found, _images_needed(held_out), seed)
             # Of equals, the smaller.
@@ -130,7 +131,7 @@ def partition(
             hashes = _write_shards(source, found, assignment, is_held_out, wanted, draft, cache)
             if tensors:
                 save_file(tensors, draft / "clusters.safetensors")
-            sizes, kept = (
+            sizes, held = (
                 np.bincount(assignment[side], minlength=wanted).tolist()
                 for side in (~is_held_out, is_held_out)
             )
@@ -144,7 +145,7 @@ def partition(
                 sizes=sizes,
                 hashes=hashes,
                 held_out_share=held_out,
-                held_out=tuple(kept) if held_out else (),
+                held_out=tuple(held) if held_out else (),
                 copies=len(found) - len(np.unique(found.pixels, axis=0)),
                 skipped=tuple(source.files[row] for row in found.broken),
                 proposal=proposal,
