@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hddm.training.settings import FIXED_BY_INIT, ExpertSettings, RunOptions
+from hddm.training.settings import FIXED_BY_INIT, ExpertSettings, RunOptions, parse_objectives
 from hddm.utils.errors import asked, counted
 from hddm_cli.options import InputOption, Overwrite, refuse_given
 from hddm_cli.train import Init, Schedule
@@ -53,8 +53,6 @@ def train_all(
         refuse_given(context, "the cluster decides how many run at a time", "parallel")
 
     from hddm.data.shard_records import find_shards
-    from hddm.training.islands import make_islands, parse_objectives, refuse_failed
-    from hddm.utils.files import alone
 
     folders = find_shards(shards)
     options = GivenOptions(context, given)
@@ -65,6 +63,10 @@ def train_all(
             objectives = parse_objectives(objective, len(folders))
     settings = {name: options.settings(ExpertSettings, objective=name) for name in set(objectives)}
     run = options.run()
+    # Only now, since a slip in an option is reported at once.
+    from hddm.training.islands import make_islands, refuse_failed
+    from hddm.utils.files import alone
+
     with asked():
         islands = make_islands(folders, out, objectives, settings, run, schedule, init, overwrite)
     # Two of these with one --out would each train some of the experts.

@@ -16,13 +16,11 @@ from hddm.training.loop import OnStep, summary_of
 from hddm.training.resume import has_run, is_kept, recipe_before, refuse_run, run_folder_of
 from hddm.training.settings import ExpertSettings, RunOptions
 from hddm.training.state import discard_runs, wait_for_run
-from hddm.utils.errors import HddmError, UsageError, did_you_mean
+from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import check_absent
 from hddm.utils.processes import stoppable
 from hddm.utils.workers import RETRIES, Backend, Call, Workers
 
-OBJECTIVES = ("ddpm", "flow")
-REST = "*"
 LOCK_SECONDS = 60.0
 """Seconds to wait for the lock of a predecessor, which may have died with its machine."""
 
@@ -103,32 +101,6 @@ def make_islands(
             own = own.model_copy(update={"prediction": None})
         islands.append(Island(index, shard, out / f"expert_{index}", own, run, path, init, overwrite))
     return islands
-
-
-def parse_objectives(text: str, shards: int, name: str = "--objective") -> list[str]:
-    """Parse one objective per shard from ``0=ddpm,3=ddpm,*=flow``; a name alone, as ``flow``, is for all.
-
-    Raises `HddmError` for a shard that does not exist, comes twice or has no objective, or an unknown
-    objective.
-    """
-    chosen: dict[str, str] = {}
-    for part in text.split(","):
-        key, given, objective = (piece.strip() for piece in part.rpartition("="))
-        key = key if given else REST
-        if objective not in OBJECTIVES:
-            hint = f"write ddpm or flow for a shard, as 0=ddpm,*=flow{did_you_mean(objective, OBJECTIVES)}"
-            raise HddmError(f"{name} {text}: {part.strip()!r} is not an objective; {hint}")
-        if key != REST and (not key.isdecimal() or int(key) >= shards):
-            raise HddmError(f"{name} {text}: there is no shard {key!r}; shards are 0 to {shards - 1}")
-        key = key if key == REST else str(int(key))
-        if key in chosen:
-            raise HddmError(f"{name} {text}: names {key} twice; name each shard once")
-        chosen[key] = objective
-    found = [chosen.get(str(k), chosen.get(REST, "")) for k in range(shards)]
-    if missing := [str(k) for k, one in enumerate(found) if not one]:
-        problem = f"has no objective for shard {', '.join(missing)}; add *=flow for the rest"
-        raise HddmError(f"{name} {text}: {problem}")
-    return found
 
 
 def train_islands(

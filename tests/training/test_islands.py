@@ -20,7 +20,6 @@ from hddm.training.islands import (
     Island,
     Outcome,
     make_islands,
-    parse_objectives,
     prepare,
     refuse_failed,
     train_island,
@@ -28,7 +27,7 @@ from hddm.training.islands import (
 )
 from hddm.training.loop import summary_of
 from hddm.training.resume import run_folder_of
-from hddm.training.settings import RunOptions
+from hddm.training.settings import RunOptions, parse_objectives
 from hddm.training.state import Run
 from hddm.utils.errors import HddmError
 from hddm.utils.processes import Stopped
