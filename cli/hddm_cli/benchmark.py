@@ -16,7 +16,7 @@ def benchmark(
         str,
         typer.Argument(
             metavar="PRESET|FILE",
-            help="Preset (digits, cifar10, grow-digits, grow-cifar10 or quickstart), or a YAML file.",
+            help="Preset (digits, photographs, cifar10, grow-digits, grow-cifar10, quickstart) or YAML file.",
         ),
     ],
     out: Annotated[
