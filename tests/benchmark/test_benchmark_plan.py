@@ -207,7 +207,7 @@ def test_presets_are_command_lines_that_can_be_run(name: str, tmp_path: Path, hd
     made = [line.rpartition("--out ")[2] for line in lines if line.startswith("hddm ")]
     assert len(set(made)) == len(made)
     assert isinstance(read_benchmark(name), BenchmarkFile)
-    assert re.search(rf"[\s(]{name}\b", hddm("benchmark", "--help")[1])
+    assert re.search(rf"[(,]{name}[,)]", re.sub(r"\s", "", hddm("benchmark", "--help")[1]))
 
 
 def test_an_unknown_preset_is_told_from_a_file(tmp_path: Path, hddm: Command) -> None:
