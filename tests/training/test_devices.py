@@ -190,6 +190,9 @@ def _check_close(found: Path, expected: Path, atol: float = 1e-6) -> None:
     one, other = load_file(found), load_file(expected)
     assert one.keys() == other.keys()
     for name, value in one.items():
+        if name.endswith("in_proj_bias"):
+            # A softmax does not see the bias of the keys: its gradient is rounding, which AdamW makes a step.
+            value, other[name] = (torch.cat(each.chunk(3)[::2]) for each in (value, other[name]))
         torch.testing.assert_close(value, other[name], rtol=0, atol=atol)
 
 
