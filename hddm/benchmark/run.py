@@ -39,7 +39,6 @@ from hddm.benchmark.results import (
     compare_rows,
 )
 from hddm.evaluation.results import read_result
-from hddm.training.islands import LOCK_SECONDS
 from hddm.training.state import wait_for_run
 from hddm.utils.errors import HddmError, counted, shown
 from hddm.utils.files import check_absent, read_json, remove, write_json, write_whole
@@ -222,7 +221,7 @@ def _do(step: Step, out: Path, run: Run, report: Callable[[float], None]) -> flo
     """Run a step, whose inputs have links in ``out``, and record it; return its seconds."""
     started, said = time.perf_counter(), io.StringIO()
     if step.verb in TRAININGS:
-        wait_for_run(step.path, LOCK_SECONDS)
+        wait_for_run(step.path)
     if step.verb not in SEEDED:
         # Of a start that was killed before it could record this step.
         for remains in step.written.values():

@@ -290,6 +290,11 @@ class EncodedManifest(ShardIdentity):
         return sum(one.rows for one in self.data)
 
 
+def is_encoded(folder: Path) -> bool:
+    """True if the existing ``manifest.json`` in ``folder`` is of an encoded shard; no more is checked."""
+    return "encoding" in read_json(folder / MANIFEST, LARGEST_MANIFEST)
+
+
 def open_manifest(folder: Path) -> ShardManifest | EncodedManifest:
     """Manifest of the shard in ``folder``, of images or encoded; its list of images is not checked.
 
@@ -297,7 +302,7 @@ def open_manifest(folder: Path) -> ShardManifest | EncodedManifest:
     """
     _refuse_other_folder(folder, MANIFEST)
     path = folder / MANIFEST
-    if "encoding" in read_json(path, LARGEST_MANIFEST):
+    if is_encoded(folder):
         return read_record(path, EncodedManifest, ENCODED_FORMAT, LARGEST_MANIFEST)
     return read_record(path, ShardManifest, FORMAT, LARGEST_MANIFEST)
 

@@ -17,13 +17,12 @@ from hddm.data.images import ImageSet, decode, read_header, stack, to_bytes, too
 from hddm.data.shard_records import (
     HELD_OUT,
     PARTITION_FILE,
-    EncodedManifest,
     ShardImages,
     find_held_out,
     find_shards,
     holds_shard,
+    is_encoded,
     open_images,
-    open_manifest,
 )
 from hddm.data.shards import Shard, open_shard
 from hddm.data.sources import open_source
@@ -206,7 +205,7 @@ def read_images(root: Path, role: Role, bad: dict[str, str]) -> tuple[list[ReadI
     folders, found, classes = _shards(root, role), list[ReadImage](), set()
     for folder in folders or [root]:
         prefix = "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
-        if folders and isinstance(open_manifest(folder), EncodedManifest):
+        if folders and is_encoded(folder):
             shard = open_shard(folder)
             found += _encoded(folder, shard, prefix)
             classes.add(shard.classes)

@@ -295,7 +295,7 @@ def write_ensemble_records(
     write_manifest(draft, sha256_once)
 
 
-PATIENCE = 60.0
+REPLACE_SECONDS = 60.0
 """Seconds to wait for another process that replaces the same ensemble."""
 
 
@@ -310,7 +310,7 @@ def replace_file(folder: Path, record: ExpertRecord, name: str, save: Callable[[
     whole = ensemble_around(target) or target
     kind = EXPERT_FILE if whole == target else ENSEMBLE_FILE
     # Another expert of the same ensemble may be calibrated at the same time.
-    with alone(whole, PATIENCE), new_folder(whole, kind, overwrite=True, is_locked=True) as draft:
+    with alone(whole, REPLACE_SECONDS), new_folder(whole, kind, overwrite=True, is_locked=True) as draft:
         _link_all(whole, draft)
         own = draft / target.relative_to(whole)
         for one in (name, EXPERT_FILE, MANIFEST):

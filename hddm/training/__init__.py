@@ -9,7 +9,7 @@ objectives, mean_flow                 what a network learns, and from which inpu
 loop, device, optimizer               the steps
 state, resume                         the run folder, checkpoints, and resuming them exactly
 watching, wandb_log                   figures and pictures on the way
-islands, island_jobs, ray_islands     all experts at once
+islands                               all experts at once
 fitting, calibrate, bounded_gain      calibrations
 denoising, verify                     errors by noise level, and whether an expert can be trusted
 

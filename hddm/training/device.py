@@ -166,7 +166,7 @@ class Device:
         optimizer.found_inf = skipped  # type: ignore[attr-defined]
         optimizer.step()
 
-    def gathered(self, losses: Tensor, t: Tensor | None, norm: Tensor, flags: Flags) -> "Readings":
+    def gathered(self, losses: Tensor, t: Tensor | None, norm: Tensor, flags: Flags) -> Readings:
         """Gather a step's losses and times (batch,) and the ``flags`` of all processes; without ``t`` NaN."""
         losses = losses.float()
         times = torch.full_like(losses, math.nan) if t is None else t.to(losses)

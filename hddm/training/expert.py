@@ -108,11 +108,10 @@ def saving(
     Its record gets the ``recipe`` and the ``origin`` of the weights. Unless it was trained in a calibration,
     or is a student of few steps, one is fitted to ``shard`` and the ``conditions`` (N, …) of its samples.
     """
-    origin = origin or {}
 
     def write(draft: Path, fitted: Fitted) -> None:
         network = expert.network.requires_grad_(False)
-        training = fitted.record(recipe, origin if "init" in origin else None) | dict(origin)
+        training = fitted.record(recipe, origin)
         facts = expert.facts.model_copy(update={"training": training})
         weak = unread_as(network, fitted.weak) if fitted.weak else None
         trained = replace(expert, facts=facts, weak=weak)

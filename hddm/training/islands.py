@@ -21,9 +21,6 @@ from hddm.utils.files import check_absent
 from hddm.utils.processes import stoppable
 from hddm.utils.workers import RETRIES, Backend, Call, Workers
 
-LOCK_SECONDS = 60.0
-"""Seconds to wait for the lock of a predecessor, which may have died with its machine."""
-
 OnIsland = Callable[[int, int, float, float], None]
 """Called with an island's index, a step, and the loss and the seconds of it."""
 
@@ -147,7 +144,7 @@ def _train(island: Island, report: OnStep) -> str:
     """Train an island in a process of its own, which writes its log to its standard error."""
     logging.basicConfig(format=f"hddm: {island.name}: %(message)s", force=True)
     logging.getLogger("hddm").setLevel(logging.INFO)
-    wait_for_run(island.out, LOCK_SECONDS)
+    wait_for_run(island.out)
     return summary_of(train_island(island, report))
 
 

@@ -181,21 +181,22 @@ class Fitted:
     changes: Sequence[Change] = ()
     weak: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def record(self, recipe: Recipe, init: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def record(self, recipe: Recipe, origin: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return plain values for the record beside the weights: the ``recipe``, and what came of it.
 
-        ``init`` describes the expert that it began with, whose network is not of ``recipe.size``.
+        ``origin`` says where the weights come from; with "init" the network is not of ``recipe.size``.
         """
+        origin = origin or {}
         finite = {step: loss for step, loss in enumerate(self.losses, 1) if math.isfinite(loss)}
         tail = list(finite.values())[-max(len(self.losses) // 20, 1) :]
         batches = (value_at(step, "batch_size", recipe.batch_size, self.changes) for step in finite)
         return {
-            **recipe.model_dump(mode="json", exclude={"size"} if init else None),
+            **recipe.model_dump(mode="json", exclude={"size"} if "init" in origin else None),
             "changes": list(self.changes),
             "images_seen": sum(batches),
             "final_loss": sum(tail) / len(tail),
             "seconds": round(self.seconds, 1),
-            **(init or {}),
+            **origin,
         }
 
 
@@ -327,7 +328,7 @@ class _Trainer:
         if before is not None:
             yield self._finished(before, stop, run)
 
-    def _begun(self, step: int, is_second: bool, stop: StopRequest, run: Run | None) -> "_Begun":
+    def _begun(self, step: int, is_second: bool, stop: StopRequest, run: Run | None) -> _Begun:
         """Start to compute the gradients of ``step``."""
         state, device = self.state, self.device
         started = time.perf_counter()
@@ -347,7 +348,7 @@ class _Trainer:
         rates = tuple(group["lr"] for group in state.optimizer.param_groups)
         return _Begun(step, drawn.rows, readings, rates, waited, time.perf_counter() - started)
 
-    def _finished(self, begun: "_Begun", stop: StopRequest, run: Run | None) -> StepReport:
+    def _finished(self, begun: _Begun, stop: StopRequest, run: Run | None) -> StepReport:
         """Wait for the figures of a step, and complete the state after it."""
         state, device, step = self.state, self.device, begun.step
         started = time.perf_counter()

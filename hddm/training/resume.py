@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from hddm.data.shard_records import EncodedManifest, open_manifest
+from hddm.data.shard_records import EncodedManifest, is_encoded, open_manifest
 from hddm.training.settings import RunOptions
 from hddm.utils.errors import HddmError
 from hddm.utils.files import check_absent, read_json, settle, sha256_of
@@ -211,7 +211,9 @@ def encoding_of(shards: Sequence[Path]) -> dict[str, Any]:
     ``encoding``, ``vae`` and ``text_encoder`` are the first shard's, ``rows`` counts the samples of all, and
     ``files`` is a SHA-256 over all their data files.
     """
-    manifests = [one for one in map(open_manifest, shards) if isinstance(one, EncodedManifest)]
+    # Shards of images are passed over before their long lists are read.
+    opened = map(open_manifest, filter(is_encoded, shards))
+    manifests = [one for one in opened if isinstance(one, EncodedManifest)]
     if not manifests:
         return {}
     return {

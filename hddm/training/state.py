@@ -373,7 +373,7 @@ def discard_runs(outs: Sequence[Path]) -> None:
             work.clear()
 
 
-def wait_for_run(out: Path, seconds: float) -> None:
+def wait_for_run(out: Path, seconds: float = 60.0) -> None:
     """Wait ``seconds`` at most until no other process holds the run of ``out``; else `open_run` refuses."""
     # On a network file system the lock of a process that died with its machine may stay for a while.
     if run_folder_of(out).is_dir():
