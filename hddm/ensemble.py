@@ -212,7 +212,7 @@ class Ensemble:
         experts: velocity fields on the common path, one per shard, or a `Part` for each.
         router: ``router(x_t, t)`` to probabilities (batch, K). Only ``draw`` does without.
         strategy: see `hddm.ensemble`; can be set later. The default holds for any number of experts; folders
-            record theirs (`hddm.experts.assembly.default_strategy`).
+            record theirs (`hddm.experts.assembly.DEFAULT_STRATEGY`).
         prior: K shard sizes or probabilities that ``draw`` draws from, in place of the parts' weights. Those
             of a domain's experts add up.
         shift: of the time grid that its samples want (`hddm.sampling.time_grid`).

@@ -122,8 +122,8 @@ def file_of(sweep: Sweep, size: str, factor: float, router_cost: float, workers:
 
 def _table(sweep: Sweep, cells: list[Cell]) -> Iterator[str]:
     yield (
-        f"Fréchet distance to held-out images, {sweep.num_images:,} samples by commit-0.92, features of "
-        "a classifier that was trained apart: mean of training seeds "
+        f"Fréchet distance to held-out images, {sweep.num_images:,} samples, one expert per image, "
+        "features of a classifier that was trained apart: mean of training seeds "
         f"{', '.join(map(str, sweep.seeds))}; in brackets each seed's ratio to one model. A row in "
         "parentheses did not learn: the classifier recognises too few of its samples. Budgets of a cell "
         f"differ by {PERCENT_UNEQUAL:g} % or are told by its report."

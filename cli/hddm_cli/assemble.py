@@ -31,7 +31,7 @@ def assemble(
     ] = None,
     strategy: Annotated[
         str | None,
-        StrategyOption(help="Recommended strategy. Default: commit-0.92 with a router, draw without."),
+        StrategyOption(help="Recommended strategy. Default: draw."),
     ] = None,
     vae: Component = None,
     text_encoder: Component = None,
@@ -117,8 +117,10 @@ def assemble(
     written = out or experts[0]
     ensemble = read_ensemble_facts(written)
     typer.echo(f"{written}: {counted(len(ensemble.experts), 'expert')}, strategy {ensemble.strategy}")
-    if (why := _WHY.get(ensemble.strategy.partition("-")[0])) is not None:
-        typer.echo(f"{ensemble.strategy}: {why}")
+    if ensemble.strategy == "draw":
+        typer.echo("draw: one expert makes each image from beginning to end, drawn by the shares")
+        if ensemble.learned is not None:
+            typer.echo("the router is for other strategies; hddm evaluate --strategies all compares them")
     entries = read_entries([written / one.folder for one in ensemble.experts], ensemble.experts)
     parts, shares_of = parts_of(entries), []
     for first in dict.fromkeys(part.domain for part in parts):
@@ -128,13 +130,6 @@ def assemble(
     typer.echo(f"shares: {', '.join(shares_of)}")
     if names := join_classes(tuple(one.classes for one in entries)).names:
         typer.echo(f"classes: {', '.join(names[:MOST])}{' …' if len(names) > MOST else ''}")
-
-
-_WHY = {
-    "draw": "one expert makes each image from beginning to end, drawn by the shares; no router is used",
-    "commit": "the router mixes all experts at high noise, then draws one to finish each image",
-}
-"""What the default strategies do."""
 
 
 def _shares(given: Sequence[str]) -> dict[str, float]:

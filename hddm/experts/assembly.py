@@ -63,19 +63,11 @@ from hddm.utils.files import inside, is_draft, link_or_copy, new_folder, restore
 from hddm.utils.records import MANIFEST, read_record, refuse_damaged
 from hddm.utils.tensors import read_safetensors, refuse_non_finite
 
-ROUTED_STRATEGY = "commit-0.92"
+DEFAULT_STRATEGY = "draw"
+"""What a new folder recommends: no strategy that asks the router is nearer to real images (docs/results.md).
 
-
-def default_strategy(has_learned_router: bool) -> str:
-    """The strategy that a new folder records where none is chosen.
-
-    ``draw`` needs no router, and no strategy with a learned one beats it; ``commit-0.92`` comes nearest, and
-    was measured on digits alone (docs/results.md). An `hddm.Ensemble` in memory has ``nucleus-0.9`` in place
-    of both, since it may have any router, and its callers rely on a default that looks at x_t.
-    """
-    return ROUTED_STRATEGY if has_learned_router else "draw"
-
-
+An `hddm.Ensemble` in memory has ``nucleus-0.9`` instead: its callers rely on a default that looks at x_t.
+"""
 PIPELINE_FILE = "pipeline.py"
 PIPELINE_CODE = b'''"""Opens this folder in diffusers by the installed hddm; it has no other code.
 
@@ -155,8 +147,8 @@ def assemble(
     level of expert and router folders only. Weights that adapters change are stored once.
 
     ``router`` is needed for all strategies but ``draw``: a folder, or ``moments`` for one of the experts'
-    moments (`hddm.routers.MomentsRouter`). ``strategy`` is the one that the folder recommends, by default
-    `default_strategy`. Returns notes on what was taken on trust or could not be known.
+    moments (`hddm.routers.MomentsRouter`). ``strategy`` is the one that the folder recommends.
+    Returns notes on what was taken on trust or could not be known.
 
     Raises `HddmError`, before writing, that lists all differences between the parts, and for weights and
     calibrations that are not those of their record.
@@ -166,8 +158,8 @@ def assemble(
             raise HddmError(f"{folder}: is an ensemble; name its experts, {folder}/experts/*")
     members = [Member(folder="", name=name_of(folder)) for folder in experts]
     routing = named_router(router)
-    strategy = strategy or default_strategy(routing.folder is not None)
-    return write_ensemble(read_entries(experts, members), out, routing, strategy, overwrite, options)
+    entries = read_entries(experts, members)
+    return write_ensemble(entries, out, routing, strategy or DEFAULT_STRATEGY, overwrite, options)
 
 
 def named_router(router: str | Path | None) -> Routing:
@@ -194,8 +186,7 @@ def change(
     shards gives exactly the one over fewer. A router that does not know the shard of an added expert is set
     aside for the moments of all experts, where all are calibrated, until that expert goes. What was decided
     on an expert stays with it; where all experts that are left have shares, these keep their proportions. The
-    strategy (but for a ``draw`` that a first router replaces), a shift set by hand and the user's own files
-    stay.
+    strategy, a shift set by hand and the user's own files stay.
 
     ``remove`` names experts as `index_of` does; without ``add``, all of their domains go. ``out`` is the
     folder to write; by default ``ensemble`` is replaced, by two renames: a process killed between them leaves
@@ -235,9 +226,6 @@ def change(
     else:
         routing, chosen, notes = named_router(router), strategy or record.strategy, []
         everyone = decide(everyone, output=[None] * len(everyone))
-    # What was drawn for want of a router is mixed by it once there is one.
-    if routing.folder is not None and record.learned is None and chosen == "draw" and strategy is None:
-        chosen = default_strategy(has_learned_router=True)
     notes += [f"removed {record.experts[k].label}" for k in sorted(gone)]
     if out is not None and out.resolve() != ensemble.resolve():
         refuse_inside(out, [ensemble])
@@ -284,12 +272,11 @@ def _kept_router(
     # Experts of several kinds are drawn, and nothing routes.
     can_route = len({one.kind for one in entries}) == 1
     can_route = can_route and all((one.folder / CALIBRATION).is_file() for one in entries)
-    needs_none = chosen == "draw" or (chosen == ROUTED_STRATEGY and strategy is None)
-    if unknown and (can_route or needs_none):
+    if unknown and (can_route or chosen == "draw"):
         instead = "the experts' moments route" if can_route else "draw needs none"
         note = f"the router does not know the shard of {', '.join(unknown)} and is set aside; {instead}"
         routing = Routing(None, MOMENTS_EVIDENCE if can_route else None, ensemble / learned)
-        return routing, chosen if can_route else "draw", [note]
+        return routing, chosen, [note]
     again = "the router that was set aside knows all experts, and routes again"
     return Routing(ensemble / learned, is_new=False), chosen, [] if record.learned else [again]
 

@@ -283,8 +283,9 @@ def test_the_command_line_prints_notes_and_escapes_names(trio: Trio, tmp_path: P
     shares = ", ".join(f"experts/{k} ({folder.name}) 0.5" for k, folder in enumerate(trio.experts[:2]))
     assert out.splitlines() == [
         f"note: {trio.router}: of its 3 outputs, these are left out: 2",
-        f"{tmp_path / 'two'}: 2 experts, strategy commit-0.92",
-        "commit-0.92: the router mixes all experts at high noise, then draws one to finish each image",
+        f"{tmp_path / 'two'}: 2 experts, strategy draw",
+        "draw: one expert makes each image from beginning to end, drawn by the shares",
+        "the router is for other strategies; hddm evaluate --strategies all compares them",
         f"shares: {shares}",
         "classes: columns, rows",
     ]

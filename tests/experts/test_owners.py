@@ -13,7 +13,7 @@ import torch
 import hddm
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.data.shard_records import overlap, sketch_of
-from hddm.experts.assembly import ROUTED_STRATEGY, assemble, change
+from hddm.experts.assembly import assemble, change
 from hddm.experts.choices import read_classes
 from hddm.experts.ensemble_folders import MOMENTS_EVIDENCE
 from hddm.experts.records import read_router
@@ -258,7 +258,7 @@ def test_a_router_is_set_aside_while_there_is_an_expert_that_it_does_not_know(
     trio: Trio, theirs: Path, tmp_path: Path
 ) -> None:
     whole = tmp_path / "whole"
-    assemble(trio.experts, whole, trio.router)
+    assemble(trio.experts, whole, trio.router, "commit-0.92")
     first = contents(whole)
     before = {name: one for name, one in first.items() if name.startswith(("experts/", "router/"))}
     notes = change(whole, add=[theirs])
@@ -278,7 +278,7 @@ def test_a_router_is_set_aside_while_there_is_an_expert_that_it_does_not_know(
     torch.testing.assert_close(load_ensemble(tmp_path / "saved").router(x, t), learned)
     notes = change(whole, remove=[3])
     assert "the router that was set aside knows all experts, and routes again" in notes
-    change(whole, strategy=ROUTED_STRATEGY)
+    change(whole, strategy="commit-0.92")
     again = contents(whole)
     del again["manifest.json"], first["manifest.json"]
     assert again == first
@@ -292,12 +292,12 @@ def test_a_router_that_comes_back_is_used_again_where_experts_were_drawn_without
     (theirs / CALIBRATION).unlink()
     write_manifest(theirs)
     with pytest.raises(HddmError, match=r"whole.router does not know"):
-        change(whole, add=[theirs], strategy=ROUTED_STRATEGY)
+        change(whole, add=[theirs], strategy="commit-0.92")
     assert any("draw needs none" in note for note in change(whole, add=[theirs]))
     assert derived(whole).strategy == "draw"
     change(whole, remove=[3])
     facts = derived(whole)
-    assert (facts.router, facts.strategy) == ("router", ROUTED_STRATEGY)
+    assert (facts.router, facts.strategy) == ("router", "draw")
 
 
 def test_overlaps_of_shards_are_told(ours: Path, theirs: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from hddm.experts.assembly import ROUTED_STRATEGY, assemble, change
+from hddm.experts.assembly import assemble, change
 from tests.artefacts import Command, copied
 from tests.ensemble_files import derived
 
@@ -37,18 +37,12 @@ def test_strategies_are_measured_alike_and_the_best_is_stored(
     assert (code, "unknown strategy 'best'" in err, (tmp_path / "new").exists()) == (1, True, False)
 
 
-def test_a_learned_router_is_used_unless_another_strategy_is_named(
+def test_an_ensemble_draws_unless_another_strategy_is_named(
     ddpm_expert: Path, flow_expert: Path, router: Path, tmp_path: Path
 ) -> None:
-    experts = [ddpm_expert, flow_expert]
-
-    def recommended(name: str) -> str:
-        return derived(tmp_path / name).strategy
-
-    assemble(experts, tmp_path / "routed", router)
-    assemble(experts, tmp_path / "drawn")
-    assemble(experts, tmp_path / "chosen", router, "draw")
-    assert [recommended(name) for name in ("routed", "drawn", "chosen")] == [ROUTED_STRATEGY, "draw", "draw"]
-    change(tmp_path / "drawn", router=router)
-    change(tmp_path / "chosen", share={"0": 0.3})
-    assert [recommended(name) for name in ("drawn", "chosen")] == [ROUTED_STRATEGY, "draw"]
+    experts, routed, chosen = [ddpm_expert, flow_expert], tmp_path / "routed", tmp_path / "chosen"
+    assemble(experts, routed, router)
+    assemble(experts, chosen, router, "top-1")
+    assert (derived(routed).strategy, derived(chosen).strategy) == ("draw", "top-1")
+    change(chosen, share={"0": 0.3})
+    assert derived(chosen).strategy == "top-1"
