@@ -44,19 +44,15 @@ from hddm.sampling import batches, plan
 from hddm.serving.answers import FAILED, Refusal
 from hddm.serving.requests import LARGEST_BODY, ImageRequest, Limits, read_request, refuse_more
 from hddm.serving.workers import Answer, RemoteEnsemble, SampleJob, VelocityJob, followed
-from hddm.utils.errors import HddmError, counted, did_you_mean, one_line, with_arguments
+from hddm.utils.errors import HddmError, counted, one_line, with_arguments
 from hddm.utils.processes import Report
 from hddm.utils.records import WHOLE
 
 AGAIN = 0.25
 """Seconds until the work of a lost worker is sent again."""
 TRIES = 20
-MESSAGES = 2
-"""Messages with states that are under way to an expert at a time."""
 BODY = 10.0
 """Seconds until a body must be complete; until then a request occupies one of Ray Serve's calls."""
-TOLD = 20
-"""Number of latest requests from which the wait for a place is estimated."""
 WAIT = 2.0
 """Seconds until a silent worker is checked, and that it has to answer."""
 RESTART = 60.0
@@ -114,9 +110,8 @@ class Front:
         )
         self.active, self.created = 0, int(time.time())
         self.loop: asyncio.AbstractEventLoop | None = None
-        self.outbox: list[list[tuple[VelocityJob, asyncio.Future[Any]]]] = [[] for _ in workers]
-        self.senders: list[set[asyncio.Task[None]]] = [set() for _ in workers]
-        self.times: list[float] = []
+        self.patience = 1
+        """Seconds that the latest request took, and after which one that was turned away may try again."""
         self.missing = [0.0 for _ in workers]
         """Since when a worker has not answered, in monotonic seconds; 0 if it does."""
         self.registry = registry = CollectorRegistry()
@@ -127,35 +122,30 @@ class Front:
         by_expert: dict[str, Any] = {"labelnames": ["expert"], "registry": registry}
         made = "Images by the expert that made them, in parts by weight"
         self.images = Counter("hddm_expert_images", made, **by_expert)
-        sizes, together = [2**k for k in range(9)], "Samples that an expert computed together"
-        self.batches = Histogram("hddm_batch_size", together, buckets=sizes, **by_expert)
         self.lost = Counter("hddm_worker_lost", "Calls whose worker was lost", **by_expert)
         for name in self.experts:
-            for metric in (self.images, self.batches, self.lost):
+            for metric in (self.images, self.lost):
                 metric.labels(name)
 
     async def __call__(self, request: Request) -> Response:
         """Answer a request."""
         self.loop = asyncio.get_running_loop()
         answers = {
-            "/healthz": ("GET", self._health),
-            "/metrics": ("GET", self._metrics),
-            "/v1/models": ("GET", self._models),
-            "/v1/images/generations": ("POST", self._generate),
+            "GET /healthz": self._health,
+            "GET /metrics": self._metrics,
+            "GET /v1/models": self._models,
+            "POST /v1/images/generations": self._generate,
         }
-        path = request.url.path
+        line = f"{request.method} {request.url.path}".replace("HEAD", "GET", 1)
         try:
-            if path != "/healthz":
+            if line != "GET /healthz":
                 self._check_token(request)
-            if path not in answers:
-                raise Refusal(404, f"{one_line(path, 100)}: there is {', '.join(answers)}")
-            method, answer = answers[path]
-            if request.method not in (method, "HEAD" if method == "GET" else method):
-                raise Refusal(405, f"{one_line(request.method, 20)} {path}: takes {method}")
+            if (answer := answers.get(line)) is None:
+                raise Refusal(404, f"{one_line(line, 100)}: there is {', '.join(answers)}")
             response = await answer(request)
         except Exception as error:
-            refusal = self._refusal(error, f"{one_line(request.method, 20)} {one_line(path, 100)}")
-            headers = {429: {"Retry-After": str(self._patience)}, 401: {"WWW-Authenticate": "Bearer"}}
+            refusal = self._refusal(error, one_line(line, 100))
+            headers = {429: {"Retry-After": str(self.patience)}, 401: {"WWW-Authenticate": "Bearer"}}
             response = JSONResponse(refusal.body, refusal.status, headers.get(refusal.status))
         self.requests.labels(str(response.status_code)).inc()
         return response
@@ -177,11 +167,6 @@ class Front:
         found = hashlib.sha256(given.strip().encode()).hexdigest()
         if kind.lower() != "bearer" or not hmac.compare_digest(found, self.token):
             raise Refusal(401, "send the service's token: Authorization: Bearer TOKEN")
-
-    @property
-    def _patience(self) -> int:
-        """Seconds after which a request that was turned away may find a place."""
-        return math.ceil(sum(self.times) / len(self.times)) if self.times else 1
 
     async def _health(self, request: Request) -> Response:
         there = await asyncio.gather(*map(self._is_there, range(len(self.workers))))
@@ -209,7 +194,7 @@ class Front:
         wanted = read_request(await _body(request), self.limits)
         expert = self._check(wanted)
         if self.active >= self.limits.queue:
-            raise Refusal(429, f"{self.active} requests wait or run; try again in {self._patience} s")
+            raise Refusal(429, f"{self.active} requests wait or run; try again in {self.patience} s")
         if not wanted.stream:
             images = await self._made(wanted, expert, lambda step: None)
             found = [_datum(wanted, *image) for image in images]
@@ -229,8 +214,7 @@ class Front:
             return None
         names = [f"{self.name}/{expert}" for expert in self.experts]
         if wanted.model not in names:
-            near = did_you_mean(str(wanted.model), [self.name, *names])
-            reason = f"there is no model {one_line(repr(wanted.model), 60)}; GET /v1/models lists them{near}"
+            reason = f"there is no model {one_line(repr(wanted.model), 60)}; GET /v1/models lists them"
             raise Refusal(404, reason, "model")
         return names.index(wanted.model)
 
@@ -262,7 +246,7 @@ class Front:
                 images = await self._make(how, parts, on_step)
             taken = time.monotonic() - begun
             self.seconds.observe(taken)
-            self.times = [*self.times, taken][-TOLD:]
+            self.patience = math.ceil(taken)
             return images
         except TimeoutError as error:
             if not limit.expired():
@@ -323,7 +307,7 @@ class Front:
             settings = {"steps": how.grid_steps, "shift": how.model.shift, "solver": how.solver_name}
             seed = cast(Seeded, how.noise).seed
             job = SampleJob(seed, tuple(batch.numbers), settings | {"guidance": guidance}, *conditions)
-            return _value((await self._ask(k, job, on_step))[0])
+            return await self._ask(k, job, on_step)
         is_left = False
 
         def step(index: int, x: Tensor) -> Tensor:
@@ -354,39 +338,12 @@ class Front:
     def _velocity(self, k: int, job: VelocityJob) -> Tensor:
         """The velocity of expert k; the calling thread waits for it."""
         assert self.loop is not None
-        return asyncio.run_coroutine_threadsafe(self._posted(k, job), self.loop).result()
+        return asyncio.run_coroutine_threadsafe(self._ask(k, job), self.loop).result()
 
-    async def _posted(self, k: int, job: VelocityJob) -> Tensor:
-        """The velocity of expert k; jobs that come while messages are under way share the next message."""
-        done = asyncio.get_running_loop().create_future()
-        self.outbox[k].append((job, done))
-        if len(self.senders[k]) < MESSAGES:
-            sender = asyncio.create_task(self._post(k))
-            self.senders[k].add(sender)
-            sender.add_done_callback(self.senders[k].discard)
-        return _value(await done)
-
-    async def _post(self, k: int) -> None:
-        """Send what waits for expert k, message after message."""
-        while posted := self.outbox[k]:
-            self.outbox[k] = []
-            try:
-                found: list[Any] = await self._ask(k, [job for job, _ in posted])
-            except Exception as error:
-                found = [error] * len(posted)
-            for (_, done), one in zip(posted, found, strict=True):
-                if not done.done():
-                    done.set_result(one)
-
-    async def _ask(
-        self, k: int, work: SampleJob | list[VelocityJob], on_step: Report = lambda step: None
-    ) -> list[Any]:
-        """The answer of expert k's worker: an `Answer` or an exception per job.
-
-        Work of a lost worker is sent again, `TRIES` times.
-        """
+    async def _ask(self, k: int, job: SampleJob | VelocityJob, on_step: Report = lambda step: None) -> Tensor:
+        """The result of expert k's worker; the job of a lost worker is sent again, `TRIES` times."""
         for _ in range(TRIES):
-            task = asyncio.ensure_future(self._sent(k, work, on_step))
+            task = asyncio.ensure_future(self._sent(k, job, on_step))
             try:
                 while not (await asyncio.wait([task], timeout=WAIT))[0]:
                     if not await self._is_there(k) and time.monotonic() - self.missing[k] > RESTART:
@@ -400,34 +357,25 @@ class Front:
                 await asyncio.sleep(AGAIN)
             else:
                 self.missing[k] = 0.0
-                for one in found:
-                    if isinstance(one, Answer) and one.batch:
-                        self.batches.labels(self.experts[k]).observe(one.batch)
+                if isinstance(found, HddmError):
+                    raise found
                 return found
             finally:
                 task.cancel()
         raise Refusal(503, f"the worker of {self.experts[k]} was lost {TRIES} times")
 
-    async def _sent(self, k: int, work: SampleJob | list[VelocityJob], on_step: Report) -> list[Any]:
-        if not isinstance(work, SampleJob):
-            return list(await self.workers[k].velocity.remote(work))
-        answers = self.workers[k].options(stream=True).draw.remote(work)
+    async def _sent(self, k: int, job: SampleJob | VelocityJob, on_step: Report) -> Answer:
+        if isinstance(job, VelocityJob):
+            return cast(Answer, await self.workers[k].velocity.remote(job))
+        answers = self.workers[k].options(stream=True).draw.remote(job)
         try:
             async for answer in answers:
                 if isinstance(answer, Answer):
-                    return [answer]
+                    return answer
                 on_step(answer)
         finally:
             answers.cancel()
         raise RuntimeError("a worker ended without an answer")
-
-
-def _value(found: Any) -> Tensor:
-    """The tensor of an `Answer`; raises the error in its place."""
-    value = found.value if isinstance(found, Answer) else found
-    if isinstance(value, Exception):
-        raise value
-    return cast(Tensor, value)
 
 
 async def _body(request: Request) -> bytes:

@@ -13,7 +13,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files as resources
 from itertools import groupby
 from pathlib import Path
@@ -27,7 +27,7 @@ from hddm.sampling import plan
 from hddm.serving.painting import Opened, Painted, Panel, paint
 from hddm.solvers import SOLVERS
 from hddm.utils.errors import HddmError, counted, optional
-from hddm.utils.processes import environment, switched
+from hddm.utils.processes import environment
 from hddm.utils.records import OPTIONS, parse_record
 
 HOST, PORTS = "127.0.0.1", 20
@@ -44,8 +44,6 @@ _STRATEGIES = (
     "draw: one per image, drawn once. full: all. top-2: the two most probable at each step. "
     "commit-0.92: all while the noise is above 0.92, then one per image."
 )
-_PIXELS, _BYTES = 50_000_000, 64 << 20
-"""Pixels of a picture, and bytes of what a browser sends, at most."""
 _ENLARGED = 512
 """Pixels of a starting picture's longer side, about, to paint on."""
 # Distinct for the colour-blind too (Okabe and Ito), and darker when repeated; letters say the same.
@@ -151,13 +149,6 @@ class Play:
         state = f"{counted(done, 'image')} in {time.monotonic() - began:.1f} s" if images else ""
         yield results(panels, state if done == len(images) else f"Stopped: {state}", files), idle
 
-    def _decoded(self, decode: Callable[[Any], Any], picture: Any) -> Any:
-        """A picture as Gradio decodes it, if it is not too large."""
-        try:
-            return decode(picture)
-        except Image.DecompressionBombError:
-            raise self.gradio.Error(f"the picture has over {_PIXELS:,} pixels; make it smaller") from None
-
     def _settings(self, asked: dict[str, Any]) -> SampleSettings:
         ensemble = self._model.pipeline.ensemble
         # Commas separate names.
@@ -254,7 +245,6 @@ class Play:
                     result = gr.HTML(start, elem_id="result", js_on_load=None)
             quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
             show, canvas = asked["show"], asked["canvas"]
-            canvas.preprocess = functools.partial(self._decoded, canvas.preprocess)
             show.change(lambda one: gr.update(visible=one == LESS), show, asked["left_out"], **quiet)
             other.click(lambda: random.randrange(10_000), None, asked["seed"], **quiet)
             canvas.upload(self._enlarged, canvas, canvas, **quiet)
@@ -266,7 +256,7 @@ class Play:
 
 
 class _Guard:
-    """Middleware that refuses requests of other pages, and large ones."""
+    """Middleware that refuses requests of other pages."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -279,8 +269,6 @@ class _Guard:
         own = f"http://{headers.get('host')}"
         if headers.get("origin", own) != own:
             app = PlainTextResponse("this page accepts requests of its own only", 403)
-        elif "transfer-encoding" in headers or int(headers.get("content-length", 0)) > _BYTES:
-            app = PlainTextResponse(f"this page accepts at most {_BYTES >> 20} MB at a time", 413)
         await app(scope, receive, send)
 
 
@@ -299,14 +287,13 @@ def serve(play: Play, port: int) -> Iterator[tuple[str, threading.Thread]]:
     listener, folder = _listening(port), tempfile.TemporaryDirectory(prefix="hddm-play-")
     # Pictures that were dropped on the page are deleted with the folder.
     quiet = environment({"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_TEMP_DIR": folder.name})
-    # Pillow refuses pictures of more than twice this, before it decodes them.
-    bounded = switched(Image, "MAX_IMAGE_PIXELS", _PIXELS // 2)
-    with listener, folder, quiet, bounded:
+    with listener, folder, quiet:
         gr, page = play.gradio, play.blocks()
         look = {
             "theme": gr.themes.Default(**fonts).set(**dim),
             "css": Path(__file__).with_name("page.css").read_text(),
             "ssr_mode": False,
+            "max_file_size": "64mb",
         }
         app = fastapi.FastAPI(openapi_url=None)
         app = gr.mount_gradio_app(app, page, "", server_name=HOST, footer_links=[], **look)

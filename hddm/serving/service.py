@@ -23,7 +23,7 @@ from hddm.experts.parts import encoders_of
 from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.serving.requests import Limits
 from hddm.serving.workers import Worker
-from hddm.utils.errors import HddmError, UsageError, choose, counted, did_you_mean, one_line, optional
+from hddm.utils.errors import HddmError, UsageError, choose, counted, one_line, optional
 from hddm.utils.processes import StopRequest
 from hddm.utils.progress import Progress
 from hddm.utils.ray_workers import LOCAL, LOOPBACK, connected
@@ -120,6 +120,7 @@ def serve(
         _refuse_lack(
             ray.cluster_resources(), [of[FRONT], *(of[name] for name in names for _ in range(replicas[name]))]
         )
+        threads = {name: max(1, round(resources["num_cpus"])) for name, resources in of.items()}
         if running := ray_serve.status().applications:
             raise HddmError(
                 f"--ray {address}: Ray Serve runs {', '.join(running)} there already; end it first (where it "
@@ -130,15 +131,13 @@ def serve(
         deploy, path = functools.partial(_deployment, ray_serve, limits), str(folder.absolute())
         workers = {
             name: deploy(Worker, name, of[name], num_replicas=replicas[name]).bind(
-                path, k, dtype, device, _threads(of[name]), limits.batch_size, limits.is_batched
+                path, k, dtype, device, threads[name], limits.batch_size, limits.is_batched
             )
             for k, name in enumerate(names)
         }
         # The front checks a token by its hash, and does not know it.
         digest = token and hashlib.sha256(token.encode()).hexdigest()
-        front = deploy(Front, FRONT, of[FRONT]).bind(
-            path, dtype, _threads(of[FRONT]), limits, digest, workers
-        )
+        front = deploy(Front, FRONT, of[FRONT]).bind(path, dtype, threads[FRONT], limits, digest, workers)
 
         def started() -> list[str]:
             found = ray_serve.status().applications.get(APPLICATION)
@@ -184,9 +183,7 @@ def names_of(folder: Path) -> list[str]:
             needed |= dict.fromkeys(("text_encoder", "tokenizer"), encoders.texts[k])
         for part, number in needed.items():
             if numbered(part, number) not in opened.components:
-                add = (
-                    f"add it (hddm assemble --{part.replace('_', '-')} FOLDER; to Paris as its folder {part})"
-                )
+                add = f"add it (hddm assemble --{part.replace('_', '-')} FOLDER)"
                 raise HddmError(f"{folder}: expert {names[k]} needs a {part} to make images; {add}")
     return names
 
@@ -221,10 +218,6 @@ def _refuse_taken(host: str, port: int) -> None:
         raise HddmError(f"--port {port}: cannot listen on {host} ({error.strerror})") from error
 
 
-def _threads(resources: Mapping[str, float]) -> int:
-    return max(1, round(resources["num_cpus"]))
-
-
 def _refuse_lack(there: Mapping[str, float], asked: Sequence[Mapping[str, float]]) -> None:
     """Raise an `HddmError` if a cluster has less of a resource than all workers together need."""
     total = Counter[str]()
@@ -233,6 +226,5 @@ def _refuse_lack(there: Mapping[str, float], asked: Sequence[Mapping[str, float]
     for key, value in total.items():
         name = {"num_cpus": "CPU", "num_gpus": "GPU"}.get(key, key)
         if value > there.get(name, 0):
-            near = did_you_mean(name, ["num_cpus", "num_gpus", *there])
             lack = f"the workers need {value:g} {name}, and the cluster has {there.get(name, 0):g}"
-            raise HddmError(f"--resources: {lack}; request less, or add machines{near}")
+            raise HddmError(f"--resources: {lack}; request less, or add machines")

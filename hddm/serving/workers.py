@@ -35,6 +35,8 @@ from hddm.velocity import Guidance, VelocityField
 LULL = 0.005
 """Seconds that an idle worker waits for more jobs, so that simultaneous jobs become one batch."""
 Tensors = Mapping[str, Tensor]
+Answer = Tensor | HddmError
+"""A job's result or its error, which Ray would log with a traceback if it were raised."""
 log = logging.getLogger(__name__)
 
 
@@ -78,21 +80,12 @@ class VelocityJob:
         return len(self.x)
 
 
-@dataclass(frozen=True)
-class Answer:
-    """A job's result or its error, which Ray would log with a traceback if it were raised."""
-
-    value: Tensor | HddmError
-    batch: int
-    """Number of samples in its batch for the first job of a batch; 0 for the others."""
-
-
 @dataclass(eq=False)
 class _Waiting:
     """A job until it is done; ``on_step`` gets the number of each finished step."""
 
     job: SampleJob | VelocityJob
-    on_step: Report
+    on_step: Report = lambda step: None
     done: asyncio.Future[Answer] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -149,10 +142,9 @@ class Worker:
                 raise Refusal(503, f"expert {self._source[1]} cannot be read; the log says why") from error
         return self.field
 
-    async def velocity(self, jobs: Sequence[VelocityJob]) -> list[Answer | BaseException]:
-        """One velocity or error per job."""
-        waiting = (self._done(_Waiting(job, lambda step: None)) for job in jobs)
-        return await asyncio.gather(*waiting, return_exceptions=True)
+    async def velocity(self, job: VelocityJob) -> Answer:
+        """The velocity of a job."""
+        return await self._done(_Waiting(job))
 
     async def draw(self, job: SampleJob) -> AsyncGenerator[int | Answer]:
         """Yield the number of each finished step, then the samples."""
@@ -187,23 +179,24 @@ class Worker:
             await self._compute(batch)
 
     async def _compute(self, batch: Sequence[_Waiting]) -> None:
-        run = asyncio.get_running_loop().run_in_executor
+        values: Sequence[Tensor | Exception]
         try:
-            values = await run(self._thread, self._run, batch)
+            loop = asyncio.get_running_loop()
+            values = await loop.run_in_executor(self._thread, self._run, batch)
         except Exception as error:
-            # One job may be the cause, so each is computed alone.
-            for one in batch if len(batch) > 1 else ():
-                await self._compute([one])
-            if len(batch) == 1 and not batch[0].done.done():
-                if isinstance(error, HddmError):
-                    batch[0].done.set_result(Answer(error, 0))
-                else:
-                    batch[0].done.set_exception(error)
-            return
+            if len(batch) > 1:
+                # One job may be the cause, so each is computed alone.
+                for one in batch:
+                    await self._compute([one])
+                return
+            values = [error]
         for one, value in zip(batch, values, strict=True):
-            if not one.done.done():
-                rows = sum(len(other.job) for other in batch) if one is batch[0] else 0
-                one.done.set_result(Answer(value, rows))
+            if one.done.done():
+                continue
+            if isinstance(value, Answer):
+                one.done.set_result(value)
+            else:
+                one.done.set_exception(value)
 
     @torch.no_grad()
     def _run(self, batch: Sequence[_Waiting]) -> Sequence[Tensor]:
