@@ -212,6 +212,6 @@ def _finite(features: NDArray[np.float32], names: Sequence[Path], extractor: str
 
 def _fingerprint(source: ImageSource) -> str:
     digest = hashlib.sha256()
-    for number, name in enumerate(source.files):
-        digest.update(f"{name} {source.size(number)}\n".encode())
+    for name, image in zip(source.files, source.images, strict=True):
+        digest.update(f"{name} {image.size()}\n".encode())
     return digest.hexdigest()

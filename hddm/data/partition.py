@@ -262,7 +262,7 @@ def _write_images(
     for place in chosen.tolist():
         row = int(features.rows[place])
         name = f"images/{source.files[row]}"
-        copy, path = folder / name, source.path(row)
+        copy, path = folder / name, source.images[row].path
         copy.parent.mkdir(parents=True, exist_ok=True)
         if path is None:
             copy.write_bytes(source.read(row))

@@ -26,7 +26,7 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from hddm.data.sources.base import LARGEST_FILE, ImageSource
+from hddm.data.sources.base import LARGEST_FILE, ImageSource, SourceImage
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError, UsageError
@@ -339,24 +339,28 @@ def read_entries(path: Path) -> list[ImageEntry]:
 
 
 @dataclass(frozen=True)
-class ShardImages(ImageSource):
-    """Images of a shard; each is checked against its hash when read."""
+class ImageInShard(SourceImage):
+    """An image of a shard, which is checked against its hash when read."""
 
-    entries: Sequence[ImageEntry]
+    folder: Path
+    entry: ImageEntry
 
-    def read(self, i: int) -> bytes:
-        return read_content(self.root, self.entries[i])
+    def read(self) -> bytes:
+        return read_content(self.folder, self.entry)
 
-    def size(self, i: int) -> int:
-        return self.path(i).stat().st_size
-
-    def path(self, i: int) -> Path:
-        return image_path(self.root, self.entries[i])
+    def size(self) -> int:
+        return image_path(self.folder, self.entry).stat().st_size
 
 
-def open_images(folder: Path) -> ShardImages:
+def open_images(folder: Path) -> ImageSource:
     """Images of the shard in ``folder``; raises as `read_manifest`."""
     manifest = read_manifest(folder)
-    entries, classes = manifest.images, tuple(manifest.classes)
-    files = [entry.file for entry in entries]
-    return ShardImages(folder, files, classes, labels_of(entries), captions_of(entries), entries)
+    entries = manifest.images
+    return ImageSource(
+        folder,
+        [entry.file for entry in entries],
+        tuple(manifest.classes),
+        labels_of(entries),
+        captions_of(entries),
+        [ImageInShard(folder, entry) for entry in entries],
+    )

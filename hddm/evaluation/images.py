@@ -17,7 +17,6 @@ from hddm.data.images import ImageSet, decode, read_header, stack, to_bytes, too
 from hddm.data.shard_records import (
     HELD_OUT,
     PARTITION_FILE,
-    ShardImages,
     find_held_out,
     find_shards,
     holds_shard,
@@ -211,7 +210,7 @@ def read_images(root: Path, role: Role, bad: dict[str, str]) -> tuple[list[ReadI
             classes.add(shard.classes)
         else:
             source = open_images(folder) if folders else open_source(root)
-            found += _of_source(source, prefix, role, bad)
+            found += _of_source(source, prefix, role == "images" and not folders, bad)
             classes.add(source.classes)
     if len(classes) > 1:
         raise HddmError(f"{root}: its shards have different classes; use shards of one partition")
@@ -259,7 +258,9 @@ def _encoded(folder: Path, shard: Shard, prefix: str) -> Iterator[ReadImage]:
             )
 
 
-def _of_source(source: ImageSource, prefix: str, role: Role, bad: dict[str, str]) -> Iterator[ReadImage]:
+def _of_source(
+    source: ImageSource, prefix: str, are_samples: bool, bad: dict[str, str]
+) -> Iterator[ReadImage]:
     for row, name in enumerate(source.files):
         path = source.root / name
         try:
@@ -268,7 +269,7 @@ def _of_source(source: ImageSource, prefix: str, role: Role, bad: dict[str, str]
         except HddmError as error:
             bad[f"{prefix}{name}"] = error.message
             continue
-        if role == "images" and not isinstance(source, ShardImages) and header.format in ("JPEG", "MPO"):
+        if are_samples and header.format in ("JPEG", "MPO"):
             raise HddmError(f"{path}: JPEG compression changes a Fréchet distance; save samples as PNG")
         label = None if source.labels is None else source.labels[row]
         yield ReadImage(f"{prefix}{name}", pixels, header.mode, label)

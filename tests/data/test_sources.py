@@ -76,7 +76,7 @@ def test_class_folders_are_labels_and_other_files_are_left_alone(tmp_path: Path)
     source = open_source(tmp_path)
     assert values(source) == files
     assert (source.classes, source.labels, source.captions) == (("a", "b"), (0, 0, 1), None)
-    assert source.path(2) == tmp_path / "b/1.png"
+    assert source.images[2].path == tmp_path / "b/1.png"
     flat = open_source(write(tmp_path, {"1.png": encoded(1)}))
     assert (flat.classes, flat.labels, len(flat)) == ((), None, 4)
 
@@ -212,10 +212,10 @@ def test_sizes_of_images_are_known_unread_and_one_that_vanished_is_named(tmp_pat
     files = {"1.png": encoded(1), "2.bmp": encoded(2, "BMP")}
     folder = open_source(write(tmp_path / "folder", files))
     for source in (folder, open_source(write_tar(tmp_path / "a.tar", files))):
-        assert [source.size(i) for i in range(2)] == [len(source.read(i)) for i in range(2)]
+        assert [image.size() for image in source.images] == [len(image.read()) for image in source.images]
     (tmp_path / "folder" / "1.png").unlink()
     assert "1.png: no such file" in refusal(folder.read, 0)
-    assert "1.png: cannot be read: No such file" in refusal(folder.size, 0)
+    assert "1.png: cannot be read: No such file" in refusal(folder.images[0].size)
 
 
 def test_tar_shards_give_images_captions_and_labels_by_key(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_tar_shards_give_images_captions_and_labels_by_key(tmp_path: Path) -> No
     assert values(source) == {"a/1.jpg": 10, "a/x.y/1.png": 30, "part/b/2.PNG": 20}
     assert source.captions == ("one", "three", "two")
     assert (source.labels, source.classes) == ((0, 1, 2), ("0", "1", "2"))
-    assert source.path(0) is None
+    assert source.images[0].path is None
 
 
 def test_one_tar_is_a_source_by_itself_with_json_beside_each_image(tmp_path: Path) -> None:
@@ -270,8 +270,8 @@ def test_links_and_devices_are_refused_by_name(kind: bytes, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("files", "told"),
     [
-        ({"1.txt": b"a", "2.png": b"x"}, "holds 1.txt, but no image 1"),
-        ({"1.png": b"x", "1.jpg": b"x"}, "1.png and 1.jpg are images of one sample"),
+        ({"1.txt": b"a", "2.png": b"x"}, "holds 1.txt; a sample has one image, named 1"),
+        ({"1.png": b"x", "1.jpg": b"x"}, "holds 1.jpg and 1.png; a sample has one image"),
         ({"1.png": b"x", "./1.png": b"x"}, "holds 1.png twice"),
         ({"1.png": b"x", "1.txt": b"a", "2.png": b"x"}, "2.png has caption none"),
         ({"1.png": b"x", "1.cls": b"one"}, "1.cls cannot be read as a class number"),

@@ -53,7 +53,7 @@ def test_the_hugging_face_layout_gives_images_class_names_and_captions(tmp_path:
     assert values(source) == {f"{prefix}/{i:08d}.jpg": 10 * (i + 1) for i in range(5)}
     assert (source.classes, source.labels) == (("cat", "dog", "owl"), (1, 0, 1, 1, 0))
     assert source.captions == ("one", "two", "three", "four", "five")
-    assert source.path(0) is None
+    assert source.images[0].path is None
 
 
 def test_the_layout_of_cifar_is_read_by_its_declared_columns(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_files_of_a_folder_follow_each_other_by_name(tmp_path: Path) -> None:
     assert (source.labels, source.captions) == (None, None)
 
 
-def test_no_more_than_two_row_groups_are_held_and_each_is_read_once_in_order(
+def test_row_groups_are_read_once_in_order_and_the_last_two_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_parquet(tmp_path / "a.parquet", {"image": pa.array(rows_of(list(range(12))), IMAGE)})
@@ -107,7 +107,6 @@ def test_no_more_than_two_row_groups_are_held_and_each_is_read_once_in_order(
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", read_row_group)
     for i in range(12):
         assert source.read(i) == encoded(i)
-        assert len(source.held._held) <= 2
     assert reads == [0, 1, 2, 3, 4, 5]
     source.read(8), source.read(10), source.read(0), source.read(10)
     assert reads[6:] == [0]
@@ -116,7 +115,7 @@ def test_no_more_than_two_row_groups_are_held_and_each_is_read_once_in_order(
 def test_the_size_of_an_image_changes_with_any_of_its_row_group(tmp_path: Path) -> None:
     def sizes(images: list[bytes]) -> list[int]:
         source = open_source(write_parquet(tmp_path / "a.parquet", {"image": pa.array(images)}))
-        return [source.size(i) for i in range(len(source))]
+        return [image.size() for image in source.images]
 
     images = [encoded(level) for level in range(5)]
     before, after = sizes(images), sizes([*images[:2], images[2] + bytes(100), *images[3:]])

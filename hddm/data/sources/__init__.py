@@ -4,10 +4,9 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from hddm.data.sources.base import METADATA, PARQUET, SUFFIXES, TAR, ImageSource, find_files
+from hddm.data.sources.base import METADATA, PARQUET, SUFFIXES, TAR, Columns, ImageSource, find_files
 from hddm.data.sources.folder import open_described_folder, open_folder
 from hddm.data.sources.parquet import open_parquet
 from hddm.data.sources.tar import open_tars
@@ -31,12 +30,12 @@ def open_source(
     Files of a folder that are not read are counted in a warning, by suffix.
     Raises `HddmError` for a path without images or with several kinds, and as the opener of its kind.
     """
-    columns = caption_column, label_column
+    columns = Columns(caption_column, label_column)
     if path.is_file():
         if path.suffix == TAR:
-            return open_tars(path, [], *columns)
+            return open_tars(path, [], columns)
         if path.suffix == PARQUET:
-            return open_parquet(path, [], *columns)
+            return open_parquet(path, [], columns)
         raise HddmError(f"{path}: is not a folder, .tar or .parquet of images; unpack other archives first")
     if not path.is_dir():
         raise HddmError(f"{path}: no such folder of images")
@@ -46,9 +45,9 @@ def open_source(
     if len(held) > 1:
         raise HddmError(f"{path}: holds {' and '.join(held)}; name a folder with one kind of them")
     if found.tars:
-        return open_tars(path, found.tars, *columns)
+        return open_tars(path, found.tars, columns)
     if found.parquets:
-        return open_parquet(path, found.parquets, *columns)
+        return open_parquet(path, found.parquets, columns)
     read = ", ".join(sorted(SUFFIXES))
     if found.others:
         left = ", ".join(f"{number} {suffix}" for suffix, number in Counter(found.others).most_common(9))
@@ -60,32 +59,13 @@ def open_source(
             "folder, or write it there"
         )
     if found.tables:
-        return open_described_folder(path, found.images, *columns)
+        return open_described_folder(path, found.images, columns)
     if not found.images:
         raise HddmError(f"{path}: holds no images ({read}, {TAR}, {PARQUET})")
     for option, value in zip(("--caption-column", "--label-column"), columns, strict=True):
         if value is not None:
             raise HddmError(f"{option} {value}: {path} is a plain folder; describe its images in {METADATA}")
     return open_folder(path, found.images)
-
-
-@dataclass(frozen=True)
-class PickedImages(ImageSource):
-    """Images of other sources: in each place a source, and the image's number there."""
-
-    picked: Sequence[tuple[ImageSource, int]]
-
-    def read(self, i: int) -> bytes:
-        source, number = self.picked[i]
-        return source.read(number)
-
-    def size(self, i: int) -> int:
-        source, number = self.picked[i]
-        return source.size(number)
-
-    def path(self, i: int) -> Path | None:
-        source, number = self.picked[i]
-        return source.path(number)
 
 
 def pick(sources: Sequence[ImageSource], classes: Collection[str] = ()) -> ImageSource:
@@ -99,28 +79,29 @@ def pick(sources: Sequence[ImageSource], classes: Collection[str] = ()) -> Image
     known = sorted({name for source in sources for name in source.classes})
     if unknown := sorted(set(classes) - set(known)):
         raise HddmError(f"{sources[0].root}: has no class {unknown[0]}; it has {', '.join(known) or 'none'}")
-    root, kept = sources[0].root, tuple(sorted(classes) if classes else known)
-    if len(sources) > 1:
+    kept = tuple(sorted(classes) if classes else known)
+    is_one, root = len(sources) == 1, sources[0].root
+    if not is_one:
         root = Path(os.path.commonpath([source.root.absolute() for source in sources]))
-    names, labels, captions, picked = [], [], [], []
+    names, labels, captions, images = [], [], [], []
     for source in sources:
         for i, file in enumerate(source.files):
             label = None if source.labels is None else source.classes[source.labels[i]]
             if classes and label not in classes:
                 continue
-            is_one = len(sources) == 1
             names.append(file if is_one else (source.root.absolute() / file).relative_to(root).as_posix())
-            labels.append(None if label is None else kept.index(label))
-            captions.append(None if source.captions is None else source.captions[i])
-            picked.append((source, i))
-    found = [one for one in labels if one is not None]
-    texts = [one for one in captions if one is not None]
-    has_labels = len(found) == len(picked)
-    return PickedImages(
+            images.append(source.images[i])
+            if label is not None:
+                labels.append(kept.index(label))
+            if source.captions is not None:
+                captions.append(source.captions[i])
+    has_labels = len(labels) == len(images)
+    has_captions = bool(captions) and len(captions) == len(images)
+    return ImageSource(
         root,
         names,
         kept if has_labels else (),
-        found if has_labels else None,
-        texts if texts and len(texts) == len(picked) else None,
-        picked,
+        labels if has_labels else None,
+        captions if has_captions else None,
+        images,
     )

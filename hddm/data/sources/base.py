@@ -1,11 +1,12 @@
-"""Interface of image sources, file names, and columns of labels and captions."""
+"""Images of a source, names of files, and columns of labels and captions."""
 
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from hddm.utils.errors import HddmError, did_you_mean
 from hddm.utils.records import composed
@@ -21,12 +22,26 @@ LARGEST_LABEL = 99_999
 """Limit, since classes are listed by name and a stray number could fill the memory."""
 
 
+class SourceImage(ABC):
+    """Where an encoded image is."""
+
+    path: Path | None = None
+    """File that holds this image alone, None if it is in an archive."""
+
+    @abstractmethod
+    def read(self) -> bytes:
+        """Encoded bytes; raises `HddmError` with the image's name if it is no longer readable."""
+
+    @abstractmethod
+    def size(self) -> int:
+        """Bytes of the image, or of its row group: a check for changes that reads no content."""
+
+
 @dataclass(frozen=True)
-class ImageSource(ABC):
+class ImageSource:
     """Images by number, in sorted order of their names.
 
-    Opening reads names, labels and captions; `read` takes one image at a time, so memory does not grow with
-    the pixels. Reading in order is fastest.
+    Names, labels and captions are in memory; `read` takes one image at a time. Reading in order is fastest.
     """
 
     root: Path
@@ -39,24 +54,14 @@ class ImageSource(ABC):
     """Class numbers (N,) in [0, len(classes)), or None."""
     captions: Sequence[str] | None
     """Texts (N,), or None."""
+    images: Sequence[SourceImage] = field(repr=False)
 
     def __len__(self) -> int:
         return len(self.files)
 
-    @abstractmethod
     def read(self, i: int) -> bytes:
-        """Encoded bytes of image ``i``; raises `HddmError` with its name if it is no longer readable."""
-
-    @abstractmethod
-    def size(self, i: int) -> int:
-        """Bytes of image ``i``, or of its row group: a check for changes that reads no content.
-
-        Raises `HddmError` with its name if it is no longer there.
-        """
-
-    def path(self, i: int) -> Path | None:
-        """File that holds image ``i`` alone, None if it is in an archive."""
-        return None
+        """Encoded bytes of image ``i``, as `SourceImage.read`."""
+        return self.images[i].read()
 
 
 @dataclass(frozen=True)
@@ -102,30 +107,56 @@ def safe_name(name: str, origin: Path) -> str:
     path = PurePosixPath(name)
     if not path.parts or path.is_absolute() or ".." in path.parts or name[1:2] == ":":
         raise HddmError(f"{origin}: the name {name!r} points outside its folder; rename it")
-    if any(letter in name for letter in "\\\0\n\r"):
+    # Bytes that are not UTF-8 arrive as lone surrogates.
+    if any(letter in "\\\0\n\r" or "\ud800" <= letter <= "\udfff" for letter in name):
         raise HddmError(
-            f"{origin}: the name {name!r} contains a backslash, NUL or line break; rename the file"
+            f"{origin}: the name {name!r} has a backslash, NUL or line break, or is not UTF-8; rename it"
         )
-    try:
-        name.encode()
-    except UnicodeEncodeError as error:
-        raise HddmError(f"{origin}: the name {name!r} is not UTF-8; rename the file") from error
     return path.as_posix()
 
 
-def choose_column(
-    columns: Collection[str], asked: str | None, usual: Sequence[str], option: str, origin: Path
-) -> str | None:
-    """The column ``asked`` for, else the existing one of the ``usual`` names, else None.
+class Columns(NamedTuple):
+    """Columns of captions and labels that were requested; None for the usual ones."""
 
-    Raises `HddmError` if ``asked`` is none of ``columns``, or several have usual names.
+    caption: str | None = None
+    label: str | None = None
+
+
+def described(
+    root: Path,
+    images: Mapping[str, tuple[SourceImage, Mapping[str, object]]],
+    requested: Columns,
+    captions: Sequence[str],
+    labels: Sequence[str],
+    origin: Path,
+) -> ImageSource:
+    """A source of ``images``, each with its values by column; ``captions`` and ``labels`` are usual columns.
+
+    Raises as `choose_column`, `as_captions` and `as_labels`.
     """
-    if asked is not None:
-        if asked not in columns:
+    files = tuple(sorted(images))
+    rows = [images[name][1] for name in files]
+    columns = set().union(*rows)
+    caption = choose_column(columns, requested.caption, captions, "--caption-column", origin)
+    label = choose_column(columns, requested.label, labels, "--label-column", origin)
+    numbers, classes = as_labels([row.get(label) for row in rows], files, origin) if label else (None, ())
+    texts = as_captions([row.get(caption) for row in rows], files, origin) if caption else None
+    return ImageSource(root, files, classes, numbers, texts, [images[name][0] for name in files])
+
+
+def choose_column(
+    columns: Collection[str], requested: str | None, usual: Sequence[str], option: str, origin: Path
+) -> str | None:
+    """The column ``requested``, else the existing one of the ``usual`` names, else None.
+
+    Raises `HddmError` if ``requested`` is none of ``columns``, or several have usual names.
+    """
+    if requested is not None:
+        if requested not in columns:
             known = ", ".join(sorted(columns)) or "none"
-            hint = did_you_mean(asked, columns)
-            raise HddmError(f"{option} {asked}: {origin} has no such column (has {known}){hint}")
-        return asked
+            hint = did_you_mean(requested, columns)
+            raise HddmError(f"{option} {requested}: {origin} has no such column (has {known}){hint}")
+        return requested
     found = [name for name in usual if name in columns]
     if len(found) > 1:
         raise HddmError(f"{origin}: has columns {' and '.join(found)}; choose one with {option}")
@@ -152,25 +183,20 @@ def as_labels(
     Raises `HddmError`, naming the image, for a missing label, one that is neither text nor a number from 0 to
     `LARGEST_LABEL`, and for texts among numbers.
     """
-    numbers: list[int] = []
-    texts: list[str] = []
+    are_texts = isinstance(values[0], str)
     for value, name in zip(values, names, strict=True):
-        if isinstance(value, str) and not numbers:
-            texts.append(composed(value))
-        elif type(value) is int and 0 <= value <= LARGEST_LABEL and not texts:
-            numbers.append(value)
-        else:
-            wanted = "a text, or a number for all images"
-            if isinstance(values[0], int):
-                wanted = f"a number from 0 to {LARGEST_LABEL}"
+        if not (isinstance(value, str) if are_texts else type(value) is int and 0 <= value <= LARGEST_LABEL):
+            wanted = "a text" if are_texts else f"a number from 0 to {LARGEST_LABEL}"
             raise HddmError(
                 f"{origin}: {name} has label {_short(value)}; give each image {wanted}, or none a label"
             )
-    if numbers:
-        return tuple(numbers), tuple(map(str, range(max(numbers) + 1)))
-    classes = tuple(sorted(set(texts)))
-    number = {name: index for index, name in enumerate(classes)}
-    return tuple(number[text] for text in texts), classes
+    if are_texts:
+        texts = [composed(str(value)) for value in values]
+        classes = tuple(sorted(set(texts)))
+        number = {name: index for index, name in enumerate(classes)}
+        return tuple(number[text] for text in texts), classes
+    numbers = [int(str(value)) for value in values]
+    return tuple(numbers), tuple(map(str, range(max(numbers) + 1)))
 
 
 def _short(value: object) -> str:

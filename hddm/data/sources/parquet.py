@@ -5,20 +5,21 @@ metadata, if present, names the image column and the classes. Label and caption 
 name, or are named by the caller; nothing is guessed.
 """
 
-import bisect
-import itertools
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from hddm.data.sources.base import (
     CAPTION_COLUMNS,
     PARQUET,
     SUFFIXES,
+    Columns,
     ImageSource,
+    SourceImage,
     as_captions,
     as_labels,
     choose_column,
@@ -27,8 +28,7 @@ from hddm.utils.documents import parse_json
 from hddm.utils.errors import HddmError, optional
 
 
-@dataclass(frozen=True)
-class TableColumns:
+class TableColumns(NamedTuple):
     """Names of the columns to read; ``classes`` come from the schema of ``datasets``, if any."""
 
     image: str
@@ -37,19 +37,17 @@ class TableColumns:
     caption: str | None
 
 
-def find_columns(
-    schema: Any, path: Path, caption_column: str | None, label_column: str | None
-) -> TableColumns:
+def find_columns(schema: Any, path: Path, requested: Columns) -> TableColumns:
     """Columns of a file with the arrow ``schema``; raises `HddmError` for none or several to choose from."""
     features = _features(schema)
     image = _image_column(schema, features, path)
     others = [name for name in schema.names if name != image]
     declared = [name for name in others if features.get(name, {}).get("_type") == "ClassLabel"]
     usual = ["label"] if "label" in others else declared
-    label = choose_column(others, label_column, usual, "--label-column", path)
+    label = choose_column(others, requested.label, usual, "--label-column", path)
     names = features[label].get("names") if label is not None and label in declared else None
     classes = tuple(map(str, names)) if isinstance(names, list) else None
-    caption = choose_column(others, caption_column, CAPTION_COLUMNS, "--caption-column", path)
+    caption = choose_column(others, requested.caption, CAPTION_COLUMNS, "--caption-column", path)
     return TableColumns(image, label, classes, caption)
 
 
@@ -103,151 +101,123 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 LARGEST_ROW_GROUP = 4 * 2**30
-"""Bytes of a row group; two are held in memory."""
+"""Bytes of a row group; up to three are held in memory."""
 
 UNKNOWN_SUFFIX = ".img"
 """Suffix of an image whose row does not name its encoding."""
 
 
+class HeldImages:
+    """Columns of images by file and row group; the last two used stay in memory, for all threads."""
+
+    def __init__(self, column: str) -> None:
+        self._lock = threading.Lock()
+
+        @functools.lru_cache(maxsize=2)
+        def read(path: Path, group: int) -> Any:
+            with _opened(path) as file:
+                return file.read_row_group(group, columns=[column])[column]
+
+        self._read = read
+
+    def __call__(self, path: Path, group: int) -> Any:
+        """Arrow array of the column."""
+        with self._lock:
+            return self._read(path, group)
+
+
 @dataclass(frozen=True)
-class ParquetSource(ImageSource):
-    """Images in Parquet files.
+class RowGroup:
+    """A row group of a file: its number, rows, and bytes of all columns."""
 
-    ``groups`` (G,) are file and row group, ``starts`` (G + 1,) the first image of each and the end, ``sizes``
-    (G,) the bytes of all columns. The last two row groups read stay in memory.
-    """
+    path: Path
+    number: int
+    rows: int
+    size: int
+    held: HeldImages
 
-    held: "_RowGroups" = field(repr=False)
-    groups: tuple[tuple[Path, int], ...] = field(repr=False)
-    starts: tuple[int, ...] = field(repr=False)
-    sizes: tuple[int, ...] = field(repr=False)
 
-    def read(self, i: int) -> bytes:
-        group = self._group(i)
-        images = self.held.images(*self.groups[group])
-        _refuse_other_rows(self.groups[group][0], len(images), self.starts[group + 1] - self.starts[group])
-        value = images[i - self.starts[group]].as_py()
+@dataclass(frozen=True)
+class ImageInTable(SourceImage):
+    """A row of a row group; ``name`` is for messages."""
+
+    group: RowGroup
+    row: int
+    name: Path
+
+    def read(self) -> bytes:
+        group = self.group
+        images = group.held(group.path, group.number)
+        _refuse_other_rows(group.path, len(images), group.rows)
+        value = images[self.row].as_py()
         content = value.get("bytes") if isinstance(value, dict) else value
         if not isinstance(content, bytes):
-            raise HddmError(
-                f"{self.root / self.files[i]}: its row holds no image; remove it or fetch it again"
-            )
+            raise HddmError(f"{self.name}: its row holds no image; remove it or fetch it again")
         return content
 
-    def size(self, i: int) -> int:
-        return self.sizes[self._group(i)]
-
-    def _group(self, i: int) -> int:
-        return bisect.bisect_right(self.starts, i) - 1
+    def size(self) -> int:
+        return self.group.size
 
 
-def open_parquet(
-    root: Path, names: Sequence[str], caption_column: str | None = None, label_column: str | None = None
-) -> ParquetSource:
+def open_parquet(root: Path, names: Sequence[str], requested: Columns) -> ImageSource:
     """Open the images in ``root/<name>`` for each of ``names``, or in ``root`` if it is a file.
 
     Image r of a file is named ``<file without .parquet>/<r, eight digits><suffix>``, in a single file without
-    the folder; the suffix is that of the row's ``path``, else `UNKNOWN_SUFFIX`. Unless a column is given,
-    captions are ``text`` or ``caption``, labels ``label`` or else the only column of classes.
+    the folder; the suffix is that of the row's ``path``, else `UNKNOWN_SUFFIX`. Unless a column is
+    requested, captions are ``text`` or ``caption``, labels ``label`` or else the only column of classes.
 
     Raises:
         HddmError: without pyarrow; for a file that is no Parquet or has no image column or several; for files
             of different columns, classes or splits; for missing captions and labels.
     """
     _refuse_splits(root, names)
-    tables = [_read_table(root / name, caption_column, label_column) for name in names or [""]]
-    for table in tables[1:]:
-        if table.columns != tables[0].columns:
-            raise HddmError(
-                f"{table.path}: has other columns or classes than {tables[0].path}; name one of them, or a "
-                "folder of one dataset"
-            )
     files: list[str] = []
-    for name, table in zip(names or [""], tables, strict=True):
-        prefix = f"{name.removesuffix(PARQUET)}/" if name else ""
-        files += [f"{prefix}{row:08d}{suffix}" for row, suffix in enumerate(table.suffixes)]
-    if not files:
-        raise HddmError(f"{root}: its Parquet files hold no rows")
-    columns = tables[0].columns
-    captions = [value for table in tables for value in table.captions]
-    labels, classes = _labels([v for table in tables for v in table.labels], columns, files, root)
-    return ParquetSource(
-        root,
-        tuple(files),
-        classes,
-        labels,
-        as_captions(captions, files, root) if columns.caption else None,
-        _RowGroups(columns.image),
-        tuple((table.path, group) for table in tables for group in range(len(table.rows))),
-        tuple(itertools.accumulate((rows for table in tables for rows in table.rows), initial=0)),
-        tuple(size for table in tables for size in table.sizes),
-    )
-
-
-class _RowGroups:
-    """Images by row group; the last two used stay in memory, shared by all threads."""
-
-    def __init__(self, column: str) -> None:
-        self._column, self._lock = column, threading.Lock()
-        self._held: dict[tuple[Path, int], Any] = {}
-
-    def images(self, path: Path, group: int) -> Any:
-        """Arrow array of the image column."""
-        key = path, group
-        with self._lock:
-            images = self._held.pop(key, None)
-            while len(self._held) > 1:
-                del self._held[next(iter(self._held))]
-            if images is None:
-                with _opened(path) as file:
-                    images = file.read_row_group(group, columns=[self._column])[self._column]
-            self._held[key] = images
-        return images
-
-    def __reduce__(self) -> tuple[type["_RowGroups"], tuple[str]]:
-        # Another process reads its own row groups.
-        return type(self), (self._column,)
-
-
-@dataclass(frozen=True)
-class _Table:
-    """One file: columns, rows and bytes by row group, and suffix, label and caption by row."""
-
-    path: Path
-    columns: TableColumns
-    rows: list[int]
-    sizes: list[int]
-    suffixes: list[str]
-    labels: list[object]
-    captions: list[object]
-
-
-def _read_table(path: Path, caption_column: str | None, label_column: str | None) -> _Table:
-    with _opened(path) as file:
-        schema, metadata = file.schema_arrow, file.metadata
-        columns = find_columns(schema, path, caption_column, label_column)
-        groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
-        for number, group in enumerate(groups):
-            if group.total_byte_size > LARGEST_ROW_GROUP:
+    images: list[SourceImage] = []
+    labels: list[object] = []
+    captions: list[object] = []
+    columns: TableColumns | None = None
+    for name in names or [""]:
+        path, prefix = root / name, f"{name.removesuffix(PARQUET)}/" if name else ""
+        with _opened(path) as file:
+            found = find_columns(file.schema_arrow, path, requested)
+            if columns is None:
+                columns, held = found, HeldImages(found.image)
+            if found != columns:
                 raise HddmError(
-                    f"{path}: row group {number} has {group.total_byte_size} bytes; write the file "
-                    "again with smaller ones"
+                    f"{path}: has other columns or classes than {root / names[0]}; name one of them, or a "
+                    "folder of one dataset"
                 )
-        has_path = "path" in image_fields(schema.field(columns.image).type)
-        read = [columns.label, columns.caption, f"{columns.image}.path" if has_path else None]
-        table = file.read(columns=[name for name in read if name])
-        for found in (len(table), metadata.num_rows):
-            _refuse_other_rows(path, found, sum(group.num_rows for group in groups))
-        paths = table[columns.image].to_pylist() if has_path else [None] * metadata.num_rows
-        return _Table(
-            path,
-            columns,
-            [group.num_rows for group in groups],
-            [group.total_byte_size for group in groups],
-            [_suffix(value) for value in paths],
-            table[columns.label].to_pylist() if columns.label else [],
-            table[columns.caption].to_pylist() if columns.caption else [],
-        )
+            groups = _row_groups(file, path, held)
+            has_path = "path" in image_fields(file.schema_arrow.field(columns.image).type)
+            read = [columns.label, columns.caption, f"{columns.image}.path" if has_path else None]
+            table = file.read(columns=[one for one in read if one])
+            for rows in (len(table), file.metadata.num_rows):
+                _refuse_other_rows(path, rows, sum(group.rows for group in groups))
+        paths = table[columns.image].to_pylist() if has_path else [None] * rows
+        own = [f"{prefix}{row:08d}{_suffix(value)}" for row, value in enumerate(paths)]
+        places = [(group, row) for group in groups for row in range(group.rows)]
+        images += [ImageInTable(*place, root / one) for place, one in zip(places, own, strict=True)]
+        files += own
+        labels += table[columns.label].to_pylist() if columns.label else []
+        captions += table[columns.caption].to_pylist() if columns.caption else []
+    if not files or columns is None:
+        raise HddmError(f"{root}: its Parquet files hold no rows")
+    numbers, classes = _labels(labels, columns, files, root)
+    texts = as_captions(captions, files, root) if columns.caption else None
+    return ImageSource(root, tuple(files), classes, numbers, texts, images)
+
+
+def _row_groups(file: Any, path: Path, held: HeldImages) -> list[RowGroup]:
+    groups = []
+    for number in range(file.metadata.num_row_groups):
+        facts = file.metadata.row_group(number)
+        if facts.total_byte_size > LARGEST_ROW_GROUP:
+            raise HddmError(
+                f"{path}: row group {number} has {facts.total_byte_size} bytes; write the file again with "
+                "smaller ones"
+            )
+        groups.append(RowGroup(path, number, facts.num_rows, facts.total_byte_size, held))
+    return groups
 
 
 def _refuse_other_rows(path: Path, found: int, stated: int) -> None:
