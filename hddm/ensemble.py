@@ -58,7 +58,7 @@ from hddm.conditions import (
     join_classes,
     within,
 )
-from hddm.networks.offload import bring, in_best_order, release
+from hddm.networks.offload import in_best_order, release
 from hddm.networks.wrappers import TEXT_CONDITIONS, described, missing_from
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.records import NoiseRange
@@ -538,11 +538,8 @@ class Ensemble:
 
     def ask_each(self, experts: Sequence[int], ask: Callable[[int], Tensor]) -> Iterable[tuple[int, Tensor]]:
         """Velocities of ``experts``, computed one after the other, those whose weights are present first."""
-        waiting = in_best_order({k: self.experts[k].network for k in experts})
-        for place, index in enumerate(waiting):
-            following = [self.experts[k].network for k in waiting[place + 1 : place + 2]]
-            bring(self.experts[index].network, *following)
-            yield index, ask(index)
+        for k in in_best_order({k: self.experts[k].network for k in experts}):
+            yield k, ask(k)
 
     def check_range(self, labels: Tensor) -> None:
         """Raise an `HddmError` for class labels (batch,), on the CPU, beyond the classes of all experts."""

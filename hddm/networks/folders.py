@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Generic, TypeVar
 
 import diffusers
 import torch
@@ -72,48 +72,7 @@ def parse_config(
             del arguments[key]
         elif key not in parameters or key == "self":
             raise HddmError(f"{origin}: {name} has no key {key!r}{did_you_mean(key, parameters)}")
-    hints = get_type_hints(kind.__init__)
-    for key, value in arguments.items():
-        hint = float | None if key in _FLOATS else hints.get(key, Any)
-        if not _is_of(value, hint, parameters[key].default):
-            raise HddmError(
-                f"{origin}: {key} is {one_line(repr(value), 60)}, and {name} takes "
-                f"{inspect.formatannotation(hint)}; use the file that came with the weights"
-            )
     return kind, arguments
-
-
-_FLOATS = {"interpolation_scale"}
-"""Arguments that are annotated as whole numbers by mistake."""
-
-
-def _is_of(value: Any, hint: Any, default: Any) -> bool:
-    """True if each part of ``value`` is of a kind that the annotation of an argument names, or its default.
-
-    The lengths of lists are left to the constructor, since annotations are often wrong about them.
-    """
-    kinds = {*_kinds_in(hint), type(default)}
-    if Any in kinds or value == default:
-        return True
-    if isinstance(value, list | tuple):
-        return bool(kinds & {list, tuple, Sequence}) and all(_is_of(one, hint, default) for one in value)
-    if value is None:
-        # Files in use have it for false and for unknown sizes. A constructor fails without the others, except
-        # for floats, which the network would miss when it runs.
-        return type(None) in kinds or float not in kinds
-    if isinstance(value, bool | str | dict):
-        return type(value) in kinds
-    if isinstance(value, float):
-        return float in kinds and math.isfinite(value)
-    return bool(kinds & {int, float}) and abs(value) < 2**63
-
-
-def _kinds_in(hint: Any) -> set[Any]:
-    """Types that an annotation names: of ``tuple[int] | None`` tuple, int and None's."""
-    if get_origin(hint) is Literal:
-        return {type(value) for value in get_args(hint)}
-    inner = {kind for part in get_args(hint) for kind in _kinds_in(part)}
-    return inner | {get_origin(hint) or hint}
 
 
 def empty_network(
@@ -132,10 +91,6 @@ def empty_network(
             f"(at most {_MOST_LAYERS} layers, of {_TENSORS_PER_LAYER} tensors or more)"
         )
     for key, value in arguments.items():
-        numbers = value if isinstance(value, Sequence) else [value]
-        # A constructor may take them, since -2 divides 8, and the network then fails at its first input.
-        if "shift" not in key and any(isinstance(one, int) and one < 0 for one in numbers):
-            raise HddmError(f"{origin}: {key} is {str(value)[:60]}, and no size is negative; correct it")
         if isinstance(value, Sequence) and len(value) > _MOST_LAYERS:
             raise HddmError(
                 f"{origin}: {key} has {len(value)} entries, and networks have {_MOST_LAYERS} at most"

@@ -14,7 +14,6 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Literal, get_args
 
 import torch
@@ -30,7 +29,7 @@ class Shelf:
     """Room on the device for the weights of several networks.
 
     ``budget`` limits the bytes of weights on the device; by default, unless ``offload`` is none, it fits the
-    two largest networks: the running one and the next. Raises `HddmError` for an unknown ``offload``, or a
+    two largest networks. Raises `HddmError` for an unknown ``offload``, or a
     budget where nothing ever leaves.
     """
 
@@ -43,22 +42,20 @@ class Shelf:
         self._budget = budget
         self._networks: list[StoredNetwork] = []
         self._present: OrderedDict[StoredNetwork, int] = OrderedDict()
-        self._start()
-
-    def _start(self) -> None:
-        self._coming: dict[StoredNetwork, Future[Tensors]] = {}
-        self._reader = ThreadPoolExecutor(1, "hddm-prefetch")
         self.lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for a copy: weights on the device, without pending reads."""
+        """State for a copy, without the lock."""
         with self.lock:
-            kept = {"_networks": self._networks.copy(), "_present": self._present.copy()}
-        return {"offload": self.offload, "_budget": self._budget, **kept}
+            return {
+                **vars(self),
+                "_networks": [*self._networks],
+                "_present": self._present.copy(),
+                "lock": None,
+            }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._start()
+        vars(self).update(state, lock=threading.RLock())
 
     def add(self, network: "StoredNetwork") -> None:
         """Register a network; `HddmError` refuses one larger than the budget."""
@@ -74,34 +71,24 @@ class Shelf:
 
     def bring(self, network: "StoredNetwork") -> None:
         """Bring the weights of ``network`` to its device; raises as `add`, and for unreadable weights."""
-        if network in self._present:
-            self._present.move_to_end(network)
-            return
-        self._refuse_larger(network)
-        coming = self._coming.pop(network, None)
-        if coming is None:
-            self._make_room(network.size)
-        network.place(coming.result() if coming else network.fetch())
-        self._present[network] = network.size
+        with self.lock:
+            if network in self._present:
+                self._present.move_to_end(network)
+                return
+            self._refuse_larger(network)
+            while self._present and not self._has_room(network.size):
+                self.forget(next(iter(self._present)))
+            network.place(network.fetch())
+            self._present[network] = network.size
 
-    def prefetch(self, network: "StoredNetwork") -> None:
-        """Start reading ``network`` in the background if it fits beside the one in use."""
-        if network in self._present or network in self._coming:
-            return
-        in_use = next(reversed(self._present.values()), 0)
-        if self.budget is not None and in_use + network.size > self.budget:
-            return
-        self._make_room(network.size, keep=1)
-        self._coming[network] = self._reader.submit(network.fetch)
+    def _has_room(self, size: int) -> bool:
+        return self.budget is None or sum(self._present.values()) + size <= self.budget
 
     def forget(self, network: "StoredNetwork") -> None:
         """Remove ``network`` from the device, if present."""
-        coming = self._coming.pop(network, None)
-        # A read under way ends first: it takes memory, and the network may have changed since.
-        if coming is not None and not coming.cancel():
-            wait([coming])
-        if self._present.pop(network, None) is not None:
-            network.clear()
+        with self.lock:
+            if self._present.pop(network, None) is not None:
+                network.clear()
 
     def release(self, network: "StoredNetwork") -> None:
         """Remove ``network``, which will not run soon, unless a budget was given: that says what may stay."""
@@ -109,8 +96,8 @@ class Shelf:
             self.forget(network)
 
     def is_present(self, network: "StoredNetwork") -> bool:
-        """True if the weights of ``network`` are on its device or being read."""
-        return network in self._present or network in self._coming
+        """True if the weights of ``network`` are on its device."""
+        return network in self._present
 
     def _refuse_larger(self, network: "StoredNetwork") -> None:
         if self._budget is not None and network.size > self._budget:
@@ -118,18 +105,6 @@ class Shelf:
                 f"{network.origin}: its weights take {network.size / 1e6:.1f} MB, and --max-memory leaves "
                 f"{self._budget / 1e6:.1f} MB for experts; raise it, or use a smaller dtype"
             )
-
-    def _make_room(self, size: int, keep: int = 0) -> None:
-        if self.budget is None:
-            return
-        while self._present and self._used() + size > self.budget and len(self._present) > keep:
-            self.forget(next(iter(self._present)))
-        # What was fetched too early makes room last: it was not wanted after all.
-        while self._coming and self._used() + size > self.budget:
-            self.forget(next(iter(self._coming)))
-
-    def _used(self) -> int:
-        return sum(self._present.values()) + sum(network.size for network in self._coming)
 
 
 class StoredNetwork(nn.Module):
@@ -258,20 +233,8 @@ def in_best_order(networks: Mapping[int, object]) -> list[int]:
     return sorted(networks, key=is_absent)
 
 
-def bring(network: object, following: object = None) -> None:
-    """Bring ``network`` to its device, then prefetch ``following``; each only if it is a `StoredNetwork`."""
-    if isinstance(network, StoredNetwork):
-        with network.shelf.lock:
-            network.shelf.bring(network)
-    # Not before: fetching ahead makes room, and must not take that of a network that is about to run.
-    if isinstance(following, StoredNetwork):
-        with following.shelf.lock:
-            following.shelf.prefetch(following)
-
-
 def release(*networks: object) -> None:
     """Let ``networks``, which will not run soon, leave their device; each only if it is a `StoredNetwork`."""
     for network in networks:
         if isinstance(network, StoredNetwork):
-            with network.shelf.lock:
-                network.shelf.release(network)
+            network.shelf.release(network)

@@ -22,7 +22,7 @@ from torch import Tensor
 from hddm.conditions import Conditions, Inputs
 from hddm.ensemble import Ensemble
 from hddm.experts.loading import open_ensemble
-from hddm.networks.offload import bring
+from hddm.networks.offload import StoredNetwork
 from hddm.noise import Latents, Seeded
 from hddm.running import Batch, run
 from hddm.sampling import plan
@@ -253,7 +253,8 @@ def _read(folder: Path, index: int, dtype: torch.dtype, device: torch.device) ->
     """The expert, with its weights; weights of the others are not read."""
     found = open_ensemble(folder, dtype).expert_set(device, dtype).fields()[index]
     for network in (found.network, found.weak and found.weak.network):
-        bring(network)
+        if isinstance(network, StoredNetwork):
+            network.shelf.bring(network)
     # glibc keeps tens of megabytes that reading has freed; other libraries have no such call.
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,7 +1,6 @@
 """Copies of ensembles: the same images, and nothing that one does reaches the other."""
 
 import copy
-import threading
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from torch import Tensor
 
 import hddm
 from hddm.ensemble import Ensemble
-from hddm.networks.offload import Offload, StoredNetwork, bring
+from hddm.networks.offload import Offload, StoredNetwork
 from hddm.utils.errors import HddmError
 from tests.ensemble_files import flow_expert, load_ensemble, write_ensemble
 
@@ -49,7 +48,7 @@ def test_what_is_done_to_a_copy_is_not_done_to_its_original(folder: Path, mode: 
     plain = _sampled(model)
     copied = copy.deepcopy(model)
     for network in _networks(copied):
-        bring(network)
+        network.shelf.bring(network)
         for parameter in network.network.parameters():
             parameter.data.zero_()
     assert torch.equal(_sampled(model), plain)
@@ -61,22 +60,3 @@ def test_what_is_done_to_a_copy_is_not_done_to_its_original(folder: Path, mode: 
     with pytest.raises(HddmError, match="unknown strategy"):
         copied.strategy = "none"
     assert (copied.strategy, model.strategy) == ("full", "top-1")
-
-
-def test_a_copy_made_while_weights_are_on_their_way_fetches_its_own(folder: Path) -> None:
-    model = load_ensemble(folder, offload="disk")
-    plain = _sampled(load_ensemble(folder))
-    first, second, _ = _networks(model)
-    bring(first, second)
-    copied = copy.deepcopy(model)
-    assert not _networks(copied)[1].shelf.is_present(_networks(copied)[1])
-    found: list[Tensor] = []
-    threads = [
-        threading.Thread(target=lambda one=one: found.append(_sampled(one))) for one in (model, copied)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 2
-    assert all(torch.equal(images, plain) for images in found)

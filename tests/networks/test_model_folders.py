@@ -94,15 +94,8 @@ _NONE = "no network can be built from it"
         *(({"patch_size": 0}, _NONE), ({"num_heads": 0}, _NONE), ({"num_heads": 3}, _NONE)),
         ({"depth": 10**9}, "its depth is"),
         ({"auto_map": {"AutoModel": "x.Y"}}, "ExpertTransformer has no key"),
-        ({"hidden_size": "wide"}, "hidden_size is 'wide', and ExpertTransformer takes int"),
-        ({"sample_size": [4, 4]}, "sample_size is [4, 4], and ExpertTransformer takes int"),
-        ({"depth": None}, _NONE),
-        ({"depth": True}, "depth is True, and ExpertTransformer takes int"),
-        ({"num_heads": 2.0}, "num_heads is 2.0, and ExpertTransformer takes int"),
-        (
-            {"hidden_size": 10**30},
-            "hidden_size is 1000000000000000000000000000000, and ExpertTransformer takes int",
-        ),
+        *(({"hidden_size": "wide"}, _NONE), ({"sample_size": [4, 4]}, _NONE), ({"depth": None}, _NONE)),
+        ({"hidden_size": 10**30}, _NONE),
     ],
     ids=str,
 )

@@ -3,7 +3,14 @@
 from typing import Any
 
 import pytest
-from diffusers import DiTTransformer2DModel, ModelMixin, UNet2DConditionModel, UNet2DModel
+from diffusers import (
+    DiTTransformer2DModel,
+    FluxTransformer2DModel,
+    ModelMixin,
+    SD3Transformer2DModel,
+    UNet2DConditionModel,
+    UNet2DModel,
+)
 
 from hddm.networks.folders import empty_network
 from hddm.utils.errors import HddmError
@@ -49,14 +56,26 @@ def test_more_layers_than_the_tensors_are_for_are_refused_at_once(changes: dict[
     assert _refusal(UNet2DConditionModel, {**UNET, **changes}, 700)[1] < 32 * 2**20
 
 
-def test_the_most_that_may_be_asked_for_is_little_work() -> None:
+DEEP = {**UNET, "transformer_layers_per_block": [128, 1], "layers_per_block": 1}
+MANY = {"attention_head_dim": 128, "num_layers": 256}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "arguments", "deeper"),
+    [
+        (UNet2DConditionModel, DEEP, {"layers_per_block": 3}),
+        (DiTTransformer2DModel, {**DIT, "num_layers": 256}, {"num_layers": 257}),
+        (SD3Transformer2DModel, MANY, {"num_layers": 257}),
+        (FluxTransformer2DModel, MANY | {"num_single_layers": 256}, {"num_single_layers": 257}),
+    ],
+)
+def test_the_most_that_may_be_asked_for_is_little_work(
+    kind: type[ModelMixin], arguments: dict[str, Any], deeper: dict[str, Any]
+) -> None:
     """However many tensors a file pretends to have."""
-    num_tensors = 10**6
-    arguments = {**UNET, "transformer_layers_per_block": [128, 1], "layers_per_block": 1}
-    grown = grown_by(lambda: empty_network(UNet2DConditionModel, arguments, num_tensors, "config.json"))
-    assert grown < 200 * 2**20
-    assert "depth is" in _refusal(UNet2DConditionModel, {**arguments, "layers_per_block": 3}, num_tensors)[0]
-    assert "depth is 257" in _refusal(DiTTransformer2DModel, {**DIT, "num_layers": 257}, num_tensors)[0]
+    assert grown_by(lambda: empty_network(kind, arguments, 10**6, "config.json")) < 200 * 2**20
+    assert "its depth is" in _refusal(kind, arguments | deeper, 10**6)[0]
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,6 @@ from tests.flow_models import (
     text,
     velocity_by_hand,
 )
-from tests.hostile import grown_by
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 Make = Callable[..., ModelMixin]
@@ -204,40 +203,25 @@ def test_flux_asks_for_the_size_that_its_config_does_not_hold(hddm: Command, tmp
     assert "sample_size" not in json.loads((expert / "config.json").read_text())
     assert isinstance(FluxTransformer2DModel.from_pretrained(expert), FluxTransformer2DModel)
     assert facts_of(expert)["source"]["options"]["sample_size"] == SIDE
-
-
-def test_records_that_do_not_fit_flux_are_refused(hddm: Command, tmp_path: Path) -> None:
-    converted(hddm, flow_pipeline(tmp_path / "source", flux()), tmp_path / "expert", *WITH_SIDE)
-    for shape in ([4, 7, 8], [3, 8, 8], [4, 0, 8], [4, 8, 10**9]):
-        edit_json(tmp_path / "expert" / "expert.json", sample_shape=shape)
+    for shape in ([4, 7, 8], [3, 8, 8], [4, 8, 10**9]):
+        edit_json(expert / "expert.json", sample_shape=shape)
         with pytest.raises(HddmError, match=r"sample_shape|sample_size|a sample of"):
-            library.load(tmp_path / "expert")
+            library.load(expert)
 
 
 HOSTILE: list[tuple[str, dict[str, Any]]] = [
     ("sd3", {"num_layers": 10**9}),
     ("sd3", {"dual_attention_layers": list(range(10**5))}),
     ("sd3", {"pos_embed_max_size": 10**9}),
-    ("sd3", {"pos_embed_max_size": None}),
-    ("sd3", {"sample_size": 10**6}),
-    ("sd3", {"sample_size": 7}),
     ("sd3", {"sample_size": [8, 8]}),
-    ("sd3", {"patch_size": 0}),
-    ("sd3", {"qk_norm": "batch"}),
     ("sd3", {"num_attention_heads": 10**9}),
     ("sd3", {"out_channels": 6}),
-    ("sd3", {"num_single_layers": 2}),
-    ("sd3", {"sample_size": None}),
     ("flux", {"num_single_layers": 10**9}),
-    ("flux", {"num_layers": [10**9]}),
     ("flux", {"axes_dims_rope": [10**9, 6, 6]}),
     ("flux", {"axes_dims_rope": [5, 5, 6]}),
     ("flux", {"patch_size": 2}),
     ("flux", {"in_channels": 18}),
-    ("flux", {"in_channels": 32, "out_channels": 16}),
     ("flux", {"attention_head_dim": 10**9}),
-    ("flux", {"guidance_embeds": True}),
-    ("flux", {"sample_size": 8}),
     ("flux", {"auto_map": {"AutoModel": "x.py"}}),
 ]
 
@@ -285,15 +269,3 @@ def test_networks_of_full_size_are_within_bounds() -> None:
         network = empty_network(kind, arguments, num_tensors, "config.json")
         assert abs(len(network.state_dict()) - num_tensors) < 200
         assert interface_of(kind.__name__, network.config, (128, 128)).num_patches == 4096
-
-
-@pytest.mark.parametrize("kind", [SD3Transformer2DModel, FluxTransformer2DModel])
-def test_the_most_layers_that_may_be_asked_for_are_little_work(kind: type[ModelMixin]) -> None:
-    """However many tensors a file pretends to have."""
-    arguments: dict[str, Any] = {"num_layers": 256, "attention_head_dim": 128}
-    if kind is FluxTransformer2DModel:
-        arguments["num_single_layers"] = 256
-    assert grown_by(lambda: empty_network(kind, arguments, 10**6, "config.json")) < 200 * 2**20
-    for key in arguments.keys() - {"attention_head_dim"}:
-        with pytest.raises(HddmError, match="its depth is 257"):
-            empty_network(kind, arguments | {key: 257}, 10**6, "config.json")
