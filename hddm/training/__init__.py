@@ -8,7 +8,7 @@ expert, continuation (lora), distill, router     the four trainings
 objectives, mean_flow                 what a network learns, and from which inputs
 loop, device, optimizer               the steps
 state, resume                         the run folder, checkpoints, and resuming them exactly
-watching, wandb_log                   figures and pictures on the way
+watching, logs                        figures and pictures on the way
 islands                               all experts at once
 fitting, calibrate, bounded_gain      calibrations
 denoising, verify                     errors by noise level, and whether an expert can be trusted

@@ -96,19 +96,6 @@ PROGRESS = "progress.json"
 COMPLETE = {PROGRESS, *(f"{name}.safetensors" for name in (WEIGHTS, EMA, OPTIMIZER, LOSSES))}
 """Files of every checkpoint."""
 Count = Annotated[int, Field(ge=0, lt=2**53)]
-BINS = 5
-"""Bins of equal width for noise levels t in [0, 1]."""
-
-
-Sum = tuple[float, Count]
-
-
-class Sums(OpenRecord):
-    """Sums and counts of losses since the last entry of the log, of all and by noise level."""
-
-    step: Count = 0
-    loss: Sum = (0.0, 0)
-    bins: Annotated[tuple[Sum, ...], Field(min_length=BINS, max_length=BINS)] = ((0.0, 0),) * BINS
 
 
 class ProgressRecord(OpenRecord):
@@ -118,7 +105,6 @@ class ProgressRecord(OpenRecord):
     ema_updates: Count
     seconds: Annotated[float, Field(ge=0)]
     non_finite: Count
-    sums: Sums
     scaler: dict[str, Any] | None = None
 
 
@@ -140,8 +126,6 @@ class TrainingState:
     weak: dict[str, Tensor] = field(default_factory=dict)
     non_finite: int = 0
     """Steps in a row that were skipped, up to now."""
-    sums: Sums = field(default_factory=Sums)
-    """What the log has summed up since its last entry, so that a resumed run logs the same."""
 
     @property
     def step(self) -> int:
@@ -187,7 +171,6 @@ class TrainingState:
             ema_updates=self.ema.updates,
             seconds=self.seconds,
             non_finite=self.non_finite,
-            sums=self.sums,
             scaler=self.scaler.state_dict() or None,
         )
 
@@ -211,7 +194,6 @@ class TrainingState:
         self.weak = dict(tensors.get(WEAK, {}))
         self.ema.updates = progress.ema_updates
         self.seconds, self.non_finite = progress.seconds, progress.non_finite
-        self.sums = progress.sums
         if progress.scaler is not None:
             self.scaler.load_state_dict(progress.scaler)
 

@@ -8,12 +8,9 @@ import contextlib
 import logging
 import math
 import os
-import re
-import socket
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +21,12 @@ from hddm.data.shards import Shard
 from hddm.noise import Latents, Seeded
 from hddm.running import Batch, run
 from hddm.sampling import plan
-from hddm.training.loop import StepReport, Watch, Watcher
-from hddm.training.resume import RUN_FILE, read_run
+from hddm.training.logs import Log, TensorBoardLog, WandbLog
+from hddm.training.loop import StepReport, Watch, Watcher, mean
+from hddm.training.resume import RUN_FILE, read_run, step_of
 from hddm.training.settings import TEXT
-from hddm.training.state import BINS, Run, Sums
-from hddm.training.wandb_log import WandbLog
-from hddm.utils.errors import one_line, optional
+from hddm.training.state import Run
+from hddm.utils.errors import one_line
 from hddm.velocity import VelocityField
 
 log = logging.getLogger(__name__)
@@ -50,22 +47,19 @@ def watching(
         figures, grids = Figures(options.log_every), None
         if options.sample_every and field is not None and shard is not None:
             grids = SampleGrids(field, shard, conditions, run.folder / "samples")
-        sinks = [Guarded(f"TensorBoard ({logs})", lambda first: EventLog(logs, first))]
+        first = 1 if run.begun_at is None else step_of(run.begun_at) + 1
+        sinks = [Guarded(f"TensorBoard ({logs})", lambda: TensorBoardLog(logs, first))]
         if project is not None:
             config = read_run(run.folder / RUN_FILE)["settings"]
-            sinks.append(Guarded("W&B", lambda first: WandbLog(run.folder, project, config)))
+            sinks.append(Guarded("W&B", lambda: WandbLog(run.folder, project, config)))
 
         def on_step(report: StepReport) -> None:
             entry, pictures = figures.add(report), dict[str, Tensor]()
             if grids is not None and report.step % options.sample_every == 0:
                 pictures = {f"samples/{name}": grid for name, grid in grids.try_to_draw(report).items()}
-            for sink in sinks:
-                sink.begin(report.step)
-                if entry or pictures:
+            if entry or pictures:
+                for sink in sinks:
                     sink.use(lambda one: one.put(report.step, entry, pictures))
-                # A checkpoint follows, and no step before it may be missing from the log.
-                if report.is_due or report.should_stop():
-                    sink.use(lambda one: one.sync())
 
         has_failed = True
         try:
@@ -78,62 +72,47 @@ def watching(
     return watch
 
 
-class Figures:
-    """Means of figures since the last entry, given every ``every`` steps; skipped steps do not count.
+BINS = 5
+"""Bins of equal width for noise levels t in [0, 1]."""
 
-    Their sums are part of the training's state, so that a resumed run logs what the uninterrupted one does.
-    """
+
+class Figures:
+    """Means of figures since the last entry, given every ``every`` steps; skipped steps do not count."""
 
     def __init__(self, every: int) -> None:
-        self.every = every
-        self._images, self._seconds = 0, 0.0
+        self._every = every
+        self._reports: list[StepReport] = []
 
     def add(self, report: StepReport) -> dict[str, float]:
         """Add a step; return the entry at steps that ``every`` divides, else {}.
 
-        ``train/loss`` and ``train/loss_by_noise/0.2-0.4``, of samples with t there, are means since the last
-        entry; ``train/gradient_norm``, before clipping, ``train/learning_rate`` and, with Muon,
-        ``train/muon_learning_rate`` are this step's, as is ``train/seconds_waited`` for its inputs;
-        ``train/images_per_second`` is that of the steps since the last entry of this process, without
-        checkpoints and pictures.
+        ``train/loss`` is the mean since the last entry, also of steps before a resumption. Means over those
+        of this process are ``train/loss_by_noise/0.2-0.4``, of samples with t there, and
+        ``train/images_per_second``, without checkpoints and pictures. ``train/gradient_norm``, before
+        clipping, ``train/learning_rate``, with Muon ``train/muon_learning_rate``, and
+        ``train/seconds_waited`` for inputs are this step's.
         """
-        sums = report.state.sums
-        if sums.step != report.step - 1:
-            sums = Sums()
-        if math.isfinite(report.loss):
-            sums = _added(sums, report)
-        due = report.step % self.every == 0
-        report.state.sums = (Sums() if due else sums).model_copy(update={"step": report.step})
-        entry = _entry(sums, report) if due else {}
-        self._images += len(report.losses)
-        self._seconds += report.seconds
-        if due:
-            entry["train/images_per_second"] = self._images / max(self._seconds, 1e-9)
-            self._images, self._seconds = 0, 0.0
-        return entry
-
-
-def _added(before: Sums, report: StepReport) -> Sums:
-    """Add the losses of a step to the sums ``before``."""
-    known = report.t.isfinite()
-    bins = (report.t[known] * BINS).long().clamp(0, BINS - 1)
-    losses = torch.zeros(BINS, dtype=torch.float64).index_add_(0, bins, report.losses[known].double())
-    counts = bins.bincount(minlength=BINS)
-    added = zip(before.bins, losses.tolist(), counts.tolist(), strict=True)
-    each = tuple((total + more, count + number) for (total, count), more, number in added)
-    return Sums(loss=(before.loss[0] + report.loss, before.loss[1] + 1), bins=each)
-
-
-def _entry(kept: Sums, report: StepReport) -> dict[str, float]:
-    sums = {"train/loss": kept.loss}
-    for index, each in enumerate(kept.bins):
-        sums[f"train/loss_by_noise/{index / BINS:.1f}-{(index + 1) / BINS:.1f}"] = each
-    entry = {name: total / count for name, (total, count) in sums.items() if count}
-    entry["train/seconds_waited"] = report.waited
-    if math.isfinite(report.grad_norm):
+        self._reports.append(report)
+        if report.step % self._every:
+            return {}
+        reports, self._reports = self._reports, []
+        entry = {"train/loss": mean(report.state.losses[-self._every :])}
+        finite = [one for one in reports if math.isfinite(one.loss)]
+        losses, t = (
+            torch.cat([torch.zeros(0), *(getattr(one, key) for one in finite)]) for key in ("losses", "t")
+        )
+        # Of a sample without time NaN, which is in no bin.
+        bins = (t * BINS).floor().clamp(max=BINS - 1)
+        for index in range(BINS):
+            name = f"train/loss_by_noise/{index / BINS:.1f}-{(index + 1) / BINS:.1f}"
+            entry[name] = losses[bins == index].double().mean().item()
         entry["train/gradient_norm"] = report.grad_norm
-    names = ("train/learning_rate", "train/muon_learning_rate")
-    return entry | dict(zip(names, report.learning_rates, strict=False))
+        rates = ("train/learning_rate", "train/muon_learning_rate")
+        entry |= dict(zip(rates, report.learning_rates, strict=False))
+        entry["train/seconds_waited"] = report.waited
+        images, seconds = sum(len(one.losses) for one in reports), sum(one.seconds for one in reports)
+        entry["train/images_per_second"] = images / max(seconds, 1e-9)
+        return {name: value for name, value in entry.items() if math.isfinite(value)}
 
 
 IMAGES, COLUMNS = 16, 4
@@ -247,84 +226,25 @@ def grid_of(images: Tensor) -> Tensor:
 
 
 class Guarded:
-    """A log whose failure is one warning, after which it is not used again.
+    """A log whose failure is one warning, after which it is not used again; ``start`` opens it."""
 
-    ``name`` is its name in the warning; ``start`` opens it, given the first step.
-    """
+    def __init__(self, name: str, start: Callable[[], Log]) -> None:
+        self._name = name
+        self._log: Log | None = None
+        with self._warned():
+            self._log = start()
 
-    def __init__(self, name: str, start: "Callable[[int], EventLog | WandbLog]") -> None:
-        self._name, self._start, self._has_failed = name, start, False
-        self._sink: EventLog | WandbLog | None = None
-
-    def begin(self, step: int) -> None:
-        """Open the log unless it is open; ``step`` is the first of this process."""
-        if self._sink is None:
-            self._sink = self._try(lambda: self._start(step))
-
-    def use(self, act: "Callable[[EventLog | WandbLog], None]") -> None:
+    def use(self, act: Callable[[Log], None]) -> None:
         """Do something with the log, if it is open and has not failed."""
-        if (sink := self._sink) is not None:
-            self._try(lambda: act(sink))
+        if (log := self._log) is not None:
+            with self._warned():
+                act(log)
 
-    def _try(self, act: Callable[[], Any]) -> Any:
-        if self._has_failed:
-            return None
+    @contextlib.contextmanager
+    def _warned(self) -> Iterator[None]:
         try:
-            return act()
+            yield
         # Whatever fails here, weeks of training must not be lost to a log.
         except Exception as error:
-            self._has_failed = True
+            self._log = None
             log.warning("%s: %s; the training goes on without it", self._name, one_line(error))
-            return None
-
-
-class EventLog:
-    """TensorBoard events in ``folder``; ``first`` is the first step of this process.
-
-    The files of all resumes read as one run: each process writes its own, which sorts behind earlier ones and
-    first declares void what they hold from ``first`` on, such as steps after the last checkpoint of a killed
-    process. ``SummaryWriter`` names files by the clock alone, so files of a machine whose clock is behind
-    would sort before what they replace, and it meets a full disk in a thread of its own.
-    """
-
-    def __init__(self, folder: Path, first: int) -> None:
-        optional("tensorboard", "this log", "train")
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        self._event: Any = Event
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file: BinaryIO = (folder / _next_name(folder)).open("xb")
-        self._records = RecordWriter(self._file)
-        self._write(file_version="brain.Event:2")
-        self._write(step=first, session_log=SessionLog(status=SessionLog.START))
-        self._file.flush()
-
-    def put(self, step: int, figures: Mapping[str, float], pictures: Mapping[str, Tensor]) -> None:
-        """Write ``figures``, and ``pictures`` (C, H, W) in bytes, by name."""
-        from torch.utils.tensorboard.summary import image, scalar
-
-        for name, value in figures.items():
-            self._write(step=step, summary=scalar(name, value))
-        for name, pixels in pictures.items():
-            self._write(step=step, summary=image(name, pixels.numpy(), dataformats="CHW"))
-        self._file.flush()
-
-    def sync(self) -> None:
-        """Force what was put onto the disk, so that it survives a loss of power."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def close(self, failed: bool) -> None:
-        self._file.close()
-
-    def _write(self, **content: Any) -> None:
-        self._records.write(self._event(wall_time=time.time(), **content).SerializeToString())
-
-
-def _next_name(folder: Path) -> str:
-    """Return a name that sorts behind all event files in ``folder``, which are read in order."""
-    found = [re.match(r"events\.out\.tfevents\.(\d+)\.", path.name) for path in folder.iterdir()]
-    newest = max((int(match[1]) for match in found if match), default=0)
-    stamp = max(int(time.time()), newest + 1)
-    return f"events.out.tfevents.{stamp:010d}.{socket.gethostname()}.{os.getpid()}"
