@@ -13,11 +13,10 @@ from hddm.experts.records import EXPERT_FILE, open_expert
 from hddm.training.continuation import continue_expert, resolve_continued
 from hddm.training.expert import resolve_new, train_expert
 from hddm.training.loop import OnStep, summary_of
-from hddm.training.resume import has_run, is_kept, recipe_before, refuse_run, run_folder_of
+from hddm.training.resume import has_run, recipe_before, refuse_run, run_folder_of
 from hddm.training.settings import ExpertSettings, RunOptions
 from hddm.training.state import discard_runs, wait_for_run
 from hddm.utils.errors import HddmError, UsageError
-from hddm.utils.files import check_absent
 from hddm.utils.processes import stoppable
 from hddm.utils.workers import RETRIES, Backend, Call, Workers
 
@@ -151,49 +150,34 @@ def _train(island: Island, report: OnStep) -> str:
 def prepare(islands: Sequence[Island]) -> None:
     """Check ``islands``, and remove the runs that ``overwrite`` without ``resume`` replaces.
 
-    All folders that are in the way or in use raise one `HddmError`, before anything is removed, and so do all
-    settings that a shard does not allow.
+    All folders that are in the way or in use, and all settings that a shard does not allow, raise one
+    `HddmError` before anything is removed.
     """
-    _check(
-        islands,
-        _refuse_present,
-        "{} of {} experts or their runs exist already; --resume continues them, --overwrite starts again",
-    )
-    _check(islands, _check_settings, "{} of {} experts cannot be trained as requested, so none was started")
-    discard_runs([one.out for one in islands if one.overwrite and not one.run.resume])
-
-
-def _check(islands: Sequence[Island], check: Callable[[Island], object], text: str) -> None:
-    """Raise one `HddmError` with the errors of all ``islands``."""
     problems = []
     for one in islands:
         try:
-            check(one)
+            _check(one)
         except HddmError as error:
             problems.append(f"{one.name}: {error.message}")
     if problems:
-        number = text.format(len(problems), len(islands))
-        raise HddmError(f"{islands[0].out.parent}: {number}", problems)
+        number = f"{len(problems)} of {len(islands)} experts cannot be trained as requested"
+        raise HddmError(f"{islands[0].out.parent}: {number}, so none was started", problems)
+    discard_runs([one.out for one in islands if one.overwrite and not one.run.resume])
 
 
-def _refuse_present(island: Island) -> None:
-    if not is_kept(island.out, EXPERT_FILE, island.run, island.overwrite):
-        check_absent(island.out, EXPERT_FILE, island.overwrite)
+def _check(island: Island) -> None:
+    before = recipe_before(island.out, EXPERT_FILE, island.run, island.overwrite)
     if not (island.run.resume or island.overwrite):
         refuse_run(island.out)
-
-
-def _check_settings(island: Island) -> None:
-    """Refuse settings that the shard does not allow; data that cannot be read fails later, and alone."""
     try:
         shard = open_shard(island.shard, is_outline=True)
     except HddmError:
+        # Data that cannot be read fails later, and alone.
         return
-    settings, before = island.settings, recipe_before(island.out, EXPERT_FILE, island.run, island.overwrite)
     if island.init is None:
-        resolve_new(shard, settings, island.schedule, before)
+        resolve_new(shard, island.settings, island.schedule, before)
     else:
-        resolve_continued(island.init, open_expert(island.init), shard, settings, before)
+        resolve_continued(island.init, open_expert(island.init), shard, island.settings, before)
 
 
 def train_island(island: Island, on_step: OnStep | None = None) -> list[float]:

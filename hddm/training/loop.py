@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,12 +67,8 @@ AHEAD = 2
 """Number of steps whose inputs are drawn ahead."""
 
 
-class StepInputs(NamedTuple):
-    """This process's inputs of a step, the step's samples, and the seed of what the network draws itself."""
-
-    rows: Tensor
-    inputs: Inputs
-    seed: int
+StepInputs = tuple[Tensor, Inputs, int]
+"""The samples of a step, this process's inputs of it, and the seed of what the network draws itself."""
 
 
 class Loader:
@@ -107,7 +103,7 @@ class Loader:
     def _drawn(self, step: int) -> StepInputs:
         rows, draws = self._order.rows(step), self._order.draws(step)
         inputs = self._draw(rows, draws, self._own)
-        return StepInputs(rows, inputs, int(torch.randint(2**62, (), generator=draws)))
+        return rows, inputs, int(torch.randint(2**62, (), generator=draws))
 
 
 OnStep = Callable[[int, float, float], None]
@@ -332,12 +328,12 @@ class _Trainer:
         """Start to compute the gradients of ``step``."""
         state, device = self.state, self.device
         started = time.perf_counter()
-        drawn = self.loader.take(step)
+        rows, inputs, seed = self.loader.take(step)
         waited = time.perf_counter() - started
         # Dropout layers draw from torch's global generator.
-        torch.manual_seed(drawn.seed)
+        torch.manual_seed(seed)
         state.optimizer.zero_grad(set_to_none=True)
-        inputs = device.moved(drawn.inputs)
+        inputs = device.moved(inputs)
         losses = self._backward(inputs, state.ema.tensors() if is_second else None)
         clipped = device.clip(state.optimizer, self.parameters, self.recipe.max_grad_norm)
         flags = Flags(stop.requested, device.is_main and run is not None and run.is_late())
@@ -346,7 +342,7 @@ class _Trainer:
         for group in state.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
         rates = tuple(group["lr"] for group in state.optimizer.param_groups)
-        return _Begun(step, drawn.rows, readings, rates, waited, time.perf_counter() - started)
+        return _Begun(step, rows, readings, rates, waited, time.perf_counter() - started)
 
     def _finished(self, begun: _Begun, stop: StopRequest, run: Run | None) -> StepReport:
         """Wait for the figures of a step, and complete the state after it."""
@@ -447,7 +443,8 @@ def train(
         # Only the first of several processes holds the run; the others join it in `fit`.
         is_first = int(os.environ.get("RANK", "0")) == 0
         if run is not None and is_first:
-            content["environment"] = _environment(recipe.device)
+            versions = {"hddm": version("hddm-diffusion"), "torch": torch.__version__}
+            content["environment"] = versions | {"hostname": os.uname().nodename}
             kept = stack.enter_context(open_run(out, content, run, overwrite))
             if watch is not None:
                 watchers.append(stack.enter_context(watch(kept)))
@@ -463,19 +460,6 @@ def train(
                 raise
             raise Stopped(f"{kept.folder}: stopped; {kept.kept()}", stopped.number) from stopped
     return fitted.losses
-
-
-def _environment(device: str) -> dict[str, Any]:
-    name = "mps" if device in ("auto", "mps") and torch.backends.mps.is_available() else "cpu"
-    if device in ("auto", "cuda") and torch.cuda.is_available():
-        name = torch.cuda.get_device_name()
-    return {
-        "hddm": version("hddm-diffusion"),
-        "torch": torch.__version__,
-        "hostname": os.uname().nodename,
-        "device": name,
-        "processes": int(os.environ.get("WORLD_SIZE", "1")),
-    }
 
 
 def summary_of(losses: Sequence[float], name: str = "loss") -> str:

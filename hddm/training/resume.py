@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from pydantic import Field
 
@@ -20,7 +20,7 @@ from hddm.data.shard_records import EncodedManifest, is_encoded, open_manifest
 from hddm.training.settings import RunOptions
 from hddm.utils.errors import HddmError
 from hddm.utils.files import check_absent, read_json, settle, sha256_of
-from hddm.utils.records import OlderFormat, OpenRecord, read_record, refuse_damaged
+from hddm.utils.records import OpenRecord, read_record, refuse_damaged
 from hddm.utils.work import ABSENT, differences
 
 Change = dict[str, Any]
@@ -28,17 +28,14 @@ Change = dict[str, Any]
 
 
 def with_changes(before: Sequence[Change], new: Sequence[Change], step: int) -> list[Change]:
-    """Merge changes ``before``, in order, with those ``new`` at the resumed checkpoint of ``step``.
+    """Return changes ``before``, in order, and those ``new`` at the resumed checkpoint of ``step``.
 
-    Steps beyond ``step`` are computed again, so changes that were made there count from ``step`` on. A change
-    that is undone before any step, or made before the first step, is dropped.
+    Steps beyond ``step`` are computed again, so changes that were made there count from ``step`` on. Changes
+    before the first step are dropped.
     """
-    merged: dict[tuple[str, int], Change] = {}
-    for one in (*before, *new):
-        place = one["key"], min(one.get("step", step), step)
-        was = merged.get(place, one)["was"]
-        merged[place] = {"step": place[1], "key": one["key"], "was": was, "is": one["is"]}
-    return [one for one in merged.values() if one["step"] > 0 and one["was"] != one["is"]]
+    changes = [{"step": step} | one for one in (*before, *new)]
+    changes = [one | {"step": min(one["step"], step)} for one in changes]
+    return [one for one in changes if one["step"] > 0]
 
 
 def value_at(step: int, key: str, today: Any, changes: Sequence[Change]) -> Any:
@@ -49,13 +46,8 @@ def value_at(step: int, key: str, today: Any, changes: Sequence[Change]) -> Any:
 RUN_FILE = "run.json"
 RUN_FORMAT = "3.0"
 CHECKPOINTS = "checkpoints"
-# Parts of a run's record that determine its result; the rest is how it is kept, and its history.
-_COMPARED = ("settings", "data", "environment")
-# Keys that may change between two starts of a run without changing its result.
-FREE = {
-    "settings.fsdp",
-    *(f"environment.{key}" for key in ("hddm", "torch", "hostname", "device", "processes")),
-}
+# May change between two starts of a run without changing its result.
+FREE = {"settings.fsdp"}
 # Keys that make it another expert; a run that continued with others would have an untrue record.
 _IDENTITY = (
     *("objective", "prediction", "size", "rotary", "class_conditional", "text_conditional"),
@@ -83,13 +75,6 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-class RecordedSettings(OpenRecord):
-    """Settings in a run's record that decide how the rest is read."""
-
-    objective: Literal["ddpm", "flow"] = "flow"
-    steps: Annotated[int, Field(ge=1)] = 1
-
-
 class RecordedChange(OpenRecord):
     """A `Change`."""
 
@@ -106,7 +91,7 @@ class RunRecord(OpenRecord):
     remedy = "use the version of hddm that wrote it, or another --out"
 
     format: str
-    settings: RecordedSettings = RecordedSettings()
+    settings: dict[str, Any] = Field(default_factory=dict)
     data: dict[str, Any] = Field(default_factory=dict)
     environment: dict[str, Any] = Field(default_factory=dict)
     changes: tuple[RecordedChange, ...] = ()
@@ -123,14 +108,9 @@ def has_run(out: Path) -> bool:
     return (run_folder_of(out) / RUN_FILE).exists()
 
 
-def recorded(out: Path, is_done: bool = False) -> dict[str, Any]:
-    """Read the record of the run of ``out``; {} without one, or if it ``is_done`` and in an older format."""
-    try:
-        return read_run(run_folder_of(out) / RUN_FILE) if has_run(out) else {}
-    except OlderFormat:
-        if is_done:
-            return {}
-        raise
+def recorded(out: Path) -> dict[str, Any]:
+    """Read the record of the run of ``out``, {} without one; raises as `read_run`."""
+    return read_run(run_folder_of(out) / RUN_FILE) if has_run(out) else {}
 
 
 def refuse_run(out: Path) -> None:
@@ -153,10 +133,11 @@ def recipe_before(out: Path, record: str, run: RunOptions | None, overwrite: boo
 
     ``record`` is the JSON file that marks the kind of folder. Raises `HddmError`.
     """
-    if not (is_done := is_kept(out, record, run, overwrite)):
+    if not is_kept(out, record, run, overwrite):
         check_absent(out, record, overwrite)
-    found = recorded(out, is_done) if run is not None and run.resume else {}
-    settings: dict[str, Any] = found.get("settings", {})
+    if run is None or not run.resume:
+        return {}
+    settings: dict[str, Any] = recorded(out).get("settings", {})
     return settings
 
 
@@ -169,9 +150,8 @@ def is_finished(
     """
     if run is None or not is_kept(out, record, run, overwrite):
         return False
-    if before := recorded(out, is_done=True):
-        # Nothing is left to compute, so the environment does not matter.
-        compare_records(out, before, {**content, "environment": before.get("environment", {})}, run)
+    if before := recorded(out):
+        compare_records(out, before, content, run)
     refuse_damaged(out, record, sha256=sha256_of, remedy="--overwrite trains it again")
     log.info("%s: is finished; there is nothing to resume", out)
     return True
@@ -186,7 +166,9 @@ def compare_records(
     `HddmError` lists differences that are never allowed, or else all that were refused.
     """
     folder = run_folder_of(out)
-    found = differences(*({key: one.get(key, {}) for key in _COMPARED} for one in (before, record)))
+    found = differences(
+        *({key: one.get(key, {}) for key in ("settings", "data")} for one in (before, record))
+    )
     # A value that the run did not record is no reason to refuse it for good.
     known = [one for one in found if one.was != ABSENT]
     if fixed := [one for one in known if one.key in FIXED or one.key.startswith("data.")]:

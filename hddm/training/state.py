@@ -208,11 +208,7 @@ _SPACING = 10
 
 
 class Run:
-    """A run folder, locked by this process, with its checkpoints, of which the ``options.keep`` newest stay.
-
-    One that is newer than the last saved is damaged, or the run would have resumed from it; it is renamed
-    ``damaged_n_…``.
-    """
+    """A run folder, locked by this process; of its checkpoints the ``options.keep`` newest stay."""
 
     def __init__(self, folder: Path, options: RunOptions) -> None:
         self.folder, self.options = folder, options
@@ -237,7 +233,8 @@ class Run:
         """Load the resumed checkpoint, if any, into ``state``, which must be of the same network."""
         if (path := self.begun_at) is not None:
             tensors = {file.stem: read_safetensors(file) for file in path.glob("*.safetensors")}
-            state.load(tensors, read_progress(path), str(path))
+            file = path / PROGRESS
+            state.load(tensors, parse_record(read_json(file), ProgressRecord, str(file)), str(path))
             log.info("%s: continuing from step %d", self.folder, state.step)
 
     def is_late(self) -> bool:
@@ -259,7 +256,8 @@ class Run:
         if _is_complete(target):
             return
         with writing(target):
-            _set_aside(target)
+            # Damaged, or the run would have resumed from it.
+            remove(target)
         with new_folder(target, MANIFEST, is_locked=True, kept=self.kept) as draft:
             for name, each in tensors.items():
                 on_cpu = {key: value.cpu().contiguous() for key, value in each.items()}
@@ -280,19 +278,13 @@ class Run:
 
     def _prune(self, step: int) -> None:
         try:
-            for path in checkpoints_in(self._checkpoints):
-                # The run resumed from an older one, so this one was passed over as damaged.
-                if step_of(path) > step:
-                    _set_aside(path)
-            for path in checkpoints_in(self._checkpoints)[self.options.keep :]:
+            found = checkpoints_in(self._checkpoints)
+            # The run would have resumed from later ones, were they not damaged.
+            valid = [path for path in found if step_of(path) <= step][: self.options.keep]
+            for path in set(found) - set(valid):
                 remove(path)
         except OSError as error:
             log.warning("%s: older checkpoints could not be removed (%s)", self._checkpoints, error)
-
-
-def read_progress(checkpoint: Path) -> ProgressRecord:
-    """Read the counters of a checkpoint; raises `HddmError`."""
-    return parse_record(read_json(checkpoint / PROGRESS), ProgressRecord, str(checkpoint / PROGRESS))
 
 
 def _is_complete(path: Path) -> bool:
@@ -301,12 +293,6 @@ def _is_complete(path: Path) -> bool:
         return listed.keys() >= COMPLETE and not damage(path, PROGRESS, sha256=sha256_of)
     except (HddmError, OSError):
         return False
-
-
-def _set_aside(path: Path) -> None:
-    if path.exists():
-        free = next(n for n in range(1, 1000) if not path.with_name(f"damaged_{n}_{path.name}").exists())
-        path.rename(path.with_name(f"damaged_{free}_{path.name}"))
 
 
 def _work_of(out: Path) -> Work:

@@ -47,16 +47,17 @@ def test_objectives_are_given_by_shard_and_those_that_leave_a_doubt_are_refused(
     assert parse_objectives("0=ddpm,3=ddpm,*=flow", 5) == ["ddpm", "flow", "flow", "ddpm", "flow"]
     assert parse_objectives("1=flow, 0=ddpm", 2) == ["ddpm", "flow"]
     assert parse_objectives("flow", 3) == ["flow"] * 3
-    for text, message in (
-        ("0=ddpm,4=flow,*=flow", "no shard '4'; shards are 0 to 3"),
-        ("-1=ddpm,*=flow", "no shard '-1'"),
-        ("0=ddpm,2=flow", r"no objective for shard 1, 3; add \*=flow"),
-        ("0=ddpm,00=flow,*=flow", "names 0 twice"),
-        ("*=ddpm,flow", r"names \* twice"),
-        ("0=dpm,*=flow", "'0=dpm' is not an objective"),
-        ("", "'' is not an objective"),
+    for text in (
+        "0=ddpm,4=flow,*=flow",
+        "-1=ddpm,*=flow",
+        "0=ddpm,2=flow",
+        "0=ddpm,0=flow,*=flow",
+        "0=dpm",
+        "",
     ):
-        with pytest.raises(HddmError, match=f"^objective {text.replace('*', '.')}: .*{message}"):
+        with pytest.raises(
+            HddmError, match=r"^objective .*: name ddpm or flow once for each of shards 0 to 3"
+        ):
             parse_objectives(text, 4)
 
 
@@ -88,7 +89,7 @@ def test_folders_in_the_way_and_runs_worked_on_are_told_at_once_and_nothing_star
         run.mkdir()
         (run / "run.json").write_text('{"format": "3.0", "settings": {"threads": 3}}')
     islands[0].out.mkdir()
-    with pytest.raises(HddmError, match="2 of 2 experts or their runs exist already") as refused:
+    with pytest.raises(HddmError, match="2 of 2 experts cannot be trained as requested") as refused:
         train_islands(islands)
     present, run = refused.value.details
     assert present.startswith(f"a: {islands[0].out} exists")
