@@ -6,7 +6,7 @@ import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from torch import Tensor
@@ -88,9 +88,9 @@ class WandbLog:
         self._run.finish(exit_code=int(failed))
 
 
-def _mode() -> Literal["online", "offline", "disabled"]:
+def _mode() -> str:
     requested = os.environ.get("WANDB_MODE")
-    if requested == "offline" or requested == "disabled":
+    if requested in ("offline", "disabled"):
         return requested
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return "online"
