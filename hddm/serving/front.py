@@ -41,8 +41,15 @@ from hddm.noise import Seeded
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.running import Batch, NotFinite, Plan, gathered, run
 from hddm.sampling import batches, plan
-from hddm.serving.answers import FAILED, Refusal
-from hddm.serving.requests import LARGEST_BODY, ImageRequest, Limits, read_request, refuse_more
+from hddm.serving.requests import (
+    FAILED,
+    LARGEST_BODY,
+    ImageRequest,
+    Limits,
+    Refusal,
+    read_request,
+    refuse_more,
+)
 from hddm.serving.workers import Answer, RemoteEnsemble, SampleJob, VelocityJob, followed
 from hddm.utils.errors import HddmError, counted, one_line, with_arguments
 from hddm.utils.processes import Report

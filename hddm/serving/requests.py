@@ -1,4 +1,4 @@
-"""Requests of the images API, and their checks.
+"""Requests of the images API, their checks, and refusals.
 
 The interface is OpenAI's ``POST /v1/images/generations``, so that its clients work unchanged; further keys
 (seed, steps, strategy, …) are named as in ``hddm sample``. A request holds numbers and texts only: nothing in
@@ -7,12 +7,11 @@ it is opened, imported or run.
 
 import secrets
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
 from hddm.sampling import KnownStrategy, SamplingSettings
-from hddm.serving.answers import Refusal
 from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.records import Seed, parse_record
@@ -44,6 +43,26 @@ class Limits:
     """Samples that a worker computes together; the batch size of ``hddm sample`` for the same images."""
     is_batched: bool = True
     """Compute several requests together."""
+
+
+class Refusal(HddmError):
+    """An error that a client gets: its HTTP status, and the parameter that caused it."""
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param = status, param
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.status, self.message, self.param)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error as clients of the API read it."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
+
+
+FAILED = Refusal(500, "the service failed; its log says why")
 
 
 class ImageRequest(SamplingSettings):

@@ -109,8 +109,7 @@ def serve(
         # Ray places workers by number of processors, and all of these must be on this machine.
         needed = [placement.of(name, False)["num_cpus"] * count for name, count in replicas.items()]
         own = {"num_cpus": int(sum(needed) + placement.of(FRONT, False)["num_cpus"]) + 1}
-    around = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "hddm.serving.answers:middlewares"}
-    with connected(ray, address, around, **own):
+    with connected(ray, address, **own):
         from ray import serve as ray_serve
 
         from hddm.serving.front import Front
@@ -177,14 +176,14 @@ def names_of(folder: Path) -> list[str]:
     entries = opened.entries
     names = [one.member.name or str(k) for k, one in enumerate(entries)]
     encoders, has_classes = encoders_of(entries), any(one.classes for one in entries)
-    for k, facts in enumerate(one.record for one in entries):
-        needed = {} if facts.makes_pictures else {"vae": encoders.vaes[k]}
-        if TEXT_CONDITIONS[0] in facts.conditions and not has_classes:
-            needed |= dict.fromkeys(("text_encoder", "tokenizer"), encoders.texts[k])
+    for name, one, vae, text in zip(names, entries, encoders.vaes, encoders.texts, strict=True):
+        needed = {} if one.record.makes_pictures else {"vae": vae}
+        if TEXT_CONDITIONS[0] in one.record.conditions and not has_classes:
+            needed |= {"text_encoder": text, "tokenizer": text}
         for part, number in needed.items():
             if numbered(part, number) not in opened.components:
                 add = f"add it (hddm assemble --{part.replace('_', '-')} FOLDER)"
-                raise HddmError(f"{folder}: expert {names[k]} needs a {part} to make images; {add}")
+                raise HddmError(f"{folder}: expert {name} needs a {part} to make images; {add}")
     return names
 
 

@@ -26,7 +26,7 @@ from hddm.networks.offload import StoredNetwork
 from hddm.noise import Latents, Seeded
 from hddm.running import Batch, run
 from hddm.sampling import plan
-from hddm.serving.answers import Refusal
+from hddm.serving.requests import Refusal
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.processes import Report
 from hddm.utils.tensors import available_device

@@ -132,12 +132,11 @@ def _perform(
 
 
 @contextlib.contextmanager
-def connected(ray: Any, address: str, variables: Any = (), **own: Any) -> Iterator[None]:
+def connected(ray: Any, address: str, **own: Any) -> Iterator[None]:
     """Connect to Ray for a block; a connection that existed before stays.
 
-    ``own`` are options of the cluster that ``local`` starts, ``variables`` are those of all our processes. A
-    local cluster listens at this machine alone, but for the replicas of Ray Serve, and who connects needs a
-    token, made for this run where the environment has none.
+    ``own`` are options of the cluster that ``local`` starts. It listens at this machine alone, but for the
+    replicas of Ray Serve, and who connects needs a token, made for this run where the environment has none.
 
     Raises `HddmError` where no cluster answers, and where anybody could run code on it.
     """
@@ -166,8 +165,7 @@ def connected(ray: Any, address: str, variables: Any = (), **own: Any) -> Iterat
             if host and port.isdecimal():
                 # Ray itself would try for minutes.
                 socket.create_connection((host.rpartition("/")[2], int(port)), REACH_SECONDS).close()
-            own |= {"logging_level": logging.ERROR, "runtime_env": {"env_vars": dict(variables)}}
-            ray.init(address=address, **own)
+            ray.init(address=address, logging_level=logging.ERROR, **own)
         # Ray raises a bare one where a machine is too busy to start it.
         except Exception as error:
             hint = (

@@ -27,11 +27,11 @@ from hddm.experts.assembly import assemble
 from hddm.experts.records import save_expert
 from hddm.pipelines.samples import SampleSettings
 from hddm.serving.page import EVERY, HOST, LESS, MASK, START, WHOLE, Play, results, serve, strip
-from hddm.serving.painting import Opened, Painted, Panel, paint, preview
+from hddm.serving.painting import Opened, Panel, paint, preview
 from hddm.utils.errors import HddmError
 from tests.artefacts import Command
 from tests.browser import CHROMIUM, Browser
-from tests.ensemble_files import flow_expert, write_ensemble, write_text
+from tests.ensemble_files import flow_expert, write_ensemble
 
 PHONE, DESKTOP = 390, 1280
 MANY = {"num_images": 3, "steps": 4, "seed": 2, "solver": "euler"}
@@ -88,14 +88,6 @@ def test_the_strip_tells_the_weights_that_the_pipeline_tallied(ensemble: Path) -
         assert told == {f"expert {k}": f"{100 * share:.0f}" for k, share in enumerate(image.shares)}
 
 
-def test_experts_have_a_colour_each(ensemble: Path) -> None:
-    settings, names = SampleSettings(steps=1), [f"expert {k}" for k in range(16)]
-    panel = Panel("all", ensemble, Opened(ensemble, settings).pipeline, names, settings)
-    shown = strip(Painted(0, weights=[torch.full((16,), 1 / 16)]), panel, names)
-    for key in ('fill="', "background:"):
-        assert len(set(re.findall(rf'{key}([^"]+)"', shown))) == 16
-
-
 PICTURE = Image.radial_gradient("L").convert("RGB").resize((4, 4))
 HOLE = Image.new("L", (4, 4))
 HOLE.paste(255, (0, 0, 2, 4))
@@ -142,11 +134,6 @@ def _same_as_its_command(panel: Panel, folder: Path, hddm: Command, *edit: Any) 
             assert code == 0, error
     made = [path.read_bytes() for path in sorted(folder.glob("samples-*/*.png"))]
     assert _pixels([image.png for image in panel.images]) == _pixels(made)
-
-
-def test_prompts_have_their_command(tmp_path: Path, hddm: Command) -> None:
-    asked = SampleSettings(num_images=2, steps=3, prompts=("it's a cat",), guidance_scale=3.0)
-    _same_as_its_command(Opened(write_text(tmp_path), asked).panel("text", asked), tmp_path, hddm)
 
 
 def test_images_of_several_sizes_have_their_command(tmp_path: Path, hddm: Command) -> None:
@@ -206,15 +193,6 @@ def test_what_one_panel_refuses_is_told_and_the_others_go_on(ensemble: Path) -> 
     shown = results([wrong, right])
     assert 'role="alert">&lt;wrong&gt;: top-9 needs 9 experts and there are 2<' in shown
     assert shown.count('class="done') == 3
-
-
-def test_guidance_is_offered_where_there_is_something_to_guide_to(ensemble: Path, tmp_path: Path) -> None:
-    pytest.importorskip("gradio")
-    plain = write_ensemble(tmp_path, [flow_expert(seed) for seed in range(2)])
-    for folder, is_offered in ((ensemble, True), (plain, False)):
-        parts = Play([folder]).blocks().blocks.values()
-        (scale,) = [one for one in parts if getattr(one, "label", "") == "Guidance scale"]
-        assert scale.visible is is_offered
 
 
 def test_what_is_painted_over_is_cropped_as_its_picture(ensemble: Path) -> None:
