@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -98,6 +98,12 @@ class JointClasses:
         is_class, indices = within(labels.cpu(), len(self.names))
         return (self.numbers.T[indices] >= 0) | ~is_class[:, None]
 
+    def check(self, weights: Tensor, labels: Tensor | None) -> None:
+        """Raise an `HddmError` where an expert of weight (N, K) above 0 does not know a label (N,)."""
+        if labels is not None and (known := self.known(labels)) is not None:
+            for row, k in ((weights != 0) & ~known).nonzero()[:1].tolist():
+                raise HddmError(f"expert {k} knows no class {self.names[int(labels[row])]!r}")
+
     def own(self, labels: Tensor, expert: int, null: int) -> Tensor:
         """The labels (N,) in an expert's numbering; ``null`` for no class, and for one unknown to it."""
         if self.numbers is None:
@@ -134,17 +140,11 @@ SETTINGS = frozenset({"time_ids", "resolution", "aspect_ratio", "guidance"})
 """Conditions that say how a sample is made, and not what it shows: a negative branch has the same ones."""
 
 
-def check_names(
-    names: Iterable[str], declared: Collection[str] | None, arguments: Collection[str] = ()
-) -> None:
-    """Raise an `HddmError` for conditions that are not ``declared``; None declares all.
-
-    ``arguments`` are further names that a misspelt one may stand for.
-    """
+def check_names(names: Iterable[str], declared: Collection[str] | None) -> None:
+    """Raise an `HddmError` for conditions that are not ``declared``; None declares all."""
     for name in names:
         if declared is not None and name not in declared:
-            known = ", ".join(declared) or "none"
-            near = did_you_mean(name, [*arguments, *declared])
+            known, near = ", ".join(declared) or "none", did_you_mean(name, declared)
             raise HddmError(f"this model takes no condition {name!r}; it declares: {known}{near}")
 
 
@@ -232,8 +232,6 @@ class Guidance:
     @classmethod
     def of(cls, scale: "float | Guidance") -> "Guidance":
         """``scale`` itself, or plain guidance of that scale."""
-        if not isinstance(scale, Guidance | Real):
-            raise HddmError(f"guidance_scale takes a number or a Guidance, not {scale!r}")
         return scale if isinstance(scale, Guidance) else cls(float(scale))
 
     @property

@@ -3,21 +3,8 @@
     v(x, t) = sum_k w_k(x, t) v_k(x, t)
 
 With w_k = p(k | x_t), the posterior of the shard, this is exactly the velocity of all the data (DDM,
-arXiv:2501.05450, section 3.2), whatever each expert was trained to predict. A strategy sets small weights to
-0, and experts of weight 0 do not run. Strategies, for probabilities p of one sample over K experts:
-
-    full          weights p
-    top-k         the k most probable (ties to the lower index), k in 1 … K
-    threshold-x   every expert with p >= x, the most probable one if there is none
-    nucleus-x     the smallest set of the most probable whose sum reaches x
-    draw          one expert per sample, drawn once from the prior and kept to the end of sampling
-    commit-x      weights p above t = x; at x each sample draws one expert from p and keeps it
-
-The weights of the chosen experts are renormalised to sum to 1.
-
-``commit-x`` is as exact as ``full``: a state x_s of the mixture with an expert drawn from p(k | x_s) is a
-draw of (k, x_s), and expert k alone carries it on to its own data. Below x one expert runs per sample, and
-the router does not.
+arXiv:2501.05450, section 3.2), whatever each expert was trained to predict. A strategy (`hddm.routers`) sets
+small weights to 0, and experts of weight 0 do not run.
 
 Classes are numbered together, by name, and each expert gets them in its own numbering (`hddm.conditions`).
 
@@ -60,120 +47,10 @@ from hddm.conditions import (
 )
 from hddm.networks.offload import in_best_order, release
 from hddm.networks.wrappers import TEXT_CONDITIONS, described, missing_from
+from hddm.routers import Choice, Strategy, sparse_weights
 from hddm.utils.errors import HddmError, UsageError
-from hddm.utils.records import NoiseRange
 from hddm.utils.tensors import sent, to_float64
-from hddm.velocity import VelocityField, check_times
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """A parsed strategy; ``value`` is k or x, and unused by the others."""
-
-    kind: str
-    value: float = 0.0
-
-    @classmethod
-    def parse(cls, name: str) -> "Strategy":
-        """Read ``top-2``, ``full``, ``threshold-0.1``, ``nucleus-0.9``, ``commit-0.8`` or ``draw``.
-
-        Raises:
-            HddmError: for another name, a k below 1 or an x outside (0, 1].
-        """
-        kind, _, value = name.partition("-")
-        if name in ("full", "draw"):
-            return cls(kind)
-        if kind == "top" and value.isdecimal() and int(value) >= 1:
-            return cls(kind, int(value))
-        if kind in ("threshold", "nucleus", "commit"):
-            try:
-                share = float(value)
-            except ValueError:
-                share = float("nan")
-            if 0 < share <= 1:
-                return cls(kind, share)
-        raise HddmError(
-            f"unknown strategy {name!r}: choose commit-X, threshold-X or nucleus-X (0 < X <= 1), top-K "
-            "(K = 1, 2, …), full, or draw"
-        )
-
-    def check(self, num_experts: int) -> None:
-        """Refuse a k above the number of experts."""
-        if self.kind == "top" and self.value > num_experts:
-            raise HddmError(f"top-{self.value:g} needs {self.value:g} experts and there are {num_experts}")
-
-
-def sparse_weights(probabilities: Tensor, strategy: Strategy) -> Tensor:
-    """Weights (batch, K), each row summing to 1, from ``probabilities`` (batch, K).
-
-    Raises:
-        HddmError: for ``draw`` and ``commit-x``, which choose an expert by index, or a k above K.
-    """
-    strategy.check(probabilities.shape[1])
-    if strategy.kind == "full":
-        return probabilities / probabilities.sum(1, keepdim=True)
-    # A stable sort breaks ties in favour of the lower index.
-    ranked, order = probabilities.sort(dim=1, descending=True, stable=True)
-    rank = torch.arange(ranked.shape[1], device=ranked.device)
-    match strategy.kind:
-        case "top":
-            chosen = (rank < strategy.value).expand_as(ranked)
-        case "threshold":
-            chosen = (ranked >= strategy.value) | (rank == 0)
-        case "nucleus":
-            # An expert belongs to the set while those before it have not reached the share.
-            before = ranked.cumsum(1).roll(1, dims=1)
-            chosen = (before < strategy.value) | (rank == 0)
-        case _:
-            raise HddmError(f"strategy {strategy.kind!r} picks experts by index, not from probabilities")
-    kept = torch.zeros_like(probabilities).scatter(1, order, ranked * chosen)
-    return kept / kept.sum(1, keepdim=True)
-
-
-def misfit_of(ranges: Sequence[NoiseRange]) -> str | None:
-    """The first part of [0, 1] that is in none of ``ranges``, or in two, in words; None without any."""
-    end = 0.0
-    for low, high in sorted(ranges):
-        if low > end:
-            return f"t in {end:g}:{low:g} is missing"
-        if low < end:
-            return f"t in {low:g}:{min(end, high):g} is double"
-        end = high
-    return f"t in {end:g}:1 is missing" if end < 1 else None
-
-
-class Choice:
-    """Which experts run for which samples: ``weights`` (batch, K) on the CPU, grouped once by expert."""
-
-    def __init__(self, weights: Tensor) -> None:
-        self.weights = weights
-        used = weights != 0
-        self.rows = {k: used[:, k].nonzero()[:, 0] for k in used.any(0).nonzero()[:, 0].tolist()}
-        """Indices of an expert's samples, by expert."""
-        self._parts: dict[int, tuple[Tensor | None, Tensor]] | None = None
-
-    @classmethod
-    def of(cls, expert: Tensor, num_experts: int) -> "Choice":
-        """The choice of one expert for each sample, ``expert`` (batch,) on the CPU."""
-        return cls(torch.nn.functional.one_hot(expert.long(), num_experts).float())
-
-    def at(self, ensemble: "Ensemble", t: Tensor) -> "Choice":
-        """The same choice at t (batch,): the expert of each domain that covers t has its weight."""
-        if ensemble.num_domains == len(ensemble.experts):
-            return self
-        return Choice(ensemble.at(t, self.weights))
-
-    def parts(self, device: torch.device) -> dict[int, tuple[Tensor | None, Tensor]]:
-        """Rows (None for all) and weights of each expert on ``device``, sent there once."""
-        if self._parts is None:
-            self._parts = {
-                k: (
-                    None if len(rows) == len(self.weights) else sent(rows, device),
-                    sent(self.weights[rows, k], device),
-                )
-                for k, rows in self.rows.items()
-            }
-        return self._parts
+from hddm.velocity import VelocityField, check_times, misfit_of
 
 
 @dataclass(frozen=True)
@@ -211,7 +88,7 @@ class Ensemble:
     Args:
         experts: velocity fields on the common path, one per shard, or a `Part` for each.
         router: ``router(x_t, t)`` to probabilities (batch, K). Only ``draw`` does without.
-        strategy: see `hddm.ensemble`; can be set later. The default holds for any number of experts; folders
+        strategy: see `hddm.routers`; can be set later. The default holds for any number of experts; folders
             record theirs (`hddm.experts.assembly.DEFAULT_STRATEGY`).
         prior: K shard sizes or probabilities that ``draw`` draws from, in place of the parts' weights. Those
             of a domain's experts add up.
@@ -237,14 +114,9 @@ class Ensemble:
     ) -> None:
         if not experts:
             raise HddmError("an ensemble needs at least one expert")
-        parts = [one if isinstance(one, Part) else Part(one) for one in experts]
-        if odd := [type(one.field).__name__ for one in parts if not isinstance(one.field, VelocityField)]:
-            raise HddmError(
-                f"experts hold a {odd[0]}: wrap it, VelocityField(network, schedule, prediction_type)"
-            )
-        self.parts = tuple(parts)
+        self.parts = tuple(one if isinstance(one, Part) else Part(one) for one in experts)
         """The experts with all that is known of them; prior, domains and classes follow from it."""
-        self.prior = [part.weight for part in parts] if prior is None else prior
+        self.prior = [part.weight for part in self.parts] if prior is None else prior
         self.router = router
         self.topics = topics
         for first in set(self.domains):
@@ -254,10 +126,8 @@ class Ensemble:
                     f"expert {' and '.join(map(str, of))}: {misfit}; noise ranges of one domain cover [0, 1] "
                     "once, and Part(field, domain=...) says which experts are one"
                 )
-            if sum(not set(group).isdisjoint(of) for group in self.kinds) > 1:
-                raise HddmError(
-                    f"experts of one domain make samples of several kinds ({self.describe_kinds()})"
-                )
+            if not self.are_alike(of):
+                raise HddmError(f"experts of one domain are of several kinds ({self.describe_kinds()})")
         students = [str(k) for k, one in enumerate(self.experts) if one.sampling_steps is not None]
         if 0 < len(students) < len(self.experts):
             raise HddmError(
@@ -382,9 +252,13 @@ class Ensemble:
         spaces = [f"expert {k} VAE {number + 1}" for k, number in enumerate(numbers)]
         return ", ".join(shapes if len({e.sample_shape for e in self.experts} - {None}) > 1 else spaces)
 
+    def are_alike(self, experts: Iterable[int]) -> bool:
+        """True where samples of ``experts``, by index, can be mixed."""
+        return sum(not set(group).isdisjoint(experts) for group in self.kinds) <= 1
+
     def refuse_kinds(self, experts: Iterable[int]) -> None:
         """Raise an `HddmError` where samples of ``experts``, by index, cannot be one tensor."""
-        if len(self.kinds) > 1 and sum(not set(group).isdisjoint(experts) for group in self.kinds) > 1:
+        if not self.are_alike(experts):
             raise HddmError(
                 f"these experts make samples of several kinds ({self.describe_kinds()}), and this is one "
                 "tensor: take hddm.HDDMPipeline or hddm sample, which draw and decode each, or one expert="
@@ -417,15 +291,16 @@ class Ensemble:
     @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes of all experts (`hddm.conditions.join_classes`), empty where none has any."""
-        return self._joint.names
+        return self.joint.names
 
     @property
     def knows_classes(self) -> bool:
         """True where the experts' shares depend on the class (`prior_of`)."""
-        return self.class_prior is not None or self._joint.numbers is not None
+        return self.class_prior is not None or self.joint.numbers is not None
 
     @property
-    def _joint(self) -> JointClasses:
+    def joint(self) -> JointClasses:
+        """The classes of all experts, and their numbers of each."""
         return join_classes(tuple(one.classes for one in self.experts))
 
     def velocity(
@@ -435,7 +310,6 @@ class Ensemble:
         guidance_scale: float | Guidance = 1.0,
         negative: Mapping[str, Tensor] | None = None,
         expert: Tensor | None = None,
-        weights: Tensor | None = None,
         then: Tensor | None = None,
         **conditions: Tensor,
     ) -> Tensor:
@@ -450,28 +324,20 @@ class Ensemble:
             negative: conditions of the negative branch.
             expert: (batch,) indices of the one expert for each sample, instead of the strategy; each stands
                 for its domain.
-            weights: (batch, K), as `weights` gave them for an earlier state, instead of the strategy.
             then: as in `VelocityField.velocity`.
             conditions: keywords of the experts' networks; each expert gets those that it declares.
 
         Raises:
             HddmError: as `VelocityField.velocity`; for a strategy that needs a router where there is
                 none; for ``draw``, and for ``commit-x`` at or below x, without ``expert``; for a condition
-                that no expert declares; for weights of another shape.
+                that no expert declares.
         """
         times = check_times(x_t, t).cpu()
         for branch in (conditions, negative or {}):
             check_names(branch, self.conditions)
             check_rows(len(x_t), branch)
-        if weights is None:
-            weights = self.weights(x_t, times, expert, conditions)
-        elif expert is not None or weights.shape != (len(x_t), len(self.experts)):
-            raise HddmError(
-                f"weights= takes (batch, experts) numbers, {(len(x_t), len(self.experts))}, and no expert= "
-                f"beside it; they are {tuple(weights.shape)}"
-            )
-        choice = Choice(weights.cpu()).at(self, times)
-        self.check_classes(choice, conditions[LABELS].cpu() if LABELS in conditions else None)
+        choice = Choice(self.weights(x_t, times, expert, conditions))
+        self.joint.check(choice.weights, conditions.get(LABELS))
         self.refuse_kinds(choice.rows)
         inputs = self.inputs_by_expert(x_t, choice, Guidance.of(guidance_scale), negative or {}, conditions)
         for k, own in inputs.items():
@@ -482,7 +348,7 @@ class Ensemble:
     def inputs_by_expert(
         self,
         x_t: Tensor,
-        choice: "Choice",
+        choice: Choice,
         guidance: Guidance,
         negative: Mapping[str, Tensor],
         conditions: Mapping[str, Tensor],
@@ -499,7 +365,7 @@ class Ensemble:
         self,
         x_t: Tensor,
         times: Tensor,
-        choice: "Choice",
+        choice: Choice,
         inputs: Mapping[int, Inputs],
         then: Tensor | None = None,
     ) -> Tensor:
@@ -545,16 +411,9 @@ class Ensemble:
         """Raise an `HddmError` for class labels (batch,), on the CPU, beyond the classes of all experts."""
         nulls = [one.null_conditions[LABELS] for one in self.experts if LABELS in one.null_conditions]
         # In the joint numbering, what is beyond the classes is no class.
-        beyond = [len(self.classes)] if self._joint.numbers is not None else list(map(int, nulls))
+        beyond = [len(self.classes)] if self.joint.numbers is not None else list(map(int, nulls))
         if self.classes:
             check_label_range(labels, len(self.classes), max(beyond, default=None))
-
-    def check_classes(self, choice: "Choice", labels: Tensor | None) -> None:
-        """Raise an `HddmError` where an expert is chosen for a label (batch,), on the CPU, unknown to it."""
-        if labels is None or (known := self._joint.known(labels)) is None:
-            return
-        for row, k in ((choice.weights != 0) & ~known).nonzero()[:1].tolist():
-            raise HddmError(f"expert {k} knows no class {self._joint.names[int(labels[row])]!r}")
 
     def require(self, guidance: Guidance, conditions: Collection[str], expert: Tensor | None) -> None:
         """Check that the experts ``expert``, by default all, have what they need for samples.
@@ -591,15 +450,13 @@ class Ensemble:
         rows = self.prior.expand(num, -1)
         if prior is not None:
             rows = to_float64(prior).cpu()
-            if rows.shape != (num, len(self.experts)) or not ((rows >= 0).all() and (rows.sum(1) > 0).all()):
-                shape = (num, len(self.experts))
-                raise HddmError(
-                    f"p(k | prompt) must be {shape} numbers, none below 0, each row with a positive sum"
-                )
+            shape = (num, len(self.experts))
+            if rows.shape != shape or not ((rows >= 0).all() and (rows.sum(1) > 0).all()):
+                raise HddmError(f"p(k | prompt) is {shape} numbers from 0 on, each row with a positive sum")
             rows = rows / rows.sum(1, keepdim=True)
         if (labels := conditions.get(LABELS)) is None:
             return rows
-        labels, joint = labels.cpu(), self._joint
+        labels, joint = labels.cpu(), self.joint
         if self.class_prior is not None and prior is None:
             is_class, indices = within(labels, len(self.class_prior))
             rows = torch.where(is_class[:, None], self.class_prior[indices], rows)
@@ -628,13 +485,9 @@ class Ensemble:
             HddmError: as `velocity`.
         """
         if expert is not None:
-            expert = expert.cpu()
-            if expert.shape != (len(x_t),) or not ((expert >= 0) & (expert < len(self.experts))).all():
-                raise HddmError(
-                    f"expert= takes an index in 0 … {len(self.experts) - 1} for each of {len(x_t)} states, "
-                    f"not {expert.tolist()}"
-                )
-            return Choice.of(expert, len(self.experts)).at(self, t).weights
+            if expert.shape != (len(x_t),):
+                raise HddmError(f"expert= takes {len(x_t)} indices, one per state, not {expert.tolist()}")
+            return self.at(t, Choice.of(expert.cpu(), len(self.experts)).weights)
         return self.routed(x_t, t.cpu(), self.shares_of(len(x_t), conditions or {}, prior))
 
     def shares_of(
@@ -671,17 +524,24 @@ class Ensemble:
         state_dtype = torch.promote_types(x_t.dtype, torch.float32)
         probabilities = self.router(x_t, sent(t, x_t.device, state_dtype)).to("cpu", state_dtype)
         if probabilities.shape != (len(x_t), len(self.experts)):
-            raise HddmError(
-                f"the router gave {tuple(probabilities.shape)} probabilities for {len(x_t)} states and "
-                f"{len(self.experts)} experts"
-            )
+            found = tuple(probabilities.shape)
+            raise HddmError(f"the router gave {found} probabilities, not {(len(x_t), len(self.experts))}")
         # Logits passed for probabilities would mix into something that looks like a velocity.
         rows = probabilities[probabilities.isfinite().all(1)] if may_be_nan else probabilities
         if not ((rows >= 0).all() and ((rows.sum(1) - 1).abs() < 1e-2).all()):
             raise HddmError("the router's rows are not probabilities (non-negative, sum 1); apply a softmax?")
         if shares is not None:
-            probabilities = self._given(probabilities, shares)
+            # A shard of no size has no images of any class.
+            factors = torch.where(self.prior > 0, shares / self.prior, 0).to(probabilities)
+            product = probabilities * factors
+            total = product.sum(1, keepdim=True)
+            # The router may give every shard of a class 0; the requested class decides.
+            probabilities = torch.where(total > 0, product / total, shares.to(probabilities))
         return sparse_weights(self.at(t, probabilities), strategy)
+
+    def choice_at(self, t: Tensor, choice: Choice) -> Choice:
+        """The choice at t (batch,): the expert of each domain that covers t has the domain's weight."""
+        return choice if self.num_domains == len(self.experts) else Choice(self.at(t, choice.weights))
 
     def at(self, t: Tensor, weights: Tensor) -> Tensor:
         """``weights`` (batch, K), those of each domain given to its expert that covers t (batch,)."""
@@ -690,15 +550,6 @@ class Ensemble:
         domains = torch.tensor(self.domains)
         covers = torch.stack([one.covers(to_float64(t).cpu()) for one in self.experts], 1)
         return (weights @ (domains[:, None] == domains).to(weights)) * covers
-
-    def _given(self, probabilities: Tensor, rows: Tensor) -> Tensor:
-        """p(k | x_t, condition) from the router's p(k | x_t), by ``rows`` of p(k | condition) (batch, K)."""
-        # A shard of no size has no images of any class.
-        factors = torch.where(self.prior > 0, rows / self.prior, 0).to(probabilities)
-        product = probabilities * factors
-        total = product.sum(1, keepdim=True)
-        # The router may give every shard of a class 0; the requested class decides.
-        return torch.where(total > 0, product / total, rows.to(probabilities))
 
     def names_of(self, index: int) -> dict[str, str]:
         """Names of the conditions of this ensemble by those of an expert's network."""
@@ -724,7 +575,7 @@ class Ensemble:
     def _own(self, conditions: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """The conditions that each expert takes, by its own names, with classes in its own numbering."""
         shares = []
-        joint = self._joint if LABELS in conditions else None
+        joint = self.joint if LABELS in conditions else None
         for index, one in enumerate(self.experts):
             names = self.names_of(index)
             own = {name: conditions[here] for name, here in names.items() if here in conditions}

@@ -1,8 +1,23 @@
-"""Routers: the probabilities that a noised image, or a prompt, is for expert k.
+"""Routers, the probabilities that a noised image or a prompt is for expert k, and strategies, who then runs.
 
 `Router` runs a network that was trained on all shards. `MomentsRouter` (by the image) and `PromptRouter` (by
 the prompt) need no training and no data: they have one row per expert, so that adding or removing an expert
 means adding or removing a row.
+
+Strategies, for probabilities p of one sample over K experts:
+
+    full          weights p
+    top-k         the k most probable (ties to the lower index), k in 1 … K
+    threshold-x   every expert with p >= x, the most probable one if there is none
+    nucleus-x     the smallest set of the most probable whose sum reaches x
+    draw          one expert per sample, drawn once from the prior and kept to the end of sampling
+    commit-x      weights p above t = x; at x each sample draws one expert from p and keeps it
+
+The weights of the chosen experts are renormalised to sum to 1.
+
+``commit-x`` is as exact as ``full``: a state x_s of the mixture with an expert drawn from p(k | x_s) is a
+draw of (k, x_s), and expert k alone carries it on to its own data. Below x one expert runs per sample, and
+the router does not.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,6 +44,98 @@ from hddm.utils.tensors import (
     sent,
     to_float64,
 )
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A parsed strategy; ``value`` is k or x, and unused by the others."""
+
+    kind: str
+    value: float = 0.0
+
+    @classmethod
+    def parse(cls, name: str) -> "Strategy":
+        """Read ``top-2``, ``full``, ``threshold-0.1``, ``nucleus-0.9``, ``commit-0.8`` or ``draw``.
+
+        Raises:
+            HddmError: for another name, a k below 1 or an x outside (0, 1].
+        """
+        kind, _, value = name.partition("-")
+        if name in ("full", "draw"):
+            return cls(kind)
+        if kind == "top" and value.isdecimal() and int(value) >= 1:
+            return cls(kind, int(value))
+        if kind in ("threshold", "nucleus", "commit"):
+            try:
+                share = float(value)
+            except ValueError:
+                share = float("nan")
+            if 0 < share <= 1:
+                return cls(kind, share)
+        raise HddmError(
+            f"unknown strategy {name!r}: choose commit-X, threshold-X or nucleus-X (0 < X <= 1), top-K "
+            "(K = 1, 2, …), full, or draw"
+        )
+
+    def check(self, num_experts: int) -> None:
+        """Refuse a k above the number of experts."""
+        if self.kind == "top" and self.value > num_experts:
+            raise HddmError(f"top-{self.value:g} needs {self.value:g} experts and there are {num_experts}")
+
+
+def sparse_weights(probabilities: Tensor, strategy: Strategy) -> Tensor:
+    """Weights (batch, K), each row summing to 1, from ``probabilities`` (batch, K).
+
+    Raises:
+        HddmError: for ``draw`` and ``commit-x``, which choose an expert by index, or a k above K.
+    """
+    strategy.check(probabilities.shape[1])
+    if strategy.kind == "full":
+        return probabilities / probabilities.sum(1, keepdim=True)
+    # A stable sort breaks ties in favour of the lower index.
+    ranked, order = probabilities.sort(dim=1, descending=True, stable=True)
+    rank = torch.arange(ranked.shape[1], device=ranked.device)
+    match strategy.kind:
+        case "top":
+            chosen = (rank < strategy.value).expand_as(ranked)
+        case "threshold":
+            chosen = (ranked >= strategy.value) | (rank == 0)
+        case "nucleus":
+            # An expert belongs to the set while those before it have not reached the share.
+            before = ranked.cumsum(1).roll(1, dims=1)
+            chosen = (before < strategy.value) | (rank == 0)
+        case _:
+            raise HddmError(f"strategy {strategy.kind!r} picks experts by index, not from probabilities")
+    kept = torch.zeros_like(probabilities).scatter(1, order, ranked * chosen)
+    return kept / kept.sum(1, keepdim=True)
+
+
+class Choice:
+    """Which experts run for which samples: ``weights`` (batch, K) on the CPU, grouped once by expert."""
+
+    def __init__(self, weights: Tensor) -> None:
+        self.weights = weights
+        used = weights != 0
+        self.rows = {k: used[:, k].nonzero()[:, 0] for k in used.any(0).nonzero()[:, 0].tolist()}
+        """Indices of an expert's samples, by expert."""
+        self._parts: dict[int, tuple[Tensor | None, Tensor]] | None = None
+
+    @classmethod
+    def of(cls, expert: Tensor, num_experts: int) -> "Choice":
+        """The choice of one expert for each sample, ``expert`` (batch,) on the CPU."""
+        return cls(torch.nn.functional.one_hot(expert.long(), num_experts).float())
+
+    def parts(self, device: torch.device) -> dict[int, tuple[Tensor | None, Tensor]]:
+        """Rows (None for all) and weights of each expert on ``device``, sent there once."""
+        if self._parts is None:
+            self._parts = {
+                k: (
+                    None if len(rows) == len(self.weights) else sent(rows, device),
+                    sent(self.weights[rows, k], device),
+                )
+                for k, rows in self.rows.items()
+            }
+        return self._parts
 
 
 class Router:
@@ -137,12 +244,10 @@ class MomentsRouter:
     def __call__(self, x_t: Tensor, t: Tensor) -> Tensor:
         """Probabilities (batch, K) for x_t (batch, …) at t (batch,), computed in float64.
 
-        Their dtype is x_t's, float32 at least. Raises `HddmError` for x_t of another size than the moments'.
+        Their dtype is x_t's, float32 at least.
         """
         flat, times = to_float64(x_t.flatten(1)), to_float64(t)
         own, times = [one.to(flat) for one in self._own], sent(times, flat.device)
-        if (size := len(own[0].mean)) != flat.shape[1]:
-            raise HddmError(f"the router's moments are of images of {size} numbers, not of {flat.shape[1]}")
         logits = torch.stack([one.log_likelihood(flat, times) for one in own], 1)
         prior = sent(torch.tensor(self.prior, dtype=flat.dtype), flat.device)
         if self.evidence is not None:

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from hddm.conditions import LABELS, Conditions, Guidance, Inputs, check_names
 from hddm.editing import SAME, Picture
-from hddm.ensemble import Choice, Ensemble
+from hddm.ensemble import Ensemble
 from hddm.evaluation.expert_use import ExpertUse
 from hddm.noise import Noise
+from hddm.routers import Choice
 from hddm.solvers import OnStep, Solver, unchanged
 from hddm.utils.errors import HddmError
 
@@ -231,9 +232,9 @@ class _Walk:
         self._read_conditions()
         if self.batch.expert is None and next(self.calls) % self.plan.router_every == 0:
             self.choice = Choice(model.routed(x, t, self.shares, may_be_nan=not self.is_checked))
-            model.check_classes(self.choice, self.labels)
+            model.joint.check(self.choice.weights, self.labels)
         assert self.choice is not None
-        choice = self.choice.at(model, t)
+        choice = model.choice_at(t, self.choice)
         if self.use is not None:
             self.use.add(float(now), choice.weights)
         if self.inputs[0] is not choice:
@@ -269,7 +270,7 @@ class _Walk:
         self.labels = conditions.given[LABELS].cpu() if LABELS in conditions.given else None
         self.guidance, self.seen, self.inputs = guidance, now, (None, {})
         if self.choice is not None and self.batch.expert is not None:
-            self.model.check_classes(self.choice, self.labels)
+            self.model.joint.check(self.choice.weights, self.labels)
         else:
             self.shares = self.model.shares_of(len(self.batch.rows), conditions.given, conditions.prior)
 

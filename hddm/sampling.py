@@ -7,7 +7,6 @@ changes rounding only.
 
 import copy
 import functools
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,14 +31,14 @@ from hddm.conditions import (
     flat_labels,
 )
 from hddm.editing import Picture
-from hddm.ensemble import Ensemble, Strategy
+from hddm.ensemble import Ensemble
 from hddm.evaluation.expert_use import ExpertUse
 from hddm.noise import Latents, Noise, Seeded
+from hddm.routers import Strategy
 from hddm.running import Batch, Plan, pick_experts, posterior_of, run
 from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, OnStep, Solver, euler, solver_named, unchanged
 from hddm.utils.errors import HddmError
 from hddm.utils.records import WHOLE, NoiseRange, Record
-from hddm.utils.streams import NUMBERS
 from hddm.velocity import VelocityField
 
 
@@ -53,7 +52,7 @@ def _known(parse: Callable[[str], object]) -> AfterValidator:
 
 Positive = Annotated[int, Field(ge=1)]
 KnownStrategy = Annotated[str, _known(Strategy.parse)]
-"""Name of a strategy (`hddm.ensemble`)."""
+"""Name of a strategy (`hddm.routers`)."""
 KnownSolver = Annotated[str, _known(solver_named)]
 """Name of a solver (`hddm.solvers`)."""
 
@@ -147,7 +146,7 @@ def plan(
         solver: a name or a function, see `hddm.solvers`; by default ``adams-moulton``, or ``euler`` for
             students of few steps.
         shift: of the time grid.
-        strategy: instead of the ensemble's own; see `hddm.ensemble`.
+        strategy: instead of the ensemble's own; see `hddm.routers`.
         expert: the one expert to use; if it covers a part of t only, with the other experts of its domain.
         guidance: 1 for none, another number by condition, a `Guidance`, or a function that returns it for the
             next call of the velocity.
@@ -159,9 +158,9 @@ def plan(
         times: in place of ``steps``, ``shift`` and ``part``.
 
     Raises:
-        HddmError: for an unknown strategy, solver or expert, numbers outside their ranges, a shape of other
-            channels than the model's, a student with another solver than Euler's or with guidance on top of
-            its own, and times that an expert does not cover.
+        HddmError: for an unknown strategy, solver or expert, numbers outside their ranges, a student with
+            another solver than Euler's or with guidance on top of its own, and times that an expert does not
+            cover.
     """
     alone = model if isinstance(model, VelocityField) else None
     if isinstance(model, VelocityField):
@@ -173,8 +172,6 @@ def plan(
         raise HddmError(f"expert {expert} and strategy {strategy!r}: choose one of the two")
     if expert is not None and not 0 <= expert < len(model.experts):
         raise HddmError(f"--expert {expert}: there are 0 … {len(model.experts) - 1}")
-    if router_every < 1:
-        raise HddmError(f"router_every starts at 1, not {router_every}")
     # A copy, so that another thread's sampling keeps its own strategy.
     model = model.under(strategy or model.strategy)
     if not callable(guidance):
@@ -195,14 +192,6 @@ def plan(
         grid_steps = len(times) - 1
     if alone is not None:
         alone.refuse_beyond(times)
-    if shape is not None:
-        if not shape or not all(isinstance(size, Integral) and size >= 1 for size in shape):
-            raise HddmError(f"shape= takes whole numbers from 1, (C, H, W), not {tuple(shape)}")
-        known = model.sample_shape if expert is None else model.experts[expert].sample_shape
-        if known is not None and (len(shape), shape[0]) != (len(known), known[0]):
-            raise HddmError(
-                f"shape={tuple(shape)}: samples of this model are {tuple(known)}; only its sides may differ"
-            )
     return Plan(
         model, expert, solver, solver_name, grid_steps, times, guidance, noise, shape, picture, router_every
     )
@@ -215,21 +204,13 @@ def batches(plan: Plan, numbers: Sequence[int], conditions: Conditions, size: in
     sees large batches; samples of several kinds are never in one batch.
 
     Raises:
-        HddmError: for numbers below 0, conditions or a picture of another length than ``numbers``, a size
-            below 1, and experts that cannot be guided as planned.
+        HddmError: for conditions or a picture of another length than ``numbers``, and experts that cannot be
+            guided as planned.
         UsageError: for a condition that an expert of these samples needs and that is missing.
     """
     model, num = plan.model, len(numbers)
-    if not isinstance(size, Integral) or size < 1:
-        raise HddmError(f"batch_size is a whole number from 1, not {size!r}")
-    if min(numbers, default=0) < 0:
-        raise HddmError(f"start is a whole number from 0, not {min(numbers)}")
     for branch in (conditions.given, conditions.negative):
         check_rows(num, branch)
-    if num and not 0 <= numbers[0] <= numbers[-1] < NUMBERS:
-        raise HddmError(
-            f"samples are numbered from 0 to {NUMBERS - 1}, not from {numbers[0]} to {numbers[-1]}"
-        )
     is_apart = plan.expert is None and len(model.kinds) > 1
     chosen = _chosen(plan, numbers, conditions, size)
     for k in chosen.unique().tolist() if is_apart and chosen is not None else [plan.expert or 0]:
@@ -338,15 +319,13 @@ def sample(
         were trained in.
 
     Raises:
-        HddmError: as `plan`, `batches` and `hddm.running.run`; for a num below 1, an unknown class or
-            argument, a model of unknown sample shape, or experts of several kinds.
+        HddmError: as `plan`, `batches` and `hddm.running.run`; for an unknown class or argument, a model of
+            unknown sample shape, or experts of several kinds.
     """
     if isinstance(model, str | Path):
         from hddm.experts.loading import load
 
         model = load(model)
-    if not isinstance(num, Integral) or num < 1:
-        raise HddmError(f"num is a whole number from 1, not {num!r}")
     planned = plan(
         model,
         steps=steps,
@@ -361,9 +340,8 @@ def sample(
         picture=lambda expert: picture,
     )
     planned.model.refuse_kinds(range(len(planned.model.experts)) if expert is None else [expert])
-    arguments = inspect.signature(sample).parameters.keys() - {"conditions"}
     for branch in (conditions, negative or {}):
-        check_names(branch, planned.model.conditions, arguments)
+        check_names(branch, planned.model.conditions)
     labels = conditions.get(LABELS)
     if labels is not None and not isinstance(labels, Tensor):
         flat = flat_labels(labels)
@@ -380,13 +358,7 @@ def sample(
     groups = batches(planned, numbers, Conditions(given, against, prior), batch_size)
     samples = torch.empty(num, *planned.shape_of(expert or 0), dtype=planned.dtype)
     for batch in groups:
-        try:
-            samples[batch.rows] = run(planned, batch, on_step, use=use).cpu()
-        except (RuntimeError, ValueError) as error:
-            own = replace(planned, shape=None).shape_of(expert or 0)
-            if shape in (None, own) or isinstance(error, HddmError):
-                raise
-            raise HddmError(f"shape={shape}: a network of samples {own} fails on it: {error}") from error
+        samples[batch.rows] = run(planned, batch, on_step, use=use).cpu()
         if on_batch is not None:
             on_batch(len(batch.rows))
     return samples

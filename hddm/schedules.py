@@ -370,12 +370,7 @@ def _read(source: object) -> tuple[dict[str, Any], str]:
         return {**source.config, "_class_name": type(source).__name__}, type(source).__name__
     if isinstance(source, Mapping):
         return dict(source), "scheduler config"
-    if not isinstance(source, str | Path):
-        raise HddmError(
-            "a schedule comes from a diffusers scheduler, its config or a path, "
-            f"not from {type(source).__name__}"
-        )
-    path = Path(source)
+    path = Path(source)  # type: ignore[arg-type]
     for candidate in (path, path / "scheduler_config.json", path / "scheduler" / "scheduler_config.json"):
         if candidate.is_file():
             return read_json(candidate), str(candidate)

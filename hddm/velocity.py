@@ -68,6 +68,18 @@ class PredictionType(StrEnum):
         return cls(name)
 
 
+def misfit_of(ranges: Sequence[NoiseRange]) -> str | None:
+    """The first part of [0, 1] that is in none of ``ranges``, or in two, in words; None without any."""
+    end = 0.0
+    for low, high in sorted(ranges):
+        if low > end:
+            return f"t in {end:g}:{low:g} is missing"
+        if low < end:
+            return f"t in {low:g}:{min(end, high):g} is double"
+        end = high
+    return f"t in {end:g}:1 is missing" if end < 1 else None
+
+
 @dataclass(frozen=True)
 class PathPoint:
     """One state in both coordinates; every tensor broadcasts against ``x``.
@@ -199,8 +211,6 @@ class VelocityField:
         sampling_steps: int | None = None,
         inner_guidance: float = 1.0,
     ) -> None:
-        if not isinstance(schedule, Schedule):
-            raise HddmError(f"schedule is {schedule!r}: pass one of hddm.schedules, such as LinearSchedule()")
         self.network = network
         self.schedule = schedule
         self.prediction_type = PredictionType.parse(prediction_type)

@@ -50,7 +50,7 @@ def refuse_other(out: Path, record: str, kind: str) -> None:
 
 def known_strategy(value: str | None) -> str | None:
     """Callback of --strategy: refuses an unknown one before anything is imported for it."""
-    # As `hddm.ensemble.Strategy.parse`, which imports torch.
+    # As `hddm.routers.Strategy.parse`, which imports torch.
     if value is None:
         return None
     match = re.fullmatch(r"full|draw|top-0*[1-9]\d*|(?:commit|threshold|nucleus)-(.+)", value)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TypedDict, Unpack
 
 from hddm.calibration import FILE_NAME as CALIBRATION
-from hddm.ensemble import Strategy
 from hddm.experts.choices import ClassNames, decided, index_of
 from hddm.experts.compatibility import (
     SHARE_TOLERANCE,
@@ -58,6 +57,7 @@ from hddm.experts.records import (
     weights_in,
 )
 from hddm.networks.folders import sha256_once
+from hddm.routers import Strategy
 from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, is_draft, link_or_copy, new_folder, restore
 from hddm.utils.records import MANIFEST, read_record, refuse_damaged

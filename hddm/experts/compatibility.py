@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from hddm.data.shard_records import overlap
-from hddm.ensemble import misfit_of
 from hddm.experts.ensemble_folders import Member
 from hddm.experts.records import EXPERT_FILE, FORMAT, Expert, ExpertRecord, RouterRecord
 from hddm.routers import Topic
 from hddm.utils.errors import HddmError
 from hddm.utils.records import WHOLE, read_record
+from hddm.velocity import misfit_of
 
 SHARE_TOLERANCE = 1e-6
 _NEW = Member(folder="")

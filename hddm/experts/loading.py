@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hddm.ensemble import Ensemble, Strategy
+from hddm.ensemble import Ensemble
 from hddm.experts.compatibility import Entry, Findings, decide, entries_of, read_entries, router_outputs
 from hddm.experts.ensemble_folders import (
     ENSEMBLE_FILE,
@@ -47,7 +47,7 @@ from hddm.networks.identity import TextEncoderRecord
 from hddm.networks.offload import Offload, Shelf
 from hddm.networks.transformers import RouterTransformer
 from hddm.networks.wrappers import described
-from hddm.routers import MomentsRouter, Router
+from hddm.routers import MomentsRouter, Router, Strategy
 from hddm.utils.errors import HddmError, UsageError, choose
 from hddm.utils.files import inside, restore
 from hddm.utils.records import WHOLE, ensemble_around

@@ -387,7 +387,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
             width: image width.
             num_inference_steps: solver steps; by default 25, or a student's own.
             guidance_scale: 1 for none, or a `hddm.velocity.Guidance`.
-            strategy: instead of the ensemble's own; see `hddm.ensemble`.
+            strategy: instead of the ensemble's own; see `hddm.routers`.
             expert: use this expert only, instead of a strategy.
             solver: see `hddm.solvers`.
             router_every: call the router only at every n-th call of the velocity.

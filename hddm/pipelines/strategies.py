@@ -6,12 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hddm.ensemble import Strategy
 from hddm.evaluation.compare import figure_at
 from hddm.evaluation.evaluate import evaluate_folder
 from hddm.evaluation.features import INCEPTION
 from hddm.evaluation.results import Evaluation, ResultGroup, read_groups
 from hddm.pipelines.samples import SampleSettings, sample_to_folder
+from hddm.routers import Strategy
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json, write_json, write_whole
 from hddm.utils.work import differences

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hddm.conditions import LABELS
 from hddm.data.shard_records import find_shards
 from hddm.data.shards import Shard, joined, open_shard
-from hddm.ensemble import Ensemble, Strategy
+from hddm.ensemble import Ensemble
 from hddm.experts.compatibility import domains_of
 from hddm.experts.loading import OpenedEnsemble, open_ensemble
 from hddm.experts.records import (
@@ -36,6 +36,7 @@ from hddm.experts.records import (
 )
 from hddm.networks.folders import sha256_once
 from hddm.networks.transformers import ExpertTransformer
+from hddm.routers import Strategy
 from hddm.training.expert import check_fit, data_of, new_record, read_init, saving, transformer_of
 from hddm.training.fitting import labels_of
 from hddm.training.loop import Inputs, OnStep, Task, train

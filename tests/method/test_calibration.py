@@ -17,8 +17,8 @@ from tests.oracles import BoundedNetwork, GaussianMixture, OracleNetwork, rms_er
 DIM, SHAPE = 16, (1, 4, 4)
 SHARD = GaussianMixture.random(seed=0, modes=6, dim=DIM, spread=0.8)
 COSINE = case_named("cosine")
-HIGH_NOISE = [0.85, 0.9, 0.93, 0.95, 0.97, 0.985, 0.99, 0.995, 0.999, 1.0]
-ALL_NOISE = [0.0, 0.01, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.75, *HIGH_NOISE]
+HIGH_NOISE = [0.85, 0.93, 0.97, 0.99, 0.999, 1.0]
+ALL_NOISE = [0.0, 0.05, 0.2, 0.5, 0.65, 0.75, *HIGH_NOISE]
 
 
 class NoisyEpsilon(OracleNetwork):

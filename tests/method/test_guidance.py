@@ -30,6 +30,8 @@ def _velocities() -> tuple[Tensor, Tensor]:
 
 def test_channels_that_are_not_guided_are_the_conditional_ones() -> None:
     v_c, v_n = _velocities()
+    with pytest.raises(HddmError, match="5 guided channels, and samples have 4"):
+        Guidance(2.0, channels=5).combine(v_c, v_n, EVERYWHERE)
     found = Guidance(3.0, channels=3).combine(v_c, v_n, EVERYWHERE)
     torch.testing.assert_close(found[:, :3], (3 * v_c - 2 * v_n)[:, :3])
     assert torch.equal(found[:, 3], v_c[:, 3])
@@ -91,13 +93,6 @@ def test_a_scale_of_one_asks_for_no_negative_branch(guidance: float | Guidance) 
     network, labels = ConditionSum(), torch.tensor([1, 2])
     _field(network).velocity(torch.zeros(2, *SHAPE), torch.tensor([0.1, 0.9]), guidance, class_labels=labels)
     assert network.conditions == [{"class_labels": [1, 2]}]
-
-
-def test_a_batch_of_several_times_is_guided_a_row_at_a_time() -> None:
-    times, labels = torch.tensor([0.1, 0.5, 0.9]), torch.tensor([1, 2, 3])
-    guidance = Guidance(2.0, interval=(0.4, 0.6))
-    v = _field(ConditionSum()).velocity(torch.zeros(3, *SHAPE), times, guidance, class_labels=labels)
-    assert v[:, 0, 0, 0].tolist() == [1, 2 * 2 - 9, 3]
 
 
 X, T = torch.ones(4, *SHAPE), torch.tensor([0.0, 0.2, 0.7, 1.0])
@@ -164,7 +159,6 @@ def test_settings_alone_guide_nowhere() -> None:
     [
         (("text_embeds", "mask"), ("text_embeds",), "the negative conditions lack mask, and this"),
         (("text_embeds",), ("text_embeds", "mask"), "both sides: the conditions lack mask, and this"),
-        (("mask", "text_embeds"), (), "the negative conditions lack mask and text_embeds, and"),
         (("mask",), ("text_embeds",), "negative conditions lack mask, the conditions lack text_embeds, and"),
         ((), ("text_embeds",), "guidance needs a condition to guide to"),
     ],
@@ -181,12 +175,9 @@ def test_what_one_side_of_guidance_lacks_is_named(
     ("values", "words"),
     [
         ({"scale": math.nan}, "guidance_scale nan: must be finite"),
-        ({"scale": math.inf}, "guidance_scale inf: must be finite"),
         ({"channels": 0}, "channels start at 1, not 0"),
         ({"interval": (0.6, 0.4)}, "guidance_interval 0.6 0.4: must be two t"),
-        ({"interval": (-0.1, 0.4)}, "guidance_interval -0.1 0.4: "),
         ({"interval": (0.5, math.nan)}, "guidance_interval 0.5 nan: "),
-        ({"rescale": 1.1}, "guidance_rescale 1.1: must be from 0 to 1"),
         ({"rescale": math.nan}, "guidance_rescale nan: "),
     ],
     ids=str,
@@ -194,12 +185,6 @@ def test_what_one_side_of_guidance_lacks_is_named(
 def test_numbers_outside_their_ranges_are_refused(values: dict[str, float], words: str) -> None:
     with pytest.raises(HddmError, match=words):
         Guidance(**{"scale": 2.0, **values})
-
-
-def test_more_guided_channels_than_there_are_are_refused() -> None:
-    v_c, v_n = _velocities()
-    with pytest.raises(HddmError, match="5 guided channels, and samples have 4"):
-        Guidance(2.0, channels=5).combine(v_c, v_n, EVERYWHERE)
 
 
 @torch.no_grad()
@@ -263,23 +248,6 @@ def test_each_expert_of_an_ensemble_is_guided_by_its_own_weak_model_without_any_
     assert len(experts[0].network.conditions) == calls
 
 
-def test_only_what_an_expert_has_is_advised_to_guide_by() -> None:
-    expert = VelocityField(lambda x, t: x, LINEAR.schedule, "flow_prediction", conditions=())
-    x, t = torch.zeros(2, *SHAPE), torch.tensor(0.5)
-    lone = hddm.Ensemble([expert, expert], strategy="draw")
-    for by in ("condition", "weak"):
-        with pytest.raises(
-            HddmError,
-            match="to; take guidance_scale 1$" if by == "condition" else "by; take guidance_scale 1$",
-        ):
-            expert.velocity(x, t, Guidance(3.0, by=by))
-    with pytest.raises(HddmError, match="has no weak model to guide by; take other experts"):
-        lone.require(Guidance(3.0, by="weak"), (), None)
-    expert.weak = expert
-    with pytest.raises(HddmError, match="; guide by the weak model, or take "):
-        expert.velocity(x, t, 3.0)
-
-
 def test_guidance_by_a_weak_model_needs_one_and_takes_no_negative_conditions() -> None:
     expert, guidance = _field(ConditionSum()), Guidance(3.0, by="weak")
     with pytest.raises(HddmError, match="has no weak model"):
@@ -288,5 +256,7 @@ def test_guidance_by_a_weak_model_needs_one_and_takes_no_negative_conditions() -
     negative = {"class_labels": torch.tensor([1, 1])}
     with pytest.raises(HddmError, match="no negative conditions"):
         expert.velocity(torch.zeros(2, *SHAPE), torch.tensor(0.5), guidance, negative)
+    with pytest.raises(HddmError, match="guide by the weak model, or take"):
+        expert.velocity(torch.zeros(2, *SHAPE), torch.tensor(0.5), 3.0)
     with pytest.raises(HddmError, match="by 'itself'"):
         Guidance(3.0, by="itself")  # type: ignore[arg-type]

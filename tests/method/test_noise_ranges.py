@@ -12,7 +12,7 @@ from hddm.noise import Seeded
 from hddm.running import pick_experts
 from hddm.sampling import integrate, sample, time_grid
 from hddm.utils.errors import HddmError
-from hddm.velocity import Guidance, VelocityField
+from hddm.velocity import VelocityField
 from tests.artefacts import refusal
 from tests.cases import LINEAR, Case, ConditionSum, case_named, in_parts, oracle_field
 from tests.oracles import GaussianMixture, OracleNetwork, exact_router, relative_error
@@ -176,14 +176,6 @@ def test_a_domain_covers_t_once(
     assert words in refusal(Ensemble, in_parts(experts, domains), strategy="draw")
 
 
-def test_three_experts_may_divide_t() -> None:
-    parts = [(0.2, 0.6), (0.6, 1), (0, 0.2)]
-    fields = [ConditionSum(k).field(noise_range=part) for k, part in enumerate(parts)]
-    t = torch.tensor([0.1, 0.2, 0.5, 0.6, 0.9], dtype=torch.float64)
-    v = Ensemble(in_parts(fields, [0] * 3), strategy="full").velocity(torch.zeros(5, *SHAPE), t)
-    assert v[:, 0, 0, 0].tolist() == [2, 0, 0, 1, 1]
-
-
 def test_either_of_a_pair_stands_for_both() -> None:
     pair = _one()
     whole = sample(pair, 3, steps=8)
@@ -220,14 +212,3 @@ def test_a_pair_counts_once_for_strategies_classes_and_warnings() -> None:
         use.add(k / 20, torch.tensor([[1.0, 0.0]]))
     assert use.warnings(None, [0, 0]) == []
     assert use.warnings() == ["expert 0 takes 95% of the weight; is the router trained?"]
-
-
-def test_guidance_by_a_weak_model_needs_that_of_both() -> None:
-    weak = ConditionSum(0.5).field()
-    fields = [
-        ConditionSum().field(noise_range=(0.5, 1), weak=weak),
-        ConditionSum().field(noise_range=(0, 0.5)),
-    ]
-    ensemble = Ensemble(in_parts(fields, [0, 0]), strategy="draw")
-    with pytest.raises(HddmError, match="expert 1: has no weak model"):
-        sample(ensemble, 2, shape=SHAPE, guidance_scale=Guidance(2.0, by="weak"))

@@ -62,12 +62,8 @@ def test_a_flow_match_scheduler_is_the_linear_path_whatever_its_shift() -> None:
     "name",
     [
         "DDPMScheduler",
-        "DDIMScheduler",
-        "DPMSolverMultistepScheduler",
         "EulerDiscreteScheduler",
         "LCMScheduler",
-        "PNDMScheduler",
-        "TCDScheduler",
     ],
 )
 def test_missing_keys_have_the_default_of_their_scheduler_class(
@@ -87,23 +83,15 @@ def test_missing_keys_have_the_default_of_their_scheduler_class(
     ("source", "problem"),
     [
         (SD | {"beta_stat": 1}, "beta_stat.*did you mean 'beta_start'"),
-        (SD | {"num_train_timestep": 1}, "num_train_timestep.*did you mean 'num_train_timesteps'"),
         ({}, "name the scheduler class"),
-        ({"num_train_timesteps": 1000}, "name the scheduler class"),
-        ({"prediction_type": "epsilon"}, "name the scheduler class"),
         ({"_class_name": "ScoreSdeVeScheduler"}, "is neither of the DDPM"),
-        ({"_class_name": "NoSuchScheduler"}, "is neither of the DDPM"),
         (SD | {"beta_schedule": "no-such-spacing"}, "no schedule can be built"),
         (SD | {"beta_start": "a lot"}, "no schedule can be built"),
         (SD | {"num_train_timesteps": 1}, "must be 2 to 100000"),
-        (SD | {"num_train_timesteps": None}, "must be 2 to 100000"),
         (SD | {"beta_end": 2.0}, "betas must be"),
-        (SD | {"beta_start": -1.0}, "no schedule can be built"),
         (SD | {"trained_betas": [0.1, -0.1]}, "betas must be"),
-        (SD | {"trained_betas": [0.1, [0.1]]}, "no schedule can be built"),
         (SD | {"trained_betas": 0.1, "rescale_betas_zero_snr": True}, "no schedule can be built"),
         ("no/such/folder", "no scheduler config here"),
-        (42, "not from int"),
         (diffusers.EulerDiscreteScheduler(timestep_type="continuous"), "continuous"),
     ],
     ids=lambda value: str(value)[-50:],
@@ -111,13 +99,6 @@ def test_missing_keys_have_the_default_of_their_scheduler_class(
 def test_what_gives_no_schedule_is_refused(source: object, problem: str) -> None:
     with pytest.raises(HddmError, match=problem):
         from_diffusers(source)
-
-
-@pytest.mark.parametrize("text", ["{not json", "[1, 2]"])
-def test_a_broken_config_file_is_named(text: str, tmp_path: Path) -> None:
-    (tmp_path / "scheduler_config.json").write_text(text)
-    with pytest.raises(HddmError, match=r"scheduler_config\.json"):
-        from_diffusers(tmp_path)
 
 
 @pytest.mark.parametrize(

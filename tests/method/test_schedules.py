@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from hddm.schedules import DiscreteSchedule, LinearSchedule, Schedule
+from hddm.schedules import DiscreteSchedule, Schedule
 from hddm.utils.errors import HddmError
-from tests.cases import CASES, Case, case_named, each_case, each_discrete
+from tests.cases import Case, case_named, each_case, each_discrete
 from tests.oracles import slopes
 
 
@@ -130,8 +130,3 @@ def test_times_outside_the_schedule_are_refused(case: Case, beyond: float) -> No
 def test_bad_betas_are_refused(betas: list[float]) -> None:
     with pytest.raises(HddmError, match="betas must be"):
         DiscreteSchedule(torch.tensor(betas))
-
-
-def test_equal_continuous_schedules_are_equal() -> None:
-    assert LinearSchedule() == LinearSchedule()
-    assert len({case.name for case in CASES}) == len(CASES) == 12

@@ -194,7 +194,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "class_labels has two sources",
     ),
     "seed below": ({"seed": -1}, "seed -1: must be a whole number from 0 to 4294967295"),
-    "start below": ({"seed": 0, "start": -3}, "start is a whole number from 0, not -3"),
+    "start below": ({"seed": 0, "start": -3}, "index -3: must be a whole number from 0"),
     "start": ({"start": 4}, "start 4 counts the images of a seed; pass one"),
     "seeds": ({"seed": 1, "generator": torch.Generator()}, "a seed or a generator, not both"),
     "generators": ({"generator": [torch.Generator()] * 2}, "2 generators for 1 images"),
