@@ -118,6 +118,7 @@ _DEPTHS = (
     ("layers_per_block",),
     ("transformer_layers_per_block", "reverse_transformer_layers_per_block"),
     ("down_block_types", "up_block_types"),
+    ("num_encoder_blocks", "num_decoder_blocks"),
 )
 # Bounds, not counts: 60 layers and 28 tensors each in Stable Diffusion XL, where a list has its largest.
 _MOST_LAYERS = 256

@@ -1,6 +1,6 @@
 """The VAE of a latent expert: read strictly, identified by its encoder, decoding latents to images."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -174,7 +174,6 @@ def _open(folder: Path, variant: str | None = None) -> tuple[Any, dict[str, Tens
     config = _without_derived(read_config(folder), origin)
     kind, arguments = parse_config(config, KINDS, origin)
     path, stored = read_weights(folder, STEM, variant)
-    _refuse_depth(arguments, len(stored), origin)
     network = empty_network(kind, arguments, len(stored), origin)
     names = stored_names(network.state_dict(), stored)
     weights = {name: stored[old] for name, old in names.items() if old in stored}
@@ -185,10 +184,7 @@ def _open(folder: Path, variant: str | None = None) -> tuple[Any, dict[str, Tens
             f"{origin}: states {' and '.join(stated)}, a scale for each channel; only one scaling_factor and "
             "shift_factor for all is supported"
         )
-    try:
-        _scale_and_shift(network.config)
-    except HddmError as error:
-        raise HddmError(f"{origin}: {error}") from error
+    _scale_and_shift(network.config, origin)
     return network, weights, arguments, path
 
 
@@ -202,23 +198,13 @@ def _without_derived(config: dict[str, Any], origin: str) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != "block_out_channels"}
 
 
-def _refuse_depth(arguments: Mapping[str, Any], num_tensors: int, origin: str) -> None:
-    """Refuse more blocks than tensors, before building any."""
-    for key in ("num_encoder_blocks", "num_decoder_blocks"):
-        counts = arguments.get(key, ())
-        numbers = [n for n in counts if isinstance(n, int)] if isinstance(counts, Sequence) else [num_tensors]
-        if sum(numbers) >= num_tensors > 0:
-            raise HddmError(f"{origin}: {key} is {str(counts)[:60]}, and there are {num_tensors} tensors")
-
-
-def _scale_and_shift(config: Mapping[str, Any]) -> tuple[float, float]:
+def _scale_and_shift(config: Mapping[str, Any], origin: str = "the VAE's config") -> tuple[float, float]:
     scale, shift = config["scaling_factor"], config["shift_factor"] or 0.0
     if not isinstance(scale, int | float) or not 0 < scale < LARGEST_SCALE:
-        raise HddmError(
-            f"scaling_factor is {str(scale)[:40]}, and must be a positive number, below {LARGEST_SCALE:.0e}"
-        )
+        number = f"a positive number, below {LARGEST_SCALE:.0e}"
+        raise HddmError(f"{origin}: scaling_factor is {str(scale)[:40]}, and must be {number}")
     if not isinstance(shift, int | float) or not -LARGEST_SCALE < shift < LARGEST_SCALE:
-        raise HddmError(f"shift_factor is {str(shift)[:40]}, and must be a number")
+        raise HddmError(f"{origin}: shift_factor is {str(shift)[:40]}, and must be a number")
     return float(scale), float(shift)
 
 

@@ -92,13 +92,6 @@ def test_named_sizes_are_dits(letter: str, numbers: tuple[int, ...]) -> None:
             size_config(wrong)
 
 
-@pytest.mark.parametrize("size", ["tiny", "small", "S/4", "XL/8"])
-def test_a_named_size_runs_and_keeps_the_shape(size: str) -> None:
-    with torch.device("meta"):
-        network = ExpertTransformer(sample_size=16, in_channels=4, **size_config(size))
-        assert network(torch.zeros(2, 4, 16, 16), torch.zeros(2)).shape == (2, 4, 16, 16)
-
-
 @torch.no_grad()
 def test_diffusers_dit_with_one_embedder_is_reproduced(tmp_path: Path) -> None:
     """Written with text, which nothing hears before it is trained."""
@@ -123,14 +116,6 @@ def test_text_is_asked_for_by_name_and_taken_in_any_precision() -> None:
 
 
 @torch.no_grad()
-def test_samples_of_a_batch_do_not_mix() -> None:
-    network = _awake(ExpertTransformer(**TINY))
-    together = network(X, T)
-    alone = torch.cat([network(X[i : i + 1], T[i : i + 1]) for i in range(2)])
-    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
-
-
-@torch.no_grad()
 def test_a_patch_of_the_output_lies_where_its_input_does() -> None:
     """Without blocks nothing mixes patches: a changed pixel may change its own patch only."""
     network = _awake(ExpertTransformer(**{**TINY, "depth": 0}))
@@ -152,14 +137,13 @@ def test_a_patch_is_laid_out_by_row_then_column_then_channel() -> None:
 
 
 @torch.no_grad()
-def test_attention_lets_every_patch_see_every_other() -> None:
+def test_every_patch_sees_every_other_knows_its_place_and_sees_no_other_sample() -> None:
     network = _awake(ExpertTransformer(**TINY))
-    assert ((network(_poked(0, 0), T) - network(X, T)).abs() > 0).all()
-
-
-@torch.no_grad()
-def test_equal_patches_are_told_apart_by_their_place() -> None:
-    output = _awake(ExpertTransformer(**TINY))(torch.zeros_like(X), T)
+    together = network(X, T)
+    assert ((network(_poked(0, 0), T) - together).abs() > 0).all()
+    alone = torch.cat([network(X[i : i + 1], T[i : i + 1]) for i in range(2)])
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+    output = network(torch.zeros_like(X), T)
     patches = output.unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
     assert torch.pdist(patches[0]).min() > 1e-4
 
@@ -224,29 +208,16 @@ def test_positions_of_another_grid_are_those_of_its_coordinates_and_what_was_lea
 @torch.no_grad()
 def test_a_wide_picture_is_not_a_tall_one() -> None:
     """Same patches in the same order: only their places differ."""
+    wide, plain = torch.zeros(2, 3, 4, 16), None
     for rotary in (False, True):
         network = _awake(ExpertTransformer(**TINY, rotary=rotary))
-        wide = torch.zeros(2, 3, 4, 16)
         wide_out, tall_out = network(wide, T), network(wide.mT, T)
+        assert plain is None or (wide_out - plain).abs().max() > 1e-4
+        plain = wide_out
         assert wide_out.shape == wide.shape
         assert not torch.allclose(wide_out, tall_out.mT, atol=1e-4)
     router = RouterTransformer(num_experts=2, **TINY)
     assert router(torch.zeros(2, 3, 4, 16), T).shape == (2, 2)
-
-
-def test_rotary_positions_reach_the_blocks_with_and_without_checkpoints() -> None:
-    found = []
-    for rotary, checkpointed in ((False, False), (True, False), (True, True)):
-        network = _awake(ExpertTransformer(**TINY, rotary=rotary))
-        network.train()
-        if checkpointed:
-            network.enable_gradient_checkpointing()
-        output = network(X, T)
-        output.square().sum().backward()
-        found.append((output.detach(), network.layers[0].attn.in_proj_weight.grad))
-    assert (found[0][0] - found[1][0]).abs().max() > 1e-3
-    assert torch.equal(found[1][0], found[2][0])
-    torch.testing.assert_close(found[1][1], found[2][1])
 
 
 def test_time_embeds_as_cosines_then_sines() -> None:
@@ -354,7 +325,7 @@ def _trained(network: torch.nn.Module, conditions: dict[str, Tensor]) -> tuple[d
 @pytest.mark.parametrize(
     ("make", "conditions"),
     [
-        (lambda: ExpertTransformer(**TINY), {}),
+        (lambda: ExpertTransformer(**TINY, rotary=True), {}),
         (
             lambda: ExpertTransformer(**TINY, num_classes=4, text_dim=12, modulation="zero"),
             {"class_labels": torch.tensor([0, 4]), "encoder_hidden_states": TEXT},
@@ -414,13 +385,6 @@ def test_attention_in_bfloat16_has_the_gradient_of_its_definition(
         error, usual = ((x.double() - truth).norm() / truth.norm() for x in (ours, theirs))
         assert error < 0.01
         assert error < 2 * usual
-
-
-def test_attention_looks_the_same_with_and_without_gradients() -> None:
-    q = torch.randn(2, 3, 16, 8).bfloat16()
-    with torch.no_grad():
-        plain = attend(q, q, q)
-    assert torch.equal(attend(q.requires_grad_(), q, q), plain)
 
 
 @pytest.mark.parametrize("trained", [(True, True, True), (False, True, False), (True, False, True)])

@@ -52,9 +52,7 @@ from tests.flow_models import (
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 Make = Callable[..., ModelMixin]
 SOURCES: dict[str, tuple[Make, dict[str, Any], tuple[object, ...]]] = {
-    "sd3": (sd3, {}, ()),
     "sd3.5": (sd3, SD35, ()),
-    "flux-schnell": (flux, {}, WITH_SIDE),
     "flux-dev": (flux, {"guidance_embeds": True}, WITH_SIDE),
 }
 X = torch.randn(2, 4, SIDE, SIDE, generator=torch.Generator().manual_seed(5))
@@ -241,8 +239,7 @@ def test_configs_that_ask_for_what_no_tensor_backs(
     refused(hddm, source, *(WITH_SIDE if name == "flux" and "sample_size" not in changes else ()))
 
 
-@pytest.mark.parametrize("name", ["PixArtTransformer2DModel", "Transformer2DModel"])
-@pytest.mark.parametrize("side", [64, 128])
+@pytest.mark.parametrize(("side", "name"), [(64, "PixArtTransformer2DModel"), (128, "Transformer2DModel")])
 def test_pixart_sigma_is_pixart_with_another_config(
     hddm: Command, tmp_path: Path, side: int, name: str
 ) -> None:

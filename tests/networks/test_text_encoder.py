@@ -43,8 +43,7 @@ def _rename(root: Path, prefix: str) -> None:
     )
 
 
-@pytest.mark.parametrize("prefix", ["", "text_model."])
-@pytest.mark.parametrize("width", [16, 768])
+@pytest.mark.parametrize(("width", "prefix"), [(16, ""), (768, "text_model.")])
 def test_prompts_become_what_transformers_makes_of_them(width: int, prefix: str, tmp_path: Path) -> None:
     write_clip(tmp_path, width)
     _rename(tmp_path, prefix)
@@ -100,7 +99,6 @@ def test_slow_and_fast_files_make_the_same_tokens(tmp_path: Path) -> None:
     "change",
     [
         {},
-        {"eos_token_id": 2},
         {"bos_token_id": 516, "eos_token_id": 517},
         {"bos_token_id": -1, "eos_token_id": None, "pad_token_id": None},
         {"eos_token_id": True, "pad_token_id": [517, "x"]},
@@ -204,16 +202,6 @@ def test_an_encoder_that_cannot_be_trusted_is_refused(
             read(tmp_path / "text_encoder")
         assert message in str(refused.value)
         assert "\n" not in str(refused.value)
-
-
-def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
-    write_clip(tmp_path)
-    weights = load_file(tmp_path / FILE)
-    key = next(key for key in weights if key.endswith("final_layer_norm.bias"))
-    weights[key][0] = torch.nan
-    save_file(weights, tmp_path / FILE)
-    with pytest.raises(HddmError, match=r"final_layer_norm\.bias' holds NaN or Inf"):
-        read_text_encoder(tmp_path / "text_encoder")
 
 
 @pytest.mark.parametrize(
