@@ -117,7 +117,7 @@ def test_guided_velocity_is_that_of_the_exact_classes_at_full_noise(calibration:
 
 
 def test_velocity_is_continuous_up_to_full_noise(calibration: Calibration) -> None:
-    field, times = _field(calibration), 1 - torch.logspace(-1, -6, 400, dtype=torch.float64)
+    field, times = _field(calibration), 1 - torch.logspace(-1, -6, 200, dtype=torch.float64)
     found = [field.velocity(_noise(64), _times(t, 64), class_labels=LABELS[:64]) for t in [*times, 1.0]]
     steps = [rms_error(later, earlier) for earlier, later in itertools.pairwise(found)]
     assert max(steps) < 0.03
@@ -161,6 +161,7 @@ def test_a_label_beyond_the_classes_has_the_mean_of_all() -> None:
     torch.testing.assert_close(means, torch.tensor([1.0, 0.0, 2.0, 1.0, 1.0]), atol=0.02, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_trained_class_expert_of_noise_is_bounded_and_stays_so(whole: Path, tmp_path: Path) -> None:
     settings = expert_settings("ddpm", steps=60, batch_size=64, class_conditional=True)
     train_expert(whole, tmp_path / "expert", settings)

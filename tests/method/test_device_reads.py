@@ -84,19 +84,17 @@ def _ensemble(pair: bool) -> Ensemble:
     return Ensemble(in_parts(fields, [0, 0, 1] if pair else [0, 1, 2]), Router(network), "draw")
 
 
-ROUTED = ("full", "top-1", "nucleus-0.5")
+ROUTED = ("full", "nucleus-0.5")
 
 
 @pytest.mark.parametrize(
     ("strategy", "pair", "guidance"),
     [
-        ("draw", False, 1.0),
         ("draw", True, 2.0),
         ("draw", False, Guidance(2.0, by="weak")),
         ("expert", False, 2.0),
         ("commit-0.5", True, 1.0),
         ("full", True, 2.0),
-        ("top-1", False, 1.0),
         ("nucleus-0.5", False, Guidance(2.0, by="weak")),
     ],
 )

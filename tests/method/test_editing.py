@@ -43,13 +43,13 @@ def test_between_it_is_the_flow_of_a_gaussian(strength: float) -> None:
     shard = GaussianMixture(torch.ones(1).double(), mean[None], c * torch.eye(4).double()[None])
     pictures = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 1, 2, 2)
     picture, how = Picture(pictures, strength), {"seed": 5, "shape": SHAPE}
-    made = sample(oracle_field(shard), 3, steps=400, solver="heun", picture=picture, **how)
+    made = sample(oracle_field(shard), 3, steps=100, solver="adams-moulton", picture=picture, **how)
     # At strength 1 the flow of pure noise tells which noise these samples have.
-    plain = sample(oracle_field(shard), 3, steps=400, solver="heun", **how)
+    plain = sample(oracle_field(shard), 3, steps=100, solver="adams-moulton", **how)
     noise = (plain - mean.view(SHAPE)) / c**0.5
     state = (1 - strength) * (pictures - mean.view(SHAPE)) + strength * noise
     exact = mean.view(SHAPE) + state * (c / ((1 - strength) ** 2 * c + strength**2)) ** 0.5
-    assert (made - exact).abs().max() < 1e-4
+    assert (made - exact).abs().max() < 1e-3
     assert (made - plain).abs().max() > 0.1
 
 
@@ -113,6 +113,7 @@ def _errors(resampling: int, solver: str = "euler", pictures: int = 6) -> tuple[
     return float(torch.stack(errors).mean()), float(torch.stack(widths).mean())
 
 
+@pytest.mark.slow
 def test_inpainting_approaches_the_posterior_as_steps_are_taken_again() -> None:
     (once, _), (error, width) = [_errors(resampling) for resampling in (1, DEFAULT_RESAMPLING)]
     assert error < 0.1

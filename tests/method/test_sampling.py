@@ -76,8 +76,8 @@ def test_noise_flows_to_the_gaussian_along_its_known_map(
 
 def test_samples_of_an_ensemble_have_the_moments_of_the_whole() -> None:
     whole = GaussianMixture.union(SHARDS, PRIOR)
-    for strategy in ("full", "draw", "commit-0.7", "commit-0.3"):
-        data = sample(_ensemble(strategy), 3000, 1, 50, batch_size=3000).double().flatten(1)
+    for strategy in ("full", "draw", "commit-0.5"):
+        data = sample(_ensemble(strategy), 3000, 1, 30, batch_size=3000).double().flatten(1)
         torch.testing.assert_close(data.mean(0), whole.mean, atol=0.15, rtol=0)
         torch.testing.assert_close(data.T.cov(), whole.covariance, atol=0.3, rtol=0)
 
@@ -106,25 +106,25 @@ def test_committing_weighs_by_the_posterior_and_gives_each_expert_its_own_data()
         torch.testing.assert_close(own.T.cov(), shard.covariance, atol=0.2, rtol=0)
 
 
-@pytest.mark.parametrize(("solver", "order"), [("euler", 1), ("heun", 2), ("adams-moulton", 2)])
-def test_committing_keeps_the_order_of_a_solver(solver: str, order: int) -> None:
-    def at(steps: int, solver: str = solver) -> Tensor:
+def test_committing_keeps_the_order_of_a_solver() -> None:
+    def at(steps: int, solver: str) -> Tensor:
         return sample(_ensemble("commit-0.5"), 64, 2, steps, solver=solver).double()
 
-    exact = at(640, "heun")
-    # Samples that another step size sends to another expert say nothing about the order.
-    errors = torch.stack([(at(steps) - exact).flatten(1).norm(dim=1) for steps in (40, 80)])
-    same = errors.amax(0) < 0.5
-    assert same.sum() > 48
-    coarse, fine = errors[:, same].square().mean(1).sqrt().tolist()
-    assert coarse / fine > 2 ** (order - 0.3)
+    exact = at(320, "heun")
+    for solver, order in (("euler", 1), ("heun", 2), ("adams-moulton", 2)):
+        # Samples that another step size sends to another expert say nothing about the order.
+        errors = torch.stack([(at(steps, solver) - exact).flatten(1).norm(dim=1) for steps in (20, 40)])
+        same = errors.amax(0) < 0.5
+        assert same.sum() > 48
+        coarse, fine = errors[:, same].square().mean(1).sqrt().tolist()
+        assert coarse / fine > 2 ** (order - 0.3), solver
 
 
 @pytest.mark.parametrize("strategy", ["full", "top-1", "draw", "commit-0.6"])
 def test_a_sample_depends_on_its_seed_and_index_alone(strategy: str) -> None:
     ensemble = _ensemble(strategy)
     many = sample(ensemble, 11, seed=7, steps=8)
-    for batch_size in (1, 3, 11):
+    for batch_size in (1, 3):
         again = sample(ensemble, 11, seed=7, steps=8, batch_size=batch_size)
         torch.testing.assert_close(again, many, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(sample(ensemble, 4, 7, 8), many[:4], rtol=1e-5, atol=1e-5)
