@@ -47,9 +47,9 @@ from hddm.conditions import (
 )
 from hddm.networks.offload import in_best_order, release
 from hddm.networks.wrappers import TEXT_CONDITIONS, described, missing_from
-from hddm.routers import Choice, Strategy, sparse_weights
+from hddm.routers import Choice, Strategy, answer_of, given_condition, sparse_weights
 from hddm.utils.errors import HddmError, UsageError
-from hddm.utils.tensors import sent, to_float64
+from hddm.utils.tensors import to_float64
 from hddm.velocity import VelocityField, check_times, misfit_of
 
 
@@ -97,9 +97,8 @@ class Ensemble:
             (`hddm.routers.PromptRouter`); None where it does not.
 
     Raises:
-        HddmError: for no experts, an unknown strategy, a k above the number of domains, experts of different
-            sample shapes with another strategy than ``draw``, a prior that is not K non-negative numbers with
-            a positive sum, or a domain whose noise ranges do not cover [0, 1] once.
+        HddmError: for no experts or such that do not go together, a strategy that is unknown or not for them,
+            a prior that is none, or a domain whose noise ranges do not cover [0, 1] once.
     """
 
     def __init__(
@@ -328,9 +327,8 @@ class Ensemble:
             conditions: keywords of the experts' networks; each expert gets those that it declares.
 
         Raises:
-            HddmError: as `VelocityField.velocity`; for a strategy that needs a router where there is
-                none; for ``draw``, and for ``commit-x`` at or below x, without ``expert``; for a condition
-                that no expert declares.
+            HddmError: as `VelocityField.velocity`; for a strategy that needs a router where there is none;
+                for ``draw``, and for ``commit-x`` at or below x, without ``expert``.
         """
         times = check_times(x_t, t).cpu()
         for branch in (conditions, negative or {}):
@@ -369,16 +367,14 @@ class Ensemble:
         inputs: Mapping[int, Inputs],
         then: Tensor | None = None,
     ) -> Tensor:
-        """As `velocity`, by a choice of experts and the inputs of each for its rows, all of them checked.
+        """As `velocity`, for what is checked; nothing is read from the device.
 
         Args:
             x_t: (batch, …).
             times: (batch,) in float64 on the CPU.
             choice: the weights, zero for an expert that does not cover its row's time.
-            inputs: by expert, for the rows that it is chosen for.
+            inputs: of each expert, for the rows that it is chosen for.
             then: the end of the step, a scalar or (batch,), on the CPU.
-
-        Nothing is read from the device.
         """
         for one in self.experts if self.num_domains < len(self.experts) else ():
             if not one.covers(times).any():
@@ -443,9 +439,8 @@ class Ensemble:
         """The distribution that ``draw`` draws the expert of each of ``num`` samples from, (num, K).
 
         It is ``prior`` (num, K) where provided, as a prompt gives it, else p(k | class) where that is known,
-        else p(k); and 0 for an expert that does not know the class. A label beyond the classes, as the null
-        class is, counts as none. Raises `HddmError` for a class that only experts of no share know, and a
-        ``prior`` that is not (num, K) numbers, none below 0, with positive sums.
+        else p(k); and 0 for an expert that does not know the class. A label beyond the classes is none.
+        Raises `HddmError` for a class that only experts of no share know, and a ``prior`` that is none.
         """
         rows = self.prior.expand(num, -1)
         if prior is not None:
@@ -479,10 +474,7 @@ class Ensemble:
     ) -> Tensor:
         """Weights (batch, K) of the experts at x_t (batch, …) and t (batch,), by the strategy, on the CPU.
 
-        ``prior`` (batch, K) is p(k | prompt), as in `prior_of`.
-
-        Raises:
-            HddmError: as `velocity`.
+        ``prior`` (batch, K) is p(k | prompt), as in `prior_of`. Raises `HddmError` as `velocity`.
         """
         if expert is not None:
             if expert.shape != (len(x_t),):
@@ -499,13 +491,9 @@ class Ensemble:
         return self.prior_of(num, conditions, prior)
 
     def routed(self, x_t: Tensor, t: Tensor, shares: Tensor | None, may_be_nan: bool = False) -> Tensor:
-        """Weights (batch, K) on the CPU, by strategy and router; the router's answer is the one read.
+        """Weights (batch, K) at x_t (batch, …) and t (batch,), which is on the CPU, by strategy and router.
 
-        Args:
-            x_t: (batch, …).
-            t: (batch,) on the CPU.
-            shares: see `shares_of`.
-            may_be_nan: let NaN pass, as a state that is not finite leads to; sampling reports where it began.
+        For ``shares`` see `shares_of`, for ``may_be_nan`` `answer_of`.
         """
         strategy = self._strategy
         if strategy.kind == "commit" and (t > strategy.value).all():
@@ -521,27 +509,10 @@ class Ensemble:
             raise HddmError(
                 f"strategy {self.strategy!r} needs a router (hddm assemble --router moments); 'draw' does not"
             )
-        state_dtype = torch.promote_types(x_t.dtype, torch.float32)
-        probabilities = self.router(x_t, sent(t, x_t.device, state_dtype)).to("cpu", state_dtype)
-        if probabilities.shape != (len(x_t), len(self.experts)):
-            found = tuple(probabilities.shape)
-            raise HddmError(f"the router gave {found} probabilities, not {(len(x_t), len(self.experts))}")
-        # Logits passed for probabilities would mix into something that looks like a velocity.
-        rows = probabilities[probabilities.isfinite().all(1)] if may_be_nan else probabilities
-        if not ((rows >= 0).all() and ((rows.sum(1) - 1).abs() < 1e-2).all()):
-            raise HddmError("the router's rows are not probabilities (non-negative, sum 1); apply a softmax?")
+        probabilities = answer_of(self.router, x_t, t, len(self.experts), may_be_nan)
         if shares is not None:
-            # A shard of no size has no images of any class.
-            factors = torch.where(self.prior > 0, shares / self.prior, 0).to(probabilities)
-            product = probabilities * factors
-            total = product.sum(1, keepdim=True)
-            # The router may give every shard of a class 0; the requested class decides.
-            probabilities = torch.where(total > 0, product / total, shares.to(probabilities))
+            probabilities = given_condition(probabilities, self.prior, shares)
         return sparse_weights(self.at(t, probabilities), strategy)
-
-    def choice_at(self, t: Tensor, choice: Choice) -> Choice:
-        """The choice at t (batch,): the expert of each domain that covers t has the domain's weight."""
-        return choice if self.num_domains == len(self.experts) else Choice(self.at(t, choice.weights))
 
     def at(self, t: Tensor, weights: Tensor) -> Tensor:
         """``weights`` (batch, K), those of each domain given to its expert that covers t (batch,)."""
@@ -560,10 +531,9 @@ class Ensemble:
     def conditions_by_expert(
         self, guidance: Guidance, negative: Mapping[str, Tensor], conditions: Mapping[str, Tensor]
     ) -> list[tuple[Guidance, dict[str, Tensor], dict[str, Tensor]]]:
-        """Guidance, negative conditions and conditions for each expert.
+        """Guidance, negative conditions and conditions for each expert, by its own names and class numbers.
 
-        They have its own names, and classes its own numbering. An expert that takes none of the conditions
-        that guide runs without guidance.
+        An expert that takes none of the conditions that guide runs without guidance.
         """
         against, given = self._own(negative), self._own(conditions)
         is_guided = guidance.by_condition and can_guide(conditions, negative)

@@ -1,4 +1,4 @@
-"""Routers, the probabilities that a noised image or a prompt is for expert k, and strategies, who then runs.
+"""Routers: the probabilities that a noised image, or a prompt, is for expert k. Strategies: who then runs.
 
 `Router` runs a network that was trained on all shards. `MomentsRouter` (by the image) and `PromptRouter` (by
 the prompt) need no training and no data: they have one row per expert, so that adding or removing an expert
@@ -189,6 +189,36 @@ class Router:
         if self._parts is not None:
             logits = logits + sent(self._parts.log(), logits.device, logits.dtype)
         return logits.softmax(1)
+
+
+def answer_of(
+    router: Callable[[Tensor, Tensor], Tensor], x_t: Tensor, t: Tensor, num: int, may_be_nan: bool = False
+) -> Tensor:
+    """Any router's probabilities (batch, num) of x_t (batch, …) at t (batch,), checked, on the CPU.
+
+    Rows that are not finite, which states that are not finite lead to, pass with ``may_be_nan``.
+    """
+    dtype = torch.promote_types(x_t.dtype, torch.float32)
+    found = router(x_t, sent(t, x_t.device, dtype)).to("cpu", dtype)
+    if found.shape != (len(x_t), num):
+        raise HddmError(f"the router gave {tuple(found.shape)} probabilities, not {(len(x_t), num)}")
+    # Logits passed for probabilities would mix into something that looks like a velocity.
+    rows = found[found.isfinite().all(1)] if may_be_nan else found
+    if not ((rows >= 0).all() and ((rows.sum(1) - 1).abs() < 1e-2).all()):
+        raise HddmError("the router's rows are not probabilities (non-negative, sum 1); apply a softmax?")
+    return found
+
+
+def given_condition(probabilities: Tensor, prior: Tensor, shares: Tensor) -> Tensor:
+    """p(k | x_t, c) = p(k | x_t) p(k | c) / p(k), normalised, (batch, K).
+
+    From p(k | x_t) (batch, K), p(k) = ``prior`` (K,) and p(k | c) = ``shares`` (batch, K).
+    """
+    # A shard of no size has no images of any class.
+    product = probabilities * torch.where(prior > 0, shares / prior, 0).to(probabilities)
+    total = product.sum(1, keepdim=True)
+    # The router may give every shard of a class 0; the requested class decides.
+    return torch.where(total > 0, product / total, shares.to(probabilities))
 
 
 def temperature_at(t: Tensor, temperatures: Sequence[float]) -> Tensor:

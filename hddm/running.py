@@ -234,7 +234,9 @@ class _Walk:
             self.choice = Choice(model.routed(x, t, self.shares, may_be_nan=not self.is_checked))
             model.joint.check(self.choice.weights, self.labels)
         assert self.choice is not None
-        choice = model.choice_at(t, self.choice)
+        choice = self.choice
+        if model.num_domains < len(model.experts):
+            choice = Choice(model.at(t, choice.weights))
         if self.use is not None:
             self.use.add(float(now), choice.weights)
         if self.inputs[0] is not choice:

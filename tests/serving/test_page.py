@@ -364,6 +364,7 @@ def _made(folder: Path) -> list[bytes]:
     return _pixels([path.read_bytes() for path in sorted(folder.glob("*.png"))])
 
 
+@pytest.mark.slow
 def test_a_visitor_plays(
     visits: tuple[Visitor, str, set[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hddm: Command
 ) -> None:
