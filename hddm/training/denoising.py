@@ -164,8 +164,8 @@ class Judged:
     unconditional: Denoising | None = None
 
 
-def judge(expert: Expert, field: VelocityField, shard: Shard, seed: int) -> Judged:
-    """Compare an expert with a Gaussian and with v = 0.
+def judge(judged: Judged, expert: Expert, field: VelocityField, shard: Shard, seed: int) -> None:
+    """Compare an expert with a Gaussian and with v = 0, and add to ``judged`` what is found.
 
     - They must be below a Gaussian's by `SURE` deviations, over all noise levels and where the network stands
       alone; without conditions too, since guidance needs that, unless it was trained without condition
@@ -183,20 +183,20 @@ def judge(expert: Expert, field: VelocityField, shard: Shard, seed: int) -> Judg
     if not expert.facts.training_calibration:
         alone.calibration = None
     found = denoising(field, images, given, seed, alone)
+    judged.images, judged.denoising = len(rows), found
     is_calibrated = expert.calibration is not None
-    problems, notes = _objections(found, len(rows), is_calibrated), list[str]()
-    unconditional = None
+    problems = _objections(found, len(rows), is_calibrated)
     if given and set(given) <= set(field.null_conditions):
         nulls = {name: field.null_conditions[name] for name in given}
         repeated = {name: null.expand(len(rows), *null.shape) for name, null in nulls.items()}
-        unconditional = denoising(field, images, repeated, seed, alone)
+        judged.unconditional = unconditional = denoising(field, images, repeated, seed, alone)
         without = f"without {', '.join(nulls)}"
         doubts = _objections(unconditional, len(rows), is_calibrated)
         if problems and doubts:
             problems = [f"{text} ({without}: error {unconditional.expert:.4f})" for text in problems]
         else:
             is_learned = expert.facts.training.get("condition_dropout") != 0
-            (problems if is_learned else notes).extend(f"{without}: {text}" for text in doubts)
+            (problems if is_learned else judged.notes).extend(f"{without}: {text}" for text in doubts)
     worse = [level for level in found.late if not level.expert <= level.zero]
     if worse:
         spoilt = worse
@@ -205,12 +205,10 @@ def judge(expert: Expert, field: VelocityField, shard: Shard, seed: int) -> Judg
             spoilt = [level for level in worse if not level.expert <= errors[level.t]]
         at = (spoilt or worse)[0]
         text = f"at t = {at.t:g} its error is {at.expert:.4f}, and that of no velocity at all {at.zero:.4f}"
-        (problems if spoilt else notes).append(f"{text}: {_remedy(expert, bool(spoilt))}")
+        (problems if spoilt else judged.notes).append(f"{text}: {_remedy(expert, bool(spoilt))}")
     if (other := misread(alone, shard, seed)) is not None:
         problems.insert(0, other)
-    return Judged(
-        problems=problems, notes=notes, images=len(rows), denoising=found, unconditional=unconditional
-    )
+    judged.problems += problems
 
 
 def usual_schedules() -> list[Schedule]:

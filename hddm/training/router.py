@@ -209,7 +209,6 @@ NOISED = 16384
 KNOTS = 5
 """Temperatures over t (docs/notes/training.md)."""
 ECE_BINS = 15
-TIME_BINS = 5
 
 
 def held_out(shard: Shard) -> Tensor:
@@ -239,8 +238,8 @@ def calibrate_router(
     evenly over [0, 1].
 
     The record that is returned with them holds expected calibration error and cross-entropy, before and
-    after, over all times and in `TIME_BINS` intervals of t. Figures "after" are cross-fitted: each half of
-    the images is judged by temperatures fitted to the other. The temperatures returned are fitted to all.
+    after. Figures "after" are cross-fitted: each half of the images is judged by temperatures fitted to the
+    other. The temperatures returned are fitted to all.
     """
     noised = noised_logits(network, images, labels, seed)
     # Dealt in the order of the labels, so that each half has its share of every shard.
@@ -251,17 +250,14 @@ def calibrate_router(
         fresh = part == k
         crossed[fresh] = temperature_at(noised.t[fresh], noised.fit(~fresh, knots))
     after = noised.logits / crossed[:, None]
-    bins = []
-    for k in range(TIME_BINS):
-        rows = (noised.t * TIME_BINS).long() == k
-        figures = _figures(noised.logits[rows], after[rows], noised.labels[rows])
-        bins.append({"from": k / TIME_BINS, "to": (k + 1) / TIME_BINS, **figures})
     record = {
         "noised_images": len(noised.t),
         "knots": knots,
         "seed": seed,
-        **_figures(noised.logits, after, noised.labels),
-        "time_bins": bins,
+        "ece_before": expected_calibration_error(noised.logits.softmax(1), noised.labels),
+        "ece_after": expected_calibration_error(after.softmax(1), noised.labels),
+        "cross_entropy_before": F.cross_entropy(noised.logits, noised.labels).item(),
+        "cross_entropy_after": F.cross_entropy(after, noised.labels).item(),
     }
     return noised.fit(torch.ones_like(part, dtype=torch.bool), knots), record
 
@@ -353,12 +349,3 @@ def noised_logits(
         eps = torch.randn(x_0.shape, generator=draws, dtype=x_0.dtype)
         logits.append(network((1 - wide) * x_0 + wide * eps, (times * TIME_SCALE).to(images)).double())
     return Noised(torch.cat(logits), t, labels[image], image)
-
-
-def _figures(before: Tensor, after: Tensor, labels: Tensor) -> dict[str, float]:
-    return {
-        "ece_before": expected_calibration_error(before.softmax(1), labels),
-        "ece_after": expected_calibration_error(after.softmax(1), labels),
-        "cross_entropy_before": F.cross_entropy(before, labels).item(),
-        "cross_entropy_after": F.cross_entropy(after, labels).item(),
-    }

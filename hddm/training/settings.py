@@ -333,32 +333,17 @@ def read_run_file(path: Path, record: type[Record]) -> dict[str, Any]:
     return content
 
 
-OBJECTIVES = ("ddpm", "flow")
-REST = "*"
-"""Stands for all shards without an objective of their own."""
-
-
-def parse_objectives(text: str, shards: int, name: str = "--objective") -> list[str]:
+def parse_objectives(text: str, shards: int) -> list[str]:
     """Parse one objective per shard from ``0=ddpm,3=ddpm,*=flow``; a name alone, as ``flow``, is for all.
 
     Raises `HddmError` for a shard that does not exist, comes twice or has no objective, or an unknown
     objective.
     """
-    chosen: dict[str, str] = {}
-    for part in text.split(","):
-        key, given, objective = (piece.strip() for piece in part.rpartition("="))
-        key = key if given else REST
-        if objective not in OBJECTIVES:
-            hint = f"write ddpm or flow for a shard, as 0=ddpm,*=flow{did_you_mean(objective, OBJECTIVES)}"
-            raise HddmError(f"{name} {text}: {part.strip()!r} is not an objective; {hint}")
-        if key != REST and (not key.isdecimal() or int(key) >= shards):
-            raise HddmError(f"{name} {text}: there is no shard {key!r}; shards are 0 to {shards - 1}")
-        key = key if key == REST else str(int(key))
-        if key in chosen:
-            raise HddmError(f"{name} {text}: names {key} twice; name each shard once")
-        chosen[key] = objective
-    found = [chosen.get(str(k), chosen.get(REST, "")) for k in range(shards)]
-    if missing := [str(k) for k, one in enumerate(found) if not one]:
-        problem = f"has no objective for shard {', '.join(missing)}; add *=flow for the rest"
-        raise HddmError(f"{name} {text}: {problem}")
-    return found
+    parts = [part.strip().rpartition("=") for part in text.split(",")]
+    chosen = {key.strip() or "*": objective.strip() for key, _, objective in parts}
+    found = [chosen.get(str(k), chosen.get("*")) for k in range(shards)]
+    is_known = chosen.keys() <= {"*", *map(str, range(shards))} and len(chosen) == len(parts)
+    if not is_known or not {*found, *chosen.values()} <= {"ddpm", "flow"}:
+        shape = f"name ddpm or flow once for each of shards 0 to {shards - 1}, as 0=ddpm,*=flow"
+        raise HddmError(f"--objective {text}: {shape}")
+    return [str(one) for one in found]

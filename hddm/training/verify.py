@@ -1,8 +1,9 @@
 """Verify an expert that somebody else trained: its records, hashes and weights, and its denoising."""
 
+import contextlib
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -71,26 +72,17 @@ def images_for(experts: Sequence[Path], data: Path) -> Sequence[Path | None]:
     below = sorted(p.parent for p in data.glob(f"*/{MANIFEST}") if not (p.parent / EXPERT_FILE).exists())
     if (data / MANIFEST).exists() or not below:
         return [data] * len(experts)
-    records = {folder: _read_or_empty(folder / MANIFEST) for folder in below}
+    records = {folder: read_json(folder / MANIFEST, LARGEST_MANIFEST) for folder in below}
     shards = {str(one.get("held_out_of") or one.get("hash")): folder for folder, one in records.items()}
     found: list[Path | None] = []
     for expert in experts:
-        shard = _read_or_empty(expert / EXPERT_FILE).get("shard")
-        own = shard.get("hash") if isinstance(shard, dict) else None
+        own = (read_json(expert / EXPERT_FILE).get("shard") or {}).get("hash")
         if own not in shards and (own is not None or len(experts) == 1):
             origin = "does not say what it was trained on" if own is None else f"is of shard {str(own)[:16]}…"
             text = f"none of its {len(shards)} shards is that of {expert}, which {origin}"
             raise UsageError(f"--data {data}: {text}")
         found.append(None if own is None else shards[own])
     return found
-
-
-def _read_or_empty(path: Path) -> dict[str, Any]:
-    """Read a record, {} if it is unreadable: opening the folder reports that later."""
-    try:
-        return read_json(path, LARGEST_MANIFEST)
-    except HddmError:
-        return {}
 
 
 KNOWN = frozenset({EXPERT_FILE, MANIFEST, *FILES})
@@ -156,26 +148,37 @@ def verify_expert(
         if name not in KNOWN and name.split("/")[0] not in COMPONENTS
     )
     try:
-        unread = open_expert(folder, known, unheld=(WEIGHTS, ADAPTER_WEIGHTS))
-        whole_components(folder)
+        _examine(found, shard, seed, known, bases, place)
+    except UsageError:
+        raise
     except HddmError as error:
         found.problems += (error.message, *error.details)
-        return found
+    return found
+
+
+def _examine(
+    found: Verification,
+    shard: Shard | None,
+    seed: int,
+    known: Mapping[str, Path] | None,
+    bases: Sequence[Path],
+    place: torch.device,
+) -> None:
+    """Add to ``found`` what an expert is, and what is wrong with it; an `HddmError` is a further problem."""
+    folder = found.folder
+    unread = open_expert(folder, known, unheld=(WEIGHTS, ADAPTER_WEIGHTS))
+    whole_components(folder)
     record = unread.facts
     with asked():
         refuse_base(folder, record.adapter, bases)
         found.notes += [] if shard is None else _check_images(shard, unread)
     # A file may be a link, as in a hub cache.
-    hashes = {(folder / name).resolve(): sha256 for name, sha256 in files.items()}
-    try:
-        found.problems += foreign_files(folder, lambda path: hashes[path.resolve()])
-        expert = unread.read(torch.float32)
-        if unread.weak is not None:
-            unread.weak.read(torch.float32)
-        field = field_of(expert, place)
-    except HddmError as error:
-        found.problems += (error.message, *error.details)
-        return found
+    hashes = {(folder / name).resolve(): sha256 for name, sha256 in found.files.items()}
+    found.problems += foreign_files(folder, lambda path: hashes[path.resolve()])
+    expert = unread.read(torch.float32)
+    if unread.weak is not None:
+        unread.weak.read(torch.float32)
+    field = field_of(expert, place)
     found.problems[:0] = _provenance(record)
     if unread.calibration is None and record.sampling_steps is None and record.source is None:
         found.notes.append(f"{CALIBRATION}: is missing; hddm calibrate makes one")
@@ -184,18 +187,9 @@ def verify_expert(
     found.base = record.adapter.base_sha256 if record.adapter else None
     found.trained_on = record.shard.hash if record.shard else None
     if shard is not None and not found.problems:
-        try:
-            judged = judge(expert, field, shard, seed)
-        except HddmError as error:
-            # Where the record names the shard, wrong classes are a fault of the expert.
-            if record.shard is None:
-                raise UsageError(error.message, error.details) from error
-            found.problems += (error.message, *error.details)
-        else:
-            found.problems, found.notes = judged.problems, [*found.notes, *judged.notes]
-            found.images, found.denoising = judged.images, judged.denoising
-            found.unconditional = judged.unconditional
-    return found
+        # Only where the record names the shard are wrong classes a fault of the expert.
+        with asked() if record.shard is None else contextlib.nullcontext():
+            judge(found, expert, field, shard, seed)
 
 
 def warn_of_misreading(folder: Path, shard: Shard) -> None:

@@ -380,8 +380,9 @@ def test_without_a_calibration_the_network_is_not_to_blame(class_expert: Path, h
         return output(x, timestep, **conditions) * torch.where(timestep > 500, -1, 1).view(-1, 1, 1, 1)
 
     output, field.network = field.network, late
-    problems = judging.judge(replace(expert, calibration=None), field, shard, 0).problems
-    (problem,) = (one for one in problems if one.startswith("it denoises no better than a Gaussian"))
+    judged = judging.Judged()
+    judging.judge(judged, replace(expert, calibration=None), field, shard, 0)
+    (problem,) = (one for one in judged.problems if one.startswith("it denoises no better than a Gaussian"))
     assert "; it has no calibration; hddm calibrate fits one" in problem
 
 
