@@ -100,7 +100,7 @@ def native_conditions(field: VelocityField, num: int, seed: int = 0) -> dict[str
     return conditions
 
 
-NUM_IMAGES, FEW_IMAGES, STEPS = 512, 64, 50
+NUM_IMAGES, STEPS = 512, 50
 
 
 def recalibrate(
@@ -150,9 +150,6 @@ def recalibrate(
 def _on_native_samples(folder: Path, field: VelocityField, seed: int, num: int, steps: int) -> Calibration:
     if field.noise_range != WHOLE:
         raise HddmError(f"{folder}: covers only a part of t, so it cannot sample alone; pass --data")
-    if num < FEW_IMAGES:
-        text = f"{num} samples are few for a calibration; the default is {NUM_IMAGES}"
-        warnings.warn(text, stacklevel=3)
     try:
         conditions = native_conditions(field, num, seed)
     except HddmError as error:

@@ -13,10 +13,10 @@ from hddm.experts.records import EXPERT_FILE, open_expert
 from hddm.training.continuation import continue_expert, resolve_continued
 from hddm.training.expert import resolve_new, train_expert
 from hddm.training.loop import OnStep, summary_of
-from hddm.training.resume import has_run, recipe_before, refuse_run, run_folder_of
+from hddm.training.resume import has_run, recipe_before, refuse_run
 from hddm.training.settings import ExpertSettings, RunOptions
 from hddm.training.state import discard_runs, wait_for_run
-from hddm.utils.errors import HddmError, UsageError
+from hddm.utils.errors import HddmError
 from hddm.utils.processes import stoppable
 from hddm.utils.workers import RETRIES, Backend, Call, Workers
 
@@ -74,26 +74,15 @@ def make_islands(
 ) -> list[Island]:
     """Make an island for each shard, which writes ``out/expert_k``.
 
-    ``objectives`` has one per shard, and ``settings`` are by objective. ``snr_gamma`` and ``schedule`` are
-    left out for flow, and flow_prediction for DDPM; where all shards would leave one out it raises an
-    `HddmError`.
+    ``objectives`` has one per shard, and ``settings`` are by objective. Of shards with different objectives,
+    those with flow get no ``snr_gamma`` and ``schedule``, those with DDPM no flow_prediction.
     """
-    shared = next(iter(settings.values()))
-    for option, value, objective in (
-        ("--schedule", schedule, "ddpm"),
-        ("--snr-gamma", shared.snr_gamma, "ddpm"),
-        ("--prediction", shared.prediction if shared.prediction == "flow_prediction" else None, "flow"),
-    ):
-        if value is not None and objective not in objectives:
-            raise UsageError(
-                f"{option} {value}: is for {objective}, and no shard has that objective; drop it"
-            )
-    islands = []
+    is_mixed, islands = len(settings) > 1, []
     for index, (shard, objective) in enumerate(zip(shards, objectives, strict=True)):
         own, path = settings[objective], schedule
-        if objective != "ddpm":
+        if is_mixed and objective == "flow":
             own, path = own.model_copy(update={"snr_gamma": None}), None
-        elif own.prediction == "flow_prediction":
+        elif is_mixed and own.prediction == "flow_prediction":
             own = own.model_copy(update={"prediction": None})
         islands.append(Island(index, shard, out / f"expert_{index}", own, run, path, init, overwrite))
     return islands
@@ -199,20 +188,10 @@ def train_island(island: Island, on_step: OnStep | None = None) -> list[float]:
 
 
 def refuse_failed(outcomes: Sequence[Outcome]) -> None:
-    """Raise an `HddmError` if an island failed, with every cause once and the experts that it concerns."""
+    """Raise an `HddmError` if an island failed, with the causes of each."""
     failed = [(one.island, one.failure) for one in outcomes if one.failure is not None]
-    concerned: dict[str, list[str]] = {}
-    for island, failure in failed:
-        for line in (failure.message, *failure.details):
-            # Without its name or folder at the beginning, a cause reads the same for all islands.
-            for start in (island.name, island.out, run_folder_of(island.out)):
-                line = line.removeprefix(f"{start}: ")
-            concerned.setdefault(line, []).append(island.name)
-    lines = [
-        f"{'each of them' if 1 < len(names) == len(failed) else ', '.join(names)}: {cause}"
-        for cause, names in concerned.items()
-    ]
-    others = "the others are finished, and " if len(failed) < len(outcomes) else ""
-    number = f"{len(failed)} of {len(outcomes)} experts failed"
     if failed:
-        raise HddmError(f"{failed[0][0].out.parent}: {number}; {others}--resume continues these", lines)
+        others = "the others are finished, and " if len(failed) < len(outcomes) else ""
+        number = f"{len(failed)} of {len(outcomes)} experts failed"
+        causes = [f"{one.name}: {line}" for one, why in failed for line in (why.message, *why.details)]
+        raise HddmError(f"{failed[0][0].out.parent}: {number}; {others}--resume continues these", causes)
