@@ -5,12 +5,12 @@ are afterwards as before.
 """
 
 import contextlib
+import functools
 import logging
 import math
-import os
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,10 @@ from hddm.training.resume import RUN_FILE, read_run, step_of
 from hddm.training.settings import TEXT
 from hddm.training.state import Run
 from hddm.utils.errors import one_line
+from hddm.utils.files import write_whole
 from hddm.velocity import VelocityField
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +49,10 @@ def watching(
         options, logs, project = run.options, run.folder / "logs", run.options.wandb
         figures, grids = Figures(options.log_every), None
         if options.sample_every and field is not None and shard is not None:
-            grids = SampleGrids(field, shard, conditions, run.folder / "samples")
+            samples = run.folder / "samples"
+            grids = Guarded("pictures", lambda: SampleGrids(field, shard, conditions, samples))
         first = 1 if run.begun_at is None else step_of(run.begun_at) + 1
-        sinks = [Guarded(f"TensorBoard ({logs})", lambda: TensorBoardLog(logs, first))]
+        sinks: list[Guarded[Log]] = [Guarded(f"TensorBoard ({logs})", lambda: TensorBoardLog(logs, first))]
         if project is not None:
             config = read_run(run.folder / RUN_FILE)["settings"]
             sinks.append(Guarded("W&B", lambda: WandbLog(run.folder, project, config)))
@@ -56,10 +60,11 @@ def watching(
         def on_step(report: StepReport) -> None:
             entry, pictures = figures.add(report), dict[str, Tensor]()
             if grids is not None and report.step % options.sample_every == 0:
-                pictures = {f"samples/{name}": grid for name, grid in grids.try_to_draw(report).items()}
-            if entry or pictures:
+                grids.use(lambda one: pictures.update(one.draw(report)))
+            named = {f"samples/{name}": grid for name, grid in pictures.items()}
+            if entry or named:
                 for sink in sinks:
-                    sink.use(lambda one: one.put(report.step, entry, pictures))
+                    sink.use(lambda one: one.put(report.step, entry, named))
 
         has_failed = True
         try:
@@ -136,7 +141,7 @@ class SampleGrids:
         self._field, self._folder = field, folder
         self._space, self._shape = shard.space, shard.shape
         self._conditions: dict[str, Tensor] = {}
-        self._num, self._has_failed = IMAGES, False
+        self._num = IMAGES
         if TEXT in conditions and shard.texts is not None:
             self._num = min(IMAGES, len(shard))
             self._conditions[TEXT] = shard.texts.take(torch.arange(self._num))
@@ -146,16 +151,6 @@ class SampleGrids:
             own = shard.labels if field.noise_range[1] < 1 else None
             in_turn = torch.arange(self._num) % len(shard.classes)
             self._conditions[LABELS] = in_turn if own is None else own[rows]
-
-    def try_to_draw(self, report: StepReport) -> dict[str, Tensor]:
-        """Do as `draw`; where that fails, return {}, with a warning the first time."""
-        try:
-            return self.draw(report)
-        except Exception as error:
-            if not self._has_failed:
-                log.warning("step %d: no pictures (%s); the training goes on", report.step, one_line(error))
-            self._has_failed = True
-            return {}
 
     def draw(self, report: StepReport) -> dict[str, Tensor]:
         """Write grids and return them, (C, H, W) in bytes, by "raw" and "ema"; {} if the training is to stop.
@@ -173,10 +168,7 @@ class SampleGrids:
         self._folder.mkdir(parents=True, exist_ok=True)
         for name, grid in grids.items():
             path = self._folder / f"step_{report.step:08d}_{name}.png"
-            # Renamed once complete.
-            draft = path.with_name(f".{path.name}")
-            save_png(grid, draft)
-            os.replace(draft, path)
+            write_whole(path, functools.partial(save_png, grid))
         return grids
 
     def _grid(self, report: StepReport) -> Tensor:
@@ -225,26 +217,29 @@ def grid_of(images: Tensor) -> Tensor:
     return tiled(images, COLUMNS, max(1, _SMALLEST // images.shape[-1]))
 
 
-class Guarded:
-    """A log whose failure is one warning, after which it is not used again; ``start`` opens it."""
+class Guarded(Generic[T]):
+    """What a training goes on without: its failure is one warning, after which it is not used again.
 
-    def __init__(self, name: str, start: Callable[[], Log]) -> None:
+    ``start`` opens it.
+    """
+
+    def __init__(self, name: str, start: Callable[[], T]) -> None:
         self._name = name
-        self._log: Log | None = None
+        self._one: T | None = None
         with self._warned():
-            self._log = start()
+            self._one = start()
 
-    def use(self, act: Callable[[Log], None]) -> None:
-        """Do something with the log, if it is open and has not failed."""
-        if (log := self._log) is not None:
+    def use(self, act: Callable[[T], object]) -> None:
+        """Do something with it, if it is open and has not failed."""
+        if (one := self._one) is not None:
             with self._warned():
-                act(log)
+                act(one)
 
     @contextlib.contextmanager
     def _warned(self) -> Iterator[None]:
         try:
             yield
-        # Whatever fails here, weeks of training must not be lost to a log.
+        # Whatever fails here, weeks of training must not be lost to it.
         except Exception as error:
-            self._log = None
-            log.warning("%s: %s; the training goes on without it", self._name, one_line(error))
+            self._one = None
+            log.warning("%s: %s; the training goes on without", self._name, one_line(error))

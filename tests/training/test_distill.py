@@ -231,27 +231,17 @@ def test_a_student_records_router_strategy_and_licences_and_fits_beside_no_exper
 
 
 def test_an_ensemble_that_draws_teaches_the_full_mixture_or_another_that_is_asked_for(
-    ddpm_expert: Path, flow_expert: Path, router: Path, shards: Path, tmp_path: Path, hddm: Command
+    ddpm_expert: Path, flow_expert: Path, router: Path, shards: Path, tmp_path: Path
 ) -> None:
-    """As the README assembles one."""
-    for strategy in ("draw", "commit-0.9", "full", "top-1"):
-        assemble([ddpm_expert, flow_expert], tmp_path / strategy / "ensemble", router, strategy)
-    given = ("--data", shards, "--teacher", "routed", "--steps", 2, "--batch-size", 8, "--size", "tiny")
     trained = {}
-    for name, ensemble, more in (
-        ("by default", "draw", ()),
-        ("for one that commits", "commit-0.9", ()),
-        ("as full", "full", ()),
-        ("asked", "draw", ("--strategy", "top-1")),
-        ("as top-1", "top-1", ()),
-    ):
-        out = tmp_path / name
-        code, _, told = hddm("distill", tmp_path / ensemble / "ensemble", *given, "--out", out, *more)
-        assert code == 0, told
-        trained[name] = _sha256(out)
-    assert trained["by default"] == trained["for one that commits"] == trained["as full"]
-    assert trained["by default"] != trained["asked"] == trained["as top-1"]
-    facts = json.loads((tmp_path / "by default" / "expert.json").read_text())
+    for ensemble, strategy in (("draw", None), ("commit-0.9", None), ("full", None), ("draw", "top-1")):
+        teacher, out = tmp_path / ensemble / "ensemble", tmp_path / f"{ensemble} {strategy}"
+        if not teacher.exists():
+            assemble([ddpm_expert, flow_expert], teacher, router, ensemble)
+        distill(teacher, shards, out, _settings(teacher="routed", strategy=strategy, steps=2))
+        trained[out.name] = _sha256(out)
+    assert trained["draw None"] == trained["commit-0.9 None"] == trained["full None"] != trained["draw top-1"]
+    facts = json.loads((tmp_path / "draw None" / "expert.json").read_text())
     assert facts["training"]["teacher"]["strategy"] == "full"
 
 
@@ -333,18 +323,6 @@ def test_a_teacher_that_cannot_mix_or_of_other_images_and_classes_is_refused(
     assemble(trio.experts, tmp_path / "trio")
     with pytest.raises(HddmError, match=r"its classes are \['columns', 'stripes'\]"):
         distill(tmp_path / "trio", tmp_path / "renamed-shards", tmp_path / "student", _settings())
-
-
-def test_a_resumed_student_keeps_its_strategy_and_another_teacher_is_refused_by_its_own_name(
-    ensemble: Path, shards: Path, tmp_path: Path
-) -> None:
-    out, resumed = tmp_path / "student", RunOptions(resume=True)
-    chosen = _settings(steps=2, teacher="routed", strategy="top-1")
-    distill(ensemble, shards, out, chosen, run=RunOptions())
-    assert distill(ensemble, shards, out, _settings(steps=2, teacher="routed"), run=resumed) == []
-    with pytest.raises(HddmError) as refused:
-        distill(ensemble, shards, out, _settings(steps=2), run=resumed)
-    assert "settings.teacher: was 'routed', is 'shard'" in refused.value.details
 
 
 def _settings(**changes: object) -> DistillSettings:

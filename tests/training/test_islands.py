@@ -182,21 +182,6 @@ def test_a_training_whose_starter_is_killed_saves_and_ends(whole: Path, tmp_path
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-@pytest.mark.slow
-def test_an_error_of_a_caller_ends_all_processes_at_once(whole: Path, tmp_path: Path) -> None:
-    islands = [_endless(whole, tmp_path / name) for name in "ab"]
-    raised: list[float] = []
-
-    def on_step(*report: object) -> None:
-        raised.append(time.monotonic())
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        train_islands(islands, Workers(2), on_step)
-    assert time.monotonic() - raised[0] < 50
-    assert not multiprocessing.active_children()
-
-
 def test_an_island_reports_every_step(whole: Path, tmp_path: Path) -> None:
     reports: list[tuple[int, int, float, float]] = []
     settings = expert_settings("flow", steps=20, threads=1)

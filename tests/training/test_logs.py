@@ -194,7 +194,7 @@ def test_logs_that_fail_are_a_warning_each_and_change_nothing_in_the_training(
     train_expert(whole, tmp_path / "out", settings, run=RunOptions(wandb="project", log_every=1))
     assert contents(tmp_path / "out")[WEIGHTS] == contents(tmp_path / "bare")[WEIGHTS]
     logged = [r for r in caplog.records if r.name.startswith("hddm") and r.levelno >= logging.WARNING]
-    text = "Not a directory; the training goes on without it"
+    text = "Not a directory; the training goes on without"
     assert [one.getMessage() for one in logged] == [
         f"TensorBoard ({tmp_path / 'out.run' / 'logs'}): {text}",
         f"W&B: {text}",

@@ -19,7 +19,7 @@ from hddm.networks.folders import WEIGHTS
 from hddm.training.bounded_gain import bounded_gain
 from hddm.training.continuation import continue_expert
 from hddm.training.expert import train_expert
-from hddm.training.settings import ExpertSettings, RunOptions
+from hddm.training.settings import RunOptions
 from hddm.training.verify import verify_expert
 from hddm.utils.errors import HddmError
 from hddm.utils.records import MANIFEST
@@ -99,22 +99,6 @@ def test_an_adapter_is_judged_with_its_base_wherever_that_is(
     assert "base" in problem
     found = verify_expert(alone, bases=[copied(ddpm_expert, tmp_path / "base")])
     assert (found.accepted, found.base) == (True, sha256), found.problems
-
-
-@pytest.mark.slow
-def test_islands_adapt_one_expert_each_to_its_shard(
-    shards: Path, flow_expert: Path, tmp_path: Path, hddm: Command
-) -> None:
-    code, _, err = hddm(
-        *("train", "all", "--shards", shards, "--out", tmp_path / "experts", "--objective", "*=flow"),
-        *("--init", flow_expert, "--lora-rank", 2, "--steps", 3, "--batch-size", 8, "--threads", 1),
-    )
-    assert code == 0, err
-    settings = ExpertSettings(objective="flow", steps=3, batch_size=8, lora_rank=2, threads=1)
-    for k in (0, 1):
-        continue_expert(flow_expert, shards / f"shard_{k}", tmp_path / "alone" / str(k), settings)
-        alone, island = (contents(tmp_path / name) for name in (f"alone/{k}", f"experts/expert_{k}"))
-        assert alone[ADAPTER_WEIGHTS] == island[ADAPTER_WEIGHTS]
 
 
 def test_an_adapter_learns_and_leaves_its_base_alone(whole: Path, flow_expert: Path, tmp_path: Path) -> None:

@@ -137,14 +137,12 @@ def test_trajectories_are_kept_for_the_same_seed_guidance_and_conditions(tmp_pat
     first = solve(teacher, 4, 0, SHAPE, {}, 1.0, file).states
     teacher.experts[0].network = lambda x, timestep: 0 * x
     assert torch.equal(solve(teacher, 4, 0, SHAPE, {}, 1.0, file).states, first)
-    changed = ((4, 1, {}, 1.0), (5, 0, {}, 1.0), (4, 0, labels, 1.0), (4, 0, {}, 2.0))
-    for num, seed, conditions, scale in changed[:2]:
-        found = solve(teacher, num, seed, SHAPE, conditions, scale, file).states
+    for num, seed in ((4, 1), (5, 0)):
+        found = solve(teacher, num, seed, SHAPE, {}, 1.0, file).states
         assert torch.equal(found[:, 0], found[:, -1])
-        solve(_teacher(), 4, 0, SHAPE, {}, 1.0, file)
-    for num, seed, conditions, scale in changed[2:]:
+    for conditions, scale in ((labels, 1.0), ({}, 2.0)):
         with pytest.raises(HddmError):
-            solve(teacher, num, seed, SHAPE, conditions, scale, file)
+            solve(teacher, 4, 0, SHAPE, conditions, scale, file)
 
 
 def test_trajectories_are_the_flow_and_depend_on_their_number_alone() -> None:
@@ -296,25 +294,14 @@ def test_other_verbs_refuse_students(
     student = tmp_path / "student"
     given = {"sampling_steps": 2, "trajectories": 4, "steps": 1}
     distill(ensemble, shards, student, _settings(**given), init=flow_expert)
+    flow = ("--objective", "flow", "--steps", 1)
     for line in (
         ("assemble", student, flow_expert, "--out", tmp_path / "out"),
         ("merge", student, flow_expert, "--out", tmp_path / "out"),
         ("calibrate", student),
         ("verify", student, "--data", shards / "shard_0"),
         ("distill", student, "--data", shards, "--out", tmp_path / "out", "--steps", 1),
-        (
-            "train",
-            "expert",
-            shards / "shard_0",
-            "--objective",
-            "flow",
-            "--init",
-            student,
-            "--steps",
-            1,
-            "--out",
-            tmp_path / "out",
-        ),
+        ("train", "expert", shards / "shard_0", "--init", student, *flow, "--out", tmp_path / "out"),
     ):
         code, _, error = hddm(*line)
         assert code in (1, 2)

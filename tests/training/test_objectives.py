@@ -121,13 +121,6 @@ def test_loss_in_velocity_is_the_error_of_the_converted_velocity(name: str, pred
     assert weighted.isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["ddpm", "flow"])
-def test_both_objectives_predict_the_sample_and_take_its_loss_in_velocity(name: str) -> None:
-    objective = objective_named(name)
-    assert (objective.prediction_type, objective.weighting) == ("sample", "velocity")
-    assert objective_named(name, prediction="epsilon").weighting == "prediction"
-
-
 @pytest.mark.parametrize("name", ["ddpm-linear", "trained-betas-ztsnr"])
 def test_discrete_schedules_draw_whole_indices_all_of_them_alike(name: str) -> None:
     schedule = case_named(name).schedule

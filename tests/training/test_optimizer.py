@@ -1,6 +1,5 @@
 """Muon for matrices, AdamW for the rest: which parameter is whose, and a resume to the last bit."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,30 +11,14 @@ from torch import nn
 from hddm.experts.records import WEAK
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
-from hddm.training.continuation import continue_expert
 from hddm.training.expert import train_expert
 from hddm.training.optimizer import optimizer_of
 from hddm.training.recipe import resolve
 from hddm.training.settings import ExpertRecipe, RunOptions, size_config
-from hddm.utils.errors import HddmError
 from tests.artefacts import Died, ending_at, expert_settings
 
 MUON = expert_settings("flow", optimizer="muon", learning_rate=1e-3, muon_learning_rate=0.02)
 TINY = {"sample_size": 8, "in_channels": 3, **size_config("tiny")}
-
-RECIPE = {
-    "optimizer": "muon",
-    "muon_learning_rate": 0.02,
-    "learning_rate": 0.2 / TINY["hidden_size"],
-    "weight_decay": 0.01,
-    "max_grad_norm": 1.0,
-    "prediction": "sample",
-    "weighting": "velocity",
-    "time_sampling": "logit-normal",
-    "rotary": True,
-    "weak_at": 0.25,
-}
-"""What ``hddm train`` does by default."""
 
 
 def _of_muon(network: nn.Module) -> set[str]:
@@ -100,23 +83,3 @@ def test_a_training_by_muon_resumes_to_the_last_bit(
     for file in (WEIGHTS, WEAK):
         one, two = (load_file(tmp_path / name / file) for name in ("one", "two"))
         assert all(torch.equal(one[name], two[name]) for name in one)
-
-
-def test_another_optimiser_cannot_take_over(whole: Path, tmp_path: Path) -> None:
-    run = RunOptions(checkpoint_every=3, resume=True, allow_config_change=True)
-    with pytest.raises(Died):
-        train_expert(whole, tmp_path / "out", MUON, on_step=ending_at(7), run=run)
-    with pytest.raises(HddmError) as caught:
-        train_expert(whole, tmp_path / "out", expert_settings("flow", learning_rate=1e-3), run=run)
-    assert "settings.optimizer: was 'muon', is 'adamw'" in str(caught.value)
-
-
-def test_the_recipe_of_a_new_network_and_of_one_that_goes_on(whole: Path, tmp_path: Path) -> None:
-    left_open = ("optimizer", "learning_rate", "time_sampling")
-    open_settings = expert_settings("flow").model_copy(update=dict.fromkeys(left_open))
-    train_expert(whole, tmp_path / "new", open_settings)
-    continue_expert(tmp_path / "new", whole, tmp_path / "on", open_settings)
-    going_on = {"optimizer": "adamw", "muon_learning_rate": None, "learning_rate": 1e-4, "weak_at": 0.0}
-    for name, expected in (("new", RECIPE), ("on", RECIPE | going_on)):
-        found = json.loads((tmp_path / name / "expert.json").read_text())["training"]
-        assert {key: found[key] for key in expected} == expected

@@ -50,6 +50,7 @@ def test_a_run_sees_every_image_once_an_epoch(uninterrupted: Path) -> None:
     assert sorted(stream[:48]) == sorted(stream[48:96]) == list(range(48))
 
 
+@pytest.mark.slow
 def test_twenty_kills_at_random_moments_change_nothing(
     whole: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:

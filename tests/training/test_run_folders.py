@@ -18,7 +18,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hddm import load
 from hddm.experts.records import EXPERT_FILE
 from hddm.networks.folders import WEIGHTS
 from hddm.training import state
@@ -28,7 +27,6 @@ from hddm.training.resume import run_folder_of, value_at, with_changes
 from hddm.training.settings import ExpertSettings, RunOptions
 from hddm.training.state import open_run
 from hddm.utils.errors import HddmError
-from hddm.utils.files import sha256_of
 from tests.artefacts import (
     Command,
     Died,
@@ -52,11 +50,17 @@ def _command(shard: Path, out: Path, *more: object) -> list[object]:
     return ["train", "expert", shard, "--out", out, *given, *more]
 
 
+@pytest.fixture(scope="module")
+def finished(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("finished") / "out"
+    train_expert(whole, out, SETTINGS, run=RunOptions())
+    return out
+
+
 @pytest.fixture
-def started(whole: Path, tmp_path: Path) -> Path:
+def started(finished: Path, tmp_path: Path) -> Path:
     """A run of four steps that was finished, and whose expert was taken away."""
-    train_expert(whole, tmp_path / "out", SETTINGS, run=RunOptions())
-    shutil.rmtree(tmp_path / "out")
+    shutil.copytree(run_folder_of(finished), tmp_path / "out.run")
     return tmp_path / "out"
 
 
@@ -96,26 +100,6 @@ def test_a_record_of_other_values_is_refused_by_key(
         assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"ema_updates": -1}, {"seconds": float("nan")}, {"scaler": [1]}],
-    ids=str,
-)
-def test_a_checkpoint_whose_progress_holds_other_values_is_refused_by_key(
-    change: dict[str, Any], started: Path, whole: Path, hddm: Command
-) -> None:
-    (folder,) = (started.with_name("out.run") / "checkpoints").iterdir()
-    edit_json(folder / "progress.json", **change)
-    files = {name: sha256_of(folder / name) for name in contents(folder) if name != "manifest.json"}
-    edit_json(folder / "manifest.json", files=files)
-    further = ("--resume", "--allow-config-change", "--steps", 6)
-    code, _, error = hddm(*_command(whole, started, *further))
-    assert code == 1
-    assert "progress.json" in error
-    assert "key '" in error
-    assert error.count("\n") == 1
-
-
 def test_every_changed_setting_is_told_and_stops_a_resume(started: Path, whole: Path, hddm: Command) -> None:
     changed = _command(whole, started, "--steps", 6, "--learning-rate", 0.5, "--resume")
     code, _, error = hddm(*changed)
@@ -153,12 +137,6 @@ def test_a_setting_that_a_run_did_not_know_is_one_that_was_not_requested(started
     assert (started / "expert.json").exists()
 
 
-def test_a_link_that_leads_nowhere_in_place_of_a_run_is_named(whole: Path, tmp_path: Path) -> None:
-    (tmp_path / "out.run").symlink_to(tmp_path / "gone")
-    with pytest.raises(HddmError, match=r"out\.run: is a link that leads nowhere, or a file; remove it"):
-        train_expert(whole, tmp_path / "out", SETTINGS, run=RunOptions())
-
-
 @pytest.mark.parametrize("recorded", [None, 100], ids=["today's default", "an older default"])
 def test_a_run_goes_on_with_the_warm_up_that_it_recorded(
     recorded: int | None, whole: Path, tmp_path: Path
@@ -188,23 +166,6 @@ def test_another_shard_or_objective_is_never_resumed(started: Path, shards: Path
     assert error.count("settings.objective: was 'flow', is 'ddpm'") == 1
     assert error.count("data.shard: was") == 1
     assert contents(started.with_name("out.run")) == before
-
-
-def test_a_run_for_a_part_of_t_is_of_that_part(whole: Path, tmp_path: Path, hddm: Command) -> None:
-    out = tmp_path / "out"
-    settings = expert_settings("flow", steps=6, noise_range=(0.5, 1), threads=1)
-    losses = train_expert(whole, tmp_path / "plain", settings)
-    with pytest.raises(Died):
-        train_expert(whole, out, settings, on_step=ending_at(4), run=RunOptions(checkpoint_every=2))
-    changed = ("--noise-range", "0.5:0.9", "--resume", "--allow-config-change", "--steps", 6)
-    code, _, error = hddm(*_command(whole, out, *changed))
-    assert code == 1
-    assert "choose another --out" in error
-    assert "settings.noise_range: was [0.5, 1.0], is [0.5, 0.9]" in error
-    # Left open, it is that of the run.
-    requested = settings.model_copy(update={"noise_range": None})
-    assert train_expert(whole, out, requested, run=RunOptions(resume=True)) == losses
-    assert (out / WEIGHTS).read_bytes() == (tmp_path / "plain" / WEIGHTS).read_bytes()
 
 
 def test_two_processes_do_not_train_one_expert(started: Path, whole: Path, hddm: Command) -> None:
@@ -264,24 +225,20 @@ def test_a_kill_while_a_run_is_overwritten_leaves_one_that_can_be_overwritten(
 
 
 def test_a_link_as_an_output_is_refused_by_every_verb_before_any_work(
-    images: Path, whole: Path, shards: Path, flow_expert: Path, tmp_path: Path, hddm: Command
+    images: Path, whole: Path, flow_expert: Path, tmp_path: Path, hddm: Command
 ) -> None:
     real, link = copied(flow_expert, tmp_path / "real"), tmp_path / "link"
     link.symlink_to(real)
     before = contents(tmp_path)
     for words in (
-        _command(whole, link)[:3],
-        ["train", "router", shards, "--steps", 2],
-        ["sample", flow_expert],
+        [*_command(whole, link)[:3], "--objective", "flow", "--steps", 2],
         ["sample", flow_expert, "--resume"],
         ["partition", images, "--shards", 2],
         ["encode", whole],
         ["assemble", flow_expert],
         ["convert", flow_expert],
-        ["quickstart"],
     ):
-        needed = ["--objective", "flow", "--steps", 2] if "expert" in words else []
-        code, _, error = hddm(*words, *needed, "--out", link, "--overwrite")
+        code, _, error = hddm(*words, "--out", link, "--overwrite")
         assert (code, error.count("\n")) == (1, 1), error
         assert f"{link}: is a link to {real}, which is not followed" in error
     assert contents(tmp_path) == before
@@ -383,11 +340,10 @@ def test_a_batch_in_parts_learns_as_one_batch_does(whole: Path, tmp_path: Path) 
         parts: train_expert(
             whole,
             tmp_path / str(parts),
-            expert_settings("ddpm", steps=8, threads=1, gradient_accumulation_steps=parts),
+            expert_settings("ddpm", steps=4, threads=1, gradient_accumulation_steps=parts),
         )
-        for parts in (1, 2, 4)
+        for parts in (1, 4)
     }
-    assert losses[2] == pytest.approx(losses[1], rel=1e-5)
     assert losses[4] == pytest.approx(losses[1], rel=1e-5)
 
 
@@ -459,10 +415,6 @@ def test_settings_that_were_changed_on_the_way_are_told_with_their_steps(
 
     _, told = hddm("inspect", out)[1].split("\nchanges:\n")
     assert told.splitlines()[2] == "  step=6, key=learning_rate, was=0.001, is=0.0005"
-    del training["changes"]
-    edit_json(out / EXPERT_FILE, training=training)
-    assert load(out).velocity(torch.zeros(1, 1, 4, 4), torch.tensor([0.5])).isfinite().all()
-    assert "changes" not in hddm("inspect", out)[1]
 
 
 def test_steps_that_are_made_again_are_made_with_what_is() -> None:
@@ -485,6 +437,5 @@ def test_a_run_records_how_it_is_kept_and_may_be_kept_otherwise(
     shutil.rmtree(tmp_path / "out")
     code, _, error = hddm(*command, "--resume")
     assert code == 0, error
-    assert "checkpoint_every" not in error
     record = _record(tmp_path / "out")
     assert (record["keeping"]["checkpoint_every"], record["changes"]) == (500, [])

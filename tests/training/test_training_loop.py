@@ -249,10 +249,10 @@ def test_inputs_drawn_ahead_are_those_of_their_step_and_end_with_the_last() -> N
     order, again = (Order(10, 4, 3, (Use.STUDENT_ORDER, Use.STUDENT_STEPS, 1)) for _ in range(2))
     loader = Loader(order, draw, last=7, own=slice(4))
     for step in range(1, 8):
-        drawn, draws = loader.take(step), again.draws(step)
-        assert torch.equal(drawn.rows, again.rows(step))
-        assert torch.equal(drawn.inputs["eps"], torch.randn(4, generator=draws))
-        assert drawn.seed == int(torch.randint(2**62, (), generator=draws))
+        (rows, inputs, seed), draws = loader.take(step), again.draws(step)
+        assert torch.equal(rows, again.rows(step))
+        assert torch.equal(inputs["eps"], torch.randn(4, generator=draws))
+        assert seed == int(torch.randint(2**62, (), generator=draws))
     loader.close()
     assert len(asked) == 7
     assert set(asked).isdisjoint({threading.get_ident()})

@@ -22,12 +22,10 @@ from hddm.data.images import save_png
 from hddm.data.partition import partition
 from hddm.data.shards import open_shard
 from hddm.experts.loading import load
-from hddm.experts.records import read_expert
 from hddm.networks.folders import WEIGHTS
 from hddm.schedules import LinearSchedule
 from hddm.training import denoising as judging
 from hddm.training.calibrate import recalibrate
-from hddm.training.continuation import continue_expert
 from hddm.training.denoising import Denoising, Level, denoising
 from hddm.training.expert import train_expert
 from hddm.training.verify import verify_expert
@@ -261,16 +259,6 @@ def test_a_calibration_that_no_fit_gives_is_refused(class_expert: Path, tmp_path
         assert problem in found
 
 
-def test_the_blends_that_predictions_are_trained_on_in_are_accepted(
-    shards: Path, ddpm_expert: Path, tmp_path: Path
-) -> None:
-    for kind in ("epsilon", "sample", "v_prediction"):
-        init = copied(ddpm_expert, tmp_path / kind)
-        edit_json(init / "expert.json", prediction_type=kind)
-        continue_expert(init, shards / "shard_1", tmp_path / kind / "on", expert_settings("flow", steps=1))
-        assert verify_expert(tmp_path / kind / "on").accepted
-
-
 def test_a_calibration_that_is_spoilt_near_the_noise_alone_is_refused(
     class_expert: Path, held_out: Path, tmp_path: Path
 ) -> None:
@@ -361,29 +349,6 @@ def test_the_command_prints_hashes_and_figures_and_exits_by_the_verdict(
     assert "no record of its training" in found["problems"][0] in err
     code, out, _ = hddm("verify", folder)
     assert (code, out.splitlines()[0]) == (1, f"{folder}: failed")
-
-
-def test_what_fails_with_classes_and_without_is_told_once(trio: Trio) -> None:
-    (problem,) = verify_expert(trio.experts[1], trio.shards / "shard_1").problems
-    assert re.fullmatch(
-        r"it denoises no better than a Gaussian: .* predicts \(without class_labels: error [\d.]+\)", problem
-    )
-
-
-def test_without_a_calibration_the_network_is_not_to_blame(class_expert: Path, held_out: Path) -> None:
-    expert, field, shard = read_expert(class_expert), load(class_expert), open_shard(held_out)
-    assert isinstance(field, VelocityField)
-    field.calibration = None
-
-    def late(x: Tensor, timestep: Tensor, **conditions: Tensor) -> Tensor:
-        """Wrong where a calibration would take over."""
-        return output(x, timestep, **conditions) * torch.where(timestep > 500, -1, 1).view(-1, 1, 1, 1)
-
-    output, field.network = field.network, late
-    judged = judging.Judged()
-    judging.judge(judged, replace(expert, calibration=None), field, shard, 0)
-    (problem,) = (one for one in judged.problems if one.startswith("it denoises no better than a Gaussian"))
-    assert "; it has no calibration; hddm calibrate fits one" in problem
 
 
 def test_a_wrong_call_is_told_from_a_bad_expert_by_its_code(
