@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hddm.experts.lora import adapter_of
 from hddm.experts.records import Expert, ExpertRecord, read_expert, save_expert
-from hddm.training.lora import add_adapter, save_adapted, targets_of
+from hddm.training.continuation import add_adapter, save_adapted, targets_of
 from tests.ensemble_files import flow_expert
 
 

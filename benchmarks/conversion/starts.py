@@ -15,7 +15,7 @@ from hddm.experts.loading import load
 from hddm.experts.records import Expert, ExpertRecord, save_expert
 from hddm.networks.transformers import ExpertTransformer
 from hddm.schedules import LinearSchedule, from_diffusers
-from hddm.training.bounded_gain import bounded_gain
+from hddm.training.continuation import bounded_gain
 from hddm.training.loop import Inputs, StepReport, Task, fit
 from hddm.training.objectives import TIME_SCALE, Objective
 from hddm.training.recipe import resolve

@@ -4,13 +4,13 @@
 it: it fits the network step by step and calls back to write the folder.
 
 settings, recipe                      what is requested; the same with every default filled in
-expert, continuation (lora), distill, router     the four trainings
+expert, continuation, distill, router      the four trainings
 objectives, mean_flow                 what a network learns, and from which inputs
 loop, device, optimizer               the steps
 state, resume                         the run folder, checkpoints, and resuming them exactly
-watching, logs                        figures and pictures on the way
+watching                              figures and pictures on the way
 islands                               all experts at once
-fitting, calibrate, bounded_gain      calibrations
+fitting, calibrate                    calibrations
 denoising, verify                     errors by noise level, and whether an expert can be trusted
 
 May import `experts` and what is below. Start with `expert`, then `loop`, `state` and `resume`.

@@ -1,37 +1,67 @@
-"""Continue the training of an existing expert on another shard.
+r"""Continue the training of an existing expert on another shard, as a whole or by an adapter.
 
-With flow matching any expert learns the velocity through the exact conversion, in the parametrisation of
-`hddm.calibration`, or x_0 where it predicts that; its prediction type and schedule stay. An expert that was
-continued before keeps the calibration of that training, since its weights are valid only with it.
+With flow matching any expert learns the velocity through the exact conversion, in the parametrisation below,
+or x_0 where it predicts that; its prediction type and schedule stay. An expert that was continued before
+keeps the calibration of that training, since its weights are valid only with it.
+
+**Bounded gain.** An epsilon expert that is trained on with flow matching learns badly through 1/(1 - t): near
+t = 1 its error and its gradient grow without bound. It is trained on in
+
+    v(x, t) = K(t) v_net(x, t) + (1 - K(t)) v_gauss(x, t),      K(t) = min(1, kappa/gain(t)),
+
+where gain(t) is the factor of the network's output in the conversion (epsilon 1/(1 - t), sample 1/t).
+
+- It starts as the expert: K = 1 and v = v_net up to t = 1 - 1/kappa.
+- It is well-conditioned: the output counts min(gain, kappa) times, on the closed interval [0, 1].
+- It can learn anything: that factor is kappa, not 0, up to t = 1. A fitted table, whose weight reaches 1,
+  would cut the network off there: right for a network that stays as it is, wrong for one that learns.
+- At t = 1 an epsilon expert starts near v = x - m, exact for unconditional data: what is left of the
+  network is kappa (eps - x), its error. At t = 0 a sample expert starts near v = -x likewise.
+
+K is piecewise linear in t, since 1/gain is. So the parametrisation is a `Calibration` with the weight 1 - K
+for every direction, and every reader of experts knows it. With a schedule that ends at t_max < 1 the network
+is evaluated at t_max (`hddm.velocity`). There K also falls to 0 from t_max on, whatever the network predicts,
+so that v = x - m at t = 1 where the bare rule has v = x. A condition has no effect at t = 1 itself.
+
+Against EDM (arXiv:2206.00364, section 5): its c_skip is (1 - K) v_gauss with an isotropic covariance, and in
+velocity units its c_out goes from 1 at t = 0 to the deviation of the data at t = 1. Here the gain rises from
+1 to kappa, since a trained network has to keep its scale where its function is kept. How kappa was chosen:
+docs/notes/bounded-gain.md.
+
+**Adapters** (LoRA, arXiv:2106.09685) are added, trained and written through peft. Adapted are the linear
+layers of attention and MLPs, as in the training scripts of diffusers and peft. The packed query, key and
+value matrix of our own attention is a parameter and no layer; peft's ``target_parameters`` adapts it as one
+matrix (3 width, width) with one A and one B.
 """
 
 import functools
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from diffusers import ModelMixin
 from torch import Tensor, nn
 
 from hddm.calibration import Calibration, Moments
 from hddm.conditions import LABELS
 from hddm.data.shards import Shard, open_shard
-from hddm.experts.lora import adapter_of
-from hddm.experts.records import EXPERT_FILE, FORMAT, Expert, field_of, save_expert
+from hddm.experts.lora import PREFIX, AdapterRecord, adapter_of, peft_config, tensor_names, write_adapter
+from hddm.experts.records import EXPERT_FILE, FORMAT, Expert, field_of, save_expert, write_records
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.schedules import LinearSchedule, from_config
-from hddm.training.bounded_gain import KAPPA, bounded_gain, gauss_shares
 from hddm.training.expert import check_fit, read_init, record_of_shard, saving
 from hddm.training.fitting import calibration_origin, calibration_rows, labels_of
 from hddm.training.loop import OnStep, Task, train
-from hddm.training.lora import add_adapter, save_adapted, targets_of
 from hddm.training.objectives import Objective, check_conditions, drawing, loss_of, objective_of
 from hddm.training.recipe import Start, resolve
 from hddm.training.resume import encoding_of, recipe_before
 from hddm.training.settings import TEXT, ExpertRecipe, ExpertSettings, RunOptions
 from hddm.training.watching import watching
-from hddm.utils.errors import HddmError
-from hddm.utils.streams import Use
+from hddm.utils.errors import HddmError, optional
+from hddm.utils.streams import Use, seed_of
 from hddm.utils.tensors import append_dims
 from hddm.velocity import PredictionType, VelocityField
 
@@ -190,3 +220,94 @@ def _prediction_of(network: nn.Module, field: VelocityField, objective: Objectiv
         return x - append_dims(native, x.ndim).to(x) * v
 
     return predict
+
+
+KAPPA = 1.5
+
+
+def gauss_shares(prediction_type: str, t_max: float, kappa: float = KAPPA) -> dict[float, float]:
+    """1 - K(t) of a bounded gain by t, linear between; empty where K = 1 everywhere."""
+    if not kappa > 1:
+        raise HddmError(f"kappa must be above 1, not {kappa}")
+    low = 1 / kappa if prediction_type == "sample" else 0.0
+    high = min(t_max, 1 - 1 / kappa) if prediction_type == "epsilon" else t_max
+    if low == 0 and high == 1:
+        return {}
+    # A dictionary keeps a knot that two rules share once.
+    return ({0.0: 1.0} if low > 0 else {}) | {low: 0.0, high: 0.0} | ({1.0: 1.0} if high < 1 else {})
+
+
+def bounded_gain(
+    prediction_type: str, t_max: float, moments: Moments, kappa: float = KAPPA
+) -> Calibration | None:
+    """The blend of K(t) as a calibration, None where K = 1 everywhere.
+
+    Args:
+        prediction_type: what the network predicts, as `hddm.velocity.PredictionType` spells it.
+        t_max: end of its trained range on the common path, `VelocityField.range[1]`.
+        moments: of the shard that it is trained on.
+        kappa: bound of the gain.
+
+    Raises:
+        HddmError: for a kappa of 1 or less, which would preserve nothing.
+    """
+    shares = gauss_shares(prediction_type, t_max, kappa)
+    if not shares:
+        return None
+    weights = torch.tensor(list(shares.values()))[:, None].expand(-1, len(moments.variances))
+    return Calibration(moments, torch.tensor(list(shares)), weights.contiguous())
+
+
+_LAYERS = re.compile(
+    r"layers\.\d+\.((cross_)?attn\.out_proj|mlp\.[02])"
+    r"|(.+\.)?(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out|ff(_context)?\.net\.(0\.proj|2))"
+    r"|single_transformer_blocks\.\d+\.proj_(mlp|out)"
+)
+"""Linear layers of attention and MLPs, in our networks and in diffusers' ones."""
+_PARAMETERS = re.compile(r"layers\.\d+\.(cross_)?attn\.in_proj_weight")
+
+
+def targets_of(network: nn.Module) -> tuple[str, ...]:
+    """Return the names of the weights that an adapter changes, of attention and MLPs: at least one."""
+    layers = {
+        f"{name}.weight"
+        for name, module in network.named_modules()
+        if isinstance(module, nn.Linear) and _LAYERS.fullmatch(name)
+    }
+    names = [name for name, _ in network.named_parameters()]
+    found = tuple(name for name in names if name in layers or _PARAMETERS.fullmatch(name))
+    if not found:
+        text = f"a {type(network).__name__} without attention has no layers to adapt; leave it out"
+        raise HddmError(f"--lora-rank: {text}")
+    return found
+
+
+def add_adapter(network: ModelMixin, adapter: AdapterRecord, seed: int) -> None:
+    """Put an adapter on ``network``: freeze its own parameters, and train the adapter's.
+
+    B is zero, so nothing changes at first; A is uniform, as peft draws it, from ``seed`` alone.
+    """
+    peft = _peft()
+    network.requires_grad_(False)
+    config = peft.LoraConfig(**peft_config(adapter))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_of(seed, Use.ADAPTER_WEIGHTS))
+        peft.inject_adapter_in_model(config, network)
+
+
+def save_adapted(folder: Path, expert: Expert, adapter: AdapterRecord) -> None:
+    """Write an adapted expert, without its base's weights, into an empty folder, in peft's format."""
+    network: Any = expert.network
+    network.save_config(folder)
+    # By default peft looks the base up on the hub, to see whether an embedding has changed.
+    state = _peft().get_peft_model_state_dict(network, save_embedding_layers=False)
+    names = [name for pair in tensor_names(adapter.targets).values() for name in pair]
+    tensors = {name: state[name.removeprefix(PREFIX)].detach().cpu().contiguous() for name in names}
+    write_adapter(folder, adapter, tensors)
+    if expert.calibration is not None:
+        expert.calibration.save(folder)
+    write_records(folder, expert.facts.model_copy(update={"adapter": adapter}), expert.nulls)
+
+
+def _peft() -> Any:
+    return optional("peft", "--lora-rank", "lora")

@@ -44,14 +44,6 @@ class Island:
     def name(self) -> str:
         return self.out.name
 
-    @property
-    def threads(self) -> int | None:
-        """Its CPU threads: the requested ones, else those of the run that it resumes."""
-        if self.settings.threads is not None or not self.run.resume:
-            return self.settings.threads
-        threads: int | None = recipe_before(self.out, EXPERT_FILE, self.run, self.overwrite).get("threads")
-        return threads
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -108,7 +100,7 @@ def train_islands(
             _train,
             {"island": one},
             one.name,
-            threads=one.threads,
+            threads=one.settings.threads,
             uses_gpu=one.settings.device in ("auto", "cuda"),
             writes=one.out / EXPERT_FILE,
         )

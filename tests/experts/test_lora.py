@@ -27,7 +27,7 @@ from hddm.experts.records import EXPERT_FILE, Expert, ExpertRecord, read_expert
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.wrappers import call
 from hddm.schedules import LinearSchedule
-from hddm.training.lora import add_adapter, targets_of
+from hddm.training.continuation import add_adapter, targets_of
 from hddm.training.verify import verify_expert
 from hddm.utils.errors import HddmError
 from hddm.utils.files import sha256_of

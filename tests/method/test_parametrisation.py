@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hddm.calibration import Moments
-from hddm.training.bounded_gain import KAPPA, bounded_gain
+from hddm.training.continuation import KAPPA, bounded_gain
 from hddm.utils.errors import HddmError
 from hddm.velocity import PredictionType, VelocityField
 from tests.cases import case_named

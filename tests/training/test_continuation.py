@@ -20,9 +20,8 @@ from hddm.experts.assembly import assemble
 from hddm.experts.records import WEAK, Expert, ExpertRecord, save_expert
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.transformers import ExpertTransformer
-from hddm.training.bounded_gain import KAPPA, bounded_gain
 from hddm.training.calibrate import recalibrate
-from hddm.training.continuation import continue_expert
+from hddm.training.continuation import KAPPA, bounded_gain, continue_expert
 from hddm.training.expert import new_network, train_expert
 from hddm.utils.errors import HddmError
 from hddm.velocity import PredictionType

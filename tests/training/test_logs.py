@@ -20,12 +20,11 @@ from torch import Tensor, nn
 
 from hddm.networks.folders import WEIGHTS
 from hddm.training.expert import train_expert
-from hddm.training.logs import TensorBoardLog, _mode
 from hddm.training.loop import Inputs, OnStep, StepReport, Task, fit
 from hddm.training.router import train_router
 from hddm.training.settings import RunOptions
 from hddm.training.state import open_run
-from hddm.training.watching import Guarded, watching
+from hddm.training.watching import Guarded, TensorBoardLog, _mode, watching
 from hddm.utils.errors import HddmError
 from hddm.utils.processes import Stopped
 from tests.artefacts import Died, contents, ending_at, expert_settings, largest_file, recipe, router_settings

@@ -16,8 +16,7 @@ from hddm.data.shards import open_shard
 from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from hddm.experts.records import EXPERT_FILE, read_expert
 from hddm.networks.folders import WEIGHTS
-from hddm.training.bounded_gain import bounded_gain
-from hddm.training.continuation import continue_expert
+from hddm.training.continuation import bounded_gain, continue_expert
 from hddm.training.expert import train_expert
 from hddm.training.settings import RunOptions
 from hddm.training.verify import verify_expert
