@@ -25,8 +25,7 @@ from hddm.data.shards import PIXELS, Rows, Samples, Shard, open_shard
 from hddm.experts.records import EXPERT_FILE
 from hddm.schedules import Schedule
 from hddm.training.objectives import Objective, objective_of
-from hddm.training.recipe import resolve
-from hddm.training.settings import ExpertRecipe, ExpertSettings, LoopSettings, Recipe, RouterSettings
+from hddm.training.settings import ExpertRecipe, ExpertSettings, LoopSettings, Recipe, RouterSettings, resolve
 from hddm.utils.errors import HddmError
 from hddm.utils.records import MANIFEST, write_manifest
 

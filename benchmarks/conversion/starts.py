@@ -18,8 +18,7 @@ from hddm.schedules import LinearSchedule, from_diffusers
 from hddm.training.continuation import bounded_gain
 from hddm.training.loop import Inputs, StepReport, Task, fit
 from hddm.training.objectives import TIME_SCALE, Objective
-from hddm.training.recipe import resolve
-from hddm.training.settings import LoopSettings, Recipe
+from hddm.training.settings import LoopSettings, Recipe, resolve
 from hddm.utils.files import new_folder, read_json, write_json
 from hddm.velocity import PredictionType, VelocityField
 

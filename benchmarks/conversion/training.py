@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from hddm.schedules import LinearSchedule
 from hddm.training.objectives import TIME_SCALE, Objective
-from hddm.training.recipe import resolve
-from hddm.training.settings import LoopSettings, Recipe
+from hddm.training.settings import LoopSettings, Recipe, resolve
 from hddm.training.state import Ema
 from hddm.utils.errors import HddmError
 from hddm.utils.streams import generator

@@ -11,8 +11,7 @@ from benchmarks.training.networks import Call, Settings, awake
 from hddm.schedules import LinearSchedule
 from hddm.training.loop import Fitted, StepReport, Task, Watcher, fit
 from hddm.training.objectives import TIME_SCALE, Objective
-from hddm.training.recipe import resolve
-from hddm.training.settings import LoopSettings, Recipe
+from hddm.training.settings import LoopSettings, Recipe, resolve
 from hddm.velocity import PredictionType
 
 LEARNING_RATE, DECAY, MAX_NORM = 1e-4, 0.999, 1.0

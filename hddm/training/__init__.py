@@ -3,7 +3,7 @@
 `expert`, `continuation`, `distill` and `router` each prepare a `Task`, and return what `loop.train` makes of
 it: it fits the network step by step and calls back to write the folder.
 
-settings, recipe                      what is requested; the same with every default filled in
+settings                              what is requested; the recipe, with every default filled in
 expert, continuation, distill, router      the four trainings
 objectives, mean_flow                 what a network learns, and from which inputs
 loop, device, optimizer               the steps

@@ -56,9 +56,8 @@ from hddm.training.expert import check_fit, read_init, record_of_shard, saving
 from hddm.training.fitting import calibration_origin, calibration_rows, labels_of
 from hddm.training.loop import OnStep, Task, train
 from hddm.training.objectives import Objective, check_conditions, drawing, loss_of, objective_of
-from hddm.training.recipe import Start, resolve
 from hddm.training.resume import encoding_of, recipe_before
-from hddm.training.settings import TEXT, ExpertRecipe, ExpertSettings, RunOptions
+from hddm.training.settings import TEXT, ExpertRecipe, ExpertSettings, RunOptions, Start, resolve
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, optional
 from hddm.utils.streams import Use, seed_of

@@ -42,9 +42,17 @@ from hddm.training.fitting import labels_of
 from hddm.training.loop import Inputs, OnStep, Task, train
 from hddm.training.mean_flow import SECOND_STAGE, MeanFlow
 from hddm.training.objectives import Objective, drawing, objective_of
-from hddm.training.recipe import Start, kept, resolve
 from hddm.training.resume import recipe_before
-from hddm.training.settings import DenoiserFields, DistillRecipe, DistillSettings, ExpertRecipe, RunOptions
+from hddm.training.settings import (
+    DenoiserFields,
+    DistillRecipe,
+    DistillSettings,
+    ExpertRecipe,
+    RunOptions,
+    Start,
+    kept,
+    resolve,
+)
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, UsageError, asked
 from hddm.utils.records import MANIFEST, WHOLE

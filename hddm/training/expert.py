@@ -30,7 +30,6 @@ from hddm.schedules import Schedule, declared_prediction_type, from_diffusers
 from hddm.training.fitting import fit_on_shard, placed
 from hddm.training.loop import Fitted, OnStep, Task, train
 from hddm.training.objectives import Objective, check_conditions, drawing, loss_of, objective_of
-from hddm.training.recipe import Start, resolve
 from hddm.training.resume import encoding_of, recipe_before
 from hddm.training.settings import (
     TEXT,
@@ -39,6 +38,8 @@ from hddm.training.settings import (
     ExpertSettings,
     Recipe,
     RunOptions,
+    Start,
+    resolve,
     size_config,
 )
 from hddm.training.watching import watching

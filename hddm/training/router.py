@@ -25,9 +25,8 @@ from hddm.training.expert import data_of, new_network
 from hddm.training.fitting import evenly_spaced, placed
 from hddm.training.loop import Fitted, Inputs, OnStep, Task, train
 from hddm.training.objectives import TIME_SCALE
-from hddm.training.recipe import resolve
 from hddm.training.resume import recipe_before
-from hddm.training.settings import RouterRecipe, RouterSettings, RunOptions
+from hddm.training.settings import RouterRecipe, RouterSettings, RunOptions, resolve
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.progress import Progress

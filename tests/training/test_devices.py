@@ -31,9 +31,8 @@ from hddm.training.device import Device
 from hddm.training.expert import new_network, train_expert
 from hddm.training.loop import Fitted, Task, train
 from hddm.training.objectives import drawing, loss_of, objective_of
-from hddm.training.recipe import resolve
 from hddm.training.resume import run_folder_of
-from hddm.training.settings import ExpertRecipe, ExpertSettings, RunOptions
+from hddm.training.settings import ExpertRecipe, ExpertSettings, RunOptions, resolve
 from hddm.utils.files import write_json
 from hddm.utils.processes import Stopped
 from tests.artefacts import Died, ending_at, expert_settings, pixels_of

@@ -21,9 +21,8 @@ from hddm.schedules import LinearSchedule
 from hddm.solvers import heun
 from hddm.training.distill import _require_expert_by_class, distill, with_interval
 from hddm.training.mean_flow import FILE, FLOOR, STUDENT_STEPS, MeanFlow, identity_target, solve
-from hddm.training.recipe import resolve
 from hddm.training.resume import run_folder_of
-from hddm.training.settings import DistillRecipe, DistillSettings, RunOptions
+from hddm.training.settings import DistillRecipe, DistillSettings, RunOptions, resolve
 from hddm.utils.errors import HddmError
 from hddm.velocity import PredictionType, VelocityField
 from tests.artefacts import Command, Died, edit_json, ending_at

@@ -13,8 +13,7 @@ from hddm.networks.folders import WEIGHTS
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.training.expert import train_expert
 from hddm.training.optimizer import optimizer_of
-from hddm.training.recipe import resolve
-from hddm.training.settings import ExpertRecipe, RunOptions, size_config
+from hddm.training.settings import ExpertRecipe, RunOptions, resolve, size_config
 from tests.artefacts import Died, ending_at, expert_settings
 
 MUON = expert_settings("flow", optimizer="muon", learning_rate=1e-3, muon_learning_rate=0.02)

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from hddm.training.recipe import NEW, Start, resolve
 from hddm.training.settings import (
+    NEW,
     DistillRecipe,
     DistillSettings,
     ExpertRecipe,
@@ -15,6 +15,8 @@ from hddm.training.settings import (
     Recipe,
     RouterRecipe,
     RouterSettings,
+    Start,
+    resolve,
 )
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.records import WHOLE

@@ -17,9 +17,8 @@ from hddm.data.shards import open_shard
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.transformers import ExpertTransformer
 from hddm.training.expert import new_network, record_of_shard, resolve_new, train_expert
-from hddm.training.recipe import resolve
 from hddm.training.router import train_router
-from hddm.training.settings import ExpertRecipe, ExpertSettings
+from hddm.training.settings import ExpertRecipe, ExpertSettings, resolve
 from hddm.utils.errors import HddmError
 from tests.artefacts import (
     CLASSES,

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hddm.training.loop import Inputs, Loader, Order, StepReport, Task, fit
-from hddm.training.recipe import resolve
-from hddm.training.settings import ExpertRecipe, ExpertSettings, RunOptions
+from hddm.training.settings import ExpertRecipe, ExpertSettings, RunOptions, resolve
 from hddm.training.state import Ema, open_run
 from hddm.utils.errors import HddmError
 from hddm.utils.streams import Use
