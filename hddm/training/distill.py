@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,19 +81,13 @@ class Teacher:
 
 
 def open_teacher(
-    folder: Path,
-    union: Shard,
-    shards: Sequence[Shard],
-    kind: Literal["shard", "routed"],
-    condition_dropout: float,
-    strategy: str | None = None,
+    folder: Path, union: Shard, shards: Sequence[Shard], settings: DistillSettings, strategy: str | None
 ) -> Teacher:
     """Open the teacher in ``folder``, an ensemble or one expert, for a student of ``shards`` and their union.
 
-    The ``shard`` kind is each sample's own expert, found by the hash of its shard; the ``routed`` kind is the
-    mixture, by ``strategy`` or by default the ensemble's own. ``draw`` and ``commit-x`` are no mixtures, and
-    ``full`` takes their place: with an exact router all three have the same samples. ``condition_dropout``
-    is the share of samples that the student learns without their conditions.
+    The ``shard`` teacher is each sample's own expert, found by the hash of its shard; the ``routed`` one is
+    the mixture, by ``strategy`` or by default the ensemble's own. ``draw`` and ``commit-x`` are no mixtures,
+    and ``full`` takes their place: with an exact router all three have the same samples.
 
     Raises:
         HddmError: for an unreadable folder, a shard without expert, a mixture without a router or of more
@@ -101,22 +95,22 @@ def open_teacher(
             another shape or space.
     """
     opened = open_ensemble(folder, torch.float32)
-    if kind == "routed":
+    if settings.teacher == "routed":
         opened = _with_mixing_strategy(folder, opened, strategy)
     names = [member.folder for member in opened.facts.experts]
     for name, expert in zip(names, opened.experts, strict=True):
-        _check_conditions(f"{folder / name}", expert.facts, union, condition_dropout)
+        _check_conditions(f"{folder / name}", expert.facts, union, settings.condition_dropout)
     check_fit(union, opened.experts[0].facts, opened.experts[0].network)
     hashes = [one.facts.shard and one.facts.shard.hash for one in opened.experts]
     record: dict[str, Any] = {
         "ensemble": folder.resolve().name,
-        "kind": kind,
+        "kind": settings.teacher,
         "experts": {
             name: {"files": {} if one.folder is None else _file_hashes(one.folder), "shard": own}
             for name, one, own in zip(names, opened.experts, hashes, strict=True)
         },
     }
-    if kind == "routed":
+    if settings.teacher == "routed":
         record["strategy"] = opened.facts.strategy
         if opened.facts.learned is not None:
             record["router"] = _file_hashes(folder / opened.facts.learned)
@@ -194,9 +188,7 @@ def distill(
     shards = [open_shard(folder) for folder in find_shards(shards_folder)]
     union = joined(shards, shards_folder)
     strategy = settings.strategy or kept("strategy", vars(settings), before)
-    teacher = open_teacher(
-        ensemble_folder, union, shards, settings.teacher, settings.condition_dropout, strategy
-    )
+    teacher = open_teacher(ensemble_folder, union, shards, settings, strategy)
     initial, origin = (None, {}) if init is None else read_init(init)
     if initial is None and settings.sampling_steps is not None:
         raise UsageError("--sampling-steps: a student of few steps begins with an expert; pass --init")
