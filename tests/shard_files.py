@@ -1,5 +1,6 @@
 """Shards of images, written by hand: what is in them depends on no clustering."""
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -7,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from PIL import Image
 
-from hddm.data.encoding import encode_shards
-from hddm.data.encoding_plan import EncodingSettings, plan_encoding
+from hddm.data import encoding
 from hddm.data.shard_records import ImageEntry, content_hash
 
 
@@ -34,7 +35,7 @@ def write_shard(
     Bytes are written as they are.
     """
     (folder / "images").mkdir(parents=True)
-    entries = []
+    entries, arrays = [], [image for image in images if isinstance(image, np.ndarray)]
     for index, image in enumerate(images):
         name = f"images/{index:03d}.png"
         if isinstance(image, bytes):
@@ -51,13 +52,15 @@ def write_shard(
         )
     classes = [] if labels is None else ["cat", "dog"]
     manifest = {
-        "format": "1.2",
+        "format": "1.4",
         "shard": shard,
         "num_shards": num_shards,
         "classes": classes,
         "hash": content_hash(entries, classes),
         "partition": "of-all",
         "held_out_of": held_out_of,
+        "channels": max(1 if one.ndim == 2 else 3 for one in arrays),
+        "size": arrays[0].shape[:2] if len({one.shape[:2] for one in arrays}) == 1 else None,
         "images": [entry.model_dump() for entry in entries],
     }
     (folder / "manifest.json").write_text(json.dumps(manifest))
@@ -88,8 +91,13 @@ def encode(
     on_images: Callable[[int], None] = lambda number: None,
     **options: Any,
 ) -> Path:
-    """Encode a shard or a partition, ``rows`` a data file; options are settings and folders of networks."""
-    networks = {key: options.pop(key, None) for key in ("vae", "text_encoder", "tokenizer")}
-    plan = plan_encoding(source, EncodingSettings.model_validate(options), **networks)
-    encode_shards(plan, out, overwrite, on_images, rows * plan.row_bytes)
+    """Encode a shard or a partition, ``rows`` a data file; options are settings and folders of networks.
+
+    ``on_images`` is called with the number of images done.
+    """
+    networks = [options.pop(key, None) for key in ("vae", "text_encoder", "tokenizer")]
+    settings = encoding.EncodingSettings.model_validate(options)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(encoding, "Progress", lambda total, name: contextlib.nullcontext(on_images))
+        encoding.encode_shards(source, out, settings, *networks, overwrite, rows)
     return out

@@ -51,9 +51,7 @@ def encode(
     Trainings read the result in place of the images. Captions are stored as text tokens. If the command is
     interrupted, run it again to continue; --batch-size and --device may then differ.
     """
-    from hddm.data.encoding import encode_shards
-    from hddm.data.encoding_plan import EncodingSettings, plan_encoding
-    from hddm.utils.progress import Progress
+    from hddm.data.encoding import EncodingSettings, encode_shards
 
     if vae is None and text_encoder is None:
         refuse_given(context, "pixels are stored as bytes and pass no network", "dtype", "device")
@@ -75,11 +73,10 @@ def encode(
         max_bad=max_bad,
         device=device,
     )
-    plan = plan_encoding(source, settings, vae, text_encoder, tokenizer)
-    with Progress(plan.num_images, "encode") as progress:
-        manifests = encode_shards(plan, out, overwrite, progress)
-    for shard, manifest in zip(plan.shards, manifests, strict=True):
-        shape = "×".join(map(str, manifest.encoding.shape))
-        typer.echo(f"{out / shard.place}: {manifest.num_rows} images as {manifest.encoding.space}, {shape}")
+    manifests = encode_shards(source, out, settings, vae, text_encoder, tokenizer, overwrite)
+    for folder, manifest in manifests.items():
+        if manifest.encoding is not None:
+            shape = "×".join(map(str, manifest.encoding.shape))
+            typer.echo(f"{folder}: {manifest.num_rows} images as {manifest.encoding.space}, {shape}")
         for skipped in manifest.skipped:
             typer.echo(f"  left out: {skipped.file}: {skipped.reason}")

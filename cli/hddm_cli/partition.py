@@ -51,7 +51,6 @@ def partition(
     if (shards is None) == (not by_class):
         raise UsageError("--shards NUMBER splits by content, --classes NAME=CLASS,CLASS by class; pass one")
     number = len(by_class) if shards is None else _number(shards)
-    from hddm.data.encoding_plan import survey
     from hddm.data.partition import partition as divide
     from hddm.data.shard_records import (
         FORMAT,
@@ -103,9 +102,9 @@ def partition(
             "; equal images are kept together, all to train on or all held out" if held_out else ""
         )
         typer.echo(f"{copies}{kept_together}")
-    _, sizes = survey((folder, read_manifest(folder).images) for folder in folders)
-    if len(sizes) > 1:
-        typer.echo(f"{out}: images of {len(sizes)} sizes, and training takes one: {TO_ONE_SIZE}", err=True)
+    sizes = {read_manifest(folder).size for folder in folders}
+    if len(sizes) > 1 or None in sizes:
+        typer.echo(f"{out}: images of several sizes, and training takes one: {TO_ONE_SIZE}", err=True)
     typer.echo(f"{out / 'report.html'}: what they look like")
     if cache is None:
         again = f"kept for another partition of these images (--cache {kept})"

@@ -17,10 +17,9 @@ from hddm.data.shard_records import FORMAT as SHARD_FORMAT
 from hddm.data.shard_records import (
     MANIFEST,
     PARTITION_FILE,
-    EncodedManifest,
     PartitionRecord,
     find_shards,
-    open_manifest,
+    read_manifest,
 )
 from hddm.experts.assembly import PIPELINE_FILE, foreign_pipeline
 from hddm.experts.compatibility import read_entries
@@ -165,11 +164,12 @@ def _router(folder: Path) -> dict[str, Any]:
 
 
 def _shard(folder: Path) -> dict[str, Any]:
-    shard = open_manifest(folder)
-    if isinstance(shard, EncodedManifest):
-        record = shard.model_dump(mode="json", exclude={"images", "data", "null"})
-        return {"kind": "encoded shard", **record, "images": shard.num_rows, "files": len(shard.data)}
-    return {"kind": "shard", **shard.model_dump(mode="json", exclude={"images"}), "images": len(shard.images)}
+    shard = read_manifest(folder)
+    own = {"images", "data", "null"}
+    if shard.encoding is None:
+        own |= {"encoding", "vae", "text_encoder", "skipped", "cut_captions", "computed"}
+    record = shard.model_dump(mode="json", exclude=own) | {"images": shard.num_rows}
+    return {"kind": "shard" if shard.encoding is None else "encoded shard"} | record
 
 
 def _manifest(folder: Path) -> str:
@@ -190,8 +190,8 @@ def _partition(folder: Path) -> dict[str, Any]:
     """The partition's record, which `hddm encode` takes over, and the encoding of an encoded one's shards."""
     record = read_record(folder / PARTITION_FILE, PartitionRecord, SHARD_FORMAT).model_dump()
     shard = next((shard for shard in find_shards(folder) if (shard / MANIFEST).is_file()), None)
-    manifest = None if shard is None else open_manifest(shard)
-    if not isinstance(manifest, EncodedManifest):
+    manifest = None if shard is None else read_manifest(shard)
+    if manifest is None or manifest.encoding is None:
         return {"kind": "partition", **record}
     how = manifest.model_dump(mode="json", include={"classes", "encoding", "vae", "text_encoder"})
     return {"kind": "encoded partition", **how, **record}

@@ -4,18 +4,29 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
-from torch import Tensor
+from pydantic import Field
+from torch import Tensor, nn
 
-from hddm.data.encoding_plan import EncodingPlan, ShardToEncode
-from hddm.data.images import THREADS, read_ahead, to_unit_range, too_many_bad
+from hddm.data.images import (
+    THREADS,
+    Crop,
+    Interpolation,
+    fit_image,
+    open_image,
+    read_ahead,
+    to_unit_range,
+    too_many_bad,
+)
 from hddm.data.shard_records import (
     DEVIATION,
-    ENCODED_FORMAT,
-    IMAGES,
+    FORMAT,
     MANIFEST,
     MEAN,
     MIRRORED,
@@ -24,218 +35,382 @@ from hddm.data.shard_records import (
     PIXELS,
     TOKENS,
     Computed,
-    EncodedManifest,
+    Dtype,
+    EncodingRecord,
     FileRecord,
     ImageEntry,
+    ShardManifest,
     Skipped,
-    write_entries,
+    find_held_out,
+    find_shards,
+    read_content,
+    read_images_manifest,
 )
-from hddm.networks.text_encoder import cuts, embed
-from hddm.networks.vae import encode
-from hddm.utils.errors import HddmError
+from hddm.data.shards import RowLayout, layout_of
+from hddm.networks.identity import TextEncoderRecord, VaeRecord
+from hddm.networks.text_encoder import (
+    CLIP,
+    cuts,
+    embed,
+    read_text_encoder,
+    read_tokenizer,
+    text_encoder_facts,
+)
+from hddm.networks.vae import encode, read_vae, scale_of, vae_facts
+from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import refuse_full_disk, sha256_of, write_json, write_whole
-from hddm.utils.records import Record
-from hddm.utils.tensors import Planned, write_safetensors
-from hddm.utils.work import Draft, open_draft
+from hddm.utils.progress import Progress
+from hddm.utils.records import Record, Seed
+from hddm.utils.streams import Use, generator
+from hddm.utils.tensors import Planned, available_device, write_safetensors
+from hddm.utils.work import open_draft
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKL, AutoencoderTiny
+    from transformers import CLIPTextModel, CLIPTokenizer
 
 FILE_BYTES = 64 * 2**20
 """Bytes of a data file: held in memory, and encoded again after a kill."""
 _AHEAD = 2
 """Batches read ahead while the networks encode one."""
-_BESIDE = (PARTITION_FILE, "clusters.safetensors")
 
 
-def encode_shards(
-    plan: EncodingPlan,
-    out: Path,
-    overwrite: bool = False,
-    on_images: Callable[[int], None] = lambda number: None,
-    file_bytes: int = FILE_BYTES,
-) -> list[EncodedManifest]:
-    """Encode the plan's shards to ``out``, which appears complete or not at all; returns their manifests.
+class EncodingSettings(Record):
+    """Options of an encoding; see `hddm.data.shard_records.EncodingRecord`.
 
-    A killed run continues at its first incomplete data file, to the same bytes as without the kill. If batch
-    size, device or torch have changed since, latents and tokens of the remaining files differ by rounding,
-    and the manifest names both settings in ``computed``. The record of a partition is copied.
-
-    ``overwrite`` replaces ``out`` and any draft of an encoding with other options. ``on_images`` is called
-    with the number of images done. A data file, and the memory it takes, has about ``file_bytes``. Raises
-    `HddmError` for more bad images than allowed, latents outside the dtype's range, and a full disk.
+    Without ``resolution`` images keep their size. ``random_flip`` also encodes mirrored images. ``dtype`` is
+    that of stored latents and tokens; networks run in float32. ``max_bad`` limits the skipped images of all
+    shards.
     """
-    rows = max(1, file_bytes // plan.row_bytes)
-    # The format decides how the parts of a draft are recorded.
-    identity = {**plan.identity(), "rows_of_a_file": rows, "format": ENCODED_FORMAT}
-    kept = "what is encoded is kept, and the same command continues"
-    with (
-        open_draft(out, plan.record, identity, "encoding", lambda: kept, overwrite) as draft,
-        ThreadPoolExecutor(THREADS) as pool,
-    ):
-        written = sum(path.stat().st_size for path in draft.whole.rglob("data-*.safetensors"))
-        refuse_full_disk(out, plan.num_images * plan.row_bytes - written)
-        run = _Run(plan, draft, pool, rows, on_images)
-        manifests = [run.encode(shard) for shard in plan.shards]
-        if plan.record == PARTITION_FILE:
-            for name in _BESIDE:
-                if (plan.source / name).is_file():
-                    shutil.copyfile(plan.source / name, draft.whole / name)
-    cut = sum(manifest.cut_captions for manifest in manifests)
-    if cut and plan.text_record is not None:
-        warnings.warn(
-            f"{cut} of {plan.num_images} captions have more than {plan.text_record.tokens} tokens and "
-            f"were cut",
-            UserWarning,
-            stacklevel=2,
-        )
-    return manifests
+
+    resolution: int | None = Field(default=None, ge=1)
+    crop: Crop = "center"
+    interpolation: Interpolation = "lanczos"
+    random_flip: bool = False
+    dtype: Dtype = "float16"
+    seed: Seed = 0
+    batch_size: int = Field(default=16, ge=1)
+    max_bad: int = Field(default=0, ge=0)
+    device: str = "auto"
 
 
 class DataFile(Record):
-    """A data file, the images skipped in it, those with cut captions, and how networks ran, if any."""
+    """A data file, the images skipped in it, the number of captions cut, and how networks ran, if any."""
 
     facts: FileRecord
     skipped: tuple[Skipped, ...] = ()
-    cut: tuple[str, ...] = ()
+    cut: int = 0
     computed: Computed | None = None
 
 
-@dataclass
-class _Run:
-    """State of an encoding; ``bad`` has a line for each skipped image."""
+def encode_shards(
+    source: Path,
+    out: Path,
+    settings: EncodingSettings,
+    vae: Path | None = None,
+    text_encoder: Path | None = None,
+    tokenizer: Path | None = None,
+    overwrite: bool = False,
+    rows: int | None = None,
+) -> dict[Path, ShardManifest]:
+    """Encode a shard of images, or a partition and its held-out images, to ``out``; manifests by folder.
 
-    plan: EncodingPlan
-    draft: Draft
-    pool: ThreadPoolExecutor
-    rows: int
-    on_images: Callable[[int], None]
-    bad: list[str] = field(default_factory=list)
+    ``out`` appears complete or not at all. A killed run continues at its first incomplete data file, to the
+    same bytes as without the kill. If batch size, device or torch have changed since, latents and tokens of
+    the remaining files differ by rounding, and the manifest names both settings in ``computed``.
 
-    def encode(self, shard: ShardToEncode) -> EncodedManifest:
-        """Write one shard's folder to the draft."""
-        total, files = len(shard.manifest.images), []
-        for number, start in enumerate(range(0, total, self.rows)):
-            name = (Path(shard.place) / f"data-{number:05d}.safetensors").as_posix()
-            indices = range(start, min(start + self.rows, total))
-            if (found := self.draft.done(self.draft.parts / name)) is None:
-                files.append(self._write(name, shard, indices))
-            else:
-                files.append(DataFile.model_validate(found))
-                self._count(shard, files[-1].skipped)
-                self.on_images(len(indices))
-        if not any(done.facts.rows for done in files):
-            raise HddmError(f"{shard.folder}: holds no image that can be read")
-        return self._finish(shard, files)
+    ``vae``, ``text_encoder`` and ``tokenizer`` are folders of networks. ``overwrite`` replaces ``out`` and
+    any draft of an encoding with other options. A data file has ``rows``, by default about `FILE_BYTES`.
+    Raises `HddmError` for conflicting options, captions missing for a text encoder, images of several sizes
+    without a resolution, a size that the VAE does not take, more bad images than allowed, latents outside the
+    dtype's range, and a full disk.
+    """
+    is_partition = (source / PARTITION_FILE).is_file()
+    folders = [*find_shards(source), *find_held_out(source)] if is_partition else [source]
+    shards = {folder: read_images_manifest(folder) for folder in folders}
+    encoder = _open_encoder(shards, settings, vae, text_encoder, tokenizer)
+    row_bytes = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in encoder.layout.values())
+    rows, total = rows or max(1, FILE_BYTES // row_bytes), sum(len(one.images) for one in shards.values())
+    # Plain values that decide the content, apart from rounding: batches may become smaller. The format
+    # decides how the parts of a draft are recorded.
+    identity = {
+        "shards": {folder.relative_to(source).as_posix(): shard.hash for folder, shard in shards.items()},
+        "encoding": encoder.encoding.model_dump(mode="json"),
+        "vae": encoder.vae_record and encoder.vae_record.model_dump(),
+        "text_encoder": encoder.text_record and encoder.text_record.model_dump(),
+        "rows_of_a_file": rows,
+        "format": FORMAT,
+    }
+    record = PARTITION_FILE if is_partition else MANIFEST
+    kept = "what is encoded is kept, and the same command continues"
+    manifests: dict[Path, ShardManifest] = {}
+    bad: list[str] = []
 
-    def _write(self, name: str, shard: ShardToEncode, indices: range) -> DataFile:
-        """Encode the images ``indices`` of a shard to the data file ``name``."""
-        plan, entries, size = self.plan, shard.manifest.images, self.plan.settings.batch_size
-        batches = [indices[start : start + size] for start in range(0, len(indices), size)]
-        # No rows at first, since every image may be skipped.
-        encoded = [
-            {key: torch.empty((0, *shape), dtype=dtype) for key, (shape, dtype) in plan.layout.items()}
-        ]
-        skipped: list[Skipped] = []
-        cut: list[str] = []
-        read = read_ahead(self.pool, lambda index: _read(plan, shard, index), batches, _AHEAD)
-        for batch, images in zip(batches, read, strict=True):
-            bad = [image for image in images if isinstance(image, Skipped)]
-            self._count(shard, bad)
-            skipped += bad
-            kept = [entries[k] for k, image in zip(batch, images, strict=True) if isinstance(image, Tensor)]
-            if kept:
-                pixels = torch.stack([image for image in images if isinstance(image, Tensor)])
-                encoded.append(_encoded(plan, pixels, kept))
-                if plan.text is not None and plan.text_record is not None:
-                    captions = [str(entry.caption) for entry in kept]
-                    found = cuts(plan.text[1], captions, plan.text_record.tokens)
-                    cut += [kept[index].file for index, _ in found]
-            self.on_images(len(batch))
-        tensors = {key: torch.cat([rows[key] for rows in encoded]) for key in plan.layout}
-        path = self.draft.whole / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, lambda part: _write_tensors(part, tensors))
-        facts = FileRecord(file=path.name, sha256=sha256_of(path), rows=len(indices) - len(skipped))
-        done = DataFile(facts=facts, skipped=tuple(skipped), cut=tuple(cut), computed=plan.computed)
-        hashes = {f"whole/{name}": facts.sha256}
-        self.draft.finish(self.draft.parts / name, done.model_dump(mode="json"), hashes)
-        return done
+    def skip(folder: Path, skipped: Sequence[Skipped]) -> None:
+        bad.extend(f"{folder / one.file}: {one.reason}" for one in skipped)
+        if len(bad) > settings.max_bad:
+            raise too_many_bad(source, bad, settings.max_bad)
 
-    def _count(self, shard: ShardToEncode, skipped: Sequence[Skipped]) -> None:
-        """Add to the bad images; refuse more than allowed."""
-        self.bad += [f"{shard.folder / one.file}: {one.reason}" for one in skipped]
-        if len(self.bad) > self.plan.settings.max_bad:
-            raise too_many_bad(self.plan.source, self.bad, self.plan.settings.max_bad)
-
-    def _finish(self, shard: ShardToEncode, files: list[DataFile]) -> EncodedManifest:
-        """Write the list of images, the tokens of the empty prompt, and the manifest."""
-        plan, source, folder = self.plan, shard.manifest, self.draft.whole / shard.place
-        write_entries(folder / IMAGES, source.images)
-        computed, null = [done.computed for done in files], None
-        if plan.text is not None:
-            computed.append(plan.computed)
-            tokens = _narrowed(plan, TOKENS, embed(*plan.text, [""]).tokens, [])
-            (folder / NULL).unlink(missing_ok=True)
-            _write_tensors(folder / NULL, {TOKENS: tokens})
-            null = FileRecord(file=NULL, sha256=sha256_of(folder / NULL), rows=1)
-        manifest = EncodedManifest(
-            **source.model_dump(exclude={"format", "images"}),
-            format=ENCODED_FORMAT,
-            encoding=plan.encoding,
-            vae=plan.vae_record,
-            text_encoder=plan.text_record,
-            images=FileRecord(file=IMAGES, sha256=sha256_of(folder / IMAGES), rows=len(source.images)),
-            data=[done.facts for done in files],
-            null=null,
-            skipped=tuple(one for done in files for one in done.skipped),
-            cut_captions=sum(len(done.cut) for done in files),
-            computed=tuple(dict.fromkeys(one for one in computed if one is not None)),
-        )
-        write_json(folder / MANIFEST, manifest.model_dump(mode="json"))
-        return manifest
+    with (
+        open_draft(out, record, identity, "encoding", lambda: kept, overwrite) as draft,
+        ThreadPoolExecutor(THREADS) as pool,
+        Progress(total, "encode") as advance,
+    ):
+        written = sum(path.stat().st_size for path in draft.whole.rglob("data-*.safetensors"))
+        refuse_full_disk(out, total * row_bytes - written)
+        for folder, shard in shards.items():
+            place, files = folder.relative_to(source), list[DataFile]()
+            (draft.whole / place).mkdir(parents=True, exist_ok=True)
+            for number, start in enumerate(range(0, len(shard.images), rows)):
+                name = place / f"data-{number:05d}.safetensors"
+                indices = range(start, min(start + rows, len(shard.images)))
+                if (found := draft.done(draft.parts / name)) is not None:
+                    done = DataFile.model_validate(found)
+                    skip(folder, done.skipped)
+                    advance(len(indices))
+                else:
+                    done = _write_file(
+                        draft.whole / name, encoder, folder, shard.images, indices, pool, skip, advance
+                    )
+                    hashes = {f"whole/{name.as_posix()}": done.facts.sha256}
+                    draft.finish(draft.parts / name, done.model_dump(mode="json"), hashes)
+                files.append(done)
+            if not any(done.facts.rows for done in files):
+                raise HddmError(f"{folder}: holds no image that can be read")
+            manifests[out / place] = _write_manifest(draft.whole / place, encoder, shard, files)
+        for name in (PARTITION_FILE, "clusters.safetensors") if is_partition else ():
+            if (source / name).is_file():
+                shutil.copyfile(source / name, draft.whole / name)
+    cut = sum(manifest.cut_captions for manifest in manifests.values())
+    if cut and encoder.text_record is not None:
+        tokens = encoder.text_record.tokens
+        text = f"{cut} of {total} captions have more than {tokens} tokens and were cut"
+        warnings.warn(text, UserWarning, stacklevel=2)
+    return manifests
 
 
-def _read(plan: EncodingPlan, shard: ShardToEncode, index: int) -> Tensor | Skipped:
-    """Read one image, or say why it is skipped."""
-    file = shard.manifest.images[index].file
-    try:
-        return plan.read_image(shard, index)
-    except HddmError as error:
-        # A shard given away should not reveal where it was stored.
-        return Skipped(file=file, reason=error.message.removeprefix(f"{shard.folder / file}: "))
+def _write_file(
+    path: Path,
+    encoder: "_Encoder",
+    folder: Path,
+    entries: Sequence[ImageEntry],
+    indices: range,
+    pool: ThreadPoolExecutor,
+    skip: Callable[[Path, Sequence[Skipped]], None],
+    advance: Callable[[int], None],
+) -> DataFile:
+    """Encode the images ``indices`` of the shard in ``folder`` to the data file ``path``."""
+    size = encoder.settings.batch_size
+    batches = [indices[start : start + size] for start in range(0, len(indices), size)]
+    # No rows at first, since every image may be skipped.
+    encoded = [{key: torch.empty((0, *shape), dtype=dtype) for key, (shape, dtype) in encoder.layout.items()}]
+    skipped: list[Skipped] = []
+    cut = 0
+    read = read_ahead(pool, lambda index: encoder.read(folder, entries[index], index), batches, _AHEAD)
+    for batch, images in zip(batches, read, strict=True):
+        bad = [image for image in images if isinstance(image, Skipped)]
+        skip(folder, bad)
+        skipped += bad
+        kept = [entries[k] for k, image in zip(batch, images, strict=True) if isinstance(image, Tensor)]
+        if kept:
+            encoded.append(
+                encoder.rows(torch.stack([one for one in images if isinstance(one, Tensor)]), kept)
+            )
+            cut += encoder.num_cut(kept)
+        advance(len(batch))
+    tensors = {key: torch.cat([rows[key] for rows in encoded]) for key in encoder.layout}
+    write_whole(path, partial(_write_tensors, tensors=tensors))
+    facts = FileRecord(file=path.name, sha256=sha256_of(path), rows=len(indices) - len(skipped))
+    return DataFile(facts=facts, skipped=tuple(skipped), cut=cut, computed=encoder.computed)
 
 
-def _encoded(plan: EncodingPlan, pixels: Tensor, entries: Sequence[ImageEntry]) -> dict[str, Tensor]:
-    """Rows (n, …) of every tensor for ``pixels`` (n, C, H, W) in uint8 and their entries."""
-    rows: dict[str, Tensor] = {}
-    if plan.vae is None:
-        rows[PIXELS] = pixels
-    else:
-        images = to_unit_range(pixels)
-        for prefix in ("", MIRRORED) if plan.encoding.mirrored else ("",):
-            moments = encode(plan.vae, images.flip(-1) if prefix else images)
-            for name, values in zip((MEAN, DEVIATION), moments, strict=True):
-                if values is not None:
-                    rows[prefix + name] = _narrowed(plan, prefix + name, values, entries)
-    if plan.text is not None:
-        tokens = embed(*plan.text, [str(entry.caption) for entry in entries], warns=False).tokens
-        rows[TOKENS] = _narrowed(plan, TOKENS, tokens, entries)
-    return rows
-
-
-def _narrowed(plan: EncodingPlan, name: str, values: Tensor, entries: Sequence[ImageEntry]) -> Tensor:
-    """``values`` on the CPU in the dtype on disk; values outside its range are refused."""
-    dtype = plan.layout[name][1]
-    stored = values.cpu().to(dtype)
-    if not stored.isfinite().all():
-        row = int((~stored.isfinite()).flatten(1).any(1).nonzero()[0])
-        where = entries[row].file if entries else "the empty prompt"
-        raise HddmError(
-            f"{where}: its {name} reaches {values.abs().max().item():.3g}, beyond "
-            f"{str(dtype).removeprefix('torch.')}; store --dtype float32"
-        )
-    return stored
+def _write_manifest(
+    folder: Path, encoder: "_Encoder", source: ShardManifest, files: Sequence[DataFile]
+) -> ShardManifest:
+    """Write the tokens of the empty prompt, and the manifest."""
+    computed, null = [done.computed for done in files], None
+    if encoder.text is not None:
+        computed.append(encoder.computed)
+        tokens = encoder.narrowed(TOKENS, embed(*encoder.text, [""]).tokens, [])
+        (folder / NULL).unlink(missing_ok=True)
+        _write_tensors(folder / NULL, {TOKENS: tokens})
+        null = FileRecord(file=NULL, sha256=sha256_of(folder / NULL), rows=1)
+    added = {
+        "format": FORMAT,
+        "encoding": encoder.encoding,
+        "vae": encoder.vae_record,
+        "text_encoder": encoder.text_record,
+        "data": tuple(done.facts for done in files),
+        "null": null,
+        "skipped": tuple(one for done in files for one in done.skipped),
+        "cut_captions": sum(done.cut for done in files),
+        "computed": tuple(dict.fromkeys(one for one in computed if one is not None)),
+    }
+    manifest = source.model_copy(update=added)
+    write_json(folder / MANIFEST, manifest.model_dump(mode="json"))
+    return manifest
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     write_safetensors(
         path, [Planned(name, tuple(one.shape), one.dtype, one.detach) for name, one in tensors.items()]
     )
+
+
+@dataclass(frozen=True)
+class _Encoder:
+    """Settings and networks; ``images`` is the shape (C, H, W) of what is stored or given to the VAE."""
+
+    settings: EncodingSettings
+    encoding: EncodingRecord
+    images: tuple[int, int, int]
+    vae: "AutoencoderKL | AutoencoderTiny | None"
+    vae_record: VaeRecord | None
+    text: "tuple[CLIPTextModel, CLIPTokenizer] | None"
+    text_record: TextEncoderRecord | None
+
+    @cached_property
+    def layout(self) -> RowLayout:
+        """Shape of a row and dtype of each tensor."""
+        return layout_of(self.encoding, self.vae_record, self.text_record)
+
+    @property
+    def computed(self) -> Computed | None:
+        """Device and batches of the networks, None without networks."""
+        if self.vae is None and self.text is None:
+            return None
+        one = self.settings
+        return Computed(device=one.device, batch_size=one.batch_size, torch=str(torch.__version__))
+
+    def read(self, folder: Path, entry: ImageEntry, index: int) -> Tensor | Skipped:
+        """Pixels (C, H, W) of image ``index`` in uint8, gray repeated to RGB, or why it is skipped.
+
+        A random crop depends on the seed and ``index`` alone.
+        """
+        one, path = self.settings, folder / entry.file
+        try:
+            image = open_image(read_content(folder, entry), path)
+            if one.resolution is not None:
+                draws = generator(one.seed, Use.CROPS, index) if one.crop == "random" else None
+                image = fit_image(image, one.resolution, one.crop, one.interpolation, draws, path)
+            pixels = torch.from_numpy(np.array(image))
+            pixels = pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
+            if len(pixels) > self.images[0] or pixels.shape[1:] != self.images[1:]:
+                raise HddmError(f"is {tuple(pixels.shape)}, unlike what its manifest says")
+            return pixels.expand(self.images).contiguous()
+        except HddmError as error:
+            # A shard given away should not reveal where it was stored.
+            return Skipped(file=entry.file, reason=error.message.removeprefix(f"{path}: "))
+
+    def rows(self, pixels: Tensor, entries: Sequence[ImageEntry]) -> dict[str, Tensor]:
+        """Rows (n, …) of every tensor for ``pixels`` (n, C, H, W) in uint8 and their entries."""
+        rows: dict[str, Tensor] = {}
+        if self.vae is None:
+            rows[PIXELS] = pixels
+        else:
+            images = to_unit_range(pixels)
+            for prefix in ("", MIRRORED) if self.encoding.mirrored else ("",):
+                moments = encode(self.vae, images.flip(-1) if prefix else images)
+                for name, values in zip((MEAN, DEVIATION), moments, strict=True):
+                    if values is not None:
+                        rows[prefix + name] = self.narrowed(prefix + name, values, entries)
+        if self.text is not None:
+            tokens = embed(*self.text, [str(entry.caption) for entry in entries], warns=False).tokens
+            rows[TOKENS] = self.narrowed(TOKENS, tokens, entries)
+        return rows
+
+    def num_cut(self, entries: Sequence[ImageEntry]) -> int:
+        """Captions that have more tokens than are stored."""
+        if self.text is None or self.text_record is None:
+            return 0
+        return len(cuts(self.text[1], [str(entry.caption) for entry in entries], self.text_record.tokens))
+
+    def narrowed(self, name: str, values: Tensor, entries: Sequence[ImageEntry]) -> Tensor:
+        """``values`` on the CPU in the dtype on disk; values outside its range are refused."""
+        dtype = self.layout[name][1]
+        stored = values.cpu().to(dtype)
+        if not stored.isfinite().all():
+            row = int((~stored.isfinite()).flatten(1).any(1).nonzero()[0])
+            where = entries[row].file if entries else "the empty prompt"
+            raise HddmError(
+                f"{where}: its {name} reaches {values.abs().max().item():.3g}, beyond "
+                f"{str(dtype).removeprefix('torch.')}; store --dtype float32"
+            )
+        return stored
+
+
+def _open_encoder(
+    shards: Mapping[Path, ShardManifest],
+    settings: EncodingSettings,
+    vae: Path | None,
+    text_encoder: Path | None,
+    tokenizer: Path | None,
+) -> _Encoder:
+    """Check the options against ``shards`` by folder, and open the networks; raises as `encode_shards`."""
+    if settings.random_flip and vae is None:
+        raise HddmError(
+            "--random-flip: only latents need it, since training mirrors pixels itself; leave it out"
+        )
+    if settings.resolution is None and settings.crop == "random":
+        raise UsageError("--random-crop: needs --resolution, the side that images are cropped to")
+    device = available_device(settings.device)
+    settings = settings.model_copy(update={"device": str(device)})
+    channels, height, width = shape = images = _shape(shards, settings.resolution)
+    network, vae_record = None, None
+    if vae is not None:
+        network, vae_record = read_vae(vae), vae_facts(vae)
+        # Not diffusers' own `to`, which warns of casts that do not happen here.
+        nn.Module.to(network, device)
+        factor, own = scale_of(network), int(network.config.in_channels)
+        if own not in (channels, 3):
+            raise HddmError(f"{vae}: encodes images of {own} channels, and these have {channels}")
+        if height % factor or width % factor:
+            raise HddmError(
+                f"{vae}: encodes sides that are multiples of {factor}, not {width}×{height}; change "
+                f"--resolution"
+            )
+        images = own, height, width
+        shape = int(network.config.latent_channels), height // factor, width // factor
+    text, text_record = None, None
+    if text_encoder is not None or tokenizer is not None:
+        if text_encoder is None or tokenizer is None:
+            lacking = "--tokenizer" if tokenizer is None else "--text-encoder"
+            raise UsageError(f"{lacking}: text needs a text encoder and its tokenizer; name both folders")
+        for folder, shard in shards.items():
+            if without := [entry.file for entry in shard.images if entry.caption is None]:
+                raise HddmError(
+                    f"{folder}: {len(without)} of {len(shard.images)} images have no caption, as "
+                    f"{without[0]}; drop --text-encoder or partition images with captions"
+                )
+        text = (read_text_encoder(text_encoder), read_tokenizer(tokenizer))
+        nn.Module.to(text[0], device)
+        text_record = text_encoder_facts(text_encoder, text[1].model_max_length)
+        if text_record.kind != CLIP:
+            raise HddmError(f"{text_encoder}: is a {text_record.kind}, but captions need a {CLIP}")
+    is_fitted, is_random = settings.resolution is not None, settings.crop == "random"
+    encoding = EncodingRecord(
+        space="pixels" if network is None else "latents",
+        shape=shape,
+        dtype="uint8" if network is None else settings.dtype,
+        resolution=settings.resolution,
+        crop=settings.crop if is_fitted else None,
+        interpolation=settings.interpolation if is_fitted else None,
+        mirrored=settings.random_flip,
+        text_dtype=None if text is None else settings.dtype,
+        seed=settings.seed if is_fitted and is_random else 0,
+    )
+    return _Encoder(settings, encoding, images, network, vae_record, text, text_record)
+
+
+def _shape(shards: Mapping[Path, ShardManifest], resolution: int | None) -> tuple[int, int, int]:
+    """Shape (C, H, W) of all images, after resizing; refused if sizes differ."""
+    sizes, channels = set(), 1
+    for folder, shard in shards.items():
+        if shard.channels is None:
+            raise HddmError(f"{folder}: was made before sizes of images were recorded; partition them again")
+        sizes.add((resolution, resolution) if resolution else shard.size)
+        channels = max(channels, shard.channels)
+    size = sizes.pop()
+    if sizes or size is None:
+        raise HddmError(f"{folder}: holds images of several sizes; bring them to one with --resolution")
+    return channels, *size

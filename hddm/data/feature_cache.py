@@ -2,15 +2,16 @@
 
 features/                            a `hddm.utils.work.Work`
   features.json                      number and hash of the images, extractor
-  part_00000.safetensors             features (n, d) float32, SHA-256 of files and of pixels (n, 32), of
-                                     1,024 images in the order of the source
+  part_00000.safetensors             features (n, d) float32, SHA-256 of files and of pixels (n, 32), and
+                                     shapes (n, 3), of 1,024 images in the order of the source
   part_00000.safetensors.done.json   its hash, and its broken images with reasons
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from hddm.data.features import Extractor
-from hddm.data.images import THREADS, decode, in_colour, pixel_digest, too_many_bad
+from hddm.data.images import THREADS, decode, in_colour, pixel_digest, read_ahead, too_many_bad
 from hddm.data.shards import Rows
 from hddm.data.sources.base import ImageSource
 from hddm.utils.errors import HddmError
@@ -30,7 +31,7 @@ from hddm.utils.records import FEATURES_FILE
 from hddm.utils.tensors import read_safetensors
 from hddm.utils.work import Work
 
-FORMAT = "2.0"
+FORMAT = "2.1"
 PART = 1024
 """Images per part."""
 
@@ -40,12 +41,14 @@ class ImageFeatures:
     """Features (M, d) of the readable images, mapped from disk; ``features[rows]`` selects rows.
 
     Row j is image ``rows[j]`` of the source. ``files`` (M, 32) and ``pixels`` (M, 32) are the SHA-256 of its
-    file and of its RGB pixels. ``broken`` maps the number of an unreadable image to the reason.
+    file and of its RGB pixels, ``shapes`` (M, 3) height, width and channels. ``broken`` maps the number of an
+    unreadable image to the reason.
     """
 
     rows: NDArray[np.int64]
     files: NDArray[np.uint8]
     pixels: NDArray[np.uint8]
+    shapes: NDArray[np.int64]
     broken: dict[int, str]
     features: Rows
 
@@ -103,8 +106,14 @@ def _computed(
         for path in paths
         if (done := work.done(path)) is not None
     }
-    _forget_mended(work, source, known)
-    known = {path: rows for path, rows in known.items() if work.has(path)}
+    mended = {p for p, rows in known.items() if any(_why_broken(source, row) is None for row in rows)}
+    if mended:
+        # The extractor may have learnt from the other images alone, so everything is computed again. Mended
+        # parts go last, so that a run after a kill finds them again.
+        for path in sorted(work.folder.glob("*.safetensors"), key=mended.__contains__):
+            path.unlink()
+            work.forget(path)
+        known = {}
     if len(known) < len(paths):
         extractor.prepare(source, work.folder)
     broken: dict[int, str] = {}
@@ -122,28 +131,10 @@ def _computed(
     read = [one for one in map(read_safetensors, paths) if len(one["sound"])]
     if not read:
         raise HddmError(f"{work.folder}: holds features of no image, since none could be read")
-    numbers, files, pixels = (
-        torch.cat([one[n] for one in read]).numpy() for n in ("sound", "files", "pixels")
+    numbers, files, pixels, shapes = (
+        torch.cat([one[name] for one in read]).numpy() for name in ("sound", "files", "pixels", "shapes")
     )
-    return ImageFeatures(numbers, files, pixels, broken, Rows(tuple(one["features"] for one in read)))
-
-
-def _forget_mended(work: Work, source: ImageSource, broken: Mapping[Path, Mapping[int, str]]) -> None:
-    """Forget parts with ``broken`` images that are readable by now.
-
-    If the extractor learnt from the images, it did so without these, so all parts are forgotten. Mended parts
-    go last, so that a run after a kill finds them again.
-    """
-    mended = [path for path, rows in broken.items() if any(_why_broken(source, row) is None for row in rows)]
-    learnt = [path for path in work.folder.glob("*.safetensors") if not path.name.startswith("part_")]
-    if mended and learnt:
-        for path in broken:
-            if path not in mended:
-                work.forget(path)
-        for path in learnt:
-            path.unlink()
-    for path in mended:
-        work.forget(path)
+    return ImageFeatures(numbers, files, pixels, shapes, broken, Rows(tuple(one["features"] for one in read)))
 
 
 def _why_broken(source: ImageSource, row: int) -> str | None:
@@ -156,13 +147,13 @@ def _why_broken(source: ImageSource, row: int) -> str | None:
 
 def _find_broken(source: ImageSource, rows: range) -> dict[int, str]:
     """Broken images among ``rows``: number to reason."""
-    found: dict[int, str] = {}
+    look = partial(_why_broken, source)
     with Progress(len(rows), "look for other bad images") as advance, ThreadPoolExecutor(THREADS) as pool:
-        for start in range(rows.start, rows.stop, PART):
-            part = range(start, min(start + PART, rows.stop))
-            reasons = pool.map(lambda row: _why_broken(source, row), part)
-            found |= {row: reason for row, reason in zip(part, reasons, strict=True) if reason is not None}
-            advance(len(part))
+        found: dict[int, str] = {}
+        for row, (reason,) in zip(rows, read_ahead(pool, look, ([row] for row in rows), PART), strict=True):
+            if reason is not None:
+                found[row] = reason
+            advance(1)
     return found
 
 
@@ -171,8 +162,9 @@ def _write_part(
 ) -> dict[int, str]:
     """Write the part of the images ``rows``; returns the broken ones, number to reason."""
     sound: list[int] = []
+    shapes: list[tuple[int, int, int]] = []
     features: list[NDArray[np.float32]] = []
-    files, pixels = bytearray(), bytearray()
+    files, digests = bytearray(), bytearray()
     broken: dict[int, str] = {}
     for start in range(rows.start, rows.stop, extractor.batch):
         images, names = [], []
@@ -180,13 +172,14 @@ def _write_part(
             name = source.root / source.files[row]
             try:
                 content = source.read(row)
-                image = in_colour(decode(content, name))
+                pixels = decode(content, name)
             except HddmError as error:
                 broken[row] = error.message
                 continue
             files += hashlib.sha256(content).digest()
-            pixels += pixel_digest(image)
-            images.append(image)
+            digests += pixel_digest(pixels)
+            shapes.append((*pixels.shape[:2], 1 if pixels.ndim == 2 else 3))
+            images.append(in_colour(pixels))
             names.append(name)
             sound.append(row)
         if images:
@@ -195,7 +188,8 @@ def _write_part(
     tensors: dict[str, NDArray[Any]] = {
         "sound": np.array(sound, dtype=np.int64),
         "files": np.frombuffer(files, dtype=np.uint8).reshape(-1, 32),
-        "pixels": np.frombuffer(pixels, dtype=np.uint8).reshape(-1, 32),
+        "pixels": np.frombuffer(digests, dtype=np.uint8).reshape(-1, 32),
+        "shapes": np.array(shapes, dtype=np.int64).reshape(-1, 3),
         "features": np.ascontiguousarray(made, dtype=np.float32),
     }
     write_whole(path, lambda draft: save_file(tensors, draft))

@@ -227,15 +227,18 @@ def _write_shards(
     cache: Path | None,
 ) -> list[str]:
     """Write each shard and its held-out images; returns the hashes of the training shards."""
-    places = [(k, folder / f"shard_{k}", False) for k in range(num_shards)]
-    places += [(k, folder / HELD_OUT / f"shard_{k}", True) for k in np.unique(shard[held_out]).tolist()]
+    parts = [(k, folder / f"shard_{k}", False) for k in range(num_shards)]
+    parts += [(k, folder / HELD_OUT / f"shard_{k}", True) for k in np.unique(shard[held_out]).tolist()]
+    chosen = [np.flatnonzero((shard == k) & (held_out == is_kept)) for k, _, is_kept in parts]
     entries = [
-        _write_images(source, features, np.flatnonzero((shard == k) & (held_out == is_kept)), target, cache)
-        for k, target, is_kept in places
+        _write_images(source, features, rows, target, cache)
+        for (_, target, _), rows in zip(parts, chosen, strict=True)
     ]
     hashes = [content_hash(one, source.classes) for one in entries]
     of_all = hashlib.sha256("\n".join(hashes[:num_shards]).encode()).hexdigest()
-    for (k, target, is_kept), images, digest in zip(places, entries, hashes, strict=True):
+    for (k, target, is_kept), rows, images, digest in zip(parts, chosen, entries, hashes, strict=True):
+        shapes = features.shapes[rows]
+        is_one_size = (shapes[:, :2] == shapes[0, :2]).all()
         manifest = ShardManifest(
             format=FORMAT,
             shard=k,
@@ -244,6 +247,8 @@ def _write_shards(
             hash=digest,
             partition=of_all,
             held_out_of=hashes[k] if is_kept else None,
+            channels=3 if (shapes[:, 2] == 3).any() else 1,
+            size=(int(shapes[0, 0]), int(shapes[0, 1])) if is_one_size else None,
             images=images,
         )
         write_json(target / MANIFEST, manifest.model_dump())

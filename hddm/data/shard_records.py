@@ -8,10 +8,9 @@ shards/
   shard_0/manifest.json          files with SHA-256 and label, one hash of it all, one of all shards
   shard_0/images/<file>          hard links where the file system allows, copies otherwise
 
-An encoded shard has instead:
+An encoded shard has the same manifest, with how it was encoded and the SHA-256 of its files, and in place of
+the images:
 
-shard_0/manifest.json            the source shard's identity, how it was encoded, every other file's SHA-256
-shard_0/images.jsonl             the source's list of images, one `ImageEntry` a line
 shard_0/data-00000.safetensors   rows of tensors, in the order of the images
 shard_0/null.safetensors         tokens of the empty prompt, where captions were encoded
 """
@@ -22,19 +21,15 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
-
-from pydantic import ValidationError
+from typing import ClassVar, Literal
 
 from hddm.data.sources.base import LARGEST_FILE, ImageSource, SourceImage
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
-from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError, UsageError
-from hddm.utils.files import read_json, read_whole
+from hddm.utils.files import read_whole
 from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE, ROUTER_FILE, Record, read_record
 
-FORMAT = "1.3"
-ENCODED_FORMAT = "1.1"
+FORMAT = "1.4"
 MANIFEST = "manifest.json"
 PARTITION_FILE = "partition.json"
 HELD_OUT = "held_out"
@@ -55,8 +50,71 @@ class ImageEntry(Record):
     caption: str | None = None
 
 
-class ShardIdentity(Record):
-    """Identity of a shard, of images or encoded; ``hash`` covers every file, content and label."""
+NULL = "null.safetensors"
+
+PIXELS = "pixels"
+MEAN, DEVIATION = "mean", "std"
+MIRRORED = "mirrored_"
+TOKENS = "tokens"
+
+Dtype = Literal["float16", "bfloat16", "float32"]
+
+
+class EncodingRecord(Record):
+    """How images became rows of tensors.
+
+    ``shape`` is (C, H, W) of a row. ``resolution`` is the side of the square that images were fitted to, None
+    if unchanged; ``crop`` tells which part of a longer side was kept, and for image i depends on (``seed``,
+    i) alone. ``mirrored`` adds latents of the mirrored images.
+    """
+
+    space: Literal["pixels", "latents"]
+    shape: tuple[int, int, int]
+    dtype: Literal["uint8"] | Dtype
+    resolution: int | None = None
+    crop: Literal["center", "random"] | None = None
+    interpolation: str | None = None
+    mirrored: bool = False
+    text_dtype: Dtype | None = None
+    seed: int = 0
+
+
+class Computed(Record):
+    """Device and batches of the networks; other values change rows by rounding."""
+
+    device: str
+    batch_size: int
+    torch: str
+    """Version of torch."""
+
+
+class FileRecord(Record):
+    """A file of an encoded shard, with its number of rows."""
+
+    file: str
+    sha256: str
+    rows: int
+
+
+class Skipped(Record):
+    """An image that could not be read, and why."""
+
+    file: str
+    reason: str
+
+
+class ShardManifest(Record):
+    """``manifest.json`` of a shard, of images or encoded.
+
+    ``hash`` covers every file, content and label. An encoded shard has ``images``, ``hash``, ``partition``
+    and ``held_out_of`` of its source, so that experts and routers match by them. Row k of its data is the
+    k-th of ``images`` that is not in ``skipped``; captions of ``cut_captions`` were truncated. ``computed``
+    lists how networks ran, in the order of the files: several entries if a killed encoding continued
+    differently, none if images passed no network.
+    """
+
+    oldest: ClassVar[str | None] = "1.2"
+    remedy: ClassVar[str] = "make the shard again, by hddm partition and hddm encode"
 
     format: str
     shard: int
@@ -64,20 +122,27 @@ class ShardIdentity(Record):
     classes: list[str]
     hash: str
     partition: str | None = None
-    """Hash of the hashes of all shards, equal within a partition; format 1.0 has none."""
+    """Hash of the hashes of all shards, equal within a partition."""
     held_out_of: str | None = None
     """Hash of the shard that these images were held out of, to evaluate its expert."""
-
-
-class ShardManifest(ShardIdentity):
-    """``manifest.json`` of a shard of images."""
-
+    channels: Literal[1, 3] | None = None
+    """1 if all images are gray; None before format 1.4."""
+    size: tuple[int, int] | None = None
+    """(H, W) of all images; None if they differ."""
     images: list[ImageEntry]
+    encoding: EncodingRecord | None = None
+    vae: VaeRecord | None = None
+    text_encoder: TextEncoderRecord | None = None
+    data: tuple[FileRecord, ...] = ()
+    null: FileRecord | None = None
+    skipped: tuple[Skipped, ...] = ()
+    cut_captions: int = 0
+    computed: tuple[Computed, ...] = ()
 
     @property
     def num_rows(self) -> int:
         """Samples in the shard."""
-        return len(self.images)
+        return len(self.images) - len(self.skipped)
 
 
 class PartitionRecord(Record):
@@ -102,15 +167,6 @@ class PartitionRecord(Record):
     """Images whose pixels all equal those of another counted image; None in older partitions."""
     proposal: dict[int, float] | None = None
     """Silhouette by number of shards, if that number was proposed."""
-
-
-def check_entries(path: Path, entries: Sequence[ImageEntry], classes: Sequence[str], digest: str) -> None:
-    """Refuse a list of images, from ``path``, that does not match its hash or has labels of no class."""
-    if content_hash(entries, classes) != digest:
-        raise HddmError(f"{path}: its list of images does not match its hash; copy the shard again")
-    for entry in entries:
-        if entry.label is not None and not 0 <= entry.label < len(classes):
-            raise HddmError(f"{path}: {entry.file} has label {entry.label} of {len(classes)} classes")
 
 
 def image_path(folder: Path, entry: ImageEntry) -> Path:
@@ -211,131 +267,31 @@ def content_hash(entries: Sequence[ImageEntry], classes: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-IMAGES = "images.jsonl"
-NULL = "null.safetensors"
+def read_manifest(folder: Path) -> ShardManifest:
+    """Manifest of the shard in ``folder``, of images or encoded.
 
-PIXELS = "pixels"
-MEAN, DEVIATION = "mean", "std"
-MIRRORED = "mirrored_"
-TOKENS = "tokens"
-
-Dtype = Literal["float16", "bfloat16", "float32"]
-
-
-class EncodingRecord(Record):
-    """How images became rows of tensors.
-
-    ``shape`` is (C, H, W) of a row. ``resolution`` is the side of the square that images were fitted to, None
-    if unchanged; ``crop`` tells which part of a longer side was kept, and for image i depends on (``seed``,
-    i) alone. ``mirrored`` adds latents of the mirrored images.
-    """
-
-    space: Literal["pixels", "latents"]
-    shape: tuple[int, int, int]
-    dtype: Literal["uint8"] | Dtype
-    resolution: int | None = None
-    crop: Literal["center", "random"] | None = None
-    interpolation: str | None = None
-    mirrored: bool = False
-    text_dtype: Dtype | None = None
-    seed: int = 0
-
-
-class Computed(Record):
-    """Device and batches of the networks; other values change rows by rounding."""
-
-    device: str
-    batch_size: int
-    torch: str
-    """Version of torch."""
-
-
-class FileRecord(Record):
-    """A file of an encoded shard, with its number of rows or lines."""
-
-    file: str
-    sha256: str
-    rows: int
-
-
-class Skipped(Record):
-    """An image that could not be read, and why."""
-
-    file: str
-    reason: str
-
-
-class EncodedManifest(ShardIdentity):
-    """``manifest.json`` of an encoded shard.
-
-    ``hash``, ``partition`` and ``held_out_of`` are the source's, so that experts and routers match by them.
-    Row k of the data is the k-th image of ``images`` that is not in ``skipped``; captions of ``cut_captions``
-    were truncated. ``computed`` lists how networks ran, in the order of the files: several entries if a
-    killed encoding continued differently, none if images passed no network.
-    """
-
-    encoding: EncodingRecord
-    vae: VaeRecord | None = None
-    text_encoder: TextEncoderRecord | None = None
-    images: FileRecord
-    data: list[FileRecord]
-    null: FileRecord | None = None
-    skipped: tuple[Skipped, ...] = ()
-    cut_captions: int = 0
-    computed: tuple[Computed, ...] = ()
-
-    @property
-    def num_rows(self) -> int:
-        """Samples in the shard."""
-        return sum(one.rows for one in self.data)
-
-
-def is_encoded(folder: Path) -> bool:
-    """True if the existing ``manifest.json`` in ``folder`` is of an encoded shard; no more is checked."""
-    return "encoding" in read_json(folder / MANIFEST, LARGEST_MANIFEST)
-
-
-def open_manifest(folder: Path) -> ShardManifest | EncodedManifest:
-    """Manifest of the shard in ``folder``, of images or encoded; its list of images is not checked.
-
-    Raises `HddmError` for a missing or newer manifest, and a folder of another kind by its kind.
+    Raises `HddmError` for a missing or newer manifest, a folder of another kind by its kind, a list of images
+    that does not match its hash, and labels of no class.
     """
     _refuse_other_folder(folder, MANIFEST)
     path = folder / MANIFEST
-    if is_encoded(folder):
-        return read_record(path, EncodedManifest, ENCODED_FORMAT, LARGEST_MANIFEST)
-    return read_record(path, ShardManifest, FORMAT, LARGEST_MANIFEST)
-
-
-def read_manifest(folder: Path) -> ShardManifest:
-    """Manifest of a shard of images; raises as `open_manifest`, `check_entries`, and for an encoded shard."""
-    manifest = open_manifest(folder)
-    if isinstance(manifest, EncodedManifest):
-        raise UsageError(f"{folder}: is an encoded shard, which holds no images; name the original shard")
-    check_entries(folder / MANIFEST, manifest.images, manifest.classes, manifest.hash)
+    manifest = read_record(path, ShardManifest, FORMAT, LARGEST_MANIFEST)
+    if content_hash(manifest.images, manifest.classes) != manifest.hash:
+        raise HddmError(f"{path}: its list of images does not match its hash; copy the shard again")
+    for entry in manifest.images:
+        if entry.label is not None and not 0 <= entry.label < len(manifest.classes):
+            raise HddmError(
+                f"{path}: {entry.file} has label {entry.label} of {len(manifest.classes)} classes"
+            )
     return manifest
 
 
-def write_entries(path: Path, entries: Iterable[ImageEntry]) -> None:
-    """Write a list of images, one per line, since millions do not fit a JSON file that is read at once."""
-    with path.open("w", encoding="utf-8") as file:
-        for entry in entries:
-            file.write(json.dumps(entry.model_dump(exclude_none=True), ensure_ascii=False) + "\n")
-
-
-def read_entries(path: Path) -> list[ImageEntry]:
-    """Read the list of `write_entries`; raises `HddmError` for an invalid line."""
-    entries = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                row = parse_object(line, str(path))
-                entries.append(ImageEntry.model_validate({"label": None, **row}))
-            except (HddmError, ValidationError) as error:
-                raise HddmError(
-                    f"{path}: line {number} does not describe an image; encode the shard again"
-                ) from error
-    return entries
+def read_images_manifest(folder: Path) -> ShardManifest:
+    """Manifest of a shard of images; raises as `read_manifest`, and for an encoded shard."""
+    manifest = read_manifest(folder)
+    if manifest.encoding is not None:
+        raise UsageError(f"{folder}: is an encoded shard, which holds no images; name the original shard")
+    return manifest
 
 
 @dataclass(frozen=True)
@@ -353,8 +309,8 @@ class ImageInShard(SourceImage):
 
 
 def open_images(folder: Path) -> ImageSource:
-    """Images of the shard in ``folder``; raises as `read_manifest`."""
-    manifest = read_manifest(folder)
+    """Images of the shard in ``folder``; raises as `read_images_manifest`."""
+    manifest = read_images_manifest(folder)
     entries = manifest.images
     return ImageSource(
         folder,

@@ -5,9 +5,9 @@ are mapped from disk. A store gives samples by row.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import Literal
 
@@ -23,16 +23,13 @@ from hddm.data.shard_records import (
     MIRRORED,
     PIXELS,
     TOKENS,
-    EncodedManifest,
     EncodingRecord,
     FileRecord,
-    ImageEntry,
+    ShardManifest,
     captions_of,
-    check_entries,
     labels_of,
-    open_manifest,
     read_content,
-    read_entries,
+    read_manifest,
     sketch_of,
 )
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
@@ -46,69 +43,57 @@ Own = slice | Tensor
 ALL = slice(None)
 
 
-class Joined:
-    """Rows of several ``parts``, one after the other."""
-
-    parts: Sequence[Sized]
-
-    @cached_property
-    def ends(self) -> Tensor:
-        """End row of each part (exclusive), shape (parts,)."""
-        return torch.tensor([len(part) for part in self.parts]).cumsum(0)
-
-    def __len__(self) -> int:
-        return int(self.ends[-1])
-
-    def part_of(self, rows: Tensor) -> Tensor:
-        """Index of the part of each of ``rows``."""
-        return torch.searchsorted(self.ends, rows, right=True)
-
-    def divided(self, rows: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """By part: its index, the mask (n,) of its ``rows``, and their row numbers within it."""
-        where = self.part_of(rows)
-        for k in where.unique().tolist():
-            here = where == k
-            yield k, here, rows[here] - (int(self.ends[k]) - len(self.parts[k]))
-
-
 @dataclass(frozen=True)
-class Rows(Joined):
-    """One tensor (N, …) stored in ``parts`` (n_k, …) of one shape and dtype."""
+class Rows:
+    """One tensor (N, …) stored in ``parts`` (n_k, …) of one shape."""
 
     parts: tuple[Tensor, ...]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of a row."""
         return tuple(self.parts[0].shape[1:])
 
+    @cached_property
+    def _ends(self) -> Tensor:
+        """End row of each part (exclusive), shape (parts,)."""
+        return torch.tensor([len(part) for part in self.parts]).cumsum(0)
+
     def take(self, rows: Tensor) -> Tensor:
-        """Rows (n, …) at indices (n,) in [0, N), in their dtype; only these are read into memory."""
+        """Rows (n, …) at indices (n,) in [0, N), in the widest dtype; only these are read into memory."""
         if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < len(self)):
             raise IndexError(f"rows {int(rows.min())} to {int(rows.max())} of {len(self)}")
         if len(self.parts) == 1:
             return self.parts[0][rows]
-        taken = torch.empty((len(rows), *self.shape), dtype=self.parts[0].dtype)
-        for k, here, own in self.divided(rows):
-            taken[here] = self.parts[k][own]
+        dtype = reduce(torch.promote_types, {part.dtype for part in self.parts})
+        taken, where = torch.empty((len(rows), *self.shape), dtype=dtype), self.part_of(rows)
+        for k in where.unique().tolist():
+            here = where == k
+            taken[here] = self.parts[k][rows[here] - (int(self._ends[k]) - len(self.parts[k]))].to(dtype)
         return taken
 
-    def digest(self, row: int) -> bytes:
-        """SHA-256 of the bytes of a row."""
-        return hashlib.sha256(self.take(torch.tensor([row])).view(torch.uint8).numpy().tobytes()).digest()
+    def part_of(self, rows: Tensor) -> Tensor:
+        """Index of the part of each of ``rows``."""
+        return torch.searchsorted(self._ends, rows, right=True)
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples of one shard, from its tensors by name: pixels in uint8, or what the encoder of ``vae`` gave.
+    """Samples from their tensors by name: pixels in uint8, or what the encoder of ``vae`` gave.
 
     A latent sample is (z - shift) × scale with z = mean + deviation × ε and fresh normal ε each time, as DiT
     and Stable Diffusion are trained; z is the mean without a deviation or noise. Mirror images have latents
     of their own.
+
+    Samples of several shards, one after the other, have their ``sizes``; each shard draws its own noise.
     """
 
     tensors: Mapping[str, Rows]
     vae: VaeRecord | None = None
+    sizes: tuple[int, ...] = ()
 
     @property
     def main(self) -> Rows:
@@ -135,8 +120,11 @@ class Samples:
             return torch.where(mirrored[:, None, None, None], images.flip(-1), images)
         z = self._either(MEAN, mine, mirrored)
         if noise is not None and DEVIATION in self.tensors:
-            drawn = torch.randn(len(rows), *self.shape, generator=noise)[own]
-            z += self._either(DEVIATION, mine, mirrored) * drawn
+            drawn, shards = torch.empty(len(rows), *self.shape), self.shard_of(rows)
+            for shard in shards.unique().tolist():
+                here = shards == shard
+                drawn[here] = torch.randn(int(here.sum()), *self.shape, generator=noise)
+            z += self._either(DEVIATION, mine, mirrored) * drawn[own]
         return (z - self.vae.shift) * self.vae.scale
 
     def _either(self, name: str, rows: Tensor, flip: Tensor | None) -> Tensor:
@@ -154,38 +142,21 @@ class Samples:
         taken[flip] = self.tensors[MIRRORED + name].take(rows[flip]).float()
         return taken
 
-    def digest(self, row: int) -> bytes:
-        """Key that is equal exactly for equal samples."""
-        return self.main.digest(row)
-
-
-@dataclass(frozen=True)
-class JoinedStore(Joined):
-    """Samples of several stores, one after the other; each draws its own noise."""
-
-    parts: Sequence["Samples | JoinedStore"]
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return self.parts[0].shape
-
-    def take(
-        self, rows: Tensor, noise: torch.Generator | None, flip: Tensor | None, own: Own = ALL
-    ) -> Tensor:
-        kept = torch.zeros(len(rows), dtype=torch.bool)
-        kept[own] = True
-        taken = torch.empty(int(kept.sum()), *self.shape)
-        for k, here, within in self.divided(rows):
-            mirrored = None if flip is None else flip[here]
-            taken[here[own]] = self.parts[k].take(within, noise, mirrored, kept[here])
-        return taken
+    def shard_of(self, rows: Tensor) -> Tensor:
+        """Place of the shard of each of ``rows`` (n,)."""
+        return torch.searchsorted(torch.tensor(self.sizes or [len(self)]).cumsum(0), rows, right=True)
 
     def digest(self, row: int) -> bytes:
-        ((k, _, own),) = self.divided(torch.tensor([row]))
-        return self.parts[k].digest(int(own))
+        """SHA-256 of the pixels or means, equal exactly for equal samples."""
+        sample = self.main.take(torch.tensor([row])).view(torch.uint8)
+        return hashlib.sha256(sample.numpy().tobytes()).digest()
 
 
-Stored = Samples | JoinedStore
+def join_samples(parts: Sequence[Samples]) -> Samples:
+    """The samples of ``parts`` that have one shape and VAE, one after the other."""
+    names = set.intersection(*(set(one.tensors) for one in parts))
+    rows = {name: Rows(tuple(part for one in parts for part in one.tensors[name].parts)) for name in names}
+    return Samples(rows, parts[0].vae, tuple(map(len, parts)))
 
 
 @dataclass(frozen=True)
@@ -212,7 +183,7 @@ class Shard:
     num_shards: int
     hash: str
     classes: tuple[str, ...]
-    stored: Stored
+    stored: Samples
     labels: Tensor | None
     partition: str | None = None
     held_out_of: str | None = None
@@ -263,22 +234,22 @@ def open_shard(folder: Path, is_outline: bool = False) -> Shard:
     verified before are not hashed again. An outline has everything but the pixels of all images after the
     first, to check settings against it.
 
-    Raises `HddmError` as `open_manifest`, for images of several sizes, fewer than `MIN_IMAGES` to train on,
+    Raises `HddmError` as `read_manifest`, for images of several sizes, fewer than `MIN_IMAGES` to train on,
     and a file that is outside the folder, missing, changed or unlike the manifest.
     """
-    manifest = open_manifest(folder)
+    manifest = read_manifest(folder)
     if manifest.num_rows < MIN_IMAGES and manifest.held_out_of is None:
         raise HddmError(
             f"{folder}: has {manifest.num_rows} images; an expert needs at least {MIN_IMAGES} to train on"
         )
-    vae, text_encoder, texts = None, None, None
-    if isinstance(manifest, EncodedManifest):
-        entries, tensors, null = _open_encoded(folder, manifest)
-        vae, text_encoder = manifest.vae, manifest.text_encoder
+    skipped, texts = {one.file for one in manifest.skipped}, None
+    entries = [entry for entry in manifest.images if entry.file not in skipped]
+    if manifest.encoding is not None:
+        tensors, null = _open_encoded(folder, manifest, manifest.encoding)
+        if len(tensors[PIXELS if manifest.vae is None else MEAN]) != len(entries):
+            raise HddmError(f"{folder}: its data are not of {len(entries)} images; encode again")
         texts = None if null is None else TokenStore(tensors[TOKENS], null)
     else:
-        entries = manifest.images
-        check_entries(folder / MANIFEST, entries, manifest.classes, manifest.hash)
         read = entries[:1] if is_outline else entries
         images = [decode(read_content(folder, entry), folder / entry.file) for entry in read]
         tensors = {PIXELS: Rows((stack(images, [entry.file for entry in read], folder),))}
@@ -289,34 +260,25 @@ def open_shard(folder: Path, is_outline: bool = False) -> Shard:
         manifest.num_shards,
         manifest.hash,
         tuple(map(composed, manifest.classes)),
-        Samples(tensors, vae),
+        Samples(tensors, manifest.vae),
         None if labels is None else torch.tensor(labels),
         manifest.partition,
         manifest.held_out_of,
         captions_of(entries),
-        vae,
-        text_encoder,
+        manifest.vae,
+        manifest.text_encoder,
         texts,
         sketch_of(entry.sha256 for entry in entries),
     )
 
 
 def _open_encoded(
-    folder: Path, manifest: EncodedManifest
-) -> tuple[list[ImageEntry], dict[str, Rows], Tensor | None]:
-    """Images that have a row, their tensors by name, and tokens of the empty prompt, if any."""
+    folder: Path, manifest: ShardManifest, encoding: EncodingRecord
+) -> tuple[dict[str, Rows], Tensor | None]:
+    """Tensors by name, and tokens of the empty prompt, if any."""
     verified = HashCache(folder)
-    path = _checked(folder, manifest.images, verified)
-    entries = read_entries(path)
-    check_entries(path, entries, manifest.classes, manifest.hash)
-    skipped = {one.file for one in manifest.skipped}
-    entries = [entry for entry in entries if entry.file not in skipped]
-    if len(entries) != manifest.num_rows:
-        raise HddmError(
-            f"{folder / MANIFEST}: {manifest.num_rows} rows of data for {len(entries)} images; encode again"
-        )
     try:
-        layout = layout_of(manifest.encoding, manifest.vae, manifest.text_encoder)
+        layout = layout_of(encoding, manifest.vae, manifest.text_encoder)
     except HddmError as error:
         raise HddmError(f"{folder / MANIFEST}: {error}") from error
     files = [_open(folder, one, layout, verified) for one in manifest.data]
@@ -324,7 +286,7 @@ def _open_encoded(
     if manifest.null is not None:
         null = _open(folder, manifest.null, {TOKENS: layout[TOKENS]}, verified)[TOKENS][0].float()
     verified.keep()
-    return entries, {name: Rows(tuple(file[name] for file in files)) for name in layout}, null
+    return {name: Rows(tuple(file[name] for file in files)) for name in layout}, null
 
 
 RowLayout = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -352,21 +314,17 @@ def layout_of(
 
 
 def _open(folder: Path, file: FileRecord, layout: RowLayout, verified: HashCache) -> Mapping[str, Tensor]:
-    tensors = read_safetensors(_checked(folder, file, verified))
-    expected = {name: ((file.rows, *shape), dtype) for name, (shape, dtype) in layout.items()}
-    found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    if found != expected:
-        raise HddmError(f"{folder / file.file}: holds {found}, not {expected}; encode the shard again")
-    return tensors
-
-
-def _checked(folder: Path, file: FileRecord, verified: HashCache) -> Path:
     path = inside(folder, file.file)
     if not path.is_file():
         raise HddmError(f"{folder / file.file}: named by the manifest, and missing; copy the shard again")
     if not verified.matches(file.file, file.sha256):
         raise HddmError(f"{folder / file.file}: changed since it was encoded; copy the shard again")
-    return path
+    tensors = read_safetensors(path)
+    expected = {name: ((file.rows, *shape), dtype) for name, (shape, dtype) in layout.items()}
+    found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    if found != expected:
+        raise HddmError(f"{folder / file.file}: holds {found}, not {expected}; encode the shard again")
+    return tensors
 
 
 def joined(shards: Sequence[Shard], folder: Path) -> Shard:
@@ -393,7 +351,7 @@ def joined(shards: Sequence[Shard], folder: Path) -> Shard:
         num_shards=1,
         hash=first.partition or digest,
         classes=first.classes,
-        stored=JoinedStore([one.stored for one in shards]),
+        stored=join_samples([one.stored for one in shards]),
         labels=torch.cat(labels) if len(labels) == len(shards) else None,
         partition=first.partition or digest,
         vae=first.vae,

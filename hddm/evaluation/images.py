@@ -20,8 +20,8 @@ from hddm.data.shard_records import (
     find_held_out,
     find_shards,
     holds_shard,
-    is_encoded,
     open_images,
+    read_manifest,
 )
 from hddm.data.shards import Shard, open_shard
 from hddm.data.sources import open_source
@@ -204,7 +204,7 @@ def read_images(root: Path, role: Role, bad: dict[str, str]) -> tuple[list[ReadI
     folders, found, classes = _shards(root, role), list[ReadImage](), set()
     for folder in folders or [root]:
         prefix = "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
-        if folders and is_encoded(folder):
+        if folders and read_manifest(folder).encoding is not None:
             shard = open_shard(folder)
             found += _encoded(folder, shard, prefix)
             classes.add(shard.classes)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hddm.data.shard_records import captions_of, read_manifest
+from hddm.data.shard_records import captions_of, read_images_manifest
 from hddm.experts.compatibility import takes_classes, takes_text
 from hddm.experts.ensemble_folders import kept_components, read_ensemble_facts, replace_file
 from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord
@@ -103,7 +103,7 @@ def _texts(captions: Path | None, data: Path | None, text: str | None) -> tuple[
             raise HddmError(f"{captions}: is not UTF-8 text ({error}); save it as such") from error
         source = f"{counted(len(found), 'line')} of {captions.name}"
     elif data is not None:
-        manifest = read_manifest(data)
+        manifest = read_images_manifest(data)
         listed = captions_of(manifest.images)
         if not listed:
             raise HddmError(f"--data {data}: its images have no captions; pass --captions or --text")

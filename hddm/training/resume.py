@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import Field
 
-from hddm.data.shard_records import EncodedManifest, is_encoded, open_manifest
+from hddm.data.shard_records import ShardManifest, read_manifest
 from hddm.training.settings import RunOptions
 from hddm.utils.errors import HddmError
 from hddm.utils.files import check_absent, read_json, settle, sha256_of
@@ -193,9 +193,7 @@ def encoding_of(shards: Sequence[Path]) -> dict[str, Any]:
     ``encoding``, ``vae`` and ``text_encoder`` are the first shard's, ``rows`` counts the samples of all, and
     ``files`` is a SHA-256 over all their data files.
     """
-    # Shards of images are passed over before their long lists are read.
-    opened = map(open_manifest, filter(is_encoded, shards))
-    manifests = [one for one in opened if isinstance(one, EncodedManifest)]
+    manifests = [one for one in map(read_manifest, shards) if one.encoding is not None]
     if not manifests:
         return {}
     return {
@@ -205,6 +203,6 @@ def encoding_of(shards: Sequence[Path]) -> dict[str, Any]:
     }
 
 
-def _content(manifest: EncodedManifest) -> str:
+def _content(manifest: ShardManifest) -> str:
     files = [*manifest.data, *([manifest.null] if manifest.null else [])]
     return " ".join([*(one.sha256 for one in files), *(one.file for one in manifest.skipped)])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hddm.data.shard_records import HELD_OUT, find_shards
-from hddm.data.shards import JoinedStore, Shard, Stored, open_shard
+from hddm.data.shards import Samples, Shard, join_samples, open_shard
 from hddm.experts.records import ROUTER_FILE, RouterRecord, save_router
 from hddm.networks.transformers import RouterTransformer
 from hddm.routers import temperature_at
@@ -67,9 +67,9 @@ def train_router(
     named = [partitions] if isinstance(partitions, Path) else partitions
     shards = [open_shard(folder) for partition in named for folder in find_shards(partition)]
     _check_alike(shards)
-    stored = JoinedStore([shard.stored for shard in shards])
+    stored = join_samples([shard.stored for shard in shards])
     rows = torch.arange(len(stored))
-    labels = stored.part_of(rows)
+    labels = stored.shard_of(rows)
     fresh = torch.zeros(len(rows), dtype=torch.bool)
     if recipe.calibrate:
         fresh = torch.cat([held_out(shard) for shard in shards])
@@ -147,7 +147,7 @@ BATCH = 128
 class Evidence:
     """Images to judge a router by: ``rows`` (n,) of a store, their shards ``labels``, ``source`` in words."""
 
-    store: Stored
+    store: Samples
     rows: Tensor
     labels: Tensor
     source: str
@@ -162,9 +162,9 @@ def held_out_evidence(shards: Sequence[Shard]) -> Evidence | None:
         if one.held_out_of != shard.hash or one.shape != shard.shape:
             text = f"its images were not held out from {shard.folder}; remove {one.folder.parent}"
             raise HddmError(f"{one.folder}: {text}")
-    store = JoinedStore([one.stored for one in found])
+    store = join_samples([one.stored for one in found])
     rows = torch.arange(len(store))
-    return Evidence(store, rows, store.part_of(rows), "held-out images")
+    return Evidence(store, rows, store.shard_of(rows), "held-out images")
 
 
 def accuracy_of(network: Callable[[Tensor, Tensor], Tensor], evidence: Evidence, seed: int) -> dict[str, Any]:

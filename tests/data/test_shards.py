@@ -82,11 +82,12 @@ def test_shards_of_one_partition_share_a_name_and_no_others_do(
     assert one == two != open_shard(whole).partition
 
 
-def test_a_shard_of_format_1_0_is_read_and_names_no_partition(shard: Path) -> None:
-    manifest = json.loads((shard / "manifest.json").read_text())
-    del manifest["partition"]
-    (shard / "manifest.json").write_text(json.dumps(manifest | {"format": "1.0"}))
-    assert open_shard(shard).partition is None
+def test_an_older_shard_is_refused_with_the_remedy(shard: Path) -> None:
+    edit_json(shard / "manifest.json", format="1.2")
+    open_shard(shard)
+    edit_json(shard / "manifest.json", format="1.1")
+    told = "format 1.1 is no longer read; make the shard again, by hddm partition and hddm encode"
+    assert told in refusal(open_shard, shard)
 
 
 def test_a_changed_or_missing_image_is_refused_by_name(shard: Path) -> None:

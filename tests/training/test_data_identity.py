@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from hddm.data.encoding import encode_shards
-from hddm.data.encoding_plan import EncodingSettings, plan_encoding
+from hddm.data.encoding import EncodingSettings, encode_shards
 from hddm.data.shards import open_shard
 from hddm.training.continuation import continue_expert
 from hddm.training.distill import distill
@@ -27,7 +26,7 @@ Train = Callable[[Path, Path, RunOptions], object]
 
 def _encode(source: Path, out: Path, **options: Any) -> Path:
     folders = {key: options.pop(key, None) for key in ("vae", "text_encoder", "tokenizer")}
-    encode_shards(plan_encoding(source, EncodingSettings(**options), **folders), out, overwrite=True)
+    encode_shards(source, out, EncodingSettings(**options), **folders, overwrite=True)
     return out
 
 

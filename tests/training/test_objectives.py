@@ -11,7 +11,7 @@ from scipy.special import logit
 from scipy.stats import truncnorm
 from torch import Tensor
 
-from hddm.data.shards import ALL, JoinedStore, Rows, Shard, TokenStore, open_shard
+from hddm.data.shards import ALL, Rows, Shard, TokenStore, join_samples, open_shard
 from hddm.training.loop import Order
 from hddm.training.objectives import Objective, drawing
 from hddm.training.settings import TEXT
@@ -303,7 +303,7 @@ def test_processes_read_their_own_rows_and_have_together_what_one_draws(
     shard = open_shard(encode(tmp_path / "source", tmp_path / "out", 10, random_flip=True, **networks))
     assert shard.texts is not None
     texts = TokenStore(Rows(shard.texts.tokens.parts * 2), shard.texts.null)
-    shard = replace(shard, stored=JoinedStore([shard.stored] * 2), texts=texts)
+    shard = replace(shard, stored=join_samples([shard.stored] * 2), texts=texts)
     settings = expert_recipe("flow", random_flip=True, text_conditional=True, condition_dropout=0.3)
     given = {"class_labels": torch.arange(48) % 5}
     nulls = {"class_labels": torch.tensor(5), TEXT: texts.null}
