@@ -167,7 +167,7 @@ def _shard(folder: Path) -> dict[str, Any]:
     shard = read_manifest(folder)
     own = {"images", "data", "null"}
     if shard.encoding is None:
-        own |= {"encoding", "vae", "text_encoder", "skipped", "cut_captions", "computed"}
+        own |= {"encoding", "vae", "text_encoder", "skipped"}
     record = shard.model_dump(mode="json", exclude=own) | {"images": shard.num_rows}
     return {"kind": "shard" if shard.encoding is None else "encoded shard"} | record
 

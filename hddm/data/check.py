@@ -1,25 +1,14 @@
 """Check of every image before training: damage, sizes, modes, labels, equal images, splits."""
 
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
-from hddm.data.images import (
-    THREADS,
-    Header,
-    OversizedImageError,
-    decode,
-    pixel_digest,
-    read_ahead,
-    read_header,
-)
+from hddm.data.images import THREADS, OversizedImageError, pixel_digest, read_ahead, read_image
 from hddm.data.shard_records import (
     HELD_OUT,
     PARTITION_FILE,
@@ -35,6 +24,8 @@ from hddm.utils.progress import Progress
 from hddm.utils.records import Record
 
 _SHOWN = 5
+_AHEAD = 32
+"""Images held in memory at a time."""
 
 
 class BadImage(Record):
@@ -48,24 +39,44 @@ class BadImage(Record):
 class PartReport(Record):
     """Counts of one shard, or of one source of images.
 
-    ``formats``, ``modes`` and ``sizes`` (upright "width×height") count images that are not bad, the most
-    frequent first. ``transparent`` images lose their alpha channel, ``turned`` ones are rotated upright,
-    ``animated`` ones keep their first frame. ``captions`` is None for data without captions;
+    ``modes`` and ``sizes`` (upright "width×height") count images that are not bad, the most frequent first.
+    ``transparent`` images lose their alpha channel. ``captions`` is None for data without captions;
     ``empty_captions`` hold no text.
     """
 
     name: str
     images: int
-    formats: dict[str, int]
     modes: dict[str, int]
     sizes: dict[str, int]
     transparent: int
-    turned: int
-    animated: int
     classes: dict[str, int]
     captions: int | None
     empty_captions: int
     bad: list[BadImage]
+
+    def lines(self, split: Sequence[str]) -> list[str]:
+        """Text of the report; ``split`` are the sides of a split."""
+        lines = [f"{self.name}: {counted(self.images, 'image')}"]
+        for title, counts in (("modes", self.modes), ("sizes", self.sizes)):
+            if counts:
+                values = shown([f"{name} ({count})" for name, count in counts.items()], _SHOWN)
+                lines.append(f"  {title}: {', '.join(values)}")
+        if self.transparent:
+            lines.append(f"  {counted(self.transparent, 'loses its', 'lose their')} transparency")
+        if split and set(split) <= set(self.classes):
+            sides = ", ".join(f"{name} ({self.classes[name]})" for name in split)
+            text = "training on them together learns them as classes, so name one alone"
+            lines.append(f"  sides of a split: {sides}; {text}")
+        elif self.classes:
+            low, high = min(self.classes.values()), max(self.classes.values())
+            each = low if low == high else f"{low} to {high}"
+            lines.append(f"  classes: {len(self.classes)}, {each} images each")
+        if self.captions is not None:
+            lines.append(f"  captions: {self.captions}, {self.empty_captions} of them empty")
+        if self.bad:
+            lines.append(f"  bad: {len(self.bad)}")
+            lines += [f"    {bad.kind}: {bad.reason}" for bad in self.bad]
+        return lines
 
 
 class DataReport(Record):
@@ -97,62 +108,26 @@ class DataReport(Record):
 
     def lines(self) -> list[str]:
         """Text of the report, which names each bad or repeated file."""
-        lines = [line for part in self.parts for line in _lines(part, self.split)]
+        lines = [line for part in self.parts for line in part.lines(self.split)]
         sizes = {size for part in self.parts for size in part.sizes}
         if len(sizes) > 1:
             lines.append(f"images of {len(sizes)} sizes, and training takes one: {TO_ONE_SIZE}")
-        titles = {"equal images": self.duplicates, "equal images in several shards": self.shared}
-        if self.split:
-            titles[f"equal images on several sides of the split ({', '.join(self.split)})"] = (
-                self.across_split
-            )
-        for title, groups in titles.items():
-            if groups:
-                lines.append(f"{title}: {len(groups)}")
-                lines += [f"  {' = '.join(group)}" for group in groups]
-        repeated = len(self.duplicates) + len(self.shared) + len(self.across_split)
+        across = f"equal images on several sides of the split ({', '.join(self.split)})"
+        groups = {
+            "equal images": self.duplicates,
+            "equal images in several shards": self.shared,
+            across: self.across_split,
+        }
+        for title, copies in groups.items():
+            if copies:
+                lines.append(f"{title}: {len(copies)}")
+                lines += [f"  {' = '.join(group)}" for group in copies]
+        repeated = sum(map(len, groups.values()))
         counts = f"{counted(self.num_images, 'image')}, {len(self.bad)} bad, {repeated} that "
         counts += "occurs more than once" if repeated == 1 else "occur more than once"
         if self.split:
             counts += f", {len(self.across_split)} on several sides of the split"
-        lines.append(f"{self.path}: {counts}")
-        return lines
-
-
-def _lines(part: PartReport, split: Sequence[str]) -> list[str]:
-    lines = [f"{part.name}: {counted(part.images, 'image')}"]
-    counters = {"formats": part.formats, "modes": part.modes, "sizes": part.sizes}
-    lines += [f"  {title}: {_counts(counts)}" for title, counts in counters.items() if counts]
-    treated = {
-        ("loses its transparency", "lose their transparency"): part.transparent,
-        ("is turned upright", "are turned upright"): part.turned,
-        ("gives its first frame", "give their first frame"): part.animated,
-    }
-    lines += [f"  {counted(count, *what)}" for what, count in treated.items() if count]
-    if split and set(split) <= set(part.classes):
-        sides = [f"{name} ({part.classes[name]})" for name in split]
-        lines.append(
-            f"  sides of a split: {', '.join(sides)}; training on them together learns them as classes, so "
-            "name one alone"
-        )
-    elif part.classes:
-        low, high = min(part.classes.values()), max(part.classes.values())
-        each = low if low == high else f"{low} to {high}"
-        lines.append(f"  classes: {len(part.classes)}, {each} images each")
-    if part.captions is not None:
-        lines.append(f"  captions: {part.captions}, {part.empty_captions} of them empty")
-    if part.bad:
-        lines.append(f"  bad: {len(part.bad)}")
-        lines += [f"    {bad.kind}: {bad.reason}" for bad in part.bad]
-    return lines
-
-
-def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(shown([f"{name} ({count})" for name, count in counts.items()], _SHOWN))
-
-
-_AHEAD = 32
-"""Images held in memory at a time."""
+        return [*lines, f"{self.path}: {counts}"]
 
 
 def check_data(path: Path, caption_column: str | None = None, label_column: str | None = None) -> DataReport:
@@ -163,98 +138,82 @@ def check_data(path: Path, caption_column: str | None = None, label_column: str 
     images are reported.
     """
     kind: Literal["images", "shard", "partition"] = "images"
-    split: Sequence[str] = ()
     if (path / PARTITION_FILE).is_file():
         kind, held_out = "partition", find_held_out(path)
         folders = [*find_shards(path), *held_out]
-        sources: dict[str, ImageSource] = {f.relative_to(path).as_posix(): open_images(f) for f in folders}
+        sources = {folder.relative_to(path).as_posix(): open_images(folder) for folder in folders}
         split = ("training", HELD_OUT) if held_out else ()
     elif holds_shard(path):
-        kind, sources = "shard", {str(path): open_images(path)}
+        kind, sources, split = "shard", {str(path): open_images(path)}, ()
     else:
         source = open_source(path, caption_column, label_column)
         sources, split = {str(path): source}, split_of(source.files)
-
-    def side(name: str, file: str) -> str | None:
-        if kind == "partition":
-            return HELD_OUT if name.startswith(f"{HELD_OUT}/") else "training"
-        folder = file.split("/")[0]
-        return folder if folder in split else None
-
-    total = sum(map(len, sources.values()))
     parts = []
-    places: list[tuple[str, str]] = []
-    digests = bytearray()
-    with Progress(total, "check") as advance, ThreadPoolExecutor(THREADS) as pool:
+    # Part and file of all images by their digest.
+    copies: dict[bytes, list[tuple[str, str]]] = defaultdict(list)
+    with Progress(sum(map(len, sources.values())), "check") as advance, ThreadPoolExecutor(THREADS) as pool:
         for name, source in sources.items():
-            headers: Counter[Header] = Counter()
+            modes, sizes, transparent = Counter[str](), Counter[str](), 0
             bad: list[BadImage] = []
             looks = read_ahead(pool, partial(_look, source), ([i] for i in range(len(source))), _AHEAD)
             for file, ((digest, found),) in zip(source.files, looks, strict=True):
                 if digest is not None:
-                    places.append((name, file))
-                    digests += digest
-                if isinstance(found, Header):
-                    headers[found] += 1
-                else:
+                    copies[digest].append((name, file))
+                if isinstance(found, BadImage):
                     bad.append(found)
+                else:
+                    mode, size, is_transparent = found
+                    modes[mode] += 1
+                    sizes[size] += 1
+                    transparent += is_transparent
                 advance(1)
-            parts.append(_part(name, source, headers, bad))
+            members, captions = Counter(source.labels or ()), source.captions
+            classes = {one: members[k] for k, one in enumerate(source.classes)} if members else {}
+            parts.append(
+                PartReport(
+                    name=name,
+                    images=len(source),
+                    modes=dict(modes.most_common()),
+                    sizes=dict(sizes.most_common()),
+                    transparent=transparent,
+                    classes=classes,
+                    captions=None if captions is None else len(captions),
+                    empty_captions=sum(not caption.strip() for caption in captions or ()),
+                    bad=bad,
+                )
+            )
     repeated: dict[str, list[list[str]]] = {"across_split": [], "shared": [], "duplicates": []}
-    for group in equal_groups(np.frombuffer(digests, dtype=np.uint8).reshape(-1, 32)):
-        copies = [places[row] for row in group]
-        is_across = len({side(*copy) for copy in copies} - {None}) > 1
-        is_shared = len({name for name, _ in copies}) > 1
-        key = "across_split" if is_across else "shared" if is_shared else "duplicates"
-        repeated[key].append([f"{name}/{file}" if kind == "partition" else file for name, file in copies])
+    for group in copies.values():
+        if len(group) == 1:
+            continue
+        if kind == "partition":
+            sides = {name.startswith(f"{HELD_OUT}/") for name, _ in group}
+        else:
+            sides = {file.split("/")[0] for _, file in group} & set(split)
+        is_shared = len({name for name, _ in group}) > 1
+        key = "across_split" if len(sides) > 1 else "shared" if is_shared else "duplicates"
+        repeated[key].append([f"{name}/{file}" if kind == "partition" else file for name, file in group])
     return DataReport(path=str(path), kind=kind, parts=parts, split=list(split), **repeated)
 
 
-def _look(source: ImageSource, i: int) -> tuple[bytes | None, Header | BadImage]:
-    """Digest of the pixels, else of the file, None if unreadable; and the header, or why the image is bad."""
-    file = source.files[i]
-    name, digest = source.root / file, None
+def _look(source: ImageSource, i: int) -> tuple[bytes | None, tuple[str, str, bool] | BadImage]:
+    """Digest of the pixels, else of the file; and mode, size, transparency, or why the image is bad."""
+    name, digest = source.files[i], None
     try:
         content = source.read(i)
         digest = hashlib.sha256(content).digest()
-        header = read_header(content, name)
-        return pixel_digest(decode(content, name)), header
+        found = read_image(content, source.root / name)
+        height, width = found.pixels.shape[:2]
+        return pixel_digest(found.pixels), (found.mode, f"{width}×{height}", found.is_transparent)
     except HddmError as error:
         is_large = isinstance(error, OversizedImageError)
         kind = "unreadable" if digest is None else "oversized" if is_large else "corrupt"
-        return digest, BadImage.model_validate({"name": file, "kind": kind, "reason": error.message})
+        return digest, BadImage.model_validate({"name": name, "kind": kind, "reason": error.message})
 
 
-def _part(name: str, source: ImageSource, headers: Mapping[Header, int], bad: list[BadImage]) -> PartReport:
-    def counts(key: Callable[[Header], str]) -> dict[str, int]:
-        found: Counter[str] = Counter()
-        for header, number in headers.items():
-            found[key(header)] += number
-        return dict(found.most_common())
-
-    members, captions = Counter(source.labels or ()), source.captions
-    labelled = enumerate(source.classes) if source.labels is not None else ()
-    return PartReport(
-        name=name,
-        images=len(source),
-        formats=counts(lambda header: header.format),
-        modes=counts(lambda header: header.mode),
-        sizes=counts(lambda header: f"{header.width}×{header.height}"),
-        transparent=sum(number for header, number in headers.items() if header.transparent),
-        turned=sum(number for header, number in headers.items() if header.turned),
-        animated=sum(number for header, number in headers.items() if header.animated),
-        classes={name: members[k] for k, name in labelled},
-        captions=None if captions is None else len(captions),
-        empty_captions=sum(not caption.strip() for caption in captions or ()),
-        bad=bad,
-    )
-
-
-_TRAINING = frozenset({"train", "training"})
-_OTHERS = frozenset(
-    {"test", "testing", "val", "valid", "validation", "dev", "eval", "evaluation"}
-    | {"held_out", "held-out", "heldout", "holdout"}
-)
+_TRAINING = {"train", "training"}
+_OTHERS = {"test", "testing", "val", "valid", "validation", "dev", "eval", "evaluation"}
+_OTHERS |= {"held_out", "held-out", "heldout", "holdout"}
 
 
 def split_of(files: Sequence[str]) -> tuple[str, ...]:
@@ -265,11 +224,3 @@ def split_of(files: Sequence[str]) -> tuple[str, ...]:
     folders = {name.split("/")[0] for name in files if "/" in name}
     sides = [{name for name in folders if name.lower() in kind} for kind in (_TRAINING, _OTHERS)]
     return tuple(sorted(sides[0] | sides[1])) if all(sides) else ()
-
-
-def equal_groups(digests: NDArray[np.uint8]) -> list[list[int]]:
-    """Groups of equal rows of ``digests`` (N, 32), in ascending order."""
-    _, number, counts = np.unique(digests, axis=0, return_inverse=True, return_counts=True)
-    order = np.argsort(number.reshape(-1), kind="stable")
-    groups = np.split(order, np.cumsum(counts)[:-1])
-    return sorted(group.tolist() for group in groups if len(group) > 1)

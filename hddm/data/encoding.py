@@ -1,7 +1,7 @@
 """One-time encoding of image shards to pixels of one size, VAE latents and text tokens."""
 
+import logging
 import shutil
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,13 +34,13 @@ from hddm.data.shard_records import (
     PARTITION_FILE,
     PIXELS,
     TOKENS,
-    Computed,
     Dtype,
     EncodingRecord,
     FileRecord,
     ImageEntry,
     ShardManifest,
     Skipped,
+    captions_of,
     find_held_out,
     find_shards,
     read_content,
@@ -69,6 +69,8 @@ if TYPE_CHECKING:
     from diffusers import AutoencoderKL, AutoencoderTiny
     from transformers import CLIPTextModel, CLIPTokenizer
 
+log = logging.getLogger(__name__)
+
 FILE_BYTES = 64 * 2**20
 """Bytes of a data file: held in memory, and encoded again after a kill."""
 _AHEAD = 2
@@ -95,12 +97,10 @@ class EncodingSettings(Record):
 
 
 class DataFile(Record):
-    """A data file, the images skipped in it, the number of captions cut, and how networks ran, if any."""
+    """A data file, and the images skipped in it."""
 
     facts: FileRecord
     skipped: tuple[Skipped, ...] = ()
-    cut: int = 0
-    computed: Computed | None = None
 
 
 def encode_shards(
@@ -116,8 +116,7 @@ def encode_shards(
     """Encode a shard of images, or a partition and its held-out images, to ``out``; manifests by folder.
 
     ``out`` appears complete or not at all. A killed run continues at its first incomplete data file, to the
-    same bytes as without the kill. If batch size, device or torch have changed since, latents and tokens of
-    the remaining files differ by rounding, and the manifest names both settings in ``computed``.
+    same bytes as without the kill, but for rounding if batch size, device or torch have changed since.
 
     ``vae``, ``text_encoder`` and ``tokenizer`` are folders of networks. ``overwrite`` replaces ``out`` and
     any draft of an encoding with other options. A data file has ``rows``, by default about `FILE_BYTES`.
@@ -181,11 +180,6 @@ def encode_shards(
         for name in (PARTITION_FILE, "clusters.safetensors") if is_partition else ():
             if (source / name).is_file():
                 shutil.copyfile(source / name, draft.whole / name)
-    cut = sum(manifest.cut_captions for manifest in manifests.values())
-    if cut and encoder.text_record is not None:
-        tokens = encoder.text_record.tokens
-        text = f"{cut} of {total} captions have more than {tokens} tokens and were cut"
-        warnings.warn(text, UserWarning, stacklevel=2)
     return manifests
 
 
@@ -205,7 +199,6 @@ def _write_file(
     # No rows at first, since every image may be skipped.
     encoded = [{key: torch.empty((0, *shape), dtype=dtype) for key, (shape, dtype) in encoder.layout.items()}]
     skipped: list[Skipped] = []
-    cut = 0
     read = read_ahead(pool, lambda index: encoder.read(folder, entries[index], index), batches, _AHEAD)
     for batch, images in zip(batches, read, strict=True):
         bad = [image for image in images if isinstance(image, Skipped)]
@@ -216,21 +209,19 @@ def _write_file(
             encoded.append(
                 encoder.rows(torch.stack([one for one in images if isinstance(one, Tensor)]), kept)
             )
-            cut += encoder.num_cut(kept)
         advance(len(batch))
     tensors = {key: torch.cat([rows[key] for rows in encoded]) for key in encoder.layout}
     write_whole(path, partial(_write_tensors, tensors=tensors))
     facts = FileRecord(file=path.name, sha256=sha256_of(path), rows=len(indices) - len(skipped))
-    return DataFile(facts=facts, skipped=tuple(skipped), cut=cut, computed=encoder.computed)
+    return DataFile(facts=facts, skipped=tuple(skipped))
 
 
 def _write_manifest(
     folder: Path, encoder: "_Encoder", source: ShardManifest, files: Sequence[DataFile]
 ) -> ShardManifest:
     """Write the tokens of the empty prompt, and the manifest."""
-    computed, null = [done.computed for done in files], None
+    null = None
     if encoder.text is not None:
-        computed.append(encoder.computed)
         tokens = encoder.narrowed(TOKENS, embed(*encoder.text, [""]).tokens, [])
         (folder / NULL).unlink(missing_ok=True)
         _write_tensors(folder / NULL, {TOKENS: tokens})
@@ -243,8 +234,6 @@ def _write_manifest(
         "data": tuple(done.facts for done in files),
         "null": null,
         "skipped": tuple(one for done in files for one in done.skipped),
-        "cut_captions": sum(done.cut for done in files),
-        "computed": tuple(dict.fromkeys(one for one in computed if one is not None)),
     }
     manifest = source.model_copy(update=added)
     write_json(folder / MANIFEST, manifest.model_dump(mode="json"))
@@ -273,14 +262,6 @@ class _Encoder:
     def layout(self) -> RowLayout:
         """Shape of a row and dtype of each tensor."""
         return layout_of(self.encoding, self.vae_record, self.text_record)
-
-    @property
-    def computed(self) -> Computed | None:
-        """Device and batches of the networks, None without networks."""
-        if self.vae is None and self.text is None:
-            return None
-        one = self.settings
-        return Computed(device=one.device, batch_size=one.batch_size, torch=str(torch.__version__))
 
     def read(self, folder: Path, entry: ImageEntry, index: int) -> Tensor | Skipped:
         """Pixels (C, H, W) of image ``index`` in uint8, gray repeated to RGB, or why it is skipped.
@@ -318,12 +299,6 @@ class _Encoder:
             tokens = embed(*self.text, [str(entry.caption) for entry in entries], warns=False).tokens
             rows[TOKENS] = self.narrowed(TOKENS, tokens, entries)
         return rows
-
-    def num_cut(self, entries: Sequence[ImageEntry]) -> int:
-        """Captions that have more tokens than are stored."""
-        if self.text is None or self.text_record is None:
-            return 0
-        return len(cuts(self.text[1], [str(entry.caption) for entry in entries], self.text_record.tokens))
 
     def narrowed(self, name: str, values: Tensor, entries: Sequence[ImageEntry]) -> Tensor:
         """``values`` on the CPU in the dtype on disk; values outside its range are refused."""
@@ -376,18 +351,20 @@ def _open_encoder(
         if text_encoder is None or tokenizer is None:
             lacking = "--tokenizer" if tokenizer is None else "--text-encoder"
             raise UsageError(f"{lacking}: text needs a text encoder and its tokenizer; name both folders")
-        for folder, shard in shards.items():
-            if without := [entry.file for entry in shard.images if entry.caption is None]:
-                raise HddmError(
-                    f"{folder}: {len(without)} of {len(shard.images)} images have no caption, as "
-                    f"{without[0]}; drop --text-encoder or partition images with captions"
-                )
         text = (read_text_encoder(text_encoder), read_tokenizer(tokenizer))
         nn.Module.to(text[0], device)
         text_record = text_encoder_facts(text_encoder, text[1].model_max_length)
         if text_record.kind != CLIP:
             raise HddmError(f"{text_encoder}: is a {text_record.kind}, but captions need a {CLIP}")
-    is_fitted, is_random = settings.resolution is not None, settings.crop == "random"
+        for folder, shard in shards.items():
+            captions = captions_of(shard.images)
+            if captions is None:
+                remedy = "drop --text-encoder or partition images with captions"
+                raise HddmError(f"{folder}: not all of its images have captions; {remedy}")
+            if cut := len(cuts(text[1], captions, text_record.tokens)):
+                message = "%s: %d of %d captions have more than %d tokens and are cut"
+                log.warning(message, folder, cut, len(captions), text_record.tokens)
+    is_fitted = settings.resolution is not None
     encoding = EncodingRecord(
         space="pixels" if network is None else "latents",
         shape=shape,
@@ -397,7 +374,7 @@ def _open_encoder(
         interpolation=settings.interpolation if is_fitted else None,
         mirrored=settings.random_flip,
         text_dtype=None if text is None else settings.dtype,
-        seed=settings.seed if is_fitted and is_random else 0,
+        seed=settings.seed if settings.crop == "random" else 0,
     )
     return _Encoder(settings, encoding, images, network, vae_record, text, text_record)
 

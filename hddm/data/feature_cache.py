@@ -80,61 +80,60 @@ def compute_features(
     other images or another extractor. A part has ``part`` images. Raises `HddmError` for a ``folder`` of
     something else, more than ``max_bad`` broken images, by name, and features that are not finite.
     """
-    busy = f"{folder}: another process computes features in it"
-    work = Work(folder, FEATURES_FILE, busy, "another --cache")
-    with work.held():
-        identity = {
-            "format": FORMAT,
-            "images": len(source),
-            "source": _fingerprint(source),
-            "features": extractor.name,
-            "extractor": extractor.identity,
-            "part": part,
-        }
-        text = "holds features of other images, of these before they changed, or by another extractor"
-        remedy = "remove it, or name another folder with --cache"
-        work.begin(identity, f"{folder}: {text}; {remedy}", replace)
-        return _computed(work, source, extractor, max_bad, part)
+    work = Work(
+        folder, FEATURES_FILE, f"{folder}: another process computes features in it", "another --cache"
+    )
+    identity = {
+        "format": FORMAT,
+        "images": len(source),
+        "source": _fingerprint(source),
+        "features": extractor.name,
+        "extractor": extractor.identity,
+        "part": part,
+    }
+    text = "holds features of other images, of these before they changed, or by another extractor"
+    broken: dict[int, str] = {}
+    with work.held(), Progress(len(source), "features") as advance:
+        work.begin(identity, f"{folder}: {text}; remove it, or name another folder with --cache", replace)
+        paths = [folder / f"part_{n:05d}.safetensors" for n in range(-(-len(source) // part))]
+        known = _known_parts(work, paths, source)
+        if len(known) < len(paths):
+            extractor.prepare(source, folder)
+        for number, path in enumerate(paths):
+            rows = range(number * part, min((number + 1) * part, len(source)))
+            broken |= known[path] if path in known else _write_part(work, path, source, extractor, rows)
+            if len(broken) > max_bad:
+                # List all broken images at once, for repair; decoding is far faster than computing features.
+                broken |= _find_broken(source, range(rows.stop, len(source)))
+                raise too_many_bad(source.root, list(broken.values()), max_bad)
+            advance(len(rows))
+        read = [one for one in map(read_safetensors, paths) if len(one["sound"])]
+    if not read:
+        raise HddmError(f"{folder}: holds features of no image, since none could be read")
+    numbers, files, pixels, shapes = (
+        torch.cat([one[name] for one in read]).numpy() for name in ("sound", "files", "pixels", "shapes")
+    )
+    return ImageFeatures(numbers, files, pixels, shapes, broken, Rows(tuple(one["features"] for one in read)))
 
 
-def _computed(
-    work: Work, source: ImageSource, extractor: Extractor, max_bad: int, part: int
-) -> ImageFeatures:
-    paths = [work.folder / f"part_{n:05d}.safetensors" for n in range(-(-len(source) // part))]
+def _known_parts(work: Work, paths: Sequence[Path], source: ImageSource) -> dict[Path, dict[int, str]]:
+    """Parts that are done, with their broken images; none, and all removed, if one of these is readable now.
+
+    The extractor may have learnt from the other images alone, so everything is computed again.
+    """
     known = {
         path: {int(row): str(reason) for row, reason in done["broken"].items()}
         for path in paths
         if (done := work.done(path)) is not None
     }
     mended = {p for p, rows in known.items() if any(_why_broken(source, row) is None for row in rows)}
-    if mended:
-        # The extractor may have learnt from the other images alone, so everything is computed again. Mended
-        # parts go last, so that a run after a kill finds them again.
-        for path in sorted(work.folder.glob("*.safetensors"), key=mended.__contains__):
-            path.unlink()
-            work.forget(path)
-        known = {}
-    if len(known) < len(paths):
-        extractor.prepare(source, work.folder)
-    broken: dict[int, str] = {}
-    with Progress(len(source), "features") as advance:
-        for number, path in enumerate(paths):
-            rows = range(number * part, min((number + 1) * part, len(source)))
-            broken |= known[path] if path in known else _write_part(work, path, source, extractor, rows)
-            if len(broken) > max_bad:
-                break
-            advance(len(rows))
-    if len(broken) > max_bad:
-        # List all broken images at once, for repair; decoding is far faster than computing features.
-        broken |= _find_broken(source, range(rows.stop, len(source)))
-        raise too_many_bad(source.root, list(broken.values()), max_bad)
-    read = [one for one in map(read_safetensors, paths) if len(one["sound"])]
-    if not read:
-        raise HddmError(f"{work.folder}: holds features of no image, since none could be read")
-    numbers, files, pixels, shapes = (
-        torch.cat([one[name] for one in read]).numpy() for name in ("sound", "files", "pixels", "shapes")
-    )
-    return ImageFeatures(numbers, files, pixels, shapes, broken, Rows(tuple(one["features"] for one in read)))
+    if not mended:
+        return known
+    # Mended parts go last, so that a run after a kill finds them again.
+    for path in sorted(work.folder.glob("*.safetensors"), key=mended.__contains__):
+        path.unlink()
+        work.forget(path)
+    return {}
 
 
 def _why_broken(source: ImageSource, row: int) -> str | None:

@@ -3,6 +3,7 @@
 `PixelPca` serves small, simple images; for photographs take a pretrained `VisionModel`, DINOv2 or CLIP.
 """
 
+import contextlib
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -185,35 +186,28 @@ class VisionModel:
         import transformers
 
         kind = MODELS[read_json(self._folder / _CONFIG)["model_type"]]
-        processor = str(read_json(self._folder / _PROCESSOR).get("image_processor_type"))
-        if processor.removesuffix("Fast") not in _PROCESSORS:
+        processor = str(read_json(self._folder / _PROCESSOR).get("image_processor_type")).removesuffix("Fast")
+        if processor not in _PROCESSORS:
             raise HddmError(
                 f"{self._folder / _PROCESSOR}: image_processor_type {processor} is none of "
                 f"{', '.join(_PROCESSORS)}; use the file that came with the model"
             )
+        options: dict[str, Any] = {"use_safetensors": True, "dtype": torch.float32}
         try:
             self._model, loaded = getattr(transformers, kind).from_pretrained(
-                str(self._folder),
-                local_files_only=True,
-                use_safetensors=True,
-                dtype=torch.float32,
-                output_loading_info=True,
+                str(self._folder), local_files_only=True, output_loading_info=True, **options
             )
-            self._processor = getattr(transformers, processor.removesuffix("Fast")).from_pretrained(
+            self._processor = getattr(transformers, processor).from_pretrained(
                 str(self._folder), local_files_only=True
             )
         # Damaged files make transformers raise errors of many kinds.
         except Exception as error:
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise HddmError(
-                f"{self._folder}: cannot be opened as {kind} ({reason}); fetch it again"
-            ) from error
-        missing = sorted(loaded["missing_keys"])
-        if missing:
-            raise HddmError(
-                f"{self._folder}: its weights lack {len(missing)} tensors of {kind}, as {missing[0]}; "
-                "fetch it again"
-            )
+            reason = one_line(error)
+            text = f"cannot be opened as {kind} ({reason}); fetch it again"
+            raise HddmError(f"{self._folder}: {text}") from error
+        if missing := sorted(loaded["missing_keys"]):
+            text = f"its weights lack {len(missing)} tensors of {kind}, as {missing[0]}; fetch it again"
+            raise HddmError(f"{self._folder}: {text}")
         self._model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
     @torch.no_grad()
@@ -232,10 +226,10 @@ def _vision_model(name: str) -> VisionModel:
     elif name.count("/") == 1 and not name.startswith((".", "/", "~")):
         folder = _from_hub(name)
     else:
+        known = ("pixels", "dinov2", "clip")
         raise UsageError(
-            f"--features {name}: no such folder, and not a name on the hub; use pixels, dinov2, clip, a "
-            f"folder "
-            f"of a DINOv2 or CLIP model, or OWNER/NAME{did_you_mean(name, ('pixels', 'dinov2', 'clip'))}"
+            f"--features {name}: no such folder, and not a name on the hub; use {', '.join(known)}, a folder "
+            f"of a DINOv2 or CLIP model, or OWNER/NAME{did_you_mean(name, known)}"
         )
     kind = read_json(folder / _CONFIG).get("model_type")
     if kind not in MODELS:
@@ -264,18 +258,16 @@ def _weight_files(folder: Path) -> list[str]:
 def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
-    try:
+    # Of many kinds: not in the cache, a name that the hub would not take, or no network.
+    with contextlib.suppress(Exception):
         folder = Path(snapshot_download(name, allow_patterns=_PATTERNS, local_files_only=True))
-        if (folder / _CONFIG).is_file() and all((folder / file).is_file() for file in _weight_files(folder)):
+        if all((folder / file).is_file() for file in (_CONFIG, *_weight_files(folder))):
             return folder
-    # Of many kinds: not in the cache, or a name that the hub would not take.
-    except Exception:
-        pass
     try:
         return Path(snapshot_download(name, allow_patterns=_PATTERNS))
     except Exception as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise HddmError(
-            f"--features {name}: is not in the cache and cannot be fetched ({reason}); connect to the "
-            "network, or name a local folder"
-        ) from error
+        reason = one_line(error)
+        text = (
+            f"is not in the cache and cannot be fetched ({reason}); connect to the network, or name a folder"
+        )
+        raise HddmError(f"--features {name}: {text}") from error

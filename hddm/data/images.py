@@ -14,11 +14,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import ExifTags, Image, ImageOps
+from PIL import Image, ImageOps
 from PIL.PngImagePlugin import PngInfo
 
 from hddm.data.sources import open_source
@@ -33,8 +33,6 @@ LARGEST_IMAGE = 89_478_485
 
 # Other decoders of Pillow run programs (EPS) or have no use here.
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
-# EXIF orientations that change an image, and those of them that exchange its sides.
-_TURNED, _SIDEWAYS = range(2, 9), range(5, 9)
 _GRAY = {"1", "L"}
 _COLOUR = {"RGB", "RGBA", "RGBX", "P", "LA", "CMYK", "YCbCr"}
 _DEEP = {"I;16", "I;16L", "I;16B", "I;16N"}
@@ -44,33 +42,20 @@ class OversizedImageError(HddmError):
     """An image of more than `LARGEST_IMAGE` pixels."""
 
 
-@dataclass(frozen=True)
-class Header:
-    """Header of an encoded image; width and height are those after rotation upright."""
+class Decoded(NamedTuple):
+    """Pixels (H, W) or (H, W, 3), upright, and what the encoded image was: Pillow's mode and format."""
 
-    format: str
+    pixels: NDArray[np.uint8]
     mode: str
-    width: int
-    height: int
-    transparent: bool
-    turned: bool
-    animated: bool
+    format: str
+    is_transparent: bool
 
 
-def read_header(content: bytes | Path, name: Path) -> Header:
-    """Header of one encoded image, or of a file, without decoding pixels; raises as `open_image`."""
+def read_image(content: bytes, name: Path) -> Decoded:
+    """Decode one encoded image; raises as `open_image`."""
     with _opened(content, name) as image:
-        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-        width, height = image.size
-        return Header(
-            image.format or "",
-            image.mode,
-            *((height, width) if orientation in _SIDEWAYS else (width, height)),
-            image.has_transparency_data,
-            orientation in _TURNED,
-            # A JPEG of two pictures (MPO) holds a preview or a depth map and is no animation.
-            image.format != "MPO" and getattr(image, "is_animated", False),
-        )
+        pixels = np.asarray(as_trained(image, name))
+        return Decoded(pixels, image.mode, image.format or "", image.has_transparency_data)
 
 
 def open_image(content: bytes, name: Path) -> Image.Image:
@@ -107,15 +92,14 @@ def as_trained(image: Image.Image, name: object = "image") -> Image.Image:
 
 def decode(content: bytes, name: Path) -> NDArray[np.uint8]:
     """Pixels (H, W) or (H, W, 3) of one encoded image; raises as `open_image`."""
-    return np.asarray(open_image(content, name))
+    return read_image(content, name).pixels
 
 
 @contextmanager
-def _opened(content: bytes | Path, name: Path) -> Iterator[Image.Image]:
+def _opened(content: bytes, name: Path) -> Iterator[Image.Image]:
     bound = f"more than {LARGEST_IMAGE} pixels; scale it down or remove it"
     try:
-        file = content if isinstance(content, Path) else io.BytesIO(content)
-        with Image.open(file, formats=_FORMATS) as image:
+        with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
             if image.width * image.height > LARGEST_IMAGE:
                 raise OversizedImageError(f"{name}: is {image.width}×{image.height}, {bound}")
             yield image

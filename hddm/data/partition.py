@@ -8,7 +8,6 @@ trained on in another. In return, the held-out share is exact only on average.
 import hashlib
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -82,40 +81,30 @@ def partition(
 
     Raises:
         HddmError: for a partition or a shard as source, unreadable images, a cache of other images, fewer
-            than `MIN_IMAGES` a shard, or a share that leaves too few on a side; for a class that ``classes``
-            has in no shard or in several. All but a share that by chance leaves too few are found before
-            features are computed.
+            than `MIN_IMAGES` per shard, or a share that leaves too few on a side; for a class that
+            ``classes`` has in no shard or in several. All but a share that by chance leaves too few are found
+            before features are computed.
     """
     if num_shards != "auto" and num_shards < 1:
         raise UsageError(f"--shards {num_shards}: must be 1 or more")
     if not 0 <= held_out < 1:
         raise UsageError(f"--held-out {held_out:g}: must be 0 or more, and below 1")
-    if max_bad < 0:
-        raise UsageError(f"--max-bad {max_bad}: must be 0 or more")
     folders = [images] if isinstance(images, Path) else list(images)
     for folder in folders:
         _refuse_partition(folder)
     source = pick([open_source(folder, caption_column, label_column) for folder in folders], only)
-    _refuse_few(source, len(source), num_shards)
+    # Images that a shard needs to expect `MIN_IMAGES` on both sides.
+    needed = MIN_IMAGES / (min(held_out, 1 - held_out) if held_out else 1)
+    _refuse_few(source, needed, num_shards, held_out)
     shard_of = None if classes is None else _shard_of_class(source, classes, num_shards)
-    if held_out:
-        _check_share(source.root, len(source), 2 if num_shards == "auto" else num_shards, held_out)
     check_absent(out, PARTITION_FILE, overwrite)
     extractor = open_feature_extractor(features, seed)
-    with ExitStack() as stack:
-        kept = cache
-        if kept is None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            place = TemporaryDirectory(prefix=f".{out.name}.features-", dir=out.parent)
-            kept = Path(stack.enter_context(place))
-        found = compute_features(source, extractor, kept, max_bad, replace_cache)
-        if num_shards == "auto":
-            proposal = propose(found, _images_needed(held_out), seed)
-            # Of equals, the smaller.
-            wanted = max(proposal, key=lambda k: (proposal[k], -k))
-        else:
-            proposal, wanted = None, num_shards
-        _refuse_few(source, len(found), wanted)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{out.name}.features-", dir=out.parent) as place:
+        found = compute_features(source, extractor, cache or Path(place), max_bad, replace_cache)
+        proposal = propose(found, needed, seed) if num_shards == "auto" else None
+        # Of equals, the smaller.
+        wanted = max(proposal, key=lambda k: (proposal[k], -k)) if proposal else int(num_shards)
         tensors: dict[str, NDArray[np.float64] | NDArray[np.int64]] = {}
         if shard_of is None:
             clusters = cluster(found, wanted, FINE_PER_SHARD * wanted, seed)
@@ -125,16 +114,15 @@ def partition(
             assignment = shard_of[np.asarray(source.labels)[found.rows]]
         # The first 8 bytes of each pixel hash, in [0, 1); images below the share are held out.
         numbers = np.ascontiguousarray(found.pixels[:, :8]).view(">u8")[:, 0] / 2.0**64
-        _check_rest(source.root, numbers, assignment, wanted, held_out)
+        is_held_out = numbers < held_out
+        sizes, held = (
+            np.bincount(assignment[side], minlength=wanted).tolist() for side in (~is_held_out, is_held_out)
+        )
+        if (left := min(sizes)) < MIN_IMAGES:
+            text = f"{source.root}: with --shards {wanted}, --held-out {held_out:g} shard {sizes.index(left)}"
+            needs = f"has {counted(left, 'image')} left to train on and needs {MIN_IMAGES}"
+            raise HddmError(f"{text} {needs}; use a smaller --held-out, or fewer shards")
         with new_folder(out, PARTITION_FILE, overwrite) as draft:
-            is_held_out = numbers < held_out
-            hashes = _write_shards(source, found, assignment, is_held_out, wanted, draft, cache)
-            if tensors:
-                save_file(tensors, draft / "clusters.safetensors")
-            sizes, held = (
-                np.bincount(assignment[side], minlength=wanted).tolist()
-                for side in (~is_held_out, is_held_out)
-            )
             record = PartitionRecord(
                 format=FORMAT,
                 images=len(found),
@@ -143,13 +131,15 @@ def partition(
                 fine_clusters=len(tensors.get("fine_centres", ())),
                 seed=seed,
                 sizes=sizes,
-                hashes=hashes,
+                hashes=_write_shards(source, found, assignment, is_held_out, wanted, draft, cache),
                 held_out_share=held_out,
                 held_out=tuple(held) if held_out else (),
                 copies=len(found) - len(np.unique(found.pixels, axis=0)),
                 skipped=tuple(source.files[row] for row in found.broken),
                 proposal=proposal,
             )
+            if tensors:
+                save_file(tensors, draft / "clusters.safetensors")
             write_json(draft / PARTITION_FILE, record.model_dump())
             write_report(draft, source, found, assignment, record)
     return [out / f"shard_{k}" for k in range(wanted)]
@@ -178,42 +168,16 @@ def _refuse_partition(images: Path) -> None:
         raise HddmError(f"{images}: is already a shard; name {name}")
 
 
-def _refuse_few(source: ImageSource, num: int, num_shards: int | Literal["auto"]) -> None:
-    if num < MIN_IMAGES * (1 if num_shards == "auto" else num_shards):
-        raise HddmError(
-            f"{source.root}: {num} images are too few for --shards {num_shards}: "
-            f"a shard needs at least {MIN_IMAGES}"
-        )
-
-
-def _images_needed(share: float) -> float:
-    """Images that a shard needs to expect `MIN_IMAGES` on both sides."""
-    return MIN_IMAGES / (min(share, 1 - share) if share else 1)
-
-
-def _check_share(images: Path, num: int, num_shards: int, share: float) -> None:
-    """Refuse a share in (0, 1) that leaves shards too few of ``num`` images on a side."""
-    each = num / num_shards
-    if each * (1 + _ROUNDING) >= _images_needed(share):
-        return
-    start = f"{images}: --held-out {share:g} of {num} images in {counted(num_shards, 'shard')}"
-    start += f": one has about {each:.0f}, and needs {MIN_IMAGES} each for training and for evaluation"
-    if each < 2 * MIN_IMAGES:
-        raise HddmError(f"{start}; use fewer shards or --held-out 0")
-    least = math.ceil(1000 * MIN_IMAGES / each - _ROUNDING) / 1000
-    raise HddmError(f"{start}; use --held-out from {least:g} to {1 - least:g}, or fewer shards")
-
-
-def _check_rest(
-    images: Path, numbers: NDArray[np.float64], shard: NDArray[np.int64], num_shards: int, share: float
+def _refuse_few(
+    source: ImageSource, needed: float, num_shards: int | Literal["auto"], held_out: float
 ) -> None:
-    """Refuse a share of ``numbers`` (M,) that leaves a shard fewer than `MIN_IMAGES` training images."""
-    left = np.bincount(shard[numbers >= share], minlength=num_shards)
-    if left.min() < MIN_IMAGES:
+    """Refuse fewer than ``needed`` images per shard, on average."""
+    least = math.ceil(needed * (2 if num_shards == "auto" else num_shards) - _ROUNDING)
+    if len(source) < least:
+        why = f" and --held-out {held_out:g}, to have {MIN_IMAGES} on each side" if held_out else ""
         raise HddmError(
-            f"{images}: with --shards {num_shards}, --held-out {share:g} shard {left.argmin()} has "
-            f"{counted(int(left.min()), 'image')} left to train on and needs {MIN_IMAGES}; use a "
-            f"smaller --held-out, or fewer shards"
+            f"{source.root}: {len(source)} images are too few for --shards {num_shards}{why}: "
+            f"it takes {least}"
         )
 
 

@@ -1,6 +1,5 @@
 """HTML report of a partition: a picture grid of each shard, sizes, classes and distances."""
 
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
@@ -25,20 +24,15 @@ _SKIPPED = 1000
 _BATCH = 4096
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """Distances from images to shards: ``distances`` (K, K), row j the mean over shard j to each centre.
+def measure(
+    features: Points, shard: Indices, num_shards: int, shown: int = SHOWN
+) -> tuple[Array, list[Indices]]:
+    """Distances (K, K) between images with ``features`` (M, d) and their ``shard`` (M,), and nearest images.
 
-    Centres are the directions of the mean unit feature, distances 1 - cosine. ``nearest`` lists the images
-    nearest to their shard's centre, in ascending distance.
+    Row j is the mean over shard j of the distance to each centre. Centres are the directions of the mean unit
+    feature, distances 1 - cosine. The lists have the images nearest to their shard's centre, in ascending
+    distance.
     """
-
-    distances: Array
-    nearest: tuple[Indices, ...]
-
-
-def measure(features: Points, shard: Indices, num_shards: int, shown: int = SHOWN) -> Geometry:
-    """Distances between images with ``features`` (M, d) and the ``num_shards`` shards; ``shard`` is (M,)."""
     num = len(features)
     batches = [np.arange(start, min(start + _BATCH, num)) for start in range(0, num, _BATCH)]
     sums = np.zeros((num_shards, features.shape[1]))
@@ -52,8 +46,8 @@ def measure(features: Points, shard: Indices, num_shards: int, shown: int = SHOW
         np.add.at(totals, shard[rows], distances)
         own[rows] = distances[np.arange(len(rows)), shard[rows]]
     members = [np.flatnonzero(shard == k) for k in range(num_shards)]
-    nearest = tuple(rows[np.argsort(own[rows], kind="stable")[:shown]] for rows in members)
-    return Geometry(totals / np.bincount(shard, minlength=num_shards)[:, None], nearest)
+    nearest = [rows[np.argsort(own[rows], kind="stable")[:shown]] for rows in members]
+    return totals / np.bincount(shard, minlength=num_shards)[:, None], nearest
 
 
 def write_report(
@@ -66,13 +60,13 @@ def write_report(
         return open_image(source.read(row), source.root / source.files[row])
 
     num_shards = len(record.sizes)
-    geometry = measure(features, shard, num_shards)
+    distances, nearest = measure(features, shard, num_shards)
     draws = np.random.default_rng(stream(record.seed, Use.REPORT_IMAGES))
     (folder / PICTURES).mkdir()
     for k in range(num_shards):
         members = np.flatnonzero(shard == k)
         chosen = np.sort(draws.choice(members, min(SHOWN, len(members)), replace=False))
-        for kind, rows in (("nearest", geometry.nearest[k]), ("random", chosen)):
+        for kind, rows in (("nearest", nearest[k]), ("random", chosen)):
             lines = lines_of(features.rows[rows].tolist(), COLUMNS)
             sheet = contact_sheet(lines, open_row, COLUMNS)
             sheet.save(folder / PICTURES / f"shard_{k}_{kind}.png")
@@ -81,8 +75,8 @@ def write_report(
     )
     page = template.render(
         record=record,
-        distances=geometry.distances,
-        largest=geometry.distances.max(),
+        distances=distances,
+        largest=distances.max(),
         classes=_classes(source, features.rows, shard, num_shards),
         pictures=PICTURES,
         counted=counted,

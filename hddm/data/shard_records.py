@@ -26,7 +26,7 @@ from typing import ClassVar, Literal
 from hddm.data.sources.base import LARGEST_FILE, ImageSource, SourceImage
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.utils.errors import HddmError, UsageError
-from hddm.utils.files import read_whole
+from hddm.utils.files import inside, read_whole
 from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE, ROUTER_FILE, Record, read_record
 
 FORMAT = "1.4"
@@ -79,15 +79,6 @@ class EncodingRecord(Record):
     seed: int = 0
 
 
-class Computed(Record):
-    """Device and batches of the networks; other values change rows by rounding."""
-
-    device: str
-    batch_size: int
-    torch: str
-    """Version of torch."""
-
-
 class FileRecord(Record):
     """A file of an encoded shard, with its number of rows."""
 
@@ -108,9 +99,7 @@ class ShardManifest(Record):
 
     ``hash`` covers every file, content and label. An encoded shard has ``images``, ``hash``, ``partition``
     and ``held_out_of`` of its source, so that experts and routers match by them. Row k of its data is the
-    k-th of ``images`` that is not in ``skipped``; captions of ``cut_captions`` were truncated. ``computed``
-    lists how networks ran, in the order of the files: several entries if a killed encoding continued
-    differently, none if images passed no network.
+    k-th of ``images`` that is not in ``skipped``.
     """
 
     oldest: ClassVar[str | None] = "1.2"
@@ -136,8 +125,6 @@ class ShardManifest(Record):
     data: tuple[FileRecord, ...] = ()
     null: FileRecord | None = None
     skipped: tuple[Skipped, ...] = ()
-    cut_captions: int = 0
-    computed: tuple[Computed, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -171,10 +158,8 @@ class PartitionRecord(Record):
 
 def image_path(folder: Path, entry: ImageEntry) -> Path:
     """Path of an entry's image; raises `HddmError` for one outside ``folder``."""
-    path = folder / entry.file
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise HddmError(f"{folder}: its manifest names {entry.file!r}, which is outside the folder")
-    return path
+    inside(folder, entry.file)
+    return folder / entry.file
 
 
 def read_content(folder: Path, entry: ImageEntry) -> bytes:

@@ -17,7 +17,6 @@ from torch import Tensor
 from hddm.data.images import decode, stack, to_unit_range
 from hddm.data.shard_records import (
     DEVIATION,
-    MANIFEST,
     MEAN,
     MIN_IMAGES,
     MIRRORED,
@@ -25,7 +24,6 @@ from hddm.data.shard_records import (
     TOKENS,
     EncodingRecord,
     FileRecord,
-    ShardManifest,
     captions_of,
     labels_of,
     read_content,
@@ -64,8 +62,6 @@ class Rows:
 
     def take(self, rows: Tensor) -> Tensor:
         """Rows (n, …) at indices (n,) in [0, N), in the widest dtype; only these are read into memory."""
-        if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < len(self)):
-            raise IndexError(f"rows {int(rows.min())} to {int(rows.max())} of {len(self)}")
         if len(self.parts) == 1:
             return self.parts[0][rows]
         dtype = reduce(torch.promote_types, {part.dtype for part in self.parts})
@@ -245,10 +241,16 @@ def open_shard(folder: Path, is_outline: bool = False) -> Shard:
     skipped, texts = {one.file for one in manifest.skipped}, None
     entries = [entry for entry in manifest.images if entry.file not in skipped]
     if manifest.encoding is not None:
-        tensors, null = _open_encoded(folder, manifest, manifest.encoding)
-        if len(tensors[PIXELS if manifest.vae is None else MEAN]) != len(entries):
+        layout = layout_of(manifest.encoding, manifest.vae, manifest.text_encoder)
+        verified = HashCache(folder)
+        files = [_open(folder, one, layout, verified) for one in manifest.data]
+        tensors = {name: Rows(tuple(file[name] for file in files)) for name in layout}
+        if any(len(rows) != len(entries) for rows in tensors.values()):
             raise HddmError(f"{folder}: its data are not of {len(entries)} images; encode again")
-        texts = None if null is None else TokenStore(tensors[TOKENS], null)
+        if manifest.null is not None:
+            null = _open(folder, manifest.null, {TOKENS: layout[TOKENS]}, verified)[TOKENS][0].float()
+            texts = TokenStore(tensors[TOKENS], null)
+        verified.keep()
     else:
         read = entries[:1] if is_outline else entries
         images = [decode(read_content(folder, entry), folder / entry.file) for entry in read]
@@ -272,23 +274,6 @@ def open_shard(folder: Path, is_outline: bool = False) -> Shard:
     )
 
 
-def _open_encoded(
-    folder: Path, manifest: ShardManifest, encoding: EncodingRecord
-) -> tuple[dict[str, Rows], Tensor | None]:
-    """Tensors by name, and tokens of the empty prompt, if any."""
-    verified = HashCache(folder)
-    try:
-        layout = layout_of(encoding, manifest.vae, manifest.text_encoder)
-    except HddmError as error:
-        raise HddmError(f"{folder / MANIFEST}: {error}") from error
-    files = [_open(folder, one, layout, verified) for one in manifest.data]
-    null = None
-    if manifest.null is not None:
-        null = _open(folder, manifest.null, {TOKENS: layout[TOKENS]}, verified)[TOKENS][0].float()
-    verified.keep()
-    return {name: Rows(tuple(file[name] for file in files)) for name in layout}, null
-
-
 RowLayout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Row shape and dtype by tensor name."""
 
@@ -296,12 +281,7 @@ RowLayout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 def layout_of(
     encoding: EncodingRecord, vae: VaeRecord | None, text_encoder: TextEncoderRecord | None
 ) -> RowLayout:
-    """Tensors of a data file; raises `HddmError` for records that contradict each other."""
-    is_latent = encoding.space == "latents"
-    if is_latent == (vae is None) or is_latent == (encoding.dtype == "uint8"):
-        raise HddmError(f"{encoding.space} in {encoding.dtype} {'without' if vae is None else 'with'} a VAE")
-    if (text_encoder is None) != (encoding.text_dtype is None):
-        raise HddmError(f"text_dtype is {encoding.text_dtype}, and text_encoder {text_encoder}")
+    """Tensors of a data file."""
     names = [PIXELS]
     if vae is not None:
         names = [MEAN, DEVIATION] if vae.kind == "AutoencoderKL" else [MEAN]
@@ -309,7 +289,7 @@ def layout_of(
     layout: RowLayout = {name: (encoding.shape, getattr(torch, encoding.dtype)) for name in names}
     if text_encoder is not None:
         size = (text_encoder.tokens, text_encoder.width)
-        layout[TOKENS] = (size, getattr(torch, str(encoding.text_dtype)))
+        layout[TOKENS] = (size, getattr(torch, encoding.text_dtype or "float32"))
     return layout
 
 

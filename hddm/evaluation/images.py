@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from hddm.data.images import ImageSet, decode, read_header, stack, to_bytes, too_many_bad
+from hddm.data.images import ImageSet, read_image, stack, to_bytes, too_many_bad
 from hddm.data.shard_records import (
     HELD_OUT,
     PARTITION_FILE,
@@ -264,12 +264,11 @@ def _of_source(
     for row, name in enumerate(source.files):
         path = source.root / name
         try:
-            content = source.read(row)
-            header, pixels = read_header(content, path), decode(content, path)
+            image = read_image(source.read(row), path)
         except HddmError as error:
             bad[f"{prefix}{name}"] = error.message
             continue
-        if are_samples and header.format in ("JPEG", "MPO"):
+        if are_samples and image.format in ("JPEG", "MPO"):
             raise HddmError(f"{path}: JPEG compression changes a Fréchet distance; save samples as PNG")
         label = None if source.labels is None else source.labels[row]
-        yield ReadImage(f"{prefix}{name}", pixels, header.mode, label)
+        yield ReadImage(f"{prefix}{name}", image.pixels, image.mode, label)

@@ -131,17 +131,10 @@ def test_an_unfinished_encoding_of_other_options_is_named(root: Path, tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_an_encoding_goes_on_in_other_batches_and_its_manifest_names_both(root: Path, tmp_path: Path) -> None:
-    def done(batch: int) -> dict[str, Any]:
-        return {"device": "cpu", "batch_size": batch, "torch": torch.__version__}
-
+def test_an_encoding_goes_on_in_other_batches(root: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     _interrupted(root, out, 9)
     assert _encode(root, out, batch_size=2)[:4] == [4, 4, 2, 2]
-    shards = [json.loads((out / f"shard_{k}" / "manifest.json").read_text()) for k in range(2)]
-    assert [shard["computed"] for shard in shards] == [[done(3), done(2)], [done(2)]]
-    whole = json.loads((root / "whole" / "shard_0" / "manifest.json").read_text())
-    assert whole["computed"] == [done(3)]
     for path in sorted((root / "whole").rglob("data-*")):
         expected, found = load_file(path), load_file(out / path.relative_to(root / "whole"))
         # Stored in float16, of which a last digit is 2^-11.

@@ -249,11 +249,11 @@ def test_distances_are_those_of_all_pairs_of_shards() -> None:
     features, shard = draws.normal(size=(30, 5)), draws.integers(0, 3, 30)
     unit = features / np.linalg.norm(features, axis=1, keepdims=True)
     means = [unit[shard == k].mean(0) for k in range(3)]
-    found = measure(features, shard, 3, 4)
+    distances, nearest = measure(features, shard, 3, 4)
     for j in range(3):
         for k in range(3):
             cosines = unit[shard == j] @ means[k] / np.linalg.norm(means[k])
-            assert found.distances[j, k] == pytest.approx(np.mean(1 - cosines))
+            assert distances[j, k] == pytest.approx(np.mean(1 - cosines))
         own = unit @ means[j]
         ranked = sorted(np.flatnonzero(shard == j), key=lambda row: -own[row])
-        assert found.nearest[j].tolist() == ranked[:4]
+        assert nearest[j].tolist() == ranked[:4]

@@ -135,8 +135,8 @@ def test_a_row_without_an_image_is_named_when_it_is_read(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("columns", "told"),
     [
-        ({"label": [1, 2]}, "has no column of encoded images (has label)"),
-        ({"a": [b"x"], "b": [b"y"]}, "columns a and b hold images; rename one to image"),
+        ({"label": [1, 2]}, "hold encoded images, named image (none of label do)"),
+        ({"a": [b"x"], "b": [b"y"]}, "hold encoded images, named image (a and b of a, b do)"),
         ({"image": [b"x"], "text": ["a"], "caption": ["b"]}, "choose one with caption_column"),
         ({"image": [b"x", b"y"], "text": ["a", None]}, "00000001.img has caption none"),
         ({"image": [b"x"], "text": [["a", "b"]]}, "00000000.img has caption ['a', 'b']"),

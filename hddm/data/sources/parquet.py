@@ -40,43 +40,35 @@ class TableColumns(NamedTuple):
 def find_columns(schema: Any, path: Path, requested: Columns) -> TableColumns:
     """Columns of a file with the arrow ``schema``; raises `HddmError` for none or several to choose from."""
     features = _features(schema)
-    image = _image_column(schema, features, path)
-    others = [name for name in schema.names if name != image]
-    declared = [name for name in others if features.get(name, {}).get("_type") == "ClassLabel"]
-    usual = ["label"] if "label" in others else declared
+
+    def declared(kind: str, names: Sequence[str]) -> list[str]:
+        return [name for name in names if features.get(name, {}).get("_type") == kind]
+
+    images = [name for name in schema.names if "bytes" in image_fields(schema.field(name).type)]
+    images = ["image"] if "image" in images else declared("Image", images) or images
+    if len(images) != 1:
+        found = f"{' and '.join(images) or 'none'} of {', '.join(schema.names)}"
+        raise HddmError(f"{path}: one column has to hold encoded images, named image ({found} do)")
+    others = [name for name in schema.names if name != images[0]]
+    classes = declared("ClassLabel", others)
+    usual = ["label"] if "label" in others else classes
     label = choose_column(others, requested.label, usual, "--label-column", path)
-    names = features[label].get("names") if label is not None and label in declared else None
-    classes = tuple(map(str, names)) if isinstance(names, list) else None
+    names = features[label].get("names") if label is not None and label in classes else None
     caption = choose_column(others, requested.caption, CAPTION_COLUMNS, "--caption-column", path)
-    return TableColumns(image, label, classes, caption)
-
-
-def _image_column(schema: Any, features: dict[str, Any], path: Path) -> str:
-    names: list[str] = schema.names
-    fitting = [name for name in names if "bytes" in image_fields(schema.field(name).type)]
-    fitting = [name for name in fitting if features.get(name, {}).get("_type") == "Image"] or fitting
-    if "image" in fitting:
-        return "image"
-    if not fitting:
-        raise HddmError(f"{path}: has no column of encoded images (has {', '.join(schema.names)})")
-    if len(fitting) > 1:
-        raise HddmError(f"{path}: columns {' and '.join(fitting)} hold images; rename one to image")
-    return fitting[0]
+    return TableColumns(
+        images[0], label, tuple(map(str, names)) if isinstance(names, list) else None, caption
+    )
 
 
 def image_fields(kind: Any) -> set[str]:
     """``{"bytes"}`` or ``{"bytes", "path"}`` for an arrow type of encoded images, else an empty set."""
     import pyarrow as pa
 
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        return {"bytes"}
-    if not pa.types.is_struct(kind):
-        return set()
-    held = {field.name: field.type for field in kind}
-    content = held.get("bytes")
-    if content is None or not (pa.types.is_binary(content) or pa.types.is_large_binary(content)):
-        return set()
-    return {"bytes", "path"} & held.keys()
+    fields = {field.name: field.type for field in kind} if pa.types.is_struct(kind) else {"bytes": kind}
+    content = fields.get("bytes", pa.null())
+    if pa.types.is_binary(content) or pa.types.is_large_binary(content):
+        return {"bytes", "path"} & fields.keys()
+    return set()
 
 
 def _features(schema: Any) -> dict[str, dict[str, Any]]:
@@ -126,8 +118,7 @@ class HeldImages:
             return self._read(path, group)
 
 
-@dataclass(frozen=True)
-class RowGroup:
+class RowGroup(NamedTuple):
     """A row group of a file: its number, rows, and bytes of all columns."""
 
     path: Path
@@ -170,7 +161,11 @@ def open_parquet(root: Path, names: Sequence[str], requested: Columns) -> ImageS
         HddmError: without pyarrow; for a file that is no Parquet or has no image column or several; for files
             of different columns, classes or splits; for missing captions and labels.
     """
-    _refuse_splits(root, names)
+    # Such as ``train-00000-of-00002.parquet`` and ``test-00000-of-00001.parquet``.
+    splits = {PurePosixPath(name).name.split("-")[0].removesuffix(PARQUET) for name in names}
+    if len(splits & {"train", "test", "validation"}) > 1:
+        known = ", ".join(sorted(splits))
+        raise HddmError(f"{root}: holds the splits {known}; name one file, or a folder of one split")
     files: list[str] = []
     images: list[SourceImage] = []
     labels: list[object] = []
@@ -187,7 +182,12 @@ def open_parquet(root: Path, names: Sequence[str], requested: Columns) -> ImageS
                     f"{path}: has other columns or classes than {root / names[0]}; name one of them, or a "
                     "folder of one dataset"
                 )
-            groups = _row_groups(file, path, held)
+            facts = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+            if (largest := max((one.total_byte_size for one in facts), default=0)) > LARGEST_ROW_GROUP:
+                raise HddmError(f"{path}: a row group has {largest} bytes; write the file with smaller ones")
+            groups = [
+                RowGroup(path, n, one.num_rows, one.total_byte_size, held) for n, one in enumerate(facts)
+            ]
             has_path = "path" in image_fields(file.schema_arrow.field(columns.image).type)
             read = [columns.label, columns.caption, f"{columns.image}.path" if has_path else None]
             table = file.read(columns=[one for one in read if one])
@@ -205,19 +205,6 @@ def open_parquet(root: Path, names: Sequence[str], requested: Columns) -> ImageS
     numbers, classes = _labels(labels, columns, files, root)
     texts = as_captions(captions, files, root) if columns.caption else None
     return ImageSource(root, tuple(files), classes, numbers, texts, images)
-
-
-def _row_groups(file: Any, path: Path, held: HeldImages) -> list[RowGroup]:
-    groups = []
-    for number in range(file.metadata.num_row_groups):
-        facts = file.metadata.row_group(number)
-        if facts.total_byte_size > LARGEST_ROW_GROUP:
-            raise HddmError(
-                f"{path}: row group {number} has {facts.total_byte_size} bytes; write the file again with "
-                "smaller ones"
-            )
-        groups.append(RowGroup(path, number, facts.num_rows, facts.total_byte_size, held))
-    return groups
 
 
 def _refuse_other_rows(path: Path, found: int, stated: int) -> None:
@@ -245,13 +232,3 @@ def _labels(
                 "column from a split without labels"
             )
     return tuple(int(str(value)) for value in values), columns.classes
-
-
-def _refuse_splits(root: Path, names: Sequence[str]) -> None:
-    """Refuse to mix splits, such as ``train-00000-of-00002.parquet`` and ``test-00000-of-00001.parquet``."""
-    known = {"train", "test", "validation"}
-    splits = {PurePosixPath(name).name.split("-")[0].removesuffix(PARQUET) for name in names} & known
-    if len(splits) > 1:
-        raise HddmError(
-            f"{root}: holds the splits {', '.join(sorted(splits))}; name one file, or a folder of one split"
-        )
