@@ -247,7 +247,7 @@ def open_shard(folder: Path, is_outline: bool = False) -> Shard:
         tensors = {name: Rows(tuple(file[name] for file in files)) for name in layout}
         if any(len(rows) != len(entries) for rows in tensors.values()):
             raise HddmError(f"{folder}: its data are not of {len(entries)} images; encode again")
-        if manifest.null is not None:
+        if manifest.null is not None and TOKENS in layout:
             null = _open(folder, manifest.null, {TOKENS: layout[TOKENS]}, verified)[TOKENS][0].float()
             texts = TokenStore(tensors[TOKENS], null)
         verified.keep()

@@ -178,7 +178,7 @@ def test_a_draft_goes_before_its_lock_and_takes_nothing_of_the_next_process(
     assert contents(tmp_path) == {"first/manifest.json": b"first", "out/manifest.json": b"second"}
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("overwrite", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_kill_at_any_change_of_a_draft_leaves_nothing_for_long(overwrite: bool, tmp_path: Path) -> None:
     out = tmp_path / "out"
 

@@ -105,7 +105,7 @@ def test_files_are_mapped_and_not_copied_into_memory(tmp_path: Path) -> None:
         return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
 
     # So many that what one image takes in between is little beside them.
-    images = noise(64, 512, 512)
+    images = noise(64, 256, 256)
     write_shard(tmp_path / "source", images)
     out = encode(tmp_path / "source", tmp_path / "out", 8)
     before = anonymous()

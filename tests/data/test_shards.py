@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -125,8 +126,12 @@ def test_a_path_outside_the_folder_is_refused_before_it_is_opened(shard: Path) -
         entries = _entries(shard)
         entries[0]["file"] = name
         _rewrite(shard, entries)
-        message = refusal(open_shard, shard)
-        assert (repr(name) in message, "outside the folder" in message) == (True, True)
+        told = (
+            "link.png: is a link to .*outside"
+            if name == "link.png"
+            else f"{name!r} points outside the folder"
+        )
+        assert re.search(told, refusal(open_shard, shard))
 
 
 def test_a_list_that_fits_is_accepted_unless_it_is_too_short_to_train_on(shard: Path) -> None:
@@ -162,7 +167,7 @@ def test_a_partition_is_no_shard_and_a_shard_no_partition(shards: Path, shard: P
 
 
 def test_too_few_images_a_shard_are_refused_before_anything_is_written(images: Path, tmp_path: Path) -> None:
-    told = "48 images are too few for shards 4: a shard needs at least 16"
+    told = "48 images are too few for shards 4: it takes 64"
     assert told in refusal(partition, images, tmp_path / "out", 4)
     assert not list(tmp_path.iterdir())
 
