@@ -138,13 +138,14 @@ def check_data(path: Path, caption_column: str | None = None, label_column: str 
     images are reported.
     """
     kind: Literal["images", "shard", "partition"] = "images"
+    split: tuple[str, ...] = ()
     if (path / PARTITION_FILE).is_file():
         kind, held_out = "partition", find_held_out(path)
         folders = [*find_shards(path), *held_out]
         sources = {folder.relative_to(path).as_posix(): open_images(folder) for folder in folders}
         split = ("training", HELD_OUT) if held_out else ()
     elif holds_shard(path):
-        kind, sources, split = "shard", {str(path): open_images(path)}, ()
+        kind, sources = "shard", {str(path): open_images(path)}
     else:
         source = open_source(path, caption_column, label_column)
         sources, split = {str(path): source}, split_of(source.files)
@@ -186,10 +187,9 @@ def check_data(path: Path, caption_column: str | None = None, label_column: str 
     for group in copies.values():
         if len(group) == 1:
             continue
+        sides = {file.split("/")[0] for _, file in group} & set(split)
         if kind == "partition":
-            sides = {name.startswith(f"{HELD_OUT}/") for name, _ in group}
-        else:
-            sides = {file.split("/")[0] for _, file in group} & set(split)
+            sides = {HELD_OUT if name.startswith(f"{HELD_OUT}/") else "training" for name, _ in group}
         is_shared = len({name for name, _ in group}) > 1
         key = "across_split" if len(sides) > 1 else "shared" if is_shared else "duplicates"
         repeated[key].append([f"{name}/{file}" if kind == "partition" else file for name, file in group])

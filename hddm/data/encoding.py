@@ -177,9 +177,9 @@ def encode_shards(
             if not any(done.facts.rows for done in files):
                 raise HddmError(f"{folder}: holds no image that can be read")
             manifests[out / place] = _write_manifest(draft.whole / place, encoder, shard, files)
-        for name in (PARTITION_FILE, "clusters.safetensors") if is_partition else ():
-            if (source / name).is_file():
-                shutil.copyfile(source / name, draft.whole / name)
+        for beside in (PARTITION_FILE, "clusters.safetensors") if is_partition else ():
+            if (source / beside).is_file():
+                shutil.copyfile(source / beside, draft.whole / beside)
     return manifests
 
 

@@ -95,7 +95,11 @@ def partition(
     source = pick([open_source(folder, caption_column, label_column) for folder in folders], only)
     # Images that a shard needs to expect `MIN_IMAGES` on both sides.
     needed = MIN_IMAGES / (min(held_out, 1 - held_out) if held_out else 1)
-    _refuse_few(source, needed, num_shards, held_out)
+    least = math.ceil(needed * (2 if num_shards == "auto" else num_shards) - _ROUNDING)
+    if len(source) < least:
+        why = f" and --held-out {held_out:g}, to have {MIN_IMAGES} on each side" if held_out else ""
+        text = f"{len(source)} images are too few for --shards {num_shards}{why}: it takes {least}"
+        raise HddmError(f"{source.root}: {text}")
     shard_of = None if classes is None else _shard_of_class(source, classes, num_shards)
     check_absent(out, PARTITION_FILE, overwrite)
     extractor = open_feature_extractor(features, seed)
@@ -163,22 +167,7 @@ def _refuse_partition(images: Path) -> None:
     if (images / PARTITION_FILE).is_file():
         raise HddmError(f"{images}: is already a partition; name the original images")
     if holds_shard(images):
-        own = images / "images"
-        name = f"its images, {own}" if own.is_dir() else "the images that it was made of"
-        raise HddmError(f"{images}: is already a shard; name {name}")
-
-
-def _refuse_few(
-    source: ImageSource, needed: float, num_shards: int | Literal["auto"], held_out: float
-) -> None:
-    """Refuse fewer than ``needed`` images per shard, on average."""
-    least = math.ceil(needed * (2 if num_shards == "auto" else num_shards) - _ROUNDING)
-    if len(source) < least:
-        why = f" and --held-out {held_out:g}, to have {MIN_IMAGES} on each side" if held_out else ""
-        raise HddmError(
-            f"{source.root}: {len(source)} images are too few for --shards {num_shards}{why}: "
-            f"it takes {least}"
-        )
+        raise HddmError(f"{images}: is already a shard; name the images that it was made of")
 
 
 def _write_shards(

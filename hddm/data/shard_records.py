@@ -156,15 +156,10 @@ class PartitionRecord(Record):
     """Silhouette by number of shards, if that number was proposed."""
 
 
-def image_path(folder: Path, entry: ImageEntry) -> Path:
-    """Path of an entry's image; raises `HddmError` for one outside ``folder``."""
-    inside(folder, entry.file)
-    return folder / entry.file
-
-
 def read_content(folder: Path, entry: ImageEntry) -> bytes:
     """Encoded image of an entry; raises `HddmError` if it is outside ``folder``, missing or changed."""
-    path = image_path(folder, entry)
+    inside(folder, entry.file)
+    path = folder / entry.file
     content = read_whole(path, LARGEST_FILE)
     if hashlib.sha256(content).hexdigest() != entry.sha256:
         raise HddmError(f"{path}: its content changed since the partition; copy the shard again")
@@ -290,7 +285,7 @@ class ImageInShard(SourceImage):
         return read_content(self.folder, self.entry)
 
     def size(self) -> int:
-        return image_path(self.folder, self.entry).stat().st_size
+        return len(self.read())
 
 
 def open_images(folder: Path) -> ImageSource:

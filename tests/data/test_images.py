@@ -162,14 +162,6 @@ def test_an_image_of_another_size_and_a_broken_one_are_named(tmp_path: Path) -> 
     assert f"{path}: cannot be read as an image" in refusal(load_images, tmp_path)
 
 
-def test_suffixes_in_any_case_are_found_among_other_files(tmp_path: Path) -> None:
-    names = ("a.JPEG", "b.Jpg", "c.WebP", "d.BMP")
-    for name in names:
-        _write(tmp_path / name, COLOUR)
-    (tmp_path / "notes.txt").write_text("no image")
-    assert load_images(tmp_path).files == names
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP"])
 def test_damage_of_any_kind_is_an_error_that_names_the_file(kind: str) -> None:

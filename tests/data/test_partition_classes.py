@@ -4,24 +4,30 @@ from pathlib import Path
 
 import pytest
 
+from hddm.data.partition import partition
 from hddm.data.shard_records import read_manifest
-from tests.artefacts import CLASSES, Command, write_images
+from tests.artefacts import CLASSES, Command, refusal, write_images
 
 
-def test_shards_by_class_have_their_classes_and_all_names(
-    images: Path, tmp_path: Path, hddm: Command
-) -> None:
+def test_shards_by_class_have_their_classes_and_all_names(many: Path, tmp_path: Path, hddm: Command) -> None:
     out = tmp_path / "out"
-    code, _, err = hddm("partition", images, "--classes", "a=rows", "--classes", "b=columns", "--out", out)
+    options = ["--classes", "a=rows", "--classes", "b=columns", "--held-out", 0.4]
+    code, _, err = hddm("partition", many, *options, "--out", out)
     assert (code, err) == (0, "")
     for k, name in enumerate(("rows", "columns")):
-        manifest = read_manifest(out / f"shard_{k}")
-        assert {Path(one.file).parts[1] for one in manifest.images} == {name}
-        assert tuple(manifest.classes) == CLASSES
-    assert "pass one" in hddm("partition", images, "--out", tmp_path / "x")[2]
+        for manifest in (read_manifest(out / f"shard_{k}"), read_manifest(out / "held_out" / f"shard_{k}")):
+            assert {Path(one.file).parts[1] for one in manifest.images} == {name}
+            assert {manifest.classes[one.label or 0] for one in manifest.images} == {name}
+            assert tuple(manifest.classes) == CLASSES
+    assert "divided by class" in (out / "report.html").read_text()
+    assert not (out / "clusters.safetensors").exists()
+    assert "pass one" in hddm("partition", many, "--out", tmp_path / "x")[2]
     both = ["--classes", "a=rows,columns", "--shards", 1]
-    assert "pass one" in hddm("partition", images, *both, "--out", tmp_path / "x")[2]
-    assert "name each of them" in hddm("partition", images, "--classes", "a=rows", "--out", tmp_path / "x")[2]
+    assert "pass one" in hddm("partition", many, *both, "--out", tmp_path / "x")[2]
+    rows, columns = ("rows",), ("columns",)
+    for wrong in ([rows], [rows, rows], [rows, columns, ("else",)], [rows, (*columns, "else")]):
+        text = refusal(partition, many, tmp_path / "x", 2, classes=wrong)
+        assert "its classes are columns, rows; name each of them in one of 2 shards" in text
 
 
 def test_some_classes_are_taken_as_if_there_were_no_others(
