@@ -35,6 +35,7 @@ from hddm.calibration import Moments
 from hddm.networks.identity import TextEncoderRecord
 from hddm.utils.errors import HddmError
 from hddm.utils.records import Record, parse_record
+from hddm.utils.settings import parse_strategy
 from hddm.utils.tensors import (
     parameter_dtype,
     read_header,
@@ -60,22 +61,7 @@ class Strategy:
         Raises:
             HddmError: for another name, a k below 1 or an x outside (0, 1].
         """
-        kind, _, value = name.partition("-")
-        if name in ("full", "draw"):
-            return cls(kind)
-        if kind == "top" and value.isdecimal() and int(value) >= 1:
-            return cls(kind, int(value))
-        if kind in ("threshold", "nucleus", "commit"):
-            try:
-                share = float(value)
-            except ValueError:
-                share = float("nan")
-            if 0 < share <= 1:
-                return cls(kind, share)
-        raise HddmError(
-            f"unknown strategy {name!r}: choose commit-X, threshold-X or nucleus-X (0 < X <= 1), top-K "
-            "(K = 1, 2, …), full, or draw"
-        )
+        return cls(*parse_strategy(name))
 
     def check(self, num_experts: int) -> None:
         """Refuse a k above the number of experts."""

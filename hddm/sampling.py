@@ -13,17 +13,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from hddm.conditions import (
     LABELS,
     Conditions,
     Guidance,
-    GuideBy,
     check_labels,
     check_names,
     check_rows,
@@ -34,48 +32,28 @@ from hddm.editing import Picture
 from hddm.ensemble import Ensemble
 from hddm.evaluation.expert_use import ExpertUse
 from hddm.noise import Latents, Noise, Seeded
-from hddm.routers import Strategy
 from hddm.running import Batch, Plan, pick_experts, posterior_of, run
 from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, OnStep, Solver, euler, solver_named, unchanged
 from hddm.utils.errors import HddmError
-from hddm.utils.records import WHOLE, NoiseRange, Record
+from hddm.utils.records import WHOLE, NoiseRange
+from hddm.utils.settings import SampleSettings, SamplingSettings
 from hddm.velocity import VelocityField
 
 
-def _known(parse: Callable[[str], object]) -> AfterValidator:
-    def check(name: str) -> str:
-        parse(name)
-        return name
-
-    return AfterValidator(check)
-
-
-Positive = Annotated[int, Field(ge=1)]
-KnownStrategy = Annotated[str, _known(Strategy.parse)]
-"""Name of a strategy (`hddm.routers`)."""
-KnownSolver = Annotated[str, _known(solver_named)]
-"""Name of a solver (`hddm.solvers`)."""
+def plan_arguments(settings: SamplingSettings) -> dict[str, Any]:
+    """Arguments of `plan` for samples with these settings."""
+    names = ("strategy", "solver", "steps", "shift", "expert", "router_every")
+    own = {name: getattr(settings, name) for name in names if hasattr(settings, name)}
+    return own | {"guidance": guidance_of(settings)}
 
 
-class SamplingSettings(Record):
-    """How samples are drawn, as ``hddm sample``, a request to a service and a benchmark state it."""
-
-    strategy: KnownStrategy | None = None
-    """None for the model's own, as of solver and steps."""
-    solver: KnownSolver | None = None
-    steps: Positive | None = None
-    guidance_scale: float = 1.0
-    guide_by: GuideBy = "condition"
-
-    @property
-    def guidance(self) -> Guidance:
-        """Guidance of these samples."""
-        return Guidance(self.guidance_scale, by=self.guide_by)
-
-    @property
-    def plan_arguments(self) -> dict[str, Any]:
-        """Arguments of `plan`."""
-        return self.model_dump(include={"strategy", "solver", "steps"}) | {"guidance": self.guidance}
+def guidance_of(settings: SamplingSettings) -> Guidance:
+    """Guidance of samples with these settings."""
+    guidance = Guidance(settings.guidance_scale, by=settings.guide_by)
+    if isinstance(settings, SampleSettings):
+        interval, rescale = settings.guidance_interval, settings.guidance_rescale
+        guidance = replace(guidance, channels=settings.cfg_channels, interval=interval, rescale=rescale)
+    return guidance
 
 
 def time_grid(steps: int, shift: float = 1.0) -> Tensor:

@@ -18,7 +18,6 @@ from hddm_cli import (
     calibrate,
     compare,
     convert,
-    data,
     describe,
     distill,
     encode,
@@ -32,10 +31,11 @@ from hddm_cli import (
     sample,
     serve,
     train,
-    train_all,
     usage,
     verify,
 )
+from hddm_cli import data as data_verbs
+from hddm_cli.options import add
 
 commands = typer.Typer(
     name="hddm",
@@ -65,27 +65,26 @@ def hddm(
     """Train diffusion experts separately and combine them into one model."""
 
 
-commands.command("quickstart", cls=usage.Verb)(quickstart.quickstart)
-commands.command("benchmark", cls=usage.Verb)(benchmark.benchmark)
-commands.add_typer(data.commands, name="data")
-commands.command("partition", cls=usage.Verb)(partition.partition)
-commands.command("encode", cls=usage.Verb)(encode.encode)
-train.commands.command("all", cls=usage.Verb)(train_all.train_all)
-commands.add_typer(train.commands, name="train")
-commands.command("convert", cls=usage.Verb)(convert.convert)
-commands.command("calibrate", cls=usage.Verb)(calibrate.calibrate)
-commands.command("describe", cls=usage.Verb)(describe.describe)
-commands.command("verify", cls=usage.Verb)(verify.verify)
-commands.command("assemble", cls=usage.Verb)(assemble.assemble)
-commands.command("merge", cls=usage.Verb)(merge.merge)
-commands.command("distill", cls=usage.Verb)(distill.distill)
-commands.command("sample", cls=usage.Verb)(sample.sample)
-commands.command("play", cls=usage.Verb)(play.play)
-commands.command("serve", cls=usage.Verb)(serve.serve)
-commands.command("evaluate", cls=usage.Verb)(evaluate.evaluate)
-commands.command("compare", cls=usage.Verb)(compare.compare)
-commands.command("push", cls=usage.Verb)(push.push)
-commands.command("inspect", cls=usage.Verb)(inspect.inspect)
+add(commands, quickstart.quickstart)
+add(commands, benchmark.benchmark)
+data = typer.Typer(help="Check images before training, or write example images.", no_args_is_help=True)
+add(data, data_verbs.check)
+add(data, data_verbs.digits)
+add(data, data_verbs.old_model, hidden=True)
+commands.add_typer(data, name="data")
+add(commands, partition.partition)
+add(commands, encode.encode)
+training = typer.Typer(help="Train one expert, all experts or the router.", no_args_is_help=True)
+add(training, train.expert)
+add(training, train.router)
+add(training, train.train_all, name="all")
+commands.add_typer(training, name="train")
+for verb in (
+    *(convert.convert, calibrate.calibrate, describe.describe, verify.verify, assemble.assemble, merge.merge),
+    *(distill.distill, sample.sample, play.play, serve.serve, evaluate.evaluate, compare.compare, push.push),
+    inspect.inspect,
+):
+    add(commands, verb)
 
 
 def app() -> None:

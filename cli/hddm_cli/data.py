@@ -7,17 +7,8 @@ import typer
 
 from hddm.utils.errors import HddmError
 from hddm_cli.options import AsJson, CaptionColumn, InputArgument, LabelColumn, MaxBad, Out, Seed
-from hddm_cli.usage import Verb
-
-commands = typer.Typer(help="Check images before training, or write example images.", no_args_is_help=True)
 
 
-@commands.callback()
-def data() -> None:
-    """Check images before training, or write example images."""
-
-
-@commands.command("check", cls=Verb)
 def check(
     path: Annotated[Path, InputArgument(help="Images (a folder, .tar or .parquet), a shard or a partition.")],
     max_bad: MaxBad = 0,
@@ -43,7 +34,6 @@ def check(
         )
 
 
-@commands.command("digits", cls=Verb)
 def digits(out: Out) -> None:
     """Write scikit-learn's digits as class folders of PNG files.
 
@@ -57,7 +47,6 @@ def digits(out: Out) -> None:
     typer.echo(f"{out / TRAINING}, {out / HELD_OUT}: images of 8×8 pixels by class")
 
 
-@commands.command("old-model", cls=Verb, hidden=True)
 def old_model(
     images: Annotated[Path, InputArgument(help="Shard folder of images of 8×8 pixels.")],
     out: Out,

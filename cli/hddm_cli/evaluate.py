@@ -167,8 +167,8 @@ def _compare_strategies(
 ) -> None:
     from hddm.evaluation.compare import table
     from hddm.experts.assembly import change
-    from hddm.pipelines.samples import SampleSettings
     from hddm.pipelines.strategies import STRATEGIES, best_of, measure_strategies
+    from hddm.utils.settings import SampleSettings
 
     chosen = STRATEGIES if strategies == "all" else tuple(strategies.split(","))
     groups = measure_strategies(ensemble, out, chosen, SampleSettings(num_images=num_images), measure)

@@ -35,12 +35,15 @@ def check_words(words: list[str]) -> None:
         given, left, _ = command.make_parser(context).parse_args(args=rest)
         if left:
             raise HddmError(f"unexpected argument {left[0]}")
+        values = {}
         for param in command.params:
             # They look for folders, which other steps write.
             param.callback = None
             if param.required or param.name in given:
-                param.process_value(context, given.get(param.name))
-        known_strategy(given.get("strategy"))
+                values[param.name] = param.process_value(context, given.get(param.name))
+        known_strategy(values.get("strategy"))
+        if hasattr(command.callback, "made_of"):
+            command.callback.made_of(values)
 
 
 @contextlib.contextmanager

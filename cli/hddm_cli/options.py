@@ -1,16 +1,27 @@
-"""Options that several verbs share."""
+"""Options of verbs: the fields of settings records, and the few that several verbs share.
+
+A verb is a function. Of a parameter whose type is a record, every field becomes an option (`takes`); the verb
+gets the record, made of the options on the command line and of the keys of a run file (``--config``), if it
+takes one. Fields that were passed are the record's ``model_fields_set``.
+"""
 
 import functools
-import re
-from collections.abc import Iterable
+import inspect
+import types
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import typer
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
-from hddm.utils.errors import HddmError, UsageError, choose
+from hddm.training.settings import settings_of
+from hddm.utils.errors import HddmError, UsageError, asked, words
 from hddm.utils.files import check_absent, restore
-from hddm.utils.records import EXPERT_FILE
+from hddm.utils.records import EXPERT_FILE, Record
+from hddm.utils.records import NoiseRange as Range
+from hddm.utils.settings import READ, Device, Shown, StrategyName
+from hddm_cli.usage import Verb
 
 
 def existing(param: typer.CallbackParam, value: Any) -> Any:
@@ -48,40 +59,35 @@ def refuse_other(out: Path, record: str, kind: str) -> None:
         raise HddmError(f"{out} exists and holds no {kind}: choose another folder")
 
 
+def refuse_set(settings: Record, reason: str, *names: str) -> None:
+    """Refuse the first field called one of ``names`` that was requested.
+
+    Raises:
+        UsageError: with ``reason``.
+    """
+    for name in names:
+        if name in settings.model_fields_set:
+            raise UsageError(f"--{name.replace('_', '-')}: {reason}; drop one of the two")
+
+
 def known_strategy(value: str | None) -> str | None:
     """Callback of --strategy: refuses an unknown one before anything is imported for it."""
-    # As `hddm.routers.Strategy.parse`, which imports torch.
-    if value is None:
-        return None
-    match = re.fullmatch(r"full|draw|top-0*[1-9]\d*|(?:commit|threshold|nucleus)-(.+)", value)
-    if match is None or (match[1] is not None and not _is_share(match[1])):
-        raise UsageError(
-            f"--strategy {value}: choose commit-X, threshold-X or nucleus-X (0 < X <= 1), top-K "
-            "(K = 1, 2, …), full, or draw"
-        )
-    return value
-
-
-def _is_share(text: str) -> bool:
-    try:
-        return 0 < float(text) <= 1
-    except ValueError:
-        return False
+    return None if value is None else _parsed("--strategy", StrategyName, value)
 
 
 def _known_device(value: str) -> str:
-    if re.fullmatch(r"(auto|cpu|cuda|mps|xpu)(:\d+)?", value) is None:
-        raise UsageError(f"--device {value}: {choose(value, ('auto', 'cpu', 'cuda', 'cuda:1', 'mps'))}")
-    return value
+    return str(_parsed("--device", Device, value))
 
 
 def _known_range(value: str | None) -> tuple[float, float] | None:
-    from hddm.utils.records import parse_noise_range
+    return None if value is None else _parsed("--noise-range", Range, value)
 
+
+def _parsed(option: str, kind: Any, value: str) -> Any:
     try:
-        return None if value is None else parse_noise_range(value)
-    except HddmError as error:
-        raise UsageError(f"--noise-range {value}: {error.message}") from error
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        raise UsageError(f"{option} {value}: {words(error.errors()[0])}") from error
 
 
 def refuse_given(context: typer.Context, reason: str, *names: str) -> None:
@@ -96,37 +102,30 @@ def refuse_given(context: typer.Context, reason: str, *names: str) -> None:
             raise UsageError(f"{option}: {reason}; drop one of the two")
 
 
-def is_given(context: typer.Context, name: str) -> bool:
-    """True if the parameter ``name`` stands on the command line."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
-
-
 InputArgument = functools.partial(typer.Argument, callback=existing)
 InputOption = functools.partial(typer.Option, callback=existing)
 
 Out = Annotated[Path, typer.Option(help="Output folder; must not exist.", callback=absent)]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing --out.", is_eager=True)]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of all random numbers.")]
-Prediction = Literal["epsilon", "sample", "v_prediction", "flow_prediction"]
-Dtype = Annotated[
-    Literal["float32", "bfloat16", "float16", "float64"],
-    typer.Option(help="Number format that the networks compute in."),
-]
 AllowPickle = Annotated[
     bool, typer.Option("--allow-pickle", help="Read weights from pickle files, without running their code.")
 ]
 Variant = Annotated[str | None, typer.Option(help="Variant of the weights file, such as fp16.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-AnyDevice = Annotated[
-    str, typer.Option(help="Device: auto, cpu, cuda, cuda:1 or mps.", callback=_known_device)
+Dtype = Annotated[
+    Literal["float32", "bfloat16", "float16", "float64"],
+    typer.Option(help="Number format that the networks compute in."),
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 MaxBad = Annotated[
     int, typer.Option(min=0, help="Number of broken images to accept; they are listed by name.")
 ]
 CaptionColumn = Annotated[str | None, typer.Option(help="Column of captions. Default: text or caption.")]
 LabelColumn = Annotated[str | None, typer.Option(help="Column of class labels. Default: label.")]
-Model = Annotated[Path, InputArgument(help="Ensemble folder, expert folder or the Paris release.")]
+Prediction = Literal["epsilon", "sample", "v_prediction", "flow_prediction"]
+AnyDevice = Annotated[
+    str, typer.Option(help="Device: auto, cpu, cuda, cuda:1 or mps.", callback=_known_device)
+]
 NoiseRange = Annotated[
     str | None,
     typer.Option(
@@ -137,20 +136,112 @@ NoiseRange = Annotated[
 ]
 StrategyOption = functools.partial(typer.Option, "--strategy", callback=known_strategy)
 
-_UNITS = {"": 1, "B": 1} | {
-    unit: size
-    for power, letter in enumerate("KMG", 1)
-    for unit, size in ((letter, 1000**power), (f"{letter}B", 1000**power), (f"{letter}IB", 1024**power))
-}
+Model = Annotated[Path, InputArgument(help="Ensemble folder, expert folder or the Paris release.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", is_eager=True, help="Resume an interrupted run with the same options.")
+]
+Config = Annotated[
+    Path | None, InputOption(help="YAML file of settings; options on the command line override it.")
+]
 
 
-def parse_size(text: str, option: str) -> int:
-    """Bytes in ``6GB``, ``500 MB`` or ``1.5GiB``.
+class Without(NamedTuple):
+    """Marks a record of which these fields are no options of a verb."""
 
-    Raises:
-        UsageError: for anything else.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    if match is None or match[2].upper() not in _UNITS or not float(match[1]):
-        raise UsageError(f"{option} {text}: is not an amount of memory; write it as 6GB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    names: tuple[str, ...]
+
+
+IN_FILES_ALONE = ("weight_decay", "max_grad_norm", "max_non_finite", "keep", "log_every")
+"""Settings without an option."""
+_SPELLED = {"prompts": "--prompt", "random_crop": "--random-crop/--center-crop"}
+
+
+def _option(name: str, field: Any) -> Any:
+    """Annotation and default of the option of a record's field."""
+    kind, extras, default = field.annotation, list(field.metadata), field.default
+    if is_optional := get_origin(kind) in (Union, types.UnionType):
+        kind, *_ = (one for one in get_args(kind) if one is not type(None))
+    if get_origin(kind) is Annotated:
+        kind, *more = get_args(kind)
+        extras += more
+    is_read_from_text = any(isinstance(one, BeforeValidator) for one in extras)
+    spelled, arguments = name.replace("_", "-"), get_args(kind)
+    names = [_SPELLED[name]] if name in _SPELLED else []
+    if kind is bool and not names:
+        names = [f"--{spelled}/--no-{spelled}" if is_optional or default is True else f"--{spelled}"]
+    elif get_origin(kind) is Literal:
+        kind = Literal[tuple(map(str, arguments))]
+    elif get_origin(kind) is dict or arguments[1:] == (...,):
+        kind, default = types.GenericAlias(list, (str if is_read_from_text else arguments[0],)), None
+    elif is_read_from_text:
+        kind = str
+    shown = next((one for one in extras if isinstance(one, Shown)), Shown())
+    details = typer.Option(
+        *names,
+        help=" ".join((field.description or "").split()),
+        # What is in the way of --out depends on it.
+        is_eager=name == "resume",
+        metavar=shown.word,
+        rich_help_panel=shown.topic,
+        callback=existing if READ in extras else None,
+    )
+    is_open = is_optional or field.is_required() or default is None
+    return Annotated[kind | None if is_open else kind, details], None if is_open else default
+
+
+def takes(command: Callable[..., None]) -> Callable[..., None]:
+    """A verb as Typer reads it: with the fields of its records as options, and without the records."""
+    named, records = [], {}
+    for one in inspect.signature(command).parameters.values():
+        kind, *marks = get_args(one.annotation) or (one.annotation,)
+        if isinstance(kind, type) and issubclass(kind, Record):
+            records[one.name] = kind, *(name for mark in marks for name in mark.names)
+        else:
+            named.append(one.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+    if not records:
+        return command
+    options: dict[str, tuple[Any, Any]] = {}
+    taken = {*IN_FILES_ALONE, *(one.name for one in named)}
+    for record, *without in records.values():
+        fields = {name: field for name, field in record.model_fields.items() if name not in without}
+        options |= {name: _option(name, field) for name, field in fields.items() if name not in taken}
+
+    def taking(context: typer.Context, **values: Any) -> None:
+        requested = {name: value for name, value in values.items() if is_given(context, name)}
+        own = {name: value for name, value in values.items() if name not in options}
+        command(**own, **made_of(requested, own.get("config")))
+
+    def made_of(requested: Mapping[str, Any], config: Path | None = None) -> dict[str, Record]:
+        """The records of a verb, by its parameters."""
+        with asked():
+            return {
+                name: settings_of(
+                    record, config, {k: v for k, v in requested.items() if k in record.model_fields}
+                )
+                for name, (record, *_) in records.items()
+            }
+
+    parameters = [
+        inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context),
+        *named,
+    ]
+    parameters += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        for name, (kind, default) in options.items()
+    ]
+    taking.__doc__, taking.__name__ = command.__doc__, command.__name__
+    taking.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    taking.__annotations__ = {one.name: one.annotation for one in parameters}
+    taking.made_of = made_of  # type: ignore[attr-defined]
+    return taking
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """True if the parameter ``name`` stands on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def add(group: typer.Typer, verb: Callable[..., None], name: str | None = None, hidden: bool = False) -> None:
+    """Add a verb to a group of commands, by default under the name of its function."""
+    group.command(name or verb.__name__.replace("_", "-"), cls=Verb, hidden=hidden)(takes(verb))

@@ -1,17 +1,25 @@
-"""hddm train expert, hddm train router."""
+"""hddm train expert, hddm train router, hddm train all."""
 
+import contextlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hddm.training.settings import FIXED_BY_INIT, ExpertSettings, RouterSettings, RunOptions
-from hddm_cli.options import InputArgument, InputOption, Out, Overwrite, refuse_given
-from hddm_cli.training_options import GivenOptions, takes
-from hddm_cli.usage import Verb
+from hddm.training.settings import (
+    AllSettings,
+    ExpertSettings,
+    RouterSettings,
+    RunOptions,
+    parse_objectives,
+    refuse_fixed,
+)
+from hddm.utils.errors import UsageError, asked, counted
+from hddm_cli.options import Config, InputArgument, InputOption, Out, Overwrite, Without
 
-commands = typer.Typer(help="Train one expert, all experts or the router.", no_args_is_help=True)
-
+if TYPE_CHECKING:
+    from hddm.training.islands import Island, Outcome
 
 Init = Annotated[
     Path | None, InputOption(help="Expert to continue from, with its network, prediction and schedule.")
@@ -21,26 +29,31 @@ Schedule = Annotated[
 ]
 
 
-@commands.command("expert", cls=Verb)
-@takes(ExpertSettings, RunOptions)
+def refuse_unfinished(out: Path, run: RunOptions, overwrite: bool) -> None:
+    """Refuse a run that is in the way of a new one."""
+    from hddm.training.resume import refuse_run
+
+    if not (run.resume or overwrite):
+        refuse_run(out)
+
+
 def expert(
-    context: typer.Context,
     shard: Annotated[Path, InputArgument(help="Shard folder, written by hddm partition or hddm encode.")],
     out: Out,
+    settings: ExpertSettings,
+    run: RunOptions,
     init: Init = None,
     schedule: Schedule = None,
     overwrite: Overwrite = False,
-    **given: Any,
+    config: Config = None,
 ) -> None:
     """Train one expert on one shard.
 
     Checkpoints, TensorBoard logs and sample grids are saved in OUT.run; --resume continues from there.
     """
-    options = GivenOptions(context, given)
     if init is not None:
-        refuse_given(context, "--init fixes it", *FIXED_BY_INIT)
-        options.refuse_in_file("--init fixes it", *FIXED_BY_INIT)
-    settings, run = options.settings(ExpertSettings), options.run()
+        refuse_fixed(settings, schedule)
+    refuse_unfinished(out, run, overwrite)
 
     from hddm.training.continuation import continue_expert
     from hddm.training.expert import train_expert
@@ -57,20 +70,18 @@ def expert(
         typer.echo(f"{out}: {summary_of(losses)}")
 
 
-@commands.command("router", cls=Verb)
-@takes(RouterSettings, RunOptions, without=("sample_every",))
 def router(
-    context: typer.Context,
     shards: Annotated[
         list[Path], InputArgument(help="Partition folders, written by hddm partition or hddm encode.")
     ],
     out: Out,
+    settings: RouterSettings,
+    run: Annotated[RunOptions, Without(("sample_every",))],
     overwrite: Overwrite = False,
-    **given: Any,
+    config: Config = None,
 ) -> None:
     """Train the router, which recognises shards from noisy images."""
-    options = GivenOptions(context, given)
-    settings, run = options.settings(RouterSettings), options.run()
+    refuse_unfinished(out, run, overwrite)
 
     from hddm.experts.records import FORMAT, ROUTER_FILE, RouterRecord
     from hddm.training.loop import summary_of
@@ -92,3 +103,82 @@ def router(
             f"{out}: calibrated on {sum(found['held_out_images'])} images kept from training: expected "
             f"calibration error {found['ece_before']:.4f} → {found['ece_after']:.4f}"
         )
+
+
+def train_all(
+    shards: Annotated[
+        Path,
+        InputOption(metavar="FOLDER", help="Partition folder, written by hddm partition or hddm encode."),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder of all experts (OUT/expert_0, OUT/expert_1, …).")],
+    settings: AllSettings,
+    run: RunOptions,
+    parallel: Annotated[
+        int | None, typer.Option(min=1, help="Experts trained at the same time. Default: 1.")
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(help="Address of a Ray cluster to train on, or local. Default: without Ray."),
+    ] = None,
+    retries: Annotated[
+        int, typer.Option(min=0, help="Maximum number of restarts of an expert whose process is killed.")
+    ] = 3,
+    init: Init = None,
+    schedule: Schedule = None,
+    overwrite: Overwrite = False,
+    config: Config = None,
+) -> None:
+    """Train an expert on every shard.
+
+    Each trains alone, in its own process or on a Ray cluster. If a process is killed, its expert restarts
+    from the last checkpoint and the others continue. Use --resume to finish what is left.
+    """
+    if init is not None:
+        refuse_fixed(settings, schedule)
+    if ray is not None and parallel is not None:
+        raise UsageError("--parallel: the cluster decides how many run at a time; drop one of the two")
+
+    from hddm.data.shard_records import find_shards
+
+    folders = find_shards(shards)
+    with asked():
+        objectives = parse_objectives(settings.objective, len(folders))
+    of = {name: settings.with_objective(name) for name in set(objectives)}
+    refuse_unfinished(out, run, overwrite)
+    # Only now, since a slip in an option is reported at once.
+    from hddm.training.islands import make_islands, refuse_failed
+    from hddm.utils.files import alone
+
+    with asked():
+        islands = make_islands(folders, out, objectives, of, run, schedule, init, overwrite)
+    # Two of these with one --out would each train some of the experts.
+    with alone(out):
+        outcomes = _trained(islands, parallel or 1, retries, ray)
+    for one in outcomes:
+        if one.summary:
+            typer.echo(f"{one.island.out}: {one.summary}")
+    refuse_failed(outcomes)
+
+
+def _trained(islands: Sequence["Island"], parallel: int, retries: int, ray: str | None) -> list["Outcome"]:
+    """Train ``islands`` with a bar each, and return how each ended."""
+    from hddm.training.fitting import CALIBRATION_COST
+    from hddm.training.islands import train_islands
+    from hddm.utils.progress import Progress, TrainingProgress
+    from hddm.utils.ray_workers import RayWorkers
+    from hddm.utils.workers import Workers
+
+    by_index = {island.index: island for island in islands}
+    backend = Workers(parallel, retries) if ray is None else RayWorkers(ray, retries)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(Progress(None, f"train {counted(len(islands), 'expert')}", is_drawn=False))
+        bars: dict[int, TrainingProgress] = {}
+
+        def on_step(index: int, step: int, loss: float, seconds: float) -> None:
+            if index not in bars:
+                of = by_index[index]
+                bar = TrainingProgress(of.settings.steps, of.settings.batch_size, of.name, CALIBRATION_COST)
+                bars[index] = stack.enter_context(bar)
+            bars[index].reach(step, loss, seconds)
+
+        return train_islands(islands, backend, on_step)

@@ -23,14 +23,14 @@ _TOPICS = {
     "allow_mixed_sizes",
     "VAE and text encoder": "vae text_encoder tokenizer",
     "Image size": "resolution random_crop image_interpolation_mode",
-    "Content": "prompt negative_prompt class_labels conditions height width",
+    "Content": "prompts negative_prompt class_labels conditions height width",
     "Editing": "init_image strength mask resampling_steps",
     "Guidance": "guidance_scale guide_by cfg_channels guidance_interval guidance_rescale",
     "Features": "features cache save_classifier",
     "Strategies": "strategies store",
     "Students of few steps": "sampling_steps trajectories",
     "Limits": "max_images max_steps max_queue timeout",
-    "Speed and memory": "batch_size batching device dtype offload max_memory compile compile_networks "
+    "Speed and memory": "batch_size batching device dtype offload max_memory compile "
     "mixed_precision gradient_accumulation_steps gradient_checkpointing fsdp threads",
 }
 _WORDS = {
@@ -42,7 +42,7 @@ _WORDS = {
     "NUMBER": "start parallel retries workers max_queue router_every resampling_steps expert text_dim "
     "gradient_accumulation_steps trajectories",
     "SHARE": "condition_dropout weak_at strength guidance_rescale",
-    "TEXT": "prompt negative_prompt message",
+    "TEXT": "prompts negative_prompt message",
     "ADDRESS": "host ray",
     "PROJECT": "wandb",
     "LOW:HIGH": "noise_range",

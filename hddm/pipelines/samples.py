@@ -9,17 +9,15 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any
 
 import torch
-from pydantic import Field, model_validator
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hddm.conditions import LABELS, Conditions, check_labels, class_indices
 from hddm.data.images import open_image, save_png, to_bytes
 from hddm.data.sources.base import LARGEST_FILE
-from hddm.editing import DEFAULT_RESAMPLING
 from hddm.evaluation.expert_use import ExpertUse
 from hddm.experts.loading import DTYPES
 from hddm.networks.folders import sha256_once
@@ -30,14 +28,14 @@ from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.pipelines.sheets import sheet_path, write_sheet
 from hddm.routers import MomentsRouter, Router
 from hddm.running import Batch, Plan
-from hddm.sampling import Positive, SamplingSettings, batches
+from hddm.sampling import batches, guidance_of, plan_arguments
 from hddm.utils.errors import HddmError, UsageError, asked
 from hddm.utils.files import read_json, read_whole, sha256_of, write_json
 from hddm.utils.progress import Progress
-from hddm.utils.records import EXPERT_FILE, SAMPLING_FILE, Seed, content_hash
+from hddm.utils.records import EXPERT_FILE, SAMPLING_FILE, content_hash
+from hddm.utils.settings import SampleSettings
 from hddm.utils.tensors import available_device, read_safetensors
 from hddm.utils.work import Draft, differences, open_draft
-from hddm.velocity import Guidance
 
 FORMAT = "1.4"
 LATENTS_FILE = "latents.safetensors"
@@ -49,78 +47,6 @@ ENOUGH = 32
 NEGATIVE = "negative_"
 
 log = logging.getLogger(__name__)
-
-
-class SampleSettings(SamplingSettings):
-    """Checked options of ``hddm sample``, as recorded beside the images.
-
-    Image i, counted from ``start``, depends on ``seed`` and i alone, not on the batch size.
-    """
-
-    num_images: Positive = 16
-    seed: Seed = 0
-    start: Seed = 0
-    shift: float | None = None
-    """Shift of the time grid; None for the model's own."""
-    expert: int | None = None
-    router_every: Positive = 1
-    calibration: Literal["experts+router", "experts", "router", "none"] = "experts+router"
-    """Calibrations that count: the experts' near t = 1, the router's temperatures, both or none. An expert
-    that was trained in its own keeps it."""
-    router_temperature: Annotated[float, Field(gt=0, le=1e9)] = 1.0
-    """Factor on all temperatures of the router."""
-    cfg_channels: int | None = None
-    guidance_interval: tuple[float, float] = (0.0, 1.0)
-    guidance_rescale: Annotated[float, Field(ge=0, le=1)] = 0.0
-    class_labels: str | None = None
-    """Names or numbers, comma-separated, cycled over the images."""
-    prompts: tuple[str, ...] = ()
-    """Cycled over the images."""
-    negative_prompt: str | None = None
-    conditions: Path | None = None
-    """A safetensors file of conditions by keyword, and of negative ones as ``negative_<keyword>``, cycled."""
-    init_image: Path | None = None
-    """A picture that all images begin with."""
-    strength: Annotated[float, Field(ge=0, le=1)] | None = None
-    """How much of it is new; by default 0.8, with a mask 1."""
-    mask: Path | None = None
-    """A picture that is white where images are new."""
-    resampling_steps: Positive = DEFAULT_RESAMPLING
-    """Repeats of each step, with a mask."""
-    height: Positive | None = None
-    """Image height in pixels; None for the model's own."""
-    width: Positive | None = None
-    batch_size: Positive = 64
-    device: str = "auto"
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    offload: Literal["none", "ram", "disk"] = "none"
-    max_memory: Positive | None = None
-    """Bytes of weights on the device at most."""
-    compile: bool = False
-    output_type: Literal["png", "latent"] = "png"
-
-    @model_validator(mode="after")
-    def _checked(self) -> Self:
-        # Guidance checks its own numbers.
-        _ = self.guidance
-        return self
-
-    @property
-    def numbers(self) -> range:
-        """Numbers of the images."""
-        return range(self.start, self.start + self.num_images)
-
-    @property
-    def guidance(self) -> Guidance:
-        """Scale and the other guidance options."""
-        interval, rescale = self.guidance_interval, self.guidance_rescale
-        return Guidance(self.guidance_scale, self.cfg_channels, interval, rescale, self.guide_by)
-
-    @property
-    def plan_arguments(self) -> dict[str, Any]:
-        """Arguments of `hddm.sampling.plan`."""
-        own = {name: getattr(self, name) for name in ("shift", "expert", "router_every")}
-        return super().plan_arguments | own | {"noise": Seeded(self.seed)}
 
 
 def sample_to_folder(
@@ -205,7 +131,8 @@ def _calibrate(pipeline: HDDMPipeline, settings: SampleSettings) -> None:
 def planned(pipeline: HDDMPipeline, settings: SampleSettings, image: Any = None, mask: Any = None) -> Plan:
     """The plan of samples with these settings, which begin with ``image`` where ``mask`` is white."""
     sizes = settings.resampling_steps, settings.height, settings.width
-    return pipeline.plan(Begin(image, mask, settings.strength, *sizes), **settings.plan_arguments)
+    begin, noise = Begin(image, mask, settings.strength, *sizes), Seeded(settings.seed)
+    return pipeline.plan(begin, **plan_arguments(settings), noise=noise)
 
 
 class _Run:
@@ -350,7 +277,7 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> Conditions:
 
     Raises `HddmError` for conditions that cannot be read or encoded, or that have two sources.
     """
-    guidance, path, file = settings.guidance, settings.conditions, f"--conditions {settings.conditions}"
+    guidance, path, file = guidance_of(settings), settings.conditions, f"--conditions {settings.conditions}"
     classes, text = pipeline.ensemble.classes, TEXT_CONDITIONS[0]
     tensors = {} if path is None else read_safetensors(path)
     for name, value in tensors.items():

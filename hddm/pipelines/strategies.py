@@ -10,10 +10,11 @@ from hddm.evaluation.compare import figure_at
 from hddm.evaluation.evaluate import evaluate_folder
 from hddm.evaluation.features import INCEPTION
 from hddm.evaluation.results import Evaluation, ResultGroup, read_groups
-from hddm.pipelines.samples import SampleSettings, sample_to_folder
+from hddm.pipelines.samples import sample_to_folder
 from hddm.routers import Strategy
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json, write_json, write_whole
+from hddm.utils.settings import SampleSettings
 from hddm.utils.work import differences
 
 STRATEGIES = ("draw", "commit-0.92", "commit-0.68", "top-1", "top-2", "full")

@@ -40,7 +40,7 @@ from hddm.evaluation.expert_use import ExpertUse
 from hddm.noise import Seeded
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.running import Batch, NotFinite, Plan, gathered, run
-from hddm.sampling import batches, plan
+from hddm.sampling import batches, guidance_of, plan, plan_arguments
 from hddm.serving.requests import (
     FAILED,
     LARGEST_BODY,
@@ -268,8 +268,8 @@ class Front:
         pipeline, prompt = self.pipeline, wanted.prompt
         labels = [prompt] if prompt in pipeline.ensemble.classes else None
         texts = prompt if labels is None and (prompt or pipeline.takes_prompts) else None
-        asked = pipeline.encode(texts, labels, wanted.negative_prompt, wanted.guidance.by_condition)
-        how = plan(self.ensemble, **wanted.plan_arguments, expert=expert, noise=Seeded(wanted.seed))
+        asked = pipeline.encode(texts, labels, wanted.negative_prompt, guidance_of(wanted).by_condition)
+        how = plan(self.ensemble, **plan_arguments(wanted), expert=expert, noise=Seeded(wanted.seed))
         refuse_more("steps", how.steps, self.limits.steps)
         numbers = range(wanted.start, wanted.start + wanted.n)
         parts = list[Part]()

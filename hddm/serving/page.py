@@ -22,13 +22,13 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from PIL import Image, ImageOps
 
-from hddm.pipelines.samples import SampleSettings
 from hddm.sampling import plan
 from hddm.serving.painting import Opened, Painted, Panel, paint
 from hddm.solvers import SOLVERS
 from hddm.utils.errors import HddmError, counted, optional
 from hddm.utils.processes import environment
 from hddm.utils.records import OPTIONS, parse_record
+from hddm.utils.settings import SampleSettings
 
 HOST, PORTS = "127.0.0.1", 20
 """Address of the page, and how many ports are tried."""

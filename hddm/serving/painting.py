@@ -21,12 +21,13 @@ from hddm.data.images import save_png, to_bytes
 from hddm.evaluation.expert_use import ExpertUse
 from hddm.experts.loading import DTYPES
 from hddm.pipelines.pipeline import HDDMPipeline
-from hddm.pipelines.samples import SampleSettings, planned, read_cycles
+from hddm.pipelines.samples import planned, read_cycles
 from hddm.running import Batch, Plan, run
 from hddm.sampling import batches, plan
 from hddm.solvers import OnStep
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.records import EXPERT_FILE
+from hddm.utils.settings import SampleSettings
 from hddm.utils.tensors import available_device
 
 Edit = Mapping[str, Any]

@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from hddm.sampling import KnownStrategy, SamplingSettings
 from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.records import Seed, parse_record
+from hddm.utils.settings import SamplingSettings, StrategyName
 from hddm.utils.streams import NUMBERS
 
 LARGEST_BODY = 1 << 16
@@ -88,7 +88,7 @@ class ImageRequest(SamplingSettings):
     """Report the progress in server-sent events."""
     seed: Seed = Field(default_factory=lambda: secrets.randbelow(NUMBERS))
     start: Seed = 0
-    strategy: Annotated[KnownStrategy, Field(max_length=40)] | None = None
+    strategy: Annotated[StrategyName, Field(max_length=40)] | None = None
     guidance_scale: Annotated[float, Field(ge=-LARGEST_GUIDANCE, le=LARGEST_GUIDANCE)] = 1.0
     negative_prompt: Prompt | None = None
 

@@ -21,10 +21,9 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_v
 from hddm.utils.errors import HddmError, UsageError, did_you_mean
 from hddm.utils.files import read_yaml
 from hddm.utils.records import OPTIONS, WHOLE, NoiseRange, Record, Seed, parse_record
+from hddm.utils.settings import Described, Positive, Share, Shown, StrategyName
 
-Positive = Annotated[int, Field(ge=1)]
 Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1)]
 
 # Depth, width and heads.
 _WIDTHS = {"S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16)}
@@ -73,27 +72,20 @@ SamplingSteps = Annotated[
 TEXT = "encoder_hidden_states"
 """Keyword of a network for the tokens of captions."""
 
-FIXED_BY_INIT = ("size", "schedule", "prediction", "weighting", "rotary")
-"""What cannot be requested of a network that goes on."""
-
 Open = TypeVar("Open")
 """None in settings, where a value may be left open; Never in a recipe, where every value is known."""
 OPEN: Any = None
 
 
-class Described(Record):
-    """A record whose fields are described by the texts below them."""
-
-    # Defaults are validated, since a recipe does not allow the None that leaves a value open.
-    model_config = ConfigDict(use_attribute_docstrings=True, defer_build=True, validate_default=True)
-
-
 class LoopFields(Described, Generic[Open]):
     """The optimisation: linear warm-up with cosine decay to zero, and a float32 moving average."""
 
+    # A recipe does not allow the None that leaves a value open.
+    model_config = ConfigDict(validate_default=True)
+
     steps: Positive
     """Training steps. Required, here or in --config."""
-    batch_size: Positive = 128
+    batch_size: Annotated[Positive, Shown(topic="Training")] = 128
     """Images per step, over all devices."""
     size: Size = "small"
     """Network size: tiny, mini, small, S/2 to XL/8, or DEPTHxWIDTH/PATCH as 6x192/2."""
@@ -214,13 +206,13 @@ class DistillFields(DenoiserFields[Open], Generic[Open]):
 
     teacher: Literal["shard", "routed"] = "shard"
     """Teacher: the expert of each image's shard (shard) or the mixture (routed)."""
-    strategy: str | None = None
+    strategy: StrategyName | None = None
     """Strategy of the routed teacher. Default: the ensemble's; full for draw and commit-X."""
     sampling_steps: SamplingSteps | None = None
     """Number of sampling steps to train for; needs --init. Default: any."""
     trajectories: Positive = 8192
     """Teacher trajectories that a student of few steps learns from."""
-    guidance_scale: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    guidance_scale: Annotated[float, Field(allow_inf_nan=False), Shown(topic="Students of few steps")] = 1.0
     """Guidance scale of the teacher of a student of few steps; 1 is none."""
 
     @model_validator(mode="after")
@@ -243,6 +235,31 @@ Recipe = LoopFields[Never]
 
 class ExpertSettings(ExpertFields[None]):
     """What is requested of the training of an expert."""
+
+
+class AllSettings(ExpertFields[None]):
+    """What is requested of the trainings of the experts of all shards."""
+
+    objective: str  # type: ignore[assignment]
+    """Objective: ddpm or flow, or one per shard, such as 0=ddpm,3=ddpm,*=flow."""
+
+    def with_objective(self, name: str) -> ExpertSettings:
+        """Settings of an expert with this objective."""
+        return ExpertSettings.model_validate(self.model_dump(exclude_unset=True) | {"objective": name})
+
+
+def refuse_fixed(settings: Record, schedule: Path | None = None) -> None:
+    """Refuse what ``--init`` fixes: a network that goes on keeps its size, prediction and schedule.
+
+    Raises:
+        UsageError: for the first that was requested.
+    """
+    fixed = [name for name in _FIXED_BY_INIT if name in settings.model_fields_set]
+    for name in (*fixed, *([] if schedule is None else ["schedule"])):
+        raise UsageError(f"--{name}: --init fixes it; leave it out")
+
+
+_FIXED_BY_INIT = ("size", "prediction", "weighting", "rotary")
 
 
 class ExpertRecipe(ExpertFields[Never]):

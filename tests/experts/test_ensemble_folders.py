@@ -13,9 +13,10 @@ from hddm.ensemble import Ensemble
 from hddm.experts.assembly import assemble, change
 from hddm.experts.records import EXPERT_FILE, read_router
 from hddm.networks.folders import WEIGHTS
-from hddm.pipelines.samples import SampleSettings, sample_to_folder
+from hddm.pipelines.samples import sample_to_folder
 from hddm.routers import Router
 from hddm.utils.errors import HddmError
+from hddm.utils.settings import SampleSettings
 from tests.artefacts import contents, copied, edit_json, into_hub_cache, largest_file
 from tests.ensemble_files import load_ensemble
 

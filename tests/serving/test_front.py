@@ -26,12 +26,13 @@ from starlette.requests import Request
 
 from hddm.experts.assembly import assemble
 from hddm.experts.records import save_expert
-from hddm.pipelines.samples import SampleSettings, sample_to_folder
+from hddm.pipelines.samples import sample_to_folder
 from hddm.serving.front import Front, Limits
 from hddm.serving.requests import Refusal
 from hddm.serving.service import names_of, serve
 from hddm.serving.workers import Answer, SampleJob, VelocityJob, Worker
 from hddm.utils.errors import HddmError, UsageError
+from hddm.utils.settings import SampleSettings
 from tests.ensemble_files import (
     CLASSES,
     WEIGHTS,

@@ -25,10 +25,10 @@ from PIL import Image
 
 from hddm.experts.assembly import assemble
 from hddm.experts.records import save_expert
-from hddm.pipelines.samples import SampleSettings
 from hddm.serving.page import EVERY, HOST, LESS, MASK, START, WHOLE, Play, results, serve, strip
 from hddm.serving.painting import Opened, Panel, paint, preview
 from hddm.utils.errors import HddmError
+from hddm.utils.settings import SampleSettings
 from tests.artefacts import Command
 from tests.browser import CHROMIUM, Browser
 from tests.ensemble_files import flow_expert, write_ensemble
