@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from hddm import schedules
     from hddm.ensemble import Ensemble as Ensemble
     from hddm.experts.loading import load as load
+    from hddm.pipelines.drop_in import drop_in as drop_in
     from hddm.pipelines.pipeline import HDDMPipeline as HDDMPipeline
     from hddm.sampling import sample as sample
     from hddm.velocity import VelocityField as VelocityField
@@ -21,10 +22,11 @@ _HOMES = {
     "Ensemble": "hddm.ensemble",
     "HDDMPipeline": "hddm.pipelines.pipeline",
     "VelocityField": "hddm.velocity",
+    "drop_in": "hddm.pipelines.drop_in",
     "load": "hddm.experts.loading",
     "sample": "hddm.sampling",
 }
-__all__ = ["Ensemble", "HDDMPipeline", "HddmError", "VelocityField", "load", "sample", "schedules"]
+__all__ = ["Ensemble", "HDDMPipeline", "HddmError", "VelocityField", "drop_in", "load", "sample", "schedules"]
 
 
 def __getattr__(name: str) -> Any:

@@ -248,7 +248,7 @@ class NetworkWrapper(nn.Module):
         return call(self.model, x, timestep, {**conditions, **text})[:, : x.shape[1]]
 
 
-_ADDED = ("text_embeds", "time_ids", "resolution", "aspect_ratio")
+ADDED = ("text_embeds", "time_ids", "resolution", "aspect_ratio")
 """Conditions that diffusers nests in ``added_cond_kwargs``."""
 
 
@@ -260,8 +260,8 @@ def call(model: ModelMixin, x: Tensor, timestep: Tensor, conditions: Mapping[str
     if isinstance(model, ExpertTransformer):
         output: Tensor = model(x, timestep, **conditions)
         return output
-    given: dict[str, Any] = {name: value for name, value in conditions.items() if name not in _ADDED}
-    if added := {name: value for name, value in conditions.items() if name in _ADDED}:
+    given: dict[str, Any] = {name: value for name, value in conditions.items() if name not in ADDED}
+    if added := {name: value for name, value in conditions.items() if name in ADDED}:
         given["added_cond_kwargs"] = added
     is_packed = type(model).__name__ == FLUX
     if is_packed:

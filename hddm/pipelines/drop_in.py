@@ -1,0 +1,273 @@
+"""An ensemble or an expert in place of the network of a diffusers pipeline.
+
+The pipeline calls its network with a state y = a x_0 + s eps on its scheduler's path, at a timestep. The
+stand-in takes both to the common path, lets the experts give the velocity v there, and returns what the
+scheduler expects:
+
+    t = s/(a + s),  x = y/(a + s),  x_0 = x - t v,  eps = x + (1 - t) v
+    epsilon: eps · sample: x_0 · v_prediction: a eps - s x_0 · flow: v
+
+So everything that works around a network goes on working: guidance, image-to-image, inpainting, ControlNet,
+callbacks, and each of diffusers' schedulers, also one that is exchanged later.
+"""
+
+import hashlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
+from torch import Tensor, nn
+
+from hddm.conditions import Guidance, Inputs
+from hddm.ensemble import Ensemble
+from hddm.networks.wrappers import FLUX, has_variance_head, own_time_factor, pack, unpack
+from hddm.routers import Choice
+from hddm.schedules import LinearSchedule, Schedule, declared_prediction_type, from_diffusers
+from hddm.utils.errors import HddmError
+from hddm.utils.tensors import append_dims, sent, to_float64
+from hddm.velocity import ROUNDING, PredictionType, VelocityField
+
+_NETWORKS = ("unet", "transformer")
+_FLOW_STEPS = 1000.0
+"""Timesteps of a flow-match scheduler in all of t."""
+_RESIDUALS = {
+    "UNet2DConditionModel": ("down_block_additional_residuals", "mid_block_additional_residual"),
+    "SD3Transformer2DModel": ("block_controlnet_hidden_states",),
+    FLUX: ("controlnet_block_samples", "controlnet_single_block_samples"),
+}
+"""What a ControlNet adds inside a network, by the network's class."""
+
+
+def drop_in(model: VelocityField | Ensemble, pipe: DiffusionPipeline) -> "DropIn":
+    """A module that stands in for ``pipe.unet`` or ``pipe.transformer``.
+
+        pipe.unet = hddm.drop_in(hddm.load("ensemble"), pipe)
+
+    With one expert that was made of the pipeline's own weights, images equal those of the pipeline up to
+    rounding. Under ``draw`` the initial noise of an image decides which expert makes it, so that the same
+    generator gives the same image.
+
+    Args:
+        model: an expert, or an ensemble with any strategy. Its samples are what the pipeline's network
+            denoises: pixels or latents of the same number of channels.
+        pipe: a diffusers pipeline with a network of `hddm.networks.wrappers.EXPERT_NETWORKS`. Its scheduler
+            is read at each call.
+
+    Raises:
+        HddmError: for a pipeline without such a network, or experts of other channels or of several kinds.
+            When called: for a scheduler outside the DDPM and flow-match families, a time outside the range
+            of every expert, or an input that no expert takes.
+    """
+    return DropIn(model, pipe)
+
+
+@dataclass
+class _Run:
+    """What holds from the first to the last call of one sampling."""
+
+    timesteps: object
+    """The scheduler's tensor of timesteps, which each sampling makes anew."""
+    images: int
+    places: Tensor
+    """(images,) in [0, 1), which choose experts."""
+    expert: Tensor | None = None
+    """(images,) the experts that were drawn."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The pipeline's call of its network: state (batch, C, H, W), timestep, conditions and residuals."""
+
+    state: Tensor
+    timestep: Tensor
+    conditions: dict[str, Tensor]
+    residuals: dict[str, tuple[Tensor, ...] | Tensor] = field(default_factory=dict)
+
+
+class DropIn(nn.Module):
+    """See `drop_in`. ``config`` and ``dtype`` are those of the network that it replaces."""
+
+    model: Ensemble
+    dtype: torch.dtype
+    _replaced: nn.Module
+
+    def __init__(self, model: VelocityField | Ensemble, pipe: DiffusionPipeline) -> None:
+        super().__init__()
+        name = next((one for one in _NETWORKS if getattr(pipe, one, None) is not None), None)
+        if name is None:
+            raise HddmError(f"{type(pipe).__name__} has no {' and no '.join(_NETWORKS)} to stand in for")
+        network = getattr(pipe, name)
+        ensemble = model if isinstance(model, Ensemble) else Ensemble([model], strategy="full")
+        if len(ensemble.kinds) > 1:
+            raise HddmError(f"a pipeline has one latent space, and {ensemble.describe_kinds()}")
+        channels = network.config.in_channels // (4 if _is_flux(network) else 1)
+        if ensemble.sample_shape is not None and ensemble.sample_shape[0] != channels:
+            raise HddmError(
+                f"the experts' samples have {ensemble.sample_shape[0]} channels, and {type(pipe).__name__}'s "
+                f"{name} takes {channels}"
+            )
+        modules = [one.network for one in ensemble.experts if isinstance(one.network, nn.Module)]
+        self.networks = nn.ModuleList(modules)
+        self.model, self.pipe, self.dtype = ensemble, pipe, network.dtype
+        # No submodule: the pipeline moves the experts alone.
+        vars(self)["_replaced"] = _without_weights(network)
+        self._run: _Run | None = None
+        self._path: tuple[object, Schedule, PredictionType] | None = None
+
+    @property
+    def config(self) -> Any:
+        """The config of the network that this one replaces."""
+        return self._replaced.config
+
+    @property
+    def device(self) -> torch.device:
+        """Where the experts are."""
+        return self.model.device
+
+    @property
+    def _kind(self) -> str:
+        return type(self._replaced).__name__
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_replaced":
+                raise
+            # Pipelines read sizes off their network's layers.
+            return getattr(self._replaced, name)
+
+    def forward(self, *args: Any, return_dict: bool = True, **kwargs: Any) -> Any:
+        """Called as the replaced network is; the output has the state's shape and dtype."""
+        call = self._read(*args, **kwargs)
+        schedule, prediction_type = self._scheduler()
+        is_flow = isinstance(schedule, LinearSchedule)
+        per_unit = _FLOW_STEPS / own_time_factor(self._kind) if is_flow else 1.0
+        native = to_float64(call.timestep).cpu().expand(len(call.state)) / per_unit
+        alpha, sigma = schedule.alpha_sigma(native)
+        times = sigma / (alpha + sigma)
+        self._refuse_beyond(times)
+
+        def wide(values: Tensor) -> Tensor:
+            return append_dims(sent(values, call.state.device, y.dtype), y.ndim)
+
+        y = call.state.to(torch.promote_types(call.state.dtype, torch.float32))
+        x = y / wide(alpha + sigma)
+        v = self._velocity(x, times, call)
+        x_0, eps = x - wide(times) * v, x + wide(1 - times) * v
+        match prediction_type:
+            case PredictionType.EPSILON:
+                output = eps
+            case PredictionType.SAMPLE:
+                output = x_0
+            case PredictionType.V_PREDICTION:
+                output = wide(alpha) * eps - wide(sigma) * x_0
+            case PredictionType.FLOW_PREDICTION:
+                output = v
+        if has_variance_head(self._kind, self.config):
+            output = torch.cat([output, torch.zeros_like(output)], dim=1)
+        output = (pack(output) if _is_flux(self._replaced) else output).to(call.state.dtype)
+        return Transformer2DModelOutput(sample=output) if return_dict else (output,)
+
+    def _read(self, *args: Any, **kwargs: Any) -> _Call:
+        """The call, by the signature of the network that is replaced; refuses inputs that would be lost."""
+        bound = inspect.signature(type(self._replaced).forward).bind(None, *args, **kwargs)
+        (_, _), (_, state), *rest = bound.arguments.items()
+        given = dict(rest)
+        given |= given.pop("added_cond_kwargs", None) or {}
+        given = {name: value for name, value in given.items() if value is not None and value != {}}
+        timestep = torch.as_tensor(given.pop("timestep"))
+        if "txt_ids" in given:
+            del given["txt_ids"]
+            height, width = (given.pop("img_ids")[..., 1:].flatten(0, -2).amax(0) + 1).long().tolist()
+            if height * width != state.shape[1]:
+                raise HddmError(f"{state.shape[1]} rows are no picture of {height}×{width} patches of 2×2")
+            state = unpack(state, 2 * height)
+        residuals = {one: given.pop(one) for one in _RESIDUALS.get(self._kind, ()) if one in given}
+        odd = [one for one, value in given.items() if not isinstance(value, Tensor)]
+        if odd:
+            raise HddmError(f"{', '.join(odd)}: the experts have no such input; leave it out")
+        return _Call(state, timestep, given, residuals)
+
+    def _scheduler(self) -> tuple[Schedule, PredictionType]:
+        """Path and prediction type of the scheduler that the pipeline has now."""
+        config = self.pipe.scheduler.config
+        if self._path is None or self._path[0] is not config:
+            predicts = declared_prediction_type(self.pipe.scheduler) or PredictionType.EPSILON
+            self._path = config, from_diffusers(self.pipe.scheduler), PredictionType.parse(predicts)
+        return self._path[1:]
+
+    def _refuse_beyond(self, times: Tensor) -> None:
+        experts = self.model.experts
+        if any(one.calibration is not None for one in experts):
+            return
+        low, high = min(one.range[0] for one in experts), max(one.range[1] for one in experts)
+        if (beyond := (times < low - ROUNDING) | (times > high + ROUNDING)).any():
+            raise HddmError(
+                f"t = {float(times[beyond][0]):.4g} of the pipeline's scheduler lies outside the range of all"
+                f" experts, {low:.4g} to {high:.4g}; to extend it: hddm calibrate"
+            )
+
+    def _velocity(self, x: Tensor, times: Tensor, call: _Call) -> Tensor:
+        model, conditions = self.model, call.conditions
+        choice = Choice(self._weights(x, times, conditions))
+        inputs = model.inputs_by_expert(x, choice, Guidance(1.0), {}, conditions)
+        if call.residuals:
+            here = {k: rows for k, (rows, _) in choice.parts(x.device).items()}
+            inputs = {
+                k: Inputs(own.guidance, {**own.conditions, **_rows(call.residuals, here[k])}, {})
+                for k, own in inputs.items()
+            }
+        return model.mix(x, times, choice, inputs)
+
+    def _weights(self, x: Tensor, times: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
+        """Weights (batch, K): of the strategy, or 1 for the expert that an image has drawn."""
+        model, run = self.model, self._run
+        if run is None or run.timesteps is not self.pipe.scheduler.timesteps:
+            run = self._run = _new_run(self.pipe.scheduler.timesteps, x)
+        commits = model.commits_at
+        is_drawn = model.strategy == "draw" or (commits is not None and bool((times <= commits).any()))
+        if not is_drawn:
+            return model.weights(x, times, conditions=conditions)
+        if run.expert is None:
+            own = {name: value[: run.images] for name, value in conditions.items()}
+            if commits is None:
+                rows = model.prior_of(run.images, own)
+            else:
+                rows = model.under("full").weights(x[: run.images], times[: run.images], conditions=own)
+            run.expert = (rows.cumsum(1) <= run.places[:, None]).sum(1).clamp(max=len(model.experts) - 1)
+        return model.weights(x, times, run.expert[torch.arange(len(x)) % run.images])
+
+
+def _new_run(timesteps: object, x: Tensor) -> _Run:
+    """Images of a batch whose rows may be repeated, once per branch of guidance, and their places."""
+    branches = next(n for n in (3, 2, 1) if len(x) % n == 0 and all(map(x.chunk(n)[0].equal, x.chunk(n))))
+    own = x[: len(x) // branches].float().cpu()
+    digests = [hashlib.sha256(row.numpy().tobytes()).digest() for row in own]
+    places = [int.from_bytes(one[:6], "big") / 2**48 for one in digests]
+    return _Run(timesteps, len(own), torch.tensor(places, dtype=torch.float64))
+
+
+def _rows(residuals: Mapping[str, tuple[Tensor, ...] | Tensor], rows: Tensor | None) -> dict[str, Any]:
+    if rows is None:
+        return dict(residuals)
+    return {
+        name: one[rows] if isinstance(one, Tensor) else tuple(level[rows] for level in one)
+        for name, one in residuals.items()
+    }
+
+
+def _is_flux(network: object) -> bool:
+    return type(network).__name__ == FLUX
+
+
+def _without_weights(network: Any) -> Any:
+    """The same network without memory for its weights, so that the original one can be freed."""
+    if isinstance(network, DropIn):
+        return network._replaced
+    with torch.device("meta"):
+        return type(network).from_config(network.config)
