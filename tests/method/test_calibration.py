@@ -228,15 +228,6 @@ def test_the_same_seed_gives_the_same_calibration() -> None:
     assert not torch.equal(one.weights, other.weights)
 
 
-def test_calibrated_velocity_keeps_dtype_and_shape(calibration: Calibration) -> None:
-    for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        x_t = torch.ones(6, *SHAPE, dtype=dtype)
-        v = _expert(calibration).velocity(x_t, torch.linspace(0, 1, 6))
-        assert v.dtype == dtype
-        assert v.shape == x_t.shape
-        assert v.isfinite().all()
-
-
 def test_the_more_a_condition_says_the_less_the_moments_count() -> None:
     # Two far-apart classes: with its label an image's mean is known, which the joint moments do not tell.
     noise = torch.Generator().manual_seed(0)

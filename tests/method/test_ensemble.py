@@ -187,16 +187,6 @@ def test_an_expert_without_conditions_or_of_settings_alone_takes_part_unguided()
         ensemble.velocity(x_t, t, 2.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_velocity_has_the_dtype_and_shape_of_the_state(dtype: torch.dtype) -> None:
-    experts = _experts(FOUR_KINDS)
-    ensemble = Ensemble(experts, exact_router(SHARDS, PRIOR), "full")
-    v = ensemble.velocity(torch.ones(5, *SHAPE, dtype=dtype), torch.linspace(0, 1, 5))
-    assert v.dtype == dtype
-    assert v.shape == (5, *SHAPE)
-    assert v.isfinite().all()
-
-
 @pytest.mark.parametrize(
     "prior", [[1.0], [1.0, -0.1], [0.0, 0.0], [1.0, float("nan")], [1.0, float("inf")]], ids=str
 )
