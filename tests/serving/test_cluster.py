@@ -153,34 +153,12 @@ def service(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield one
 
 
-@pytest.mark.parametrize("strategy", ["draw", "full"])
-def test_images_are_those_of_hddm_sample(service: Service, tmp_path: Path, strategy: str) -> None:
-    found = service.ask(prompt="dog", n=6, seed=5, steps=7, strategy=strategy)
+def test_images_are_those_of_hddm_sample(service: Service, tmp_path: Path) -> None:
+    found = service.ask(prompt="dog", n=6, seed=5, steps=7, strategy="full")
     options = ["--class-labels", "dog", "--num-images", "6", "--seed", "5", "--steps", "7"]
-    command = [
-        sys.executable,
-        "-m",
-        "hddm_cli",
-        "sample",
-        str(service.folder),
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    subprocess.run([*command, *options, "--strategy", strategy], env=os.environ | ALONE, check=True)
+    command = [sys.executable, "-m", "hddm_cli", "sample", service.folder, "--out", tmp_path / "out"]
+    subprocess.run([*command, *options, "--strategy", "full"], env=os.environ | ALONE, check=True)
     assert found == [path.read_bytes() for path in sorted((tmp_path / "out").glob("*.png"))]
-
-
-def test_the_client_of_openai_makes_an_image(service: Service) -> None:
-    import openai
-
-    client = openai.OpenAI(base_url=f"{service.url}/v1", api_key="none")
-    made = client.images.generate(model="ensemble", prompt="cat", n=2, response_format="b64_json")
-    assert made.data is not None
-    files = [base64.b64decode(one.b64_json or "") for one in made.data]
-    assert [file[:8] for file in files] == [b"\x89PNG\r\n\x1a\n"] * 2
-    assert [model.id for model in client.models.list()] == ["ensemble", "ensemble/0", "ensemble/1"]
-    with pytest.raises(openai.BadRequestError, match="it names none of cat"):
-        client.images.generate(model="ensemble", prompt="horse")
 
 
 def test_a_worker_that_is_killed_loses_no_request_and_changes_no_image(service: Service) -> None:
@@ -273,7 +251,8 @@ def test_it_listens_at_this_machine_alone_but_for_ports_that_ask_for_a_token(loc
     for name, ip, port in sorted(sockets):
         print(f"{ip:10} {port:5} {name}")
     assert (8435, "127.0.0.1") in [(port, ip) for _, ip, port in sockets]
-    outside = {name: port for name, ip, port in sockets if ip != "127.0.0.1"}
+    # Ray adds what a replica is at.
+    outside = {name.split(".")[0]: port for name, ip, port in sockets if ip != "127.0.0.1"}
     assert sorted(outside) == [f"{REPLICA}{name}" for name in ("ddpm", "flow", "front", "old")]
     for port in outside.values():
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
