@@ -27,8 +27,6 @@ from hddm.networks.layers import (
 from hddm.utils.errors import HddmError
 from hddm.utils.records import Record
 
-MODULATIONS = ("single", "zero")
-FINAL_MODULATIONS = ("table", "linear")
 INTERVAL_SCALE = 1000.0
 """Timesteps in all of t, in which intervals are embedded."""
 
@@ -277,8 +275,8 @@ def check_modulation(modulation: str, rank: int, final_modulation: str, hidden_s
     These are an unknown kind, a rank outside [0, hidden_size], and a rank beside "zero".
     """
     for name, value, known in (
-        ("modulation", modulation, MODULATIONS),
-        ("final_modulation", final_modulation, FINAL_MODULATIONS),
+        ("modulation", modulation, ("single", "zero")),
+        ("final_modulation", final_modulation, ("table", "linear")),
     ):
         if value not in known:
             raise HddmError(f"unknown {name} {value!r}: choose one of {', '.join(known)}")

@@ -65,7 +65,7 @@ WAIT = 2.0
 RESTART = 60.0
 """Seconds that a lost worker has to come back before its requests are refused."""
 
-Part = tuple[Batch, int | None]
+Piece = tuple[Batch, int | None]
 """A batch, and its expert if all its samples have the same one."""
 Image = tuple[int, bytes]
 """Number of an image in its request, and its PNG file."""
@@ -248,9 +248,9 @@ class Front:
         begun = time.monotonic()
         try:
             async with asyncio.timeout(self.limits.seconds) as limit:
-                how, parts = await self._in_thread(self._prepared, wanted, expert)
+                how, pieces = await self._in_thread(self._prepared, wanted, expert)
                 on_step(0)
-                images = await self._make(how, parts, on_step)
+                images = await self._make(how, pieces, on_step)
             taken = time.monotonic() - begun
             self.seconds.observe(taken)
             self.patience = math.ceil(taken)
@@ -263,8 +263,8 @@ class Front:
         finally:
             self.active -= 1
 
-    def _prepared(self, wanted: ImageRequest, expert: int | None) -> tuple[Plan, list[Part]]:
-        """A request's plan and its parts, with conditions encoded and experts chosen."""
+    def _prepared(self, wanted: ImageRequest, expert: int | None) -> tuple[Plan, list[Piece]]:
+        """A request's plan and its pieces, with conditions encoded and experts chosen."""
         pipeline, prompt = self.pipeline, wanted.prompt
         labels = [prompt] if prompt in pipeline.ensemble.classes else None
         texts = prompt if labels is None and (prompt or pipeline.takes_prompts) else None
@@ -272,27 +272,27 @@ class Front:
         how = plan(self.ensemble, **plan_arguments(wanted), expert=expert, noise=Seeded(wanted.seed))
         refuse_more("steps", how.steps, self.limits.steps)
         numbers = range(wanted.start, wanted.start + wanted.n)
-        parts = list[Part]()
+        pieces = list[Piece]()
         for batch in batches(how, numbers, asked.cycled(range(wanted.n)), self.limits.batch_size):
             for k in [None] if batch.expert is None else batch.expert.unique().tolist():
                 own = batch if k is None else batch.part((batch.expert == k).nonzero()[:, 0])
-                parts.append((own, k))
-        return how, parts
+                pieces.append((own, k))
+        return how, pieces
 
-    async def _make(self, how: Plan, parts: Sequence[Part], on_step: Report) -> list[Image]:
+    async def _make(self, how: Plan, pieces: Sequence[Piece], on_step: Report) -> list[Image]:
         use, done = ExpertUse(len(self.workers)), dict[int, int]()
 
         async def made(place: int, batch: Batch, k: int | None) -> tuple[Batch, Tensor]:
             def tell(step: int) -> None:
                 done[place] = step
-                if len(done) == len(parts) and step == min(done.values()):
+                if len(done) == len(pieces) and step == min(done.values()):
                     on_step(step)
 
             if batch.expert is not None:
                 use.add(1.0, torch.nn.functional.one_hot(batch.expert, len(self.experts)))
             return batch, await self._samples(how, batch, k, tell, use)
 
-        found = await asyncio.gather(*(made(place, *part) for place, part in enumerate(parts)))
+        found = await asyncio.gather(*(made(place, *piece) for place, piece in enumerate(pieces)))
         files = [await self._in_thread(self._decode, *group) for group in gathered(found)]
         images = sorted(image for group in files for image in group)
         shares = dict(zip(self.experts, use.shares.tolist(), strict=True))
