@@ -123,7 +123,7 @@ def read_classes(path: Path) -> dict[str, ClassNames]:
     experts/theirs: {car: automobile}
     """
     classes: dict[str, ClassNames] = {}
-    for expert, names in read_yaml(path, has_numbers=True).items():
+    for expert, names in read_yaml(path).items():
         origin = f"{path}: {one_line(expert, 60)}"
         listed = dict(enumerate(names)) if isinstance(names, list) else names
         if not isinstance(listed, dict) or not listed:
@@ -137,9 +137,7 @@ def read_classes(path: Path) -> dict[str, ClassNames]:
             named[int(key) if key.isdecimal() else key] = composed(str(name))
         if len(named) < len(listed):
             raise HddmError(f"{origin}: has a number twice; name each class once")
-        if str(expert) in classes:
-            raise HddmError(f"{path}: {expert} is named twice; name it once")
-        classes[str(expert)] = list(named.values()) if isinstance(names, list) else named
+        classes[expert] = list(named.values()) if isinstance(names, list) else named
     return classes
 
 

@@ -371,9 +371,9 @@ def read_json(path: Path, largest: int = LARGEST_JSON) -> dict[str, Any]:
     return parse_object(read_whole(path, largest), str(path))
 
 
-def read_yaml(path: Path, has_numbers: bool = False) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
     """Read the mapping in a YAML file; raises `HddmError` as `read_whole` and `parse_yaml`."""
-    return parse_yaml(read_whole(path, LARGEST_YAML), str(path), has_numbers)
+    return parse_yaml(read_whole(path, LARGEST_YAML), str(path))
 
 
 def read_whole(path: Path, largest: int) -> bytes:

@@ -210,7 +210,7 @@ def test_overwriting_spares_what_hddm_did_not_write(tmp_path: Path) -> None:
         (b"{", "cannot be read as JSON"),
         (b"\xff\xfe{}", "cannot be read as JSON"),
         (b"[1]", "no JSON object"),
-        (b"[" * 10**5, "is nested more than 64 levels deep"),
+        (b"[" * 10**5, "nested too deeply"),
     ],
 )
 def test_unreadable_json_is_named_in_one_line(content: bytes | None, why: str, tmp_path: Path) -> None:
