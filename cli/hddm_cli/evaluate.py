@@ -39,10 +39,6 @@ def evaluate(
     save_classifier: Annotated[
         Path | None, typer.Option(help="File to save the trained classifier to, for other evaluations.")
     ] = None,
-    shards: Annotated[
-        Path | None,
-        InputOption(metavar="FOLDER", help="Partition folder of the training images, for results per shard."),
-    ] = None,
     domain: Annotated[
         list[str] | None,
         typer.Option(
@@ -87,7 +83,7 @@ def evaluate(
     if strategies is not None:
         if out is None:
             raise UsageError("--strategies keeps samples and results in a folder; name it by --out")
-        of_images = "save_classifier shards max_bad as_json overwrite validation domain mirrored brief"
+        of_images = "save_classifier max_bad as_json overwrite validation domain mirrored brief"
         refuse_given(context, "does not go with --strategies", *of_images.split())
         from hddm.pipelines.strategies import Measure
 
@@ -101,18 +97,11 @@ def evaluate(
 
     from hddm.evaluation.compare import summary
     from hddm.evaluation.evaluate import evaluate_folder
-    from hddm.evaluation.images import check_images
     from hddm.evaluation.results import Result, ResultGroup
     from hddm.utils.errors import shown
     from hddm.utils.files import write_whole
     from hddm.utils.progress import Progress
 
-    check_images(images, "images")
-    check_images(reference, "reference")
-    if held_out is not None:
-        check_images(held_out, "held_out")
-    if validation is not None:
-        check_images(validation, "validation")
     domains = {one.partition("=")[0]: one.partition("=")[2].split(",") for one in domain or ()}
     with Progress(None, "measure"):
         result = evaluate_folder(
@@ -122,7 +111,6 @@ def evaluate(
             allow_few,
             validation=validation,
             features=features,
-            shards=shards,
             domains=domains or None,
             mirrored=mirrored,
             brief=brief,

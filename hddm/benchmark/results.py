@@ -263,7 +263,7 @@ class Results(Record):
         """The score of a row that verdicts are about."""
         found = row.figure(self.decides)
         assert found is not None
-        return replace(found, samples=frozenset({row.one.evaluation.images}))
+        return found
 
     def shown(self, row: Row, path: str) -> str:
         """Mean, half-width over samples and spread over trainings of a score, – where it was not measured."""
@@ -336,6 +336,8 @@ def _contrast(results: Results, ours: Row, base: Row) -> Contrast:
         why = f"{' and '.join(failed)}: did not learn, since a classifier recognises too few of its samples"
     elif fixed:
         why = f"{' and '.join(fixed)}: one set of weights in every seed, so no other training is judged"
+    elif (a := ours.one.evaluation.images) != (b := base.one.evaluation.images):
+        why = f"{a:,} against {b:,} samples"
     return Contrast(results.decisive(ours), results.decisive(base), "lower", why)
 
 

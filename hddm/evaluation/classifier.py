@@ -106,22 +106,16 @@ def load_classifier(path: Path, channels: int) -> FeatureClassifier:
 
     Raises `HddmError` for a missing file, another network, or other channels.
     """
-    if not path.is_file():
-        raise HddmError(f"{path}: no such file of a classifier; --save-classifier writes one")
     weights = read_safetensors(path)
-    first, head = weights.get("body.0.weight"), weights.get("head.weight")
-    other = HddmError(f"{path}: is not a classifier of hddm; --save-classifier writes one")
-    if first is None or head is None or first.ndim != 4 or head.ndim != 2:
-        raise other
-    if first.shape[1] != channels:
-        raise HddmError(
-            f"{path}: is for images of {first.shape[1]} channels and these have {channels}; train another"
-        )
-    classifier = FeatureClassifier(channels, len(head))
     try:
+        known = weights["body.0.weight"].shape[1]
+        classifier = FeatureClassifier(known, len(weights["head.weight"]))
         classifier.load_state_dict(weights)
-    except RuntimeError as error:
-        raise other from error
+    except (KeyError, IndexError, TypeError, RuntimeError) as error:
+        text = "is not a classifier of hddm; --save-classifier writes one"
+        raise HddmError(f"{path}: {text}") from error
+    if known != channels:
+        raise HddmError(f"{path}: is for images of {known} channels and these have {channels}; train another")
     return classifier.eval()
 
 

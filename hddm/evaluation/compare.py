@@ -3,12 +3,12 @@
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hddm.evaluation.distances import Distance, KernelDistance, PrecisionRecall
 from hddm.evaluation.diversity import Memorisation
-from hddm.evaluation.results import Result, ResultGroup
+from hddm.evaluation.results import Evaluation, Result, ResultGroup
 from hddm.evaluation.scores import Split
 from hddm.evaluation.verdict import FEWEST, Better, Contrast, Figure, GapVerdict, verdicts
 
@@ -19,44 +19,45 @@ SPLITS: dict[Split, str] = {"training": "training", "validation": "validation", 
 
 
 @dataclass(frozen=True)
-class Measure:
-    """A figure to compare: its place in a result, which direction is better, if any, and what it says."""
+class Line:
+    """One figure of every group: its place in a result, which direction is better, if any, and what it says.
+
+    ``verdicts`` are on each group after the first, against the first.
+    """
 
     name: str
     path: str
     better: Better | None = None
     says: str = ""
-
-
-@dataclass(frozen=True)
-class Line:
-    """One figure of every group, and a verdict on each group after the first, against the first."""
-
-    measure: Measure
-    figures: tuple[Figure, ...]
-    verdicts: tuple[GapVerdict | None, ...]
+    figures: tuple[Figure, ...] = ()
+    verdicts: tuple[GapVerdict | None, ...] = ()
 
 
 def lines(groups: Sequence[ResultGroup]) -> list[Line]:
     """Lines for the figures that all results have; the verdicts are those of one table."""
-    rows = [(one, [figure_at(group, one.path) for group in groups]) for one in _measures(groups)]
-    known = [(one, [each for each in figures if each is not None]) for one, figures in rows]
-    full = [(one, figures) for one, figures in known if len(figures) == len(groups)]
-    asked = [
-        Contrast(ours, figures[0], one.better) for one, figures in full if one.better for ours in figures[1:]
+    found = []
+    for line in _empty_lines([result.content for group in groups for result in group.results]):
+        figures = [one for group in groups if (one := figure_at(group, line.path)) is not None]
+        if len(figures) == len(groups):
+            found.append(replace(line, figures=tuple(figures)))
+    contrasts = [
+        Contrast(ours, line.figures[0], line.better)
+        for line in found
+        if line.better
+        for ours in line.figures[1:]
     ]
-    judged = iter(verdicts(asked, by_images=True))
+    judged = iter(verdicts(contrasts, by_images=True))
     return [
-        Line(one, tuple(figures), tuple(next(judged) if one.better else None for _ in figures[1:]))
-        for one, figures in full
+        replace(line, verdicts=tuple(next(judged) if line.better else None for _ in line.figures[1:]))
+        for line in found
     ]
 
 
 def figure_at(group: ResultGroup, path: str) -> Figure | None:
     """A figure over all results of a group; None if one of them lacks it.
 
-    ``path`` has dots between the names of fields; entries of a list are named by their split, domain or
-    shard, as in ``splits.held_out.distance``.
+    ``path`` has dots between the names of fields; entries of a list are named by their split or domain, as in
+    ``splits.held_out.distance``.
     """
     known = [one for result in group.results if (one := _figure_of(result, path)) is not None]
     if len(known) < len(group.results):
@@ -67,7 +68,6 @@ def figure_at(group: ResultGroup, path: str) -> Figure | None:
         statistics.fmean(widths) if len(widths) == len(known) else None,
         group.is_one_model,
         any(one.few_images for one in known),
-        frozenset[int]().union(*(one.samples for one in known)),
     )
 
 
@@ -80,10 +80,7 @@ def _figure_of(result: Result, path: str) -> Figure | None:
     found = getattr(part, last, None)
     match found:
         case Distance():
-            # Results with different numbers of samples in all do not compare, so only "own" has its number.
-            samples = frozenset({part.samples} if last == "own" else ())
-            few = found.few_images
-            return Figure({result.seed: found.value}, found.half_width, few_images=few, samples=samples)
+            return Figure({result.seed: found.value}, found.half_width, few_images=found.few_images)
         case KernelDistance():
             return Figure({result.seed: found.value}, 1.96 * found.standard_error)
         case float() if isinstance(part, Memorisation):
@@ -96,15 +93,9 @@ def _figure_of(result: Result, path: str) -> Figure | None:
 
 
 def _entry(items: tuple[Any, ...], key: str) -> Any:
-    """The entry of a split, of a domain or of a shard."""
-    for item in items:
-        if key in (
-            getattr(item, "split", None),
-            getattr(item, "domain", None),
-            str(getattr(item, "shard", "")),
-        ):
-            return item
-    return None
+    """The entry of a split or of a domain."""
+    named = (one for one in items if key in (getattr(one, "split", None), getattr(one, "domain", None)))
+    return next(named, None)
 
 
 def table(groups: Sequence[ResultGroup]) -> str:
@@ -125,7 +116,7 @@ def table(groups: Sequence[ResultGroup]) -> str:
 def summary(group: ResultGroup) -> str:
     """Markdown table of one model's figures and what they say, with notes on what they depend on."""
     found = lines([group])
-    rows = [[one.measure.name, _shown(one.figures[0]), one.measure.says] for one in found]
+    rows = [[one.name, _shown(one.figures[0]), one.says] for one in found]
     content = group.results[0].content
     data, how = content.data, content.features
     sides = {"samples": data.images, "training": data.reference}
@@ -160,8 +151,7 @@ def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], align: s
 
 
 def _title(line: Line) -> str:
-    one = line.measure
-    return one.name if one.better is None else f"{one.name} ({one.better} is better)"
+    return line.name if line.better is None else f"{line.name} ({line.better} is better)"
 
 
 def _shown(figure: Figure) -> str:
@@ -218,8 +208,8 @@ def _wilson(share: float, images: int) -> float:
     return float(width / (1 + 1.96**2 / images))
 
 
-def _measures(groups: Sequence[ResultGroup]) -> list[Measure]:
-    contents = [result.content for group in groups for result in group.results]
+def _empty_lines(contents: Sequence[Evaluation]) -> list[Line]:
+    """The lines of a table, without figures."""
     splits = dict.fromkeys(one.split for content in contents for one in content.splits)
     scores: tuple[tuple[str, str, Better, str], ...] = (
         ("Fréchet distance to", "distance", "lower", "difference of the distributions; lower is better"),
@@ -227,31 +217,23 @@ def _measures(groups: Sequence[ResultGroup]) -> list[Measure]:
         ("precision on", "overlap.precision", "higher", "share of samples that look like these images"),
         ("recall on", "overlap.recall", "higher", "share of these images with a sample close by"),
     )
-    measures = [
-        Measure(f"{title} {SPLITS[split]} images", f"splits.{split}.{end}", better, says)
+    found = [
+        Line(f"{title} {SPLITS[split]} images", f"splits.{split}.{end}", better, says)
         for title, end, better, says in scores
         for split in splits
     ]
-    measures.append(
-        Measure("diversity against training images", "diversity", says="1 is as varied as they are")
-    )
+    found.append(Line("diversity against training images", "diversity", says="1 is as varied as they are"))
     # Distances of different kinds do not compare, within conditions and to nearest images alike.
     kinds = {one.within_conditions.distance if one.within_conditions else "" for one in contents}
     if len(kinds) == 1:
         title, says = f"distance within conditions ({kinds.pop()})", "between two images of a class or prompt"
-        measures.append(Measure(title, "within_conditions.images", says=says))
+        found.append(Line(title, "within_conditions.images", says=says))
     if len({bool(one.memorisation and one.memorisation.mirrored) for one in contents}) == 1:
         says = "about 1 is right, well below 1 repeats training images"
-        measures.append(Measure("nearest-image ratio", "memorisation.ratio", says=says))
-    for k in range(min(len(one.shards) for one in contents)):
-        for which, key in (("all", "all"), ("its own", "own")):
-            title = f"Fréchet distance to shard {k}, {which} samples"
-            measures.append(Measure(title, f"shards.{k}.{key}", "lower", "lower is better"))
-    for domain in contents[0].domains:
-        measures.append(Measure(f"share of {domain.domain}", f"domains.{domain.domain}.share"))
+        found.append(Line("nearest-image ratio", "memorisation.ratio", says=says))
+    for domain in (one.domain for one in contents[0].domains):
+        found.append(Line(f"share of {domain}", f"domains.{domain}.share"))
         for split in splits:
-            title = f"Fréchet distance to {SPLITS[split]} images of {domain.domain}"
-            measures.append(
-                Measure(title, f"domains.{domain.domain}.splits.{split}.distance", "lower", "lower is better")
-            )
-    return [*measures, Measure("training, 1e12 operations", "training_tflop")]
+            title, path = f"{SPLITS[split]} images of {domain}", f"domains.{domain}.splits.{split}.distance"
+            found.append(Line(f"Fréchet distance to {title}", path, "lower", "lower is better"))
+    return [*found, Line("training, 1e12 operations", "training_tflop")]

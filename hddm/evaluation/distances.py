@@ -16,9 +16,9 @@ from hddm.utils.records import OpenRecord
 from hddm.utils.streams import Use, generator, stream
 
 Features = NDArray[np.float64]
-Figure = Annotated[float, Field(strict=True, ge=-1e30, le=1e30)]
+Number = Annotated[float, Field(strict=True, ge=-1e30, le=1e30)]
 """A number whose square, and sums of it, are finite too."""
-Width = Annotated[Figure, Field(ge=0)]
+Width = Annotated[Number, Field(ge=0)]
 Share = Annotated[float, Field(strict=True, ge=0, le=1)]
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**53)]
 FEWEST = 4
@@ -71,7 +71,7 @@ def frechet_distance(a: Gaussian, b: Gaussian) -> float:
 class Distance(OpenRecord):
     """A Fréchet distance and the half-width of its 95 % interval from resampling one side."""
 
-    value: Figure
+    value: Number
     half_width: Width | None = None
     few_images: bool = False
     """True if one side has no more images than features, so the distance does not compare."""
@@ -83,20 +83,16 @@ def measure(
     resamples: int = 100,
     seed: int = 0,
     allow_few: bool = False,
-    target: Gaussian | None = None,
 ) -> Distance:
-    """Fréchet distance of ``features`` (n, d) from ``reference`` (m, d), with moments ``target`` if known.
+    """Fréchet distance of ``features`` (n, d) from ``reference`` (m, d).
 
     The half-width is 1.96 standard errors over ``resamples`` bootstrap draws of ``features``: the variation
     over samples of the same model, not over trainings. (Percentiles of the draws are not used, since
     resampling adds an upward bias.) Raises `HddmError` for no more images than features on a side, unless
     ``allow_few``.
     """
-    counts = len(features), len(reference)
-    few = are_few(features.shape[1], counts)
-    if few and not allow_few:
-        raise too_few(features.shape[1], counts)
-    target = target or Gaussian.of(reference)
+    few = has_few(features.shape[1], (len(features), len(reference)), allow_few)
+    target = Gaussian.of(reference)
     draws = np.random.default_rng(stream(seed, Use.BOOTSTRAP))
     resampled = [
         frechet_distance(Gaussian.of(features[draws.integers(len(features), size=len(features))]), target)
@@ -107,17 +103,18 @@ def measure(
     return Distance(value=value, half_width=spread, few_images=few)
 
 
-def are_few(dimensions: int, counts: Sequence[int]) -> bool:
-    """True if a side with one of these ``counts`` of images has no more images than features."""
-    return min(counts) <= dimensions
+def has_few(dimensions: int, counts: Sequence[int], allow_few: bool = True) -> bool:
+    """True if a side with one of these ``counts`` of images has no more images than features.
 
-
-def too_few(dimensions: int, counts: Sequence[int]) -> HddmError:
-    """Error for too few images for ``dimensions`` features."""
-    return HddmError(
-        f"a Fréchet distance over {dimensions} features needs more images a side than "
-        f"{' and '.join(map(str, counts))}; --allow-few computes a number that is not comparable"
-    )
+    Raises `HddmError` for that unless ``allow_few``.
+    """
+    few = min(counts) <= dimensions
+    if few and not allow_few:
+        raise HddmError(
+            f"a Fréchet distance over {dimensions} features needs more images a side than "
+            f"{' and '.join(map(str, counts))}; --allow-few computes a number that is not comparable"
+        )
+    return few
 
 
 class KernelDistance(OpenRecord):
@@ -127,7 +124,7 @@ class KernelDistance(OpenRecord):
     side in each of the averaged subsets.
     """
 
-    value: Figure
+    value: Number
     standard_error: Width = 0.0
     subset_size: Count = 0
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hddm.data.images import to_unit_range
-from hddm.evaluation.distances import Count, Figure, Share, Width
+from hddm.evaluation.distances import Count, Number, Share, Width
 from hddm.utils.errors import HddmError
 from hddm.utils.records import OpenRecord
 from hddm.utils.streams import Use, generator, stream
@@ -43,8 +43,8 @@ class ConditionDiversity(OpenRecord):
     distance: str
     why_not_lpips: str | None = None
     conditions: Count = 0
-    images: Figure
-    reference: Figure | None = None
+    images: Number
+    reference: Number | None = None
 
 
 def diversity(features: Tensor, reference: Tensor) -> float:
@@ -103,7 +103,7 @@ class Memorisation(OpenRecord):
     image and its mirror image; otherwise a mirrored copy passes for a new image.
     """
 
-    ratio: Figure
+    ratio: Number
     half_width: Width | None = None
     share_near: Share | None = None
     few_images: bool = False

@@ -1,21 +1,14 @@
 """Evaluation of a folder of images: every figure, with every setting that it depends on."""
 
-import hashlib
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
-from torch import Tensor
-
-from hddm.data.images import to_bytes
-from hddm.data.shard_records import find_shards
-from hddm.data.shards import open_shard
 from hddm.evaluation.classifier import FEATURES, save_classifier
-from hddm.evaluation.distances import are_few, too_few
-from hddm.evaluation.features import FeatureExtractor, open_extractor
+from hddm.evaluation.distances import has_few
+from hddm.evaluation.features import open_extractor
 from hddm.evaluation.images import (
     ImageGroup,
     Role,
@@ -26,10 +19,9 @@ from hddm.evaluation.images import (
     read_data,
     read_sampling,
 )
-from hddm.evaluation.results import Evaluation, EvaluationData, FeaturesRecord, ShardsRecord
+from hddm.evaluation.results import Evaluation, EvaluationData
 from hddm.evaluation.scores import Scorer, Side
 from hddm.utils.errors import HddmError, UsageError, counted
-from hddm.utils.progress import Progress
 
 RESAMPLES = 100
 _PACKAGES = ("hddm-diffusion", "torch", "numpy", "pillow", "clean-fid", "transformers")
@@ -43,7 +35,6 @@ def evaluate_folder(
     *,
     validation: Path | None = None,
     features: str = "auto",
-    shards: Path | None = None,
     domains: Mapping[str, Sequence[str]] | None = None,
     classifier: Path | None = None,
     mirrored: bool = False,
@@ -57,12 +48,11 @@ def evaluate_folder(
 
     Args:
         images: folder of samples.
-        reference: training images, or their partition (`hddm.evaluation.images.read_images`).
+        reference: training images, or their partition (`hddm.evaluation.images.read_data`).
         held_out: images that nothing was chosen by, or the partition that holds them out.
         allow_few: accept no more images than features, and mark the result.
         validation: images unseen in training by which settings are chosen, in place of ``held_out``.
         features: as in `hddm.evaluation.features.open_extractor`.
-        shards: partition of the training images, for distances to each shard.
         domains: names of classes by domain, for scores by domain; needs the features of a classifier.
         classifier: new file for a classifier that is trained here, written last.
         mirrored: count a mirrored training image as a copy; otherwise such copies are missed.
@@ -80,44 +70,40 @@ def evaluate_folder(
         _check_file(classifier, features)
     if held_out is not None and validation is not None:
         raise UsageError("--held-out and --validation: settings are chosen by one and confirmed by the other")
-    given: dict[Role, Path | None] = {"images": images, "reference": reference}
-    given |= {"validation": validation, "held_out": held_out}
-    paths = {role: path for role, path in given.items() if path is not None}
-    groups = alike(read_data(paths, max_bad))
+    paths: dict[Role, Path | None] = {"images": images, "reference": reference}
+    paths |= {"validation": validation, "held_out": held_out}
+    groups = alike(read_data({role: path for role, path in paths.items() if path is not None}, max_bad))
     samples, training = groups["images"].images, groups["reference"].images
     counts = [group.record.images for group in groups.values()]
     sampling = read_sampling(images)
     labels, of_classes = conditions(samples, sampling, training.classes)
-    shard_pixels, shard_record = ([], None) if shards is None else _read_shards(shards, training.pixels)
     if features in ("auto", "classifier") and training.labels is not None:
         # Checked before minutes of training: for so few images, auto can only take a classifier.
-        _refuse_few(FEATURES, counts, allow_few)
+        has_few(FEATURES, counts, allow_few)
     extractor = open_extractor(features, training, min(counts))
-    _refuse_few(extractor.dimensions, counts, allow_few)
+    reasons = _reasons(counts, extractor.record.dimensions, sampling, len(groups["images"].record.skipped))
+    has_few(extractor.record.dimensions, counts, allow_few)
     sides = [_side(role, groups, of_classes or bool(domains)) for role in groups if role != "images"]
-    numbers = {} if domains is None else _numbers(domains, extractor, training.classes, sides)
-    with Progress(sum(counts) + sum(map(len, shard_pixels)), "features") as progress:
-        scorer = Scorer(
-            _counted(extractor, progress),
-            sides[0],
-            sides[1] if len(sides) > 1 else None,
-            RESAMPLES,
-            allow_few,
-            complete=not brief,
-            shards=shard_pixels,
-            mirrored=mirrored,
-            classes=training.classes,
-            domains=numbers,
-        )
-        scores = scorer.score(samples.pixels, labels)
+    if domains and (extractor.classifier is None or any(side.labels is None for side in sides)):
+        raise HddmError("--domain: needs a classifier's features, and class folders of the same classes")
+    scorer = Scorer(
+        extractor,
+        *sides,
+        resamples=RESAMPLES,
+        allow_few=allow_few,
+        complete=not brief,
+        mirrored=mirrored,
+        classes=training.classes,
+        domains=_numbers(domains or {}, training.classes),
+    )
+    scores = scorer.score(samples.pixels, labels)
     if classifier is not None and extractor.classifier is not None:
         # Last, so that a refusal leaves no file that would block the next run.
         save_classifier(extractor.classifier, classifier)
-    reasons = _reasons(counts, extractor, sampling, len(groups["images"].record.skipped))
     return Evaluation(
         **dict(scores),
-        features=FeaturesRecord(**{key: getattr(extractor, key) for key in FeaturesRecord.model_fields}),
-        data=EvaluationData(**{role: group.record for role, group in groups.items()}, shards=shard_record),
+        features=extractor.record,
+        data=EvaluationData(**{role: group.record for role, group in groups.items()}),
         sampling=sampling,
         settings={"resamples": RESAMPLES, "allow_few": allow_few, "mirrored": mirrored, "brief": brief},
         versions={"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
@@ -135,28 +121,12 @@ def _side(role: str, groups: Mapping[str, ImageGroup], with_labels: bool) -> Sid
     return Side("training" if role == "reference" else role, found.pixels, labels)  # type: ignore[arg-type]
 
 
-def _numbers(
-    domains: Mapping[str, Sequence[str]],
-    extractor: FeatureExtractor,
-    classes: Sequence[str],
-    sides: Sequence[Side],
-) -> dict[str, list[int]]:
+def _numbers(domains: Mapping[str, Sequence[str]], classes: Sequence[str]) -> dict[str, list[int]]:
     """Class numbers by domain; refuses classes that the training images do not have."""
-    if extractor.classifier is None or any(side.labels is None for side in sides):
-        raise HddmError("--domain: needs a classifier's features, and class folders of the same classes")
     for domain, names in domains.items():
         if unknown := sorted(set(names) - set(classes)):
             raise HddmError(f"--domain {domain}: no class {unknown[0]}; classes are {', '.join(classes)}")
     return {domain: [classes.index(name) for name in names] for domain, names in domains.items()}
-
-
-def _counted(extractor: FeatureExtractor, progress: Progress) -> FeatureExtractor:
-    def features(images: Tensor) -> Tensor:
-        found = extractor.features(images)
-        progress(len(images))
-        return found
-
-    return replace(extractor, features=features)
 
 
 def _check_file(classifier: Path, features: str) -> None:
@@ -171,38 +141,16 @@ def _check_file(classifier: Path, features: str) -> None:
         raise HddmError(f"{option}: exists; choose another file")
 
 
-def _refuse_few(dimensions: int, counts: Sequence[int], allow_few: bool) -> None:
-    if are_few(dimensions, counts) and not allow_few:
-        raise too_few(dimensions, counts)
-
-
 def _reasons(
-    counts: Sequence[int], extractor: FeatureExtractor, sampling: SamplingRecord | None, skipped: int
+    counts: Sequence[int], dimensions: int, sampling: SamplingRecord | None, skipped: int
 ) -> list[str]:
     """Reasons why a result compares with no other."""
     reasons = []
-    if are_few(extractor.dimensions, counts):
-        sides = ", ".join(map(str, counts))
-        reasons.append(f"too few images: {extractor.dimensions} features, and sides of {sides}")
-    wanted = None if sampling is None else sampling.num_images
-    if wanted is not None and wanted != counts[0]:
-        reasons.append(f"unequal counts: {wanted} images were sampled and there are {counts[0]}")
+    if has_few(dimensions, counts):
+        reasons.append(f"too few images: {dimensions} features, and sides of {', '.join(map(str, counts))}")
+    sampled = None if sampling is None else sampling.num_images
+    if sampled is not None and sampled != counts[0]:
+        reasons.append(f"unequal counts: {sampled} images were sampled and there are {counts[0]}")
     if skipped:
         reasons.append(f"{counted(skipped, 'sample')} could not be read")
     return reasons
-
-
-def _read_shards(partition: Path, training: Tensor) -> tuple[list[Tensor], ShardsRecord]:
-    """Pixels of the shards of a partition, shaped like ``training``, and their record."""
-    pixels, hashes = [], []
-    for folder in find_shards(partition):
-        shard = open_shard(folder)
-        if shard.space != "pixels" or shard.shape[1:] != training.shape[2:]:
-            content = "latents" if shard.space == "latents" else f"images of shape {shard.shape}"
-            raise HddmError(
-                f"--shards {partition}: {folder.name} holds {content}; name the partition of the images"
-            )
-        pixels.append(to_bytes(shard.images).expand(-1, training.shape[1], -1, -1))
-        hashes.append(shard.hash)
-    digest = hashlib.sha256("\n".join(hashes).encode()).hexdigest()
-    return pixels, ShardsRecord(path=str(partition), images=tuple(map(len, pixels)), hash=digest)

@@ -24,12 +24,14 @@ from hddm.evaluation.classifier import (
     train_classifier,
     weights_hash,
 )
+from hddm.evaluation.distances import Count
 from hddm.utils.errors import HddmError, UsageError, did_you_mean
 from hddm.utils.files import sha256_of
+from hddm.utils.records import OpenRecord
 from hddm.utils.tensors import read_safetensors
 
 NAMES = ("auto", "inception", "clip", "classifier")
-ASKED = "asked for"
+REQUESTED = "requested"
 _BATCH = 32
 # Statistics of CLIP's training images, from its own code.
 _MEAN, _DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -38,21 +40,30 @@ FeatureFunction = Callable[[Tensor], Tensor]
 """Images (n, C, H, W) in [-1, 1] to features (n, dimensions) on the CPU."""
 
 
-@dataclass(frozen=True)
-class FeatureExtractor:
-    """Named features: ``features`` turns images (n, C, H, W) in [-1, 1] into (n, dimensions).
+class FeaturesRecord(OpenRecord):
+    """The features that distances are measured on.
 
     ``hash`` is of the weights, ``resize`` describes the resizing to the network's input, ``choice`` the
-    reason for these features, ``device`` where the network runs, ``classifier`` the network if it is one.
+    reason for these features, ``device`` where the network runs.
     """
 
     name: str
-    dimensions: int
-    features: FeatureFunction
+    dimensions: Count = 0
     hash: str = ""
     resize: str = "none"
-    choice: str = ASKED
+    choice: str = ""
     device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class FeatureExtractor:
+    """``features`` turns images (n, C, H, W) in [-1, 1] into (n, dimensions).
+
+    ``classifier`` is the network if it is one.
+    """
+
+    record: FeaturesRecord
+    features: FeatureFunction
     classifier: FeatureClassifier | None = None
 
 
@@ -119,10 +130,11 @@ def trained(training: ImageSet) -> FeatureClassifier:
     return train_classifier(training.normalised[order], training.labels[order])
 
 
-def of_classifier(classifier: FeatureClassifier, choice: str = ASKED) -> FeatureExtractor:
+def of_classifier(classifier: FeatureClassifier, choice: str = REQUESTED) -> FeatureExtractor:
     """Features of a small classifier."""
     name, digest = "small classifier of the training images", weights_hash(classifier.state_dict())
-    return FeatureExtractor(name, FEATURES, classifier.features, digest, choice=choice, classifier=classifier)
+    record = FeaturesRecord(name=name, dimensions=FEATURES, hash=digest, choice=choice)
+    return FeatureExtractor(record, classifier.features, classifier)
 
 
 def inception_features(weights: Path) -> FeatureFunction:
@@ -205,7 +217,7 @@ class PublishedWeights:
         """Path of the file, None if absent; its content is not checked."""
         return next((path for path in self._places() if path.is_file()), None)
 
-    def extractor(self, option: str, choice: str = ASKED) -> FeatureExtractor:
+    def extractor(self, option: str, choice: str = REQUESTED) -> FeatureExtractor:
         """Features of the checked file; ``option`` is the option that needs them, for the message.
 
         Raises `HddmError` if it is missing, with all that is needed to add it, or has another hash.
@@ -217,10 +229,15 @@ class PublishedWeights:
         found = sha256_of(path)
         if found != self.sha256:
             raise HddmError(f"{option}: {path} is another file (SHA-256 {found}); {remedy}")
-        network = self.open(path)
-        return FeatureExtractor(
-            self.title, self.dimensions, network, self.sha256, self.resize, choice, device()
+        record = FeaturesRecord(
+            name=self.title,
+            dimensions=self.dimensions,
+            hash=self.sha256,
+            resize=self.resize,
+            choice=choice,
+            device=device(),
         )
+        return FeatureExtractor(record, self.open(path))
 
     def _places(self) -> list[Path]:
         chosen = os.environ.get(self.variable)

@@ -87,18 +87,31 @@ class ImageGroup:
 
 
 def read_data(paths: Mapping[Role, Path], max_bad: int = 0) -> dict[str, ImageGroup]:
-    """Read the images of each role as `read_images`, in sorted order, without unreadable ones.
+    """Read the images of each role, in sorted order, without unreadable ones.
 
-    Raises `HddmError` as `read_images`; for more than ``max_bad`` unreadable images in all, by name; for
-    images of several sizes, and fewer than `FEWEST` in a group.
+    A path is a source as in `hddm.data.sources.open_source`, or a shard or a partition, of images or encoded
+    to pixels; its role selects the training or the held-out images of a partition. Samples must not be JPEG,
+    by content, since its compression changes distances; images of a partition may be, since they are real.
+
+    Raises `HddmError`, before any image is read, as `open_source`, `open_shard` and
+    `hddm.data.shard_records.find_shards`, for latents, for a partition as samples, and for one that holds
+    nothing out as held-out images; for JPEG samples; for more than ``max_bad`` unreadable images in all, by
+    name; for images of several sizes, and fewer than `FEWEST` in a group.
     """
+    sources = {role: _sources(path, role) for role, path in paths.items()}
     bad: dict[Role, dict[str, str]] = {role: {} for role in paths}
-    read = {role: read_images(path, role, bad[role]) for role, path in paths.items()}
+    read: dict[Role, list[ReadImage]] = {role: [] for role in paths}
+    for role, found in sources.items():
+        are_samples = role == "images" and not _shards(paths[role], role)
+        for prefix, source in found:
+            read[role] += _read(source, prefix, bad[role], are_samples)
     reasons = [reason for one in bad.values() for reason in one.values()]
     if len(reasons) > max_bad:
         places = dict.fromkeys(str(paths[role]) for role, one in bad.items() if one)
         raise too_many_bad(", ".join(places), reasons, max_bad)
-    return {role: _group(paths[role], *read[role], tuple(bad[role])) for role in paths}
+    return {
+        role: _group(paths[role], read[role], sources[role][0][1].classes, tuple(bad[role])) for role in paths
+    }
 
 
 def _group(
@@ -191,36 +204,21 @@ def class_numbers(names: Sequence[str], classes: tuple[str, ...]) -> Tensor:
     return torch.tensor([classes.index(name) for name in names])
 
 
-def read_images(root: Path, role: Role, bad: dict[str, str]) -> tuple[list[ReadImage], tuple[str, ...]]:
-    """Read all images at ``root``, in sorted order, and their classes; ``bad`` gets unreadable ones by name.
-
-    ``root`` is a source as in `hddm.data.sources.open_source`, or a shard or a partition, of images or
-    encoded to pixels; ``role`` selects the training or the held-out images of a partition. Samples must not
-    be JPEG, by content, since its compression changes distances; images of a partition may be, since they are
-    real. Raises `HddmError` as `open_source`,
-    `open_shard` and `hddm.data.shard_records.find_shards`, for latents, for JPEG samples, for a partition as
-    samples, and for one that holds nothing out as held-out images.
-    """
-    folders, found, classes = _shards(root, role), list[ReadImage](), set()
-    for folder in folders or [root]:
+def _sources(root: Path, role: Role) -> list[tuple[str, Shard | ImageSource]]:
+    """What holds the images at ``root``, each with the beginning of its images' names."""
+    found = list[tuple[str, Shard | ImageSource]]()
+    for folder in _shards(root, role):
         prefix = "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
-        if folders and read_manifest(folder).encoding is not None:
-            shard = open_shard(folder)
-            found += _encoded(folder, shard, prefix)
-            classes.add(shard.classes)
-        else:
-            source = open_images(folder) if folders else open_source(root)
-            found += _of_source(source, prefix, role == "images" and not folders, bad)
-            classes.add(source.classes)
-    if len(classes) > 1:
+        found.append(
+            (prefix, open_images(folder) if read_manifest(folder).encoding is None else open_shard(folder))
+        )
+        if isinstance(source := found[-1][1], Shard) and source.space != "pixels":
+            raise HddmError(
+                f"{folder}: holds latents, and figures are of pixels; name the partition of images"
+            )
+    if len({source.classes for _, source in found}) > 1:
         raise HddmError(f"{root}: its shards have different classes; use shards of one partition")
-    return found, classes.pop()
-
-
-def check_images(root: Path, role: Role) -> None:
-    """Refuse a path without images, without reading any; raises as `read_images` would."""
-    if not _shards(root, role):
-        open_source(root)
+    return found or [("", open_source(root))]
 
 
 def _shards(root: Path, role: Role) -> list[Path]:
@@ -242,25 +240,19 @@ def _shards(root: Path, role: Role) -> list[Path]:
     return found
 
 
-def _encoded(folder: Path, shard: Shard, prefix: str) -> Iterator[ReadImage]:
-    if shard.space != "pixels":
-        raise HddmError(
-            f"{folder}: holds latents, and figures are of pixels; name the partition of images that it was "
-            "encoded from"
-        )
-    labels = [None] * len(shard) if shard.labels is None else shard.labels.tolist()
-    for rows in torch.arange(len(shard)).split(_ROWS):
-        pixels = to_bytes(shard.take(rows)).permute(0, 2, 3, 1).numpy()
-        for row, image in zip(rows.tolist(), pixels, strict=True):
-            gray = image.shape[2] == 1
-            yield ReadImage(
-                f"{prefix}{row}", image[..., 0] if gray else image, "L" if gray else "RGB", labels[row]
-            )
-
-
-def _of_source(
-    source: ImageSource, prefix: str, are_samples: bool, bad: dict[str, str]
+def _read(
+    source: Shard | ImageSource, prefix: str, bad: dict[str, str], are_samples: bool
 ) -> Iterator[ReadImage]:
+    """Read all images of a source; ``bad`` gets unreadable ones by name."""
+    if isinstance(source, Shard):
+        for rows in torch.arange(len(source)).split(_ROWS):
+            pixels = to_bytes(source.take(rows)).permute(0, 2, 3, 1).numpy()
+            for row, image in zip(rows.tolist(), pixels, strict=True):
+                label = None if source.labels is None else int(source.labels[row])
+                is_gray = image.shape[2] == 1
+                mode = "L" if is_gray else "RGB"
+                yield ReadImage(f"{prefix}{row}", image[..., 0] if is_gray else image, mode, label)
+        return
     for row, name in enumerate(source.files):
         path = source.root / name
         try:

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from hddm.evaluation.distances import Count, Width
+from hddm.evaluation.distances import Width
+from hddm.evaluation.features import FeaturesRecord
 from hddm.evaluation.images import DataRecord, SamplingRecord
 from hddm.evaluation.scores import Scores
 from hddm.utils.errors import HddmError, did_you_mean
@@ -19,25 +20,6 @@ FORMAT = "2.0"
 KIND = "evaluation"
 
 
-class FeaturesRecord(OpenRecord):
-    """The features that distances are measured on (`hddm.evaluation.features.FeatureExtractor`)."""
-
-    name: str
-    dimensions: Count = 0
-    hash: str = ""
-    resize: str = "none"
-    choice: str = ""
-    device: str = "cpu"
-
-
-class ShardsRecord(OpenRecord):
-    """The partition that distances to each shard are measured to."""
-
-    path: str = ""
-    images: tuple[Count, ...] = ()
-    hash: str
-
-
 class EvaluationData(OpenRecord):
     """Images of all sides."""
 
@@ -45,7 +27,6 @@ class EvaluationData(OpenRecord):
     reference: DataRecord | None = None
     validation: DataRecord | None = None
     held_out: DataRecord | None = None
-    shards: ShardsRecord | None = None
 
 
 class Evaluation(Scores):
@@ -122,7 +103,7 @@ OWN = {"source", "source_sha256", "seed", "start", "num_images", "batch_size", "
 OWN |= {"format", "hddm"}
 """Fields of the sampling record that differ by model or seed, or change no image."""
 _LABELS, _NAMES = "class_labels", "class_names"
-_DATA = ("reference", "validation", "held_out", "shards")
+_DATA = ("reference", "validation", "held_out")
 _UNKNOWN = "not recorded"
 Fields = dict[str, Any]
 """Fields that must agree, by name; sampling settings by their own names."""
@@ -150,7 +131,7 @@ def refuse_incomparable(groups: Sequence[ResultGroup], varies: Sequence[str] = (
         if not result.content.comparable
         for reason in result.content.reasons or ["no reason is recorded"]
     ]
-    lines += [*_given_twice(groups), *_same_images(groups)]
+    lines += [*_listed_twice(groups), *_same_images(groups)]
     differing = [name for name in names if len({_shown(one, name) for one in fields if _says(one, name)}) > 1]
     # Different labels have different names, which are reported with them.
     allowed = {*varies, _NAMES} if _LABELS in differing else set(varies)
@@ -186,15 +167,15 @@ def _is_fixed(name: str) -> bool:
     return name.startswith(("features.", "images", *_DATA))
 
 
-def _given_twice(groups: Sequence[ResultGroup]) -> list[str]:
-    given: dict[Path, list[Path]] = {}
+def _listed_twice(groups: Sequence[ResultGroup]) -> list[str]:
+    found: dict[Path, list[Path]] = {}
     for group in groups:
         # Seeds of a benchmark share one file.
         for real, path in {result.path.resolve(): result.path for result in group.results}.items():
-            given.setdefault(real, []).append(path)
+            found.setdefault(real, []).append(path)
     return [
         f"{paths[0]}: is on {len(paths)} sides; name each result once"
-        for paths in given.values()
+        for paths in found.values()
         if len(paths) > 1
     ]
 

@@ -1,8 +1,8 @@
-"""All scores of a set of images, against training images, images not trained on, and each shard or domain."""
+"""All scores of a set of images, against training images, images not trained on, and each domain."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -14,12 +14,11 @@ from hddm.evaluation.distances import (
     Count,
     Distance,
     Features,
-    Figure,
-    Gaussian,
     KernelDistance,
+    Number,
     PrecisionRecall,
     Share,
-    are_few,
+    has_few,
     kernel_distance,
     measure,
     precision_recall,
@@ -39,9 +38,9 @@ from hddm.evaluation.diversity import (
     within_conditions,
 )
 from hddm.evaluation.features import FeatureExtractor
+from hddm.utils.progress import Progress
 from hddm.utils.records import OpenRecord
 
-_CHUNK = 1024
 _BATCH = 512
 RECOGNISED = 0.9
 """A classifier recognises an image that it gives a class with more than this probability."""
@@ -62,20 +61,6 @@ class SplitScores(OpenRecord):
     """None where a domain has no more images than features."""
     kernel: KernelDistance | None = None
     overlap: PrecisionRecall | None = None
-
-
-class ShardDistance(OpenRecord):
-    """Fréchet distances to the ``images`` of one shard, marked if a side has no more images than features.
-
-    ``all`` is of all samples, to judge one expert. ``own`` is of the ``samples`` whose nearest training image
-    in feature space is in this shard, to judge a mixture; None for fewer than 2.
-    """
-
-    shard: Count = 0
-    images: Count = 0
-    all: Distance
-    samples: Count = 0
-    own: Distance | None = None
 
 
 class DomainScores(OpenRecord):
@@ -107,17 +92,16 @@ class Recognised(OpenRecord):
 class Scores(OpenRecord):
     """Scores of a set of ``images``.
 
-    What needs images not trained on, labels, shards, domains or a classifier is None or empty without them.
+    What needs images not trained on, labels, domains or a classifier is None or empty without them.
     The diversity within conditions needs a complete `Scorer`. ``label_accuracy`` is the share of samples of
     the class that they were made for.
     """
 
     images: Count = 0
     splits: tuple[SplitScores, ...] = ()
-    diversity: Figure | None = None
+    diversity: Number | None = None
     memorisation: Memorisation | None = None
     within_conditions: ConditionDiversity | None = None
-    shards: tuple[ShardDistance, ...] = ()
     recognised: Recognised | None = None
     domains: tuple[DomainScores, ...] = ()
     label_accuracy: Share | None = None
@@ -128,52 +112,12 @@ class Scores(OpenRecord):
 
 
 @dataclass(frozen=True)
-class FeatureSet:
-    """Features (n, d) of images, with cached moments for distances."""
-
-    features: Features
-
-    @cached_property
-    def moments(self) -> Gaussian:
-        """Mean and covariance."""
-        return Gaussian.of(self.features)
-
-
-@dataclass(frozen=True)
 class Side:
     """Images (n, C, H, W) in bytes of one ``split``, and their class numbers (n,), if known."""
 
     split: Split
     pixels: Tensor
     labels: Tensor | None = None
-
-
-def shard_distances(
-    features: Features, shards: Sequence[FeatureSet], resamples: int = 100
-) -> tuple[ShardDistance, ...]:
-    """Distances of samples with ``features`` (n, d) to every shard."""
-
-    def distance(rows: Features, shard: FeatureSet) -> Distance:
-        return measure(rows, shard.features, resamples, allow_few=True, target=shard.moments)
-
-    owners = []
-    for chunk in torch.from_numpy(features).split(_CHUNK):
-        nearest = [torch.cdist(chunk, torch.from_numpy(shard.features)).amin(1) for shard in shards]
-        owners.append(torch.stack(nearest).argmin(0))
-    owner = torch.cat(owners).numpy()
-    found = []
-    for k, shard in enumerate(shards):
-        own = features[owner == k]
-        found.append(
-            ShardDistance(
-                shard=k,
-                images=len(shard.features),
-                all=distance(features, shard),
-                samples=len(own),
-                own=distance(own, shard) if len(own) > 1 else None,
-            )
-        )
-    return tuple(found)
 
 
 class Scorer:
@@ -186,7 +130,6 @@ class Scorer:
         resamples: number of the bootstrap.
         allow_few: accept no more images than features, and mark the distances.
         complete: add the slower scores, see `Scores`.
-        shards: images (n, C, H, W) in bytes of each shard, for the distances to each.
         mirrored: models were trained on mirrored images too, so a mirrored copy is a copy.
         classes: names of the classes of training images, which the extractor's classifier knows.
         domains: class numbers by domain; needs a classifier, and labels on both sides.
@@ -201,7 +144,6 @@ class Scorer:
         allow_few: bool = False,
         *,
         complete: bool = False,
-        shards: Sequence[Tensor] = (),
         mirrored: bool = False,
         classes: Sequence[str] = (),
         domains: Mapping[str, Sequence[int]] | None = None,
@@ -210,8 +152,8 @@ class Scorer:
         self._complete, self._mirrored, self._classes = complete, mirrored, classes
         self._sides = [training, *([] if fresh is None else [fresh])]
         self._known = [self._features(side.pixels) for side in self._sides]
-        self._shards = [self._features(shard) for shard in shards]
         self._domains = domains or {}
+        self._fresh = [nearest_distances(one.pixels, training.pixels, mirrored) for one in self._sides[1:]]
 
     def score(self, pixels: Tensor, labels: Tensor | None = None) -> Scores:
         """Score images (n, C, H, W) in bytes, made under the conditions ``labels`` (n,).
@@ -219,36 +161,29 @@ class Scorer:
         Labels are class numbers of the training images, if these have some. Raises `HddmError` as
         `hddm.evaluation.distances.measure`, for too few images.
         """
-        images, fresh = self._features(pixels), self._sides[1:]
-        features = torch.from_numpy(images.features)
-        further: dict[str, Any] = {}
-        if fresh:
-            further["memorisation"] = memorisation(
-                self._to_nearest(pixels), self._fresh_distances, self._mirrored
-            )
+        features, further = self._features(pixels), dict[str, Any]()
+        for fresh in self._fresh:
+            own = nearest_distances(pixels, self._sides[0].pixels, self._mirrored)
+            further["memorisation"] = memorisation(own, fresh, self._mirrored)
         if self._complete and labels is not None:
-            further["within_conditions"] = self._within(pixels, images.features, labels)
-        if self._shards:
-            further["shards"] = shard_distances(images.features, self._shards, self._resamples)
+            further["within_conditions"] = self._within(pixels, features, labels)
         return Scores(
             images=len(pixels),
             splits=tuple(
-                self._against(side.split, images, known)
+                self._against(side.split, features, known)
                 for side, known in zip(self._sides, self._known, strict=True)
             ),
-            diversity=diversity(features, torch.from_numpy(self._known[0].features)),
+            diversity=diversity(*(torch.from_numpy(one) for one in (features, self._known[0]))),
             **further,
-            **self._classified(features, labels),
+            **self._classified(torch.from_numpy(features), labels),
         )
 
-    def _against(self, split: Split, images: FeatureSet, known: FeatureSet) -> SplitScores:
-        distance = measure(
-            images.features, known.features, self._resamples, allow_few=self._allow_few, target=known.moments
-        )
+    def _against(self, split: Split, features: Features, known: Features) -> SplitScores:
+        distance = measure(features, known, self._resamples, allow_few=self._allow_few)
         if not self._complete:
             return SplitScores(split=split, distance=distance)
-        kernel = kernel_distance(images.features, known.features)
-        overlap = precision_recall(torch.from_numpy(images.features), torch.from_numpy(known.features))
+        kernel = kernel_distance(features, known)
+        overlap = precision_recall(torch.from_numpy(features), torch.from_numpy(known))
         return SplitScores(split=split, distance=distance, kernel=kernel, overlap=overlap)
 
     def _classified(self, features: Tensor, labels: Tensor | None) -> dict[str, Any]:
@@ -257,54 +192,43 @@ class Scorer:
         if classifier is None:
             return {}
         probabilities = classifier.probabilities(features)
-        real = classifier.probabilities(torch.from_numpy(self._known[-1].features))
+        real = classifier.probabilities(torch.from_numpy(self._known[-1]))
         share, of_real = ((one.amax(1) > RECOGNISED).double().mean().item() for one in (probabilities, real))
         found = probabilities.argmax(1)
         names = self._classes or [str(k) for k in range(probabilities.shape[1])]
         counts = found.bincount(minlength=len(names)).tolist()
-        return {
-            "recognised": Recognised(
-                share=share,
-                real=of_real,
-                classes=dict(zip(names, counts, strict=False)),
-                first=tuple(names[k] for k in found[:SHOWN].tolist()),
-            ),
-            "domains": tuple(
-                self._of_domain(name, torch.isin(found, torch.tensor(classes)), features, classes)
-                for name, classes in self._domains.items()
-            ),
-            "label_accuracy": None
-            if labels is None or not self._domains
-            else (found == labels).double().mean().item(),
+        first = tuple(names[k] for k in found[:SHOWN].tolist())
+        classes = dict(zip(names, counts, strict=False))
+        more: dict[str, Any] = {
+            "recognised": Recognised(share=share, real=of_real, classes=classes, first=first)
         }
+        if self._domains:
+            more["domains"] = tuple(
+                self._of_domain(name, features, found, torch.tensor(numbers))
+                for name, numbers in self._domains.items()
+            )
+            if labels is not None:
+                more["label_accuracy"] = (found == labels).double().mean().item()
+        return more
 
-    def _of_domain(self, name: str, is_own: Tensor, features: Tensor, classes: Sequence[int]) -> DomainScores:
-        own, splits = features[is_own], []
+    def _of_domain(self, name: str, features: Tensor, found: Tensor, classes: Tensor) -> DomainScores:
+        own, splits = features[torch.isin(found, classes)], []
         for side, known in zip(self._sides, self._known, strict=True):
             assert side.labels is not None
-            real = torch.from_numpy(known.features)[torch.isin(side.labels, torch.tensor(classes))]
-            distance = None
-            if not are_few(features.shape[1], [len(own), len(real)]):
-                distance = measure(own.numpy(), real.numpy(), self._resamples)
+            real = torch.from_numpy(known)[torch.isin(side.labels, classes)]
+            few = has_few(features.shape[1], (len(own), len(real)))
+            distance = None if few else measure(own.numpy(), real.numpy(), self._resamples)
             overlap = None if side.split == "training" else precision_recall(features, real)
             splits.append(SplitScores(split=side.split, distance=distance, overlap=overlap))
         share = len(own) / len(features)
         return DomainScores(domain=name, images=len(own), share=share, splits=tuple(splits))
 
-    @cached_property
-    def _fresh_distances(self) -> Tensor:
-        return self._to_nearest(self._sides[1].pixels)
-
-    def _to_nearest(self, pixels: Tensor) -> Tensor:
-        return nearest_distances(pixels, self._sides[0].pixels, self._mirrored)
-
     def _within(self, pixels: Tensor, features: Features, labels: Tensor) -> ConditionDiversity | None:
         why = why_not_lpips(min(pixels.shape[-2:]))
-        pairs = FEATURE_PAIRS if why else PAIRS
 
         def measured(pixels: Tensor, features: Features, conditions: Tensor) -> dict[int, float]:
             between = feature_distance(torch.from_numpy(features)) if why else lpips_distance(pixels)
-            return within_conditions(conditions, between, pairs)
+            return within_conditions(conditions, between, FEATURE_PAIRS if why else PAIRS)
 
         found = measured(pixels, features, labels)
         if not found:
@@ -312,21 +236,22 @@ class Scorer:
         training, reference = self._sides[0], None
         if training.labels is not None:
             rows = torch.isin(training.labels, torch.tensor(list(found))).nonzero()[:, 0]
-            of_rows = self._known[0].features[rows.numpy()]
-            real = measured(training.pixels[rows], of_rows, training.labels[rows])
-            reference = _mean(list(real.values())) if found.keys() <= real.keys() else None
+            real = measured(training.pixels[rows], self._known[0][rows.numpy()], training.labels[rows])
+            reference = statistics.fmean(real.values()) if found.keys() <= real.keys() else None
         return ConditionDiversity(
             distance="features" if why else LPIPS,
             why_not_lpips=why,
             conditions=len(found),
-            images=_mean(list(found.values())),
+            images=statistics.fmean(found.values()),
             reference=reference,
         )
 
-    def _features(self, pixels: Tensor) -> FeatureSet:
-        batches = [self._extractor.features(to_unit_range(batch)) for batch in pixels.split(_BATCH)]
-        return FeatureSet(torch.cat(batches).double().numpy())
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    def _features(self, pixels: Tensor) -> Features:
+        """Features (n, d) in float64."""
+        batches = []
+        with Progress(len(pixels), "features") as progress:
+            for batch in pixels.split(_BATCH):
+                batches.append(self._extractor.features(to_unit_range(batch)))
+                progress(len(batch))
+        features: Features = torch.cat(batches).double().numpy()
+        return features

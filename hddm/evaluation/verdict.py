@@ -36,14 +36,13 @@ class Figure:
 
     ``half_width`` is the mean half-width of the 95 % intervals over images, if known. ``is_one_model``: all
     results are of one set of weights, so they tell nothing about other trainings. ``few_images``: measured on
-    no more images than features. ``samples``: numbers of samples measured, if these may differ.
+    no more images than features.
     """
 
     values: Mapping[str, float]
     half_width: float | None = None
     is_one_model: bool = False
     few_images: bool = False
-    samples: frozenset[int] = frozenset()
 
     @property
     def mean(self) -> float:
@@ -109,6 +108,16 @@ class Contrast:
     better: Better = "lower"
     why: str | None = None
 
+    @property
+    def why_not(self) -> str | None:
+        """Reason why no number of seeds would give a verdict."""
+        return self.why or ("too few images" if self.ours.few_images or self.base.few_images else None)
+
+    @property
+    def trainings(self) -> int:
+        """Trainings of the one that has fewer."""
+        return min(self.ours.trainings, self.base.trainings)
+
 
 def gap_over_seeds(ours: Mapping[str, float], base: Mapping[str, float]) -> Gap:
     """Gap of values by seed, at least two of each; paired if the seeds are the same."""
@@ -142,24 +151,24 @@ def verdicts(contrasts: Sequence[Contrast], by_images: bool = False) -> list[Gap
     ``by_images`` also judges single results, by their intervals over images: a gap is significant beyond
     (h_a² + h_b²)^½ with half-widths h, which tells nothing about other trainings.
     """
-    whys = [one.why or _why_not(one) for one in contrasts]
     over_seeds = {
         k: gap_over_seeds(one.ours.values, one.base.values)
         for k, one in enumerate(contrasts)
-        if whys[k] is None and _trainings(one) >= FEWEST
+        if one.why_not is None and one.trainings >= FEWEST
     }
     levels = dict(zip(over_seeds, holm(list(over_seeds.values())), strict=True))
     found = []
-    for k, (one, why) in enumerate(zip(contrasts, whys, strict=True)):
-        gap, spread, interval = one.ours.mean - one.base.mean, None, None
+    for k, one in enumerate(contrasts):
+        gap, spread, interval, why = one.ours.mean - one.base.mean, None, None, one.why_not
         if k in over_seeds:
             spread, interval = over_seeds[k].spread, over_seeds[k].interval(levels[k])
-        elif why is None and by_images:
-            interval = _over_images(one, gap)
-            why = None if interval else "no interval"
+        elif why is None and not by_images:
+            why = f"{counted(one.trainings, 'training seed')}, and {FEWEST} or more give a verdict"
+        elif why is None and None in (one.ours.half_width, one.base.half_width):
+            why = "no interval"
         elif why is None:
-            seeds = counted(_trainings(one), "training seed")
-            why = f"{seeds}, and {FEWEST} or more give a verdict"
+            half = math.hypot(one.ours.half_width or 0, one.base.half_width or 0)
+            interval = gap - half, gap + half
         found.append(
             GapVerdict(gap=gap, spread=spread, interval=interval, judgement=_judged(one, interval), why=why)
         )
@@ -173,28 +182,3 @@ def _judged(one: Contrast, interval: tuple[float, float] | None) -> Judgement:
     if low <= 0 <= high:
         return "within noise"
     return "better" if (high < 0) == (one.better == "lower") else "worse"
-
-
-def _why_not(one: Contrast) -> str | None:
-    """Reason why no number of seeds would give a verdict."""
-    if one.ours.few_images or one.base.few_images:
-        return "too few images"
-    if len(one.ours.samples | one.base.samples) > 1:
-        return f"{_counts(one.ours)} against {_counts(one.base)} samples"
-    return None
-
-
-def _over_images(one: Contrast, gap: float) -> tuple[float, float] | None:
-    if one.ours.half_width is None or one.base.half_width is None:
-        return None
-    half = math.hypot(one.ours.half_width, one.base.half_width)
-    return gap - half, gap + half
-
-
-def _trainings(one: Contrast) -> int:
-    return min(one.ours.trainings, one.base.trainings)
-
-
-def _counts(figure: Figure) -> str:
-    low, high = min(figure.samples), max(figure.samples)
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"

@@ -29,13 +29,11 @@ RESULT: dict[str, Any] = {
     "diversity": 0.9,
     "memorisation": {"ratio": 1.1, "half_width": 0.1, "share_near": 0.04, "few_images": False, "copies": 0},
     "within_conditions": {"distance": "features", "conditions": 2, "images": 3.0, "reference": 4.0},
-    "shards": [],
     "features": {"name": "classifier", "dimensions": 64, "hash": "aa", "resize": "none", "device": "cpu"},
     "data": {
         "images": {**SIDE, "hash": "0"},
         "reference": {**SIDE, "hash": "r"},
         "held_out": {**SIDE, "hash": "h"},
-        "shards": None,
     },
     "sampling": {"source": "a", "seed": 0, "steps": 50, "solver": "euler", "guidance_scale": 1.0, "start": 0},
     "comparable": True,
@@ -220,7 +218,6 @@ def test_one_result_is_shown_alone_with_intervals_and_why_it_compares_with_nothi
         ),
         ({"diversity": {}}, "key 'diversity': must be a number"),
         ({"within_conditions__distance": []}, "key 'within_conditions.distance' (is []): must be text"),
-        ({"shards": [{"all": None}]}, "key 'shards.0.all' (is None): "),
         ({"data__images__hash": ["x"]}, "key 'data.images.hash' (is ['x']): must be text"),
         ({"data": []}, "key 'data' (is []): "),
         ({"sampling": "x"}, "key 'sampling' (is 'x'): "),
@@ -253,31 +250,10 @@ def _distance(value: float, half_width: float = 1.0, few: bool = False) -> dict[
     return {"value": value, "half_width": half_width, "few_images": few}
 
 
-def _shard(value: float, samples: int, few: bool = False, few_of_all: bool = False) -> list[dict[str, Any]]:
-    own, of_all = _distance(value, few=few), _distance(value, few=few_of_all)
-    return [{"shard": 0, "images": 90, "all": of_all, "samples": samples, "own": own}]
-
-
-def _of_shard(groups: list[Path]) -> list[str]:
-    judged = [line.verdicts[0] for line in lines(read_groups(groups)) if "shard 0" in line.measure.name]
-    return [one.why or f"{one.judgement} ({one.gap:+.0f})" for one in judged if one is not None]
-
-
-def test_distances_to_a_shard_of_few_or_of_unequal_images_have_no_verdict(tmp_path: Path) -> None:
-    def verdicts(*shards: Any) -> list[str]:
-        return _of_shard([_write(tmp_path / f"{k}.json", k, shards=one) for k, one in enumerate(shards)])
-
-    few = "too few images"
-    assert verdicts(_shard(50.0, 90), _shard(20.0, 90)) == ["better (-30)"] * 2
-    unequal = verdicts(_shard(50.0, 300), _shard(20.0, 90))
-    assert unequal == ["better (-30)", "90 against 300 samples"]
-    assert verdicts(_shard(50.0, 30, few=True), _shard(20.0, 300, few=True)) == ["better (-30)", few]
-    assert verdicts(_shard(50.0, 90, few_of_all=True), _shard(20.0, 90)) == [few, "better (-30)"]
-    for name, numbers in {"a": (90, 70, 80), "b": (90, 90, 90)}.items():
-        for k, samples in enumerate(numbers):
-            _write(tmp_path / name / f"{k}.json", ord(name) * 10 + k, shards=_shard(20.0 + k, samples))
-    groups = [tmp_path / "a", tmp_path / "b"]
-    assert _of_shard(groups) == ["within noise (+0)", "90 against 70 to 90 samples"]
+def test_few_images_on_a_side_give_no_verdict(tmp_path: Path) -> None:
+    few = _write(tmp_path / "few.json", 1, splits__training__distance=_distance(50.0, few=True))
+    found = lines(read_groups([few, _write(tmp_path / "many.json", 2)]))
+    assert [one.verdicts[0].why for one in found[:2]] == ["too few images", None]
 
 
 def test_seeds_of_a_model_give_a_spread_apart_from_the_intervals(tmp_path: Path, hddm: Command) -> None:
@@ -291,7 +267,7 @@ def test_seeds_of_a_model_give_a_spread_apart_from_the_intervals(tmp_path: Path,
             _write(tmp_path / name / f"{seed}.json", len(name) * 10 + seed, **changes)
     groups = read_groups([tmp_path / "flow", tmp_path / "mixed"])
     refuse_incomparable(groups)
-    line = next(one for one in lines(groups) if "held-out" in one.measure.name)
+    line = next(one for one in lines(groups) if "held-out" in one.name)
     for figure, found in zip(line.figures, values.values(), strict=True):
         assert figure.mean == pytest.approx(np.mean(found))
         assert figure.spread == pytest.approx(np.std(found, ddof=1))
@@ -316,7 +292,7 @@ def test_several_results_of_one_model_say_nothing_about_training(tmp_path: Path,
 
 def test_figures_that_a_result_lacks_and_distances_of_two_kinds_are_left_out(tmp_path: Path) -> None:
     def named(*files: Path) -> list[str]:
-        return [line.measure.name for line in lines(read_groups(files))]
+        return [line.name for line in lines(read_groups(files))]
 
     a = _write(tmp_path / "a.json", 1)
     changes = {"splits__held_out__distance": None, "within_conditions__distance": "LPIPS (AlexNet)"}

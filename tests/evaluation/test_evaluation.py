@@ -21,7 +21,7 @@ from hddm.evaluation.diversity import (
     within_conditions,
 )
 from hddm.evaluation.evaluate import evaluate_folder
-from hddm.evaluation.features import FeatureExtractor, choose_extractor, of_classifier
+from hddm.evaluation.features import FeatureExtractor, FeaturesRecord, choose_extractor, of_classifier
 from hddm.evaluation.images import ImageGroup, alike, conditions, read_data, read_sampling
 from hddm.evaluation.results import Evaluation, read_result
 from hddm.evaluation.scores import Scorer, Side
@@ -38,7 +38,7 @@ def _scorer(
 
 NOISE = torch.Generator().manual_seed(0)
 ROWS = torch.randn(60, 8, generator=NOISE)
-FLAT = FeatureExtractor("pixels", 16, lambda images: images.flatten(1))
+FLAT = FeatureExtractor(FeaturesRecord(name="pixels", dimensions=16), lambda images: images.flatten(1))
 
 
 def test_diversity_is_relative_to_the_reference_and_needs_a_scale() -> None:
@@ -80,7 +80,9 @@ def test_repeated_training_images_have_a_ratio_of_zero() -> None:
 
 def test_mirrored_copies_are_copies_where_mirror_images_were_trained_on() -> None:
     images, fresh = (torch.randint(0, 256, (n, 3, 8, 7), generator=NOISE).byte() for n in (200, 50))
-    flat = FeatureExtractor("pixels", 4, lambda pixels: pixels[:, 0, :2, :2].flatten(1))
+    flat = FeatureExtractor(
+        FeaturesRecord(name="pixels", dimensions=4), lambda pixels: pixels[:, 0, :2, :2].flatten(1)
+    )
 
     def memory(samples: torch.Tensor, held_out: torch.Tensor, mirrored: bool) -> Memorisation:
         found = _scorer(flat, images, held_out, 2, mirrored=mirrored).score(samples).memorisation
@@ -175,9 +177,8 @@ def test_scores_compare_with_both_sides() -> None:
 def test_a_complete_scorer_measures_more_and_the_same(home: Path) -> None:
     sides = [torch.cat([draw(name, 60, seed) for name in CLASSES]) for seed in (0, 10)]
     labels = torch.arange(2).repeat_interleave(60)
-    shards = [sides[0][:60], sides[0][60:]]
     training, held_out = Side("training", sides[0], labels), Side("held_out", sides[1])
-    complete = Scorer(FLAT, training, held_out, 3, complete=True, shards=shards)
+    complete = Scorer(FLAT, training, held_out, 3, complete=True)
     samples = torch.cat([draw("columns", 90, 20), draw("rows", 30, 21)])
     scores = complete.score(samples, torch.tensor([0] * 90 + [1] * 30))
     plain = _scorer(FLAT, *sides, 3).score(samples)
@@ -192,9 +193,6 @@ def test_a_complete_scorer_measures_more_and_the_same(home: Path) -> None:
     assert within.images == pytest.approx(within.reference, rel=0.1)
     # Of two classes far apart, all pairs differ more than those of one class.
     assert within.images < torch.pdist(to_unit_range(samples).flatten(1)).mean()
-    counts = [(one.shard, one.images, one.samples) for one in scores.shards]
-    assert counts == [(0, 60, 90), (1, 60, 30)]
-    assert all(one.own.value < one.all.value / 5 for one in scores.shards)
 
 
 def test_a_domain_has_the_samples_that_a_classifier_takes_for_its_classes(home: Path) -> None:
@@ -399,18 +397,6 @@ def test_conditions_in_folders_are_matched_by_name(tmp_path: Path) -> None:
     found, known = conditions(samples, None, ("noise", "rows", "columns"))
     assert (found.tolist(), known) == ([2, 2, 1, 1], True)
     assert conditions(samples, None, ("cat", "dog"))[1] is False
-
-
-def test_distances_by_shard_need_the_partition_of_the_images(
-    images: Path, shards: Path, home: Path, tmp_path: Path
-) -> None:
-    result = evaluate_folder(_samples(tmp_path / "samples"), images, allow_few=True, shards=shards)
-    assert list(result.data.shards.images) == [shard.images for shard in result.shards]
-    assert sum(shard.samples for shard in result.shards) == 70
-    assert all(shard.all.few_images for shard in result.shards)
-    larger = write_images(tmp_path / "larger", side=8)
-    told = refusal(evaluate_folder, larger, larger, allow_few=True, shards=shards)
-    assert re.search("holds images of shape .*; name the partition", told)
 
 
 def test_a_classifier_is_saved_and_shared(many: Path, home: Path, tmp_path: Path, hddm: Command) -> None:

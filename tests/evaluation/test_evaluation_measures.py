@@ -8,15 +8,8 @@ from numpy.typing import NDArray
 from sklearn.metrics.pairwise import polynomial_kernel
 from sklearn.neighbors import NearestNeighbors
 
-from hddm.evaluation.distances import (
-    Gaussian,
-    frechet_distance,
-    kernel_distance,
-    precision_recall,
-    squared_mmd,
-)
+from hddm.evaluation.distances import kernel_distance, precision_recall, squared_mmd
 from hddm.evaluation.diversity import lpips_distance, why_not_lpips
-from hddm.evaluation.scores import FeatureSet, shard_distances
 from tests.artefacts import refusal
 
 Array = NDArray[np.float64]
@@ -100,19 +93,6 @@ def test_both_sides_are_cut_to_one_number() -> None:
     assert precision_recall(fake, real, most=50).images == 50
     assert precision_recall(fake, real, most=50) == precision_recall(fake, real, most=50)
     assert "more than 3 images a side, not 3" in refusal(precision_recall, fake[:3], real)
-
-
-def test_samples_belong_to_the_shard_of_their_nearest_image() -> None:
-    shards = [_rows(0, 80, 2), _rows(1, 120, 2, 20.0)]
-    samples = np.concatenate([_rows(2, 50, 2), _rows(3, 10, 2, 21.0)])
-    measured = [FeatureSet(shard) for shard in shards]
-    first, second = shard_distances(samples, measured, resamples=2)
-    assert [first.images, first.samples, second.images, second.samples] == [80, 50, 120, 10]
-    for found, rows, shard in ((first.own, samples[:50], shards[0]), (second.all, samples, shards[1])):
-        expected = frechet_distance(Gaussian.of(rows), Gaussian.of(shard))
-        assert found.value == pytest.approx(expected, abs=1e-6)
-    alone = shard_distances(samples[:51], measured, resamples=2)[1]
-    assert (alone.samples, alone.own) == (1, None)
 
 
 def test_why_there_is_no_lpips_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

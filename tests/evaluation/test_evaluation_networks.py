@@ -108,8 +108,11 @@ def test_inception_features_are_those_of_clean_fid(inception: Path, pictures: Pa
     theirs = _of_clean_fid(pictures, InceptionV3W(str(inception), download=False).eval())
     ours = extractor.features(images.normalised)
     np.testing.assert_allclose(ours.numpy(), theirs, rtol=1e-4, atol=1e-4)
-    assert (extractor.dimensions, extractor.hash) == (2048, sha256_of(inception / INCEPTION.name))
-    assert "299" in extractor.resize
+    assert (extractor.record.dimensions, extractor.record.hash) == (
+        2048,
+        sha256_of(inception / INCEPTION.name),
+    )
+    assert "299" in extractor.record.resize
 
 
 @pytest.mark.slow
@@ -185,12 +188,12 @@ def test_missing_weights_are_one_error_with_all_that_is_needed(
 def test_what_auto_took_and_why_is_said(images: Path, inception: Path, home: Path) -> None:
     training = load_images(images)
     few, many = choose_extractor(training, 2048), choose_extractor(training, 2049)
-    assert few.name == "small classifier of the training images"
-    assert few.choice == (
+    assert few.record.name == "small classifier of the training images"
+    assert few.record.choice == (
         "auto: not Inception, since it needs more than 2048 images a side and there are 2048"
     )
-    assert (many.name, many.choice[:5]) == ("Inception (clean-fid)", "auto:")
-    assert "more than 2048 images" in many.choice
+    assert (many.record.name, many.record.choice[:5]) == ("Inception (clean-fid)", "auto:")
+    assert "more than 2048 images" in many.record.choice
     (inception / INCEPTION.name).unlink()
     assert "not on disk" in choose_extractor(training, 5000).choice
 

@@ -87,8 +87,8 @@ def test_comparisons_of_one_table_are_corrected_for_their_number() -> None:
     ]
 
 
-def _one(mean: float, half: float | None = None, few: bool = False, samples: int = 9) -> Figure:
-    return Figure({"0": mean}, half, few_images=few, samples=frozenset({samples}))
+def _one(mean: float, half: float | None = None, few: bool = False) -> Figure:
+    return Figure({"0": mean}, half, few_images=few)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,6 @@ def _one(mean: float, half: float | None = None, few: bool = False, samples: int
         (_one(14.9, 4.0), _one(20, 3.0), "higher", "worse", None),
         (_one(6.1), _one(5.0), "lower", "no verdict", "no interval"),
         (_one(14.9, 4.0, few=True), _one(20, 3.0), "lower", "no verdict", "too few images"),
-        (_one(14.9, 4.0, samples=7), _one(20, 3.0), "lower", "no verdict", "7 against 9 samples"),
     ],
 )
 def test_single_results_are_compared_by_their_intervals_over_images(
