@@ -28,9 +28,9 @@ from hddm.evaluation.scores import Scorer, Scores, Side
 from hddm.training.settings import ExpertSettings
 from hddm.utils.errors import HddmError, on_command_line
 from hddm.utils.files import read_json, write_json
-from hddm.utils.machine import machine
 from hddm.utils.processes import compute_environment, environment
 from hddm.utils.progress import Progress
+from hddm.utils.work import machine
 from hddm.utils.workers import Call, Workers
 
 RESULTS = Path(__file__).parent / "results"

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
 
@@ -20,8 +20,7 @@ from hddm.evaluation.results import Evaluation, Result, ResultGroup, read_groups
 from hddm.evaluation.scores import LEARNED
 from hddm.evaluation.verdict import Contrast, Figure, GapVerdict, verdicts
 from hddm.utils.errors import HddmError
-from hddm.utils.files import read_json
-from hddm.utils.records import RESULTS_FILE, Record, check_format, parse_record
+from hddm.utils.records import RESULTS_FILE, Record, read_record
 
 FORMAT = "4.0"
 LARGEST = 2**29
@@ -166,6 +165,9 @@ class Row:
 class Results(Record):
     """``results.json``."""
 
+    oldest: ClassVar[str | None] = FORMAT
+    remedy: ClassVar[str] = "repeat the benchmark"
+
     format: str = FORMAT
     kind: Literal["benchmark"] = "benchmark"
     name: str
@@ -284,13 +286,8 @@ def number(value: float, signed: bool = False) -> str:
 
 
 def read_results(folder: Path) -> Results:
-    """Read the results in a benchmark's folder; those of an older format raise `HddmError`."""
-    path = folder / RESULTS_FILE
-    content = read_json(path, LARGEST)
-    check_format(content, FORMAT, path)
-    if int(str(content["format"]).partition(".")[0]) < int(FORMAT.partition(".")[0]):
-        raise HddmError(f"{path}: format {content['format']} is no longer read; repeat the benchmark")
-    return parse_record(content, Results, str(path))
+    """Read the results in a benchmark's folder; raises `HddmError` as `read_record`."""
+    return read_record(folder / RESULTS_FILE, Results, FORMAT, LARGEST)
 
 
 def compare_rows(results: Results) -> Iterator[Comparison]:

@@ -42,11 +42,10 @@ from hddm.evaluation.results import read_result
 from hddm.training.state import wait_for_run
 from hddm.utils.errors import HddmError, counted, shown
 from hddm.utils.files import check_absent, read_json, remove, write_json, write_whole
-from hddm.utils.machine import machine
 from hddm.utils.processes import at, require_main_guard, stoppable
 from hddm.utils.progress import Progress, duration, heard
 from hddm.utils.records import BENCHMARK_FILE, RESULTS_FILE, SAMPLING_FILE
-from hddm.utils.work import Work, differences
+from hddm.utils.work import Work, differences, machine
 from hddm.utils.workers import Backend, Call, Workers
 
 _KEPT = "finished work is saved, and the same command continues"

@@ -124,7 +124,7 @@ def write_network(folder: Path, built: Built) -> None:
     config = {key: value for key, value in network.config.items() if not key.startswith("_")}
     names = {"_class_name": built.network.__name__, "_diffusers_version": diffusers.__version__}
     write_json(folder / "config.json", names | json.loads(json.dumps(config)))
-    with Progress(len(built.tensors), "write the weights", " tensors") as progress:
+    with Progress(len(built.tensors), "write the weights") as progress:
         write_safetensors(folder / WEIGHTS, built.tensors, {"format": "pt"}, True, progress)
 
 
@@ -229,7 +229,7 @@ def _compare(plan: Plan, source: Forward | None, draft: Path) -> ConversionCheck
     low, high = max(written.range[0], written.noise_range[0]), min(written.range[1], written.noise_range[1])
     noise = generator(0, Use.CONVERSION_STATES)
     squares, wanted, largest, errors = 0.0, 0.0, 0.0, {}
-    with _InFloat32(), Progress(len(TIMES), "compare with the source", " noise levels") as progress:
+    with _InFloat32(), Progress(len(TIMES), "compare with the source") as progress:
         for share in TIMES:
             t = low + share * (high - low)
             x = torch.randn(1, channels, *size, generator=noise) * math.hypot(1 - t, t)

@@ -78,7 +78,7 @@ def train_classifier(
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=1e-2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
     draws = generator(seed, Use.CLASSIFIER_STEPS)
-    with Progress(steps, "train a classifier for features", " steps") as progress:
+    with Progress(steps, "train a classifier for features") as progress:
         for _ in range(steps):
             rows = torch.randint(len(images), (batch_size,), generator=draws)
             down, right = torch.randint(-1, 2, (2,), generator=draws).tolist()

@@ -102,6 +102,7 @@ def evaluate_folder(
         save_classifier(extractor.classifier, classifier)
     return Evaluation(
         **dict(scores),
+        kind="evaluation",
         features=extractor.record,
         data=EvaluationData(**{role: group.record for role, group in groups.items()}),
         sampling=sampling,

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -13,11 +13,9 @@ from hddm.evaluation.features import FeaturesRecord
 from hddm.evaluation.images import DataRecord, SamplingRecord
 from hddm.evaluation.scores import Scores
 from hddm.utils.errors import HddmError, did_you_mean
-from hddm.utils.files import read_json
-from hddm.utils.records import OpenRecord, check_format, parse_record
+from hddm.utils.records import OpenRecord, read_record
 
 FORMAT = "2.0"
-KIND = "evaluation"
 
 
 class EvaluationData(OpenRecord):
@@ -32,8 +30,11 @@ class EvaluationData(OpenRecord):
 class Evaluation(Scores):
     """A result of ``hddm evaluate``: scores, and everything that they depend on."""
 
+    oldest: ClassVar[str | None] = FORMAT
+    remedy: ClassVar[str] = "evaluate the images again"
+
     format: str = FORMAT
-    kind: Literal["evaluation"] = "evaluation"
+    kind: Literal["evaluation"]
     features: FeaturesRecord
     data: EvaluationData
     sampling: SamplingRecord | None = None
@@ -89,14 +90,8 @@ def read_groups(paths: Sequence[Path]) -> list[ResultGroup]:
 
 
 def read_result(path: Path) -> Evaluation:
-    """Read one result; `HddmError` for a file that is none, or of an older format."""
-    content = read_json(path)
-    if content.get("kind") != KIND:
-        raise HddmError(f"{path}: is not a result of an evaluation; hddm evaluate --out writes one")
-    check_format(content, FORMAT, path)
-    if content["format"].startswith("1."):
-        raise HddmError(f"{path}: format {content['format']} is no longer read; evaluate the images again")
-    return parse_record(content, Evaluation, str(path))
+    """Read one result; raises `HddmError` as `read_record`."""
+    return read_record(path, Evaluation, FORMAT)
 
 
 OWN = {"source", "source_sha256", "seed", "start", "num_images", "batch_size", "offload", "max_memory"}

@@ -109,7 +109,7 @@ def upload(
     were_off = are_progress_bars_disabled()
     disable_progress_bars()
     try:
-        with Progress(sum(sizes.values()), f"push {count}", "B") as advance:
+        with Progress(sum(sizes.values()), f"push {count}") as advance:
             address = api.create_repo(repo_id, private=private, exist_ok=True)
             for one in additions:
                 api.preupload_lfs_files(repo_id, [one])

@@ -279,7 +279,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         read_from = [path.resolve() for one in experts for path in (one.folder, one.base) if path]
         if any(one.is_relative_to(folder.resolve()) for one in read_from):
             raise HddmError(f"{folder}: these experts are read from it as they are needed; save elsewhere")
-        with new_folder(folder, ENSEMBLE_FILE, overwrite, fills_empty=True) as draft:
+        with new_folder(folder, ENSEMBLE_FILE, overwrite) as draft:
             kinds = {}
             for name in COMPONENTS:
                 if (part := getattr(self, name)) is not None:

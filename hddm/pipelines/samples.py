@@ -155,7 +155,7 @@ class _Run:
         numbers, paths, is_continued = list[int](), list[Path](), False
         # Per image: the solver's steps, and one to decode and write it.
         steps = self.how.steps + 1
-        with Progress(self.settings.num_images * steps, "sample", " steps") as progress:
+        with Progress(self.settings.num_images * steps, "sample") as progress:
             for name, batch in self._batches():
                 part = draft.parts / name
                 if (done := draft.done(part)) is not None:

@@ -62,7 +62,7 @@ def calibrate(
     noise = generator(seed, Use.CALIBRATION)
     halves = torch.randperm(len(images), generator=noise).chunk(2)
     sums = torch.zeros(LEVELS, 3, len(moments.variances), dtype=torch.float64)
-    with Progress(LEVELS * STATES, "calibrate", " states") as progress:
+    with Progress(LEVELS * STATES, "calibrate") as progress:
         for seen, unseen in (halves, halves[::-1]):
             of_seen = None if labels is None else labels[seen.to(labels.device)]
             known = Moments.of(images[seen.to(images.device)], of_seen).to(images)

@@ -101,7 +101,7 @@ def solve(
             log.info("%s: %s of the teacher found", file, counted(num, "trajectory", "trajectories"))
             return Trajectories(states, times)
     states = torch.empty(num, KEPT + 1, *shape)
-    with Progress(num * SOLVED, "solve the teacher's trajectories", " steps") as progress:
+    with Progress(num * SOLVED, "solve the teacher's trajectories") as progress:
         for rows in torch.arange(num).split(_BATCH):
             x = Seeded(seed).initial(rows.tolist(), shape, Use.TRAJECTORY_NOISE)
             states[rows, 0] = x

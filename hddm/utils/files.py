@@ -115,25 +115,23 @@ def new_folder(
     overwrite: bool = False,
     is_locked: bool = False,
     kept: Callable[[], str] = nothing,
-    fills_empty: bool = False,
 ) -> Iterator[Path]:
     """Folder to fill, renamed to ``target`` when the block ends, and removed if it fails.
 
     It is beside ``target``, since a rename is atomic only within one file system. Files are synced to disk
     before the rename, and the rename after it. What killed processes left is removed. ``record`` is the JSON
-    file that marks its kind; ``is_locked`` means that the caller holds the lock; ``fills_empty`` is as for
-    `check_absent`.
+    file that marks its kind; ``is_locked`` means that the caller holds the lock.
 
     A replaced folder is renamed away first, so for a moment ``target`` does not exist. A process killed at
     that moment leaves the old folder complete beside it; `restore` renames it back. Raises `HddmError` as
     `check_absent`, if another process writes ``target``, and as `writing` if the block cannot write.
     """
-    check_absent(target, record, overwrite, fills_empty)
+    check_absent(target, record, overwrite)
     with contextlib.nullcontext() if is_locked else alone(target):
-        check_absent(target, record, overwrite, fills_empty)
+        check_absent(target, record, overwrite)
         draft = target.parent / f".{target.name}.part-{os.getpid()}"
         try:
-            with writing(target, kept, below=draft):
+            with writing(target, kept):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 _remove_left(target)
                 draft.mkdir()
@@ -171,19 +169,34 @@ def put_in_place(draft: Path, target: Path, overwrite: bool) -> None:
             # As `write_whole`; a file with other hard links keeps its mode, which they share.
             path.chmod(draft.stat().st_mode & 0o666)
         sync(path)
-    if overwrite:
-        _replace(draft, target)
-    else:
-        _rename_to_nothing(draft, target)
+    old, gone = (target.parent / f".{target.name}.{kind}-{os.getpid()}" for kind in ("old", "part"))
+    try:
+        if target.is_symlink():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        if overwrite and target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            target.rename(old)
+        # The system refuses if the name is taken.
+        draft.rename(target)
+    except BaseException as error:
+        restore(target)
+        if isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+            raise _made_meanwhile(target) from error
+        raise
+    if old.exists():
+        # Renamed before removal, so that no partial folder has the name that `restore` looks for, and to the
+        # name of a draft, which the next process removes.
+        old.rename(gone)
+        shutil.rmtree(gone)
     sync(target.parent)
 
 
-def check_absent(target: Path, record: str, overwrite: bool = False, fills_empty: bool = False) -> None:
+def check_absent(target: Path, record: str, overwrite: bool = False) -> None:
     """Refuse an existing ``target``; call it also before hours of work, to fail early.
 
+    An empty folder may be filled, unless it cannot be renamed away: a mounted or the working folder.
     ``overwrite`` allows only an empty folder or one of the same kind, with a JSON file ``record`` that has a
-    format version. A link is refused, since replacing it would not replace what it leads to. ``fills_empty``
-    allows an empty folder without it, unless it cannot be renamed away: a mounted or the working folder.
+    format version. A link is refused, since replacing it would not replace what it leads to.
     """
     settle(target)
     if target.is_symlink():
@@ -197,13 +210,10 @@ def check_absent(target: Path, record: str, overwrite: bool = False, fills_empty
             raise HddmError(f"{target}: cannot be created: {above} is not a writable folder; choose another")
         return
     is_empty = target.is_dir() and not any(target.iterdir())
-    if not overwrite:
-        is_fixed = target.is_mount() or target.absolute() == Path.cwd()
-        if fills_empty and is_empty and not is_fixed:
-            return
-        raise HddmError(f"{target} exists: choose another folder, or pass --overwrite to replace it")
-    if is_empty:
+    if is_empty and (overwrite or not (target.is_mount() or target.absolute() == Path.cwd())):
         return
+    if not overwrite:
+        raise HddmError(f"{target} exists: choose another folder, or pass --overwrite to replace it")
     if "format" not in (read_json(target / record) if (target / record).is_file() else {}):
         raise HddmError(
             f"{target}: --overwrite replaces only a folder of the same kind, and this one has no {record} "
@@ -220,8 +230,7 @@ def restore(target: Path) -> None:
         return
     if target.parent != target:
         restore(target.parent)
-    left = [path for path in _beside(target, "old") if _is_left(path)]
-    if left:
+    if left := _left(target, "old"):
         # Where it may not be renamed it is not there, and another process may have done it just now.
         with contextlib.suppress(OSError):
             max(left, key=lambda path: path.stat().st_mtime_ns).rename(target)
@@ -230,28 +239,24 @@ def restore(target: Path) -> None:
 def settle(target: Path) -> None:
     """`restore` a folder, or remove what processes left beside it that were killed once it was in place."""
     restore(target)
-    if target.is_symlink() or not target.exists():
-        return
-    if any(_is_left(path) for kind in ("part", "old") for path in _beside(target, kind)):
+    # The lock is removed by `alone` unless its process was killed.
+    has_left = _lock_of(target).exists() or _left(target, "part", "old")
+    if target.exists() and not target.is_symlink() and has_left:
         with contextlib.suppress(HddmError, OSError), alone(target):
             _remove_left(target)
-    # Removed by `alone` unless its process was killed.
-    elif _lock_of(target).exists():
-        with contextlib.suppress(HddmError, OSError), alone(target):
-            pass
 
 
 def _remove_left(target: Path) -> None:
     """Remove drafts of dead processes, and with ``target`` in place also what they had renamed away."""
-    for kind in ("part", "old") if target.exists() else ("part",):
-        for path in _beside(target, kind):
-            if _is_left(path):
-                with contextlib.suppress(OSError):
-                    remove(path)
+    for path in _left(target, *(("part", "old") if target.exists() else ("part",))):
+        with contextlib.suppress(OSError):
+            remove(path)
 
 
-def _beside(target: Path, kind: str) -> list[Path]:
-    return list(target.parent.glob(f".{glob.escape(target.name)}.{kind}-*"))
+def _left(target: Path, *kinds: str) -> list[Path]:
+    """Drafts of ``target``, or what was renamed away, by processes that have ended."""
+    name = glob.escape(target.name)
+    return [path for kind in kinds for path in target.parent.glob(f".{name}.{kind}-*") if _is_left(path)]
 
 
 def _lock_of(target: Path) -> Path:
@@ -283,9 +288,8 @@ def write_whole(path: Path, write: Callable[[Path], object], overwrite: bool = T
     try:
         with writing(path):
             # Process numbers repeat, and some writers refuse an existing file.
-            for left in _beside(path, f"part-{glob.escape(platform.node())}"):
-                if _is_left(left):
-                    remove(left)
+            for left in _left(path, f"part-{glob.escape(platform.node())}"):
+                remove(left)
             write(draft)
             # Some libraries write files for the owner only; the folder's mode is what the user wants.
             draft.chmod(path.parent.stat().st_mode & 0o666)
@@ -293,7 +297,10 @@ def write_whole(path: Path, write: Callable[[Path], object], overwrite: bool = T
             if overwrite:
                 draft.replace(path)
             else:
-                _move_to_nothing(draft, path)
+                with alone(path):
+                    if path.exists() or path.is_symlink():
+                        raise _made_meanwhile(path)
+                    draft.replace(path)
             sync(path.parent)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -302,43 +309,27 @@ def write_whole(path: Path, write: Callable[[Path], object], overwrite: bool = T
 
 
 class Unwritten(HddmError):
-    """A ``path`` that cannot be written, for the reason ``why``."""
-
-    path: Path
-    why: OSError | SafetensorError
+    """A file or folder cannot be written, because of its ``__cause__``."""
 
 
 @contextlib.contextmanager
-def writing(path: Path, kept: Callable[[], str] = nothing, below: Path | None = None) -> Iterator[None]:
+def writing(path: Path, kept: Callable[[], str] = nothing) -> Iterator[None]:
     """Block that writes ``path``; an OSError, SafetensorError or `Unwritten` in it becomes its `Unwritten`.
 
-    On a full disk that says what is ``kept``. With ``below``, errors of files elsewhere pass as they are.
+    On a full disk that says what is ``kept``.
     """
     try:
         yield
     except (OSError, SafetensorError, Unwritten) as error:
-        why = error.why if isinstance(error, Unwritten) else error
-        # Of a copy, the second file is the one that it is written to.
-        named = getattr(error, "filename2", None) or getattr(error, "filename", getattr(error, "path", None))
-        if below is not None and isinstance(named, str | Path):
-            place = Path(os.path.abspath(named))
-            if not (place.is_relative_to(below.absolute()) or path.absolute().is_relative_to(place)):
-                raise
-        if (full := _full(why)) is not None:
-            said = f"{os.strerror(full)}); free some space; {kept()}"
-        else:
-            said = f"{getattr(why, 'strerror', None) or one_line(why)}); choose another place"
-        unwritten = Unwritten(f"{path}: cannot be written ({said}")
-        unwritten.path, unwritten.why = path, why
-        raise unwritten from error
-
-
-def _full(error: OSError | SafetensorError) -> int | None:
-    """Number of an error that says that a disk or a quota is full, or files may not be as large."""
-    if isinstance(error, OSError):
-        return error.errno if error.errno in FULL else None
-    # safetensors says it in words.
-    return next((number for number in FULL if f"(os error {number})" in str(error)), None)
+        why = error.__cause__ if isinstance(error, Unwritten) else error
+        # safetensors gives the number in words.
+        full = next(
+            (one for one in FULL if getattr(why, "errno", 0) == one or f"(os error {one})" in str(why)), None
+        )
+        text = f"{one_line(why)}); choose another place"
+        if full is not None:
+            text = f"{os.strerror(full)}); free some space; {kept()}"
+        raise Unwritten(f"{path}: cannot be written ({text}") from why
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -377,19 +368,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def read_whole(path: Path, largest: int) -> bytes:
-    """All bytes of a file; raises `HddmError` for more than ``largest`` of them, and as `read_start`."""
+    """All bytes of a file; raises `HddmError` for more than ``largest`` of them, and as `opened`."""
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         content = b"" if size > largest else file.read(largest + 1)
     if max(size, len(content)) > largest:
         raise HddmError(f"{path}: has more than {largest} bytes; fetch or write it again")
     return content
-
-
-def read_start(path: Path, size: int) -> bytes:
-    """First ``size`` bytes of a file, or all; raises `HddmError` for any but a readable regular one."""
-    with opened(path) as file:
-        return file.read(size)
 
 
 Kind = Literal["safetensors", "torch-zip", "pickle"]
@@ -403,7 +388,8 @@ def kind_of(path: Path) -> Kind:
 
     Raises `HddmError` for a missing, empty or unknown file, and for anything but a regular one.
     """
-    head = read_start(path, 16)
+    with opened(path) as file:
+        head = file.read(16)
     if not head:
         raise HddmError(f"{path}: is empty; fetch it again")
     if head.startswith(b"PK\x03\x04"):
@@ -433,14 +419,14 @@ def refuse_pickle(path: Path, allow_pickle: bool) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file in hexadecimal digits; raises as `read_start`."""
+    """SHA-256 of a file in hexadecimal digits; raises as `opened`."""
     with opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[BufferedReader]:
-    """Open a regular file for a block; raises `HddmError` as `read_start`."""
+    """Open a file for a block; raises `HddmError` for any but a readable regular one."""
     try:
         # Opening a pipe would block, and a device may have no end.
         if not stat.S_ISREG(path.stat().st_mode):
@@ -465,51 +451,10 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _move_to_nothing(draft: Path, path: Path) -> None:
-    """Rename a file unless the name is taken; of several processes that write it, one succeeds."""
-    with alone(path):
-        if path.exists() or path.is_symlink():
-            raise _made_meanwhile(path)
-        draft.replace(path)
-
-
-def _rename_to_nothing(draft: Path, target: Path) -> None:
-    """Rename a folder; the system refuses if the name is taken."""
-    if target.is_symlink():
-        raise _made_meanwhile(target)
-    try:
-        draft.rename(target)
-    except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-            raise
-        raise _made_meanwhile(target) from error
-
-
 def _made_meanwhile(path: Path) -> HddmError:
     return HddmError(
         f"{path}: was made by another process in the meantime, and stays as it is; choose another"
     )
-
-
-def _replace(draft: Path, target: Path) -> None:
-    if target.is_symlink():
-        raise _made_meanwhile(target)
-    if not target.exists():
-        draft.rename(target)
-        return
-    old = target.parent / f".{target.name}.old-{os.getpid()}"
-    shutil.rmtree(old, ignore_errors=True)
-    target.rename(old)
-    try:
-        draft.rename(target)
-    except BaseException:
-        old.rename(target)
-        raise
-    # Renamed before removal, so that no partial folder has the name that `restore` looks for, and to the name
-    # of a draft, which the next process removes.
-    gone = target.parent / f".{target.name}.part-{os.getpid()}"
-    old.rename(gone)
-    shutil.rmtree(gone)
 
 
 def _is_left(path: Path) -> bool:

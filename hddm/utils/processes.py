@@ -47,32 +47,67 @@ class Interrupted(BaseException):
         self.number = number
 
 
-class _Interrupt:
-    """Handler that raises `Interrupted`, once; a later signal ends the process."""
+class StopRequest:
+    """Block in which signals are only noted, as ``number``, or raise `Interrupted` if it ``interrupts``.
 
-    def __init__(self) -> None:
-        self.number, self._since = 0, 0.0
+    Previous handlers run too, but for those that raise an exception in the middle of a step. Does nothing
+    outside the main thread, where Python allows no handlers.
+    """
 
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if not self.number:
-            self.number, self._since = number, time.monotonic()
+    def __init__(self, interrupts: bool = False) -> None:
+        self.number: int | None = None
+        self._interrupts, self._since = interrupts, 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {one: signal.signal(one, self._note) for one in SIGNALS}
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        for one, former in self._before.items():
+            # None stands for a handler that was not set from Python.
+            signal.signal(one, signal.SIG_DFL if former is None else former)
+
+    @property
+    def requested(self) -> bool:
+        """True after a signal."""
+        return self.number is not None
+
+    def wait(self) -> None:
+        """Wait for a signal."""
+        while not self.requested:
+            time.sleep(0.2)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.number is not None:
+            if time.monotonic() - self._since >= TOGETHER:
+                os._exit(128 + number)
+            return
+        self.number, self._since = number, time.monotonic()
+        if self._interrupts:
             raise Interrupted(number)
-        if time.monotonic() - self._since >= TOGETHER:
-            os._exit(128 + number)
+        handler: Callable[..., object] | int | None = self._before.get(number)
+        owner = getattr(handler, "__self__", None)
+        raises = handler is signal.default_int_handler or (
+            isinstance(owner, StopRequest) and owner._interrupts
+        )
+        if callable(handler) and not raises:
+            handler(number, frame)
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
     """Open a block in which a signal raises `Interrupted`; does nothing outside the main thread."""
-    with handling(handler := _Interrupt()):
+    with StopRequest(interrupts=True) as request:
         try:
             yield
         except Stopped:
             raise
         except Exception as error:
             # Code in C that is interrupted may raise an error of its own in its place.
-            if handler.number:
-                raise Interrupted(handler.number) from error
+            if request.number is not None:
+                raise Interrupted(request.number) from error
             raise
 
 
@@ -95,64 +130,6 @@ def at(what: str) -> Iterator[None]:
         raise
     except HddmError as error:
         raise HddmError(f"{what}: {error.message}", error.details) from error
-
-
-@contextlib.contextmanager
-def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[dict[int, Any]]:
-    """Let ``handler`` take `SIGNALS` within the block, whose previous handlers are yielded.
-
-    Does nothing outside the main thread, where Python allows no handlers.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield {}
-        return
-    before: dict[int, Any] = {one: signal.signal(one, handler) for one in SIGNALS}
-    try:
-        yield before
-    finally:
-        for one, former in before.items():
-            # None stands for a handler that was not set from Python.
-            signal.signal(one, signal.SIG_DFL if former is None else former)
-
-
-class StopRequest:
-    """Block in which signals are only noted, as ``number``; previous handlers run too (`handling`)."""
-
-    def __init__(self) -> None:
-        self.number: int | None = None
-        self._since = 0.0
-        self._handling = handling(self._note)
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> "StopRequest":
-        self._before = self._handling.__enter__()
-        return self
-
-    def __exit__(self, *ended: object) -> None:
-        self._handling.__exit__(None, None, None)
-
-    @property
-    def requested(self) -> bool:
-        """True after a signal."""
-        return self.number is not None
-
-    def wait(self) -> None:
-        """Wait for a signal."""
-        while not self.requested:
-            time.sleep(0.2)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.number is not None:
-            if time.monotonic() - self._since >= TOGETHER:
-                os._exit(128 + number)
-            return
-        self.number, self._since = number, time.monotonic()
-        handler: Callable[..., object] | int | None = self._before.get(number)
-        # Python's own handler and ours raise an exception in the middle of a step.
-        if callable(handler) and not (
-            handler is signal.default_int_handler or isinstance(handler, _Interrupt)
-        ):
-            handler(number, frame)
 
 
 Report = Callable[[int], None]

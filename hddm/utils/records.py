@@ -366,7 +366,7 @@ class HashCache:
     def matches(self, name: str, sha256: str) -> bool:
         """True if the file ``name`` has this hash; not read again if unchanged since it had.
 
-        Raises as `read_start`.
+        Raises as `opened`.
         """
         path, now = self._folder / name, time.time_ns()
         with opened(path) as file:

@@ -104,24 +104,12 @@ def refuse_other_kinds(
 
 
 DTYPES = {
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F32": torch.float32,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+    **{"U64": torch.uint64, "I64": torch.int64, "F64": torch.float64, "C64": torch.complex64},
+    **{"F32": torch.float32, "U32": torch.uint32, "I32": torch.int32},
+    **{"BF16": torch.bfloat16, "F16": torch.float16, "U16": torch.uint16, "I16": torch.int16},
+    **{"F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
+    **{"I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool},
 }
 """Dtypes by header name, wide ones first, which aligns every tensor."""
 

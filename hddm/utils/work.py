@@ -18,8 +18,11 @@ import contextlib
 import functools
 import hashlib
 import json
+import os
+import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +44,7 @@ from hddm.utils.files import (
 )
 from hddm.utils.processes import Interrupted, Stopped
 
+PACKAGES = ("hddm-diffusion", "torch", "diffusers", "numpy", "scipy", "scikit-learn")
 LARGEST = 2**28
 _SHORT = 16
 _LOCK = "lock"
@@ -97,6 +101,23 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         name = f"{prefix}{key}"
         flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
     return flat
+
+
+def machine() -> dict[str, Any]:
+    """What work is done on: platform, cores, accelerator and versions of packages."""
+    import torch
+
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "platform": platform.platform(),
+        "processor": names[0] if names else platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "packages": {name: version(name) for name in PACKAGES},
+    }
 
 
 class Work:
@@ -251,7 +272,7 @@ def open_draft(
 
     draft.discard_finished()
     check_absent(target, record, overwrite)
-    with writing(target, remains, below=draft.folder), alone(target):
+    with writing(target, remains), alone(target):
         try:
             check_absent(target, record, overwrite)
             unfinished = f"{target}: {draft.folder} holds an unfinished {work}"

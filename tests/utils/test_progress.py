@@ -210,16 +210,15 @@ def test_work_that_counts_nothing_speaks_all_the_same(monkeypatch: pytest.Monkey
 
 
 def test_a_worker_leaves_progress_to_the_process_that_started_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     heard: list[float] = []
-    monkeypatch.setattr(progress.Progress, "is_quiet", True)
-    monkeypatch.setattr(progress.Progress, "heard", heard.append)
-    with progress.Progress(10, "features") as advance:
-        advance(4)
-        advance(6)
-    with progress.Progress(None, "write"):
-        pass
+    with progress.heard(heard.append):
+        with progress.Progress(10, "features") as advance:
+            advance(4)
+            advance(6)
+        with progress.Progress(None, "write"):
+            pass
     assert capsys.readouterr().err == ""
     assert heard == [0.4, 1.0]
 
@@ -244,12 +243,9 @@ def test_on_a_terminal_a_bar_counts_steps_from_where_the_training_goes_on(
     # What follows the last step, as a calibration, is neither timed nor drawn.
     assert terminal.getvalue() == at_its_end
     last = at_its_end.split("\r")[-1]
-    assert "100%" in last
-    assert " 10000/10000 [" in last
-    assert last.endswith("loss 9995.5000, 400 images/s]\n")
-    # Ten steps were made here; all of them in this time would be a rate of 50,000 a second.
-    (rate,) = re.findall(r"([\d.]+) steps/s", last)
-    assert float(rate) <= 1 / 0.02
+    # Seconds that the steps took here; all 10,000 in this time would be another rate.
+    assert last.startswith("train: 100 %, step 10000 of 10000, loss 9995.5000, 400 images/s |")
+    assert last.endswith("|\n")
 
 
 ODD = [1000.0, *[3.0] * 49, math.inf, *[1.0] * 1899, *[0.5] * 49, math.nan]
