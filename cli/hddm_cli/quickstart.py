@@ -40,7 +40,7 @@ def quickstart(
     from hddm_cli.lines import run_words
 
     file = read_benchmark("quickstart", seeds=f"0-{seeds - 1}")
-    results = run_benchmark(file, out, run_words, overwrite=overwrite, is_told=True, headline=headline)
+    results = run_benchmark(file, out, run_words, overwrite=overwrite, shows_commands=True, headline=headline)
     typer.echo(f"\n{headline(results)}\n\n{tables_text(results)}\nreport: {out / REPORT_FILE}")
 
 

@@ -43,7 +43,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Table:
+class CellTable:
     """Rows of cells under a head; the first cell of a row names it."""
 
     title: str
@@ -100,16 +100,16 @@ def _rendered(name: str, results: Results, **given: Any) -> str:
     return pages.get_template(name).render(results=results, **words, **numbers, **given)
 
 
-def _markdown(table: Table) -> str:
+def _markdown(table: CellTable) -> str:
     return "\n".join(markdown_table(table.head, [[cell.text for cell in row] for row in table.rows]))
 
 
-def _tables(results: Results, *names: str) -> list[Table]:
+def _tables(results: Results, *names: str) -> list[CellTable]:
     """Tables of the benchmark, each followed by what its rows make of each domain."""
     return [make(results, name) for name in names for make in (comparison_table, domain_table)]
 
 
-def comparison_table(results: Results, name: str) -> Table:
+def comparison_table(results: Results, name: str) -> CellTable:
     """One table of the benchmark: distances with both uncertainties, verdicts, and cost."""
     further = (
         ("to training images", "splits.training.distance"),
@@ -130,7 +130,7 @@ def comparison_table(results: Results, name: str) -> Table:
     return _table(name, results.tables[name], columns)
 
 
-def domain_table(results: Results, name: str) -> Table:
+def domain_table(results: Results, name: str) -> CellTable:
     """What rows of a table make of each domain; empty without domains."""
     domains = results.settings.evaluate.domains
     of_each = (
@@ -155,7 +155,7 @@ def _classes_made(row: Row) -> Cell:
     return Cell(f"{len(made)} of {len(totals)}", len(made)) if counts else Cell(_NONE)
 
 
-def measures_table(results: Results) -> Table:
+def measures_table(results: Results) -> CellTable:
     """Memorisation, diversity, kernel distances, precision and recall of the first table's rows."""
     own, training = f"splits.{results.split}", "splits.training"
     figures = (
@@ -194,13 +194,13 @@ def _judged(by_row: dict[str, Comparison], row: Row) -> Cell:
     return Cell(text, one.verdict.gap, judgement)
 
 
-def _table(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> Table:
+def _table(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> CellTable:
     """Make a table, without columns that have nothing to show."""
     cells = [(head, [cell(row) for row in rows]) for head, cell in columns]
     shown = [(head, each) for head, each in cells if any(one.text != _NONE for one in each)]
     names = [Cell(row.name) for row in rows]
     body = tuple(zip(names, *(each for _, each in shown), strict=True))
-    return Table(title, (title, *(head for head, _ in shown)), body)
+    return CellTable(title, (title, *(head for head, _ in shown)), body)
 
 
 def _figures(results: Results, figures: Iterable[tuple[str, str]]) -> list[Column]:

@@ -102,7 +102,7 @@ class SameImages(Record):
     equal: int
 
 
-class Told(Record):
+class StepRecord(Record):
     """A step as it was run."""
 
     name: str
@@ -182,7 +182,7 @@ class Results(Record):
     models: tuple[ModelResult, ...]
     scored: tuple[ScoredRow, ...]
     same: tuple[SameImages, ...] = ()
-    steps: tuple[Told, ...]
+    steps: tuple[StepRecord, ...]
     comparisons: tuple[Comparison, ...]
     seconds: float
     """Of all steps together, whenever and by however many workers they were done."""

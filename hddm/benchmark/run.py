@@ -35,7 +35,7 @@ from hddm.benchmark.results import (
     Results,
     SameImages,
     ScoredRow,
-    Told,
+    StepRecord,
     compare_rows,
 )
 from hddm.evaluation.results import read_result
@@ -64,7 +64,7 @@ def run_benchmark(
     data: Path | None = None,
     jobs: Path | None = None,
     overwrite: bool = False,
-    is_told: bool = False,
+    shows_commands: bool = False,
     headline: Callable[[Results], str] | None = None,
     backend: Backend | None = None,
 ) -> Results:
@@ -78,7 +78,7 @@ def run_benchmark(
         data: the folder of the user's images, ``$data``.
         jobs: what steps wrote, by default ``out/jobs``; benchmarks that share it share their steps.
         overwrite: replace results of another file in ``out``; jobs stay.
-        is_told: print every command as it runs.
+        shows_commands: print every command as it runs.
         headline: what the report says at its top, by default the file's title.
         backend: where steps run, by default in ``file.workers`` processes of this machine.
 
@@ -111,8 +111,11 @@ def run_benchmark(
         with backend or Workers(file.workers) as workers, progress:
             progress.skip(planned - left)
             for k, plan in enumerate(plans, 1):
-                _do_all(plan, out, run, workers, progress, is_told)
-                results = _dated(collect(file, plans[:k]), before)
+                _do_all(plan, out, run, workers, progress, shows_commands)
+                results = collect(file, plans[:k])
+                if {**before, "date": results.date} == results.model_dump(mode="json"):
+                    # Nothing else is new.
+                    results = results.model_copy(update={"date": before["date"]})
                 # Results of fewer seeds than before are not written: the others follow.
                 if not set(results.seeds) < set(before.get("seeds", ())):
                     _write(out, results, headline)
@@ -128,15 +131,15 @@ def _check(plan: SeedPlan, check: Run | None) -> None:
 
 def commands(file: BenchmarkFile, data: Path | None = None, check: Run | None = None) -> Iterator[str]:
     """The command lines of a benchmark, in order, to be run in an empty folder."""
-    told: set[str] = set()
+    yielded: set[str] = set()
     for seed in file.seeds:
         yield f"mkdir -p scores{f' seed_{seed}/scores' if seed else ''}"
         plan = SeedPlan(file, seed, Work(Path("jobs")), data)
         _check(plan, check)
         for step in plan.all:
-            if step.label not in told:
+            if step.label not in yielded:
                 yield step.shown
-            told.add(step.label)
+            yielded.add(step.label)
 
 
 def check_out(out: Path, file: BenchmarkFile, overwrite: bool = False) -> None:
@@ -169,7 +172,9 @@ def _units(step: Step) -> int:
     return _WEIGHTS.get(step.verb, 1_000)
 
 
-def _do_all(plan: SeedPlan, out: Path, run: Run, workers: Backend, progress: Progress, is_told: bool) -> None:
+def _do_all(
+    plan: SeedPlan, out: Path, run: Run, workers: Backend, progress: Progress, shows_commands: bool
+) -> None:
     """Do the steps of a seed that are not done, then count their operations."""
     reported = Counter[str]()
 
@@ -180,14 +185,14 @@ def _do_all(plan: SeedPlan, out: Path, run: Run, workers: Backend, progress: Pro
         progress(reported[call.name] - before)
 
     def start(call: Call) -> None:
-        if is_told and call.units:
+        if shows_commands and call.units:
             step = call.arguments["step"]
             about = plan.file.about.get(step.name)
             progress.say((f"\n{about}\n" if about else "") + f"  {step.shown}")
 
     def end(call: Call, seconds: float) -> None:
         report(call, 1.0)
-        if is_told and call.units:
+        if shows_commands and call.units:
             progress.say(f"    {call.name}: {duration(seconds)}")
 
     def call(function: Callable[..., float], step: Step, name: str, **more: Any) -> Call:
@@ -218,7 +223,7 @@ def _cost(step: Step) -> Path:
 
 def _do(step: Step, out: Path, run: Run, report: Callable[[float], None]) -> float:
     """Run a step, whose inputs have links in ``out``, and record it; return its seconds."""
-    started, said = time.perf_counter(), io.StringIO()
+    started, printed = time.perf_counter(), io.StringIO()
     if step.verb in TRAININGS:
         wait_for_run(step.path)
     if step.verb not in SEEDED:
@@ -226,12 +231,12 @@ def _do(step: Step, out: Path, run: Run, report: Callable[[float], None]) -> flo
         for remains in step.written.values():
             remove(remains)
     step.path.parent.mkdir(parents=True, exist_ok=True)
-    with _started(step, said), heard(report):
+    with _started(step, printed), heard(report):
         run([*step.command(out), *(["--resume"] if step.verb in SEEDED else [])])
     for ending in (".run", ".features"):
         remove(step.path.with_name(step.path.name + ending))
     seconds = round(time.perf_counter() - started, 1)
-    record = {"command": step.shown, "seconds": seconds, "machine": machine(), "said": said.getvalue()}
+    record = {"command": step.shown, "seconds": seconds, "machine": machine(), "said": printed.getvalue()}
     step.work.finish(step.path, record)
     return seconds
 
@@ -250,9 +255,9 @@ def _count(step: Step, out: Path, run: Run, report: Callable[[float], None]) -> 
 
 
 @contextlib.contextmanager
-def _started(step: Step, said: io.StringIO) -> Iterator[None]:
+def _started(step: Step, printed: io.StringIO) -> Iterator[None]:
     """Block in which a step runs: its errors have its name, and what it prints is kept."""
-    with at(f"step {step.name!r} ({step.shown})"), contextlib.redirect_stdout(said):
+    with at(f"step {step.name!r} ({step.shown})"), contextlib.redirect_stdout(printed):
         yield
 
 
@@ -296,7 +301,7 @@ def collect(file: BenchmarkFile, plans: Sequence[SeedPlan]) -> Results:
         ),
         same=tuple(_same(title, pair, plans) for title, pair in file.same.items()),
         steps=tuple(
-            Told(name=step.label, command=step.shown, seconds=records[step.identity]["seconds"])
+            StepRecord(name=step.label, command=step.shown, seconds=records[step.identity]["seconds"])
             for step in steps.values()
         ),
         comparisons=(),
@@ -307,8 +312,8 @@ def collect(file: BenchmarkFile, plans: Sequence[SeedPlan]) -> Results:
 
 def _model(plan: SeedPlan, step: Step, records: Mapping[str, Mapping[str, Any]]) -> ModelResult:
     """What the training of a model took, without the steps that were there before."""
-    given = [plan.steps[name] for name in plan.file.not_counted if plan.steps[name] is not step]
-    before = {one.identity for each in given for one in each.upstream}
+    earlier = [plan.steps[name] for name in plan.file.not_counted if plan.steps[name] is not step]
+    before = {one.identity for each in earlier for one in each.upstream}
     own = [one for one in step.upstream if one.identity not in before]
     parts = [one for one in own if one.verb in (*TRAININGS, "calibrate")]
     sizes = [compute.trained(one) for one in parts]
@@ -364,12 +369,6 @@ def _same(title: str, names: tuple[str, str], plans: Sequence[SeedPlan]) -> Same
                 images += 1
                 equal += path.read_bytes() == (other / path.name).read_bytes()
     return SameImages(title=title, images=images, equal=equal)
-
-
-def _dated(results: Results, before: Mapping[str, Any]) -> Results:
-    """Keep the date of existing ``results`` where nothing else is new."""
-    same = {**before, "date": results.date} == results.model_dump(mode="json")
-    return results.model_copy(update={"date": before["date"]}) if same else results
 
 
 def _write(out: Path, results: Results, headline: Callable[[Results], str] | None) -> None:

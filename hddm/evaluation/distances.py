@@ -12,15 +12,14 @@ from pydantic import Field
 from torch import Tensor
 
 from hddm.utils.errors import HddmError
-from hddm.utils.records import OpenRecord
+from hddm.utils.records import Count, OpenRecord
 from hddm.utils.streams import Use, generator, stream
 
 Features = NDArray[np.float64]
-Number = Annotated[float, Field(strict=True, ge=-1e30, le=1e30)]
+Number = Annotated[float, Field(ge=-1e30, le=1e30)]
 """A number whose square, and sums of it, are finite too."""
 Width = Annotated[Number, Field(ge=0)]
-Share = Annotated[float, Field(strict=True, ge=0, le=1)]
-Count = Annotated[int, Field(strict=True, ge=0, lt=2**53)]
+Share = Annotated[float, Field(ge=0, le=1)]
 FEWEST = 4
 NEIGHBOURS = 3
 MOST_IMAGES = 10_000

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from hddm.data.images import to_unit_range
-from hddm.evaluation.distances import Count, Number, Share, Width
+from hddm.evaluation.distances import Number, Share, Width
 from hddm.utils.errors import HddmError
-from hddm.utils.records import OpenRecord
+from hddm.utils.records import Count, OpenRecord
 from hddm.utils.streams import Use, generator, stream
 
 MOST_ROWS = 5000

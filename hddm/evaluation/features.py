@@ -24,10 +24,9 @@ from hddm.evaluation.classifier import (
     train_classifier,
     weights_hash,
 )
-from hddm.evaluation.distances import Count
 from hddm.utils.errors import HddmError, UsageError, did_you_mean
 from hddm.utils.files import sha256_of
-from hddm.utils.records import OpenRecord
+from hddm.utils.records import Count, OpenRecord
 from hddm.utils.tensors import read_safetensors
 
 NAMES = ("auto", "inception", "clip", "classifier")

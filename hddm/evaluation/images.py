@@ -26,10 +26,9 @@ from hddm.data.shard_records import (
 from hddm.data.shards import Shard, open_shard
 from hddm.data.sources import open_source
 from hddm.data.sources.base import ImageSource
-from hddm.evaluation.distances import Count
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import read_json
-from hddm.utils.records import SAMPLING_FILE, OpenRecord, parse_record
+from hddm.utils.records import SAMPLING_FILE, Count, OpenRecord, parse_record
 
 Role = Literal["images", "reference", "validation", "held_out"]
 """Role of a path: samples, training images, or images that no model was trained on."""

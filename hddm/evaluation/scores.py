@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hddm.data.images import to_unit_range
 from hddm.evaluation.distances import (
-    Count,
     Distance,
     Features,
     KernelDistance,
@@ -39,7 +38,7 @@ from hddm.evaluation.diversity import (
 )
 from hddm.evaluation.features import FeatureExtractor
 from hddm.utils.progress import Progress
-from hddm.utils.records import OpenRecord
+from hddm.utils.records import Count, OpenRecord
 
 _BATCH = 512
 RECOGNISED = 0.9

@@ -37,7 +37,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     out = tmp_path_factory.mktemp("quickstart") / "out"
     file = read_benchmark("quickstart", {name: str(value) for name, value in VALUES.items()})
     with inline(), contextlib.redirect_stderr(io.StringIO()) as printed:
-        results = run_benchmark(file, out, run_words, is_told=True, headline=headline)
+        results = run_benchmark(file, out, run_words, shows_commands=True, headline=headline)
     return Made(out, printed.getvalue(), results)
 
 

@@ -309,7 +309,7 @@ def test_a_share_of_all_or_none_has_an_interval_still(tmp_path: Path) -> None:
     """Wilson's: of 80 of 80, the half-width is 1.96 / 160 times 1.96 / (1 + 1.96² / 80)."""
     all_in = {"precision": 1.0, "recall": 0.5, "images": 80}
     a, b = (_write(tmp_path / f"{k}.json", k, splits__held_out__overlap=all_in) for k in (1, 2))
-    found = {line.measure.path: line.figures[0].half_width for line in lines(read_groups([a, b]))}
+    found = {line.path: line.figures[0].half_width for line in lines(read_groups([a, b]))}
     assert found["splits.held_out.overlap.precision"] == pytest.approx(1.96**2 / 160 / (1 + 1.96**2 / 80))
     assert found["splits.held_out.overlap.recall"] == pytest.approx(0.1070, abs=1e-4)
 

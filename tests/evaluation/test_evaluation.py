@@ -448,7 +448,7 @@ def test_a_refusal_saves_no_classifier_that_hinders_the_next_try(
 def test_unknown_features_are_refused(many: Path, home: Path, hddm: Command) -> None:
     for features, code, message in (
         ("inceptoin", 2, "did you mean 'inception'"),
-        ("gone.safetensors", 1, "no such file of a classifier"),
+        ("gone.safetensors", 1, "gone.safetensors: no such file"),
     ):
         found, out, err = hddm("evaluate", many, "--reference", many, "--features", features)
         assert (found, out, err.count("\n"), message in err) == (code, "", 1, True)

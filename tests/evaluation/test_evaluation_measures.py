@@ -55,6 +55,7 @@ def test_its_mean_is_the_same_at_any_number_of_images() -> None:
         assert abs(np.mean(values) - truth) < 4 * np.std(values) / draws**0.5
 
 
+@pytest.mark.slow
 def test_its_standard_error_is_how_far_other_samples_would_move_it() -> None:
     reference = _rows(10**6, 300, shift=0.3)
     others = [kernel_distance(_rows(s, 400), reference, subsets=20) for s in range(160)]

@@ -195,7 +195,7 @@ def test_what_auto_took_and_why_is_said(images: Path, inception: Path, home: Pat
     assert (many.record.name, many.record.choice[:5]) == ("Inception (clean-fid)", "auto:")
     assert "more than 2048 images" in many.record.choice
     (inception / INCEPTION.name).unlink()
-    assert "not on disk" in choose_extractor(training, 5000).choice
+    assert "not on disk" in choose_extractor(training, 5000).record.choice
 
 
 def test_the_folder_in_the_environment_comes_first_and_another_file_is_refused(

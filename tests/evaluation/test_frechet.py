@@ -98,12 +98,6 @@ def test_fewer_samples_than_features_give_the_true_real_distance(num: int, other
     assert distance == pytest.approx(expected, abs=1e-3)
 
 
-def test_moments_that_are_known_are_not_computed_again() -> None:
-    features, reference = _features(1, 80, 4), _features(2, 90, 4, 1.2)
-    known = measure(features, reference, resamples=3, target=Gaussian.of(reference))
-    assert known == measure(features, reference, resamples=3)
-
-
 def test_moments_are_those_of_numpy() -> None:
     features = _features(3, 50, 6).astype(np.float32)
     gaussian = Gaussian.of(features)

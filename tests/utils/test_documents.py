@@ -40,9 +40,9 @@ _BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
     [
         (_BOMB, "line 2, column 10: aliases"),
         ("a: &a [*a]", "line 1, column 8: aliases"),
-        ("a: " + "[" * 5000, "nested too deeply"),
+        ("a: " + "[" * 2000, "nested too deeply"),
         ("a: " + "[" * 80 + "]" * 80, "nested more than 64 levels deep"),
-        ("- " * 5000, "nested too deeply"),
+        ("- " * 2000, "nested too deeply"),
         ("a: " + "9" * 100, "a whole number of 100 digits"),
         ("a: 0x" + "f" * 6000, "a whole number of 6002 digits"),
         ('a: {b: ["\\ud800"]}', "not Unicode: half of a surrogate pair"),
