@@ -88,9 +88,10 @@ def evaluate_folder(
         raise HddmError("--domain: needs a classifier's features, and class folders of the same classes")
     scorer = Scorer(
         extractor,
-        *sides,
-        resamples=RESAMPLES,
-        allow_few=allow_few,
+        sides[0],
+        sides[1] if len(sides) > 1 else None,
+        RESAMPLES,
+        allow_few,
         complete=not brief,
         mirrored=mirrored,
         classes=training.classes,

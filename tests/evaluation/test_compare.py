@@ -148,7 +148,8 @@ def test_the_same_images_count_once(tmp_path: Path, hddm: Command) -> None:
 def test_what_is_no_result_is_refused(tmp_path: Path, hddm: Command) -> None:
     result, other = _write(tmp_path / "a.json", 1), tmp_path / "other.json"
     contents: list[tuple[dict[str, str], str]] = [
-        ({"kind": "quickstart"}, "is not a result of an evaluation"),
+        ({"kind": "quickstart"}, "has no format version; was it written by hddm?"),
+        ({"kind": "benchmark", "format": "2.0"}, "key 'kind' (is 'benchmark'): choose one of evaluation"),
         ({"kind": "evaluation", "format": "3.0"}, "format 3.0 is newer than 2.0"),
         ({"kind": "evaluation", "format": "1.1"}, "format 1.1 is no longer read; evaluate the images again"),
         ({"kind": "evaluation", "format": "2.0"}, "key 'features': is required"),
