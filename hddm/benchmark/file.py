@@ -46,6 +46,13 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     return tuple(found)
 
 
+def _seeds(value: Any) -> Any:
+    """A text parsed, and a list as a tuple, which JSON does not have."""
+    return (
+        parse_seeds(value) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+    )
+
+
 def _once(values: tuple[Any, ...]) -> tuple[Any, ...]:
     twice = next((value for k, value in enumerate(values) if value in values[:k]), None)
     if twice is not None:
@@ -55,11 +62,7 @@ def _once(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 # What is counted twice would pass for a second measurement.
 Names = Annotated[tuple[str, ...], AfterValidator(_once)]
-Seeds = Annotated[
-    tuple[Seed, ...],
-    BeforeValidator(lambda value: parse_seeds(value) if isinstance(value, str) else value),
-    AfterValidator(_once),
-]
+Seeds = Annotated[tuple[Seed, ...], BeforeValidator(_seeds), AfterValidator(_once)]
 Split = Literal["validation", "held_out"]
 
 
