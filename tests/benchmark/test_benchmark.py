@@ -21,8 +21,6 @@ import yaml
 from hddm.benchmark.compute import IMAGES, count_sampling, count_training
 from hddm.benchmark.plan import SeedPlan
 from hddm.benchmark.results import Results, read_results
-from hddm.calibration import LEVELS, STATES
-from hddm.experts.records import EXPERT_FILE
 from hddm.training.settings import size_config
 from hddm.utils.processes import end_with_parent
 from hddm.utils.work import Work
@@ -253,14 +251,6 @@ def test_routers_adapters_and_samples_are_counted(shards: Path, flow_expert: Pat
     sample = ["sample", str(flow_expert), "--solver", "euler", "--steps", "3"]
     assert count_sampling(sample, run_words) == pytest.approx(3 * forward, rel=0.02)
     assert IMAGES == 32
-
-
-def test_a_calibration_costs_its_states(miniature: Finished) -> None:
-    forward, _ = _forward()
-    (single,) = (one for one in miniature.results.models if one.model == "single")
-    assert single.calibration_flop == LEVELS * STATES * forward
-    record = json.loads((miniature.out / "single" / EXPERT_FILE).read_text())
-    assert record["training"]["steps"] == 5
 
 
 def _work(connection: Connection) -> None:

@@ -1,7 +1,6 @@
 """The helpers of the conversion benchmark by hand, and its fidelity question in small."""
 
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -9,19 +8,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.conversion.checkpoint import XL, shapes
-from benchmarks.conversion.curves import loss_at, marks, reached, steps_to_reach
+from benchmarks.conversion.curves import loss_at, reached, steps_to_reach
 from benchmarks.conversion.fidelity import EXACT, QUICK, TIMES, conversions, errors_on_mixtures, schedules
 from benchmarks.conversion.mixtures import DiagonalMixture
 from benchmarks.conversion.processes import run_measured
 from benchmarks.conversion.starts import SCRATCH
-from benchmarks.conversion.training import Validation, train_flow
-from benchmarks.harness import plain
-from benchmarks.reports import mean_spread, table
-from hddm.networks.transformers import ExpertTransformer
-from hddm.schedules import LinearSchedule
-from hddm.training.objectives import TIME_SCALE
-from hddm.training.settings import LoopSettings
-from hddm.velocity import VelocityField
 from tests.oracles import GaussianMixture
 
 STEPS, LOSSES = [0, 10, 20, 40], [1.0, 0.6, 0.5, 0.55]
@@ -33,14 +24,6 @@ def test_steps_and_losses_between_marks_are_those_of_the_straight_lines() -> Non
     assert steps_to_reach(STEPS, LOSSES, 0.4) is None
     losses = {0: 1, 5: 0.8, 20: 0.5, 30: 0.525, 40: 0.55}
     assert {step: loss_at(STEPS, LOSSES, step) for step in losses} == pytest.approx(losses)
-
-
-def test_marks_begin_at_0_end_at_the_last_step_and_grow() -> None:
-    found = marks(1000, first=10)
-    assert found[:2] == [0, 10]
-    assert found[-1] == 1000
-    assert all(a < b for a, b in pairwise(found))
-    assert max(b / a for a, b in pairwise(found[1:])) < 1.5
 
 
 def test_a_speedup_is_paired_by_seed_and_missing_where_a_seed_did_not_arrive() -> None:
@@ -98,28 +81,6 @@ def test_the_inexact_conversions_are_the_formulas_that_they_claim_to_be() -> Non
         assert fed[-1][1].item() == pytest.approx(timestep)
 
 
-def test_training_lowers_the_loss_and_leaves_what_was_measured_apart() -> None:
-    images = torch.full((8, 1, 4, 4), 0.5)
-    network = ExpertTransformer(
-        sample_size=4, in_channels=1, patch_size=2, hidden_size=16, depth=1, num_heads=2, modulation="zero"
-    )
-    field = VelocityField(network, LinearSchedule(), "flow_prediction", TIME_SCALE)
-    validation = Validation(images, repeats=4)
-    losses: list[float] = []
-    seen: list[int] = []
-    settings = LoopSettings(steps=40, batch_size=8, learning_rate=1e-2, warmup=5, ema_decay=0.9)
-
-    def measure(step: int) -> None:
-        losses.append(validation.loss(field)[0])
-
-    train_flow(field, images, settings, [0, 20, 40], measure, seen.append)
-    assert len(losses) == 3
-    assert losses[2] < losses[1] < losses[0]
-    assert sum(seen) == 40 * 8
-    # The averaged weights were there only while the loss was taken.
-    assert validation.loss(field)[0] != losses[2]
-
-
 def test_the_checkpoint_has_the_weights_of_the_published_one() -> None:
     # DiT-XL/2 with a learned variance, its fixed positions included.
     assert sum(torch.Size(shape).numel() for _, shape in shapes(XL)) == 675_129_632
@@ -135,10 +96,3 @@ def test_memory_of_a_process_is_its_own_without_mapped_files() -> None:
     assert 0.3 < full.seconds < 30
     with pytest.raises(RuntimeError, match="exit status 3"):
         run_measured([sys.executable, "-c", "raise SystemExit(3)"])
-
-
-def test_tables_line_up_and_json_holds_no_nan() -> None:
-    assert table(["a", "b"], [["x", "10"]]) == ["| a |  b |", "|---|---:|", "| x | 10 |"]
-    assert plain({"a": [float("nan"), 1.0], "b": (float("inf"),)}) == {"a": [None, 1.0], "b": [None]}
-    assert mean_spread([0.1234, 0.1236]) == "0.123 (s 0.000)"
-    assert mean_spread([1234.4]) == "1,234"

@@ -11,19 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.harness import Start
-from benchmarks.inference.__main__ import measure_inference
 from benchmarks.inference.memory import ALL, CASES, FEW, memory_of, peak, write_ensembles
 from benchmarks.inference.models import (
     CPU,
     CUDA,
     QUICK,
-    EvenRouter,
     Models,
     Settings,
-    random_router,
 )
-from benchmarks.inference.report import lines
 from benchmarks.inference.times import (
     BARE,
     EVERY,
@@ -35,12 +30,8 @@ from benchmarks.inference.times import (
     operations,
     ways_of,
 )
-from benchmarks.reports import met
-from benchmarks.timing import Taken, quartiles, ratios
-from hddm.benchmark.compute import forward_flop
 from hddm.ensemble import Ensemble
 from hddm.experts.loading import load
-from hddm.routers import Router
 
 BATCH, K = 2 * QUICK.experts, QUICK.experts
 
@@ -66,13 +57,6 @@ def test_the_even_router_gives_every_expert_the_same_number_of_samples(
     assert chosen[torch.arange(BATCH), torch.arange(BATCH) % K].all()
 
 
-def test_the_even_router_costs_what_the_router_inside_it_costs() -> None:
-    router = random_router(QUICK.router, QUICK.sample_shape, QUICK.patch, K)
-    x = torch.zeros(1, *QUICK.sample_shape)
-    costs = [forward_flop(Router(network), x, torch.ones(1)) for network in (router, EvenRouter(router))]
-    assert costs[0] == costs[1] > 0
-
-
 @pytest.mark.parametrize("settings", [CPU, CUDA], ids=["cpu", "cuda"])
 def test_the_router_of_a_full_run_takes_at_most_8_percent_of_an_experts_operations(
     settings: Settings,
@@ -92,14 +76,6 @@ def test_every_way_is_timed_once_a_round() -> None:
     for each in times.values():
         assert len(each) == QUICK.repeats
         assert all(one.seconds > 0 for one in each)
-
-
-def test_ratios_are_taken_within_a_round_and_held_against_their_target() -> None:
-    times = {SINGLE: [Taken(1, 1), Taken(2, 1)], TOP_1: [Taken(1.5, 1), Taken(2, 1)]}
-    assert ratios(times, TOP_1, SINGLE) == [1.5, 1.0]
-    assert (quartiles([5, 1, 4, 2, 3]), quartiles([7])) == ((2, 3, 4), (7, 7, 7))
-    assert [met(1.15, 1.15), met(1.16, 1.15)] == ["met", "missed"]
-    assert [met(5.0, 5.0, at_most=False), met(4.9, 5.0, at_most=False)] == ["met", "missed"]
 
 
 def test_the_peak_of_memory_sees_what_is_gone_again_and_mapped_files_apart(tmp_path: Path) -> None:
@@ -137,29 +113,6 @@ def test_all_and_a_few_experts_are_written_as_ensembles_that_load(tmp_path: Path
         found = memory_of({**ask, "settings": settings, "device": "cpu", "dtype": "float32"})
         assert found.resident >= found.resident_opened
         assert found.seconds_a_step > 0
-
-
-def test_a_report_says_what_was_met_and_what_was_missed(tmp_path: Path) -> None:
-    start = Start(tmp_path, tmp_path, command="inference --quick --no-memory")
-    written = measure_inference(start, "cpu", ["float32"], memory=False, quick=True)
-    assert "· `inference --quick --no-memory` ·" in written.read_text()
-    content = json.loads(written.with_suffix(".json").read_text())
-    taken = {name: [Taken(seconds, 1.0)] for name, seconds in _SECONDS.items()}
-    rows = [{**asdict(case), **_ROW, "resident": place} for place, case in enumerate(CASES, start=10)]
-    text = "\n".join(lines(QUICK, content, {"float32": taken}, {"float32": (10**6, rows)}))
-    for line in (
-        "top-1: 1.10 [1.10, 1.10] × the single model; target at most 1.15: met.",
-        "top-2: 2.50 [2.50, 2.50] × the single model; target at most 2.25: missed.",
-        "top-1 is 7.3 [7.3, 7.3] × as fast as the loop over all experts; target at least 5: met.",
-        "target less: missed.",
-        "3 experts, none",
-        "8 experts, disk, max_memory 1 MB",
-    ):
-        assert line in text
-
-
-_SECONDS = {SINGLE: 1.0, TOP_1: 1.1, TOP_2: 2.5, LOOP: 8.03, f"{EVERY}1": 1.1, f"{EVERY}4": 1.0}
-_ROW = {"max_memory": 10**6, "resident_opened": 0, "own": 0, "own_opened": 0, "seconds_a_step": 1.0}
 
 
 @pytest.mark.slow

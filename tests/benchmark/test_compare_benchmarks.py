@@ -102,24 +102,6 @@ def test_a_file_of_several_seeds_is_named_once(copy: Copy, hddm: Command) -> Non
     assert f"steps: 2 in {a / 'results.json'}; 9 in {b / 'results.json'}" in err
 
 
-def test_benchmarks_of_other_weights_or_devices_are_told_apart_row_by_row(copy: Copy, hddm: Command) -> None:
-    other = {"weights": ["raw"], "device": "cuda"}
-    a, b = copy("a"), copy("b", lambda row: row["evaluation"]["sampling"].update(other))
-    _, _, err = hddm("compare", a, b)
-    files = a / "results.json", b / "results.json"
-    assert f' in {files[0]}; ["raw"] in {files[1]}' in err
-    assert f'device: "cpu" in {files[0]}; "cuda" in {files[1]}' in err
-
-
-def test_results_of_an_older_format_are_refused_in_one_line(copy: Copy, hddm: Command) -> None:
-    a, old = copy("a"), copy("b")
-    content = json.loads((old / "results.json").read_text()) | {"format": "3.0"}
-    (old / "results.json").write_text(json.dumps(content))
-    code, _, err = hddm("compare", a, old)
-    assert (code, err.count("\n")) == (1, 1)
-    assert "format 3.0 is no longer read; repeat the benchmark" in err
-
-
 def test_what_does_not_compare_is_refused(
     copy: Copy, miniature: Finished, tmp_path: Path, hddm: Command
 ) -> None:

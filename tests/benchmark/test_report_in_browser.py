@@ -101,17 +101,6 @@ def test_the_keyboard_sorts_and_scrolls(browser: Browser, report: Path) -> None:
     assert browser.evaluate(f"{box}.scrollWidth > {box}.clientWidth && {box}.tabIndex === 0")
 
 
-def test_empty_cells_stay_last(browser: Browser, report: Path) -> None:
-    browser.open(report, DESKTOP)
-    name = "against homogeneous flow"
-    heads = "[...document.querySelectorAll('.sortable')[0].tHead.rows[0].cells]"
-    head = f"{heads}.find(one => one.textContent === '{name}')"
-    column = browser.evaluate(f"{head}.cellIndex")
-    for _ in range(2):
-        browser.evaluate(f"{head}.querySelector('button').click()")
-        assert browser.evaluate(_COLUMN % column)[1:] == ["–", "–"]
-
-
 def test_paper_shows_what_is_folded(browser: Browser, report: Path, tmp_path: Path) -> None:
     browser.open(report, DESKTOP)
     opened = browser.evaluate("document.querySelectorAll('details[open]').length")

@@ -203,25 +203,6 @@ def test_overwriting_spares_what_hddm_did_not_write(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    ("content", "why"),
-    [
-        (None, "no such file"),
-        (b"{", "cannot be read as JSON"),
-        (b"\xff\xfe{}", "cannot be read as JSON"),
-        (b"[1]", "no JSON object"),
-        (b"[" * 10**5, "nested too deeply"),
-    ],
-)
-def test_unreadable_json_is_named_in_one_line(content: bytes | None, why: str, tmp_path: Path) -> None:
-    path = tmp_path / "record.json"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(HddmError, match=f"record.json.*{why}") as caught:
-        read_json(path)
-    assert "\n" not in str(caught.value)
-
-
 def test_what_is_no_regular_file_is_named_instead_of_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
     for path in (tmp_path, tmp_path / "config.json", Path("/dev/zero")):
@@ -288,17 +269,6 @@ def test_a_full_disk_is_one_line_with_the_file(tmp_path: Path) -> None:
         assert "File too large" in str(refused.value)
         assert "\n" not in str(refused.value)
         assert not list(tmp_path.iterdir())
-
-
-def test_a_copy_into_a_new_folder_on_a_full_disk_names_the_folder(tmp_path: Path) -> None:
-    (tmp_path / "source").write_bytes(bytes(4096))
-    with (
-        pytest.raises(HddmError, match=f"{tmp_path / 'out'}: cannot be written .*; free some space"),
-        largest_file(1000),
-        new_folder(tmp_path / "out", RECORD) as draft,
-    ):
-        shutil.copyfile(tmp_path / "source", draft / "copy")
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_a_lock_that_cannot_be_made_is_one_line_with_its_path(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from hddm.training.settings import RunOptions
 from hddm.training.state import Run, TrainingState
 from hddm.utils import progress
 from hddm.utils.progress import Progress, TrainingProgress
-from tests.artefacts import Command, expert_settings, write_images
+from tests.artefacts import expert_settings
 
 
 @pytest.fixture(autouse=True)
@@ -290,27 +290,6 @@ def test_a_verb_speaks_from_its_start_until_it_counts(
                 assert set(told().splitlines()) == {"sample: 0 %, 1 s so far"}
             told()
             assert set(told().splitlines()) == {"open: 1 s so far"}
-
-
-def test_works_of_a_known_length_say_how_far_they_are(
-    flow_expert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hddm: Command
-) -> None:
-    """Even those of one batch, whose images are all done at its end."""
-    monkeypatch.setattr(progress, "_SHORT", 0.0)
-    images = write_images(tmp_path / "images", per_class=40)
-    samples, out = tmp_path / "samples", tmp_path / "out"
-    features = ("--features", "classifier")
-    for words, label in (
-        (("sample", flow_expert, "--out", samples, "--num-images", 2, "--steps", 4), "sample"),
-        (("evaluate", images, "--reference", images, *features), "train a classifier for features"),
-        (("convert", flow_expert, "--out", out), "write the weights"),
-        (("convert", flow_expert, "--out", out, "--overwrite"), "compare with the source"),
-    ):
-        code, _, told = hddm(*words)
-        assert code == 0, told
-        parts = [int(part) for part in re.findall(rf"^{label}: (\d+) %", told, re.M)]
-        assert len(parts) >= 4, told
-        assert parts[-1] == 100
 
 
 def test_silence_between_works_counts(
