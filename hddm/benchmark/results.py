@@ -341,18 +341,13 @@ def _contrast(results: Results, ours: Row, base: Row) -> Contrast:
 def read_compared(paths: Sequence[Path]) -> dict[str, list[ResultGroup]]:
     """Read what ``hddm compare`` compares: evaluations under "", or benchmarks by row.
 
-    Rows are those in the first table of every benchmark, in the first one's order. Fewer than two,
-    evaluations mixed with benchmarks, or benchmarks without a common row raise `HddmError`.
+    Rows are those in the first table of every benchmark, in the first one's order. Evaluations mixed with
+    benchmarks, or benchmarks without a common row raise `HddmError`.
     """
     files = {path: path / RESULTS_FILE if path.is_dir() else path for path in paths}
     benchmarks = [path for path, file in files.items() if file.name == RESULTS_FILE and file.is_file()]
     if not benchmarks:
         return {"": read_groups(paths)}
-    if len(paths) < 2:
-        raise HddmError(
-            f"{paths[0]}: the tables of one benchmark are in tables.md and report.html; name two or "
-            f"more to compare"
-        )
     if foreign := [path for path in paths if path not in benchmarks]:
         raise HddmError(f"{foreign[0]}: is not a benchmark, but others here are; compare results of one kind")
     found = {file: {row.name: row for row in read_results(file.parent).first} for file in files.values()}

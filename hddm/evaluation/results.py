@@ -97,11 +97,8 @@ def read_result(path: Path) -> Evaluation:
 OWN = {"source", "source_sha256", "seed", "start", "num_images", "batch_size", "offload", "max_memory"}
 OWN |= {"format", "hddm"}
 """Fields of the sampling record that differ by model or seed, or change no image."""
-_LABELS, _NAMES = "class_labels", "class_names"
 _DATA = ("reference", "validation", "held_out")
 _UNKNOWN = "not recorded"
-Fields = dict[str, Any]
-"""Fields that must agree, by name; sampling settings by their own names."""
 
 
 def refuse_incomparable(groups: Sequence[ResultGroup], varies: Sequence[str] = ()) -> None:
@@ -127,34 +124,44 @@ def refuse_incomparable(groups: Sequence[ResultGroup], varies: Sequence[str] = (
         for reason in result.content.reasons or ["no reason is recorded"]
     ]
     lines += [*_listed_twice(groups), *_same_images(groups)]
-    differing = [name for name in names if len({_shown(one, name) for one in fields if _says(one, name)}) > 1]
-    # Different labels have different names, which are reported with them.
-    allowed = {*varies, _NAMES} if _LABELS in differing else set(varies)
-    differing = [name for name in differing if name not in allowed]
-    for name in differing:
+    differing = []
+    for name in [name for name in names if name not in varies]:
         # In the order of the results; those of a benchmark share one file.
         files: dict[str, dict[str, None]] = {}
         for result, one in zip(results, fields, strict=True):
-            files.setdefault(_with_names(one, name), {})[str(result.path)] = None
-        values = "; ".join(f"{value} in {', '.join(paths)}" for value, paths in files.items())
-        lines.append(f"{name}: {values}")
+            # That nothing of the sampling is recorded is one difference.
+            if name in one or _UNKNOWN not in one["sampling"]:
+                files.setdefault(one.get(name, _UNKNOWN), {})[str(result.path)] = None
+        if len(files) > 1:
+            differing.append(name)
+            values = "; ".join(f"{value} in {', '.join(paths)}" for value, paths in files.items())
+            lines.append(f"{name}: {values}")
     if lines:
         is_mended = len(lines) == len(differing) and not any(map(_is_fixed, differing))
         remedy = "; --varies NAME declares a sampling setting that differs on purpose" if is_mended else ""
         raise HddmError(f"these results do not compare{remedy}", lines)
 
 
-def _fields(content: Evaluation) -> Fields:
+def _fields(content: Evaluation) -> dict[str, str]:
+    """Fields that must agree, as texts; sampling settings by their own names."""
     data = content.data
-    fields = {f"features.{key}": getattr(content.features, key) for key in ("name", "hash", "resize")}
+    fields: dict[str, Any] = {
+        f"features.{key}": getattr(content.features, key) for key in ("name", "hash", "resize")
+    }
     fields |= {"images": data.images.images, "images.shape": data.images.shape}
     for kind in _DATA:
         for key in ("images", "hash"):
             fields[f"{kind}.{key}"] = getattr(getattr(data, kind), key, None)
-    if content.sampling is None:
-        return {**fields, "sampling": _UNKNOWN}
-    sampling = content.sampling.model_dump(mode="json", exclude_unset=True, exclude=OWN)
-    return {**fields, "sampling": "recorded", **sampling}
+    fields["sampling"] = _UNKNOWN
+    if content.sampling is not None:
+        sampling = content.sampling.model_dump(mode="json", exclude_unset=True, exclude=OWN)
+        labels, names = sampling.get("class_labels"), sampling.pop("class_names", None)
+        if labels and names:
+            sampling["class_labels"] = [
+                f"{label} ({name})" for label, name in zip(labels, names, strict=False)
+            ]
+        fields |= {"sampling": "recorded", **sampling}
+    return {name: json.dumps(value, sort_keys=True) for name, value in fields.items()}
 
 
 def _is_fixed(name: str) -> bool:
@@ -185,20 +192,3 @@ def _same_images(groups: Sequence[ResultGroup]) -> list[str]:
                 pair = f"{first.path} and {result.path}"
                 lines.append(f"{pair}: the same images, which {group.name} must not count twice")
     return lines
-
-
-def _says(fields: Fields, name: str) -> bool:
-    """True for a field to compare: present, or missing (except names) where sampling is recorded."""
-    return name in fields or (name != _NAMES and fields["sampling"] != _UNKNOWN)
-
-
-def _shown(fields: Fields, name: str) -> str:
-    return json.dumps(fields[name], sort_keys=True) if name in fields else _UNKNOWN
-
-
-def _with_names(fields: Fields, name: str) -> str:
-    """As `_shown`, with class names if known."""
-    labels, names = fields.get(_LABELS), fields.get(_NAMES)
-    if name != _LABELS or not labels or not names:
-        return _shown(fields, name)
-    return ", ".join(f"{label} ({known})" for label, known in zip(labels, names, strict=False))
