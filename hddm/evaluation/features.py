@@ -96,7 +96,7 @@ def choose_extractor(training: ImageSet, fewest: int) -> FeatureExtractor:
     numbers do not compare with published FIDs. ``choice`` of the extractor gives the reason. The smallest
     side to be measured has ``fewest`` images. Raises `HddmError` if neither is possible.
     """
-    few = INCEPTION.dimensions
+    few = INCEPTION.record.dimensions
     if INCEPTION.find() is None:
         why = f"its weights ({INCEPTION.name}) are not on disk"
     elif fewest <= few:
@@ -196,7 +196,7 @@ def _by_image(
 
 @dataclass(frozen=True)
 class PublishedWeights:
-    """A published file of weights: ``name`` in a folder, ``url``, SHA-256, and its features.
+    """A published file of weights: ``name`` in a folder, ``url``, and its features, with the file's SHA-256.
 
     It is looked up in the folder of the environment variable ``variable``, then in ``folder`` of the user's
     home.
@@ -204,12 +204,9 @@ class PublishedWeights:
 
     name: str
     url: str
-    sha256: str
     variable: str
     folder: str
-    title: str
-    dimensions: int
-    resize: str
+    record: FeaturesRecord
     open: Callable[[Path], FeatureFunction]
 
     def find(self) -> Path | None:
@@ -221,38 +218,32 @@ class PublishedWeights:
 
         Raises `HddmError` if it is missing, with all that is needed to add it, or has another hash.
         """
-        path = self.find()
-        remedy = f"fetch {self.url} (SHA-256 {self.sha256}) and put it into {self._places()[0].parent}"
+        path, sha256 = self.find(), self.record.hash
+        remedy = f"fetch {self.url} (SHA-256 {sha256}) and put it into {self._places()[0].parent}"
         if path is None:
             raise HddmError(f"{option}: {self.name} is not on disk; {remedy}")
         found = sha256_of(path)
-        if found != self.sha256:
+        if found != sha256:
             raise HddmError(f"{option}: {path} is another file (SHA-256 {found}); {remedy}")
-        record = FeaturesRecord(
-            name=self.title,
-            dimensions=self.dimensions,
-            hash=self.sha256,
-            resize=self.resize,
-            choice=choice,
-            device=device(),
-        )
+        record = self.record.model_copy(update={"choice": choice, "device": device()})
         return FeatureExtractor(record, self.open(path))
 
     def _places(self) -> list[Path]:
-        chosen = os.environ.get(self.variable)
-        folders = [*([Path(chosen)] if chosen else []), Path.home() / self.folder]
-        return [folder / self.name for folder in folders]
+        folders = [os.environ.get(self.variable), Path.home() / self.folder]
+        return [Path(folder) / self.name for folder in folders if folder]
 
 
 INCEPTION = PublishedWeights(
     "inception-2015-12-05.pt",
     "https://nvlabs-fi-cdn.nvidia.com/stylegan2-ada-pytorch/pretrained/metrics/inception-2015-12-05.pt",
-    "f58cb9b6ec323ed63459aa4fb441fe750cfe39fafad6da5cb504a16f19e958f4",
     "HDDM_INCEPTION",
     ".cache/clean-fid",
-    "Inception (clean-fid)",
-    2048,
-    "each channel by Pillow's bicubic filter to 299×299 in float32, not rounded",
+    FeaturesRecord(
+        name="Inception (clean-fid)",
+        dimensions=2048,
+        hash="f58cb9b6ec323ed63459aa4fb441fe750cfe39fafad6da5cb504a16f19e958f4",
+        resize="each channel by Pillow's bicubic filter to 299×299 in float32, not rounded",
+    ),
     inception_features,
 )
 """The network of clean-fid, StyleGAN2-ADA and most published FIDs, as TorchScript."""
@@ -260,12 +251,14 @@ INCEPTION = PublishedWeights(
 CLIP = PublishedWeights(
     "model.safetensors",
     "https://huggingface.co/openai/clip-vit-base-patch32/resolve/refs%2Fpr%2F15/model.safetensors",
-    "99d28a652e6ec46629ab7047a0ac82c69b1fe11e0ce672c43af65d3a9a3fc05d",
     "HDDM_CLIP",
     ".cache/hddm/clip-vit-base-patch32",
-    "CLIP ViT-B/32",
-    512,
-    "the shorter side by Pillow's bicubic filter to 224 in bytes, the middle 224×224",
+    FeaturesRecord(
+        name="CLIP ViT-B/32",
+        dimensions=512,
+        hash="99d28a652e6ec46629ab7047a0ac82c69b1fe11e0ce672c43af65d3a9a3fc05d",
+        resize="the shorter side by Pillow's bicubic filter to 224 in bytes, the middle 224×224",
+    ),
     clip_features,
 )
 """OpenAI's CLIP ViT-B/32 as safetensors."""

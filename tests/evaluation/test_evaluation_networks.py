@@ -76,9 +76,8 @@ def _put_in_place(network: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> 
     folder = home / ".cache" / "clean-fid"
     folder.mkdir(parents=True)
     network.save(str(folder / INCEPTION.name))
-    monkeypatch.setattr(
-        extractors, "INCEPTION", replace(INCEPTION, sha256=sha256_of(folder / INCEPTION.name))
-    )
+    record = INCEPTION.record.model_copy(update={"hash": sha256_of(folder / INCEPTION.name)})
+    monkeypatch.setattr(extractors, "INCEPTION", replace(INCEPTION, record=record))
     return folder
 
 
@@ -139,7 +138,7 @@ def test_evaluate_reports_the_fid_on_all_layers_of_inception(
     expected = np.square(means[0] - means[1]).sum() + sum(np.square(part).sum() for part in parts) - 2 * cross
     content = json.loads(result.read_text())
     assert content["splits"][0]["distance"]["value"] == pytest.approx(expected, rel=1e-3)
-    assert content["features"]["name"] == INCEPTION.title
+    assert content["features"]["name"] == INCEPTION.record.name
 
 
 def test_clip_features_are_those_of_clean_fid(
@@ -181,7 +180,7 @@ def test_missing_weights_are_one_error_with_all_that_is_needed(
 ) -> None:
     code, out, err = hddm("evaluate", images, "--reference", images, "--features", features)
     assert (code, out, err.count("\n")) == (1, "", 1)
-    for part in (file.name, file.url, file.sha256, str(home / file.folder)):
+    for part in (file.name, file.url, file.record.hash, str(home / file.folder)):
         assert part in err
 
 
@@ -204,7 +203,7 @@ def test_the_folder_in_the_environment_comes_first_and_another_file_is_refused(
     monkeypatch.setattr(extractors, "INCEPTION", INCEPTION)
     assert INCEPTION.find() == inception / INCEPTION.name
     told = refusal(open_extractor, "inception", load_images(images), 48)
-    assert re.search(f"is another file .*{INCEPTION.sha256}", told)
+    assert re.search(f"is another file .*{INCEPTION.record.hash}", told)
     (tmp_path / INCEPTION.name).touch()
     monkeypatch.setenv("HDDM_INCEPTION", str(tmp_path))
     assert INCEPTION.find() == tmp_path / INCEPTION.name
