@@ -286,8 +286,8 @@ def _grouped(words: Sequence[str]) -> Iterator[list[str]]:
 
 def _merged(own: Sequence[str], defaults: Sequence[str]) -> list[str]:
     """``own`` words, and the options in ``defaults`` that they do not have."""
-    given = {group[0].replace("--no-", "--") for group in _grouped(own)}
-    further = [group for group in _grouped(defaults) if group[0].replace("--no-", "--") not in given]
+    present = {group[0].replace("--no-", "--") for group in _grouped(own)}
+    further = [group for group in _grouped(defaults) if group[0].replace("--no-", "--") not in present]
     return [*own, *(word for group in further for word in group)]
 
 

@@ -83,7 +83,7 @@ def write_report(folder: Path, results: Results, headline: str | None = None) ->
     write_whole(folder / REPORT_FILE, lambda draft: draft.write_text(page, encoding="utf-8"))
 
 
-def _rendered(name: str, results: Results, **given: Any) -> str:
+def _rendered(name: str, results: Results, **values: Any) -> str:
     """The template called ``name``; only HTML is escaped as such."""
     pages = Environment(
         loader=PackageLoader("hddm.benchmark", ""), autoescape="html" in name, undefined=StrictUndefined
@@ -97,7 +97,7 @@ def _rendered(name: str, results: Results, **given: Any) -> str:
         "PUBLISHED": PUBLISHED,
     }
     numbers = {"number": number, "signed": _signed, "duration": duration}
-    return pages.get_template(name).render(results=results, **words, **numbers, **given)
+    return pages.get_template(name).render(results=results, **words, **numbers, **values)
 
 
 def _markdown(table: CellTable) -> str:

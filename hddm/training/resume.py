@@ -19,7 +19,7 @@ from pydantic import Field
 from hddm.data.shard_records import ShardManifest, read_manifest
 from hddm.training.settings import RunOptions
 from hddm.utils.errors import HddmError
-from hddm.utils.files import check_absent, read_json, settle, sha256_of
+from hddm.utils.files import check_absent, read_json, recover, sha256_of
 from hddm.utils.records import OpenRecord, read_record, refuse_damaged
 from hddm.utils.work import ABSENT, differences
 
@@ -124,7 +124,7 @@ def is_kept(out: Path, record: str, run: RunOptions | None, overwrite: bool = Fa
     """Tell whether ``out`` holds a model already and this start, a resumed one, leaves it there."""
     if run is None or not run.resume or overwrite:
         return False
-    settle(out)
+    recover(out)
     return (out / record).exists()
 
 

@@ -198,7 +198,7 @@ def check_absent(target: Path, record: str, overwrite: bool = False) -> None:
     ``overwrite`` allows only an empty folder or one of the same kind, with a JSON file ``record`` that has a
     format version. A link is refused, since replacing it would not replace what it leads to.
     """
-    settle(target)
+    recover(target)
     if target.is_symlink():
         raise HddmError(
             f"{target}: is a link to {os.readlink(target)}, which is not followed; name the folder "
@@ -236,7 +236,7 @@ def restore(target: Path) -> None:
             max(left, key=lambda path: path.stat().st_mtime_ns).rename(target)
 
 
-def settle(target: Path) -> None:
+def recover(target: Path) -> None:
     """`restore` a folder, or remove what processes left beside it that were killed once it was in place."""
     restore(target)
     # The lock is removed by `alone` unless its process was killed.
@@ -279,7 +279,7 @@ def remove(path: Path) -> None:
 def write_whole(path: Path, write: Callable[[Path], object], overwrite: bool = True) -> None:
     """Write a file that gets its name only once it is complete and on the disk.
 
-    ``write`` writes the hidden file beside ``path`` that it is given, which a failure removes. An existing
+    ``write`` writes a hidden file beside ``path``, which a failure removes. An existing
     ``path`` stays until then, and is replaced only with ``overwrite``. What killed processes of this machine
     left is removed. Raises `HddmError` if it cannot be written, or exists without ``overwrite``.
     """

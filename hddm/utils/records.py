@@ -176,9 +176,9 @@ def _of_options(problem: ErrorDetails, names: Iterable[str]) -> str:
                 text = re.sub(rf"\b{name}\b", _option(name), text)
         return text
     value = problem["input"]
-    given = " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+    shown = " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
     return f"{_option(str(problem['loc'][0]))} " + (
-        text if problem["type"] == "missing" else f"{given}: {text}"
+        text if problem["type"] == "missing" else f"{shown}: {text}"
     )
 
 
@@ -341,7 +341,7 @@ def _listed(folder: Path, root: Path) -> list[str]:
 
 
 HASHES = ".verified.json"
-SETTLED = 2 * 10**9
+CLOCK_TICK = 2 * 10**9
 """Nanoseconds after a change until another change is sure to get another time."""
 
 
@@ -378,7 +378,7 @@ class HashCache:
             return False
         if status.st_size < self._smallest:
             return True
-        if is_known or now - status.st_ctime_ns > SETTLED:
+        if is_known or now - status.st_ctime_ns > CLOCK_TICK:
             self._found[name] = state
         return True
 

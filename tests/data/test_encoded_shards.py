@@ -142,7 +142,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(path.name)
         return sha256_of(path)
 
-    monkeypatch.setattr(verified, "SETTLED", 0)
+    monkeypatch.setattr(verified, "CLOCK_TICK", 0)
     monkeypatch.setattr(verified, "sha256_of", counted)
     return names
 
@@ -206,8 +206,8 @@ def test_a_file_that_was_written_just_now_is_hashed_again(
     encoded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within a tick of the file system's clock, here of an hour, it could change unseen."""
-    assert verified.SETTLED >= 2 * 10**9
-    monkeypatch.setattr(verified, "SETTLED", 3600 * 10**9)
+    assert verified.CLOCK_TICK >= 2 * 10**9
+    monkeypatch.setattr(verified, "CLOCK_TICK", 3600 * 10**9)
     folder = _opened_once(encoded, tmp_path)
     assert not (folder / verified.HASHES).exists()
 

@@ -275,7 +275,7 @@ def test_large_files_are_hashed_once_until_they_change(expert: Path, monkeypatch
     real = hddm.utils.records.sha256_of
     monkeypatch.setattr("hddm.utils.records.sha256_of", lambda path: hashed.append(path.name) or real(path))
     # Long ago: what was changed just now may change again within one tick of the clock.
-    monkeypatch.setattr("hddm.utils.records.SETTLED", -1)
+    monkeypatch.setattr("hddm.utils.records.CLOCK_TICK", -1)
     load(expert)
     assert WEIGHTS in hashed
     assert (expert / HASHES).exists()
