@@ -128,7 +128,9 @@ def parse_record(content: dict[str, Any] | bytes, record: type[AnyRecord], origi
             return record.model_validate_json(content, strict=True)
         return record.model_validate(content)
     except ValidationError as error:
-        first = first_problem(error)
+        problems = error.errors()
+        # An unknown key before others, since a misspelt key is missing too.
+        first = next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
         if origin == OPTIONS:
             raise HddmError(_of_options(first, record.model_fields)) from error
         # pydantic lists our validators as steps on the way to the value.
@@ -142,12 +144,6 @@ def parse_record(content: dict[str, Any] | bytes, record: type[AnyRecord], origi
         # A problem of several values together names no key.
         named = f"key {key!r}{value}: " if key else ""
         raise HddmError(f"{origin}: {named}{words(first)}") from error
-
-
-def first_problem(error: ValidationError) -> ErrorDetails:
-    """Problem to report: an unknown key before others, since a misspelt key is missing too."""
-    problems = error.errors()
-    return next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
 
 
 def _fields_at(record: type[BaseModel], place: Sequence[int | str]) -> Collection[str]:
