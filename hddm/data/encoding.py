@@ -364,17 +364,14 @@ def _open_encoder(
             if cut := len(cuts(text[1], captions, text_record.tokens)):
                 message = "%s: %d of %d captions have more than %d tokens and are cut"
                 log.warning(message, folder, cut, len(captions), text_record.tokens)
-    is_fitted = settings.resolution is not None
+    fitted = {"resolution", "crop", "interpolation"} | ({"seed"} if settings.crop == "random" else set())
     encoding = EncodingRecord(
         space="pixels" if network is None else "latents",
         shape=shape,
         dtype="uint8" if network is None else settings.dtype,
-        resolution=settings.resolution,
-        crop=settings.crop if is_fitted else None,
-        interpolation=settings.interpolation if is_fitted else None,
         mirrored=settings.random_flip,
         text_dtype=None if text is None else settings.dtype,
-        seed=settings.seed if settings.crop == "random" else 0,
+        **settings.model_dump(include=fitted if settings.resolution else set()),
     )
     return _Encoder(settings, encoding, images, network, vae_record, text, text_record)
 

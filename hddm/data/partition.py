@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from hddm.data.clustering import cluster, propose
-from hddm.data.feature_cache import ImageFeatures, compute_features
-from hddm.data.features import open_feature_extractor
+from hddm.data.features import ImageFeatures, compute_features, open_feature_extractor
 from hddm.data.partition_report import write_report
 from hddm.data.shard_records import (
     FORMAT,

@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image
 
 from hddm.data.clustering import Array, Indices, Points, normalise
-from hddm.data.feature_cache import ImageFeatures
+from hddm.data.features import ImageFeatures
 from hddm.data.images import contact_sheet, lines_of, open_image
 from hddm.data.shard_records import PartitionRecord
 from hddm.data.sources.base import ImageSource

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from safetensors.torch import load_file, save
 
-from hddm.data.feature_cache import ImageFeatures, compute_features
-from hddm.data.features import PixelPca
+from hddm.data.features import ImageFeatures, PixelPca, compute_features
 from hddm.data.sources import open_source
 from hddm.data.sources.base import ImageSource
 from hddm.utils.errors import HddmError
