@@ -96,7 +96,8 @@ def native_conditions(field: VelocityField, num: int, seed: int = 0) -> dict[str
             remedy = "hddm.training.fitting.calibrate takes data with values of their own"
             warnings.warn(f"{text}; {remedy}", stacklevel=2)
         elif name not in OPTIONAL_CONDITIONS:
-            raise HddmError(f"its samples need {name}, and it has neither classes nor an empty default")
+            text = f"its samples need {name}, and it has neither classes nor an empty default"
+            raise HddmError(f"{text}; pass --data")
     return conditions
 
 
@@ -150,10 +151,7 @@ def recalibrate(
 def _on_native_samples(folder: Path, field: VelocityField, seed: int, num: int, steps: int) -> Calibration:
     if field.noise_range != WHOLE:
         raise HddmError(f"{folder}: covers only a part of t, so it cannot sample alone; pass --data")
-    try:
-        conditions = native_conditions(field, num, seed)
-    except HddmError as error:
-        raise HddmError(f"{folder}: {error}; pass --data") from error
+    conditions = native_conditions(field, num, seed)
     images = native_samples(field, num, seed, steps, conditions)
     if not images.isfinite().all():
         raise HddmError(f"{folder}: its samples are not finite; pass --data, or more --steps than {steps}")

@@ -11,12 +11,11 @@ whose minimum is the posterior variance. The best v for isotropic Gaussian data 
 For each image m is the mean of the other images, since few images would otherwise flatter the Gaussian.
 """
 
-import copy
 import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from diffusers import DDPMScheduler
@@ -25,7 +24,6 @@ from torch import Tensor, nn
 
 from hddm.calibration import START
 from hddm.data.shards import Shard
-from hddm.experts.records import Expert
 from hddm.schedules import CosineSchedule, DiscreteSchedule, LinearSchedule, Schedule, from_diffusers
 from hddm.training.fitting import conditions_of, conditions_of_rows, evenly_spaced
 from hddm.training.objectives import TIME_SCALE
@@ -147,68 +145,6 @@ IMAGES = 512
 """Most images that are judged, spread evenly over all."""
 SURE = 2.0
 """Standard deviations by which an expert must be better than a Gaussian."""
-UNCALIBRATED = "it has no calibration; hddm calibrate fits one"
-
-
-@dataclass(kw_only=True)
-class Judged:
-    """Errors on ``images`` images, the ``problems`` that they show, and ``notes`` for the user.
-
-    ``unconditional`` are errors with null values for all conditions, None for an expert without conditions.
-    """
-
-    problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    images: int = 0
-    denoising: Denoising | None = None
-    unconditional: Denoising | None = None
-
-
-def judge(judged: Judged, expert: Expert, field: VelocityField, shard: Shard, seed: int) -> None:
-    """Compare an expert with a Gaussian and with v = 0, and add to ``judged`` what is found.
-
-    - They must be below a Gaussian's by `SURE` deviations, over all noise levels and where the network stands
-      alone; without conditions too, since guidance needs that, unless it was trained without condition
-      dropout.
-    - Near t = 1 its calibration must not raise its error above that of v = 0. A network whose own error is
-      above, as that of one that predicts noise may be, gets a note.
-
-    - No other reading of its weights may fit clearly better (`misread`).
-
-    Raises `HddmError` for classes other than its own, and for fewer than 2 images.
-    """
-    rows = evenly_spaced(shard, IMAGES)
-    given, images = conditions_of_rows(rows, conditions_of(shard, field), shard, field), shard.take(rows)
-    alone = copy.copy(field)
-    if not expert.facts.training_calibration:
-        alone.calibration = None
-    found = denoising(field, images, given, seed, alone)
-    judged.images, judged.denoising = len(rows), found
-    is_calibrated = expert.calibration is not None
-    problems = _objections(found, len(rows), is_calibrated)
-    if given and set(given) <= set(field.null_conditions):
-        nulls = {name: field.null_conditions[name] for name in given}
-        repeated = {name: null.expand(len(rows), *null.shape) for name, null in nulls.items()}
-        judged.unconditional = unconditional = denoising(field, images, repeated, seed, alone)
-        without = f"without {', '.join(nulls)}"
-        doubts = _objections(unconditional, len(rows), is_calibrated)
-        if problems and doubts:
-            problems = [f"{text} ({without}: error {unconditional.expert:.4f})" for text in problems]
-        else:
-            is_learned = expert.facts.training.get("condition_dropout") != 0
-            (problems if is_learned else judged.notes).extend(f"{without}: {text}" for text in doubts)
-    worse = [level for level in found.late if not level.expert <= level.zero]
-    if worse:
-        spoilt = worse
-        if not expert.facts.training_calibration:
-            errors = {level.t: level.expert for level in denoising(alone, images, given, seed).late}
-            spoilt = [level for level in worse if not level.expert <= errors[level.t]]
-        at = (spoilt or worse)[0]
-        text = f"at t = {at.t:g} its error is {at.expert:.4f}, and that of no velocity at all {at.zero:.4f}"
-        (problems if spoilt else judged.notes).append(f"{text}: {_remedy(expert, bool(spoilt))}")
-    if (other := misread(alone, shard, seed)) is not None:
-        problems.insert(0, other)
-    judged.problems += problems
 
 
 def usual_schedules() -> list[Schedule]:
@@ -304,36 +240,3 @@ def _description(reading: VelocityField) -> tuple[str, str, str]:
     betas = "{beta_schedule} betas ({beta_start}…{beta_end}, {num_train_timesteps} steps)"
     path = betas.format(**config) if "beta_schedule" in config else f"the {config['name']} path"
     return reading.prediction_type.value, path, f"time_scale {reading.time_scale:g}"
-
-
-def _objections(found: Denoising, images: int, is_calibrated: bool) -> list[str]:
-    """Return the first objection, if any, to an expert with these errors on so many images."""
-    if not math.isfinite(found.expert):
-        return ["its velocities are not finite"]
-    wrong = "trained, or its record is wrong about what it predicts"
-    if found.margin <= 0:
-        cause = UNCALIBRATED if not is_calibrated and found.low > 0 else f"it is un{wrong}"
-        errors = f"error {found.expert:.4f}, the Gaussian's {found.gaussian:.4f}"
-        return [f"it denoises no better than a Gaussian: {errors}; {cause}"]
-    alone = "up to t = 0.5, where its network stands alone, its error is"
-    if found.levels[0].t >= START:
-        alone = f"up to t = {found.levels[:LOWEST][-1].t:g}, without its calibration, its error is"
-    if found.low <= 0:
-        return [f"{alone} {-found.low:.4f} above a Gaussian's; it is hardly {wrong}"]
-    remedy = f"take more held-out images than {images}" if images < IMAGES else "train it for longer"
-    whole, low = (found.margin, found.deviation), (found.low, found.low_deviation)
-    for subject, (gain, deviation) in (("its error is", whole), (alone, low)):
-        if not gain >= SURE * deviation:
-            below = f"{gain:.4f} ± {deviation:.4f} below a Gaussian's"
-            return [f"{subject} {below}, so it is not shown to be better; {remedy}"]
-    return []
-
-
-def _remedy(expert: Expert, is_spoilt: bool) -> str:
-    if expert.calibration is None:
-        return UNCALIBRATED
-    if not is_spoilt:
-        return "its calibration corrects only part of its network's error there; train it for longer"
-    if expert.facts.training_calibration:
-        return "the calibration that it was trained with is damaged; copy the expert again"
-    return "its calibration is damaged; hddm calibrate makes another"

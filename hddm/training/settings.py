@@ -445,9 +445,6 @@ def read_run_file(path: Path, record: type[Record]) -> dict[str, Any]:
     content = read_yaml(path)
     known = {name for kind in (record, *KINDS) for name in kind.model_fields} - {*RunOptions.__annotations__}
     for key in content:
-        if key in RunOptions.__annotations__:
-            text = f"{key} applies to one start only; remove it and pass --{key.replace('_', '-')}"
-            raise HddmError(f"{path}: {text}")
         if key not in known:
             raise HddmError(f"{path}: unknown key {key!r}{did_you_mean(str(key), known)}")
     return content

@@ -1,16 +1,18 @@
 """Verify an expert that somebody else trained: its records, hashes and weights, and its denoising."""
 
 import contextlib
+import copy
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hddm.calibration import FILE_NAME as CALIBRATION
+from hddm.calibration import START
 from hddm.data.shard_records import LARGEST_MANIFEST
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.assembly import foreign_pipeline
@@ -29,12 +31,14 @@ from hddm.experts.records import (
     read_expert,
 )
 from hddm.networks.folders import WEIGHTS
-from hddm.training.denoising import Judged, judge, misread
+from hddm.training.denoising import IMAGES, LOWEST, SURE, Denoising, denoising, misread
 from hddm.training.expert import check_fit, check_own
+from hddm.training.fitting import conditions_of, conditions_of_rows, evenly_spaced
 from hddm.utils.errors import HddmError, UsageError, asked
 from hddm.utils.files import read_json, sha256_of
 from hddm.utils.records import HASHES, MANIFEST, damage
 from hddm.utils.tensors import available_device
+from hddm.velocity import VelocityField
 
 
 def experts_in(folder: Path) -> list[Path]:
@@ -89,15 +93,21 @@ KNOWN = frozenset({EXPERT_FILE, MANIFEST, *FILES})
 
 
 @dataclass(kw_only=True)
-class Verification(Judged):
+class Verification:
     """Findings in an expert folder, which is fit for use if there are no ``problems``.
 
     ``files`` holds the SHA-256 of every file, ``base`` that of the weights that an adapter changes,
-    ``trained_on`` the hash of its shard.
+    ``trained_on`` the hash of its shard. Errors on ``images`` images are ``denoising``, and ``unconditional``
+    with null values for all conditions, None for an expert without conditions. ``notes`` are for the user.
     """
 
     folder: Path
     files: dict[str, str]
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    images: int = 0
+    denoising: Denoising | None = None
+    unconditional: Denoising | None = None
     objective: str | None = None
     parameters: int | None = None
     base: str | None = None
@@ -178,7 +188,7 @@ def _examine(
     expert = unread.read(torch.float32)
     if unread.weak is not None:
         unread.weak.read(torch.float32)
-    field = field_of(expert, place)
+    reading = field_of(expert, place)
     found.problems[:0] = _provenance(record)
     if unread.calibration is None and record.sampling_steps is None and record.source is None:
         found.notes.append(f"{CALIBRATION}: is missing; hddm calibrate makes one")
@@ -189,7 +199,7 @@ def _examine(
     if shard is not None and not found.problems:
         # Only where the record names the shard are wrong classes a fault of the expert.
         with asked() if record.shard is None else contextlib.nullcontext():
-            judge(found, expert, field, shard, seed)
+            judge(found, expert, reading, shard, seed)
 
 
 def warn_of_misreading(folder: Path, shard: Shard) -> None:
@@ -231,4 +241,80 @@ def _check_images(shard: Shard, expert: Expert) -> list[str]:
         return [
             f"{shard.folder}: the expert was trained on these images; hddm partition --held-out keeps some"
         ]
+    return []
+
+
+UNCALIBRATED = "it has no calibration; hddm calibrate fits one"
+
+
+def judge(found: Verification, expert: Expert, field: VelocityField, shard: Shard, seed: int) -> None:
+    """Compare an expert with a Gaussian and with v = 0, and add to ``found`` what it shows.
+
+    - They must be below a Gaussian's by `SURE` deviations, over all noise levels and where the network stands
+      alone; without conditions too, since guidance needs that, unless it was trained without condition
+      dropout.
+    - Near t = 1 its calibration must not raise its error above that of v = 0. A network whose own error is
+      above, as that of one that predicts noise may be, gets a note.
+
+    - No other reading of its weights may fit clearly better (`misread`).
+
+    Raises `HddmError` for classes other than its own, and for fewer than 2 images.
+    """
+    rows = evenly_spaced(shard, IMAGES)
+    given, images = conditions_of_rows(rows, conditions_of(shard, field), shard, field), shard.take(rows)
+    alone = copy.copy(field)
+    if not expert.facts.training_calibration:
+        alone.calibration = None
+    errors = denoising(field, images, given, seed, alone)
+    found.images, found.denoising = len(rows), errors
+    is_calibrated = expert.calibration is not None
+    problems = _objections(errors, len(rows), is_calibrated)
+    if given and set(given) <= set(field.null_conditions):
+        nulls = {name: field.null_conditions[name] for name in given}
+        repeated = {name: null.expand(len(rows), *null.shape) for name, null in nulls.items()}
+        found.unconditional = unconditional = denoising(field, images, repeated, seed, alone)
+        without = f"without {', '.join(nulls)}"
+        doubts = _objections(unconditional, len(rows), is_calibrated)
+        if problems and doubts:
+            problems = [f"{text} ({without}: error {unconditional.expert:.4f})" for text in problems]
+        else:
+            is_learned = expert.facts.training.get("condition_dropout") != 0
+            (problems if is_learned else found.notes).extend(f"{without}: {text}" for text in doubts)
+    worse = [level for level in errors.late if not level.expert <= level.zero]
+    if worse:
+        spoilt = worse
+        if not expert.facts.training_calibration:
+            bare = {level.t: level.expert for level in denoising(alone, images, given, seed).late}
+            spoilt = [level for level in worse if not level.expert <= bare[level.t]]
+        at = (spoilt or worse)[0]
+        text = f"at t = {at.t:g} its error is {at.expert:.4f}, and that of no velocity at all {at.zero:.4f}"
+        damaged = "its calibration is damaged; copy the expert again"
+        cause = damaged if spoilt else "its calibration corrects only part of that; train it for longer"
+        cause = cause if is_calibrated else UNCALIBRATED
+        (problems if spoilt else found.notes).append(f"{text}: {cause}")
+    if (other := misread(alone, shard, seed)) is not None:
+        problems.insert(0, other)
+    found.problems += problems
+
+
+def _objections(found: Denoising, images: int, is_calibrated: bool) -> list[str]:
+    """Return the first objection, if any, to an expert with these errors on so many images."""
+    if not math.isfinite(found.expert):
+        return ["its velocities are not finite"]
+    wrong = "trained, or its record is wrong about what it predicts"
+    if found.margin <= 0:
+        cause = UNCALIBRATED if not is_calibrated and found.low > 0 else f"it is un{wrong}"
+        errors = f"error {found.expert:.4f}, the Gaussian's {found.gaussian:.4f}"
+        return [f"it denoises no better than a Gaussian: {errors}; {cause}"]
+    alone = "up to t = 0.5, where its network stands alone, its error is"
+    if found.levels[0].t >= START:
+        alone = f"up to t = {found.levels[:LOWEST][-1].t:g}, without its calibration, its error is"
+    if found.low <= 0:
+        return [f"{alone} {-found.low:.4f} above a Gaussian's; it is hardly {wrong}"]
+    remedy = f"take more held-out images than {images}" if images < IMAGES else "train it for longer"
+    whole, low = (found.margin, found.deviation), (found.low, found.low_deviation)
+    for subject, (gain, deviation) in (("its error is", whole), (alone, low)):
+        if not gain >= SURE * deviation:
+            below = f"{gain:.4f} ± {deviation:.4f} below a Gaussian's"
+            return [f"{subject} {below}, so it is not shown to be better; {remedy}"]
     return []

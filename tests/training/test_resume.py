@@ -79,21 +79,22 @@ def test_twenty_kills_at_random_moments_change_nothing(
 
 
 WORST = {
-    "before the first checkpoint": [("step", "3")],
-    "as a checkpoint's files are written": [("open", "step_00000010.part")],
-    "before it gets its name": [("os.rename", "step_00000010")],
-    "as an older one is removed": [("shutil.rmtree", "step_00000005")],
-    "at an epoch's end, within a batch": [("step", "7"), ("step", "14")],
-    "at the step of a checkpoint": [("step", "10"), ("step", "20")],
-    "in the last step": [("step", str(STEPS))],
-    "as the expert is written": [("os.rename", ".expert.part")],
-    "as the record of the run is written": [("os.rename", ".run.json")],
-    "three times in a row, without a new checkpoint": [("step", "8"), ("step", "8"), ("step", "9")],
+    "checkpoints": [
+        ("step", "3"),
+        # A checkpoint's files are written, it gets its name, and an older one is removed.
+        ("open", "step_00000010.part"),
+        ("os.rename", "step_00000010"),
+        ("shutil.rmtree", "step_00000005"),
+    ],
+    # Within an epoch and at its end, three times without a new checkpoint, at the step of one, and the last.
+    "steps": [("step", step) for step in ("7", "8", "8", "9", "10", "14", "20", str(STEPS))],
+    "records": [("os.rename", ".run.json"), ("os.rename", ".expert.part")],
 }
+"""Moments at which one training after another is killed."""
 
 
 @pytest.mark.parametrize("moments", WORST.values(), ids=WORST)
-def test_a_kill_at_the_worst_moment_changes_nothing(
+def test_kills_at_the_worst_moments_change_nothing(
     moments: list[tuple[str, str]], whole: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     for moment in moments:

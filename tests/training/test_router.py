@@ -93,17 +93,13 @@ def _accuracy(out: Path) -> Any:
 def test_a_router_that_learnt_nothing_is_warned_of(
     shards: Path, whole: Path, tmp_path: Path, hddm: Command, caplog: pytest.LogCaptureFixture
 ) -> None:
-    out, one = tmp_path / "router", (whole.parent, "--out", tmp_path / "one")
-    code, printed, err = hddm("train", "router", *one, *OPTIONS[2:], "--steps", 2)
-    assert code == 0, err
+    out = tmp_path / "router"
+    train_router(whole.parent, tmp_path / "one", router_settings(steps=2))
     # One shard needs no telling apart.
     assert "chance" not in caplog.text
-    assert "names the shard" not in printed
-    code, printed, err = hddm("train", "router", shards, "--out", out, *OPTIONS, "--learning-rate", 1e-12)
-    assert code == 0, err
+    train_router(shards, out, router_settings(learning_rate=1e-12))
     assert f"{out}: recognises shards no better than chance on 48 images" in caplog.text
     caplog.clear()
-    assert "48 training images at all noise levels; always naming the largest would be right" in printed
     code, printed, err = hddm("train", "router", shards, "--out", tmp_path / "learnt", *OPTIONS)
     assert code == 0, err
     assert "no better than chance" not in caplog.text

@@ -28,7 +28,7 @@ def _file(folder: Path, text: str) -> Path:
         ("noise_range: 1:0.5", r"key 'noise_range' \(is '1:0.5'\): must be LOW:HIGH, with 0 <= LOW < HIGH"),
         ("noise_range: [0, .nan]", "key 'noise_range'"),
         ("batch_size: 8\nbatch_size: 9", "key 'batch_size' twice"),
-        ("resume: true", "resume applies to one start only; remove it and pass resume=True"),
+        ("resume: true", "unknown key 'resume'"),
         ("- steps", "holds no settings"),
         ("size: tiny\nsteps: [", r"is not YAML \(line 2, column 9: while parsing a flow node, expected"),
         ("size: \0", r"is not YAML \(special characters are not allowed\)"),
