@@ -154,10 +154,10 @@ def train_all(
     # Two of these with one --out would each train some of the experts.
     with alone(out):
         outcomes = _trained(islands, parallel or 1, retries, ray)
-    for one in outcomes:
-        if one.summary:
-            typer.echo(f"{one.island.out}: {one.summary}")
-    refuse_failed(outcomes)
+    for island, outcome in zip(islands, outcomes, strict=True):
+        if outcome and isinstance(outcome, str):
+            typer.echo(f"{island.out}: {outcome}")
+    refuse_failed(islands, outcomes)
 
 
 def _trained(islands: Sequence["Island"], parallel: int, retries: int, ray: str | None) -> list["Outcome"]:

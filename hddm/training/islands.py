@@ -45,13 +45,8 @@ class Island:
         return self.out.name
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The end of an island: a line for users, "" where it was complete before, or its failure."""
-
-    island: Island
-    summary: str = ""
-    failure: HddmError | None = None
+Outcome = str | HddmError
+"""The end of an island: a line for users, "" where it was complete before, or its failure."""
 
 
 def make_islands(
@@ -113,11 +108,7 @@ def train_islands(
 
     kept = f"{islands[0].out.parent}: stopped; progress is saved, and --resume continues"
     with stoppable(kept), backend or Workers(1, RETRIES) as workers:
-        results = workers.run(calls, report, keep_going=True)
-    return [
-        Outcome(one, failure=result) if isinstance(result, HddmError) else Outcome(one, result)
-        for one, result in zip(islands, results, strict=True)
-    ]
+        return workers.run(calls, report, keep_going=True)
 
 
 def _train(island: Island, report: OnStep) -> str:
@@ -179,11 +170,12 @@ def train_island(island: Island, on_step: OnStep | None = None) -> list[float]:
         raise HddmError(f"{out}: {text}") from error
 
 
-def refuse_failed(outcomes: Sequence[Outcome]) -> None:
-    """Raise an `HddmError` if an island failed, with the causes of each."""
-    failed = [(one.island, one.failure) for one in outcomes if one.failure is not None]
+def refuse_failed(islands: Sequence[Island], outcomes: Sequence[Outcome]) -> None:
+    """Raise an `HddmError` if one of ``islands`` failed, with the causes of each."""
+    each = zip(islands, outcomes, strict=True)
+    failed = [(one.name, outcome) for one, outcome in each if isinstance(outcome, HddmError)]
     if failed:
         others = "the others are finished, and " if len(failed) < len(outcomes) else ""
         number = f"{len(failed)} of {len(outcomes)} experts failed"
-        causes = [f"{one.name}: {line}" for one, why in failed for line in (why.message, *why.details)]
-        raise HddmError(f"{failed[0][0].out.parent}: {number}; {others}--resume continues these", causes)
+        causes = [f"{name}: {line}" for name, why in failed for line in (why.message, *why.details)]
+        raise HddmError(f"{islands[0].out.parent}: {number}; {others}--resume continues these", causes)

@@ -18,7 +18,6 @@ from hddm.training import loop as runs
 from hddm.training.expert import train_expert
 from hddm.training.islands import (
     Island,
-    Outcome,
     make_islands,
     prepare,
     refuse_failed,
@@ -186,7 +185,7 @@ def test_an_island_reports_every_step(whole: Path, tmp_path: Path) -> None:
     assert (island.out / WEIGHTS).read_bytes() == (tmp_path / "alone" / WEIGHTS).read_bytes()
     assert [report[:3] for report in reports] == [(0, n, loss) for n, loss in enumerate(losses, 1)]
     assert all(report[3] > 0 for report in reports)
-    assert outcomes == [Outcome(island, summary_of(losses))]
+    assert outcomes == [summary_of(losses)]
 
 
 @pytest.mark.slow
@@ -216,27 +215,25 @@ def test_a_killed_process_goes_on_and_a_signal_saves_and_ends_all(
     assert "expert_0.run: continuing from step" in capfd.readouterr().err
 
     (outcome,) = train_islands([_island(whole, island.out, resume=True)])
-    assert outcome.failure is None
-    assert outcome.summary
+    assert isinstance(outcome, str)
+    assert outcome
     assert checkpoint(run_folder_of(island.out)) == checkpoint(run_folder_of(plain.out))
     assert (island.out / WEIGHTS).read_bytes() == (plain.out / WEIGHTS).read_bytes()
-    (again,) = train_islands([_island(whole, island.out, resume=True)], Workers())
-    assert (again.summary, again.failure) == ("", None)
+    assert train_islands([_island(whole, island.out, resume=True)], Workers()) == [""]
 
 
 def test_failures_are_reported_by_expert(tmp_path: Path) -> None:
     islands = [_island(tmp_path, tmp_path / f"expert_{k}") for k in range(3)]
     failures = [HddmError("other settings", ["rate: was 0.1, is 0.2"]), HddmError("no")]
-    refuse_failed([Outcome(islands[0], "trained")])
-    failed = [Outcome(one, failure=why) for one, why in zip(islands, failures, strict=False)]
+    refuse_failed(islands[:1], ["trained"])
     with pytest.raises(HddmError, match="2 of 2 experts failed; resume=True continues"):
-        refuse_failed(failed)
+        refuse_failed(islands[:2], failures)
     with pytest.raises(HddmError, match="2 of 3 experts failed; the others are finished") as refused:
-        refuse_failed([*failed, Outcome(islands[2], "trained")])
+        refuse_failed(islands, ["trained", *failures])
     assert refused.value.details == (
-        "expert_0: other settings",
-        "expert_0: rate: was 0.1, is 0.2",
-        "expert_1: no",
+        "expert_1: other settings",
+        "expert_1: rate: was 0.1, is 0.2",
+        "expert_2: no",
     )
 
 

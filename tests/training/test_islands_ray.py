@@ -77,9 +77,8 @@ def test_a_dead_worker_and_a_dead_node_change_nothing(shards: Path, tmp_path: Pa
     for one, own in zip(islands[:2], plain, strict=True):
         assert checkpoint(run_folder_of(one.out)) == checkpoint(run_folder_of(own.out))
         assert (one.out / WEIGHTS).read_bytes() == (own.out / WEIGHTS).read_bytes()
-    assert [one.failure for one in outcomes[:2]] == [None, None]
-    assert outcomes[2].failure is not None
-    assert "no such folder" in outcomes[2].failure.message
+    assert all(isinstance(one, str) for one in outcomes[:2])
+    assert "no such folder" in str(outcomes[2])
 
 
 def test_a_cluster_that_does_not_answer_is_an_error_of_one_line(shards: Path, tmp_path: Path) -> None:
