@@ -1,4 +1,4 @@
-"""The comparison of ensembles at equal compute: settings, jobs, samples, scores and the report.
+"""The comparison of ensembles at equal compute: a file of steps, their jobs, samples, scores and the report.
 
-May import every other room. Start with `settings` and `run`.
+May import every other room. Start with `file` and `run`.
 """

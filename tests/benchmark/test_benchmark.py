@@ -173,10 +173,11 @@ def test_a_damaged_record_is_refused_and_half_a_step_is_done_again(
 @pytest.mark.parametrize(
     "moment",
     [
-        ("os.rename", "train-expert-"),
         ("os.rename", "sample-"),
-        ("os.rename", "evaluate-"),
-        ("os.rename", "results.json"),
+        *(
+            pytest.param(("os.rename", name), marks=pytest.mark.slow)
+            for name in ("train-expert-", "evaluate-", "results.json")
+        ),
     ],
     ids=lambda moment: moment[1],
 )
