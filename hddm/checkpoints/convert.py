@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Calibration
 from hddm.checkpoints.architecture import Built
-from hddm.checkpoints.plan import TEXT, Plan
+from hddm.checkpoints.plan import TEXT, ConversionPlan
 from hddm.checkpoints.sources import Checkpoint, Forward
 from hddm.experts.ensemble_folders import keep_component
 from hddm.experts.records import (
@@ -94,7 +94,9 @@ class ConversionCheck:
         return math.isfinite(self.difference) and all(map(math.isfinite, self.velocity_errors.values()))
 
 
-def write(plan: Plan, out: Path, check: bool = True, overwrite: bool = False) -> ConversionCheck | None:
+def write(
+    plan: ConversionPlan, out: Path, check: bool = True, overwrite: bool = False
+) -> ConversionCheck | None:
     """Write the expert folder; with ``check``, compare it with its source before it appears.
 
     Raises `HddmError`, leaving nothing behind, for an existing ``out``, a full disk, NaN or Inf, or a failed
@@ -128,7 +130,7 @@ def write_network(folder: Path, built: Built) -> None:
         write_safetensors(folder / WEIGHTS, built.tensors, {"format": "pt"}, True, progress)
 
 
-def _carry_calibration(plan: Plan, draft: Path) -> None:
+def _carry_calibration(plan: ConversionPlan, draft: Path) -> None:
     """Copy the source expert's calibration, unless the conversion changed the function that it fits."""
     source = plan.source
     is_kept = plan.record.training_calibration or plan.built.modulation_error is None
@@ -139,7 +141,7 @@ def _carry_calibration(plan: Plan, draft: Path) -> None:
         shutil.copyfile(source.path / CALIBRATION, draft / CALIBRATION)
 
 
-def _checked(plan: Plan, draft: Path) -> ConversionCheck:
+def _checked(plan: ConversionPlan, draft: Path) -> ConversionCheck:
     source, network = plan.source, plan.built.network.__name__
     try:
         own = None if plan.is_restarted else source.forward() if source.forward else _class_forward(source)
@@ -211,7 +213,7 @@ def _cast(value: Any) -> Any:
 
 
 @torch.no_grad()
-def _compare(plan: Plan, source: Forward | None, draft: Path) -> ConversionCheck:
+def _compare(plan: ConversionPlan, source: Forward | None, draft: Path) -> ConversionCheck:
     """Compare the raw outputs and the velocity of the network in ``draft`` with the source's.
 
     ``source`` is the source's own network, or None for a fresh head: then there is no function to compare,
@@ -309,7 +311,7 @@ def example_conditions(
     return found
 
 
-def verdict(plan: Plan, verified: ConversionCheck | None) -> list[str]:
+def verdict(plan: ConversionPlan, verified: ConversionCheck | None) -> list[str]:
     """Lines for the user on the check's result."""
     if verified is None:
         return ["verify: skipped"]

@@ -71,7 +71,7 @@ class Conversion(Reading):
 
 
 @dataclass(frozen=True)
-class Plan:
+class ConversionPlan:
     """A checked conversion, ready to be written."""
 
     source: Checkpoint
@@ -154,7 +154,7 @@ def open_source(path: Path, reading: Reading) -> Checkpoint:
     )
 
 
-def plan(path: Path, conversion: Conversion) -> Plan:
+def plan(path: Path, conversion: Conversion) -> ConversionPlan:
     """Read a source and decide everything, without writing.
 
     Raises `HddmError` for an unreadable source, an unknown layout, unknown conventions, or tensors that are
@@ -189,7 +189,7 @@ def plan(path: Path, conversion: Conversion) -> Plan:
             )
         nulls[TEXT] = tokens
     record = _record(source, conventions, interface, conversion)
-    return Plan(source, conventions, built, interface, record, nulls, extras)
+    return ConversionPlan(source, conventions, built, interface, record, nulls, extras)
 
 
 def _refuse_idle(source: Checkpoint, reading: Reading) -> None:
@@ -297,7 +297,7 @@ def _record(
     )
 
 
-def summary(plan: Plan) -> list[str]:
+def summary(plan: ConversionPlan) -> list[str]:
     """Lines for the user on the source and on what will be written."""
     source, record, conventions = plan.source, plan.record, plan.conventions
     low, high = conventions.schedule.range

@@ -3,7 +3,7 @@
     DiffusionPipeline.from_pretrained(folder, custom_pipeline=folder, trust_remote_code=True)
 
 This loader reads each part of ``model_index.json`` by ``from_pretrained`` of a class, where that is derived
-from what its module calls ``ModelMixin``. `Part` is such a class, and reads as `hddm.HDDMPipeline` does.
+from what its module calls ``ModelMixin``. `StockPart` is such a class, and reads as `hddm.HDDMPipeline` does.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ ModelMixin = nn.Module
 """Base of what may be passed to the loader in place of a part."""
 
 
-class Part(diffusers.ModelMixin):  # type: ignore[misc]
+class StockPart(diffusers.ModelMixin):  # type: ignore[misc]
     """A network of an ensemble, by its folder."""
 
     @classmethod
@@ -40,8 +40,8 @@ class Part(diffusers.ModelMixin):  # type: ignore[misc]
 
 
 def parts_for_loader(index: Mapping[str, Any]) -> dict[str, Any]:
-    """Library and class of each part of ``model_index.json``, with `Part` for those of `NETWORKS`."""
-    here = (__name__, Part.__name__)
+    """Library and class of each part of ``model_index.json``, with `StockPart` for those of `NETWORKS`."""
+    here = (__name__, StockPart.__name__)
     return {
         name: here if kind[0] is not None and name.rstrip("_23") in NETWORKS else kind
         for name, kind in index.items()
