@@ -16,7 +16,7 @@ from hddm.data.features import ImageFeatures, PixelPca, compute_features
 from hddm.data.sources import open_source
 from hddm.data.sources.base import ImageSource
 from hddm.utils.errors import HddmError
-from tests.artefacts import PER_CLASS, contents, copied, edit_json, largest_file, refusal
+from tests.artefacts import PER_CLASS, contents, copied, largest_file, refusal
 
 PART = 10
 NUM = 2 * PER_CLASS
@@ -97,33 +97,26 @@ def test_a_full_disk_leaves_whole_parts_only(source: ImageSource, tmp_path: Path
     assert contents(tmp_path / "cache") == whole
 
 
-def test_features_of_other_images_are_refused_unless_they_may_go(source: ImageSource, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    _compute(source, cache)
-    (source.root / source.files[5]).unlink()
-    fewer = open_source(source.root)
-    told = refusal(_compute, fewer, cache)
-    assert told.startswith(f"{cache}: holds features of other images")
-    assert "  images: was 48, is 47" in told.splitlines()
-    assert len(_compute(fewer, cache, replace=True)) == 47
-    _compute(fewer, tmp_path / "fresh")
-    assert contents(cache) == contents(tmp_path / "fresh")
-    path = source.root / source.files[6]
-    path.write_bytes(path.read_bytes() + b"\0")
-    assert "  source: was " in refusal(_compute, fewer, cache)
-
-
-def test_features_of_other_settings_and_folders_of_other_things_are_refused(
+def test_features_of_something_else_are_refused_unless_they_may_go(
     source: ImageSource, tmp_path: Path
 ) -> None:
     cache = tmp_path / "cache"
     _compute(source, cache)
     assert "  extractor: was " in refusal(_compute, source, cache, PixelPca(dimensions=4, seed=1))
-    edit_json(cache / "features.json", features="clip")
-    assert "  features: was 'clip', is 'pixel_pca'" in refusal(_compute, source, cache)
+    path = source.root / source.files[6]
+    path.write_bytes(path.read_bytes() + b"\0")
+    assert "  source: was " in refusal(_compute, source, cache)
+    (source.root / source.files[5]).unlink()
+    fewer = open_source(source.root)
+    told = refusal(_compute, fewer, cache)
+    assert told.startswith(f"{cache}: holds features of other images")
+    assert "  images: was 48, is 47" in told.splitlines()
+    _compute(fewer, cache, replace=True)
+    _compute(fewer, tmp_path / "fresh")
+    assert contents(cache) == contents(tmp_path / "fresh")
     (cache / "features.json").unlink()
     before = contents(cache)
-    told = refusal(_compute, source, cache, replace=True)
+    told = refusal(_compute, fewer, cache, replace=True)
     assert f"{cache}: has files, but no features.json; move it away, or choose another" in told
     assert contents(cache) == before
 
