@@ -237,6 +237,7 @@ def test_failures_are_reported_by_expert(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_all_experts_are_trained_from_the_command_line_and_fit(
     shards: Path, tmp_path: Path, hddm: Command
 ) -> None:

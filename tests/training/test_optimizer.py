@@ -69,16 +69,12 @@ def test_muon_makes_the_step_of_a_matrix_orthogonal() -> None:
     assert ((values > 0.5 * 2) & (values < 1.3 * 2)).all()
 
 
-@pytest.mark.parametrize("prediction", [None, "flow_prediction"])
-def test_a_training_by_muon_resumes_to_the_last_bit(
-    whole: Path, tmp_path: Path, prediction: str | None
-) -> None:
-    settings = MUON.model_copy(update={"prediction": prediction})
-    losses = train_expert(whole, tmp_path / "one", settings)
+def test_a_training_by_muon_resumes_to_the_last_bit(whole: Path, tmp_path: Path) -> None:
+    losses = train_expert(whole, tmp_path / "one", MUON)
     run = RunOptions(checkpoint_every=3, resume=True)
     with pytest.raises(Died):
-        train_expert(whole, tmp_path / "two", settings, on_step=ending_at(7), run=run)
-    assert train_expert(whole, tmp_path / "two", settings, run=run) == losses
+        train_expert(whole, tmp_path / "two", MUON, on_step=ending_at(7), run=run)
+    assert train_expert(whole, tmp_path / "two", MUON, run=run) == losses
     for file in (WEIGHTS, WEAK):
         one, two = (load_file(tmp_path / name / file) for name in ("one", "two"))
         assert all(torch.equal(one[name], two[name]) for name in one)

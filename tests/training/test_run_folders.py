@@ -137,12 +137,9 @@ def test_a_setting_that_a_run_did_not_know_is_one_that_was_not_requested(started
     assert (started / "expert.json").exists()
 
 
-@pytest.mark.parametrize("recorded", [None, 100], ids=["today's default", "an older default"])
-def test_a_run_goes_on_with_the_warm_up_that_it_recorded(
-    recorded: int | None, whole: Path, tmp_path: Path
-) -> None:
-    """Nothing is asked for in either start; a run that recorded another default has another rate."""
-    first = expert_settings("flow", steps=40, warmup=recorded, threads=1)
+def test_a_run_goes_on_with_the_warm_up_that_it_recorded(whole: Path, tmp_path: Path) -> None:
+    """A run that recorded another default has another rate."""
+    first = expert_settings("flow", steps=40, warmup=100, threads=1)
     asked = expert_settings("flow", steps=40, warmup=None, threads=1)
     losses = train_expert(whole, tmp_path / "plain", first)
     with pytest.raises(Died):
@@ -153,7 +150,7 @@ def test_a_run_goes_on_with_the_warm_up_that_it_recorded(
     assert (tmp_path / "out" / WEIGHTS).read_bytes() == (tmp_path / "plain" / WEIGHTS).read_bytes()
     kept = json.loads((tmp_path / "out.run" / "run.json").read_text())["settings"]["warmup"]
     stated = json.loads((tmp_path / "out" / EXPERT_FILE).read_text())["training"]["warmup"]
-    assert (kept, stated) == ((4, 4) if recorded is None else (100, 100))
+    assert (kept, stated) == (100, 100)
 
 
 def test_another_shard_or_objective_is_never_resumed(started: Path, shards: Path, hddm: Command) -> None:

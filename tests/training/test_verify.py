@@ -45,6 +45,8 @@ from tests.artefacts import (
 from tests.checkpoint_files import pipeline, plain_unet
 from tests.conftest import Trio
 
+SLOW = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def held_out(tmp_path_factory: pytest.TempPathFactory, whole: Path) -> Path:
@@ -72,7 +74,9 @@ def test_a_trained_expert_is_accepted_by_images_kept_from_it(class_expert: Path,
     assert verdict.denoising != verify_expert(class_expert, held_out, seed=1).denoising
 
 
-@pytest.mark.parametrize(("part", "late"), [((0.6, 1.0), 3), ((0.0, 0.6), 0)], ids=str)
+@pytest.mark.parametrize(
+    ("part", "late"), [((0.6, 1.0), 3), pytest.param((0.0, 0.6), 0, marks=SLOW)], ids=str
+)
 def test_an_expert_for_a_part_of_t_is_judged_there(
     part: tuple[float, float], late: int, whole: Path, held_out: Path, tmp_path: Path
 ) -> None:
@@ -164,9 +168,10 @@ FORGERIES: dict[str, tuple[dict[str, Any], str, str]] = {
     "linear betas": ({"beta_schedule": "linear"}, f"take {TRUE_BETAS}", "linear betas"),
     "time_scale": ({"time_scale": 2.0}, "take .*time_scale 1", "time_scale 2"),
 }
+OTHERS = sorted(FORGERIES.keys() - {"sample"})
 
 
-@pytest.mark.parametrize("forgery", FORGERIES)
+@pytest.mark.parametrize("forgery", ["sample", *(pytest.param(one, marks=SLOW) for one in OTHERS)])
 def test_a_record_under_which_the_weights_fit_worse_than_under_another_is_refused(
     forgery: str, unet: Path, held_out: Path, whole: Path, tmp_path: Path, hddm: Command
 ) -> None:
@@ -282,6 +287,7 @@ def _stub(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     monkeypatch.setattr(verify, "denoising", lambda *_: replace(found, **changes))
 
 
+@pytest.mark.slow
 def test_what_a_network_of_noise_does_by_itself_near_the_end_is_told_without_a_calibration_alone(
     whole: Path, held_out: Path, tmp_path: Path
 ) -> None:
