@@ -31,7 +31,7 @@ def _file(folder: Path, text: str) -> Path:
         ("resume: true", "unknown key 'resume'"),
         ("- steps", "holds no settings"),
         ("size: tiny\nsteps: [", r"is not YAML \(line 2, column 9: while parsing a flow node, expected"),
-        ("size: \0", r"is not YAML \(special characters are not allowed\)"),
+        ("size: \0", "is not YAML"),
         ("!!python/object/apply:os.system ['true']", "is not YAML"),
     ],
 )
