@@ -65,7 +65,7 @@ SLIPS = [
     ("assemble {shard}", "--out is required"),
     (ALL + " --objective 0=ddpm", "--objective 0=ddpm: name ddpm or flow once for each of shards 0 to 1, as"),
     (MEASURE + " --strategies all --json --out {out}", "--json: does not go with --strategies; drop one of"),
-    (MEASURE + " --strategies all --shards {shards} --out {out}", "--shards: does not go with --strategies"),
+    (MEASURE + " --strategies all --mirrored --out {out}", "--mirrored: does not go with --strategies"),
     (MEASURE + " --store", "--num-images and --store need --strategies, such as --strategies all"),
     (MEASURE + " --num-images 9", "--num-images and --store need --strategies, such as"),
     (TRAIN + " --init {shard} --size tiny", "--size: --init fixes it; leave it out"),

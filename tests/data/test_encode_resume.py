@@ -208,6 +208,7 @@ def test_an_output_that_another_process_finished_meanwhile_leaves_no_draft(
 
     def late(file: Any, how: int) -> None:
         (tmp_path / "out").mkdir(exist_ok=True)
+        (tmp_path / "out" / "theirs").touch()
         flock(file, how)
 
     monkeypatch.setattr("fcntl.flock", late)
