@@ -5,6 +5,7 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -29,6 +30,7 @@ from hddm.training.resume import run_folder_of
 from hddm.training.settings import RunOptions, parse_objectives
 from hddm.training.state import Run
 from hddm.utils.errors import HddmError
+from hddm.utils.files import write_json
 from hddm.utils.processes import Stopped
 from hddm.utils.workers import Workers
 from tests.artefacts import Command, contents, copied, expert_settings
@@ -87,13 +89,14 @@ def test_folders_in_the_way_and_runs_worked_on_are_told_at_once_and_nothing_star
         run.mkdir()
         (run / "run.json").write_text('{"format": "3.0", "settings": {"threads": 3}}')
     islands[0].out.mkdir()
+    write_json(islands[0].out / "notes.json", {})
     with pytest.raises(HddmError, match="2 of 2 experts cannot be trained as requested") as refused:
         train_islands(islands)
     present, run = refused.value.details
     assert present.startswith(f"a: {islands[0].out} exists")
     assert run.startswith(f"b: {runs[1]}: already holds a run")
     prepare([_island(whole, tmp_path / "b", resume=True)])
-    islands[0].out.rmdir()
+    shutil.rmtree(islands[0].out)
     islands = [replace(one, overwrite=True) for one in islands]
     with (runs[1] / "lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
