@@ -315,5 +315,5 @@ def test_training_on_from_the_command_line(
     (tmp_path / "scheduler_config.json").write_text("{}")
     for extra in (["--size", "small"], ["--schedule", tmp_path / "scheduler_config.json"]):
         code, _, err = hddm(*command, "--objective", "flow", "--out", tmp_path / "no", *extra)
-        assert (code, err) == (2, f"hddm: {extra[0]}: --init fixes it; drop one of the two\n")
+        assert (code, f"{extra[0]}: --init fixes it" in err) == (2, True)
     assert not (tmp_path / "no").exists()
