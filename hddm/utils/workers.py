@@ -10,6 +10,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import tempfile
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -31,6 +32,9 @@ from hddm.utils.processes import (
 )
 
 RETRIES = 3
+_VMSTAT = Path("/proc/vmstat")
+_MOST = 2**16
+"""Bytes of output that are read at once."""
 
 log = logging.getLogger(__name__)
 
@@ -207,15 +211,22 @@ class Workers(Backend):
 
 
 class _Worker:
-    """A process that performs one call after another."""
+    """A process that performs one call after another; what it writes to standard error is passed on."""
 
     def __init__(self, variables: dict[str, str]) -> None:
         self.variables, self.is_busy = variables, False
+        self._output, self._read, self._kills = tempfile.TemporaryFile(), 0, _kills_for_memory()  # noqa: SIM115
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs,))
-        with environment(variables), theirs:
-            self.process.start()
+        ours = os.dup(2)
+        os.dup2(self._output.fileno(), 2)
+        try:
+            with environment(variables), theirs:
+                self.process.start()
+        finally:
+            os.dup2(ours, 2)
+            os.close(ours)
 
     def begin(self, call: Call) -> None:
         """Send a call to the process."""
@@ -234,10 +245,11 @@ class _Worker:
                 self.is_busy = not events[-1][0]
         except (EOFError, OSError):
             is_alive = False
+        self._pass_on()
         if self.is_busy and not is_alive:
             self.process.join()
             self.is_busy = False
-            events.append((True, Died(_how_it_ended(self.process.exitcode or 0))))
+            events.append((True, Died(self._how_it_ended())))
         if events and isinstance(events[-1][1], HddmError):
             # What failed may have left anything behind, so it is not used again.
             self.variables = {}
@@ -246,13 +258,33 @@ class _Worker:
     def end(self) -> None:
         """Wait until the process has ended, after its call."""
         self.connection.close()
-        self.process.join()
+        while self.process.is_alive():
+            self.process.join(0.2)
+            self._pass_on()
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Write what is new in the output to our standard error."""
+        while new := os.pread(self._output.fileno(), _MOST, self._read):
+            self._read += len(new)
+            os.write(2, new)
+
+    def _how_it_ended(self) -> str:
+        """Words, and the last line of the output: ``ended with exit code 1 (…)``."""
+        self._pass_on()
+        code = self.process.exitcode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if code == -signal.SIGKILL and _kills_for_memory() > self._kills:
+            how += " because memory ran out; let fewer run at a time"
+        text = os.pread(self._output.fileno(), _MOST, max(0, self._read - _MOST)).decode(errors="replace")
+        return f"{how} ({one_line(text.strip().rpartition(chr(10))[2])})" if text.strip() else how
 
 
-def _how_it_ended(code: int) -> str:
-    if code == -signal.SIGKILL:
-        return "was killed by SIGKILL, probably because memory ran out"
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+def _kills_for_memory() -> int:
+    """Processes that the system has killed because memory ran out; 0 where it does not count them."""
+    with contextlib.suppress(OSError):
+        return int(_VMSTAT.read_text().partition("oom_kill ")[2].split()[0])
+    return 0
 
 
 def _serve(connection: Connection) -> None:

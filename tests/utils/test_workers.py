@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hddm.utils import workers as module
 from hddm.utils.errors import HddmError
 from hddm.utils.processes import (
     SIGNALS,
@@ -66,6 +67,12 @@ def surroundings(report: Report) -> tuple[int, int, str | None]:
 
 def die(report: Report) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_for_memory(counter: Path, report: Report) -> None:
+    """As the system does it, which counts such deaths."""
+    counter.write_text("oom_kill 8\n")
+    die(report)
 
 
 def give_up(report: Report) -> None:
@@ -179,14 +186,26 @@ def test_the_environment_is_restored(before: str | None, monkeypatch: pytest.Mon
     assert [os.environ.get(name) for name in VARIABLES] == [before] * 3
 
 
-def test_a_worker_that_ends_is_an_error_of_one_line_and_its_output_is_passed_on(
-    workers: Workers, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(HddmError, match=r"^a call: its process was killed by SIGKILL, probably because"):
+def test_a_worker_that_dies_is_an_error_of_one_line(workers: Workers) -> None:
+    """The last test here: a pool does not survive it."""
+    with pytest.raises(HddmError, match=r"^a call: its process was killed by SIGKILL$"):
         workers.run([Call(die, {}, "a call")])
-    with pytest.raises(HddmError, match=r"^a call: its process ended with exit code 3$"):
-        workers.run([Call(square, {"value": 1, "seconds": 60}, "a call"), Call(give_up, {}, "a call")])
+
+
+def test_a_worker_that_dies_is_quoted_and_memory_is_blamed_where_the_system_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with (
+        pytest.raises(HddmError, match=r"^a call: its process ended with exit code 3 \(no more room\)$"),
+        Workers(2) as pool,
+    ):
+        pool.run([Call(square, {"value": 1, "seconds": 60}, "a call"), Call(give_up, {}, "a call")])
     assert capfd.readouterr().err.count("where it was\nno more room\n") == 1
+    counter = tmp_path / "vmstat"
+    counter.write_text("oom_kill 7\n")
+    monkeypatch.setattr(module, "_VMSTAT", counter)
+    with pytest.raises(HddmError, match="was killed by SIGKILL because memory ran out"), Workers(1) as pool:
+        pool.run([Call(die_for_memory, {"counter": counter}, "a call")])
 
 
 def test_a_call_that_fails_by_a_bug_is_started_again_and_quoted(
@@ -216,9 +235,9 @@ def test_a_script_that_starts_workers_as_it_is_imported_is_told_what_to_do(tmp_p
     )
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True)
     assert ended.returncode == 1
-    assert "a call: its process ended with exit code 1" in ended.stderr.splitlines()[-1]
-    assert "HddmError: worker processes import the script" in ended.stderr
-    assert 'put what it runs below if __name__ == "__main__":' in ended.stderr
+    last = ended.stderr.splitlines()[-1]
+    assert "a call: its process ended with exit code 1 (hddm.utils.errors.HddmError: worker processes" in last
+    assert 'if __name__ == "__main__":' in last
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda one: one.name)
