@@ -46,6 +46,7 @@ from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import sha256_of
 from hddm.utils.streams import Use, seed_of
+from hddm.velocity import PredictionType
 
 DEFAULT_SCHEDULE = "default of the objective"
 Network = TypeVar("Network", bound=ModelMixin)
@@ -142,6 +143,9 @@ def resolve_new(
         stated = declared_prediction_type(schedule)
         if stated == "flow_prediction":
             raise HddmError(f"{schedule}: is for flow matching; use --objective flow without --schedule")
+        if stated not in (None, *PredictionType):
+            known = ", ".join(PredictionType)
+            raise HddmError(f"{schedule}: prediction_type {stated!r} is not one of {known}")
         schedule = from_diffusers(schedule)
     recipe = resolve(ExpertRecipe, settings, Start(prediction=stated), before)
     objective = objective_of(recipe, schedule)
