@@ -257,17 +257,6 @@ def test_the_least_recently_used_leaves_first() -> None:
         assert _present(held.stored) == left
 
 
-@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float64])
-def test_weights_of_another_dtype_are_cast(tmp_path: Path, stored: torch.dtype) -> None:
-    own = write_ensemble(tmp_path, [flow_expert(0), flow_expert(1)], dtype=stored)
-    wanted = read_safetensors(own / "experts" / "1" / WEIGHTS)
-    for mode in ("none", "ram", "disk"):
-        model = _loaded(own, mode)  # type: ignore[arg-type]
-        assert _sampled(model, expert=1).dtype == torch.float32
-        network = _networks(model)[1].network
-        assert all(torch.equal(p, wanted[name].float()) for name, p in network.named_parameters())
-
-
 def test_another_dtype_and_another_mode_twice_do_no_harm(folder: Path) -> None:
     pipe, plain = HDDMPipeline.from_pretrained(folder), _sampled(_loaded(folder))
     for dtype in (torch.float64, torch.float32):
