@@ -10,11 +10,17 @@ from hddm.utils.errors import HddmError as HddmError
 
 if TYPE_CHECKING:
     from hddm import schedules
+    from hddm.checkpoints.convert import convert as convert
+    from hddm.data.partition import partition as partition
     from hddm.ensemble import Ensemble as Ensemble
+    from hddm.evaluation.evaluate import evaluate as evaluate
+    from hddm.experts.assembly import assemble as assemble
     from hddm.experts.loading import load as load
     from hddm.pipelines.drop_in import drop_in as drop_in
     from hddm.pipelines.pipeline import HDDMPipeline as HDDMPipeline
+    from hddm.pipelines.samples import sample_to_folder as sample_to_folder
     from hddm.sampling import sample as sample
+    from hddm.training.continuation import train as train
     from hddm.velocity import VelocityField as VelocityField
 
 # torch and diffusers take seconds to import, and reading a record or a mistyped option needs neither.
@@ -22,11 +28,32 @@ _HOMES = {
     "Ensemble": "hddm.ensemble",
     "HDDMPipeline": "hddm.pipelines.pipeline",
     "VelocityField": "hddm.velocity",
+    "assemble": "hddm.experts.assembly",
+    "convert": "hddm.checkpoints.convert",
     "drop_in": "hddm.pipelines.drop_in",
+    "evaluate": "hddm.evaluation.evaluate",
     "load": "hddm.experts.loading",
+    "partition": "hddm.data.partition",
     "sample": "hddm.sampling",
+    "sample_to_folder": "hddm.pipelines.samples",
+    "train": "hddm.training.continuation",
 }
-__all__ = ["Ensemble", "HDDMPipeline", "HddmError", "VelocityField", "drop_in", "load", "sample", "schedules"]
+__all__ = [
+    "Ensemble",
+    "HDDMPipeline",
+    "HddmError",
+    "VelocityField",
+    "assemble",
+    "convert",
+    "drop_in",
+    "evaluate",
+    "load",
+    "partition",
+    "sample",
+    "sample_to_folder",
+    "schedules",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

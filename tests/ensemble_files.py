@@ -11,7 +11,7 @@ from diffusers import DDIMScheduler, DDPMScheduler, FlowMatchEulerDiscreteSchedu
 
 import hddm
 from hddm.checkpoints.convert import write
-from hddm.checkpoints.plan import Conversion, plan
+from hddm.checkpoints.plan import plan
 from hddm.experts.assembly import assemble
 from hddm.experts.compatibility import read_entries
 from hddm.experts.ensemble_folders import EnsembleRecord, Member, read_ensemble_facts
@@ -23,6 +23,7 @@ from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.networks.wrappers import interface_of
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.schedules import LinearSchedule
+from hddm.utils.settings import Conversion
 from tests.artefacts import edit_json
 from tests.checkpoint_files import SD_BETAS, dit, pipeline, plain_unet, randomised
 from tests.component_files import write_clip, write_vae

@@ -19,7 +19,7 @@ from hddm.benchmark.results import read_compared
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.inspect import inspected
 from hddm.checkpoints.lora import convert_lora
-from hddm.checkpoints.plan import Conversion, plan
+from hddm.checkpoints.plan import plan
 from hddm.checkpoints.prompts import PipelineText
 from hddm.data.partition import partition
 from hddm.data.shard_records import find_shards
@@ -36,6 +36,7 @@ from hddm.networks.vae import decode, read_vae, vae_facts
 from hddm.training.expert import train_expert
 from hddm.training.router import train_router
 from hddm.training.settings import DistillSettings, ExpertSettings, RouterSettings, RunOptions, settings_of
+from hddm.utils.settings import Conversion
 from hddm.velocity import VelocityField
 from tests.artefacts import Died, ending_at, expert_settings, router_settings, write_images
 from tests.benchmark_files import CONTENT, file, finish, run_inline

@@ -91,13 +91,12 @@ def encode(
     on_images: Callable[[int], None] = lambda number: None,
     **options: Any,
 ) -> Path:
-    """Encode a shard or a partition, ``rows`` a data file; options are settings and folders of networks.
+    """Encode a shard or a partition, ``rows`` a data file; options are `EncodingSettings`.
 
     ``on_images`` is called with the number of images done.
     """
-    networks = [options.pop(key, None) for key in ("vae", "text_encoder", "tokenizer")]
     settings = encoding.EncodingSettings.model_validate(options)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(encoding, "Progress", lambda total, name: contextlib.nullcontext(on_images))
-        encoding.encode_shards(source, out, settings, *networks, overwrite, rows)
+        encoding.encode_shards(source, out, settings, overwrite, rows)
     return out

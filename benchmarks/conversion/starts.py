@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hddm.calibration import Moments
 from hddm.checkpoints.convert import write
-from hddm.checkpoints.plan import Conversion, plan
+from hddm.checkpoints.plan import plan
 from hddm.experts.loading import load
 from hddm.experts.records import Expert, ExpertRecord, save_expert
 from hddm.networks.transformers import ExpertTransformer
@@ -20,6 +20,7 @@ from hddm.training.loop import Inputs, StepReport, Task, fit
 from hddm.training.objectives import TIME_SCALE, Objective
 from hddm.training.settings import LoopSettings, Recipe, resolve
 from hddm.utils.files import new_folder, read_json, write_json
+from hddm.utils.settings import Conversion
 from hddm.velocity import PredictionType, VelocityField
 
 # The scheduler of google/ddpm-cifar10-32 and of most DDPM checkpoints.

@@ -1,6 +1,5 @@
 """hddm assemble."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,15 +8,16 @@ import typer
 from hddm.utils.errors import UsageError, counted
 from hddm.utils.files import check_absent, restore
 from hddm.utils.records import ENSEMBLE_FILE
-from hddm_cli.options import InputArgument, InputOption, Overwrite, StrategyOption
+from hddm.utils.settings import AssemblySettings
+from hddm_cli.options import InputArgument, InputOption, Overwrite
 
 MOST = 20
 """Names of classes that are printed."""
-Component = Annotated[Path | None, InputOption(help="Folder of this component. Default: the experts' own.")]
 
 
 def assemble(
     experts: Annotated[list[Path], InputArgument(help="Expert folders, or one ensemble folder to change.")],
+    settings: AssemblySettings,
     out: Annotated[
         Path | None,
         typer.Option(help="Output folder; must not exist. Default: change the ensemble in place."),
@@ -29,40 +29,10 @@ def assemble(
             help="Router folder, or moments: a router from the experts' data statistics, without training.",
         ),
     ] = None,
-    strategy: Annotated[
-        str | None,
-        StrategyOption(help="Recommended strategy. Default: draw."),
-    ] = None,
-    vae: Component = None,
-    text_encoder: Component = None,
-    tokenizer: Component = None,
     add: Annotated[list[Path] | None, InputOption(help="Expert to add to an ensemble.")] = None,
     remove: Annotated[
         list[str] | None, typer.Option(metavar="EXPERT", help="Index or name of an expert to remove.")
     ] = None,
-    base: Annotated[
-        list[Path] | None, InputOption(help="Base of LoRA experts, if it was moved since training.")
-    ] = None,
-    share: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="EXPERT=SHARE", help="An expert's share of all data. Default: by size of its shard."
-        ),
-    ] = None,
-    domain: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="EXPERT,EXPERT",
-            help="Experts for different noise levels of the same data. Default: those of one shard.",
-        ),
-    ] = None,
-    classes: Annotated[
-        Path | None,
-        InputOption(help="YAML file with class names for experts whose classes are numbers."),
-    ] = None,
-    diffusers_pipeline: Annotated[
-        bool, typer.Option("--diffusers-pipeline", help="Add a pipeline.py, so that diffusers opens it.")
-    ] = False,
     allow_mixed_sizes: Annotated[
         bool,
         typer.Option("--allow-mixed-sizes", help="Let --add add an expert of another size or latent space."),
@@ -88,7 +58,6 @@ def assemble(
         restore(Path(router))
         if not Path(router).exists():
             raise UsageError(f"--router {router}: no such folder; name one, or moments")
-    shares = _shares(share or ())
     if out is not None:
         check_absent(out, ENSEMBLE_FILE, overwrite)
     from hddm.conditions import join_classes
@@ -100,11 +69,9 @@ def assemble(
     from hddm.experts.parts import parts_of
     from hddm.utils.progress import Progress
 
-    named = read_classes(classes) if classes else None
-    domains = [one.split(",") for one in domain or ()]
-    options: dict[str, Any] = {"vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
-    options |= {"bases": base or (), "share": shares, "classes": named, "domain": domains}
-    options["diffusers_pipeline"] = diffusers_pipeline
+    options: dict[str, Any] = dict(settings)
+    strategy, bases = options.pop("strategy"), options.pop("base")
+    options |= {"bases": bases, "classes": read_classes(settings.classes) if settings.classes else None}
     with Progress(None, "check and assemble"):
         if changes:
             given = (add or (), remove or (), router, out, strategy, overwrite, allow_mixed_sizes)
@@ -130,18 +97,3 @@ def assemble(
     typer.echo(f"shares: {', '.join(shares_of)}")
     if names := join_classes(tuple(one.classes for one in entries)).names:
         typer.echo(f"classes: {', '.join(names[:MOST])}{' …' if len(names) > MOST else ''}")
-
-
-def _shares(given: Sequence[str]) -> dict[str, float]:
-    shares = {}
-    for one in given:
-        name, _, value = one.rpartition("=")
-        if name in shares:
-            raise UsageError(f"--share {one}: is given twice; name each expert once")
-        try:
-            shares[name] = float(value)
-        except ValueError:
-            name = ""
-        if not name:
-            raise UsageError(f"--share {one}: write EXPERT=0.3, the folder of an expert and its part")
-    return shares

@@ -7,11 +7,10 @@ import typer
 
 from hddm.utils.errors import UsageError, optional
 from hddm.utils.records import BENCHMARK_FILE
-from hddm_cli.options import InputOption, refuse_given, refuse_other
+from hddm_cli.options import InputOption, refuse_other
 
 
 def benchmark(
-    context: typer.Context,
     which: Annotated[
         str,
         typer.Argument(
@@ -60,8 +59,8 @@ def benchmark(
     """
     if out is None and not dry_run:
         raise UsageError("--out is required, the folder to write")
-    if ray is not None:
-        refuse_given(context, "the cluster decides how many run at a time", "workers")
+    if ray is not None and workers is not None:
+        raise UsageError("--workers: the cluster decides how many run at a time; drop one of the two")
     values = dict(_pair(one) for one in change or ())
     from hddm.benchmark.file import read_benchmark
 

@@ -8,12 +8,13 @@ from typing import Annotated
 import typer
 
 from hddm.utils.records import EXPERT_FILE
-from hddm_cli.options import InputArgument, InputOption, Seed, refuse_given
+from hddm.utils.settings import CalibrationSettings
+from hddm_cli.options import InputArgument, InputOption, refuse_set
 
 
 def calibrate(
-    context: typer.Context,
     expert: Annotated[Path, InputArgument(help="Expert folder; its calibration is replaced.")],
+    settings: CalibrationSettings,
     out: Annotated[
         Path | None, typer.Option(help="Folder for a calibrated copy. Default: change the expert in place.")
     ] = None,
@@ -21,22 +22,19 @@ def calibrate(
         Path | None,
         InputOption(help="Shard folder to calibrate on. Default: samples of the expert itself."),
     ] = None,
-    num_images: Annotated[int, typer.Option(min=16, help="Samples to draw, without --data.")] = 512,
-    steps: Annotated[int, typer.Option(min=1, help="Sampling steps, without --data.")] = 50,
-    seed: Seed = 0,
 ) -> None:
     """Measure the statistics that an expert needs near pure noise.
 
     These are the moments of its data and the table that blends its prediction with a Gaussian's near t = 1.
     """
     if data is not None:
-        refuse_given(context, "with --data no samples are drawn", "num_images", "steps")
+        refuse_set(settings, "with --data no samples are drawn", "num_images", "steps")
 
     from hddm.training.calibrate import recalibrate
 
     with contextlib.nullcontext(expert) if out is None else _copied(expert, out) as folder:
-        recalibrate(folder, data, seed, num_images, steps)
-    typer.echo(f"{out or expert}: calibrated on {data or f'{num_images} samples of its own'}")
+        recalibrate(folder, data, **dict(settings))
+    typer.echo(f"{out or expert}: calibrated on {data or f'{settings.num_images} samples of its own'}")
 
 
 @contextlib.contextmanager

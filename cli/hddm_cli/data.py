@@ -6,14 +6,13 @@ from typing import Annotated
 import typer
 
 from hddm.utils.errors import HddmError
-from hddm_cli.options import AsJson, CaptionColumn, InputArgument, LabelColumn, MaxBad, Out, Seed
+from hddm.utils.settings import SourceSettings
+from hddm_cli.options import AsJson, InputArgument, Out, Seed
 
 
 def check(
     path: Annotated[Path, InputArgument(help="Images (a folder, .tar or .parquet), a shard or a partition.")],
-    max_bad: MaxBad = 0,
-    caption_column: CaptionColumn = None,
-    label_column: LabelColumn = None,
+    settings: SourceSettings,
     as_json: AsJson = False,
 ) -> None:
     """List corrupt, oversized and duplicate images.
@@ -24,12 +23,12 @@ def check(
     from hddm.data.check import check_data
     from hddm.utils.errors import counted
 
-    report = check_data(path, caption_column, label_column)
+    report = check_data(path, settings.caption_column, settings.label_column)
     bad = len(report.bad)
     typer.echo(report.model_dump_json(indent=2) if as_json else "\n".join(report.lines()))
-    if bad > max_bad:
+    if bad > settings.max_bad:
         raise HddmError(
-            f"{path}: {counted(bad, 'bad image')}, more than --max-bad {max_bad}; repair or remove "
+            f"{path}: {counted(bad, 'bad image')}, more than --max-bad {settings.max_bad}; repair or remove "
             f"{'it' if bad == 1 else 'them'}"
         )
 

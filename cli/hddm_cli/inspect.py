@@ -7,13 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
-from hddm_cli.options import AllowPickle, AsJson, InputArgument, Variant
+from hddm.utils.settings import Reading
+from hddm_cli.options import AsJson, InputArgument, Without
 
 
 def inspect(
     path: Annotated[Path, InputArgument(help="Folder or file written by hddm, images or a checkpoint.")],
-    allow_pickle: AllowPickle = False,
-    variant: Variant = None,
+    settings: Annotated[Reading, Without(("weights", "num_heads", "sample_size"))],
     as_json: AsJson = False,
 ) -> None:
     """Show what a folder or checkpoint is.
@@ -22,7 +22,7 @@ def inspect(
     """
     from hddm.checkpoints.inspect import inspected
 
-    description = inspected(path, allow_pickle, variant)
+    description = inspected(path, settings.allow_pickle, settings.variant)
     if description["kind"] == "evaluation" and not as_json:
         from hddm.evaluation.compare import summary
         from hddm.evaluation.results import read_groups

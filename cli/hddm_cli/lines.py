@@ -6,7 +6,6 @@ from typing import Any
 
 from hddm.utils.errors import HddmError
 from hddm_cli import usage
-from hddm_cli.options import known_strategy
 
 
 def run_words(words: list[str]) -> None:
@@ -41,7 +40,6 @@ def check_words(words: list[str]) -> None:
             param.callback = None
             if param.required or param.name in given:
                 values[param.name] = param.process_value(context, given.get(param.name))
-        known_strategy(values.get("strategy"))
         if hasattr(command.callback, "made_of"):
             command.callback.made_of(values)
 

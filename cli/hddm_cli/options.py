@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import typer
-from pydantic import BeforeValidator, TypeAdapter, ValidationError
+from pydantic import BeforeValidator
 
 from hddm.training.settings import settings_of
-from hddm.utils.errors import HddmError, UsageError, asked, words
+from hddm.utils.errors import HddmError, UsageError, asked
 from hddm.utils.files import check_absent, restore
 from hddm.utils.records import EXPERT_FILE, Record
-from hddm.utils.records import NoiseRange as Range
-from hddm.utils.settings import READ, Device, Shown, StrategyName
+from hddm.utils.settings import READ, Shown
 from hddm_cli.usage import Verb
 
 
@@ -70,72 +69,13 @@ def refuse_set(settings: Record, reason: str, *names: str) -> None:
             raise UsageError(f"--{name.replace('_', '-')}: {reason}; drop one of the two")
 
 
-def known_strategy(value: str | None) -> str | None:
-    """Callback of --strategy: refuses an unknown one before anything is imported for it."""
-    return None if value is None else _parsed("--strategy", StrategyName, value)
-
-
-def _known_device(value: str) -> str:
-    return str(_parsed("--device", Device, value))
-
-
-def _known_range(value: str | None) -> tuple[float, float] | None:
-    return None if value is None else _parsed("--noise-range", Range, value)
-
-
-def _parsed(option: str, kind: Any, value: str) -> Any:
-    try:
-        return TypeAdapter(kind).validate_python(value)
-    except ValidationError as error:
-        raise UsageError(f"{option} {value}: {words(error.errors()[0])}") from error
-
-
-def refuse_given(context: typer.Context, reason: str, *names: str) -> None:
-    """Refuse each parameter called one of ``names`` that was given on the command line.
-
-    Raises:
-        UsageError: with ``reason``, naming the first of them.
-    """
-    for name in names:
-        if is_given(context, name):
-            option = next(one.opts[0] for one in context.command.params if one.name == name)
-            raise UsageError(f"{option}: {reason}; drop one of the two")
-
-
 InputArgument = functools.partial(typer.Argument, callback=existing)
 InputOption = functools.partial(typer.Option, callback=existing)
 
 Out = Annotated[Path, typer.Option(help="Output folder; must not exist.", callback=absent)]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing --out.", is_eager=True)]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of all random numbers.")]
-AllowPickle = Annotated[
-    bool, typer.Option("--allow-pickle", help="Read weights from pickle files, without running their code.")
-]
-Variant = Annotated[str | None, typer.Option(help="Variant of the weights file, such as fp16.")]
-Dtype = Annotated[
-    Literal["float32", "bfloat16", "float16", "float64"],
-    typer.Option(help="Number format that the networks compute in."),
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-MaxBad = Annotated[
-    int, typer.Option(min=0, help="Number of broken images to accept; they are listed by name.")
-]
-CaptionColumn = Annotated[str | None, typer.Option(help="Column of captions. Default: text or caption.")]
-LabelColumn = Annotated[str | None, typer.Option(help="Column of class labels. Default: label.")]
-Prediction = Literal["epsilon", "sample", "v_prediction", "flow_prediction"]
-AnyDevice = Annotated[
-    str, typer.Option(help="Device: auto, cpu, cuda, cuda:1 or mps.", callback=_known_device)
-]
-NoiseRange = Annotated[
-    str | None,
-    typer.Option(
-        metavar="LOW:HIGH",
-        help="Noise levels t (0 data, 1 noise) that the expert covers, such as 0.5:1. Default: all.",
-        callback=_known_range,
-    ),
-]
-StrategyOption = functools.partial(typer.Option, "--strategy", callback=known_strategy)
-
 Model = Annotated[Path, InputArgument(help="Ensemble folder, expert folder or the Paris release.")]
 Resume = Annotated[
     bool, typer.Option("--resume", is_eager=True, help="Resume an interrupted run with the same options.")

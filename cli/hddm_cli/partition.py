@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 import typer
 
 from hddm.utils.errors import HddmError, UsageError
-from hddm_cli.options import CaptionColumn, InputArgument, LabelColumn, MaxBad, Out, Overwrite, Seed
+from hddm.utils.settings import PartitionSettings
+from hddm_cli.options import InputArgument, Out, Overwrite
 
 
 def partition(
@@ -17,40 +18,19 @@ def partition(
         InputArgument(help="Images: a folder, class folders, metadata.jsonl, .tar or .parquet files."),
     ],
     out: Out,
+    settings: PartitionSettings,
     shards: Annotated[
         str | None, typer.Option(metavar="NUMBER|auto", help="Number of shards; auto proposes 2 to 16.")
     ] = None,
-    classes: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=CLASS,CLASS",
-            help="Classes of one shard, to split by class and not by content; one per shard.",
-        ),
-    ] = None,
-    only: Annotated[
-        str | None, typer.Option(metavar="CLASS,CLASS", help="Classes to take. Default: all.")
-    ] = None,
-    seed: Seed = 0,
     overwrite: Overwrite = False,
-    features: Annotated[
-        str, typer.Option(help="Features: pixels, dinov2, clip, a model folder or OWNER/NAME on the hub.")
-    ] = "pixels",
-    cache: Annotated[Path | None, typer.Option(help="Folder for features. Default: OUT.features.")] = None,
-    max_bad: MaxBad = 0,
-    held_out: Annotated[
-        float, typer.Option(metavar="SHARE", help="Average share of each shard to keep from training.")
-    ] = 0.0,
-    caption_column: CaptionColumn = None,
-    label_column: LabelColumn = None,
 ) -> None:
     """Split images into shards of similar content, or by class.
 
     Several sources of images are taken together.
     """
-    by_class = [one.rpartition("=")[2].split(",") for one in classes or ()]
-    if (shards is None) == (not by_class):
+    if (shards is None) == (not settings.classes):
         raise UsageError("--shards NUMBER splits by content, --classes NAME=CLASS,CLASS by class; pass one")
-    number = len(by_class) if shards is None else _number(shards)
+    number = len(settings.classes) if shards is None else _number(shards)
     from hddm.data.partition import partition as divide
     from hddm.data.shard_records import (
         FORMAT,
@@ -64,24 +44,12 @@ def partition(
     from hddm.utils.progress import Progress
     from hddm.utils.records import read_record
 
+    cache, held_out = settings.cache, settings.held_out
     kept = cache or out.with_name(f"{out.name}.features")
+    options = dict(settings) | {"cache": kept, "only": settings.only.split(",") if settings.only else ()}
+    options |= {"classes": settings.classes or None, "replace_cache": overwrite and cache is None}
     with _named(kept, is_known=cache is not None or kept.exists()), Progress(None, "partition"):
-        folders = divide(
-            images,
-            out,
-            number,
-            seed,
-            overwrite,
-            features=features,
-            cache=kept,
-            replace_cache=overwrite and cache is None,
-            max_bad=max_bad,
-            held_out=held_out,
-            caption_column=caption_column,
-            label_column=label_column,
-            classes=by_class or None,
-            only=() if only is None else only.split(","),
-        )
+        folders = divide(images, out, number, overwrite=overwrite, **options)
     record = read_record(out / PARTITION_FILE, PartitionRecord, FORMAT)
     for number, silhouette in (record.proposal or {}).items():
         typer.echo(f"{counted(number, 'shard')}: silhouette {silhouette:.3f}")

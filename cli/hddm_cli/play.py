@@ -6,11 +6,13 @@ from typing import Annotated
 
 import typer
 
-from hddm_cli.options import AnyDevice, Dtype, InputArgument, Model
+from hddm.utils.settings import Computing
+from hddm_cli.options import InputArgument, Model
 
 
 def play(
     ensemble: Model,
+    settings: Computing,
     after: Annotated[Path | None, InputArgument(help="Second model, to show both side by side.")] = None,
     port: Annotated[
         int, typer.Option(min=1, max=65535, help="Port of the page, or the next free one.")
@@ -19,8 +21,6 @@ def play(
         bool | None,
         typer.Option("--open/--no-open", help="Open the page in a browser. Default: only on a terminal."),
     ] = None,
-    device: AnyDevice = "auto",
-    dtype: Dtype = "float32",
 ) -> None:
     """Open a local web page that generates images.
 
@@ -30,7 +30,7 @@ def play(
     from hddm.utils.progress import Progress
 
     with Progress(None, "open"):
-        opened = Play([ensemble] if after is None else [ensemble, after], device, dtype)
+        opened = Play([ensemble] if after is None else [ensemble, after], settings.device, settings.dtype)
     for model in opened.models:
         typer.echo(f"{model.source}: {', '.join(model.names)}")
     with serve(opened, port) as (address, thread):

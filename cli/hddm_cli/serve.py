@@ -2,16 +2,18 @@
 
 import os
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from hddm.utils.errors import UsageError
-from hddm_cli.options import AnyDevice, Model
+from hddm.utils.settings import ServeSettings
+from hddm_cli.options import Model
 
 
 def serve(
     ensemble: Model,
+    settings: ServeSettings,
     host: Annotated[
         str, typer.Option(help="Address to listen on; others than this machine's need HDDM_TOKEN.")
     ] = "127.0.0.1",
@@ -29,28 +31,6 @@ def serve(
             "for one expert, front:… for the HTTP server. Default: num_cpus=1, and a GPU if there is one.",
         ),
     ] = None,
-    batch_size: Annotated[
-        int, typer.Option(min=1, help="Maximum number of images that an expert computes together.")
-    ] = 16,
-    batching: Annotated[
-        bool,
-        typer.Option(
-            "--batching/--no-batching", help="Batch images of several requests. Default: --batching."
-        ),
-    ] = True,
-    max_images: Annotated[int, typer.Option(min=1, help="Maximum number of images per request.")] = 10,
-    max_steps: Annotated[int, typer.Option(min=1, help="Maximum number of steps per request.")] = 250,
-    max_queue: Annotated[
-        int, typer.Option(min=1, help="Maximum number of unfinished requests; further ones get status 429.")
-    ] = 64,
-    timeout: Annotated[
-        float, typer.Option(min=0.1, metavar="SECONDS", help="Time limit of a request, including its wait.")
-    ] = 600.0,
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"],
-        typer.Option(help="Number format that the networks compute in."),
-    ] = "float32",
-    device: AnyDevice = "auto",
 ) -> None:
     """Serve an ensemble over HTTP.
 
@@ -59,7 +39,6 @@ def serve(
     token from clients. With --no-batching, images are exactly those of hddm sample. Needs the
     extra serve (pip install '.[serve]' in a checkout).
     """
-    from hddm.serving.requests import Limits
     from hddm.serving.service import Placement
 
     replicas = {}
@@ -69,7 +48,6 @@ def serve(
             raise UsageError(f"--num-replicas {text}: is N or EXPERT=N, with a whole number from 1")
         replicas[name] = int(count)
     placement = Placement(replicas, dict(map(_resources, resources or ())))
-    limits = Limits(max_images, max_steps, max_queue, timeout, batch_size, batching)
 
     import torch
 
@@ -82,7 +60,8 @@ def serve(
         header = f' -H "Authorization: Bearer ${TOKEN}"' if os.environ.get(TOKEN) else ""
         typer.echo(f"  curl http://{shown}:{port}/v1/images/generations{header} -d '{{\"seed\": 7}}'")
 
-    run(ensemble, host, port, limits, placement, getattr(torch, dtype), device, ray, ready)
+    dtype = getattr(torch, settings.dtype)
+    run(ensemble, host, port, settings, placement, dtype, settings.device, ray, ready)
 
 
 def _resources(text: str) -> tuple[str, dict[str, float]]:

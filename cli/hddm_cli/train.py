@@ -54,20 +54,10 @@ def expert(
     if init is not None:
         refuse_fixed(settings, schedule)
     refuse_unfinished(out, run, overwrite)
+    from hddm import train
 
-    from hddm.training.continuation import continue_expert
-    from hddm.training.expert import train_expert
-    from hddm.training.fitting import CALIBRATION_COST
-    from hddm.training.loop import summary_of
-    from hddm.utils.progress import TrainingProgress
-
-    with TrainingProgress(settings.steps, settings.batch_size, "train", CALIBRATION_COST) as progress:
-        if init is not None:
-            losses = continue_expert(init, shard, out, settings, overwrite, progress.reach, run)
-        else:
-            losses = train_expert(shard, out, settings, schedule, None, overwrite, progress.reach, run)
-    if losses:
-        typer.echo(f"{out}: {summary_of(losses)}")
+    start = {"init": init, "schedule": schedule}
+    train(shard, out, settings=settings, run=run, overwrite=overwrite, report=typer.echo, **start)
 
 
 def router(

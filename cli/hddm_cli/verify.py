@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hddm.utils.errors import HddmError
-from hddm_cli.options import AnyDevice, AsJson, InputArgument, InputOption, Seed
+from hddm.utils.settings import Computing
+from hddm_cli.options import AsJson, InputArgument, InputOption, Seed, Without
 
 if TYPE_CHECKING:
     from hddm.training.verify import Verification
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 def verify(
     expert: Annotated[Path, InputArgument(help="Expert folder, ensemble folder or a folder of experts.")],
+    settings: Annotated[Computing, Without(("dtype",))],
     data: Annotated[
         Path | None,
         InputOption(help="Held-out shard to measure the denoising error on, or a folder of such shards."),
@@ -23,7 +25,6 @@ def verify(
     base: Annotated[
         list[Path] | None, InputOption(help="Base of LoRA experts, if it was moved since training.")
     ] = None,
-    device: AnyDevice = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Check experts before use: hashes, weights, denoising error.
@@ -40,7 +41,7 @@ def verify(
     verdicts = []
     for folder, shard in zip(experts, images, strict=True):
         with Progress(None, f"verify {folder}"):
-            verdicts.append(verify_expert(folder, shard, seed, base or (), device))
+            verdicts.append(verify_expert(folder, shard, seed, base or (), settings.device))
         if not as_json:
             hint = "; pass --data to measure the denoising error too" if is_one else ""
             unjudged = "; it records no shard, so it was not tested on images" if shard is None else ""

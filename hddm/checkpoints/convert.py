@@ -28,8 +28,9 @@ from torch.overrides import TorchFunctionMode
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Calibration
 from hddm.checkpoints.architecture import Built
-from hddm.checkpoints.plan import TEXT, ConversionPlan
+from hddm.checkpoints.plan import ADALN_SINGLE, TEXT, ConversionPlan, plan, summary
 from hddm.checkpoints.sources import Checkpoint, Forward
+from hddm.data.shards import open_shard
 from hddm.experts.ensemble_folders import keep_component
 from hddm.experts.records import (
     EXPERT_FILE,
@@ -44,10 +45,13 @@ from hddm.experts.records import (
 from hddm.networks.folders import WEIGHTS, empty_network, fill, open_network
 from hddm.networks.wrappers import EXPERT_NETWORKS, FLUX, OPTIONAL_CONDITIONS, call, text_width
 from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule
-from hddm.utils.errors import HddmError, one_line
+from hddm.training.expert import check_fit
+from hddm.training.verify import warn_of_misreading
+from hddm.utils.errors import HddmError, UsageError, asked, one_line
 from hddm.utils.files import check_absent, new_folder, refuse_full_disk, sha256_of, write_json
 from hddm.utils.progress import Progress
 from hddm.utils.records import read_record
+from hddm.utils.settings import Conversion, Report, keywords, silent
 from hddm.utils.streams import Use, generator
 from hddm.utils.tensors import write_safetensors
 from hddm.velocity import PredictionType, VelocityField
@@ -92,6 +96,66 @@ class ConversionCheck:
     def is_finite(self) -> bool:
         """True where no number is NaN or Inf."""
         return math.isfinite(self.difference) and all(map(math.isfinite, self.velocity_errors.values()))
+
+
+@keywords
+def convert(
+    source: Path,
+    out: Path,
+    settings: Conversion,
+    *,
+    data: Path | None = None,
+    verify: bool = True,
+    dry_run: bool = False,
+    overwrite: bool = False,
+    report: Report = silent,
+) -> Path:
+    """Turn a pretrained checkpoint into an expert folder, which is written whole or not at all.
+
+    The network stays the same and is read as a velocity field through the exact conversion (`hddm.velocity`).
+
+    Args:
+        source: checkpoint file, model folder, pipeline folder or expert folder.
+        out: the expert folder.
+        settings: its fields are keywords: see `hddm.utils.settings.Conversion`.
+        data: shard of images like the model's own, to check the stated conventions on.
+        verify: compare the written expert with its source, output by output and velocity by velocity.
+        dry_run: report the plan, and write nothing.
+        overwrite: replace an expert in ``out``.
+        report: is called with each line about the plan and its result.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        HddmError: for an unreadable source, unknown or contradicting conventions, tensors that are not
+            exactly those of the network, a failed comparison, or an existing ``out``.
+    """
+    if settings.modulation_rank and settings.architecture is None:
+        raise UsageError(f"--modulation-rank {settings.modulation_rank}: needs --architecture {ADALN_SINGLE}")
+    with Progress(None, "read the checkpoint"):
+        planned = plan(source, settings)
+    check_absent(out, EXPERT_FILE, overwrite)
+    shard = None
+    if data is not None:
+        with asked():
+            shard = open_shard(data)
+            check_fit(shard, planned.record, None)
+    for line in summary(planned):
+        report(line)
+    if dry_run:
+        refuse_full_disk(out, planned.size)
+        report(f"{out}: nothing written (--dry-run)")
+        return out
+    with Progress(None, "convert"):
+        verified = write(planned, out, verify, overwrite)
+    for line in verdict(planned, verified):
+        report(line)
+    if shard is not None:
+        with Progress(None, "try it on images"):
+            warn_of_misreading(out, shard)
+    report(f"{out}: converted")
+    return out
 
 
 def write(

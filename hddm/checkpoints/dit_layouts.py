@@ -29,10 +29,11 @@ from hddm.checkpoints.layouts import (
     count_blocks,
     shape_of,
 )
-from hddm.checkpoints.sources import Forward, KeyTable, Pair, Reading, Weights, module, same
+from hddm.checkpoints.sources import Forward, KeyTable, Pair, Weights, module, same
 from hddm.networks.transformers import ExpertTransformer
 from hddm.training.settings import SIZES
 from hddm.utils.errors import HddmError
+from hddm.utils.settings import Reading
 
 NULL_TEXT = "y_embedder.y_embedding"
 LINEAR_BETAS = {

@@ -15,7 +15,6 @@ from hddm.checkpoints.sources import (
     Checkpoint,
     Declared,
     KeyTable,
-    Reading,
     Weights,
     WeightSet,
     choose_set,
@@ -42,6 +41,7 @@ from hddm.schedules import DDPM_FAMILY, FLOW_MATCH_FAMILY
 from hddm.utils.errors import HddmError, did_you_mean, shown
 from hddm.utils.files import inside, read_json
 from hddm.utils.records import read_record, refuse_damaged
+from hddm.utils.settings import Reading
 from hddm.utils.tensors import read_safetensors
 
 LAYOUT = "hddm"

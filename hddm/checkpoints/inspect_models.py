@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from hddm.calibration import calibration_record
 from hddm.checkpoints.layouts import UnstatedHeads
 from hddm.checkpoints.lora import is_lora, read_lora
 from hddm.checkpoints.plan import open_source
-from hddm.checkpoints.sources import Reading, resolve, with_shift
+from hddm.checkpoints.sources import resolve, with_shift
 from hddm.conditions import join_classes
 from hddm.data.shard_records import FORMAT as SHARD_FORMAT
 from hddm.data.shard_records import (
@@ -36,6 +35,7 @@ from hddm.schedules import from_config
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import kind_of, read_json
 from hddm.utils.records import has_manifest, read_folder_manifest, read_record
+from hddm.utils.settings import Reading
 from hddm.utils.tensors import DTYPES, read_header
 from hddm.velocity import PredictionType
 
@@ -80,7 +80,7 @@ def _checkpoint(path: Path, allow_pickle: bool, variant: str | None) -> dict[str
         source = open_source(path, reading)
     except UnstatedHeads as missing:
         # Any number will do here: no shape depends on it.
-        source = open_source(path, replace(reading, num_heads=1))
+        source = open_source(path, reading.model_copy(update={"num_heads": 1}))
         unstated.append(str(missing))
     network = source.network.__name__
     arguments = {k: v for k, v in source.arguments.items() if not (unstated and k in _HEADS)}

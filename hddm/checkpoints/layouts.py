@@ -16,8 +16,9 @@ from diffusers import ModelMixin
 from torch import Tensor
 from torch.nn import functional as F
 
-from hddm.checkpoints.sources import Declared, Forward, KeyTable, Reading, Weights
+from hddm.checkpoints.sources import Declared, Forward, KeyTable, Weights
 from hddm.utils.errors import HddmError
+from hddm.utils.settings import Reading
 
 LATENT_SCALE = 0.18215
 IMAGENET_CLASSES = 1000

@@ -24,8 +24,9 @@ from hddm.checkpoints.layouts import (
     count_blocks,
     shape_of,
 )
-from hddm.checkpoints.sources import Declared, Forward, KeyTable, Reading, Weights, WeightSet, same
+from hddm.checkpoints.sources import Declared, Forward, KeyTable, Weights, WeightSet, same
 from hddm.utils.errors import HddmError, shown
+from hddm.utils.settings import Reading
 
 UNET = "model.diffusion_model."
 EMA = "model_ema."

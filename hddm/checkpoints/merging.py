@@ -15,7 +15,7 @@ from torch import Tensor
 from hddm.checkpoints.architecture import Built
 from hddm.checkpoints.convert import write_network
 from hddm.checkpoints.folders import open_expert
-from hddm.checkpoints.sources import Checkpoint, Reading
+from hddm.checkpoints.sources import Checkpoint
 from hddm.experts.compatibility import SHARE_TOLERANCE, Entry, Findings, common_shift, compare_experts
 from hddm.experts.ensemble_folders import keep_component, whole_components
 from hddm.experts.records import (
@@ -30,6 +30,7 @@ from hddm.experts.records import (
 from hddm.networks.folders import empty_network, sha256_once
 from hddm.utils.errors import UsageError, one_line
 from hddm.utils.files import check_absent, new_folder, refuse_full_disk
+from hddm.utils.settings import Reading
 from hddm.utils.tensors import Planned, promoted
 
 _ALIKE = {

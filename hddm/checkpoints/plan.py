@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from diffusers import UNet2DConditionModel
@@ -23,7 +23,7 @@ from hddm.checkpoints.folders import LAYOUT as HDDM
 from hddm.checkpoints.folders import PIPELINE, STEM, open_expert, open_model, open_pipeline
 from hddm.checkpoints.layouts import IMAGENET_LICENCE, UnstatedHeads
 from hddm.checkpoints.single_files import FILE_LAYOUTS, open_file
-from hddm.checkpoints.sources import Checkpoint, Conventions, Reading, as_planned, resolve, with_shift
+from hddm.checkpoints.sources import Checkpoint, Conventions, as_planned, resolve, with_shift
 from hddm.experts.paris import is_paris
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
 from hddm.networks.folders import empty_network, refuse_other_tensors
@@ -31,7 +31,8 @@ from hddm.networks.transformers import ExpertTransformer
 from hddm.networks.wrappers import Interface, interface_of
 from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError, UsageError
-from hddm.utils.records import WHOLE, NoiseRange
+from hddm.utils.records import WHOLE
+from hddm.utils.settings import Conversion, Reading
 from hddm.utils.tensors import Planned
 from hddm.velocity import PredictionType
 
@@ -44,30 +45,6 @@ _OPTIONS = (
     *("schedule", "prediction_type", "noise_range"),
 )
 """Options of a conversion that an expert's record keeps."""
-
-
-@dataclass(frozen=True)
-class Conversion(Reading):
-    """Options of a conversion, besides those for reading its source.
-
-    Args:
-        schedule: a diffusers scheduler config in place of the source's.
-        prediction_type: as the user states it.
-        architecture, modulation_rank, text_dim: see `hddm.checkpoints.architecture`.
-        recipe: ``exact`` preserves the function; ``paper`` is that of arXiv:2603.06741, for comparison: fresh
-            head and text projection, the common path, round(999 t) as timestep.
-        licence: of the weights, where the source states none.
-        noise_range: the part of t that the source is for; None for that of an expert, or all.
-    """
-
-    schedule: Path | None = None
-    prediction_type: str | None = None
-    architecture: str | None = None
-    modulation_rank: int = 0
-    text_dim: int | None = None
-    recipe: Literal["exact", "paper"] = "exact"
-    licence: str | None = None
-    noise_range: NoiseRange | None = None
 
 
 @dataclass(frozen=True)

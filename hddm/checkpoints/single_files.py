@@ -11,9 +11,10 @@ from hddm.checkpoints.dit_layouts import FACEBOOK_DIT, PIXART_ORIGINAL
 from hddm.checkpoints.layouts import IMAGENET_CLASSES, IMAGENET_LICENCE, FileLayout
 from hddm.checkpoints.ldm import LDM
 from hddm.checkpoints.lora import is_lora
-from hddm.checkpoints.sources import Checkpoint, Declared, Reading, WeightSet, choose_set, read_file
+from hddm.checkpoints.sources import Checkpoint, Declared, WeightSet, choose_set, read_file
 from hddm.networks.folders import empty_network
 from hddm.utils.errors import HddmError
+from hddm.utils.settings import Reading
 
 # Latent diffusion's own prefix stays, so its files are recognised before prefixes are stripped.
 _STRIPPED = (FACEBOOK_DIT, PIXART_ORIGINAL)

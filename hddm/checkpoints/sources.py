@@ -51,25 +51,6 @@ _OTHER_GRIDS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas"
 
 
 @dataclass(frozen=True)
-class Reading:
-    """Options for reading a checkpoint.
-
-    Args:
-        allow_pickle: read pickle files (their code is never run).
-        weights: the set of weights; by default averaged ones where there are any.
-        variant: of file names in a diffusers folder, such as ``fp16``.
-        num_heads: attention heads, which no tensor states.
-        sample_size: side of a sample, where nothing states it.
-    """
-
-    allow_pickle: bool = False
-    weights: WeightSet | None = None
-    variant: str | None = None
-    num_heads: int | None = None
-    sample_size: int | None = None
-
-
-@dataclass(frozen=True)
 class Pair:
     """Foreign and own tensors that hold the same rows when joined, in equal parts on either side.
 

@@ -14,7 +14,7 @@ from hddm.checkpoints.convert import write_network
 from hddm.checkpoints.folders import DIFFUSERS_LAYOUTS, PIPELINE, SCHEDULER, open_expert
 from hddm.checkpoints.plan import PAPER
 from hddm.checkpoints.single_files import FILE_LAYOUTS
-from hddm.checkpoints.sources import Checkpoint, Reading, as_planned
+from hddm.checkpoints.sources import Checkpoint, as_planned
 from hddm.experts.components import components_of
 from hddm.experts.ensemble_folders import ENSEMBLE_FILE, put_component
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
@@ -22,6 +22,7 @@ from hddm.networks.wrappers import own_time_factor
 from hddm.schedules import FLOW_MATCH_FAMILY, LinearSchedule, from_config, from_diffusers
 from hddm.utils.errors import HddmError, UsageError, choose
 from hddm.utils.files import check_absent, new_folder, refuse_full_disk, write_json
+from hddm.utils.settings import Reading
 from hddm.utils.tensors import read_safetensors, write_safetensors
 from hddm.velocity import PredictionType
 

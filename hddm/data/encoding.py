@@ -11,13 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from hddm.data.images import (
     THREADS,
-    Crop,
-    Interpolation,
     fit_image,
     open_image,
     read_ahead,
@@ -34,7 +31,6 @@ from hddm.data.shard_records import (
     PARTITION_FILE,
     PIXELS,
     TOKENS,
-    Dtype,
     EncodingRecord,
     FileRecord,
     ImageEntry,
@@ -60,7 +56,8 @@ from hddm.networks.vae import encode, read_vae, scale_of, vae_facts
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import refuse_full_disk, sha256_of, write_json, write_whole
 from hddm.utils.progress import Progress
-from hddm.utils.records import Record, Seed
+from hddm.utils.records import Record
+from hddm.utils.settings import EncodingSettings
 from hddm.utils.streams import Use, generator
 from hddm.utils.tensors import Planned, available_device, write_safetensors
 from hddm.utils.work import open_draft
@@ -77,25 +74,6 @@ _AHEAD = 2
 """Batches read ahead while the networks encode one."""
 
 
-class EncodingSettings(Record):
-    """Options of an encoding; see `hddm.data.shard_records.EncodingRecord`.
-
-    Without ``resolution`` images keep their size. ``random_flip`` also encodes mirrored images. ``dtype`` is
-    that of stored latents and tokens; networks run in float32. ``max_bad`` limits the skipped images of all
-    shards.
-    """
-
-    resolution: int | None = Field(default=None, ge=1)
-    crop: Crop = "center"
-    interpolation: Interpolation = "lanczos"
-    random_flip: bool = False
-    dtype: Dtype = "float16"
-    seed: Seed = 0
-    batch_size: int = Field(default=16, ge=1)
-    max_bad: int = Field(default=0, ge=0)
-    device: str = "auto"
-
-
 class DataFile(Record):
     """A data file, and the images skipped in it."""
 
@@ -107,9 +85,6 @@ def encode_shards(
     source: Path,
     out: Path,
     settings: EncodingSettings,
-    vae: Path | None = None,
-    text_encoder: Path | None = None,
-    tokenizer: Path | None = None,
     overwrite: bool = False,
     rows: int | None = None,
 ) -> dict[Path, ShardManifest]:
@@ -118,7 +93,7 @@ def encode_shards(
     ``out`` appears complete or not at all. A killed run continues at its first incomplete data file, to the
     same bytes as without the kill, but for rounding if batch size, device or torch have changed since.
 
-    ``vae``, ``text_encoder`` and ``tokenizer`` are folders of networks. ``overwrite`` replaces ``out`` and
+    ``overwrite`` replaces ``out`` and
     any draft of an encoding with other options. A data file has ``rows``, by default about `FILE_BYTES`.
     Raises `HddmError` for conflicting options, captions missing for a text encoder, images of several sizes
     without a resolution, a size that the VAE does not take, more bad images than allowed, latents outside the
@@ -127,7 +102,7 @@ def encode_shards(
     is_partition = (source / PARTITION_FILE).is_file()
     folders = [*find_shards(source), *find_held_out(source)] if is_partition else [source]
     shards = {folder: read_images_manifest(folder) for folder in folders}
-    encoder = _open_encoder(shards, settings, vae, text_encoder, tokenizer)
+    encoder = _open_encoder(shards, settings)
     row_bytes = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in encoder.layout.values())
     rows, total = rows or max(1, FILE_BYTES // row_bytes), sum(len(one.images) for one in shards.values())
     # Plain values that decide the content, apart from rounding: batches may become smaller. The format
@@ -272,8 +247,9 @@ class _Encoder:
         try:
             image = open_image(read_content(folder, entry), path)
             if one.resolution is not None:
-                draws = generator(one.seed, Use.CROPS, index) if one.crop == "random" else None
-                image = fit_image(image, one.resolution, one.crop, one.interpolation, draws, path)
+                draws = generator(one.seed, Use.CROPS, index) if one.random_crop else None
+                mode = one.image_interpolation_mode
+                image = fit_image(image, one.resolution, one.crop, mode, draws, path)
             pixels = torch.from_numpy(np.array(image))
             pixels = pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
             if len(pixels) > self.images[0] or pixels.shape[1:] != self.images[1:]:
@@ -317,16 +293,14 @@ class _Encoder:
 def _open_encoder(
     shards: Mapping[Path, ShardManifest],
     settings: EncodingSettings,
-    vae: Path | None,
-    text_encoder: Path | None,
-    tokenizer: Path | None,
 ) -> _Encoder:
     """Check the options against ``shards`` by folder, and open the networks; raises as `encode_shards`."""
+    vae, text_encoder, tokenizer = settings.vae, settings.text_encoder, settings.tokenizer
     if settings.random_flip and vae is None:
         raise HddmError(
             "--random-flip: only latents need it, since training mirrors pixels itself; leave it out"
         )
-    if settings.resolution is None and settings.crop == "random":
+    if settings.resolution is None and settings.random_crop:
         raise UsageError("--random-crop: needs --resolution, the side that images are cropped to")
     device = available_device(settings.device)
     settings = settings.model_copy(update={"device": str(device)})
@@ -364,14 +338,17 @@ def _open_encoder(
             if cut := len(cuts(text[1], captions, text_record.tokens)):
                 message = "%s: %d of %d captions have more than %d tokens and are cut"
                 log.warning(message, folder, cut, len(captions), text_record.tokens)
-    fitted = {"resolution", "crop", "interpolation"} | ({"seed"} if settings.crop == "random" else set())
+    is_fitted = settings.resolution is not None
     encoding = EncodingRecord(
         space="pixels" if network is None else "latents",
         shape=shape,
         dtype="uint8" if network is None else settings.dtype,
+        resolution=settings.resolution,
+        crop=settings.crop if is_fitted else None,
+        interpolation=settings.image_interpolation_mode if is_fitted else None,
         mirrored=settings.random_flip,
         text_dtype=None if text is None else settings.dtype,
-        **settings.model_dump(include=fitted if settings.resolution else set()),
+        seed=settings.seed if settings.random_crop else 0,
     )
     return _Encoder(settings, encoding, images, network, vae_record, text, text_record)
 

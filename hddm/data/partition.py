@@ -35,11 +35,13 @@ from hddm.data.sources import open_source, pick
 from hddm.data.sources.base import ImageSource
 from hddm.utils.errors import HddmError, UsageError, counted
 from hddm.utils.files import check_absent, link_or_copy, new_folder, sha256_of, write_json
+from hddm.utils.settings import keywords
 
 FINE_PER_SHARD = 8
 _ROUNDING = 1e-9
 
 
+@keywords
 def partition(
     images: Path | Sequence[Path],
     out: Path,

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from hddm.evaluation.classifier import FEATURES, save_classifier
+from hddm.evaluation.classifier import FEATURES
+from hddm.evaluation.classifier import save_classifier as write_classifier
 from hddm.evaluation.distances import has_few
 from hddm.evaluation.features import open_extractor
 from hddm.evaluation.images import (
@@ -22,9 +23,46 @@ from hddm.evaluation.images import (
 from hddm.evaluation.results import Evaluation, EvaluationData
 from hddm.evaluation.scores import Scorer, Side
 from hddm.utils.errors import HddmError, UsageError, counted
+from hddm.utils.files import read_json, write_whole
+from hddm.utils.settings import EvaluationSettings, keywords
 
 RESAMPLES = 100
 _PACKAGES = ("hddm-diffusion", "torch", "numpy", "pillow", "clean-fid", "transformers")
+
+
+@keywords
+def evaluate(
+    images: Path,
+    reference: Path,
+    settings: EvaluationSettings,
+    *,
+    out: Path | None = None,
+    overwrite: bool = False,
+) -> Evaluation:
+    """Scores of ``images`` against training images, and against held-out or validation ones.
+
+    The result records the measured data, the features, the record of ``hddm sample``, versions, and whether
+    it is comparable, with reasons if not.
+
+    Args:
+        images: folder of samples.
+        reference: training images, or their partition (`hddm.evaluation.images.read_data`).
+        settings: its fields are keywords: see `hddm.utils.settings.EvaluationSettings`.
+        out: JSON file for the result, which `hddm.evaluation.results.read_groups` reads.
+        overwrite: replace a result in ``out``.
+
+    Raises:
+        HddmError: for unreadable folders or images, single images, images of different shapes, JPEG samples,
+            missing weights, a ``save_classifier`` that cannot be written, too few images, and unknown classes
+            of a domain.
+    """
+    if out is not None:
+        _refuse_existing(out, overwrite)
+    result = evaluate_folder(images, reference, **dict(settings))
+    if out is not None:
+        text = result.model_dump_json(indent=2)
+        write_whole(out, lambda draft: draft.write_text(f"{text}\n", encoding="utf-8"), overwrite)
+    return result
 
 
 def evaluate_folder(
@@ -35,39 +73,15 @@ def evaluate_folder(
     *,
     validation: Path | None = None,
     features: str = "auto",
-    domains: Mapping[str, Sequence[str]] | None = None,
-    classifier: Path | None = None,
+    domain: Mapping[str, Sequence[str]] | None = None,
+    save_classifier: Path | None = None,
     mirrored: bool = False,
     brief: bool = False,
     max_bad: int = 0,
 ) -> Evaluation:
-    """Scores of ``images`` against training images, and against held-out or validation ones.
-
-    The result records the measured data, the features, the record of ``hddm sample``, versions, and whether
-    it is comparable, with reasons if not.
-
-    Args:
-        images: folder of samples.
-        reference: training images, or their partition (`hddm.evaluation.images.read_data`).
-        held_out: images that nothing was chosen by, or the partition that holds them out.
-        allow_few: accept no more images than features, and mark the result.
-        validation: images unseen in training by which settings are chosen, in place of ``held_out``.
-        features: as in `hddm.evaluation.features.open_extractor`.
-        domains: names of classes by domain, for scores by domain; needs the features of a classifier.
-        classifier: new file for a classifier that is trained here, written last.
-        mirrored: count a mirrored training image as a copy; otherwise such copies are missed.
-        brief: leave out the slower scores: kernel distance, precision and recall, diversity within
-            conditions.
-        max_bad: most unreadable images of all sides; they are left out and named, and a result with missing
-            samples compares with nothing.
-
-    Raises:
-        HddmError: for unreadable folders or images, single images, images of different shapes, JPEG samples,
-            missing weights, a ``classifier`` that cannot be saved there, too few images, and unknown classes
-            of a domain.
-    """
-    if classifier is not None:
-        _check_file(classifier, features)
+    """Scores of a folder, as `evaluate`; the keywords are the fields of its settings."""
+    if save_classifier is not None:
+        _check_file(save_classifier, features)
     if held_out is not None and validation is not None:
         raise UsageError("--held-out and --validation: settings are chosen by one and confirmed by the other")
     paths: dict[Role, Path | None] = {"images": images, "reference": reference}
@@ -83,8 +97,8 @@ def evaluate_folder(
     extractor = open_extractor(features, training, min(counts))
     reasons = _reasons(counts, extractor.record.dimensions, sampling, len(groups["images"].record.skipped))
     has_few(extractor.record.dimensions, counts, allow_few)
-    sides = [_side(role, groups, of_classes or bool(domains)) for role in groups if role != "images"]
-    if domains and (extractor.classifier is None or any(side.labels is None for side in sides)):
+    sides = [_side(role, groups, of_classes or bool(domain)) for role in groups if role != "images"]
+    if domain and (extractor.classifier is None or any(side.labels is None for side in sides)):
         raise HddmError("--domain: needs a classifier's features, and class folders of the same classes")
     scorer = Scorer(
         extractor,
@@ -95,12 +109,12 @@ def evaluate_folder(
         complete=not brief,
         mirrored=mirrored,
         classes=training.classes,
-        domains=_numbers(domains or {}, training.classes),
+        domains=_numbers(domain or {}, training.classes),
     )
     scores = scorer.score(samples.pixels, labels)
-    if classifier is not None and extractor.classifier is not None:
+    if save_classifier is not None and extractor.classifier is not None:
         # Last, so that a refusal leaves no file that would block the next run.
-        save_classifier(extractor.classifier, classifier)
+        write_classifier(extractor.classifier, save_classifier)
     return Evaluation(
         **dict(scores),
         kind="evaluation",
@@ -156,3 +170,18 @@ def _reasons(
     if skipped:
         reasons.append(f"{counted(skipped, 'sample')} could not be read")
     return reasons
+
+
+def _refuse_existing(path: Path, overwrite: bool = False) -> None:
+    """Refuse a ``path`` without a folder, and an existing file, unless a result to ``overwrite``."""
+    if not path.parent.is_dir():
+        raise HddmError(f"--out {path}: {path.parent} is not a folder; create it first")
+    if path.is_symlink():
+        to = os.readlink(path)
+        raise HddmError(f"--out {path}: is a link to {to}; name the file itself, or remove the link")
+    if not path.exists():
+        return
+    if not overwrite:
+        raise HddmError(f"{path} exists: choose another file, or pass --overwrite to replace it")
+    if read_json(path).get("kind") != "evaluation":
+        raise HddmError(f"{path}: is not a result of an evaluation; choose another file")

@@ -61,6 +61,7 @@ from hddm.routers import Strategy
 from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, is_draft, link_or_copy, new_folder, restore
 from hddm.utils.records import MANIFEST, read_record, refuse_damaged
+from hddm.utils.settings import keywords
 from hddm.utils.tensors import read_safetensors, refuse_non_finite
 
 DEFAULT_STRATEGY = "draw"
@@ -131,6 +132,7 @@ class Changed:
     kept: Sequence[int]
 
 
+@keywords
 def assemble(
     experts: Sequence[Path],
     out: Path,

@@ -33,7 +33,7 @@ from hddm.utils.errors import HddmError, UsageError, asked
 from hddm.utils.files import read_json, read_whole, sha256_of, write_json
 from hddm.utils.progress import Progress
 from hddm.utils.records import EXPERT_FILE, SAMPLING_FILE, content_hash
-from hddm.utils.settings import SampleSettings
+from hddm.utils.settings import SampleSettings, keywords
 from hddm.utils.tensors import available_device, read_safetensors
 from hddm.utils.work import Draft, differences, open_draft
 
@@ -49,6 +49,7 @@ NEGATIVE = "negative_"
 log = logging.getLogger(__name__)
 
 
+@keywords
 def sample_to_folder(
     source: Path,
     out: Path,

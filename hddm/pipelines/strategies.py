@@ -46,7 +46,7 @@ class Measure:
         if features == "classifier":
             features, saved = (str(classifier), None) if classifier.exists() else (features, classifier)
         given = self.reference, self.held_out, self.allow_few
-        return evaluate_folder(images, *given, features=features, classifier=saved)
+        return evaluate_folder(images, *given, features=features, save_classifier=saved)
 
 
 def measure_strategies(

@@ -45,7 +45,6 @@ from hddm.serving.requests import (
     FAILED,
     LARGEST_BODY,
     ImageRequest,
-    Limits,
     Refusal,
     read_request,
     refuse_more,
@@ -54,6 +53,7 @@ from hddm.serving.workers import Answer, RemoteEnsemble, SampleJob, VelocityJob,
 from hddm.utils.errors import HddmError, counted, one_line, with_arguments
 from hddm.utils.processes import Report
 from hddm.utils.records import WHOLE
+from hddm.utils.settings import Limits
 
 AGAIN = 0.25
 """Seconds until the work of a lost worker is sent again."""
@@ -113,7 +113,7 @@ class Front:
         self.pipeline = HDDMPipeline.from_pretrained(folder, dtype=dtype)
         self.ensemble = RemoteEnsemble(self.pipeline.ensemble, self._velocity)
         self.threads = ThreadPoolExecutor(
-            limits.queue + 1, "hddm-front", initializer=torch.set_num_threads, initargs=(threads,)
+            limits.max_queue + 1, "hddm-front", initializer=torch.set_num_threads, initargs=(threads,)
         )
         self.active, self.created = 0, int(time.time())
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -200,7 +200,7 @@ class Front:
     async def _generate(self, request: Request) -> Response:
         wanted = read_request(await _body(request), self.limits)
         expert = self._check(wanted)
-        if self.active >= self.limits.queue:
+        if self.active >= self.limits.max_queue:
             raise Refusal(429, f"{self.active} requests wait or run; try again in {self.patience} s")
         if not wanted.stream:
             images = await self._made(wanted, expert, lambda step: None)
@@ -247,7 +247,7 @@ class Front:
         self.active += 1
         begun = time.monotonic()
         try:
-            async with asyncio.timeout(self.limits.seconds) as limit:
+            async with asyncio.timeout(self.limits.timeout) as limit:
                 how, pieces = await self._in_thread(self._prepared, wanted, expert)
                 on_step(0)
                 images = await self._make(how, pieces, on_step)
@@ -258,7 +258,7 @@ class Front:
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            seconds = self.limits.seconds
+            seconds = self.limits.timeout
             raise Refusal(504, f"took more than {seconds:g} s; ask for fewer images or steps") from error
         finally:
             self.active -= 1
@@ -270,7 +270,7 @@ class Front:
         texts = prompt if labels is None and (prompt or pipeline.takes_prompts) else None
         asked = pipeline.encode(texts, labels, wanted.negative_prompt, guidance_of(wanted).by_condition)
         how = plan(self.ensemble, **plan_arguments(wanted), expert=expert, noise=Seeded(wanted.seed))
-        refuse_more("steps", how.steps, self.limits.steps)
+        refuse_more("steps", how.steps, self.limits.max_steps)
         numbers = range(wanted.start, wanted.start + wanted.n)
         pieces = list[Piece]()
         for batch in batches(how, numbers, asked.cycled(range(wanted.n)), self.limits.batch_size):

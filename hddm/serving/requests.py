@@ -6,7 +6,6 @@ it is opened, imported or run.
 """
 
 import secrets
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -14,7 +13,7 @@ from pydantic import ConfigDict, Field
 from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.records import Seed, parse_record
-from hddm.utils.settings import SamplingSettings, StrategyName
+from hddm.utils.settings import Limits, SamplingSettings, StrategyName
 from hddm.utils.streams import NUMBERS
 
 LARGEST_BODY = 1 << 16
@@ -25,24 +24,6 @@ LARGEST_GUIDANCE = 1000
 
 
 Prompt = Annotated[str, Field(max_length=LONGEST_PROMPT)]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bounds of what is accepted, and of what is computed together."""
-
-    images: int = 10
-    """Images per request."""
-    steps: int = 250
-    """Solver steps per request."""
-    queue: int = 64
-    """Requests that wait or run; further ones get status 429."""
-    seconds: float = 600.0
-    """Time for a request."""
-    batch_size: int = 16
-    """Samples that a worker computes together; the batch size of ``hddm sample`` for the same images."""
-    is_batched: bool = True
-    """Compute several requests together."""
 
 
 class Refusal(HddmError):
@@ -99,8 +80,8 @@ def read_request(body: bytes, limits: Limits) -> ImageRequest:
         request = parse_record(parse_object(body, "request"), ImageRequest, "request")
     except HddmError as error:
         raise Refusal(400, error.message) from error
-    refuse_more("n", request.n, limits.images)
-    refuse_more("steps", request.steps or 0, limits.steps)
+    refuse_more("n", request.n, limits.max_images)
+    refuse_more("steps", request.steps or 0, limits.max_steps)
     return request
 
 

@@ -21,12 +21,12 @@ from hddm.experts.loading import open_ensemble
 from hddm.experts.model_index import numbered
 from hddm.experts.parts import encoders_of
 from hddm.networks.wrappers import TEXT_CONDITIONS
-from hddm.serving.requests import Limits
 from hddm.serving.workers import Worker
 from hddm.utils.errors import HddmError, UsageError, choose, counted, one_line, optional
 from hddm.utils.processes import StopRequest
 from hddm.utils.progress import Progress
 from hddm.utils.ray_workers import LOCAL, LOOPBACK, connected
+from hddm.utils.settings import Limits
 
 FRONT = "front"
 APPLICATION = "hddm"
@@ -130,7 +130,7 @@ def serve(
         deploy, path = functools.partial(_deployment, ray_serve, limits), str(folder.absolute())
         workers = {
             name: deploy(Worker, name, of[name], num_replicas=replicas[name]).bind(
-                path, k, dtype, device, threads[name], limits.batch_size, limits.is_batched
+                path, k, dtype, device, threads[name], limits.batch_size, limits.batching
             )
             for k, name in enumerate(names)
         }
@@ -198,7 +198,7 @@ def _deployment(
         name=name,
         ray_actor_options=actor,
         # More than the front admits, so that the front itself turns requests away.
-        max_ongoing_requests=16 * limits.queue + 100,
+        max_ongoing_requests=16 * limits.max_queue + 100,
         health_check_period_s=2,
         health_check_timeout_s=60,
         graceful_shutdown_timeout_s=5,

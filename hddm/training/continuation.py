@@ -52,17 +52,74 @@ from hddm.experts.lora import PREFIX, AdapterRecord, adapter_of, peft_config, te
 from hddm.experts.records import EXPERT_FILE, FORMAT, Expert, field_of, save_expert, write_records
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.schedules import LinearSchedule, from_config
-from hddm.training.expert import check_fit, read_init, record_of_shard, saving
-from hddm.training.fitting import calibration_origin, calibration_rows, labels_of
-from hddm.training.loop import OnStep, Task, train
+from hddm.training.expert import check_fit, read_init, record_of_shard, saving, train_expert
+from hddm.training.fitting import CALIBRATION_COST, calibration_origin, calibration_rows, labels_of
+from hddm.training.loop import OnStep, Task, summary_of
+from hddm.training.loop import train as run_task
 from hddm.training.objectives import Objective, check_conditions, drawing, loss_of, objective_of
 from hddm.training.resume import encoding_of, recipe_before
-from hddm.training.settings import TEXT, ExpertRecipe, ExpertSettings, RunOptions, Start, resolve
+from hddm.training.settings import (
+    TEXT,
+    ExpertRecipe,
+    ExpertSettings,
+    RunOptions,
+    Start,
+    refuse_fixed,
+    resolve,
+)
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, optional
+from hddm.utils.progress import TrainingProgress
+from hddm.utils.settings import Report, keywords, silent
 from hddm.utils.streams import Use, seed_of
 from hddm.utils.tensors import append_dims
 from hddm.velocity import PredictionType, VelocityField
+
+
+@keywords
+def train(
+    shard: Path,
+    out: Path,
+    settings: ExpertSettings,
+    run: RunOptions,
+    *,
+    init: Path | None = None,
+    schedule: Path | None = None,
+    overwrite: bool = False,
+    report: Report = silent,
+) -> Path:
+    """Train one expert on one shard, from scratch or from another expert.
+
+    Checkpoints, logs and sample grids are saved in ``OUT.run``; ``resume=True`` continues from there, to the
+    same weights.
+
+    Args:
+        shard: shard folder, as ``hddm partition`` or ``hddm encode`` writes it.
+        out: the expert folder.
+        settings: its fields are keywords: see `hddm.training.settings.ExpertSettings`.
+        run: its fields are keywords too: see `hddm.training.settings.RunOptions`.
+        init: expert to continue from, with its network, prediction and schedule.
+        schedule: noise schedule (DDPM only), a scheduler file of diffusers; cosine by default.
+        overwrite: replace an expert in ``out``.
+        report: is called with a line about the losses.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        HddmError: for settings that do not fit together, the shard or ``init``, a run or an expert that is in
+            the way, and steps that are not finite.
+    """
+    if init is not None:
+        refuse_fixed(settings, schedule)
+    with TrainingProgress(settings.steps, settings.batch_size, "train", CALIBRATION_COST) as progress:
+        if init is not None:
+            losses = continue_expert(init, shard, out, settings, overwrite, progress.reach, run)
+        else:
+            losses = train_expert(shard, out, settings, schedule, None, overwrite, progress.reach, run)
+    if losses:
+        report(f"{out}: {summary_of(losses)}")
+    return out
 
 
 def continue_expert(
@@ -122,7 +179,7 @@ def continue_expert(
     write = saving(expert, shard, recipe, conditions, origin, save)
     data = {"shard": shard.hash, **encoding_of([shard.folder]), **origin}
     watch = watching(field, shard, recipe.conditions)
-    return train(task, recipe, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
+    return run_task(task, recipe, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
 
 
 def resolve_continued(

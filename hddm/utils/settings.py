@@ -4,16 +4,22 @@ A field is declared once, with its bounds and choices; the text below it describ
 command line. The settings of trainings are in `hddm.training.settings`. Nothing here imports torch.
 """
 
+import functools
+import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from hddm.utils.errors import HddmError, choose
-from hddm.utils.records import Record, Seed
+from hddm.utils.records import OPTIONS, Count, NoiseRange, Record, Seed, parse_record
+
+Result = TypeVar("Result")
+Report = Callable[[str], object]
+"""Takes lines about what is done, as the command line prints them."""
 
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -32,10 +38,56 @@ READ = "read"
 InputPath = Annotated[Path, READ]
 
 
+def silent(line: str) -> None:
+    """Report nothing."""
+
+
 class Described(Record):
     """A record whose fields are described by the texts below them."""
 
     model_config = ConfigDict(use_attribute_docstrings=True, defer_build=True)
+
+
+def keywords(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Let callers pass the fields of a function's settings as keywords, and paths as text.
+
+    A parameter whose type is a record of settings may be passed whole, by its name, as well. Keywords are
+    checked as the options of the command line are; a wrong one raises `HddmError`.
+    """
+    signature = inspect.signature(function)
+    kinds = {name: one.annotation for name, one in signature.parameters.items()}
+    records = {
+        name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Record)
+    }
+
+    @functools.wraps(function)
+    def called(*arguments: Any, **values: Any) -> Result:
+        passed = signature.bind_partial(*arguments).arguments
+        for name, record in records.items():
+            if name not in values and name not in passed:
+                own = {key: values.pop(key) for key in record.model_fields if key in values}
+                values[name] = parse_record(own, record, OPTIONS)
+        bound = signature.bind(*arguments, **values)
+        for name, value in bound.arguments.items():
+            if isinstance(value, str) and Path in (kinds[name], *get_args(kinds[name])):
+                bound.arguments[name] = Path(value)
+            elif kinds[name] == Sequence[Path]:
+                bound.arguments[name] = list(map(Path, value))
+        return function(*bound.args, **bound.kwargs)
+
+    given = [one for name, one in signature.parameters.items() if name not in records]
+    fields = {key: field for record in records.values() for key, field in record.model_fields.items()}
+    given += [
+        inspect.Parameter(
+            key,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.is_required() else field.default,
+            annotation=field.annotation,
+        )
+        for key, field in fields.items()
+    ]
+    called.__signature__ = signature.replace(parameters=given)  # type: ignore[attr-defined]
+    return called
 
 
 def parse_strategy(name: str) -> tuple[str, float]:
@@ -77,6 +129,9 @@ def _check_device(name: str) -> None:
 
 Device = Annotated[str, _checked(_check_device)]
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+Names = dict[str, tuple[str, ...]]
+Interpolation = Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"]
+Prediction = Literal["epsilon", "sample", "v_prediction", "flow_prediction"]
 
 _UNITS = {"": 1, "B": 1} | {
     unit: size
@@ -100,6 +155,15 @@ def _check_interval(interval: tuple[float, float]) -> None:
         raise HddmError("must be two t, 0 <= low <= high <= 1")
 
 
+class Computing(Described):
+    """Where networks run, and in which numbers."""
+
+    device: Device = "auto"
+    """Device: auto, cpu, cuda, cuda:1 or mps."""
+    dtype: Dtype = "float32"
+    """Number format that the networks compute in."""
+
+
 class SamplingSettings(Described):
     """How samples are drawn, as ``hddm sample``, a request to a service and a benchmark state it."""
 
@@ -115,7 +179,7 @@ class SamplingSettings(Described):
     """Guide away from the unconditional prediction or from each expert's weak model."""
 
 
-class SampleSettings(SamplingSettings):
+class SampleSettings(Computing, SamplingSettings):
     """Options of ``hddm sample``, as recorded beside the images.
 
     Image i, counted from ``start``, depends on ``seed`` and i alone, not on the batch size.
@@ -168,10 +232,6 @@ class SampleSettings(SamplingSettings):
     """Image width. Default: the model's own."""
     batch_size: Positive = 64
     """Images computed together; it affects rounding only."""
-    device: Device = "auto"
-    """Device: auto, cpu, cuda, cuda:1 or mps."""
-    dtype: Dtype = "float32"
-    """Number format that the networks compute in."""
     offload: Literal["none", "ram", "disk"] = "none"
     """Place of idle experts: on the device (none), in memory or on disk."""
     max_memory: Annotated[int, Field(ge=1), BeforeValidator(parse_size)] | None = None
@@ -185,3 +245,223 @@ class SampleSettings(SamplingSettings):
     def numbers(self) -> range:
         """Numbers of the images."""
         return range(self.start, self.start + self.num_images)
+
+
+def _lists(value: Any) -> Any:
+    """Names of ``a,b`` in each of several texts."""
+    return [one.split(",") if isinstance(one, str) else one for one in value]
+
+
+def _without_names(value: Any) -> Any:
+    """Names of ``NAME=a,b`` or ``a,b`` in each of several texts."""
+    return [one.rpartition("=")[2].split(",") if isinstance(one, str) else one for one in value]
+
+
+def _domains(value: Any) -> Any:
+    """Names by the name of their domain, of texts ``NAME=a,b``."""
+    if isinstance(value, Mapping):
+        return value
+    return {name: names.split(",") for name, _, names in (one.partition("=") for one in value)}
+
+
+def _shares(value: Any) -> Any:
+    """Shares by expert, of texts ``EXPERT=0.3``; `HddmError` for one without, or named twice."""
+    if isinstance(value, Mapping):
+        return value
+    shares: dict[str, float] = {}
+    for one in value:
+        name, _, share = one.rpartition("=")
+        if name in shares:
+            raise HddmError(f"names {name} twice; name each expert once")
+        try:
+            shares[name] = float(share)
+        except ValueError:
+            name = ""
+        if not name:
+            raise HddmError("write EXPERT=0.3, the folder of an expert and its part")
+    return shares
+
+
+class SourceSettings(Described):
+    """How images are read."""
+
+    max_bad: Count = 0
+    """Number of broken images to accept; they are listed by name."""
+    caption_column: str | None = None
+    """Column of captions. Default: text or caption."""
+    label_column: str | None = None
+    """Column of class labels. Default: label."""
+
+
+class PartitionSettings(SourceSettings):
+    """How images are divided into shards."""
+
+    classes: Annotated[
+        tuple[tuple[str, ...], ...], BeforeValidator(_without_names), Shown("NAME=CLASS,CLASS")
+    ] = ()
+    """Classes of one shard, to split by class and not by content; one per shard."""
+    only: Annotated[str | None, Shown("CLASS,CLASS")] = None
+    """Classes to take. Default: all."""
+    seed: Seed = 0
+    """Seed of all random numbers."""
+    features: str = "pixels"
+    """Features: pixels, dinov2, clip, a model folder or OWNER/NAME on the hub."""
+    cache: Path | None = None
+    """Folder for features. Default: OUT.features."""
+    held_out: Annotated[float, Field(ge=0, lt=1), Shown("SHARE")] = 0.0
+    """Average share of each shard to keep from training."""
+
+
+class EncodingSettings(Described):
+    """How images are resized and stored; networks run in float32."""
+
+    vae: InputPath | None = None
+    """Folder of an AutoencoderKL or AutoencoderTiny. Default: store pixels."""
+    text_encoder: InputPath | None = None
+    """Folder of a CLIP text encoder. Default: store no text tokens."""
+    tokenizer: InputPath | None = None
+    """Folder of the text encoder's tokenizer."""
+    resolution: Positive | None = None
+    """Side to resize and crop images to. Default: keep their size."""
+    random_crop: bool = False
+    """Position of the crop. Default: --center-crop."""
+    random_flip: bool = False
+    """Also encode mirrored images, for --random-flip in training."""
+    image_interpolation_mode: Interpolation = "lanczos"
+    """Pillow filter for resizing."""
+    batch_size: Positive = 16
+    """Images encoded together."""
+    device: Device = "auto"
+    """Device: auto, cpu, cuda, cuda:1 or mps."""
+    dtype: Literal["float16", "bfloat16", "float32"] = "float16"
+    """Number format of stored latents and text tokens."""
+    max_bad: Count = 0
+    """Number of broken images to accept; they are listed by name."""
+    seed: Seed = 0
+    """Seed of all random numbers."""
+
+    @property
+    def crop(self) -> Literal["center", "random"]:
+        """Position of the crop."""
+        return "random" if self.random_crop else "center"
+
+
+class Reading(Described):
+    """How a checkpoint is read."""
+
+    allow_pickle: bool = False
+    """Read weights from pickle files, without running their code."""
+    num_heads: Positive | None = None
+    """Number of attention heads, for networks of unusual size."""
+    sample_size: Positive | None = None
+    """Height and width of a sample. Default: as in the source."""
+    weights: Literal["ema", "raw"] | None = None
+    """Set of weights. Default: ema if the source has it."""
+    variant: str | None = None
+    """Variant of the weights file, such as fp16."""
+
+
+class Conversion(Reading):
+    """How a checkpoint is converted."""
+
+    schedule: InputPath | None = None
+    """Noise schedule, a scheduler_config.json. Default: as in the source."""
+    prediction_type: Prediction | None = None
+    """Quantity that the network predicts. Default: as in the source."""
+    noise_range: NoiseRange | None = None
+    """Noise levels t (0 data, 1 noise) that the expert covers, such as 0.5:1. Default: all."""
+    architecture: Literal["adaln-single"] | None = None
+    """Architecture to convert a DiT to. Default: keep adaLN-Zero."""
+    modulation_rank: Annotated[int, Field(ge=0)] = 0
+    """Rank of the modulation that each block keeps with --architecture."""
+    text_dim: Positive | None = None
+    """Width of text tokens, to add attention to them."""
+    recipe: Literal["exact", "paper"] = "exact"
+    """Conversion recipe; paper (new head, round(999 t)) is for comparisons."""
+    licence: str | None = None
+    """Licence of the weights. Default: as in the source."""
+
+
+class AssemblySettings(Described):
+    """What is decided on the experts of an ensemble, and what its folder holds besides them."""
+
+    strategy: StrategyName | None = None
+    """Recommended strategy. Default: draw."""
+    vae: InputPath | None = None
+    """Folder of this component. Default: the experts' own."""
+    text_encoder: InputPath | None = None
+    """Folder of this component. Default: the experts' own."""
+    tokenizer: InputPath | None = None
+    """Folder of this component. Default: the experts' own."""
+    base: Annotated[tuple[Path, ...], READ] = ()
+    """Base of LoRA experts, if it was moved since training."""
+    share: Annotated[dict[str, float], BeforeValidator(_shares), Shown("EXPERT=SHARE")] | None = None
+    """An expert's share of all data. Default: by size of its shard."""
+    domain: Annotated[tuple[tuple[str, ...], ...], BeforeValidator(_lists), Shown("EXPERT,EXPERT")] = ()
+    """Experts for different noise levels of the same data. Default: those of one shard."""
+    classes: InputPath | None = None
+    """YAML file with class names for experts whose classes are numbers."""
+    diffusers_pipeline: bool = False
+    """Add a pipeline.py, so that diffusers opens it."""
+
+
+class EvaluationSettings(Described):
+    """What images are compared with, and how."""
+
+    held_out: Annotated[Path, READ, Shown("FOLDER")] | None = None
+    """Images that no model was trained on, or their partition folder."""
+    validation: Annotated[Path, READ, Shown("FOLDER")] | None = None
+    """Images to choose settings by, in place of --held-out; no model was trained on them."""
+    features: str = "auto"
+    """Features: auto, inception, clip, classifier (trained on --reference) or a file."""
+    save_classifier: Path | None = None
+    """File to save the trained classifier to, for other evaluations."""
+    domain: (
+        Annotated[dict[str, tuple[str, ...]], BeforeValidator(_domains), Shown("NAME=CLASS,CLASS")] | None
+    ) = None
+    """Classes of a domain, for results by domain; needs a classifier and class folders."""
+    mirrored: bool = False
+    """Count a mirrored training image as a copy, after --random-flip."""
+    brief: bool = False
+    """Measure only what is fast: distances, diversity, memorisation."""
+    allow_few: bool = False
+    """Accept fewer images than features, marked as not comparable."""
+    max_bad: Count = 0
+    """Number of broken images to accept; they are listed by name."""
+
+
+class CalibrationSettings(Described):
+    """What an expert is calibrated on, where no shard is at hand."""
+
+    num_images: Annotated[int, Field(ge=16)] = 512
+    """Samples to draw, without --data."""
+    steps: Positive = 50
+    """Sampling steps, without --data."""
+    seed: Seed = 0
+    """Seed of all random numbers."""
+
+
+class Limits(Described):
+    """Bounds of what a service accepts, and of what it computes together."""
+
+    batch_size: Positive = 16
+    """Maximum number of images that an expert computes together."""
+    batching: bool = True
+    """Batch images of several requests. Default: --batching."""
+    max_images: Positive = 10
+    """Maximum number of images per request."""
+    max_steps: Positive = 250
+    """Maximum number of steps per request."""
+    max_queue: Positive = 64
+    """Maximum number of unfinished requests; further ones get status 429."""
+    timeout: Annotated[float, Field(ge=0.1), Shown("SECONDS")] = 600.0
+    """Time limit of a request, including its wait."""
+
+
+class ServeSettings(Limits):
+    """Where a service runs, and its limits."""
+
+    device: Device = "auto"
+    """Device: auto, cpu, cuda, cuda:1 or mps."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Number format that the networks compute in."""

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from hddm.checkpoints.architecture import Folded, add_text, fold
 from hddm.checkpoints.convert import write
-from hddm.checkpoints.plan import Conversion, plan
+from hddm.checkpoints.plan import plan
 from hddm.networks.transformers import ExpertTransformer
 from hddm.utils.errors import HddmError
+from hddm.utils.settings import Conversion
 from tests.artefacts import Command
 from tests.checkpoint_files import dit, pipeline, refused
 from tests.transformer_files import DIT, dit_network

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from hddm.checkpoints.convert import write
-from hddm.checkpoints.plan import Conversion, plan
+from hddm.checkpoints.plan import plan
 from hddm.utils.errors import HddmError
+from hddm.utils.settings import Conversion
 from tests.artefacts import Command, copied, edit_json
 from tests.checkpoint_files import dit, pipeline, pixart, plain_unet, refused, text_unet
 from tests.hostile import Calls

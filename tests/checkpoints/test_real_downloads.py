@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hddm.checkpoints.plan import open_source
-from hddm.checkpoints.sources import Reading
+from hddm.utils.settings import Reading
 from tests.artefacts import Command, edit_json
 from tests.checkpoint_files import (
     DDPM_BETAS,

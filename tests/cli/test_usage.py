@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 import pytest
 import typer
@@ -14,11 +14,10 @@ from hddm.solvers import SOLVERS
 from hddm.training.settings import ExpertSettings
 from hddm.utils.errors import HddmError
 from hddm.utils.records import OPTIONS, parse_record
-from hddm.utils.settings import SampleSettings
+from hddm.utils.settings import Conversion, SampleSettings
 from hddm.velocity import PredictionType
 from hddm_cli import usage
 from hddm_cli.app import commands
-from hddm_cli.convert import convert
 from tests.artefacts import Command, contents, in_a_fresh_process
 
 TRAIN = "train expert {shard} --out {out} --objective flow --steps 3"
@@ -247,7 +246,7 @@ def test_choices_are_those_there_are_and_a_device_is_chosen_alike_by_all_verbs()
     solvers, _ = get_args(SampleSettings.model_fields["solver"].annotation)
     assert get_args(solvers) == tuple(SOLVERS)
     assert SampleSettings().resampling_steps == DEFAULT_RESAMPLING
-    kinds, _ = get_args(get_type_hints(convert)["prediction_type"])
+    kinds, _ = get_args(Conversion.model_fields["prediction_type"].annotation)
     assert get_args(kinds) == tuple(one.value for one in PredictionType)
     devices = {one.default for verb in VERBS.values() for one in verb.params if one.name == "device"}
     assert devices == {"auto"}

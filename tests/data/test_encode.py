@@ -128,7 +128,7 @@ def test_a_random_crop_depends_on_seed_and_number_alone(tmp_path: Path) -> None:
     write_shard(tmp_path / "source", noise(16, 8, 30))
 
     def crops(seed: int, batch: int, rows: int) -> torch.Tensor:
-        options: dict[str, Any] = {"resolution": 8, "crop": "random", "seed": seed, "batch_size": batch}
+        options: dict[str, Any] = {"resolution": 8, "random_crop": True, "seed": seed, "batch_size": batch}
         out = tmp_path / f"{seed}-{batch}"
         return _tensors(encode(tmp_path / "source", out, rows=rows, **options))["pixels"]
 
@@ -202,8 +202,8 @@ def test_options_that_do_not_fit_are_refused(source: Path, tmp_path: Path) -> No
         ("tokenizer: text needs", {"text_encoder": text}),
         ("text_encoder: text needs", {"tokenizer": words}),
         ("not all of its images have captions", {"text_encoder": text, "tokenizer": words}),
-        ("random_crop: needs resolution", {"crop": "random"}),
-        ("device gpu: is not available", {"device": "gpu"}),
+        ("random_crop: needs resolution", {"random_crop": True}),
+        ("device mps: is not available", {"device": "mps"}),
     ]
     for message, options in cases:
         assert message in refusal(encode, source, out, **options)

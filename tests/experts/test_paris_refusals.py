@@ -11,11 +11,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import hddm
-from hddm.checkpoints.plan import Conversion, open_source
+from hddm.checkpoints.plan import open_source
 from hddm.experts.model_index import SCHEDULER_FILE
 from hddm.experts.paris import is_paris, paris_experts, paris_router
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.utils.errors import HddmError
+from hddm.utils.settings import Conversion
 from tests.artefacts import edit_json
 from tests.component_files import write_clip, write_vae
 from tests.hostile import grown_by

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hddm.checkpoints.convert import write
-from hddm.checkpoints.plan import Conversion, plan
+from hddm.checkpoints.plan import plan
 from hddm.networks.layers import (
     PatchEmbedding,
     TimeEmbedding,
@@ -30,6 +30,7 @@ from hddm.networks.layers import (
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.training.settings import size_config
 from hddm.utils.errors import HddmError
+from hddm.utils.settings import Conversion
 from tests.checkpoint_files import dit, pipeline
 
 TINY = {"sample_size": 8, "in_channels": 3, **size_config("tiny")}

@@ -20,10 +20,11 @@ from PIL import Image
 
 import hddm
 from hddm.checkpoints.convert import write
-from hddm.checkpoints.plan import Conversion, plan
+from hddm.checkpoints.plan import plan
 from hddm.experts.assembly import assemble
 from hddm.networks.vae import read_vae
 from hddm.pipelines.pipeline import HDDMPipeline
+from hddm.utils.settings import Conversion
 from tests.artefacts import copied, refusal
 from tests.checkpoint_files import pipeline, plain_unet
 from tests.component_files import write_vae

@@ -27,12 +27,12 @@ from starlette.requests import Request
 from hddm.experts.assembly import assemble
 from hddm.experts.records import save_expert
 from hddm.pipelines.samples import sample_to_folder
-from hddm.serving.front import Front, Limits
+from hddm.serving.front import Front
 from hddm.serving.requests import Refusal
 from hddm.serving.service import names_of, serve
 from hddm.serving.workers import Answer, SampleJob, VelocityJob, Worker
 from hddm.utils.errors import HddmError, UsageError
-from hddm.utils.settings import SampleSettings
+from hddm.utils.settings import Limits, SampleSettings
 from tests.ensemble_files import (
     CLASSES,
     WEIGHTS,
@@ -88,7 +88,7 @@ class Handle:
 def front_of(folder: Path, deaths: int = 0, token: str | None = None, **limits: Any) -> Front:
     bounds = Limits(**limits)
     names = [one["name"] for one in json.loads((folder / "ensemble.json").read_text())["experts"]]
-    settings = (torch.float32, "cpu", 1, bounds.batch_size, bounds.is_batched)
+    settings = (torch.float32, "cpu", 1, bounds.batch_size, bounds.batching)
     workers = {name: Handle(Worker(str(folder), k, *settings), deaths) for k, name in enumerate(names)}
     assert [asyncio.run(handle.worker.ready()) for handle in workers.values()] == [""] * len(names)
     return Front(str(folder), torch.float32, 1, bounds, token, workers)
@@ -110,7 +110,7 @@ def talk(front: Front, talks: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> 
                 # A thread of a request that ended may ask once more, and wait for ever for a closed loop.
                 for pool in (front.threads, front.ensemble._threads):
                     await asyncio.to_thread(pool.shutdown)
-                front.threads = ThreadPoolExecutor(front.limits.queue + 1)
+                front.threads = ThreadPoolExecutor(front.limits.max_queue + 1)
                 front.ensemble._threads = ThreadPoolExecutor(64)
 
     return asyncio.run(main())
@@ -156,7 +156,7 @@ GUIDED = {"guidance_scale": 3.0}
 
 def same(folder: Path, tmp_path: Path, ways: Ways) -> None:
     """Each request has the files that ``hddm sample`` has with the settings beside it."""
-    front = front_of(folder, is_batched=False)
+    front = front_of(folder, batching=False)
     for place, (body, settings) in enumerate(ways):
         found = files_in(ask(front, n=5, **body))
         assert found == sampled(folder, tmp_path / str(place), num_images=5, **settings), body
@@ -184,7 +184,7 @@ def test_images_are_those_of_hddm_sample_by_class(classes: Path, tmp_path: Path)
 def test_more_images_than_a_batch_are_the_batches_of_hddm_sample(
     classes: Path, tmp_path: Path, strategy: str
 ) -> None:
-    front = front_of(classes, is_batched=False, images=11, batch_size=4)
+    front = front_of(classes, batching=False, max_images=11, batch_size=4)
     body = {"prompt": "dog", "strategy": strategy, "n": 11}
     settings = {"class_labels": "dog", "strategy": strategy, "num_images": 11, "batch_size": 4}
     assert files_in(ask(front, **body)) == sampled(classes, tmp_path / "out", **settings)
@@ -235,7 +235,7 @@ def test_experts_of_several_sizes_and_pairs_by_noise_are_served(tmp_path: Path) 
         folders.append(folder)
     out = tmp_path / "ensemble"
     assemble(folders, out, strategy="draw", domain=[["one1", "one2"]], share={"one0": 0.5})
-    front = front_of(out, is_batched=False)
+    front = front_of(out, batching=False)
     found = files_in(ask(front, prompt="", n=6))
     assert found == sampled(out, tmp_path / "out", num_images=6)
     # The small ones were one message each way.
@@ -260,7 +260,7 @@ def test_requests_of_one_moment_are_one_batch_and_change_an_image_by_rounding_on
         return await asyncio.gather(*(client.post(IMAGES, json=body) for body in bodies))
 
     found = [files_in(answer)[0] for answer in talk(front, together)]
-    alone = front_of(classes, is_batched=False)
+    alone = front_of(classes, batching=False)
     for body, image in zip(bodies, found, strict=True):
         (expected,) = files_in(ask(alone, **body))
         assert np.abs(_levels(image) - _levels(expected)).max() <= 1
@@ -311,8 +311,8 @@ def test_what_a_lost_worker_had_to_do_is_asked_again(classes: Path, monkeypatch:
     monkeypatch.setattr("hddm.serving.front.AGAIN", 0.01)
     for strategy in ("draw", "full"):
         body = {"prompt": "cat", "n": 4, "strategy": strategy}
-        whole = files_in(ask(front_of(classes, is_batched=False), **body))
-        front = front_of(classes, deaths=3, is_batched=False)
+        whole = files_in(ask(front_of(classes, batching=False), **body))
+        front = front_of(classes, deaths=3, batching=False)
         assert files_in(ask(front, **body)) == whole
         assert sum(metrics(front)["hddm_worker_lost_total", str(k)] for k in range(3)) >= 3
     monkeypatch.setattr("hddm.serving.front.TRIES", 2)
@@ -379,7 +379,7 @@ def test_damaged_weights_are_no_fault_of_a_request(classes: Path, strategy: str)
 
 
 def test_progress_comes_as_events_before_the_images(classes: Path) -> None:
-    front = front_of(classes, is_batched=False)
+    front = front_of(classes, batching=False)
     for strategy in ("draw", "full"):
         body = {"prompt": "cat", "n": 2, "strategy": strategy}
         text = ask(front, stream=True, **body).text
@@ -412,7 +412,7 @@ def test_a_stream_that_fails_ends_in_an_error(classes: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["draw", "full"])
 def test_a_client_that_leaves_costs_nothing_more(classes: Path, strategy: str) -> None:
-    front = front_of(classes, steps=10_000)
+    front = front_of(classes, max_steps=10_000)
 
     async def leave(client: httpx.AsyncClient) -> Any:
         body = {"prompt": "cat", "steps": 10_000, "seed": 1, "strategy": strategy}
@@ -431,7 +431,7 @@ def test_a_client_that_leaves_costs_nothing_more(classes: Path, strategy: str) -
 
 
 def test_a_full_queue_turns_requests_away(classes: Path) -> None:
-    front = front_of(classes, queue=2)
+    front = front_of(classes, max_queue=2)
 
     async def crowd(client: httpx.AsyncClient) -> Any:
         body = {"prompt": "cat", "steps": 50, "strategy": "draw"}
@@ -445,7 +445,9 @@ def test_a_full_queue_turns_requests_away(classes: Path) -> None:
 
 
 def test_a_request_ends_in_time(classes: Path) -> None:
-    answer = ask(front_of(classes, seconds=0.2, steps=10_000), prompt="cat", steps=10_000, strategy="draw")
+    answer = ask(
+        front_of(classes, timeout=0.2, max_steps=10_000), prompt="cat", steps=10_000, strategy="draw"
+    )
     assert answer.status_code == 504
     assert answer.json()["error"]["message"] == "took more than 0.2 s; ask for fewer images or steps"
 
@@ -489,7 +491,7 @@ def test_an_ensemble_that_can_make_no_image_is_refused_before_ray_starts(tmp_pat
 
 def test_the_requests_of_the_guide_are_answered_by_an_ensemble_as_the_quickstart_s(tmp_path: Path) -> None:
     """By experts of neither text nor class; their images are those of hddm sample."""
-    front = front_of(write_ensemble(tmp_path, [flow_expert(0), flow_expert(1)]), is_batched=False)
+    front = front_of(write_ensemble(tmp_path, [flow_expert(0), flow_expert(1)]), batching=False)
     (body,) = re.findall(r"^curl .*/generations -d '(.*)'$", GUIDE.read_text(), re.MULTILINE)
     answer = talk(front, lambda client: client.post(IMAGES, content=body))
     assert len(files_in(answer)) == json.loads(body)["n"]
@@ -566,7 +568,7 @@ def test_a_body_that_does_not_come_is_no_failure_of_the_service(
 
 
 def test_a_client_that_leaves_a_stream_ends_it_in_silence(classes: Path) -> None:
-    front = front_of(classes, steps=10_000)
+    front = front_of(classes, max_steps=10_000)
     body = json.dumps({"prompt": "cat", "steps": 10_000, "stream": True}).encode()
     events, sent = iter([{"type": "http.request", "body": body}]), []
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hddm.data.encoding import EncodingSettings, encode_shards
+from hddm.data.encoding import encode_shards
 from hddm.data.shards import open_shard
 from hddm.training.continuation import continue_expert
 from hddm.training.distill import distill
@@ -16,6 +16,7 @@ from hddm.training.resume import encoding_of
 from hddm.training.router import train_router
 from hddm.training.settings import DistillSettings, RunOptions
 from hddm.utils.errors import HddmError
+from hddm.utils.settings import EncodingSettings
 from tests.artefacts import expert_settings, router_settings
 from tests.component_files import write_clip, write_vae
 from tests.shard_files import noise, write_shard
@@ -25,7 +26,7 @@ Train = Callable[[Path, Path, RunOptions], object]
 
 def _encode(source: Path, out: Path, **options: Any) -> Path:
     folders = {key: options.pop(key, None) for key in ("vae", "text_encoder", "tokenizer")}
-    encode_shards(source, out, EncodingSettings(**options), **folders, overwrite=True)
+    encode_shards(source, out, EncodingSettings(**options, **folders), overwrite=True)
     return out
 
 
@@ -50,7 +51,7 @@ def test_a_run_is_not_resumed_on_images_that_were_encoded_otherwise(
     _encode(shards, encoded)
     train(encoded, out, RunOptions())
     shutil.rmtree(out)
-    _encode(shards, encoded, resolution=4, interpolation="bicubic")
+    _encode(shards, encoded, resolution=4, image_interpolation_mode="bicubic")
     with pytest.raises(HddmError, match="used other data, another") as refused:
         train(encoded, out, RunOptions(resume=True))
     found = "\n".join(refused.value.details)

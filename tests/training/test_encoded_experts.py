@@ -9,7 +9,7 @@ import torch
 
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Moments
-from hddm.data.encoding import EncodingSettings, encode_shards
+from hddm.data.encoding import encode_shards
 from hddm.data.images import load_images
 from hddm.data.shards import open_shard
 from hddm.experts.assembly import assemble
@@ -20,6 +20,7 @@ from hddm.training.continuation import continue_expert
 from hddm.training.expert import train_expert
 from hddm.training.verify import verify_expert
 from hddm.utils.errors import HddmError, UsageError
+from hddm.utils.settings import EncodingSettings
 from tests.artefacts import Command, copied, edit_json, expert_settings
 from tests.component_files import write_clip, write_vae
 from tests.shard_files import noise, write_shard
@@ -33,7 +34,7 @@ def latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("latents")
     write_shard(root / "source", noise(32), [n % 2 for n in range(32)])
     write_vae(root / "vae", scaling_factor=SCALE)
-    encode_shards(root / "source", root / "out", EncodingSettings(), vae=root / "vae")
+    encode_shards(root / "source", root / "out", EncodingSettings(vae=root / "vae"))
     return root / "out"
 
 
@@ -86,7 +87,7 @@ def captioned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_shard(root / "source", shades, captions=[("black", "white")[n % 2] for n in range(32)])
     write_clip(root, tokens=8)
     networks = {name: root / name for name in ("text_encoder", "tokenizer")}
-    encode_shards(root / "source", root / "out", EncodingSettings(), **networks)
+    encode_shards(root / "source", root / "out", EncodingSettings(**networks))
     return root
 
 
@@ -104,7 +105,7 @@ def test_tokens_of_another_text_encoder_are_refused(
     write_clip(tmp_path, tokens=8, width=32)
     networks = {name: tmp_path / name for name in ("text_encoder", "tokenizer")}
     other = tmp_path / "other"
-    encode_shards(captioned / "source", other, EncodingSettings(), **networks)
+    encode_shards(captioned / "source", other, EncodingSettings(**networks))
     silent = copied(text_expert, tmp_path / "silent")
     edit_json(silent / EXPERT_FILE, text_encoder=None)
     for expert, expected in (

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.checkpoints.convert import write
-from hddm.checkpoints.plan import Conversion, plan
+from hddm.checkpoints.plan import plan
 from hddm.data.images import save_png
 from hddm.data.partition import partition
 from hddm.data.shards import open_shard
@@ -31,6 +31,7 @@ from hddm.training.denoising import Denoising, Level, denoising
 from hddm.training.expert import train_expert
 from hddm.training.verify import verify_expert
 from hddm.utils.errors import HddmError, UsageError
+from hddm.utils.settings import Conversion
 from hddm.velocity import PredictionType, VelocityField
 from tests.artefacts import (
     CLASSES,
