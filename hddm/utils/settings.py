@@ -69,9 +69,10 @@ def keywords(function: Callable[..., Result]) -> Callable[..., Result]:
                 values[name] = parse_record(own, record, OPTIONS)
         bound = signature.bind(*arguments, **values)
         for name, value in bound.arguments.items():
-            if isinstance(value, str) and Path in (kinds[name], *get_args(kinds[name])):
+            types = (kinds[name], *get_args(kinds[name]))
+            if isinstance(value, str) and Path in types and str not in types:
                 bound.arguments[name] = Path(value)
-            elif kinds[name] == Sequence[Path]:
+            elif isinstance(value, list | tuple) and Sequence[Path] in types:
                 bound.arguments[name] = list(map(Path, value))
         return function(*bound.args, **bound.kwargs)
 

@@ -444,7 +444,7 @@ def test_a_prior_of_each_sample_is_checked_and_goes_to_no_expert() -> None:
     torch.testing.assert_close(ensemble.weights(x, t, prior=prior), expected)
     assert hddm.sample(ensemble, 2, steps=1, shape=(1, 2, 2), prior=prior).shape == x.shape
     for wrong in (prior[:1], -prior, torch.zeros(2, 2)):
-        with pytest.raises(HddmError, match=r"p\(k \| prompt\) must be \(2, 2\) numbers"):
+        with pytest.raises(HddmError, match=r"p\(k \| prompt\) is \(2, 2\) numbers"):
             ensemble.prior_of(2, {}, wrong)
 
 
