@@ -66,7 +66,7 @@ def drop_in(model: VelocityField | Ensemble, pipe: DiffusionPipeline) -> "DropIn
 
 
 @dataclass
-class _Run:
+class _Sampling:
     """What holds from the first to the last call of one sampling."""
 
     timesteps: object
@@ -115,7 +115,7 @@ class DropIn(nn.Module):
         self.model, self.pipe, self.dtype = ensemble, pipe, network.dtype
         # No submodule: the pipeline moves the experts alone.
         vars(self)["_replaced"] = _without_weights(network)
-        self._run: _Run | None = None
+        self._sampling: _Sampling | None = None
         self._path: tuple[object, Schedule, PredictionType] | None = None
 
     @property
@@ -226,9 +226,9 @@ class DropIn(nn.Module):
 
     def _weights(self, x: Tensor, times: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
         """Weights (batch, K): of the strategy, or 1 for the expert that an image has drawn."""
-        model, run = self.model, self._run
+        model, run = self.model, self._sampling
         if run is None or run.timesteps is not self.pipe.scheduler.timesteps:
-            run = self._run = _new_run(self.pipe.scheduler.timesteps, x)
+            run = self._sampling = _new_sampling(self.pipe.scheduler.timesteps, x)
         commits = model.commits_at
         is_drawn = model.strategy == "draw" or (commits is not None and bool((times <= commits).any()))
         if not is_drawn:
@@ -243,13 +243,13 @@ class DropIn(nn.Module):
         return model.weights(x, times, run.expert[torch.arange(len(x)) % run.images])
 
 
-def _new_run(timesteps: object, x: Tensor) -> _Run:
+def _new_sampling(timesteps: object, x: Tensor) -> _Sampling:
     """Images of a batch whose rows may be repeated, once per branch of guidance, and their places."""
     branches = next(n for n in (3, 2, 1) if len(x) % n == 0 and all(map(x.chunk(n)[0].equal, x.chunk(n))))
     own = x[: len(x) // branches].float().cpu()
     digests = [hashlib.sha256(row.numpy().tobytes()).digest() for row in own]
     places = [int.from_bytes(one[:6], "big") / 2**48 for one in digests]
-    return _Run(timesteps, len(own), torch.tensor(places, dtype=torch.float64))
+    return _Sampling(timesteps, len(own), torch.tensor(places, dtype=torch.float64))
 
 
 def _rows(residuals: Mapping[str, tuple[Tensor, ...] | Tensor], rows: Tensor | None) -> dict[str, Any]:
