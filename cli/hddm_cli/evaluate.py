@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from hddm.utils.errors import UsageError
+from hddm.utils.files import check_result_file
 from hddm.utils.settings import EvaluationSettings, SampleSettings
 from hddm_cli.options import AsJson, InputArgument, InputOption, Overwrite, refuse_set
 
@@ -52,6 +53,8 @@ def evaluate(
         return
     if store or num_images is not None:
         raise UsageError("--num-images and --store need --strategies, such as --strategies all")
+    if out is not None:
+        check_result_file(out, overwrite)
     from hddm import evaluate as measure
     from hddm.evaluation.compare import summary
     from hddm.evaluation.results import Result, ResultGroup

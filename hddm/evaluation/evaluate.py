@@ -23,7 +23,7 @@ from hddm.evaluation.images import (
 from hddm.evaluation.results import Evaluation, EvaluationData
 from hddm.evaluation.scores import Scorer, Side
 from hddm.utils.errors import HddmError, UsageError, counted
-from hddm.utils.files import read_json, write_whole
+from hddm.utils.files import check_result_file, write_whole
 from hddm.utils.settings import EvaluationSettings, keywords
 
 RESAMPLES = 100
@@ -57,7 +57,7 @@ def evaluate(
             of a domain.
     """
     if out is not None:
-        _refuse_existing(out, overwrite)
+        check_result_file(out, overwrite)
     result = evaluate_folder(images, reference, **dict(settings))
     if out is not None:
         text = result.model_dump_json(indent=2)
@@ -170,18 +170,3 @@ def _reasons(
     if skipped:
         reasons.append(f"{counted(skipped, 'sample')} could not be read")
     return reasons
-
-
-def _refuse_existing(path: Path, overwrite: bool = False) -> None:
-    """Refuse a ``path`` without a folder, and an existing file, unless a result to ``overwrite``."""
-    if not path.parent.is_dir():
-        raise HddmError(f"--out {path}: {path.parent} is not a folder; create it first")
-    if path.is_symlink():
-        to = os.readlink(path)
-        raise HddmError(f"--out {path}: is a link to {to}; name the file itself, or remove the link")
-    if not path.exists():
-        return
-    if not overwrite:
-        raise HddmError(f"{path} exists: choose another file, or pass --overwrite to replace it")
-    if read_json(path).get("kind") != "evaluation":
-        raise HddmError(f"{path}: is not a result of an evaluation; choose another file")

@@ -191,6 +191,21 @@ def put_in_place(draft: Path, target: Path, overwrite: bool) -> None:
     sync(target.parent)
 
 
+def check_result_file(path: Path, overwrite: bool = False) -> None:
+    """Refuse a ``path`` without a folder, and an existing file, unless a result to ``overwrite``."""
+    if not path.parent.is_dir():
+        raise HddmError(f"--out {path}: {path.parent} is not a folder; create it first")
+    if path.is_symlink():
+        to = os.readlink(path)
+        raise HddmError(f"--out {path}: is a link to {to}; name the file itself, or remove the link")
+    if not path.exists():
+        return
+    if not overwrite:
+        raise HddmError(f"{path} exists: choose another file, or pass --overwrite to replace it")
+    if read_json(path).get("kind") != "evaluation":
+        raise HddmError(f"{path}: is not a result of an evaluation; choose another file")
+
+
 def check_absent(target: Path, record: str, overwrite: bool = False) -> None:
     """Refuse an existing ``target``; call it also before hours of work, to fail early.
 
