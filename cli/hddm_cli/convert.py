@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from hddm.utils.errors import UsageError
+from hddm.utils.files import refuse_pickle
 from hddm.utils.progress import Progress
 from hddm.utils.settings import Conversion
 from hddm_cli.options import InputArgument, InputOption, Out, Overwrite, refuse_set
@@ -63,6 +64,10 @@ def convert(
         with Progress(None, "convert"):
             lines = convert_lora(source, base, out, settings.licence, dry_run, overwrite)
         return _show(lines)
+    # Of a folder that holds both kinds, safetensors are read.
+    pickles = [] if any(source.rglob("*.safetensors")) else source.rglob("diffusion_pytorch_model*.bin")
+    for file in [source] if source.is_file() and source.suffix != ".json" else pickles:
+        refuse_pickle(file, settings.allow_pickle)
     from hddm import convert as turn
 
     checks = {"data": data, "verify": not no_verify, "dry_run": dry_run}
