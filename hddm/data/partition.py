@@ -8,6 +8,7 @@ trained on in another. In return, the held-out share is exact only on average.
 import hashlib
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -105,8 +106,9 @@ def partition(
     check_absent(out, PARTITION_FILE, overwrite)
     extractor = open_feature_extractor(features, seed)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{out.name}.features-", dir=out.parent) as place:
-        found = compute_features(source, extractor, cache or Path(place), max_bad, replace_cache)
+    passing = TemporaryDirectory(prefix=f".{out.name}.features-", dir=out.parent) if cache is None else None
+    with passing or nullcontext(str(cache)) as place:
+        found = compute_features(source, extractor, Path(place), max_bad, replace_cache)
         proposal = propose(found, needed, seed) if num_shards == "auto" else None
         # Of equals, the smaller.
         wanted = max(proposal, key=lambda k: (proposal[k], -k)) if proposal else int(num_shards)

@@ -119,6 +119,18 @@ def test_the_command_keeps_features_beside_its_folder_and_the_library_keeps_none
     assert {path.name for path in tmp_path.iterdir()} == {"one", "two", "three", features.name}
 
 
+def test_a_kill_leaves_nothing_hidden_beside_features_that_are_kept(
+    many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*arguments: object) -> None:
+        assert list(tmp_path.iterdir()) == []
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hddm.data.partition.compute_features", killed)
+    with pytest.raises(KeyboardInterrupt):
+        partition(many, tmp_path / "out", 2, cache=tmp_path / "out.features")
+
+
 def test_features_that_stay_are_named_whether_the_partition_succeeds_or_not(
     many: Path, tmp_path: Path, hddm: Command
 ) -> None:
