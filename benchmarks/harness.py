@@ -51,8 +51,8 @@ def command() -> str:
     kept = [word for word, before in zip(sys.argv[1:], sys.argv, strict=False) if before not in _PLACES]
     words = [word for word in kept if word not in _PLACES]
     module = Path(sys.argv[0])
-    own = "" if module.stem == "__main__" else f".{module.stem}"
-    return " ".join(["python -m", f"benchmarks.{module.parent.name}{own}", *words])
+    names = [one for one in (module.parent.name, module.stem) if one not in ("benchmarks", "__main__")]
+    return " ".join(["python -m", ".".join(["benchmarks", *names]), *words])
 
 
 def main(app: Callable[[], object]) -> None:

@@ -1,0 +1,312 @@
+"""Real shapes with random weights: convert, inspect, assemble and sample, beside diffusers doing the same.
+
+``python -m benchmarks.full_size --model sd15 --model dit-xl``; every measurement is a process of its own, so
+that its peak memory is its own. The network and its scheduler are at full size; a pipeline's text encoders
+and VAE are left out, since hddm copies them as they are.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from safetensors.torch import save_file
+
+from benchmarks.harness import RESULTS, ResultsOption, Start, WorkOption, main
+from hddm.utils.errors import HddmError
+
+HDDM = Path(sys.executable).with_name("hddm")
+SEED, BLOCK = 0, 2**24
+SD_BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A diffusers network with the config of the real one, and what a call of it takes beside state and time.
+
+    ``conditions`` are shapes per sample; labels are whole numbers.
+    """
+
+    network: str
+    config: Mapping[str, Any]
+    scheduler: str
+    schedule: Mapping[str, Any]
+    conditions: Mapping[str, tuple[int, ...]]
+    dtype: str = "float32"
+    side: int = 64
+
+
+MODELS = {
+    "sd15": Model(
+        "UNet2DConditionModel",
+        {"sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8},
+        "DDIMScheduler",
+        SD_BETAS,
+        {"encoder_hidden_states": (77, 768)},
+    ),
+    "pixart-xl": Model(
+        "PixArtTransformer2DModel",
+        {"sample_size": 64, "caption_channels": 4096, "cross_attention_dim": 1152, "num_layers": 28},
+        "DPMSolverMultistepScheduler",
+        {},
+        {"encoder_hidden_states": (120, 4096)},
+    ),
+    "dit-xl": Model(
+        "DiTTransformer2DModel",
+        {"sample_size": 32, "num_layers": 28, "num_attention_heads": 16, "attention_head_dim": 72},
+        "DDIMScheduler",
+        {},
+        {"class_labels": ()},
+        side=32,
+    ),
+    "sdxl": Model(
+        "UNet2DConditionModel",
+        {
+            "sample_size": 64,
+            "block_out_channels": (320, 640, 1280),
+            "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+            "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+            "transformer_layers_per_block": (1, 2, 10),
+            "attention_head_dim": (5, 10, 20),
+            "cross_attention_dim": 2048,
+            "addition_embed_type": "text_time",
+            "addition_time_embed_dim": 256,
+            "projection_class_embeddings_input_dim": 2816,
+            "use_linear_projection": True,
+        },
+        "EulerDiscreteScheduler",
+        SD_BETAS,
+        {"encoder_hidden_states": (77, 2048), "text_embeds": (1280,), "time_ids": (6,)},
+        "bfloat16",
+    ),
+    "sd3-medium": Model(
+        "SD3Transformer2DModel",
+        {
+            "sample_size": 64,
+            "in_channels": 16,
+            "num_layers": 24,
+            "num_attention_heads": 24,
+            "caption_projection_dim": 1536,
+            "pos_embed_max_size": 192,
+            "dual_attention_layers": (),
+        },
+        "FlowMatchEulerDiscreteScheduler",
+        {"shift": 3.0},
+        {"encoder_hidden_states": (154, 4096), "pooled_projections": (2048,)},
+        "bfloat16",
+    ),
+}
+Name = StrEnum("Name", {one: one for one in MODELS})
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Seconds on the clock, and the peak of resident memory in bytes."""
+
+    seconds: float
+    memory: int
+
+
+def build(name: str, folder: Path) -> None:
+    """Write a pipeline folder of random weights, with the conditions of one sample beside it."""
+    import diffusers
+
+    model, made = MODELS[name], torch.Generator().manual_seed(SEED)
+    network = getattr(diffusers, model.network)(**model.config).to(getattr(torch, model.dtype))
+    for key, one in network.named_parameters():
+        # No weight is zero, so that every layer counts.
+        one.data.normal_(mean=float("norm" in key and one.ndim == 1), std=0.02, generator=made)
+    part = "unet" if "UNet" in model.network else "transformer"
+    network.save_pretrained(folder / part, max_shard_size="20GB")
+    getattr(diffusers, model.scheduler)(**model.schedule).save_pretrained(folder / "scheduler")
+    index = {part: ["diffusers", model.network], "scheduler": ["diffusers", model.scheduler]}
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "DiffusionPipeline", **index}))
+    save_file(conditions_of(model), folder / "conditions.safetensors")
+
+
+def conditions_of(model: Model) -> dict[str, torch.Tensor]:
+    """Random conditions of one sample."""
+    made = torch.Generator().manual_seed(SEED)
+    return {
+        key: torch.tensor([1]) if key == "class_labels" else torch.randn(1, *shape, generator=made)
+        for key, shape in model.conditions.items()
+    }
+
+
+def stock(name: str, folder: Path, calls: int) -> None:
+    """Open the network by diffusers, and print the seconds of each of ``calls`` calls on one sample."""
+    import diffusers
+
+    model = MODELS[name]
+    part = "unet" if "UNet" in model.network else "transformer"
+    dtype = getattr(torch, model.dtype)
+    network = getattr(diffusers, model.network).from_pretrained(folder / part, torch_dtype=dtype)
+    given: dict[str, Any] = {
+        key: one.to(dtype) if one.is_floating_point() else one for key, one in conditions_of(model).items()
+    }
+    added = {key: given.pop(key) for key in ("text_embeds", "time_ids") if key in given}
+    if added or "PixArt" in model.network:
+        given["added_cond_kwargs"] = added
+    state = torch.randn(1, network.config.in_channels, model.side, model.side).to(dtype)
+    _time_calls(calls, lambda: network(state, timestep=torch.tensor([500]), return_dict=False, **given))
+
+
+def ours(name: str, folder: Path, calls: int) -> None:
+    """Open the expert or ensemble by hddm, and print the seconds of each of ``calls`` velocities."""
+    import hddm
+
+    model = MODELS[name]
+    dtype = getattr(torch, model.dtype)
+    opened, given = hddm.load(folder, dtype=dtype), conditions_of(model)
+    shape = opened.sample_shape
+    assert shape is not None
+    options = {"expert": torch.tensor([0])} if isinstance(opened, hddm.Ensemble) else {}
+    state = torch.randn(1, *shape).to(dtype)
+    _time_calls(calls, lambda: opened.velocity(state, torch.tensor([0.5]), **options, **given))
+
+
+def _time_calls(calls: int, call: Callable[[], object]) -> None:
+    with torch.inference_mode():
+        for _ in range(calls):
+            began = time.perf_counter()
+            call()
+            print(f"call: {time.perf_counter() - began}")
+
+
+def copy(source: Path, target: Path) -> None:
+    """Copy a folder and hash its files: what a conversion does at least."""
+    shutil.copytree(source, target)
+    for path in source.rglob("*.safetensors"):
+        digest = hashlib.sha256()
+        with path.open("rb") as file:
+            while block := file.read(BLOCK):
+                digest.update(block)
+
+
+def taken(*words: object) -> tuple[Taken, str]:
+    """Run a command in a process of its own; what it took and printed."""
+    began = time.perf_counter()
+    run = subprocess.Popen([str(word) for word in words], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    shown = run.stdout.read()
+    _, status, usage = os.wait4(run.pid, 0)
+    if status:
+        raise HddmError(f"{' '.join(map(str, words))}: ended with status {status}")
+    return Taken(time.perf_counter() - began, usage.ru_maxrss * 1024), shown
+
+
+def part_of(name: str, *arguments: object) -> tuple[Taken, str]:
+    """Run one of this module's functions by its name, in a process of its own."""
+    words = ", ".join(f"Path({str(one)!r})" if isinstance(one, Path) else repr(one) for one in arguments)
+    code = f"from pathlib import Path; from benchmarks import full_size; full_size.{name}({words})"
+    return taken(sys.executable, "-c", code)
+
+
+def measure(name: str, work: Path, calls: int) -> dict[str, Any]:
+    """All measurements of one model; its folders are deleted in the end."""
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    source, expert, both = work / "source", work / "expert", work / "both"
+    part_of("build", name, source)
+    size = _bytes(source)
+    row: dict[str, Any] = {"bytes": size}
+    row["copy and hash"], _ = part_of("copy", source, work / "copy")
+    shutil.rmtree(work / "copy")
+    row["convert"], _ = taken(HDDM, "convert", source, "--out", expert)
+    row["inspect"], _ = taken(HDDM, "inspect", expert)
+    shutil.copytree(expert, work / "second", copy_function=os.link)
+    row["assemble"], _ = taken(HDDM, "assemble", expert, work / "second", "--out", both)
+    row["added by assembling"] = _bytes(work) - _bytes(source) - _bytes(expert)
+    for way, function, folder in (
+        ("diffusers", "stock", source),
+        ("expert", "ours", expert),
+        ("two experts", "ours", both),
+    ):
+        whole, shown = part_of(function, name, folder, calls)
+        seconds = [float(line.removeprefix("call: ")) for line in shown.splitlines() if "call: " in line]
+        row[way] = {"process": whole, "calls": seconds}
+    shutil.rmtree(work)
+    return row
+
+
+def _bytes(folder: Path) -> int:
+    """Bytes on disk; a file with several names counts once."""
+    files = {(one.stat().st_ino, one.stat().st_size) for one in folder.rglob("*") if one.is_file()}
+    return sum(size for _, size in files)
+
+
+def table(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """The measurements as a table, with the goals beside them."""
+    yield "# Conversion and sampling at full size, random weights"
+    yield ""
+    yield (
+        "Goals: conversion at most 2.5 times copying and hashing; its peak memory at most the source + 1 GB; "
+        "a call at most 1.05 times diffusers'; two experts within 1.2 times the memory of one."
+    )
+    yield ""
+    names = ["model", "GB", "copy + sha256", "convert (times)", "its peak, above the source", "inspect"]
+    names += ["assemble two", "a call: diffusers", "ours (times)", "memory: diffusers", "one expert"]
+    yield f"| {' | '.join([*names, 'two (times one)'])} |"
+    yield f"|---|{'---:|' * len(names)}"
+    for name, row in rows.items():
+        hashed, made = row["copy and hash"], row["convert"]
+        quick, slow = (min(row[way]["calls"]) for way in ("diffusers", "expert"))
+        memory = {way: row[way]["process"].memory for way in ("diffusers", "expert", "two experts")}
+        cells = [
+            name,
+            f"{row['bytes'] / 1e9:.2f}",
+            f"{hashed.seconds:.0f} s",
+            f"{made.seconds:.0f} s ({made.seconds / hashed.seconds:.1f})",
+            f"{(made.memory - row['bytes']) / 1e9:+.2f} GB",
+            f"{row['inspect'].seconds:.1f} s",
+            f"{row['assemble'].seconds:.1f} s",
+            f"{quick:.2f} s",
+            f"{slow:.2f} s ({slow / quick:.2f})",
+            f"{memory['diffusers'] / 1e9:.2f} GB",
+            f"{memory['expert'] / 1e9:.2f} GB",
+            f"{memory['two experts'] / 1e9:.2f} GB ({memory['two experts'] / memory['expert']:.2f})",
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def full_size(
+    model: Annotated[list[Name] | None, typer.Option("--model", help="Default: all.")] = None,
+    calls: Annotated[int, typer.Option("--calls", min=2, help="Timed calls; the fastest counts.")] = 3,
+    results: ResultsOption = RESULTS,
+    work: WorkOption = Path("runs"),
+) -> None:
+    """Measure conversion and sampling of real shapes; needs twice the model's size on disk and in memory."""
+    start, rows = Start(results, work), {}
+    for name in model or list(Name):
+        typer.echo(f"{name} ...", err=True)
+        rows[name.value] = measure(name.value, work / "full-size", calls)
+        typer.echo(list(table(rows))[-1], err=True)
+    typer.echo(
+        start.write(
+            "full-size", list(table(rows)), {"rows": _plain(rows), "threads": torch.get_num_threads()}
+        )
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    return asdict(value) if isinstance(value, Taken) else value
+
+
+if __name__ == "__main__":
+    main(app)
