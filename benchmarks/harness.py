@@ -26,7 +26,7 @@ from hddm.data.partition import partition
 from hddm.evaluation.features import choose_extractor
 from hddm.evaluation.scores import Scorer, Scores, Side
 from hddm.training.settings import ExpertSettings
-from hddm.utils.errors import HddmError, on_command_line
+from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json, write_json
 from hddm.utils.processes import compute_environment, environment
 from hddm.utils.progress import Progress
@@ -57,11 +57,10 @@ def command() -> str:
 
 def main(app: Callable[[], object]) -> None:
     """Run a command line; what a user can mend is said in a line."""
-    with on_command_line():
-        try:
-            app()
-        except HddmError as error:
-            sys.exit(f"{Path(sys.argv[0]).parent.name}: {error}")
+    try:
+        app()
+    except HddmError as error:
+        sys.exit(f"{Path(sys.argv[0]).parent.name}: {error}")
 
 
 @dataclass(frozen=True)

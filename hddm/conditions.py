@@ -221,13 +221,13 @@ class Guidance:
         if self.by not in get_args(GuideBy):
             raise HddmError(f"guidance is by {' or by '.join(get_args(GuideBy))}, not by {self.by!r}")
         if not math.isfinite(self.scale):
-            raise HddmError(f"--guidance-scale {self.scale}: must be finite")
+            raise HddmError(f"`guidance_scale` {self.scale}: must be finite")
         if self.channels is not None and self.channels < 1:
             raise HddmError(f"guided channels start at 1, not {self.channels}")
         if not 0 <= low <= high <= 1:
-            raise HddmError(f"--guidance-interval {low} {high}: must be two t, 0 <= low <= high <= 1")
+            raise HddmError(f"`guidance_interval` {low} {high}: must be two t, 0 <= low <= high <= 1")
         if not 0 <= self.rescale <= 1:
-            raise HddmError(f"--guidance-rescale {self.rescale}: must be from 0 to 1")
+            raise HddmError(f"`guidance_rescale` {self.rescale}: must be from 0 to 1")
 
     @classmethod
     def of(cls, scale: "float | Guidance") -> "Guidance":

@@ -429,9 +429,9 @@ class Ensemble:
             given = {own for own, name in self.names_of(k).items() if name in conditions}
             given |= self.experts[k].null_conditions.keys()
             for name in missing_from(given, self.experts[k].conditions or ()):
-                option = {TEXT_CONDITIONS[0]: "--prompt or ", LABELS: "--class-labels or "}.get(name, "")
+                option = {TEXT_CONDITIONS[0]: "`prompt` or ", LABELS: "`class_labels` or "}.get(name, "")
                 raise UsageError(
-                    f"{option}--conditions: the experts need {self.names_of(k)[name]} and have no empty "
+                    f"{option}`conditions`: the experts need {self.names_of(k)[name]} and have no empty "
                     "default; pass it"
                 )
 

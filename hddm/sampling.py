@@ -94,7 +94,7 @@ def resolve_solver(model: Ensemble, requested: str | Solver | None) -> tuple[str
         name, solver = getattr(requested, "__name__", repr(requested)), requested
     if is_student and solver is not euler:
         raise HddmError(
-            f"--solver {name}: a student of few steps predicts the mean velocity over a step, which euler "
+            f"`solver` {name}: a student of few steps predicts the mean velocity over a step, which euler "
             "takes exactly; drop the option"
         )
     return name, solver
@@ -149,7 +149,7 @@ def plan(
     if expert is not None and strategy is not None:
         raise HddmError(f"expert {expert} and strategy {strategy!r}: choose one of the two")
     if expert is not None and not 0 <= expert < len(model.experts):
-        raise HddmError(f"--expert {expert}: there are 0 … {len(model.experts) - 1}")
+        raise HddmError(f"`expert` {expert}: there are 0 … {len(model.experts) - 1}")
     # A copy, so that another thread's sampling keeps its own strategy.
     model = model.under(strategy or model.strategy)
     if not callable(guidance):
@@ -157,7 +157,7 @@ def plan(
     scale, inner = guidance().scale, max(one.inner_guidance for one in model.experts)
     if scale != 1 and inner != 1:
         raise HddmError(
-            f"--guidance-scale {scale:g}: this student has guidance of scale {inner:g} inside; drop it"
+            f"`guidance_scale` {scale:g}: this student has guidance of scale {inner:g} inside; drop it"
         )
     solver_name, solver = resolve_solver(model, solver)
     if times is None:

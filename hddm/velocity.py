@@ -231,7 +231,7 @@ class VelocityField:
         self.noise_range = low, high = noise_range
         if not (0 <= low < high <= 1 and low < self.range[1] and high > self.range[0]):
             raise HddmError(
-                f"--noise-range {low:g}:{high:g}: must be LOW:HIGH, with 0 <= LOW < HIGH <= 1, and meet the "
+                f"`noise_range` {low:g}:{high:g}: must be LOW:HIGH, with 0 <= LOW < HIGH <= 1, and meet the "
                 f"schedule's own range, {self.range[0]:.4g}:{self.range[1]:.4g}"
             )
 
@@ -363,7 +363,7 @@ class VelocityField:
         """What there is to guide by, in words."""
         by_condition = [] if self.conditions == () else ["pass a condition to guide by"]
         by_weak = [] if self.weak is None else ["guide by the weak model"]
-        return ", or ".join([*by_condition, *by_weak, "take --guidance-scale 1"])
+        return ", or ".join([*by_condition, *by_weak, "take `guidance_scale` 1"])
 
     def refuse_beyond(self, t: Tensor) -> None:
         """Raise an `HddmError` where a t (n,) lies outside the noise range."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hddm.utils.errors import HddmError, on_command_line
+from hddm.utils.errors import HddmError
 from hddm.utils.files import FULL
 from hddm.utils.processes import Interrupted, interruptible
 from hddm.utils.progress import Progress
@@ -36,6 +36,7 @@ from hddm_cli import (
 )
 from hddm_cli import data as data_verbs
 from hddm_cli.options import add
+from hddm_cli.usage import as_typed, say
 
 commands = typer.Typer(
     name="hddm",
@@ -94,7 +95,9 @@ def app() -> None:
 
     ``--debug`` anywhere shows the traceback of a failure.
     """
-    logging.basicConfig(format="hddm: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Line("hddm: %(message)s"))
+    logging.basicConfig(handlers=[handler])
     logging.getLogger("hddm").setLevel(logging.INFO)
     debug = "--debug" in sys.argv
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
@@ -102,12 +105,12 @@ def app() -> None:
     try:
         # Libraries take seconds to load, and on a busy machine a minute.
         start = Progress(None, " ".join(["hddm", *arguments[:1]]), is_drawn=False)
-        with interruptible(), on_command_line(), start:
+        with interruptible(), start:
             sys.exit(commands(args=arguments, prog_name="hddm", standalone_mode=False))
     except typer.Abort:
         sys.exit(130)
     except Interrupted as stopped:
-        typer.echo(f"hddm: {stopped}; nothing half-written is left", err=True)
+        say(f"hddm: {stopped}; nothing half-written is left", err=True)
         sys.exit(128 + stopped.number)
     except Exception as error:
         _refuse(error, debug)
@@ -122,14 +125,19 @@ def _refuse(error: Any, debug: bool) -> None:
         wrong_usage = usage.wording(error)
         if wrong_usage is None and debug:
             raise error
-        typer.echo(f"hddm: {wrong_usage or _message(error)}", err=True)
+        typer.echo(f"hddm: {as_typed(wrong_usage) if wrong_usage else _message(error)}", err=True)
     sys.exit(getattr(error, "exit_code", 1))
+
+
+class _Line(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return as_typed(super().format(record))
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *where: object, **more: object) -> None:
     # Deprecations of other libraries are for developers, who run the tests.
     if issubclass(category, UserWarning):
-        typer.echo(f"hddm: warning: {message}", err=True)
+        say(f"hddm: warning: {message}", err=True)
 
 
 def _message(error: Exception) -> str:
@@ -143,7 +151,7 @@ def _message(error: Exception) -> str:
         remedy = "free some space" if error.errno in FULL else "name another path"
         return _one_line(f"{place}: {error.strerror}; {remedy}")
     details = getattr(error, "details", ())
-    return "\n  ".join((_one_line(getattr(error, "message", error)), *details))
+    return as_typed("\n  ".join((_one_line(getattr(error, "message", error)), *details)))
 
 
 def _one_line(text: object) -> str:

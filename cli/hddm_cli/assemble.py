@@ -10,6 +10,7 @@ from hddm.utils.files import check_absent, restore
 from hddm.utils.records import ENSEMBLE_FILE
 from hddm.utils.settings import AssemblySettings
 from hddm_cli.options import InputArgument, InputOption, Overwrite
+from hddm_cli.usage import say
 
 MOST = 20
 """Names of classes that are printed."""
@@ -80,7 +81,7 @@ def assemble(
             assert out is not None
             notes = put_together(experts, out, router, strategy, overwrite, **options)
     for note in notes:
-        typer.echo(f"note: {note}")
+        say(f"note: {note}")
     written = out or experts[0]
     ensemble = read_ensemble_facts(written)
     typer.echo(f"{written}: {counted(len(ensemble.experts), 'expert')}, strategy {ensemble.strategy}")

@@ -11,6 +11,7 @@ from hddm.utils.files import refuse_pickle
 from hddm.utils.progress import Progress
 from hddm.utils.settings import Conversion
 from hddm_cli.options import InputArgument, InputOption, Out, Overwrite, refuse_set
+from hddm_cli.usage import say
 
 
 def convert(
@@ -71,9 +72,9 @@ def convert(
     from hddm import convert as turn
 
     checks = {"data": data, "verify": not no_verify, "dry_run": dry_run}
-    turn(source, out, settings=settings, overwrite=overwrite, report=typer.echo, **checks)
+    turn(source, out, settings=settings, overwrite=overwrite, report=say, **checks)
 
 
 def _show(lines: Iterable[str]) -> None:
     for line in lines:
-        typer.echo(line)
+        say(line)

@@ -10,6 +10,7 @@ from hddm.utils.errors import UsageError
 from hddm.utils.files import check_result_file
 from hddm.utils.settings import EvaluationSettings, SampleSettings
 from hddm_cli.options import AsJson, InputArgument, InputOption, Overwrite, refuse_set
+from hddm_cli.usage import say
 
 
 def evaluate(
@@ -75,7 +76,7 @@ def evaluate(
     if out is None:
         return
     for reason in result.reasons:
-        typer.echo(f"{out}: not comparable: {reason}")
+        say(f"{out}: not comparable: {reason}")
     if result.comparable:
         typer.echo(f"{out}: comparable")
 

@@ -9,6 +9,7 @@ import typer
 
 from hddm.utils.settings import Reading
 from hddm_cli.options import AsJson, InputArgument, Without
+from hddm_cli.usage import say
 
 
 def inspect(
@@ -29,7 +30,10 @@ def inspect(
 
         typer.echo(summary(read_groups([path])[0]))
         return
-    typer.echo(json.dumps(description, indent=2) if as_json else "\n".join(plain_lines(description)))
+    if as_json:
+        typer.echo(json.dumps(description, indent=2))
+    else:
+        say("\n".join(plain_lines(description)))
 
 
 _LONGEST = 100

@@ -7,6 +7,7 @@ import typer
 
 from hddm.utils.errors import UsageError
 from hddm_cli.options import InputArgument, Out, Overwrite
+from hddm_cli.usage import say
 
 
 def merge(
@@ -32,5 +33,5 @@ def merge(
     with Progress(None, "merge"):
         notes = merge_experts(experts, out, numbers, overwrite)
     for note in notes:
-        typer.echo(f"note: {note}")
+        say(f"note: {note}")
     typer.echo(f"{out}: merged of {len(experts)} experts")

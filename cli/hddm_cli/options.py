@@ -20,7 +20,7 @@ from hddm.utils.errors import HddmError, UsageError, asked
 from hddm.utils.files import check_absent, restore
 from hddm.utils.records import EXPERT_FILE, Record
 from hddm.utils.settings import READ, Shown
-from hddm_cli.usage import Verb
+from hddm_cli.usage import Verb, as_typed
 
 
 def existing(param: typer.CallbackParam, value: Any) -> Any:
@@ -118,7 +118,7 @@ def _option(name: str, field: Any) -> Any:
     shown = next((one for one in extras if isinstance(one, Shown)), Shown())
     details = typer.Option(
         *names,
-        help=" ".join((field.description or "").split()),
+        help=as_typed(" ".join((field.description or "").split())),
         # What is in the way of --out depends on it.
         is_eager=name == "resume",
         metavar=shown.word,

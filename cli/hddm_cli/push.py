@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from hddm_cli.options import InputArgument, InputOption
+from hddm_cli.usage import say
 
 
 def push(
@@ -38,7 +39,7 @@ def push(
 
     planned = plan_upload(ensemble, name, licence, picture, results)
     for note in planned.notes:
-        typer.echo(f"note: {note}")
+        say(f"note: {note}")
     if not dry_run:
         typer.echo(upload(planned, private or None, message=message))
         return

@@ -17,6 +17,7 @@ from hddm.training.settings import (
 )
 from hddm.utils.errors import UsageError, asked, counted
 from hddm_cli.options import Config, InputArgument, InputOption, Out, Overwrite, Without
+from hddm_cli.usage import say
 
 if TYPE_CHECKING:
     from hddm.training.islands import Island, Outcome
@@ -57,7 +58,7 @@ def expert(
     from hddm import train
 
     start = {"init": init, "schedule": schedule}
-    train(shard, out, settings=settings, run=run, overwrite=overwrite, report=typer.echo, **start)
+    train(shard, out, settings=settings, run=run, overwrite=overwrite, report=say, **start)
 
 
 def router(
@@ -146,7 +147,7 @@ def train_all(
         outcomes = _trained(islands, parallel or 1, retries, ray)
     for island, outcome in zip(islands, outcomes, strict=True):
         if outcome and isinstance(outcome, str):
-            typer.echo(f"{island.out}: {outcome}")
+            say(f"{island.out}: {outcome}")
     refuse_failed(islands, outcomes)
 
 

@@ -6,6 +6,7 @@ Typer brings its own copy of click, or does not, by its version; so its objects 
 import re
 from typing import Any
 
+import typer
 from typer.core import TyperCommand
 
 from hddm.utils.errors import choose, did_you_mean, words
@@ -50,6 +51,7 @@ _WORDS = {
 TOPIC_OF, WORD_OF = (
     {name: title for title, names in table.items() for name in names.split()} for table in (_TOPICS, _WORDS)
 )
+_FIELD = re.compile(r"`([a-z][a-z0-9_]*)(?:=True)?`")
 _FEW = 8
 """Most parameters of a verb whose options need no topics."""
 
@@ -75,6 +77,16 @@ class Verb(TyperCommand):
             if rows:
                 with formatter.section(topic):
                     formatter.write_dl(rows)
+
+
+def as_typed(text: str) -> str:
+    """A text of the library, which names arguments in backticks, with the options to type: ``--steps``."""
+    return _FIELD.sub(lambda found: f"--{found[1].replace('_', '-')}", text)
+
+
+def say(text: str, err: bool = False) -> None:
+    """Print a text of the library."""
+    typer.echo(as_typed(text), err=err)
 
 
 def _word(param: Any) -> str:

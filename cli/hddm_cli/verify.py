@@ -9,6 +9,7 @@ import typer
 from hddm.utils.errors import HddmError
 from hddm.utils.settings import Computing
 from hddm_cli.options import AsJson, InputArgument, InputOption, Seed, Without
+from hddm_cli.usage import say
 
 if TYPE_CHECKING:
     from hddm.training.verify import Verification
@@ -93,6 +94,6 @@ def _show_line(verdict: "Verification", hint: str) -> None:
     if verdict.denoising is not None:
         found = verdict.denoising
         line += f"; error {found.expert:.4f} on {verdict.images} images (a Gaussian: {found.gaussian:.4f})"
-    typer.echo(f"{verdict.folder}: {line}{hint if verdict.accepted else ''}")
+    say(f"{verdict.folder}: {line}{hint if verdict.accepted else ''}")
     for note in verdict.notes:
-        typer.echo(f"  note: {note}")
+        say(f"  note: {note}")

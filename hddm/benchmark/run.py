@@ -155,8 +155,8 @@ def check_out(out: Path, file: BenchmarkFile, overwrite: bool = False) -> None:
         before["seeds"] = now["seeds"]
     if differing := differences(before, now):
         raise HddmError(
-            f"{out}: has results of other settings; choose another folder (--jobs {out / 'jobs'} reuses "
-            f"what is the same), or pass --overwrite to replace the results",
+            f"{out}: has results of other settings; choose another folder (`jobs` {out / 'jobs'} reuses "
+            f"what is the same), or pass `overwrite=True` to replace the results",
             map(str, differing),
         )
 

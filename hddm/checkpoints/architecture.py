@@ -51,7 +51,7 @@ def restart(built: Built, channels: int) -> Built:
     """Give the network a fresh head of ``channels`` outputs and a fresh text projection; keep all else."""
     prefixes = _REINITIALISED.get(built.network.__name__)
     if prefixes is None:
-        raise HddmError(f"--recipe paper is for transformers ({', '.join(_REINITIALISED)})")
+        raise HddmError(f"`recipe` paper is for transformers ({', '.join(_REINITIALISED)})")
     arguments = {**built.arguments, "out_channels": channels}
     depth = "depth" if built.network is ExpertTransformer else "num_layers"
     with torch.random.fork_rng(devices=[]):
@@ -90,7 +90,7 @@ def as_expert_transformer(
         if given[key] != usual:
             raise HddmError(
                 f"{source.path}: {key} is {str(given[key])[:40]!r}, and a DiT can change its architecture "
-                f"with {usual!r} only; convert without --architecture and --text-dim"
+                f"with {usual!r} only; convert without `architecture` and `text_dim`"
             )
     renamed = _diffusers_dit_table(config["depth"]).renamed(weights, str(source.path))
     # The class computes its positions; ours are a parameter.

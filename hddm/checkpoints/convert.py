@@ -132,7 +132,7 @@ def convert(
             exactly those of the network, a failed comparison, or an existing ``out``.
     """
     if settings.modulation_rank and settings.architecture is None:
-        raise UsageError(f"--modulation-rank {settings.modulation_rank}: needs --architecture {ADALN_SINGLE}")
+        raise UsageError(f"`modulation_rank` {settings.modulation_rank}: needs `architecture` {ADALN_SINGLE}")
     with Progress(None, "read the checkpoint"):
         planned = plan(source, settings)
     check_absent(out, EXPERT_FILE, overwrite)
@@ -145,7 +145,7 @@ def convert(
         report(line)
     if dry_run:
         refuse_full_disk(out, planned.size)
-        report(f"{out}: nothing written (--dry-run)")
+        report(f"{out}: nothing written (`dry_run`)")
         return out
     with Progress(None, "convert"):
         verified = write(planned, out, verify, overwrite)
@@ -222,7 +222,7 @@ def _checked(plan: ConversionPlan, draft: Path) -> ConversionCheck:
     if is_fold and found.is_finite and found.function_error > LARGEST_FOLD_ERROR:
         raise HddmError(
             f"{source.path}: the folded network's outputs differ by {found.function_error:.2f} "
-            "(relative); raise --modulation-rank; nothing was written"
+            "(relative); raise `modulation_rank`; nothing was written"
         )
     largest = max(found.velocity_errors.values())
     is_exact = found.difference <= LARGEST_DIFFERENCE and largest <= LARGEST_VELOCITY_ERROR
@@ -384,7 +384,7 @@ def verdict(plan: ConversionPlan, verified: ConversionCheck | None) -> list[str]
     if plan.built.modulation_error is not None:
         return [
             f"verify: outputs differ from the source's by {verified.function_error:.2e} (relative, root mean "
-            f"square), at most {verified.difference:.2e}; a higher --modulation-rank comes closer"
+            f"square), at most {verified.difference:.2e}; a higher `modulation_rank` comes closer"
         ]
     return [
         f"verify: outputs differ from the source's by at most {verified.difference:.1e} "

@@ -64,10 +64,10 @@ def _sizes(weights: Weights, reading: Reading, origin: str) -> tuple[int, int, i
     if heads is None:
         raise UnstatedHeads(
             f"{origin}: {depth} blocks of width {width} are not a published size, and no tensor shows "
-            f"the number of attention heads: pass --num-heads"
+            f"the number of attention heads: pass `num_heads`"
         )
     if heads < 1 or width % heads:
-        raise HddmError(f"--num-heads {heads}: the width {width} is not a multiple of it")
+        raise HddmError(f"`num_heads` {heads}: the width {width} is not a multiple of it")
     sizes = {"in_channels": channels, "out_channels": rows // patch**2, "patch_size": patch}
     return width, depth, heads, sizes
 
@@ -80,7 +80,7 @@ def _side(weights: Weights, patch: int, reading: Reading, origin: str) -> int:
         raise HddmError(f"{origin}: {tokens} positions do not form a square")
     if reading.sample_size not in (None, side):
         raise HddmError(
-            f"--sample-size {reading.sample_size}: {origin} records a sample of side {side}; drop the option"
+            f"`sample_size` {reading.sample_size}: {origin} records a sample of side {side}; drop the option"
         )
     return side
 
@@ -143,7 +143,7 @@ def _positions(
     """The input's side and the scale of its positions, which the network computes itself."""
     if "pos_embed" not in weights:
         if reading.sample_size is None:
-            raise HddmError(f"{origin}: has no pos_embed; pass --sample-size, the side of its latents")
+            raise HddmError(f"{origin}: has no pos_embed; pass `sample_size`, the side of its latents")
         return reading.sample_size, None
     stored, side = weights["pos_embed"], _side(weights, patch, reading, origin)
     if stored.shape[0] == 1 and stored.shape[2] == width:

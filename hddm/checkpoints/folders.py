@@ -102,7 +102,7 @@ def open_model(
     # The config of Flux has no place for it.
     if network.__name__ != FLUX and side is not None and stated != [side, side]:
         if stated not in (None, side):
-            raise HddmError(f"--sample-size {side}: {path} says sample_size {stated!r}; drop the option")
+            raise HddmError(f"`sample_size` {side}: {path} says sample_size {stated!r}; drop the option")
         arguments["sample_size"] = side
     layout = next(name for name, kind in DIFFUSERS_LAYOUTS.items() if kind is network)
     sets = _weight_files(folder, reading.variant) if file is None else _set_of(folder, file, reading.variant)
@@ -150,7 +150,7 @@ def open_expert(folder: Path, reading: Reading) -> Checkpoint:
         network, weights, arguments = open_adapted(folder, record.adapter, base, EXPERT_NETWORKS)
         record = without_adapter(record)
     if reading.weights not in (None, record.weights):
-        raise HddmError(f"--weights {reading.weights}: {folder} holds {record.weights} weights")
+        raise HddmError(f"`weights` {reading.weights}: {folder} holds {record.weights} weights")
     refuse_damaged(folder, EXPERT_FILE, FILES, remedy=remedy(folder))
     return Checkpoint(
         path=folder,
@@ -237,7 +237,7 @@ def _weight_files(folder: Path, variant: str | None) -> dict[WeightSet, str]:
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
         variants = {match[1] or match[2] for match in map(_WEIGHTS.fullmatch, names) if match} - {None}
         wanted = f"{STEM}{'.' + variant if variant else ''}.safetensors"
-        hint = f"; there are variants: pass --variant {' or '.join(sorted(variants))}"
+        hint = f"; there are variants: pass `variant` {' or '.join(sorted(variants))}"
         raise HddmError(f"{folder}: no {wanted}{hint if variants else did_you_mean(wanted, names)}")
     if variant is None and raw is not None:
         return {"ema": found, "raw": raw}
@@ -253,7 +253,7 @@ def _set_of(folder: Path, file: str, asked: str | None) -> dict[WeightSet, str]:
         )
     variant = match[1] or match[2] or ""
     if asked not in (None, variant):
-        raise HddmError(f"--variant {asked}: {folder / file} is another file; drop the option")
+        raise HddmError(f"`variant` {asked}: {folder / file} is another file; drop the option")
     if variant == "non_ema":
         return {"raw": file}
     return {"ema" if not variant and _find(folder, "non_ema") else "unstated": file}

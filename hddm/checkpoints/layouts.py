@@ -24,7 +24,7 @@ LATENT_SCALE = 0.18215
 IMAGENET_CLASSES = 1000
 IMAGENET_LICENCE = (
     "CC-BY-NC-4.0 (assumed: it has the 1,000 classes of the released ImageNet DiT weights, which are "
-    "non-commercial; --licence states another)"
+    "non-commercial; `licence` states another)"
 )
 
 

@@ -90,10 +90,10 @@ def _facts(content: Weights, config: Mapping[str, Any], reading: Reading, origin
         notes.append(f"{others} tensors of its VAE and text encoder are left alone")
     if "ztsnr" in content:
         notes.append(
-            "ztsnr means training down to zero signal: --schedule must contain rescale_betas_zero_snr"
+            "ztsnr means training down to zero signal: `schedule` must contain rescale_betas_zero_snr"
         )
     if reading.sample_size is None:
-        notes.append(f"samples of side {config['sample_size']} are assumed; --sample-size changes that")
+        notes.append(f"samples of side {config['sample_size']} are assumed; `sample_size` changes that")
     scale = content.get("scale_factor")
     latent_scale = None if scale is None or scale.numel() != 1 else float(scale)
     return Facts(latent_scale, tuple(notes), _declared(content), buffers)
@@ -176,13 +176,13 @@ def unet_heads(
     if number is not None:
         odd = [width for width in channels if number < 1 or width % number]
         if odd:
-            raise HddmError(f"--num-heads {number}: a width of {odd[0]} in {origin} does not divide by it")
+            raise HddmError(f"`num_heads` {number}: a width of {odd[0]} in {origin} does not divide by it")
         return number
     found = _HEADS.get((tuple(channels), context, is_linear))
     if found is None:
         raise UnstatedHeads(
             f"{origin}: widths {channels} with text of width {context} do not match Stable Diffusion 1, "
-            "2 or XL, and no tensor shows the number of attention heads: pass --num-heads, the same number "
+            "2 or XL, and no tensor shows the number of attention heads: pass `num_heads`, the same number "
             "at every level"
         )
     return found

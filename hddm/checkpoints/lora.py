@@ -84,7 +84,7 @@ def read_lora(path: Path) -> LoraFile:
     """Read the header of a LoRA file; `HddmError` for a pickle, another kind, and tensors of no LoRA."""
     found = LoraFile(path, *read_header(path))
     if not is_lora(found.header):
-        raise UsageError(f"--base: {path} is not a LoRA; leave the option out")
+        raise UsageError(f"`base`: {path} is not a LoRA; leave the option out")
     for name in found.header:
         if mark := _OTHER.search(name):
             kind = _KINDS.get(mark[1], "DoRA")
@@ -130,9 +130,9 @@ def convert_lora(
             and Inf; for a base that is itself an adapter, or was trained in its calibration.
     """
     if not (base / EXPERT_FILE).is_file():
-        raise UsageError(f"--base {base}: not an expert folder; convert its checkpoint, and name the result")
+        raise UsageError(f"`base` {base}: not an expert folder; convert its checkpoint, and name the result")
     if out.resolve() == base.resolve():
-        raise UsageError(f"--out {out}: is the base, which the adapter needs; choose another folder")
+        raise UsageError(f"`out` {out}: is the base, which the adapter needs; choose another folder")
     lora, expert = read_lora(path), open_expert(base, with_calibration=False)
     if lora.text:
         raise HddmError(
@@ -166,10 +166,10 @@ def convert_lora(
     lines = [
         f"names of {lora.naming}, {counted(len(targets), 'layer')}, rank {', '.join(lora.ranks)}",
         f"base: {base} (SHA-256 {adapter.base_sha256[:16]}…)",
-        f"licence: {facts.licence or 'not stated (--licence records it)'}",
+        f"licence: {facts.licence or 'not stated (`licence` records it)'}",
     ]
     if dry_run:
-        return [*lines, f"{out}: nothing written (--dry-run)"]
+        return [*lines, f"{out}: nothing written (`dry_run`)"]
     with new_folder(out, EXPERT_FILE, overwrite) as draft:
         network.save_config(draft)
         write_adapter(draft, adapter, tensors)

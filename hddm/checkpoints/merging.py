@@ -114,7 +114,7 @@ def _shares(experts: Sequence[Path], weights: Sequence[float] | None) -> list[fl
     given = list(weights or [1 / len(experts)] * len(experts))
     if len(given) != len(experts) or min(given) < 0 or not abs(sum(given) - 1) <= SHARE_TOLERANCE:
         stated = ",".join(f"{one:g}" for one in given)
-        raise UsageError(f"--weights {stated}: give {len(experts)} numbers of 0 or more that sum to 1")
+        raise UsageError(f"`weights` {stated}: give {len(experts)} numbers of 0 or more that sum to 1")
     return [one / math.fsum(given) for one in given]
 
 

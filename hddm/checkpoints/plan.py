@@ -173,15 +173,15 @@ def _refuse_idle(source: Checkpoint, reading: Reading) -> None:
     """Refuse options that would have no effect."""
     is_file = source.layout in FILE_LAYOUTS
     if reading.num_heads is not None and not is_file:
-        raise HddmError(f"--num-heads: {source.path} has a config.json that states it; drop the option")
+        raise HddmError(f"`num_heads`: {source.path} has a config.json that states it; drop the option")
     if reading.variant is not None and (is_file or source.layout == HDDM):
-        raise HddmError(f"--variant {reading.variant}: {source.path} has no variants; drop the option")
+        raise HddmError(f"`variant` {reading.variant}: {source.path} has no variants; drop the option")
 
 
 def _licence(source: Checkpoint, stated: str | None) -> str | None:
     if stated and source.licence not in (None, stated, IMAGENET_LICENCE):
         raise HddmError(
-            f"--licence {stated}: {source.path} states {source.licence!r}; drop the option, or correct "
+            f"`licence` {stated}: {source.path} states {source.licence!r}; drop the option, or correct "
             f"it there"
         )
     return stated or source.licence
@@ -207,9 +207,9 @@ def _reshaped(source: Checkpoint, tensors: list[Planned], end: float, conversion
     architecture, error = conversion.architecture, None
     if architecture is not None:
         if architecture != ADALN_SINGLE:
-            raise HddmError(f"--architecture {architecture}: the only one is {ADALN_SINGLE}")
+            raise HddmError(f"`architecture` {architecture}: the only one is {ADALN_SINGLE}")
         if config.get("modulation") != "zero":
-            raise HddmError(f"--architecture {architecture}: {source.path} has no adaLN-Zero to fold")
+            raise HddmError(f"`architecture` {architecture}: {source.path} has no adaLN-Zero to fold")
         times = torch.linspace(0, end, FOLD_TIMES)
         weights, config, error = fold(weights, config, times, conversion.modulation_rank)
     if conversion.text_dim is not None:
@@ -292,7 +292,7 @@ def summary(plan: ConversionPlan) -> list[str]:
         f"conditions: {', '.join(record.conditions) or 'none'}"
         + (f" (null class {record.null_class})" if record.null_class is not None else ""),
         f"network: {plan.built.network.__name__}, {plan.parameters:,} parameters, {plan.size / 1e6:,.1f} MB",
-        f"licence: {record.licence or 'not stated by the source (--licence records it)'}",
+        f"licence: {record.licence or 'not stated by the source (`licence` records it)'}",
     ]
     if record.noise_range != WHOLE:
         lines.append("noise range: t = {:g} … {:g} alone".format(*record.noise_range))

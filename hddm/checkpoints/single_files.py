@@ -32,7 +32,7 @@ def open_file(path: Path, reading: Reading) -> Checkpoint:
     content = read_file(path, reading.allow_pickle)
     if is_lora(content):
         raise HddmError(
-            f"{path}: is a LoRA, which changes another network; pass that network's expert as --base"
+            f"{path}: is a LoRA, which changes another network; pass that network's expert as `base`"
         )
     networks = _sources(content, lambda one: set(LDM.markers) <= set(one), reading, path)
     if len(networks) > 1:
@@ -118,7 +118,7 @@ def _sources(
     if found and lost and reading.weights != "raw":
         raise HddmError(
             f"{path}: the averaged weights in {lost[0]!r} are not under the names of their network; pass "
-            "--weights raw to take the others"
+            "`weights` raw to take the others"
         )
     return found
 

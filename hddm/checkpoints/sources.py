@@ -127,7 +127,7 @@ def _mapped(pairs: Sequence[Pair], weights: Weights, origin: str) -> list[Planne
             if not torch.equal(tensor, tensors[0]):
                 raise HddmError(
                     f"{origin}: {name} differs from {pair.foreign[0]}, and embedders that differ by block "
-                    "cannot become one; convert without --architecture and --text-dim"
+                    "cannot become one; convert without `architecture` and `text_dim`"
                 )
         planned += [as_planned(name, tensors[0]) for name in pair.ours]
     return planned
@@ -212,7 +212,7 @@ def choose_set(sets: Mapping[WeightSet, Any], asked: WeightSet | None, origin: s
     if asked not in sets:
         unsaid = " (it holds one set and does not say which)" if list(sets) == ["unstated"] else ""
         raise HddmError(
-            f"--weights {asked}: {origin} holds {', '.join(sets)}{unsaid}; drop the option or name one of "
+            f"`weights` {asked}: {origin} holds {', '.join(sets)}{unsaid}; drop the option or name one of "
             "these"
         )
     return asked
@@ -243,8 +243,8 @@ def resolve(source: Checkpoint, schedule_file: Path | None, prediction_type: str
     """
     if source.record is not None and (schedule_file is not None or prediction_type is not None):
         raise HddmError(
-            f"{source.path}: an expert folder states its own schedule and prediction type; drop --schedule "
-            "and --prediction-type"
+            f"{source.path}: an expert folder states its own schedule and prediction type; drop `schedule` "
+            "and `prediction_type`"
         )
     declared, notes = source.declared, []
     config, origin, is_rule = declared.scheduler, declared.scheduler_origin, declared.is_layout_rule
@@ -254,7 +254,7 @@ def resolve(source: Checkpoint, schedule_file: Path | None, prediction_type: str
         config, origin, is_rule = read_json(schedule_file), str(schedule_file), False
     if config is None:
         raise HddmError(
-            f"{source.path}: says nothing about the schedule that it was trained on; pass --schedule with "
+            f"{source.path}: says nothing about the schedule that it was trained on; pass `schedule` with "
             "its scheduler_config.json"
         )
     stated = [(declared.prediction_type, str(source.path))] if declared.prediction_type else []
@@ -269,8 +269,8 @@ def resolve(source: Checkpoint, schedule_file: Path | None, prediction_type: str
     for value, where in stated:
         if asked is not None and asked != value:
             raise HddmError(
-                f"--prediction-type {asked} contradicts {where}, which says {value}; drop the option, or "
-                "pass --schedule with a config that says what is true"
+                f"`prediction_type` {asked} contradicts {where}, which says {value}; drop the option, or "
+                "pass `schedule` with a config that says what is true"
             )
         if value != stated[0][0]:
             raise HddmError(f"{stated[0][1]} says {stated[0][0]}, {where} says {value}; correct one of them")
@@ -278,7 +278,7 @@ def resolve(source: Checkpoint, schedule_file: Path | None, prediction_type: str
     if found is None:
         if "name" in config:
             raise HddmError(
-                f"{source.path}: does not say what it predicts; pass --prediction-type epsilon (Stable "
+                f"{source.path}: does not say what it predicts; pass `prediction_type` epsilon (Stable "
                 "Diffusion 1, 2-base) or v_prediction (Stable Diffusion 2 at 768)"
             )
         found, name = default_prediction_type(config), config.get("_class_name", "DDPMScheduler")

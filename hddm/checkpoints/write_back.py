@@ -50,12 +50,12 @@ def write_back(
     cannot hold this network, or would change the meaning of its weights.
     """
     if layout not in _NETWORKS:
-        raise UsageError(f"--to-layout {layout}: {choose(layout, tuple(_NETWORKS))}")
+        raise UsageError(f"`to_layout` {layout}: {choose(layout, tuple(_NETWORKS))}")
     if (folder / ENSEMBLE_FILE).is_file():
         raise UsageError(f"{folder}: is an ensemble; name one of its experts, as {folder}/experts/0")
     if not (folder / EXPERT_FILE).is_file():
         raise UsageError(
-            f"{folder}: not an expert folder; convert it first, since --to-layout writes experts"
+            f"{folder}: not an expert folder; convert it first, since `to_layout` writes experts"
         )
     source = open_expert(folder, Reading())
     record = source.record
@@ -65,7 +65,7 @@ def write_back(
     size = sum(tensor.numel() * tensor.itemsize for tensor in source.weights.values())
     refuse_full_disk(out, size)
     if dry_run:
-        return [f"{out}: {layout}, {size / 1e6:,.1f} MB; nothing written (--dry-run)"]
+        return [f"{out}: {layout}, {size / 1e6:,.1f} MB; nothing written (`dry_run`)"]
     lines = []
     with new_folder(out, RECORD, overwrite) as draft:
         if layout in DIFFUSERS_LAYOUTS:
@@ -86,7 +86,7 @@ def _refuse_misfit(source: Checkpoint, record: ExpertRecord, layout: str) -> Non
     is_other = source.network is not _NETWORKS[layout] or (is_folder and record.round_time)
     if is_other or (layout == "facebook-dit" and source.arguments.get("modulation") != "zero"):
         raise HddmError(
-            f"--to-layout {layout}: cannot hold the {source.network.__name__} of {source.path}; "
+            f"`to_layout` {layout}: cannot hold the {source.network.__name__} of {source.path}; "
             f"{_where_to(source)}"
         )
     chain = record.source
@@ -94,7 +94,7 @@ def _refuse_misfit(source: Checkpoint, record: ExpertRecord, layout: str) -> Non
         return
     scheduler = FILE_LAYOUTS[layout].scheduler
     if scheduler is None:
-        raise HddmError(f"--to-layout {layout}: {source.path} does not come from it; {_where_to(source)}")
+        raise HddmError(f"`to_layout` {layout}: {source.path} does not come from it; {_where_to(source)}")
     rule = from_diffusers(scheduler)
     times = torch.linspace(0, rule.end, 5, dtype=torch.float64)
     own = from_config(record.schedule)
@@ -106,7 +106,7 @@ def _refuse_misfit(source: Checkpoint, record: ExpertRecord, layout: str) -> Non
     )
     if not is_rule:
         raise HddmError(
-            f"--to-layout {layout}: means noise prediction with linear betas, and {source.path} has "
+            f"`to_layout` {layout}: means noise prediction with linear betas, and {source.path} has "
             f"{record.prediction_type.value} on another schedule"
         )
 
@@ -123,7 +123,7 @@ def _where_to(source: Checkpoint) -> str:
 
 
 def _write_file(source: Checkpoint, record: ExpertRecord, layout: str, path: Path) -> None:
-    table = FILE_LAYOUTS[layout].table(source.weights, source.arguments, f"--to-layout {layout}")
+    table = FILE_LAYOUTS[layout].table(source.weights, source.arguments, f"`to_layout` {layout}")
     prefix = record.source.first.prefix if record.source else ""
     planned = table.to_foreign(source.weights, source.kept, str(source.path))
     planned = [replace(one, name=prefix + one.name) for one in planned]

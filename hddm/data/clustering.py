@@ -290,7 +290,7 @@ def propose(points: Points, least: float, seed: int = 0) -> dict[int, float]:
     most = min(LARGEST, math.floor(num / least + 1e-9))
     if most < 2:
         raise HddmError(
-            f"--shards auto: {num} images are too few for two shards of {math.ceil(least)}; pass --shards 1"
+            f"`shards` auto: {num} images are too few for two shards of {math.ceil(least)}; pass `shards` 1"
         )
     assignment, centres = balanced_kmeans(points, min(FINE, num // 2), seed)
     draws = np.random.default_rng(stream(seed, Use.SILHOUETTES))

@@ -285,7 +285,7 @@ class _Encoder:
             where = entries[row].file if entries else "the empty prompt"
             raise HddmError(
                 f"{where}: its {name} reaches {values.abs().max().item():.3g}, beyond "
-                f"{str(dtype).removeprefix('torch.')}; store --dtype float32"
+                f"{str(dtype).removeprefix('torch.')}; store `dtype` float32"
             )
         return stored
 
@@ -298,10 +298,10 @@ def _open_encoder(
     vae, text_encoder, tokenizer = settings.vae, settings.text_encoder, settings.tokenizer
     if settings.random_flip and vae is None:
         raise HddmError(
-            "--random-flip: only latents need it, since training mirrors pixels itself; leave it out"
+            "`random_flip=True`: only latents need it, since training mirrors pixels itself; leave it out"
         )
     if settings.resolution is None and settings.random_crop:
-        raise UsageError("--random-crop: needs --resolution, the side that images are cropped to")
+        raise UsageError("`random_crop`: needs `resolution`, the side that images are cropped to")
     device = available_device(settings.device)
     settings = settings.model_copy(update={"device": str(device)})
     channels, height, width = shape = images = _shape(shards, settings.resolution)
@@ -315,15 +315,15 @@ def _open_encoder(
             raise HddmError(f"{vae}: encodes images of {own} channels, and these have {channels}")
         if height % factor or width % factor:
             raise HddmError(
-                f"{vae}: encodes sides that are multiples of {factor}, not {width}×{height}; change "
-                f"--resolution"
+                f"{vae}: encodes sides that are multiples of {factor}, not {width}×{height}; "
+                "change `resolution`"
             )
         images = own, height, width
         shape = int(network.config.latent_channels), height // factor, width // factor
     text, text_record = None, None
     if text_encoder is not None or tokenizer is not None:
         if text_encoder is None or tokenizer is None:
-            lacking = "--tokenizer" if tokenizer is None else "--text-encoder"
+            lacking = "`tokenizer`" if tokenizer is None else "`text_encoder`"
             raise UsageError(f"{lacking}: text needs a text encoder and its tokenizer; name both folders")
         text = (read_text_encoder(text_encoder), read_tokenizer(tokenizer))
         nn.Module.to(text[0], device)
@@ -333,7 +333,7 @@ def _open_encoder(
         for folder, shard in shards.items():
             captions = captions_of(shard.images)
             if captions is None:
-                remedy = "drop --text-encoder or partition images with captions"
+                remedy = "drop `text_encoder` or partition images with captions"
                 raise HddmError(f"{folder}: not all of its images have captions; {remedy}")
             if cut := len(cuts(text[1], captions, text_record.tokens)):
                 message = "%s: %d of %d captions have more than %d tokens and are cut"
@@ -363,5 +363,5 @@ def _shape(shards: Mapping[Path, ShardManifest], resolution: int | None) -> tupl
         channels = max(channels, shard.channels)
     size = sizes.pop()
     if sizes or size is None:
-        raise HddmError(f"{folder}: holds images of several sizes; bring them to one with --resolution")
+        raise HddmError(f"{folder}: holds images of several sizes; bring them to one with `resolution`")
     return channels, *size

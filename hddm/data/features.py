@@ -242,7 +242,7 @@ def _vision_model(name: str) -> VisionModel:
     else:
         known = ("pixels", "dinov2", "clip")
         raise UsageError(
-            f"--features {name}: no such folder, and not a name on the hub; use {', '.join(known)}, a folder "
+            f"`features` {name}: no such folder, and not a name on the hub; use {', '.join(known)}, a folder "
             f"of a DINOv2 or CLIP model, or OWNER/NAME{did_you_mean(name, known)}"
         )
     kind = read_json(folder / _CONFIG).get("model_type")
@@ -284,7 +284,7 @@ def _from_hub(name: str) -> Path:
         text = (
             f"is not in the cache and cannot be fetched ({reason}); connect to the network, or name a folder"
         )
-        raise HddmError(f"--features {name}: {text}") from error
+        raise HddmError(f"`features` {name}: {text}") from error
 
 
 FORMAT = "2.1"
@@ -337,7 +337,7 @@ def compute_features(
     something else, more than ``max_bad`` broken images, by name, and features that are not finite.
     """
     work = Work(
-        folder, FEATURES_FILE, f"{folder}: another process computes features in it", "another --cache"
+        folder, FEATURES_FILE, f"{folder}: another process computes features in it", "another `cache`"
     )
     identity = {
         "format": FORMAT,
@@ -350,7 +350,7 @@ def compute_features(
     text = "holds features of other images, of these before they changed, or by another extractor"
     broken: dict[int, str] = {}
     with work.held(), Progress(len(source), "features") as advance:
-        work.begin(identity, f"{folder}: {text}; remove it, or name another folder with --cache", replace)
+        work.begin(identity, f"{folder}: {text}; remove it, or name another folder with `cache`", replace)
         paths = [folder / f"part_{n:05d}.safetensors" for n in range(-(-len(source) // part))]
         known = _known_parts(work, paths, source)
         if len(known) < len(paths):
@@ -455,7 +455,7 @@ def _write_part(
 def _finite(features: NDArray[np.float32], names: Sequence[Path], extractor: str) -> NDArray[np.float32]:
     worst = np.flatnonzero(~np.isfinite(features).all(1))
     if len(worst):
-        raise HddmError(f"{names[worst[0]]}: {extractor} gives NaN or Inf for it; use other --features")
+        raise HddmError(f"{names[worst[0]]}: {extractor} gives NaN or Inf for it; use other `features`")
     return features
 
 

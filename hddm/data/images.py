@@ -141,7 +141,7 @@ def too_many_bad(origin: Path | str, reasons: Sequence[str], max_bad: int) -> Hd
     them = "it" if len(reasons) == 1 else "them"
     return HddmError(
         f"{origin}: {counted(len(reasons), 'image')} cannot be read, and {max_bad} may be; repair or remove "
-        f"{them}, or leave {them} out with --max-bad {len(reasons)} where that is an option",
+        f"{them}, or leave {them} out with `max_bad` {len(reasons)} where that is an option",
         shown(reasons),
     )
 

@@ -88,9 +88,9 @@ def partition(
             before features are computed.
     """
     if num_shards != "auto" and num_shards < 1:
-        raise UsageError(f"--shards {num_shards}: must be 1 or more")
+        raise UsageError(f"`shards` {num_shards}: must be 1 or more")
     if not 0 <= held_out < 1:
-        raise UsageError(f"--held-out {held_out:g}: must be 0 or more, and below 1")
+        raise UsageError(f"`held_out` {held_out:g}: must be 0 or more, and below 1")
     folders = [images] if isinstance(images, Path) else list(images)
     for folder in folders:
         _refuse_partition(folder)
@@ -99,8 +99,8 @@ def partition(
     needed = MIN_IMAGES / (min(held_out, 1 - held_out) if held_out else 1)
     least = math.ceil(needed * (2 if num_shards == "auto" else num_shards) - _ROUNDING)
     if len(source) < least:
-        why = f" and --held-out {held_out:g}, to have {MIN_IMAGES} on each side" if held_out else ""
-        text = f"{len(source)} images are too few for --shards {num_shards}{why}: it takes {least}"
+        why = f" and `held_out` {held_out:g}, to have {MIN_IMAGES} on each side" if held_out else ""
+        text = f"{len(source)} images are too few for `shards` {num_shards}{why}: it takes {least}"
         raise HddmError(f"{source.root}: {text}")
     shard_of = None if classes is None else _shard_of_class(source, classes, num_shards)
     check_absent(out, PARTITION_FILE, overwrite)
@@ -126,9 +126,9 @@ def partition(
             np.bincount(assignment[side], minlength=wanted).tolist() for side in (~is_held_out, is_held_out)
         )
         if (left := min(sizes)) < MIN_IMAGES:
-            text = f"{source.root}: with --shards {wanted}, --held-out {held_out:g} shard {sizes.index(left)}"
+            text = f"{source.root}: with `shards` {wanted}, `held_out` {held_out:g} shard {sizes.index(left)}"
             needs = f"has {counted(left, 'image')} left to train on and needs {MIN_IMAGES}"
-            raise HddmError(f"{text} {needs}; use a smaller --held-out, or fewer shards")
+            raise HddmError(f"{text} {needs}; use a smaller `held_out`, or fewer shards")
         with new_folder(out, PARTITION_FILE, overwrite) as draft:
             record = PartitionRecord(
                 format=FORMAT,
@@ -231,7 +231,7 @@ def _write_images(
             link_or_copy(path, copy)
         sha256 = sha256_of(copy)
         if sha256 != features.files[place].tobytes().hex():
-            remedy = f"remove {cache}, or name another folder with --cache" if cache else "partition again"
+            remedy = f"remove {cache}, or name another folder with `cache`" if cache else "partition again"
             raise HddmError(
                 f"{source.root / source.files[row]}: changed since its features were computed; {remedy}"
             )

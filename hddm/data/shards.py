@@ -131,7 +131,7 @@ class Samples:
         if MIRRORED + name not in self.tensors:
             raise HddmError(
                 "the latents were encoded without their mirror images, and cannot be mirrored themselves; "
-                "encode them with --random-flip or train without it"
+                "encode them with `random_flip=True` or train without it"
             )
         taken = torch.empty((len(rows), *plain.shape))
         taken[~flip] = plain.take(rows[~flip]).float()

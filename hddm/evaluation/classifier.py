@@ -112,7 +112,7 @@ def load_classifier(path: Path, channels: int) -> FeatureClassifier:
         classifier = FeatureClassifier(known, len(weights["head.weight"]))
         classifier.load_state_dict(weights)
     except (KeyError, IndexError, TypeError, RuntimeError) as error:
-        text = "is not a classifier of hddm; --save-classifier writes one"
+        text = "is not a classifier of hddm; `save_classifier` writes one"
         raise HddmError(f"{path}: {text}") from error
     if known != channels:
         raise HddmError(f"{path}: is for images of {known} channels and these have {channels}; train another")

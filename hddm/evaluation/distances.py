@@ -111,7 +111,7 @@ def has_few(dimensions: int, counts: Sequence[int], allow_few: bool = True) -> b
     if few and not allow_few:
         raise HddmError(
             f"a Fréchet distance over {dimensions} features needs more images a side than "
-            f"{' and '.join(map(str, counts))}; --allow-few computes a number that is not comparable"
+            f"{' and '.join(map(str, counts))}; `allow_few=True` computes a number that is not comparable"
         )
     return few
 

@@ -83,7 +83,7 @@ def evaluate_folder(
     if save_classifier is not None:
         _check_file(save_classifier, features)
     if held_out is not None and validation is not None:
-        raise UsageError("--held-out and --validation: settings are chosen by one and confirmed by the other")
+        raise UsageError("`held_out` and `validation`: settings are chosen by one and confirmed by the other")
     paths: dict[Role, Path | None] = {"images": images, "reference": reference}
     paths |= {"validation": validation, "held_out": held_out}
     groups = alike(read_data({role: path for role, path in paths.items() if path is not None}, max_bad))
@@ -99,7 +99,7 @@ def evaluate_folder(
     has_few(extractor.record.dimensions, counts, allow_few)
     sides = [_side(role, groups, of_classes or bool(domain)) for role in groups if role != "images"]
     if domain and (extractor.classifier is None or any(side.labels is None for side in sides)):
-        raise HddmError("--domain: needs a classifier's features, and class folders of the same classes")
+        raise HddmError("`domain`: needs a classifier's features, and class folders of the same classes")
     scorer = Scorer(
         extractor,
         sides[0],
@@ -141,15 +141,15 @@ def _numbers(domains: Mapping[str, Sequence[str]], classes: Sequence[str]) -> di
     """Class numbers by domain; refuses classes that the training images do not have."""
     for domain, names in domains.items():
         if unknown := sorted(set(names) - set(classes)):
-            raise HddmError(f"--domain {domain}: no class {unknown[0]}; classes are {', '.join(classes)}")
+            raise HddmError(f"`domain` {domain}: no class {unknown[0]}; classes are {', '.join(classes)}")
     return {domain: [classes.index(name) for name in names] for domain, names in domains.items()}
 
 
 def _check_file(classifier: Path, features: str) -> None:
     """Refuse a path where no classifier can be saved, before the work."""
-    option = f"--save-classifier {classifier}"
+    option = f"`save_classifier` {classifier}"
     if features != "classifier":
-        raise HddmError(f"{option}: needs --features classifier")
+        raise HddmError(f"{option}: needs `features` classifier")
     folder = classifier.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise HddmError(f"{option}: {folder} is not a writable folder; create it, or choose another")

@@ -74,7 +74,7 @@ def open_extractor(features: str, training: ImageSet, fewest: int) -> FeatureExt
     weights missing on disk (with file name, URL, SHA-256 and folder), and for a classifier of fewer than two
     classes.
     """
-    option = f"--features {features}"
+    option = f"`features` {features}"
     if features == "auto":
         return choose_extractor(training, fewest)
     if features in ("inception", "clip"):
@@ -103,12 +103,12 @@ def choose_extractor(training: ImageSet, fewest: int) -> FeatureExtractor:
         why = f"it needs more than {few} images a side and there are {fewest}"
     else:
         choice = f"auto: its weights are on disk, and every side has more than {few} images"
-        return INCEPTION.extractor("--features auto", choice)
+        return INCEPTION.extractor("`features` auto", choice)
     if training.labels is not None and len(training.classes) > 1:
         return of_classifier(trained(training), f"auto: not Inception, since {why}")
     raise HddmError(
-        f"--features auto: no features available: not Inception, since {why}; and {training.root} has no "
-        "class folders to train a classifier on; use --features inception or clip, or images in class folders"
+        f"`features` auto: no features available: not Inception, since {why}; and {training.root} has no "
+        "class folders to train a classifier on; use `features` inception or clip, or images in class folders"
     )
 
 
@@ -119,7 +119,7 @@ def trained(training: ImageSet) -> FeatureClassifier:
     """
     if training.labels is None:
         raise HddmError(
-            f"--features classifier: {training.root} has no class folders to train on; use inception or clip"
+            f"`features` classifier: {training.root} has no class folders to train on; use inception or clip"
         )
     content = [
         (one.numpy().tobytes(), tag)

@@ -114,7 +114,7 @@ def refuse_incomparable(groups: Sequence[ResultGroup], varies: Sequence[str] = (
     for name in varies:
         if name not in settings:
             raise HddmError(
-                f"--varies {name}: is not a sampling setting of these results"
+                f"`varies` {name}: is not a sampling setting of these results"
                 f"{did_you_mean(name, settings) or '; only those may differ on purpose'}"
             )
     lines = [
@@ -138,7 +138,7 @@ def refuse_incomparable(groups: Sequence[ResultGroup], varies: Sequence[str] = (
             lines.append(f"{name}: {values}")
     if lines:
         is_mended = len(lines) == len(differing) and not any(map(_is_fixed, differing))
-        remedy = "; --varies NAME declares a sampling setting that differs on purpose" if is_mended else ""
+        remedy = "; `varies` NAME declares a sampling setting that differs on purpose" if is_mended else ""
         raise HddmError(f"these results do not compare{remedy}", lines)
 
 

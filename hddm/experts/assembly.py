@@ -200,7 +200,7 @@ def change(
     (whose content would become part of it), and an ``out`` inside it.
     """
     if not any((add, remove, router, strategy, *options.values())):
-        raise HddmError(f"{ensemble}: nothing to change; pass --add, --remove or another part")
+        raise HddmError(f"{ensemble}: nothing to change; pass `add`, `remove` or another part")
     restore(ensemble)
     if not (ensemble / ENSEMBLE_FILE).is_file():
         raise HddmError(f"{ensemble}: no ensemble folder ({ENSEMBLE_FILE}); assemble one first")
@@ -210,14 +210,14 @@ def change(
             inside(ensemble, path.relative_to(ensemble).as_posix())
     entries = read_entries([ensemble / member.folder for member in record.experts], record.experts)
     domains = domains_of(entries)
-    gone = {index_of(str(name), entries, "--remove") for name in remove}
+    gone = {index_of(str(name), entries, "`remove`") for name in remove}
     if not add:
         # What is left of a domain cannot make a sample alone.
         gone = {k for k, domain in enumerate(domains) if domain in {domains[one] for one in gone}}
     kept = [k for k in range(len(entries)) if k not in gone]
     if not kept and not add:
         labels = ", ".join(member.label for member in record.experts)
-        raise HddmError(f"{ensemble}: --remove takes {labels}, and no expert is left")
+        raise HddmError(f"{ensemble}: `remove` takes {labels}, and no expert is left")
     added = read_entries(add, [Member(folder="", name=name_of(folder)) for folder in add])
     staying = _left(entries, domains, kept)
     if staying and not allow_mixed_sizes:
@@ -296,7 +296,7 @@ def _refuse_other_kinds(ensemble: Path, added: Sequence[Entry], staying: Sequenc
             theirs = " and ".join(f"{size} {kind}" for size, kind, _ in known)
             mine = f"{one.name}: makes {shape} {space}{' of another VAE' if alike else ''}"
             others = f"the experts of {ensemble} make {theirs}"
-            raise HddmError(f"{mine}, and {others}; --allow-mixed-sizes adds it all the same")
+            raise HddmError(f"{mine}, and {others}; `allow_mixed_sizes` adds it all the same")
 
 
 def write_ensemble(
@@ -326,7 +326,7 @@ def write_ensemble(
     Strategy.parse(strategy).check(len(set(domains_of(entries))))
     is_drawn = routing.folder is None and routing.evidence is None
     if is_drawn and strategy != "draw":
-        raise HddmError(f"strategy {strategy!r} needs --router; only 'draw' does without")
+        raise HddmError(f"strategy {strategy!r} needs `router`; only 'draw' does without")
     found, parts = Findings(), dict[str, Path]()
     for folder in folders:
         if folders.count(folder) > 1:
@@ -348,7 +348,7 @@ def write_ensemble(
             )
     for folder in folders if routing.evidence is not None else ():
         if not (folder / CALIBRATION).is_file():
-            found.differ(str(folder), "has no calibration, as --router moments needs; run hddm calibrate")
+            found.differ(str(folder), "has no calibration, as `router` moments needs; run hddm calibrate")
     found.refuse()
     note_overlaps(entries, found)
     parts_of(entries, found=found)

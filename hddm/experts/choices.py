@@ -29,17 +29,17 @@ def decided(
     keeps its name. Raises `HddmError` for a key of no expert, or of several, for two of one expert, for names
     that do not fit the classes that an expert takes, and for shares that do not sum to 1.
     """
-    names = _by_index(classes, entries, "--classes")
+    names = _by_index(classes, entries, "`classes`")
     entries = decide(
         entries,
         classes=[
             _names_of(names[k], one) if k in names else one.member.classes for k, one in enumerate(entries)
         ],
     )
-    groups = [[index_of(name, entries, "--domain") for name in group] for group in domain]
+    groups = [[index_of(name, entries, "`domain`") for name in group] for group in domain]
     every = [k for group in groups for k in group]
     if twice := [entries[k].name for k in every if every.count(k) > 1]:
-        raise UsageError(f"--domain {twice[0]}: is named twice; an expert is of one domain")
+        raise UsageError(f"`domain` {twice[0]}: is named twice; an expert is of one domain")
     taken = [one.member.domain for one in entries]
     broken = {taken[k] for k in every}
     taken = [None if one in broken else one for one in taken]
@@ -50,7 +50,7 @@ def decided(
         for k in group:
             taken[k] = text
     entries = decide(entries, domain=taken)
-    domains, shares = domains_of(entries), _by_index(share, entries, "--share")
+    domains, shares = domains_of(entries), _by_index(share, entries, "`share`")
     before = [one.member.share for one in entries]
     known = [one for one in before if one is not None]
     now = _spread([shares.get(k) for k in range(len(entries))], domains)
@@ -77,12 +77,12 @@ def _check_shares(entries: Sequence[Entry], shares: Sequence[float | None]) -> N
         if share is None:
             free.append(one.name)
         elif not 0 <= share <= 1:
-            raise UsageError(f"--share {one.name}={share:g}: a share lies between 0 and 1")
+            raise UsageError(f"`share` {one.name}={share:g}: a share lies between 0 and 1")
         total += share or 0.0
     if not free and abs(total - 1) > SHARE_TOLERANCE:
-        raise UsageError(f"--share: the shares of all experts sum to {total:g}; they must sum to 1")
+        raise UsageError(f"`share`: the shares of all experts sum to {total:g}; they must sum to 1")
     if free and total > 1 - SHARE_TOLERANCE:
-        raise UsageError(f"--share: the shares sum to {total:g} and leave nothing for {', '.join(free)}")
+        raise UsageError(f"`share`: the shares sum to {total:g} and leave nothing for {', '.join(free)}")
 
 
 def _by_index(given: Mapping[str, Value] | None, entries: Sequence[Entry], option: str) -> dict[int, Value]:
@@ -143,7 +143,7 @@ def read_classes(path: Path) -> dict[str, ClassNames]:
 
 def _names_of(given: ClassNames, expert: Entry) -> tuple[str, ...]:
     """Names of all of an expert's classes, where ``given`` has them all, or new ones of some."""
-    known, origin = expert.classes, f"--classes {expert.name}"
+    known, origin = expert.classes, f"`classes` {expert.name}"
     size = len(known) or expert.record.null_class
     if isinstance(given, Mapping):
         if size is None:

@@ -179,7 +179,7 @@ def compare_domains(entries: Sequence[Entry], found: Findings) -> None:
         name, ranges = " and ".join(one.name for one in of), [one.record.noise_range for one in of]
         if misfit := misfit_of(ranges):
             parts = " and ".join(f"{low:g}:{high:g}" for low, high in ranges)
-            remedy = "experts of one domain cover [0, 1] once, and --domain says which are one"
+            remedy = "experts of one domain cover [0, 1] once, and `domain` says which are one"
             found.differ(name, f"for t in {parts}, so that {misfit}; {remedy}")
         for what, values in (
             ("shards", {one.record.shard.hash for one in of if one.record.shard}),
@@ -194,7 +194,7 @@ def compare_domains(entries: Sequence[Entry], found: Findings) -> None:
             missing = f"; none is given for {without[0]}" if len(without) == 1 else ""
             if without:
                 problem = f"was trained on the same shard ({shard.hash[:12]}) as {other.name}"
-                found.differ(mine.name, f"{problem}; leave one out, or divide it by --share{missing}")
+                found.differ(mine.name, f"{problem}; leave one out, or divide it by `share`{missing}")
 
 
 def compare_classes(entries: Sequence[Entry], found: Findings) -> None:
@@ -202,7 +202,7 @@ def compare_classes(entries: Sequence[Entry], found: Findings) -> None:
     named = next((one.name for one in entries if one.classes), None)
     for one in entries:
         if named is not None and takes_classes(one.record) and not one.classes:
-            found.differ(one.name, f"numbers its classes, and {named} names them; name them by --classes")
+            found.differ(one.name, f"numbers its classes, and {named} names them; name them by `classes`")
 
 
 def router_outputs(
@@ -239,7 +239,7 @@ def router_outputs(
         if shard is not None and hashes:
             if shard.hash not in hashes:
                 problem = f"was trained on a shard that {name} does not know ({shard.hash[:12]})"
-                found.differ(one.name, f"{problem}; train a router on all shards and pass it with --router")
+                found.differ(one.name, f"{problem}; train a router on all shards and pass it with `router`")
                 continue
             own = hashes.index(shard.hash)
             if output not in (None, own):

@@ -137,7 +137,7 @@ def _arrange_texts(
     found: Findings,
 ) -> tuple[dict[str, Path], list[Entry]]:
     if ("text_encoder" in given) != ("tokenizer" in given):
-        raise UsageError("--text-encoder and --tokenizer go together; pass both, or none")
+        raise UsageError("`text_encoder` and `tokenizer` go together; pass both, or none")
     named, mine = _text_encoder(given), [_text_encoder(one) for one in kept]
     owned = [_text_encoder(own, number) for number in range(MOST_ENCODERS)]
     known = [part for part in (named, *owned, *mine) if part is not None]
@@ -166,7 +166,7 @@ def _arrange_texts(
     if topics is not None:
         reader = next((one for one in known if one.record.fingerprint == topics.fingerprint), None)
         if reader is None:
-            found.note("prompts are routed by p(k): the topics' text encoder is missing (--text-encoder)")
+            found.note("prompts are routed by p(k): the topics' text encoder is missing (`text_encoder`)")
         elif reader.record not in order:
             order.append(reader.record)
     encoders = {}

@@ -93,7 +93,7 @@ def load(
     device = available_device(device)
     if isinstance(dtype, str):
         if dtype not in DTYPES:
-            raise HddmError(f"--dtype {dtype}: {choose(dtype, list(DTYPES))}")
+            raise HddmError(f"`dtype` {dtype}: {choose(dtype, list(DTYPES))}")
         dtype = DTYPES[dtype]
     if not (folder / EXPERT_FILE).exists():
         if base is not None:
@@ -271,7 +271,7 @@ def room_beside(models: Sequence[nn.Module], max_memory: int) -> int:
     taken = sum(p.numel() * p.element_size() for model in models for p in model.parameters())
     if taken >= max_memory:
         alone = f"router, VAE and text encoder alone take {taken / 1e6:.1f} MB"
-        raise HddmError(f"--max-memory of {max_memory / 1e6:.1f} MB: {alone}; allow more")
+        raise HddmError(f"`max_memory` of {max_memory / 1e6:.1f} MB: {alone}; allow more")
     return max_memory - taken
 
 

@@ -48,7 +48,7 @@ def _weights_of(entries: Sequence[Entry], domains: Sequence[int], found: Finding
         if len({domains[k] for k in free}) > 1:
             others = " whose share is not given" if fixed else ""
             if sizes:
-                others += "; the sizes of the other shards are not used; --share EXPERT=0.3 sets a part"
+                others += "; the sizes of the other shards are not used; `share` EXPERT=0.3 sets a part"
             found.note(f"{', '.join(unknown)}: no shard is recorded, so p(k) is equal for all{others}")
         sizes = dict.fromkeys(free, 1.0)
     experts = Counter(domains)
@@ -76,7 +76,7 @@ def _class_shares_of(
     for k, one in enumerate(entries):
         counts = one.record.shard.class_images if one.record.shard else ()
         if not one.classes:
-            found.note(f"{one.name} has no classes, so no class goes to it; name its own by --classes")
+            found.note(f"{one.name} has no classes, so no class goes to it; name its own by `classes`")
         elif len(counts) != len(one.classes) or not sum(counts):
             counts = (1,) * len(one.classes)
             uncounted.append(one.name)

@@ -45,7 +45,7 @@ def describe_topic(
     Raises `HddmError` for a folder that is no expert of text or classes, no captions, or no text encoder.
     """
     if sum(one is not None for one in (captions, data, text)) != 1:
-        raise UsageError("--captions, --data, --text: pass one of the three")
+        raise UsageError("`captions`, `data`, `text`: pass one of the three")
     restore(folder.resolve())
     if (folder / ENSEMBLE_FILE).is_file():
         raise UsageError(f"{folder}: is an ensemble; describe its experts, as {folder / 'experts/0'}")
@@ -106,20 +106,20 @@ def _texts(captions: Path | None, data: Path | None, text: str | None) -> tuple[
         manifest = read_images_manifest(data)
         listed = captions_of(manifest.images)
         if not listed:
-            raise HddmError(f"--data {data}: its images have no captions; pass --captions or --text")
+            raise HddmError(f"`data` {data}: its images have no captions; pass `captions` or `text`")
         found, source = list(listed), f"shard {manifest.hash}"
     if not (kept := [one for one in found if one.strip()]):
-        raise HddmError(f"{captions or '--text'}: holds no captions")
+        raise HddmError(f"{captions or '`text`'}: holds no captions")
     return kept, source
 
 
 def _encoder(folder: Path, text_encoder: Path | None, tokenizer: Path | None) -> tuple[Path, Path]:
     if (text_encoder is None) != (tokenizer is None):
-        raise UsageError("--text-encoder and --tokenizer go together; pass both, or none")
+        raise UsageError("`text_encoder` and `tokenizer` go together; pass both, or none")
     if text_encoder is not None and tokenizer is not None:
         return text_encoder, tokenizer
     for place in (folder, ensemble_around(folder.resolve())):
         kept = {} if place is None else kept_components(place)
         if {"text_encoder", "tokenizer"} <= kept.keys():
             return kept["text_encoder"], kept["tokenizer"]
-    raise HddmError(f"{folder}: keeps no text encoder; pass --text-encoder and --tokenizer")
+    raise HddmError(f"{folder}: keeps no text encoder; pass `text_encoder` and `tokenizer`")

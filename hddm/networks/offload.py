@@ -37,7 +37,7 @@ class Shelf:
         if offload not in get_args(Offload):
             raise HddmError(f"unknown offload {offload!r}: choose one of {', '.join(get_args(Offload))}")
         if offload == "none" and budget is not None:
-            raise UsageError("--max-memory needs --offload ram or disk")
+            raise UsageError("`max_memory` needs `offload` ram or disk")
         self.offload = offload
         self._budget = budget
         self._networks: list[StoredNetwork] = []
@@ -102,7 +102,7 @@ class Shelf:
     def _refuse_larger(self, network: "StoredNetwork") -> None:
         if self._budget is not None and network.size > self._budget:
             raise HddmError(
-                f"{network.origin}: its weights take {network.size / 1e6:.1f} MB, and --max-memory leaves "
+                f"{network.origin}: its weights take {network.size / 1e6:.1f} MB, and `max_memory` leaves "
                 f"{self._budget / 1e6:.1f} MB for experts; raise it, or use a smaller dtype"
             )
 

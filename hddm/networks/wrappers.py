@@ -103,7 +103,7 @@ def _channels(name: str, config: Mapping[str, object]) -> int:
 
 def _sides(name: str, size: object) -> tuple[int, int]:
     if size is None:
-        raise HddmError(f"the config of {name} has no sample_size: pass --sample-size, the side of its input")
+        raise HddmError(f"the config of {name} has no sample_size: pass `sample_size`, the side of its input")
     sides = (size, size) if isinstance(size, int) else size
     if (
         not isinstance(sides, Sequence)
@@ -112,7 +112,7 @@ def _sides(name: str, size: object) -> tuple[int, int]:
     ):
         raise HddmError(
             f"the config of {name} has sample_size {str(size)[:40]}: it is a side, or a pair of sides, "
-            f"of 1 to {LARGEST_SIDE}; pass --sample-size"
+            f"of 1 to {LARGEST_SIDE}; pass `sample_size`"
         )
     return sides[0], sides[1]
 

@@ -140,7 +140,7 @@ def _measured(results: Path, folder: Path, title: str) -> str:
     result = read_result(results)
     source = None if result.sampling is None else result.sampling.source_sha256
     if source not in (None, content_hash(folder)):
-        raise HddmError(f"--results {results}: measures another model; sample {folder}, and evaluate that")
+        raise HddmError(f"`results` {results}: measures another model; sample {folder}, and evaluate that")
     marks = [f"Not comparable: {reason}." for reason in result.reasons]
     shown = table([ResultGroup(title, (Result(results, result, title),))])
     return "\n\n".join([shown, *map(_literal, marks)])

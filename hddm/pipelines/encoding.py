@@ -47,9 +47,9 @@ class Encoding(Offloading):
             HddmError: for prompts that the model cannot read, and arguments that exclude each other.
         """
         if prompt is not None and not self.readers and not self._takes_classes.any():
-            raise HddmError("--prompt: the model is unconditional; drop the option")
+            raise HddmError("`prompt`: the model is unconditional; drop the option")
         if negative_prompt is not None and not guided:
-            raise HddmError("--negative-prompt: needs a --guidance-scale other than 1, by condition")
+            raise HddmError("`negative_prompt`: needs a `guidance_scale` other than 1, by condition")
         if negative_prompt is not None and prompt is None:
             raise HddmError("a negative_prompt needs a prompt too")
         given, prior = with_text(conditions, prompt_embeds), None
@@ -111,8 +111,8 @@ class Encoding(Offloading):
             if text_encoder is None or tokenizer is None:
                 names = f"{numbered('text_encoder', number)} and {numbered('tokenizer', number)}"
                 raise HddmError(
-                    f"--prompt: needs {names}; add them (hddm assemble --text-encoder FOLDER --tokenizer "
-                    "FOLDER; to Paris as folders of these names), or pass --conditions or prompt_embeds"
+                    f"`prompt`: needs {names}; add them (hddm assemble --text-encoder FOLDER --tokenizer "
+                    "FOLDER; to Paris as folders of these names), or pass `conditions` or prompt_embeds"
                 )
             with self.present(text_encoder) as present:
                 made = embed(present, tokenizer, texts)

@@ -78,10 +78,10 @@ def plan_upload(
     is_own = own.is_file() and MARK not in own.read_text(encoding="utf-8", errors="replace")
     given = {"licence": licence, "picture": picture, "results": results}
     if is_own and (asked := [name for name, one in given.items() if one is not None]):
-        raise UsageError(f"--{asked[0]}: is for a card that hddm writes, and {own} is yours; drop one")
+        raise UsageError(f"`{asked[0]}`: is for a card that hddm writes, and {own} is yours; drop one")
     if picture is not None:
         if (suffix := picture.suffix.lower()) not in _PICTURES:
-            raise UsageError(f"--picture {picture}: take a file that ends in {', '.join(_PICTURES)}")
+            raise UsageError(f"`picture` {picture}: take a file that ends in {', '.join(_PICTURES)}")
         sheet = f"picture{suffix}"
         files[sheet] = picture
     text, notes = model_card(folder, repo_id, facts, licence, sheet, results)

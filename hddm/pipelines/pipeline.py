@@ -497,12 +497,11 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         is_apart = self.is_apart(expert)
         for name in of_one_kind if is_apart else ():
             if of_one_kind[name]:
-                option = f"--{name.replace('_', '-')}"
-                raise UsageError(f"{option}: these experts make samples of several kinds; use one --expert")
+                raise UsageError(f"`{name}`: these experts make samples of several kinds; use one `expert`")
         for k in range(len(self.experts.facts)) if expert is None else [expert]:
             facts = self.experts.facts[k]
             if is_decoded and self.vae_of(k) is None and not facts.makes_pictures:
-                latent = "" if is_apart else ", or use --output-type latent"
+                latent = "" if is_apart else ", or use `output_type` latent"
                 raise HddmError(f"expert {k} makes latents {facts.sample_shape}{self._no_vae}{latent}")
 
     def run(self, how: Plan, batch: Batch, *arguments: Any, **options: Any) -> Tensor:
@@ -515,7 +514,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
                 raise
             height, width = (size[0] // own[1] * side for side in how.shape[1:])
             raise HddmError(
-                f"--height {height}, --width {width}: a network of images of {size[0]}×{size[1]} fails on "
+                f"`height` {height}, `width` {width}: a network of images of {size[0]}×{size[1]} fails on "
                 f"it: {one_line(error)}"
             ) from error
 
@@ -546,8 +545,8 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         image, mask_image, strength = begin.image, begin.mask_image, begin.strength
         if image is None:
             if strength is not None or mask_image is not None:
-                lone = "--mask" if strength is None else f"--strength {strength:g}"
-                raise HddmError(f"{lone}: changes a picture; pass one (--init-image, image=)")
+                lone = "`mask`" if strength is None else f"`strength` {strength:g}"
+                raise HddmError(f"{lone}: changes a picture; pass one (`init_image`, image=)")
             return None
         if strength is None:
             strength = 0.8 if mask_image is None else 1.0
@@ -596,7 +595,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         factor = 1 if vae is None else scale_of(vae)
         size = (height or factor * own[0], width or factor * own[1])
         if any(not isinstance(side, int) or side < 1 or side % factor for side in size):
-            raise HddmError(f"--height {size[0]}, --width {size[1]}: must be multiples of {factor} pixels")
+            raise HddmError(f"`height` {size[0]}, `width` {size[1]}: must be multiples of {factor} pixels")
         return size, (channels, size[0] // factor, size[1] // factor)
 
 

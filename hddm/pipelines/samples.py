@@ -71,9 +71,9 @@ def sample_to_folder(
     """
     is_latent, device = settings.output_type == "latent", available_device(settings.device)
     if grid and is_latent:
-        raise UsageError("--grid: shows images, and --output-type latent makes none; drop one of the two")
+        raise UsageError("`grid`: shows images, and `output_type` latent makes none; drop one of the two")
     if settings.strategy is not None and (source / EXPERT_FILE).exists():
-        raise UsageError(f"--strategy {settings.strategy}: {source} is a single expert; drop the option")
+        raise UsageError(f"`strategy` {settings.strategy}: {source} is a single expert; drop the option")
     pipeline = HDDMPipeline.from_pretrained(
         source, dtype=DTYPES[settings.dtype], offload=settings.offload, max_memory=settings.max_memory
     ).to(device)
@@ -99,7 +99,7 @@ def sample_to_folder(
         Draft(out, "sampling").discard_finished()
         log.info("%s: is finished; nothing is left to do", out)
     elif grid and sheet.exists() and not overwrite:
-        raise HddmError(f"{sheet} exists: choose another --out, or pass --overwrite to replace it")
+        raise HddmError(f"{sheet} exists: choose another `out`, or pass `overwrite=True` to replace it")
     else:
         # The format decides how the parts of a draft are laid out.
         begun = identity | {"format": FORMAT}
@@ -149,7 +149,7 @@ class _Run:
 
     def kept(self) -> str:
         """Say what an interrupted run leaves, and how to continue."""
-        return f"{self.ready} of {self.settings.num_images} images are kept, and --resume goes on"
+        return f"{self.ready} of {self.settings.num_images} images are kept, and `resume=True` goes on"
 
     def write(self, draft: Draft) -> None:
         """Fill the draft's folder, except for the record."""
@@ -213,7 +213,7 @@ class _Run:
     def _warn(self) -> None:
         settings, ensemble, own = self.settings, self.pipeline.ensemble, self.pipeline.facts.shift
         if settings.shift is not None and settings.shift != own:
-            warnings.warn(f"--shift {settings.shift:g}, and the model's own is {own:g}", stacklevel=3)
+            warnings.warn(f"`shift` {settings.shift:g}, and the model's own is {own:g}", stacklevel=3)
         if settings.expert is not None:
             return
         if self.cycles.prior is not None:
@@ -265,12 +265,12 @@ def _identity(record: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_other(out: Path, settings: SampleSettings, identity: Mapping[str, Any]) -> None:
     """Refuse to resume a finished run of other settings, or one that lacks an image."""
     if differing := differences(_identity(read_json(out / SAMPLING_FILE)), identity):
-        text = "holds samples of other options; choose another --out, or --overwrite"
+        text = "holds samples of other options; choose another `out`, or `overwrite=True`"
         raise HddmError(f"{out}: {text}", map(str, differing))
     names = [IMAGE.format(number) for number in settings.numbers]
     names = [LATENTS_FILE] if settings.output_type == "latent" else names
     if missing := [name for name in names if not (out / name).is_file()]:
-        raise HddmError(f"{out}: lacks {missing[0]}; --overwrite makes all images anew")
+        raise HddmError(f"{out}: lacks {missing[0]}; `overwrite=True` makes all images anew")
 
 
 def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> Conditions:
@@ -278,7 +278,7 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> Conditions:
 
     Raises `HddmError` for conditions that cannot be read or encoded, or that have two sources.
     """
-    guidance, path, file = guidance_of(settings), settings.conditions, f"--conditions {settings.conditions}"
+    guidance, path, file = guidance_of(settings), settings.conditions, f"`conditions` {settings.conditions}"
     classes, text = pipeline.ensemble.classes, TEXT_CONDITIONS[0]
     tensors = {} if path is None else read_safetensors(path)
     for name, value in tensors.items():
@@ -300,7 +300,7 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> Conditions:
         guidance.refuse_negative(bool(against))
     labels = None
     if settings.class_labels is not None:
-        with asked(f"--class-labels {settings.class_labels}"):
+        with asked(f"`class_labels` {settings.class_labels}"):
             labels = class_indices([part.strip() for part in settings.class_labels.split(",")], classes)
     with asked():
         found = pipeline.encode(
@@ -312,7 +312,7 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> Conditions:
             negative_conditions=against if guidance.by_condition else None,
         )
     if text not in found.given and any(text in one.null_conditions for one in pipeline.ensemble.experts):
-        warnings.warn("no --prompt: the experts use their empty text", stacklevel=2)
+        warnings.warn("no `prompt`: the experts use their empty text", stacklevel=2)
     return found
 
 

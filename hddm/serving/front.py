@@ -50,7 +50,7 @@ from hddm.serving.requests import (
     refuse_more,
 )
 from hddm.serving.workers import Answer, RemoteEnsemble, SampleJob, VelocityJob, followed
-from hddm.utils.errors import HddmError, counted, one_line, with_arguments
+from hddm.utils.errors import HddmError, counted, one_line
 from hddm.utils.processes import Report
 from hddm.utils.records import WHOLE
 from hddm.utils.settings import Limits
@@ -163,7 +163,7 @@ class Front:
             return error
         # A request's guidance is bounded, so the weights cause samples that are not finite.
         if isinstance(error, HddmError) and not isinstance(error, NotFinite):
-            return Refusal(400, with_arguments(error.message))
+            return Refusal(400, error.message)
         log.error("%s failed", request, exc_info=error)
         return FAILED
 

@@ -319,4 +319,4 @@ def _listening(port: int) -> socket.socket:
     for one in range(port, min(port + PORTS, 1 << 16)):
         with contextlib.suppress(OSError):
             return socket.create_server((HOST, one))
-    raise HddmError(f"--port {port}: it and the next {PORTS - 1} are taken; choose another")
+    raise HddmError(f"`port` {port}: it and the next {PORTS - 1} are taken; choose another")

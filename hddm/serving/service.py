@@ -49,7 +49,7 @@ class Placement:
 
     def refuse_unknown(self, names: Sequence[str]) -> None:
         """Raise a `UsageError` for an expert that is not among ``names``."""
-        known = {"--num-replicas": list(names), "--resources": [*names, FRONT]}
+        known = {"`num_replicas`": list(names), "`resources`": [*names, FRONT]}
         for option, given in zip(known, (self.replicas, self.resources), strict=True):
             for name in given:
                 if name and name not in known[option]:
@@ -96,7 +96,7 @@ def serve(
     # A token from a file may end in a line break.
     token = os.environ.get(TOKEN, "").strip() or None
     if token is None and host not in LOOPBACK:
-        raise UsageError(f"--host {host}: is open to other machines; set {TOKEN} to a token for clients")
+        raise UsageError(f"`host` {host}: is open to other machines; set {TOKEN} to a token for clients")
     names, limits, placement = names_of(folder), limits or Limits(), placement or Placement()
     placement.refuse_unknown(names)
     replicas = {name: placement.replicas.get(name, placement.replicas.get("", 1)) for name in names}
@@ -122,7 +122,7 @@ def serve(
         threads = {name: max(1, round(resources["num_cpus"])) for name, resources in of.items()}
         if running := ray_serve.status().applications:
             raise HddmError(
-                f"--ray {address}: Ray Serve runs {', '.join(running)} there already; end it first (where it "
+                f"`ray` {address}: Ray Serve runs {', '.join(running)} there already; end it first (where it "
                 "was started, or with serve shutdown), or use another cluster"
             )
         log.info("%s: starts %d experts; each reads its own weights", folder, len(names))
@@ -214,7 +214,7 @@ def _refuse_taken(host: str, port: int) -> None:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             one.bind((host, port))
     except OSError as error:
-        raise HddmError(f"--port {port}: cannot listen on {host} ({error.strerror})") from error
+        raise HddmError(f"`port` {port}: cannot listen on {host} ({error.strerror})") from error
 
 
 def _refuse_lack(there: Mapping[str, float], asked: Sequence[Mapping[str, float]]) -> None:
@@ -226,4 +226,4 @@ def _refuse_lack(there: Mapping[str, float], asked: Sequence[Mapping[str, float]
         name = {"num_cpus": "CPU", "num_gpus": "GPU"}.get(key, key)
         if value > there.get(name, 0):
             lack = f"the workers need {value:g} {name}, and the cluster has {there.get(name, 0):g}"
-            raise HddmError(f"--resources: {lack}; request less, or add machines")
+            raise HddmError(f"`resources`: {lack}; request less, or add machines")

@@ -97,7 +97,7 @@ def native_conditions(field: VelocityField, num: int, seed: int = 0) -> dict[str
             warnings.warn(f"{text}; {remedy}", stacklevel=2)
         elif name not in OPTIONAL_CONDITIONS:
             text = f"its samples need {name}, and it has neither classes nor an empty default"
-            raise HddmError(f"{text}; pass --data")
+            raise HddmError(f"{text}; pass `data`")
     return conditions
 
 
@@ -150,11 +150,11 @@ def recalibrate(
 
 def _on_native_samples(folder: Path, field: VelocityField, seed: int, num: int, steps: int) -> Calibration:
     if field.noise_range != WHOLE:
-        raise HddmError(f"{folder}: covers only a part of t, so it cannot sample alone; pass --data")
+        raise HddmError(f"{folder}: covers only a part of t, so it cannot sample alone; pass `data`")
     conditions = native_conditions(field, num, seed)
     images = native_samples(field, num, seed, steps, conditions)
     if not images.isfinite().all():
-        raise HddmError(f"{folder}: its samples are not finite; pass --data, or more --steps than {steps}")
+        raise HddmError(f"{folder}: its samples are not finite; pass `data`, or more `steps` than {steps}")
     calibration = calibrate(field.velocity, images, conditions, seed)
     origin = {"data": "native samples", "images": str(num), "seed": str(seed), "steps": str(steps)}
     return replace(calibration, record=origin)

@@ -194,7 +194,7 @@ def resolve_continued(
     Raises `HddmError` as `continue_expert`.
     """
     record = expert.facts
-    record.refuse_student(f"--init {init}", "continue the expert that it began with, and distill again")
+    record.refuse_student(f"`init` {init}", "continue the expert that it began with, and distill again")
     schedule, kind = from_config(record.schedule), record.prediction_type
     learned = kind
     if settings.objective == "flow":
@@ -202,16 +202,16 @@ def resolve_continued(
         of_sample = kind is PredictionType.SAMPLE and not record.training_calibration
         schedule, learned = LinearSchedule(), kind if of_sample else PredictionType.FLOW_PREDICTION
     elif isinstance(schedule, LinearSchedule) and kind is not PredictionType.EPSILON:
-        raise HddmError(f"{init}: is a flow expert, which predicts {kind.value}; use --objective flow")
+        raise HddmError(f"{init}: is a flow expert, which predicts {kind.value}; use `objective` flow")
     elif record.training_calibration:
-        raise HddmError(f"{init}: was continued with flow matching, so only --objective flow can continue it")
+        raise HddmError(f"{init}: was continued with flow matching, so only `objective` flow can continue it")
     start = Start.of(expert.network, kind, record.noise_range)
     recipe = resolve(ExpertRecipe, settings, start, before)
     objective = objective_of(recipe, schedule, learned)
     check_fit(shard, record, expert.network)
     check_conditions(shard, recipe)
     if recipe.class_conditional:
-        labels_of(shard, record.classes, str(init), ", or drop --class-conditional")
+        labels_of(shard, record.classes, str(init), ", or drop `class_conditional=True`")
     return recipe, objective
 
 
@@ -238,7 +238,7 @@ def _conditions(init: Path, field: VelocityField, shard: Shard, recipe: ExpertRe
         found[LABELS] = shard.labels
     missing = sorted(set(field.conditions or ()) - {*found, *recipe.conditions} - OPTIONAL_CONDITIONS)
     if missing:
-        remedy = "; pass --class-conditional" if missing == [LABELS] else ""
+        remedy = "; pass `class_conditional=True`" if missing == [LABELS] else ""
         raise HddmError(f"{init}: has no empty default for {', '.join(missing)}{remedy}")
     return found
 
@@ -334,7 +334,7 @@ def targets_of(network: nn.Module) -> tuple[str, ...]:
     found = tuple(name for name in names if name in layers or _PARAMETERS.fullmatch(name))
     if not found:
         text = f"a {type(network).__name__} without attention has no layers to adapt; leave it out"
-        raise HddmError(f"--lora-rank: {text}")
+        raise HddmError(f"`lora_rank`: {text}")
     return found
 
 
@@ -366,4 +366,4 @@ def save_adapted(folder: Path, expert: Expert, adapter: AdapterRecord) -> None:
 
 
 def _peft() -> Any:
-    return optional("peft", "--lora-rank", "lora")
+    return optional("peft", "`lora_rank`", "lora")

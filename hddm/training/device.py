@@ -60,10 +60,10 @@ class Device:
 
         there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
         if not there.get(recipe.device, True):
-            raise HddmError(f"--device {recipe.device}: not available; use cpu")
+            raise HddmError(f"`device` {recipe.device}: not available; use cpu")
         is_on_cpu = recipe.device == "cpu" or not any(there.values())
         if recipe.mixed_precision == "fp16" and is_on_cpu:
-            raise HddmError("--mixed-precision fp16 needs a GPU; on a CPU use bf16 or no")
+            raise HddmError("`mixed_precision` fp16 needs a GPU; on a CPU use bf16 or no")
         # A process may train twice, with another precision.
         AcceleratorState._reset_state()
         self._accelerator = Accelerator(
@@ -80,7 +80,7 @@ class Device:
         parts = self.processes * recipe.gradient_accumulation_steps
         if recipe.batch_size % parts:
             text = f"must be a multiple of {parts}, for {self.processes} processes with equal parts"
-            raise HddmError(f"--batch-size {recipe.batch_size}: {text}")
+            raise HddmError(f"`batch_size` {recipe.batch_size}: {text}")
         self._splits = recipe.fsdp and self.processes > 1
         self._inside = contextlib.ExitStack()
 

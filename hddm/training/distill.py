@@ -119,7 +119,7 @@ def open_teacher(
     if missing:
         known = zip(names, hashes, strict=True)
         missing += [f"{folder / name}: records no shard" for name, own in known if own is None]
-        text = "--teacher shard needs the expert of every shard; pass their partition, or --teacher routed"
+        text = "`teacher` shard needs the expert of every shard; pass their partition, or `teacher` routed"
         raise HddmError(f"{folder}: {text}", missing)
     # The last of several experts of one shard.
     places = {own: k for k, own in enumerate(hashes)}
@@ -130,7 +130,7 @@ def _with_mixing_strategy(folder: Path, opened: OpenedEnsemble, strategy: str | 
     """An ensemble with the strategy by which it mixes as a teacher."""
     facts, is_alone = opened.facts, len(opened.experts) == 1
     if facts.router is None and not is_alone:
-        raise HddmError(f"{folder}: --teacher routed needs its router, and it has none; use --teacher shard")
+        raise HddmError(f"{folder}: `teacher` routed needs its router, and it has none; use `teacher` shard")
     keeps_one = Strategy.parse(facts.strategy).kind in ("draw", "commit")
     if strategy is None and keeps_one and not is_alone:
         log.info("%s: keeps one expert per sample; the student learns their full mixture", folder)
@@ -149,7 +149,7 @@ def _check_conditions(name: str, record: ExpertRecord, shard: Shard, dropout: fl
         return
     labels_of(shard, record.classes, name)
     if dropout and record.null_class != len(record.classes):
-        raise HddmError(f"{name}: null class {record.null_class} is not the last; pass --condition-dropout 0")
+        raise HddmError(f"{name}: null class {record.null_class} is not the last; pass `condition_dropout` 0")
 
 
 def _file_hashes(folder: Path) -> dict[str, str]:
@@ -191,7 +191,7 @@ def distill(
     teacher = open_teacher(ensemble_folder, union, shards, settings, strategy)
     initial, origin = (None, {}) if init is None else read_init(init)
     if initial is None and settings.sampling_steps is not None:
-        raise UsageError("--sampling-steps: a student of few steps begins with an expert; pass --init")
+        raise UsageError("`sampling_steps`: a student of few steps begins with an expert; pass `init`")
     start = Start() if initial is None else Start.of(initial.network, initial.facts.prediction_type)
     start = replace(start, strategy=teacher.record.get("strategy"))
     recipe = resolve(DistillRecipe, settings, start, before)
@@ -202,7 +202,7 @@ def distill(
     if initial is None:
         network = transformer_of(recipe, record)
     else:
-        _check_start(f"--init {init}", initial.facts, record)
+        _check_start(f"`init` {init}", initial.facts, record)
         network = initial.network.requires_grad_(True)
     licences = [one.facts.licence for one in (*teacher.opened.experts, *filter(None, [initial]))]
     added = {"shift": teacher.opened.facts.shift, "sampling_steps": recipe.sampling_steps}
@@ -217,7 +217,7 @@ def distill(
         draw = drawing(union, objective, learned, conditions, null_conditions(record.null_class))
         task = Task(network, len(union), draw, matching(on, objective), key)
     else:
-        network = with_interval(network, f"--init {init}")
+        network = with_interval(network, f"`init` {init}")
         drawn = _conditions_of_trajectories(recipe, record, union, conditions)
         flow = MeanFlow(on, record.prediction_type, recipe, record.sample_shape, drawn)
         second = (SECOND_STAGE, flow.loss) if recipe.sampling_steps == 1 else None
@@ -244,7 +244,7 @@ def _conditions_of_trajectories(
     """Draw conditions of trajectories from those (N,) of all samples; labels are dropped as in training."""
     _require_expert_by_class(conditions)
     if recipe.guidance_scale != 1 and LABELS not in conditions:
-        raise UsageError("--guidance-scale: the teacher takes no classes to guide by; drop the option")
+        raise UsageError("`guidance_scale`: the teacher takes no classes to guide by; drop the option")
     draws = generator(recipe.seed, Use.TRAJECTORY_IMAGES)
     rows = torch.randint(len(union), (recipe.trajectories,), generator=draws)
     chosen = {name: value[rows] for name, value in conditions.items()}
@@ -261,13 +261,13 @@ def _require_expert_by_class(given: Mapping[str, Tensor]) -> None:
     labels = given.get(LABELS, torch.zeros_like(expert))
     if len(torch.stack([labels, expert]).unique(dim=1).T) > len(labels.unique()):
         text = "noise and class do not tell the shard here, so experts would be averaged"
-        raise UsageError(f"--teacher shard: {text}; use --teacher routed")
+        raise UsageError(f"`teacher` shard: {text}; use `teacher` routed")
 
 
 def with_interval(network: nn.Module, name: str) -> ExpertTransformer:
     """A network that takes intervals too, with the weights of ``network``; refuses another class."""
     if not isinstance(network, ExpertTransformer):
-        text = f"--sampling-steps needs hddm's own transformer, and it is a {type(network).__name__}"
+        text = f"`sampling_steps` needs hddm's own transformer, and it is a {type(network).__name__}"
         raise HddmError(f"{name}: {text}; begin with an expert that was trained here")
     arguments = {key: value for key, value in network.config.items() if not key.startswith("_")}
     with torch.random.fork_rng(devices=[]):

@@ -137,12 +137,12 @@ def resolve_new(
     shard does not allow.
     """
     if settings.lora_rank is not None:
-        raise UsageError("--lora-rank adapts an existing expert; pass --init")
+        raise UsageError("`lora_rank` adapts an existing expert; pass `init`")
     stated = None
     if isinstance(schedule, Path):
         stated = declared_prediction_type(schedule)
         if stated == "flow_prediction":
-            raise HddmError(f"{schedule}: is for flow matching; use --objective flow without --schedule")
+            raise HddmError(f"{schedule}: is for flow matching; use `objective` flow without `schedule`")
         if stated not in (None, *PredictionType):
             known = ", ".join(PredictionType)
             raise HddmError(f"{schedule}: prediction_type {stated!r} is not one of {known}")
@@ -158,7 +158,7 @@ def _check_size(shape: Sequence[int], size: str) -> None:
     _, height, width = shape
     patch = size_config(size)["patch_size"]
     if height != width or height % patch:
-        raise HddmError(f"images are {width}×{height}; --size {size} takes squares divisible by {patch}")
+        raise HddmError(f"images are {width}×{height}; `size` {size} takes squares divisible by {patch}")
 
 
 def new_network(kind: type[Network], size: str, shape: Sequence[int], seed: int, **arguments: Any) -> Network:
@@ -236,7 +236,7 @@ def read_init(init: Path) -> tuple[Expert, dict[str, Any]]:
     Another folder raises `UsageError`.
     """
     if not (init / EXPERT_FILE).is_file():
-        raise UsageError(f"--init {init}: not an expert folder; name one expert, such as one of an ensemble")
+        raise UsageError(f"`init` {init}: not an expert folder; name one expert, such as one of an ensemble")
     expert, weights = read_expert(init), weights_in(init)
     return expert, {"init": init.resolve().name, "init_sha256": weights and sha256_of(weights)}
 

@@ -106,7 +106,7 @@ def train_islands(
         if on_step is not None:
             on_step(call.arguments["island"].index, *step)
 
-    kept = f"{islands[0].out.parent}: stopped; progress is saved, and --resume continues"
+    kept = f"{islands[0].out.parent}: stopped; progress is saved, and `resume=True` continues"
     with stoppable(kept), backend or Workers(1, RETRIES) as workers:
         return workers.run(calls, report, keep_going=True)
 
@@ -166,7 +166,7 @@ def train_island(island: Island, on_step: OnStep | None = None) -> list[float]:
             return continue_expert(island.init, shard, out, settings, overwrite, on_step, run)
         return train_expert(shard, out, settings, island.schedule, None, overwrite, on_step, run)
     except (OSError, SafetensorError) as error:
-        text = f"could not be written, or its data read ({error}); fix that, and --resume continues"
+        text = f"could not be written, or its data read ({error}); fix that, and `resume=True` continues"
         raise HddmError(f"{out}: {text}") from error
 
 
@@ -178,4 +178,4 @@ def refuse_failed(islands: Sequence[Island], outcomes: Sequence[Outcome]) -> Non
         others = "the others are finished, and " if len(failed) < len(outcomes) else ""
         number = f"{len(failed)} of {len(outcomes)} experts failed"
         causes = [f"{name}: {line}" for name, why in failed for line in (why.message, *why.details)]
-        raise HddmError(f"{islands[0].out.parent}: {number}; {others}--resume continues these", causes)
+        raise HddmError(f"{islands[0].out.parent}: {number}; {others}`resume=True` continues these", causes)

@@ -248,7 +248,7 @@ def _keep(run: Run, report: StepReport, steps: int, device: Device, stop: StopRe
             run.save(state, tensors)
         device.wait()
     if stopping and state.step < steps:
-        text = f"stopped after step {state.step} of {steps}; progress is saved, and --resume continues"
+        text = f"stopped after step {state.step} of {steps}; progress is saved, and `resume=True` continues"
         raise Stopped(f"{run.folder}: {text}", stop.number or 0)
 
 
@@ -285,7 +285,7 @@ class _Trainer:
         if recipe.gradient_checkpointing:
             if not getattr(network, "_supports_gradient_checkpointing", False):
                 text = f"{type(network).__name__} does not support it; train without"
-                raise HddmError(f"--gradient-checkpointing: {text}")
+                raise HddmError(f"`gradient_checkpointing=True`: {text}")
             network.enable_gradient_checkpointing()
         self.bring_back = device.place(network)
         self.parameters = [p for p in network.parameters() if p.requires_grad]
@@ -391,7 +391,7 @@ class _Trainer:
         diverged = step == self.recipe.steps and (count > 1 or step == 1)
         if count >= self.recipe.max_non_finite or diverged:
             text = f"the last {count} steps were not finite, and nothing was written"
-            raise HddmError(f"{what}; {text}; try a lower --learning-rate or --muon-learning-rate")
+            raise HddmError(f"{what}; {text}; try a lower `learning_rate` or `muon_learning_rate`")
         log.warning("%s; the step is skipped", what)
 
 
@@ -433,8 +433,8 @@ def train(
     if is_finished(out, record, content, run, overwrite):
         return []
     if recipe.fsdp and run is not None and run.sample_every:
-        text = "with --fsdp no process has the whole network to draw pictures with; drop one of the two"
-        raise UsageError(f"--sample-every {run.sample_every}: {text}")
+        text = "with `fsdp=True` no process has the whole network to draw pictures with; drop one of the two"
+        raise UsageError(f"`sample_every` {run.sample_every}: {text}")
     watchers: list[Watcher] = []
     if on_step is not None:
         watchers.append(lambda report: on_step(report.step, report.loss, report.seconds))

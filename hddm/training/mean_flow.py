@@ -143,7 +143,7 @@ class MeanFlow:
         self.teacher_on = functools.cache(self.teacher_on)
         if self.prediction is PredictionType.EPSILON:
             text = "a student of few steps cannot predict noise, which does not determine x_0 at t = 1"
-            raise HddmError(f"--sampling-steps: {text}; begin with an expert of another --prediction")
+            raise HddmError(f"`sampling_steps`: {text}; begin with an expert of another `prediction`")
 
     def prepare(self, device: torch.device, folder: Path | None) -> None:
         """Solve the teacher's trajectories on a device, or read them in the run's ``folder``."""

@@ -69,21 +69,21 @@ class Objective:
     def __post_init__(self) -> None:
         is_linear = isinstance(self.schedule, LinearSchedule)
         if self.name == "flow" and not is_linear:
-            raise UsageError("--schedule is for DDPM; leave it out, or use --objective ddpm")
+            raise UsageError("`schedule` is for DDPM; leave it out, or use `objective` ddpm")
         if self.prediction_type is PredictionType.FLOW_PREDICTION and not is_linear:
-            raise UsageError("--prediction flow_prediction needs --objective flow")
+            raise UsageError("`prediction` flow_prediction needs `objective` flow")
         if self.snr_gamma is not None and (
             self.prediction_type is not PredictionType.EPSILON or self.weighting != "prediction"
         ):
             text = f"this expert learns {self.prediction_type.value} weighted by {self.weighting}"
-            remedy = "leave it out, or use --prediction epsilon --weighting prediction"
+            remedy = "leave it out, or use `prediction` epsilon `weighting` prediction"
             raise UsageError(
-                f"--snr-gamma {self.snr_gamma:g} is for errors of the noise, but {text}; {remedy}"
+                f"`snr_gamma` {self.snr_gamma:g} is for errors of the noise, but {text}; {remedy}"
             )
         if self._native[0] > self._native[1]:
             (low, high), (first, last) = self.noise_range, self.schedule.range
             times = f"has none of the schedule's times, in {first:.4g}:{last:.4g}"
-            raise UsageError(f"--noise-range {low:g}:{high:g}: {times}")
+            raise UsageError(f"`noise_range` {low:g}:{high:g}: {times}")
 
     @property
     def time_scale(self) -> float:
@@ -251,9 +251,9 @@ def loss_of(
 def check_conditions(shard: Shard, recipe: ExpertRecipe) -> None:
     """Refuse conditions, held-out images or flips that ``shard`` does not allow; errors name what to drop."""
     if recipe.class_conditional and shard.labels is None:
-        raise HddmError(f"{shard.folder}: its images carry no labels; drop --class-conditional")
+        raise HddmError(f"{shard.folder}: its images carry no labels; drop `class_conditional=True`")
     if recipe.text_conditional and shard.texts is None:
-        text = "holds no text embeddings; hddm encode makes them, or drop --text-conditional"
+        text = "holds no text embeddings; hddm encode makes them, or drop `text_conditional=True`"
         raise HddmError(f"{shard.folder}: {text}")
     if shard.held_out_of is not None:
         raise HddmError(f"{shard.folder}: holds images kept for evaluation; train on its shard")

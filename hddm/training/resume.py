@@ -88,7 +88,7 @@ class RunRecord(OpenRecord):
     """``run.json``, as `hddm.training.state.open_run` writes it; ``settings`` are the recipe."""
 
     oldest = RUN_FORMAT
-    remedy = "use the version of hddm that wrote it, or another --out"
+    remedy = "use the version of hddm that wrote it, or another `out`"
 
     format: str
     settings: dict[str, Any] = Field(default_factory=dict)
@@ -116,7 +116,7 @@ def recorded(out: Path) -> dict[str, Any]:
 def refuse_run(out: Path) -> None:
     """Refuse an ``out`` that has a run already; raises `HddmError`."""
     if has_run(out):
-        text = f"already holds a run of {out}; --resume continues it, --overwrite starts again"
+        text = f"already holds a run of {out}; `resume=True` continues it, `overwrite=True` starts again"
         raise HddmError(f"{run_folder_of(out)}: {text}")
 
 
@@ -152,7 +152,7 @@ def is_finished(
         return False
     if before := recorded(out):
         compare_records(out, before, content, run)
-    refuse_damaged(out, record, sha256=sha256_of, remedy="--overwrite trains it again")
+    refuse_damaged(out, record, sha256=sha256_of, remedy="`overwrite=True` trains it again")
     log.info("%s: is finished; there is nothing to resume", out)
     return True
 
@@ -172,11 +172,11 @@ def compare_records(
     # A value that the run did not record is no reason to refuse it for good.
     known = [one for one in found if one.was != ABSENT]
     if fixed := [one for one in known if one.key in FIXED or one.key.startswith("data.")]:
-        text = "the run used other data, another objective or network; choose another --out"
+        text = "the run used other data, another objective or network; choose another `out`"
         raise HddmError(f"{folder}: {text}", map(str, fixed))
     refused = [one for one in found if one.key not in FREE]
     if refused and not options.allow_config_change:
-        text = "the run was started with different settings; repeat them, or pass --allow-config-change"
+        text = "the run was started with different settings; repeat them, or pass `allow_config_change=True`"
         raise HddmError(f"{folder}: {text}", map(str, refused))
     for one in found:
         log.warning("%s: %s", folder, one)

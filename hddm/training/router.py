@@ -110,7 +110,7 @@ def train_router(
                 each = origin.bincount(minlength=len(shards)).tolist()
                 calibration = {"held_out_share": HELD_OUT_SHARE, "held_out_images": each, **figures}
         if len(shards) > 1 and not is_better_than_chance(accuracy):
-            remedy = "train it for longer, or with another --learning-rate"
+            remedy = "train it for longer, or with another `learning_rate`"
             text = "%s: recognises shards no better than chance on %d images; %s"
             log.warning(text, out, accuracy["images"], remedy)
         record = RouterRecord(
@@ -219,7 +219,7 @@ def held_out(shard: Shard) -> Tensor:
     digests = [shard.stored.digest(row) for row in range(len(shard))]
     last = sorted(digests)[max(2, round(HELD_OUT_SHARE * len(digests))) - 1]
     if last == max(digests):
-        raise HddmError(f"{shard.folder}: its images are too similar to hold some out; leave --calibrate out")
+        raise HddmError(f"{shard.folder}: its images are too similar to hold some out; leave `calibrate` out")
     return torch.tensor([digest <= last for digest in digests])
 
 

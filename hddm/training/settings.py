@@ -84,20 +84,20 @@ class LoopFields(Described, Generic[Open]):
     model_config = ConfigDict(validate_default=True)
 
     steps: Positive
-    """Training steps. Required, here or in --config."""
+    """Training steps. Required, here or in `config`."""
     batch_size: Annotated[Positive, Shown(topic="Training")] = 128
     """Images per step, over all devices."""
     size: Size = "small"
     """Network size: tiny, mini, small, S/2 to XL/8, or DEPTHxWIDTH/PATCH as 6x192/2."""
     optimizer: Literal["adamw", "muon"] | Open = OPEN
-    """Optimizer for weight matrices; AdamW trains the rest. Default: muon; adamw with --init."""
+    """Optimizer for weight matrices; AdamW trains the rest. Default: muon; adamw with `init`."""
     learning_rate: Above0 | Open = OPEN
     """Peak learning rate of AdamW. Default: 0.2/width with Muon, 0.5/width without (router: 0.125/width),
-    1e-4 with --init."""
+    1e-4 with `init`."""
     muon_learning_rate: Above0 | None = None
     """Learning rate of the matrices that Muon trains. Default: 0.02."""
     warmup: Annotated[int, Field(ge=0)] | Open = OPEN
-    """Steps of warm-up. Default: a tenth of --steps, at most 100."""
+    """Steps of warm-up. Default: a tenth of `steps`, at most 100."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """Weight decay of both optimizers."""
     max_grad_norm: Above0 = 1.0
@@ -126,10 +126,10 @@ class LoopFields(Described, Generic[Open]):
     @model_validator(mode="after")
     def _fits_together(self) -> "LoopFields[Open]":
         if self.fsdp and self.mixed_precision == "fp16":
-            raise ValueError("fsdp needs mixed_precision bf16 or no, not fp16")
+            raise ValueError("`fsdp=True` needs `mixed_precision` bf16 or no, not fp16")
         if self.batch_size % self.gradient_accumulation_steps:
-            parts = f"{self.gradient_accumulation_steps} gradient_accumulation_steps"
-            raise ValueError(f"batch_size {self.batch_size} does not divide into {parts}")
+            parts = f"{self.gradient_accumulation_steps} `gradient_accumulation_steps`"
+            raise ValueError(f"`batch_size` {self.batch_size} does not divide into {parts}")
         return self
 
 
@@ -139,9 +139,9 @@ class DenoiserFields(LoopFields[Open], Generic[Open]):
     prediction: Prediction | Open = OPEN
     """Quantity that the network predicts. Default: epsilon (DDPM), sample (flow)."""
     rotary: bool | Open = OPEN
-    """Rotary position embeddings. Default: --rotary."""
+    """Rotary position embeddings. Default: `rotary`."""
     time_sampling: TimeSampling | Open = OPEN
-    """Distribution of noise levels. Default: logit-normal; uniform for DDPM, unless --prediction is
+    """Distribution of noise levels. Default: logit-normal; uniform for DDPM, unless `prediction` is
     sample."""
     condition_dropout: Share = 0.1
     """Share of images that are trained without conditions."""
@@ -153,11 +153,11 @@ class ExpertFields(DenoiserFields[Open], Generic[Open]):
     """An expert."""
 
     objective: Literal["ddpm", "flow"]
-    """Training objective. Required, here or in --config."""
+    """Training objective. Required, here or in `config`."""
     weighting: Weighting | Open = OPEN
-    """Quantity that the loss compares. Default: velocity if --prediction is sample, else prediction."""
+    """Quantity that the loss compares. Default: velocity if `prediction` is sample, else prediction."""
     noise_range: NoiseRange | Open = OPEN
-    """Noise levels t (0 data, 1 noise) that the expert covers, such as 0.5:1. Default: all; with --init those
+    """Noise levels t (0 data, 1 noise) that the expert covers, such as 0.5:1. Default: all; with `init` those
     of the init."""
     snr_gamma: Above0 | None = None
     """Gamma of min-SNR loss weights (DDPM only), such as 5. Default: no weights."""
@@ -166,10 +166,10 @@ class ExpertFields(DenoiserFields[Open], Generic[Open]):
     text_conditional: bool = False
     """Train on captions, as saved by hddm encode."""
     weak_at: Annotated[float, Field(ge=0, lt=1)] | Open = OPEN
-    """Share of --steps after which a weak model for autoguidance is saved; 0 for none. Default: 0.25; 0 with
-    --init."""
+    """Share of `steps` after which a weak model for autoguidance is saved; 0 for none. Default: 0.25; 0 with
+    `init`."""
     lora_rank: Positive | None = None
-    """Rank of a LoRA adapter of --init to train; --out holds only it."""
+    """Rank of a LoRA adapter of `init` to train; `out` holds only it."""
     lora_alpha: Above0 | None = None
     """Scale of the adapter, as ALPHA/RANK. Default: the rank."""
 
@@ -182,11 +182,11 @@ class ExpertFields(DenoiserFields[Open], Generic[Open]):
     @model_validator(mode="after")
     def _can_be_an_adapter(self) -> "ExpertFields[Open]":
         if self.lora_alpha is not None and self.lora_rank is None:
-            raise ValueError(f"lora_alpha {self.lora_alpha} scales an adapter; give a lora_rank too")
+            raise ValueError(f"`lora_alpha` {self.lora_alpha} scales an adapter; pass `lora_rank` too")
         if self.lora_rank is not None and self.weak_at:
-            raise ValueError(f"weak_at {self.weak_at} keeps a weak model, and an adapter has none; drop it")
+            raise ValueError(f"`weak_at` {self.weak_at} keeps a weak model, and an adapter has none; drop it")
         if self.lora_rank is not None and self.compile:
-            raise ValueError("compile does not work with lora_rank; drop one of the two")
+            raise ValueError("`compile` does not work with `lora_rank`; drop one of the two")
         return self
 
 
@@ -209,7 +209,7 @@ class DistillFields(DenoiserFields[Open], Generic[Open]):
     strategy: StrategyName | None = None
     """Strategy of the routed teacher. Default: the ensemble's; full for draw and commit-X."""
     sampling_steps: SamplingSteps | None = None
-    """Number of sampling steps to train for; needs --init. Default: any."""
+    """Number of sampling steps to train for; needs `init`. Default: any."""
     trajectories: Positive = 8192
     """Teacher trajectories that a student of few steps learns from."""
     guidance_scale: Annotated[float, Field(allow_inf_nan=False), Shown(topic="Students of few steps")] = 1.0
@@ -218,14 +218,16 @@ class DistillFields(DenoiserFields[Open], Generic[Open]):
     @model_validator(mode="after")
     def _fits_its_teacher(self) -> "DistillFields[Open]":
         if self.strategy is not None and self.teacher == "shard":
-            raise ValueError(f"strategy {self.strategy}: is for teacher routed; choose that, or drop it")
+            raise ValueError(f"`strategy` {self.strategy}: is for `teacher` routed; choose that, or drop it")
         if self.strategy is not None and self.strategy.partition("-")[0] in ("draw", "commit"):
-            raise ValueError(f"strategy {self.strategy}: keeps one expert per sample; use full")
+            raise ValueError(f"`strategy` {self.strategy}: keeps one expert per sample; use full")
         if self.sampling_steps == 1 and self.fsdp:
-            raise ValueError("fsdp splits the weights whose derivative a student of one step needs; drop it")
+            raise ValueError(
+                "`fsdp=True` splits weights whose derivative a student of one step needs; drop it"
+            )
         if self.sampling_steps is None and self.guidance_scale != 1:
-            text = f"guidance_scale {self.guidance_scale:g} is for a student of few steps"
-            raise ValueError(f"{text}; give sampling_steps too")
+            text = f"`guidance_scale` {self.guidance_scale:g} is for a student of few steps"
+            raise ValueError(f"{text}; pass `sampling_steps` too")
         return self
 
 
@@ -249,14 +251,14 @@ class AllSettings(ExpertFields[None]):
 
 
 def refuse_fixed(settings: Record, schedule: Path | None = None) -> None:
-    """Refuse what ``--init`` fixes: a network that goes on keeps its size, prediction and schedule.
+    """Refuse what ``init`` fixes: a network that goes on keeps its size, prediction and schedule.
 
     Raises:
         UsageError: for the first that was requested.
     """
     fixed = [name for name in _FIXED_BY_INIT if name in settings.model_fields_set]
     for name in (*fixed, *([] if schedule is None else ["schedule"])):
-        raise UsageError(f"--{name}: --init fixes it; leave it out")
+        raise UsageError(f"`{name}`: `init` fixes it; leave it out")
 
 
 _FIXED_BY_INIT = ("size", "prediction", "weighting", "rotary")
@@ -362,8 +364,8 @@ def resolve(
     optimizer = values["optimizer"] or recorded.get("optimizer") or ("muon" if start.is_new else "adamw")
     has_muon = optimizer == "muon"
     if values["muon_learning_rate"] is not None and not has_muon:
-        text = "this training uses AdamW only; leave it out, or use --optimizer muon"
-        raise UsageError(f"--muon-learning-rate {values['muon_learning_rate']:g}: {text}")
+        text = "this training uses AdamW only; leave it out, or use `optimizer` muon"
+        raise UsageError(f"`muon_learning_rate` {values['muon_learning_rate']:g}: {text}")
     by_width = 0.2 if has_muon else 0.125 if issubclass(kind, RouterRecipe) else 0.5
     prediction = values.get("prediction") or start.prediction or ("epsilon" if is_ddpm else "sample")
     is_new_sample = start.is_new and prediction == "sample"
@@ -433,7 +435,7 @@ def settings_of(record: type[Settings], path: Path | None, given: Mapping[str, A
     required = [name for name, field in record.model_fields.items() if field.is_required()]
     for name in required:
         if name not in content and name not in given:
-            raise UsageError(f"--{name} is required, here or in --config")
+            raise UsageError(f"`{name}` is required, here or in `config`")
     if path is not None:
         # Alone, beside any valid values of what is required, so that a bad value is reported as the file's.
         parse_record({name: _VALID[name] for name in required} | content, record, str(path))
@@ -462,5 +464,5 @@ def parse_objectives(text: str, shards: int) -> list[str]:
     is_known = chosen.keys() <= {"*", *map(str, range(shards))} and len(chosen) == len(parts)
     if not is_known or not {*found, *chosen.values()} <= {"ddpm", "flow"}:
         shape = f"name ddpm or flow once for each of shards 0 to {shards - 1}, as 0=ddpm,*=flow"
-        raise HddmError(f"--objective {text}: {shape}")
+        raise HddmError(f"`objective` {text}: {shape}")
     return [str(one) for one in found]

@@ -273,8 +273,8 @@ class Run:
     def kept(self) -> str:
         """Say what a training that ends now can go on from."""
         if (newest := self.newest()) is None:
-            return "there is no checkpoint yet; --resume starts from the beginning"
-        return f"the checkpoint of step {step_of(newest)} is complete, and --resume continues from it"
+            return "there is no checkpoint yet; `resume=True` starts from the beginning"
+        return f"the checkpoint of step {step_of(newest)} is complete, and `resume=True` continues from it"
 
     def _prune(self, step: int) -> None:
         try:
@@ -297,7 +297,7 @@ def _is_complete(path: Path) -> bool:
 
 def _work_of(out: Path) -> Work:
     busy = f"{out}: another process is training it"
-    return Work(run_folder_of(out), RUN_FILE, busy, "another --out")
+    return Work(run_folder_of(out), RUN_FILE, busy, "another `out`")
 
 
 @contextlib.contextmanager

@@ -84,7 +84,7 @@ def images_for(experts: Sequence[Path], data: Path) -> Sequence[Path | None]:
         if own not in shards and (own is not None or len(experts) == 1):
             origin = "does not say what it was trained on" if own is None else f"is of shard {str(own)[:16]}…"
             text = f"none of its {len(shards)} shards is that of {expert}, which {origin}"
-            raise UsageError(f"--data {data}: {text}")
+            raise UsageError(f"`data` {data}: {text}")
         found.append(None if own is None else shards[own])
     return found
 
@@ -229,7 +229,7 @@ def _check_images(shard: Shard, expert: Expert) -> list[str]:
     """Notes on images of the expert's shard; refuse images of another shard, or a single one."""
     expert.facts.refuse_student(
         expert.name,
-        "--data judges velocities, but a student of few steps predicts means over steps; leave it out",
+        "`data` judges velocities, but a student of few steps predicts means over steps; leave it out",
     )
     if len(shard) < 2:
         raise HddmError(f"{shard.folder}: judging an expert needs at least 2 images, not {len(shard)}")

@@ -295,7 +295,7 @@ class WandbLog:
     """
 
     def __init__(self, folder: Path, project: str, settings: Mapping[str, Any]) -> None:
-        self._wandb = wandb = optional("wandb", "--wandb", "wandb")
+        self._wandb = wandb = optional("wandb", "`wandb`", "wandb")
         path = folder / "wandb.id"
         if not path.exists():
             path.write_text(secrets.token_hex(8))

@@ -3,7 +3,6 @@
 import contextlib
 import difflib
 import importlib
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,12 +14,10 @@ if TYPE_CHECKING:
 class HddmError(ValueError):
     """A failure that the caller can fix.
 
-    The message is one line that names the file or option, the value and the remedy. The command line prints
-    it without a traceback and exits with code 1. Unprintable characters, as in names from foreign files, are
-    escaped. ``details`` are further lines, indented below the message, in ``str(error)`` too.
-
-    Both are written with the options of the command line; outside of it ``str(error)`` names the arguments of
-    Python instead, ``overwrite=True`` for ``--overwrite``.
+    The message is one line that names the file or argument, the value and the remedy. Arguments stand in
+    backticks, `` `steps` `` or `` `overwrite=True` ``; the command line prints them as its options, without a
+    traceback, and exits with code 1. Unprintable characters, as in names from foreign files, are escaped.
+    ``details`` are further lines, indented below the message.
     """
 
     def __init__(self, message: str, details: Iterable[str] = ()) -> None:
@@ -28,44 +25,9 @@ class HddmError(ValueError):
         self.details = tuple(_printable(line) for line in details)
         super().__init__("\n  ".join((self.message, *self.details)))
 
-    def __str__(self) -> str:
-        text = super().__str__()
-        return text if os.environ.get(_COMMAND_LINE) else with_arguments(text)
-
     def __reduce__(self) -> Any:
         # The joined text alone would arrive from another process as one line, and notes not at all.
         return type(self), (self.message, self.details), vars(self)
-
-
-_COMMAND_LINE = "HDDM_COMMAND_LINE"
-# In a command to be typed options stay as they are.
-_OPTION = re.compile(r"\bhddm [a-z][^;,()]*|--([a-z]+(?:-[a-z]+)*)")
-_FLAGS = {
-    *("allow_config_change", "allow_few", "allow_pickle", "class_conditional", "fsdp"),
-    *("gradient_checkpointing", "overwrite", "random_flip", "resume", "text_conditional"),
-}
-
-
-def with_arguments(text: str) -> str:
-    """A message with Python's arguments, or the keys of a settings file, in place of options."""
-    return _OPTION.sub(_argument, text)
-
-
-def _argument(found: re.Match[str]) -> str:
-    if found[1] is None:
-        return found[0]
-    name = found[1].replace("-", "_")
-    return f"{name}=True" if name in _FLAGS else name
-
-
-@contextlib.contextmanager
-def on_command_line() -> Iterator[None]:
-    """Name options in messages, here and in processes that are started here, instead of arguments."""
-    os.environ[_COMMAND_LINE] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[_COMMAND_LINE]
 
 
 class UsageError(HddmError):
@@ -78,7 +40,7 @@ class UsageError(HddmError):
 def asked(option: str | None = None, kind: type[HddmError] = UsageError) -> Iterator[None]:
     """Check a caller's arguments in this block: an `HddmError` in it becomes a `UsageError`, or a ``kind``.
 
-    Its message then begins with ``option``, an option and its value.
+    Its message then begins with ``option``, an argument and its value.
     """
     try:
         yield
@@ -110,6 +72,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def one_line(error: object, most: int = 200) -> str:
     """Text of a library's error, or of any value, shortened to part of one line."""
     text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, Exception):
+        # Backticks mark our own arguments.
+        text = text.replace("`", "'")
     return text if len(text) <= most else text[: most - 1] + "…"
 
 

@@ -194,14 +194,14 @@ def put_in_place(draft: Path, target: Path, overwrite: bool) -> None:
 def check_result_file(path: Path, overwrite: bool = False) -> None:
     """Refuse a ``path`` without a folder, and an existing file, unless a result to ``overwrite``."""
     if not path.parent.is_dir():
-        raise HddmError(f"--out {path}: {path.parent} is not a folder; create it first")
+        raise HddmError(f"`out` {path}: {path.parent} is not a folder; create it first")
     if path.is_symlink():
         to = os.readlink(path)
-        raise HddmError(f"--out {path}: is a link to {to}; name the file itself, or remove the link")
+        raise HddmError(f"`out` {path}: is a link to {to}; name the file itself, or remove the link")
     if not path.exists():
         return
     if not overwrite:
-        raise HddmError(f"{path} exists: choose another file, or pass --overwrite to replace it")
+        raise HddmError(f"{path} exists: choose another file, or pass `overwrite=True` to replace it")
     if read_json(path).get("kind") != "evaluation":
         raise HddmError(f"{path}: is not a result of an evaluation; choose another file")
 
@@ -228,11 +228,11 @@ def check_absent(target: Path, record: str, overwrite: bool = False) -> None:
     if is_empty and (overwrite or not (target.is_mount() or target.absolute() == Path.cwd())):
         return
     if not overwrite:
-        raise HddmError(f"{target} exists: choose another folder, or pass --overwrite to replace it")
+        raise HddmError(f"{target} exists: choose another folder, or pass `overwrite=True` to replace it")
     if "format" not in (read_json(target / record) if (target / record).is_file() else {}):
         raise HddmError(
-            f"{target}: --overwrite replaces only a folder of the same kind, and this one has no {record} "
-            "of hddm's"
+            f"{target}: `overwrite=True` replaces only a folder of the same kind, and this one has no "
+            f"{record} of hddm's"
         )
 
 
@@ -429,7 +429,7 @@ def refuse_pickle(path: Path, allow_pickle: bool) -> None:
     if (kind := kind_of(path)) != "safetensors" and not allow_pickle:
         raise HddmError(
             f"{path}: is a pickle ({kind}), which can carry code; use the safetensors version, or pass "
-            f"--allow-pickle to read only its tensors"
+            f"`allow_pickle=True` to read only its tensors"
         )
 
 

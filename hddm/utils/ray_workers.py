@@ -40,7 +40,7 @@ class RayWorkers(Backend):
 
     def __init__(self, address: str = LOCAL, retries: int = RETRIES) -> None:
         super().__init__(sys.maxsize, retries)
-        self._ray, self._connection = optional("ray", "--ray", "ray"), contextlib.ExitStack()
+        self._ray, self._connection = optional("ray", "`ray`", "ray"), contextlib.ExitStack()
         self._address, self._tasks, self._numbers = address, dict[int, tuple[Call, Any]](), itertools.count()
 
     def __enter__(self) -> Self:
@@ -171,16 +171,16 @@ def connected(ray: Any, address: str, **own: Any) -> Iterator[None]:
             hint = (
                 "" if AUTHENTICATION in os.environ else f"; if it needs a token, set {AUTHENTICATION}=token"
             )
-            raise HddmError(f"--ray {address}: no cluster answers there ({one_line(error)}){hint}") from error
+            raise HddmError(f"`ray` {address}: no cluster answers there ({one_line(error)}){hint}") from error
         try:
             # Ray's own handler of SIGTERM would exit in the middle of our work.
             for one, handler in handlers.items():
                 signal.signal(one, handler)
             if is_local and (there := ray.util.get_node_ip_address()) not in LOOPBACK:
-                raise HddmError(f"--ray {LOCAL}: Ray listens at {there}; use another version of it")
+                raise HddmError(f"`ray` {LOCAL}: Ray listens at {there}; use another version of it")
             if not (is_local or has_tls or AUTHENTICATION in os.environ):
                 text = (
-                    "--ray %s: runs the code of whoever reaches one of its ports; see docs/guides/machines.md"
+                    "`ray` %s: runs the code of whoever reaches one of its ports; see docs/guides/machines.md"
                 )
                 log.warning(text, address)
             yield

@@ -15,7 +15,7 @@ import os
 import re
 import time
 import unicodedata
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
@@ -132,7 +132,7 @@ def parse_record(content: dict[str, Any] | bytes, record: type[AnyRecord], origi
         # An unknown key before others, since a misspelt key is missing too.
         first = next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
         if origin == OPTIONS:
-            raise HddmError(_of_options(first, record.model_fields)) from error
+            raise HddmError(_of_arguments(first)) from error
         # pydantic lists our validators as steps on the way to the value.
         place = [step for step in first["loc"] if step != "function-after"]
         key = place and one_line(".".join(map(str, place)), 100)
@@ -143,7 +143,8 @@ def parse_record(content: dict[str, Any] | bytes, record: type[AnyRecord], origi
         value = f" (is {one_line(repr(first['input']), 100)})" if is_shown else ""
         # A problem of several values together names no key.
         named = f"key {key!r}{value}: " if key else ""
-        raise HddmError(f"{origin}: {named}{words(first)}") from error
+        # Keys of a file are not arguments.
+        raise HddmError(f"{origin}: {named}{words(first)}".replace("`", "")) from error
 
 
 def _fields_at(record: type[BaseModel], place: Sequence[int | str]) -> Collection[str]:
@@ -162,24 +163,14 @@ def _records_in(kind: Any) -> Iterator[type[BaseModel]]:
         yield from _records_in(inner)
 
 
-def _of_options(problem: ErrorDetails, names: Iterable[str]) -> str:
-    """Problem of a record whose keys are options, spelt as options."""
+def _of_arguments(problem: ErrorDetails) -> str:
+    """Problem of a record whose fields the caller passed, by keyword or as options."""
     text = words(problem)
     if not problem["loc"]:
-        for name in names:
-            # Without an underscore it may be an ordinary word.
-            if "_" in name or text.startswith(f"{name} "):
-                text = re.sub(rf"\b{name}\b", _option(name), text)
         return text
     value = problem["input"]
     shown = " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
-    return f"{_option(str(problem['loc'][0]))} " + (
-        text if problem["type"] == "missing" else f"{shown}: {text}"
-    )
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    return f"`{problem['loc'][0]}` " + (text if problem["type"] == "missing" else f"{shown}: {text}")
 
 
 def check_format(content: dict[str, Any], known: str, path: Path) -> None:

@@ -203,11 +203,11 @@ class SampleSettings(Computing, SamplingSettings):
     init_image: InputPath | None = None
     """Image to edit; it is cropped and resized to the output size."""
     strength: Share | None = None
-    """Amount of change to --init-image. Default: 0.8; 1 with --mask."""
+    """Amount of change to `init_image`. Default: 0.8; 1 with `mask`."""
     mask: InputPath | None = None
-    """Mask image, white where --init-image is replaced."""
+    """Mask image, white where `init_image` is replaced."""
     resampling_steps: Positive = 10
-    """Repeats of each step with --mask."""
+    """Repeats of each step with `mask`."""
     expert: Annotated[int, Field(ge=0)] | None = None
     """Index of an expert to use alone, without the router."""
     router_every: Positive = 1
@@ -236,7 +236,7 @@ class SampleSettings(Computing, SamplingSettings):
     offload: Literal["none", "ram", "disk"] = "none"
     """Place of idle experts: on the device (none), in memory or on disk."""
     max_memory: Annotated[int, Field(ge=1), BeforeValidator(parse_size)] | None = None
-    """Limit of weights on the device with --offload, such as 6GB. Default: no limit."""
+    """Limit of weights on the device with `offload`, such as 6GB. Default: no limit."""
     compile: bool = False
     """Compile the experts; the first steps then take minutes."""
     output_type: Literal["png", "latent"] = "png"
@@ -325,9 +325,9 @@ class EncodingSettings(Described):
     resolution: Positive | None = None
     """Side to resize and crop images to. Default: keep their size."""
     random_crop: bool = False
-    """Position of the crop. Default: --center-crop."""
+    """Position of the crop. Default: `center_crop`."""
     random_flip: bool = False
-    """Also encode mirrored images, for --random-flip in training."""
+    """Also encode mirrored images, for `random_flip=True` in training."""
     image_interpolation_mode: Interpolation = "lanczos"
     """Pillow filter for resizing."""
     batch_size: Positive = 16
@@ -374,7 +374,7 @@ class Conversion(Reading):
     architecture: Literal["adaln-single"] | None = None
     """Architecture to convert a DiT to. Default: keep adaLN-Zero."""
     modulation_rank: Annotated[int, Field(ge=0)] = 0
-    """Rank of the modulation that each block keeps with --architecture."""
+    """Rank of the modulation that each block keeps with `architecture`."""
     text_dim: Positive | None = None
     """Width of text tokens, to add attention to them."""
     recipe: Literal["exact", "paper"] = "exact"
@@ -412,9 +412,9 @@ class EvaluationSettings(Described):
     held_out: Annotated[Path, READ, Shown("FOLDER")] | None = None
     """Images that no model was trained on, or their partition folder."""
     validation: Annotated[Path, READ, Shown("FOLDER")] | None = None
-    """Images to choose settings by, in place of --held-out; no model was trained on them."""
+    """Images to choose settings by, in place of `held_out`; no model was trained on them."""
     features: str = "auto"
-    """Features: auto, inception, clip, classifier (trained on --reference) or a file."""
+    """Features: auto, inception, clip, classifier (trained on `reference`) or a file."""
     save_classifier: Path | None = None
     """File to save the trained classifier to, for other evaluations."""
     domain: (
@@ -422,7 +422,7 @@ class EvaluationSettings(Described):
     ) = None
     """Classes of a domain, for results by domain; needs a classifier and class folders."""
     mirrored: bool = False
-    """Count a mirrored training image as a copy, after --random-flip."""
+    """Count a mirrored training image as a copy, after `random_flip=True`."""
     brief: bool = False
     """Measure only what is fast: distances, diversity, memorisation."""
     allow_few: bool = False
@@ -435,9 +435,9 @@ class CalibrationSettings(Described):
     """What an expert is calibrated on, where no shard is at hand."""
 
     num_images: Annotated[int, Field(ge=16)] = 512
-    """Samples to draw, without --data."""
+    """Samples to draw, without `data`."""
     steps: Positive = 50
-    """Sampling steps, without --data."""
+    """Sampling steps, without `data`."""
     seed: Seed = 0
     """Seed of all random numbers."""
 
@@ -448,7 +448,7 @@ class Limits(Described):
     batch_size: Positive = 16
     """Maximum number of images that an expert computes together."""
     batching: bool = True
-    """Batch images of several requests. Default: --batching."""
+    """Batch images of several requests. Default: `batching`."""
     max_images: Positive = 10
     """Maximum number of images per request."""
     max_steps: Positive = 250

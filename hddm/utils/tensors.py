@@ -67,7 +67,7 @@ def available_device(name: str | torch.device) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except Exception as error:  # torch has one of its own for every kind of absence
-        raise HddmError(f"--device {name}: is not available here ({one_line(error, 120)})") from error
+        raise HddmError(f"`device` {name}: is not available here ({one_line(error, 120)})") from error
     return device
 
 

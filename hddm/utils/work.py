@@ -277,8 +277,8 @@ def open_draft(
             check_absent(target, record, overwrite)
             unfinished = f"{target}: {draft.folder} holds an unfinished {work}"
             if resume is False and not overwrite and draft.found() is not None:
-                raise HddmError(f"{unfinished}; --resume continues it, --overwrite starts again")
-            refusal = "of other options; repeat those to continue, or pass --overwrite to discard it"
+                raise HddmError(f"{unfinished}; `resume=True` continues it, `overwrite=True` starts again")
+            refusal = "of other options; repeat those to continue, or pass `overwrite=True` to discard it"
             draft.begin(identity, f"{unfinished} {refusal}", overwrite, again=resume is False)
             for folder in (draft.whole, draft.parts):
                 folder.mkdir(exist_ok=True)

@@ -320,7 +320,7 @@ def test_the_check_reads_what_was_written(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_fold_that_keeps_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = plan(_dit_expert(tmp_path / "expert"), Conversion(architecture="adaln-single"))
     monkeypatch.setattr(convert, "LARGEST_FOLD_ERROR", 1e-6)
-    with pytest.raises(HddmError, match="raise modulation_rank"):
+    with pytest.raises(HddmError, match="raise `modulation_rank`"):
         convert.write(planned, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -225,7 +225,7 @@ def test_another_network_or_prediction_is_told(
 def test_weights_must_be_one_an_expert_and_sum_to_1(
     weights: tuple[float, ...], make: Make, tmp_path: Path
 ) -> None:
-    with pytest.raises(UsageError, match=r"weights \S+: give 2 numbers of 0 or more that sum to 1"):
+    with pytest.raises(UsageError, match=r"`weights` \S+: give 2 numbers of 0 or more that sum to 1"):
         merge_experts([make("one", 0), make("two", 1)], tmp_path / "out", weights)
     with pytest.raises(UsageError, match="is one expert; name two or more"):
         merge_experts([tmp_path / "one"], tmp_path / "out")

@@ -57,7 +57,7 @@ SLIPS = [
     (TRAIN + " --noise-range 1:0.5", "--noise-range 1:0.5: must be LOW:HIGH, with 0 <= LOW < HIGH <= 1"),
     (ALL + " --objective flow --noise-range 0:2", "--noise-range 0:2: must be LOW:HIGH"),
     ("convert {shard} --out {out} --noise-range a:b", "--noise-range a:b: must be LOW:HIGH"),
-    (TRAIN + " --lora-alpha 8", "--lora-alpha 8.0 scales an adapter; give a --lora-rank too"),
+    (TRAIN + " --lora-alpha 8", "--lora-alpha 8.0 scales an adapter; pass --lora-rank too"),
     ("train router {shard} --out {out}", "--steps is required, here or in --config"),
     (TRAIN + " --config {run}", "{run}: key 'size' (is 'smal'): choose one of tiny, mini, small"),
     ("benchmark digts --out {out}", "digts: no such preset; give the path of your own file"),
@@ -190,7 +190,7 @@ def test_what_several_values_make_wrong_names_their_options(settings: dict[str, 
     with pytest.raises(HddmError) as error:
         parse_record(values, ExpertSettings, OPTIONS)
     for name in settings:
-        assert f"--{name.replace('_', '-')}" in error.value.message
+        assert f"`{name}" in error.value.message
     assert "'steps'" not in error.value.message
 
 

@@ -90,7 +90,7 @@ def test_points_that_are_all_alike_are_still_divided_evenly(value: float) -> Non
 @pytest.mark.parametrize(("coarse", "fine"), [(0, 2), (3, 2), (2, 11)])
 def test_numbers_that_do_not_fit_are_refused(coarse: int, fine: int) -> None:
     assert "10 points" in refusal(cluster, np.ones((10, 3)), coarse, fine)
-    told = "31 images are too few for two shards of 16; pass shards 1"
+    told = "31 images are too few for two shards of 16; pass `shards` 1"
     assert told in refusal(propose, np.ones((31, 3)), 16)
 
 

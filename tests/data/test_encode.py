@@ -182,7 +182,7 @@ def test_latents_beyond_their_dtype_are_refused_with_the_image(source: Path, tmp
     vae.quant_conv.bias.data[:4] += 1e5
     vae.save_pretrained(tmp_path / "vae")
     message = refusal(encode, source, tmp_path / "out", vae=tmp_path / "vae")
-    assert "images/000.png: its mean reaches 1e+05, beyond float16; store dtype float32" in message
+    assert "images/000.png: its mean reaches 1e+05, beyond float16; store `dtype` float32" in message
     assert [path.name for path in tmp_path.iterdir() if "encoding" in path.name] == []
     for dtype in ("float32", "bfloat16"):
         shard = open_shard(encode(source, tmp_path / dtype, vae=tmp_path / "vae", dtype=dtype))
@@ -195,15 +195,15 @@ def test_options_that_do_not_fit_are_refused(source: Path, tmp_path: Path) -> No
     text, words, out = tmp_path / "text_encoder", tmp_path / "tokenizer", tmp_path / "out"
     cases: list[tuple[str, dict[str, Any]]] = [
         (
-            "multiples of 8, not 12×12; change resolution",
+            "multiples of 8, not 12×12; change `resolution`",
             {"vae": tmp_path / "vae", "resolution": 12},
         ),
-        ("random_flip=True: only latents need it", {"random_flip": True}),
-        ("tokenizer: text needs", {"text_encoder": text}),
-        ("text_encoder: text needs", {"tokenizer": words}),
+        ("`random_flip=True`: only latents need it", {"random_flip": True}),
+        ("`tokenizer`: text needs", {"text_encoder": text}),
+        ("`text_encoder`: text needs", {"tokenizer": words}),
         ("not all of its images have captions", {"text_encoder": text, "tokenizer": words}),
-        ("random_crop: needs resolution", {"random_crop": True}),
-        ("device mps: is not available", {"device": "mps"}),
+        ("`random_crop`: needs `resolution`", {"random_crop": True}),
+        ("`device` mps: is not available", {"device": "mps"}),
     ]
     for message, options in cases:
         assert message in refusal(encode, source, out, **options)
@@ -215,7 +215,7 @@ def test_options_that_do_not_fit_are_refused(source: Path, tmp_path: Path) -> No
 
 def test_images_of_several_sizes_need_a_resolution(tmp_path: Path) -> None:
     write_shard(tmp_path / "source", [*noise(10), *noise(10, 8, 12)])
-    remedy = "images of several sizes; bring them to one with resolution"
+    remedy = "images of several sizes; bring them to one with `resolution`"
     assert remedy in refusal(encode, tmp_path / "source", tmp_path / "out")
     assert open_shard(encode(tmp_path / "source", tmp_path / "out", resolution=4)).shape == (3, 4, 4)
 

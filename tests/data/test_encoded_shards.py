@@ -74,7 +74,7 @@ def test_latents_without_mirror_images_cannot_be_mirrored() -> None:
     rows = torch.arange(4)
     assert store.take(rows, None, torch.zeros(4, dtype=torch.bool)).shape == (4, 1, 2, 2)
     told = refusal(store.take, rows, None, torch.ones(4, dtype=torch.bool))
-    assert "encode them with random_flip=True" in told
+    assert "encode them with `random_flip=True`" in told
 
 
 def test_equal_samples_alone_have_equal_digests(tmp_path: Path) -> None:

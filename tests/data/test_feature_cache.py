@@ -169,7 +169,7 @@ def test_all_bad_images_are_named_at_once_and_no_more_features_are_computed_for_
         (source.root / source.files[row]).write_bytes(b"nothing")
     extractor = Counted()
     told, *lines = refusal(_compute, source, tmp_path / "cache", extractor).splitlines()
-    remedy = "repair or remove them, or leave them out with max_bad 22 where that is an option"
+    remedy = "repair or remove them, or leave them out with `max_bad` 22 where that is an option"
     assert told == f"{source.root}: 22 images cannot be read, and 0 may be; {remedy}"
     path = source.root / source.files[8]
     assert lines[0] == f"  {path}: cannot be read as an image; remove it or save it again"

@@ -82,7 +82,7 @@ def test_models_of_other_types_and_code_of_their_own_are_refused(tmp_path: Path)
     edit_json(folder / "config.json", model_type="mine", auto_map={"AutoModel": "mine.Model"})
     assert "model_type 'mine' is not one of dinov2, " in refusal(open_feature_extractor, str(folder))
     told = refusal(open_feature_extractor, "pixel")
-    assert told.startswith("features pixel: no such folder")
+    assert told.startswith("`features` pixel: no such folder")
     assert "did you mean 'pixels'?" in told
 
 
@@ -102,7 +102,7 @@ def test_a_hub_name_without_network_and_cache_is_one_line(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     told = refusal(open_feature_extractor, name)
-    assert told.startswith("features facebook/dinov2-")
+    assert told.startswith("`features` facebook/dinov2-")
     assert "is not in the cache and cannot be fetched" in told
 
 

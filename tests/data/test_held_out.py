@@ -33,7 +33,7 @@ def test_held_out_images_are_shards_of_their_own_and_no_training_images(many: Pa
 
 @pytest.mark.parametrize("share", [-0.1, 1.0])
 def test_a_share_outside_its_range_is_refused(share: float, many: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=f"held_out {share:g}: must be"):
+    with pytest.raises(UsageError, match=f"`held_out` {share:g}: must be"):
         partition(many, tmp_path / "out", 1, held_out=share)
 
 
@@ -53,7 +53,7 @@ def test_a_share_that_leaves_too_few_is_refused_before_features_are_computed(
     monkeypatch.setattr("hddm.data.partition.compute_features", pytest.fail)
     for share in wrong:
         told = refusal(partition, many, tmp_path / "none", shards, held_out=share)
-        assert f"80 images are too few for shards {shards} and held_out {share:g}, to have 16 on" in told
+        assert f"80 images are too few for `shards` {shards} and `held_out` {share:g}, to have 16 on" in told
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

@@ -171,7 +171,7 @@ def test_an_image_that_changed_since_its_features_is_refused(many: Path, tmp_pat
     path.unlink()
     path.write_bytes(content[:-1] + b"\0")
     told = refusal(partition, images, tmp_path / "again", 1, cache=cache)
-    remedy = f"remove {cache}, or name another folder with cache"
+    remedy = f"remove {cache}, or name another folder with `cache`"
     assert told == f"{path}: changed since its features were computed; {remedy}"
     assert not (tmp_path / "again").exists()
 

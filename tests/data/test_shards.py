@@ -167,7 +167,7 @@ def test_a_partition_is_no_shard_and_a_shard_no_partition(shards: Path, shard: P
 
 
 def test_too_few_images_a_shard_are_refused_before_anything_is_written(images: Path, tmp_path: Path) -> None:
-    told = "48 images are too few for shards 4: it takes 64"
+    told = "48 images are too few for `shards` 4: it takes 64"
     assert told in refusal(partition, images, tmp_path / "out", 4)
     assert not list(tmp_path.iterdir())
 

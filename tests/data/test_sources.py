@@ -124,11 +124,11 @@ def test_metadata_gives_captions_and_labels_by_file(tmp_path: Path) -> None:
 def test_two_caption_columns_need_a_choice(tmp_path: Path) -> None:
     write(tmp_path, {"1.png": encoded(1)})
     write_metadata(tmp_path, {"file_name": "1.png", "text": "a", "caption": "b", "prompt": "c"})
-    assert "has columns text and caption; choose one with caption_column" in refusal(open_source, tmp_path)
+    assert "has columns text and caption; choose one with `caption_column`" in refusal(open_source, tmp_path)
     for column, text in (("text", "a"), ("caption", "b"), ("prompt", "c")):
         assert open_source(tmp_path, column).captions == (text,)
     message = refusal(open_source, tmp_path, caption_column="promt")
-    assert message.startswith("caption_column promt: ")
+    assert message.startswith("`caption_column` promt: ")
     assert message.endswith("did you mean 'prompt'?")
 
 
@@ -195,7 +195,7 @@ def test_missing_empty_and_mixed_folders_are_refused(tmp_path: Path) -> None:
     assert "holds no images" in refusal(open_source, tmp_path)
     write(tmp_path, {"1.png": encoded(1), "1.zip": b"PK"})
     assert "is not a folder, .tar or .parquet" in refusal(open_source, tmp_path / "1.zip")
-    assert "caption_column text: " in refusal(open_source, tmp_path, caption_column="text")
+    assert "`caption_column` text: " in refusal(open_source, tmp_path, caption_column="text")
     write_tar(tmp_path / "a.tar", {"1.png": encoded(1)})
     assert "holds 1 image files (as 1.png) and 1 .tar (as a.tar)" in refusal(open_source, tmp_path)
 

@@ -66,7 +66,7 @@ def test_the_layout_of_cifar_is_read_by_its_declared_columns(tmp_path: Path) -> 
     columns["coarse_label"] = [0, 1]
     both = {"img": {"_type": "Image"}, "fine_label": classes, "coarse_label": classes}
     write_parquet(path, columns, both)
-    assert "fine_label and coarse_label; choose one with label_column" in refusal(open_source, path)
+    assert "fine_label and coarse_label; choose one with `label_column`" in refusal(open_source, path)
     assert open_source(path, label_column="coarse_label").labels == (0, 1)
 
 
@@ -137,7 +137,7 @@ def test_a_row_without_an_image_is_named_when_it_is_read(tmp_path: Path) -> None
     [
         ({"label": [1, 2]}, "hold encoded images, named image (none of label do)"),
         ({"a": [b"x"], "b": [b"y"]}, "hold encoded images, named image (a and b of a, b do)"),
-        ({"image": [b"x"], "text": ["a"], "caption": ["b"]}, "choose one with caption_column"),
+        ({"image": [b"x"], "text": ["a"], "caption": ["b"]}, "choose one with `caption_column`"),
         ({"image": [b"x", b"y"], "text": ["a", None]}, "00000001.img has caption none"),
         ({"image": [b"x"], "text": [["a", "b"]]}, "00000000.img has caption ['a', 'b']"),
         ({"image": [b"x", b"y"], "label": [1, None]}, "00000001.img has label none"),

@@ -81,7 +81,7 @@ def test_without_shards_the_prior_is_equal_and_that_is_said(trio: Trio, tmp_path
     lost = variant(trio.experts[1], tmp_path / "lost", shard=None)
     experts = [trio.experts[0], lost, trio.experts[2]]
     notes = assemble(experts, tmp_path / "out", trio.router, "full")
-    unused = "; the sizes of the other shards are not used; --share EXPERT=0.3 sets a part"
+    unused = "; the sizes of the other shards are not used; `share` EXPERT=0.3 sets a part"
     assert f"{lost}: no shard is recorded, so p(k) is equal for all{unused}" in notes
     assert f"{lost} records no shard; by its place it gets output 1 of the router" in notes
     assert f"{lost}: counts no images by class, so its classes are taken to be equal" in notes
@@ -154,10 +154,10 @@ def test_every_difference_is_told_at_once_a_line_an_expert(trio: Trio, tmp_path:
         f"VAE {'e' * 16}, not {'a' * 16}; VAE's scale 0.13, not 0.18215; VAE's shift 0.1, not 0.0; "
         "so it can be drawn, without a router, and not mixed; "
         f"was trained on a shard that {trio.router} does not know ({'d' * 12}); train a router on all shards "
-        "and pass it with --router",
+        "and pass it with `router`",
         f"{pixels}: sample_shape (1, 4, 4), not (4, 8, 8); space pixels, not latents; latent_scale 1.0, not "
         "0.18215; so it can be drawn, without a router, and not mixed; was trained on the same shard "
-        f"({shard_of_first[:12]}) as {first}; leave one out, or divide it by --share",
+        f"({shard_of_first[:12]}) as {first}; leave one out, or divide it by `share`",
         f"{trio.router}: sample_shape (1, 4, 4), not (4, 8, 8)",
     ]
     assert contents(tmp_path) == before
@@ -272,7 +272,7 @@ def test_components_that_nobody_needs_are_refused(trio: Trio, tmp_path: Path) ->
         f"{tmp_path / 'vae'}: a VAE, and these experts make pixels; leave it out",
         f"{tmp_path / 'text_encoder'}: a text encoder, and none of these experts takes text",
     ]
-    with pytest.raises(HddmError, match="text_encoder and tokenizer go together"):
+    with pytest.raises(HddmError, match="`text_encoder` and `tokenizer` go together"):
         assemble(trio.experts, tmp_path / "out", text_encoder=tmp_path / "text_encoder")
 
 
@@ -348,7 +348,7 @@ def test_only_files_at_the_top_of_an_expert_are_taken_and_no_links_out(trio: Tri
     [
         (["ddpm", "flow"], "top-5", "top-5 needs 5 experts and there are 2"),
         (["ddpm", "flow"], "best", "unknown strategy 'best'"),
-        (["ddpm", "flow"], "full", "strategy 'full' needs router"),
+        (["ddpm", "flow"], "full", "strategy 'full' needs `router`"),
         (["ensemble"], "draw", r"is an ensemble; name its experts, .*/experts/\*"),
         ([], "draw", "at least one expert"),
     ],

@@ -96,7 +96,7 @@ def test_an_expert_of_an_unknown_shard_needs_another_router(trio: Trio, whole: P
         change(whole, add=[bare], strategy="top-1")
     (line,) = caught.value.details
     assert line.startswith(f"{bare}: was trained on a shard that {whole / 'router'} does not know")
-    assert line.endswith("train a router on all shards and pass it with --router")
+    assert line.endswith("train a router on all shards and pass it with `router`")
     assert contents(whole) == before
     change(whole, add=[trio.experts[2]], router=trio.router)
     assert derived(whole).outputs == (0, 1, 2)
@@ -148,10 +148,10 @@ def test_experts_keep_their_names(trio: Trio, tmp_path: Path, hddm: Command) -> 
     assemble([three / "experts/1", mine], two)
     assert derived(two).names == ("theirs", "mine")
     # What a new expert has in common with an old one does not name one of them.
-    with pytest.raises(HddmError, match=r"share theirs: names 2 experts; .*two/experts/0 \(theirs\), "):
+    with pytest.raises(HddmError, match=r"`share` theirs: names 2 experts; .*two/experts/0 \(theirs\), "):
         change(two, add=[variant(other, tmp_path / "new" / "theirs")], share={"theirs": 0.5})
     # A number is an index, and no name.
-    with pytest.raises(HddmError, match="remove 7: names no expert"):
+    with pytest.raises(HddmError, match="`remove` 7: names no expert"):
         change(three, remove=["7"])
     # A name may be missing.
     edit_members(three, name=[None, None])
@@ -257,10 +257,10 @@ def test_a_change_puts_back_what_a_killed_one_had_renamed_away(whole: Path) -> N
 def test_a_change_that_cannot_be_is_refused(whole: Path) -> None:
     before = contents(whole.parent)
     for arguments, message in (
-        ({"remove": [3]}, "remove 3: names no expert; choose one of .*/experts/0 .e0., .*/experts/1 "),
-        ({"remove": ["-1"]}, "remove -1: names no expert"),
-        ({"remove": ["9" * 5000]}, "remove 9+…: names no expert"),
-        ({"remove": ["\u0661"]}, "remove \u0661: names no expert"),
+        ({"remove": [3]}, "`remove` 3: names no expert; choose one of .*/experts/0 .e0., .*/experts/1 "),
+        ({"remove": ["-1"]}, "`remove` -1: names no expert"),
+        ({"remove": ["9" * 5000]}, "`remove` 9+…: names no expert"),
+        ({"remove": ["\u0661"]}, "`remove` \u0661: names no expert"),
         ({"remove": ["../whole/experts/0"]}, "names no expert"),
         ({"remove": [0, 1, 2]}, "whole: remove takes experts/0 .e0., .*, and no expert is left"),
         ({"remove": [0, 1], "strategy": "top-2"}, "top-2 needs 2 experts and there are 1"),

@@ -113,14 +113,14 @@ def test_an_expert_loads_in_the_dtype_that_is_asked_for(flow_expert: Path) -> No
         assert not torch.equal(single.velocity(X, TIMES).double(), v)
     assert hddm.load(flow_expert, dtype="float16").dtype == torch.float16
     message = _refusal(lambda: hddm.load(flow_expert, dtype="float61"))
-    assert message.startswith("dtype float61: choose one of float32, bfloat16, float16, float64")
+    assert message.startswith("`dtype` float61: choose one of float32, bfloat16, float16, float64")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there_is_one_line(flow_expert: Path, ensemble: Path) -> None:
     for folder in (flow_expert, ensemble):
         message = _refusal(lambda folder=folder: hddm.load(folder, device="cuda"))
-        assert message.startswith("device cuda: is not available here")
+        assert message.startswith("`device` cuda: is not available here")
         assert "\n" not in message
 
 

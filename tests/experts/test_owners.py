@@ -116,7 +116,7 @@ def _unconditional(expert: Path) -> Path:
 @pytest.mark.parametrize(
     ("shares", "words"),
     [
-        ({"nobody": 0.5}, "share nobody: names no expert; choose one of "),
+        ({"nobody": 0.5}, "`share` nobody: names no expert; choose one of "),
         ({"ours": 1.5}, "ours=1.5: a share lies between 0 and 1"),
         ({"ours": float("nan")}, "ours=nan: a share lies between 0 and 1"),
         ({"ours": 0.4, "theirs": 0.4}, "the shares of all experts sum to 0.8; they must sum to 1"),
@@ -137,7 +137,7 @@ def test_two_experts_of_one_shard_divide_it_by_their_shares(trio: Trio, tmp_path
     """The router's probability of their shard is theirs together."""
     twin = variant(trio.experts[2], tmp_path / "twin", shard=facts_of(trio.experts[0])["shard"])
     experts = [*trio.experts, twin]
-    assert "leave one out, or divide it by share" in refusal(assemble, experts, tmp_path / "no")
+    assert "leave one out, or divide it by `share`" in refusal(assemble, experts, tmp_path / "no")
     message = refusal(assemble, experts, tmp_path / "no", share={"twin": 0.1})
     assert message.endswith(f"; none is given for {trio.experts[0]}")
     half = {str(trio.experts[0]): 0.3, "twin": 0.1}
@@ -153,7 +153,7 @@ def test_two_experts_of_one_shard_divide_it_by_their_shares(trio: Trio, tmp_path
 def test_numbers_are_given_names_by_a_file(ours: Path, theirs: Path, tmp_path: Path, hddm: Command) -> None:
     edit_json(theirs / "expert.json", classes=[], null_class=2)
     message = refusal(assemble, [ours, theirs], tmp_path / "no")
-    assert f"{theirs}: numbers its classes, and {ours} names them; name them by classes" in message
+    assert f"{theirs}: numbers its classes, and {ours} names them; name them by `classes`" in message
     names = tmp_path / "names.yaml"
     names.write_text('theirs: {"1": columns}\n')
     both = tmp_path / "both"
@@ -174,7 +174,7 @@ def test_numbers_are_given_names_by_a_file(ours: Path, theirs: Path, tmp_path: P
 def test_what_an_expert_without_classes_makes_can_be_named(ours: Path, theirs: Path, tmp_path: Path) -> None:
     theirs = _unconditional(theirs)
     notes = assemble([ours, theirs], tmp_path / "both")
-    assert f"{theirs} has no classes, so no class goes to it; name its own by --classes" in notes
+    assert f"{theirs} has no classes, so no class goes to it; name its own by `classes`" in notes
     assert derived(tmp_path / "both").class_prior == ((1, 0), (1, 0))
     assemble([ours, theirs], tmp_path / "named", classes={"theirs": ["dots"]})
     facts = derived(tmp_path / "named")
@@ -250,7 +250,7 @@ def test_a_router_by_moments_needs_no_training(ours: Path, theirs: Path, tmp_pat
     (theirs / CALIBRATION).unlink()
     before = contents(both)
     message = refusal(change, both, add=[theirs])
-    assert "has no calibration, as router moments needs; run hddm calibrate" in message
+    assert "has no calibration, as `router` moments needs; run hddm calibrate" in message
     assert contents(both) == before
 
 

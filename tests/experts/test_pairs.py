@@ -153,7 +153,7 @@ def test_ranges_that_do_not_cover_t_once_are_refused(
     message = refusal(assemble, folders, tmp_path / "out")
     assert words in message
     assert str(folders[0]) in message
-    assert "experts of one domain cover [0, 1] once, and domain says which are one" in message
+    assert "experts of one domain cover [0, 1] once, and `domain` says which are one" in message
     assert contents(tmp_path) == before
 
 
@@ -175,8 +175,8 @@ def test_experts_without_a_shard_are_a_domain_where_that_is_said(
     drawn = torch.tensor([0, 1, 0, 1, 0, 1])
     assert torch.equal(model.velocity(X, TIMES, expert=drawn), _as_one(*model.experts))
     for given, words in (
-        ([["0", "1"], ["1", "2"]], f"domain {nameless[1]}: is named twice"),
-        ([["0", "nobody"]], "domain nobody: names no expert"),
+        ([["0", "1"], ["1", "2"]], f"`domain` {nameless[1]}: is named twice"),
+        ([["0", "nobody"]], "`domain` nobody: names no expert"),
         ([["0", "1", "2"]], "so that t in 0:0.6 is double"),
     ):
         experts = [*nameless, flow_expert]

@@ -175,11 +175,11 @@ def test_what_one_side_of_guidance_lacks_is_named(
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"scale": math.nan}, "guidance_scale nan: must be finite"),
+        ({"scale": math.nan}, "`guidance_scale` nan: must be finite"),
         ({"channels": 0}, "channels start at 1, not 0"),
-        ({"interval": (0.6, 0.4)}, "guidance_interval 0.6 0.4: must be two t"),
-        ({"interval": (0.5, math.nan)}, "guidance_interval 0.5 nan: "),
-        ({"rescale": math.nan}, "guidance_rescale nan: "),
+        ({"interval": (0.6, 0.4)}, "`guidance_interval` 0.6 0.4: must be two t"),
+        ({"interval": (0.5, math.nan)}, "`guidance_interval` 0.5 nan: "),
+        ({"rescale": math.nan}, "`guidance_rescale` nan: "),
     ],
     ids=str,
 )

@@ -154,7 +154,7 @@ def test_an_expert_for_a_part_of_t_is_refused_outside_it() -> None:
 
 @pytest.mark.parametrize("part", [(0.5, 0.5), (0.7, 0.2), (-0.1, 1), (0, 2), (0.996, 1)], ids=str)
 def test_a_noise_range_is_a_part_of_t_that_the_schedule_reaches(part: tuple[float, float]) -> None:
-    with pytest.raises(HddmError, match=r"^noise_range .*: must be LOW:HIGH"):
+    with pytest.raises(HddmError, match=r"^`noise_range` .*: must be LOW:HIGH"):
         oracle_field(SHARDS[0], *EPSILON, noise_range=part)
 
 

@@ -199,7 +199,7 @@ def test_on_step_sees_and_may_change_the_states_of_every_batch() -> None:
         ({"steps": 2.5}, "steps must be at least 1 and a whole number, not 2.5"),
         ({"shift": float("inf")}, "shift must be positive and finite, not inf"),
         ({"solver": "dpm"}, "euler, heun, adams-bashforth"),
-        ({"expert": 1}, "expert 1: there are 0 … 0"),
+        ({"expert": 1}, "`expert` 1: there are 0 … 0"),
         ({"strategy": "best"}, "unknown strategy"),
         ({"class_labels": torch.zeros(3)}, "3 rows for 2"),
     ],

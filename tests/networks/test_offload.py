@@ -233,7 +233,7 @@ def test_a_dtype_that_makes_experts_larger_than_the_limit_is_refused() -> None:
     held.offload("ram", 2 * size - 1)
     held.shelf.bring(held.stored[0])
     held.to(torch.float64)
-    with pytest.raises(HddmError, match=r"its weights take .* max_memory leaves"):
+    with pytest.raises(HddmError, match=r"its weights take .* `max_memory` leaves"):
         held.shelf.bring(held.stored[0])
     held.offload("ram")
     held.shelf.bring(held.stored[0])
@@ -286,9 +286,9 @@ def test_several_threads_may_sample_one_model(folder: Path, mode: Offload) -> No
 
 
 def test_what_cannot_be_kept_is_refused(folder: Path) -> None:
-    with pytest.raises(HddmError, match=r"experts/0: its weights take .* max_memory leaves"):
+    with pytest.raises(HddmError, match=r"experts/0: its weights take .* `max_memory` leaves"):
         _loaded(folder, "disk", _limit(folder, 1) - 1)
-    with pytest.raises(HddmError, match="max_memory needs offload ram or disk"):
+    with pytest.raises(HddmError, match="`max_memory` needs `offload` ram or disk"):
         _loaded(folder, "none", 10**9)
     with pytest.raises(HddmError, match="unknown offload 'cloud': choose one of none, ram, disk"):
         _loaded(folder, "cloud")  # type: ignore[arg-type]

@@ -109,8 +109,8 @@ def test_pictures_of_latents_are_encoded_and_keep_their_pixels(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"strength": 0.5}, "strength 0.5: changes a picture; pass one"),
-        ({"mask_image": white(MASK)}, "mask: changes a picture; pass one"),
+        ({"strength": 0.5}, "`strength` 0.5: changes a picture; pass one"),
+        ({"mask_image": white(MASK)}, "`mask`: changes a picture; pass one"),
         (
             {"image": torch.zeros(1, 3, 8, 8)},
             r"the picture is \(1, 3, 8, 8\), and 1 samples need \(1, 3, 4, 4\)",

@@ -200,7 +200,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "generators": ({"generator": [torch.Generator()] * 2}, "2 generators for 1 images"),
     "batch": ({"batch_size": 0}, "0 prompts, labels or conditions, 1 images each"),
     "few": ({"class_labels": [0, 1], "batch_size": 3}, "condition 'class_labels' has 2 rows for 3 samples"),
-    "experts": ({"expert": 3, "height": 8}, "expert 3: there are 0 … 2"),
+    "experts": ({"expert": 3, "height": 8}, "`expert` 3: there are 0 … 2"),
     "callback": ({"callback_on_step_end_tensor_inputs": ["prompt_embeds"]}, "callbacks see 'latents'"),
     "condition": ({"conditions": {"caption": torch.zeros(1)}}, "this model takes no condition"),
     "negative": ({"negative_prompt": "blur", "guidance_scale": 2.0}, "a negative_prompt needs a prompt"),
@@ -230,7 +230,7 @@ def test_a_size_that_a_network_cannot_have_is_refused(pipe: HDDMPipeline) -> Non
     assert pipe.image_size == (4, 4)
     assert pipe(height=4, width=4, **LATENT).images.shape == (1, 3, 4, 4)
     assert pipe(height=8, **LATENT).images.shape == (1, 3, 8, 4)
-    words = r"height 5, width 4: a network of images of 4×4 fails on it: \(5, 4\) does not divide"
+    words = r"`height` 5, `width` 4: a network of images of 4×4 fails on it: \(5, 4\) does not divide"
     with pytest.raises(HddmError, match=words):
         pipe(height=5, **LATENT)
 
@@ -248,7 +248,7 @@ def test_a_failure_at_the_model_s_own_size_is_not_blamed_on_the_size(
 
 def test_latents_need_a_vae_to_become_images() -> None:
     pipe = pipeline_in_memory(text_experts())
-    with pytest.raises(HddmError, match=r"has no VAE; add one \(vae=\), or use output_type latent"):
+    with pytest.raises(HddmError, match=r"has no VAE; add one \(vae=\), or use `output_type` latent"):
         pipe(prompt_embeds=torch.zeros(1, 77, 16))
 
 

@@ -154,7 +154,7 @@ def test_a_limit_of_memory_counts_every_part(folder: Path) -> None:
     room = max(network.size for network in pipe.experts.stored)
     limited = HDDMPipeline.from_pretrained(folder, offload="disk", max_memory=fixed + room)
     assert limited.experts.shelf.budget == room
-    with pytest.raises(HddmError, match="max_memory leaves"):
+    with pytest.raises(HddmError, match="`max_memory` leaves"):
         HDDMPipeline.from_pretrained(folder, offload="disk", max_memory=fixed + room - 1)
 
 

@@ -470,7 +470,7 @@ def test_what_cannot_be_listened_at_is_refused_before_ray_starts(
     """Ray would share the port with the other service, or try again and again."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(HddmError, match=f"port {port}: cannot listen on 127.0.0.1"):
+        with pytest.raises(HddmError, match=f"`port` {port}: cannot listen on 127.0.0.1"):
             serve(classes, port=port)
     # A file's line break is no token.
     monkeypatch.setenv("HDDM_TOKEN", " \n")
@@ -497,7 +497,7 @@ def test_the_requests_of_the_guide_are_answered_by_an_ensemble_as_the_quickstart
     assert len(files_in(answer)) == json.loads(body)["n"]
     assert files_in(ask(front, n=3)) == sampled(tmp_path / "ensemble", tmp_path / "out", num_images=3)
     wrong = ask(front, prompt="cat").json()["error"]["message"]
-    assert wrong == "prompt: the model is unconditional; drop the option"
+    assert wrong == "`prompt`: the model is unconditional; drop the option"
 
 
 def test_models_are_the_ensemble_and_its_experts(front: Front) -> None:

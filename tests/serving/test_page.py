@@ -221,7 +221,7 @@ def test_it_is_served_to_this_machine_alone(ensemble: Path) -> None:
             with pytest.raises(OSError, match="refused"):
                 socket.create_connection(("127.0.0.2", int(address.rpartition(":")[2])))
     with (
-        pytest.raises(HddmError, match="port 70000: it and the next 19 are taken"),
+        pytest.raises(HddmError, match="`port` 70000: it and the next 19 are taken"),
         serve(Play([ensemble]), 70000),
     ):
         pass

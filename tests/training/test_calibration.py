@@ -204,7 +204,7 @@ def test_what_cannot_be_calibrated_stays_as_it_was(
     edit_json(prompts / "expert.json", conditions=["encoder_hidden_states"])
     full = copied(ddpm_expert, tmp_path)
     before = contents(tmp_path)
-    with pytest.raises(HddmError, match=r"its samples need encoder_hidden_states.*pass data"):
+    with pytest.raises(HddmError, match=r"its samples need encoder_hidden_states.*pass `data`"):
         recalibrate(prompts)
     for data in (None, shards / "shard_0"):
         with pytest.raises(HddmError, match="an ensemble; calibrate its experts one by one"):
@@ -220,7 +220,7 @@ def test_an_expert_for_a_part_of_t_draws_no_samples_to_be_calibrated_on(
     part = copied(ddpm_expert, tmp_path)
     edit_json(part / "expert.json", noise_range=[0.75, 1])
     before = contents(part)
-    with pytest.raises(HddmError, match="covers only a part of t, so it cannot sample alone; pass data"):
+    with pytest.raises(HddmError, match="covers only a part of t, so it cannot sample alone; pass `data`"):
         recalibrate(part)
     assert contents(part) == before
     recalibrate(part, shards / "shard_0")

@@ -274,10 +274,10 @@ def test_what_does_not_fit_the_init_is_refused(
     edit_json(other / "expert.json", classes=["cats", "dogs"])
     message = _refused(other, whole, tmp_path, **asked)
     assert f"its classes are ['columns', 'rows'], those of {other} ['cats', 'dogs']" in message
-    assert "use images of the same classes, or drop class_conditional=True" in message
+    assert "use images of the same classes, or drop `class_conditional=True`" in message
     edit_json(other / "expert.json", null_class=None)
     message = _refused(other, whole, tmp_path)
-    assert "no empty default for class_labels; pass class_conditional=True" in message
+    assert "no empty default for class_labels; pass `class_conditional=True`" in message
     text = copied(flow_expert, tmp_path / "text")
     new_network(ExpertTransformer, "tiny", SHAPE, 0, text_dim=8).save_pretrained(text)
     (text / WEAK).unlink()

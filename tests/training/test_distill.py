@@ -292,12 +292,12 @@ def test_a_shard_without_its_expert_and_an_expert_without_its_shard_are_named(
     ensemble: Path, images: Path, shards: Path, tmp_path: Path
 ) -> None:
     partition(images, tmp_path / "three", 3)
-    with pytest.raises(HddmError, match="teacher shard needs") as refused:
+    with pytest.raises(HddmError, match="`teacher` shard needs") as refused:
         distill(ensemble, tmp_path / "three", tmp_path / "student", _settings(steps=2))
     assert f"{tmp_path / 'three' / 'shard_2'}: no expert was trained on it" in refused.value.details
     teacher = copied(ensemble, tmp_path)
     edit_json(teacher / "experts" / "1" / "expert.json", shard=None)
-    with pytest.raises(HddmError, match="teacher shard needs") as refused:
+    with pytest.raises(HddmError, match="`teacher` shard needs") as refused:
         distill(teacher, shards, tmp_path / "student", _settings(steps=2))
     assert refused.value.details[-1] == f"{teacher / 'experts/1'}: records no shard"
     assert not (tmp_path / "student").exists()
@@ -307,12 +307,12 @@ def test_a_teacher_that_cannot_mix_or_of_other_images_and_classes_is_refused(
     ddpm_expert: Path, flow_expert: Path, shards: Path, ensemble: Path, trio: Trio, tmp_path: Path
 ) -> None:
     assemble([ddpm_expert, flow_expert], tmp_path / "drawing")
-    with pytest.raises(HddmError, match="teacher routed needs its router"):
+    with pytest.raises(HddmError, match="`teacher` routed needs its router"):
         distill(tmp_path / "drawing", shards, tmp_path / "student", _settings(teacher="routed"))
     with pytest.raises(UsageError, match="top-3 needs 3 experts"):
         distill(ensemble, shards, tmp_path / "student", _settings(teacher="routed", strategy="top-3"))
     for strategy, teacher in (("draw", "routed"), ("commit-0.9", "routed"), ("full", "shard")):
-        with pytest.raises(ValueError, match=f"strategy {strategy}"):
+        with pytest.raises(ValueError, match=f"`strategy` {strategy}"):
             _settings(teacher=teacher, strategy=strategy)
     partition(write_images(tmp_path / "large", side=8), tmp_path / "large-shards", 2)
     with pytest.raises(HddmError, match=r"its shape is \(1, 8, 8\)"):

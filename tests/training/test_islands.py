@@ -57,7 +57,7 @@ def test_objectives_are_given_by_shard_and_those_that_leave_a_doubt_are_refused(
         "",
     ):
         with pytest.raises(
-            HddmError, match=r"^objective .*: name ddpm or flow once for each of shards 0 to 3"
+            HddmError, match=r"^`objective` .*: name ddpm or flow once for each of shards 0 to 3"
         ):
             parse_objectives(text, 4)
 
@@ -128,9 +128,9 @@ def test_settings_that_one_shard_does_not_allow_are_told_before_the_first_is_tra
     ) as refused:
         train_islands(islands)
     size, text, objective = refused.value.details
-    assert size == "expert_1: images are 4×4; --size 4x24/16 takes squares divisible by 16"
+    assert size == "expert_1: images are 4×4; `size` 4x24/16 takes squares divisible by 16"
     assert "expert_2: " in text
-    assert "drop --text-conditional" in text
+    assert "drop `text_conditional=True`" in text
     assert objective.startswith(f"expert_3: {flow_expert}: is a flow expert, which predicts sample")
     assert not list(tmp_path.iterdir())
 
@@ -143,7 +143,7 @@ def test_an_island_whose_disk_fails_says_so_in_one_line(
 
     monkeypatch.setattr(runs, "new_folder", full)
     with pytest.raises(
-        HddmError, match=r"expert: could not be written.*No space left.*resume=True continues"
+        HddmError, match=r"expert: could not be written.*No space left.*`resume=True` continues"
     ):
         train_island(_island(whole, tmp_path / "expert"))
 
@@ -229,7 +229,7 @@ def test_failures_are_reported_by_expert(tmp_path: Path) -> None:
     islands = [_island(tmp_path, tmp_path / f"expert_{k}") for k in range(3)]
     failures = [HddmError("other settings", ["rate: was 0.1, is 0.2"]), HddmError("no")]
     refuse_failed(islands[:1], ["trained"])
-    with pytest.raises(HddmError, match="2 of 2 experts failed; resume=True continues"):
+    with pytest.raises(HddmError, match="2 of 2 experts failed; `resume=True` continues"):
         refuse_failed(islands[:2], failures)
     with pytest.raises(HddmError, match="2 of 3 experts failed; the others are finished") as refused:
         refuse_failed(islands, ["trained", *failures])

@@ -86,7 +86,7 @@ def test_a_cluster_that_does_not_answer_is_an_error_of_one_line(shards: Path, tm
     islands = make_islands(
         [shards / "shard_0"], tmp_path, ["flow"], {"flow": expert_settings("flow")}, RunOptions()
     )
-    with pytest.raises(HddmError, match=r"^ray nonsense: no cluster answers there"):
+    with pytest.raises(HddmError, match=r"^`ray` nonsense: no cluster answers there"):
         train_islands(islands, RayWorkers("nonsense"))
 
 
@@ -102,5 +102,5 @@ def test_a_cluster_that_asks_nobody_for_a_token_is_refused(
     with pytest.raises(HddmError, match=r"^RAY_AUTH_MODE=disabled: Ray would run the code of whoever"):
         train_islands(islands, RayWorkers())
     monkeypatch.setenv("RAY_USE_TLS", "1")
-    with pytest.raises(HddmError, match=r"^ray nonsense: no cluster answers there"):
+    with pytest.raises(HddmError, match=r"^`ray` nonsense: no cluster answers there"):
         train_islands(islands, RayWorkers("nonsense"))

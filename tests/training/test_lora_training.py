@@ -154,11 +154,11 @@ def test_adapting_nothing_or_without_peft_is_refused(
     shards: Path, ddpm_expert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = expert_settings("flow", lora_rank=2)
-    with pytest.raises(HddmError, match="lora_rank adapts an existing expert; pass init"):
+    with pytest.raises(HddmError, match="`lora_rank` adapts an existing expert; pass `init`"):
         train_expert(shards / "shard_1", tmp_path / "out", settings)
-    with pytest.raises(ValueError, match="give a lora_rank too"):
+    with pytest.raises(ValueError, match="pass `lora_rank` too"):
         expert_settings("flow", lora_alpha=2)
-    with pytest.raises(ValueError, match="compile does not work with lora_rank"):
+    with pytest.raises(ValueError, match="`compile` does not work with `lora_rank`"):
         expert_settings("flow", lora_rank=2, compile=True)
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(HddmError, match=r"pip install '\.\[lora\]' in a checkout"):

@@ -166,10 +166,10 @@ def test_steps_of_any_length_are_exact(steps: int, kind: str) -> None:
 
 def test_what_students_cannot_do_is_refused() -> None:
     other = VelocityField(Exact(), LinearSchedule(), "flow_prediction", 1000)
-    with pytest.raises(HddmError, match="solver heun: a student of few steps"):
+    with pytest.raises(HddmError, match="`solver` heun: a student of few steps"):
         sample(_student(2), 1, solver="heun")
     for solver in ("adams-moulton", heun):
-        with pytest.raises(HddmError, match=r"solver (heun|adams-moulton): a student"):
+        with pytest.raises(HddmError, match=r"`solver` (heun|adams-moulton): a student"):
             integrate(_student(2), torch.zeros(1, *SHAPE), time_grid(2), solver=solver)
     with pytest.raises(HddmError, match="expert 0: students of few steps and other experts"):
         Ensemble([_student(2), other], strategy="draw")

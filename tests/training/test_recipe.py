@@ -77,12 +77,12 @@ def test_a_resumed_run_goes_before_defaults_and_a_request_before_both() -> None:
     # Another optimizer is not refused for the rates of the one before.
     found = resolve(Recipe, LoopSettings(steps=100, optimizer="adamw"), before=before)
     assert (found.muon_learning_rate, found.learning_rate) == (None, 7.0)
-    with pytest.raises(HddmError, match="threads many: must be a whole number"):
+    with pytest.raises(HddmError, match="`threads` many: must be a whole number"):
         resolve(Recipe, LoopSettings(steps=100), before={"threads": "many"})
 
 
 def test_a_rate_of_muon_needs_muon() -> None:
-    with pytest.raises(UsageError, match=r"muon_learning_rate 0\.1: this training uses AdamW only"):
+    with pytest.raises(UsageError, match=r"`muon_learning_rate` 0\.1: this training uses AdamW only"):
         resolve(Recipe, LoopSettings(steps=1, muon_learning_rate=0.1), Start(is_new=False))
 
 

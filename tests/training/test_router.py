@@ -271,7 +271,7 @@ def test_what_is_held_out_is_a_part_of_the_shard_and_depends_on_content_alone(wh
     # The same image twice is on one side.
     twice = held_out(with_pixels(shard, pixels_of(shard).repeat(2, 1, 1, 1)))
     assert torch.equal(twice[: len(order)], twice[len(order) :])
-    with pytest.raises(HddmError, match="too similar to hold some out; leave calibrate out"):
+    with pytest.raises(HddmError, match="too similar to hold some out; leave `calibrate` out"):
         held_out(with_pixels(shard, pixels_of(shard)[:1].repeat(20, 1, 1, 1)))
 
 

@@ -66,13 +66,13 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path:
 def test_a_bad_value_on_the_command_line_is_not_reported_as_the_files(tmp_path: Path) -> None:
     path = _file(tmp_path, "batch_size: 16")
     for given in ({"objective": "flow", "steps": 0}, {"objective": "flw", "steps": 1}, BASE | {"seed": -1}):
-        with pytest.raises(HddmError, match=r"^(steps 0|objective flw|seed -1): "):
+        with pytest.raises(HddmError, match=r"^`(steps` 0|objective` flw|seed` -1): "):
             settings_of(ExpertSettings, path, given)
 
 
 @pytest.mark.parametrize("value", [{"learning_rate": "inf"}, {"lora_rank": 2, "lora_alpha": "inf"}])
 def test_rates_and_scales_are_finite(value: dict[str, object]) -> None:
-    with pytest.raises(HddmError, match=r"^(learning_rate|lora_alpha) inf: "):
+    with pytest.raises(HddmError, match=r"^`(learning_rate|lora_alpha)` inf: "):
         settings_of(ExpertSettings, None, BASE | value)
 
 

@@ -166,12 +166,12 @@ def test_shards_that_do_not_fit_a_network_are_refused(
     images: Path, whole: Path, shards: Path, tmp_path: Path
 ) -> None:
     """Images that do not make whole patches, that carry no labels, or whose shapes differ for a router."""
-    with pytest.raises(HddmError, match=r"images are 4×4; size S/8 takes squares .* by 8"):
+    with pytest.raises(HddmError, match=r"images are 4×4; `size` S/8 takes squares .* by 8"):
         train_expert(whole, tmp_path / "expert", expert_settings("flow", size="S/8"))
     with pytest.raises(HddmError, match="images are 6×4"):
         new_network(ExpertTransformer, "tiny", (1, 4, 6), 0)
     (flat,) = partition(images / "rows", tmp_path / "flat", 1)
-    with pytest.raises(HddmError, match="no labels; drop class_conditional=True"):
+    with pytest.raises(HddmError, match="no labels; drop `class_conditional=True`"):
         train_expert(flat, tmp_path / "expert", expert_settings("flow", class_conditional=True))
     folder = copied(shards, tmp_path)
     (other,) = partition(write_images(tmp_path / "images", side=6), tmp_path / "other", 1)

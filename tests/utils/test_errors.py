@@ -1,13 +1,12 @@
 """Errors: one line, or a line a part; what is not printable never reaches a terminal."""
 
 import pickle
-import subprocess
-import sys
 
 import pytest
 
-from hddm.utils.errors import HddmError, on_command_line
+from hddm.utils.errors import HddmError, one_line
 from hddm.utils.processes import at
+from hddm_cli.usage import as_typed
 
 
 @pytest.mark.parametrize(
@@ -29,26 +28,24 @@ def test_an_error_is_its_message_and_details_also_out_of_another_process(
     assert len(error.details) == len(details)
 
 
-def test_messages_name_options_on_the_command_line_and_arguments_in_python() -> None:
-    error = HddmError(
-        "out exists: pass --overwrite", ["--max-memory of 2 MB: hddm assemble A --vae B, or --out"]
-    )
-    assert (
-        str(error) == "out exists: pass overwrite=True\n  max_memory of 2 MB: hddm assemble A --vae B, or out"
-    )
-    written = "out exists: pass --overwrite\n  --max-memory of 2 MB: hddm assemble A --vae B, or --out"
-    with on_command_line():
-        assert str(error) == written
-        said = subprocess.run([sys.executable, "-c", _SAYS], capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == "pass --overwrite"
-    assert "overwrite=True" in str(error)
+@pytest.mark.parametrize(
+    ("text", "typed"),
+    [
+        ("out exists: pass `overwrite=True`", "out exists: pass --overwrite"),
+        ("`max_memory` of 2 MB: hddm assemble A --vae B", "--max-memory of 2 MB: hddm assemble A --vae B"),
+        ("a `b c` d", "a `b c` d"),
+    ],
+)
+def test_the_command_line_prints_arguments_as_options(text: str, typed: str) -> None:
+    assert as_typed(text) == typed
 
 
-_SAYS = "from hddm.utils.errors import HddmError; print(HddmError('pass --overwrite'))"
+def test_backticks_of_other_libraries_are_not_arguments() -> None:
+    assert as_typed(one_line(ValueError("set `weights_only`"))) == "set 'weights_only'"
 
 
 def test_an_error_of_a_step_begins_with_its_name() -> None:
-    with on_command_line(), pytest.raises(HddmError) as raised, at("step 'old'"):
-        raise HddmError("try a lower --learning-rate", ["drop --class-conditional"])
-    assert raised.value.message == "step 'old': try a lower --learning-rate"
-    assert raised.value.details == ("drop --class-conditional",)
+    with pytest.raises(HddmError) as raised, at("step 'old'"):
+        raise HddmError("try a lower `learning_rate`", ["drop `class_conditional=True`"])
+    assert raised.value.message == "step 'old': try a lower `learning_rate`"
+    assert raised.value.details == ("drop `class_conditional=True`",)

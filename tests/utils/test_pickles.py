@@ -77,7 +77,7 @@ def test_tensors_of_an_archive_are_mapped(tmp_path: Path) -> None:
 def test_a_pickle_is_refused_unless_asked_for(tmp_path: Path, in_zip: bool) -> None:
     message = _refusal(save({"a": torch.ones(2)}, tmp_path, in_zip), allow_pickle=False)
     assert "is a pickle" in message
-    assert "use the safetensors version, or pass allow_pickle=True" in message
+    assert "use the safetensors version, or pass `allow_pickle=True`" in message
 
 
 @pytest.mark.parametrize("version", ["2.6.0", "2.9.1+cu128", "2.10.0a0"])

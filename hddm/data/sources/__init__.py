@@ -82,7 +82,7 @@ def open_source(
         return open_described_folder(path, found.images, columns)
     if not found.images:
         raise HddmError(f"{path}: holds no images ({read}, {TAR}, {PARQUET})")
-    for option, value in zip(("--caption-column", "--label-column"), columns, strict=True):
+    for option, value in zip(("`caption_column`", "`label_column`"), columns, strict=True):
         if value is not None:
             raise HddmError(f"{option} {value}: {path} is a plain folder; describe its images in {METADATA}")
     return open_folder(path, found.images)

@@ -137,8 +137,8 @@ def described(
     files = tuple(sorted(images))
     rows = [images[name][1] for name in files]
     columns = set().union(*rows)
-    caption = choose_column(columns, requested.caption, captions, "--caption-column", origin)
-    label = choose_column(columns, requested.label, labels, "--label-column", origin)
+    caption = choose_column(columns, requested.caption, captions, "`caption_column`", origin)
+    label = choose_column(columns, requested.label, labels, "`label_column`", origin)
     numbers, classes = as_labels([row.get(label) for row in rows], files, origin) if label else (None, ())
     texts = as_captions([row.get(caption) for row in rows], files, origin) if caption else None
     return ImageSource(root, files, classes, numbers, texts, [images[name][0] for name in files])

@@ -52,9 +52,9 @@ def find_columns(schema: Any, path: Path, requested: Columns) -> TableColumns:
     others = [name for name in schema.names if name != images[0]]
     classes = declared("ClassLabel", others)
     usual = ["label"] if "label" in others else classes
-    label = choose_column(others, requested.label, usual, "--label-column", path)
+    label = choose_column(others, requested.label, usual, "`label_column`", path)
     names = features[label].get("names") if label is not None and label in classes else None
-    caption = choose_column(others, requested.caption, CAPTION_COLUMNS, "--caption-column", path)
+    caption = choose_column(others, requested.caption, CAPTION_COLUMNS, "`caption_column`", path)
     return TableColumns(
         images[0], label, tuple(map(str, names)) if isinstance(names, list) else None, caption
     )
