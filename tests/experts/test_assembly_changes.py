@@ -264,7 +264,7 @@ def test_a_change_that_cannot_be_is_refused(whole: Path) -> None:
         ({"remove": ["../whole/experts/0"]}, "names no expert"),
         ({"remove": [0, 1, 2]}, "whole: `remove` takes experts/0 .e0., .*, and no expert is left"),
         ({"remove": [0, 1], "strategy": "top-2"}, "top-2 needs 2 experts and there are 1"),
-        ({}, "nothing to change; pass add, remove or another part"),
+        ({}, "nothing to change; pass `add`, `remove` or another part"),
     ):
         with pytest.raises(HddmError, match=message):
             change(whole, **arguments)
