@@ -36,6 +36,7 @@ from hddm.utils.files import (
     nothing,
     put_in_place,
     read_json,
+    recover,
     remove,
     sha256_of,
     write_json,
@@ -242,6 +243,7 @@ class Draft(Work):
         if self.target.exists() and self.folder.is_dir() and not self.whole.exists():
             with contextlib.suppress(HddmError), alone(self.target):
                 shutil.rmtree(self.folder, ignore_errors=True)
+        recover(self.target)
 
 
 @contextlib.contextmanager

@@ -169,6 +169,10 @@ def test_what_is_finished_is_not_made_again_nor_taken_for_something_else(
     assert "is finished" in caplog.text
     assert contents(interrupted) == before
     assert sorted(path.name for path in interrupted.parent.iterdir()) == ["out", "out.grid.png"]
+    # Stopped a moment later, it leaves its lock.
+    interrupted.with_name(".out.lock").touch()
+    assert hddm("sample", *options)[0] == 0
+    assert sorted(path.name for path in interrupted.parent.iterdir()) == ["out", "out.grid.png"]
     (interrupted / "00004.png").unlink()
     code, _, error = hddm("sample", *options)
     assert (code, "lacks 00004.png; --overwrite makes all images anew" in error) == (1, True)
