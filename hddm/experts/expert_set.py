@@ -1,20 +1,16 @@
-"""The experts of an ensemble as one module, a diffusers component whose weights are read on demand.
-
-`in_memory` and `storable` say what a folder holds of a velocity field that was made or changed in Python.
-"""
+"""The experts of an ensemble as one module, a diffusers component whose weights are read on demand."""
 
 import copy
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import diffusers
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hddm.conditions import LABELS
+from hddm.ensemble import Ensemble
 from hddm.experts.compatibility import Entry, entries_of
 from hddm.experts.ensemble_folders import EnsembleRecord, Member
 from hddm.experts.parts import Encoders, encoders_of
@@ -25,15 +21,13 @@ from hddm.experts.records import (
     as_field,
     save_expert,
     stored,
-    without_adapter,
 )
-from hddm.networks.folders import Unread, cast, fitting
 from hddm.networks.offload import Offload, Shelf, StoredNetwork
-from hddm.networks.wrappers import EXPERT_NETWORKS, NetworkWrapper, described, interface_of
-from hddm.schedules import DiscreteSchedule, LinearSchedule
-from hddm.utils.errors import HddmError, one_line
+from hddm.networks.wrappers import NetworkWrapper
+from hddm.schedules import LinearSchedule
+from hddm.utils.errors import HddmError
 from hddm.utils.records import Record
-from hddm.utils.tensors import device_of, refuse_non_finite
+from hddm.utils.tensors import device_of
 from hddm.velocity import PredictionType, VelocityField
 
 _BY_HAND = "set in Python"
@@ -61,12 +55,13 @@ class ExpertSet(nn.Module):
         shelf: Shelf | None = None,
         record: EnsembleRecord | None = None,
         topics: int | None = None,
+        ensemble: Ensemble | None = None,
     ) -> None:
         super().__init__()
         if not experts:
             raise HddmError("an ensemble needs at least one expert")
         members = tuple(Member(folder=f"experts/{k}") for k in range(len(experts)))
-        self.record, self.topics = record or EnsembleRecord(experts=members), topics
+        self.record, self.topics, self.ensemble = record or EnsembleRecord(experts=members), topics, ensemble
         shelf = shelf or Shelf()
         self.experts = tuple(
             in_memory(one) if isinstance(one, VelocityField) else one.apart() for one in experts
@@ -152,23 +147,14 @@ class ExpertSet(nn.Module):
         """Write one expert folder per expert, ``0``, ``1``, …, with weights in the dtype that they run in.
 
         An adapter with unchanged weights stays an adapter, in its dtype on disk; the caller saves its base.
-        An adapter that was changed in memory is merged. Raises `HddmError` for experts built in memory that a
-        folder cannot hold.
+        An adapter that was changed in memory is merged.
         """
-        for index, (own, field) in enumerate(zip(self.experts, self._fields, strict=True)):
-            try:
-                expert = storable(own, field)
-            except HddmError as error:
-                raise HddmError(f"expert {index}: {error}") from error
+        for index, (expert, field) in enumerate(zip(self.experts, self._fields, strict=True)):
             target = Path(folder) / str(index)
             target.mkdir(parents=True)
-            # On disk they are in bfloat16, and in memory they may say more.
-            on_disk = field.weak is not None and isinstance(field.weak.network, StoredNetwork)
-            weak_dtype = torch.bfloat16 if on_disk else field.dtype
             # Only an adapter is compared: the folder of another expert may be gone once its weights are read.
-            is_adapter = expert.facts.adapter is not None and expert.folder is not None
-            keeps_adapter = is_adapter and not _is_changed(expert, field.dtype)
-            save_expert(target, expert, field.dtype, weak_dtype, keeps_adapter)
+            keeps_adapter = expert.facts.adapter is not None and not _is_changed(expert, field.dtype)
+            save_expert(target, expert, field.dtype, keeps_adapter)
 
     def is_as_stored(self) -> bool:
         """True where all experts have folders, and weights that are in memory are those in them."""
@@ -208,35 +194,16 @@ def carrying(part: Module, record: Record | None) -> Module:
 
 
 def in_memory(field: VelocityField) -> Expert:
-    """What a folder would hold of a field, whose samples have a shape.
+    """The expert that a field, whose samples have a shape, is in a pipeline.
 
-    That is what it was read from, with what was changed since; of a field whose network was replaced after it
-    was read nothing else is taken over.
+    It has the record that the field was read with, and what was changed since. If the network was replaced
+    after that, the record is of the field alone.
     """
     source = field.source if isinstance(field.source, Expert) else None
-    if source is not None and _bare(field.network) is not source.network:
-        source = None
-    nulls = {name: value for name, value in field.null_conditions.items() if name != LABELS}
-    weak = None if source is None or field.weak is None else source.weak
-    if field.weak is not None and (weak is None or _bare(field.weak.network) is not weak.network):
-        weak = _unread(field.weak.network)
-    facts = _record(field, None if source is None else source.facts)
-    if source is not None and isinstance(field.network, StoredNetwork):
-        return replace(source, facts=facts, calibration=field.calibration, nulls=nulls, weak=weak)
-    unread, facts = _unread(field.network), without_adapter(facts)
-    return Expert(unread.network, facts, field.calibration, nulls, weak, unread.read)
-
-
-def _unread(network: Any) -> Unread[Any]:
-    """A network whose weights are read from where they are."""
-    inner = network.network if isinstance(network, StoredNetwork) else network
-    prefix = "model." if isinstance(inner, NetworkWrapper) else ""
-
-    def read(dtype: torch.dtype) -> dict[str, Tensor]:
-        held = network.tensors() if isinstance(network, StoredNetwork) else inner.state_dict()
-        return cast({name.removeprefix(prefix): value.cpu() for name, value in held.items()}, dtype)
-
-    return Unread(_bare(network), read)
+    network = _bare(field.network)
+    if source is not None and isinstance(field.network, StoredNetwork) and network is source.network:
+        return replace(source, facts=_record(field, source.facts))
+    return Expert(network, _record(field, None))
 
 
 def _bare(network: Any) -> Any:
@@ -277,80 +244,3 @@ def _record(field: VelocityField, known: ExpertRecord | None) -> ExpertRecord:
         "weights": "unstated",
     }
     return ExpertRecord.model_validate(unstated | stated)
-
-
-def storable(expert: Expert, field: VelocityField) -> Expert:
-    """The expert of a field as its folder records it.
-
-    Raises `HddmError` for a network of another class than `EXPERT_NETWORKS`, or one that was changed, and for
-    whatever the field of that folder would have otherwise.
-    """
-    if type(field) is not VelocityField:
-        raise HddmError(f"is a {type(field).__name__}, and a folder holds a VelocityField")
-    calibration, shape = expert.calibration, expert.facts.sample_shape
-    if calibration is not None and len(calibration.moments.mean) != math.prod(shape):
-        raise HddmError(f"its calibration is of other samples than {shape}")
-    weak, network = field.weak, expert.network
-    _refuse_network(network)
-    interface = interface_of(type(network).__name__, network.config, expert.facts.sample_shape[1:])
-    changes = {key: getattr(interface, key) for key in ("sample_shape", "conditions", "variance_head")}
-    nulls = {name: value for name, value in expert.nulls.items() if name in interface.conditions}
-    expert = replace(expert, facts=expert.facts.model_copy(update=changes), nulls=nulls)
-    again = as_field(expert, field.network, None if weak is None else weak.network)
-    if field.conditions is None:
-        again.conditions = None
-    _compare("", _inputs(field) | _formula(field), _inputs(again) | _formula(again))
-    if weak is not None and again.weak is not None:
-        _refuse_network(own := _bare(weak.network))
-        if type(own) is not type(network) or dict(own.config) != dict(network.config):
-            raise HddmError("its weak model has another network, and a folder holds other weights alone")
-        _compare("the weak model's ", _formula(weak), _formula(again.weak))
-    return expert
-
-
-def _compare(whose: str, mine: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Refuse a velocity field of which a folder would hold another one."""
-    for key, value in mine.items():
-        if value != saved[key]:
-            here, there = one_line(str(value), 80), one_line(str(saved[key]), 80)
-            raise HddmError(f"{whose}{key}={here}, and a folder would hold {there}")
-
-
-def _inputs(field: VelocityField) -> dict[str, Any]:
-    """What a velocity field takes, as plain values."""
-    return {
-        "samples": field.sample_shape,
-        "conditions": field.conditions and sorted(field.conditions),
-        "null_conditions": {name: value.tolist() for name, value in field.null_conditions.items()},
-    }
-
-
-def _formula(field: VelocityField) -> dict[str, Any]:
-    """What makes a velocity of a network's output, as plain values."""
-    schedule, calibration = field.schedule, field.calibration
-    betas = schedule.betas.tolist() if isinstance(schedule, DiscreteSchedule) else None
-    fitted = (
-        None if calibration is None else (calibration.moments.mean, calibration.times, calibration.weights)
-    )
-    return {
-        "schedule": (type(schedule).__name__, schedule.config, betas),
-        "prediction_type": field.prediction_type.value,
-        "time_scale": field.time_scale,
-        "calibration": fitted and [one.tolist() for one in fitted],
-        "inner_guidance": field.inner_guidance,
-    }
-
-
-def _refuse_network(network: Any) -> None:
-    known = {one if isinstance(one, str) else one.__name__: one for one in EXPERT_NETWORKS}
-    kind = known.get(type(network).__name__)
-    if kind is None or type(network) is not (getattr(diffusers, kind) if isinstance(kind, str) else kind):
-        what = f"a {type(network).__name__}" if isinstance(network, nn.Module) else described(network)
-        raise HddmError(f"its network is {what}, and a folder holds one of {', '.join(known)}")
-    arguments = {key: value for key, value in network.config.items() if not key.startswith("_")}
-    weights, name = network.state_dict(), Path(type(network).__name__)
-    try:
-        fitting(type(network), arguments, weights, name, "config")
-    except HddmError as error:
-        raise HddmError(f"its network was changed after it was built: {error}") from error
-    refuse_non_finite(name, {key: value for key, value in weights.items() if not value.is_meta})

@@ -4,7 +4,6 @@ All records are read and compared before any weights.
 """
 
 import copy
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from hddm.ensemble import Ensemble
-from hddm.experts.compatibility import Entry, Findings, decide, entries_of, read_entries, router_outputs
+from hddm.experts.compatibility import Entry, Findings, entries_of, read_entries, router_outputs
 from hddm.experts.ensemble_folders import (
     ENSEMBLE_FILE,
     MOMENTS,
-    MOMENTS_EVIDENCE,
     EnsembleRecord,
     Member,
     bases_of,
@@ -29,7 +27,7 @@ from hddm.experts.ensemble_folders import (
     whole_components,
     write_ensemble_records,
 )
-from hddm.experts.expert_set import ExpertSet, carrying
+from hddm.experts.expert_set import ExpertSet
 from hddm.experts.lora import bases_in, refuse_base
 from hddm.experts.model_index import KEPT, ROUTER, ClassName, numbered
 from hddm.experts.paris import is_paris, paris_experts, paris_router
@@ -46,7 +44,6 @@ from hddm.experts.records import (
 from hddm.networks.identity import TextEncoderRecord
 from hddm.networks.offload import Offload, Shelf
 from hddm.networks.transformers import RouterTransformer
-from hddm.networks.wrappers import described
 from hddm.routers import MomentsRouter, Router, Strategy
 from hddm.utils.errors import HddmError, UsageError, choose
 from hddm.utils.files import inside, restore
@@ -277,6 +274,8 @@ def room_beside(models: Sequence[nn.Module], max_memory: int) -> int:
 
 def ensemble_of(experts: ExpertSet, router: Callable[..., Tensor] | None) -> Ensemble:
     """The velocity field of an ensemble's parts; `HddmError` where they contradict each other."""
+    if experts.ensemble is not None:
+        return experts.ensemble
     facts = experts.record
     if len(facts.experts) != len(experts.experts):
         raise HddmError(f"the record is of {len(facts.experts)} experts, not of {len(experts.experts)}")
@@ -306,8 +305,7 @@ def ensemble_of(experts: ExpertSet, router: Callable[..., Tensor] | None) -> Ens
 def unpacked(model: Ensemble | VelocityField) -> tuple[ExpertSet, Callable[..., Tensor] | None]:
     """The experts of an ensemble, or of one field, with its record, and its router.
 
-    The router is hddm's own network where there is one, with its record, else the function itself. Raises
-    `HddmError` for another object, and for samples of unknown shape.
+    Raises `HddmError` for another object, and for samples of unknown shape.
     """
     if isinstance(model, VelocityField):
         model = Ensemble([model], strategy="draw", shift=model.shift)
@@ -319,7 +317,7 @@ def unpacked(model: Ensemble | VelocityField) -> tuple[ExpertSet, Callable[..., 
             f"these experts make samples of several kinds ({model.describe_kinds()}), and a pipeline of "
             "velocity fields has one: assemble their folders"
         )
-    shape, router = model.sample_shape, model.router
+    shape = model.sample_shape
     if shape is None or len(shape) != 3:
         shapes = ", ".join(str(one.sample_shape) for one in model.experts)
         raise HddmError(
@@ -332,36 +330,13 @@ def unpacked(model: Ensemble | VelocityField) -> tuple[ExpertSet, Callable[..., 
     fields = [copy.copy(one) for one in model.experts]
     for one in fields:
         one.sample_shape = shape
-    experts = ExpertSet(fields, topics=model.topics)
-    entries = with_parts(experts.entries, model.parts)
-    kind, evidence = None if router is None else ROUTER, MOMENTS_EVIDENCE
-    own = [one.calibration and one.calibration.moments for one in fields]
-    if type(router) is MomentsRouter and all(a is b for a, b in zip(router.moments, own, strict=True)):
-        # As many as there are is all of them.
-        kind, evidence = MOMENTS, router.evidence or float(math.prod(shape))
-        router = None
-    if type(router) is Router and isinstance(router.network, RouterTransformer):
-        known = router.network.record
-        if not isinstance(known, RouterRecord):
-            known = RouterRecord(
-                time_scale=router.time_scale, sample_shape=shape, shard_hashes=(), shard_images=()
-            )
-        hashes, shards = known.shard_hashes, [facts.shard for facts in experts.facts]
-        outputs = [
-            None if shard is not None and hashes[output : output + 1] == (shard.hash,) else output
-            for output, shard in zip(router.outputs or range(len(fields)), shards, strict=True)
-        ]
-        entries = decide(entries, output=outputs)
-        stated = {"time_scale": router.time_scale, "temperatures": router.temperatures}
-        router = carrying(router.network, known.model_copy(update=stated))
-    experts.record = EnsembleRecord(
-        experts=tuple(one.member for one in entries),
-        router=kind,
-        evidence=evidence,
-        strategy=model.strategy,
-        shift=model.shift,
-    )
-    return experts, router
+    # What is changed on the ensemble afterwards is no part of the pipeline, and the other way round.
+    parts = [replace(part, field=own) for part, own in zip(model.parts, fields, strict=True)]
+    model = Ensemble(parts, model.router, model.strategy, shift=model.shift, topics=model.topics)
+    experts = ExpertSet(fields, topics=model.topics, ensemble=model)
+    members = tuple(one.member for one in with_parts(experts.entries, parts))
+    experts.record = EnsembleRecord(experts=members, strategy=model.strategy, shift=model.shift)
+    return experts, model.router
 
 
 def save_ensemble(
@@ -373,10 +348,13 @@ def save_ensemble(
 ) -> None:
     """Write an ensemble into ``draft``, which holds ``components``; the inverse of `open_ensemble`.
 
-    Raises `HddmError` for parts in memory that a folder cannot hold.
+    Raises `HddmError` for an ensemble that was made in Python, and for a router that is not hddm's.
     """
-    if router is not None and not isinstance(router, RouterTransformer):
-        raise HddmError(f"the router is {described(router)}, and a folder holds a RouterTransformer")
+    if experts.ensemble is not None or not isinstance(router, RouterTransformer | None):
+        raise HddmError(
+            "an ensemble or a router that was made in Python cannot be saved; write the experts into folders "
+            "with hddm.train or hddm.convert, and combine these with hddm.assemble"
+        )
     experts.save_pretrained(draft / "experts")
     members, first = [], experts.experts[0].folder
     for k, (expert, member) in enumerate(zip(experts.experts, facts.experts, strict=True)):

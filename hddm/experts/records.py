@@ -260,12 +260,11 @@ def save_expert(
     folder: Path,
     expert: Expert,
     dtype: torch.dtype = torch.float32,
-    weak_dtype: torch.dtype = torch.bfloat16,
     keeps_adapter: bool = False,
 ) -> None:
     """Write an expert into an existing empty ``folder``.
 
-    Weights that are not in memory are read in ``dtype``, and its weak model's in ``weak_dtype``. With
+    Weights that are not in memory are read in ``dtype``, and its weak model's in bfloat16. With
     ``keeps_adapter`` the files of its adapter are taken as they are; else its weights are merged.
     """
     expert.network.save_config(folder)
@@ -284,7 +283,7 @@ def save_expert(
     if expert.topic is not None:
         expert.topic.save(folder)
     if expert.weak is not None:
-        save_file(expert.weak.read(weak_dtype), folder / WEAK, {"format": "pt"})
+        save_file(expert.weak.read(torch.bfloat16), folder / WEAK, {"format": "pt"})
     write_records(folder, facts, expert.nulls)
 
 

@@ -174,9 +174,8 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         """Make a pipeline of an ensemble in memory, or of one expert, that shares its networks and router.
 
         Its samples are those of `hddm.sample` with the same seed. ``others`` are further arguments of the
-        class. It can be saved if a folder can hold its parts: networks of the classes that `hddm.load` reads,
-        and hddm's own router. Raises `HddmError` for samples of unknown or several shapes, and for topics of
-        experts whose network was replaced.
+        class. It cannot be saved: `hddm.assemble` combines experts in folders. Raises `HddmError` for samples
+        of unknown or several shapes, and for topics of experts whose network was replaced.
         """
         experts, router = unpacked(ensemble)
         of_text = [one for one in experts.experts if takes_text(one.facts)]
@@ -272,7 +271,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
 
         Raises:
             HddmError: if the folder exists without ``overwrite`` and is not empty, if experts are read from
-                it, and for other options.
+                it, for an ensemble in memory, and for other options.
         """
         inputs.refuse_options(self.save_pretrained, options)
         folder, experts = Path(save_directory), self.experts.experts

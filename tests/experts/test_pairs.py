@@ -97,9 +97,9 @@ def test_experts_of_one_shard_are_a_domain_by_themselves(mixed: Path) -> None:
 
 
 def test_a_new_process_samples_a_pair_to_the_same_bytes(mixed: Path, tmp_path: Path) -> None:
-    """By its folder, and by that of the pipeline of what is in memory."""
+    """By its folder, and by that of its pipeline."""
     model = load_ensemble(mixed)
-    HDDMPipeline.from_ensemble(model).save_pretrained(tmp_path / "again")
+    HDDMPipeline.from_pretrained(mixed).save_pretrained(tmp_path / "again")
     assert derived(tmp_path / "again").domains == (0, 1, 0)
     expected = []
     for strategy in ("draw", "full"):
