@@ -26,7 +26,7 @@ check: $(VENV)/.ready-dev
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(MAKE) docs VENV=$(VENV)
-	$(MAKE) test VENV=$(VENV)
+	$(MAKE) test VENV=$(VENV) ARGS="-m 'not slow and not gpu'"
 
 wheel-check: $(VENV)/.ready-test
 	sh tests/wheel.sh $(abspath $(BIN)/python)

@@ -54,6 +54,7 @@ def _without_times(results: Results) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.integration
 def test_all_rows_are_sampled_measured_and_compared(miniature: Finished) -> None:
     results, out = miniature.results, miniature.out
     assert read_results(out) == results
@@ -121,6 +122,7 @@ def test_started_again_it_does_nothing_and_keeps_its_date(
     assert "was finished on 20" in capsys.readouterr().err
 
 
+@pytest.mark.integration
 def test_other_seeds_and_rows_reuse_what_is_there(miniature: Finished, tmp_path: Path) -> None:
     with inline() as told:
         again(miniature, tmp_path / "out", file(seeds=[0, 1], values={"steps": 6, "images": 41}))
@@ -133,6 +135,7 @@ def test_other_seeds_and_rows_reuse_what_is_there(miniature: Finished, tmp_path:
     assert (tmp_path / "out/seed_1/flow").is_symlink()
 
 
+@pytest.mark.integration
 def test_results_of_other_settings_are_not_replaced_unasked(miniature: Finished, tmp_path: Path) -> None:
     out = Path(shutil.copytree(miniature.out, tmp_path / "out", symlinks=True))
     changed = file(values={"steps": 7, "images": 40})
@@ -147,6 +150,7 @@ def test_results_of_other_settings_are_not_replaced_unasked(miniature: Finished,
     run_inline(file(values={"steps": 7, "images": 40}, seeds=[0, 1]), out, miniature.data)
 
 
+@pytest.mark.integration
 def test_a_failing_step_is_named_and_the_others_stay(miniature: Finished, tmp_path: Path) -> None:
     rows = {**CONTENT["rows"], "broken": "$flow --strategy top-3"}
     told = refusal(again, miniature, tmp_path / "out", file(rows=rows))
@@ -155,6 +159,7 @@ def test_a_failing_step_is_named_and_the_others_stay(miniature: Finished, tmp_pa
     assert again(miniature, tmp_path / "out", file()).seeds == (0,)
 
 
+@pytest.mark.integration
 def test_a_damaged_record_is_refused_and_half_a_step_is_done_again(
     miniature: Finished, tmp_path: Path
 ) -> None:
@@ -170,6 +175,7 @@ def test_a_damaged_record_is_refused_and_half_a_step_is_done_again(
     assert [words[0] for words in told] == ["partition"]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "moment",
     [
@@ -190,6 +196,7 @@ def test_killed_at_any_moment_it_comes_to_the_same_results(
     assert not [path for path in (tmp_path / "out" / "jobs").iterdir() if ".part-" in path.name]
 
 
+@pytest.mark.integration
 def test_its_commands_give_the_same_by_hand(miniature: Finished, tmp_path: Path) -> None:
     """Any row can be repeated in an empty folder by the commands of --dry-run."""
     plan = SeedPlan(miniature.file, 0, Work(Path("jobs")), miniature.data)
@@ -226,6 +233,7 @@ def _forward() -> tuple[int, int]:
     return embed + first + time + DEPTH * block + _linear(TOKENS, WIDTH, PATCH**2), embed + first
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("objective", ["flow", "ddpm"])
 def test_a_training_step_costs_its_forward_and_twice_that_backward(objective: str, shards: Path) -> None:
     words = ["train", "expert", str(shards / "shard_0"), "--objective", objective, "--size", "tiny"]
@@ -242,6 +250,7 @@ def test_a_training_step_costs_its_forward_and_twice_that_backward(objective: st
     assert count_training([*words, "--optimizer", "muon", "--batch-size", "64"], run_words) == (step, muon)
 
 
+@pytest.mark.integration
 def test_routers_adapters_and_samples_are_counted(shards: Path, flow_expert: Path) -> None:
     image, update = count_training(["train", "router", str(shards), "--optimizer", "adamw"], run_words)
     assert (image > 0, update) == (True, 0)

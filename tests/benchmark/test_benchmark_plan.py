@@ -196,6 +196,7 @@ def test_a_finished_model_from_elsewhere_is_a_row(data: Path, flow_expert: Path)
     assert (row.model.name, row.model.upstream) == (str(flow_expert), [row.model])
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", preset_names())
 def test_presets_are_command_lines_that_can_be_run(name: str, tmp_path: Path, hddm: Command) -> None:
     for folder in ("train", "test"):

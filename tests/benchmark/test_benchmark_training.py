@@ -64,6 +64,7 @@ def test_every_way_is_timed_once_a_round() -> None:
     assert sizes[OWN] == sizes[PLAIN] < sizes[ZERO] < sizes[DIFFUSERS]
 
 
+@pytest.mark.integration
 def test_the_quick_run_writes_a_report_that_says_what_was_met(tmp_path: Path) -> None:
     written = measure_training(
         Start(tmp_path, command="training --quick"), "cpu", ["float32"], threads=1, quick=True
@@ -86,6 +87,7 @@ def test_the_quick_run_writes_a_report_that_says_what_was_met(tmp_path: Path) ->
         assert line in text
 
 
+@pytest.mark.integration
 def test_the_time_that_kernels_run_counts_what_overlaps_once() -> None:
     assert covered([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.75)]) == 4
     loop = OwnLoop(expert(QUICK, "single"), QUICK, "cpu", "float32", compiled=False)

@@ -36,6 +36,7 @@ def _numbers(browser: Browser, column: int) -> list[float]:
     return [float(text.split(" ")[0]) for text in browser.evaluate(_COLUMN % column)]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("width", [320, PHONE, DESKTOP])
 def test_it_opens_without_a_complaint_and_nothing_but_tables_is_wider_than_the_page(
     width: int, browser: Browser, report: Path

@@ -45,6 +45,7 @@ LAYOUTS = ["facebook-dit", "pixart-original"]
 LAYOUTS += [f"diffusers-{name}" for name in ("dit", "pixart", "unet2d", "unet2d-condition")]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_tools_own_outputs_are_reproduced_and_its_file_comes_back(
     hddm: Command, tmp_path: Path, layout: str
@@ -67,6 +68,7 @@ def test_a_tools_own_outputs_are_reproduced_and_its_file_comes_back(
         assert all(before[key] == after[key] for key in ("schedule", "prediction_type", "conditions"))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_out_of_an_ensemble_and_out_of_a_merge_the_file_comes_back(
     hddm: Command, tmp_path: Path, layout: str
@@ -85,6 +87,7 @@ def test_out_of_an_ensemble_and_out_of_a_merge_the_file_comes_back(
     assert said in refused(hddm, tmp_path / "ensemble", "--to-layout", layout)
 
 
+@pytest.mark.integration
 @torch.no_grad()
 def test_a_pipeline_comes_back_out_of_an_ensemble_whole(hddm: Command, tmp_path: Path) -> None:
     """Stable Diffusion's own pipeline makes the same picture of it as of the source."""
@@ -303,6 +306,7 @@ def test_a_dit_in_half_precision_is_converted_and_stays_in_it(
     assert velocity.isfinite().all()
 
 
+@pytest.mark.integration
 def test_the_check_reads_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A record that gives the same weights another meaning is found, though the networks agree."""
     source = pipeline(tmp_path / "unet", plain_unet())

@@ -38,6 +38,7 @@ def _converted(hddm: Command, source: Path, *options: object) -> tuple[dict[str,
     return facts_of(out), text
 
 
+@pytest.mark.integration
 def test_vae_and_text_encoder_of_a_pipeline_are_recorded_and_kept(hddm: Command, tmp_path: Path) -> None:
     source = _text_pipeline(tmp_path / "sd", scaling_factor=0.13, shift_factor=0.1)
     facts, text = _converted(hddm, source)
@@ -53,6 +54,7 @@ def test_vae_and_text_encoder_of_a_pipeline_are_recorded_and_kept(hddm: Command,
         assert (found["vae"], found["text_encoder"]) == (vae.model_dump(), encoder.model_dump())
 
 
+@pytest.mark.integration
 def test_another_decoder_and_a_float16_copy_are_the_same_latent_space(hddm: Command, tmp_path: Path) -> None:
     expected, _ = _converted(hddm, _text_pipeline(tmp_path / "plain"))
     other = _text_pipeline(tmp_path / "decoder")
@@ -65,6 +67,7 @@ def test_another_decoder_and_a_float16_copy_are_the_same_latent_space(hddm: Comm
         assert facts[part]["fingerprint"] != expected[part]["fingerprint"]
 
 
+@pytest.mark.integration
 def test_a_variant_has_the_identity_of_the_plain_files(hddm: Command, tmp_path: Path) -> None:
     source = _text_pipeline(tmp_path / "sd")
     expected, _ = _converted(hddm, source)
@@ -77,6 +80,7 @@ def test_a_variant_has_the_identity_of_the_plain_files(hddm: Command, tmp_path: 
     assert (facts["vae"], facts["text_encoder"]) == (expected["vae"], expected["text_encoder"])
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -120,6 +124,7 @@ def test_the_network_decides_what_of_its_surroundings_is_recorded(hddm: Command,
     assert facts["text_encoder"] == text_encoder_facts(tmp_path / "pixart" / "text_encoder", 6).model_dump()
 
 
+@pytest.mark.integration
 def test_a_tokenizer_saved_by_transformers_of_today_is_as_good(hddm: Command, tmp_path: Path) -> None:
     """And an expert that was converted beside it does not take another text encoder on trust."""
     source = _text_pipeline(tmp_path / "sd")

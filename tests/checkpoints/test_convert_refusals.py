@@ -76,6 +76,7 @@ def _with(name: str, tensor: torch.Tensor) -> Callable[[Path], None]:
     return lambda path: save_file(load_file(path) | {name: tensor}, path)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -216,6 +217,7 @@ def _places(value: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return found
 
 
+@pytest.mark.integration
 @settings(LENIENT, max_examples=70)
 @given(data=st.data())
 def test_json_that_is_changed_at_random(sources: list[Path], tmp_path: Path, data: st.DataObject) -> None:

@@ -29,6 +29,7 @@ def test_inspect_tells_what_a_folder_is(
     assert not [line for line in lines if any(sign in line for sign in ("(", "[", "{", '"', "None", "True"))]
 
 
+@pytest.mark.integration
 def test_inspect_tells_readers_what_an_expert_works_on(class_expert: Path, hddm: Command) -> None:
     lines = set(hddm("inspect", class_expert)[1].splitlines())
     assert lines > {"sample_shape: 1 × 4 × 4", "noise_range: 0 … 1", "schedule: name=linear", "licence: none"}
@@ -99,6 +100,7 @@ def killed(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.integration
 def test_a_killed_run_tells_its_step_its_settings_its_last_checkpoint_and_its_changes(
     killed: Path, hddm: Command
 ) -> None:

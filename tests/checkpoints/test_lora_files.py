@@ -162,6 +162,7 @@ def _peft_file(kind: str, folder: Path, patterns: bool = False, stated: bool = T
     return folder / "pytorch_lora_weights.safetensors"
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("kind", ["unet", "xl"])
 def test_kohyas_file_is_what_diffusers_makes_of_it(kind: str, bases: dict[str, Path], tmp_path: Path) -> None:
     network = NETWORKS[kind]()
@@ -181,6 +182,7 @@ def test_factors_in_half_precision_stay_as_they_are(bases: dict[str, Path], tmp_
     assert {one.numpy().tobytes() for one in written} == {one.numpy().tobytes() for one in given}
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("kind", "stated"), [("unet", True), ("unet", False), ("sd3", True), ("flux", True)])
 def test_diffusers_file_is_what_it_makes_of_it(
     kind: str, stated: bool, bases: dict[str, Path], tmp_path: Path
@@ -239,6 +241,7 @@ def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.integration
 def test_it_is_an_expert_like_any_other(
     bases: dict[str, Path], lora: Path, tmp_path: Path, hddm: Command
 ) -> None:

@@ -153,6 +153,7 @@ def test_the_record_says_of_what_it_is_made(make: Make, tmp_path: Path, hddm: Co
     assert (described["calibrated"], described["source"]["layout"]) == (False, "merge")
 
 
+@pytest.mark.integration
 def test_all_verbs_take_a_soup_of_one_shard(
     shards: Path, ddpm_expert: Path, flow_expert: Path, tmp_path: Path, hddm: Command
 ) -> None:
@@ -170,6 +171,7 @@ def test_all_verbs_take_a_soup_of_one_shard(
     assert hddm("convert", out, "--out", tmp_path / "again")[0] == 0
 
 
+@pytest.mark.integration
 def test_a_soup_of_converted_pipelines_makes_pictures(tmp_path: Path, hddm: Command) -> None:
     for seed in range(2):
         source = pipeline(tmp_path / f"source{seed}", text_unet(seed))
@@ -200,6 +202,7 @@ def test_all_differences_are_listed_at_once(make: Make, tmp_path: Path, hddm: Co
     assert contents(tmp_path) == before
 
 
+@pytest.mark.integration
 def test_another_network_or_prediction_is_told(
     make: Make, ddpm_expert: Path, flow_expert: Path, tmp_path: Path
 ) -> None:

@@ -72,6 +72,7 @@ POOLED = {"addition_embed_type": "text_time", "addition_time_embed_dim": 8, "use
 POOLED |= {"projection_class_embeddings_input_dim": 48 + 10, "transformer_layers_per_block": [1, 2]}
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("make", "changes", "scheduler", "betas"),
     [
@@ -138,6 +139,7 @@ def test_the_denoiser_alone_beside_its_pipeline_and_without_one(hddm: Command, t
         check_velocity(tmp_path / expert, dit(), DDPM_BETAS, "v_prediction")
 
 
+@pytest.mark.integration
 def test_the_licence_of_a_model_card_and_of_imagenet(hddm: Command, tmp_path: Path) -> None:
     source = pipeline(tmp_path / "dit", dit(num_embeds_ada_norm=1000))
     assert "licence: CC-BY-NC-4.0" in converted(hddm, source, tmp_path / "expert")
@@ -239,6 +241,7 @@ def test_two_latent_diffusion_networks_in_one_file(hddm: Command, tmp_path: Path
         assert said in refused(hddm, tmp_path / "sd.ckpt", "--prediction-type", "epsilon", *HEADS)
 
 
+@pytest.mark.integration
 def test_latents_of_every_kind_of_vae(hddm: Command, tmp_path: Path) -> None:
     for name, config, scale, said in (
         ("vqvae", {"_class_name": "VQModel"}, 0.18215, "VQModel's default 0.18215"),
@@ -258,6 +261,7 @@ def test_latents_of_every_kind_of_vae(hddm: Command, tmp_path: Path) -> None:
         shutil.rmtree(source)
 
 
+@pytest.mark.integration
 def test_a_side_that_is_stated_is_not_contradicted(hddm: Command, tmp_path: Path) -> None:
     source = pipeline(tmp_path / "dit", dit())
     save_file(dit_file(dit_network()), tmp_path / "dit.safetensors")

@@ -63,6 +63,7 @@ def test_the_patches_of_sd3_are_those_of_its_config(hddm: Command, tmp_path: Pat
     _check_grid(tmp_path / "expert", DYNAMIC, 16)
 
 
+@pytest.mark.integration
 def test_a_shift_is_kept_where_scheduler_and_network_give_one(hddm: Command, tmp_path: Path) -> None:
     flow_sigmas = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": 5.0}
     for source, shift, note in (

@@ -47,6 +47,7 @@ def _check_back(hddm: Command, expert: Path, layout: str, expected: dict[str, Te
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("changes", "kind"), [({}, "epsilon"), (SD2, "v_prediction")], ids=["1", "2"])
 def test_stable_diffusion_in_one_file_and_back(
     hddm: Command, tmp_path: Path, changes: dict[str, Any], kind: str
@@ -64,6 +65,7 @@ def test_stable_diffusion_in_one_file_and_back(
     _check_back(hddm, tmp_path / "expert", "ldm", kept)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("pickled", [False, True])
 def test_averaged_copies_in_a_stable_diffusion_file(hddm: Command, tmp_path: Path, pickled: bool) -> None:
     content, options = ldm_file(text_unet(0), text_unet(1)), (*EPSILON, *SIDE, *HEADS)
@@ -78,6 +80,7 @@ def test_averaged_copies_in_a_stable_diffusion_file(hddm: Command, tmp_path: Pat
     check_velocity(tmp_path / "expert", text_unet(int(pickled)), SD)
 
 
+@pytest.mark.integration
 def test_sdxl_in_one_file_says_neither_schedule_nor_prediction(hddm: Command, tmp_path: Path) -> None:
     network = rounded(text_unet(**XL), torch.float16)
     source, options = tmp_path / "xl.safetensors", (*SIDE, "--num-heads", 2)
@@ -99,6 +102,7 @@ OPTIMISER = {
 ARGS = argparse.Namespace(model="DiT-XL/2", lr=None, image_size=256)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -158,6 +162,7 @@ def test_pixarts_own_file_without_positions_and_back(hddm: Command, tmp_path: Pa
     _check_back(hddm, tmp_path / "expert", "pixart-original", content)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("half", [False, True])
 def test_pixarts_own_file_with_sizes_as_conditions(hddm: Command, tmp_path: Path, half: bool) -> None:
     dtype = torch.float16 if half else torch.float32

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -14,6 +15,7 @@ from hddm.experts.assembly import assemble
 from tests.artefacts import CLASSES, Command, contents, copied, edit_json, seal, variant
 
 
+@pytest.mark.integration
 def test_the_whole_work_from_images_to_samples(images: Path, tmp_path: Path, hddm: Command) -> None:
     def ok(*arguments: object) -> str:
         code, out, err = hddm(*arguments)
@@ -86,6 +88,7 @@ def test_images_of_other_sizes_are_made_without_a_calibration(
         assert (code, told in err) == (1, True)
 
 
+@pytest.mark.integration
 def test_classes_are_asked_for_by_name_or_number_in_turn(
     class_expert: Path, tmp_path: Path, hddm: Command
 ) -> None:

@@ -149,6 +149,7 @@ def test_debug_lets_the_error_through(tmp_path: Path, monkeypatch: pytest.Monkey
         app()
 
 
+@pytest.mark.integration
 def test_the_installed_command_fails_as_tidily(tmp_path: Path) -> None:
     finished = subprocess.run([HDDM, "inspect", tmp_path], capture_output=True, text=True)
     assert (finished.returncode, finished.stdout) == (1, "")

@@ -50,6 +50,7 @@ def ensemble(sources: list[Path], tmp_path: Path, hddm: Command) -> Path:
     return tmp_path / "ensemble"
 
 
+@pytest.mark.integration
 def test_a_converted_pipeline_makes_pictures_by_itself(
     ensemble: Path, sources: list[Path], tmp_path: Path, hddm: Command
 ) -> None:
@@ -105,6 +106,7 @@ def _encoded(source: Path, *texts: str) -> torch.Tensor:
         return CLIPTextModel.from_pretrained(source / "text_encoder")(tokens.input_ids)[0]
 
 
+@pytest.mark.integration
 def test_prompts_become_images_as_each_step_by_hand_makes_them(
     ensemble: Path, sources: list[Path], tmp_path: Path, hddm: Command
 ) -> None:
@@ -127,6 +129,7 @@ def test_prompts_become_images_as_each_step_by_hand_makes_them(
     assert record["expert_use"]["shares"] == [0.0, 1.0]
 
 
+@pytest.mark.integration
 def test_embeddings_in_a_file_stand_for_prompts(
     latents: Latents, sources: list[Path], tmp_path: Path
 ) -> None:
@@ -140,6 +143,7 @@ def test_embeddings_in_a_file_stand_for_prompts(
     torch.testing.assert_close(text, file, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -163,12 +167,14 @@ def test_what_cannot_be_sampled_says_so_and_writes_nothing(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.integration
 def test_a_forgotten_prompt_is_said_to_be_missing(latents: Latents) -> None:
     # Pipelines of Stable Diffusion bring the tokens of no prompt, so none is needed.
     assert "no --prompt" in latents("--num-images", 1)[1]
     assert "no --prompt" not in latents("--num-images", 1, "--prompt", "a cat")[1]
 
 
+@pytest.mark.integration
 def test_a_missing_vae_and_text_encoder_name_what_helps(
     ensemble: Path, tmp_path: Path, hddm: Command
 ) -> None:
@@ -189,6 +195,7 @@ def test_a_missing_vae_and_text_encoder_name_what_helps(
     assert hddm("sample", bare, *options)[0] == 0
 
 
+@pytest.mark.integration
 def test_the_shift_of_a_flow_source_is_the_grid_s_unless_another_is_asked_for(
     ensemble: Path, latents: Latents
 ) -> None:

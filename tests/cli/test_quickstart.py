@@ -41,6 +41,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(out, printed.getvalue(), results)
 
 
+@pytest.mark.integration
 def test_every_command_is_printed_as_it_runs_after_a_sentence(made: Made) -> None:
     told = re.findall(r"^  (hddm .*)$", made.printed, re.M)
     assert sorted(told) == sorted(step.command for step in made.results.steps)

@@ -152,6 +152,7 @@ def names(images: Path, shards: Path, ddpm_expert: Path, tmp_path: Path) -> dict
     )
 
 
+@pytest.mark.integration
 def test_a_slip_of_the_keyboard_is_one_line_before_anything_heavy_is_imported(
     names: dict[str, Path], tmp_path: Path
 ) -> None:

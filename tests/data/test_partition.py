@@ -152,6 +152,7 @@ def test_features_that_stay_are_named_whether_the_partition_succeeds_or_not(
     assert (code, "kept for another" in out + err) == (0, False)
 
 
+@pytest.mark.integration
 def test_only_features_beside_a_replaced_partition_are_replaced(
     many: Path, images: Path, tmp_path: Path, hddm: Command
 ) -> None:

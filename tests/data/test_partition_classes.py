@@ -59,6 +59,7 @@ def test_several_sources_are_taken_together(images: Path, tmp_path: Path, hddm: 
     assert f"{out / 'shard_0'}: 68 images" in shown
 
 
+@pytest.mark.integration
 def test_the_digits_are_class_folders_on_two_sides(tmp_path: Path, hddm: Command) -> None:
     pytest.importorskip("sklearn")
     out = tmp_path / "digits"

@@ -144,6 +144,7 @@ def _labelled(num: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return to_unit_range(pixels), torch.arange(2).repeat_interleave(num)
 
 
+@pytest.mark.integration
 def test_the_classifier_learns_what_can_be_told_apart() -> None:
     images, labels = _labelled(128, seed=0)
     state = torch.get_rng_state()
@@ -237,6 +238,7 @@ def test_a_folder_scores_as_its_own_training_images(images: Path, home: Path) ->
     assert scores.features.choice.startswith("auto: not Inception, since its weights")
 
 
+@pytest.mark.integration
 def test_validation_and_domains_are_options(many: Path, home: Path, hddm: Command, tmp_path: Path) -> None:
     out, fresh = tmp_path / "scores.json", tmp_path / "fresh"
     for k, name in enumerate(CLASSES):
@@ -399,6 +401,7 @@ def test_conditions_in_folders_are_matched_by_name(tmp_path: Path) -> None:
     assert conditions(samples, None, ("cat", "dog"))[1] is False
 
 
+@pytest.mark.integration
 def test_a_classifier_is_saved_and_shared(many: Path, home: Path, tmp_path: Path, hddm: Command) -> None:
     file, first, second = (tmp_path / name for name in ("c.safetensors", "first.json", "second.json"))
     options = ["evaluate", _samples(tmp_path / "samples"), "--reference", many]

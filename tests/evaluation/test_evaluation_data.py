@@ -21,6 +21,7 @@ def shards(many: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.integration
 def test_a_partition_stands_for_its_training_images_or_those_it_holds_out(
     many: Path, shards: Path, tmp_path: Path
 ) -> None:

@@ -42,6 +42,7 @@ def _refusal(*arguments: Any, **options: Any) -> list[str]:
     return list(caught.value.details)
 
 
+@pytest.mark.integration
 @torch.no_grad()
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1,), (2, 0)], ids=str)
 def test_experts_in_any_order_and_number_get_their_outputs_of_the_router(
@@ -101,6 +102,7 @@ def test_experts_without_a_shard_must_be_in_the_routers_order_and_number(trio: T
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("shifts", "expected"), [((3.0, 3.0, 3.0), 3.0), ((1.0, 3.0, 3.0), 1.0)], ids=str)
 def test_the_shift_is_the_common_one(
     shifts: tuple[float, ...], expected: float, trio: Trio, tmp_path: Path

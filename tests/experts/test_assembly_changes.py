@@ -273,6 +273,7 @@ def test_a_change_that_cannot_be_is_refused(whole: Path) -> None:
     assert contents(whole.parent) == before
 
 
+@pytest.mark.integration
 def test_an_expert_of_another_size_or_latent_space_is_added_only_when_that_is_asked_for(
     tmp_path: Path, hddm: Command
 ) -> None:

@@ -70,6 +70,7 @@ def _dies_at(count: int, is_done: bool, expert: Path, shard: Path) -> bool:
     return code == 9
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("is_done", [False, True])
 def test_a_calibrating_that_is_killed_leaves_the_old_expert_or_the_new_one(
     is_done: bool, shards: Path, ddpm_expert: Path, tmp_path: Path
@@ -96,6 +97,7 @@ def test_a_calibrating_that_is_killed_leaves_the_old_expert_or_the_new_one(
     assert count - 1 >= 4
 
 
+@pytest.mark.integration
 def test_an_expert_is_calibrated_on_its_own_shard(shards: Path, ddpm_expert: Path, tmp_path: Path) -> None:
     expert, kept = copied(ddpm_expert, tmp_path), copied(shards / "shard_1", tmp_path)
     before = contents(expert)

@@ -237,6 +237,7 @@ def test_shares_after_changes(case: str, experts: Path, tmp_path: Path, hddm: Co
     assert [member["name"] for member in members] == names
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("case", CLASSES, ids=str)
 def test_classes_after_changes(case: str, experts: Path, tmp_path: Path, hddm: Command) -> None:
     commands, expected = CLASSES[case]

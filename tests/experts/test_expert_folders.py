@@ -171,6 +171,7 @@ def test_a_folder_that_is_not_understood_is_refused(
     assert message in _refusal(lambda: read(path.parent))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("changes", "key"),
     [

@@ -96,6 +96,7 @@ def test_experts_of_one_shard_are_a_domain_by_themselves(mixed: Path) -> None:
     assert (described["domains"], described["noise_ranges"]) == ((0, 1, 0), ["0.6:1", "0:1", "0:0.6"])
 
 
+@pytest.mark.integration
 def test_a_new_process_samples_a_pair_to_the_same_bytes(mixed: Path, tmp_path: Path) -> None:
     """By its folder, and by that of its pipeline."""
     model = load_ensemble(mixed)
@@ -237,6 +238,7 @@ def test_a_pair_without_a_share_is_routed_all_the_same(
     torch.testing.assert_close(load_ensemble(out).weights(X, TIMES), expected)
 
 
+@pytest.mark.integration
 def test_a_change_keeps_pairs_whole(mixed: Path, pair: list[Path], shards: Path, tmp_path: Path) -> None:
     before = contents(mixed)
     notes = change(mixed, remove=[2], out=tmp_path / "whole")

@@ -74,6 +74,7 @@ def test_domains_that_lie_apart_get_their_prompts_alone() -> None:
     assert all((few(prompts).argmax(1) == k).all() for k, prompts in enumerate(asked))
 
 
+@pytest.mark.integration
 def test_a_topic_is_kilobytes_and_reads_back(tmp_path: Path) -> None:
     write_clip(tmp_path)
     for folder, captions in (("a", "a cat\n\ncats\n"), ("b", "dog\n")):
@@ -140,6 +141,7 @@ def _converted(root: Path, out: Path, hddm: Command) -> tuple[Path, Path]:
     return out / "sd", out / "px"
 
 
+@pytest.mark.integration
 def test_each_expert_reads_a_prompt_by_its_own_text_encoder(
     two_encoders: Path, tmp_path: Path, hddm: Command
 ) -> None:
@@ -193,6 +195,7 @@ def test_padding_of_t5_has_no_effect(two_encoders: Path, tmp_path: Path, hddm: C
     ).abs().max() > 1e-4
 
 
+@pytest.mark.integration
 def test_topics_of_two_text_encoders_are_refused(two_encoders: Path, tmp_path: Path, hddm: Command) -> None:
     sd, px = _converted(two_encoders, tmp_path, hddm)
     notes = []
@@ -357,6 +360,7 @@ def test_experts_of_other_sizes_and_latents_are_drawn_and_decoded_each(tmp_path:
     assert "so it can be drawn, without a router, and not mixed" in message
 
 
+@pytest.mark.integration
 def test_experts_of_other_sizes_begin_with_a_picture_each(tmp_path: Path, hddm: Command) -> None:
     for name, expert in {"small": flow_expert(0), "large": flow_expert(1, sample_size=8)}.items():
         (tmp_path / name).mkdir()
@@ -384,6 +388,7 @@ def test_experts_of_other_sizes_begin_with_a_picture_each(tmp_path: Path, hddm: 
             assert made.tobytes() == image.tobytes()
 
 
+@pytest.mark.integration
 def test_two_latent_spaces_have_a_vae_each(two_encoders: Path, tmp_path: Path, hddm: Command) -> None:
     other = shutil.copytree(two_encoders / "sd", tmp_path / "source")
     write_vae(other / "vae", seed=1)
@@ -448,6 +453,7 @@ def test_a_prior_of_each_sample_is_checked_and_goes_to_no_expert() -> None:
             ensemble.prior_of(2, {}, wrong)
 
 
+@pytest.mark.integration
 def test_changes_keep_what_experts_have_and_refuse_what_would_mix(
     two_encoders: Path, tmp_path: Path, hddm: Command
 ) -> None:
@@ -473,6 +479,7 @@ def test_changes_keep_what_experts_have_and_refuse_what_would_mix(
     assert contents(both) == before
 
 
+@pytest.mark.integration
 def test_of_two_latent_spaces_either_can_go(two_encoders: Path, tmp_path: Path, hddm: Command) -> None:
     other = shutil.copytree(two_encoders / "sd", tmp_path / "source")
     write_vae(other / "vae", seed=1)
@@ -514,6 +521,7 @@ def _one_of_another_partition(
     return flow_expert(seed, stated, in_channels=4, sample_size=8, num_classes=len(classes))
 
 
+@pytest.mark.integration
 def test_what_two_people_have_becomes_one_ensemble_by_one_command(
     two_encoders: Path, tmp_path: Path, hddm: Command
 ) -> None:

@@ -250,6 +250,7 @@ def _images(num: int, variances: Tensor, seed: int) -> Tensor:
     return (noise * variances.sqrt()).view(num, 1, 8, -1)
 
 
+@pytest.mark.integration
 # More images than pixels, fewer, and more pixels than directions are kept.
 @pytest.mark.parametrize(("dim", "num"), [(64, 360), (256, 128), (2 * MAX_DIRECTIONS, 600)])
 def test_an_exact_network_is_left_alone_on_images_it_was_not_fitted_on(dim: int, num: int) -> None:

@@ -87,6 +87,7 @@ def _ensemble(pair: bool) -> Ensemble:
 ROUTED = ("full", "nucleus-0.5")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("strategy", "pair", "guidance"),
     [

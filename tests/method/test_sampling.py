@@ -106,6 +106,7 @@ def test_committing_weighs_by_the_posterior_and_gives_each_expert_its_own_data()
         torch.testing.assert_close(own.T.cov(), shard.covariance, atol=0.2, rtol=0)
 
 
+@pytest.mark.integration
 def test_committing_keeps_the_order_of_a_solver() -> None:
     def at(steps: int, solver: str) -> Tensor:
         return sample(_ensemble("commit-0.5"), 64, 2, steps, solver=solver).double()

@@ -71,6 +71,7 @@ def _piped(pipe: HDDMPipeline) -> Tensor:
     return pipe(seed=1, **options).images
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("strategy", ["full", "top-1", "draw"])
 def test_images_are_the_same_bit_for_bit_wherever_weights_wait(folder: Path, strategy: str) -> None:
     plain = _sampled(_loaded(folder), strategy=strategy)
@@ -257,6 +258,7 @@ def test_the_least_recently_used_leaves_first() -> None:
         assert _present(held.stored) == left
 
 
+@pytest.mark.integration
 def test_another_dtype_and_another_mode_twice_do_no_harm(folder: Path) -> None:
     pipe, plain = HDDMPipeline.from_pretrained(folder), _sampled(_loaded(folder))
     for dtype in (torch.float64, torch.float32):

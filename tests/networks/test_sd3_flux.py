@@ -137,6 +137,7 @@ def test_samples_follow_the_networks_own_ode(made: Converted) -> None:
     assert _is_close(samples, x)
 
 
+@pytest.mark.integration
 def test_an_expert_goes_back_to_diffusers_bit_for_bit(made: Converted, hddm: Command, tmp_path: Path) -> None:
     network, back = made.network, tmp_path / "back"
     assert "use_karras_sigmas is True; the sampler's time grid" in made.said
@@ -172,6 +173,7 @@ def test_an_expert_runs_in_the_dtype_that_is_asked_for(
         assert _is_close(velocity, velocity_by_hand(network, X.to(dtype), TIMES, its))
 
 
+@pytest.mark.integration
 def test_a_network_alone_becomes_an_expert_under_a_schedule_which_is_written_back(
     hddm: Command, tmp_path: Path
 ) -> None:

@@ -51,6 +51,7 @@ def _latents(pipe: HDDMPipeline, strategy: str) -> Tensor:
     return pipe(class_labels=LABELS, seed=3, **given).images
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("strategy", "is_tight"),
     [("full", False), ("top-1", True)],
@@ -70,6 +71,7 @@ def test_compiled_experts_make_the_same_images(folder: Path, strategy: str, is_t
     assert backend.graphs == before
 
 
+@pytest.mark.integration
 def test_a_compiled_pipeline_is_saved_as_it_was(folder: Path, tmp_path: Path) -> None:
     pipe = _pipe(folder)
     pipe.experts.compile(backend="eager")

@@ -258,6 +258,7 @@ def test_a_vae_of_another_class_is_refused_by_its_name(tmp_path: Path) -> None:
     assert "holds a AsymmetricAutoencoderKL" in refusal(read_vae, tmp_path / "other")
 
 
+@pytest.mark.integration
 def test_a_compiled_vae_is_saved_as_what_it_is(tmp_path: Path) -> None:
     pipe = load_pipeline(write_text(tmp_path))
     vae = pipe.vae

@@ -184,6 +184,7 @@ def converted(pipe: DiffusionPipeline, folder: Path, hddm: Command, *options: st
     return load(folder / "expert")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_expert_of_the_pipelines_own_weights_makes_its_images(
     name: str, tmp_path: Path, hddm: Command

@@ -55,6 +55,7 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {one.as_posix(): (folder / one).read_bytes() for one in names if not one.name.startswith(".")}
 
 
+@pytest.mark.integration
 def test_a_pushed_folder_comes_back_as_it_was(
     folder: Path, hub: Hub, tmp_path: Path, hddm: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +90,7 @@ def test_a_pushed_folder_comes_back_as_it_was(
     assert hub.repos[NAME]["ensemble.json"] == (smaller / "ensemble.json").read_bytes()
 
 
+@pytest.mark.integration
 def test_a_pipeline_sends_its_folder_or_what_it_is_now(folder: Path, hub: Hub, tmp_path: Path) -> None:
     pipe = load_pipeline(folder)
     pipe(**GIVEN)
@@ -149,6 +151,7 @@ def test_what_a_hub_refuses_is_one_line_without_the_token(
     assert (code, err.count("\n"), "http://127.0.0.1:9: " in err) == (1, 1, True)
 
 
+@pytest.mark.integration
 def test_a_card_of_ones_own_stays_and_one_of_hddm_is_made_anew(
     folder: Path, hub: Hub, tmp_path: Path, hddm: Command
 ) -> None:
@@ -164,6 +167,7 @@ def test_a_card_of_ones_own_stays_and_one_of_hddm_is_made_anew(
     assert "an old one" not in hub.repos[NAME]["README.md"].decode()
 
 
+@pytest.mark.integration
 def test_only_what_belongs_to_an_ensemble_is_sent_and_the_rest_is_named(
     folder: Path, hub: Hub, tmp_path: Path, hddm: Command
 ) -> None:
@@ -254,6 +258,7 @@ def test_a_licence_from_elsewhere_stays_within_its_line(folder: Path, tmp_path: 
     assert "](http" not in out[out.index("# some-ensemble") :].replace(r"\](http", "")
 
 
+@pytest.mark.integration
 def test_measured_numbers_are_those_of_this_model(
     folder: Path, ensemble: Path, images: Path, tmp_path: Path, hddm: Command
 ) -> None:

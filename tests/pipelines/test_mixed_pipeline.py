@@ -30,6 +30,7 @@ def _latents(pipe: HDDMPipeline, start: int = 0, stop: int = NUM, **options: obj
     return pipe(class_labels=LABELS[start:stop], start=start, **given).images
 
 
+@pytest.mark.integration
 def test_every_expert_makes_its_part_of_these_images(folder: Path) -> None:
     pipe = load_pipeline(folder)
     kinds = [(facts.objective, facts.prediction_type, facts.conditions) for facts in pipe.experts.facts]
@@ -55,6 +56,7 @@ numpy.save(sys.argv[2], pipe(output_type="np", **given).images)
 """
 
 
+@pytest.mark.integration
 def test_a_saved_pipeline_makes_the_same_images_in_another_process(folder: Path, tmp_path: Path) -> None:
     pipe = load_pipeline(folder)
     pipe.save_pretrained(tmp_path / "saved")
@@ -72,6 +74,7 @@ def test_a_saved_pipeline_makes_the_same_images_in_another_process(folder: Path,
     np.testing.assert_array_equal(there, here)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("strategy", ["top-1", "nucleus-0.9"])
 def test_in_float64_an_image_is_the_same_in_any_batch(folder: Path, strategy: str) -> None:
     pipe = load_pipeline(folder).to(torch.float64)
@@ -104,6 +107,7 @@ def test_guidance_leaves_the_expert_without_classes_alone(folder: Path) -> None:
         assert gap.flatten(1).abs().amax(1).min() > 1e-3
 
 
+@pytest.mark.integration
 def test_half_precision_is_near_float32(folder: Path) -> None:
     """Solver state and mixing stay in float32; networks round to 2^-9 at each of some ten layers."""
     for k in range(3):

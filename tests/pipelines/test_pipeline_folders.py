@@ -39,6 +39,7 @@ def _images(pipe: HDDMPipeline, **options: Any) -> Tensor:
     return pipe(**{**given, **options}).images
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_pipeline_comes_back_bit_for_bit(folder: Path, tmp_path: Path, dtype: torch.dtype) -> None:
     pipe = load_pipeline(folder, torch_dtype=dtype)
@@ -87,6 +88,7 @@ def test_any_path_will_do(folder: Path, tmp_path: Path, name: str, monkeypatch: 
     assert torch.equal(_images(load_pipeline(tmp_path / f"{name} once more")), _images(pipe))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("chosen", [[2], [0, 3], [3, 1, 0]], ids=str)
 @pytest.mark.parametrize("offload", ["none", "disk"])
 def test_some_experts_are_the_ensemble_with_its_router_kept_to_them(

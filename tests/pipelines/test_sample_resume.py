@@ -58,6 +58,7 @@ def _stopped(number: int, event: str, part: str, *arguments: object) -> tuple[in
     return code, said
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("output", ["png", "latent"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda one: one.name)
 def test_a_run_that_was_stopped_at_any_moment_ends_in_the_same_bytes(
@@ -116,6 +117,7 @@ def test_a_run_that_goes_on_says_what_is_there(
     assert caplog.text.count("4 of 10 images are there; the rest follows") == 1
 
 
+@pytest.mark.integration
 def test_only_the_same_images_of_the_same_model_are_resumed(
     interrupted: Path, ensemble: Path, tmp_path: Path, hddm: Command
 ) -> None:

@@ -53,6 +53,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made | {"half": root / "half" / "ensemble"}
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -3,11 +3,14 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from hddm.experts.assembly import assemble, change
 from tests.artefacts import Command, copied
 from tests.ensemble_files import derived
 
 
+@pytest.mark.integration
 def test_strategies_are_measured_alike_and_the_best_is_stored(
     ensemble: Path, images: Path, tmp_path: Path, hddm: Command
 ) -> None:

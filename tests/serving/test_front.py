@@ -163,6 +163,7 @@ def same(folder: Path, tmp_path: Path, ways: Ways) -> None:
         assert len(set(found)) == 5
 
 
+@pytest.mark.integration
 def test_images_are_those_of_hddm_sample_by_class(classes: Path, tmp_path: Path) -> None:
     dog = {"class_labels": "dog"}
     same(
@@ -197,6 +198,7 @@ def test_more_images_than_a_batch_are_the_batches_of_hddm_sample(
     assert len(steps) == STEPS
 
 
+@pytest.mark.integration
 def test_images_are_those_of_hddm_sample_by_prompt(text: Path, tmp_path: Path) -> None:
     cat = {"prompts": ("a cat",)}
     negative = {"negative_prompt": "a dog", **GUIDED}
@@ -215,6 +217,7 @@ def test_images_are_those_of_hddm_sample_by_prompt(text: Path, tmp_path: Path) -
         )
 
 
+@pytest.mark.integration
 def test_images_of_unlike_experts_are_those_of_hddm_sample(tmp_path: Path) -> None:
     """DDPM and flow, with and without classes, each in its own numbering."""
     folder = write_mixed(tmp_path)
@@ -307,6 +310,7 @@ def test_a_request_that_breaks_a_batch_breaks_no_other(text: Path) -> None:
     assert [answer.status_code for answer in talk(front, together)] == [200, 500, 200]
 
 
+@pytest.mark.integration
 def test_what_a_lost_worker_had_to_do_is_asked_again(classes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hddm.serving.front.AGAIN", 0.01)
     for strategy in ("draw", "full"):
@@ -328,6 +332,7 @@ def started_again(front: Front, folder: Path) -> None:
     front.workers[1] = Handle(Worker(str(folder), 1, torch.float32, "cpu", 1, 16, True))
 
 
+@pytest.mark.integration
 def test_an_expert_that_cannot_be_read_is_refused_at_once_until_it_is_mended(
     classes: Path, tmp_path: Path
 ) -> None:

@@ -195,6 +195,7 @@ def test_what_one_panel_refuses_is_told_and_the_others_go_on(ensemble: Path) -> 
     assert shown.count('class="done') == 3
 
 
+@pytest.mark.integration
 def test_what_is_painted_over_is_cropped_as_its_picture(ensemble: Path) -> None:
     pytest.importorskip("gradio")
     wide, strokes = Image.new("RGB", (80, 40)), Image.new("RGBA", (80, 40))
@@ -227,6 +228,7 @@ def test_it_is_served_to_this_machine_alone(ensemble: Path) -> None:
         pass
 
 
+@pytest.mark.integration
 def test_it_takes_pictures_from_its_own_page_and_of_bounded_size(ensemble: Path) -> None:
     pytest.importorskip("gradio")
     file = {"files": ("a.png", b"picture")}
@@ -468,6 +470,7 @@ def test_a_visitor_plays(
     assert [one for one in browser.complaints if not KNOWN.search(one)] == []
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("width", [PHONE, DESKTOP])
 def test_images_are_in_sight_and_nothing_is_wider_than_the_window(
     width: int, visits: tuple[Visitor, str, set[str]]

@@ -62,6 +62,7 @@ def _oracle(name: str, kind: str = "epsilon", shard: GaussianMixture = GAUSSIAN)
     return VelocityField(network, case.schedule, kind, sample_shape=SHAPE)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", NAMES)
 def test_samples_have_the_mean_and_covariance_of_the_data(name: str) -> None:
     num = 4096
@@ -141,6 +142,7 @@ def test_samples_calibrate_a_noisy_expert_like_its_shard_does(modes: int) -> Non
         assert errors["native"] < 1.5 * errors["data"] + 0.02
 
 
+@pytest.mark.integration
 def test_a_calibration_says_what_it_was_fitted_to(
     shards: Path, ddpm_expert: Path, flow_expert: Path, tmp_path: Path
 ) -> None:
@@ -194,6 +196,7 @@ def test_classes_are_drawn_uniformly_and_what_stands_for_no_prompt_is_used_with_
         assert native_conditions(VelocityField(*arguments, conditions=[]), 4) == {}
 
 
+@pytest.mark.integration
 def test_what_cannot_be_calibrated_stays_as_it_was(
     shards: Path, ddpm_expert: Path, flow_expert: Path, ensemble: Path, tmp_path: Path
 ) -> None:
@@ -214,6 +217,7 @@ def test_what_cannot_be_calibrated_stays_as_it_was(
     assert contents(tmp_path) == before
 
 
+@pytest.mark.integration
 def test_an_expert_for_a_part_of_t_draws_no_samples_to_be_calibrated_on(
     shards: Path, ddpm_expert: Path, tmp_path: Path
 ) -> None:
@@ -229,6 +233,7 @@ def test_an_expert_for_a_part_of_t_draws_no_samples_to_be_calibrated_on(
     assert calibration.times[:2].tolist() == [0, 0.75]
 
 
+@pytest.mark.integration
 def test_calibrating_without_data_from_the_command_line(
     shards: Path, ddpm_expert: Path, tmp_path: Path, hddm: Command
 ) -> None:
@@ -276,6 +281,7 @@ def test_an_expert_is_calibrated_where_it_was_trained(
     assert hddm.sample(hddm.load(tmp_path / "out"), 2, steps=2).isfinite().all()
 
 
+@pytest.mark.integration
 def test_a_killed_calibration_leaves_expert_and_ensemble_as_before_or_as_after(
     ensemble: Path, shards: Path, tmp_path: Path
 ) -> None:
@@ -306,6 +312,7 @@ def test_a_killed_calibration_leaves_expert_and_ensemble_as_before_or_as_after(
     hddm.load(whole)
 
 
+@pytest.mark.integration
 def test_recalibrating_repeats_itself_and_leaves_linked_copies_alone(
     shards: Path, ddpm_expert: Path, tmp_path: Path
 ) -> None:

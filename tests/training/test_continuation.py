@@ -109,6 +109,7 @@ def test_an_expert_trained_on_twice_keeps_the_calibration_that_its_weights_know(
         torch.testing.assert_close(after.velocity(x, times), before.velocity(x, times), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("objective", ["flow", "ddpm"])
 def test_the_first_loss_is_that_of_the_init(
     objective: str, shards: Path, ddpm_expert: Path, tmp_path: Path
@@ -132,6 +133,7 @@ def test_the_first_loss_is_that_of_the_init(
     assert found == pytest.approx(expected.item(), rel=0.03)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("objective", ["flow", "ddpm"])
 def test_an_expert_of_ddpm_that_predicts_x_0_goes_on_with_it_and_needs_no_blend(
     objective: str, shards: Path, tmp_path: Path
@@ -163,6 +165,7 @@ def test_an_expert_of_ddpm_that_predicts_x_0_goes_on_with_it_and_needs_no_blend(
     assert abs(found - each.mean()) < 4 * deviation
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("objective", ["ddpm", "flow"])
 def test_an_expert_that_goes_on_as_it_was_needs_no_blend_and_is_calibrated_anew(
     objective: str, shards: Path, ddpm_expert: Path, flow_expert: Path, tmp_path: Path
@@ -207,6 +210,7 @@ def test_classes_are_learned_or_left_out(
     assert (after / before)[2].std() > 1e-6
 
 
+@pytest.mark.integration
 def test_a_network_of_diffusers_is_trained_on_without_its_own_dropping_of_labels(
     shards: Path, tmp_path: Path
 ) -> None:

@@ -43,6 +43,7 @@ def trainings(ddpm_expert: Path, ensemble: Path) -> dict[str, Train]:
     }
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("kind", ["expert", "init", "router", "student"])
 def test_a_run_is_not_resumed_on_images_that_were_encoded_otherwise(
     kind: str, trainings: dict[str, Train], shards: Path, tmp_path: Path

@@ -44,6 +44,7 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.mark.integration
 def test_a_training_that_is_gone_on_with_is_that_of_a_cpu(device: str, whole: Path, tmp_path: Path) -> None:
     """Devices round differently; a lost moment or a wrong step count would show at once."""
     settings = expert_settings("flow", steps=12, threads=1, device=device)
@@ -210,6 +211,7 @@ def _settings_of(alone: Path) -> ExpertSettings:
     return expert_settings("flow", optimizer=alone.name, **chosen)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_two_processes_train_to_the_weights_of_one_and_each_reads_its_own_images(
     fsdp: bool, alone: Path, whole: Path, tmp_path: Path
@@ -228,6 +230,7 @@ def test_two_processes_train_to_the_weights_of_one_and_each_reads_its_own_images
             assert one["held"][what] <= 0.6 * size if fsdp else one["held"][what] == size
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("begun_by", [1, 2])
 def test_a_run_with_split_weights_goes_on_with_them_whole_and_the_other_way_round(
     begun_by: int, alone: Path, whole: Path, tmp_path: Path

@@ -160,6 +160,7 @@ def test_joined_shards_hold_all_samples_in_order_and_belong_to_one_partition(
         joined([each[0], open_shard(trio.shards / "shard_1")], shards)
 
 
+@pytest.mark.integration
 def test_a_student_is_made_sampled_and_traced_from_the_command_line(
     ensemble: Path, shards: Path, tmp_path: Path, hddm: Command
 ) -> None:
@@ -191,6 +192,7 @@ def _sha256(folder: Path) -> str:
     return hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
 
 
+@pytest.mark.integration
 def test_a_student_begins_with_the_flow_expert_that_it_is_given(
     ensemble: Path, shards: Path, flow_expert: Path, ddpm_expert: Path, tmp_path: Path, hddm: Command
 ) -> None:
@@ -230,6 +232,7 @@ def test_a_student_records_router_strategy_and_licences_and_fits_beside_no_exper
     assemble([student], tmp_path / "alone")
 
 
+@pytest.mark.integration
 def test_an_ensemble_that_draws_teaches_the_full_mixture_or_another_that_is_asked_for(
     ddpm_expert: Path, flow_expert: Path, router: Path, shards: Path, tmp_path: Path
 ) -> None:
@@ -245,6 +248,7 @@ def test_an_ensemble_that_draws_teaches_the_full_mixture_or_another_that_is_aske
     assert facts["training"]["teacher"]["strategy"] == "full"
 
 
+@pytest.mark.integration
 def test_a_student_of_class_conditional_experts_takes_their_classes(trio: Trio, tmp_path: Path) -> None:
     assemble(trio.experts, tmp_path / "trio", trio.router, "full")
     for teacher in ("shard", "routed"):
@@ -260,6 +264,7 @@ def test_a_student_of_class_conditional_experts_takes_their_classes(trio: Trio, 
         assert not torch.equal(first, second)
 
 
+@pytest.mark.integration
 def test_a_student_comes_close_to_the_velocity_of_one_trained_expert(
     class_expert: Path, whole: Path, tmp_path: Path
 ) -> None:
@@ -268,6 +273,7 @@ def test_a_student_comes_close_to_the_velocity_of_one_trained_expert(
     assert sum(losses[-20:]) / 20 < 0.25 * losses[0]
 
 
+@pytest.mark.integration
 def test_a_run_that_broke_off_goes_on_to_the_same_student_and_with_no_other_teacher(
     ensemble: Path, shards: Path, ddpm_expert: Path, flow_expert: Path, tmp_path: Path
 ) -> None:

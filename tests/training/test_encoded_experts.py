@@ -46,6 +46,7 @@ def expert(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.integration
 def test_an_expert_on_latents_is_trained_on_and_calibrated(
     latents: Path, expert: Path, tmp_path: Path
 ) -> None:
@@ -118,6 +119,7 @@ def test_tokens_of_another_text_encoder_are_refused(
         continue_expert(silent, other, tmp_path / "on", expert_settings("flow", text_conditional=True))
 
 
+@pytest.mark.integration
 def test_what_a_converted_checkpoint_does_not_record_is_filled_in_by_training_on(
     latents: Path, expert: Path, captioned: Path, text_expert: Path, tmp_path: Path
 ) -> None:
@@ -140,6 +142,7 @@ def test_what_a_converted_checkpoint_does_not_record_is_filled_in_by_training_on
     assert (tmp_path / "b" / NULL_FILE).read_bytes() == (text_expert / NULL_FILE).read_bytes()
 
 
+@pytest.mark.integration
 def test_an_expert_learns_what_captions_say_and_draws_what_prompts_ask(
     captioned: Path, tmp_path: Path, hddm: Command
 ) -> None:

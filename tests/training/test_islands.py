@@ -135,6 +135,7 @@ def test_settings_that_one_shard_does_not_allow_are_told_before_the_first_is_tra
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.integration
 def test_an_island_whose_disk_fails_says_so_in_one_line(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +180,7 @@ def test_a_training_whose_starter_is_killed_saves_and_ends(whole: Path, tmp_path
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+@pytest.mark.integration
 def test_an_island_reports_every_step(whole: Path, tmp_path: Path) -> None:
     reports: list[tuple[int, int, float, float]] = []
     settings = expert_settings("flow", steps=20, threads=1)

@@ -59,6 +59,7 @@ def _torn(logs: Path) -> None:
     newest.write_bytes(whole + whole[-40:-15])
 
 
+@pytest.mark.integration
 def test_a_run_that_was_killed_and_stopped_reads_as_the_uninterrupted_one(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,6 +100,7 @@ def test_an_adapter_is_judged_with_its_base_wherever_that_is(
     assert (found.accepted, found.base) == (True, sha256), found.problems
 
 
+@pytest.mark.integration
 def test_an_adapter_learns_and_leaves_its_base_alone(whole: Path, flow_expert: Path, tmp_path: Path) -> None:
     changes = {"steps": 150, "time_sampling": "logit-normal", "learning_rate": 1e-2, "lora_rank": 4}
     settings = expert_settings("flow", **changes)
@@ -166,6 +167,7 @@ def test_adapting_nothing_or_without_peft_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.integration
 def test_from_one_expert_to_an_ensemble_of_adapters_on_the_command_line(
     shards: Path, flow_expert: Path, tmp_path: Path, hddm: Command
 ) -> None:

@@ -94,6 +94,7 @@ def _times(num: int) -> tuple[Tensor, Tensor]:
     return drawn.max(0)[0], drawn.min(0)[0]
 
 
+@pytest.mark.integration
 def test_the_identity_gives_the_mean_velocity_of_a_gaussians_flow() -> None:
     (t, r), x = _times(64), 2 * torch.randn(64, *SHAPE, dtype=torch.float64)
     found = identity_target(_mean_velocity, x, _velocity(x, t), t, r)
@@ -196,6 +197,7 @@ def _settings(**changes: object) -> DistillSettings:
     return DistillSettings.model_validate({**short, "sampling_steps": 1, "seed": 7, **changes})
 
 
+@pytest.mark.integration
 def test_a_killed_training_goes_on_to_the_same_student(
     ensemble: Path, shards: Path, flow_expert: Path, tmp_path: Path
 ) -> None:
@@ -215,6 +217,7 @@ def test_a_killed_training_goes_on_to_the_same_student(
     assert all(torch.equal(made[name], value) for name, value in expected.items())
 
 
+@pytest.mark.integration
 def test_a_student_is_trained_sampled_and_verified_from_the_command_line(
     trio: Trio, tmp_path: Path, hddm: Command
 ) -> None:

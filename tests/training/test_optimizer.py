@@ -69,6 +69,7 @@ def test_muon_makes_the_step_of_a_matrix_orthogonal() -> None:
     assert ((values > 0.5 * 2) & (values < 1.3 * 2)).all()
 
 
+@pytest.mark.integration
 def test_a_training_by_muon_resumes_to_the_last_bit(whole: Path, tmp_path: Path) -> None:
     losses = train_expert(whole, tmp_path / "one", MUON)
     run = RunOptions(checkpoint_every=3, resume=True)

@@ -93,6 +93,7 @@ WORST = {
 """Moments at which one training after another is killed."""
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("moments", WORST.values(), ids=WORST)
 def test_kills_at_the_worst_moments_change_nothing(
     moments: list[tuple[str, str]], whole: Path, uninterrupted: Path, tmp_path: Path
@@ -106,6 +107,7 @@ def test_kills_at_the_worst_moments_change_nothing(
     assert sorted(left) == ["step_00000020", f"step_{STEPS:08d}"]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda n: n.name)
 def test_a_signal_saves_within_a_step_and_exits_with_its_code(
     number: signal.Signals, whole: Path, uninterrupted: Path, tmp_path: Path
@@ -137,6 +139,7 @@ def test_a_second_signal_exits_at_once_and_one_that_comes_by_two_ways_saves_as_o
         assert [path.name for path in found] == kept
 
 
+@pytest.mark.integration
 def test_the_last_checkpoint_that_is_whole_counts(whole: Path, uninterrupted: Path, tmp_path: Path) -> None:
     """A flipped bit, a missing file, and no manifest."""
     _ended(whole, tmp_path, ("step", "13"))

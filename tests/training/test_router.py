@@ -90,6 +90,7 @@ def _accuracy(out: Path) -> Any:
     return json.loads((out / ROUTER_FILE).read_text())["training"]["accuracy"]
 
 
+@pytest.mark.integration
 def test_a_router_that_learnt_nothing_is_warned_of(
     shards: Path, whole: Path, tmp_path: Path, hddm: Command, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -108,6 +109,7 @@ def test_a_router_that_learnt_nothing_is_warned_of(
     assert f"names the shard of {found['accuracy']:.1%} of 48 training images" in printed
 
 
+@pytest.mark.integration
 def test_a_router_is_judged_by_images_that_it_was_not_trained_on_where_there_are_some(tmp_path: Path) -> None:
     folders = partition(write_images(tmp_path / "images", 60), tmp_path / "shards", 2, held_out=0.4)
     train_router(tmp_path / "shards", tmp_path / "router", router_settings())
@@ -131,6 +133,7 @@ def test_a_router_is_judged_by_images_that_it_was_not_trained_on_where_there_are
     assert (found["of"], found["images"]) == ("images kept from training", round(0.15 * (120 - number)))
 
 
+@pytest.mark.integration
 def test_shards_of_several_partitions_are_told_apart_in_their_order(
     shards: Path, tmp_path: Path, hddm: Command
 ) -> None:
@@ -275,6 +278,7 @@ def test_what_is_held_out_is_a_part_of_the_shard_and_depends_on_content_alone(wh
         held_out(with_pixels(shard, pixels_of(shard)[:1].repeat(20, 1, 1, 1)))
 
 
+@pytest.mark.integration
 def test_held_out_images_are_never_trained_on_and_what_they_say_is_recorded(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hddm: Command
 ) -> None:
@@ -302,6 +306,7 @@ def test_held_out_images_are_never_trained_on_and_what_they_say_is_recorded(
     assert (facts.temperatures, facts.calibration) == ((1.0,), {})
 
 
+@pytest.mark.integration
 def test_a_router_tells_shards_apart_until_noise_hides_them(shards: Path, tmp_path: Path) -> None:
     train_router(shards, tmp_path / "router", router_settings(steps=200, batch_size=64, warmup=10))
     network, facts = read_router(tmp_path / "router")

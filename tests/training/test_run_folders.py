@@ -137,6 +137,7 @@ def test_a_setting_that_a_run_did_not_know_is_one_that_was_not_requested(started
     assert (started / "expert.json").exists()
 
 
+@pytest.mark.integration
 def test_a_run_goes_on_with_the_warm_up_that_it_recorded(whole: Path, tmp_path: Path) -> None:
     """A run that recorded another default has another rate."""
     first = expert_settings("flow", steps=40, warmup=100, threads=1)
@@ -202,6 +203,7 @@ def test_overwriting_a_run_removes_links_in_it_and_not_what_they_lead_to(
     assert contents(scratch) == before
 
 
+@pytest.mark.integration
 def test_a_kill_while_a_run_is_overwritten_leaves_one_that_can_be_overwritten(
     started: Path, tmp_path: Path
 ) -> None:
@@ -262,6 +264,7 @@ def test_a_disk_that_is_full_at_the_end_keeps_the_training(
     assert hddm(*_command(whole, out, "--resume"))[0] == 0
 
 
+@pytest.mark.integration
 def test_a_full_disk_ends_a_run_and_leaves_the_checkpoint_before(whole: Path, tmp_path: Path) -> None:
     settings = expert_settings("flow", steps=9, threads=1)
     keep = RunOptions(checkpoint_every=3, resume=True)
@@ -282,6 +285,7 @@ def test_a_full_disk_ends_a_run_and_leaves_the_checkpoint_before(whole: Path, tm
     assert checkpoint(tmp_path / "full.run") == checkpoint(tmp_path / "plain.run")
 
 
+@pytest.mark.integration
 def test_a_checkpoint_is_saved_after_two_minutes_and_changes_nothing(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -344,6 +348,7 @@ def test_a_batch_in_parts_learns_as_one_batch_does(whole: Path, tmp_path: Path) 
     assert losses[4] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.integration
 def test_bfloat16_learns_alike_with_weights_and_averages_in_float32(whole: Path, tmp_path: Path) -> None:
     settings = expert_settings("flow", steps=12, batch_size=32, threads=1, prediction="flow_prediction")
     plain = train_expert(whole, tmp_path / "no", settings)
@@ -390,6 +395,7 @@ def _record(out: Path) -> Any:
     return json.loads((run_folder_of(out) / "run.json").read_text())
 
 
+@pytest.mark.integration
 def test_settings_that_were_changed_on_the_way_are_told_with_their_steps(
     whole: Path, tmp_path: Path, hddm: Command
 ) -> None:
@@ -423,6 +429,7 @@ def test_steps_that_are_made_again_are_made_with_what_is() -> None:
     assert with_changes(before, new, 0) == []
 
 
+@pytest.mark.integration
 def test_a_run_records_how_it_is_kept_and_may_be_kept_otherwise(
     whole: Path, tmp_path: Path, hddm: Command
 ) -> None:

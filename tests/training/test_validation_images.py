@@ -46,6 +46,7 @@ def _cells(grid: np.ndarray, side: int, num: int) -> np.ndarray:
     return np.stack(cells)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("objective", ["flow", "ddpm"])
 def test_pictures_change_no_bit_of_the_training_and_show_the_expert_that_it_ends_with(
     objective: str, whole: Path, tmp_path: Path

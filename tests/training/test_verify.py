@@ -62,6 +62,7 @@ def held_out(tmp_path_factory: pytest.TempPathFactory, whole: Path) -> Path:
     return shard
 
 
+@pytest.mark.integration
 def test_a_trained_expert_is_accepted_by_images_kept_from_it(class_expert: Path, held_out: Path) -> None:
     verdict = verify_expert(class_expert, held_out)
     assert (verdict.accepted, verdict.notes, verdict.images) == (True, [], 24)
@@ -75,6 +76,7 @@ def test_a_trained_expert_is_accepted_by_images_kept_from_it(class_expert: Path,
     assert verdict.denoising != verify_expert(class_expert, held_out, seed=1).denoising
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("part", "late"), [((0.6, 1.0), 3), pytest.param((0.0, 0.6), 0, marks=SLOW)], ids=str
 )
@@ -106,6 +108,7 @@ def test_images_of_its_training_are_noted_and_those_of_another_shard_refused(
         verify_expert(class_expert, shards / "shard_1")
 
 
+@pytest.mark.integration
 def test_an_untrained_expert_and_one_that_records_what_it_does_not_predict_are_refused(
     whole: Path, class_expert: Path, held_out: Path, tmp_path: Path
 ) -> None:
@@ -172,6 +175,7 @@ FORGERIES: dict[str, tuple[dict[str, Any], str, str]] = {
 OTHERS = sorted(FORGERIES.keys() - {"sample"})
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("forgery", ["sample", *(pytest.param(one, marks=SLOW) for one in OTHERS)])
 def test_a_record_under_which_the_weights_fit_worse_than_under_another_is_refused(
     forgery: str, unet: Path, held_out: Path, whole: Path, tmp_path: Path, hddm: Command
@@ -194,6 +198,7 @@ def test_a_record_under_which_the_weights_fit_worse_than_under_another_is_refuse
         recalibrate(forged, whole)
 
 
+@pytest.mark.integration
 def test_convert_tries_what_a_source_states_on_images(
     unet: Path, whole: Path, images: Path, tmp_path: Path, hddm: Command
 ) -> None:
@@ -309,6 +314,7 @@ def test_what_a_network_of_noise_does_by_itself_near_the_end_is_told_without_a_c
     assert all(text.endswith("it has no calibration; hddm calibrate fits one") for text in doubts)
 
 
+@pytest.mark.integration
 def test_an_expert_that_chance_makes_better_is_not_accepted(
     class_expert: Path, held_out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -402,6 +408,7 @@ def test_an_ensemble_is_refused_for_a_file_and_for_code_that_is_not_its_own(
     assert (code, err.splitlines()) == (1, [refused, f"  {folder}/router/{WEIGHTS}: has changed"])
 
 
+@pytest.mark.integration
 def test_a_folder_of_experts_is_verified_a_line_each_by_the_images_of_each(
     class_expert: Path, trio: Trio, held_out: Path, tmp_path: Path, hddm: Command
 ) -> None:

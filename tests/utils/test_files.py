@@ -90,6 +90,7 @@ def test_the_folder_that_a_killed_process_was_replacing_comes_back(tmp_path: Pat
     assert contents(target) == before
 
 
+@pytest.mark.integration
 def test_a_kill_at_any_change_leaves_the_old_folder_or_the_new_and_the_next_one_clears_up(
     tmp_path: Path,
 ) -> None:

@@ -36,6 +36,7 @@ PROBLEMS = {
 }
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", FLOODS)
 def test_a_pickle_of_the_largest_size_costs_little(name: str, tmp_path: Path) -> None:
     path = zipped(tmp_path, b"\x80\x02" + FLOODS[name] + b".")
@@ -50,6 +51,7 @@ def test_a_pickle_of_the_largest_size_costs_little(name: str, tmp_path: Path) ->
     assert grown_by(read) < 200 * 2**20
 
 
+@pytest.mark.integration
 @ZIP_OR_LEGACY
 def test_weights_average_and_state_of_an_optimiser_of_1200_tensors_are_read(
     in_zip: bool, tmp_path: Path

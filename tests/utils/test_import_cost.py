@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.artefacts import HEAVY, in_a_fresh_process
 
 
@@ -18,6 +20,7 @@ def test_importing_hddm_or_reading_a_record_imports_nothing_heavy() -> None:
     assert not _imported(f"import {', '.join(light)}") & HEAVY
 
 
+@pytest.mark.integration
 def test_loading_a_model_imports_no_network_of_diffusers() -> None:
     """The class that a folder names is imported when the folder is opened."""
     imported = _imported("import hddm; hddm.load")
@@ -26,6 +29,7 @@ def test_loading_a_model_imports_no_network_of_diffusers() -> None:
     assert not imported & (networks | {"diffusers.pipelines", "hddm.checkpoints"})
 
 
+@pytest.mark.integration
 def test_a_function_stays_what_it_is_when_its_module_has_been_imported() -> None:
     code = "import hddm.experts.loading; assert callable(hddm.load) and callable(hddm.sample)\n"
     _imported(code + "from hddm import *\nassert Ensemble and load and schedules.LinearSchedule")

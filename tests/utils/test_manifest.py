@@ -238,6 +238,7 @@ def test_an_expert_in_a_hub_cache_is_verified(trio: Trio, tmp_path: Path) -> Non
     assert f"{WEIGHTS}: has changed" in verdict.problems
 
 
+@pytest.mark.integration
 def test_a_model_is_not_taken_for_a_shard_whose_manifest_has_the_same_name(
     trio: Trio, tmp_path: Path, hddm: Command
 ) -> None:
@@ -333,6 +334,7 @@ def test_a_finished_training_that_was_spoilt_is_not_taken_for_finished(
         shutil.rmtree(tmp_path / "expert.run", ignore_errors=True)
 
 
+@pytest.mark.integration
 def test_calibrating_an_expert_of_an_ensemble_leaves_it_readable(trio: Trio, tmp_path: Path) -> None:
     ensemble = tmp_path / "ensemble"
     assemble([copied(one, tmp_path / "parts") for one in trio.experts], ensemble)

@@ -55,6 +55,7 @@ def test_it_holds_every_tracked_file_of_the_packages_and_no_other(wheel: dict[st
     assert {"hddm/py.typed", "hddm_cli/py.typed", *report} <= expected.keys()
 
 
+@pytest.mark.integration
 def test_converting_loading_and_sampling_need_no_extra(images: Path, shards: Path, tmp_path: Path) -> None:
     source, expert = pipeline(tmp_path / "source", plain_unet()), tmp_path / "expert"
     short = ["--objective", "flow", "--size", "tiny", "--steps", 1]

@@ -103,6 +103,7 @@ def workers() -> Iterator[Workers]:
         yield pool
 
 
+@pytest.mark.integration
 def test_results_come_in_the_order_of_the_calls(workers: Workers) -> None:
     advances: list[tuple[str, int]] = []
     durations = [0.3, 0.0, 0.1, 0.0]
@@ -132,6 +133,7 @@ def test_workers_are_other_processes_with_one_thread(workers: Workers) -> None:
         assert rest == [1, "1"]
 
 
+@pytest.mark.integration
 def test_an_error_comes_back_as_it_is_and_stops_what_has_not_started(
     workers: Workers, tmp_path: Path
 ) -> None:
@@ -143,6 +145,7 @@ def test_an_error_comes_back_as_it_is_and_stops_what_has_not_started(
     assert workers.run([Call(square, {"value": 3, "seconds": 0}, "a call")]) == [9]
 
 
+@pytest.mark.integration
 def test_workers_that_are_told_to_stop_begin_nothing_more(tmp_path: Path) -> None:
     def interrupt(call: Call, units: int) -> None:
         raise KeyboardInterrupt
@@ -153,6 +156,7 @@ def test_workers_that_are_told_to_stop_begin_nothing_more(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
 
 
+@pytest.mark.integration
 def test_workers_that_save_end_though_an_idle_one_died_with_a_lock(tmp_path: Path) -> None:
     """An idle worker holds the lock of the queue, for which one that has saved would wait for ever."""
 
@@ -186,12 +190,14 @@ def test_the_environment_is_restored(before: str | None, monkeypatch: pytest.Mon
     assert [os.environ.get(name) for name in VARIABLES] == [before] * 3
 
 
+@pytest.mark.integration
 def test_a_worker_that_dies_is_an_error_of_one_line(workers: Workers) -> None:
     """The last test here: a pool does not survive it."""
     with pytest.raises(HddmError, match=r"^a call: its process was killed by SIGKILL$"):
         workers.run([Call(die, {}, "a call")])
 
 
+@pytest.mark.integration
 def test_a_worker_that_dies_is_quoted_and_memory_is_blamed_where_the_system_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,6 +214,7 @@ def test_a_worker_that_dies_is_quoted_and_memory_is_blamed_where_the_system_says
         pool.run([Call(die_for_memory, {"counter": counter}, "a call")])
 
 
+@pytest.mark.integration
 def test_a_call_that_fails_by_a_bug_is_started_again_and_quoted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -221,12 +228,14 @@ def test_a_call_that_fails_by_a_bug_is_started_again_and_quoted(
     assert "in fail" in error.__cause__.__notes__[0]
 
 
+@pytest.mark.integration
 def test_a_process_that_dies_of_the_signal_that_stops_all_is_not_started_again(tmp_path: Path) -> None:
     with pytest.raises(Interrupted, match="SIGTERM"), Workers(1, retries=3) as pool:
         pool.run([Call(die_with_all, {"path": tmp_path / "starts"}, "a call")])
     assert (tmp_path / "starts").read_text() == "."
 
 
+@pytest.mark.integration
 def test_a_script_that_starts_workers_as_it_is_imported_is_told_what_to_do(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
