@@ -43,7 +43,7 @@ from hddm.experts.records import (
     write_records,
 )
 from hddm.networks.folders import WEIGHTS, empty_network, fill, open_network
-from hddm.networks.wrappers import EXPERT_NETWORKS, FLUX, OPTIONAL_CONDITIONS, call, text_width
+from hddm.networks.wrappers import EXPERT_NETWORKS, FLUX, OPTIONAL_CONDITIONS, call, pooled_width, text_width
 from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule
 from hddm.training.expert import check_fit
 from hddm.training.verify import warn_of_misreading
@@ -365,9 +365,7 @@ def example_conditions(
             case "encoder_hidden_states":
                 found[name] = torch.randn(1, TOKENS, text_width(config) or 1, generator=noise)
             case "text_embeds":
-                of_sizes = 6 * config["addition_time_embed_dim"]
-                width = config["projection_class_embeddings_input_dim"] - of_sizes
-                found[name] = torch.randn(1, width, generator=noise)
+                found[name] = torch.randn(1, pooled_width(config), generator=noise)
             case "pooled_projections":
                 found[name] = torch.randn(1, config["pooled_projection_dim"], generator=noise)
             case _:

@@ -18,7 +18,6 @@ from hddm.checkpoints.sources import (
     Weights,
     WeightSet,
     choose_set,
-    read_file,
     same,
 )
 from hddm.experts.ensemble_folders import kept_components
@@ -33,12 +32,20 @@ from hddm.experts.records import (
     remedy,
     without_adapter,
 )
-from hddm.networks.folders import WEIGHTS, empty_network, open_network, parse_config, stored_names
+from hddm.networks.folders import (
+    WEIGHTS,
+    empty_network,
+    open_network,
+    parse_config,
+    read_file,
+    read_index,
+    stored_names,
+)
 from hddm.networks.identity import VaeRecord
 from hddm.networks.vae import LARGEST_SCALE, read_config, vae_facts
 from hddm.networks.wrappers import EXPERT_NETWORKS, FLUX
 from hddm.schedules import DDPM_FAMILY, FLOW_MATCH_FAMILY
-from hddm.utils.errors import HddmError, did_you_mean, shown
+from hddm.utils.errors import HddmError, did_you_mean
 from hddm.utils.files import inside, read_json
 from hddm.utils.records import read_record, refuse_damaged
 from hddm.utils.settings import Reading
@@ -115,7 +122,6 @@ def open_model(
     scale, is_latent, notes = _latents(above, any(_is_there(index.get(one)) for one in VAES), arguments)
     vae, more = _vae(above, reading.variant)
     text = PipelineText(above, reading.variant)
-    kept = [*(["vae"] if vae else []), *([] if text.missing() else ["text_encoder", "tokenizer"])]
     return Checkpoint(
         path=folder,
         layout=layout,
@@ -133,7 +139,7 @@ def open_model(
         notes=(*notes, *more),
         vae=vae,
         text=text,
-        components={name: above / name for name in kept},
+        components={**({"vae": above / "vae"} if vae else {}), **text.components},
         variant=reading.variant,
     )
 
@@ -281,46 +287,6 @@ def _read_weights(folder: Path, name: str, allow_pickle: bool) -> tuple[dict[str
         return read_index(folder / name, allow_pickle)
     content = read_file(resolved, allow_pickle)
     return {key: value for key, value in content.items() if hasattr(value, "shape")}, [folder / name]
-
-
-def read_index(path: Path, allow_pickle: bool = False) -> tuple[dict[str, Tensor], list[Path]]:
-    """Read all tensors of a ``.safetensors.index.json`` or ``.bin.index.json``, and list its shards.
-
-    Shards are read by their content; ``allow_pickle`` is as for `read_pickle`. Raises `HddmError` for a
-    broken index, a shard outside the folder (before any is opened), an unreadable shard, and any tensor on
-    which index and shards disagree.
-    """
-    weight_map: Any = read_json(path).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise HddmError(f"{path}: has no weight_map from tensors to files; fetch it again")
-    for key, name in weight_map.items():
-        if not isinstance(name, str):
-            raise HddmError(f"{path}: weight_map gives {key!r} to {name!r}, which is not a file name")
-        if "/" in name:
-            raise HddmError(f"{path}: weight_map names {name!r}, which is not a plain file name")
-        try:
-            inside(path.parent, name)
-        except HddmError as error:
-            raise HddmError(f"{path}: weight_map names {name!r}, which cannot be used ({error})") from error
-    tensors: dict[str, Tensor] = {}
-    problems = []
-    names = sorted(set(weight_map.values()))
-    for name in names:
-        # Messages should show the name in the folder, not the hash behind a link.
-        for key, value in read_file(path.parent / name, allow_pickle).items():
-            if not isinstance(value, Tensor):
-                kind = type(value).__name__
-                raise HddmError(f"{path.parent / name}: {key!r} is a {kind}, and a shard holds tensors only")
-            if weight_map.get(key) == name:
-                tensors[key] = value
-            else:
-                stated = weight_map.get(key, "no file")
-                problems.append(f"{name} holds {key!r}, which the index gives to {stated}")
-    problems += [f"{weight_map[key]} lacks {key!r}" for key in weight_map.keys() - tensors.keys()]
-    if problems:
-        listed = "; ".join(shown(sorted(problems), 10))
-        raise HddmError(f"{path}: does not fit its files, fetch them again: {listed}")
-    return tensors, [path.parent / name for name in names]
 
 
 def _latents(

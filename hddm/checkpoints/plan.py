@@ -27,8 +27,9 @@ from hddm.checkpoints.sources import Checkpoint, Conventions, as_planned, resolv
 from hddm.experts.paris import is_paris
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
 from hddm.networks.folders import empty_network, refuse_other_tensors
+from hddm.networks.prompts import default_conditions
 from hddm.networks.transformers import ExpertTransformer
-from hddm.networks.wrappers import Interface, interface_of
+from hddm.networks.wrappers import Interface, interface_of, pooled_width
 from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.records import WHOLE
@@ -165,6 +166,10 @@ def plan(path: Path, conversion: Conversion) -> ConversionPlan:
                 f"{path}: the text encoder beside it gives tokens of width {tokens.shape[1]}, not {wanted}"
             )
         nulls[TEXT] = tokens
+    nulls = default_conditions(interface.conditions, interface.sample_shape) | nulls
+    if "text_embeds" in interface.conditions and TEXT in nulls and not nulls[TEXT].any():
+        # Where the empty prompt is zeros, so is its one vector.
+        nulls["text_embeds"] = torch.zeros(pooled_width(built.arguments))
     record = _record(source, conventions, interface, conversion)
     return ConversionPlan(source, conventions, built, interface, record, nulls, extras)
 

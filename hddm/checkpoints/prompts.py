@@ -1,4 +1,4 @@
-"""The text encoder and tokenizer of a pipeline: their identity, and CLIP's tokens of the empty prompt.
+"""The text encoders of a pipeline: their identity, and tokens of the empty prompt.
 
 An expert stores these tokens as the null value of ``encoder_hidden_states``, so that guidance and native
 samples need no text encoder.
@@ -7,9 +7,11 @@ samples need no text encoder.
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from hddm.networks.identity import TextEncoderRecord
+from hddm.networks.prompts import FAMILIES, family_in, parts_of, prompts_facts, zeros_in
 from hddm.networks.text_encoder import (
     CLIP,
     STEM,
@@ -27,18 +29,21 @@ from hddm.utils.files import inside, read_json
 
 @dataclass(frozen=True)
 class PipelineText:
-    """Text encoder, with weights of ``variant``, and tokenizer of the pipeline in ``folder``."""
+    """Text encoders, with weights of ``variant``, and tokenizers of the pipeline in ``folder``."""
 
     folder: Path | None = None
     variant: str | None = None
 
     def missing(self) -> str:
-        """Reason why they cannot be read; empty where there is one encoder with its tokenizer."""
+        """Reason why they cannot be read; empty where they can."""
         if self.folder is None:
             return "no pipeline with a text encoder lies around it"
         encoder, tokenizer = self.folder / "text_encoder", self.folder / "tokenizer"
         if not (encoder / "config.json").exists():
             return "there is no text_encoder/config.json beside"
+        if (pipeline := family_in(self.folder)) is not None:
+            gone = [name for name in parts_of(pipeline) if not (self.folder / name).is_dir()]
+            return f"there is no {gone[0]} beside" if gone else ""
         if (self.folder / "text_encoder_2").exists():
             return (
                 "there is a text_encoder_2 beside: one encoder is not the whole of what the network is given"
@@ -58,16 +63,32 @@ class PipelineText:
         """Identity of the encoder, None where it is `missing`; `HddmError` for bad config or weights."""
         if self.folder is None or self.missing():
             return None
+        if family_in(self.folder) is not None:
+            return prompts_facts(self.folder, self.variant)
         limit = read_json(inside(self.folder, "tokenizer/tokenizer_config.json")).get("model_max_length")
         return text_encoder_facts(self.folder / "text_encoder", limit, self.variant)
+
+    @property
+    def components(self) -> dict[str, Path]:
+        """Folders that an expert keeps to read prompts with, by name; see `hddm.networks.prompts`."""
+        if self.folder is None or self.missing():
+            return {}
+        if family_in(self.folder) is not None:
+            return {"text_encoder": self.folder}
+        return {name: self.folder / name for name in ("text_encoder", "tokenizer")}
 
     def empty_prompt(self) -> Tensor | None:
         """Text tokens (tokens, width) of the empty prompt; None and errors as in `record`.
 
-        None for T5, of whose tokens the padding is masked: a pipeline encodes the empty prompt itself.
+        None for T5, of whose tokens the padding is masked: a pipeline encodes the empty prompt itself. Zeros
+        where the pipeline takes these.
         """
         if self.folder is None or self.missing():
             return None
+        if (pipeline := family_in(self.folder)) is not None:
+            is_zero = FAMILIES[pipeline].pooled == "text_embeds" and zeros_in(self.folder)
+            facts = prompts_facts(self.folder, self.variant) if is_zero else None
+            return None if facts is None else torch.zeros(facts.tokens, facts.width)
         folder = self.folder / "text_encoder"
         if kind_of(read_json(folder / "config.json")) == T5:
             return None

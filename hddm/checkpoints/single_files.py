@@ -11,8 +11,8 @@ from hddm.checkpoints.dit_layouts import FACEBOOK_DIT, PIXART_ORIGINAL
 from hddm.checkpoints.layouts import IMAGENET_CLASSES, IMAGENET_LICENCE, FileLayout
 from hddm.checkpoints.ldm import LDM
 from hddm.checkpoints.lora import is_lora
-from hddm.checkpoints.sources import Checkpoint, Declared, WeightSet, choose_set, read_file
-from hddm.networks.folders import empty_network
+from hddm.checkpoints.sources import Checkpoint, Declared, WeightSet, choose_set
+from hddm.networks.folders import empty_network, read_file
 from hddm.utils.errors import HddmError
 from hddm.utils.settings import Reading
 

@@ -33,9 +33,8 @@ from hddm.schedules import (
     from_diffusers,
 )
 from hddm.utils.errors import HddmError, shown
-from hddm.utils.files import kind_of, read_json
-from hddm.utils.pickles import read_pickle
-from hddm.utils.tensors import Planned, read_safetensors
+from hddm.utils.files import read_json
+from hddm.utils.tensors import Planned
 from hddm.velocity import PredictionType
 
 WeightSet = Literal["ema", "raw", "unstated"]
@@ -197,11 +196,6 @@ class Checkpoint:
     """Of an expert folder."""
     kept: Weights = field(default_factory=dict)
     """Tensors that no network needs, for the way back."""
-
-
-def read_file(path: Path, allow_pickle: bool) -> dict[str, Any]:
-    """The content of a weights file: tensors by name, or nested dictionaries for a pickle."""
-    return dict(read_safetensors(path)) if kind_of(path) == "safetensors" else read_pickle(path, allow_pickle)
 
 
 def choose_set(sets: Mapping[WeightSet, Any], asked: WeightSet | None, origin: str) -> WeightSet:

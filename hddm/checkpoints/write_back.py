@@ -18,6 +18,7 @@ from hddm.checkpoints.sources import Checkpoint, as_planned
 from hddm.experts.components import components_of
 from hddm.experts.ensemble_folders import ENSEMBLE_FILE, put_component
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
+from hddm.networks.prompts import family_in, parts_of
 from hddm.networks.wrappers import own_time_factor
 from hddm.schedules import FLOW_MATCH_FAMILY, LinearSchedule, from_config, from_diffusers
 from hddm.utils.errors import HddmError, UsageError, choose
@@ -146,7 +147,9 @@ def _write_pipeline(source: Checkpoint, record: ExpertRecord, layout: str, draft
         component: ["diffusers", kind.__name__],
     }
     for name, folder in components_of(source.path).items():
-        index[name] = put_component(draft, name, folder)
+        inner = family_in(folder)
+        parts = {name: folder} if inner is None else {part: folder / part for part in parts_of(inner)}
+        index |= {part: put_component(draft, part, place) for part, place in parts.items()}
     scheduler, notes = _scheduler(record, own_time_factor(kind.__name__)), []
     if scheduler is None:
         notes.append(f"note: no scheduler of diffusers has the schedule {record.schedule}; none written")

@@ -15,6 +15,7 @@ from hddm.experts.ensemble_folders import held_by, kept_components
 from hddm.experts.model_index import KEPT, MOST_ENCODERS, numbered
 from hddm.experts.parts import encoders_of, identities, topics_of
 from hddm.networks.identity import TextEncoderRecord
+from hddm.networks.prompts import family_in, prompts_facts
 from hddm.networks.text_encoder import read_tokenizer, text_encoder_facts
 from hddm.networks.vae import read_config, vae_facts
 from hddm.networks.wrappers import text_width
@@ -30,7 +31,7 @@ class _TextEncoder(NamedTuple):
     """A text encoder that experts may use, with its tokenizer, and what it is."""
 
     folder: Path
-    tokenizer: Path
+    tokenizer: Path | None
     record: TextEncoderRecord
 
 
@@ -136,7 +137,8 @@ def _arrange_texts(
     kept: Sequence[Mapping[str, Path]],
     found: Findings,
 ) -> tuple[dict[str, Path], list[Entry]]:
-    if ("text_encoder" in given) != ("tokenizer" in given):
+    is_whole = "text_encoder" in given and family_in(given["text_encoder"]) is not None
+    if not is_whole and ("text_encoder" in given) != ("tokenizer" in given):
         raise UsageError("`text_encoder` and `tokenizer` go together; pass both, or none")
     named, mine = _text_encoder(given), [_text_encoder(one) for one in kept]
     owned = [_text_encoder(own, number) for number in range(MOST_ENCODERS)]
@@ -173,7 +175,8 @@ def _arrange_texts(
     for number, identity in enumerate(order):
         if isinstance(identity, TextEncoderRecord) and (part := by_record.get(identity)) is not None:
             encoders[numbered("text_encoder", number)] = part.folder
-            encoders[numbered("tokenizer", number)] = part.tokenizer
+            if part.tokenizer is not None:
+                encoders[numbered("tokenizer", number)] = part.tokenizer
     if named is not None and named.folder not in encoders.values():
         if not takers:
             found.differ(str(named.folder), "a text encoder, and none of these experts takes text")
@@ -188,6 +191,8 @@ def _arrange_texts(
 
 def _text_encoder(parts: Mapping[str, Path], number: int = 0) -> _TextEncoder | None:
     folder, tokenizer = (parts.get(numbered(name, number)) for name in ("text_encoder", "tokenizer"))
+    if folder is not None and family_in(folder) is not None:
+        return _TextEncoder(folder, None, prompts_facts(folder))
     if folder is None or tokenizer is None:
         return None
     limit = read_tokenizer(tokenizer).model_max_length

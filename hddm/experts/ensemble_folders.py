@@ -6,7 +6,8 @@ experts/<i>/             an expert folder each
 bases/<hash>/            weights that adapters among them change, where no expert has them for its own
 router/                  a router folder; one that ensemble.json does not name waits (`aside`)
 scheduler/               the shift once more, for diffusers
-vae/ text_encoder/ tokenizer/     for experts of latents and text; second ones are vae_2/, …
+vae/ text_encoder/ tokenizer/     for experts of latents and text; second ones are vae_2/, …; a
+                         text_encoder/ may hold several with their tokenizers (`hddm.networks.prompts`)
 manifest.json            the hashes of all these (`hddm.utils.records`)
 """
 
@@ -35,6 +36,8 @@ from hddm.experts.model_index import (
 from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord, Temperature, write_records
 from hddm.networks.folders import WEIGHTS, sha256_once
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
+from hddm.networks.prompts import INDEX as PROMPTS_INDEX
+from hddm.networks.prompts import family_in, parts_of, refuse_other_parts, write_index, zeros_in
 from hddm.networks.text_encoder import STEM as TEXT_STEM
 from hddm.networks.text_encoder import TOKENIZERS, kind_of
 from hddm.networks.vae import STEM as VAE_STEM
@@ -186,16 +189,29 @@ def put_component(draft: Path, name: str, folder: Path, variant: str | None = No
     weights. Raises `HddmError` for missing weights, a link that leaves ``folder``, and files that are not
     those of its manifest, where it has one.
     """
+    target, kind = draft / name, name.rstrip("_23")
+    if kind == "text_encoder" and (pipeline := family_in(folder)) is not None:
+        if has_manifest(folder):
+            _refuse_damaged_component(name, folder)
+        refuse_other_parts(folder, pipeline)
+        for part in parts_of(pipeline):
+            put_component(target, part, folder / part, variant)
+        write_index(target, pipeline, zeros_in(folder))
+        return "hddm", "PromptEncoders"
     if has_manifest(folder):
         _refuse_damaged_component(name, folder)
-    target = draft / name
     target.mkdir(parents=True)
-    kind = name.rstrip("_23")
     if kind in _STEMS:
         weights, _ = read_weights(folder, _STEMS[kind], variant)
-        link_or_copy(weights, target / f"{_STEMS[kind]}{weights.suffix}")
+        if weights.suffix == ".json":
+            for shard in sorted(set(read_json(weights)["weight_map"].values())):
+                link_or_copy(inside(folder, shard), target / shard)
+        end = ".index.json" if weights.suffix == ".json" else ""
+        link_or_copy(weights, target / f"{_STEMS[kind]}.safetensors{end}")
     for path in sorted(folder.iterdir()):
         is_text = path.suffix in _TEXT_FILES or path.name.startswith("LICENSE")
+        # Of other weights, perhaps.
+        is_text = is_text and ".index." not in path.name
         if is_text and path.name != MANIFEST and inside(folder, path.name).is_file():
             link_or_copy(path, target / path.name)
     if kind == "tokenizer":
@@ -255,7 +271,9 @@ def whole_components(expert: Path) -> dict[str, Path]:
 
 def _refuse_damaged_component(name: str, folder: Path) -> None:
     """Refuse a component whose files are not those that were written with its manifest."""
-    refuse_damaged(folder, "tokenizer_config.json" if name.startswith("tokenizer") else "config.json")
+    is_family = not name.startswith("tokenizer") and family_in(folder) is not None
+    record = PROMPTS_INDEX if is_family else "config.json"
+    refuse_damaged(folder, "tokenizer_config.json" if name.startswith("tokenizer") else record)
 
 
 def refuse_damaged_ensemble(folder: Path, facts: EnsembleRecord, experts: Collection[int]) -> None:

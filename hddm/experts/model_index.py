@@ -39,7 +39,10 @@ COMPONENTS = tuple(numbered(name, number) for number in range(MOST_ENCODERS) for
 """Parts that an ensemble may have besides networks and scheduler."""
 _KINDS: Mapping[str, tuple[ClassName, ...]] = {
     "vae": (("diffusers", "AutoencoderKL"), ("diffusers", "AutoencoderTiny")),
-    "text_encoder": (("transformers", "CLIPTextModel"), ("transformers", "T5EncoderModel")),
+    "text_encoder": (
+        *(("transformers", "CLIPTextModel"), ("transformers", "T5EncoderModel")),
+        ("hddm", "PromptEncoders"),
+    ),
     "tokenizer": (("transformers", "CLIPTokenizer"), ("transformers", "T5Tokenizer")),
 }
 CLASSES: Mapping[str, tuple[ClassName, ...]] = {

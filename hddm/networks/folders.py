@@ -17,7 +17,8 @@ from diffusers import ModelMixin
 from torch import Tensor
 
 from hddm.utils.errors import HddmError, did_you_mean, one_line, shown
-from hddm.utils.files import read_json, sha256_of
+from hddm.utils.files import inside, kind_of, read_json, sha256_of
+from hddm.utils.pickles import read_pickle
 from hddm.utils.tensors import read_header, read_safetensors, refuse_non_finite
 
 Network = TypeVar("Network", bound=ModelMixin)
@@ -304,3 +305,48 @@ _HASHES: dict[tuple[int, ...], str] = {}
 def _identity(path: Path) -> tuple[int, ...]:
     status = path.stat()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def read_file(path: Path, allow_pickle: bool) -> dict[str, Any]:
+    """The content of a weights file: tensors by name, or nested dictionaries for a pickle."""
+    return dict(read_safetensors(path)) if kind_of(path) == "safetensors" else read_pickle(path, allow_pickle)
+
+
+def read_index(path: Path, allow_pickle: bool = False) -> tuple[dict[str, Tensor], list[Path]]:
+    """Read all tensors of a ``.safetensors.index.json`` or ``.bin.index.json``, and list its shards.
+
+    Shards are read by their content; ``allow_pickle`` is as for `read_pickle`. Raises `HddmError` for a
+    broken index, a shard outside the folder (before any is opened), an unreadable shard, and any tensor on
+    which index and shards disagree.
+    """
+    weight_map: Any = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise HddmError(f"{path}: has no weight_map from tensors to files; fetch it again")
+    for key, name in weight_map.items():
+        if not isinstance(name, str):
+            raise HddmError(f"{path}: weight_map gives {key!r} to {name!r}, which is not a file name")
+        if "/" in name:
+            raise HddmError(f"{path}: weight_map names {name!r}, which is not a plain file name")
+        try:
+            inside(path.parent, name)
+        except HddmError as error:
+            raise HddmError(f"{path}: weight_map names {name!r}, which cannot be used ({error})") from error
+    tensors: dict[str, Tensor] = {}
+    problems = []
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        # Messages should show the name in the folder, not the hash behind a link.
+        for key, value in read_file(path.parent / name, allow_pickle).items():
+            if not isinstance(value, Tensor):
+                kind = type(value).__name__
+                raise HddmError(f"{path.parent / name}: {key!r} is a {kind}, and a shard holds tensors only")
+            if weight_map.get(key) == name:
+                tensors[key] = value
+            else:
+                stated = weight_map.get(key, "no file")
+                problems.append(f"{name} holds {key!r}, which the index gives to {stated}")
+    problems += [f"{weight_map[key]} lacks {key!r}" for key in weight_map.keys() - tensors.keys()]
+    if problems:
+        listed = "; ".join(shown(sorted(problems), 10))
+        raise HddmError(f"{path}: does not fit its files, fetch them again: {listed}")
+    return tensors, [path.parent / name for name in names]

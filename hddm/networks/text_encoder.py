@@ -19,8 +19,8 @@ from hddm.utils.files import inside
 from hddm.utils.tensors import refuse_non_finite
 
 STEM = "model"
-CLIP, T5 = "CLIPTextModel", "T5EncoderModel"
-KINDS: Mapping[str, str] = {CLIP: CLIP, "CLIPTextModelWithProjection": CLIP, T5: T5}
+CLIP, CLIP_PROJECTED, T5 = "CLIPTextModel", "CLIPTextModelWithProjection", "T5EncoderModel"
+KINDS: Mapping[str, str] = {CLIP: CLIP, CLIP_PROJECTED: CLIP, T5: T5}
 """Class that reads a text encoder, by the class that its config names."""
 TOKENIZERS: Mapping[str, str] = {
     **dict.fromkeys(("CLIPTokenizer", "CLIPTokenizerFast"), "CLIPTokenizer"),
@@ -42,7 +42,7 @@ _KEYS = {
 _SIZES = {
     CLIP: (
         *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-        *("max_position_embeddings", "hidden_act", "layer_norm_eps"),
+        *("max_position_embeddings", "hidden_act", "layer_norm_eps", "projection_dim"),
     ),
     T5: (
         *("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads", "layer_norm_epsilon"),
@@ -54,6 +54,7 @@ _NUMBERS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _VOCABULARY = 49408
 _PREFIX = "text_model."
 _UNUSED = ("embeddings.position_ids", "text_projection.weight")
+_TOKENS = "encoder_hidden_states"
 _TIED = "encoder.embed_tokens.weight"
 """T5's second name for its ``shared.weight``."""
 
@@ -94,14 +95,20 @@ def read_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def read_text_encoder(folder: Path, dtype: torch.dtype = torch.float32, variant: str | None = None) -> Any:
+def read_text_encoder(
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    variant: str | None = None,
+    kind: str | None = None,
+) -> Any:
     """Read the CLIP or T5 text encoder in ``folder``, in evaluation mode.
 
-    Only checked sizes of its config are used. Files of CLIP may have the prefix ``text_model.`` and an
-    (unused) projection; the file of ``variant`` is preferred. Raises `HddmError` for a file that is missing
+    Only checked sizes of its config are used. Files of CLIP may have the prefix ``text_model.`` and a
+    projection, which is used with the ``kind`` `CLIP_PROJECTED`; by default the kind is the config's, without
+    projection. The file of ``variant`` is preferred. Raises `HddmError` for a file that is missing
     or leaves the folder, another class, and tensors that are missing, left over, misshapen or not finite.
     """
-    model, weights, path = _open(folder, variant)
+    model, weights, path = _open(folder, variant, kind)
     refuse_non_finite(path, weights)
     names = {key.removeprefix(_PREFIX): key for key in model.state_dict() if key != _TIED}
     filled = {names[key]: value.to(dtype) for key, value in weights.items()}
@@ -132,15 +139,20 @@ def text_encoder_facts(folder: Path, tokens: object, variant: str | None = None)
 
 
 class Embedded(NamedTuple):
-    """Encoded prompts: last hidden states ``tokens`` (N, tokens, width), and one vector each, ``pooled``.
+    """Encoded prompts: ``conditions`` by keyword of a network, and one vector each, ``pooled`` (N, width).
 
-    ``mask`` (N, tokens) is 1 for tokens of the prompt and 0 for padding; None for CLIP, whose padding counts.
-    ``pooled`` (N, width) is CLIP's state at the end of the text, and of T5 the mean over the text.
+    Of one encoder these are its last hidden states, ``encoder_hidden_states`` (N, tokens, width), and of T5
+    also ``encoder_attention_mask`` (N, tokens), 1 for tokens of the prompt and 0 for padding; CLIP's padding
+    counts. ``pooled`` is CLIP's state at the end of the text, and of T5 the mean over the text.
     """
 
-    tokens: Tensor
-    mask: Tensor | None
+    conditions: dict[str, Tensor]
     pooled: Tensor
+
+    @property
+    def tokens(self) -> Tensor:
+        """Hidden states (N, tokens, width)."""
+        return self.conditions["encoder_hidden_states"]
 
 
 def embed(text_encoder: Any, tokenizer: Any, prompts: Sequence[str], warns: bool = True) -> Embedded:
@@ -167,14 +179,20 @@ def embed(text_encoder: Any, tokenizer: Any, prompts: Sequence[str], warns: bool
     masked = {} if is_clip else {"attention_mask": mask.to(device)}
     with torch.no_grad():
         tokens: Tensor = text_encoder(ids.to(device), **masked)[0]
-    if not tokens.isfinite().all():
-        raise HddmError("the text encoder's tokens hold NaN or Inf; run it in float32")
+    refuse_non_finite_tokens(tokens)
     if is_clip:
         # The first end of the text: padding may be of the same token.
         ends = (ids == tokenizer.eos_token_id).int().argmax(1)
-        return Embedded(tokens, None, tokens[torch.arange(len(ids)), ends.to(device)])
+        return Embedded({_TOKENS: tokens}, tokens[torch.arange(len(ids)), ends.to(device)])
     weights = mask.to(tokens)[..., None]
-    return Embedded(tokens, mask.to(device), (tokens * weights).sum(1) / weights.sum(1))
+    found = {_TOKENS: tokens, "encoder_attention_mask": mask.to(device)}
+    return Embedded(found, (tokens * weights).sum(1) / weights.sum(1))
+
+
+def refuse_non_finite_tokens(tokens: Tensor) -> None:
+    """Raise an `HddmError` for hidden states with NaN or Inf."""
+    if not tokens.isfinite().all():
+        raise HddmError("the text encoder's tokens hold NaN or Inf; run it in float32")
 
 
 def cuts(tokenizer: Any, prompts: Sequence[str], length: int) -> list[tuple[int, str]]:
@@ -209,7 +227,9 @@ def kind_of(config: Mapping[str, Any]) -> str | None:
     return KINDS.get(name) if isinstance(name, str) else None
 
 
-def _open(folder: Path, variant: str | None) -> tuple[Any, dict[str, Tensor], Path]:
+def _open(
+    folder: Path, variant: str | None, wanted: str | None = None
+) -> tuple[Any, dict[str, Tensor], Path]:
     """The empty encoder in ``folder``, its tensors without the prefix, and the weights file."""
     # Imported here: it takes seconds, and few sources need it.
     import transformers
@@ -222,7 +242,9 @@ def _open(folder: Path, variant: str | None) -> tuple[Any, dict[str, Tensor], Pa
     weights = {key.removeprefix(_PREFIX): value for key, value in stored.items()}
     if len(weights) != len(stored):
         raise HddmError(f"{path}: holds tensors twice, with and without {_PREFIX!r}; get the weights again")
-    weights = {key: value for key, value in weights.items() if key not in (*_UNUSED, _TIED)}
+    is_projected = wanted == CLIP_PROJECTED
+    unused = (_UNUSED[0], _TIED) if is_projected else (*_UNUSED, _TIED)
+    weights = {key: value for key, value in weights.items() if key not in unused}
     layers = config.get(_LAYERS[kind])
     if not isinstance(layers, int) or layers > len(weights):
         raise HddmError(f"{origin}: {_LAYERS[kind]} is {str(layers)[:40]} for {len(weights)} tensors")
@@ -234,14 +256,13 @@ def _open(folder: Path, variant: str | None) -> tuple[Any, dict[str, Tensor], Pa
             if kind == T5:
                 model: Any = transformers.T5EncoderModel(transformers.T5Config(**sizes))
             else:
-                model = transformers.CLIPTextModel(
-                    transformers.CLIPTextConfig(**sizes, **_special_tokens(config))
-                )
+                owner = getattr(transformers, CLIP_PROJECTED if is_projected else CLIP)
+                model = owner(transformers.CLIPTextConfig(**sizes, **_special_tokens(config)))
     except Exception as error:  # a constructor may raise anything for foreign values
         reason = one_line(error, 300)
         raise HddmError(f"{origin}: no text encoder can be built from it ({reason})") from error
     expected = {key.removeprefix(_PREFIX): value for key, value in model.state_dict().items()}
-    needed = {key: value for key, value in expected.items() if key not in (*_UNUSED, _TIED)}
+    needed = {key: value for key, value in expected.items() if key not in unused}
     refuse_other_tensors(needed, weights, path)
     return model, weights, path
 

@@ -13,6 +13,7 @@ from hddm.networks.folders import (
     empty_network,
     fill,
     parse_config,
+    read_index,
     refuse_other_tensors,
     stored_names,
 )
@@ -44,9 +45,14 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
 
 
 def find_weights(folder: Path, stem: str, variant: str | None = None) -> str | None:
-    """Name of the weights file: that of ``variant``, else ``stem.safetensors``, else the float16 copy."""
+    """Name of the weights file: that of ``variant``, else ``stem.safetensors``, else the float16 copy.
+
+    Of weights in several files it is their index.
+    """
     names = [f"{stem}.{variant}.safetensors"] if variant else []
     names += [f"{stem}.safetensors", f"{stem}.fp16.safetensors"]
+    names += [f"{stem}.safetensors.index.{variant}.json"] if variant else []
+    names += [f"{stem}.safetensors.index.json"]
     return next((one for one in names if _is_there(folder / one)), None)
 
 
@@ -60,6 +66,8 @@ def read_weights(folder: Path, stem: str, variant: str | None = None) -> tuple[P
         pickled = [path.name for path in sorted(folder.glob("*.bin"))]
         hint = f"only {', '.join(pickled)}; save it as safetensors" if pickled else "fetch it"
         raise HddmError(f"{folder}: no {stem}.safetensors, {hint}")
+    if name.endswith(".json"):
+        return folder / name, read_index(folder / name)[0]
     return folder / name, read_safetensors(inside(folder, name))
 
 

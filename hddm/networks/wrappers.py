@@ -20,7 +20,7 @@ from hddm.utils.errors import HddmError
 
 # Conditions that a network can do without.
 OPTIONAL_CONDITIONS = frozenset({"encoder_attention_mask"})
-TEXT_CONDITIONS = ("encoder_hidden_states", "encoder_attention_mask", "pooled_projections")
+TEXT_CONDITIONS = ("encoder_hidden_states", "encoder_attention_mask", "pooled_projections", "text_embeds")
 """Conditions that a text encoder makes."""
 LARGEST_SIDE = 4096
 """Of a sample. A UNet has no tensor that would bound what its config declares."""
@@ -83,6 +83,12 @@ def text_width(config: Mapping[str, object]) -> int | None:
     # A UNet may state it for each of its levels.
     width = stated[0] if isinstance(stated, Sequence) else stated
     return width if isinstance(width, int) else None
+
+
+def pooled_width(config: Mapping[str, Any]) -> int:
+    """Width of the vector ``text_embeds`` of a UNet that also takes ``time_ids``, six numbers."""
+    width: int = config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
+    return width
 
 
 def _channels(name: str, config: Mapping[str, object]) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hddm.conditions import LABELS, Conditions, Labels, check_labels, class_indices
 from hddm.experts.model_index import numbered
+from hddm.networks.prompts import PromptEncoders
 from hddm.networks.text_encoder import embed
 from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.pipelines.offloading import Offloading
@@ -17,7 +18,7 @@ from hddm.routers import PromptRouter
 from hddm.utils.errors import HddmError
 from hddm.utils.records import composed
 
-_TEXT, _MASK, *_ = TEXT_CONDITIONS
+_TEXT = TEXT_CONDITIONS[0]
 
 
 class Encoding(Offloading):
@@ -68,7 +69,7 @@ class Encoding(Offloading):
             if negative_prompt is not None:
                 if isinstance(negative_prompt, str):
                     negative_prompt = [negative_prompt] * len(texts)
-                _add(against, self._embed(negative_prompt)[0])
+                _add(against, self._embed(negative_prompt, is_negative=True)[0])
         return Conditions(given, against, prior)
 
     @property
@@ -84,7 +85,7 @@ class Encoding(Offloading):
     def takes_prompts(self) -> bool:
         """True if an expert takes text, and all text encoders for it are there."""
         is_read = any(_TEXT in record.conditions for record in self.experts.facts)
-        return is_read and all(None not in self._reader(number) for number in self.readers)
+        return is_read and all(self._reader(number) is not None for number in self.readers)
 
     @property
     def _topics(self) -> int | None:
@@ -98,28 +99,32 @@ class Encoding(Offloading):
         conditions = (one.conditions for one in self.experts.facts)
         return torch.tensor([LABELS in given and _TEXT not in given for given in conditions])
 
-    def _reader(self, number: int) -> tuple[Any, Any]:
-        """Text encoder and tokenizer of that number, None where they are missing."""
+    def _reader(self, number: int) -> tuple[Any, Any] | None:
+        """Text encoder and tokenizer of that number, None where one is missing; some have theirs inside."""
         names = (numbered("text_encoder", number), numbered("tokenizer", number))
-        return getattr(self, names[0], None), getattr(self, names[1], None)
+        encoder, words = (getattr(self, name, None) for name in names)
+        is_whole = isinstance(encoder, PromptEncoders) or None not in (encoder, words)
+        return (encoder, words) if is_whole else None
 
-    def _embed(self, texts: Sequence[str]) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Tokens and masks by the names of the ensemble's conditions, and embeddings that topics compare."""
+    def _embed(
+        self, texts: Sequence[str], is_negative: bool = False
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Conditions by the ensemble's names of them, and embeddings that topics compare."""
         found, pooled, declared = dict[str, Tensor](), None, self.ensemble.conditions
         for number in sorted(self.readers):
-            text_encoder, tokenizer = self._reader(number)
-            if text_encoder is None or tokenizer is None:
+            if (reader := self._reader(number)) is None:
                 names = f"{numbered('text_encoder', number)} and {numbered('tokenizer', number)}"
                 raise HddmError(
                     f"`prompt`: needs {names}; add them (hddm assemble --text-encoder FOLDER --tokenizer "
                     "FOLDER; to Paris as folders of these names), or pass `conditions` or prompt_embeds"
                 )
-            with self.present(text_encoder) as present:
-                made = embed(present, tokenizer, texts)
+            with self.present(reader[0]) as present:
+                is_whole = isinstance(present, PromptEncoders)
+                made = present.embed(texts, is_negative) if is_whole else embed(present, reader[1], texts)
             pooled = made.pooled if number == self._topics else pooled
-            for keyword, value in ((_TEXT, made.tokens), (_MASK, made.mask)):
+            for keyword, value in made.conditions.items():
                 name = numbered(keyword, number)
-                if value is not None and (declared is None or name in declared):
+                if declared is None or name in declared:
                     found[name] = value
         return found, pooled
 

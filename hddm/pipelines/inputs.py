@@ -14,6 +14,7 @@ from torch import Tensor
 from hddm.data.images import as_trained, to_unit_range
 from hddm.editing import DEFAULT_RESAMPLING
 from hddm.experts.model_index import COMPONENTS
+from hddm.networks.prompts import family_in, read_prompts
 from hddm.networks.text_encoder import read_text_encoder, read_tokenizer
 from hddm.networks.vae import read_vae
 from hddm.utils.errors import HddmError, choose, did_you_mean
@@ -183,5 +184,7 @@ def read_parts(
         if kind == "tokenizer":
             found[name] = read_tokenizer(place)
         else:
-            found[name] = (read_vae if kind == "vae" else read_text_encoder)(place, dtypes[kind])
+            is_whole = kind == "text_encoder" and family_in(place) is not None
+            read = read_vae if kind == "vae" else read_prompts if is_whole else read_text_encoder
+            found[name] = read(place, dtypes[kind])
     return found

@@ -27,6 +27,7 @@ from hddm.experts.loading import ensemble_of, open_ensemble, room_beside, save_e
 from hddm.experts.model_index import COMPONENTS, numbered, shift_of
 from hddm.experts.records import RouterRecord
 from hddm.networks.offload import Offload
+from hddm.networks.prompts import PromptEncoders
 from hddm.networks.transformers import RouterTransformer
 from hddm.networks.vae import decode, kind_of, latents_of, scale_of
 from hddm.noise import Generated, Generators, Latents, Noise, Seeded
@@ -283,7 +284,8 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
             for name in COMPONENTS:
                 if (part := getattr(self, name)) is not None:
                     part.save_pretrained(draft / name)
-                    kinds[name] = ("transformers", type(part).__name__.removesuffix("Fast"))
+                    library = "hddm" if isinstance(part, PromptEncoders) else "transformers"
+                    kinds[name] = (library, type(part).__name__.removesuffix("Fast"))
                     if name.startswith("vae"):
                         kinds[name] = ("diffusers", kind_of(part))
             save_ensemble(draft, self.experts, self.router, self.facts, kinds)

@@ -20,6 +20,7 @@ import torch
 from hddm.experts.loading import open_ensemble
 from hddm.experts.model_index import numbered
 from hddm.experts.parts import encoders_of
+from hddm.networks.prompts import family_in
 from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.serving.workers import Worker
 from hddm.utils.errors import HddmError, UsageError, choose, counted, one_line, optional
@@ -179,7 +180,8 @@ def names_of(folder: Path) -> list[str]:
     for name, one, vae, text in zip(names, entries, encoders.vaes, encoders.texts, strict=True):
         needed = {} if one.record.makes_pictures else {"vae": vae}
         if TEXT_CONDITIONS[0] in one.record.conditions and not has_classes:
-            needed |= {"text_encoder": text, "tokenizer": text}
+            place = folder / opened.components.get(numbered("text_encoder", text), "text_encoder")
+            needed |= {"text_encoder": text} | ({} if family_in(place) else {"tokenizer": text})
         for part, number in needed.items():
             if numbered(part, number) not in opened.components:
                 add = f"add it (hddm assemble --{part.replace('_', '-')} FOLDER)"

@@ -261,8 +261,7 @@ def test_t5_masks_its_padding_and_is_the_one_of_transformers(tmp_path: Path) -> 
     given = own(["a cat", "a dog and a cat"], padding="max_length", max_length=300, return_tensors="pt")
     expected = model(given.input_ids, attention_mask=given.attention_mask)[0]
     assert torch.equal(found.tokens, expected)
-    assert found.mask is not None
-    assert torch.equal(found.mask, given.attention_mask)
+    assert torch.equal(found.conditions["encoder_attention_mask"], given.attention_mask)
     alone = own(["a cat"], return_tensors="pt")
     torch.testing.assert_close(found.pooled[0], model(**alone)[0][0].mean(0))
     record = text_encoder_facts(tmp_path / "text_encoder", tokenizer.model_max_length)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hddm.checkpoints.folders import read_index
+from hddm.networks.folders import read_index
 from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, kind_of
 from hddm.utils.pickles import read_pickle

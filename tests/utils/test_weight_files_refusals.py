@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hddm.checkpoints.folders import read_index
+from hddm.networks.folders import read_index
 from hddm.utils.files import inside, kind_of, sha256_of
 from hddm.utils.tensors import Planned, read_header, read_safetensors, write_safetensors
 from tests.artefacts import largest_file, refusal

@@ -1,0 +1,219 @@
+"""Text encoders that make the conditions of a prompt together, by diffusers' own ``encode_prompt``.
+
+A folder of them is a pipeline's without network, VAE and scheduler:
+
+    FOLDER/model_index.json    class of the pipeline, and of each part
+    FOLDER/text_encoder/       and tokenizer/, text_encoder_2/, tokenizer_2/, …
+
+All classes are of fixed lists, so nothing in a folder decides which code runs.
+"""
+
+import hashlib
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import diffusers
+import torch
+from torch import Tensor, nn
+
+from hddm.networks.identity import TextEncoderRecord
+from hddm.networks.text_encoder import (
+    CLIP,
+    CLIP_PROJECTED,
+    KINDS,
+    T5,
+    Embedded,
+    cuts,
+    kind_of,
+    read_text_encoder,
+    read_tokenizer,
+    refuse_non_finite_tokens,
+    text_encoder_facts,
+)
+from hddm.networks.vae import read_config
+from hddm.utils.errors import HddmError
+from hddm.utils.files import inside, write_json
+
+INDEX = "model_index.json"
+_ZEROS = "force_zeros_for_empty_prompt"
+
+
+class Family(NamedTuple):
+    """What a pipeline class encodes prompts with, and what comes of it.
+
+    ``encoders`` are classes of the text encoders, in order. ``pooled`` is the condition that gets one vector
+    per prompt. T5 pads prompts to ``t5_tokens``; with ``joins``, CLIP's tokens come before T5's.
+    """
+
+    encoders: tuple[str, ...]
+    pooled: str
+    t5_tokens: int = 0
+    joins: bool = False
+
+
+FAMILIES: Mapping[str, Family] = {
+    "StableDiffusionXLPipeline": Family((CLIP, CLIP_PROJECTED), "text_embeds"),
+    "StableDiffusion3Pipeline": Family(
+        (CLIP_PROJECTED, CLIP_PROJECTED, T5), "pooled_projections", 256, joins=True
+    ),
+    "FluxPipeline": Family((CLIP, T5), "pooled_projections", 512),
+}
+"""By the class of a pipeline."""
+GUIDANCE = 3.5
+"""Guidance that is embedded into a network, as of FLUX.1 [dev]; diffusers' default."""
+
+
+def parts_of(pipeline: str) -> dict[str, str]:
+    """Class of each part of a pipeline's folder of prompts, by its name there."""
+    found = {}
+    for number, kind in enumerate(FAMILIES[pipeline].encoders):
+        end = f"_{number + 1}" if number else ""
+        found[f"text_encoder{end}"] = kind
+        found[f"tokenizer{end}"] = "T5Tokenizer" if kind == T5 else "CLIPTokenizer"
+    return found
+
+
+def family_in(folder: Path) -> str | None:
+    """Class in `FAMILIES` of the pipeline, or of its prompts alone, in ``folder``; None for any other."""
+    name = read_config(folder, INDEX).get("_class_name") if (folder / INDEX).is_file() else None
+    return name if isinstance(name, str) and name in FAMILIES else None
+
+
+def refuse_other_parts(folder: Path, pipeline: str) -> None:
+    """Raise an `HddmError` that names a text encoder or tokenizer which is missing or of another class."""
+    for name, kind in parts_of(pipeline).items():
+        stated = read_config(folder, INDEX).get(name)
+        if not isinstance(stated, list) or len(stated) != 2 or str(stated[1]).removesuffix("Fast") != kind:
+            raise HddmError(f"{folder / INDEX}: {name} is {str(stated)[:60]}, and must be a {kind}")
+        place = inside(folder, name)
+        if not name.startswith("tokenizer") and kind_of(read_config(place)) != KINDS[kind]:
+            raise HddmError(f"{place}/config.json: is of no {kind}")
+
+
+class PromptEncoders(nn.Module):
+    """The text encoders and tokenizers of a pipeline of a class in `FAMILIES`.
+
+    ``parts`` are named as in `parts_of`. With ``empty_is_zero`` the negative prompt "" becomes zeros.
+    """
+
+    def __init__(self, pipeline: str, parts: Mapping[str, Any], empty_is_zero: bool = True) -> None:
+        super().__init__()
+        self.family, self.pipeline, self.empty_is_zero = FAMILIES[pipeline], pipeline, empty_is_zero
+        self.encoders = nn.ModuleDict({k: one for k, one in parts.items() if isinstance(one, nn.Module)})
+        self.tokenizers = {name: one for name, one in parts.items() if name not in self.encoders}
+        own = {"add_watermarker": False} if pipeline == "StableDiffusionXLPipeline" else {}
+        absent = dict.fromkeys(("vae", "scheduler", "unet" if own else "transformer"))
+        self._pipe = getattr(diffusers, pipeline)(**parts, **absent, **own)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that they run in."""
+        found: torch.dtype = next(self.parameters()).dtype
+        return found
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return next(self.parameters()).device
+
+    @torch.no_grad()
+    def embed(self, prompts: Sequence[str], is_negative: bool = False, warns: bool = True) -> Embedded:
+        """Encode prompts as the pipeline does, padded to its number of tokens.
+
+        Longer ones are cut, with a warning. Raises `HddmError` for tokens that are not finite.
+        """
+        family, texts = self.family, list(prompts)
+        last = list(self.tokenizers.values())[-1]
+        for _, cut in cuts(last, texts, family.t5_tokens or last.model_max_length) if warns else ():
+            warnings.warn(cut, UserWarning, stacklevel=2)
+        others = {f"prompt_{number + 1}": None for number in range(1, len(family.encoders))}
+        if self.pipeline == "FluxPipeline":
+            tokens, pooled, _ = self._pipe.encode_prompt(
+                texts, **others, device=self.device, max_sequence_length=family.t5_tokens
+            )
+        else:
+            tokens, _, pooled, _ = self._pipe.encode_prompt(
+                texts, **others, device=self.device, do_classifier_free_guidance=False
+            )
+        if is_negative and self.empty_is_zero and family.pooled == "text_embeds":
+            given = torch.tensor([bool(text) for text in texts], device=tokens.device)
+            tokens, pooled = tokens * given[:, None, None], pooled * given[:, None]
+        refuse_non_finite_tokens(tokens)
+        return Embedded({"encoder_hidden_states": tokens, family.pooled: pooled}, pooled)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the parts into ``folder``."""
+        for name, part in (*self.encoders.items(), *self.tokenizers.items()):
+            part.save_pretrained(Path(folder) / name)
+        write_index(Path(folder), self.pipeline, self.empty_is_zero)
+
+
+def write_index(folder: Path, pipeline: str, empty_is_zero: bool) -> None:
+    """Write ``model_index.json`` of a folder of prompts."""
+    classes = {name: ["transformers", kind] for name, kind in parts_of(pipeline).items()}
+    write_json(folder / INDEX, {"_class_name": pipeline, _ZEROS: empty_is_zero, **classes})
+
+
+def zeros_in(folder: Path) -> bool:
+    """True where the negative prompt "" becomes zeros; by default it does."""
+    return bool(read_config(folder, INDEX).get(_ZEROS, True))
+
+
+def read_prompts(folder: Path, dtype: torch.dtype = torch.float32) -> PromptEncoders:
+    """Read a folder of prompts.
+
+    Raises `HddmError` for a pipeline of no class in `FAMILIES`, and for parts as
+    `hddm.networks.text_encoder` does.
+    """
+    if (pipeline := family_in(folder)) is None:
+        raise HddmError(f"{folder / INDEX}: is of none of {', '.join(FAMILIES)}")
+    refuse_other_parts(folder, pipeline)
+    parts = {
+        name: read_tokenizer(folder / name)
+        if name.startswith("tokenizer")
+        else read_text_encoder(folder / name, dtype, kind=kind)
+        for name, kind in parts_of(pipeline).items()
+    }
+    for name, part in parts.items():
+        if name.startswith("tokenizer"):
+            vocabulary = parts[name.replace("tokenizer", "text_encoder")].config.vocab_size
+            if len(part) > vocabulary:
+                text = f"has {len(part)} words, and its text encoder has {vocabulary}; fetch both again"
+                raise HddmError(f"{folder / name}: {text}")
+    return PromptEncoders(pipeline, parts, zeros_in(folder))
+
+
+def prompts_facts(folder: Path, variant: str | None = None) -> TextEncoderRecord:
+    """Identity of a folder of prompts; its kind is the class of the pipeline. Raises as `read_prompts`."""
+    pipeline = family_in(folder)
+    assert pipeline is not None
+    refuse_other_parts(folder, pipeline)
+    family, records = FAMILIES[pipeline], []
+    for name in parts_of(pipeline):
+        if not name.startswith("tokenizer"):
+            words = folder / name.replace("text_encoder", "tokenizer")
+            limit = read_config(words, "tokenizer_config.json").get("model_max_length")
+            records.append(text_encoder_facts(folder / name, limit, variant))
+    clip, last = records[0], records[-1]
+    joined = "".join(one.fingerprint for one in records).encode()
+    return TextEncoderRecord(
+        kind=pipeline,
+        fingerprint=hashlib.sha256(joined).hexdigest()[:16],
+        tokens=clip.tokens * (family.joins or not family.t5_tokens) + family.t5_tokens,
+        width=last.width if family.t5_tokens else sum(one.width for one in records),
+    )
+
+
+def default_conditions(names: Sequence[str], sample_shape: tuple[int, int, int]) -> dict[str, Tensor]:
+    """Conditions that a pipeline derives from the size of an image, or has a default of, without batch.
+
+    ``time_ids`` (6,) of SDXL are the size, no crop, and the size again; ``guidance`` of Flux is `GUIDANCE`.
+    """
+    height, width = (8.0 * side for side in sample_shape[1:])
+    known = {
+        "time_ids": torch.tensor([height, width, 0.0, 0.0, height, width]),
+        "guidance": torch.tensor(GUIDANCE),
+    }
+    return {name: value for name, value in known.items() if name in names}

@@ -1,0 +1,225 @@
+"""Pipelines with several text encoders: conditions and images of prompts against the pipeline's own."""
+
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import (
+    DiffusionPipeline,
+    EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+    StableDiffusionXLPipeline,
+)
+from torch import Tensor
+from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer, T5Tokenizer
+
+import hddm as library
+from hddm.pipelines.pipeline import HDDMPipeline
+from hddm.utils.records import write_manifest
+from tests.artefacts import Command, copied, edit_json, seal
+from tests.checkpoint_files import SD_BETAS, randomised, text_unet
+from tests.component_files import write_clip, write_t5, write_vae
+
+PROMPTS = ["a cat", "two dogs on a lawn"]
+NAMES = ("sdxl", "sd3", "flux")
+SIDE = 8
+END = 517
+"""Number of the last word of the tokenizers, which ends a text."""
+SIZES = {"num_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2}
+
+
+def _clip(folder: Path, width: int, seed: int, is_projected: bool) -> tuple[Any, Any]:
+    plain = write_clip(folder, width, seed=seed, num_hidden_layers=2, eos_token_id=END)
+    words = CLIPTokenizer.from_pretrained(folder / "tokenizer")
+    if not is_projected:
+        return plain, words
+    config = plain.config.to_dict() | {"projection_dim": width}
+    return randomised(CLIPTextModelWithProjection(CLIPTextConfig(**config)).eval(), seed), words
+
+
+def _t5(folder: Path, width: int) -> tuple[Any, Any]:
+    return write_t5(folder, width), T5Tokenizer.from_pretrained(folder / "tokenizer")
+
+
+def _numbered(readers: list[tuple[Any, Any]]) -> dict[str, Any]:
+    parts = {}
+    for number, (encoder, words) in enumerate(readers):
+        end = f"_{number + 1}" if number else ""
+        parts |= {f"text_encoder{end}": encoder, f"tokenizer{end}": words}
+    return parts
+
+
+def stock(name: str, folder: Path) -> DiffusionPipeline:
+    """A tiny pipeline with random weights."""
+    first = _clip(folder / "first", 16, 1, is_projected=name == "sd3")
+    second = None if name == "flux" else _clip(folder / "second", 16, 2, is_projected=True)
+    third = None if name == "sdxl" else _t5(folder / "third", 32)
+    parts = _numbered([one for one in (first, second, third) if one is not None])
+    parts["vae"] = write_vae(folder / "vae", factor=8)
+    if name == "sdxl":
+        added = {"addition_embed_type": "text_time", "addition_time_embed_dim": 4}
+        parts["unet"] = text_unet(
+            **added, projection_class_embeddings_input_dim=16 + 24, cross_attention_dim=32
+        )
+        pipe = StableDiffusionXLPipeline(scheduler=EulerDiscreteScheduler(**SD_BETAS), **parts)
+    elif name == "sd3":
+        sizes = {"in_channels": 4, "out_channels": 4, "sample_size": SIDE, "pos_embed_max_size": SIDE}
+        wide = {"joint_attention_dim": 32, "caption_projection_dim": 32, "pooled_projection_dim": 32}
+        parts["transformer"] = randomised(SD3Transformer2DModel(**sizes, **wide, **SIZES))
+        pipe = StableDiffusion3Pipeline(scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), **parts)
+    else:
+        sizes = {"in_channels": 16, "num_single_layers": 1, "axes_dims_rope": (4, 6, 6)}
+        wide = {"joint_attention_dim": 32, "pooled_projection_dim": 16, "guidance_embeds": True}
+        parts["transformer"] = randomised(FluxTransformer2DModel(**sizes, **wide, **SIZES))
+        pipe = FluxPipeline(scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), **parts)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def pipe(name: str, tmp_path_factory: pytest.TempPathFactory) -> DiffusionPipeline:
+    return stock(name, tmp_path_factory.mktemp(name))
+
+
+@pytest.fixture(scope="module")
+def source(pipe: DiffusionPipeline, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source") / "pipeline"
+    pipe.save_pretrained(folder)
+    # As published, T5 is in several files.
+    if getattr(pipe, "text_encoder_3", None) is not None:
+        (folder / "text_encoder_3" / "model.safetensors").unlink()
+        pipe.text_encoder_3.save_pretrained(folder / "text_encoder_3", max_shard_size="10KB")
+        assert (folder / "text_encoder_3" / "model.safetensors.index.json").is_file()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expert(source: Path, name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("expert") / "expert"
+    size = {"sample_size": SIDE} if name == "flux" else {}
+    library.convert(source, folder, **size)
+    return folder
+
+
+def _theirs(pipe: DiffusionPipeline, name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Conditions of `PROMPTS` and of no prompt, by hddm's keywords."""
+    others = {"prompt_2": None} | ({"prompt_3": None} if name == "sd3" else {})
+    if name == "flux":
+        found = [pipe.encode_prompt(texts, **others)[:2] for texts in (PROMPTS, ["", ""])]
+    else:
+        tokens, no_tokens, pooled, no_pooled = pipe.encode_prompt(PROMPTS, **others, device="cpu")
+        found = [(tokens, pooled), (no_tokens, no_pooled)]
+    vector = "text_embeds" if name == "sdxl" else "pooled_projections"
+    given, against = ({"encoder_hidden_states": one, vector: other} for one, other in found)
+    return given, against
+
+
+def test_prompts_become_the_pipelines_own_conditions(
+    pipe: DiffusionPipeline, expert: Path, name: str
+) -> None:
+    encoded = HDDMPipeline.from_pretrained(expert).encode(PROMPTS, guided=True)
+    for ours, theirs in zip((encoded.given, encoded.negative), _theirs(pipe, name), strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_one_call_of_the_expert_is_one_of_the_pipelines_network(
+    pipe: DiffusionPipeline, expert: Path, name: str
+) -> None:
+    """The sizes that SDXL is given, and Flux's embedded guidance, are the pipeline's own."""
+    x = torch.randn(2, 4, SIDE, SIDE, generator=torch.Generator().manual_seed(3))
+    field, (given, _) = library.load(expert), _theirs(pipe, name)
+    with torch.no_grad():
+        if name == "sdxl":
+            a, s = (float(one) for one in field.schedule.alpha_sigma(torch.tensor(400.0)))
+            sizes = torch.tensor([8.0 * SIDE, 8.0 * SIDE, 0, 0, 8.0 * SIDE, 8.0 * SIDE]).expand(2, -1)
+            text = {"encoder_hidden_states": given["encoder_hidden_states"]}
+            added = {"text_embeds": given["text_embeds"], "time_ids": sizes}
+            eps = pipe.unet((a + s) * x, torch.tensor([400.0, 400.0]), **text, added_cond_kwargs=added).sample
+            t, expected = s / (a + s), eps - ((a + s) * x - s * eps) / a
+        elif name == "sd3":
+            t, expected = 0.4, pipe.transformer(x, timestep=torch.tensor([400.0, 400.0]), **given).sample
+        else:
+            rows = FluxPipeline._pack_latents(x, 2, 4, SIDE, SIDE)
+            places = FluxPipeline._prepare_latent_image_ids(2, SIDE // 2, SIDE // 2, "cpu", torch.float32)
+            others = {"img_ids": places, "txt_ids": torch.zeros(512, 3), "guidance": torch.full((2,), 3.5)}
+            t, found = 0.4, pipe.transformer(rows, timestep=torch.tensor([0.4, 0.4]), **given, **others)
+            expected = FluxPipeline._unpack_latents(found.sample, 8 * SIDE, 8 * SIDE, 8)
+    ours = field.velocity(x, torch.tensor([t, t]), **given)
+    assert (ours - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_on_fluxs_time_grid_the_image_is_the_pipelines(tmp_path: Path) -> None:
+    pipe = stock("flux", tmp_path)
+    pipe.save_pretrained(tmp_path / "pipeline")
+    library.convert(tmp_path / "pipeline", tmp_path / "expert", sample_size=SIDE)
+    latents = torch.randn(2, 4, SIDE, SIDE, generator=torch.Generator().manual_seed(3))
+    options = {"num_inference_steps": 4, "output_type": "latent"}
+    size = {"height": 8 * SIDE, "width": 8 * SIDE}
+    rows = FluxPipeline._pack_latents(latents, 2, 4, SIDE, SIDE)
+    made = pipe(PROMPTS, latents=rows, **size, **options).images
+    theirs = FluxPipeline._unpack_latents(made, 8 * SIDE, 8 * SIDE, 8)
+    model = HDDMPipeline.from_pretrained(tmp_path / "expert")
+    ours = model(PROMPTS, latents=latents, solver="euler", **options).images
+    assert (ours - theirs).abs().max() < 2e-5 * theirs.abs().max()
+
+
+@pytest.mark.integration
+def test_a_pipeline_samples_by_prompt_in_two_commands_and_keeps_its_encoders(
+    source: Path, name: str, hddm: Command, tmp_path: Path
+) -> None:
+    size = ("--sample-size", SIDE) if name == "flux" else ()
+    assert hddm("convert", source, "--out", tmp_path / "expert", *size)[0] == 0
+    shutil.copytree(tmp_path / "expert", tmp_path / "other")
+    assert hddm("assemble", tmp_path / "expert", tmp_path / "other", "--out", tmp_path / "both",
+                "--share", "other=0.5")[0] == 0  # fmt: skip
+    sampling = ["--num-images", 2, "--prompt", "a cat", "--steps", 2, "--guidance-scale", 3]
+    for folder in ("expert", "both"):
+        code, _, error = hddm("sample", tmp_path / folder, *sampling, "--out", tmp_path / f"of-{folder}")
+        assert code == 0, error
+    made = [(tmp_path / f"of-{folder}" / "00000.png").read_bytes() for folder in ("expert", "both")]
+    assert made[0] == made[1]
+    pipe = HDDMPipeline.from_pretrained(tmp_path / "both")
+    pipe.save_pretrained(tmp_path / "saved")
+    again = HDDMPipeline.from_pretrained(tmp_path / "saved").encode(PROMPTS)
+    assert all(torch.equal(again.given[key], value) for key, value in pipe.encode(PROMPTS).given.items())
+
+
+HOSTILE = {
+    "foreign class": ("model_index.json", {"text_encoder_2": ["mine", "Evil"]}, "must be a"),
+    "foreign code": ("text_encoder_2/config.json", {"auto_map": {"AutoModel": "evil.Evil"}}, "auto_map"),
+    "other class": ("text_encoder_2/config.json", {"architectures": ["Evil"]}, "is of no"),
+    "remote file": ("tokenizer_2/tokenizer_config.json", {"vocab_file": "http://evil/vocab"}, "unknown key"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_encoders_are_refused_in_one_line_and_nothing_is_fetched(
+    case: str, expert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, changes, words = HOSTILE[case]
+    folder = copied(expert, tmp_path)
+    path = folder / "text_encoder" / file
+    edit_json(path, **changes)
+    write_manifest(folder / "text_encoder")
+    seal(folder)
+
+    def no_network(*where: object) -> None:
+        raise AssertionError("opens a socket")
+
+    monkeypatch.setattr(socket.socket, "connect", no_network)
+    with pytest.raises(library.HddmError, match=words) as refused:
+        HDDMPipeline.from_pretrained(folder)
+    assert "\n" not in str(refused.value)
