@@ -58,7 +58,15 @@ LINES = [words for code in BLOCKS if code.language == "bash" for words in _words
 HDDM = sorted({tuple(w[3:] if w[:3] == ["accelerate", "launch", "-m"] else w) for w in LINES})
 HDDM = [words for words in HDDM if words[0] in ("hddm", "hddm_cli")]
 PYTHON = [code for code in BLOCKS if code.language == "python"]
-STORIES = ["README.md", "convert.md", "python.md", "quickstart.md", "train.md"]
+STORIES = [
+    "README.md",
+    "convert.md",
+    "fine-tune.md",
+    "mix-stable-diffusion.md",
+    "noise-levels.md",
+    "python.md",
+]
+STORIES += ["quickstart.md", "train.md"]
 
 
 def test_all_code_says_its_language() -> None:
@@ -182,3 +190,4 @@ def _prepare(folder: Path, ensemble: Path) -> None:
     checkpoint = pipeline(folder / "stable-diffusion-v1-5", text_unet())
     write_vae(checkpoint / "vae")
     write_clip(checkpoint)
+    shutil.copytree(checkpoint, folder / "my-fine-tune")

@@ -12,6 +12,7 @@ from diffusers import (
     DDIMScheduler,
     DDPMPipeline,
     DiffusionPipeline,
+    DiTPipeline,
     DPMSolverMultistepScheduler,
     EulerAncestralDiscreteScheduler,
     EulerDiscreteScheduler,
@@ -37,7 +38,7 @@ from hddm.networks.wrappers import NetworkWrapper
 from hddm.schedules import CosineSchedule, LinearSchedule, from_diffusers
 from tests.artefacts import Command
 from tests.cases import BetaTable
-from tests.checkpoint_files import SD_BETAS, pixart, plain_unet, randomised, text_unet
+from tests.checkpoint_files import SD_BETAS, dit, pixart, plain_unet, randomised, text_unet
 from tests.component_files import write_vae
 from tests.oracles import GaussianMixture, OracleNetwork, exact_router
 
@@ -195,6 +196,22 @@ def test_an_expert_of_the_pipelines_own_weights_makes_its_images(
     setattr(pipe, family.part, drop_in(field, pipe))
     ours = latents(pipe, **family.inputs)
     assert (ours - theirs).abs().max() < 2e-5 * theirs.abs().max()
+
+
+def test_images_of_classes_are_those_of_the_stock_dit_pipeline(tmp_path: Path, hddm: Command) -> None:
+    """Its network also predicts a variance, which the scheduler does not use."""
+    network = dit(num_embeds_ada_norm=1000, in_channels=4, out_channels=8, sample_size=8)
+    pipe = DiTPipeline(network, write_vae(tmp_path / "vae"), DDIMScheduler())
+    pipe.set_progress_bar_config(disable=True)
+
+    def images() -> Tensor:
+        given = {"class_labels": [3, 981], "guidance_scale": 3.0, "num_inference_steps": 4}
+        made = pipe(**given, generator=torch.Generator().manual_seed(0), output_type="pt")
+        return torch.as_tensor(made.images)
+
+    theirs = images()
+    pipe.transformer = drop_in(converted(pipe, tmp_path, hddm), pipe)
+    assert (images() - theirs).abs().max() < 1e-4
 
 
 def sd_pipeline(kind: type[DiffusionPipeline], like: DiffusionPipeline, **parts: Any) -> DiffusionPipeline:
