@@ -20,6 +20,7 @@ from hddm_cli.quickstart import OTHERWISE, headline
 from tests.benchmark_files import inline
 from tests.browser import CHROMIUM, Browser
 
+pytestmark = pytest.mark.integration
 # One image more than a distance on 64 features needs.
 VALUES = {"old_steps": 2, "new_steps": 2, "twice": 2, "router_steps": 2, "images": 65, "few": 9}
 
@@ -41,7 +42,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(out, printed.getvalue(), results)
 
 
-@pytest.mark.integration
 def test_every_command_is_printed_as_it_runs_after_a_sentence(made: Made) -> None:
     told = re.findall(r"^  (hddm .*)$", made.printed, re.M)
     assert sorted(told) == sorted(step.command for step in made.results.steps)

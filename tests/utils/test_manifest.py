@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 import hddm.utils.records
 from hddm import load
 from hddm.calibration import FILE_NAME as CALIBRATION
-from hddm.checkpoints.inspect_models import inspect_model
 from hddm.experts.assembly import assemble, change
 from hddm.experts.records import EXPERT_FILE, ROUTER_FILE, read_router
 from hddm.networks.folders import WEIGHTS
@@ -21,7 +20,7 @@ from hddm.training.calibrate import recalibrate
 from hddm.training.verify import verify_expert
 from hddm.utils.errors import HddmError
 from hddm.utils.records import HASHES, MANIFEST, damage, read_folder_manifest, write_manifest
-from tests.artefacts import Command, contents, copied, refusal
+from tests.artefacts import Command, contents, copied, into_hub_cache, refusal
 from tests.conftest import Trio
 
 Spoil = Callable[[Path], object]
@@ -174,13 +173,6 @@ def test_what_has_no_meaning_may_come_change_and_go(expert: Path) -> None:
     assert verify_expert(expert).accepted
 
 
-def test_a_folder_without_its_manifest_is_refused(expert: Path) -> None:
-    assert inspect_model(expert)["manifest"] == "of 4 files"
-    (expert / MANIFEST).unlink()
-    assert inspect_model(expert)["manifest"] == "missing, so the folder cannot be used"
-    assert f"{MANIFEST}: is not there, and belongs to {EXPERT_FILE}" in refusal(load, expert)
-
-
 @pytest.mark.parametrize(("kind", "remedy"), [("expert", "convert or train"), ("router", "train the router")])
 def test_folders_of_formats_before_1_5_are_refused_in_one_line(
     kind: str, remedy: str, trio: Trio, tmp_path: Path
@@ -223,14 +215,7 @@ def test_a_manifest_that_is_written_anew_is_no_other_folder_s(expert: Path, tmp_
 
 
 def test_an_expert_in_a_hub_cache_is_verified(trio: Trio, tmp_path: Path) -> None:
-    """Its files are links to blobs that are named by hashes."""
-    root = tmp_path / "models--me--expert"
-    blobs, revision = root / "blobs", root / "snapshots" / "main"
-    blobs.mkdir(parents=True)
-    revision.mkdir(parents=True)
-    for number, path in enumerate(sorted(trio.experts[0].iterdir())):
-        shutil.copyfile(path, blobs / f"{number}")
-        (revision / path.name).symlink_to(Path("..", "..", "blobs", f"{number}"))
+    revision = into_hub_cache(copied(trio.experts[0], tmp_path), tmp_path / "models--me--expert")
     assert verify_expert(revision).accepted
     _weights(torch.zeros_like)(revision)
     verdict = verify_expert(revision)

@@ -42,17 +42,6 @@ def test_it_holds_every_tracked_file_of_the_packages_and_no_other(wheel: dict[st
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert {name: content for name, content in wheel.items() if ".dist-info/" not in name} == expected
-    names = (
-        "report.html.j2",
-        "report.css",
-        "report.js",
-        "charts.mplstyle",
-        "tables.md.j2",
-        "texts.j2",
-        "presets/digits.yaml",
-    )
-    report = {f"hddm/benchmark/{name}" for name in names}
-    assert {"hddm/py.typed", "hddm_cli/py.typed", *report} <= expected.keys()
 
 
 @pytest.mark.integration

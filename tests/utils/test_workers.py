@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from hddm.utils import workers as module
 from hddm.utils.errors import HddmError
@@ -27,7 +26,6 @@ from hddm.utils.processes import (
     interruptible,
 )
 from hddm.utils.workers import Call, Workers
-from hddm_cli.app import app
 
 VARIABLES = ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 
@@ -62,6 +60,8 @@ def stay_until_told(path: Path, report: Report) -> None:
 
 
 def surroundings(report: Report) -> tuple[int, int, str | None]:
+    import torch
+
     return os.getpid(), torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
 
 
@@ -253,6 +253,8 @@ def test_a_script_that_starts_workers_as_it_is_imported_is_told_what_to_do(tmp_p
 def test_a_signal_to_any_verb_leaves_nothing_half_written_and_is_told_in_a_line(
     number: signal.Signals, images: Path, tmp_path: Path
 ) -> None:
+    from hddm_cli.app import app
+
     if (child := os.fork()) == 0:
 
         def hook(name: str, arguments: tuple[object, ...]) -> None:
