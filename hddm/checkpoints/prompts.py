@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hddm.networks.identity import TextEncoderRecord
-from hddm.networks.prompts import FAMILIES, family_in, parts_of, prompts_facts, zeros_in
+from hddm.networks.prompts import FAMILIES, family_in, parts_of, prompts_facts, refuse_other_parts, zeros_in
 from hddm.networks.text_encoder import (
     CLIP,
     STEM,
@@ -42,8 +42,13 @@ class PipelineText:
         if not (encoder / "config.json").exists():
             return "there is no text_encoder/config.json beside"
         if (pipeline := family_in(self.folder)) is not None:
-            gone = [name for name in parts_of(pipeline) if not (self.folder / name).is_dir()]
-            return f"there is no {gone[0]} beside" if gone else ""
+            if gone := [name for name in parts_of(pipeline) if not (self.folder / name).is_dir()]:
+                return f"there is no {gone[0]} beside"
+            try:
+                refuse_other_parts(self.folder, pipeline)
+            except HddmError as error:
+                return error.message
+            return ""
         if (self.folder / "text_encoder_2").exists():
             return (
                 "there is a text_encoder_2 beside: one encoder is not the whole of what the network is given"

@@ -65,8 +65,9 @@ STORIES = [
     "mix-stable-diffusion.md",
     "noise-levels.md",
     "python.md",
+    "quickstart.md",
+    "train.md",
 ]
-STORIES += ["quickstart.md", "train.md"]
 
 
 def test_all_code_says_its_language() -> None:
