@@ -1,9 +1,9 @@
-"""PyTorch checkpoints: refused unless allowed, scanned before torch reads them, never fully unpickled.
+"""PyTorch checkpoints: refused unless allowed, rehearsed before torch reads them, never fully unpickled.
 
 `torch.load` with ``weights_only`` runs no foreign code, but it has no bound on memory, reads overlapping
 storages, hashes tuples of any depth until the interpreter crashes, and leaves tensors of the format before
-torch 1.6 uninitialised if the file does not list them. So the opcodes are counted first, then Python's own
-unpickler rehearses the pickle with stand-ins for all permitted imports, and only then torch loads it.
+torch 1.6 uninitialised if the file does not list them. So Python's own unpickler first rehearses the pickle
+with few opcodes, a bound on each cost, and stand-ins for all permitted imports; only then torch loads it.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import io
 import pickle
 import pickletools
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -20,75 +20,63 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from hddm.utils.errors import HddmError, one_line, shown
+from hddm.utils.errors import HddmError, one_line
 from hddm.utils.files import Kind, kind_of, refuse_pickle
 
 LARGEST_PICKLE = 8 * 2**20
 """Bytes of the largest pickle scanned; without its tensors, thousands take one MB or two."""
+MOST_OPCODES = 600_000
+"""Per pickle; a checkpoint of thousands of tensors with optimiser state has 200,000."""
+_MOST_CALLS = 100_000
+"""Objects that a pickle makes; a tensor is about three."""
+_TALLEST = 100_000
+_MOST_MARKS = 1000
+_DEEPEST = 64
 
 
-def read_archive(path: Path) -> tuple[bytes, dict[str, int]]:
-    """Pickle of an archive, and the bytes of each record by its name below the archive's folder.
+class RefusedPickleError(Exception):
+    """A pickle that is broken or does what weights never need, as the text describes."""
 
-    Raises `HddmError` for a damaged archive (checksums are checked), compressed or encrypted records, records
-    that overlap, names that leave the archive, and any number of pickles but one.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            records = _checked(path, archive.infolist())
-            data = archive.read(records["data.pkl"])
-            # torch does not verify checksums of mapped files.
-            if (damaged := archive.testzip()) is not None:
-                raise HddmError(f"{path}: record {damaged!r} is damaged; fetch it again")
-        # A crafted file may show two readers different directories; torch must see the one checked here.
-        reader = torch._C.PyTorchFileReader(str(path))
-        if sorted(reader.get_all_records()) != sorted(records) or reader.get_record("data.pkl") != data:
-            raise HddmError(f"{path}: has two directories that differ; use a safetensors version")
-    except HddmError:
-        raise
-    # zipfile also raises struct.error, NotImplementedError, RuntimeError and others on damaged archives.
-    except Exception as error:
-        raise HddmError(
-            f"{path}: cannot be read as a PyTorch archive ({one_line(error)}); fetch it again"
-        ) from error
+
+def _require(fine: bool, problem: str) -> None:
+    if not fine:
+        raise RefusedPickleError(problem)
+
+
+def _read_archive(path: Path) -> tuple[bytes, dict[str, int]]:
+    """Pickle of an archive, and the bytes of each record by its name below the archive's folder."""
+    with zipfile.ZipFile(path) as archive:
+        records = _checked(archive.infolist(), path.stat().st_size)
+        data = archive.read(records["data.pkl"])
+        # torch does not verify checksums of mapped files.
+        damaged = archive.testzip()
+        _require(damaged is None, f"record {damaged!r} is damaged")
+    # A crafted file may show two readers different directories; torch must see the one checked here.
+    reader = torch._C.PyTorchFileReader(str(path))
+    is_same = sorted(reader.get_all_records()) == sorted(records) and reader.get_record("data.pkl") == data
+    _require(is_same, "has two directories that differ")
     return data, {name: record.file_size for name, record in records.items()}
 
 
-def _checked(path: Path, entries: list[zipfile.ZipInfo]) -> dict[str, zipfile.ZipInfo]:
+def _checked(entries: list[zipfile.ZipInfo], size: int) -> dict[str, zipfile.ZipInfo]:
     records: dict[str, zipfile.ZipInfo] = {}
-    total = 0
     for entry in entries:
         name = entry.orig_filename
         folder, _, below = name.partition("/")
-        if not folder or not below or ".." in name.split("/") or "\\" in name or "\0" in name:
-            raise HddmError(f"{path}: record {name!r} points outside the archive; use a safetensors version")
-        if below in records or folder != entries[0].orig_filename.partition("/")[0]:
-            raise HddmError(
-                f"{path}: record {name!r} is there twice or in a second folder; use a safetensors version"
-            )
-        if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
-            raise HddmError(
-                f"{path}: record {name!r} is compressed, as torch.save never writes; use a "
-                f"safetensors version"
-            )
-        total += entry.file_size
+        is_inside = folder and below and ".." not in name.split("/") and not {"\\", "\0"} & set(name)
+        _require(bool(is_inside), f"record {name!r} points outside the archive")
+        is_first = below not in records and folder == entries[0].orig_filename.partition("/")[0]
+        _require(is_first, f"record {name!r} is there twice or in a second folder")
+        is_stored = entry.compress_type == zipfile.ZIP_STORED and entry.compress_size == entry.file_size
+        _require(is_stored, f"record {name!r} is compressed, as torch.save never writes")
         records[below] = entry
-    if total > path.stat().st_size:
-        raise HddmError(
-            f"{path}: its records make {total} bytes, more than the file has; use a safetensors version"
-        )
-    if "constants.pkl" in records:
-        raise HddmError(f"{path}: is a TorchScript program, not weights; save the model's state_dict instead")
+    total = sum(entry.file_size for entry in entries)
+    _require(total <= size, f"its records make {total} bytes, more than the file has")
+    _require("constants.pkl" not in records, "is a TorchScript program, not weights")
     pickles = [name for name in records if name.split("/")[-1] == "data.pkl"]
-    if pickles != ["data.pkl"]:
-        raise HddmError(
-            f"{path}: holds {len(pickles)} records data.pkl, not one at its top; use a safetensors version"
-        )
-    size = records["data.pkl"].file_size
-    if size > LARGEST_PICKLE:
-        raise HddmError(
-            f"{path}: its data.pkl has {size} bytes, more than {LARGEST_PICKLE}; use a safetensors version"
-        )
+    _require(pickles == ["data.pkl"], f"holds {len(pickles)} records data.pkl, not one at its top")
+    length = records["data.pkl"].file_size
+    _require(length <= LARGEST_PICKLE, f"its data.pkl has {length} bytes, more than {LARGEST_PICKLE}")
     return records
 
 
@@ -109,30 +97,16 @@ _DTYPES = [
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
 ]
 
-_PLAIN = {
-    *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
-    *("BINUNICODE", "SHORT_BINSTRING"),
-}
-"""Opcodes of plain values, the only keys allowed."""
-_OPCODES = _PLAIN | {
+_OPCODES = {
     *("PROTO", "STOP", "MARK", "GLOBAL", "REDUCE", "NEWOBJ", "BUILD", "BINPERSID"),
     *("BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT", "EMPTY_TUPLE", "EMPTY_LIST", "EMPTY_DICT"),
     *("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "APPEND", "APPENDS", "SETITEM", "SETITEMS"),
+    *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
+    *("BINUNICODE", "SHORT_BINSTRING"),
 }
 """Opcodes that torch's weights-only unpickler knows, except sets."""
-
-MOST_OPCODES = 600_000
-"""Per pickle; a checkpoint of thousands of tensors with optimiser state has 200,000."""
-_MOST_CALLS = 100_000
-"""Objects that a pickle makes; a tensor is about three."""
-_TALLEST = 100_000
-_MOST_MARKS = 1000
-_MOST_NAMES = 1000
-_DEEPEST = 64
-
-
-class RefusedPickleError(Exception):
-    """A pickle that is broken or does what weights never need, as the text describes."""
+_KEYS = (str, int, float, bool, type(None))
+"""Types of a dictionary's keys; hashing a tuple of tuples overflows the C stack."""
 
 
 # Stand-ins for objects that a pickle makes.
@@ -182,15 +156,29 @@ _KNOWN["argparse Namespace"] = _Namespace
 """Stand-ins for all permitted imports, by ``module name``."""
 
 
-class _Rehearsal(pickle.Unpickler):
-    """Unpickler that imports nothing; ``storages`` gets the bytes of each storage by its key."""
+class _Rehearsal(pickle._Unpickler):
+    """Unpickler that imports nothing; ``storages`` gets the bytes of each storage by its key.
+
+    It takes only `_OPCODES`, and refuses a pickle that would cost torch much.
+    """
+
+    stack: list[Any]
+    metastack: list[list[Any]]
+    proto: int
 
     def __init__(self, stream: IO[bytes], storages: dict[str, int]) -> None:
         super().__init__(stream, fix_imports=False, encoding="latin1")
-        self._storages = storages
+        self._storages, self._opcodes, self._calls = storages, 0, 0
+
+    def load(self) -> Any:
+        value = super().load()
+        _require(not self.stack and not self.metastack, "is a broken pickle (more than one value)")
+        return value
 
     def find_class(self, module: str, name: str) -> Any:
-        return _KNOWN[f"{module} {name}"]
+        known = _KNOWN.get(f"{module} {name}")
+        _require(known is not None, f"would import {f'{module}.{name}'[:80]!r}, which weights never need")
+        return known
 
     def persistent_load(self, pid: Any) -> _Storage:
         match pid:
@@ -203,86 +191,44 @@ class _Rehearsal(pickle.Unpickler):
                 return _Storage()
         raise RefusedPickleError("loads something that is not a storage")
 
+    def before(self, name: str) -> None:
+        """Count the opcode ``name``, and refuse what it must not do to the values on the stack."""
+        self._opcodes += 1
+        self._calls += name in ("REDUCE", "NEWOBJ", "BINPERSID")
+        too_many = f"has more than {MOST_OPCODES} opcodes, which weights never need"
+        _require(self._opcodes <= MOST_OPCODES, too_many)
+        _require(self._calls <= _MOST_CALLS, f"makes more than {_MOST_CALLS} objects")
+        if name in ("SETITEM", "SETITEMS"):
+            keys = self.stack[-2:-1] if name == "SETITEM" else self.stack[::2]
+            _require(all(type(key) in _KEYS for key in keys), "has odd keys")
+        elif name == "BUILD":
+            # Others, such as `_Global`, have a __setstate__ that would change this module's own objects.
+            fits = type(self.stack[-2]) in (_Dict, _Namespace) and type(self.stack[-1]) is dict
+            _require(fits, "gives an object a state that is not a dictionary")
 
-def _require(fine: bool, problem: str) -> None:
-    if not fine:
-        raise RefusedPickleError(problem)
-
-
-def _refuse_globals(stream: IO[bytes]) -> None:
-    """Refuse the next pickle of ``stream`` if it imports anything off the list."""
-    found, texts = set[str](), ["?", "?"]
-    for opcode, value, _ in _opcodes(stream):
-        if len(found) == _MOST_NAMES:
-            break
-        if opcode.name == "STACK_GLOBAL":
-            # The two names may come from anywhere; in every ordinary pickle they are the last strings.
-            found.add(" ".join(texts))
-        elif opcode.name in ("GLOBAL", "INST") and (opcode.name == "INST" or value not in _KNOWN):
-            found.add(value)
-        elif isinstance(value, str):
-            texts = [texts[1], value]
-    names = ", ".join(shown([name.replace(" ", ".")[:80] for name in sorted(found)], 10))
-    _require(not found, f"would import {names!r}, which weights never need")
-
-
-def _rehearse(stream: IO[bytes], storages: dict[str, int]) -> Any:
-    """Load the next pickle of ``stream`` with stand-ins; ``storages`` gets the bytes of each storage."""
-    start = stream.tell()
-    _refuse_globals(stream)
-    stream.seek(start)
-    left = _bound(stream)
-    stream.seek(start)
-    value = _Rehearsal(stream, storages).load()
-    _require(not left, "is a broken pickle (more than one value)")
-    return value
+    def after(self) -> None:
+        """Refuse a pickle of another protocol, and a stack that grows too large."""
+        _require(self.proto in (0, 2), f"has protocol {self.proto}, which torch.save never writes")
+        _require(len(self.stack) <= _TALLEST, f"puts more than {_TALLEST} values on its stack")
+        _require(len(self.metastack) <= _MOST_MARKS, f"is nested deeper than {_MOST_MARKS}")
 
 
-def _bound(stream: IO[bytes]) -> int:
-    """Refuse a next pickle that costs too much; returns the number of values left on its stack.
+def _step(opcode: pickletools.OpcodeInfo) -> Callable[[Any], None]:
+    name = opcode.name
+    run: Callable[[Any], None] = pickle._Unpickler.dispatch[ord(opcode.code)]
 
-    Tuples nested a million deep take a byte a level, and as a key overflow the C stack.
-    """
-    stack: list[bool] = []
-    """True for each value that may be a key."""
-    marks = [0]
-    memo: dict[int, bool] = {}
-    calls = 0
-    for opcode, value, position in _opcodes(stream):
-        name = opcode.name
-        known = name in _OPCODES and (name != "PROTO" or value == 2)
-        text = f"{name} {value}" if name == "PROTO" else name
-        _require(known, f"has opcode {text} at byte {position}, which weights never need")
-        if name == "MARK":
-            marks.append(len(stack))
-            _require(len(marks) <= _MOST_MARKS, f"is nested deeper than {_DEEPEST}")
-        elif name in ("BINGET", "LONG_BINGET"):
-            stack.append(memo[value])
-        elif name in ("BINPUT", "LONG_BINPUT"):
-            # Python's unpickler allocates a list of that length.
-            _require(value < MOST_OPCODES, f"numbers a value {value}, which weights never need")
-            memo[value] = stack[-1]
-        else:
-            taken = sum(kind not in _MARKED for kind in opcode.stack_before)
-            start = (len(stack) if taken == len(opcode.stack_before) else marks.pop()) - taken
-            if start < marks[-1]:
-                raise IndexError(f"nothing on the stack at byte {position}")
-            if name in ("SETITEM", "SETITEMS"):
-                _require(all(stack[start + 1 :: 2]), "has odd keys")
-            stack[start:] = [name in _PLAIN] * len(opcode.stack_after)
-            calls += name in ("REDUCE", "NEWOBJ", "BINPERSID")
-            _require(calls <= _MOST_CALLS, f"makes more than {_MOST_CALLS} objects")
-        _require(len(stack) <= _TALLEST, f"puts more than {_TALLEST} values on its stack")
-    return len(stack)
+    def bounded(rehearsal: _Rehearsal) -> None:
+        rehearsal.before(name)
+        run(rehearsal)
+        rehearsal.after()
+
+    def refused(rehearsal: _Rehearsal) -> None:
+        raise RefusedPickleError(f"has opcode {name}, which weights never need")
+
+    return bounded if name in _OPCODES else refused
 
 
-_MARKED = (pickletools.markobject, pickletools.stackslice)
-
-
-def _opcodes(stream: IO[bytes]) -> Iterator[tuple[pickletools.OpcodeInfo, Any, int | None]]:
-    for number, found in enumerate(pickletools.genops(stream)):
-        _require(number < MOST_OPCODES, f"has more than {MOST_OPCODES} opcodes, which weights never need")
-        yield found
+_Rehearsal.dispatch = {ord(opcode.code): _step(opcode) for opcode in pickletools.opcodes}
 
 
 SAFE_TORCH = "2.10"
@@ -312,13 +258,12 @@ def read_pickle(path: Path, allow_pickle: bool) -> dict[str, Any]:
         raise HddmError(f"{path}: is a pickle ({kind}) under the name of safetensors; rename it to .pt")
     try:
         _scan(path, kind)
-    except HddmError:
-        raise
-    # Broken pickles raise any error of the codecs, integers and objects that they misuse.
+    # Broken pickles raise any error of the codecs, integers and objects that they misuse, broken archives
+    # struct.error, NotImplementedError, RuntimeError and others.
     except Exception as error:
         is_whole = isinstance(error, RefusedPickleError)
         problem = str(error) if is_whole else f"is a broken pickle ({one_line(error)})"
-        raise HddmError(f"{path}: {problem}; use a safetensors version") from error
+        raise HddmError(f"{path}: {problem}; fetch it again or use a safetensors version") from error
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=kind == "torch-zip")
@@ -333,20 +278,20 @@ def read_pickle(path: Path, allow_pickle: bool) -> dict[str, Any]:
 def _scan(path: Path, kind: Kind) -> None:
     storages: dict[str, int] = {}
     if kind == "torch-zip":
-        data, records = read_archive(path)
-        _rehearse(io.BytesIO(data), storages)
+        data, records = _read_archive(path)
+        _Rehearsal(io.BytesIO(data), storages).load()
         for key, size in storages.items():
             is_there = records.get(f"data/{key}") == size
             _require(is_there, f"wants {size} bytes of storage {key!r}, which are not there")
         return
     with path.open("rb") as file:
         stream = io.BytesIO(file.read(LARGEST_PICKLE))
-    head = [_rehearse(stream, {}) for _ in range(2)]
+    head = [_Rehearsal(stream, {}).load() for _ in range(2)]
     expected = [torch.serialization.MAGIC_NUMBER, torch.serialization.PROTOCOL_VERSION]
     _require(head == expected, "is a pickle that torch.save did not write")
-    _rehearse(stream, {})
-    _rehearse(stream, storages)
-    keys = _rehearse(stream, {})
+    _Rehearsal(stream, {}).load()
+    _Rehearsal(stream, storages).load()
+    keys = _Rehearsal(stream, {}).load()
     listed = isinstance(keys, list) and all(isinstance(key, str) for key in keys)
     _require(listed and sorted(keys) == sorted(storages), "lists other storages than it uses")
     # Each storage follows with its length; torch would allocate memory before looking for them.

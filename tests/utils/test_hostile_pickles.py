@@ -25,10 +25,10 @@ FLOODS = {
     "strings": b"".join(b"X\x03\x00\x00\x00" + i.to_bytes(3, "big") for i in range(2**20 - 10, 2**20)) * 9,
     "calls": CALL + b"]" + b"h\x00h\x01Ra" * (FEW // 4),
     "names": b"".join(b"cm%d\na\n" % i for i in range(700_000)),
-    "too many opcodes": b"}" * (LARGEST_PICKLE - 3),
+    "too many opcodes": b"]" + b"Na" * (LARGEST_PICKLE // 2 - 3),
 }
 PROBLEMS = {
-    "names": "and 990 more",
+    "names": "would import 'm0.a'",
     "too many opcodes": "more than 600000 opcodes",
     "marks": "nested deeper",
     "lists": "more than 100000 values",
