@@ -1,13 +1,48 @@
 """hddm benchmark."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from pydantic import BeforeValidator, Field
 
-from hddm.utils.errors import UsageError, optional
+from hddm.utils.errors import HddmError, UsageError, optional
 from hddm.utils.records import BENCHMARK_FILE
-from hddm_cli.options import InputOption, refuse_other
+from hddm.utils.settings import Described, InputPath, Positive, Shown
+from hddm_cli.options import refuse_other
+
+
+def _pairs(texts: Any) -> Any:
+    """Values by name, of texts ``NAME=VALUE``."""
+    for text in texts:
+        if "=" not in text:
+            raise HddmError("write NAME=VALUE, such as steps=100")
+    return dict(text.split("=", 1) for text in texts)
+
+
+class BenchmarkOptions(Described):
+    """What a benchmark runs on, and where."""
+
+    out: Path | None = None
+    """Output folder, or a folder of the same benchmark to continue."""
+    data: InputPath | None = None
+    """Folder of your images, $data in the file."""
+    set: Annotated[dict[str, str], BeforeValidator(_pairs), Shown("NAME=VALUE")] = Field({})
+    """Another value for one of the file's values."""
+    seeds: str | None = None
+    """Training seeds, such as 0-4 or 5,6. Default: those of the file."""
+    held_out: bool = False
+    """Score on held-out images, with the confirmation seeds."""
+    workers: Positive | None = None
+    """Steps at the same time. Default: as in the file."""
+    ray: str | None = None
+    """Address of a Ray cluster to run the steps on, or local. Default: without Ray."""
+    jobs: Path | None = None
+    """Folder of finished steps, to share them between benchmarks. Default: OUT/jobs."""
+    dry_run: bool = False
+    """Print the commands, to run them by hand, and do nothing."""
+    overwrite: bool = False
+    """Replace results of other settings in `out`, but keep its jobs."""
 
 
 def benchmark(
@@ -18,38 +53,7 @@ def benchmark(
             help="Preset (digits, photographs, cifar10, grow-digits, grow-cifar10, quickstart) or YAML file.",
         ),
     ],
-    out: Annotated[
-        Path | None, typer.Option(help="Output folder, or a folder of the same benchmark to continue.")
-    ] = None,
-    data: Annotated[Path | None, InputOption(help="Folder of your images, $data in the file.")] = None,
-    change: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="Another value for one of the file's values."),
-    ] = None,
-    seeds: Annotated[
-        str | None, typer.Option(help="Training seeds, such as 0-4 or 5,6. Default: those of the file.")
-    ] = None,
-    held_out: Annotated[
-        bool, typer.Option("--held-out", help="Score on held-out images, with the confirmation seeds.")
-    ] = False,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Steps at the same time. Default: as in the file.")
-    ] = None,
-    ray: Annotated[
-        str | None,
-        typer.Option(help="Address of a Ray cluster to run the steps on, or local. Default: without Ray."),
-    ] = None,
-    jobs: Annotated[
-        Path | None,
-        typer.Option(help="Folder of finished steps, to share them between benchmarks. Default: OUT/jobs."),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the commands, to run them by hand, and do nothing.")
-    ] = False,
-    overwrite: Annotated[
-        bool,
-        typer.Option("--overwrite", help="Replace results of other settings in --out, but keep its jobs."),
-    ] = False,
+    options: BenchmarkOptions,
 ) -> None:
     """Train, sample and measure several models, and compare them.
 
@@ -57,14 +61,14 @@ def benchmark(
     interrupted benchmark. Choose settings on validation images, then use --held-out to confirm them on images
     and seeds that were not used to choose.
     """
-    if out is None and not dry_run:
+    out = options.out
+    if out is None and not options.dry_run:
         raise UsageError("--out is required, the folder to write")
-    if ray is not None and workers is not None:
+    if options.ray is not None and options.workers is not None:
         raise UsageError("--workers: the cluster decides how many run at a time; drop one of the two")
-    values = dict(_pair(one) for one in change or ())
     from hddm.benchmark.file import read_benchmark
 
-    file = read_benchmark(which, values, seeds, held_out, workers)
+    file = read_benchmark(which, options.set, options.seeds, options.held_out, options.workers)
     if out is not None:
         refuse_other(out, BENCHMARK_FILE, "benchmark")
     optional("matplotlib", "hddm benchmark", "train")
@@ -73,21 +77,13 @@ def benchmark(
     from hddm.utils.ray_workers import RayWorkers
     from hddm_cli.lines import check_words, run_words
 
-    if dry_run:
-        for command in commands(file, data, check_words):
+    if options.dry_run:
+        for command in commands(file, options.data, check_words):
             typer.echo(command)
         return
     assert out is not None
-    backend = None if ray is None else RayWorkers(ray)
-    results = run_benchmark(
-        file, out, run_words, check=check_words, data=data, jobs=jobs, overwrite=overwrite, backend=backend
-    )
+    backend = None if options.ray is None else RayWorkers(options.ray)
+    where: dict[str, Any] = {"data": options.data, "jobs": options.jobs, "overwrite": options.overwrite}
+    results = run_benchmark(file, out, run_words, check=check_words, backend=backend, **where)
     typer.echo(tables_text(results))
     typer.echo(f"\nreport: {out / REPORT_FILE}\nfigures: {out / 'results.json'}")
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, sign, value = text.partition("=")
-    if not sign:
-        raise UsageError(f"--set {text}: write NAME=VALUE, such as steps=100")
-    return name, value

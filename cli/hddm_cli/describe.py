@@ -5,20 +5,27 @@ from typing import Annotated
 
 import typer
 
-from hddm_cli.options import InputArgument, InputOption
+from hddm.utils.settings import Described, InputPath
+from hddm_cli.options import InputArgument
+
+
+class Captions(Described):
+    """Where captions come from, and what reads them."""
+
+    captions: InputPath | None = None
+    """Text file with one caption per line."""
+    data: InputPath | None = None
+    """Shard folder of images with captions."""
+    text: str | None = None
+    """Phrases to use as captions, such as "oil paintings, portraits"."""
+    text_encoder: InputPath | None = None
+    """Folder of the text encoder. Default: the expert's own."""
+    tokenizer: InputPath | None = None
+    """Folder of the text encoder's tokenizer."""
 
 
 def describe(
-    expert: Annotated[Path, InputArgument(help="Expert folder; its topic is replaced.")],
-    captions: Annotated[Path | None, InputOption(help="Text file with one caption per line.")] = None,
-    data: Annotated[Path | None, InputOption(help="Shard folder of images with captions.")] = None,
-    text: Annotated[
-        str | None, typer.Option(help='Phrases to use as captions, such as "oil paintings, portraits".')
-    ] = None,
-    text_encoder: Annotated[
-        Path | None, InputOption(help="Folder of the text encoder. Default: the expert's own.")
-    ] = None,
-    tokenizer: Annotated[Path | None, InputOption(help="Folder of the text encoder's tokenizer.")] = None,
+    expert: Annotated[Path, InputArgument(help="Expert folder; its topic is replaced.")], source: Captions
 ) -> None:
     """Describe an expert by its captions, so that prompts find it.
 
@@ -26,5 +33,5 @@ def describe(
     """
     from hddm.experts.topics import describe_topic
 
-    made = describe_topic(expert, captions, data, text, text_encoder, tokenizer)
+    made = describe_topic(expert, **dict(source))
     typer.echo(f"{expert}: described by {made.count} captions, {made.source}")

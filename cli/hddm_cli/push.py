@@ -5,8 +5,26 @@ from typing import Annotated
 
 import typer
 
-from hddm_cli.options import InputArgument, InputOption
+from hddm.utils.settings import Described, InputPath
+from hddm_cli.options import InputArgument
 from hddm_cli.usage import say
+
+
+class PushOptions(Described):
+    """What is published."""
+
+    private: bool = False
+    """Make a new repository private."""
+    licence: str | None = None
+    """Licence of experts of your own that record none."""
+    picture: InputPath | None = None
+    """Picture for the model card, such as a sheet of samples."""
+    results: InputPath | None = None
+    """Results for the card: a file of hddm evaluate, or a Markdown table."""
+    message: str | None = None
+    """Commit message."""
+    dry_run: bool = False
+    """Print the card and the files, but send nothing."""
 
 
 def push(
@@ -14,20 +32,7 @@ def push(
     name: Annotated[
         str, typer.Argument(metavar="OWNER/NAME", help="Repository; created if it does not exist.")
     ],
-    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
-    licence: Annotated[
-        str | None, typer.Option(help="Licence of experts of your own that record none.")
-    ] = None,
-    picture: Annotated[
-        Path | None, InputOption(help="Picture for the model card, such as a sheet of samples.")
-    ] = None,
-    results: Annotated[
-        Path | None, InputOption(help="Results for the card: a file of hddm evaluate, or a Markdown table.")
-    ] = None,
-    message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the card and the files, but send nothing.")
-    ] = False,
+    options: PushOptions,
 ) -> None:
     """Publish an ensemble on the Hugging Face Hub.
 
@@ -37,11 +42,11 @@ def push(
     from hddm.pipelines.card import CARD
     from hddm.pipelines.hub import plan_upload, upload
 
-    planned = plan_upload(ensemble, name, licence, picture, results)
+    planned = plan_upload(ensemble, name, options.licence, options.picture, options.results)
     for note in planned.notes:
         say(f"note: {note}")
-    if not dry_run:
-        typer.echo(upload(planned, private or None, message=message))
+    if not options.dry_run:
+        typer.echo(upload(planned, options.private or None, message=options.message))
         return
     card = planned.files[CARD]
     typer.echo(card.decode() if isinstance(card, bytes) else card.read_text(encoding="utf-8"))

@@ -2,36 +2,51 @@
 
 import os
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from pydantic import BeforeValidator, Field
 
-from hddm.utils.errors import UsageError
-from hddm.utils.settings import ServeSettings
+from hddm.utils.settings import Described, Positive, ServeSettings, Shown
 from hddm_cli.options import Model
 
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Resource = Annotated[str, Field(min_length=1)]
 
-def serve(
-    ensemble: Model,
-    settings: ServeSettings,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; others than this machine's need HDDM_TOKEN.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
-    ray: Annotated[str, typer.Option(help="Address of a Ray cluster, or local for this machine.")] = "local",
-    num_replicas: Annotated[
-        list[str] | None,
-        typer.Option(metavar="N|EXPERT=N", help="Workers of every expert, or of one. Default: 1."),
-    ] = None,
+
+def _replicas(texts: Any) -> Any:
+    """Numbers by expert, "" for all, of texts ``N`` or ``EXPERT=N``."""
+    return {name: number for name, _, number in (one.rpartition("=") for one in texts)}
+
+
+def _resources(texts: Any) -> Any:
+    """Amounts by expert, "" for all, and resource, of texts ``NAME=NUMBER,…`` or ``EXPERT:NAME=NUMBER,…``."""
+    found = {}
+    for name, _, listed in (one.rpartition(":") for one in texts):
+        pairs = (one.partition("=") for one in listed.split(","))
+        found[name] = {resource.strip(): number or resource for resource, _, number in pairs}
+    return found
+
+
+class Cluster(Described):
+    """Where a service listens, and where its workers run."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; others than this machine's need HDDM_TOKEN."""
+    port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    """Port to listen on."""
+    ray: str = "local"
+    """Address of a Ray cluster, or local for this machine."""
+    num_replicas: Annotated[dict[str, Positive], BeforeValidator(_replicas), Shown("N|EXPERT=N")] = Field({})
+    """Workers of every expert, or of one. Default: 1."""
     resources: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=NUMBER,…",
-            help="Ray resources of each worker: num_cpus (also its threads), num_gpus or your own; EXPERT:… "
-            "for one expert, front:… for the HTTP server. Default: num_cpus=1, and a GPU if there is one.",
-        ),
-    ] = None,
-) -> None:
+        dict[str, dict[Resource, Amount]], BeforeValidator(_resources), Shown("NAME=NUMBER,…")
+    ] = Field({})
+    """Ray resources of each worker: num_cpus (also its threads), num_gpus or your own; EXPERT:… for one
+    expert, front:… for the HTTP server. Default: num_cpus=1, and a GPU if there is one."""
+
+
+def serve(ensemble: Model, settings: ServeSettings, cluster: Cluster) -> None:
     """Serve an ensemble over HTTP.
 
     Each expert runs in its own process, on one machine or many. The server speaks OpenAI's images API (POST
@@ -39,43 +54,17 @@ def serve(
     token from clients. With --no-batching, images are exactly those of hddm sample. Needs the
     extra serve (pip install '.[serve]' in a checkout).
     """
-    from hddm.serving.service import Placement
-
-    replicas = {}
-    for text in num_replicas or ():
-        name, _, count = text.rpartition("=")
-        if not count.isdecimal() or int(count) < 1:
-            raise UsageError(f"--num-replicas {text}: is N or EXPERT=N, with a whole number from 1")
-        replicas[name] = int(count)
-    placement = Placement(replicas, dict(map(_resources, resources or ())))
-
     import torch
 
-    from hddm.serving.service import TOKEN
+    from hddm.serving.service import TOKEN, Placement
     from hddm.serving.service import serve as run
 
     def ready(names: Sequence[str]) -> None:
-        shown = f"[{host}]" if ":" in host else host
+        shown = f"[{cluster.host}]" if ":" in cluster.host else cluster.host
         typer.echo(f"{ensemble}: {len(names)} experts ({', '.join(names)}) answer; Ctrl-C ends this")
         header = f' -H "Authorization: Bearer ${TOKEN}"' if os.environ.get(TOKEN) else ""
-        typer.echo(f"  curl http://{shown}:{port}/v1/images/generations{header} -d '{{\"seed\": 7}}'")
+        typer.echo(f"  curl http://{shown}:{cluster.port}/v1/images/generations{header} -d '{{\"seed\": 7}}'")
 
-    dtype = getattr(torch, settings.dtype)
-    run(ensemble, host, port, settings, placement, dtype, settings.device, ray, ready)
-
-
-def _resources(text: str) -> tuple[str, dict[str, float]]:
-    name, _, listed = text.rpartition(":")
-    found = {}
-    for part in listed.split(","):
-        key, _, number = part.partition("=")
-        try:
-            found[key.strip()] = float(number)
-        except ValueError:
-            found = {}
-        if not key.strip() or not 0 <= found.get(key.strip(), -1) < float("inf"):
-            raise UsageError(
-                f"--resources {text}: write NAME=NUMBER, separated by commas, after EXPERT: for one "
-                f"expert, such as num_gpus=1 or cats:num_cpus=4"
-            )
-    return name, found
+    placement, dtype = Placement(cluster.num_replicas, cluster.resources), getattr(torch, settings.dtype)
+    where = (cluster.host, cluster.port, settings, placement, dtype, settings.device, cluster.ray)
+    run(ensemble, *where, ready)
