@@ -8,44 +8,42 @@ import typer
 from hddm.utils.errors import UsageError, counted
 from hddm.utils.files import check_absent, restore
 from hddm.utils.records import ENSEMBLE_FILE
-from hddm.utils.settings import AssemblySettings
-from hddm_cli.options import InputArgument, InputOption, Overwrite
+from hddm.utils.settings import READ, AssemblySettings, Described, Shown
+from hddm_cli.options import InputArgument, Overwrite
 from hddm_cli.usage import say
 
 MOST = 20
 """Names of classes that are printed."""
 
 
+class Change(Described):
+    """What an ensemble is made of, or what changes in one."""
+
+    out: Path | None = None
+    """Output folder; must not exist. Default: change the ensemble in place."""
+    router: Annotated[str | None, Shown("FOLDER|moments")] = None
+    """Router folder, or moments: a router from the experts' data statistics, without training."""
+    add: Annotated[tuple[Path, ...], READ] = ()
+    """Expert to add to an ensemble."""
+    remove: Annotated[tuple[str, ...], Shown("EXPERT")] = ()
+    """Index or name of an expert to remove."""
+    allow_mixed_sizes: bool = False
+    """Let `add` add an expert of another size or latent space."""
+
+
 def assemble(
     experts: Annotated[list[Path], InputArgument(help="Expert folders, or one ensemble folder to change.")],
+    options: Change,
     settings: AssemblySettings,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Output folder; must not exist. Default: change the ensemble in place."),
-    ] = None,
-    router: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FOLDER|moments",
-            help="Router folder, or moments: a router from the experts' data statistics, without training.",
-        ),
-    ] = None,
-    add: Annotated[list[Path] | None, InputOption(help="Expert to add to an ensemble.")] = None,
-    remove: Annotated[
-        list[str] | None, typer.Option(metavar="EXPERT", help="Index or name of an expert to remove.")
-    ] = None,
-    allow_mixed_sizes: Annotated[
-        bool,
-        typer.Option("--allow-mixed-sizes", help="Let --add add an expert of another size or latent space."),
-    ] = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Combine experts and a router into an ensemble, or change one.
 
     Before anything is written, hddm checks that the parts fit together.
     """
+    out, router = options.out, options.router
     whole = [one for one in experts if (one / ENSEMBLE_FILE).is_file()]
-    changes = bool(add or remove or whole)
+    changes = bool(options.add or options.remove or whole)
     if changes and len(experts) != 1:
         changed = (whole or experts)[0]
         rest = " ".join(f"--add {one}" for one in experts if one != changed)
@@ -70,16 +68,16 @@ def assemble(
     from hddm.experts.parts import parts_of
     from hddm.utils.progress import Progress
 
-    options: dict[str, Any] = dict(settings)
-    strategy, bases = options.pop("strategy"), options.pop("base")
-    options |= {"bases": bases, "classes": read_classes(settings.classes) if settings.classes else None}
+    decided: dict[str, Any] = dict(settings)
+    strategy, bases = decided.pop("strategy"), decided.pop("base")
+    decided |= {"bases": bases, "classes": read_classes(settings.classes) if settings.classes else None}
     with Progress(None, "check and assemble"):
         if changes:
-            given = (add or (), remove or (), router, out, strategy, overwrite, allow_mixed_sizes)
-            notes = change(experts[0], *given, **options)
+            decided |= dict(options) | {"strategy": strategy, "overwrite": overwrite}
+            notes = change(experts[0], **decided)
         else:
             assert out is not None
-            notes = put_together(experts, out, router, strategy, overwrite, **options)
+            notes = put_together(experts, out, router, strategy, overwrite, **decided)
     for note in notes:
         say(f"note: {note}")
     written = out or experts[0]

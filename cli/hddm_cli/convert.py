@@ -4,14 +4,26 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from hddm.utils.errors import UsageError
 from hddm.utils.files import refuse_pickle
 from hddm.utils.progress import Progress
-from hddm.utils.settings import Conversion
-from hddm_cli.options import InputArgument, InputOption, Out, Overwrite, refuse_set
+from hddm.utils.settings import Conversion, Described, InputPath
+from hddm_cli.options import InputArgument, Out, Overwrite, refuse_set
 from hddm_cli.usage import say
+
+
+class ConvertOptions(Described):
+    """What else is written or checked."""
+
+    base: InputPath | None = None
+    """Expert that a LoRA file changes; the output is its adapter."""
+    to_layout: str | None = None
+    """Layout to write an expert back in, such as facebook-dit."""
+    data: InputPath | None = None
+    """Shard of images like the model's own, to check the stated conventions on."""
+    no_verify: bool = False
+    """Skip the comparison with the source."""
+    dry_run: bool = False
+    """Check and print the plan, but write nothing."""
 
 
 def convert(
@@ -20,61 +32,37 @@ def convert(
     ],
     out: Out,
     settings: Conversion,
-    base: Annotated[
-        Path | None, InputOption(help="Expert that a LoRA file changes; the output is its adapter.")
-    ] = None,
-    to_layout: Annotated[
-        str | None, typer.Option(help="Layout to write an expert back in, such as facebook-dit.")
-    ] = None,
-    data: Annotated[
-        Path | None,
-        InputOption(help="Shard of images like the model's own, to check the stated conventions on."),
-    ] = None,
-    no_verify: Annotated[
-        bool, typer.Option("--no-verify", help="Skip the comparison with the source.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check and print the plan, but write nothing.")
-    ] = False,
+    options: ConvertOptions,
     overwrite: Overwrite = False,
 ) -> None:
     """Turn a pretrained checkpoint into an expert.
 
     The network stays the same and is read as a velocity field.
     """
+    base, to_layout, dry_run = options.base, options.to_layout, options.dry_run
     if to_layout is not None or base is not None:
-        taken = {"licence"} if to_layout is None else set()
-        idle = {
-            "--data": data is not None,
-            "--no-verify": no_verify,
-            "--base": base is not None and to_layout,
-        }
         why = "--to-layout writes an expert as it is" if to_layout else "--base converts a LoRA file"
+        taken = {"licence"} if to_layout is None else set()
         refuse_set(settings, why, *sorted(settings.model_fields_set - taken))
-        for option in (option for option, is_passed in idle.items() if is_passed):
-            raise UsageError(f"{option}: {why}; drop one of the two")
-    if to_layout is not None:
-        from hddm.checkpoints.write_back import write_back
+        refuse_set(options, why, "data", "no_verify", *(["base"] if to_layout else []))
+        with Progress(None, "convert" if to_layout is None else "write back"):
+            if to_layout is not None:
+                from hddm.checkpoints.write_back import write_back
 
-        with Progress(None, "write back"):
-            lines = write_back(source, out, to_layout, dry_run, overwrite)
-        return _show(lines)
-    if base is not None:
-        from hddm.checkpoints.lora import convert_lora
+                lines: Iterable[str] = write_back(source, out, to_layout, dry_run, overwrite)
+            else:
+                from hddm.checkpoints.lora import convert_lora
 
-        with Progress(None, "convert"):
-            lines = convert_lora(source, base, out, settings.licence, dry_run, overwrite)
-        return _show(lines)
+                assert base is not None
+                lines = convert_lora(source, base, out, settings.licence, dry_run, overwrite)
+        for line in lines:
+            say(line)
+        return
     # Of a folder that holds both kinds, safetensors are read.
     pickles = [] if any(source.rglob("*.safetensors")) else source.rglob("diffusion_pytorch_model*.bin")
     for file in [source] if source.is_file() and source.suffix != ".json" else pickles:
         refuse_pickle(file, settings.allow_pickle)
     from hddm import convert as turn
 
-    checks = {"data": data, "verify": not no_verify, "dry_run": dry_run}
+    checks = {"data": options.data, "verify": not options.no_verify, "dry_run": dry_run}
     turn(source, out, settings=settings, overwrite=overwrite, report=say, **checks)
-
-
-def _show(lines: Iterable[str]) -> None:
-    for line in lines:
-        say(line)

@@ -8,9 +8,22 @@ import typer
 
 from hddm.utils.errors import UsageError
 from hddm.utils.files import check_result_file
-from hddm.utils.settings import EvaluationSettings, SampleSettings
+from hddm.utils.settings import Described, EvaluationSettings, Positive, SampleSettings, Shown
 from hddm_cli.options import AsJson, InputArgument, InputOption, Overwrite, refuse_set
 from hddm_cli.usage import say
+
+
+class EvaluateOptions(Described):
+    """What is done with results, and which strategies are compared."""
+
+    out: Annotated[Path | None, Shown("FILE")] = None
+    """JSON file for the result. Default: print a table."""
+    strategies: str | None = None
+    """Strategies of an ensemble to compare, or all; `out` is then a folder."""
+    num_images: Annotated[Positive | None, Shown(topic="Strategies")] = None
+    """Samples per strategy. Default: 1000."""
+    store: bool = False
+    """Save the best strategy in the ensemble folder."""
 
 
 def evaluate(
@@ -18,22 +31,8 @@ def evaluate(
         Path, InputArgument(help="Folder of images, such as hddm sample writes, or an ensemble folder.")
     ],
     reference: Annotated[Path, InputOption(help="Training images, or their partition folder.")],
+    options: EvaluateOptions,
     settings: EvaluationSettings,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="JSON file for the result. Default: print a table."),
-    ] = None,
-    strategies: Annotated[
-        str | None,
-        typer.Option(help="Strategies of an ensemble to compare, or all; --out is then a folder."),
-    ] = None,
-    num_images: Annotated[
-        int | None,
-        typer.Option(min=1, help="Samples per strategy. Default: 1000.", rich_help_panel="Strategies"),
-    ] = None,
-    store: Annotated[
-        bool, typer.Option("--store", help="Save the best strategy in the ensemble folder.")
-    ] = False,
     as_json: AsJson = False,
     overwrite: Overwrite = False,
 ) -> None:
@@ -42,7 +41,8 @@ def evaluate(
     With --strategies, the images are sampled from an ensemble. Memorised images are not found if they are
     mirrored, unless --mirrored is passed.
     """
-    if strategies is not None:
+    out = options.out
+    if options.strategies is not None:
         if out is None:
             raise UsageError("--strategies keeps samples and results in a folder; name it by --out")
         of_images = "save_classifier max_bad validation domain mirrored brief"
@@ -50,9 +50,9 @@ def evaluate(
         for option, is_passed in (("--json", as_json), ("--overwrite", overwrite)):
             if is_passed:
                 raise UsageError(f"{option}: does not go with --strategies; drop one of the two")
-        _compare_strategies(images, reference, strategies, out, num_images or 1000, settings, store)
+        _compare_strategies(images, reference, options.strategies, out, settings, options)
         return
-    if store or num_images is not None:
+    if options.store or options.num_images is not None:
         raise UsageError("--num-images and --store need --strategies, such as --strategies all")
     if out is not None:
         check_result_file(out, overwrite)
@@ -86,21 +86,21 @@ def _compare_strategies(
     reference: Path,
     strategies: str,
     out: Path,
-    num_images: int,
     settings: EvaluationSettings,
-    store: bool,
+    options: EvaluateOptions,
 ) -> None:
     from hddm.evaluation.compare import table
     from hddm.experts.assembly import change
     from hddm.pipelines.strategies import STRATEGIES, Measure, best_of, measure_strategies
 
     measure = Measure(reference, settings.held_out, settings.features, settings.allow_few)
+    asked = SampleSettings(num_images=options.num_images or 1000)
     chosen = STRATEGIES if strategies == "all" else tuple(strategies.split(","))
-    groups = measure_strategies(ensemble, out, chosen, SampleSettings(num_images=num_images), measure)
+    groups = measure_strategies(ensemble, out, chosen, asked, measure)
     typer.echo(table(groups))
     best = best_of(groups)
     typer.echo(f"least distance: {best}")
-    if store:
+    if options.store:
         change(ensemble, strategy=best)
         typer.echo(f"{ensemble}: recommends {best} from now on")
     else:

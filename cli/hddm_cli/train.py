@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic import Field
 
 from hddm.training.settings import (
     AllSettings,
@@ -16,6 +17,7 @@ from hddm.training.settings import (
     refuse_fixed,
 )
 from hddm.utils.errors import UsageError, asked, counted
+from hddm.utils.settings import Described, Positive
 from hddm_cli.options import Config, InputArgument, InputOption, Out, Overwrite, Without
 from hddm_cli.usage import say
 
@@ -96,6 +98,17 @@ def router(
         )
 
 
+class IslandOptions(Described):
+    """Where experts are trained."""
+
+    parallel: Positive | None = None
+    """Experts trained at the same time. Default: 1."""
+    ray: str | None = None
+    """Address of a Ray cluster to train on, or local. Default: without Ray."""
+    retries: Annotated[int, Field(ge=0)] = 3
+    """Maximum number of restarts of an expert whose process is killed."""
+
+
 def train_all(
     shards: Annotated[
         Path,
@@ -104,16 +117,7 @@ def train_all(
     out: Annotated[Path, typer.Option(help="Folder of all experts (OUT/expert_0, OUT/expert_1, …).")],
     settings: AllSettings,
     run: RunOptions,
-    parallel: Annotated[
-        int | None, typer.Option(min=1, help="Experts trained at the same time. Default: 1.")
-    ] = None,
-    ray: Annotated[
-        str | None,
-        typer.Option(help="Address of a Ray cluster to train on, or local. Default: without Ray."),
-    ] = None,
-    retries: Annotated[
-        int, typer.Option(min=0, help="Maximum number of restarts of an expert whose process is killed.")
-    ] = 3,
+    where: IslandOptions,
     init: Init = None,
     schedule: Schedule = None,
     overwrite: Overwrite = False,
@@ -126,7 +130,7 @@ def train_all(
     """
     if init is not None:
         refuse_fixed(settings, schedule)
-    if ray is not None and parallel is not None:
+    if where.ray is not None and where.parallel is not None:
         raise UsageError("--parallel: the cluster decides how many run at a time; drop one of the two")
 
     from hddm.data.shard_records import find_shards
@@ -144,14 +148,14 @@ def train_all(
         islands = make_islands(folders, out, objectives, of, run, schedule, init, overwrite)
     # Two of these with one --out would each train some of the experts.
     with alone(out):
-        outcomes = _trained(islands, parallel or 1, retries, ray)
+        outcomes = _trained(islands, where)
     for island, outcome in zip(islands, outcomes, strict=True):
         if outcome and isinstance(outcome, str):
             say(f"{island.out}: {outcome}")
     refuse_failed(islands, outcomes)
 
 
-def _trained(islands: Sequence["Island"], parallel: int, retries: int, ray: str | None) -> list["Outcome"]:
+def _trained(islands: Sequence["Island"], where: IslandOptions) -> list["Outcome"]:
     """Train ``islands`` with a bar each, and return how each ended."""
     from hddm.training.fitting import CALIBRATION_COST
     from hddm.training.islands import train_islands
@@ -160,7 +164,8 @@ def _trained(islands: Sequence["Island"], parallel: int, retries: int, ray: str 
     from hddm.utils.workers import Workers
 
     by_index = {island.index: island for island in islands}
-    backend = Workers(parallel, retries) if ray is None else RayWorkers(ray, retries)
+    retries = where.retries
+    backend = RayWorkers(where.ray, retries) if where.ray else Workers(where.parallel or 1, retries)
     with contextlib.ExitStack() as stack:
         stack.enter_context(Progress(None, f"train {counted(len(islands), 'expert')}", is_drawn=False))
         bars: dict[int, TrainingProgress] = {}
