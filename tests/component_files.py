@@ -23,29 +23,17 @@ def write_vae(
     **changes: Any,
 ) -> AutoencoderKL | AutoencoderTiny:
     """Write and return a VAE whose images are ``factor`` (a power of two) times as wide as its latents."""
-    levels = factor.bit_length()
+    widths, ones = (8,) * factor.bit_length(), (1,) * factor.bit_length()
+    sizes: dict[str, Any] = {"latent_channels": latent_channels}
     if kind == "kl":
-        vae = AutoencoderKL(
-            **{
-                "block_out_channels": (8,) * levels,
-                "down_block_types": ("DownEncoderBlock2D",) * levels,
-                "up_block_types": ("UpDecoderBlock2D",) * levels,
-                "norm_num_groups": 2,
-                "latent_channels": latent_channels,
-            }
-            | changes
-        )
+        sizes |= {"block_out_channels": widths, "norm_num_groups": 2}
+        for part, block in (("down", "DownEncoderBlock2D"), ("up", "UpDecoderBlock2D")):
+            sizes[f"{part}_block_types"] = (block,) * len(widths)
+        vae = AutoencoderKL(**sizes | changes)
     else:
-        vae = AutoencoderTiny(
-            **{
-                "encoder_block_out_channels": (8,) * levels,
-                "decoder_block_out_channels": (8,) * levels,
-                "num_encoder_blocks": (1,) * levels,
-                "num_decoder_blocks": (1,) * levels,
-                "latent_channels": latent_channels,
-            }
-            | changes
-        )
+        for part in ("encoder", "decoder"):
+            sizes |= {f"{part}_block_out_channels": widths, f"num_{part}_blocks": ones}
+        vae = AutoencoderTiny(**sizes | changes)
     randomised(vae, seed).to(dtype).save_pretrained(folder)
     return vae
 
@@ -69,12 +57,17 @@ def write_clip(
         "num_attention_heads": 2,
         "max_position_embeddings": tokens,
     }
-    model = CLIPTextModel(CLIPTextConfig(**sizes | changes)).eval().requires_grad_(False)
+    model = CLIPTextModel(CLIPTextConfig(**sizes | changes))
+    _scatter(model)
+    model.to(dtype).save_pretrained(root / "text_encoder")
+    return model
+
+
+def _scatter(model: CLIPTextModel | T5EncoderModel) -> None:
+    model.eval().requires_grad_(False)
     for name, parameter in model.named_parameters():
         if "norm" not in name:
             parameter.data = 0.3 * torch.randn(parameter.shape)
-    model.to(dtype).save_pretrained(root / "text_encoder")
-    return model
 
 
 def write_t5(root: Path, width: int = 16, seed: int = 0) -> T5EncoderModel:
@@ -85,10 +78,8 @@ def write_t5(root: Path, width: int = 16, seed: int = 0) -> T5EncoderModel:
     tokenizer.save_pretrained(root / "tokenizer")
     torch.manual_seed(seed)
     config = T5Config(vocab_size=40, d_model=width, d_kv=4, d_ff=32, num_layers=2, num_heads=4)
-    model = T5EncoderModel(config).eval().requires_grad_(False)
-    for name, parameter in model.named_parameters():
-        if "norm" not in name:
-            parameter.data = 0.3 * torch.randn(parameter.shape)
+    model = T5EncoderModel(config)
+    _scatter(model)
     model.save_pretrained(root / "text_encoder")
     return model
 

@@ -153,15 +153,11 @@ def fold(weights: Weights, config: Mapping[str, Any], times: Tensor, rank: int) 
 
     ``weights`` and the constructor's ``config`` are those of an `ExpertTransformer` with
     ``modulation="zero"``. ``times`` (n,) are the finite values fed as ``timestep``, equally probable; so are
-    the classes, except that the null class has the share ``NULL_SHARE``. ``rank`` is between 0 and the width.
-    Raises `HddmError` for other input.
+    the classes, except that the null class has the share ``NULL_SHARE``. ``rank`` is between 0 and the width;
+    raises `HddmError` for another.
     """
-    if config.get("modulation") != "zero":
-        raise HddmError(f"modulation is {config.get('modulation', 'single')!r}; only 'zero' can be folded")
     width = int(config["hidden_size"])
     check_modulation("single", rank, "linear", width)
-    if times.ndim != 1 or not len(times) or not times.isfinite().all():
-        raise HddmError(f"times of shape {tuple(times.shape)}: give one or more finite ones")
     blocks = range(int(config["depth"]))
     kept = {key: weights[key] for key in weights if not re.match(r"layers\..*\.modulation\.", key)}
     arguments = {**config, "modulation": "single", "modulation_rank": rank, "final_modulation": "linear"}

@@ -58,33 +58,22 @@ def test_a_tools_own_outputs_are_reproduced_and_its_file_comes_back(
     given = {name: truth[name] for name in ("class_labels", "encoder_hidden_states") if name in truth}
     difference = field.velocity(truth["x_t"], truth["t"], **given) - truth["velocity"]
     assert difference.abs().max() <= 1e-4 * truth["velocity"].std()
-    found, expected = _weights(written_back(hddm, expert, back, layout)), _weights(source)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert hddm("assemble", expert, "--out", tmp_path / "ensemble")[0] == 0
+    # The mean of a network and itself is that network.
+    assert hddm("merge", expert, expert, "--out", tmp_path / "merged")[0] == 0
+    expected = _weights(source)
+    ensembled, merged = tmp_path / "ensemble/experts/0", tmp_path / "merged"
+    for one, out in ((expert, back), (ensembled, tmp_path / "back1"), (merged, tmp_path / "back2")):
+        found = _weights(written_back(hddm, one, out, layout))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    said = f"is an ensemble; name one of its experts, as {tmp_path / 'ensemble'}/experts/0"
+    assert said in refused(hddm, tmp_path / "ensemble", "--to-layout", layout)
     converted(hddm, back, tmp_path / "again", *options[1:])
     assert contents(tmp_path / "again")[WEIGHTS] == contents(expert)[WEIGHTS]
     if layout.startswith("diffusers"):
         before, after = (facts_of(tmp_path / name) for name in ("expert", "again"))
         assert all(before[key] == after[key] for key in ("schedule", "prediction_type", "conditions"))
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_out_of_an_ensemble_and_out_of_a_merge_the_file_comes_back(
-    hddm: Command, tmp_path: Path, layout: str
-) -> None:
-    """The mean of a network and itself is that network."""
-    source, expert = shared_checkpoint(layout), tmp_path / "expert"
-    converted(hddm, source, expert, *(() if layout.startswith("diffusers") else PICKLED))
-    assert hddm("assemble", expert, "--out", tmp_path / "ensemble")[0] == 0
-    assert hddm("merge", expert, expert, "--out", tmp_path / "merged")[0] == 0
-    expected = _weights(source)
-    for name in ("ensemble/experts/0", "merged"):
-        found = _weights(written_back(hddm, tmp_path / name, tmp_path / f"{name}-back", layout))
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key], expected[key]) for key in expected)
-    said = f"is an ensemble; name one of its experts, as {tmp_path / 'ensemble'}/experts/0"
-    assert said in refused(hddm, tmp_path / "ensemble", "--to-layout", layout)
 
 
 @pytest.mark.integration
@@ -244,6 +233,7 @@ def test_an_expert_states_its_own_schedule(hddm: Command, tmp_path: Path) -> Non
     (tmp_path / "betas.json").write_text(json.dumps(LINEAR_BETAS))
     for option in (("--schedule", tmp_path / "betas.json"), ("--prediction-type", "sample")):
         assert "states its own schedule" in refused(hddm, expert, *option)
+    assert "--num-heads" in refused(hddm, expert, "--num-heads", 2)
 
 
 def test_a_checkpoint_for_a_part_of_t_is_said_to_be_one(hddm: Command, tmp_path: Path) -> None:
@@ -282,12 +272,6 @@ def test_weights_that_follow_the_rule_of_a_layout_may_go_there(hddm: Command, tm
     assert "heads: 2, as you said; nothing in the file can confirm it" in text
     first, again = load_file(expert / WEIGHTS), load_file(tmp_path / "again" / WEIGHTS)
     assert all(torch.equal(first[name], again[name]) for name in first)
-
-
-def test_options_that_change_nothing_are_refused(hddm: Command, tmp_path: Path) -> None:
-    expert = _dit_expert(tmp_path / "expert")
-    assert "--num-heads" in refused(hddm, expert, "--num-heads", 2)
-    assert "--recipe" in refused(hddm, expert, "--to-layout", "facebook-dit", "--recipe", "paper")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
