@@ -21,7 +21,6 @@ from torch.nn import functional as F
 
 from hddm.checkpoints.layouts import (
     LATENT_SCALE,
-    Facts,
     FileLayout,
     Modules,
     UnstatedHeads,
@@ -29,7 +28,7 @@ from hddm.checkpoints.layouts import (
     count_blocks,
     shape_of,
 )
-from hddm.checkpoints.sources import Forward, KeyTable, Pair, Weights, module, same
+from hddm.checkpoints.sources import Declared, Forward, KeyTable, Pair, Weights, module, same
 from hddm.networks.transformers import ExpertTransformer
 from hddm.training.settings import SIZES
 from hddm.utils.errors import HddmError
@@ -276,12 +275,13 @@ def _pixart_forward(weights: Weights, config: Mapping[str, Any]) -> Forward:
     return run
 
 
-def _pixart_facts(weights: Weights, *_: object) -> Facts:
+def _pixart_declared(weights: Weights, *_: object) -> Declared:
     """Distinguish PixArt-Σ: same names, but 300 text tokens instead of 120, and another VAE's latents."""
     null = weights.get(NULL_TEXT)
     if null is not None and null.ndim > 1 and null.shape[-2] == _SIGMA_TOKENS:
-        return Facts(None, (f"texts of {_SIGMA_TOKENS} tokens are PixArt-Σ's: no latent scale is claimed",))
-    return Facts(LATENT_SCALE)
+        note = f"texts of {_SIGMA_TOKENS} tokens are PixArt-Σ's: no latent scale is claimed"
+        return Declared(notes=(note,))
+    return Declared(latent_scale=LATENT_SCALE)
 
 
 FACEBOOK_DIT = FileLayout(
@@ -295,7 +295,7 @@ FACEBOOK_DIT = FileLayout(
     arguments=_dit_arguments,
     table=_dit_table,
     forward=_dit_forward,
-    facts=lambda *_: Facts(LATENT_SCALE, (_SIT,)),
+    declared=lambda *_: Declared(latent_scale=LATENT_SCALE, notes=(_SIT,)),
     scheduler=LINEAR_BETAS,
 )
 PIXART_ORIGINAL = FileLayout(
@@ -305,7 +305,7 @@ PIXART_ORIGINAL = FileLayout(
     arguments=_pixart_arguments,
     table=_pixart_table,
     forward=_pixart_forward,
-    facts=_pixart_facts,
+    declared=_pixart_declared,
     scheduler=LINEAR_BETAS,
     nulls={"encoder_hidden_states": NULL_TEXT},
 )

@@ -117,10 +117,16 @@ def open_model(
     weights, files = _read_weights(folder, sets[chosen], reading.allow_pickle)
     index = read_json(inside(above, PIPELINE)) if (above / PIPELINE).is_file() else {}
     scheduler = _scheduler(folder, above)
-    declared = Declared(read_json(scheduler), str(scheduler)) if scheduler else Declared()
-    _refuse_other_family(index.get("scheduler"), declared, above)
     scale, is_latent, notes = _latents(above, any(_is_there(index.get(one)) for one in VAES), arguments)
     vae, more = _vae(above, reading.variant)
+    declared = Declared(
+        read_json(scheduler) if scheduler else None,
+        str(scheduler or ""),
+        is_latent=is_latent,
+        latent_scale=scale,
+        notes=(*notes, *more),
+    )
+    _refuse_other_family(index.get("scheduler"), declared, above)
     text = PipelineText(above, reading.variant)
     return Checkpoint(
         path=folder,
@@ -133,10 +139,7 @@ def open_model(
         declared=declared,
         sets=tuple(sets),
         chosen=chosen,
-        is_latent=is_latent,
-        latent_scale=scale,
         licence=_licence(above, layout, arguments),
-        notes=(*notes, *more),
         vae=vae,
         text=text,
         components={**({"vae": above / "vae"} if vae else {}), **text.components},
@@ -166,14 +169,18 @@ def open_expert(folder: Path, reading: Reading) -> Checkpoint:
         network=type(network),
         arguments=arguments,
         table=_own_table(type(network), arguments, weights, str(files[0])),
-        declared=Declared(record.schedule, str(folder / EXPERT_FILE), prediction_type=record.prediction_type),
+        declared=Declared(
+            record.schedule,
+            str(folder / EXPERT_FILE),
+            prediction_type=record.prediction_type,
+            is_latent=record.space == "latents",
+            latent_scale=record.latent_scale,
+            kept=read_safetensors(folder / EXTRAS_FILE) if (folder / EXTRAS_FILE).exists() else {},
+        ),
         sets=(record.weights,),
         chosen=record.weights,
-        is_latent=record.space == "latents",
-        latent_scale=record.latent_scale,
         licence=record.licence,
         record=record,
-        kept=read_safetensors(folder / EXTRAS_FILE) if (folder / EXTRAS_FILE).exists() else {},
         nulls=read_nulls(folder),
         components=kept_components(folder),
     )

@@ -100,7 +100,7 @@ def _checkpoint(path: Path, allow_pickle: bool, variant: str | None) -> dict[str
         "weights": list(source.sets),
         **dict.fromkeys(("prediction_type", "schedule", "schedule_source", "schedule_range", "shift")),
     }
-    notes = list(source.notes)
+    notes = list(source.declared.notes)
     try:
         found = resolve(source, None, None)
         if shape or not found.scheduler.get("use_dynamic_shifting"):
@@ -117,8 +117,8 @@ def _checkpoint(path: Path, allow_pickle: bool, variant: str | None) -> dict[str
         unstated.append(str(error))
     return described | {
         "sample_shape": shape,
-        "space": "latents" if source.is_latent else "pixels",
-        "latent_scale": source.latent_scale,
+        "space": "latents" if source.declared.is_latent else "pixels",
+        "latent_scale": source.declared.latent_scale,
         "variance_head": interface.variance_head,
         "conditions": list(interface.conditions),
         "null_class": interface.null_class,

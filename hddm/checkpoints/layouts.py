@@ -33,20 +33,6 @@ class UnstatedHeads(HddmError):
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What a file, or the code that wrote it, says besides the network.
-
-    ``declared`` is None where the layout's ``scheduler`` holds; ``kept`` are tensors that no network needs,
-    for the way back.
-    """
-
-    latent_scale: float | None
-    notes: tuple[str, ...] = ()
-    declared: Declared | None = None
-    kept: Weights = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class FileLayout:
     """The checkpoint file format of one code base.
 
@@ -57,7 +43,7 @@ class FileLayout:
         arguments: its arguments, from the tensors and the user's options.
         table: maps names of both sides, from the network's names, its arguments and the origin for errors.
         forward: the layout's own network over its own names, for the check of a conversion.
-        facts: from the file's tensors, the arguments, the user's options and the origin for errors.
+        declared: from the file's tensors, the arguments, the user's options and the origin for errors.
         scheduler: training schedule fixed by the layout's code, as a diffusers config; None if it fixes none.
         nulls: foreign tensors that stand for no condition, by condition.
     """
@@ -68,7 +54,7 @@ class FileLayout:
     arguments: Callable[[Weights, Reading, str], dict[str, Any]]
     table: Callable[[Iterable[str], Mapping[str, Any], str], KeyTable]
     forward: Callable[[Weights, Mapping[str, Any]], Forward]
-    facts: Callable[[Weights, Mapping[str, Any], Reading, str], Facts]
+    declared: Callable[[Weights, Mapping[str, Any], Reading, str], Declared]
     scheduler: Mapping[str, Any] | None
     nulls: Mapping[str, str] = field(default_factory=dict)
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hddm.checkpoints.layouts import (
-    Facts,
     FileLayout,
     Modules,
     UnstatedHeads,
@@ -77,8 +76,12 @@ def weight_sets(content: Mapping[str, Tensor]) -> dict[WeightSet, dict[str, Tens
     return {"raw": raw, "ema": averaged} if averaged else {"unstated": raw}
 
 
-def _facts(content: Weights, config: Mapping[str, Any], reading: Reading, origin: str) -> Facts:
-    """Latent scale and betas, which the file holds as buffers; unknown tensors are refused."""
+def _declared(content: Weights, config: Mapping[str, Any], reading: Reading, origin: str) -> Declared:
+    """Betas, latent scale and the marker of v prediction, which the file holds as buffers.
+
+    Trainers leave ``ztsnr`` in files trained down to zero signal, often beside the original betas; these are
+    then rescaled as the trainers do (arXiv:2305.08891). Unknown tensors are refused.
+    """
     buffers = {name: tensor for name, tensor in content.items() if _BUFFERS.fullmatch(name)}
     known = (UNET, EMA, *OTHER_PARTS)
     strangers = [name for name in content if not name.startswith(known) and name not in buffers]
@@ -94,26 +97,22 @@ def _facts(content: Weights, config: Mapping[str, Any], reading: Reading, origin
         )
     if reading.sample_size is None:
         notes.append(f"samples of side {config['sample_size']} are assumed; `sample_size` changes that")
+    schedule, place = None, "the betas in the file"
+    if "betas" in content and content["betas"].numel():
+        betas = content["betas"].double().flatten()
+        if "ztsnr" in content and len(betas) > 1 and betas[-1] < 1:
+            betas = rescale_zero_terminal_snr(betas)
+            place += ", rescaled to no signal at their end as its ztsnr asks"
+        schedule = {"name": "discrete", "betas": betas.tolist()}
     scale = content.get("scale_factor")
-    latent_scale = None if scale is None or scale.numel() != 1 else float(scale)
-    return Facts(latent_scale, tuple(notes), _declared(content), buffers)
-
-
-def _declared(content: Weights) -> Declared:
-    """The betas that the file holds as a buffer, and its marker of v prediction.
-
-    Trainers leave ``ztsnr`` in files trained down to zero signal, often beside the original betas; these are
-    then rescaled as the trainers do (arXiv:2305.08891).
-    """
-    kind = "v_prediction" if "v_pred" in content else None
-    betas, origin = content.get("betas"), "the betas in the file"
-    if betas is None or not betas.numel():
-        return Declared(None, origin, prediction_type=kind)
-    betas = betas.double().flatten()
-    if "ztsnr" in content and len(betas) > 1 and betas[-1] < 1:
-        betas = rescale_zero_terminal_snr(betas)
-        origin += ", rescaled to no signal at their end as its ztsnr asks"
-    return Declared({"name": "discrete", "betas": betas.tolist()}, origin, prediction_type=kind)
+    return Declared(
+        schedule,
+        place,
+        prediction_type="v_prediction" if "v_pred" in content else None,
+        latent_scale=None if scale is None or scale.numel() != 1 else float(scale),
+        notes=tuple(notes),
+        kept=buffers,
+    )
 
 
 def arguments(weights: Weights, reading: Reading, origin: str) -> dict[str, Any]:
@@ -337,6 +336,6 @@ LDM = FileLayout(
     arguments=arguments,
     table=table,
     forward=forward,
-    facts=_facts,
+    declared=_declared,
     scheduler=None,
 )

@@ -74,7 +74,7 @@ def merge_experts(
         )
     found.note(f"{out} has no calibration, since its weights are new; hddm calibrate {out} fits one")
     kept = _alike(parts)
-    if lost := sorted({name for part in parts for name in part.kept} - set(kept)):
+    if lost := sorted({name for part in parts for name in part.declared.kept} - set(kept)):
         found.note(
             f"left out, since the experts differ in what their layout has besides weights: {', '.join(lost)}"
         )
@@ -137,8 +137,8 @@ def _alike(parts: Sequence[Checkpoint]) -> dict[str, Tensor]:
     """Tensors kept for the way back that all parts have alike, such as a table of positions."""
     return {
         name: one.contiguous()
-        for name, one in parts[0].kept.items()
-        if all(name in part.kept and torch.equal(one, part.kept[name]) for part in parts)
+        for name, one in parts[0].declared.kept.items()
+        if all(name in part.declared.kept and torch.equal(one, part.declared.kept[name]) for part in parts)
     }
 
 

@@ -157,7 +157,7 @@ def plan(path: Path, conversion: Conversion) -> ConversionPlan:
             LinearSchedule(), PredictionType.FLOW_PREDICTION, PAPER_STEPS, "recipe paper", conventions.notes
         )
     if built.network is source.network and conversion.architecture is None:
-        extras |= source.kept
+        extras |= source.declared.kept
     nulls = dict(source.nulls)
     if source.network is UNet2DConditionModel and (tokens := source.text.empty_prompt()) is not None:
         wanted = built.arguments.get("cross_attention_dim")
@@ -251,8 +251,8 @@ def _record(
         schedule_source="/".join(Path(origin).parts[-2:]) if origin.endswith(".json") else origin,
         time_scale=conventions.time_scale,
         sample_shape=interface.sample_shape,
-        space="latents" if source.is_latent else "pixels",
-        latent_scale=source.latent_scale,
+        space="latents" if source.declared.is_latent else "pixels",
+        latent_scale=source.declared.latent_scale,
         vae=own.vae if own else source.vae,
         text_encoder=text_encoder,
         shift=conventions.shift,
@@ -328,4 +328,4 @@ def summary(plan: ConversionPlan) -> list[str]:
             f"fold: {before:,} to {plan.parameters:,} parameters, relative error of the "
             f"modulation {plan.built.modulation_error:.2e}"
         )
-    return lines + [f"note: {note}" for note in (*source.notes, *conventions.notes)]
+    return lines + [f"note: {note}" for note in (*source.declared.notes, *conventions.notes)]

@@ -1,6 +1,7 @@
 """Single weights files: unwrap weight sets and name prefixes, and recognise the layout."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from hddm.checkpoints.dit_layouts import FACEBOOK_DIT, PIXART_ORIGINAL
 from hddm.checkpoints.layouts import IMAGENET_CLASSES, IMAGENET_LICENCE, FileLayout
 from hddm.checkpoints.ldm import LDM
 from hddm.checkpoints.lora import is_lora
-from hddm.checkpoints.sources import Checkpoint, Declared, WeightSet, choose_set
+from hddm.checkpoints.sources import Checkpoint, WeightSet, choose_set
 from hddm.networks.folders import empty_network, read_file
 from hddm.utils.errors import HddmError
 from hddm.utils.settings import Reading
@@ -47,8 +48,10 @@ def open_file(path: Path, reading: Reading) -> Checkpoint:
     weights, prefix = sets[chosen]
     arguments = layout.arguments(weights, reading, str(path))
     names = empty_network(layout.network, arguments, len(weights), str(path)).state_dict()
-    facts = layout.facts({**rest, **weights}, arguments, reading, str(path))
-    rule = Declared(layout.scheduler, f"the code of layout {layout.name}", is_layout_rule=True)
+    declared = layout.declared({**rest, **weights}, arguments, reading, str(path))
+    if layout.scheduler is not None:
+        origin = f"the code of layout {layout.name}"
+        declared = replace(declared, scheduler=layout.scheduler, scheduler_origin=origin, is_layout_rule=True)
     return Checkpoint(
         path=path,
         layout=layout.name,
@@ -58,15 +61,12 @@ def open_file(path: Path, reading: Reading) -> Checkpoint:
         arguments=arguments,
         table=layout.table(names, arguments, str(path)),
         forward=lambda: layout.forward(weights, arguments),
-        declared=facts.declared or rule,
+        declared=declared,
         sets=tuple(sets),
         chosen=chosen,
         prefix=prefix,
         nulls={name: weights[key] for name, key in layout.nulls.items() if key in weights},
-        latent_scale=facts.latent_scale,
         licence=IMAGENET_LICENCE if arguments.get("num_classes") == IMAGENET_CLASSES else None,
-        notes=facts.notes,
-        kept=facts.kept,
     )
 
 

@@ -149,15 +149,20 @@ def _divided(tensors: Sequence[Tensor], targets: Sequence[str], origin: str) -> 
 
 @dataclass(frozen=True)
 class Declared:
-    """Schedule and prediction type stated by a checkpoint, each with its place; None where unstated.
+    """What a checkpoint's files, or their layout's code, say besides the network; None where unstated.
 
-    ``scheduler`` is a diffusers scheduler config, or hddm's own record of a schedule.
+    ``scheduler`` is a diffusers scheduler config, or hddm's own record of a schedule; ``kept`` are tensors
+    that no network needs, for the way back.
     """
 
     scheduler: Mapping[str, Any] | None = None
     scheduler_origin: str = ""
     is_layout_rule: bool = False
     prediction_type: str | None = None
+    is_latent: bool = True
+    latent_scale: float | None = None
+    notes: tuple[str, ...] = ()
+    kept: Weights = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -182,10 +187,7 @@ class Checkpoint:
     prefix: str = ""
     nulls: Weights = field(default_factory=dict)
     """Tensors that stand for no condition, by condition."""
-    is_latent: bool = True
-    latent_scale: float | None = None
     licence: str | None = None
-    notes: tuple[str, ...] = ()
     vae: VaeRecord | None = None
     text: PipelineText = field(default_factory=PipelineText)
     components: Mapping[str, Path] = field(default_factory=dict)
@@ -194,8 +196,6 @@ class Checkpoint:
     """Of the components' weights files."""
     record: ExpertRecord | None = None
     """Of an expert folder."""
-    kept: Weights = field(default_factory=dict)
-    """Tensors that no network needs, for the way back."""
 
 
 def choose_set(sets: Mapping[WeightSet, Any], asked: WeightSet | None, origin: str) -> WeightSet:

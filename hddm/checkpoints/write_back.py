@@ -126,7 +126,7 @@ def _where_to(source: Checkpoint) -> str:
 def _write_file(source: Checkpoint, record: ExpertRecord, layout: str, path: Path) -> None:
     table = FILE_LAYOUTS[layout].table(source.weights, source.arguments, f"`to_layout` {layout}")
     prefix = record.source.first.prefix if record.source else ""
-    planned = table.to_foreign(source.weights, source.kept, str(source.path))
+    planned = table.to_foreign(source.weights, source.declared.kept, str(source.path))
     planned = [replace(one, name=prefix + one.name) for one in planned]
     write_safetensors(path, planned, {"format": "pt"}, check_finite=True)
     written = read_safetensors(path)

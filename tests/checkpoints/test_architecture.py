@@ -81,8 +81,7 @@ def _measured(network: ExpertTransformer, folded: Folded, times: Tensor) -> floa
     return math.sqrt(squares[0] / squares[1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("num_classes", [None, 4])
+@pytest.mark.parametrize(("dtype", "num_classes"), [(torch.float32, None), (torch.bfloat16, 4)], ids=str)
 def test_at_full_rank_outputs_are_the_same_bits(num_classes: int | None, dtype: torch.dtype) -> None:
     source, config = _source(num_classes=num_classes)
     source.to(dtype)

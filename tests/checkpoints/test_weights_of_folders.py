@@ -35,15 +35,6 @@ def test_half_precision_alone_needs_its_variant_and_is_kept(hddm: Command, tmp_p
     check_velocity(tmp_path / "expert", network, DDPM_BETAS)
 
 
-def test_pickles_alone_need_their_option(hddm: Command, tmp_path: Path) -> None:
-    network = dit()
-    source = pipeline(tmp_path / "dit", network, safe_serialization=False)
-    assert [path.suffix for path in (source / "transformer").glob("*model*")] == [".bin"]
-    assert "--allow-pickle" in refused(hddm, source)
-    converted(hddm, source, tmp_path / "expert", "--allow-pickle")
-    check_velocity(tmp_path / "expert", network, DDPM_BETAS)
-
-
 @pytest.mark.parametrize(
     "style", [f"{WEIGHTS}.safetensors.index.fp16.json", f"{WEIGHTS}.fp16.safetensors.index.json"]
 )
@@ -94,6 +85,7 @@ def test_an_old_unconditional_model_with_former_names_at_the_root(hddm: Command,
     keys = ("_class_name", "beta_start", "beta_end", "beta_schedule", "num_train_timesteps")
     old = {key: config[key] for key in keys} | {"tensor_format": "pt", "predict_epsilon": True}
     (source / "scheduler_config.json").write_text(json.dumps(old))
+    assert "--allow-pickle" in refused(hddm, source)
     converted(hddm, source, tmp_path / "expert", "--allow-pickle")
     assert facts_of(tmp_path / "expert")["space"] == "pixels"
     check_velocity(tmp_path / "expert", network, DDPM_BETAS)
