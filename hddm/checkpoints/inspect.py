@@ -4,7 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hddm.data.shard_records import MANIFEST, PARTITION_FILE
+from hddm.data.shard_records import (
+    FORMAT,
+    MANIFEST,
+    PARTITION_FILE,
+    PartitionRecord,
+    find_shards,
+    read_manifest,
+)
 from hddm.data.sources.base import PARQUET, TAR, find_files
 from hddm.training.resume import CHECKPOINTS, RUN_FILE, checkpoints_in, read_run, step_of
 from hddm.utils.files import read_json, refuse_pickle
@@ -19,6 +26,7 @@ from hddm.utils.records import (
     OlderFormat,
     OpenRecord,
     parse_record,
+    read_record,
 )
 
 Describe = Callable[[Path], dict[str, Any]]
@@ -46,6 +54,10 @@ def inspected(path: Path, allow_pickle: bool = False, variant: str | None = None
             found = _read_by("images", "hddm data check, hddm partition")
         if found is not None:
             return found(path)
+    if not any((path / record).exists() for record in _MODELS[:3]):
+        for record, described in {PARTITION_FILE: _partition, MANIFEST: _shard}.items():
+            if (path / record).exists():
+                return described(path)
     if path.is_file():
         refuse_pickle(path, allow_pickle)
     # Imported here: it imports torch.
@@ -75,6 +87,26 @@ def _run(folder: Path) -> dict[str, Any]:
         **{key: value for key, value in record.items() if key not in ("format", "changes")},
         **({"changes": record["changes"]} if record.get("changes") else {}),
     }
+
+
+def _shard(folder: Path) -> dict[str, Any]:
+    shard = read_manifest(folder)
+    own = {"images", "data", "null"}
+    if shard.encoding is None:
+        own |= {"encoding", "vae", "text_encoder", "skipped"}
+    record = shard.model_dump(mode="json", exclude=own) | {"images": shard.num_rows}
+    return {"kind": "shard" if shard.encoding is None else "encoded shard"} | record
+
+
+def _partition(folder: Path) -> dict[str, Any]:
+    """The partition's record, which `hddm encode` takes over, and the encoding of an encoded one's shards."""
+    record = read_record(folder / PARTITION_FILE, PartitionRecord, FORMAT).model_dump()
+    shard = next((shard for shard in find_shards(folder) if (shard / MANIFEST).is_file()), None)
+    manifest = None if shard is None else read_manifest(shard)
+    if manifest is None or manifest.encoding is None:
+        return {"kind": "partition", **record}
+    how = manifest.model_dump(mode="json", include={"classes", "encoding", "vae", "text_encoder"})
+    return {"kind": "encoded partition", **how, **record}
 
 
 class _ListedExpert(OpenRecord):

@@ -12,14 +12,6 @@ from hddm.checkpoints.lora import is_lora, read_lora
 from hddm.checkpoints.plan import open_source
 from hddm.checkpoints.sources import resolve, with_shift
 from hddm.conditions import join_classes
-from hddm.data.shard_records import FORMAT as SHARD_FORMAT
-from hddm.data.shard_records import (
-    MANIFEST,
-    PARTITION_FILE,
-    PartitionRecord,
-    find_shards,
-    read_manifest,
-)
 from hddm.experts.assembly import PIPELINE_FILE, foreign_pipeline
 from hddm.experts.compatibility import read_entries
 from hddm.experts.ensemble_folders import ENSEMBLE_FILE, MOMENTS, kept_components, read_ensemble_facts
@@ -43,7 +35,7 @@ _HEADS = ("num_heads", "num_attention_heads", "attention_head_dim")
 
 
 def inspect_model(folder: Path, allow_pickle: bool = False, variant: str | None = None) -> dict[str, Any]:
-    """Describe an expert, router, ensemble, partition or shard folder, or a checkpoint of other tools.
+    """Describe an expert, router or ensemble folder, or a checkpoint of other tools.
 
     ``kind`` names which. For a checkpoint, ``unstated`` lists what it does not state; ``allow_pickle`` and
     the weights file's ``variant`` apply to checkpoints only. Raises `HddmError` for anything else and for
@@ -163,15 +155,6 @@ def _router(folder: Path) -> dict[str, Any]:
     return {"kind": "router", **record, "manifest": _manifest(folder), **_network(folder)}
 
 
-def _shard(folder: Path) -> dict[str, Any]:
-    shard = read_manifest(folder)
-    own = {"images", "data", "null"}
-    if shard.encoding is None:
-        own |= {"encoding", "vae", "text_encoder", "skipped"}
-    record = shard.model_dump(mode="json", exclude=own) | {"images": shard.num_rows}
-    return {"kind": "shard" if shard.encoding is None else "encoded shard"} | record
-
-
 def _manifest(folder: Path) -> str:
     """The number of files in the folder's manifest, as text; their hashes are not compared."""
     if not has_manifest(folder):
@@ -184,17 +167,6 @@ def _with_changes(record: dict[str, Any]) -> dict[str, Any]:
     training = dict(record["training"])
     changes = training.pop("changes", None)
     return record | {"training": training} | ({"changes": changes} if changes else {})
-
-
-def _partition(folder: Path) -> dict[str, Any]:
-    """The partition's record, which `hddm encode` takes over, and the encoding of an encoded one's shards."""
-    record = read_record(folder / PARTITION_FILE, PartitionRecord, SHARD_FORMAT).model_dump()
-    shard = next((shard for shard in find_shards(folder) if (shard / MANIFEST).is_file()), None)
-    manifest = None if shard is None else read_manifest(shard)
-    if manifest is None or manifest.encoding is None:
-        return {"kind": "partition", **record}
-    how = manifest.model_dump(mode="json", include={"classes", "encoding", "vae", "text_encoder"})
-    return {"kind": "encoded partition", **how, **record}
 
 
 def _paris(folder: Path) -> dict[str, Any]:
@@ -286,7 +258,5 @@ _FOLDERS: dict[str, Callable[[Path], dict[str, Any]]] = {
     EXPERT_FILE: _expert,
     ROUTER_FILE: _router,
     ENSEMBLE_FILE: _ensemble,
-    PARTITION_FILE: _partition,
-    MANIFEST: _shard,
 }
 """Descriptions of what hddm writes, by its record."""

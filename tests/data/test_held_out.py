@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hddm.checkpoints.inspect_models import inspect_model
+from hddm.checkpoints.inspect import inspected
 from hddm.data.check import check_data
 from hddm.data.images import save_png
 from hddm.data.partition import partition
@@ -26,7 +26,7 @@ def test_held_out_images_are_shards_of_their_own_and_no_training_images(many: Pa
     assert 20 <= len(kept) <= 44
     ours, theirs = open_shard(folder), open_shard(held)
     assert (theirs.held_out_of, theirs.partition, ours.held_out_of) == (ours.hash, ours.partition, None)
-    record = inspect_model(tmp_path / "out")
+    record = inspected(tmp_path / "out")
     assert (record["sizes"], record["held_out"], record["images"]) == ([len(training)], (len(kept),), 80)
     assert (record["held_out_share"], find_shards(tmp_path / "out")) == (0.4, [folder])
 
@@ -61,9 +61,9 @@ def test_shards_too_small_for_two_sides_and_what_auto_may_take_are_known_before_
     many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hddm: Command
 ) -> None:
     assert len(partition(many, tmp_path / "auto", "auto", held_out=0.4)) == 2
-    assert list(inspect_model(tmp_path / "auto")["proposal"]) == [2]
+    assert list(inspected(tmp_path / "auto")["proposal"]) == [2]
     code, lines, _ = hddm("partition", many, "--out", tmp_path / "few", "--shards", 1, "--held-out", 0.2)
-    (held_out,) = inspect_model(tmp_path / "few")["held_out"]
+    (held_out,) = inspected(tmp_path / "few")["held_out"]
     ending = ", few to test its expert on" if held_out < 16 else ""
     assert (code, lines.splitlines()[0].split(f", {held_out} held out")[1]) == (0, ending)
     monkeypatch.setattr("hddm.data.partition.compute_features", pytest.fail)
@@ -85,7 +85,7 @@ def _twins(folder: Path, is_held_out: bool, share: float) -> Path:
 
 def test_a_shard_of_copies_has_no_held_out_images_where_all_are_trained_on(tmp_path: Path) -> None:
     folders = partition(_twins(tmp_path / "images", False, 0.4), tmp_path / "out", 2, held_out=0.4)
-    record = inspect_model(tmp_path / "out")
+    record = inspected(tmp_path / "out")
     (k,) = (k for k, kept in enumerate(record["held_out"]) if not kept)
     assert record["sizes"][k] == 40
     assert open_shard(folders[k]).classes == ("rows", "same")
@@ -107,7 +107,7 @@ def test_copies_are_kept_together_whatever_their_files_and_told_with_the_share_t
             with Image.open(path) as image:
                 image.convert("RGB").save(path.with_name(f"{path.stem}{end}"))
     code, told, _ = hddm("partition", images, "--out", out, "--shards", 2, "--held-out", 0.4)
-    record = inspect_model(out)
+    record = inspected(out)
     kept = sum(record["held_out"])
     assert (code, record["copies"], record["images"]) == (0, 40, 120)
     assert (

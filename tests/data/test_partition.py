@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hddm.checkpoints.inspect_models import inspect_model
+from hddm.checkpoints.inspect import inspected
 from hddm.data.partition import partition
 from hddm.data.partition_report import measure
 from hddm.data.shard_records import read_manifest
@@ -67,7 +67,7 @@ def test_bad_images_are_skipped_by_name_when_asked_and_one_of_anything_is_told_i
     code, told, err = hddm(*command, out, "--max-bad", 1)
     assert told.startswith(f"{out / 'shard_0'}: 81 images\n1 image is a copy of another\n")
     assert (code, f"skipped {bad}: cannot be read" in err) == (0, True)
-    record, page = inspect_model(out), (out / "report.html").read_text()
+    record, page = inspected(out), (out / "report.html").read_text()
     assert (list(record["skipped"]), record["images"]) == (["rows/<b>.png"], 81)
     assert "1 image could not be read and was left out." in page
     assert "<li>rows/&lt;b&gt;.png</li>" in page
@@ -101,7 +101,7 @@ def test_features_of_a_model_divide_too(many: Path, tmp_path: Path) -> None:
     model = write_vision_model(tmp_path / "model", "dinov2")
     folders = partition(many, tmp_path / "out", 2, features=str(model))
     assert [len(open_shard(folder)) for folder in folders] == [PER_CLASS, PER_CLASS]
-    assert inspect_model(tmp_path / "out")["features"] == str(model)
+    assert inspected(tmp_path / "out")["features"] == str(model)
 
 
 def test_the_command_keeps_features_beside_its_folder_and_the_library_keeps_none(
@@ -161,7 +161,7 @@ def test_only_features_beside_a_replaced_partition_are_replaced(
     code, _, err = hddm(*other, "--cache", tmp_path / "out.features")
     assert (code, "holds features of other images" in err) == (1, True)
     assert hddm(*other)[0] == 0
-    assert inspect_model(tmp_path / "out")["images"] == 48
+    assert inspected(tmp_path / "out")["images"] == 48
 
 
 def test_an_image_that_changed_since_its_features_is_refused(many: Path, tmp_path: Path) -> None:

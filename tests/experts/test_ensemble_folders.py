@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hddm
+from hddm.checkpoints.inspect import inspected
 from hddm.checkpoints.inspect_models import inspect_model
 from hddm.ensemble import Ensemble
 from hddm.experts.assembly import assemble, change
@@ -196,7 +197,7 @@ def test_a_folder_is_described_without_its_weights(ensemble: Path, ddpm_expert: 
     assert expert["parameters"] == sum(p.numel() for p in field.network.parameters())
     assert (expert["objective"], expert["calibrated"]) == ("ddpm", True)
     assert expert["schedule_range"] == list(field.schedule.range)
-    assert inspect_model(shards / "shard_0")["images"] == 24
+    assert inspected(shards / "shard_0")["images"] == 24
     whole = inspect_model(ensemble)
     assert whole["objectives"] == ["ddpm", "flow"]
     assert (whole["shards"], whole["router_shards"], whole["router_outputs"]) == ([0, 1], 2, [0, 1])

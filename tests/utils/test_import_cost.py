@@ -30,8 +30,10 @@ def test_loading_a_model_imports_no_network_of_diffusers() -> None:
     assert not imported & (networks | {"diffusers.pipelines", "hddm.checkpoints"})
 
 
-def test_looking_at_images_imports_nothing_heavy(images: Path) -> None:
-    for code, output, heavy in in_a_fresh_process([["data", "check", images], ["inspect", images]]):
+def test_looking_at_images_imports_nothing_heavy(images: Path, shards: Path) -> None:
+    folders = (images, shards, shards / "shard_0")
+    looks = [["data", "check", images], *(["inspect", one] for one in folders)]
+    for code, output, heavy in in_a_fresh_process(looks):
         assert (code, heavy) == (0, set()), output
 
 
