@@ -7,25 +7,31 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hddm.utils.errors import HddmError
-from hddm.utils.settings import Computing
-from hddm_cli.options import AsJson, InputArgument, InputOption, Seed, Without
+from hddm.utils.records import Seed
+from hddm.utils.settings import READ, Described, Device, InputPath
+from hddm_cli.options import AsJson, InputArgument
 from hddm_cli.usage import say
 
 if TYPE_CHECKING:
     from hddm.training.verify import Verification
 
 
+class VerifySettings(Described):
+    """How experts are checked."""
+
+    device: Device = "auto"
+    """Device: auto, cpu, cuda, cuda:1 or mps."""
+    data: InputPath | None = None
+    """Held-out shard to measure the denoising error on, or a folder of such shards."""
+    seed: Seed = 0
+    """Seed of all random numbers."""
+    base: Annotated[tuple[Path, ...], READ] = ()
+    """Base of LoRA experts, if it was moved since training."""
+
+
 def verify(
     expert: Annotated[Path, InputArgument(help="Expert folder, ensemble folder or a folder of experts.")],
-    settings: Annotated[Computing, Without(("dtype",))],
-    data: Annotated[
-        Path | None,
-        InputOption(help="Held-out shard to measure the denoising error on, or a folder of such shards."),
-    ] = None,
-    seed: Seed = 0,
-    base: Annotated[
-        list[Path] | None, InputOption(help="Base of LoRA experts, if it was moved since training.")
-    ] = None,
+    settings: VerifySettings,
     as_json: AsJson = False,
 ) -> None:
     """Check experts before use: hashes, weights, denoising error.
@@ -36,13 +42,13 @@ def verify(
     from hddm.training.verify import experts_in, images_for, problems_around, verify_expert
     from hddm.utils.progress import Progress
 
-    experts = experts_in(expert)
+    data, experts = settings.data, experts_in(expert)
     images = [None] * len(experts) if data is None else images_for(experts, data)
     is_one = experts == [expert]
     verdicts = []
     for folder, shard in zip(experts, images, strict=True):
         with Progress(None, f"verify {folder}"):
-            verdicts.append(verify_expert(folder, shard, seed, base or (), settings.device))
+            verdicts.append(verify_expert(folder, shard, settings.seed, settings.base, settings.device))
         if not as_json:
             hint = "; pass --data to measure the denoising error too" if is_one else ""
             unjudged = "; it records no shard, so it was not tested on images" if shard is None else ""
