@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from hddm.training.settings import DistillSettings, RunOptions, refuse_fixed
-from hddm_cli.options import Config, InputArgument, InputOption, Out, Overwrite
+from hddm_cli.options import Config, InputArgument, InputOption, Out, Overwrite, Without
 from hddm_cli.train import refuse_unfinished
 
 
@@ -15,7 +15,7 @@ def distill(
     data: Annotated[Path, InputOption(help="Partition folder, written by hddm partition or hddm encode.")],
     out: Out,
     settings: DistillSettings,
-    run: RunOptions,
+    run: Annotated[RunOptions, Without(("held_out", "validate_every"))],
     init: Annotated[
         Path | None,
         InputOption(help="Flow expert to start from, such as one of the ensemble; it fixes the network."),

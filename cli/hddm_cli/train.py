@@ -69,7 +69,7 @@ def router(
     ],
     out: Out,
     settings: RouterSettings,
-    run: Annotated[RunOptions, Without(("sample_every",))],
+    run: Annotated[RunOptions, Without(("sample_every", "held_out", "validate_every"))],
     overwrite: Overwrite = False,
     config: Config = None,
 ) -> None:
@@ -116,7 +116,7 @@ def train_all(
     ],
     out: Annotated[Path, typer.Option(help="Folder of all experts (OUT/expert_0, OUT/expert_1, …).")],
     settings: AllSettings,
-    run: RunOptions,
+    run: Annotated[RunOptions, Without(("held_out", "validate_every"))],
     where: IslandOptions,
     init: Init = None,
     schedule: Schedule = None,

@@ -18,7 +18,7 @@ _TOPICS = {
     "Training": "optimizer learning_rate muon_learning_rate warmup ema_decay weighting time_sampling "
     "snr_gamma weak_at",
     "Conditions": "class_conditional text_conditional condition_dropout",
-    "Checkpoints and logs": "allow_config_change checkpoint_every wandb sample_every",
+    "Checkpoints and logs": "allow_config_change checkpoint_every wandb sample_every held_out validate_every",
     "Processes": "parallel ray retries num_replicas resources",
     "Experts": "expert router_every calibration router_temperature add remove share domain classes "
     "allow_mixed_sizes",

@@ -178,7 +178,7 @@ def continue_expert(
     expert = replace(expert, facts=facts, calibration=field.calibration)
     write = saving(expert, shard, recipe, conditions, origin, save)
     data = {"shard": shard.hash, **encoding_of([shard.folder]), **origin}
-    watch = watching(field, shard, recipe.conditions)
+    watch = watching(field, shard, recipe.conditions, run)
     return run_task(task, recipe, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
 
 

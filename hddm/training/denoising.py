@@ -94,15 +94,15 @@ def denoising(
     low, high = field.noise_range
     times, ends = [low + (high - low) * share for share in TIMES], [t for t in LATE_TIMES if low <= t <= high]
     early = torch.tensor([time < START for time in times])
-    levels, late = (_errors(field, images, given, one, noise) for one in (times, ends))
+    levels, late = (velocity_errors(field, images, given, one, noise) for one in (times, ends))
     lows = levels[early]
     if not early.any():
-        lows = _errors(alone or field, images, given, times[:LOWEST], noise)
+        lows = velocity_errors(alone or field, images, given, times[:LOWEST], noise)
     gains = [_mean_and_deviation(errors[:, 1] - errors[:, 0]) for errors in (levels, lows)]
     return Denoising(_levels(times, levels), *gains[0], *gains[1], _levels(ends, late))
 
 
-def _errors(
+def velocity_errors(
     field: VelocityField,
     images: Tensor,
     conditions: Mapping[str, Tensor],
@@ -198,7 +198,7 @@ def misread(field: VelocityField, shard: Shard, seed: int) -> str | None:
     fits, network = list[tuple[float, list[tuple[str, str]], list[Tensor]]](), _Cached(field.network)
 
     def errors_of(reading: VelocityField) -> Tensor:
-        return _errors(reading, images, given, times, generator(seed, Use.DENOISING))
+        return velocity_errors(reading, images, given, times, generator(seed, Use.DENOISING))
 
     recorded, nulls = errors_of(field), field.null_conditions
     for (schedule, scale), kind in itertools.product(scales, PredictionType):

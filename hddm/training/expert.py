@@ -92,7 +92,7 @@ def train_expert(
     task = Task(expert.network, len(shard), draw, loss, key, recipe.weak_step)
     write = saving(expert, shard, recipe, labels)
     data = {"shard": shard.hash, **encoding_of([shard.folder]), "schedule": objective.schedule.config}
-    watch = watching(field_of(expert), shard, recipe.conditions)
+    watch = watching(field_of(expert), shard, recipe.conditions, run)
     return train(task, recipe, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
 
 

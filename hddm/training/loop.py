@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from hddm.training.device import Device, Flags, Readings
 from hddm.training.optimizer import optimizer_of
 from hddm.training.resume import Change, is_finished, run_folder_of, value_at
 from hddm.training.settings import Recipe, RunOptions
-from hddm.training.state import Ema, Run, TrainingState, open_run
+from hddm.training.state import Ema, Run, TrainingState, open_run, read_held_out
 from hddm.utils.errors import HddmError, UsageError, counted
 from hddm.utils.files import new_folder, nothing
 from hddm.utils.processes import Interrupted, Stopped, StopRequest
@@ -176,6 +176,8 @@ class Fitted:
     device: torch.device
     changes: Sequence[Change] = ()
     weak: Mapping[str, Tensor] = field(default_factory=dict)
+    held_out: Sequence[Mapping[str, Any]] = ()
+    """Errors on held-out images (`hddm.training.watching.HeldOut`)."""
 
     def record(self, recipe: Recipe, origin: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return plain values for the record beside the weights: the ``recipe``, and what came of it.
@@ -192,6 +194,7 @@ class Fitted:
             "images_seen": sum(batches),
             "final_loss": sum(tail) / len(tail),
             "seconds": round(self.seconds, 1),
+            **({"held_out": list(self.held_out)} if self.held_out else {}),
             **origin,
         }
 
@@ -432,9 +435,10 @@ def train(
     content = {"settings": settings, "data": dict(data)}
     if is_finished(out, record, content, run, overwrite):
         return []
-    if recipe.fsdp and run is not None and run.sample_every:
-        text = "with `fsdp=True` no process has the whole network to draw pictures with; drop one of the two"
-        raise UsageError(f"`sample_every` {run.sample_every}: {text}")
+    if recipe.fsdp and run is not None and (run.sample_every or run.held_out is not None):
+        wanted = "sample_every" if run.sample_every else "held_out"
+        text = "no process has the whole network to measure or draw with; drop one of the two"
+        raise UsageError(f"`{wanted}`: with `fsdp=True` {text}")
     watchers: list[Watcher] = []
     if on_step is not None:
         watchers.append(lambda report: on_step(report.step, report.loss, report.seconds))
@@ -450,6 +454,8 @@ def train(
                 watchers.append(stack.enter_context(watch(kept)))
         try:
             fitted = fit(task, recipe, kept, watchers)
+            if kept is not None and run is not None and run.held_out is not None:
+                fitted = replace(fitted, held_out=read_held_out(kept.folder))
             if is_first:
                 remedy = nothing if kept is None else kept.kept
                 with new_folder(out, record, overwrite, kept=remedy) as draft:

@@ -21,7 +21,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_v
 from hddm.utils.errors import HddmError, UsageError, did_you_mean
 from hddm.utils.files import read_yaml
 from hddm.utils.records import OPTIONS, WHOLE, NoiseRange, Record, Seed, parse_record
-from hddm.utils.settings import Described, Positive, Share, Shown, StrategyName
+from hddm.utils.settings import READ, Described, Positive, Share, Shown, StrategyName
 
 Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -413,6 +413,10 @@ class RunOptions(Keeping):
     """Resume the run in OUT.run."""
     allow_config_change: bool = False
     """Resume even if settings have changed."""
+    held_out: Annotated[Path, READ, Shown("FOLDER")] | None = None
+    """Shard whose images are not trained on; the error on them is logged by noise level."""
+    validate_every: Positive = 500
+    """Steps between measurements on `held_out`."""
 
 
 Settings = TypeVar("Settings", bound=Record)

@@ -14,6 +14,7 @@ that is killed or runs out of disk keeps the one before. OUT itself appears when
 
 import contextlib
 import functools
+import json
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -205,6 +206,15 @@ LATEST = 120.0
 """Most seconds without a checkpoint, unless one takes so long to write that `_SPACING` asks for more."""
 _SPACING = 10
 """Least time between checkpoints by the clock, as a multiple of the time that one takes."""
+
+
+HELD_OUT_FILE = "held_out.jsonl"
+
+
+def read_held_out(folder: Path) -> list[dict[str, Any]]:
+    """Errors on held-out images in a run's folder: per measurement its step, and ten errors by name."""
+    path = folder / HELD_OUT_FILE
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 class Run:

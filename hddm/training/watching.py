@@ -6,6 +6,7 @@ are afterwards as before.
 
 import contextlib
 import functools
+import json
 import logging
 import math
 import netrc
@@ -21,17 +22,20 @@ from torch import Tensor, nn
 
 from hddm.conditions import LABELS, Conditions
 from hddm.data.images import save_png, tiled, to_bytes
-from hddm.data.shards import Shard
+from hddm.data.shards import Shard, open_shard
 from hddm.noise import Latents, Seeded
 from hddm.running import Batch, run
 from hddm.sampling import plan
+from hddm.training.denoising import velocity_errors
+from hddm.training.fitting import conditions_of, conditions_of_rows, evenly_spaced
 from hddm.training.loop import StepReport, Watch, Watcher, mean
 from hddm.training.resume import RUN_FILE, read_run, step_of
-from hddm.training.settings import TEXT
-from hddm.training.state import Run
-from hddm.utils.errors import one_line, optional
+from hddm.training.settings import TEXT, RunOptions
+from hddm.training.state import HELD_OUT_FILE, Run, read_held_out
+from hddm.utils.errors import HddmError, one_line, optional
 from hddm.utils.files import write_whole
-from hddm.velocity import VelocityField
+from hddm.utils.streams import Use, generator
+from hddm.velocity import PredictionType, VelocityField
 
 T = TypeVar("T")
 
@@ -39,18 +43,34 @@ log = logging.getLogger(__name__)
 
 
 def watching(
-    field: VelocityField | None = None, shard: Shard | None = None, conditions: Collection[str] = ()
+    field: VelocityField | None = None,
+    shard: Shard | None = None,
+    conditions: Collection[str] = (),
+    options: RunOptions | None = None,
 ) -> Watch:
     """Return what opens the watcher of a run, by its options; see `hddm.training.loop.train`.
 
     ``field`` is the network in training, ``shard`` its data, and ``conditions`` name what it is trained
-    with; without field and shard there are no pictures.
+    with; without field and shard there are no pictures. ``options`` name the held-out images, if any.
+
+    Raises:
+        HddmError: for held-out images that are those of the training, or do not fit them.
     """
+    images = None if options is None or options.held_out is None else open_shard(options.held_out)
+    if images is not None and shard is not None:
+        if images.hash == shard.hash:
+            raise HddmError(f"`held_out` {images.folder}: is the shard that is trained on; name another")
+        if images.shape != shard.shape:
+            raise HddmError(f"`held_out` {images.folder}: images of {images.shape}, not of {shard.shape}")
+        if field is not None:
+            conditions_of(images, field)
 
     @contextlib.contextmanager
     def watch(run: Run) -> Iterator[Watcher]:
         options, logs, project = run.options, run.folder / "logs", run.options.wandb
-        figures, grids = Figures(options.log_every), None
+        figures, grids, held_out = Figures(options.log_every), None, None
+        if images is not None and field is not None:
+            held_out = HeldOut(field, images, run)
         if options.sample_every and field is not None and shard is not None:
             samples = run.folder / "samples"
             grids = Guarded("pictures", lambda: SampleGrids(field, shard, conditions, samples))
@@ -64,6 +84,8 @@ def watching(
             entry, pictures = figures.add(report), dict[str, Tensor]()
             if grids is not None and report.step % options.sample_every == 0:
                 grids.use(lambda one: pictures.update(one.draw(report)))
+            if held_out is not None and report.step % options.validate_every == 0:
+                entry |= held_out.measure(report)
             named = {f"samples/{name}": grid for name, grid in pictures.items()}
             if entry or named:
                 for sink in sinks:
@@ -129,6 +151,7 @@ STEPS, SEED = 30, 0
 LATENT_RANGE = 3.0
 """Latents, of variance about 1, are shown from minus to plus this."""
 _SMALLEST = 64
+_MOST_HELD_OUT = 512
 
 
 class SampleGrids:
@@ -188,6 +211,67 @@ class SampleGrids:
                 given: dict[str, Any] = conditions.given
                 x = x - low * field.velocity(x, how.times[-1], **given)
         return grid_of(shown(x.cpu(), self._space))
+
+
+STRATA = 10
+"""Noise levels at which the error on held-out images is measured: the middles of equal parts of t."""
+_COST = 0.02
+"""Share of a training's time that the measurements may take."""
+
+
+class HeldOut:
+    """Mean squared error of the velocity on images that are not trained on, by noise level.
+
+    The images and their noise are the same at every measurement, for raw and for averaged weights. With the
+    velocity's error e(t), the error of the network's own prediction is f(t)² e(t), where f is 1 - t for
+    epsilon, t for x_0, sqrt(t² + (1 - t)²) for v_prediction and 1 for flow_prediction. Measurements are kept
+    in the run's folder, for the record of the finished expert.
+    """
+
+    def __init__(self, field: VelocityField, held_out: Shard, run: Run) -> None:
+        self._field, self._shard, self._options = field, held_out, run.options
+        self._labels, self._path = conditions_of(held_out, field), run.folder / HELD_OUT_FILE
+        low, high = field.noise_range
+        self._times = [low + (high - low) * (k + 0.5) / STRATA for k in range(STRATA)]
+        begun = 0 if run.begun_at is None else step_of(run.begun_at)
+        self._entries = [one for one in read_held_out(run.folder) if one["step"] <= begun]
+
+    def measure(self, report: StepReport) -> dict[str, float]:
+        """Figures of the step, by name; {} if the training is to stop."""
+        state, errors = report.state, dict[str, list[float]]()
+        # A step takes about three passes per image, a measurement one per level and set of weights.
+        most = int(_COST * self._options.validate_every * 3 * len(report.losses) / (2 * STRATA))
+        rows = evenly_spaced(self._shard, min(max(most, 2), _MOST_HELD_OUT))
+        given = conditions_of_rows(rows, self._labels, self._shard, self._field)
+        images = self._shard.take(rows)
+        with undisturbed(state.network):
+            for name, weights in (("raw", contextlib.nullcontext()), ("ema", state.ema.averaged())):
+                with weights, torch.no_grad():
+                    noise = generator(SEED, Use.DENOISING)
+                    found = velocity_errors(self._field, images, given, self._times, noise)
+                errors[name] = found[:, 0].mean(1).tolist()
+                if report.should_stop():
+                    return {}
+        self._entries.append({"step": report.step, **errors})
+        lines = "".join(json.dumps(one) + "\n" for one in self._entries)
+        write_whole(self._path, lambda draft: draft.write_text(lines))
+        means = {name: sum(one) / STRATA for name, one in errors.items()}
+        text = "step %d: error of the velocity on held-out images %.4f, of averaged weights %.4f"
+        log.info(text, report.step, means["raw"], means["ema"])
+        own = [_of_prediction(self._field.prediction_type, t) ** 2 for t in self._times]
+        figures = {f"held_out/{name}": mean for name, mean in means.items()}
+        for name, one in errors.items():
+            predicted = sum(a * b for a, b in zip(own, one, strict=True)) / STRATA
+            figures[f"held_out/{name}_prediction"] = predicted
+        by_noise = zip(self._times, errors["ema"], strict=True)
+        return figures | {f"held_out_by_noise/{t:.2f}": one for t, one in by_noise}
+
+
+def _of_prediction(kind: PredictionType, t: float) -> float:
+    """Factor of the error of a network's own prediction on the error of the velocity."""
+    factors = {PredictionType.EPSILON: 1 - t, PredictionType.SAMPLE: t}
+    factors[PredictionType.V_PREDICTION] = math.hypot(t, 1 - t)
+    return factors.get(kind, 1.0)
 
 
 @contextlib.contextmanager

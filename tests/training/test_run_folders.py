@@ -370,7 +370,7 @@ def test_precisions_and_parts_that_cannot_be_are_refused(whole: Path, tmp_path: 
         (("--mixed-precision", "fp8"), "--mixed-precision fp8: choose one of no, bf16, fp16"),
         (("--gradient-accumulation-steps", 3), "--batch-size 8 does not divide into 3"),
         (("--fsdp", "--mixed-precision", "fp16"), "--fsdp needs --mixed-precision bf16 or no"),
-        (("--fsdp", "--sample-every", 2), "--sample-every 2: with --fsdp no process has the whole"),
+        (("--fsdp", "--sample-every", 2), "--sample-every: with --fsdp no process has the whole"),
     ):
         # The first is known once its run is there.
         code, _, error = hddm(*_command(whole, tmp_path / message[:4], *options))
