@@ -251,6 +251,8 @@ def life(
     """
     place.mkdir(parents=True, exist_ok=True)
     words = place / ".words"
+    # It may be killed before it has said anything.
+    words.touch()
     child = os.fork()
     if child == 0:
         _live(place, command, words, counted, moment)
