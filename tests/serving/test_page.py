@@ -308,6 +308,31 @@ class Visitor:
         )
         return [base64.b64decode(link.partition(",")[2]) for link in self.browser.evaluate(links)]
 
+    def drop(self, picture: Path) -> None:
+        """Put a picture into the editor, and paint over the middle of it."""
+        self.click("Begin with a picture")
+        self.wait("!!document.querySelector('input[type=file]') && !!document.querySelector('canvas')")
+        self.browser.call("DOM.enable")
+        root = self.browser.call("DOM.getDocument", depth=0)["root"]["nodeId"]
+        (field,) = self.browser.call("DOM.querySelectorAll", nodeId=root, selector="input[type=file]")[
+            "nodeIds"
+        ]
+        self.browser.call("DOM.setFileInputFiles", nodeId=field, files=[str(picture)])
+        # The page returns it in the images' size, enlarged.
+        self.wait("performance.getEntriesByType('resource').some(one => one.name.includes('/file=')) && 1")
+        time.sleep(2)
+        self.browser.evaluate("document.querySelector('canvas').scrollIntoView({block: 'center'})")
+        box = "(({x, y, width, height}) => [x + width / 2, y + height / 2])"
+        x, y = self.browser.evaluate(f"{box}(document.querySelector('canvas').getBoundingClientRect())")
+        for kind, right in (("Moved", -40), ("Pressed", -40), *(("Moved", k) for k in range(-30, 50, 10))):
+            self.browser.call(
+                "Input.dispatchMouseEvent", type=f"mouse{kind}", x=x + right, y=y, button="left", clickCount=1
+            )
+        self.browser.call(
+            "Input.dispatchMouseEvent", type="mouseReleased", x=x + 40, y=y, button="left", clickCount=1
+        )
+        time.sleep(1)
+
 
 @pytest.fixture(scope="module")
 def visits(
@@ -422,6 +447,22 @@ def test_a_visitor_plays(
     assert visitor.make() == "--seed -4: must be 0 or more"
     visitor.set("Seed", 0)
     assert "2 images in" in visitor.make()
+
+    # A picture to begin with, and a hole in it.
+    PICTURE.resize((40, 60)).save(tmp_path / "photo.png")
+    visitor.drop(tmp_path / "photo.png")
+    told = visitor.make()
+    (command,) = _commands(told)
+    assert command[-4:] == ["--init-image", START, "--mask", MASK]
+    for name in (START, MASK):
+        (file,) = visitor.saved(name)
+        (tmp_path / name).write_bytes(file)
+    with Image.open(tmp_path / MASK) as mask:
+        assert mask.size == (4, 4)
+        assert mask.getextrema() == (0, 255)
+    assert hddm(*command, "--overwrite")[0] == 0
+    saved = visitor.saved("my-ensemble-seed-0-")
+    assert _made(tmp_path / "samples-my-ensemble") == _pixels(saved)
 
     strange = [one for one in browser.requests if not one.startswith((address, f"blob:{address}"))]
     assert strange == []

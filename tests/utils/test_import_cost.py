@@ -30,6 +30,11 @@ def test_loading_a_model_imports_no_network_of_diffusers() -> None:
     assert not imported & (networks | {"diffusers.pipelines", "hddm.checkpoints"})
 
 
+@pytest.mark.integration
+def test_all_public_names_can_be_imported_at_once() -> None:
+    _imported("from hddm import *\nassert Ensemble and load and schedules.LinearSchedule")
+
+
 def test_looking_at_images_imports_nothing_heavy(images: Path, shards: Path) -> None:
     folders = (images, shards, shards / "shard_0")
     looks = [["data", "check", images], *(["inspect", one] for one in folders)]
