@@ -535,27 +535,23 @@ class Ensemble:
 
         An expert that takes none of the conditions that guide runs without guidance.
         """
-        against, given = self._own(negative), self._own(conditions)
-        is_guided = guidance.by_condition and can_guide(conditions, negative)
-        return [
-            (guidance if not is_guided or can_guide(has, lacks) else Guidance(1.0), lacks, has)
-            for lacks, has in zip(against, given, strict=True)
-        ]
+        found, is_guided = [], guidance.by_condition and can_guide(conditions, negative)
+        for k in range(len(self.experts)):
+            own, own_negative = self._conditions_of(k, conditions), self._conditions_of(k, negative)
+            goes_on = not is_guided or can_guide(own, own_negative)
+            found.append((guidance if goes_on else Guidance(1.0), own_negative, own))
+        return found
 
-    def _own(self, conditions: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """The conditions that each expert takes, by its own names, with classes in its own numbering."""
-        shares = []
-        joint = self.joint if LABELS in conditions else None
-        for index, one in enumerate(self.experts):
-            names = self.names_of(index)
-            own = {name: conditions[here] for name, here in names.items() if here in conditions}
-            if one.conditions is None:
-                own = dict(conditions)
-            if joint is not None and joint.numbers is not None and LABELS in own:
-                null = one.null_conditions.get(LABELS)
-                own[LABELS] = joint.own(own[LABELS], index, len(one.classes) if null is None else int(null))
-            shares.append(own)
-        return shares
+    def _conditions_of(self, k: int, conditions: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The conditions that expert k takes, by its own names, with classes in its own numbering."""
+        one, names = self.experts[k], self.names_of(k)
+        own = {name: conditions[here] for name, here in names.items() if here in conditions}
+        if one.conditions is None:
+            own = dict(conditions)
+        if LABELS in own and self.joint.numbers is not None:
+            null = one.null_conditions.get(LABELS)
+            own[LABELS] = self.joint.own(own[LABELS], k, len(one.classes) if null is None else int(null))
+        return own
 
 
 def _normalised(prior: Sequence[float] | Tensor, num_experts: int) -> Tensor:

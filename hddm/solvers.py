@@ -10,11 +10,12 @@ step.
 
 import itertools
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, get_args
 
 from torch import Tensor
 
 from hddm.utils.errors import HddmError, choose
+from hddm.utils.settings import SolverName
 
 Velocity = Callable[[Tensor, Tensor, Tensor], Tensor]
 OnStep = Callable[[int, Tensor], Tensor]
@@ -97,12 +98,8 @@ def _adams(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep, correc
     return x
 
 
-SOLVERS: dict[str, Solver] = {
-    "euler": euler,
-    "heun": heun,
-    "adams-bashforth": adams_bashforth,
-    "adams-moulton": adams_moulton,
-}
+_IN_ORDER: tuple[Solver, ...] = (euler, heun, adams_bashforth, adams_moulton)
+SOLVERS: dict[str, Solver] = dict(zip(get_args(SolverName), _IN_ORDER, strict=True))
 DEFAULT_SOLVER, DEFAULT_STEPS = "adams-moulton", 25
 
 

@@ -30,6 +30,7 @@ from hddm.experts.model_index import (
     ClassName,
     read_model_index,
     read_shift,
+    unnumbered,
     write_model_index,
     write_scheduler,
 )
@@ -50,6 +51,7 @@ from hddm.utils.records import (
     MANIFEST,
     ComposedName,
     Count,
+    OlderFormat,
     Record,
     ensemble_around,
     has_manifest,
@@ -189,7 +191,7 @@ def put_component(draft: Path, name: str, folder: Path, variant: str | None = No
     weights. Raises `HddmError` for missing weights, a link that leaves ``folder``, and files that are not
     those of its manifest, where it has one.
     """
-    target, kind = draft / name, name.rstrip("_23")
+    target, kind = draft / name, unnumbered(name)
     if kind == "text_encoder" and (pipeline := family_in(folder)) is not None:
         if has_manifest(folder):
             _refuse_damaged_component(name, folder)
@@ -239,10 +241,13 @@ def kept_components(expert: Path) -> dict[str, Path]:
 def held_by(expert: Path) -> tuple[Path, EnsembleRecord, int] | None:
     """The ensemble that holds an expert's folder, its record, and the expert's index; None without one."""
     whole = ensemble_around(expert.resolve())
-    # The experts of an older ensemble, which is not read, can be assembled anew.
-    if whole is None or str(read_json(whole / ENSEMBLE_FILE).get("format")) < EnsembleRecord.oldest:
+    if whole is None:
         return None
-    facts = read_ensemble_facts(whole)
+    try:
+        facts = read_ensemble_facts(whole)
+    except OlderFormat:
+        # Its experts can be assembled anew.
+        return None
     places = [(whole / member.folder).resolve() for member in facts.experts]
     return (whole, facts, places.index(expert.resolve())) if expert.resolve() in places else None
 

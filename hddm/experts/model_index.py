@@ -5,6 +5,7 @@ nothing that a folder says decides which code runs.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,11 @@ def numbered(name: str, number: int) -> str:
     return name if number == 0 else f"{name}_{number + 1}"
 
 
+def unnumbered(name: str) -> str:
+    """The kind of a component, by its name: ``vae`` of ``vae_2``."""
+    return re.sub(r"_\d$", "", name)
+
+
 COMPONENTS = tuple(numbered(name, number) for number in range(MOST_ENCODERS) for name in KEPT)
 """Parts that an ensemble may have besides networks and scheduler."""
 _KINDS: Mapping[str, tuple[ClassName, ...]] = {
@@ -49,7 +55,7 @@ CLASSES: Mapping[str, tuple[ClassName, ...]] = {
     "experts": (("hddm", "ExpertSet"),),
     "router": (("hddm", "RouterTransformer"),),
     "scheduler": (("diffusers", SCHEDULER),),
-    **{name: _KINDS[name.rstrip("_23")] for name in COMPONENTS},
+    **{name: _KINDS[unnumbered(name)] for name in COMPONENTS},
 }
 """Every part that an ensemble may have, and what it may be."""
 

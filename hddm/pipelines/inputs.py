@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hddm.data.images import as_trained, to_unit_range
 from hddm.editing import DEFAULT_RESAMPLING
-from hddm.experts.model_index import COMPONENTS
+from hddm.experts.model_index import COMPONENTS, unnumbered
 from hddm.networks.prompts import family_in, read_prompts
 from hddm.networks.text_encoder import read_text_encoder, read_tokenizer
 from hddm.networks.vae import read_vae
@@ -180,7 +180,7 @@ def read_parts(
     """Components of a pipeline: those ``given``, the others from their ``places`` in a folder."""
     found = dict(given)
     for name in places.keys() - given.keys():
-        place, kind = folder / places[name], name.rstrip("_23")
+        place, kind = folder / places[name], unnumbered(name)
         if kind == "tokenizer":
             found[name] = read_tokenizer(place)
         else:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hddm.experts.loading import open_ensemble
+from hddm.experts.model_index import unnumbered
 from hddm.pipelines.inputs import NETWORKS, dtypes_of, read_parts, refuse_options
 
 ModelMixin = nn.Module
@@ -43,6 +44,6 @@ def parts_for_loader(index: Mapping[str, Any]) -> dict[str, Any]:
     """Library and class of each part of ``model_index.json``, with `StockPart` for those of `NETWORKS`."""
     here = (__name__, StockPart.__name__)
     return {
-        name: here if kind[0] is not None and name.rstrip("_23") in NETWORKS else kind
+        name: here if kind[0] is not None and unnumbered(name) in NETWORKS else kind
         for name, kind in index.items()
     }

@@ -131,6 +131,8 @@ def _check_device(name: str) -> None:
 Device = Annotated[str, _checked(_check_device)]
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 Names = dict[str, tuple[str, ...]]
+SolverName = Literal["euler", "heun", "adams-bashforth", "adams-moulton"]
+"""Names in `hddm.solvers`."""
 Interpolation = Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"]
 Prediction = Literal["epsilon", "sample", "v_prediction", "flow_prediction"]
 
@@ -172,7 +174,7 @@ class SamplingSettings(Described):
     """Solver steps. Default: 25, or a distilled student's own."""
     strategy: StrategyName | None = None
     """Strategy: draw, commit-X, full, top-K, threshold-X or nucleus-X. Default: the ensemble's."""
-    solver: Literal["euler", "heun", "adams-bashforth", "adams-moulton"] | None = None
+    solver: SolverName | None = None
     """ODE solver. Default: adams-moulton; euler for a distilled student."""
     guidance_scale: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     """Guidance scale; 1 is no guidance."""

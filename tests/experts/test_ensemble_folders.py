@@ -12,13 +12,15 @@ from hddm.checkpoints.inspect import inspected
 from hddm.checkpoints.inspect_models import inspect_model
 from hddm.ensemble import Ensemble
 from hddm.experts.assembly import assemble, change
+from hddm.experts.ensemble_folders import name_of
 from hddm.experts.records import EXPERT_FILE, read_router
 from hddm.networks.folders import WEIGHTS
 from hddm.pipelines.samples import sample_to_folder
 from hddm.routers import Router
 from hddm.utils.errors import HddmError
 from hddm.utils.settings import SampleSettings
-from tests.artefacts import contents, copied, edit_json, into_hub_cache, largest_file
+from tests.artefacts import contents, copied, edit_json, into_hub_cache, largest_file, refusal
+from tests.conftest import Trio
 from tests.ensemble_files import load_ensemble
 
 TIMES = torch.tensor([0.03, 0.5, 0.97, 1.0])
@@ -216,3 +218,16 @@ def test_the_parts_of_an_older_ensemble_are_assembled_anew(ensemble: Path, tmp_p
     assemble([older / "experts" / k for k in "01"], tmp_path / "anew", older / "router", "nucleus-0.9")
     found, expected = (hddm.sample(hddm.load(one), 3, steps=2) for one in (tmp_path / "anew", ensemble))
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("version", "is_refused"), [("10.0", True), ("1.9", False)])
+def test_an_expert_in_an_ensemble_of_a_newer_format_is_refused_and_of_an_older_one_stands_alone(
+    version: str, is_refused: bool, trio: Trio, tmp_path: Path
+) -> None:
+    assemble(trio.experts, tmp_path / "ensemble")
+    edit_json(tmp_path / "ensemble" / "ensemble.json", format=version)
+    expert = tmp_path / "ensemble" / "experts" / "0"
+    if is_refused:
+        assert "10.0" in refusal(name_of, expert)
+    else:
+        assert name_of(expert) == "0"
