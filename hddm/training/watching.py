@@ -70,7 +70,7 @@ def watching(
         options, logs, project = run.options, run.folder / "logs", run.options.wandb
         figures, grids, held_out = Figures(options.log_every), None, None
         if images is not None and field is not None:
-            held_out = HeldOut(field, images, run)
+            held_out = Guarded("held-out images", lambda: HeldOut(field, images, run))
         if options.sample_every and field is not None and shard is not None:
             samples = run.folder / "samples"
             grids = Guarded("pictures", lambda: SampleGrids(field, shard, conditions, samples))
@@ -85,7 +85,7 @@ def watching(
             if grids is not None and report.step % options.sample_every == 0:
                 grids.use(lambda one: pictures.update(one.draw(report)))
             if held_out is not None and report.step % options.validate_every == 0:
-                entry |= held_out.measure(report)
+                held_out.use(lambda one: entry.update(one.measure(report)))
             named = {f"samples/{name}": grid for name, grid in pictures.items()}
             if entry or named:
                 for sink in sinks:
@@ -237,7 +237,10 @@ class HeldOut:
         self._entries = [one for one in read_held_out(run.folder) if one["step"] <= begun]
 
     def measure(self, report: StepReport) -> dict[str, float]:
-        """Figures of the step, by name; {} if the training is to stop."""
+        """Figures of the step, by name; {} if the training is to stop.
+
+        Raises `OSError` where they cannot be written, `HddmError` for errors that are not finite.
+        """
         state, errors = report.state, dict[str, list[float]]()
         # A step takes about three passes per image, a measurement one per level and set of weights.
         most = int(_COST * self._options.validate_every * 3 * len(report.losses) / (2 * STRATA))
@@ -252,6 +255,9 @@ class HeldOut:
                 errors[name] = found[:, 0].mean(1).tolist()
                 if report.should_stop():
                     return {}
+        if not all(math.isfinite(one) for by_noise in errors.values() for one in by_noise):
+            # No JSON could hold them.
+            raise HddmError(f"the errors of step {report.step} are not finite")
         self._entries.append({"step": report.step, **errors})
         lines = "".join(json.dumps(one) + "\n" for one in self._entries)
         write_whole(self._path, lambda draft: draft.write_text(lines))

@@ -76,6 +76,27 @@ def test_the_shard_itself_and_images_of_another_shape_are_refused_before_the_fir
         assert not list(tmp_path.glob("out*"))
 
 
+@pytest.mark.parametrize("value", [OSError("no space left"), torch.full((STRATA, 3, 2), torch.nan)])
+def test_a_measurement_that_fails_does_not_end_the_training(
+    parts: tuple[Path, Path],
+    tmp_path: Path,
+    value: OSError | torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*_: object) -> torch.Tensor:
+        if isinstance(value, OSError):
+            raise value
+        return value
+
+    monkeypatch.setattr("hddm.training.watching.velocity_errors", fail)
+    shard, held_out = parts
+    run = RunOptions(held_out=held_out, validate_every=2)
+    assert len(train_expert(shard, tmp_path / "out", expert_settings("flow", steps=4), run=run)) == 4
+    assert "held_out" not in read_json(tmp_path / "out" / "expert.json")["training"]
+    assert sum("the training goes on without" in one.message for one in caplog.records) == 1
+
+
 @pytest.mark.slow
 def test_a_training_on_few_images_shows_that_it_overfits(tmp_path: Path) -> None:
     """The held-out error has its minimum early, and rises while the training loss still falls."""
