@@ -37,7 +37,8 @@ from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, write_json
 
 INDEX = "model_index.json"
-_ZEROS = "force_zeros_for_empty_prompt"
+ZEROS = "force_zeros_for_empty_prompt"
+"""Key of `INDEX`: True where the negative prompt "" becomes zeros."""
 
 
 class Family(NamedTuple):
@@ -153,12 +154,12 @@ class PromptEncoders(nn.Module):
 def write_index(folder: Path, pipeline: str, empty_is_zero: bool) -> None:
     """Write ``model_index.json`` of a folder of prompts."""
     classes = {name: ["transformers", kind] for name, kind in parts_of(pipeline).items()}
-    write_json(folder / INDEX, {"_class_name": pipeline, _ZEROS: empty_is_zero, **classes})
+    write_json(folder / INDEX, {"_class_name": pipeline, ZEROS: empty_is_zero, **classes})
 
 
 def zeros_in(folder: Path) -> bool:
     """True where the negative prompt "" becomes zeros; by default it does."""
-    return bool(read_config(folder, INDEX).get(_ZEROS, True))
+    return bool(read_config(folder, INDEX).get(ZEROS, True))
 
 
 def read_prompts(folder: Path, dtype: torch.dtype = torch.float32) -> PromptEncoders:

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer, T5Tokenizer
 
 import hddm as library
+from hddm.checkpoints.write_back import write_back
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.records import write_manifest
 from tests.artefacts import Command, copied, edit_json, seal
@@ -174,6 +175,24 @@ def test_on_fluxs_time_grid_the_image_is_the_pipelines(tmp_path: Path) -> None:
     model = HDDMPipeline.from_pretrained(tmp_path / "expert")
     ours = model(PROMPTS, latents=latents, solver="euler", **options).images
     assert (ours - theirs).abs().max() < 2e-5 * theirs.abs().max()
+
+
+LAYOUTS = {"sdxl": "diffusers-unet2d-condition", "sd3": "diffusers-sd3", "flux": "diffusers-flux"}
+
+
+def test_an_expert_goes_back_to_a_pipeline_of_its_class_with_the_same_conditions(
+    pipe: DiffusionPipeline, source: Path, name: str, tmp_path: Path
+) -> None:
+    folder = copied(source, tmp_path)
+    if name == "sdxl":
+        edit_json(folder / "model_index.json", force_zeros_for_empty_prompt=False)
+    size = {"sample_size": SIDE} if name == "flux" else {}
+    library.convert(folder, tmp_path / "expert", **size)
+    write_back(tmp_path / "expert", tmp_path / "back", LAYOUTS[name])
+    again = type(pipe).from_pretrained(tmp_path / "back")
+    own = type(pipe).from_pretrained(folder)
+    for ours, theirs in zip(_theirs(again, name), _theirs(own, name), strict=True):
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
 @pytest.mark.integration
