@@ -184,6 +184,8 @@ def distill(
             and for an ``init`` that is no flow expert of such samples and classes.
         Stopped: after a signal, with the run saved.
     """
+    if run is not None and run.held_out is not None:
+        raise UsageError("`held_out`: is for trainings of experts; leave it out")
     before = recipe_before(out, EXPERT_FILE, run, overwrite)
     shards = [open_shard(folder) for folder in find_shards(shards_folder)]
     union = joined(shards, shards_folder)

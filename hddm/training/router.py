@@ -61,6 +61,8 @@ def train_router(
             or losses that are not finite.
         Stopped: after a signal, with the run saved.
     """
+    if run is not None and run.held_out is not None:
+        raise HddmError("`held_out`: is for trainings of experts; leave it out")
     if run is not None and run.sample_every:
         raise HddmError(f"sample_every: {run.sample_every}: a router makes no images; leave it out")
     recipe = resolve(RouterRecipe, settings, before=recipe_before(out, ROUTER_FILE, run, overwrite))

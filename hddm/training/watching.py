@@ -235,6 +235,7 @@ class HeldOut:
         self._times = [low + (high - low) * (k + 0.5) / STRATA for k in range(STRATA)]
         begun = 0 if run.begun_at is None else step_of(run.begun_at)
         self._entries = [one for one in read_held_out(run.folder) if one["step"] <= begun]
+        self._write()
 
     def measure(self, report: StepReport) -> dict[str, float]:
         """Figures of the step, by name; {} if the training is to stop.
@@ -259,8 +260,7 @@ class HeldOut:
             # No JSON could hold them.
             raise HddmError(f"the errors of step {report.step} are not finite")
         self._entries.append({"step": report.step, **errors})
-        lines = "".join(json.dumps(one) + "\n" for one in self._entries)
-        write_whole(self._path, lambda draft: draft.write_text(lines))
+        self._write()
         means = {name: sum(one) / STRATA for name, one in errors.items()}
         text = "step %d: error of the velocity on held-out images %.4f, of averaged weights %.4f"
         log.info(text, report.step, means["raw"], means["ema"])
@@ -271,6 +271,10 @@ class HeldOut:
             figures[f"held_out/{name}_prediction"] = predicted
         by_noise = zip(self._times, errors["ema"], strict=True)
         return figures | {f"held_out_by_noise/{t:.2f}": one for t, one in by_noise}
+
+    def _write(self) -> None:
+        lines = "".join(json.dumps(one) + "\n" for one in self._entries)
+        write_whole(self._path, lambda draft: draft.write_text(lines))
 
 
 def _of_prediction(kind: PredictionType, t: float) -> float:
