@@ -192,13 +192,14 @@ def prompts_facts(folder: Path, variant: str | None = None) -> TextEncoderRecord
     assert pipeline is not None
     refuse_other_parts(folder, pipeline)
     family, records = FAMILIES[pipeline], []
-    for name in parts_of(pipeline):
+    for name, kind in parts_of(pipeline).items():
         if not name.startswith("tokenizer"):
             words = folder / name.replace("text_encoder", "tokenizer")
             limit = read_config(words, "tokenizer_config.json").get("model_max_length")
-            records.append(text_encoder_facts(folder / name, limit, variant))
+            records.append(text_encoder_facts(folder / name, limit, variant, kind))
     clip, last = records[0], records[-1]
-    joined = "".join(one.fingerprint for one in records).encode()
+    of_empty = str(zeros_in(folder)) if family.pooled == "text_embeds" else ""
+    joined = ("".join(one.fingerprint for one in records) + of_empty).encode()
     return TextEncoderRecord(
         kind=pipeline,
         fingerprint=hashlib.sha256(joined).hexdigest()[:16],

@@ -124,12 +124,14 @@ def read_text_encoder(
     return model
 
 
-def text_encoder_facts(folder: Path, tokens: object, variant: str | None = None) -> TextEncoderRecord:
-    """Identity of the text encoder in ``folder``; raises as `read_text_encoder`.
+def text_encoder_facts(
+    folder: Path, tokens: object, variant: str | None = None, kind: str | None = None
+) -> TextEncoderRecord:
+    """Identity of the text encoder in ``folder``, read as ``kind``; raises as `read_text_encoder`.
 
     ``tokens`` is its tokenizer's ``model_max_length``, as for `prompt_length`.
     """
-    model, weights, _ = _open(folder, variant)
+    model, weights, _ = _open(folder, variant, kind)
     return TextEncoderRecord(
         kind=type(model).__name__,
         fingerprint=fingerprint(weights),

@@ -22,6 +22,7 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokeni
 
 import hddm as library
 from hddm.checkpoints.write_back import write_back
+from hddm.networks.prompts import prompts_facts
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.records import write_manifest
 from tests.artefacts import Command, copied, edit_json, seal
@@ -175,6 +176,18 @@ def test_on_fluxs_time_grid_the_image_is_the_pipelines(tmp_path: Path) -> None:
     model = HDDMPipeline.from_pretrained(tmp_path / "expert")
     ours = model(PROMPTS, latents=latents, solver="euler", **options).images
     assert (ours - theirs).abs().max() < 2e-5 * theirs.abs().max()
+
+
+def test_encoders_that_make_other_conditions_have_another_identity(tmp_path: Path) -> None:
+    pipe = stock("sdxl", tmp_path)
+    pipe.save_pretrained(tmp_path / "one")
+    edit_json(
+        copied(tmp_path / "one", tmp_path / "zeros") / "model_index.json", force_zeros_for_empty_prompt=False
+    )
+    pipe.text_encoder_2.text_projection.weight.data.mul_(2)
+    pipe.save_pretrained(tmp_path / "projection")
+    folders = (tmp_path / "one", tmp_path / "zeros" / "one", tmp_path / "projection")
+    assert len({prompts_facts(folder).fingerprint for folder in folders}) == 3
 
 
 LAYOUTS = {"sdxl": "diffusers-unet2d-condition", "sd3": "diffusers-sd3", "flux": "diffusers-flux"}
