@@ -129,9 +129,9 @@ class ExpertSet(nn.Module):
         """
         own = [network for network in self._networks if isinstance(network, StoredNetwork)]
         if len(own) < len(self._networks):
-            raise HddmError(f"offload {mode}: an expert was built in memory; save the pipeline and load it")
+            raise HddmError(f"offload {mode}: an expert was built in memory; load it from a folder")
         if mode == "disk" and any(expert.folder is None for expert in self.experts):
-            raise HddmError("offload disk: these experts are in memory only; save the ensemble and load it")
+            raise HddmError("offload disk: these experts are in memory only; load them from folders")
         shelf = Shelf(mode, budget)
         for network in own:
             shelf.add(network)

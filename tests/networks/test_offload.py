@@ -297,7 +297,7 @@ def test_what_cannot_be_kept_is_refused(folder: Path) -> None:
     with pytest.raises(HddmError, match="is one expert"):
         hddm.load(folder / "experts" / "0", offload="disk")
     held = ExpertSet([flow_expert(0)])
-    with pytest.raises(HddmError, match="in memory only; save the ensemble"):
+    with pytest.raises(HddmError, match="in memory only; load them from folders"):
         held.offload("disk")
 
 
