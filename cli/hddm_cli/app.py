@@ -131,7 +131,9 @@ def _refuse(error: Any, debug: bool) -> None:
 
 class _Line(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return as_typed(super().format(record))
+        text = super().format(record)
+        # Backticks of other libraries are not ours.
+        return as_typed(text) if record.name.partition(".")[0] == "hddm" else text
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *where: object, **more: object) -> None:

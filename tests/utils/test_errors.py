@@ -1,11 +1,13 @@
 """Errors: one line, or a line a part; what is not printable never reaches a terminal."""
 
+import logging
 import pickle
 
 import pytest
 
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.processes import at
+from hddm_cli.app import _Line
 from hddm_cli.usage import as_typed
 
 
@@ -49,3 +51,9 @@ def test_an_error_of_a_step_begins_with_its_name() -> None:
         raise HddmError("try a lower `learning_rate`", ["drop `class_conditional=True`"])
     assert raised.value.message == "step 'old': try a lower `learning_rate`"
     assert raised.value.details == ("drop `class_conditional=True`",)
+
+
+@pytest.mark.parametrize(("logger", "line"), [("hddm.training", "hddm: --steps"), ("torch", "hddm: `steps`")])
+def test_log_lines_of_other_libraries_stay_as_they_are(logger: str, line: str) -> None:
+    record = logging.LogRecord(logger, logging.INFO, "", 0, "`%s`", ("steps",), None)
+    assert _Line("hddm: %(message)s").format(record) == line
