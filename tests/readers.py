@@ -251,7 +251,7 @@ def _read_clip(folder: Path) -> None:
     embed(encoder, tokenizer, ["a cat and a dog"])
     text_encoder_facts(folder / "text_encoder", 77)
     text = PipelineText(folder)
-    text.record()
+    _ = text.record
     text.empty_prompt()
 
 

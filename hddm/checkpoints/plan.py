@@ -237,7 +237,7 @@ def _record(
     paper = conversion.recipe == PAPER
     own, origin = source.record, conventions.schedule_source
     is_flow = conventions.prediction_type is PredictionType.FLOW_PREDICTION
-    text_encoder = own.text_encoder if own else source.text.record() if TEXT in interface.conditions else None
+    text_encoder = own.text_encoder if own else source.text.record if TEXT in interface.conditions else None
     scheduler = None if source.declared.is_layout_rule else source.declared.scheduler
     options = {key: getattr(conversion, key) for key in _OPTIONS} | {
         "modulation_rank": conversion.modulation_rank if conversion.architecture else None,
@@ -309,7 +309,7 @@ def summary(plan: ConversionPlan) -> list[str]:
         text = record.text_encoder
         lines.append(f"text encoder: {text.kind} {text.fingerprint}, {text.tokens}×{text.width} tokens")
     elif TEXT in record.conditions:
-        lines.append(f"text encoder: not recorded, since {source.text.missing()}")
+        lines.append(f"text encoder: not recorded, since {source.text.missing}")
     if TEXT in plan.nulls:
         tokens = "×".join(map(str, plan.nulls[TEXT].shape))
         lines.append(f"no text: {tokens} tokens of the source's own, for guidance and calibration")

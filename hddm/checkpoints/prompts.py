@@ -4,6 +4,7 @@ An expert stores these tokens as the null value of ``encoder_hidden_states``, so
 samples need no text encoder.
 """
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hddm.networks.identity import TextEncoderRecord
-from hddm.networks.prompts import FAMILIES, family_in, parts_of, prompts_facts, refuse_other_parts, zeros_in
+from hddm.networks.prompts import family_in, parts_of, prompts_facts, refuse_other_parts, zeros_in
 from hddm.networks.text_encoder import (
     CLIP,
     STEM,
@@ -34,6 +35,7 @@ class PipelineText:
     folder: Path | None = None
     variant: str | None = None
 
+    @functools.cached_property
     def missing(self) -> str:
         """Reason why they cannot be read; empty where they can."""
         if self.folder is None:
@@ -64,9 +66,10 @@ class PipelineText:
             return "there is neither tokenizer/tokenizer.json nor tokenizer/vocab.json beside"
         return ""
 
+    @functools.cached_property
     def record(self) -> TextEncoderRecord | None:
         """Identity of the encoder, None where it is `missing`; `HddmError` for bad config or weights."""
-        if self.folder is None or self.missing():
+        if self.folder is None or self.missing:
             return None
         if family_in(self.folder) is not None:
             return prompts_facts(self.folder, self.variant)
@@ -76,7 +79,7 @@ class PipelineText:
     @property
     def components(self) -> dict[str, Path]:
         """Folders that an expert keeps to read prompts with, by name; see `hddm.networks.prompts`."""
-        if self.folder is None or self.missing():
+        if self.folder is None or self.missing:
             return {}
         if family_in(self.folder) is not None:
             return {"text_encoder": self.folder}
@@ -88,11 +91,10 @@ class PipelineText:
         None for T5, of whose tokens the padding is masked: a pipeline encodes the empty prompt itself. Zeros
         where the pipeline takes these.
         """
-        if self.folder is None or self.missing():
+        if self.folder is None or self.missing:
             return None
-        if (pipeline := family_in(self.folder)) is not None:
-            is_zero = FAMILIES[pipeline].pooled == "text_embeds" and zeros_in(self.folder)
-            facts = prompts_facts(self.folder, self.variant) if is_zero else None
+        if family_in(self.folder) is not None:
+            facts = self.record if zeros_in(self.folder) else None
             return None if facts is None else torch.zeros(facts.tokens, facts.width)
         folder = self.folder / "text_encoder"
         if kind_of(read_json(folder / "config.json")) == T5:

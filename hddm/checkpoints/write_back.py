@@ -18,7 +18,7 @@ from hddm.checkpoints.sources import Checkpoint, as_planned
 from hddm.experts.components import components_of
 from hddm.experts.ensemble_folders import ENSEMBLE_FILE, put_component
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
-from hddm.networks.prompts import FAMILIES, ZEROS, family_in, parts_of, zeros_in
+from hddm.networks.prompts import family_in, index_of, parts_of, zeros_in
 from hddm.networks.wrappers import own_time_factor
 from hddm.schedules import FLOW_MATCH_FAMILY, LinearSchedule, from_config, from_diffusers
 from hddm.utils.errors import HddmError, UsageError, choose
@@ -151,12 +151,9 @@ def _write_pipeline(source: Checkpoint, record: ExpertRecord, layout: str, draft
         if inner is None:
             index[name] = put_component(draft, name, folder)
             continue
-        for part, kind_of_part in parts_of(inner).items():
+        for part in parts_of(inner):
             put_component(draft, part, folder / part)
-            index[part] = ["transformers", kind_of_part]
-        index["_class_name"] = inner
-        if FAMILIES[inner].pooled == "text_embeds":
-            index[ZEROS] = zeros_in(folder)
+        index |= index_of(inner, zeros_in(folder))
     scheduler, notes = _scheduler(record, own_time_factor(kind.__name__)), []
     if scheduler is None:
         notes.append(f"note: no scheduler of diffusers has the schedule {record.schedule}; none written")

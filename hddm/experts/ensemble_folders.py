@@ -38,7 +38,7 @@ from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord, Temperature,
 from hddm.networks.folders import WEIGHTS, sha256_once
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.networks.prompts import INDEX as PROMPTS_INDEX
-from hddm.networks.prompts import family_in, parts_of, refuse_other_parts, write_index, zeros_in
+from hddm.networks.prompts import family_in, index_of, parts_of, refuse_other_parts, zeros_in
 from hddm.networks.text_encoder import STEM as TEXT_STEM
 from hddm.networks.text_encoder import TOKENIZERS, kind_of
 from hddm.networks.vae import STEM as VAE_STEM
@@ -191,30 +191,29 @@ def put_component(draft: Path, name: str, folder: Path, variant: str | None = No
     weights. Raises `HddmError` for missing weights, a link that leaves ``folder``, and files that are not
     those of its manifest, where it has one.
     """
+    if has_manifest(folder):
+        _refuse_damaged_component(name, folder)
     target, kind = draft / name, unnumbered(name)
     if kind == "text_encoder" and (pipeline := family_in(folder)) is not None:
-        if has_manifest(folder):
-            _refuse_damaged_component(name, folder)
         refuse_other_parts(folder, pipeline)
         for part in parts_of(pipeline):
             put_component(target, part, folder / part, variant)
-        write_index(target, pipeline, zeros_in(folder))
+        write_json(target / PROMPTS_INDEX, index_of(pipeline, zeros_in(folder)))
         return "hddm", "PromptEncoders"
-    if has_manifest(folder):
-        _refuse_damaged_component(name, folder)
     target.mkdir(parents=True)
     if kind in _STEMS:
         weights, _ = read_weights(folder, _STEMS[kind], variant)
+        stored = f"{_STEMS[kind]}.safetensors"
         if weights.suffix == ".json":
+            stored += ".index.json"
             for shard in sorted(set(read_json(weights)["weight_map"].values())):
                 link_or_copy(inside(folder, shard), target / shard)
-        end = ".index.json" if weights.suffix == ".json" else ""
-        link_or_copy(weights, target / f"{_STEMS[kind]}.safetensors{end}")
+        link_or_copy(weights, target / stored)
     for path in sorted(folder.iterdir()):
         is_text = path.suffix in _TEXT_FILES or path.name.startswith("LICENSE")
-        # Of other weights, perhaps.
-        is_text = is_text and ".index." not in path.name
-        if is_text and path.name != MANIFEST and inside(folder, path.name).is_file():
+        # An index may be of other weights.
+        is_other = path.name == MANIFEST or ".index." in path.name
+        if is_text and not is_other and inside(folder, path.name).is_file():
             link_or_copy(path, target / path.name)
     if kind == "tokenizer":
         stated = read_config(folder, "tokenizer_config.json").get("tokenizer_class", "CLIPTokenizer")
@@ -276,9 +275,11 @@ def whole_components(expert: Path) -> dict[str, Path]:
 
 def _refuse_damaged_component(name: str, folder: Path) -> None:
     """Refuse a component whose files are not those that were written with its manifest."""
-    is_family = not name.startswith("tokenizer") and family_in(folder) is not None
-    record = PROMPTS_INDEX if is_family else "config.json"
-    refuse_damaged(folder, "tokenizer_config.json" if name.startswith("tokenizer") else record)
+    if name.startswith("tokenizer"):
+        record = "tokenizer_config.json"
+    else:
+        record = "config.json" if family_in(folder) is None else PROMPTS_INDEX
+    refuse_damaged(folder, record)
 
 
 def refuse_damaged_ensemble(folder: Path, facts: EnsembleRecord, experts: Collection[int]) -> None:

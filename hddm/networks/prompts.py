@@ -45,17 +45,22 @@ class Family(NamedTuple):
     """What a pipeline class encodes prompts with, and what comes of it.
 
     ``encoders`` are classes of the text encoders, in order. ``pooled`` is the condition that gets one vector
-    per prompt. T5 pads prompts to ``t5_tokens``; with ``joins``, CLIP's tokens come before T5's.
+    per prompt. T5 pads prompts to ``t5_tokens``; with ``joins``, CLIP's tokens come before T5's. ``network``
+    is the pipeline's keyword for its network; with ``may_be_zeros``, `ZEROS` is part of its index.
     """
 
     encoders: tuple[str, ...]
     pooled: str
     t5_tokens: int = 0
     joins: bool = False
+    network: str = "transformer"
+    may_be_zeros: bool = False
 
 
 FAMILIES: Mapping[str, Family] = {
-    "StableDiffusionXLPipeline": Family((CLIP, CLIP_PROJECTED), "text_embeds"),
+    "StableDiffusionXLPipeline": Family(
+        (CLIP, CLIP_PROJECTED), "text_embeds", network="unet", may_be_zeros=True
+    ),
     "StableDiffusion3Pipeline": Family(
         (CLIP_PROJECTED, CLIP_PROJECTED, T5), "pooled_projections", 256, joins=True
     ),
@@ -99,13 +104,13 @@ class PromptEncoders(nn.Module):
     ``parts`` are named as in `parts_of`. With ``empty_is_zero`` the negative prompt "" becomes zeros.
     """
 
-    def __init__(self, pipeline: str, parts: Mapping[str, Any], empty_is_zero: bool = True) -> None:
+    def __init__(self, pipeline: str, parts: Mapping[str, Any], empty_is_zero: bool) -> None:
         super().__init__()
         self.family, self.pipeline, self.empty_is_zero = FAMILIES[pipeline], pipeline, empty_is_zero
         self.encoders = nn.ModuleDict({k: one for k, one in parts.items() if isinstance(one, nn.Module)})
         self.tokenizers = {name: one for name, one in parts.items() if name not in self.encoders}
-        own = {"add_watermarker": False} if pipeline == "StableDiffusionXLPipeline" else {}
-        absent = dict.fromkeys(("vae", "scheduler", "unet" if own else "transformer"))
+        absent = dict.fromkeys(("vae", "scheduler", self.family.network))
+        own = {"add_watermarker": False} if self.family.network == "unet" else {}
         self._pipe = getattr(diffusers, pipeline)(**parts, **absent, **own)
 
     @property
@@ -138,7 +143,7 @@ class PromptEncoders(nn.Module):
             tokens, _, pooled, _ = self._pipe.encode_prompt(
                 texts, **others, device=self.device, do_classifier_free_guidance=False
             )
-        if is_negative and self.empty_is_zero and family.pooled == "text_embeds":
+        if is_negative and self.empty_is_zero:
             given = torch.tensor([bool(text) for text in texts], device=tokens.device)
             tokens, pooled = tokens * given[:, None, None], pooled * given[:, None]
         refuse_non_finite_tokens(tokens)
@@ -148,18 +153,21 @@ class PromptEncoders(nn.Module):
         """Write the parts into ``folder``."""
         for name, part in (*self.encoders.items(), *self.tokenizers.items()):
             part.save_pretrained(Path(folder) / name)
-        write_index(Path(folder), self.pipeline, self.empty_is_zero)
+        write_json(Path(folder) / INDEX, index_of(self.pipeline, self.empty_is_zero))
 
 
-def write_index(folder: Path, pipeline: str, empty_is_zero: bool) -> None:
-    """Write ``model_index.json`` of a folder of prompts."""
+def index_of(pipeline: str, empty_is_zero: bool) -> dict[str, Any]:
+    """What ``model_index.json`` says of a pipeline's prompts."""
+    own = {ZEROS: empty_is_zero} if FAMILIES[pipeline].may_be_zeros else {}
     classes = {name: ["transformers", kind] for name, kind in parts_of(pipeline).items()}
-    write_json(folder / INDEX, {"_class_name": pipeline, ZEROS: empty_is_zero, **classes})
+    return {"_class_name": pipeline, **own, **classes}
 
 
 def zeros_in(folder: Path) -> bool:
-    """True where the negative prompt "" becomes zeros; by default it does."""
-    return bool(read_config(folder, INDEX).get(ZEROS, True))
+    """True where the negative prompt "" becomes zeros, as it does by default in a family that knows this."""
+    pipeline = family_in(folder)
+    may_be_zeros = pipeline is not None and FAMILIES[pipeline].may_be_zeros
+    return may_be_zeros and bool(read_config(folder, INDEX).get(ZEROS, True))
 
 
 def read_prompts(folder: Path, dtype: torch.dtype = torch.float32) -> PromptEncoders:
@@ -198,7 +206,7 @@ def prompts_facts(folder: Path, variant: str | None = None) -> TextEncoderRecord
             limit = read_config(words, "tokenizer_config.json").get("model_max_length")
             records.append(text_encoder_facts(folder / name, limit, variant, kind))
     clip, last = records[0], records[-1]
-    of_empty = str(zeros_in(folder)) if family.pooled == "text_embeds" else ""
+    of_empty = str(zeros_in(folder)) if family.may_be_zeros else ""
     joined = ("".join(one.fingerprint for one in records) + of_empty).encode()
     return TextEncoderRecord(
         kind=pipeline,

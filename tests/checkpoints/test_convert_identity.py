@@ -251,4 +251,4 @@ def test_text_that_is_not_one_clip_encoders_is_not_read(
     else:
         (tmp_path / name).rename(tmp_path / "elsewhere")
     text = PipelineText(tmp_path)
-    assert (text.missing(), text.record(), text.empty_prompt()) == (reason, None, None)
+    assert (text.missing, text.record, text.empty_prompt()) == (reason, None, None)
