@@ -211,11 +211,11 @@ def read_benchmark(
     if is_confirmed:
         wanted = wanted or file.confirmation_seeds
         if not wanted:
-            raise UsageError("--held-out: the file has no confirmation_seeds; pass --seeds")
+            raise UsageError("`held_out`: the file has no confirmation_seeds; pass `seeds`")
     reserved: Sequence[int] = file.seeds if is_confirmed else file.confirmation_seeds
     if taken := sorted(set(wanted or ()) & set(reserved)):
         why = "used to choose settings" if is_confirmed else "reserved for confirmation (confirmation_seeds)"
-        raise HddmError(f"--seeds {seeds}: seed {taken[0]} is {why}; use others")
+        raise HddmError(f"`seeds` {seeds}: seed {taken[0]} is {why}; use others")
     if wanted:
         changes |= {"seeds": wanted, "confirmation_seeds": ()}
     return parse_record(file.model_dump() | changes, BenchmarkFile, which)

@@ -252,7 +252,7 @@ class SeedPlan:
             words = [*words, "--seed", "$seed"]
         names = dict.fromkeys(found for word in words for found in _NAME.findall(word))
         if "data" in names and self.data is None:
-            raise HddmError("$data: is the folder of your images; name it by --data")
+            raise HddmError("$data: is the folder of your images; name it by `data`")
         inputs = {
             found: (known or {}).get(found) or self.find(found) for found in names if found not in RESERVED
         }
