@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hddm.data.digits import write_digits
 from hddm.data.images import load_images, to_unit_range
-from hddm.evaluation.classifier import FeatureClassifier, train_classifier
+from hddm.evaluation.features import FeatureClassifier, train_classifier
 
 ANIMALS = ("bird", "cat", "deer", "dog", "frog", "horse")
 VEHICLES = ("airplane", "automobile", "ship", "truck")

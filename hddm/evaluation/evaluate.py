@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from hddm.evaluation.classifier import FEATURES
-from hddm.evaluation.classifier import save_classifier as write_classifier
 from hddm.evaluation.distances import has_few
-from hddm.evaluation.features import open_extractor
+from hddm.evaluation.features import FEATURES, open_extractor, save_classifier
 from hddm.evaluation.images import (
     ImageGroup,
     Role,
@@ -58,35 +56,15 @@ def evaluate(
     """
     if out is not None:
         check_result_file(out, overwrite)
-    result = evaluate_folder(images, reference, **dict(settings))
-    if out is not None:
-        text = result.model_dump_json(indent=2)
-        write_whole(out, lambda draft: draft.write_text(f"{text}\n", encoding="utf-8"), overwrite)
-    return result
-
-
-def evaluate_folder(
-    images: Path,
-    reference: Path,
-    held_out: Path | None = None,
-    allow_few: bool = False,
-    *,
-    validation: Path | None = None,
-    features: str = "auto",
-    domain: Mapping[str, Sequence[str]] | None = None,
-    save_classifier: Path | None = None,
-    mirrored: bool = False,
-    brief: bool = False,
-    max_bad: int = 0,
-) -> Evaluation:
-    """Scores of a folder, as `evaluate`; the keywords are the fields of its settings."""
-    if save_classifier is not None:
-        _check_file(save_classifier, features)
-    if held_out is not None and validation is not None:
+    features, domain, allow_few = settings.features, settings.domain or {}, settings.allow_few
+    if settings.save_classifier is not None:
+        _check_file(settings.save_classifier, features)
+    if settings.held_out is not None and settings.validation is not None:
         raise UsageError("`held_out` and `validation`: settings are chosen by one and confirmed by the other")
     paths: dict[Role, Path | None] = {"images": images, "reference": reference}
-    paths |= {"validation": validation, "held_out": held_out}
-    groups = alike(read_data({role: path for role, path in paths.items() if path is not None}, max_bad))
+    paths |= {"validation": settings.validation, "held_out": settings.held_out}
+    found = read_data({role: path for role, path in paths.items() if path is not None}, settings.max_bad)
+    groups = alike(found)
     samples, training = groups["images"].images, groups["reference"].images
     counts = [group.record.images for group in groups.values()]
     sampling = read_sampling(images)
@@ -106,26 +84,30 @@ def evaluate_folder(
         sides[1] if len(sides) > 1 else None,
         RESAMPLES,
         allow_few,
-        complete=not brief,
-        mirrored=mirrored,
+        complete=not settings.brief,
+        mirrored=settings.mirrored,
         classes=training.classes,
-        domains=_numbers(domain or {}, training.classes),
+        domains=_numbers(domain, training.classes),
     )
     scores = scorer.score(samples.pixels, labels)
-    if save_classifier is not None and extractor.classifier is not None:
+    if settings.save_classifier is not None and extractor.classifier is not None:
         # Last, so that a refusal leaves no file that would block the next run.
-        write_classifier(extractor.classifier, save_classifier)
-    return Evaluation(
+        save_classifier(extractor.classifier, settings.save_classifier)
+    result = Evaluation(
         **dict(scores),
         kind="evaluation",
         features=extractor.record,
         data=EvaluationData(**{role: group.record for role, group in groups.items()}),
         sampling=sampling,
-        settings={"resamples": RESAMPLES, "allow_few": allow_few, "mirrored": mirrored, "brief": brief},
+        settings={"resamples": RESAMPLES, **settings.model_dump(include={"allow_few", "mirrored", "brief"})},
         versions={"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
         comparable=not reasons,
         reasons=tuple(reasons),
     )
+    if out is not None:
+        text = result.model_dump_json(indent=2)
+        write_whole(out, lambda draft: draft.write_text(f"{text}\n", encoding="utf-8"), overwrite)
+    return result
 
 
 def _side(role: str, groups: Mapping[str, ImageGroup], with_labels: bool) -> Side:

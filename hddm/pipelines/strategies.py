@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hddm.evaluation.compare import figure_at
-from hddm.evaluation.evaluate import evaluate_folder
+from hddm.evaluation.evaluate import evaluate
 from hddm.evaluation.features import INCEPTION
 from hddm.evaluation.results import Evaluation, ResultGroup, read_groups
 from hddm.pipelines.samples import sample_to_folder
@@ -45,8 +45,14 @@ class Measure:
             features = "classifier"
         if features == "classifier":
             features, saved = (str(classifier), None) if classifier.exists() else (features, classifier)
-        given = self.reference, self.held_out, self.allow_few
-        return evaluate_folder(images, *given, features=features, save_classifier=saved)
+        return evaluate(
+            images,
+            self.reference,
+            held_out=self.held_out,
+            features=features,
+            save_classifier=saved,
+            allow_few=self.allow_few,
+        )
 
 
 def measure_strategies(

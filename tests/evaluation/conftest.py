@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from hddm.data.images import load_images
-from hddm.evaluation.classifier import save_classifier
-from hddm.evaluation.features import trained
+from hddm.evaluation.features import save_classifier, trained
 from tests.artefacts import write_images
 
 

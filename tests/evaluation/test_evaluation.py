@@ -11,7 +11,6 @@ import torch
 from PIL import Image
 
 from hddm.data.images import load_images, save_png, to_bytes, to_unit_range
-from hddm.evaluation.classifier import FEATURES, train_classifier
 from hddm.evaluation.distances import measure
 from hddm.evaluation.diversity import (
     Memorisation,
@@ -20,8 +19,15 @@ from hddm.evaluation.diversity import (
     nearest_distances,
     within_conditions,
 )
-from hddm.evaluation.evaluate import evaluate_folder
-from hddm.evaluation.features import FeatureExtractor, FeaturesRecord, choose_extractor, of_classifier
+from hddm.evaluation.evaluate import evaluate
+from hddm.evaluation.features import (
+    FEATURES,
+    FeatureExtractor,
+    FeaturesRecord,
+    choose_extractor,
+    of_classifier,
+    train_classifier,
+)
 from hddm.evaluation.images import ImageGroup, alike, conditions, read_data, read_sampling
 from hddm.evaluation.results import Evaluation, read_result
 from hddm.evaluation.scores import Scorer, Side
@@ -228,7 +234,7 @@ def test_a_domain_has_the_samples_that_a_classifier_takes_for_its_classes(home: 
 
 
 def test_a_folder_scores_as_its_own_training_images(images: Path, home: Path) -> None:
-    scores = evaluate_folder(images, images, allow_few=True)
+    scores = evaluate(images, images, allow_few=True)
     assert scores.to("training").value == pytest.approx(0, abs=1e-4)
     assert (scores.to("training").few_images, scores.to("held_out")) == (True, None)
     assert scores.diversity == pytest.approx(1)
@@ -278,25 +284,25 @@ def test_a_classifier_does_not_depend_on_names_and_order(many: Path, home: Path,
         (other / name).mkdir(parents=True)
         for k, path in enumerate(sorted((many / name).glob("*.png"), reverse=True)):
             (other / name / f"{k:03d}.png").write_bytes(path.read_bytes())
-    hashes = {evaluate_folder(many, folder, features="classifier").features.hash for folder in (many, other)}
+    hashes = {evaluate(many, folder, features="classifier").features.hash for folder in (many, other)}
     assert len(hashes) == 1
 
 
 def test_what_cannot_be_compared_is_refused(images: Path, home: Path, tmp_path: Path) -> None:
     larger = write_images(tmp_path / "larger", side=6)
-    assert re.search(r"different shapes .*\(1, 6, 6\)", refusal(evaluate_folder, images, larger))
+    assert re.search(r"different shapes .*\(1, 6, 6\)", refusal(evaluate, images, larger))
     # JPEG is known by its content.
     for suffix in ("jpg", "png"):
         folder = tmp_path / suffix
         folder.mkdir()
         for name in ("1", "2"):
             Image.fromarray(np.zeros((4, 4), np.uint8)).save(folder / f"{name}.{suffix}", "JPEG")
-        assert f"1.{suffix}: JPEG compression" in refusal(evaluate_folder, folder, images)
+        assert f"1.{suffix}: JPEG compression" in refusal(evaluate, folder, images)
         assert _side(folder).record.images == 2
     (folder / "2.png").unlink()
     save_png(draw("rows", 1, 0)[0], folder / "1.png")
     told = "holds 1 image; a distance needs at least 2 a side"
-    assert told in refusal(evaluate_folder, folder, images, allow_few=True)
+    assert told in refusal(evaluate, folder, images, allow_few=True)
 
 
 def _side(path: Path) -> ImageGroup:
@@ -324,7 +330,7 @@ def test_a_result_says_all_that_its_figures_depend_on(many: Path, home: Path, tm
     fresh.mkdir()
     for index, image in enumerate(draw("rows", 80, 500)):
         save_png(image, fresh / f"{index}.png")
-    result = evaluate_folder(samples, many, fresh)
+    result = evaluate(samples, many, held_out=fresh)
     assert (result.comparable, result.reasons) == (True, ())
     assert result.features.name == "small classifier of the training images"
     assert len(result.features.hash) == 64
@@ -423,7 +429,7 @@ def test_a_refusal_comes_before_a_classifier_is_trained(
 ) -> None:
     monkeypatch.setattr("hddm.evaluation.features.train_classifier", lambda *_: pytest.fail("trained"))
     told = "64 features needs more images a side than 48 and 48"
-    assert told in refusal(evaluate_folder, images, images, features=features)
+    assert told in refusal(evaluate, images, images, features=features)
     file = tmp_path / "missing" / "classifier.safetensors"
     command = ["evaluate", images, "--reference", images, "--features", features, "--save-classifier", file]
     code, out, error = hddm(*command)

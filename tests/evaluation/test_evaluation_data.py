@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hddm.data.partition import partition
-from hddm.evaluation.evaluate import evaluate_folder
+from hddm.evaluation.evaluate import evaluate
 from hddm.evaluation.images import read_data
 from tests.artefacts import Command, copied, refusal
 from tests.component_files import write_vae
@@ -99,4 +99,4 @@ def test_bad_images_of_all_sides_are_named_at_once_and_left_out_when_asked(
     assert group.images.files[5] == "columns/06.png"
     assert group.images.labels.tolist() == [0] * 79 + [1] * 80
     (samples / "columns" / "05.png").unlink()
-    assert evaluate_folder(samples, shards, features=classifier, max_bad=1).comparable is True
+    assert evaluate(samples, shards, features=classifier, max_bad=1).comparable is True
