@@ -462,5 +462,5 @@ def _finite(features: NDArray[np.float32], names: Sequence[Path], extractor: str
 def _fingerprint(source: ImageSource) -> str:
     digest = hashlib.sha256()
     for name, image in zip(source.files, source.images, strict=True):
-        digest.update(f"{name} {image.size()}\n".encode())
+        digest.update(f"{name} {image.size}\n".encode())
     return digest.hexdigest()

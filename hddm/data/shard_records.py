@@ -19,7 +19,7 @@ import hashlib
 import heapq
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -274,22 +274,11 @@ def read_images_manifest(folder: Path) -> ShardManifest:
     return manifest
 
 
-@dataclass(frozen=True)
-class ImageInShard(SourceImage):
-    """An image of a shard, which is checked against its hash when read."""
-
-    folder: Path
-    entry: ImageEntry
-
-    def read(self) -> bytes:
-        return read_content(self.folder, self.entry)
-
-    def size(self) -> int:
-        return len(self.read())
-
-
 def open_images(folder: Path) -> ImageSource:
-    """Images of the shard in ``folder``; raises as `read_images_manifest`."""
+    """Images of the shard in ``folder``, of unknown sizes, each checked against its hash when read.
+
+    Raises as `read_images_manifest`.
+    """
     manifest = read_images_manifest(folder)
     entries = manifest.images
     return ImageSource(
@@ -298,5 +287,5 @@ def open_images(folder: Path) -> ImageSource:
         tuple(manifest.classes),
         labels_of(entries),
         captions_of(entries),
-        [ImageInShard(folder, entry) for entry in entries],
+        [SourceImage(partial(read_content, folder, entry), 0) for entry in entries],
     )

@@ -105,7 +105,7 @@ def test_features_of_something_else_are_refused_unless_they_may_go(
     assert "  extractor: was " in refusal(_compute, source, cache, PixelPca(dimensions=4, seed=1))
     path = source.root / source.files[6]
     path.write_bytes(path.read_bytes() + b"\0")
-    assert "  source: was " in refusal(_compute, source, cache)
+    assert "  source: was " in refusal(_compute, open_source(source.root), cache)
     (source.root / source.files[5]).unlink()
     fewer = open_source(source.root)
     told = refusal(_compute, fewer, cache)

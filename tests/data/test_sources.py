@@ -204,10 +204,9 @@ def test_sizes_of_images_are_known_unread_and_one_that_vanished_is_named(tmp_pat
     files = {"1.png": encoded(1), "2.bmp": encoded(2, "BMP")}
     folder = open_source(write(tmp_path / "folder", files))
     for source in (folder, open_source(write_tar(tmp_path / "a.tar", files))):
-        assert [image.size() for image in source.images] == [len(image.read()) for image in source.images]
+        assert [image.size for image in source.images] == [len(image.read()) for image in source.images]
     (tmp_path / "folder" / "1.png").unlink()
     assert "1.png: no such file" in refusal(folder.read, 0)
-    assert "1.png: cannot be read: No such file" in refusal(folder.images[0].size)
 
 
 def test_tar_shards_give_images_captions_and_labels_by_key(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_row_groups_are_read_once_in_order_and_the_last_two_are_kept(
 def test_the_size_of_an_image_changes_with_any_of_its_row_group(tmp_path: Path) -> None:
     def sizes(images: list[bytes]) -> list[int]:
         source = open_source(write_parquet(tmp_path / "a.parquet", {"image": pa.array(images)}))
-        return [image.size() for image in source.images]
+        return [image.size for image in source.images]
 
     images = [encoded(level) for level in range(5)]
     before, after = sizes(images), sizes([*images[:2], images[2] + bytes(100), *images[3:]])

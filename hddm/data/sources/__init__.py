@@ -5,7 +5,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,25 +88,17 @@ def open_source(
     return open_folder(path, found.images)
 
 
-@dataclass(frozen=True)
-class ImageFile(SourceImage):
-    """A file of its own."""
-
-    path: Path
-
-    def read(self) -> bytes:
-        return read_whole(self.path, LARGEST_FILE)
-
-    def size(self) -> int:
-        try:
-            return self.path.stat().st_size
-        except OSError as error:
-            raise HddmError(f"{self.path}: cannot be read: {error.strerror}") from error
+def image_file(path: Path) -> SourceImage:
+    """An image in a file of its own; raises `HddmError` where there is none."""
+    try:
+        return SourceImage(partial(read_whole, path, LARGEST_FILE), path.stat().st_size, path)
+    except OSError as error:
+        raise HddmError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def open_folder(root: Path, files: Sequence[str]) -> ImageSource:
     """Open the images ``files`` below ``root``; labelled if each is in the folder of its class."""
-    images = [ImageFile(root / name) for name in files]
+    images = [image_file(root / name) for name in files]
     if any("/" not in name for name in files):
         return ImageSource(root, tuple(files), (), None, None, images)
     labels, classes = as_labels([name.split("/")[0] for name in files], files, root)
@@ -123,32 +115,32 @@ def open_described_folder(root: Path, found: Sequence[str], columns: Columns) ->
     two caption keys, a missing file, and an image without a line.
     """
     path = root / METADATA
-    images: dict[str, tuple[SourceImage, dict[str, object]]] = {}
+    rows: dict[str, dict[str, object]] = {}
     for number, row in _lines(path):
         name = row.pop("file_name", None)
         if not isinstance(name, str):
             raise HddmError(f"{path}: line {number} has no file_name; write the image's path there")
         inside(root, name)
         name = Path(name).as_posix()
-        if name in images:
+        if name in rows:
             raise HddmError(f"{path}: line {number} names {name} again; write one line per image")
-        images[name] = ImageFile(root / name), row
-    if not images:
+        rows[name] = row
+    if not rows:
         raise HddmError(f"{path}: is empty; write one line per image")
-    source = described(root, images, columns, CAPTION_COLUMNS, ("label",), path)
-    if missing := sorted(images.keys() - set(found)):
+    if missing := sorted(rows.keys() - set(found)):
         raise HddmError(
             f"{path}: names {counted(len(missing), 'image')} not in {root}; fetch what is missing, or remove "
             "its lines",
             shown(missing),
         )
-    if others := sorted(set(found) - images.keys()):
+    if others := sorted(set(found) - rows.keys()):
         raise HddmError(
             f"{root}: {counted(len(others), 'image is', 'images are')} not in {METADATA}; add them there, or "
             "move them away",
             shown(others),
         )
-    return source
+    images = {name: (image_file(root / name), row) for name, row in rows.items()}
+    return described(root, images, columns, CAPTION_COLUMNS, ("label",), path)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

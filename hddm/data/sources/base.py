@@ -2,8 +2,7 @@
 
 import os
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -22,19 +21,16 @@ LARGEST_LABEL = 99_999
 """Limit, since classes are listed by name and a stray number could fill the memory."""
 
 
-class SourceImage(ABC):
+@dataclass(frozen=True)
+class SourceImage:
     """Where an encoded image is."""
 
+    read: Callable[[], bytes]
+    """Gives the encoded bytes; raises `HddmError` with the image's name if it is no longer readable."""
+    size: int
+    """Bytes of the image, or of its row group, when opened: a check for changes that reads no content."""
     path: Path | None = None
     """File that holds this image alone, None if it is in an archive."""
-
-    @abstractmethod
-    def read(self) -> bytes:
-        """Encoded bytes; raises `HddmError` with the image's name if it is no longer readable."""
-
-    @abstractmethod
-    def size(self) -> int:
-        """Bytes of the image, or of its row group: a check for changes that reads no content."""
 
 
 @dataclass(frozen=True)

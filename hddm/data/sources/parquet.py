@@ -9,7 +9,6 @@ import functools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -127,27 +126,15 @@ class RowGroup(NamedTuple):
     size: int
     held: HeldImages
 
-
-@dataclass(frozen=True)
-class ImageInTable(SourceImage):
-    """A row of a row group; ``name`` is for messages."""
-
-    group: RowGroup
-    row: int
-    name: Path
-
-    def read(self) -> bytes:
-        group = self.group
-        images = group.held(group.path, group.number)
-        _refuse_other_rows(group.path, len(images), group.rows)
-        value = images[self.row].as_py()
+    def read(self, row: int, name: Path) -> bytes:
+        """Image in the row of that number in the group; ``name`` is for messages."""
+        images = self.held(self.path, self.number)
+        _refuse_other_rows(self.path, len(images), self.rows)
+        value = images[row].as_py()
         content = value.get("bytes") if isinstance(value, dict) else value
         if not isinstance(content, bytes):
-            raise HddmError(f"{self.name}: its row holds no image; remove it or fetch it again")
+            raise HddmError(f"{name}: its row holds no image; remove it or fetch it again")
         return content
-
-    def size(self) -> int:
-        return self.group.size
 
 
 def open_parquet(root: Path, names: Sequence[str], requested: Columns) -> ImageSource:
@@ -196,7 +183,10 @@ def open_parquet(root: Path, names: Sequence[str], requested: Columns) -> ImageS
         paths = table[columns.image].to_pylist() if has_path else [None] * rows
         own = [f"{prefix}{row:08d}{_suffix(value)}" for row, value in enumerate(paths)]
         places = [(group, row) for group in groups for row in range(group.rows)]
-        images += [ImageInTable(*place, root / one) for place, one in zip(places, own, strict=True)]
+        images += [
+            SourceImage(functools.partial(group.read, row, root / one), group.size)
+            for (group, row), one in zip(places, own, strict=True)
+        ]
         files += own
         labels += table[columns.label].to_pylist() if columns.label else []
         captions += table[columns.caption].to_pylist() if columns.caption else []

@@ -1,14 +1,14 @@
 """Tar shards in WebDataset's naming: the files of a sample share their name up to the first dot.
 
 ``shard-000.tar`` holds ``0001.jpg``, ``0001.txt`` (caption), ``0001.cls`` (label) and ``0001.json`` (an
-object), then ``0002.jpg`` and so on. Nothing is extracted: one scan locates each image, and `ImageInTar`
-reads it in place. Files of other names are ignored.
+object), then ``0002.jpg`` and so on. Nothing is extracted: one scan locates each image, which is
+read in place. Files of other names are ignored.
 """
 
 import re
 import tarfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,28 +33,17 @@ _TEXTS = ("txt", "cls", "json")
 _READ_AT_ONCE = 2**16
 
 
-@dataclass(frozen=True)
-class ImageInTar(SourceImage):
+def _read(archive: Path, offset: int, length: int, name: Path) -> bytes:
     """Bytes of an archive; ``name`` is for messages."""
-
-    archive: Path
-    offset: int
-    length: int
-    name: Path
-
-    def read(self) -> bytes:
-        try:
-            with self.archive.open("rb") as file:
-                file.seek(self.offset)
-                content = file.read(self.length)
-        except OSError as error:
-            raise HddmError(f"{self.archive}: cannot be read: {error.strerror}") from error
-        if len(content) < self.length:
-            raise HddmError(f"{self.name}: {self.archive} was cut short since it was opened")
-        return content
-
-    def size(self) -> int:
-        return self.length
+    try:
+        with archive.open("rb") as file:
+            file.seek(offset)
+            content = file.read(length)
+    except OSError as error:
+        raise HddmError(f"{archive}: cannot be read: {error.strerror}") from error
+    if len(content) < length:
+        raise HddmError(f"{name}: {archive} was cut short since it was opened")
+    return content
 
 
 def open_tars(root: Path, archives: Sequence[str], columns: Columns) -> ImageSource:
@@ -74,9 +63,9 @@ def open_tars(root: Path, archives: Sequence[str], columns: Columns) -> ImageSou
     for archive in archives or [""]:
         prefix = f"{archive.removesuffix(TAR)}/" if archive else ""
         for name, member, values in _samples(root / archive):
-            place = ImageInTar(root / archive, member.offset_data, member.size, root / prefix / name)
+            read = partial(_read, root / archive, member.offset_data, member.size, root / prefix / name)
             # Other values of JSON objects would fill the memory.
-            images[prefix + name] = place, {key: values[key] for key in values.keys() & wanted}
+            images[prefix + name] = SourceImage(read, member.size), {key: values[key] for key in values.keys() & wanted}
     if not images:
         raise HddmError(f"{root}: its tar archives hold no images ({', '.join(sorted(SUFFIXES))})")
     has_txt = any("txt" in values for _, values in images.values())
