@@ -20,8 +20,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 import typer
 from matplotlib.figure import Figure
 
-from hddm.data.digits import write_digits
-from hddm.data.images import ImageSet, load_images
+from hddm.data.images import ImageSet, load_images, write_digits
 from hddm.data.partition import partition
 from hddm.evaluation.features import choose_extractor
 from hddm.evaluation.scores import Scorer, Scores, Side

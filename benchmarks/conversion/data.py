@@ -11,8 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hddm.data.digits import write_digits
-from hddm.data.images import load_images, to_unit_range
+from hddm.data.images import load_images, to_unit_range, write_digits
 from hddm.evaluation.features import FeatureClassifier, train_classifier
 
 ANIMALS = ("bird", "cat", "deer", "dog", "frog", "horse")

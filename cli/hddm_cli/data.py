@@ -38,7 +38,7 @@ def digits(out: Out) -> None:
 
     OUT/train holds 1,438 images of 8×8 pixels, OUT/held_out the other 359.
     """
-    from hddm.data.digits import HELD_OUT, TRAINING, write_digits
+    from hddm.data.images import HELD_OUT, TRAINING, write_digits
     from hddm.utils.files import new_folder
 
     with new_folder(out, "digits.json") as draft:

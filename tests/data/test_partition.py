@@ -10,8 +10,7 @@ import pytest
 from PIL import Image
 
 from hddm.checkpoints.inspect import inspected
-from hddm.data.partition import partition
-from hddm.data.partition_report import measure
+from hddm.data.partition import measure, partition
 from hddm.data.shard_records import read_manifest
 from hddm.data.shards import open_shard
 from tests.artefacts import CLASSES, Command, contents, copied, largest_file, refusal, shard_files

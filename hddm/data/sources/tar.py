@@ -65,7 +65,10 @@ def open_tars(root: Path, archives: Sequence[str], columns: Columns) -> ImageSou
         for name, member, values in _samples(root / archive):
             read = partial(_read, root / archive, member.offset_data, member.size, root / prefix / name)
             # Other values of JSON objects would fill the memory.
-            images[prefix + name] = SourceImage(read, member.size), {key: values[key] for key in values.keys() & wanted}
+            images[prefix + name] = (
+                SourceImage(read, member.size),
+                {key: values[key] for key in values.keys() & wanted},
+            )
     if not images:
         raise HddmError(f"{root}: its tar archives hold no images ({', '.join(sorted(SUFFIXES))})")
     has_txt = any("txt" in values for _, values in images.values())
