@@ -20,7 +20,6 @@ from hddm.checkpoints.convert import write
 from hddm.checkpoints.inspect import inspected
 from hddm.checkpoints.lora import convert_lora
 from hddm.checkpoints.plan import plan
-from hddm.checkpoints.prompts import PipelineText
 from hddm.data.partition import partition
 from hddm.data.shard_records import find_shards
 from hddm.data.shards import open_shard
@@ -31,6 +30,7 @@ from hddm.evaluation.results import read_groups, refuse_incomparable
 from hddm.experts.assembly import change
 from hddm.experts.records import read_expert, read_router
 from hddm.experts.topics import describe_topic
+from hddm.networks.prompts import PipelineText
 from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer, text_encoder_facts
 from hddm.networks.vae import decode, read_vae, vae_facts
 from hddm.training.expert import train_expert

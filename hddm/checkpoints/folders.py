@@ -10,7 +10,6 @@ from diffusers import ModelMixin
 from torch import Tensor
 
 from hddm.checkpoints.layouts import IMAGENET_CLASSES, IMAGENET_LICENCE, LATENT_SCALE
-from hddm.checkpoints.prompts import PipelineText
 from hddm.checkpoints.sources import (
     Checkpoint,
     Declared,
@@ -42,7 +41,8 @@ from hddm.networks.folders import (
     stored_names,
 )
 from hddm.networks.identity import VaeRecord
-from hddm.networks.vae import LARGEST_SCALE, read_config, vae_facts
+from hddm.networks.prompts import PipelineText
+from hddm.networks.vae import read_config, scale_and_shift, vae_facts
 from hddm.networks.wrappers import EXPERT_NETWORKS, FLUX
 from hddm.schedules import DDPM_FAMILY, FLOW_MATCH_FAMILY
 from hddm.utils.errors import HddmError, did_you_mean
@@ -65,7 +65,7 @@ DENOISERS = ("transformer", "unet")
 SCHEDULER = "scheduler_config.json"
 STEM = "diffusion_pytorch_model"
 _WEIGHTS = re.compile(rf"{STEM}(?:\.(\w+))?\.(?:safetensors|bin)(?:\.index(?:\.(\w+))?\.json)?")
-VAES = ("vae", "vqvae", "movq")
+VAES = ("vae", "vqvae")
 # Class and scale of VAEs whose config omits them.
 _DEFAULT_VAES = {"vae": "AutoencoderKL", "vqvae": "VQModel"}
 _DEFAULT_SCALES = {"AutoencoderKL": LATENT_SCALE, "VQModel": LATENT_SCALE, "AutoencoderTiny": 1.0}
@@ -310,16 +310,8 @@ def _latents(
     path = above / name / "config.json"
     config = read_json(inside(above, f"{name}/config.json"))
     kind = config.get("_class_name", _DEFAULT_VAES.get(name))
-    if name == "movq":
-        return None, True, (f"{path}: whether a movq's latents are scaled is not known",)
     if "scaling_factor" in config:
-        factor = config["scaling_factor"]
-        if not isinstance(factor, int | float) or not 0 < factor < LARGEST_SCALE:
-            raise HddmError(
-                f"{path}: scaling_factor is {str(factor)[:40]}, and must be a positive number, below "
-                f"{LARGEST_SCALE:.0e}"
-            )
-        return float(factor), True, ()
+        return scale_and_shift(config, str(path))[0], True, ()
     if kind in _DEFAULT_SCALES:
         default = _DEFAULT_SCALES[kind]
         return default, True, (f"{path}: no scaling_factor, so {kind}'s default {default}",)

@@ -1,8 +1,16 @@
-"""Layouts of single files: their interface, sizes read from tensors, and parts of their networks.
+"""Layouts of single files: their interface, and those of DiT and of PixArt-α; `ldm` has latent diffusion's.
 
 Each layout's network is written over the layout's own names, after the papers and independently of
 `hddm.networks` and diffusers, so that comparing the two finds mistakes in a table of names. Tensors are cast
 when used, so that mapped weights never lie in memory as a whole.
+
+The training code of facebookresearch/DiT (arXiv:2212.09748) and of PixArt-α (arXiv:2310.00426) fixes linear
+betas, 1,000 steps, noise prediction with a learned variance, and latents of Stable Diffusion's VAE × 0.18215.
+
+DiT has classes and adaLN-Zero; the last row of its class table is the null class. SiT files have the same
+names with another meaning, and nothing in them tells the two apart. PixArt has text and AdaLN-Single;
+``y_embedder.y_embedding`` is the null text. Its positions are computed, so a file may lack them; where it has
+them, they must match a known scale.
 """
 
 import math
@@ -12,11 +20,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from diffusers import ModelMixin
+from diffusers import ModelMixin, PixArtTransformer2DModel
+from diffusers.models.embeddings import get_2d_sincos_pos_embed
 from torch import Tensor
 from torch.nn import functional as F
 
-from hddm.checkpoints.sources import Declared, Forward, KeyTable, Weights
+from hddm.checkpoints.sources import Declared, Forward, KeyTable, Pair, Weights, module, same
+from hddm.networks.transformers import ExpertTransformer
+from hddm.training.settings import SIZES
 from hddm.utils.errors import HddmError
 from hddm.utils.settings import Reading
 
@@ -109,3 +120,280 @@ def attend(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
     """Multi-head attention of (batch, tokens, width)."""
     q, k, v = (z.unflatten(-1, (heads, -1)).transpose(1, 2) for z in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+NULL_TEXT = "y_embedder.y_embedding"
+LINEAR_BETAS = {
+    "_class_name": "DDPMScheduler",
+    "num_train_timesteps": 1000,
+    "beta_schedule": "linear",
+    "beta_start": 1e-4,
+    "beta_end": 0.02,
+    "prediction_type": "epsilon",
+}
+_SIT = "SiT files look the same but predict a velocity: this file is read as DiT, which predicts noise"
+_SIGMA_TOKENS = 300
+_SCALES = (1.0, 2.0, 0.5, 4.0)
+_EXTRA = {"csize_embedder": "resolution_embedder", "ar_embedder": "aspect_ratio_embedder"}
+
+
+def _sizes(weights: Weights, reading: Reading, origin: str) -> tuple[int, int, int, dict[str, int]]:
+    """Width, depth and heads of either network, and the arguments that both classes share.
+
+    The heads are the user's, or those of the published size with this width and depth.
+    """
+    width, channels, patch, _ = shape_of(weights, "x_embedder.proj.weight", 4, origin)
+    rows = shape_of(weights, "final_layer.linear.weight", 2, origin)[0]
+    depth, heads = count_blocks(weights, "blocks"), reading.num_heads
+    if heads is None and width >= 384:
+        published = {(one["hidden_size"], one["depth"]): one["num_heads"] for one in SIZES.values()}
+        heads = published.get((width, depth))
+    if heads is None:
+        raise UnstatedHeads(
+            f"{origin}: {depth} blocks of width {width} are not a published size, and no tensor shows "
+            f"the number of attention heads: pass `num_heads`"
+        )
+    if heads < 1 or width % heads:
+        raise HddmError(f"`num_heads` {heads}: the width {width} is not a multiple of it")
+    sizes = {"in_channels": channels, "out_channels": rows // patch**2, "patch_size": patch}
+    return width, depth, heads, sizes
+
+
+def _side(weights: Weights, patch: int, reading: Reading, origin: str) -> int:
+    """The side of the square input that the positions cover; the user's value must agree."""
+    tokens = shape_of(weights, "pos_embed", 3, origin)[1]
+    side = math.isqrt(tokens) * patch
+    if (side // patch) ** 2 != tokens:
+        raise HddmError(f"{origin}: {tokens} positions do not form a square")
+    if reading.sample_size not in (None, side):
+        raise HddmError(
+            f"`sample_size` {reading.sample_size}: {origin} records a sample of side {side}; drop the option"
+        )
+    return side
+
+
+def _dit_arguments(weights: Weights, reading: Reading, origin: str) -> dict[str, Any]:
+    width, depth, heads, sizes = _sizes(weights, reading, origin)
+    return sizes | {
+        "sample_size": _side(weights, sizes["patch_size"], reading, origin),
+        "hidden_size": width,
+        "depth": depth,
+        "num_heads": heads,
+        "num_classes": shape_of(weights, "y_embedder.embedding_table.weight", 2, origin)[0] - 1,
+        "modulation": "zero",
+        "norm_eps": 1e-6,
+    }
+
+
+def _dit_table(names: Iterable[str], config: Mapping[str, Any], origin: str) -> KeyTable:
+    pairs: list[Pair] = [
+        same("pos_embed", "pos_embed"),
+        same("y_embedder.embedding_table.weight", "class_embed.weight"),
+        *module("x_embedder.proj", "patch_embed"),
+        *module("t_embedder.mlp.0", "time_embed.mlp.0"),
+        *module("t_embedder.mlp.2", "time_embed.mlp.2"),
+        *module("final_layer.linear", "final_layer.linear"),
+        *module("final_layer.adaLN_modulation.1", "final_layer.modulation"),
+    ]
+    for n in range(config["depth"]):
+        theirs, ours = f"blocks.{n}", f"layers.{n}"
+        pairs += [
+            same(f"{theirs}.attn.qkv.weight", f"{ours}.attn.in_proj_weight"),
+            same(f"{theirs}.attn.qkv.bias", f"{ours}.attn.in_proj_bias"),
+            *module(f"{theirs}.attn.proj", f"{ours}.attn.out_proj"),
+            *module(f"{theirs}.mlp.fc1", f"{ours}.mlp.0"),
+            *module(f"{theirs}.mlp.fc2", f"{ours}.mlp.2"),
+            *module(f"{theirs}.adaLN_modulation.1", f"{ours}.modulation"),
+        ]
+    return KeyTable(pairs)
+
+
+def _pixart_arguments(weights: Weights, reading: Reading, origin: str) -> dict[str, Any]:
+    width, depth, heads, sizes = _sizes(weights, reading, origin)
+    side, scale = _positions(weights, width, sizes["patch_size"], reading, origin)
+    return sizes | {
+        "num_attention_heads": heads,
+        "attention_head_dim": width // heads,
+        "num_layers": depth,
+        "cross_attention_dim": width,
+        "sample_size": side,
+        "norm_eps": 1e-6,
+        "interpolation_scale": scale,
+        "use_additional_conditions": "csize_embedder.mlp.0.weight" in weights,
+        "caption_channels": shape_of(weights, "y_embedder.y_proj.fc1.weight", 2, origin)[1],
+    }
+
+
+def _positions(
+    weights: Weights, width: int, patch: int, reading: Reading, origin: str
+) -> tuple[int, float | None]:
+    """The input's side and the scale of its positions, which the network computes itself."""
+    if "pos_embed" not in weights:
+        if reading.sample_size is None:
+            raise HddmError(f"{origin}: has no pos_embed; pass `sample_size`, the side of its latents")
+        return reading.sample_size, None
+    stored, side = weights["pos_embed"], _side(weights, patch, reading, origin)
+    if stored.shape[0] == 1 and stored.shape[2] == width:
+        for scale in _SCALES:
+            if torch.allclose(_positions_at(width, side // patch, scale), stored.float(), atol=2e-3):
+                return side, scale
+    raise HddmError(f"{origin}: pos_embed {tuple(stored.shape)} is not one that PixArt computes")
+
+
+def _positions_at(width: int, grid: int, scale: float) -> Tensor:
+    """Positions (1, tokens, width) as PixArt's code computes them."""
+    computed: Tensor = get_2d_sincos_pos_embed(
+        width, grid, interpolation_scale=scale, base_size=grid, output_type="pt"
+    )
+    return computed[None].float()
+
+
+def _pixart_table(names: Iterable[str], config: Mapping[str, Any], origin: str) -> KeyTable:
+    time = "adaln_single.emb.timestep_embedder"
+    pairs: list[Pair] = [
+        *module("x_embedder.proj", "pos_embed.proj"),
+        *module("t_embedder.mlp.0", f"{time}.linear_1"),
+        *module("t_embedder.mlp.2", f"{time}.linear_2"),
+        *module("t_block.1", "adaln_single.linear"),
+        *module("y_embedder.y_proj.fc1", "caption_projection.linear_1"),
+        *module("y_embedder.y_proj.fc2", "caption_projection.linear_2"),
+        same("final_layer.scale_shift_table", "scale_shift_table"),
+        *module("final_layer.linear", "proj_out"),
+    ]
+    if config["use_additional_conditions"]:
+        for theirs, ours in _EXTRA.items():
+            pairs += module(f"{theirs}.mlp.0", f"adaln_single.emb.{ours}.linear_1")
+            pairs += module(f"{theirs}.mlp.2", f"adaln_single.emb.{ours}.linear_2")
+    for n in range(config["num_layers"]):
+        theirs, ours = f"blocks.{n}", f"transformer_blocks.{n}"
+        pairs += [
+            same(f"{theirs}.scale_shift_table", f"{ours}.scale_shift_table"),
+            *module(f"{theirs}.attn.qkv", [f"{ours}.attn1.to_{letter}" for letter in "qkv"]),
+            *module(f"{theirs}.attn.proj", f"{ours}.attn1.to_out.0"),
+            *module(f"{theirs}.cross_attn.q_linear", f"{ours}.attn2.to_q"),
+            *module(f"{theirs}.cross_attn.kv_linear", [f"{ours}.attn2.to_{letter}" for letter in "kv"]),
+            *module(f"{theirs}.cross_attn.proj", f"{ours}.attn2.to_out.0"),
+            *module(f"{theirs}.mlp.fc1", f"{ours}.ff.net.0.proj"),
+            *module(f"{theirs}.mlp.fc2", f"{ours}.ff.net.2"),
+        ]
+    return KeyTable(pairs, {"pos_embed": "computed anew", NULL_TEXT: "kept as the null condition"})
+
+
+class _Dit(Modules):
+    """Parts of both networks, by name."""
+
+    def tokens(self, x: Tensor, patch: int) -> Tensor:
+        """Patches of ``x`` (batch, C, S, S): (batch, tokens, width)."""
+        return F.conv2d(x, *self.both("x_embedder.proj"), patch).flatten(2).mT
+
+    def times(self, values: Tensor, name: str) -> Tensor:
+        """Sinusoidal embedding of ``values`` (batch,), then a perceptron."""
+        return self.perceptron(self.waves(values, 256), f"{name}.mlp.0", f"{name}.mlp.2", F.silu)
+
+    def block(
+        self, h: Tensor, name: str, modulation: tuple[Tensor, ...], heads: int, text: Tensor | None = None
+    ) -> Tensor:
+        """Self-attention, cross-attention to ``text`` and a perceptron, with six modulation vectors."""
+        q, k, v = self.affine(_norm(h, *modulation[:2]), f"{name}.attn.qkv").chunk(3, -1)
+        h = h + modulation[2] * self.affine(attend(q, k, v, heads), f"{name}.attn.proj")
+        if text is not None:
+            k, v = self.affine(text, f"{name}.cross_attn.kv_linear").chunk(2, -1)
+            crossed = attend(self.affine(h, f"{name}.cross_attn.q_linear"), k, v, heads)
+            h = h + self.affine(crossed, f"{name}.cross_attn.proj")
+        z = _norm(h, *modulation[3:5])
+        return h + modulation[5] * self.perceptron(z, f"{name}.mlp.fc1", f"{name}.mlp.fc2", _gelu)
+
+    def output(self, h: Tensor, shift: Tensor, scale: Tensor, patch: int) -> Tensor:
+        """Tokens to (batch, C, S, S); channels are last in a patch."""
+        rows, side = self.affine(_norm(h, shift, scale), "final_layer.linear"), math.isqrt(h.shape[1])
+        grid = rows.view(len(rows), side, side, patch, patch, -1)
+        return torch.einsum("nhwpqc->nchpwq", grid).reshape(len(rows), -1, side * patch, side * patch)
+
+
+def _norm(value: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    return F.layer_norm(value, value.shape[-1:], eps=1e-6) * (1 + scale) + shift
+
+
+def _gelu(value: Tensor) -> Tensor:
+    return F.gelu(value, approximate="tanh")
+
+
+def _dit_forward(weights: Weights, config: Mapping[str, Any]) -> Forward:
+    def run(x: Tensor, timestep: Tensor, conditions: Weights) -> Tensor:
+        own, patch = _Dit(weights, x), config["patch_size"]
+        h = own.tokens(x, patch) + own.get("pos_embed")
+        label = own.get("y_embedder.embedding_table.weight")[conditions["class_labels"]]
+        c = F.silu(own.times(timestep, "t_embedder") + label)[:, None]
+        for n in range(config["depth"]):
+            modulation = own.affine(c, f"blocks.{n}.adaLN_modulation.1").chunk(6, -1)
+            h = own.block(h, f"blocks.{n}", modulation, config["num_heads"])
+        shift, scale = own.affine(c, "final_layer.adaLN_modulation.1").chunk(2, -1)
+        return own.output(h, shift, scale, patch)
+
+    return run
+
+
+def _pixart_forward(weights: Weights, config: Mapping[str, Any]) -> Forward:
+    """PixArt's network, without attention masks."""
+
+    def run(x: Tensor, timestep: Tensor, conditions: Weights) -> Tensor:
+        own, patch, heads = _Dit(weights, x), config["patch_size"], config["num_attention_heads"]
+        # In half precision the file holds them rounded; they are computed anew all the same.
+        if "pos_embed" in weights and weights["pos_embed"].dtype == torch.float32:
+            positions = own.get("pos_embed")
+        else:
+            scale = config["interpolation_scale"] or max(config["sample_size"] // 64, 1)
+            width, grid = config["cross_attention_dim"], config["sample_size"] // patch
+            positions = _positions_at(width, grid, scale).to(x)
+        h = own.tokens(x, patch) + positions
+        c = own.times(timestep, "t_embedder")
+        if config["use_additional_conditions"]:
+            sizes = conditions["resolution"].flatten(), conditions["aspect_ratio"].flatten()
+            pairs = zip(_EXTRA, sizes, strict=True)
+            c = c + torch.cat([own.times(values, name).view(len(x), -1) for name, values in pairs], 1)
+        shared = own.affine(F.silu(c), "t_block.1").unflatten(-1, (6, -1))
+        given = conditions["encoder_hidden_states"].to(x.dtype)
+        text = own.perceptron(given, "y_embedder.y_proj.fc1", "y_embedder.y_proj.fc2", _gelu)
+        for n in range(config["num_layers"]):
+            modulation = (own.get(f"blocks.{n}.scale_shift_table") + shared).chunk(6, 1)
+            h = own.block(h, f"blocks.{n}", modulation, heads, text)
+        shift, scale = (own.get("final_layer.scale_shift_table") + c[:, None]).chunk(2, 1)
+        return own.output(h, shift, scale, patch)
+
+    return run
+
+
+def _pixart_declared(weights: Weights, *_: object) -> Declared:
+    """Distinguish PixArt-Σ: same names, but 300 text tokens instead of 120, and another VAE's latents."""
+    null = weights.get(NULL_TEXT)
+    if null is not None and null.ndim > 1 and null.shape[-2] == _SIGMA_TOKENS:
+        note = f"texts of {_SIGMA_TOKENS} tokens are PixArt-Σ's: no latent scale is claimed"
+        return Declared(notes=(note,))
+    return Declared(latent_scale=LATENT_SCALE)
+
+
+FACEBOOK_DIT = FileLayout(
+    name="facebook-dit",
+    markers=(
+        "y_embedder.embedding_table.weight",
+        "blocks.0.adaLN_modulation.1.weight",
+        "x_embedder.proj.weight",
+    ),
+    network=ExpertTransformer,
+    arguments=_dit_arguments,
+    table=_dit_table,
+    forward=_dit_forward,
+    declared=lambda *_: Declared(latent_scale=LATENT_SCALE, notes=(_SIT,)),
+    scheduler=LINEAR_BETAS,
+)
+PIXART_ORIGINAL = FileLayout(
+    name="pixart-original",
+    markers=("t_block.1.weight", "y_embedder.y_proj.fc1.weight", "blocks.0.scale_shift_table"),
+    network=PixArtTransformer2DModel,
+    arguments=_pixart_arguments,
+    table=_pixart_table,
+    forward=_pixart_forward,
+    declared=_pixart_declared,
+    scheduler=LINEAR_BETAS,
+    nulls={"encoder_hidden_states": NULL_TEXT},
+)

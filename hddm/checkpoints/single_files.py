@@ -8,8 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from hddm.checkpoints import ldm
-from hddm.checkpoints.dit_layouts import FACEBOOK_DIT, PIXART_ORIGINAL
-from hddm.checkpoints.layouts import IMAGENET_CLASSES, IMAGENET_LICENCE, FileLayout
+from hddm.checkpoints.layouts import (
+    FACEBOOK_DIT,
+    IMAGENET_CLASSES,
+    IMAGENET_LICENCE,
+    PIXART_ORIGINAL,
+    FileLayout,
+)
 from hddm.checkpoints.ldm import LDM
 from hddm.checkpoints.lora import is_lora
 from hddm.checkpoints.sources import Checkpoint, WeightSet, choose_set

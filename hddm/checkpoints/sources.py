@@ -18,9 +18,9 @@ import torch
 from diffusers import ModelMixin
 from torch import Tensor
 
-from hddm.checkpoints.prompts import PipelineText
 from hddm.experts.records import ExpertRecord
 from hddm.networks.identity import VaeRecord
+from hddm.networks.prompts import PipelineText
 from hddm.networks.wrappers import Interface, own_time_factor
 from hddm.schedules import (
     MOST_STEPS,

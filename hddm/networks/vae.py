@@ -102,7 +102,7 @@ def vae_facts(folder: Path, variant: str | None = None) -> VaeRecord:
     """
     network, weights, _, _ = _open(folder, variant)
     encoder = {key: value for key, value in weights.items() if key.startswith(_ENCODER)}
-    scale, shift = _scale_and_shift(network.config)
+    scale, shift = scale_and_shift(network.config)
     return VaeRecord(kind=type(network).__name__, fingerprint=fingerprint(encoder), scale=scale, shift=shift)
 
 
@@ -146,7 +146,7 @@ def encode(vae: "AutoencoderKL | AutoencoderTiny", images: Tensor) -> tuple[Tens
 
 def latents_of(vae: "AutoencoderKL | AutoencoderTiny", images: Tensor) -> Tensor:
     """Latents (z - shift) × scale (N, C, h, w), for the mean of z, which `decode` makes ``images`` of."""
-    scale, shift = _scale_and_shift(vae.config)
+    scale, shift = scale_and_shift(vae.config)
     return (encode(vae, images)[0] - shift) * scale
 
 
@@ -158,7 +158,7 @@ def decode(vae: "AutoencoderKL | AutoencoderTiny", latents: Tensor) -> Tensor:
     `HddmError` for latents or images that are not finite.
     """
     _refuse_images(latents, "latents", "the samples are broken before any VAE")
-    scale, shift = _scale_and_shift(vae.config)
+    scale, shift = scale_and_shift(vae.config)
     given = vae.dtype
     upcast = given == torch.float16 and vae.config.force_upcast
     try:
@@ -192,7 +192,7 @@ def _open(folder: Path, variant: str | None = None) -> tuple[Any, dict[str, Tens
             f"{origin}: states {' and '.join(stated)}, a scale for each channel; only one scaling_factor and "
             "shift_factor for all is supported"
         )
-    _scale_and_shift(network.config, origin)
+    scale_and_shift(network.config, origin)
     return network, weights, arguments, path
 
 
@@ -206,8 +206,9 @@ def _without_derived(config: dict[str, Any], origin: str) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != "block_out_channels"}
 
 
-def _scale_and_shift(config: Mapping[str, Any], origin: str = "the VAE's config") -> tuple[float, float]:
-    scale, shift = config["scaling_factor"], config["shift_factor"] or 0.0
+def scale_and_shift(config: Mapping[str, Any], origin: str = "the VAE's config") -> tuple[float, float]:
+    """Factors of latents by a VAE's config; `HddmError` for what is no number in their range."""
+    scale, shift = config["scaling_factor"], config.get("shift_factor") or 0.0
     if not isinstance(scale, int | float) or not 0 < scale < LARGEST_SCALE:
         number = f"a positive number, below {LARGEST_SCALE:.0e}"
         raise HddmError(f"{origin}: scaling_factor is {str(scale)[:40]}, and must be {number}")

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from hddm.checkpoints.prompts import PipelineText
 from hddm.experts.records import NULL_FILE
+from hddm.networks.prompts import PipelineText
 from hddm.networks.text_encoder import embed, text_encoder_facts
 from hddm.networks.vae import vae_facts
 from hddm.pipelines.pipeline import HDDMPipeline

@@ -246,7 +246,6 @@ def test_latents_of_every_kind_of_vae(hddm: Command, tmp_path: Path) -> None:
     for name, config, scale, said in (
         ("vqvae", {"_class_name": "VQModel"}, 0.18215, "VQModel's default 0.18215"),
         ("vqvae", {"_class_name": "VQModel", "scaling_factor": 0.5}, 0.5, "latent scale 0.5"),
-        ("movq", {"_class_name": "VQModel"}, None, "is not known"),
         ("vae", {"_class_name": "AutoencoderDC"}, None, "AutoencoderDC is not known"),
         ("vqvae", None, None, "latent scale not stated"),
     ):
