@@ -138,6 +138,8 @@ def _write_file(source: Checkpoint, record: ExpertRecord, layout: str, path: Pat
 def _write_pipeline(source: Checkpoint, record: ExpertRecord, layout: str, draft: Path) -> list[str]:
     kind = DIFFUSERS_LAYOUTS[layout]
     pipeline, component = _PIPELINES[layout]
+    if source.arguments.get("addition_embed_type") == "text_time":
+        pipeline = "StableDiffusionXLPipeline"
     (draft / component).mkdir()
     tensors = [as_planned(name, tensor) for name, tensor in source.weights.items()]
     write_network(draft / component, Built(kind, dict(source.arguments), tensors))

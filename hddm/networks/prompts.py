@@ -14,8 +14,11 @@ encoder.
 
 import functools
 import hashlib
+import json
+import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,6 +80,8 @@ FAMILIES: Mapping[str, Family] = {
 """By the class of a pipeline."""
 GUIDANCE = 3.5
 """Guidance that is embedded into a network, as of FLUX.1 [dev]; diffusers' default."""
+_PROBE = "A Cat, two cafe\u0301s & naïve dogs' 1234 日本語 🙂"
+"""Text that shows how a tokenizer handles case, accents, digits and rare letters."""
 
 
 def parts_of(pipeline: str) -> dict[str, str]:
@@ -133,24 +138,28 @@ class PromptEncoders(nn.Module):
         return next(self.parameters()).device
 
     @torch.no_grad()
-    def embed(self, prompts: Sequence[str], is_negative: bool = False, warns: bool = True) -> Embedded:
+    def embed(self, prompts: Sequence[str], is_negative: bool = False) -> Embedded:
         """Encode prompts as the pipeline does, padded to its number of tokens.
 
-        Longer ones are cut, with a warning. Raises `HddmError` for tokens that are not finite.
+        Longer ones are cut, with a warning for CLIP and one for T5. Raises `HddmError` for tokens that are
+        not finite.
         """
         family, texts = self.family, list(prompts)
-        last = list(self.tokenizers.values())[-1]
-        for _, cut in cuts(last, texts, family.t5_tokens or last.model_max_length) if warns else ():
-            warnings.warn(cut, UserWarning, stacklevel=2)
+        # Several CLIPs cut alike.
+        readers = {"T5" if "T5" in type(one).__name__ else "CLIP": one for one in self.tokenizers.values()}
+        for kind, words in readers.items():
+            for _, cut in cuts(words, texts, family.t5_tokens if kind == "T5" else words.model_max_length):
+                warnings.warn(f"{kind}: {cut}" if family.t5_tokens else cut, UserWarning, stacklevel=2)
         others = {f"prompt_{number + 1}": None for number in range(1, len(family.encoders))}
-        if self.pipeline == "FluxPipeline":
-            tokens, pooled, _ = self._pipe.encode_prompt(
-                texts, **others, device=self.device, max_sequence_length=family.t5_tokens
-            )
-        else:
-            tokens, _, pooled, _ = self._pipe.encode_prompt(
-                texts, **others, device=self.device, do_classifier_free_guidance=False
-            )
+        with _silent(type(self._pipe).__module__, "transformers.tokenization_utils_base"):
+            if self.pipeline == "FluxPipeline":
+                tokens, pooled, _ = self._pipe.encode_prompt(
+                    texts, **others, device=self.device, max_sequence_length=family.t5_tokens
+                )
+            else:
+                tokens, _, pooled, _ = self._pipe.encode_prompt(
+                    texts, **others, device=self.device, do_classifier_free_guidance=False
+                )
         if is_negative and self.empty_is_zero:
             given = torch.tensor([bool(text) for text in texts], device=tokens.device)
             tokens, pooled = tokens * given[:, None, None], pooled * given[:, None]
@@ -162,6 +171,19 @@ class PromptEncoders(nn.Module):
         for name, part in (*self.encoders.items(), *self.tokenizers.items()):
             part.save_pretrained(Path(folder) / name)
         write_json(Path(folder) / INDEX, index_of(self.pipeline, self.empty_is_zero))
+
+
+@contextmanager
+def _silent(*names: str) -> Iterator[None]:
+    """Hold back warnings of the loggers of these names: they would repeat ours, and say it wrongly for T5."""
+    levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
+    for one in levels:
+        one.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for one, level in levels.items():
+            one.setLevel(level)
 
 
 def index_of(pipeline: str, empty_is_zero: bool) -> dict[str, Any]:
@@ -207,21 +229,30 @@ def prompts_facts(folder: Path, variant: str | None = None) -> TextEncoderRecord
     pipeline = family_in(folder)
     assert pipeline is not None
     refuse_other_parts(folder, pipeline)
-    family, records = FAMILIES[pipeline], []
+    family, records, prints = FAMILIES[pipeline], [], []
     for name, kind in parts_of(pipeline).items():
         if not name.startswith("tokenizer"):
-            words = folder / name.replace("text_encoder", "tokenizer")
-            limit = read_config(words, "tokenizer_config.json").get("model_max_length")
-            records.append(text_encoder_facts(folder / name, limit, variant, kind))
+            words = read_tokenizer(folder / name.replace("text_encoder", "tokenizer"))
+            records.append(text_encoder_facts(folder / name, words.model_max_length, variant, kind))
+            prints += [records[-1].fingerprint, _tokenizer_fingerprint(words)]
     clip, last = records[0], records[-1]
     of_empty = str(zeros_in(folder)) if family.may_be_zeros else ""
-    joined = ("".join(one.fingerprint for one in records) + of_empty).encode()
+    joined = ("".join(prints) + of_empty).encode()
     return TextEncoderRecord(
         kind=pipeline,
         fingerprint=hashlib.sha256(joined).hexdigest()[:16],
         tokens=clip.tokens * (family.joins or not family.t5_tokens) + family.t5_tokens,
         width=last.width if family.t5_tokens else sum(one.width for one in records),
     )
+
+
+def _tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Hash what a tokenizer makes of each of its words and of `_PROBE`: files of one differ in format."""
+    words = sorted(tokenizer.get_vocab().items())
+    texts = [*(word.removesuffix("</w>") for word, _ in words), _PROBE]
+    padded = tokenizer(_PROBE, padding="max_length", max_length=2 * len(_PROBE), truncation=True)
+    found = [words, tokenizer(texts, verbose=False).input_ids, padded.input_ids, tokenizer.model_max_length]
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -49,10 +49,11 @@ def find_weights(folder: Path, stem: str, variant: str | None = None) -> str | N
 
     Of weights in several files it is their index.
     """
-    names = [f"{stem}.{variant}.safetensors"] if variant else []
-    names += [f"{stem}.safetensors", f"{stem}.fp16.safetensors"]
-    names += [f"{stem}.safetensors.index.{variant}.json"] if variant else []
-    names += [f"{stem}.safetensors.index.json"]
+    names = []
+    for kind in dict.fromkeys((variant, None, "fp16")):
+        dot = f".{kind}" if kind else ""
+        names += [f"{stem}{dot}.safetensors", f"{stem}.safetensors.index{dot}.json"]
+        names += [f"{stem}{dot}.safetensors.index.json"]
     return next((one for one in names if _is_there(folder / one)), None)
 
 

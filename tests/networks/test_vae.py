@@ -10,6 +10,7 @@ import torch
 from diffusers import AutoencoderKL, AutoencoderTiny
 from safetensors.torch import load_file, save_file
 
+from hddm.experts.ensemble_folders import put_component
 from hddm.networks.identity import VaeRecord
 from hddm.networks.vae import decode, read_vae, vae_facts
 from hddm.utils.errors import HddmError
@@ -65,6 +66,22 @@ def test_scale_and_shift_are_undone_before_decoding(tmp_path: Path) -> None:
     assert torch.allclose(decode(read_vae(tmp_path), _latents(channels=16)), expected, atol=1e-6)
     facts = vae_facts(tmp_path)
     assert (facts.kind, facts.scale, facts.shift) == ("AutoencoderKL", 0.3611, 0.1159)
+
+
+@pytest.mark.parametrize("index", ["{0}.safetensors.index.fp16.json", "{0}.fp16.safetensors.index.json"])
+def test_half_precision_in_several_files_is_found_where_it_is_the_only_copy(
+    index: str, tmp_path: Path
+) -> None:
+    vae = write_vae(tmp_path / "whole", dtype=torch.float16)
+    vae.save_pretrained(tmp_path / "parts", variant="fp16", max_shard_size="4KB")
+    (written,) = (tmp_path / "parts").glob("*.index*.json")
+    written.rename(written.with_name(index.format("diffusion_pytorch_model")))
+    assert vae_facts(tmp_path / "parts") == vae_facts(tmp_path / "whole")
+    with torch.no_grad():
+        expected = vae.float().decode(_latents() / 0.18215).sample.clamp(-1, 1)
+    assert torch.allclose(decode(read_vae(tmp_path / "parts"), _latents()), expected, atol=1e-6)
+    put_component(tmp_path / "kept", "vae", tmp_path / "parts")
+    assert vae_facts(tmp_path / "kept" / "vae") == vae_facts(tmp_path / "whole")
 
 
 def test_names_of_former_versions_are_read_as_diffusers_reads_them(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Pipelines with several text encoders: conditions and images of prompts against the pipeline's own."""
 
+import json
 import shutil
 import socket
 from pathlib import Path
@@ -27,7 +28,7 @@ from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.records import write_manifest
 from tests.artefacts import Command, copied, edit_json, seal
 from tests.checkpoint_files import SD_BETAS, randomised, text_unet
-from tests.component_files import write_clip, write_t5, write_vae
+from tests.component_files import write_clip, write_t5, write_tokenizer, write_vae
 
 PROMPTS = ["a cat", "two dogs on a lawn"]
 NAMES = ("sdxl", "sd3", "flux")
@@ -190,6 +191,44 @@ def test_encoders_that_make_other_conditions_have_another_identity(tmp_path: Pat
     assert len({prompts_facts(folder).fingerprint for folder in folders}) == 3
 
 
+def _without_a_merge(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    del content["model"]["merges"][-1]
+    path.write_text(json.dumps(content))
+
+
+def test_a_tokenizer_is_part_of_the_identity_and_its_files_are_not(tmp_path: Path) -> None:
+    pipe = stock("sdxl", tmp_path)
+    pipe.save_pretrained(tmp_path / "one")
+    other, again = (copied(tmp_path / "one", tmp_path / name) for name in ("merges", "files"))
+    # Same words, which texts are cut into otherwise.
+    _without_a_merge(other / "tokenizer_2")
+    shutil.rmtree(again / "tokenizer_2")
+    write_tokenizer(again / "tokenizer_2")
+    one, unlike, same = (prompts_facts(folder) for folder in (tmp_path / "one", other, again))
+    assert one == same
+    assert one != unlike
+    for folder, name in ((tmp_path / "one", "a"), (other, "b")):
+        library.convert(folder, tmp_path / name)
+    library.assemble([tmp_path / "a", tmp_path / "b"], tmp_path / "both")
+    assert (tmp_path / "both" / "text_encoder_2").is_dir()
+
+
+@pytest.mark.parametrize(("prompt", "kinds"), [("a cat on a lawn " * 10, 1), ("cat on a dog " * 80, 2)])
+def test_each_kind_of_encoder_warns_once_of_what_it_loses(
+    expert: Path, name: str, prompt: str, kinds: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    wanted = {"sdxl": [77], "sd3": [77, 256], "flux": [77, 512]}[name][:kinds]
+    with pytest.warns(UserWarning, match="is cut to") as warned:
+        HDDMPipeline.from_pretrained(expert).encode([prompt])
+    said = [str(one.message) for one in warned]
+    assert [int(line.split("is cut to ")[1].split(":")[0]) for line in said] == wanted
+    # Neither diffusers nor transformers repeat it.
+    assert "truncated" not in (error := capfd.readouterr().err)
+    assert "longer than" not in error
+
+
 LAYOUTS = {"sdxl": "diffusers-unet2d-condition", "sd3": "diffusers-sd3", "flux": "diffusers-flux"}
 
 
@@ -206,6 +245,18 @@ def test_an_expert_goes_back_to_a_pipeline_of_its_class_with_the_same_conditions
     own = type(pipe).from_pretrained(folder)
     for ours, theirs in zip(_theirs(again, name), _theirs(own, name), strict=True):
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_an_expert_of_sdxl_goes_back_to_its_class_without_its_encoders(tmp_path: Path) -> None:
+    pipe = stock("sdxl", tmp_path)
+    pipe.save_pretrained(tmp_path / "pipeline")
+    library.convert(tmp_path / "pipeline", tmp_path / "expert")
+    shutil.rmtree(tmp_path / "expert" / "text_encoder")
+    write_back(tmp_path / "expert", tmp_path / "back", LAYOUTS["sdxl"])
+    rest = {name: part for name, part in pipe.components.items() if name not in ("unet", "scheduler", "vae")}
+    again = DiffusionPipeline.from_pretrained(tmp_path / "back", **rest)
+    assert isinstance(again, StableDiffusionXLPipeline)
+    assert all(map(torch.equal, again.unet.parameters(), pipe.unet.parameters()))
 
 
 @pytest.mark.integration
