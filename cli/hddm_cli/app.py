@@ -3,7 +3,7 @@
 import logging
 import sys
 import warnings
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import Annotated, Any
 
 import typer
@@ -12,29 +12,7 @@ from hddm.utils.errors import HddmError
 from hddm.utils.files import FULL
 from hddm.utils.processes import Interrupted, interruptible
 from hddm.utils.progress import Progress
-from hddm_cli import (
-    assemble,
-    benchmark,
-    calibrate,
-    compare,
-    convert,
-    describe,
-    distill,
-    encode,
-    evaluate,
-    inspect,
-    merge,
-    partition,
-    play,
-    push,
-    quickstart,
-    sample,
-    serve,
-    train,
-    usage,
-    verify,
-)
-from hddm_cli import data as data_verbs
+from hddm_cli import usage
 from hddm_cli.options import add
 from hddm_cli.usage import as_typed, say
 
@@ -66,26 +44,16 @@ def hddm(
     """Train diffusion experts separately and combine them into one model."""
 
 
-add(commands, quickstart.quickstart)
-add(commands, benchmark.benchmark)
-data = typer.Typer(help="Check images before training, or write example images.", no_args_is_help=True)
-add(data, data_verbs.check)
-add(data, data_verbs.digits)
-add(data, data_verbs.old_model, hidden=True)
-commands.add_typer(data, name="data")
-add(commands, partition.partition)
-add(commands, encode.encode)
-training = typer.Typer(help="Train one expert, all experts or the router.", no_args_is_help=True)
-add(training, train.expert)
-add(training, train.router)
-add(training, train.train_all, name="all")
-commands.add_typer(training, name="train")
-for verb in (
-    *(convert.convert, calibrate.calibrate, describe.describe, verify.verify, assemble.assemble, merge.merge),
-    *(distill.distill, sample.sample, play.play, serve.serve, evaluate.evaluate, compare.compare, push.push),
-    inspect.inspect,
-):
-    add(commands, verb)
+GROUPS = ("data", "train")
+"""Modules with several verbs, whose ``group`` holds them."""
+VERBS = "quickstart benchmark partition encode convert calibrate describe verify assemble merge distill"
+VERBS += " sample play serve evaluate compare push inspect"
+"""Modules with one verb, the function of the same name, in the order of the help."""
+
+for name in GROUPS:
+    commands.add_typer(import_module(f"hddm_cli.{name}").group, name=name)
+for name in VERBS.split():
+    add(commands, getattr(import_module(f"hddm_cli.{name}"), name))
 
 
 def app() -> None:

@@ -7,7 +7,9 @@ import typer
 
 from hddm.utils.errors import HddmError
 from hddm.utils.settings import SourceSettings
-from hddm_cli.options import AsJson, InputArgument, Out, Seed
+from hddm_cli.options import AsJson, InputArgument, Out, Seed, add
+
+group = typer.Typer(help="Check images before training, or write example images.", no_args_is_help=True)
 
 
 def check(
@@ -84,3 +86,8 @@ def old_model(
     with new_folder(out, "model_index.json") as draft:
         DDPMPipeline(network, scheduler).save_pretrained(draft)
     typer.echo(f"{out}: a DDPM pipeline of diffusers")
+
+
+add(group, check)
+add(group, digits)
+add(group, old_model, hidden=True)

@@ -18,12 +18,13 @@ from hddm.training.settings import (
 )
 from hddm.utils.errors import UsageError, asked, counted
 from hddm.utils.settings import Described, Positive
-from hddm_cli.options import Config, InputArgument, InputOption, Out, Overwrite, Without
+from hddm_cli.options import Config, InputArgument, InputOption, Out, Overwrite, Without, add
 from hddm_cli.usage import say
 
 if TYPE_CHECKING:
     from hddm.training.islands import Island, Outcome
 
+group = typer.Typer(help="Train one expert, all experts or the router.", no_args_is_help=True)
 Init = Annotated[
     Path | None, InputOption(help="Expert to continue from, with its network, prediction and schedule.")
 ]
@@ -178,3 +179,8 @@ def _trained(islands: Sequence["Island"], where: IslandOptions) -> list["Outcome
             bars[index].reach(step, loss, seconds)
 
         return train_islands(islands, backend, on_step)
+
+
+add(group, expert)
+add(group, router)
+add(group, train_all, name="all")
