@@ -39,116 +39,22 @@ class Spoiled:
         return self.written(self.tree)
 
 
-_ODD: tuple[Any, ...] = (
-    *(
-        None,
-        True,
-        False,
-        0,
-        1,
-        -1,
-        2,
-        3,
-        7,
-        0.5,
-        -0.5,
-        1e-300,
-        1e300,
-        -1e300,
-        2**31,
-        -(2**31) - 1,
-        2**62,
-        2**63,
-    ),
-    *(
-        -(2**63) - 1,
-        2**64,
-        10**30,
-        -(10**30),
-        10**6,
-        "",
-        "x",
-        "0",
-        "1",
-        "-1",
-        "1e5",
-        "nan",
-        "inf",
-        "true",
-        "٣",
-    ),
-    *(
-        "../x",
-        "/etc/passwd",
-        ".",
-        "..",
-        "a/../../b",
-        "C:\\x",
-        "~",
-        "con",
-        "x\n",
-        "x\ny",
-        "\0",
-        "x\0y",
-        "\x1b[31m",
-    ),
-    *(
-        "<script>alert(1)</script>",
-        "|",
-        "`",
-        "{{x}}",
-        "%s",
-        "x" * 300,
-        "x" * 10000,
-        "\u202e",
-        "😀",
-        "float64",
-    ),
-    *(
-        [],
-        [[]],
-        [None],
-        [0],
-        [-1],
-        ["x"],
-        [[0, 1], [2]],
-        [1] * 300,
-        Pairs(),
-        Pairs([("x", 1)]),
-        Pairs([("", None)]),
-    ),
-    *(
-        Raw("NaN"),
-        Raw("Infinity"),
-        Raw("-Infinity"),
-        Raw("1e999"),
-        Raw("9" * 100),
-        Raw("9" * 10000),
-        Raw("-0.0"),
-    ),
-    *(Raw('"\\ud800"'), Raw('"x\\udfffy"'), Raw("[" * 50 + "]" * 50), Raw("[" * 100000), Raw('{"a":' * 2000)),
-    *(Raw("[" * 200 + "]" * 200), Raw('{"x":1,"x":2}'), Raw("1" + "0" * 400), Raw("01"), Raw("")),
-)
-_ODD_YAML = tuple(
-    map(
-        Raw,
-        ("&a [*a]", "*a", "!!binary x", "!!python/object:os.x {}", "yes", "No", "010", "1:30", "<<", "0x1F"),
-    )
-)
-_ODD_KEYS = (
-    "x",
-    "",
-    "0",
-    "../x",
-    "a\nb",
-    "\0",
-    Raw('"\\ud800"'),
-    "x" * 300,
-    "_class_name",
-    "format",
-    "<b>|",
-    Raw("1"),
-)
+_NUMBERS = (0, 1, -1, 2, 3, 7, 0.5, -0.5, 1e-300, 1e300, -1e300, 10**6, 10**30, -(10**30))
+_BOUNDS = (2**31, -(2**31) - 1, 2**62, 2**63, -(2**63) - 1, 2**64)
+_WORDS = ("", "x", "0", "1", "-1", "1e5", "nan", "inf", "true", "٣", "float64", "x" * 300, "x" * 10000)
+_PATHS = ("../x", "/etc/passwd", ".", "..", "a/../../b", "C:\\x", "~", "con")
+_SIGNS = ("x\n", "x\ny", "\0", "x\0y", "\x1b[31m", "|", "`", "{{x}}", "%s", "\u202e", "😀")
+_LISTS = ([], [[]], [None], [0], [-1], ["x"], [[0, 1], [2]], [1] * 300)
+_OBJECTS = (Pairs(), Pairs([("x", 1)]), Pairs([("", None)]))
+_TEXTS = ("NaN", "Infinity", "-Infinity", "1e999", "-0.0", "01", "", "9" * 100, "9" * 10000, "1" + "0" * 400)
+_TEXTS += ('"\\ud800"', '"x\\udfffy"', '{"x":1,"x":2}', '{"a":' * 2000)
+_TEXTS += ("[" * 50 + "]" * 50, "[" * 200 + "]" * 200, "[" * 100000)
+_ODD: tuple[Any, ...] = (None, True, False, *_NUMBERS, *_BOUNDS, *_WORDS, *_PATHS, *_SIGNS)
+_ODD += ("<script>alert(1)</script>", *_LISTS, *_OBJECTS, *map(Raw, _TEXTS))
+_YAML = ("&a [*a]", "*a", "!!binary x", "!!python/object:os.x {}", "yes", "No", "010", "1:30", "<<", "0x1F")
+_ODD_YAML = tuple(map(Raw, _YAML))
+_ODD_KEYS = ("x", "", "0", "../x", "a\nb", "\0", "x" * 300, "_class_name", "format", "<b>|")
+_ODD_KEYS += (Raw('"\\ud800"'), Raw("1"))
 
 
 def spoil(name: str, content: bytes, rng: random.Random) -> Spoiled:

@@ -5,7 +5,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -56,24 +56,27 @@ LARGEST = 2**20
 
 @dataclass(frozen=True)
 class Kind:
-    """A valid artefact in ``folder``, how it is ``read``, and how often it is spoiled beside others."""
+    """A valid artefact in ``folder``: how it is made and read, and how often it is spoiled beside others."""
 
     name: str
-    folder: Path
+    make: Callable[[Path], object]
     read: Callable[[Path], object]
     weight: float = 1.0
+    is_quick: bool = True
+    root: Path = Path()
+
+    @property
+    def folder(self) -> Path:
+        return self.root / self.name
 
     @property
     def place(self) -> Path:
         """Where spoiled copies are read, beside what belongs to the artefact."""
-        return self.folder.with_name("spoiled")
-
-    def files(self) -> dict[str, bytes]:
-        """Every file that may be spoiled, by its name in the folder."""
-        return self._files
+        return self.root / "spoiled"
 
     @cached_property
-    def _files(self) -> dict[str, bytes]:
+    def files(self) -> dict[str, bytes]:
+        """Every file that may be spoiled, by its name in the folder."""
         paths = [path for path in sorted(self.folder.rglob("*")) if path.is_file()]
         # Images have decoders of their own, and would be most of the files.
         paths = [path for path in paths if path.suffix != ".png" and not path.name.startswith(".")]
@@ -82,7 +85,7 @@ class Kind:
 
     def seal(self, place: Path, name: str) -> None:
         """Write the new hash of a spoiled file wherever its old one stands, as an attacker would."""
-        todo = [(self._files[name], (place / name).read_bytes())]
+        todo = [(self.files[name], (place / name).read_bytes())]
         while todo:
             before, after = (hashlib.sha256(content).hexdigest().encode() for content in todo.pop())
             for path in place.rglob("*.json"):
@@ -94,29 +97,17 @@ class Kind:
 
 def kinds(root: Path, quick: bool = False, only: str = "") -> list[Kind]:
     """Kinds with artefacts in ``root``, made where they are missing; ``quick`` leaves out slow ones."""
-    made = [one for one in _KINDS if (one.is_quick or not quick) and only in one.name]
     torch.set_num_threads(1)
-    found = []
-    for one in made:
-        folder = root / one.name
-        if not folder.exists():
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            one.make(folder)
-        kind = Kind(one.name, folder, one.read, one.weight)
+    root.mkdir(parents=True, exist_ok=True)
+    chosen = [one for one in _KINDS if (one.is_quick or not quick) and only in one.name]
+    found = [replace(one, root=root) for one in chosen]
+    for kind in found:
+        if not kind.folder.exists():
+            kind.make(kind.folder)
         # A kind whose valid artefact is refused would pass for one that refuses well.
-        kind.read(shutil.copytree(folder, kind.place, symlinks=True, dirs_exist_ok=True))
+        kind.read(shutil.copytree(kind.folder, kind.place, symlinks=True, dirs_exist_ok=True))
         shutil.rmtree(kind.place)
-        found.append(kind)
     return found
-
-
-@dataclass(frozen=True)
-class _Recipe:
-    name: str
-    make: Callable[[Path], object]
-    read: Callable[[Path], object]
-    weight: float = 1.0
-    is_quick: bool = True
 
 
 def _write_expert(folder: Path) -> None:
@@ -228,22 +219,10 @@ def _read_encoded(folder: Path) -> None:
     shard.take(torch.arange(len(shard)))
 
 
-def _write_checkpoint(folder: Path) -> None:
-    pipeline(folder, dit(1))
-
-
-def _write_unet(folder: Path) -> None:
-    pipeline(folder, plain_unet(1))
-
-
 def _read_checkpoint(folder: Path) -> None:
     inspected(folder)
     out = folder.with_name(f"{folder.name}.converted")
     write(plan(folder, Conversion()), out, overwrite=True)
-
-
-def _write_clip(folder: Path) -> None:
-    write_clip(folder)
 
 
 def _read_clip(folder: Path) -> None:
@@ -255,14 +234,9 @@ def _read_clip(folder: Path) -> None:
     text.empty_prompt()
 
 
-def _write_vae(folder: Path) -> None:
-    write_vae(folder)
-
-
 def _read_vae(folder: Path) -> None:
     vae_facts(folder)
-    vae = read_vae(folder)
-    decode(vae, torch.zeros(1, 4, 4, 4))
+    decode(read_vae(folder), torch.zeros(1, 4, 4, 4))
 
 
 def _write_scheduler(folder: Path) -> None:
@@ -329,13 +303,8 @@ def _read_jobs(folder: Path) -> None:
 def _write_settings(folder: Path) -> None:
     folder.mkdir()
     (folder / "benchmark.yaml").write_text(json.dumps(CONTENT, indent=1))
-    training = {
-        "size": "S/2",
-        "steps": 5,
-        "learning_rate": 1e-3,
-        "mixed_precision": "no",
-        "random_flip": True,
-    }
+    training = {"size": "S/2", "steps": 5, "learning_rate": 1e-3}
+    training |= {"mixed_precision": "no", "random_flip": True}
     (folder / "run.yaml").write_text(json.dumps(training, indent=1))
 
 
@@ -345,10 +314,6 @@ def _read_settings(folder: Path) -> None:
         values = {"objective": "flow", "steps": 3, "teacher": "shard"}
         known = {key: value for key, value in values.items() if key in kind.model_fields}
         settings_of(kind, folder / "run.yaml", known)
-
-
-def _write_run(folder: Path) -> None:
-    _train(folder)
 
 
 def _train(folder: Path) -> None:
@@ -374,14 +339,9 @@ def _write_samples(folder: Path) -> None:
     for path in folder.iterdir():
         if path.is_dir():
             path.rmdir()
-    record = {
-        "format": "1.2",
-        "num_images": 48,
-        "start": 0,
-        "class_labels": [0, 1],
-        "class_names": ["a", "b"],
-    }
-    (folder / "sampling.json").write_text(json.dumps(record | {"source": "x", "seed": 0, "prompts": None}))
+    record = {"format": "1.2", "num_images": 48, "start": 0, "source": "x", "seed": 0, "prompts": None}
+    record |= {"class_labels": [0, 1], "class_names": ["a", "b"]}
+    (folder / "sampling.json").write_text(json.dumps(record))
 
 
 def _read_samples(folder: Path) -> None:
@@ -428,28 +388,28 @@ def _read_features(folder: Path) -> None:
 
 
 _KINDS = (
-    _Recipe("expert", _write_expert, _read_expert, 4),
-    _Recipe("router", _write_router, _read_router, 2),
-    _Recipe("ensemble", _write_ensemble, _read_ensemble, 3, is_quick=False),
-    _Recipe("ensemble-to-change", _write_ensemble, _read_changed_ensemble, 1, is_quick=False),
-    _Recipe("adapter", _write_adapter, _read_adapter, 2),
-    _Recipe("lora", _write_lora, _read_lora, 2),
-    _Recipe("paris", write_paris, _read_paris, 1, is_quick=False),
-    _Recipe("shards", _write_shards, _read_shards, 2),
-    _Recipe("encoded-shard", _write_encoded, _read_encoded, 2),
-    _Recipe("checkpoint", _write_checkpoint, _read_checkpoint, 1, is_quick=False),
-    _Recipe("unet", _write_unet, _read_checkpoint, 1, is_quick=False),
-    _Recipe("clip", _write_clip, _read_clip, 3),
-    _Recipe("vae", _write_vae, _read_vae, 2),
-    _Recipe("scheduler", _write_scheduler, _read_scheduler, 3),
-    _Recipe("results", _write_results, _read_results, 4),
-    _Recipe("benchmark-results", _write_benchmark_results, _read_benchmark_results, 2, is_quick=False),
-    _Recipe("jobs", _write_jobs, _read_jobs, 0.3, is_quick=False),
-    _Recipe("settings", _write_settings, _read_settings, 4),
-    _Recipe("run", _write_run, _read_run, 0.3, is_quick=False),
-    _Recipe("samples", _write_samples, _read_samples, 1),
-    _Recipe("tar", _write_tar, _read_source, 3),
-    _Recipe("parquet", _write_parquet, _read_source, 2),
-    _Recipe("metadata", _write_described, _read_source, 2),
-    _Recipe("features", _write_features, _read_features, 0.5, is_quick=False),
+    Kind("expert", _write_expert, _read_expert, 4),
+    Kind("router", _write_router, _read_router, 2),
+    Kind("ensemble", _write_ensemble, _read_ensemble, 3, is_quick=False),
+    Kind("ensemble-to-change", _write_ensemble, _read_changed_ensemble, 1, is_quick=False),
+    Kind("adapter", _write_adapter, _read_adapter, 2),
+    Kind("lora", _write_lora, _read_lora, 2),
+    Kind("paris", write_paris, _read_paris, 1, is_quick=False),
+    Kind("shards", _write_shards, _read_shards, 2),
+    Kind("encoded-shard", _write_encoded, _read_encoded, 2),
+    Kind("checkpoint", lambda folder: pipeline(folder, dit(1)), _read_checkpoint, 1, is_quick=False),
+    Kind("unet", lambda folder: pipeline(folder, plain_unet(1)), _read_checkpoint, 1, is_quick=False),
+    Kind("clip", write_clip, _read_clip, 3),
+    Kind("vae", write_vae, _read_vae, 2),
+    Kind("scheduler", _write_scheduler, _read_scheduler, 3),
+    Kind("results", _write_results, _read_results, 4),
+    Kind("benchmark-results", _write_benchmark_results, _read_benchmark_results, 2, is_quick=False),
+    Kind("jobs", _write_jobs, _read_jobs, 0.3, is_quick=False),
+    Kind("settings", _write_settings, _read_settings, 4),
+    Kind("run", _train, _read_run, 0.3, is_quick=False),
+    Kind("samples", _write_samples, _read_samples, 1),
+    Kind("tar", _write_tar, _read_source, 3),
+    Kind("parquet", _write_parquet, _read_source, 2),
+    Kind("metadata", _write_described, _read_source, 2),
+    Kind("features", _write_features, _read_features, 0.5, is_quick=False),
 )

@@ -112,9 +112,9 @@ def attack_writing(
 
 
 def _attack(kind: Kind, rng: random.Random, place: Path, keep: Path, found: Findings) -> None:
-    files = kind.files()
-    name = rng.choices(list(files), [1 / (1 + len(content)) ** 0.3 for content in files.values()])[0]
-    spoiled, is_sealed = spoil(name, files[name], rng), rng.random() < 0.8
+    weights = [1 / (1 + len(content)) ** 0.3 for content in kind.files.values()]
+    name = rng.choices(list(kind.files), weights)[0]
+    spoiled, is_sealed = spoil(name, kind.files[name], rng), rng.random() < 0.8
 
     def outcome(content: bytes) -> tuple[str, str]:
         shutil.rmtree(place, ignore_errors=True)
