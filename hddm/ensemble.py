@@ -193,7 +193,7 @@ class Ensemble:
     def strategy(self, name: str) -> None:
         parsed = Strategy.parse(name)
         parsed.check(self.num_domains)
-        if parsed.kind != "draw" and len(self.kinds) > 1:
+        if parsed.kind != "draw" and not self.are_alike():
             raise HddmError(
                 f"{name} mixes samples of one kind, and these differ: {self.describe_kinds()}; take experts "
                 "of one kind, or strategy 'draw'"
@@ -224,25 +224,8 @@ class Ensemble:
     @property
     def sample_shape(self) -> tuple[int, ...] | None:
         """Shape (C, H, W) of a sample, None where no expert has one or they are of several kinds."""
-        shapes = {e.sample_shape for e in self.experts if e.sample_shape is not None}
-        return shapes.pop() if len(shapes) == 1 and len(self.kinds) == 1 else None
-
-    @property
-    def kinds(self) -> list[list[int]]:
-        """Indices of the experts whose samples can be mixed: of one shape, in one latent space."""
-        found: list[list[int]] = []
-        for k, one in enumerate(self.experts):
-            for group in found:
-                other = self.experts[group[0]]
-                is_alike = (
-                    None in (one.sample_shape, other.sample_shape) or one.sample_shape == other.sample_shape
-                )
-                if is_alike and self.parts[k].vae == self.parts[group[0]].vae:
-                    group.append(k)
-                    break
-            else:
-                found.append([k])
-        return found
+        shapes = (e.sample_shape for e in self.experts if e.sample_shape is not None)
+        return next(shapes, None) if self.are_alike() else None
 
     def describe_kinds(self) -> str:
         """The sample shape or VAE in which the experts differ, in words."""
@@ -251,9 +234,11 @@ class Ensemble:
         spaces = [f"expert {k} VAE {number + 1}" for k, number in enumerate(numbers)]
         return ", ".join(shapes if len({e.sample_shape for e in self.experts} - {None}) > 1 else spaces)
 
-    def are_alike(self, experts: Iterable[int]) -> bool:
-        """True where samples of ``experts``, by index, can be mixed."""
-        return sum(not set(group).isdisjoint(experts) for group in self.kinds) <= 1
+    def are_alike(self, experts: Iterable[int] | None = None) -> bool:
+        """True if samples of ``experts``, by default all, can be mixed: of one shape, in one latent space."""
+        parts = self.parts if experts is None else [self.parts[k] for k in experts]
+        shapes = {part.field.sample_shape for part in parts} - {None}
+        return len(shapes) <= 1 and len({part.vae for part in parts}) <= 1
 
     def refuse_kinds(self, experts: Iterable[int]) -> None:
         """Raise an `HddmError` where samples of ``experts``, by index, cannot be one tensor."""

@@ -65,7 +65,7 @@ class Plan:
         Raises:
             HddmError: where neither the plan nor the model knows it.
         """
-        one = self.model.experts[expert] if len(self.model.kinds) > 1 else self.model
+        one = self.model if self.model.are_alike() else self.model.experts[expert]
         if (found := self.shape or one.sample_shape) is None:
             raise HddmError("this model does not record the shape of a sample: pass shape=(C, H, W)")
         return found

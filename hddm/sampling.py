@@ -189,7 +189,7 @@ def batches(plan: Plan, numbers: Sequence[int], conditions: Conditions, size: in
     model, num = plan.model, len(numbers)
     for branch in (conditions.given, conditions.negative):
         check_rows(num, branch)
-    is_apart = plan.expert is None and len(model.kinds) > 1
+    is_apart = plan.expert is None and not model.are_alike()
     chosen = _chosen(plan, numbers, conditions, size)
     for k in chosen.unique().tolist() if is_apart and chosen is not None else [plan.expert or 0]:
         if (first := plan.picture(k)) is not None:

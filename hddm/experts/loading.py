@@ -312,7 +312,7 @@ def unpacked(model: Ensemble | VelocityField) -> tuple[ExpertSet, Callable[..., 
     if not isinstance(model, Ensemble):
         kind = type(model).__name__
         raise HddmError(f"a pipeline is made of an Ensemble or a VelocityField, not of a {kind}")
-    if len(model.kinds) > 1:
+    if not model.are_alike():
         raise HddmError(
             f"these experts make samples of several kinds ({model.describe_kinds()}), and a pipeline of "
             "velocity fields has one: assemble their folders"

@@ -102,7 +102,7 @@ class DropIn(nn.Module):
             raise HddmError(f"{type(pipe).__name__} has no {' and no '.join(_NETWORKS)} to stand in for")
         network = getattr(pipe, name)
         ensemble = model if isinstance(model, Ensemble) else Ensemble([model], strategy="full")
-        if len(ensemble.kinds) > 1:
+        if not ensemble.are_alike():
             raise HddmError(f"a pipeline has one latent space, and {ensemble.describe_kinds()}")
         channels = network.config.in_channels // (4 if _is_flux(network) else 1)
         if ensemble.sample_shape is not None and ensemble.sample_shape[0] != channels:

@@ -488,7 +488,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
 
     def is_apart(self, expert: int | None) -> bool:
         """True if samples are of several kinds, and so cannot be one tensor."""
-        return expert is None and len(self.ensemble.kinds) > 1
+        return expert is None and not self.ensemble.are_alike()
 
     def check_output(self, expert: int | None, is_decoded: bool, of_one_kind: Mapping[str, object]) -> None:
         """Raise an `HddmError` if samples are of several kinds or cannot be decoded, though they should.
