@@ -198,9 +198,7 @@ def read_benchmark(
     content = read_yaml(path)
     file = parse_record(content, BenchmarkFile, which)
     if unknown := [name for name in values or () if name not in file.values]:
-        raise UsageError(
-            f"--set {unknown[0]}: {which} has no such value; {choose(unknown[0], list(file.values))}"
-        )
+        raise UsageError(f"{which}: has no value {unknown[0]!r}; {choose(unknown[0], list(file.values))}")
     changes: dict[str, Any] = {"values": file.values | dict(values or {})}
     if workers is not None:
         changes["workers"] = workers
