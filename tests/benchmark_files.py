@@ -19,7 +19,7 @@ from hddm.evaluation.images import SamplingRecord
 from hddm.evaluation.scores import SplitScores
 from hddm.utils.records import parse_record
 from hddm.utils.workers import Backend, Call, Event
-from hddm_cli.lines import check_words, run_words
+from hddm_cli.app import check_words, run_words
 from tests.artefacts import killing, write_images
 from tests.killed_runs import in_a_process
 

@@ -27,7 +27,7 @@ from hddm.calibration import LEVELS, STATES
 from hddm.training.router import NOISED
 from hddm.training.settings import size_config
 from hddm.utils.records import parse_record
-from hddm_cli.lines import run_words
+from hddm_cli.app import run_words
 
 SINGLE = "single model"
 SHARDS, BATCH = 4, 32

@@ -75,7 +75,7 @@ def benchmark(
     from hddm.benchmark.report import REPORT_FILE, tables_text
     from hddm.benchmark.run import commands, run_benchmark
     from hddm.utils.ray_workers import RayWorkers
-    from hddm_cli.lines import check_words, run_words
+    from hddm_cli.app import check_words, run_words
 
     if options.dry_run:
         for command in commands(file, options.data, check_words):

@@ -37,7 +37,7 @@ def quickstart(
     from hddm.benchmark.file import read_benchmark
     from hddm.benchmark.report import REPORT_FILE, tables_text
     from hddm.benchmark.run import run_benchmark
-    from hddm_cli.lines import run_words
+    from hddm_cli.app import run_words
 
     file = read_benchmark("quickstart", seeds=f"0-{seeds - 1}")
     results = run_benchmark(file, out, run_words, overwrite=overwrite, shows_commands=True, headline=headline)

@@ -24,7 +24,7 @@ from hddm.benchmark.results import Results, read_results
 from hddm.training.settings import size_config
 from hddm.utils.processes import end_with_parent
 from hddm.utils.work import Work
-from hddm_cli.lines import run_words
+from hddm_cli.app import run_words
 from tests.artefacts import SIDE, refusal
 from tests.benchmark_files import (
     CONTENT,

@@ -16,7 +16,7 @@ from transformers import CLIPTextModel, CLIPTokenizer
 import hddm as package
 from hddm.experts.model_index import KEPT
 from hddm.utils.records import HASHES, MANIFEST
-from hddm_cli.lines import run_words
+from hddm_cli.app import run_words
 from tests.artefacts import Command, edit_json
 from tests.checkpoint_files import SD_BETAS, converted, pipeline, text_unet
 from tests.component_files import write_clip, write_vae

@@ -15,7 +15,7 @@ from hddm.ensemble import Ensemble
 from hddm.experts.loading import load
 from hddm.noise import Seeded
 from hddm.running import pick_experts
-from hddm_cli.lines import run_words
+from hddm_cli.app import run_words
 from hddm_cli.quickstart import OTHERWISE, headline
 from tests.benchmark_files import inline
 from tests.browser import CHROMIUM, Browser

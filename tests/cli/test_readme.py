@@ -17,8 +17,7 @@ from typer.main import get_command
 from hddm.benchmark.file import read_benchmark
 from hddm.training.settings import KINDS, ExpertSettings, read_run_file
 from hddm_cli import options
-from hddm_cli.app import commands
-from hddm_cli.lines import run_words
+from hddm_cli.app import commands, run_words
 from tests.artefacts import Command
 from tests.checkpoint_files import pipeline, text_unet
 from tests.component_files import write_clip, write_vae
