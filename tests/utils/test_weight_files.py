@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -18,6 +16,7 @@ from hddm.utils.files import inside, kind_of
 from hddm.utils.pickles import read_pickle
 from hddm.utils.tensors import Planned, TensorInfo, read_header, read_safetensors, write_safetensors
 from tests.hostile import grown_by, save, zipped
+from tests.mutations import spoil
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -146,34 +145,6 @@ def test_names_and_links_that_stay_inside_are_resolved(tmp_path: Path) -> None:
     assert torch.equal(read["a"], torch.ones(2))
 
 
-def _mutated(content: bytes, choose: random.Random) -> bytes:
-    changed = bytearray(content)
-    for _ in range(choose.randint(1, 4)):
-        # Headers and pickles lie at the start, directories of archives at the end.
-        near = choose.choice([len(changed), min(len(changed), 300)])
-        at = choose.randrange(near + 1)
-        digits = [index for index, byte in enumerate(changed[:300]) if 48 <= byte < 58]
-        match choose.choice(["flip", "splice", "cut", "number"]):
-            case "flip" if at < len(changed):
-                changed[at] ^= 1 << choose.randrange(8)
-            case "splice":
-                pieces = [b"", choose.randbytes(5), b"\xff" * 4, bytes(4), b"\x7f\xff\xff\xff", b"R.b("]
-                changed[at : at + choose.choice([0, 4, 9])] = choose.choice(pieces)
-            case "cut" if choose.random() < 0.3:
-                del changed[at:]
-            case "number" if digits:
-                values = [b"-1", b"0", b"1e9", b"18446744073709551615", b"4611686018427387904", b"null"]
-                index = choose.choice(digits)
-                changed[index : index + 1] = choose.choice(values)
-    return bytes(changed)
-
-
-def _with_new_length(content: bytes, old: bytes) -> bytes:
-    """The header's length follows what was spliced into it, so that it still parses."""
-    length = int.from_bytes(old[:8], "little") + len(content) - len(old)
-    return max(length, 0).to_bytes(8, "little") + content[8:]
-
-
 @pytest.fixture(scope="module")
 def valid(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("valid")
@@ -192,28 +163,24 @@ def valid(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 def test_a_damaged_file_is_read_or_refused_and_nothing_else(
     kind: str, valid: dict[str, bytes], tmp_path: Path
 ) -> None:
-    """Random flips, insertions, deletions, cuts and spliced numbers."""
+    """Other values in headers; flips, insertions, deletions and cuts anywhere."""
     path = tmp_path / "a.pt"
     read, messages = 0, []
 
-    @settings(max_examples=300, deadline=None, derandomize=True, database=None)
-    @given(st.integers(0, 2**32))
-    def check(seed: int) -> None:
+    def check() -> None:
         nonlocal read
-        choose = random.Random(seed)
-        content = _mutated(valid[kind], choose)
-        if kind == "safetensors" and choose.random() < 0.5:
-            content = _with_new_length(content, valid[kind])
-        if kind == "code":
-            zipped(tmp_path, content, bytes(24), bytes(6))
-        else:
-            path.write_bytes(content)
-        try:
-            found = read_safetensors(path) if kind == "safetensors" else read_pickle(path, allow_pickle=True)
-            assert isinstance(found, dict)
-            read += 1
-        except HddmError as error:
-            messages.append(str(error))
+        for seed in range(500):
+            content = spoil(f"a.{kind}", valid[kind], random.Random(seed)).content
+            if kind == "code":
+                zipped(tmp_path, content, bytes(24), bytes(6))
+            else:
+                path.write_bytes(content)
+            try:
+                found = read_safetensors(path) if kind == "safetensors" else read_pickle(path, True)
+                assert isinstance(found, dict)
+                read += 1
+            except HddmError as error:
+                messages.append(str(error))
 
     assert grown_by(check) < 256 * MIB
     assert min(read, len(messages)) > 10
