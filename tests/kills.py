@@ -53,50 +53,31 @@ class Verb:
     weight: float = 1.0
 
 
-def _resumed(name: str, command: str, *inputs: str, **more: Any) -> Verb:
-    return Verb(name, command, inputs, resumes=True, **more)
-
-
+_EXPERT = "train expert shards/shard_0 --out out"
+_OLD = "experts/expert_0"
+_INIT = f"--init {_OLD} --objective flow"
+_ALL = "train all --shards shards --out out --objective flow"
+_SAMPLES = "--num-images 6 --batch-size 2 --steps 3"
+_REFERENCE = "--reference shards --allow-few"
 VERBS = (
     Verb("partition", "partition images --out out --shards 2", ("images",)),
     Verb("encode", "encode shards --out out --resolution 8", ("shards",)),
     Verb("encode latents", "encode shards --out out --resolution 8 --vae sd/vae", ("shards", "sd")),
-    _resumed("train expert", f"train expert shards/shard_0 --out out --objective ddpm {_NEW}", "shards"),
-    _resumed(
-        "train --init",
-        f"train expert shards/shard_0 --out out --init experts/expert_0 --objective flow {_TRAINING}",
-        "shards",
-        "experts",
-    ),
-    _resumed("train router", f"train router shards --out out --calibrate {_NEW}", "shards"),
-    _resumed(
-        "train all",
-        f"train all --shards shards --out out --objective flow {_NEW}",
-        "shards",
-        in_parts=True,
-        weight=0.2,
-    ),
-    _resumed("distill", f"distill ensemble --data shards --out out {_NEW}", "shards", "ensemble"),
-    _resumed("sample", "sample ensemble --out out --num-images 6 --batch-size 2 --steps 3", "ensemble"),
+    Verb("train expert", f"{_EXPERT} --objective ddpm {_NEW}", ("shards",), resumes=True),
+    Verb("train --init", f"{_EXPERT} {_INIT} {_TRAINING}", ("shards", "experts"), resumes=True),
+    Verb("train router", f"train router shards --out out --calibrate {_NEW}", ("shards",), resumes=True),
+    Verb("train all", f"{_ALL} {_NEW}", ("shards",), resumes=True, in_parts=True, weight=0.2),
+    Verb("distill", f"distill ensemble --data shards --out out {_NEW}", ("shards", "ensemble"), resumes=True),
+    Verb("sample", f"sample ensemble --out out {_SAMPLES}", ("ensemble",), resumes=True),
     Verb("convert", "convert sd --out out", ("sd",)),
     Verb("convert lora", "convert lora/a.safetensors --base sd-expert --out out", ("lora", "sd-expert")),
     Verb("merge", "merge sd-expert lora-expert --out out", ("sd-expert", "lora-expert")),
     Verb("write back", "convert sd-expert --out out --to-layout diffusers-unet2d-condition", ("sd-expert",)),
     Verb("assemble", "assemble experts/expert_0 experts/expert_1 --out out", ("experts",)),
     Verb("change", "assemble ensemble --remove 1", ("ensemble",), "ensemble"),
-    Verb(
-        "calibrate",
-        "calibrate experts/expert_0 --data shards/shard_0",
-        ("experts", "shards"),
-        "experts/expert_0",
-    ),
+    Verb("calibrate", f"calibrate {_OLD} --data shards/shard_0", ("experts", "shards"), _OLD),
     Verb("calibrate inside", "calibrate ensemble/experts/0 --steps 5", ("ensemble",), "ensemble"),
-    Verb(
-        "evaluate",
-        "evaluate images --reference shards --allow-few --out out.json",
-        ("images", "shards"),
-        "out.json",
-    ),
+    Verb("evaluate", f"evaluate images {_REFERENCE} --out out.json", ("images", "shards"), "out.json"),
 )
 
 _INPUTS = (

@@ -12,17 +12,17 @@ import typer
 from hddm.editing import DEFAULT_RESAMPLING
 from hddm.solvers import SOLVERS
 from hddm.training.settings import ExpertSettings
-from hddm.utils.errors import HddmError
 from hddm.utils.records import OPTIONS, parse_record
 from hddm.utils.settings import Conversion, SampleSettings
 from hddm.velocity import PredictionType
 from hddm_cli import usage
 from hddm_cli.app import commands
-from tests.artefacts import Command, contents, in_a_fresh_process
+from tests.artefacts import Command, contents, in_a_fresh_process, refusal
 
 TRAIN = "train expert {shard} --out {out} --objective flow --steps 3"
 MEASURE = "evaluate {shard} --reference {shard}"
 ALL = "train all --shards {shards} --out {out} --steps 3"
+NARROW = TRAIN + " --objective ddpm --schedule {betas}"
 
 
 # A path that is not there …
@@ -46,7 +46,6 @@ GONE = [
 SLIPS = [
     *((line, "{gone}: no such f") for line in GONE),
     ("dream", "dream is not a command of hddm; choose one of"),
-    ("tran", "did you mean 'train'?"),
     ("train exprt", "exprt is not a command of hddm train; choose one of expert, router, all; did you mean"),
     (TRAIN + " --lerning-rate 1", "--lerning-rate: no such option of hddm train expert; did you mean '-"),
     (TRAIN + " --seed", "--seed: requires an argument"),
@@ -56,17 +55,10 @@ SLIPS = [
     (TRAIN + " --objective flwo", "--objective flwo: choose one of ddpm, flow; did you mean 'flow'?"),
     (TRAIN + " --batch-size 0", "--batch-size 0: must be 1 or more"),
     (TRAIN + " --learning-rate fast", "--learning-rate fast: must be a number"),
-    ("sample {shard} --out {out} --solver eulr", "--solver eulr: choose one of euler, heun, adams-"),
     ("sample {shard} --out {out} --strategy best", "--strategy best: choose commit-X, threshold-X"),
-    ("assemble {shard} --out {out} --strategy commit-2", "--strategy commit-2: choose commit-X"),
-    (
-        "sample {shard} --out {out} --device gpu",
-        "--device gpu: choose one of auto, cpu, cuda, cuda:1, mps",
-    ),
+    ("sample {shard} --out {out} --device gpu", "--device gpu: choose one of auto, cpu, cuda, cuda:1, mps"),
     (TRAIN + " --learning-rate -1", "--learning-rate -1.0: must be above 0"),
-    (TRAIN + " --size S/3", "--size S/3: choose one of tiny, mini, small, S/2"),
     (TRAIN + " --noise-range 1:0.5", "--noise-range 1:0.5: must be LOW:HIGH, with 0 <= LOW < HIGH <= 1"),
-    (ALL + " --objective flow --noise-range 0:2", "--noise-range 0:2: must be LOW:HIGH"),
     (TRAIN + " --lora-alpha 8", "--lora-alpha 8.0 scales an adapter; pass --lora-rank too"),
     ("train router {shard} --out {out}", "--steps is required, here or in --config"),
     (TRAIN + " --config {run}", "{run}: key 'size' (is 'smal'): choose one of tiny, mini, small"),
@@ -74,7 +66,6 @@ SLIPS = [
     ("assemble {shard}", "--out is required"),
     (ALL + " --objective 0=ddpm", "--objective 0=ddpm: name ddpm or flow once for each of shards 0 to 1, as"),
     (MEASURE + " --strategies all --json --out {out}", "--json: does not go with --strategies; drop one of"),
-    (MEASURE + " --strategies all --mirrored --out {out}", "--mirrored: does not go with --strategies"),
     (MEASURE + " --store", "--num-images and --store need --strategies, such as --strategies all"),
     (TRAIN + " --init {shard} --size tiny", "--size: --init fixes it; leave it out"),
     ("convert {shard} --out {out} --base {shard} --variant fp16", "--variant: --base converts a LoRA file"),
@@ -83,32 +74,23 @@ SLIPS = [
 # … and what only the work itself finds.
 LATER = [
     (
-        "sample {shard} --out {out} --guidance-scale 2 --guidance-interval 0.9 0.1",
-        "--guidance-interval 0.9 0.1: must be two t, 0 <= low <= high <= 1",
+        "sample {shard} --out {out} --guidance-interval 0.9 0.1",
+        "--guidance-interval 0.9 0.1: must be two t, 0",
     ),
     ("partition {shard} --out {out} --shards few", "--shards few: must be a whole number from 1"),
     ("sample {shard} --out {out} --max-memory 6TB", "--max-memory 6TB: is not an amount of memory; write it"),
-    (
-        "partition {images} --out {out} --shards 2 --features dino",
-        "or OWNER/NAME; did you mean 'dinov2'?",
-    ),
+    ("partition {images} --out {out} --shards 2 --features dino", "or OWNER/NAME; did you mean 'dinov2'?"),
     (
         TRAIN + " --optimizer adamw --muon-learning-rate 0.1",
-        "--muon-learning-rate 0.1: this training uses AdamW only; leave it out, or use --optimizer muon",
+        "--muon-learning-rate 0.1: this training uses AdamW",
     ),
     (
         TRAIN + " --init {expert} --lora-rank 2 --weak-at 0.5",
-        "weak-at 0.5 keeps a weak model, and an adapter has none; drop it",
+        "weak-at 0.5 keeps a weak model, and an adapter",
     ),
-    (
-        TRAIN + " --init {expert} --config {fixed}",
-        "--prediction: --init fixes it; leave it out",
-    ),
+    (TRAIN + " --init {expert} --config {fixed}", "--prediction: --init fixes it; leave it out"),
     (TRAIN + " --config {part}", "{part}: key 'noise_range' (is '0.5'): must be LOW:HIGH"),
-    (
-        TRAIN + " --objective ddpm --schedule {betas} --noise-range 0:0.005",
-        "--noise-range 0:0.005: has none of the schedule's times, in 0.0099",
-    ),
+    (NARROW + " --noise-range 0:0.005", "--noise-range 0:0.005: has none of the schedule's times, in 0.0099"),
     ("assemble {expert} --out {out} --domain 0,0", "--domain {expert}: is named twice"),
     (TRAIN + " --lora-rank 2", "--lora-rank adapts an existing expert; pass --init"),
     ("sample {expert} --out {out} --prompt cat", "--prompt: the model is unconditional; drop the option"),
@@ -116,24 +98,19 @@ LATER = [
     ("push {expert} me/model", "{expert}: no ensemble folder (ensemble.json)"),
     ("sample {expert} --out {out} --negative-prompt cat", "--negative-prompt: needs a --guidance-scale"),
     ("sample {expert} --out {out} --strategy top-2", "--strategy top-2: {expert} is a single expert; drop"),
-    ("train expert {shard} --out {out} --objective flow --steps 3 --init {shards}", "not an expert folder"),
+    (TRAIN + " --init {shards}", "not an expert folder"),
 ]
 
 
 @pytest.fixture
 def names(images: Path, shards: Path, ddpm_expert: Path, tmp_path: Path) -> dict[str, Path]:
     """What stands in a line for a path."""
-    (tmp_path / "run.yaml").write_text("size: smal")
-    (tmp_path / "fixed.yaml").write_text("steps: 3\nprediction: epsilon")
-    (tmp_path / "part.yaml").write_text('noise_range: "0.5"')
-    (tmp_path / "betas.json").write_text('{"_class_name": "DDPMScheduler"}')
+    files = {"run": "size: smal", "fixed": "steps: 3\nprediction: epsilon", "part": 'noise_range: "0.5"'}
+    files["betas"] = '{"_class_name": "DDPMScheduler"}'
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
     made = {"images": images, "shards": shards, "shard": shards / "shard_0", "expert": ddpm_expert}
-    return (
-        made
-        | {"out": tmp_path / "out", "gone": tmp_path / "gone", "run": tmp_path / "run.yaml"}
-        | {"fixed": tmp_path / "fixed.yaml", "part": tmp_path / "part.yaml"}
-        | {"betas": tmp_path / "betas.json"}
-    )
+    return made | {name: tmp_path / name for name in (*files, "out", "gone")}
 
 
 @pytest.mark.integration
@@ -162,21 +139,11 @@ def test_wrong_usage_is_one_line_and_exits_with_2(
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"batch_size": 10, "gradient_accumulation_steps": 3},
-        {"lora_alpha": 2.0},
-        {"fsdp": True, "mixed_precision": "fp16"},
-    ],
-)
-def test_what_several_values_make_wrong_names_their_options(settings: dict[str, Any]) -> None:
-    values = {"steps": 1, "objective": "flow", **settings}
-    with pytest.raises(HddmError) as error:
-        parse_record(values, ExpertSettings, OPTIONS)
-    for name in settings:
-        assert f"`{name}" in error.value.message
-    assert "'steps'" not in error.value.message
+def test_what_several_values_make_wrong_names_their_options() -> None:
+    wrong = {"batch_size": 10, "gradient_accumulation_steps": 3}
+    message = refusal(parse_record, {"steps": 1, "objective": "flow", **wrong}, ExpertSettings, OPTIONS)
+    assert all(f"`{name}" in message for name in wrong)
+    assert "'steps'" not in message
 
 
 def _verbs(command: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
