@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from hddm.experts.records import NULL_FILE
 from hddm.networks.prompts import PipelineText
@@ -51,19 +50,6 @@ def test_vae_and_text_encoder_of_a_pipeline_are_recorded_and_kept(hddm: Command,
     again, _ = _converted(hddm, tmp_path / "sd-expert")
     for found in (facts, shown, again):
         assert (found["vae"], found["text_encoder"]) == (vae.model_dump(), encoder.model_dump())
-
-
-@pytest.mark.integration
-def test_another_decoder_and_a_float16_copy_are_the_same_latent_space(hddm: Command, tmp_path: Path) -> None:
-    expected, _ = _converted(hddm, _text_pipeline(tmp_path / "plain"))
-    other = _text_pipeline(tmp_path / "decoder")
-    weights = load_file(other / "vae" / FILE)
-    save_file({k: v * 2 if k.startswith("decoder.") else v for k, v in weights.items()}, other / "vae" / FILE)
-    half = _text_pipeline(tmp_path / "half", dtype=torch.float16)
-    assert _converted(hddm, other)[0]["vae"] == _converted(hddm, half)[0]["vae"] == expected["vae"]
-    facts, _ = _converted(hddm, _text_pipeline(tmp_path / "encoder", seed=1))
-    for part in ("vae", "text_encoder"):
-        assert facts[part]["fingerprint"] != expected[part]["fingerprint"]
 
 
 @pytest.mark.integration
@@ -174,61 +160,6 @@ def test_weights_of_a_vae_outside_its_folder_are_not_opened(hddm: Command, tmp_p
     assert "outside the folder" in text
 
 
-WORDS = {"!": 0, "a</w>": 1, "<|startoftext|>": 2, "<|endoftext|>": 3}
-
-
-def _write_text(folder: Path, former: bool = False) -> CLIPTextModel:
-    """A pipeline's text encoder and tokenizer; with ``former`` under the names of older files.
-
-    As in Stable Diffusion, the encoder's config has other numbers of begin and end than the tokenizer.
-    """
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    numbers = {"vocab_size": 4, "max_position_embeddings": 6, "bos_token_id": 0, "eos_token_id": 2}
-    model = CLIPTextModel(CLIPTextConfig(**sizes, **numbers)).eval()
-    model.save_pretrained(folder / "text_encoder")
-    file = folder / "text_encoder" / "model.safetensors"
-    weights = {name.removeprefix("text_model."): tensor for name, tensor in load_file(file).items()}
-    prefix = "text_model." if former else ""
-    save_file({prefix + name: tensor for name, tensor in weights.items()}, file)
-    (folder / "tokenizer").mkdir()
-    (folder / "tokenizer" / "vocab.json").write_text(json.dumps(WORDS))
-    (folder / "tokenizer" / "merges.txt").write_text("#version: 0.2\n")
-    (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 6}))
-    return model
-
-
-_PLAIN = dict.fromkeys(("lstrip", "rstrip", "single_word"), False)
-_END = {"content": "<|endoftext|>", "normalized": True, **_PLAIN}
-
-
-@pytest.mark.parametrize(
-    ("config", "special", "former"),
-    [
-        ({}, None, False),
-        ({"pad_token": "!"}, {"pad_token": _END}, True),
-        ({"bos_token": "a</w>", "eos_token": "!"}, {"bos_token": "!", "eos_token": "a</w>"}, False),
-        ({"model_max_length": 4}, {"pad_token": "!"}, True),
-        ({"model_max_length": 10**30}, None, False),
-    ],
-    ids=lambda value: str(value)[:50],
-)
-def test_no_text_is_what_tokenizer_and_encoder_of_the_pipeline_make_of_it(
-    config: dict[str, object], special: dict[str, object] | None, former: bool, tmp_path: Path
-) -> None:
-    model = _write_text(tmp_path, former)
-    edit_json(tmp_path / "tokenizer" / "tokenizer_config.json", **config)
-    if special is not None:
-        (tmp_path / "tokenizer" / "special_tokens_map.json").write_text(json.dumps(special))
-    # What the pipeline itself makes of an empty prompt.
-    tokenizer = CLIPTokenizer.from_pretrained(tmp_path / "tokenizer")
-    length = min(tokenizer.model_max_length, 6)
-    tokens = tokenizer("", padding="max_length", max_length=length, truncation=True, return_tensors="pt")
-    with torch.no_grad():
-        expected = model(tokens.input_ids).last_hidden_state[0]
-    torch.testing.assert_close(PipelineText(tmp_path).empty_prompt(), expected, rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -243,7 +174,7 @@ def test_no_text_is_what_tokenizer_and_encoder_of_the_pipeline_make_of_it(
 def test_text_that_is_not_one_clip_encoders_is_not_read(
     name: str | None, reason: str, tmp_path: Path
 ) -> None:
-    _write_text(tmp_path)
+    write_clip(tmp_path)
     if name is None:
         edit_json(tmp_path / "text_encoder" / "config.json", architectures=["BertModel"])
     elif not name:

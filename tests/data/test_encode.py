@@ -15,7 +15,7 @@ from hddm.data.shard_records import find_shards
 from hddm.data.shards import open_shard
 from hddm.networks.text_encoder import text_encoder_facts
 from hddm.networks.vae import vae_facts
-from tests.artefacts import Command, largest_file, refusal
+from tests.artefacts import Command, refusal
 from tests.component_files import write_clip, write_vae
 from tests.shard_files import encode, noise, write_partition, write_shard
 
@@ -218,12 +218,6 @@ def test_images_of_several_sizes_need_a_resolution(tmp_path: Path) -> None:
     remedy = "images of several sizes; bring them to one with `resolution`"
     assert remedy in refusal(encode, tmp_path / "source", tmp_path / "out")
     assert open_shard(encode(tmp_path / "source", tmp_path / "out", resolution=4)).shape == (3, 4, 4)
-
-
-def test_a_full_disk_gives_a_line_and_leaves_no_output(source: Path, tmp_path: Path) -> None:
-    with largest_file(3000):
-        assert "cannot be written" in refusal(encode, source, tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_the_command_line_encodes_inspects_and_replaces_on_demand(

@@ -1,20 +1,26 @@
-"""Features of images: those of the libraries that define them, whatever the images are like."""
+"""Features of images: those of the libraries that define them, computed once, whatever interrupts that."""
 
+import contextlib
+import hashlib
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from PIL import Image
+from safetensors.torch import load_file, save
 from transformers import AutoImageProcessor, AutoModel, CLIPVisionModelWithProjection
 
-from hddm.data.features import SIDE, PixelPca, open_feature_extractor
+from hddm.data.features import SIDE, ImageFeatures, PixelPca, compute_features, open_feature_extractor
 from hddm.data.sources import open_source
 from hddm.data.sources.base import ImageSource
+from hddm.utils.errors import HddmError
 from hddm.utils.streams import Use, stream
-from tests.artefacts import edit_json, refusal
+from tests.artefacts import PER_CLASS, contents, copied, edit_json, largest_file, refusal
 from tests.shard_files import noise
 from tests.vision_files import write_vision_model
 
@@ -137,3 +143,229 @@ def test_images_of_any_size_are_compared_at_one_small_size(tmp_path: Path) -> No
     assert within < 0.2 * np.linalg.norm(features[3:] - features[0], axis=1).min()
     basis = np.asarray(extractor._components)
     assert basis.shape[1] == 3 * SIDE * SIDE
+
+
+PART = 10
+NUM = 2 * PER_CLASS
+
+
+class Interrupted(BaseException):
+    """As a signal is."""
+
+
+class Counted(PixelPca):
+    """Pixel features that count images, and are interrupted before more than ``most`` of them."""
+
+    batch = 4
+
+    def __init__(self, most: int = 10**6) -> None:
+        super().__init__(dimensions=4)
+        self.most, self.images = most, 0
+
+    def __call__(self, images: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
+        self.images += len(images)
+        if self.images > self.most:
+            raise Interrupted
+        return super().__call__(images)
+
+
+@pytest.fixture
+def source(images: Path, tmp_path: Path) -> ImageSource:
+    """Images that a test may spoil."""
+    return open_source(copied(images, tmp_path))
+
+
+def _compute(
+    source: ImageSource, folder: Path, extractor: PixelPca | None = None, **options: int
+) -> ImageFeatures:
+    return compute_features(source, extractor or Counted(), folder, part=PART, **options)
+
+
+def test_features_are_those_of_the_images_in_order_and_computed_once(
+    source: ImageSource, tmp_path: Path
+) -> None:
+    found = _compute(source, tmp_path / "cache")
+    extractor = Counted()
+    extractor.prepare(source, tmp_path / "cache")
+    pixels = [np.asarray(Image.open(source.root / name).convert("RGB")) for name in source.files]
+    np.testing.assert_allclose(found[np.arange(NUM)], extractor(pixels), atol=1e-6)
+    rows = np.random.default_rng(0).permutation(NUM)[:17]
+    np.testing.assert_array_equal(found[rows], found[np.arange(NUM)][rows])
+    for digest, name in zip(found.files, source.files, strict=True):
+        assert digest.tobytes() == hashlib.sha256((source.root / name).read_bytes()).digest()
+    before, again = contents(tmp_path / "cache"), Counted()
+    _compute(source, tmp_path / "cache", again)
+    assert again.images == 0
+    assert contents(tmp_path / "cache") == before
+
+
+@pytest.mark.parametrize("most", [0, 9, 10, 25, 47])
+def test_an_interrupted_run_goes_on_at_its_part_with_the_same_bits(
+    most: int, source: ImageSource, tmp_path: Path
+) -> None:
+    _compute(source, tmp_path / "whole")
+    with pytest.raises(Interrupted):
+        _compute(source, tmp_path / "cache", Counted(most))
+    rest = Counted()
+    _compute(source, tmp_path / "cache", rest)
+    assert rest.images == NUM - most // PART * PART
+    assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
+
+
+def test_a_full_disk_leaves_whole_parts_only(source: ImageSource, tmp_path: Path) -> None:
+    _compute(source, tmp_path / "whole")
+    whole = contents(tmp_path / "whole")
+    # The basis fits, a part does not.
+    size = min(len(whole[f"part_{n:05d}.safetensors"]) for n in range(5)) - 1
+    with largest_file(size), pytest.raises(Exception, match="File too large"):
+        _compute(source, tmp_path / "cache")
+    assert not [name for name in contents(tmp_path / "cache") if "part" in name]
+    _compute(source, tmp_path / "cache")
+    assert contents(tmp_path / "cache") == whole
+
+
+def test_features_of_something_else_are_refused_unless_they_may_go(
+    source: ImageSource, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    _compute(source, cache)
+    assert "  extractor: was " in refusal(_compute, source, cache, PixelPca(dimensions=4, seed=1))
+    path = source.root / source.files[6]
+    path.write_bytes(path.read_bytes() + b"\0")
+    assert "  source: was " in refusal(_compute, open_source(source.root), cache)
+    (source.root / source.files[5]).unlink()
+    fewer = open_source(source.root)
+    told = refusal(_compute, fewer, cache)
+    assert told.startswith(f"{cache}: holds features of other images")
+    assert "  images: was 48, is 47" in told.splitlines()
+    _compute(fewer, cache, replace=True)
+    _compute(fewer, tmp_path / "fresh")
+    assert contents(cache) == contents(tmp_path / "fresh")
+    (cache / "features.json").unlink()
+    before = contents(cache)
+    told = refusal(_compute, fewer, cache, replace=True)
+    assert f"{cache}: has files, but no features.json; move it away, or choose another" in told
+    assert contents(cache) == before
+
+
+def test_a_spoilt_part_is_made_again(source: ImageSource, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    _compute(source, cache)
+    whole, part = contents(cache), cache / "part_00002.safetensors"
+    record = part.with_name(f"{part.name}.done.json")
+    good = load_file(part)
+    nan = good["features"].clone()
+    nan[0] = torch.nan
+    spoilt = [
+        part.read_bytes()[:-7],
+        *(save(good | {"features": one}) for one in (nan, nan[:, :1].contiguous())),
+    ]
+    for path, content in [*((part, one) for one in spoilt), (record, b"{"), (record, b"{}")]:
+        path.write_bytes(content)
+        again = Counted()
+        _compute(source, cache, again)
+        assert again.images == PART
+        assert contents(cache) == whole
+    (cache / "part_00000.safetensors").unlink()
+    _compute(source, cache)
+    assert contents(cache) == whole
+
+
+@pytest.mark.parametrize("rows", [[3], [0, 1, 2, 3], list(range(10, 20)), [9, 10, 47]])
+def test_broken_images_are_left_out_by_name_and_counted(
+    rows: list[int], source: ImageSource, tmp_path: Path
+) -> None:
+    whole = _compute(source, tmp_path / "whole")
+    for row in rows:
+        (source.root / source.files[row]).write_bytes(b"\x89PNG\r\n\x1a\nnothing")
+    _, *lines = refusal(_compute, source, tmp_path / "strict", max_bad=len(rows) - 1).splitlines()
+    for line, row in zip(lines, rows, strict=True):
+        assert line.startswith(f"  {source.root / source.files[row]}: cannot be read")
+    for _ in range(2):
+        found = _compute(source, tmp_path / "strict", max_bad=len(rows))
+        assert sorted(found.broken) == rows
+        assert found.rows.tolist() == [row for row in range(NUM) if row not in rows]
+        np.testing.assert_array_equal(found.files, whole.files[found.rows])
+        assert found[np.array([0, len(found) - 1])].shape == (2, 4)
+
+
+def test_all_bad_images_are_named_at_once_and_no_more_features_are_computed_for_them(
+    source: ImageSource, tmp_path: Path
+) -> None:
+    for row in (*range(8, 29), 47):
+        (source.root / source.files[row]).write_bytes(b"nothing")
+    extractor = Counted()
+    told, *lines = refusal(_compute, source, tmp_path / "cache", extractor).splitlines()
+    remedy = "repair or remove them, or leave them out with `max_bad` 22 where that is an option"
+    assert told == f"{source.root}: 22 images cannot be read, and 0 may be; {remedy}"
+    path = source.root / source.files[8]
+    assert lines[0] == f"  {path}: cannot be read as an image; remove it or save it again"
+    assert (len(lines), lines[-1]) == (21, "  … and 2 more")
+    # The first part has eight that can be read.
+    assert extractor.images == 8
+
+
+@pytest.fixture
+def broken(source: ImageSource) -> dict[Path, bytes]:
+    """Images 3, 4 and 25, spoilt; with what mends them, which is as long."""
+    sound = {}
+    for row in (3, 4, 25):
+        path = source.root / source.files[row]
+        sound[path] = path.read_bytes()
+        path.write_bytes(bytes(len(sound[path])))
+    return sound
+
+
+def _mend(broken: dict[Path, bytes]) -> None:
+    for path, content in broken.items():
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("max_bad", [0, 3])
+def test_images_that_can_be_read_again_are_used_as_if_they_always_could(
+    max_bad: int, source: ImageSource, broken: dict[Path, bytes], tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    with contextlib.suppress(HddmError):
+        assert len(_compute(source, cache, max_bad=max_bad).broken) == max_bad
+    _mend(broken)
+    assert len(_compute(source, cache, max_bad=max_bad)) == NUM
+    _compute(source, tmp_path / "whole")
+    assert contents(cache) == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("kept", [0, 3, 5])
+def test_a_kill_while_features_are_forgotten_mixes_none_of_two_bases(
+    kept: int, source: ImageSource, broken: dict[Path, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, unlink, gone = tmp_path / "cache", Path.unlink, []
+    _compute(source, cache, max_bad=3)
+    _mend(broken)
+
+    def killed(path: Path, missing_ok: bool = False) -> None:
+        if path.parent == cache:
+            if len(gone) == kept:
+                raise Interrupted
+            gone.append(path)
+        unlink(path, missing_ok=missing_ok)
+
+    # Five parts and the basis.
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", killed)
+        with pytest.raises(Interrupted):
+            _compute(source, cache)
+    _compute(source, cache)
+    _compute(source, tmp_path / "whole")
+    assert contents(cache) == contents(tmp_path / "whole")
+
+
+def test_features_that_are_not_finite_are_refused_by_image(source: ImageSource, tmp_path: Path) -> None:
+    class Spoilt(Counted):
+        def __call__(self, images: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
+            features = super().__call__(images)
+            if self.images == 8:
+                features[2] = np.nan
+            return features
+
+    told = f"{source.root / source.files[6]}: pixel_pca gives NaN or Inf for it"
+    assert told in refusal(_compute, source, tmp_path / "cache", Spoilt())
