@@ -2,7 +2,10 @@
 
 import contextlib
 import hashlib
+import io
 import json
+import struct
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,21 @@ def noise(num: int, height: int = 8, width: int = 8, seed: int = 0, colour: bool
     """Images (height, width, 3) or (height, width) in uint8."""
     shape = (num, height, width, 3) if colour else (num, height, width)
     return list(np.random.default_rng(seed).integers(0, 256, shape).astype(np.uint8))
+
+
+def as_file(pixels: np.ndarray | Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    """The content of an image file."""
+    buffer, image = io.BytesIO(), pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def bomb(width: int = 100_000, height: int = 100_000) -> bytes:
+    """A PNG of one pixel that says it has very many."""
+    content = bytearray(as_file(np.zeros((1, 1), np.uint8)))
+    content[16:24] = struct.pack(">II", width, height)
+    content[29:33] = struct.pack(">I", zlib.crc32(content[12:29]))
+    return bytes(content)
 
 
 def write_shard(

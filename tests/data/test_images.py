@@ -1,11 +1,7 @@
 """Images in memory and brought to one size: what is read, and what is refused by name."""
 
-import io
 import re
-import struct
-import zlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +21,7 @@ from hddm.data.images import (
 )
 from hddm.utils.errors import HddmError
 from tests.artefacts import refusal
+from tests.shard_files import as_file, bomb
 
 NOISE = np.random.default_rng(0)
 GRAY = NOISE.integers(0, 256, (5, 7)).astype(np.uint8)
@@ -36,16 +33,6 @@ def _write(path: Path, pixels: np.ndarray, mode: str | None = None) -> Path:
     image = Image.fromarray(pixels)
     (image.convert(mode) if mode else image).save(path)
     return path
-
-
-def _as(image: Image.Image, kind: str, **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
-
-
-def _encoded(pixels: np.ndarray, kind: str, **options: Any) -> bytes:
-    return _as(Image.fromarray(pixels), kind, **options)
 
 
 def test_folders_are_read_in_sorted_order_with_their_labels(tmp_path: Path) -> None:
@@ -83,11 +70,11 @@ def test_16_bit_gray_is_scaled_to_8_bits_by_rounding(kind: str) -> None:
     deep = np.arange(65536, dtype=np.uint16).reshape(256, 256)
     expected = np.round(deep / 257).astype(np.uint8)
     assert (expected.min(), expected.max()) == (0, 255)
-    np.testing.assert_array_equal(decode(_encoded(deep, kind), Path("deep")), expected)
+    np.testing.assert_array_equal(decode(as_file(deep, kind), Path("deep")), expected)
 
 
 def test_a_mode_without_8_bits_is_refused_with_a_remedy() -> None:
-    told = refusal(decode, _encoded(GRAY.astype(np.float32), "TIFF"), Path("real.tif"))
+    told = refusal(decode, as_file(GRAY.astype(np.float32), "TIFF"), Path("real.tif"))
     assert "real.tif: mode F has no 8-bit form; convert it" in told
 
 
@@ -111,16 +98,16 @@ TURNS = {
 def test_exif_orientation_is_applied(orientation: int, pixels: np.ndarray) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
-    content = _encoded(pixels, "PNG", exif=exif)
+    content = as_file(pixels, "PNG", exif=exif)
     expected = TURNS[orientation](GRAY if pixels.dtype == np.uint16 else pixels)
     np.testing.assert_array_equal(decode(content, Path("a")), expected)
 
 
 def test_transparency_is_dropped_and_shows_the_colours_below() -> None:
     alpha = NOISE.integers(0, 256, (5, 7, 1)).astype(np.uint8)
-    content = _encoded(np.concatenate([COLOUR, alpha], 2), "PNG")
+    content = as_file(np.concatenate([COLOUR, alpha], 2), "PNG")
     np.testing.assert_array_equal(decode(content, Path("a")), COLOUR)
-    found, opaque = read_image(content, Path("a")), read_image(_encoded(COLOUR, "PNG"), Path("a"))
+    found, opaque = read_image(content, Path("a")), read_image(as_file(COLOUR, "PNG"), Path("a"))
     assert (found.mode, found.format, found.is_transparent) == ("RGBA", "PNG", True)
     assert not opaque.is_transparent
 
@@ -130,36 +117,32 @@ def test_a_palette_with_several_transparent_colours_gives_its_colours_and_no_war
     palette = NOISE.integers(0, 256, (4, 3)).astype(np.uint8)
     image = Image.fromarray(GRAY % 4, "P")
     image.putpalette(palette.tobytes())
-    content = _as(image, "PNG", transparency=bytes([0, 255, 128, 7]))
+    content = as_file(image, "PNG", transparency=bytes([0, 255, 128, 7]))
     np.testing.assert_array_equal(decode(content, Path("a")), palette[GRAY % 4])
 
 
 def test_of_an_animation_the_first_frame_is_taken() -> None:
     first, second = (Image.fromarray(np.full((4, 4), value, np.uint8)) for value in (10, 200))
-    content = _as(first, "GIF", save_all=True, append_images=[second])
+    content = as_file(first, "GIF", save_all=True, append_images=[second])
     assert np.unique(decode(content, Path("a"))).tolist() == [10]
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize(("width", "told"), [(9460, "is 9460×9460, more than"), (10**6, "has more than")])
 def test_a_decompression_bomb_is_named_before_it_is_decoded(width: int, told: str) -> None:
-    content = bytearray(_encoded(GRAY, "PNG"))
-    height = 9460
-    content[16:24] = struct.pack(">II", width, height)
-    content[29:33] = struct.pack(">I", zlib.crc32(content[12:29]))
     with pytest.raises(OversizedImageError, match=f"bomb.png: {told} 89478485 pixels"):
-        decode(bytes(content), Path("bomb.png"))
+        decode(bomb(width, 9460), Path("bomb.png"))
 
 
 @pytest.mark.parametrize("kind", ["EPS", "PPM", "ICO"])
 def test_formats_of_other_programs_are_not_handed_to_them(kind: str) -> None:
-    assert "a.png: cannot be read as an image" in refusal(decode, _encoded(COLOUR, kind), Path("a.png"))
+    assert "a.png: cannot be read as an image" in refusal(decode, as_file(COLOUR, kind), Path("a.png"))
 
 
 def test_an_image_of_another_size_and_a_broken_one_are_named(tmp_path: Path) -> None:
     _write(tmp_path / "1.png", GRAY)
     path = _write(tmp_path / "2.png", GRAY[:4])
-    assert "2.png: is 7×4, 1.png is 7×5" in refusal(load_images, tmp_path)
+    assert "2.png: is 7×4, 1.png is 7×5; hddm encode --resolution N" in refusal(load_images, tmp_path)
     path.write_bytes(path.read_bytes()[:40])
     assert f"{path}: cannot be read as an image" in refusal(load_images, tmp_path)
 
@@ -167,7 +150,7 @@ def test_an_image_of_another_size_and_a_broken_one_are_named(tmp_path: Path) -> 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP"])
 def test_damage_of_any_kind_is_an_error_that_names_the_file(kind: str) -> None:
-    whole = _encoded(NOISE.integers(0, 256, (40, 40, 3)).astype(np.uint8), kind)
+    whole = as_file(NOISE.integers(0, 256, (40, 40, 3)).astype(np.uint8), kind)
     draws, refused = np.random.default_rng(1), 0
     damaged = [whole[:n] for n in range(0, 60)]
     for _ in range(150):

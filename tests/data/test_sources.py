@@ -17,13 +17,12 @@ from hddm.data.sources.base import ImageSource
 from hddm.utils.errors import HddmError
 from tests.artefacts import refusal
 from tests.hostile import grown_by
+from tests.shard_files import as_file
 
 
 def encoded(value: int, kind: str = "PNG") -> bytes:
     """A 2×2 gray image."""
-    buffer = io.BytesIO()
-    Image.fromarray(np.full((2, 2), value, np.uint8)).save(buffer, kind)
-    return buffer.getvalue()
+    return as_file(np.full((2, 2), value, np.uint8), kind)
 
 
 def write(folder: Path, files: Mapping[str, bytes]) -> Path:
