@@ -23,7 +23,7 @@ from hddm.experts.records import (
     stored,
 )
 from hddm.networks.offload import Offload, Shelf, StoredNetwork
-from hddm.networks.wrappers import NetworkWrapper
+from hddm.networks.wrappers import NetworkWrapper, compile_blocks
 from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError
 from hddm.utils.records import Record
@@ -138,10 +138,10 @@ class ExpertSet(nn.Module):
         for network in own:
             network.move_to(shelf)
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Let ``torch.compile``, with these arguments, compile each network at its first run."""
+    def compile(self, **options: Any) -> None:
+        """Compile the blocks of every network at its first run; see `compile_blocks`."""
         for network in self.networks:
-            (network.network if isinstance(network, StoredNetwork) else network).compile(*args, **kwargs)
+            compile_blocks(network.network if isinstance(network, StoredNetwork) else network, **options)
 
     def save_pretrained(self, folder: str | Path, **_: object) -> None:
         """Write one expert folder per expert, ``0``, ``1``, …, with weights in the dtype that they run in.

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hddm.networks.wrappers import compile_blocks
 from hddm.training.device import Device, Flags, Readings
 from hddm.training.optimizer import optimizer_of
 from hddm.training.resume import Change, is_finished, run_folder_of, value_at
@@ -235,8 +236,9 @@ def fit(task: Task, recipe: Recipe, run: Run | None = None, watchers: Sequence[W
                 _keep(run, report, recipe.steps, device, stop)
         state.ema.copy_to_network()
         task.network.eval()
-        # The compiled call would compile again for every other mode and shape.
-        task.network._compiled_call_impl = None
+        # Compiled blocks would compile again for every other mode and shape.
+        for module in task.network.modules():
+            module._compiled_call_impl = None
         trainer.bring_back()
     return Fitted(state.losses, state.seconds, device.target, [] if run is None else run.changes, state.weak)
 
@@ -294,7 +296,7 @@ class _Trainer:
         self.parameters = [p for p in network.parameters() if p.requires_grad]
         optimizer = optimizer_of(network, recipe)
         if recipe.compile:
-            network.compile()
+            compile_blocks(network)
         self.losses = device.distributed(_Losses(task))
         self.state = TrainingState(network, Ema(network, recipe.ema_decay), optimizer, device.scaler)
         order = Order(task.num_samples, recipe.batch_size, recipe.seed, task.key)

@@ -200,7 +200,12 @@ class MeanFlow:
             with torch.no_grad(), torch.autocast(x_t.device.type, enabled=False):
                 teacher, scale = self.teacher_on(x_t.device), self.recipe.guidance_scale
                 v = teacher.velocity(states, start, scale, expert=expert, **own)
-                averaged = self.mean_velocity(functools.partial(_call, network, averages), own)
+
+                def by_averages(*given: Tensor, **named: Tensor) -> Tensor:
+                    output: Tensor = torch.func.functional_call(network, dict(averages), given, named)
+                    return output
+
+                averaged = self.mean_velocity(by_averages, own)
                 found = identity_target(averaged, states, v, start, end, LONGEST)
             x_t, target = x_t.index_copy(0, rows, states), target.index_copy(0, rows, found.to(target))
             t, r = t.index_copy(0, rows, start), r.index_copy(0, rows, end)
@@ -232,8 +237,8 @@ def identity_target(
     (n, C, H, W).
     """
     at, over = t.to(x_t), (t - r).to(x_t)
-    # The other kernels of attention have no derivative forwards.
-    with sdpa_kernel(SDPBackend.MATH):
+    # Compiled blocks have no derivative forwards, nor have the other kernels of attention.
+    with torch.compiler.set_stance("force_eager"), sdpa_kernel(SDPBackend.MATH):
         slope: Tensor = torch.func.jvp(u, (x_t, at, over), (v, torch.ones_like(at), torch.ones_like(over)))[1]
     term = _wide(t - r, x_t) * slope
     longest = bound * (_size(v) + 1)
@@ -244,27 +249,6 @@ def identity_target(
 
 def _size(x: Tensor) -> Tensor:
     return x.flatten(1).square().mean(1).sqrt()
-
-
-class _Uncompiled(nn.Module):
-    """A network, called as it was written: a compiled call has no derivative forwards."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, *inputs: Tensor, **conditions: Tensor) -> Tensor:
-        output: Tensor = self.network.forward(*inputs, **conditions)
-        return output
-
-
-def _call(
-    network: nn.Module, averages: Mapping[str, Tensor], *inputs: Tensor, **conditions: Tensor
-) -> Tensor:
-    """``network`` with the ``averages`` for its parameters."""
-    held = {f"network.{name}": value for name, value in averages.items()}
-    output: Tensor = torch.func.functional_call(_Uncompiled(network), held, inputs, conditions)
-    return output
 
 
 def _wide(times: Tensor, x: Tensor) -> Tensor:

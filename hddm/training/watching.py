@@ -288,16 +288,14 @@ def _of_prediction(kind: PredictionType, t: float) -> float:
 def undisturbed(network: nn.Module) -> Iterator[None]:
     """Put ``network`` in evaluation mode, not compiled, for a block; afterwards all is as before."""
     modes = {module: module.training for module in network.modules()}
-    # Other shapes and modes would compile anew, and after too many torch runs code that rounds otherwise.
-    compiled = network._compiled_call_impl
     device = next(network.parameters()).device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    devices = [device] if device.type == "cuda" else []
+    # Other shapes and modes would compile anew, and after too many torch runs code that rounds otherwise.
+    with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
         try:
             network.eval()
-            network._compiled_call_impl = None
             yield
         finally:
-            network._compiled_call_impl = compiled
             for module, mode in modes.items():
                 module.training = mode
 

@@ -159,21 +159,21 @@ def test_pictures_that_cannot_be_written_are_one_warning(
 
 
 def test_a_network_is_left_as_it_was() -> None:
-    """Modes that differ, a compiled call, and a layer that draws from torch's generator."""
+    """Modes that differ, compiled layers, and a layer that draws from torch's generator."""
+    graphs: list[object] = []
     network = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), nn.Linear(2, 2))
-    network.compile()
+    network[0].compile(backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
     network.train()
     network[2].eval()
-    modes, compiled = [module.training for module in network.modules()], network._compiled_call_impl
+    modes = [module.training for module in network.modules()]
     torch.manual_seed(3)
     before = torch.random.get_rng_state()
     with contextlib.suppress(KeyError), undisturbed(network):
-        assert network._compiled_call_impl is None
         assert not any(module.training for module in network.modules())
-        torch.rand(5)
+        network(torch.rand(5, 2))
         raise KeyError
+    assert not graphs
     assert [module.training for module in network.modules()] == modes
-    assert network._compiled_call_impl is compiled is not None
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
