@@ -105,7 +105,7 @@ class Options(TypedDict, total=False):
     domain: Sequence[Sequence[str]]
     """Experts that divide t among them, one list per domain; by default those of one shard."""
     diffusers_pipeline: bool
-    """Add a ``pipeline.py``, by which stock diffusers opens the folder (`hddm.pipelines.stock`)."""
+    """Add a ``pipeline.py``, by which stock diffusers opens the folder (`hddm.pipelines.parts`)."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""Callbacks at the end of a step, as in diffusers: what they read from a pipeline, and what they change.
+"""Calls as in diffusers: keywords of its pipelines, and callbacks at the end of a step.
 
 A callback sees the conditional rows of ``prompt_embeds`` only; diffusers puts the negative ones before them.
 Its official callbacks work on both: they keep the last row and turn guidance off.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from hddm.conditions import Conditions
 from hddm.evaluation.expert_use import ExpertUse
 from hddm.solvers import OnStep
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, did_you_mean
 from hddm.velocity import Guidance
 
 Callback = Callable[[Any, int, float, dict[str, Tensor]], Mapping[str, Tensor] | None]
@@ -27,6 +27,30 @@ _KEYWORDS = {
     "add_time_ids": "time_ids",
 }
 """Network keywords by their names in diffusers' pipelines."""
+_GRID = "pass num_inference_steps; the grid is linear in t, except for the scheduler's shift"
+CALLING = {
+    "eta": "samples follow an ODE, and eta is the noise of DDIM's steps",
+    "timesteps": _GRID,
+    "sigmas": _GRID,
+    "guidance_rescale": "pass guidance_scale=hddm.velocity.Guidance(scale, rescale=…)",
+    "clip_skip": "the experts use the layer that they were trained with",
+    "cross_attention_kwargs": "here a LoRA is an expert of its own (hddm convert)",
+    "callback": "pass callback_on_step_end",
+    "callback_steps": "pass callback_on_step_end",
+}
+"""Keywords of diffusers' calls, with what to do instead of passing a value."""
+_OURS = {"num_images": "num_images_per_prompt", "steps": "num_inference_steps"}
+"""Keywords of a call by the names of ``hddm sample``."""
+
+
+def refuse_call_options(options: Mapping[str, Any], known: Collection[str]) -> None:
+    """Refuse keywords of a call that are not ``known``, or whose value would change something."""
+    for name, value in options.items():
+        if name not in CALLING:
+            near = did_you_mean(_OURS.get(name, name), [*known, *CALLING])
+            raise TypeError(f"HDDMPipeline takes no {name!r}{near}")
+        if value not in (None, 1 if name == "callback_steps" else 0):
+            raise HddmError(f"{name}={value!r} is not supported: {CALLING[name]}")
 
 
 class Callbacks:

@@ -13,7 +13,7 @@ from hddm.experts.model_index import numbered
 from hddm.networks.prompts import PromptEncoders
 from hddm.networks.text_encoder import embed
 from hddm.networks.wrappers import TEXT_CONDITIONS
-from hddm.pipelines.offloading import Offloading
+from hddm.pipelines.parts import Offloading
 from hddm.routers import PromptRouter
 from hddm.utils.errors import HddmError
 from hddm.utils.records import composed

@@ -7,43 +7,48 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, AutoencoderTiny, DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils import BaseOutput
 from torch import Tensor, nn
-from torch.nn.functional import adaptive_max_pool2d
 
 from hddm.conditions import Labels
-from hddm.editing import DEFAULT_RESAMPLING, Picture
+from hddm.editing import DEFAULT_RESAMPLING
 from hddm.ensemble import Ensemble
 from hddm.evaluation.expert_use import ExpertUse
 from hddm.experts.compatibility import takes_text
 from hddm.experts.ensemble_folders import ENSEMBLE_FILE, EnsembleRecord
 from hddm.experts.expert_set import ExpertSet, carrying
 from hddm.experts.loading import ensemble_of, open_ensemble, room_beside, save_ensemble, unpacked
-from hddm.experts.model_index import COMPONENTS, numbered, shift_of
+from hddm.experts.model_index import COMPONENTS, shift_of
 from hddm.experts.records import RouterRecord
 from hddm.networks.offload import Offload
 from hddm.networks.prompts import PromptEncoders
 from hddm.networks.transformers import RouterTransformer
-from hddm.networks.vae import decode, kind_of, latents_of, scale_of
+from hddm.networks.vae import kind_of
 from hddm.noise import Generated, Generators, Latents, Noise, Seeded
-from hddm.pipelines import inputs
-from hddm.pipelines.callbacks import Callback, Callbacks
+from hddm.pipelines.callbacks import Callback, Callbacks, refuse_call_options
 from hddm.pipelines.encoding import Encoding, repeated
 from hddm.pipelines.hub import plan_upload, upload
-from hddm.pipelines.stock import parts_for_loader
+from hddm.pipelines.parts import (
+    NETWORKS,
+    PARTS,
+    Dtype,
+    dtypes_of,
+    parts_for_loader,
+    read_parts,
+    refuse_options,
+)
+from hddm.pipelines.pictures import Begin, Images, Pictures, Vae
 from hddm.running import Batch, Plan, run
 from hddm.sampling import batches, plan
 from hddm.utils.errors import HddmError, UsageError, choose, one_line
 from hddm.utils.files import new_folder, restore
-from hddm.utils.records import EXPERT_FILE
 from hddm.velocity import Guidance, VelocityField
 
-Vae: TypeAlias = AutoencoderKL | AutoencoderTiny
 OUTPUTS = ("pil", "np", "pt", "latent")
 
 
@@ -55,7 +60,7 @@ class HDDMPipelineOutput(BaseOutput):  # type: ignore[misc]
     expert_use: ExpertUse
 
 
-class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc]
+class HDDMPipeline(Encoding, Pictures, Callbacks, DiffusionPipeline):  # type: ignore[misc]
     """Samples of an ensemble, decoded by a VAE if its experts make latents.
 
     Args:
@@ -108,7 +113,6 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         self._ensemble: Ensemble | None = None
         self._made_of: tuple[Any, ...] = ()
         self._opened: Path | None = None
-        self._folder: Path | None = None
         self.image_processor = VaeImageProcessor()
         self.ensemble  # noqa: B018 - so that what does not fit is refused here
 
@@ -192,8 +196,8 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         cls,
         pretrained_model_name_or_path: str | Path,
         *,
-        dtype: inputs.Dtype = None,
-        torch_dtype: inputs.Dtype = None,
+        dtype: Dtype = None,
+        torch_dtype: Dtype = None,
         experts: Sequence[int] | None = None,
         offload: Offload = "none",
         max_memory: int | None = None,
@@ -216,11 +220,11 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         Raises:
             HddmError: for another option or dtype, or a folder whose parts contradict each other.
         """
-        given = {name: options.pop(name) for name in inputs.PARTS if name in options}
-        inputs.refuse_options(cls.from_pretrained, options)
+        given = {name: options.pop(name) for name in PARTS if name in options}
+        refuse_options(cls.from_pretrained, options)
         if not isinstance(max_memory, int | None):
             raise HddmError(f"max_memory {max_memory!r}: pass the number of bytes for all parts together")
-        dtypes = inputs.dtypes_of(dtype, torch_dtype)
+        dtypes = dtypes_of(dtype, torch_dtype)
         folder = Path(pretrained_model_name_or_path)
         restore(folder)
         if not folder.is_dir():
@@ -228,7 +232,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         opened = open_ensemble(folder, dtypes["router"], experts)
         scheduler = FlowMatchEulerDiscreteScheduler(shift=opened.facts.shift)
         parts = {"router": opened.router, "scheduler": scheduler}
-        parts |= inputs.read_parts(folder, opened.components, dtypes, given)
+        parts |= read_parts(folder, opened.components, dtypes, given)
         beside = [part for name, part in parts.items() if isinstance(part, nn.Module) and name != "router"]
         made = cls(opened.expert_set("cpu", dtypes["experts"], offload, max_memory, beside), **parts)
         made.max_memory, made._folder = max_memory, folder
@@ -238,7 +242,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
 
     @classmethod
     def extract_init_dict(cls, config_dict: Mapping[str, Any], **options: Any) -> tuple[Any, ...]:
-        """Parts of ``model_index.json`` for the loader of diffusers (`hddm.pipelines.stock`)."""
+        """Parts of ``model_index.json`` for the loader of diffusers (`hddm.pipelines.parts`)."""
         parts, *others = super().extract_init_dict(config_dict, **options)
         return parts_for_loader(parts), *others
 
@@ -274,7 +278,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
             HddmError: if the folder exists without ``overwrite`` and is not empty, if experts are read from
                 it, for an ensemble in memory, and for other options.
         """
-        inputs.refuse_options(self.save_pretrained, options)
+        refuse_options(self.save_pretrained, options)
         folder, experts = Path(save_directory), self.experts.experts
         read_from = [path.resolve() for one in experts for path in (one.folder, one.base) if path]
         if any(one.is_relative_to(folder.resolve()) for one in read_from):
@@ -311,7 +315,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         Raises:
             HddmError: for other options, a hub that refuses or cannot be reached, and as `save_pretrained`.
         """
-        inputs.refuse_options(self.push_to_hub, options)
+        refuse_options(self.push_to_hub, options)
         with tempfile.TemporaryDirectory() as temporary:
             folder = self._opened
             if folder is None or not self._is_as_in(folder):
@@ -324,7 +328,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
 
     def _is_as_in(self, folder: Path) -> bool:
         """True if parts and settings are those in ``folder``, in any dtype."""
-        parts = {name: part for name in inputs.NETWORKS if (part := getattr(self, name)) is not None}
+        parts = {name: part for name in NETWORKS if (part := getattr(self, name)) is not None}
         stored = type(self).from_pretrained(folder, dtype={name: part.dtype for name, part in parts.items()})
         return (
             self.facts == stored.facts
@@ -338,9 +342,9 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         prompt: str | Sequence[str] | None = None,
         class_labels: Labels | None = None,
         *,
-        image: inputs.Images | None = None,
+        image: Images | None = None,
         strength: float | None = None,
-        mask_image: inputs.Images | None = None,
+        mask_image: Images | None = None,
         resampling_steps: int = DEFAULT_RESAMPLING,
         negative_prompt: str | Sequence[str] | None = None,
         prompt_embeds: Tensor | None = None,
@@ -412,7 +416,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
                 parts, contradictory numbers, a size that a network cannot have, and as `hddm.sampling.plan`,
                 `hddm.sampling.batches` and `hddm.running.run`.
         """
-        inputs.refuse_call_options(options, inspect.signature(self.__call__).parameters)
+        refuse_call_options(options, inspect.signature(self.__call__).parameters)
         guidance = Guidance.of(guidance_scale)
         has_negative = bool(negative_prompt or negative_conditions) or negative_prompt_embeds is not None
         guidance.refuse_negative(has_negative)
@@ -431,7 +435,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         asked, num = repeated(encoded, num_images_per_prompt, batch_size)
         self._begin(guidance, 0)
         how = self.plan(
-            inputs.Begin(image, mask_image, strength, resampling_steps, height, width),
+            Begin(image, mask_image, strength, resampling_steps, height, width),
             expert=expert,
             steps=num_inference_steps,
             solver=solver,
@@ -479,7 +483,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
                     images[row] = one
         return HDDMPipelineOutput(images, use) if return_dict else (images,)
 
-    def plan(self, begin: inputs.Begin, **how: Any) -> Plan:
+    def plan(self, begin: Begin, **how: Any) -> Plan:
         """`hddm.sampling.plan` of images that begin as in a call; ``how`` are its other arguments."""
         made = plan(self.ensemble, picture=functools.cache(lambda k: self.picture(begin, k)), **how)
         if not (begin.height or begin.width):
@@ -518,86 +522,6 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
                 f"`height` {height}, `width` {width}: a network of images of {size[0]}×{size[1]} fails on "
                 f"it: {one_line(error)}"
             ) from error
-
-    @property
-    def _no_vae(self) -> str:
-        """That there is no VAE and how to add one, in words."""
-        if (folder := self._folder) is None:
-            remedy = "vae="
-        elif (folder / EXPERT_FILE).exists():
-            remedy = f"hddm assemble {folder} --vae FOLDER --out ENSEMBLE"
-        elif (folder / ENSEMBLE_FILE).exists():
-            remedy = f"hddm assemble {folder} --vae FOLDER"
-        else:
-            remedy = f"as {folder / 'vae'}"
-        return f" and has no VAE; add one ({remedy})"
-
-    def vae_of(self, expert: int) -> Vae | None:
-        """The VAE of an expert's latents; None for pixels, and if there is none."""
-        number = self.experts.encoders.vaes[expert]
-        return None if number < 0 else getattr(self, numbered("vae", number))
-
-    def picture(self, begin: inputs.Begin, expert: int) -> Picture | None:
-        """What images begin with, in an expert's units, encoded by its VAE.
-
-        A latent is new if any of its pixels is. Raises `HddmError` for a strength or mask without an image,
-        and for pictures that do not fit.
-        """
-        image, mask_image, strength = begin.image, begin.mask_image, begin.strength
-        if image is None:
-            if strength is not None or mask_image is not None:
-                lone = "`mask`" if strength is None else f"`strength` {strength:g}"
-                raise HddmError(f"{lone}: changes a picture; pass one (`init_image`, image=)")
-            return None
-        if strength is None:
-            strength = 0.8 if mask_image is None else 1.0
-        part, (size, shape) = self.vae_of(expert), self.size_and_shape(expert, begin.height, begin.width)
-        if part is None and not self.experts.facts[expert].makes_pictures and not isinstance(image, Tensor):
-            raise HddmError(f"image: expert {expert} makes latents {shape}{self._no_vae}, or pass latents")
-        x_0 = pixels = inputs.pixels_of(image, shape[0] if part is None else part.config.in_channels, size)
-        mask = pixel_mask = None if mask_image is None else inputs.mask_of(mask_image, image, size)
-        if part is not None:
-            with self.present(part) as vae:
-                x_0 = latents_of(vae, pixels)
-            if pixel_mask is not None:
-                mask = adaptive_max_pool2d(pixel_mask.float(), shape[1:]) > 0
-        return Picture(x_0.cpu(), strength, mask, begin.resampling_steps, pixels, pixel_mask)
-
-    def images_of(self, how: Plan, batch: Batch, samples: Tensor) -> Tensor:
-        """Images of a batch's samples (`decode`), in which its picture keeps its own pixels."""
-        picture = how.picture(batch.kind)
-        return self.decode(samples, batch.kind, None if picture is None else picture.rows(batch.rows))
-
-    def decode(self, latents: Tensor, expert: int = 0, picture: Picture | None = None) -> Tensor:
-        """Images (N, C, H, W) in [-1, 1] of an expert's samples: decoded by its VAE, or clipped pixels.
-
-        Pixels that a ``picture`` keeps are its own.
-        """
-        if (part := self.vae_of(expert)) is None:
-            images = latents.float().clamp(-1, 1)
-        else:
-            with self.present(part) as vae:
-                images = decode(vae, latents.to(vae.device))
-        return images if picture is None else picture.kept_in(images)
-
-    @property
-    def image_size(self) -> tuple[int, int]:
-        """Image height and width in pixels; of the first expert if they differ."""
-        return self.size_and_shape(0)[0]
-
-    def size_and_shape(
-        self, expert: int, height: int | None = None, width: int | None = None
-    ) -> tuple[tuple[int, int], tuple[int, ...]]:
-        """Image height and width in pixels, by default an expert's own, and the shape of its samples.
-
-        Raises `HddmError` for sides that its VAE cannot have.
-        """
-        (channels, *own), vae = self.experts.facts[expert].sample_shape, self.vae_of(expert)
-        factor = 1 if vae is None else scale_of(vae)
-        size = (height or factor * own[0], width or factor * own[1])
-        if any(not isinstance(side, int) or side < 1 or side % factor for side in size):
-            raise HddmError(f"`height` {size[0]}, `width` {size[1]}: must be multiples of {factor} pixels")
-        return size, (channels, size[0] // factor, size[1] // factor)
 
 
 def _equal(ours: Any, theirs: Any) -> bool:

@@ -1,10 +1,11 @@
 """Samples of a saved model, as a folder of PNG files or of latents (`sample_to_folder`).
 
 Conditions (class labels, prompts, tensors in a file) are cycled over the images. The folder holds samples
-only; a sheet of all images may lie beside it.
+only; a sheet of all images may lie beside it (`write_sheet`).
 """
 
 import logging
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
@@ -12,25 +13,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hddm.conditions import LABELS, Conditions, check_labels, class_indices
-from hddm.data.images import open_image, save_png, to_bytes
+from hddm.data.images import CELL, contact_sheet, lines_of, open_image, save_png, to_bytes
 from hddm.data.sources.base import LARGEST_FILE
 from hddm.evaluation.expert_use import ExpertUse
 from hddm.experts.loading import DTYPES
 from hddm.networks.folders import sha256_once
 from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.noise import Seeded
-from hddm.pipelines.inputs import Begin
+from hddm.pipelines.pictures import Begin
 from hddm.pipelines.pipeline import HDDMPipeline
-from hddm.pipelines.sheets import sheet_path, write_sheet
 from hddm.routers import MomentsRouter, Router
 from hddm.running import Batch, Plan
 from hddm.sampling import batches, guidance_of, plan_arguments
 from hddm.utils.errors import HddmError, UsageError, asked
-from hddm.utils.files import read_json, read_whole, sha256_of, write_json
+from hddm.utils.files import read_json, read_whole, sha256_of, write_json, write_whole
 from hddm.utils.progress import Progress
 from hddm.utils.records import EXPERT_FILE, SAMPLING_FILE, content_hash
 from hddm.utils.settings import SampleSettings, keywords
@@ -45,6 +46,10 @@ ROUND = 1024
 ENOUGH = 32
 """Images from which on a router that uses one expert for all is doubted."""
 NEGATIVE = "negative_"
+COLUMNS, ROWS = 20, 40
+"""Maximum numbers of images side by side, and of rows."""
+LARGEST = 256
+"""Largest height and width of a cell in pixels."""
 
 log = logging.getLogger(__name__)
 
@@ -320,3 +325,34 @@ def class_names(given: Mapping[str, Tensor], classes: Sequence[str]) -> tuple[st
     """Names of the labels among ``given``, or numbers without a name; empty without labels."""
     labels = given[LABELS].tolist() if LABELS in given else []
     return tuple(classes[k] if 0 <= k < len(classes) else str(k) for k in labels)
+
+
+def sheet_path(out: Path) -> Path:
+    """Path of the sheet for the samples in ``out``: ``samples.grid.png`` beside ``samples``."""
+    return out.with_name(f"{out.name}.grid.png")
+
+
+def write_sheet(out: Path, images: Sequence[Path], conditions: Sequence[str] = ()) -> str:
+    """Write images of one size as one PNG; return a line about it for the user.
+
+    With several ``conditions`` (one name per image), each begins a row if one has several images; else the
+    sheet is square.
+    """
+    path, by_condition = sheet_path(out), dict[str, list[Path]]()
+    for image, condition in zip(images, conditions, strict=bool(conditions)):
+        by_condition.setdefault(condition, []).append(image)
+    rows_are = ""
+    if len(by_condition) > 1 and any(len(row) > 1 for row in by_condition.values()):
+        rows = [row for own in by_condition.values() for row in lines_of(own, COLUMNS)][:ROWS]
+        is_one = len(rows) == min(len(by_condition), ROWS)
+        names = [name if len(name) <= 30 else f"{name[:29]}…" for name in list(by_condition)[:ROWS]]
+        shown = ", ".join([*names[:10], *(["…"] if len(names) > 10 else [])])
+        rows_are = f", {'one row' if is_one else 'rows'} each for {shown}"
+    else:
+        rows = lines_of(images, min(math.ceil(math.sqrt(len(images))), COLUMNS))[:ROWS]
+    with Image.open(images[0]) as first:
+        longest = max(first.size)
+    cell = longest * max(1, CELL // longest) if longest <= LARGEST else LARGEST
+    sheet = contact_sheet(rows, Image.open, max(map(len, rows)), cell)
+    write_whole(path, lambda draft: sheet.save(draft, "png"), overwrite=False)
+    return f"{path}: {sum(map(len, rows))} of {len(images)}{rows_are}"

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hddm.experts.expert_set import ExpertSet
-from hddm.pipelines.offloading import Offloading
+from hddm.pipelines.parts import Offloading
 from tests.ensemble_files import flow_expert, random_router
 
 
