@@ -82,6 +82,14 @@ def numbered_by_first(identities: Iterable[Hashable]) -> tuple[int, ...]:
     return tuple(0 if one is None else order.setdefault(one, len(order)) for one in identities)
 
 
+def numbered_vaes(identities: Sequence[Hashable]) -> tuple[int, ...]:
+    """`numbered_by_first` of VAEs, with -1 for an expert of pixels beside others of latents."""
+    numbers = numbered_by_first(identities)
+    if not any(identities):
+        return numbers
+    return tuple(-1 if one is None else k for k, one in zip(numbers, identities, strict=True))
+
+
 class Ensemble:
     """Velocity field of ``experts`` mixed by ``router``.
 
@@ -167,6 +175,11 @@ class Ensemble:
     def texts(self) -> tuple[int, ...]:
         """Number of each expert's text encoder; tokens of the second are ``encoder_hidden_states_2``."""
         return numbered_by_first(part.text_encoder for part in self.parts)
+
+    @functools.cached_property
+    def vaes(self) -> tuple[int, ...]:
+        """Number of each expert's VAE; -1 for an expert of pixels beside others of latents."""
+        return numbered_vaes([part.vae for part in self.parts])
 
     @functools.cached_property
     def class_prior(self) -> Tensor | None:

@@ -13,10 +13,8 @@ import hddm
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import plan
 from hddm.experts.assembly import assemble
-from hddm.experts.compatibility import read_entries
 from hddm.experts.ensemble_folders import EnsembleRecord, Member, read_ensemble_facts
 from hddm.experts.expert_set import ExpertSet
-from hddm.experts.parts import encoders_of
 from hddm.experts.records import Expert, ExpertRecord, RouterRecord, save_expert, save_router
 from hddm.networks.offload import Shelf
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
@@ -216,10 +214,9 @@ class Derived:
 def derived(folder: Path) -> Derived:
     """What is in an ensemble's folder."""
     model, record = load_ensemble(folder), read_ensemble_facts(folder)
-    entries = read_entries([folder / one.folder for one in record.experts], record.experts)
-    encoders, router = encoders_of(entries), getattr(model.router, "outputs", ())
+    router = getattr(model.router, "outputs", ())
     rows = [] if model.class_prior is None else model.class_prior.tolist()
-    outputs = range(len(entries)) if router is None else router
+    outputs = range(len(record.experts)) if router is None else router
     return Derived(
         tuple(one.name for one in record.experts),
         tuple(model.prior.tolist()),
@@ -229,8 +226,8 @@ def derived(folder: Path) -> Derived:
         model.domains,
         tuple(outputs),
         record.router,
-        encoders.texts,
-        encoders.vaes,
+        model.texts,
+        model.vaes,
         model.topics,
         record.strategy,
         record.shift,

@@ -2,7 +2,7 @@
 
 Experts of one latent space share a VAE, and experts of one text encoder share that: each is stored once. The
 first is called ``vae`` and ``text_encoder``, a second one ``vae_2`` and ``text_encoder_2``
-(`hddm.experts.parts.encoders_of`).
+(`hddm.experts.parts.numbers_of`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from hddm.experts.compatibility import Entry, Findings, decide, read_entries, takes_text
 from hddm.experts.ensemble_folders import held_by, kept_components
 from hddm.experts.model_index import KEPT, MOST_ENCODERS, numbered
-from hddm.experts.parts import encoders_of, identities, topics_of
+from hddm.experts.parts import identities, numbers_of, topics_of
 from hddm.networks.identity import TextEncoderRecord
 from hddm.networks.prompts import family_in, prompts_facts
 from hddm.networks.text_encoder import read_tokenizer, text_encoder_facts
@@ -41,9 +41,9 @@ def components_of(expert: Path) -> dict[str, Path]:
     if (held := held_by(expert)) is None:
         return found
     whole, facts, k = held
-    encoders = encoders_of(read_entries([whole / one.folder for one in facts.experts], facts.experts))
+    entries = read_entries([whole / one.folder for one in facts.experts], facts.experts)
     for name in KEPT:
-        number = (encoders.vaes if name == "vae" else encoders.texts)[k]
+        number = numbers_of(entries, name)[k]
         place = inside(whole, numbered(name, number))
         if number >= 0 and place.is_dir():
             found.setdefault(name, place)

@@ -9,11 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from hddm.conditions import LABELS
 from hddm.ensemble import Ensemble
 from hddm.experts.compatibility import Entry, entries_of
 from hddm.experts.ensemble_folders import EnsembleRecord, Member
-from hddm.experts.parts import Encoders, encoders_of
 from hddm.experts.records import (
     WEAK,
     Expert,
@@ -28,9 +26,8 @@ from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError
 from hddm.utils.records import Record
 from hddm.utils.tensors import device_of
-from hddm.velocity import PredictionType, VelocityField
+from hddm.velocity import VelocityField
 
-_BY_HAND = "set in Python"
 _IMAGES = (1, 3)
 """Channels of pixels; samples of any others are taken for latents."""
 Module = TypeVar("Module", bound=nn.Module)
@@ -93,11 +90,6 @@ class ExpertSet(nn.Module):
     def entries(self) -> list[Entry]:
         """Records of the experts, with what was decided on each."""
         return entries_of(self.experts, self.record.experts)
-
-    @property
-    def encoders(self) -> Encoders:
-        """Numbers of the experts' VAEs and text encoders."""
-        return encoders_of(self.entries)
 
     @property
     def shelf(self) -> Shelf:
@@ -196,51 +188,20 @@ def carrying(part: Module, record: Record | None) -> Module:
 def in_memory(field: VelocityField) -> Expert:
     """The expert that a field, whose samples have a shape, is in a pipeline.
 
-    It has the record that the field was read with, and what was changed since. If the network was replaced
-    after that, the record is of the field alone.
+    It is the one that the field was read from, unless the network was replaced after that.
     """
-    source = field.source if isinstance(field.source, Expert) else None
-    network = _bare(field.network)
-    if source is not None and isinstance(field.network, StoredNetwork) and network is source.network:
-        return replace(source, facts=_record(field, source.facts))
-    return Expert(network, _record(field, None))
-
-
-def _bare(network: Any) -> Any:
-    """A network without what hddm wraps it in."""
-    inner = network.network if isinstance(network, StoredNetwork) else network
-    return inner.model if isinstance(inner, NetworkWrapper) else inner
-
-
-def _record(field: VelocityField, known: ExpertRecord | None) -> ExpertRecord:
-    """The record of a field whose samples have a shape, on top of the one that it was read with."""
-    shape, null = field.sample_shape or (), field.null_conditions.get(LABELS)
-    inner = field.network.network if isinstance(field.network, StoredNetwork) else field.network
-    schedule = field.schedule.config
-    stated = {
-        "prediction_type": field.prediction_type,
-        "schedule": schedule,
-        "time_scale": float(field.time_scale),
-        "sample_shape": tuple(shape),
-        "conditions": field.conditions or (),
-        "classes": field.classes,
-        "null_class": int(null) if null is not None and null.ndim == 0 else None,
-        "shift": field.shift,
-        "noise_range": field.noise_range,
-        "round_time": isinstance(inner, NetworkWrapper) and inner.round_time,
-        "sampling_steps": field.sampling_steps,
-    }
-    if known is not None:
-        source = known.schedule_source if known.schedule == schedule else _BY_HAND
-        return known.model_copy(update={**stated, "schedule_source": source})
-    is_flow = isinstance(field.schedule, LinearSchedule)
-    is_flow = is_flow or field.prediction_type is PredictionType.FLOW_PREDICTION
-    is_pixels = shape[0] in _IMAGES
+    network, shape, source = field.network, tuple(field.sample_shape or ()), field.source
+    inner: Any = network.network if isinstance(network, StoredNetwork) else network
+    inner = inner.model if isinstance(inner, NetworkWrapper) else inner
+    stated = {"sample_shape": shape, "conditions": field.conditions or ()}
+    if isinstance(source, Expert) and inner is source.network:
+        return replace(source, facts=source.facts.model_copy(update=stated))
     unstated = {
-        "objective": "flow" if is_flow else "ddpm",
-        "schedule_source": _BY_HAND,
-        "space": "pixels" if is_pixels else "latents",
-        "latent_scale": 1.0 if is_pixels else None,
-        "weights": "unstated",
+        "objective": "flow" if isinstance(field.schedule, LinearSchedule) else "ddpm",
+        "prediction_type": field.prediction_type,
+        "schedule": field.schedule.config,
+        "schedule_source": "set in Python",
+        "time_scale": float(field.time_scale),
+        "space": "pixels" if shape[0] in _IMAGES else "latents",
     }
-    return ExpertRecord.model_validate(unstated | stated)
+    return Expert(inner, ExpertRecord.model_validate(unstated | stated))

@@ -31,7 +31,7 @@ from hddm.experts.expert_set import ExpertSet
 from hddm.experts.lora import bases_in, refuse_base
 from hddm.experts.model_index import KEPT, ROUTER, ClassName, numbered
 from hddm.experts.paris import is_paris, paris_experts, paris_router
-from hddm.experts.parts import encoders_of, parts_of, topics_number, with_parts
+from hddm.experts.parts import numbers_of, parts_of, topics_number, with_parts
 from hddm.experts.records import (
     EXPERT_FILE,
     Expert,
@@ -41,7 +41,6 @@ from hddm.experts.records import (
     read_router,
     save_router,
 )
-from hddm.networks.identity import TextEncoderRecord
 from hddm.networks.offload import Offload, Shelf
 from hddm.networks.transformers import RouterTransformer
 from hddm.routers import MomentsRouter, Router, Strategy
@@ -230,12 +229,12 @@ def _subset(
     if parted := [k for k, part in parts.items() if part.domain in domains and k not in chosen]:
         raise HddmError(f"experts {list(chosen)}: one of them is of a domain with {parted}; choose these too")
     entries = with_parts([known[k] for k in chosen], [parts[k] for k in chosen])
-    before, after, renamed = encoders_of(whole), encoders_of(entries), dict[str, str]()
-    for new, old in enumerate(map(list(known).index, chosen)):
-        for name in KEPT:
-            was, now = (before.vaes, after.vaes) if name == "vae" else (before.texts, after.texts)
-            if was[old] >= 0:
-                renamed[numbered(name, now[new])] = numbered(name, was[old])
+    renamed = dict[str, str]()
+    for name in KEPT:
+        before, after = numbers_of(whole, name), numbers_of(entries, name)
+        for new, old in enumerate(map(list(known).index, chosen)):
+            if before[old] >= 0:
+                renamed[numbered(name, after[new])] = numbered(name, before[old])
     # All of fewer than k are the k most probable of them.
     strategy, number = Strategy.parse(facts.strategy), len(domains)
     is_too_many = strategy.kind == "top" and strategy.value > number
@@ -303,7 +302,7 @@ def ensemble_of(experts: ExpertSet, router: Callable[..., Tensor] | None) -> Ens
 
 
 def unpacked(model: Ensemble | VelocityField) -> tuple[ExpertSet, Callable[..., Tensor] | None]:
-    """The experts of an ensemble, or of one field, with its record, and its router.
+    """The experts of an ensemble, or of one field, and its router.
 
     Raises `HddmError` for another object, and for samples of unknown shape.
     """
@@ -324,9 +323,6 @@ def unpacked(model: Ensemble | VelocityField) -> tuple[ExpertSet, Callable[..., 
             f"a pipeline needs the one shape of all samples, and the experts state {shapes}: pass "
             "sample_shape=(C, H, W) to VelocityField"
         )
-    encoders = {part.text_encoder for part in model.parts} - {None}
-    if len(encoders) > 1 and not all(isinstance(one, TextEncoderRecord) for one in encoders):
-        raise HddmError("text_encoder= of these parts differs; a folder records it by a TextEncoderRecord")
     fields = [copy.copy(one) for one in model.experts]
     for one in fields:
         one.sample_shape = shape
@@ -334,8 +330,8 @@ def unpacked(model: Ensemble | VelocityField) -> tuple[ExpertSet, Callable[..., 
     parts = [replace(part, field=own) for part, own in zip(model.parts, fields, strict=True)]
     model = Ensemble(parts, model.router, model.strategy, shift=model.shift, topics=model.topics)
     experts = ExpertSet(fields, topics=model.topics, ensemble=model)
-    members = tuple(one.member for one in with_parts(experts.entries, parts))
-    experts.record = EnsembleRecord(experts=members, strategy=model.strategy, shift=model.shift)
+    chosen = {"strategy": model.strategy, "shift": model.shift}
+    experts.record = experts.record.model_copy(update=chosen)
     return experts, model.router
 
 

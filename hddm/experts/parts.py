@@ -9,11 +9,10 @@ encoders      experts of one VAE, and of one text encoder, share it; numbered as
 import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from hddm.conditions import join_classes
-from hddm.ensemble import Part, numbered_by_first
+from hddm.ensemble import Part, numbered_by_first, numbered_vaes
 from hddm.experts.compatibility import Entry, Findings, decide, domains_of, takes_text
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.utils.errors import HddmError
@@ -110,21 +109,11 @@ def identities(entries: Sequence[Entry], name: str) -> list[Hashable]:
     return [own or first if need else None for own, need in zip(known, needs, strict=True)]
 
 
-@dataclass(frozen=True)
-class Encoders:
-    """Numbers of the experts' VAEs (-1 for pixels beside latents) and text encoders, from 0."""
-
-    vaes: tuple[int, ...]
-    texts: tuple[int, ...]
-
-
-def encoders_of(entries: Sequence[Entry]) -> Encoders:
-    """Number the encoders of experts as they first appear."""
-    vaes, texts = identities(entries, "vae"), identities(entries, "text_encoder")
-    numbers = numbered_by_first(vaes)
-    if any(vaes):
-        numbers = tuple(-1 if vae is None else k for k, vae in zip(numbers, vaes, strict=True))
-    return Encoders(numbers, numbered_by_first(texts))
+def numbers_of(entries: Sequence[Entry], name: str) -> tuple[int, ...]:
+    """Number of each expert's ``vae``, ``text_encoder`` or ``tokenizer``, as in `hddm.ensemble.Ensemble`."""
+    if name == "vae":
+        return numbered_vaes(identities(entries, name))
+    return numbered_by_first(identities(entries, "text_encoder"))
 
 
 def topics_of(entries: Sequence[Entry], found: Findings) -> TextEncoderRecord | None:

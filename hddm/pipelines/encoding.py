@@ -75,7 +75,7 @@ class Encoding(Offloading):
     @property
     def readers(self) -> set[int]:
         """Numbers of the text encoders that a prompt needs: for text experts, and for topics."""
-        numbers = zip(self.experts.facts, self.experts.encoders.texts, strict=True)
+        numbers = zip(self.experts.facts, self.ensemble.texts, strict=True)
         found = {number for record, number in numbers if _TEXT in record.conditions}
         found |= set() if self._topics is None else {self._topics}
         # Experts that declare no conditions may take text.

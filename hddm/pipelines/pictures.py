@@ -95,6 +95,7 @@ def mask_of(masks: Images, images: Images, size: tuple[int, int]) -> Tensor:
 class Pictures(Offloading):
     """What a pipeline does with pictures and its VAEs."""
 
+    ensemble: Any
     _folder: Path | None = None
 
     @property
@@ -112,7 +113,7 @@ class Pictures(Offloading):
 
     def vae_of(self, expert: int) -> Vae | None:
         """The VAE of an expert's latents; None for pixels, and if there is none."""
-        number = self.experts.encoders.vaes[expert]
+        number = self.ensemble.vaes[expert]
         return None if number < 0 else getattr(self, numbered("vae", number))
 
     def picture(self, begin: Begin, expert: int) -> Picture | None:

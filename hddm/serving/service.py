@@ -19,7 +19,7 @@ import torch
 
 from hddm.experts.loading import open_ensemble
 from hddm.experts.model_index import numbered
-from hddm.experts.parts import encoders_of
+from hddm.experts.parts import numbers_of
 from hddm.networks.prompts import family_in
 from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.serving.workers import Worker
@@ -176,8 +176,9 @@ def names_of(folder: Path) -> list[str]:
     opened = open_ensemble(folder, torch.float32)
     entries = opened.entries
     names = [one.member.name or str(k) for k, one in enumerate(entries)]
-    encoders, has_classes = encoders_of(entries), any(one.classes for one in entries)
-    for name, one, vae, text in zip(names, entries, encoders.vaes, encoders.texts, strict=True):
+    vaes, texts = numbers_of(entries, "vae"), numbers_of(entries, "text_encoder")
+    has_classes = any(one.classes for one in entries)
+    for name, one, vae, text in zip(names, entries, vaes, texts, strict=True):
         needed = {} if one.record.makes_pictures else {"vae": vae}
         if TEXT_CONDITIONS[0] in one.record.conditions and not has_classes:
             place = folder / opened.components.get(numbered("text_encoder", text), "text_encoder")
