@@ -76,7 +76,7 @@ def router(root: Path, shards: Path) -> Path:
 @pytest.fixture(scope="session")
 def ensemble(root: Path, ddpm_expert: Path, flow_expert: Path, router: Path) -> Path:
     """One DDPM and one flow expert behind a router."""
-    assemble([ddpm_expert, flow_expert], root / "ensemble", router, "nucleus-0.9")
+    assemble([ddpm_expert, flow_expert], root / "ensemble", router, strategy="nucleus-0.9")
     return root / "ensemble"
 
 

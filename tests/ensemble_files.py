@@ -152,7 +152,7 @@ def write_ensemble(
     network, facts = random_router(len(experts), shapes[0])
     (root / "router").mkdir()
     save_router(root / "router", network.to(dtype), facts)
-    assemble(folders, root / "ensemble", root / "router", strategy, classes=classes, **components)
+    assemble(folders, root / "ensemble", root / "router", strategy=strategy, classes=classes, **components)
     return root / "ensemble"
 
 

@@ -106,8 +106,8 @@ def write_ensembles(settings: Settings, place: Path) -> tuple[int, int]:
         shard_images=(1000,) * count,
     )
     save_router(router, random_router(settings.router, shape, settings.patch, count), record)
-    assemble(folders, place / ALL, router, "top-1")
-    assemble(folders[: settings.few], place / FEW, router, "top-1")
+    assemble(folders, place / ALL, router, strategy="top-1")
+    assemble(folders[: settings.few], place / FEW, router, strategy="top-1")
     return (folders[0] / WEIGHTS).stat().st_size, (router / WEIGHTS).stat().st_size
 
 

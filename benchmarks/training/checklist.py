@@ -347,7 +347,7 @@ def students(sizes: Sizes, device: str) -> Found:
         for k, out in enumerate(experts):
             train_expert(shards / f"shard_{k}", out, ExpertSettings(objective="flow", **common()))
         train_router(shards, place / "router", RouterSettings(**common(size="tiny")))
-        assemble(experts, place / "teacher", place / "router", "full")
+        assemble(experts, place / "teacher", place / "router", strategy="full")
         for number in (2, 1):
             seconds: list[float] = []
             settings = DistillSettings(

@@ -1,7 +1,7 @@
 """hddm assemble."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -62,22 +62,17 @@ def assemble(
     from hddm.conditions import join_classes
     from hddm.experts.assembly import assemble as put_together
     from hddm.experts.assembly import change
-    from hddm.experts.choices import read_classes
     from hddm.experts.compatibility import read_entries
     from hddm.experts.ensemble_folders import read_ensemble_facts
     from hddm.experts.parts import parts_of
     from hddm.utils.progress import Progress
 
-    decided: dict[str, Any] = dict(settings)
-    strategy, bases = decided.pop("strategy"), decided.pop("base")
-    decided |= {"bases": bases, "classes": read_classes(settings.classes) if settings.classes else None}
     with Progress(None, "check and assemble"):
         if changes:
-            decided |= dict(options) | {"strategy": strategy, "overwrite": overwrite}
-            notes = change(experts[0], **decided)
+            notes = change(experts[0], **dict(options), settings=settings, overwrite=overwrite)
         else:
             assert out is not None
-            notes = put_together(experts, out, router, strategy, overwrite, **decided)
+            notes = put_together(experts, out, router, settings=settings, overwrite=overwrite)
     for note in notes:
         say(f"note: {note}")
     written = out or experts[0]

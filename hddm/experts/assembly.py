@@ -9,10 +9,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict, Unpack
 
 from hddm.calibration import FILE_NAME as CALIBRATION
-from hddm.experts.choices import ClassNames, decided, index_of
+from hddm.experts.choices import decided, index_of
 from hddm.experts.compatibility import (
     SHARE_TOLERANCE,
     Entry,
@@ -43,7 +42,7 @@ from hddm.experts.ensemble_folders import (
     write_ensemble_records,
 )
 from hddm.experts.lora import BASES, bases_in
-from hddm.experts.model_index import COMPONENTS, MODEL_INDEX, ROUTER
+from hddm.experts.model_index import COMPONENTS, KEPT, MODEL_INDEX, ROUTER
 from hddm.experts.parts import parts_of
 from hddm.experts.records import (
     FILES,
@@ -61,7 +60,7 @@ from hddm.routers import Strategy
 from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, is_draft, link_or_copy, new_folder, restore
 from hddm.utils.records import MANIFEST, read_record, refuse_damaged
-from hddm.utils.settings import keywords
+from hddm.utils.settings import AssemblySettings, keywords
 from hddm.utils.tensors import read_safetensors, refuse_non_finite
 
 DEFAULT_STRATEGY = "draw"
@@ -86,26 +85,6 @@ except (ImportError, AttributeError) as error:
 
 
 _PARTS = ("experts", BASES, ROUTER, "scheduler", *COMPONENTS, ENSEMBLE_FILE, MODEL_INDEX, MANIFEST)
-
-
-class Options(TypedDict, total=False):
-    """Options of `assemble` and `change`."""
-
-    vae: Path | None
-    """Decodes latents; by default the one that experts keep, or several (`hddm.experts.components`)."""
-    text_encoder: Path | None
-    """Reads text, with ``tokenizer``; by default as the VAE."""
-    tokenizer: Path | None
-    bases: Sequence[Path]
-    """Folders of weights that adapters change, where they have moved since training."""
-    share: Mapping[str, float] | None
-    """Parts of all data by expert, 0 … 1; by default shard sizes."""
-    classes: Mapping[str, ClassNames] | None
-    """Names of classes by expert (`read_classes`)."""
-    domain: Sequence[Sequence[str]]
-    """Experts that divide t among them, one list per domain; by default those of one shard."""
-    diffusers_pipeline: bool
-    """Add a ``pipeline.py``, by which stock diffusers opens the folder (`hddm.pipelines.parts`)."""
 
 
 @dataclass(frozen=True)
@@ -137,20 +116,22 @@ def assemble(
     experts: Sequence[Path],
     out: Path,
     router: str | Path | None = None,
-    strategy: str | None = None,
+    *,
+    settings: AssemblySettings,
     overwrite: bool = False,
-    **options: Unpack[Options],
 ) -> tuple[str, ...]:
     """Put experts, a router and components into one folder, after checking that they fit.
 
     Experts may be of one partition, of several or of none, in any order, and cover only some of the router's
     shards. p(k), p(k | class), domains and encoders follow from their records (`hddm.experts.parts`) and from
-    ``options``; the shift is the experts' common one. Files are hard-linked where possible, from the top
+    ``settings``; the shift is the experts' common one. Files are hard-linked where possible, from the top
     level of expert and router folders only. Weights that adapters change are stored once.
 
     ``router`` is needed for all strategies but ``draw``: a folder, or ``moments`` for one of the experts'
-    moments (`hddm.routers.MomentsRouter`). ``strategy`` is the one that the folder recommends.
-    Returns notes on what was taken on trust or could not be known.
+    moments (`hddm.routers.MomentsRouter`). ``vae``, ``text_encoder`` and ``tokenizer`` are by default those
+    that experts keep, or several (`hddm.experts.components`). ``classes`` may be a dictionary in place of a
+    file (`hddm.experts.choices.read_classes`). With ``diffusers_pipeline``, stock diffusers opens the folder
+    (`hddm.pipelines.parts`). Returns notes on what was taken on trust or could not be known.
 
     Raises `HddmError`, before writing, that lists all differences between the parts, and for weights and
     calibrations that are not those of their record.
@@ -159,9 +140,8 @@ def assemble(
         if (folder / ENSEMBLE_FILE).exists():
             raise HddmError(f"{folder}: is an ensemble; name its experts, {folder}/experts/*")
     members = [Member(folder="", name=name_of(folder)) for folder in experts]
-    routing = named_router(router)
-    entries = read_entries(experts, members)
-    return write_ensemble(entries, out, routing, strategy or DEFAULT_STRATEGY, overwrite, options)
+    entries, strategy = read_entries(experts, members), settings.strategy or DEFAULT_STRATEGY
+    return write_ensemble(entries, out, named_router(router), strategy, overwrite, settings)
 
 
 def named_router(router: str | Path | None) -> Routing:
@@ -171,16 +151,17 @@ def named_router(router: str | Path | None) -> Routing:
     return Routing(None if router is None else Path(router))
 
 
+@keywords
 def change(
     ensemble: Path,
     add: Sequence[Path] = (),
     remove: Sequence[str | int] = (),
     router: str | Path | None = None,
     out: Path | None = None,
-    strategy: str | None = None,
+    *,
+    settings: AssemblySettings,
     overwrite: bool = False,
     allow_mixed_sizes: bool = False,
-    **options: Unpack[Options],
 ) -> tuple[str, ...]:
     """Add experts to an ensemble folder, or remove some, and replace other parts.
 
@@ -199,7 +180,7 @@ def change(
     Raises `HddmError`, before writing, as `assemble`, and for a missing expert, a link that leaves the folder
     (whose content would become part of it), and an ``out`` inside it.
     """
-    if not any((add, remove, router, strategy, *options.values())):
+    if not (add or remove or router) and settings == AssemblySettings():
         raise HddmError(f"{ensemble}: nothing to change; pass `add`, `remove` or another part")
     restore(ensemble)
     if not (ensemble / ENSEMBLE_FILE).is_file():
@@ -224,9 +205,9 @@ def change(
         _refuse_other_kinds(ensemble, added, staying)
     everyone = [*staying, *added]
     if router is None:
-        routing, chosen, notes = _kept_router(ensemble, record, everyone, strategy)
+        routing, chosen, notes = _kept_router(ensemble, record, everyone, settings.strategy)
     else:
-        routing, chosen, notes = named_router(router), strategy or record.strategy, []
+        routing, chosen, notes = named_router(router), settings.strategy or record.strategy, []
         everyone = decide(everyone, output=[None] * len(everyone))
     notes += [f"removed {record.experts[k].label}" for k in sorted(gone)]
     if out is not None and out.resolve() != ensemble.resolve():
@@ -234,7 +215,7 @@ def change(
     # In place, the folder itself and not a link to it is exchanged.
     target, before = ensemble.resolve() if out is None else out, Changed(ensemble, record, entries, kept)
     overwrite = out is None or overwrite
-    return (*write_ensemble(everyone, target, routing, chosen, overwrite, options, before), *notes)
+    return (*write_ensemble(everyone, target, routing, chosen, overwrite, settings, before), *notes)
 
 
 def _left(entries: Sequence[Entry], domains: Sequence[int], kept: Sequence[int]) -> list[Entry]:
@@ -305,7 +286,7 @@ def write_ensemble(
     routing: Routing,
     strategy: str,
     overwrite: bool,
-    options: Options,
+    settings: AssemblySettings,
     before: Changed | None = None,
 ) -> tuple[str, ...]:
     """Write an ensemble of these experts, and return notes.
@@ -316,13 +297,11 @@ def write_ensemble(
         raise HddmError("an ensemble needs at least one expert")
     stay = 0 if before is None else len(before.kept)
     folders = [one.folder for one in entries]
-    named = {name: options.get(name) for name in ("vae", "text_encoder", "tokenizer")}
-    given = {name: folder for name, folder in named.items() if isinstance(folder, Path)}
+    given = {name: folder for name in KEPT if (folder := getattr(settings, name)) is not None}
     router = routing.folder if routing.is_new else None
-    bases = bases_of(folders, bases_in(options.get("bases") or ()))
+    bases = bases_of(folders, bases_in(settings.base))
     refuse_inside(out, [*folders[stay:], router, *given.values(), *bases.values()])
-    domain = options.get("domain") or ()
-    entries = decided(entries, options.get("share"), options.get("classes"), domain)
+    entries = decided(entries, settings.share, settings.classes, settings.domain)
     Strategy.parse(strategy).check(len(set(domains_of(entries))))
     is_drawn = routing.folder is None and routing.evidence is None
     if is_drawn and strategy != "draw":
@@ -374,7 +353,7 @@ def write_ensemble(
             _link(_files_of(learned), draft / ROUTER)
         kinds = {name: put_component(draft, name, folder) for name, folder in parts.items()}
         write_ensemble_records(draft, record, kinds, bases)
-        if options.get("diffusers_pipeline"):
+        if settings.diffusers_pipeline:
             # No manifest lists it: hddm never reads it but to compare it.
             (draft / PIPELINE_FILE).write_bytes(PIPELINE_CODE)
         for path, target in ((one, draft / name) for one, name in rest):

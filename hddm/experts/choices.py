@@ -20,15 +20,17 @@ ClassNames = Sequence[str] | Mapping[int | str, str]
 def decided(
     entries: Sequence[Entry],
     share: Mapping[str, float] | None,
-    classes: Mapping[str, ClassNames] | None,
+    classes: Path | Mapping[str, ClassNames] | None,
     domain: Sequence[Sequence[str]],
 ) -> list[Entry]:
     """``entries`` with the shares, classes and domains of these experts, named as in `index_of`.
 
+    ``classes`` may be in a file (`read_classes`).
     Shares of a domain's experts are added, and divided equally among them. A class that is not mentioned
     keeps its name. Raises `HddmError` for a key of no expert, or of several, for two of one expert, for names
     that do not fit the classes that an expert takes, and for shares that do not sum to 1.
     """
+    classes = read_classes(classes) if isinstance(classes, Path) else classes
     names = _by_index(classes, entries, "`classes`")
     entries = decide(
         entries,

@@ -402,7 +402,7 @@ class AssemblySettings(Described):
     """An expert's share of all data. Default: by size of its shard."""
     domain: Annotated[tuple[tuple[str, ...], ...], BeforeValidator(_lists), Shown("EXPERT,EXPERT")] = ()
     """Experts for different noise levels of the same data. Default: those of one shard."""
-    classes: InputPath | None = None
+    classes: InputPath | dict[str, tuple[str, ...] | dict[int | str, str]] | None = None
     """YAML file with class names for experts whose classes are numbers."""
     diffusers_pipeline: bool = False
     """Add a pipeline.py, so that diffusers opens it."""

@@ -31,7 +31,7 @@ TEXT = {"kind": "CLIPTextModel", "fingerprint": "b" * 16, "tokens": 77, "width":
 def all_three(trio: Trio) -> Path:
     """Beside its parts, so that files can be linked."""
     out = trio.shards.parent / "all"
-    assert assemble(trio.experts, out, trio.router, "full") == ()
+    assert assemble(trio.experts, out, trio.router, strategy="full") == ()
     return out
 
 
@@ -48,7 +48,7 @@ def _refusal(*arguments: Any, **options: Any) -> list[str]:
 def test_experts_in_any_order_and_number_get_their_outputs_of_the_router(
     order: tuple[int, ...], trio: Trio, all_three: Path, tmp_path: Path
 ) -> None:
-    assemble([trio.experts[k] for k in order], tmp_path / "some", trio.router, "full")
+    assemble([trio.experts[k] for k in order], tmp_path / "some", trio.router, strategy="full")
     whole, some = load_ensemble(all_three), load_ensemble(tmp_path / "some")
     x_t, t = torch.randn(5, 1, 4, 4, generator=torch.Generator().manual_seed(0)), torch.linspace(0, 1, 5)
     of_all = whole.router(x_t, t)[:, list(order)]
@@ -81,7 +81,7 @@ def test_a_class_without_images_has_the_prior(trio: Trio, tmp_path: Path) -> Non
 def test_without_shards_the_prior_is_equal_and_that_is_said(trio: Trio, tmp_path: Path) -> None:
     lost = variant(trio.experts[1], tmp_path / "lost", shard=None)
     experts = [trio.experts[0], lost, trio.experts[2]]
-    notes = assemble(experts, tmp_path / "out", trio.router, "full")
+    notes = assemble(experts, tmp_path / "out", trio.router, strategy="full")
     unused = "; the sizes of the other shards are not used; `share` EXPERT=0.3 sets a part"
     assert f"{lost}: no shard is recorded, so p(k) is equal for all{unused}" in notes
     assert f"{lost} records no shard; by its place it gets output 1 of the router" in notes

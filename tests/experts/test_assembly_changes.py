@@ -27,7 +27,7 @@ TIMES = torch.tensor([0.02, 0.3, 0.6, 0.9, 1.0])
 @pytest.fixture
 def whole(trio: Trio, tmp_path: Path) -> Path:
     """An ensemble of all three, to be changed."""
-    assemble(trio.experts, tmp_path / "whole", trio.router, "full")
+    assemble(trio.experts, tmp_path / "whole", trio.router, strategy="full")
     return tmp_path / "whole"
 
 
@@ -38,7 +38,7 @@ def test_removing_an_expert_equals_assembling_without_it(trio: Trio, whole: Path
     labels = {"class_labels": torch.tensor([0, 1, 0, 1, 2])}
     parts = torch.stack([before.experts[k].velocity(X, TIMES, **labels) for k in (0, 2)], 1)
     change(whole, remove=[1])
-    assemble([trio.experts[0], trio.experts[2]], tmp_path / "two", trio.router, "full")
+    assemble([trio.experts[0], trio.experts[2]], tmp_path / "two", trio.router, strategy="full")
     assert contents(whole) == contents(tmp_path / "two")
     after = load_ensemble(whole)
     torch.testing.assert_close(after.router(X, TIMES), of_all / of_all.sum(1, keepdim=True))
@@ -57,7 +57,7 @@ def test_experts_that_go_and_come_keep_their_router_outputs(trio: Trio, whole: P
     assert derived(whole).outputs == (2,)
     assert change(whole, add=trio.experts[:2]) == ()
     assert derived(whole).outputs == (2, 0, 1)
-    assemble([trio.experts[k] for k in (2, 0, 1)], tmp_path / "same", trio.router, "full")
+    assemble([trio.experts[k] for k in (2, 0, 1)], tmp_path / "same", trio.router, strategy="full")
     assert contents(whole) == contents(tmp_path / "same")
 
 
@@ -106,7 +106,7 @@ def test_an_expert_of_an_unknown_shard_needs_another_router(trio: Trio, whole: P
 def test_two_experts_never_get_one_output_of_the_router(trio: Trio, tmp_path: Path) -> None:
     """What records no shard was placed by order, so a shard that comes may be the one it was trained on."""
     lost, whole = variant(trio.experts[1], tmp_path / "lost", shard=None), tmp_path / "whole"
-    assemble([trio.experts[0], lost, trio.experts[2]], whole, trio.router, "full")
+    assemble([trio.experts[0], lost, trio.experts[2]], whole, trio.router, strategy="full")
     before = contents(whole)
     with pytest.raises(HddmError) as caught:
         change(whole, add=[trio.experts[1]])

@@ -215,7 +215,9 @@ def test_the_parts_of_an_older_ensemble_are_assembled_anew(ensemble: Path, tmp_p
     edit_json(older / "ensemble.json", format="1.5", experts=["experts/0", "experts/1"], prior=[0.5, 0.5])
     with pytest.raises(HddmError, match="assemble it anew from its parts"):
         hddm.load(older)
-    assemble([older / "experts" / k for k in "01"], tmp_path / "anew", older / "router", "nucleus-0.9")
+    assemble(
+        [older / "experts" / k for k in "01"], tmp_path / "anew", older / "router", strategy="nucleus-0.9"
+    )
     found, expected = (hddm.sample(hddm.load(one), 3, steps=2) for one in (tmp_path / "anew", ensemble))
     assert torch.equal(found, expected)
 

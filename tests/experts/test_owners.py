@@ -141,8 +141,8 @@ def test_two_experts_of_one_shard_divide_it_by_their_shares(trio: Trio, tmp_path
     message = refusal(assemble, experts, tmp_path / "no", share={"twin": 0.1})
     assert message.endswith(f"; none is given for {trio.experts[0]}")
     half = {str(trio.experts[0]): 0.3, "twin": 0.1}
-    assemble(experts, tmp_path / "four", trio.router, "full", share=half)
-    assemble(trio.experts, tmp_path / "three", trio.router, "full")
+    assemble(experts, tmp_path / "four", trio.router, strategy="full", share=half)
+    assemble(trio.experts, tmp_path / "three", trio.router, strategy="full")
     x, t = torch.randn(5, 1, 4, 4, generator=torch.Generator().manual_seed(1)), torch.linspace(0, 1, 5)
     three, four = (load_ensemble(tmp_path / name).weights(x, t) for name in ("three", "four"))
     torch.testing.assert_close(four[:, 0], 0.75 * three[:, 0])
@@ -233,7 +233,7 @@ def test_names_are_read_as_they_are_written(tmp_path: Path) -> None:
 
 def test_a_router_by_moments_needs_no_training(ours: Path, theirs: Path, tmp_path: Path) -> None:
     both = tmp_path / "both"
-    assemble([ours, theirs], both, "moments", "full")
+    assemble([ours, theirs], both, "moments", strategy="full")
     ensemble = load_ensemble(both, dtype=torch.float64)
     x = torch.randn(6, 1, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     t = torch.linspace(0.05, 1, 6, dtype=torch.float64)
@@ -253,7 +253,7 @@ def test_a_router_is_set_aside_while_there_is_an_expert_that_it_does_not_know(
     trio: Trio, theirs: Path, tmp_path: Path
 ) -> None:
     whole = tmp_path / "whole"
-    assemble(trio.experts, whole, trio.router, "commit-0.92")
+    assemble(trio.experts, whole, trio.router, strategy="commit-0.92")
     first = contents(whole)
     before = {name: one for name, one in first.items() if name.startswith(("experts/", "router/"))}
     notes = change(whole, add=[theirs])

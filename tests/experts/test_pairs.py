@@ -38,7 +38,7 @@ def pair(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture
 def mixed(pair: list[Path], flow_expert: Path, router: Path, tmp_path: Path) -> Path:
     """The pair, and between them the whole expert of shard 1."""
-    assemble([pair[0], flow_expert, pair[1]], tmp_path / "mixed", router, "full")
+    assemble([pair[0], flow_expert, pair[1]], tmp_path / "mixed", router, strategy="full")
     return tmp_path / "mixed"
 
 
@@ -199,7 +199,7 @@ def test_a_router_that_records_no_shards_counts_domains(nameless: list[Path], tm
     save_router(tmp_path / "router", network, record.model_copy(update={"shard_hashes": ()}))
     twins = [variant(one, tmp_path / f"twin_{one.name}") for one in nameless]
     four, domain = [nameless[0], twins[1], twins[0], nameless[1]], [["0", "3"], ["1", "2"]]
-    assemble(four, tmp_path / "four", tmp_path / "router", "full", domain=domain)
+    assemble(four, tmp_path / "four", tmp_path / "router", strategy="full", domain=domain)
     assert derived(tmp_path / "four").outputs == (0, 1, 1, 0)
     model, p = load_ensemble(tmp_path / "four"), _posterior(tmp_path / "four")[:, 0, 0]
     expected = torch.stack([LATE * p[:, 0], ~LATE * p[:, 1], LATE * p[:, 1], ~LATE * p[:, 0]], 1)
@@ -210,7 +210,7 @@ def test_a_router_by_moments_and_shares_count_a_pair_once(
     pair: list[Path], flow_expert: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    assemble([*pair, flow_expert], out, "moments", "full", share={"low": 0.8})
+    assemble([*pair, flow_expert], out, "moments", strategy="full", share={"low": 0.8})
     facts = derived(out)
     assert facts.prior == pytest.approx((0.4, 0.4, 0.2))
     moments = [one.moments for folder in (pair[0], flow_expert) if (one := _field(folder).calibration)]
@@ -231,7 +231,7 @@ def test_a_pair_without_a_share_is_routed_all_the_same(
 ) -> None:
     """As one expert without a share is: the router decides."""
     out = tmp_path / "out"
-    assemble([*pair, flow_expert], out, router, "full", share={"high": 0.0, str(flow_expert): 1.0})
+    assemble([*pair, flow_expert], out, router, strategy="full", share={"high": 0.0, str(flow_expert): 1.0})
     assert derived(out).prior == (0.0, 0.0, 1.0)
     p = _posterior(out)[:, 0, 0]
     expected = torch.stack([LATE * p[:, 0], ~LATE * p[:, 0], p[:, 1]], 1)

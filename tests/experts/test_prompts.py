@@ -356,7 +356,9 @@ def test_experts_of_other_sizes_and_latents_are_drawn_and_decoded_each(tmp_path:
     with pytest.raises(HddmError, match="top-1 mixes samples of one kind"):
         ensemble.strategy = "top-1"
     assert hddm.sample(ensemble, 2, steps=2, expert=1).shape == (2, 3, 8, 8)
-    message = refusal(assemble, [tmp_path / name for name in sizes], tmp_path / "no", "moments", "top-1")
+    message = refusal(
+        assemble, [tmp_path / name for name in sizes], tmp_path / "no", "moments", strategy="top-1"
+    )
     assert "so it can be drawn, without a router, and not mixed" in message
 
 

@@ -145,7 +145,7 @@ def test_an_ensemble_by_hand_makes_the_samples_of_sample() -> None:
 def test_a_loaded_ensemble_makes_its_samples_and_both_can_be_changed_apart(
     trio: Trio, tmp_path: Path
 ) -> None:
-    assemble(trio.experts, tmp_path / "ensemble", trio.router, "nucleus-0.9")
+    assemble(trio.experts, tmp_path / "ensemble", trio.router, strategy="nucleus-0.9")
     ensemble, labels = load_ensemble(tmp_path / "ensemble"), LABELS % 2
     for field in ensemble.experts:
         field.null_conditions = {}

@@ -45,7 +45,7 @@ def test_an_ensemble_draws_unless_another_strategy_is_named(
 ) -> None:
     experts, routed, chosen = [ddpm_expert, flow_expert], tmp_path / "routed", tmp_path / "chosen"
     assemble(experts, routed, router)
-    assemble(experts, chosen, router, "top-1")
+    assemble(experts, chosen, router, strategy="top-1")
     assert (derived(routed).strategy, derived(chosen).strategy) == ("draw", "top-1")
     change(chosen, share={"0": 0.3})
     assert derived(chosen).strategy == "top-1"

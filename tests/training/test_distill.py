@@ -250,7 +250,7 @@ def test_an_ensemble_that_draws_teaches_the_full_mixture_or_another_that_is_aske
 
 @pytest.mark.integration
 def test_a_student_of_class_conditional_experts_takes_their_classes(trio: Trio, tmp_path: Path) -> None:
-    assemble(trio.experts, tmp_path / "trio", trio.router, "full")
+    assemble(trio.experts, tmp_path / "trio", trio.router, strategy="full")
     for teacher in ("shard", "routed"):
         out = tmp_path / teacher
         distill(tmp_path / "trio", trio.shards, out, _settings(teacher=teacher, steps=20))

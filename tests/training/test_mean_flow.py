@@ -222,7 +222,7 @@ def test_a_student_is_trained_sampled_and_verified_from_the_command_line(
     trio: Trio, tmp_path: Path, hddm: Command
 ) -> None:
     """Of experts with classes, whose guidance it has inside."""
-    assemble(trio.experts, tmp_path / "trio", trio.router, "full")
+    assemble(trio.experts, tmp_path / "trio", trio.router, strategy="full")
     out = tmp_path / "student"
     line = ["distill", tmp_path / "trio", "--data", trio.shards, "--out", out, "--teacher", "routed"]
     few = ["--sampling-steps", 2, "--trajectories", 32, "--guidance-scale", 2, "--batch-size", 8]

@@ -82,7 +82,7 @@ SPOILT_ROUTERS: dict[str, Spoil] = SPOILT | {
 
 @pytest.fixture
 def ensemble(trio: Trio, tmp_path: Path) -> Path:
-    assemble(trio.experts, tmp_path / "whole", trio.router, "full")
+    assemble(trio.experts, tmp_path / "whole", trio.router, strategy="full")
     return tmp_path / "whole"
 
 
