@@ -63,6 +63,11 @@ def write_clip(
     return model
 
 
+def texts_in(root: Path) -> dict[str, Path]:
+    """What `write_clip` writes, by name."""
+    return {name: root / name for name in ("text_encoder", "tokenizer")}
+
+
 def _scatter(model: CLIPTextModel | T5EncoderModel) -> None:
     model.eval().requires_grad_(False)
     for name, parameter in model.named_parameters():

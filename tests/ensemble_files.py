@@ -24,7 +24,7 @@ from hddm.schedules import LinearSchedule
 from hddm.utils.settings import Conversion
 from tests.artefacts import edit_json
 from tests.checkpoint_files import SD_BETAS, dit, pipeline, plain_unet, randomised
-from tests.component_files import write_clip, write_vae
+from tests.component_files import texts_in, write_clip, write_vae
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 FLOW = {"sample_size": 4, "in_channels": 3, "patch_size": 2, "hidden_size": 16, "depth": 1, "num_heads": 2}
@@ -60,6 +60,19 @@ def flow_expert(seed: int = 0, facts: Mapping[str, Any] | None = None, **network
     if "encoder_hidden_states" in interface.conditions:
         nulls["encoder_hidden_states"] = torch.zeros(77, made.config.text_dim)
     return Expert(made, ExpertRecord.model_validate(stated | dict(facts or {})), None, nulls)
+
+
+def saved(folder: Path, expert: Expert) -> Path:
+    """A new folder of this expert."""
+    folder.mkdir(parents=True)
+    save_expert(folder, expert)
+    return folder
+
+
+def shard_of(name: str, images: int, class_images: Sequence[int] = (), **more: Any) -> dict[str, Any]:
+    """The record of the only shard of a partition, whose hash is ``name``."""
+    counted = {"hash": name, "images": images, "class_images": class_images}
+    return {"index": 0, "num_shards": 1, **counted, **more}
 
 
 def random_router(
@@ -144,9 +157,8 @@ def write_ensemble(
     for index, expert in enumerate(experts):
         folder = expert if isinstance(expert, Path) else root / "parts" / str(index)
         if isinstance(expert, Expert):
-            folder.mkdir(parents=True)
             expert.network.to(dtype)
-            save_expert(folder, expert)
+            saved(folder, expert)
             shapes.append(expert.facts.sample_shape)
         folders.append(folder)
     network, facts = random_router(len(experts), shapes[0])
@@ -187,7 +199,7 @@ def write_text(root: Path, kind: Literal["kl", "tiny"] = "kl", strategy: str = "
     """An ensemble of text experts with its VAE, text encoder and tokenizer."""
     write_vae(root / "vae", kind)
     write_clip(root / "clip")
-    texts = {name: root / "clip" / name for name in ("text_encoder", "tokenizer")}
+    texts = texts_in(root / "clip")
     return write_ensemble(root, text_experts(), strategy, vae=root / "vae", **texts)
 
 

@@ -12,13 +12,21 @@ from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.experts.assembly import assemble, change
 from hddm.experts.ensemble_folders import read_ensemble_facts
 from hddm.experts.model_index import KEPT
-from hddm.experts.records import EXPERT_FILE, read_router, save_expert, save_router
+from hddm.experts.records import EXPERT_FILE, read_router, save_router
 from hddm.networks.folders import WEIGHTS
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.errors import HddmError
 from tests.artefacts import Command, contents, edit_json, largest_file, variant
 from tests.conftest import Trio
-from tests.ensemble_files import derived, edit_members, flow_expert, load_ensemble, random_router, write_text
+from tests.ensemble_files import (
+    derived,
+    edit_members,
+    flow_expert,
+    load_ensemble,
+    random_router,
+    saved,
+    write_text,
+)
 
 X = torch.randn(5, 1, 4, 4, generator=torch.Generator().manual_seed(1))
 TIMES = torch.tensor([0.02, 0.3, 0.6, 0.9, 1.0])
@@ -282,8 +290,7 @@ def test_an_expert_of_another_size_or_latent_space_is_added_only_when_that_is_as
     vaes += [{"vae": {"kind": "K", "fingerprint": "b", "scale": 1.0}}]
     kinds: list[tuple[int, dict[str, Any]]] = [(4, {}), (8, {}), *((4, latents | vae) for vae in vaes)]
     for n, (side, facts) in enumerate(kinds):
-        (tmp_path / str(n)).mkdir()
-        save_expert(tmp_path / str(n), flow_expert(n, facts, sample_size=side))
+        saved(tmp_path / str(n), flow_expert(n, facts, sample_size=side))
     for first, added, is_other in ((0, 1, True), (0, 2, True), (2, 3, False), (3, 4, True)):
         ensemble = tmp_path / f"{first} and {added}"
         assemble([tmp_path / str(first)], ensemble)

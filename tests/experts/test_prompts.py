@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 
 import hddm
 from hddm.experts.assembly import assemble, change
-from hddm.experts.records import Expert, read_expert, save_expert
+from hddm.experts.records import Expert, read_expert
 from hddm.experts.topics import describe_topic, topic_of
 from hddm.networks.identity import VaeRecord
 from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer
@@ -27,8 +28,16 @@ from hddm.utils.errors import HddmError
 from hddm.utils.records import write_manifest
 from tests.artefacts import Command, contents, refusal
 from tests.checkpoint_files import SD_BETAS, converted, pipeline, pixart, text_unet
-from tests.component_files import write_clip, write_t5, write_vae
-from tests.ensemble_files import derived, flow_expert, load_ensemble, pipeline_in_memory, text_experts
+from tests.component_files import texts_in, write_clip, write_t5, write_vae
+from tests.ensemble_files import (
+    derived,
+    flow_expert,
+    load_ensemble,
+    pipeline_in_memory,
+    saved,
+    shard_of,
+    text_experts,
+)
 from tests.lora_files import kohya
 
 STEPS = {"num_inference_steps": 3, "output_type": "pt"}
@@ -78,10 +87,9 @@ def test_domains_that_lie_apart_get_their_prompts_alone() -> None:
 def test_a_topic_is_kilobytes_and_reads_back(tmp_path: Path) -> None:
     write_clip(tmp_path)
     for folder, captions in (("a", "a cat\n\ncats\n"), ("b", "dog\n")):
-        (tmp_path / folder).mkdir()
-        save_expert(tmp_path / folder, text_experts(1)[0])
+        saved(tmp_path / folder, text_experts(1)[0])
         (tmp_path / f"{folder}.txt").write_text(captions)
-        texts = {name: tmp_path / name for name in ("text_encoder", "tokenizer")}
+        texts = texts_in(tmp_path)
         before = contents(tmp_path / folder)
         record = describe_topic(tmp_path / folder, tmp_path / f"{folder}.txt", **texts)
         after = contents(tmp_path / folder)
@@ -135,6 +143,21 @@ def two_encoders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def _in_a_new_process(folder: Path, *calls: dict[str, Any]) -> list[torch.Tensor]:
+    """Images of each call of the pipeline in ``folder``, with seed 3 and `STEPS`."""
+    made = folder.with_suffix(".pt")
+    code = f"""if True:
+        import torch
+        from hddm import HDDMPipeline
+        torch.set_num_threads(1)
+        pipe = HDDMPipeline.from_pretrained({str(folder)!r})
+        torch.save([pipe(**one, seed=3, **{STEPS!r}).images for one in {calls!r}], {str(made)!r})
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
+    images: list[torch.Tensor] = torch.load(made)
+    return images
+
+
 def _converted(root: Path, out: Path, hddm: Command) -> tuple[Path, Path]:
     for name in ("sd", "px"):
         converted(hddm, root / name, out / name)
@@ -163,16 +186,8 @@ def test_each_expert_reads_a_prompt_by_its_own_text_encoder(
     again = HDDMPipeline.from_ensemble(in_memory, *firsts, **seconds)(prompts * 4, seed=3, **STEPS)
     assert torch.equal(again.images, drawn.images)
     assert (drawn.expert_use.shares > 0).all()
-    both, made = str(tmp_path / "both"), str(tmp_path / "images.pt")
-    code = f"""if True:
-        import torch
-        from hddm import HDDMPipeline
-        torch.set_num_threads(1)
-        made = HDDMPipeline.from_pretrained({both!r})({prompts!r} * 4, seed=3, **{STEPS!r})
-        torch.save(made.images, {made!r})
-    """
-    subprocess.run([sys.executable, "-c", code], check=True)
-    assert torch.equal(torch.load(tmp_path / "images.pt"), drawn.images)
+    (elsewhere,) = _in_a_new_process(tmp_path / "both", {"prompt": prompts * 4})
+    assert torch.equal(elsewhere, drawn.images)
     # Without T5's expert the folder is that of one text encoder again.
     change(tmp_path / "both", remove=[1])
     assert derived(tmp_path / "both").texts == (0,)
@@ -261,9 +276,8 @@ def test_an_expert_of_classes_answers_prompts_that_name_one(tmp_path: Path) -> N
     by_class = flow_expert(0, latents | {"classes": ("dog", "hot dog")}, in_channels=4, num_classes=2)
     by_text = text_experts(1)[0]
     for name, expert in (("classes", by_class), ("text", by_text)):
-        (tmp_path / name).mkdir()
-        save_expert(tmp_path / name, expert)
-    texts = {name: tmp_path / name for name in ("text_encoder", "tokenizer")}
+        saved(tmp_path / name, expert)
+    texts = texts_in(tmp_path)
     assemble([tmp_path / "classes", tmp_path / "text"], tmp_path / "both", **texts)
     pipe = HDDMPipeline.from_pretrained(tmp_path / "both")
     given = pipe.encode(["a cat", "a Dog!", "hot dogs", "one hot dog"])
@@ -311,14 +325,11 @@ def test_a_class_that_a_prompt_names_goes_to_those_who_have_its_images(tmp_path:
     """Found by reading: experts of one class list were asked by share, also for what they never saw."""
     classes = ("seven", "eight")
     write_clip(tmp_path)
-    texts = {name: tmp_path / name for name in ("text_encoder", "tokenizer")}
+    texts = texts_in(tmp_path)
     latents = {"space": "latents", "latent_scale": None, "classes": classes}
     for seed, (name, images) in enumerate({"old": (30, 0), "new": (10, 40)}.items()):
-        shard = {"index": 0, "num_shards": 1, "images": sum(images), "hash": name, "class_images": images}
-        (tmp_path / name).mkdir()
-        save_expert(
-            tmp_path / name, flow_expert(seed, latents | {"shard": shard}, in_channels=4, num_classes=2)
-        )
+        shard = shard_of(name, sum(images), images)
+        saved(tmp_path / name, flow_expert(seed, latents | {"shard": shard}, in_channels=4, num_classes=2))
     asked, experts = ["a seven", "one eight"], [tmp_path / "old", tmp_path / "new"]
     assemble(experts, tmp_path / "both")
     # No text encoder is needed to find names.
@@ -333,15 +344,14 @@ def test_a_class_that_a_prompt_names_goes_to_those_who_have_its_images(tmp_path:
     assert (given.prior[0] > 0).all()
 
 
-def test_experts_of_other_sizes_and_latents_are_drawn_and_decoded_each(tmp_path: Path) -> None:
-    for number in (0, 1):
-        write_vae(tmp_path / f"vae{number}", seed=number)
+def _two_sizes(root: Path) -> list[Path]:
     sizes = {"small": flow_expert(0), "large": flow_expert(1, sample_size=8)}
-    for name, expert in sizes.items():
-        (tmp_path / name).mkdir()
-        save_expert(tmp_path / name, expert)
-    both = tmp_path / "both"
-    notes = assemble([tmp_path / name for name in sizes], both)
+    return [saved(root / name, expert) for name, expert in sizes.items()]
+
+
+def test_experts_of_other_sizes_and_latents_are_drawn_and_decoded_each(tmp_path: Path) -> None:
+    both, sizes = tmp_path / "both", _two_sizes(tmp_path)
+    notes = assemble(sizes, both)
     assert "experts make samples of several kinds, so one is drawn per sample, and none are mixed" in notes
     pipe = HDDMPipeline.from_pretrained(both)
     images = pipe(seed=5, batch_size=8, num_inference_steps=3).images
@@ -356,19 +366,14 @@ def test_experts_of_other_sizes_and_latents_are_drawn_and_decoded_each(tmp_path:
     with pytest.raises(HddmError, match="top-1 mixes samples of one kind"):
         ensemble.strategy = "top-1"
     assert hddm.sample(ensemble, 2, steps=2, expert=1).shape == (2, 3, 8, 8)
-    message = refusal(
-        assemble, [tmp_path / name for name in sizes], tmp_path / "no", "moments", strategy="top-1"
-    )
+    message = refusal(assemble, sizes, tmp_path / "no", "moments", strategy="top-1")
     assert "so it can be drawn, without a router, and not mixed" in message
 
 
 @pytest.mark.integration
 def test_experts_of_other_sizes_begin_with_a_picture_each(tmp_path: Path, hddm: Command) -> None:
-    for name, expert in {"small": flow_expert(0), "large": flow_expert(1, sample_size=8)}.items():
-        (tmp_path / name).mkdir()
-        save_expert(tmp_path / name, expert)
     both = tmp_path / "both"
-    assemble([tmp_path / "small", tmp_path / "large"], both)
+    assemble(_two_sizes(tmp_path), both)
     pipe = HDDMPipeline.from_pretrained(both)
     begins = pipe(seed=1, batch_size=8, num_inference_steps=3).images
     mask = Image.new("L", (8, 8))
@@ -390,14 +395,20 @@ def test_experts_of_other_sizes_begin_with_a_picture_each(tmp_path: Path, hddm: 
             assert made.tobytes() == image.tobytes()
 
 
+def _of_another_latent_space(two_encoders: Path, root: Path, hddm: Command) -> Path:
+    """Assemble ``both`` of ``a`` and ``b``, which has another VAE; return the source of ``b``."""
+    other = shutil.copytree(two_encoders / "sd", root / "source")
+    write_vae(other / "vae", seed=1)
+    converted(hddm, two_encoders / "sd", root / "a")
+    converted(hddm, other, root / "b")
+    assemble([root / "a", root / "b"], root / "both")
+    return other
+
+
 @pytest.mark.integration
 def test_two_latent_spaces_have_a_vae_each(two_encoders: Path, tmp_path: Path, hddm: Command) -> None:
-    other = shutil.copytree(two_encoders / "sd", tmp_path / "source")
-    write_vae(other / "vae", seed=1)
-    converted(hddm, two_encoders / "sd", tmp_path / "a")
-    converted(hddm, other, tmp_path / "b")
+    other = _of_another_latent_space(two_encoders, tmp_path, hddm)
     both = tmp_path / "both"
-    assemble([tmp_path / "a", tmp_path / "b"], both)
     assert derived(both).vaes == (0, 1)
     pipe = HDDMPipeline.from_pretrained(both)
     images = pipe(["a cat"] * 6, seed=1, num_inference_steps=2).images
@@ -429,8 +440,7 @@ def test_two_latent_spaces_have_a_vae_each(two_encoders: Path, tmp_path: Path, h
     # Nor is it advised where latents without a VAE meet pixels.
     shutil.rmtree(other / "vae")
     converted(hddm, other, tmp_path / "bare")
-    (tmp_path / "pixels").mkdir()
-    save_expert(tmp_path / "pixels", flow_expert(0))
+    saved(tmp_path / "pixels", flow_expert(0))
     assemble([tmp_path / "bare", tmp_path / "pixels"], tmp_path / "mixed")
     code, _, err = hddm("sample", tmp_path / "mixed", "--out", tmp_path / "no", "--prompt", "a cat")
     assert code == 1
@@ -461,7 +471,7 @@ def test_changes_keep_what_experts_have_and_refuse_what_would_mix(
 ) -> None:
     """Found by reading: an encoder lost, a topic of another encoder, a merge of two noise ranges."""
     source = shutil.copytree(two_encoders / "px", tmp_path / "source")
-    texts = {name: tmp_path / name for name in ("text_encoder", "tokenizer")}
+    texts = texts_in(tmp_path)
     for name, folder in texts.items():
         (source / name).rename(folder)
     sd, px = tmp_path / "sd", tmp_path / "px"
@@ -483,11 +493,7 @@ def test_changes_keep_what_experts_have_and_refuse_what_would_mix(
 
 @pytest.mark.integration
 def test_of_two_latent_spaces_either_can_go(two_encoders: Path, tmp_path: Path, hddm: Command) -> None:
-    other = shutil.copytree(two_encoders / "sd", tmp_path / "source")
-    write_vae(other / "vae", seed=1)
-    converted(hddm, two_encoders / "sd", tmp_path / "a")
-    converted(hddm, other, tmp_path / "b")
-    assemble([tmp_path / "a", tmp_path / "b"], tmp_path / "both")
+    _of_another_latent_space(two_encoders, tmp_path, hddm)
     for k, kept in ((0, "vae_2"), (1, "vae")):
         change(tmp_path / "both", remove=[k], out=tmp_path / f"without_{k}")
         weights = "diffusion_pytorch_model.safetensors"
@@ -503,14 +509,7 @@ def _one_of_another_partition(
 ) -> Expert:
     """An expert of classes, trained on the one shard that ``owner`` has."""
     images = tuple(10 * (k + 1) for k in range(len(classes)))
-    shard = {
-        "index": 0,
-        "num_shards": 1,
-        "images": sum(images),
-        "hash": f"{owner}'s shard",
-        "partition": f"{owner}'s",
-        "class_images": images,
-    }
+    shard = shard_of(f"{owner}'s shard", sum(images), images, partition=f"{owner}'s")
     stated = {
         "space": "latents",
         "vae": vae,
@@ -533,9 +532,7 @@ def test_what_two_people_have_becomes_one_ensemble_by_one_command(
     vae = read_expert(sd).facts.vae
     owned = {"ann": (("cat", "dog"), "ddpm"), "bob": (("dog", "hot dog", "cow"), "flow")}
     for seed, (owner, (classes, objective)) in enumerate(owned.items()):
-        (tmp_path / f"{owner}s").mkdir()
-        expert = _one_of_another_partition(owner, seed, classes, objective, vae)
-        save_expert(tmp_path / f"{owner}s", expert)
+        saved(tmp_path / f"{owner}s", _one_of_another_partition(owner, seed, classes, objective, vae))
     save_file(kohya(text_unet()), tmp_path / "style.safetensors")
     converted(hddm, tmp_path / "style.safetensors", tmp_path / "lora", "--base", sd)
     parts = {ann: (sd, tmp_path / "anns"), bob: (tmp_path / "lora", px, tmp_path / "bobs")}
@@ -558,16 +555,7 @@ def test_what_two_people_have_becomes_one_ensemble_by_one_command(
     assert (by_class > 0).tolist() == [False, True, False, False, True]
     assert (by_class[[1, 4]] >= 0.25).all()
     assert (by_prompt[[0, 2, 3]] > 0).all()
-    code = f"""if True:
-        import torch
-        from hddm import HDDMPipeline
-        torch.set_num_threads(1)
-        pipe = HDDMPipeline.from_pretrained({str(grown)!r})
-        images = [pipe(**one, seed=3, **{STEPS!r}).images for one in {asked!r}]
-        torch.save(images, {str(tmp_path / "made.pt")!r})
-    """
-    subprocess.run([sys.executable, "-c", code], check=True)
-    for images, one in zip(torch.load(tmp_path / "made.pt"), made, strict=True):
+    for images, one in zip(_in_a_new_process(grown, *asked), made, strict=True):
         assert torch.equal(images, one.images)
 
     held = [contents(grown / "experts" / str(k)) for k in (0, 1, 3, 4)]

@@ -1,7 +1,7 @@
 """hddm.drop_in: experts in place of a stock pipeline's network, against that pipeline and closed forms."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +45,10 @@ from tests.oracles import GaussianMixture, OracleNetwork, exact_router
 SD = {**SD_BETAS, "clip_sample": False, "set_alpha_to_one": False, "steps_offset": 1}
 TINY = {"num_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2, "pooled_projection_dim": 16}
 TEXT = {"cross_attention_dim": 16}
-XL = {
-    "addition_embed_type": "text_time",
-    "addition_time_embed_dim": 4,
-    "projection_class_embeddings_input_dim": 16 + 6 * 4,
-}
+XL = {"addition_embed_type": "text_time", "addition_time_embed_dim": 4}
+XL |= {"projection_class_embeddings_input_dim": 16 + 6 * 4}
+SD3 = {"joint_attention_dim": 16, "caption_projection_dim": 32, "pos_embed_max_size": 8, **TINY}
+FLUX = {"joint_attention_dim": 16, "axes_dims_rope": (4, 6, 6), "guidance_embeds": True, **TINY}
 
 
 def numbers(*shape: int, seed: int = 1) -> Tensor:
@@ -88,15 +87,6 @@ FAMILIES = {
         ("text_encoder", "tokenizer", "safety_checker", "feature_extractor"),
         {"requires_safety_checker": False},
     ),
-    "sd-v": Family(
-        StableDiffusionPipeline,
-        "unet",
-        text_unet,
-        DDIMScheduler(**SD, prediction_type="v_prediction", rescale_betas_zero_snr=True),
-        texts("prompt_embeds"),
-        ("text_encoder", "tokenizer", "safety_checker", "feature_extractor"),
-        {"requires_safety_checker": False},
-    ),
     "sdxl": Family(
         StableDiffusionXLPipeline,
         "unet",
@@ -108,17 +98,7 @@ FAMILIES = {
     "sd3": Family(
         StableDiffusion3Pipeline,
         "transformer",
-        lambda: randomised(
-            SD3Transformer2DModel(
-                sample_size=8,
-                in_channels=4,
-                out_channels=4,
-                joint_attention_dim=16,
-                caption_projection_dim=32,
-                pos_embed_max_size=8,
-                **TINY,
-            )
-        ),
+        lambda: randomised(SD3Transformer2DModel(sample_size=8, in_channels=4, out_channels=4, **SD3)),
         FlowMatchEulerDiscreteScheduler(shift=3.0),
         texts("prompt_embeds", "pooled_prompt_embeds"),
         ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3"),
@@ -126,16 +106,7 @@ FAMILIES = {
     "flux": Family(
         FluxPipeline,
         "transformer",
-        lambda: randomised(
-            FluxTransformer2DModel(
-                in_channels=16,
-                num_single_layers=1,
-                joint_attention_dim=16,
-                axes_dims_rope=(4, 6, 6),
-                guidance_embeds=True,
-                **TINY,
-            )
-        ),
+        lambda: randomised(FluxTransformer2DModel(in_channels=16, num_single_layers=1, **FLUX)),
         FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
         {**texts("prompt_embeds", "pooled_prompt_embeds"), "true_cfg_scale": 2.0},
         ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
@@ -146,16 +117,18 @@ FAMILIES = {
         pixart,
         DPMSolverMultistepScheduler(),
         {
+            **texts("prompt_embeds", tokens=6, width=12),
             "negative_prompt": None,
-            "prompt_embeds": numbers(2, 6, 12),
-            "negative_prompt_embeds": numbers(2, 6, 12, seed=2),
-            "prompt_attention_mask": torch.ones(2, 6),
-            "negative_prompt_attention_mask": torch.ones(2, 6),
             "use_resolution_binning": False,
-        },
+        }
+        | {f"{sign}prompt_attention_mask": torch.ones(2, 6) for sign in ("", "negative_")},
         ("text_encoder", "tokenizer"),
     ),
 }
+
+
+V_PREDICTION = DDIMScheduler(**SD, prediction_type="v_prediction", rescale_betas_zero_snr=True)
+FAMILIES["sd-v"] = replace(FAMILIES["sd"], scheduler=V_PREDICTION)
 
 
 def stock(name: str, folder: Path) -> DiffusionPipeline:

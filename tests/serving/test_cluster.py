@@ -23,9 +23,8 @@ import psutil
 import pytest
 
 from hddm.experts.assembly import assemble
-from hddm.experts.records import save_expert
 from hddm.serving.front import RESTART
-from tests.ensemble_files import WEIGHTS, flow_expert, write_ensemble
+from tests.ensemble_files import WEIGHTS, flow_expert, saved, write_ensemble
 from tests.serving.test_front import IMAGES, malformed
 
 pytestmark = pytest.mark.slow
@@ -36,8 +35,6 @@ PATIENCE = 240
 REPLICA = "ray::ServeReplica:hddm:"
 LOCAL = "local"
 """Mark of the processes of `local`."""
-ALONE = {"OMP_NUM_THREADS": "1"}
-"""A worker has one thread."""
 
 
 @pytest.fixture(scope="module")
@@ -153,14 +150,6 @@ def service(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield one
 
 
-def test_images_are_those_of_hddm_sample(service: Service, tmp_path: Path) -> None:
-    found = service.ask(prompt="dog", n=6, seed=5, steps=7, strategy="full")
-    options = ["--class-labels", "dog", "--num-images", "6", "--seed", "5", "--steps", "7"]
-    command = [sys.executable, "-m", "hddm_cli", "sample", service.folder, "--out", tmp_path / "out"]
-    subprocess.run([*command, *options, "--strategy", "full"], env=os.environ | ALONE, check=True)
-    assert found == [path.read_bytes() for path in sorted((tmp_path / "out").glob("*.png"))]
-
-
 def test_a_worker_that_is_killed_loses_no_request_and_changes_no_image(service: Service) -> None:
     bodies = [
         {"prompt": "cat", "seed": seed, "steps": 40, "strategy": "draw" if seed % 2 else "full"}
@@ -227,10 +216,7 @@ def test_a_wrong_placement_is_refused_in_a_line(service: Service, address: str, 
 def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service of this machine alone, of an ensemble as the quickstart's: neither text nor class."""
     root = tmp_path_factory.mktemp("local")
-    for seed, name in enumerate(("old", "flow", "ddpm")):
-        (root / name).mkdir()
-        save_expert(root / name, flow_expert(seed))
-    parts = [root / name for name in ("old", "flow", "ddpm")]
+    parts = [saved(root / name, flow_expert(k)) for k, name in enumerate(("old", "flow", "ddpm"))]
     assemble(parts, root / "grown", strategy="draw", share={str(root / "old"): 0.5})
     with serving(root / "grown", root / "log", "local", 8435, mark=LOCAL) as one:
         yield one

@@ -25,7 +25,6 @@ from ray.exceptions import ActorDiedError, TaskCancelledError
 from starlette.requests import Request
 
 from hddm.experts.assembly import assemble
-from hddm.experts.records import save_expert
 from hddm.pipelines.samples import sample_to_folder
 from hddm.serving.front import Front
 from hddm.serving.requests import Refusal
@@ -37,6 +36,7 @@ from tests.ensemble_files import (
     CLASSES,
     WEIGHTS,
     flow_expert,
+    saved,
     text_experts,
     write_ensemble,
     write_mixed,
@@ -227,12 +227,12 @@ def test_images_of_unlike_experts_are_those_of_hddm_sample(tmp_path: Path) -> No
 
 def test_experts_of_several_sizes_and_pairs_by_noise_are_served(tmp_path: Path) -> None:
     """Two sizes of images; of the larger a pair, each for a part of t."""
-    facts: list[dict[str, Any]] = [{}, {"noise_range": (0.0, 0.6)}, {"noise_range": (0.6, 1.0)}]
-    folders = []
-    for k, (given, size) in enumerate(zip(facts, (4, 8, 8), strict=True)):
-        (folder := tmp_path / f"one{k}").mkdir()
-        save_expert(folder, flow_expert(k, given, sample_size=size))
-        folders.append(folder)
+    kinds: list[tuple[int, dict[str, Any]]] = [(4, {})]
+    kinds += [(8, {"noise_range": part}) for part in ((0.0, 0.6), (0.6, 1.0))]
+    folders = [
+        saved(tmp_path / f"one{k}", flow_expert(k, facts, sample_size=size))
+        for k, (size, facts) in enumerate(kinds)
+    ]
     out = tmp_path / "ensemble"
     assemble(folders, out, strategy="draw", domain=[["one1", "one2"]], share={"one0": 0.5})
     front = front_of(out, batching=False)
@@ -486,10 +486,8 @@ def test_an_ensemble_that_can_make_no_image_is_refused_before_ray_starts(tmp_pat
     write_paris(tmp_path / "paris")
     with pytest.raises(HddmError, match="expert 0 needs a vae to make images"):
         serve(tmp_path / "paris")
-    (folder := tmp_path / "text").mkdir()
-    save_expert(folder, text_experts(1)[0])
     with pytest.raises(HddmError, match=r"expert 0 needs a (vae|text_encoder)"):
-        names_of(folder)
+        names_of(saved(tmp_path / "alone", text_experts(1)[0]))
     assert names_of(write_text(tmp_path)) == ["0", "1"]
 
 

@@ -24,14 +24,13 @@ import torch
 from PIL import Image
 
 from hddm.experts.assembly import assemble
-from hddm.experts.records import save_expert
 from hddm.serving.page import EVERY, HOST, LESS, MASK, START, WHOLE, Play, results, serve, strip
 from hddm.serving.painting import Opened, Panel, paint, preview
 from hddm.utils.errors import HddmError
 from hddm.utils.settings import SampleSettings
 from tests.artefacts import Command
 from tests.browser import CHROMIUM, Browser
-from tests.ensemble_files import flow_expert, write_ensemble
+from tests.ensemble_files import flow_expert, saved, write_ensemble
 
 PHONE, DESKTOP = 390, 1280
 MANY = {"num_images": 3, "steps": 4, "seed": 2, "solver": "euler"}
@@ -137,10 +136,8 @@ def _same_as_its_command(panel: Panel, folder: Path, hddm: Command, *edit: Any) 
 
 
 def test_images_of_several_sizes_have_their_command(tmp_path: Path, hddm: Command) -> None:
-    for name, size in (("small", 4), ("large", 8)):
-        (tmp_path / name).mkdir()
-        save_expert(tmp_path / name, flow_expert(size, sample_size=size))
-    assemble([tmp_path / "small", tmp_path / "large"], tmp_path / "both", strategy="draw")
+    sizes = [saved(tmp_path / f"{size}", flow_expert(size, sample_size=size)) for size in (4, 8)]
+    assemble(sizes, tmp_path / "both", strategy="draw")
     asked = SampleSettings(num_images=4, steps=3)
     panel = Opened(tmp_path / "both", asked).panel("sizes", asked)
     _same_as_its_command(panel, tmp_path, hddm)
@@ -157,8 +154,7 @@ def test_a_command_leaves_out_what_is_the_default(models: Path, ensemble: Path) 
 
 
 def test_previews_of_large_images_are_small_and_images_are_not(tmp_path: Path) -> None:
-    (tmp_path / "large").mkdir()
-    save_expert(tmp_path / "large", flow_expert(sample_size=1024, patch_size=128))
+    saved(tmp_path / "large", flow_expert(sample_size=1024, patch_size=128))
     asked, shown = SampleSettings(num_images=1, steps=4), []
     panel = Opened(tmp_path / "large", asked).panel("all", asked)
     (image,) = panel.images
