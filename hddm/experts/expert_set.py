@@ -41,7 +41,7 @@ class ExpertSet(nn.Module):
     fields, of known sample shape, keep theirs. ``shelf`` decides which stay on the device; by default all
     that have run. ``record`` is their ensemble's, by default ``draw`` with nothing decided on them, and
     ``topics`` the number of the text encoder that prompts are routed by: diffusers' ``components`` have no
-    other place for them. Raises `HddmError` for no experts, or one that does not fit on the shelf.
+    other place for them. Raises `HddmError` for one that does not fit on the shelf.
     """
 
     def __init__(
@@ -55,8 +55,6 @@ class ExpertSet(nn.Module):
         ensemble: Ensemble | None = None,
     ) -> None:
         super().__init__()
-        if not experts:
-            raise HddmError("an ensemble needs at least one expert")
         members = tuple(Member(folder=f"experts/{k}") for k in range(len(experts)))
         self.record, self.topics, self.ensemble = record or EnsembleRecord(experts=members), topics, ensemble
         shelf = shelf or Shelf()

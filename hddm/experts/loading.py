@@ -304,13 +304,10 @@ def ensemble_of(experts: ExpertSet, router: Callable[..., Tensor] | None) -> Ens
 def unpacked(model: Ensemble | VelocityField) -> tuple[ExpertSet, Callable[..., Tensor] | None]:
     """The experts of an ensemble, or of one field, and its router.
 
-    Raises `HddmError` for another object, and for samples of unknown shape.
+    Raises `HddmError` for samples of unknown shape, or of several kinds.
     """
     if isinstance(model, VelocityField):
         model = Ensemble([model], strategy="draw", shift=model.shift)
-    if not isinstance(model, Ensemble):
-        kind = type(model).__name__
-        raise HddmError(f"a pipeline is made of an Ensemble or a VelocityField, not of a {kind}")
     if not model.are_alike():
         raise HddmError(
             f"these experts make samples of several kinds ({model.describe_kinds()}), and a pipeline of "

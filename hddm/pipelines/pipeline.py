@@ -163,8 +163,6 @@ class HDDMPipeline(Encoding, Pictures, Callbacks, DiffusionPipeline):  # type: i
     @classmethod
     def from_pipe(cls, pipeline: "HDDMPipeline", **changes: Any) -> "HDDMPipeline":
         """Make a pipeline of the same parts, except for ``changes`` (constructor arguments)."""
-        if not isinstance(pipeline, HDDMPipeline):
-            raise HddmError(f"from_pipe: a {type(pipeline).__name__} is no ensemble; convert and assemble it")
         return cls(**pipeline.components | changes)
 
     @classmethod

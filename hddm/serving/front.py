@@ -3,6 +3,10 @@
 It holds text encoders, router and VAEs. Under ``draw`` each image is one message to the worker of its expert
 and one back; for other strategies the front integrates, and at each step states go to the workers of nonzero
 weight. The work of a lost worker is repeated: a sample depends on seed and index alone.
+
+The interface is OpenAI's ``POST /v1/images/generations``, so that its clients work unchanged; further keys
+(seed, steps, strategy, …) are named as in ``hddm sample``. A request holds numbers and texts only: nothing in
+it is opened, imported or run.
 """
 
 import asyncio
@@ -13,12 +17,13 @@ import io
 import json
 import logging
 import math
+import secrets
 import time
 from base64 import b64encode
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from prometheus_client import (
@@ -29,6 +34,7 @@ from prometheus_client import (
     Histogram,
     generate_latest,
 )
+from pydantic import ConfigDict, Field
 from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import RayServeException
 from starlette.requests import ClientDisconnect, Request
@@ -41,20 +47,19 @@ from hddm.noise import Seeded
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.running import Batch, NotFinite, Plan, gathered, run
 from hddm.sampling import batches, guidance_of, plan, plan_arguments
-from hddm.serving.requests import (
-    FAILED,
-    LARGEST_BODY,
-    ImageRequest,
-    Refusal,
-    read_request,
-    refuse_more,
-)
-from hddm.serving.workers import Answer, RemoteEnsemble, SampleJob, VelocityJob, followed
+from hddm.serving.workers import Answer, Refusal, RemoteEnsemble, SampleJob, VelocityJob, followed
+from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError, counted, one_line
 from hddm.utils.processes import Report
-from hddm.utils.records import WHOLE
-from hddm.utils.settings import Limits
+from hddm.utils.records import WHOLE, Seed, parse_record
+from hddm.utils.settings import Limits, SamplingSettings, StrategyName
+from hddm.utils.streams import NUMBERS
 
+LARGEST_BODY = 1 << 16
+"""Bytes of a request's body at most."""
+LONGEST_PROMPT = 4000
+LARGEST_GUIDANCE = 1000
+"""Guidance beyond this could overflow, and would look like damaged weights."""
 AGAIN = 0.25
 """Seconds until the work of a lost worker is sent again."""
 TRIES = 20
@@ -65,12 +70,60 @@ WAIT = 2.0
 RESTART = 60.0
 """Seconds that a lost worker has to come back before its requests are refused."""
 
+Prompt = Annotated[str, Field(max_length=LONGEST_PROMPT)]
 Piece = tuple[Batch, int | None]
 """A batch, and its expert if all its samples have the same one."""
 Image = tuple[int, bytes]
 """Number of an image in its request, and its PNG file."""
 
+FAILED = Refusal(500, "the service failed; its log says why")
+
 log = logging.getLogger(__name__)
+
+
+class ImageRequest(SamplingSettings):
+    """Body of a request for images.
+
+    Its image i is image ``start`` + i of ``hddm sample`` with the same settings.
+    """
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    prompt: Prompt | None = None
+    """A text, or the name of a class; None for any images."""
+    model: str | None = None
+    """The ensemble by default, or one of its experts; see ``GET /v1/models``."""
+    n: Annotated[int, Field(ge=1)] = 1
+    """Images to make."""
+    size: Annotated[str, Field(pattern=r"^(auto|\d{1,5}x\d{1,5})$")] = "auto"
+    response_format: Literal["b64_json"] = "b64_json"
+    output_format: Literal["png"] = "png"
+    user: str | None = None
+    """Without effect."""
+    stream: bool = False
+    """Report the progress in server-sent events."""
+    seed: Seed = Field(default_factory=lambda: secrets.randbelow(NUMBERS))
+    start: Seed = 0
+    strategy: Annotated[StrategyName, Field(max_length=40)] | None = None
+    guidance_scale: Annotated[float, Field(ge=-LARGEST_GUIDANCE, le=LARGEST_GUIDANCE)] = 1.0
+    negative_prompt: Prompt | None = None
+
+
+def read_request(body: bytes, limits: Limits) -> ImageRequest:
+    """Parse a body; raises a `Refusal` with status 400 that names the key and the value."""
+    try:
+        request = parse_record(parse_object(body, "request"), ImageRequest, "request")
+    except HddmError as error:
+        raise Refusal(400, error.message) from error
+    refuse_more("n", request.n, limits.max_images)
+    refuse_more("steps", request.steps or 0, limits.max_steps)
+    return request
+
+
+def refuse_more(name: str, value: int, most: int) -> None:
+    """Raise a `Refusal` with status 400 for a number above a limit."""
+    if value > most:
+        raise Refusal(400, f"{name} is {one_line(value, 30)}, and this service makes at most {most}", name)
 
 
 class _Stream(StreamingResponse):

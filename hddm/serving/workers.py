@@ -26,7 +26,6 @@ from hddm.networks.offload import StoredNetwork
 from hddm.noise import Latents, Seeded
 from hddm.running import Batch, run
 from hddm.sampling import plan
-from hddm.serving.requests import Refusal
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.processes import Report
 from hddm.utils.tensors import available_device
@@ -38,6 +37,23 @@ Tensors = Mapping[str, Tensor]
 Answer = Tensor | HddmError
 """A job's result or its error, which Ray would log with a traceback if it were raised."""
 log = logging.getLogger(__name__)
+
+
+class Refusal(HddmError):
+    """An error that a client gets: its HTTP status, and the parameter that caused it."""
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param = status, param
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.status, self.message, self.param)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error as clients of the API read it."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
 
 
 @dataclass(frozen=True)

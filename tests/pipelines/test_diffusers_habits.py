@@ -268,13 +268,6 @@ def test_a_compiled_vae_is_saved_as_what_it_is(tmp_path: Path) -> None:
     assert all(torch.equal(value, again[name]) for name, value in vae.state_dict().items())
 
 
-def test_a_pipeline_of_another_kind_is_no_ensemble() -> None:
-    other = DiffusionPipeline()
-    assert "a DiffusionPipeline is no ensemble; convert and assemble" in refusal(
-        HDDMPipeline.from_pipe, other
-    )
-
-
 def test_the_loader_of_diffusers_names_the_class_that_it_lacks(folder: Path) -> None:
     # As docs/guides/python.md says; diffusers looks in its own module alone.
     with pytest.raises(AttributeError, match="module diffusers has no attribute HDDMPipeline"):

@@ -27,9 +27,8 @@ from starlette.requests import Request
 from hddm.experts.assembly import assemble
 from hddm.pipelines.samples import sample_to_folder
 from hddm.serving.front import Front
-from hddm.serving.requests import Refusal
 from hddm.serving.service import names_of, serve
-from hddm.serving.workers import Answer, SampleJob, VelocityJob, Worker
+from hddm.serving.workers import Answer, Refusal, SampleJob, VelocityJob, Worker
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.settings import Limits, SampleSettings
 from tests.ensemble_files import (
