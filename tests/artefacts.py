@@ -148,6 +148,13 @@ def refusal(call: Callable[..., object], *arguments: Any, **options: Any) -> str
     return str(refused.value)
 
 
+def printed(hddm: Command, *arguments: object) -> str:
+    """What a command that succeeds prints."""
+    code, text, error = hddm(*arguments)
+    assert code == 0, error
+    return text
+
+
 def edit_json(path: Path, **changes: Any) -> None:
     """Set keys of a JSON file, and of no other that is the same by a hard link.
 

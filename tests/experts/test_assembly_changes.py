@@ -1,6 +1,7 @@
 """Changing an ensemble: what is left is what would have been assembled, and no folder is half-changed."""
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from hddm.experts.records import EXPERT_FILE, read_router, save_router
 from hddm.networks.folders import WEIGHTS
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.errors import HddmError
-from tests.artefacts import Command, contents, edit_json, largest_file, variant
+from tests.artefacts import Command, contents, edit_json, largest_file, refusal, variant
 from tests.conftest import Trio
 from tests.ensemble_files import (
     derived,
@@ -159,8 +160,7 @@ def test_experts_keep_their_names(trio: Trio, tmp_path: Path, hddm: Command) -> 
     with pytest.raises(HddmError, match=r"`share` theirs: names 2 experts; .*two/experts/0 \(theirs\), "):
         change(two, add=[variant(other, tmp_path / "new" / "theirs")], share={"theirs": 0.5})
     # A number is an index, and no name.
-    with pytest.raises(HddmError, match="`remove` 7: names no expert"):
-        change(three, remove=["7"])
+    assert "`remove` 7: names no expert" in refusal(change, three, remove=["7"])
     # A name may be missing.
     edit_members(three, name=[None, None])
     assert read_ensemble_facts(three).names == ["experts/0", "experts/1"]
@@ -178,8 +178,7 @@ def test_a_new_folder_leaves_the_old_one_alone(whole: Path, tmp_path: Path) -> N
     change(whole, remove=[0], out=tmp_path / "new")
     assert contents(whole) == before
     assert len(derived(tmp_path / "new").names) == 2
-    with pytest.raises(HddmError, match="overwrite=True"):
-        change(whole, remove=[1], out=tmp_path / "new")
+    assert "overwrite=True" in refusal(change, whole, remove=[1], out=tmp_path / "new")
     change(whole, remove=[0, 1], out=tmp_path / "new", overwrite=True)
     assert len(derived(tmp_path / "new").names) == 1
     assert (whole / "experts/2" / WEIGHTS).samefile(tmp_path / "new" / "experts/0" / WEIGHTS)
@@ -257,8 +256,7 @@ def test_a_change_puts_back_what_a_killed_one_had_renamed_away(whole: Path) -> N
         os._exit(0)
     os.waitpid(child, 0)
     whole.rename(whole.parent / f".whole.old-{child}")
-    with pytest.raises(HddmError, match="names no expert"):
-        change(whole, remove=[7])
+    assert "names no expert" in refusal(change, whole, remove=[7])
     assert contents(whole.parent) == {f"whole/{name}": value for name, value in before.items()}
 
 
@@ -274,8 +272,7 @@ def test_a_change_that_cannot_be_is_refused(whole: Path) -> None:
         ({"remove": [0, 1], "strategy": "top-2"}, "top-2 needs 2 experts and there are 1"),
         ({}, "nothing to change; pass `add`, `remove` or another part"),
     ):
-        with pytest.raises(HddmError, match=message):
-            change(whole, **arguments)
+        assert re.search(message, refusal(change, whole, **arguments))
     with pytest.raises(HddmError, match=r"experts/0: no ensemble folder .*; assemble one first"):
         change(whole / "experts" / "0", remove=[0])
     assert contents(whole.parent) == before

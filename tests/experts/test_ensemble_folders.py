@@ -1,6 +1,7 @@
 """Ensemble folders: parts that fit, self-contained, and never half-written."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -55,8 +56,7 @@ def test_an_ensemble_outlives_the_folders_that_it_was_made_from(ensemble: Path, 
 def test_an_ensemble_is_replaced_only_when_asked(ddpm_expert: Path, ensemble: Path, tmp_path: Path) -> None:
     out = copied(ensemble, tmp_path)
     before = contents(out)
-    with pytest.raises(HddmError, match="overwrite=True"):
-        assemble([ddpm_expert], out)
+    assert "overwrite=True" in refusal(assemble, [ddpm_expert], out)
     assert contents(out) == before
     assemble([ddpm_expert], out, overwrite=True)
     assert not (out / "experts" / "1").exists()
@@ -148,16 +148,14 @@ def test_a_strategy_of_more_experts_than_are_kept_takes_all_of_them(ensemble: Pa
 
 
 def test_one_expert_has_no_subset(flow_expert: Path) -> None:
-    with pytest.raises(HddmError, match="is one expert"):
-        hddm.load(flow_expert, experts=[0])
+    assert "is one expert" in refusal(hddm.load, flow_expert, experts=[0])
 
 
 def test_weights_that_another_folder_has_replaced_are_refused(ensemble: Path, tmp_path: Path) -> None:
     changed = copied(ensemble, tmp_path)
     model = load_ensemble(changed)
     change(changed, remove=["0"])
-    with pytest.raises(HddmError, match="has changed since it was opened"):
-        model.experts[0].velocity(X, TIMES)
+    assert "has changed since it was opened" in refusal(model.experts[0].velocity, X, TIMES)
 
 
 def test_a_file_with_other_names_keeps_its_mode(flow_expert: Path, tmp_path: Path) -> None:
@@ -206,15 +204,13 @@ def test_a_folder_is_described_without_its_weights(ensemble: Path, ddpm_expert: 
     assert whole["components"]["router"] == "hddm.RouterTransformer"
     assert whole["router_calibrated"] is False
     assert "vae" not in whole["components"]
-    with pytest.raises(HddmError, match=r"holds none of expert\.json"):
-        inspect_model(shards.parent)
+    assert re.search(r"holds none of expert\.json", refusal(inspect_model, shards.parent))
 
 
 def test_the_parts_of_an_older_ensemble_are_assembled_anew(ensemble: Path, tmp_path: Path) -> None:
     older = copied(ensemble, tmp_path)
     edit_json(older / "ensemble.json", format="1.5", experts=["experts/0", "experts/1"], prior=[0.5, 0.5])
-    with pytest.raises(HddmError, match="assemble it anew from its parts"):
-        hddm.load(older)
+    assert "assemble it anew from its parts" in refusal(hddm.load, older)
     assemble(
         [older / "experts" / k for k in "01"], tmp_path / "anew", older / "router", strategy="nucleus-0.9"
     )

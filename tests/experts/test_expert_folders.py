@@ -1,6 +1,7 @@
 """Expert and router folders: loaded as they were saved, bit for bit, or refused by name."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,6 @@ from hddm.networks.offload import Offload
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.schedules import CosineSchedule, LinearSchedule, Schedule, from_diffusers
 from hddm.training.verify import verify_expert
-from hddm.utils.errors import HddmError
 from hddm.velocity import Guidance, VelocityField
 from tests.artefacts import copied, edit_json, refusal
 from tests.ensemble_files import flow_expert as new_expert
@@ -232,8 +232,7 @@ def test_a_weaker_self_is_kept_in_bfloat16_and_guides(tmp_path: Path) -> None:
     found = loaded.velocity(X, TIMES, Guidance(3.0, by="weak"))
     torch.testing.assert_close(found, weak_v + 3 * (strong_v - weak_v))
     (tmp_path / WEAK).write_bytes((tmp_path / WEAK).read_bytes()[:-1] + b"\0")
-    with pytest.raises(HddmError, match=WEAK):
-        hddm.load(tmp_path)
+    assert re.search(WEAK, refusal(hddm.load, tmp_path))
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ from hddm.training.continuation import add_adapter, targets_of
 from hddm.training.verify import verify_expert
 from hddm.utils.errors import HddmError
 from hddm.utils.files import sha256_of
-from tests.artefacts import Command, contents, edit_json, seal
+from tests.artefacts import Command, contents, edit_json, refusal, seal
 from tests.checkpoint_files import dit, facts_of, randomised
 from tests.ensemble_files import flow_expert
 from tests.lora_files import states, write_adapter, write_base
@@ -183,8 +183,7 @@ def test_another_base_is_refused_by_name(base: Path, adapter: Path, tmp_path: Pa
 def test_a_base_for_what_is_no_adapter_is_refused(base: Path, adapter: Path) -> None:
     with pytest.raises(HddmError, match=rf"^{base}: is no adapter.*; leave the base out, {base}$"):
         hddm.load(base, base=base)
-    with pytest.raises(HddmError, match=r"is no adapter.*leave the base out"):
-        verify_expert(base, bases=[base])
+    assert re.search(r"is no adapter.*leave the base out", refusal(verify_expert, base, bases=[base]))
     assert verify_expert(adapter, bases=[base]).base is not None
 
 
@@ -337,8 +336,7 @@ def _in_block(name: str) -> str:
 def test_a_network_without_attention_is_no_base() -> None:
     network = _small(UNet2DModel, down_block_types=("DownBlock2D",) * 2, up_block_types=("UpBlock2D",) * 2,
                      mid_block_type=None, **UNET)  # fmt: skip
-    with pytest.raises(HddmError, match="UNet2DModel without attention has no layers to adapt"):
-        targets_of(network)
+    assert "UNet2DModel without attention has no layers to adapt" in refusal(targets_of, network)
 
 
 def test_a_new_adapter_depends_on_its_seed_alone(base: Path, tmp_path: Path) -> None:

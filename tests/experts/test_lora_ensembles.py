@@ -15,7 +15,7 @@ from hddm.experts.lora import ADAPTER_WEIGHTS
 from hddm.networks.folders import WEIGHTS
 from hddm.utils.errors import HddmError
 from hddm.utils.files import sha256_of
-from tests.artefacts import Command
+from tests.artefacts import Command, refusal
 from tests.checkpoint_files import facts_of
 from tests.ensemble_files import flow_expert, load_ensemble
 from tests.lora_files import states, write_adapter, write_base
@@ -145,14 +145,12 @@ def test_an_ensemble_follows_no_path_out_of_it(base: Path, out: Path) -> None:
     with pytest.raises(HddmError, match=r"experts/0: is an adapter of base .* holds no diffusion_pytorch"):
         hddm.load(out)
     folder.symlink_to(base)
-    with pytest.raises(HddmError, match=r"outside the folder; refused"):
-        hddm.load(out)
+    assert r"outside the folder; refused" in refusal(hddm.load, out)
     folder.unlink()
     (out / "away").rename(folder)
     (folder / WEIGHTS).unlink()
     (folder / WEIGHTS).symlink_to(base / WEIGHTS)
-    with pytest.raises(HddmError, match=r"outside the folder"):
-        hddm.load(out)
+    assert r"outside the folder" in refusal(hddm.load, out)
 
 
 def test_a_spoilt_base_is_named(base: Path, adapters: list[Path], tmp_path: Path, hddm: Command) -> None:

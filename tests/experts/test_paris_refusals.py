@@ -1,5 +1,6 @@
 """Downloads of Paris that are incomplete, mixed up or mean harm: one line each, and no weights are read."""
 
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from hddm.experts.paris import is_paris, paris_experts, paris_router
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.utils.errors import HddmError
 from hddm.utils.settings import Conversion
-from tests.artefacts import edit_json
+from tests.artefacts import edit_json, refusal
 from tests.component_files import write_clip, write_vae
 from tests.hostile import grown_by
 from tests.paris_files import EXPERT, EXPERT_FILE, ROUTER, ROUTER_FILE, TEXT, edit
@@ -150,8 +151,7 @@ def test_links_that_lead_out_are_refused(name: str, release: Path, tmp_path: Pat
     else:
         (tmp_path / "elsewhere").mkdir()
     (release / name).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(HddmError, match=f"{name}.* is a link to .*elsewhere, outside the folder"):
-        hddm.load(release)
+    assert re.search(f"{name}.* is a link to .*elsewhere, outside the folder", refusal(hddm.load, release))
 
 
 def test_a_linked_folder_elsewhere_is_not_even_listed(release: Path, tmp_path: Path) -> None:

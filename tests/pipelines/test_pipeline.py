@@ -1,5 +1,6 @@
 """HDDMPipeline as users of diffusers know pipelines: seeds, callbacks, outputs, and clear refusals."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from hddm.sampling import integrate, time_grid
 from hddm.solvers import SOLVERS
 from hddm.utils.errors import HddmError
 from hddm.velocity import Guidance
+from tests.artefacts import refusal
 from tests.ensemble_files import flow_expert, pipeline_in_memory, random_router, text_experts
 
 STEPS = {"num_inference_steps": 4}
@@ -201,7 +203,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "batch": ({"batch_size": 0}, "0 prompts, labels or conditions, 1 images each"),
     "few": ({"class_labels": [0, 1], "batch_size": 3}, "condition 'class_labels' has 2 rows for 3 samples"),
     "experts": ({"expert": 3, "height": 8}, "`expert` 3: there are 0 … 2"),
-    "callback": ({"callback_on_step_end_tensor_inputs": ["prompt_embeds"]}, "callbacks see 'latents'"),
     "condition": ({"conditions": {"caption": torch.zeros(1)}}, "this model takes no condition"),
     "negative": ({"negative_prompt": "blur", "guidance_scale": 2.0}, "a negative_prompt needs a prompt"),
 }
@@ -222,8 +223,7 @@ def test_options_that_run_code_or_pickle_are_refused(pipe: HDDMPipeline) -> None
         HDDMPipeline.from_pretrained("anywhere", local_files_only=True, use_safetensors=True, variant=None)
     with pytest.raises(HddmError, match="from_pretrained takes no 'ofload'; did you mean 'offload'"):
         HDDMPipeline.from_pretrained("anywhere", ofload=None)
-    with pytest.raises(HddmError, match="safe_serialization=False"):
-        pipe.save_pretrained("anywhere", safe_serialization=False)
+    assert "safe_serialization=False" in refusal(pipe.save_pretrained, "anywhere", safe_serialization=False)
 
 
 def test_a_size_that_a_network_cannot_have_is_refused(pipe: HDDMPipeline) -> None:
@@ -231,8 +231,7 @@ def test_a_size_that_a_network_cannot_have_is_refused(pipe: HDDMPipeline) -> Non
     assert pipe(height=4, width=4, **LATENT).images.shape == (1, 3, 4, 4)
     assert pipe(height=8, **LATENT).images.shape == (1, 3, 8, 4)
     words = r"`height` 5, `width` 4: a network of images of 4×4 fails on it: \(5, 4\) does not divide"
-    with pytest.raises(HddmError, match=words):
-        pipe(height=5, **LATENT)
+    assert re.search(words, refusal(pipe, height=5, **LATENT))
 
 
 def test_a_failure_at_the_model_s_own_size_is_not_blamed_on_the_size(
@@ -255,8 +254,7 @@ def test_latents_need_a_vae_to_become_images() -> None:
 def test_parts_that_contradict_each_other_make_no_pipeline() -> None:
     pipe = pipeline_in_memory([flow_expert(0), flow_expert(1)])
     parts = {"scheduler": pipe.scheduler, "router": random_router(2)[0]}
-    with pytest.raises(HddmError, match="needs its router_facts"):
-        HDDMPipeline(pipe.experts, **parts)
+    assert "needs its router_facts" in refusal(HDDMPipeline, pipe.experts, **parts)
     facts = pipe.facts.model_copy(update={"experts": pipe.facts.experts[:1]})
     with pytest.raises(HddmError, match="the record is of 1 experts, not of 2"):
         HDDMPipeline(pipe.experts, **parts, facts=facts, router_facts=pipe.router_facts)

@@ -1,6 +1,7 @@
 """What is changed on a pipeline after it was made: strategy, scheduler, weights, dtype."""
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hddm.experts.expert_set import ExpertSet
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.sampling import time_grid
 from hddm.utils.errors import HddmError
-from tests.artefacts import Command
+from tests.artefacts import Command, refusal
 from tests.ensemble_files import flow_expert, load_pipeline, pipeline_in_memory, write_ensemble
 
 LATENT: dict[str, Any] = {"num_inference_steps": 3, "output_type": "latent", "seed": 0}
@@ -92,8 +93,7 @@ def test_a_scheduler_of_another_grid_is_refused() -> None:
         (EulerDiscreteScheduler(), "EulerDiscreteScheduler, and hddm integrates by its own solvers"),
     ):
         pipe.scheduler = scheduler
-        with pytest.raises(HddmError, match=message):
-            pipe(**LATENT)
+        assert re.search(message, refusal(pipe, **LATENT))
 
 
 def test_a_limit_of_memory_holds_in_another_dtype(tmp_path: Path) -> None:
@@ -105,8 +105,7 @@ def test_a_limit_of_memory_holds_in_another_dtype(tmp_path: Path) -> None:
     assert pipe.experts.shelf.budget == enough - router // 2
     pipe.to(torch.float32)
     assert pipe.experts.shelf.budget == expert
-    with pytest.raises(HddmError, match="max_memory"):
-        pipe.to(torch.float64)
+    assert "max_memory" in refusal(pipe.to, torch.float64)
     with pytest.raises(HddmError, match="router, VAE and text encoder alone take"):
         HDDMPipeline.from_pretrained(folder, offload="disk", max_memory=router)
 

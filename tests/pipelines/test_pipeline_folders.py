@@ -1,5 +1,6 @@
 """Pipelines to folders and back: bit for bit, from anywhere, in part, and without foreign code."""
 
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ import hddm
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import read_safetensors
-from tests.artefacts import contents, copied
+from tests.artefacts import contents, copied, refusal
 from tests.ensemble_files import (
     WEIGHTS,
     flow_expert,
@@ -120,8 +121,7 @@ def test_some_experts_are_the_ensemble_with_its_router_kept_to_them(
 @pytest.mark.parametrize("experts", [[], [0, 0], [4], [-1]], ids=str)
 def test_experts_that_are_not_there_cannot_be_chosen(folder: Path, experts: list[int]) -> None:
     for load in (hddm.load, load_pipeline):
-        with pytest.raises(HddmError, match=r"choose some of 0 … 3, each once"):
-            load(folder, experts=experts)
+        assert r"choose some of 0 … 3, each once" in refusal(load, folder, experts=experts)
 
 
 def test_experts_that_lie_on_no_disk_work_and_are_saved(tmp_path: Path) -> None:
@@ -143,11 +143,9 @@ def test_a_folder_is_replaced_only_when_asked_and_never_one_s_own(folder: Path, 
     pipe = load_pipeline(own)
     made = _images(pipe, expert=1)
     # An expert that was not read yet would come from other files than those that were opened.
-    with pytest.raises(HddmError, match="experts are read from it as they are needed"):
-        pipe.save_pretrained(own, overwrite=True)
+    assert "experts are read from it as they are needed" in refusal(pipe.save_pretrained, own, overwrite=True)
     pipe.save_pretrained(other)
-    with pytest.raises(HddmError, match="exists: choose another folder"):
-        pipe.save_pretrained(other)
+    assert "exists: choose another folder" in refusal(pipe.save_pretrained, other)
     pipe.save_pretrained(other, overwrite=True)
     assert torch.equal(_images(load_pipeline(other), expert=1), made)
     (tmp_path / "photos").mkdir()
@@ -161,13 +159,11 @@ def test_a_save_that_fails_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     pipe = load_pipeline(own)
     (own / "experts" / "2" / WEIGHTS).unlink()
     names = sorted(tmp_path.iterdir())
-    with pytest.raises(HddmError, match=f"experts/2/{WEIGHTS}"):
-        pipe.save_pretrained(tmp_path / "again")
+    assert re.search(f"experts/2/{WEIGHTS}", refusal(pipe.save_pretrained, tmp_path / "again"))
     assert sorted(tmp_path.iterdir()) == names
 
 
 def test_nothing_is_fetched_and_what_is_no_ensemble_is_named(folder: Path) -> None:
     with pytest.raises(HddmError, match="some/ensemble: no such folder; nothing is downloaded"):
         HDDMPipeline.from_pretrained("some/ensemble")
-    with pytest.raises(HddmError, match=r"router: neither an expert folder"):
-        load_pipeline(folder / "router")
+    assert r"router: neither an expert folder" in refusal(load_pipeline, folder / "router")

@@ -1,5 +1,6 @@
 """From prompts to images, against the steps done by hand with transformers and diffusers."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hddm.experts.records import Expert
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.errors import HddmError
 from hddm.velocity import Guidance
-from tests.artefacts import Command
+from tests.artefacts import Command, refusal
 from tests.ensemble_files import flow_expert, load_pipeline, text_experts, write_ensemble, write_text
 
 STEPS: dict[str, Any] = {"seed": 7, "num_inference_steps": 4, "output_type": "pt"}
@@ -188,8 +189,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("given", "words"), WRONG.values(), ids=WRONG)
 def test_contradicting_prompts_are_refused(pipe: HDDMPipeline, given: dict[str, Any], words: str) -> None:
-    with pytest.raises(HddmError, match=words):
-        pipe(**given, **STEPS)
+    assert re.search(words, refusal(pipe, **given, **STEPS))
 
 
 def test_experts_without_a_null_text_take_prompts_of_both_sides(tmp_path: Path) -> None:
@@ -198,8 +198,7 @@ def test_experts_without_a_null_text_take_prompts_of_both_sides(tmp_path: Path) 
     text = torch.randn(1, 77, 16, generator=torch.Generator().manual_seed(0))
     options = {"seed": 0, "num_inference_steps": 2, "output_type": "latent", "guidance_scale": 2.0}
     assert bare(prompt_embeds=text, negative_prompt_embeds=-text, **options).images.isfinite().all()
-    with pytest.raises(HddmError, match="guidance needs the same keywords on both sides"):
-        bare(prompt_embeds=text, **options)
+    assert "guidance needs the same keywords on both sides" in refusal(bare, prompt_embeds=text, **options)
     with pytest.raises(HddmError, match="the experts need encoder_hidden_states and have no empty default"):
         bare(**{**options, "guidance_scale": 1.0})
 
@@ -218,10 +217,3 @@ def test_a_missing_text_is_refused_before_the_first_step(tmp_path: Path, hddm: C
         load_pipeline(both)(batch_size=12, seed=0, output_type="latent")
     assert not (tmp_path / "out").exists()
     assert hddm("sample", both, *options, "--expert", 0)[0] == 0
-
-
-def test_embeddings_may_be_passed_to_encode_in_place_of_prompts(pipe: HDDMPipeline) -> None:
-    text, other = torch.ones(1, 77, 16), torch.zeros(1, 77, 16)
-    found = pipe.encode(None, None, None, True, text, other)
-    assert torch.equal(found.given["encoder_hidden_states"], text)
-    assert torch.equal(found.negative["encoder_hidden_states"], other)
