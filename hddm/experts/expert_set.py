@@ -188,11 +188,13 @@ def in_memory(field: VelocityField) -> Expert:
 
     It is the one that the field was read from, unless the network was replaced after that.
     """
-    network, shape, source = field.network, tuple(field.sample_shape or ()), field.source
-    inner: Any = network.network if isinstance(network, StoredNetwork) else network
-    inner = inner.model if isinstance(inner, NetworkWrapper) else inner
+    shape, source, is_stored = tuple(field.sample_shape or ()), field.source, False
+    network: Any = field.network
+    if isinstance(network, StoredNetwork):
+        network, is_stored = network.network, True
+    network = network.model if isinstance(network, NetworkWrapper) else network
     stated = {"sample_shape": shape, "conditions": field.conditions or ()}
-    if isinstance(source, Expert) and inner is source.network:
+    if is_stored and isinstance(source, Expert) and network is source.network:
         return replace(source, facts=source.facts.model_copy(update=stated))
     unstated = {
         "objective": "flow" if isinstance(field.schedule, LinearSchedule) else "ddpm",
@@ -202,4 +204,4 @@ def in_memory(field: VelocityField) -> Expert:
         "time_scale": float(field.time_scale),
         "space": "pixels" if shape[0] in _IMAGES else "latents",
     }
-    return Expert(inner, ExpertRecord.model_validate(unstated | stated))
+    return Expert(network, ExpertRecord.model_validate(unstated | stated))
