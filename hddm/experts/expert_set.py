@@ -183,18 +183,20 @@ def carrying(part: Module, record: Record | None) -> Module:
     return part
 
 
+def _bare(network: Any) -> Any:
+    """A network without what hddm wraps it in."""
+    inner = network.network if isinstance(network, StoredNetwork) else network
+    return inner.model if isinstance(inner, NetworkWrapper) else inner
+
+
 def in_memory(field: VelocityField) -> Expert:
     """The expert that a field, whose samples have a shape, is in a pipeline.
 
     It is the one that the field was read from, unless the network was replaced after that.
     """
-    shape, source, is_stored = tuple(field.sample_shape or ()), field.source, False
-    network: Any = field.network
-    if isinstance(network, StoredNetwork):
-        network, is_stored = network.network, True
-    network = network.model if isinstance(network, NetworkWrapper) else network
+    shape, source, network = tuple(field.sample_shape or ()), field.source, _bare(field.network)
     stated = {"sample_shape": shape, "conditions": field.conditions or ()}
-    if is_stored and isinstance(source, Expert) and network is source.network:
+    if isinstance(field.network, StoredNetwork) and isinstance(source, Expert) and network is source.network:
         return replace(source, facts=source.facts.model_copy(update=stated))
     unstated = {
         "objective": "flow" if isinstance(field.schedule, LinearSchedule) else "ddpm",
