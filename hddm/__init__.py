@@ -38,22 +38,7 @@ _HOMES = {
     "sample_to_folder": "hddm.pipelines.samples",
     "train": "hddm.training.continuation",
 }
-__all__ = [
-    "Ensemble",
-    "HDDMPipeline",
-    "HddmError",
-    "VelocityField",
-    "assemble",
-    "convert",
-    "drop_in",
-    "evaluate",
-    "load",
-    "partition",
-    "sample",
-    "sample_to_folder",
-    "schedules",
-    "train",
-]
+__all__ = ["HddmError", "schedules", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

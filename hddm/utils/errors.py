@@ -108,6 +108,7 @@ _WORDS = {
     **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "must be a whole number"),
     **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
     **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
+    **dict.fromkeys(("byte_size", "byte_size_unit"), "is not an amount of memory; write it as 6GB"),
 }
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ByteSize, ConfigDict, Field
 
 from hddm.utils.errors import HddmError, choose
 from hddm.utils.records import OPTIONS, Count, NoiseRange, Record, Seed, parse_record
@@ -136,22 +136,6 @@ SolverName = Literal["euler", "heun", "adams-bashforth", "adams-moulton"]
 Interpolation = Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"]
 Prediction = Literal["epsilon", "sample", "v_prediction", "flow_prediction"]
 
-_UNITS = {"": 1, "B": 1} | {
-    unit: size
-    for power, letter in enumerate("KMG", 1)
-    for unit, size in ((letter, 1000**power), (f"{letter}B", 1000**power), (f"{letter}IB", 1024**power))
-}
-
-
-def parse_size(text: Any) -> Any:
-    """Bytes in ``6GB``, ``500 MB`` or ``1.5GiB``; `HddmError` for any other text. A number stays as it is."""
-    if not isinstance(text, str):
-        return text
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    if match is None or match[2].upper() not in _UNITS or not float(match[1]):
-        raise HddmError("is not an amount of memory; write it as 6GB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
-
 
 def _check_interval(interval: tuple[float, float]) -> None:
     if not 0 <= interval[0] <= interval[1] <= 1:
@@ -237,7 +221,7 @@ class SampleSettings(Computing, SamplingSettings):
     """Images computed together; it affects rounding only."""
     offload: Literal["none", "ram", "disk"] = "none"
     """Place of idle experts: on the device (none), in memory or on disk."""
-    max_memory: Annotated[int, Field(ge=1), BeforeValidator(parse_size)] | None = None
+    max_memory: Annotated[ByteSize, Field(ge=1)] | None = None
     """Limit of weights on the device with `offload`, such as 6GB. Default: no limit."""
     compile: bool = False
     """Compile the experts; the first steps then take minutes."""

@@ -78,7 +78,13 @@ LATER = [
         "--guidance-interval 0.9 0.1: must be two t, 0",
     ),
     ("partition {shard} --out {out} --shards few", "--shards few: must be a whole number from 1"),
-    ("sample {shard} --out {out} --max-memory 6TB", "--max-memory 6TB: is not an amount of memory; write it"),
+    *(
+        (
+            f"sample {{shard}} --out {{out}} --max-memory={one}",
+            f"--max-memory {one}: is not an amount of memory",
+        )
+        for one in ("6XB", "-1GB", "GB", "1e9")
+    ),
     ("partition {images} --out {out} --shards 2 --features dino", "or OWNER/NAME; did you mean 'dinov2'?"),
     (
         TRAIN + " --optimizer adamw --muon-learning-rate 0.1",
