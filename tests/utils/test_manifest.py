@@ -127,35 +127,39 @@ def test_a_spoilt_router_is_neither_assembled_nor_loaded(
         load(ensemble)
 
 
-def test_swapped_records_of_two_experts_are_seen(ensemble: Path) -> None:
+def _swap_records(ensemble: Path) -> None:
     one, other = (ensemble / "experts" / name / EXPERT_FILE for name in "01")
     texts = one.read_text(), other.read_text()
     # Hard links: the folders that it was assembled from are to stay as they are.
     for path, text in zip((one, other), reversed(texts), strict=True):
         path.unlink()
         path.write_text(text)
-    with pytest.raises(HddmError) as caught:
-        load(ensemble)
-    assert caught.value.details == (f"{EXPERT_FILE}: has changed",)
 
 
-def test_swapped_folders_of_two_experts_are_seen(trio: Trio, tmp_path: Path) -> None:
-    whole = tmp_path / "whole"
-    # Without a router, which would tell them apart by their shards.
-    assemble(trio.experts, whole)
+def _swap_folders(ensemble: Path) -> None:
     for name, other in (("0", "aside"), ("1", "0"), ("aside", "1")):
-        (whole / "experts" / name).rename(whole / "experts" / other)
-    with pytest.raises(HddmError) as caught:
-        load(whole)
-    assert caught.value.details == tuple(f"experts/{k}/{MANIFEST}: has changed" for k in (0, 1))
+        (ensemble / "experts" / name).rename(ensemble / "experts" / other)
 
 
-@pytest.mark.parametrize("name", ["ensemble.json", "model_index.json", "scheduler/scheduler_config.json"])
-def test_an_ensemble_whose_own_records_were_edited_is_refused(name: str, ensemble: Path) -> None:
-    (ensemble / name).write_text((ensemble / name).read_text() + "\n")
+OWN_RECORDS = ("ensemble.json", "model_index.json", "scheduler/scheduler_config.json")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "changed"),
+    [
+        (_swap_records, [EXPERT_FILE]),
+        (_swap_folders, [f"experts/{k}/{MANIFEST}" for k in (0, 1)]),
+        *((lambda folder, name=name: (folder / name).open("a").write("\n"), [name]) for name in OWN_RECORDS),
+    ],
+    ids=["swapped records", "swapped folders", *OWN_RECORDS],
+)
+def test_an_ensemble_that_was_changed_by_hand_is_refused(
+    spoil: Spoil, changed: list[str], ensemble: Path
+) -> None:
+    spoil(ensemble)
     with pytest.raises(HddmError, match="differs from its") as caught:
         load(ensemble)
-    assert caught.value.details == (f"{name}: has changed",)
+    assert caught.value.details == tuple(f"{name}: has changed" for name in changed)
 
 
 def test_what_has_no_meaning_may_come_change_and_go(expert: Path) -> None:

@@ -2,12 +2,10 @@
 
 import contextlib
 import itertools
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,28 +152,6 @@ def test_workers_that_are_told_to_stop_begin_nothing_more(tmp_path: Path) -> Non
     with contextlib.suppress(KeyboardInterrupt), Workers(1) as pool:
         pool.run(calls, interrupt)
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
-
-
-@pytest.mark.integration
-def test_workers_that_save_end_though_an_idle_one_died_with_a_lock(tmp_path: Path) -> None:
-    """An idle worker holds the lock of the queue, for which one that has saved would wait for ever."""
-
-    def interrupt(call: Call, units: int) -> None:
-        raise KeyboardInterrupt
-
-    def stop() -> None:
-        with contextlib.suppress(KeyboardInterrupt), Workers(2) as pool:
-            # Both are there before one of them gets work.
-            pool.run([Call(square, {"value": 1, "seconds": 0.2}, "a call") for _ in range(2)])
-            pool.run([Call(stay_until_told, {"path": tmp_path / "0"}, "a call")], interrupt)
-
-    stopping = threading.Thread(target=stop)
-    stopping.start()
-    stopping.join(60)
-    hung = stopping.is_alive()
-    for child in multiprocessing.active_children() if hung else []:
-        child.kill()
-    assert not hung
 
 
 @pytest.mark.parametrize("before", [None, "7"])
