@@ -239,10 +239,7 @@ class MomentsRouter:
     """
 
     def __init__(
-        self,
-        moments: Sequence[Moments],
-        prior: Sequence[float] | None = None,
-        evidence: float | None = None,
+        self, moments: Sequence[Moments], prior: Sequence[float] | None = None, evidence: float | None = None
     ) -> None:
         sizes = [len(one.mean) for one in moments]
         if len(set(sizes)) != 1:

@@ -71,10 +71,7 @@ def expert_recipe(objective: str, **changes: Any) -> ExpertRecipe:
 
 
 def objective_named(
-    name: str,
-    schedule: Schedule | None = None,
-    time_sampling: str = "uniform",
-    **changes: Any,
+    name: str, schedule: Schedule | None = None, time_sampling: str = "uniform", **changes: Any
 ) -> Objective:
     """An objective with defaults for what is left open; it predicts the sample."""
     values = {

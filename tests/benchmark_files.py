@@ -124,11 +124,7 @@ def inline(counted: bool = False) -> Iterator[list[list[str]]]:
         return do(**arguments)
 
     with contextlib.ExitStack() as stack:
-        for module, name, value in (
-            (run, "Workers", Inline),
-            (run, "_do", note),
-            (evaluate, "RESAMPLES", 2),
-        ):
+        for module, name, value in ((run, "Workers", Inline), (run, "_do", note), (evaluate, "RESAMPLES", 2)):
             stack.enter_context(mock.patch.object(module, name, value))
         if not counted:
             stack.enter_context(mock.patch.object(compute, "count_training", return_value=(30, 1)))

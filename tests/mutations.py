@@ -27,18 +27,6 @@ class Pairs(list[tuple[Any, Any]]):
     """An object as pairs, since a key may stand in it twice."""
 
 
-@dataclass(frozen=True)
-class Spoiled:
-    """A spoiled file as text around a tree, or as bytes alone."""
-
-    tree: Any
-    written: Callable[[Any], bytes]
-
-    @property
-    def content(self) -> bytes:
-        return self.written(self.tree)
-
-
 _NUMBERS = (0, 1, -1, 2, 3, 7, 0.5, -0.5, 1e-300, 1e300, -1e300, 10**6, 10**30, -(10**30))
 _BOUNDS = (2**31, -(2**31) - 1, 2**62, 2**63, -(2**63) - 1, 2**64)
 _WORDS = ("", "x", "0", "1", "-1", "1e5", "nan", "inf", "true", "٣", "float64", "x" * 300, "x" * 10000)
@@ -57,46 +45,18 @@ _ODD_KEYS = ("x", "", "0", "../x", "a\nb", "\0", "x" * 300, "_class_name", "form
 _ODD_KEYS += (Raw('"\\ud800"'), Raw("1"))
 
 
-def spoil(name: str, content: bytes, rng: random.Random) -> Spoiled:
+def spoil(name: str, content: bytes, rng: random.Random) -> bytes:
     """``content`` of a file called ``name`` with one to three changes."""
     suffix = Path(name).suffix
     tree = None
     if suffix in TREES and rng.random() < 0.85:
         tree = _parsed(suffix, content)
     if tree is None:
-        return Spoiled(_with_other_bytes(content, rng), bytes)
+        return _with_other_bytes(content, rng)
     root, written = tree
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         root = _changed(root, rng, _ODD + _ODD_YAML if suffix == ".yaml" else _ODD)
-    return Spoiled(root, written)
-
-
-def shrunk(spoiled: Spoiled, fails: Callable[[bytes], bool], most: int = 150) -> bytes:
-    """A smaller content that ``fails`` still, after at most ``most`` attempts."""
-    tree, left = spoiled.tree, most
-    is_smaller = True
-    while is_smaller and left > 0:
-        is_smaller = False
-        for candidate in _smaller(tree):
-            left -= 1
-            if left < 0:
-                break
-            if fails(spoiled.written(candidate)):
-                tree, is_smaller = candidate, True
-                break
-    return spoiled.written(tree)
-
-
-def _smaller(tree: Any) -> Iterator[Any]:
-    """Trees with one part less, the largest parts first."""
-    if isinstance(tree, bytes):
-        for size in (len(tree) // 2, len(tree) // 4):
-            yield tree[:size]
-        return
-    places = sorted(_places(tree), key=lambda place: len(_dumped(_at(tree, place))), reverse=True)
-    for place in places:
-        if place:
-            yield _without(tree, place)
+    return written(root)
 
 
 def _parsed(suffix: str, content: bytes) -> tuple[Any, Callable[[Any], bytes]] | None:

@@ -19,8 +19,7 @@ def calibrate(
         Path | None, typer.Option(help="Folder for a calibrated copy. Default: change the expert in place.")
     ] = None,
     data: Annotated[
-        Path | None,
-        InputOption(help="Shard folder to calibrate on. Default: samples of the expert itself."),
+        Path | None, InputOption(help="Shard folder to calibrate on. Default: samples of the expert itself.")
     ] = None,
 ) -> None:
     """Measure the statistics that an expert needs near pure noise.

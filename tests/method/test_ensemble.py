@@ -19,12 +19,7 @@ SHARDS = [GaussianMixture.random(seed=10 + k, modes=3, dim=8) for k in range(4)]
 WHOLE = GaussianMixture.union(SHARDS, PRIOR)
 SHAPE = (2, 2, 2)
 FLOW = (LINEAR, "flow_prediction")
-FOUR_KINDS = [
-    FLOW,
-    (case_named("cosine"), "epsilon"),
-    (case_named("ddpm-linear"), "epsilon"),
-    FLOW,
-]
+FOUR_KINDS = [FLOW, (case_named("cosine"), "epsilon"), (case_named("ddpm-linear"), "epsilon"), FLOW]
 OTHER_KINDS = [
     (case_named("sd-scaled-linear-ztsnr"), "v_prediction"),
     (case_named("cosine"), "flow_prediction"),
@@ -144,13 +139,7 @@ def test_conditions_go_to_the_experts_that_declare_them() -> None:
             *({"class_labels": torch.zeros(3)}, r"'class_labels' has 3 rows for 2 samples"),
         ),
     ],
-    ids=[
-        "no router",
-        "for three experts",
-        "unknown condition",
-        "above 1",
-        "too many labels",
-    ],
+    ids=["no router", "for three experts", "unknown condition", "above 1", "too many labels"],
 )
 def test_calls_that_do_not_fit_are_refused(
     router: Callable[..., Tensor] | None, t: list[float], conditions: dict[str, Tensor], problem: str

@@ -58,14 +58,7 @@ def test_a_flow_match_scheduler_is_the_linear_path_whatever_its_shift() -> None:
     assert from_diffusers(config) == LinearSchedule()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "DDPMScheduler",
-        "EulerDiscreteScheduler",
-        "LCMScheduler",
-    ],
-)
+@pytest.mark.parametrize("name", ["DDPMScheduler", "EulerDiscreteScheduler", "LCMScheduler"])
 def test_missing_keys_have_the_default_of_their_scheduler_class(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:

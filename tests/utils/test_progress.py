@@ -195,9 +195,7 @@ def test_work_that_counts_nothing_speaks_all_the_same(monkeypatch: pytest.Monkey
     ]
 
 
-def test_a_worker_leaves_progress_to_the_process_that_started_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_worker_leaves_progress_to_the_process_that_started_it(capsys: pytest.CaptureFixture[str]) -> None:
     heard: list[float] = []
     with progress.heard(heard.append):
         with progress.Progress(10, "features") as advance:

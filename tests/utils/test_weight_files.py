@@ -170,7 +170,7 @@ def test_a_damaged_file_is_read_or_refused_and_nothing_else(
     def check() -> None:
         nonlocal read
         for seed in range(500):
-            content = spoil(f"a.{kind}", valid[kind], random.Random(seed)).content
+            content = spoil(f"a.{kind}", valid[kind], random.Random(seed))
             if kind == "code":
                 zipped(tmp_path, content, bytes(24), bytes(6))
             else:
