@@ -121,9 +121,13 @@ class Ensemble:
     ) -> None:
         if not experts:
             raise HddmError("an ensemble needs at least one expert")
-        self.parts = tuple(one if isinstance(one, Part) else Part(one) for one in experts)
-        """The experts with all that is known of them; prior, domains and classes follow from it."""
-        self.prior = [part.weight for part in self.parts] if prior is None else prior
+        parts = [one if isinstance(one, Part) else Part(one) for one in experts]
+        weights = [one.weight for one in parts] if prior is None else prior
+        self.prior = _normalised(weights, len(parts))
+        """p(k) (K,) in float64: the weights, normalised to sum 1."""
+        pairs = zip(parts, torch.as_tensor(weights, dtype=torch.float64).tolist(), strict=True)
+        self.parts = tuple(replace(part, weight=weight) for part, weight in pairs)
+        """The experts with all that is known of them; domains and classes follow from it."""
         self.router = router
         self.topics = topics
         for first in set(self.domains):
@@ -148,22 +152,6 @@ class Ensemble:
     def experts(self) -> list[VelocityField]:
         """The parts' velocity fields."""
         return [part.field for part in self.parts]
-
-    @property
-    def prior(self) -> Tensor:
-        """p(k) (K,) in float64: the parts' weights, normalised to sum 1.
-
-        Assigning it replaces the weights; writing into this tensor, which is a copy, changes nothing.
-        """
-        return _normalised([part.weight for part in self.parts], len(self.parts))
-
-    @prior.setter
-    def prior(self, prior: Sequence[float] | Tensor) -> None:
-        weights = torch.as_tensor(prior, dtype=torch.float64)
-        _normalised(weights, len(self.parts))
-        pairs = zip(self.parts, weights.tolist(), strict=True)
-        self.parts = tuple(replace(part, weight=weight) for part, weight in pairs)
-        self.__dict__.pop("class_prior", None)
 
     @functools.cached_property
     def domains(self) -> tuple[int, ...]:
