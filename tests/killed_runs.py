@@ -23,7 +23,8 @@ from hddm.data.shards import ALL, PIXELS, Own, Rows, Samples, open_shard
 from hddm.training import expert
 from hddm.training.resume import run_folder_of
 from hddm.training.settings import RunOptions
-from hddm.utils.processes import TOGETHER, Stopped
+from hddm.utils.errors import Stopped
+from hddm.utils.processes import TOGETHER
 from tests.artefacts import expert_settings, killing, pixels_of
 
 STEPS, BATCH, EVERY = 24, 7, 5

@@ -41,7 +41,7 @@ from hddm.training.loop import StepReport
 from hddm.training.mean_flow import SECOND_STAGE
 from hddm.training.router import train_router
 from hddm.training.settings import DistillSettings, ExpertSettings, RouterSettings, RunOptions, size_config
-from hddm.utils.processes import Stopped
+from hddm.utils.errors import Stopped
 
 WARM_UP, PROFILED = 5, 20
 """Steps before the device is watched, and those that it is watched for."""

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from hddm.benchmark.file import RESERVED, BenchmarkFile, Table
 from hddm.evaluation.features import INCEPTION
-from hddm.utils.errors import HddmError, did_you_mean
-from hddm.utils.processes import at
+from hddm.utils.errors import HddmError, asked, did_you_mean
 from hddm.utils.records import EXPERT_FILE
 from hddm.utils.work import DONE, Work, content_of, hash_of
 
@@ -152,7 +151,7 @@ class SeedPlan:
     def __post_init__(self) -> None:
         self.steps: dict[str, Step] = {}
         for name, line in self.file.steps.items():
-            with at(f"step {name!r}"):
+            with asked(f"step {name!r}", HddmError):
                 self.steps[name] = self._step(name, self._words(line))
 
     @cached_property
@@ -160,7 +159,7 @@ class SeedPlan:
         """The scores of real images of the split, which also train the classifier that measures samples."""
         images, features = getattr(self.file.evaluate, self.file.scored_on), self._features
         save = ["--save-classifier", "$out.safetensors"] if features == "classifier" else []
-        with at("evaluate"):
+        with asked("evaluate", HddmError):
             words = ["evaluate", *self._words(images), *self._against, "--features", features, *save]
             return self._step("scores/real", words)
 
@@ -171,7 +170,7 @@ class SeedPlan:
         for title, table in self.file.tables.items():
             named = table.rows or tuple(self.file.rows)
             for row, change in ((row, change) for row in named for change in _changes(table)):
-                with at(f"row {row!r}"):
+                with asked(f"row {row!r}", HddmError):
                     model = self._model(self._words(self.file.rows[row])[:1])
                     is_one = model.verb in _ALONE or (Path(model.name) / EXPERT_FILE).is_file()
                     varied = {key: one for key, one in change.items() if not is_one or key not in _ROUTED}

@@ -40,9 +40,9 @@ from hddm.benchmark.results import (
 )
 from hddm.evaluation.results import read_result
 from hddm.training.state import wait_for_run
-from hddm.utils.errors import HddmError, counted, shown
+from hddm.utils.errors import HddmError, asked, counted, shown
 from hddm.utils.files import check_absent, read_json, remove, write_json, write_whole
-from hddm.utils.processes import at, require_main_guard, stoppable
+from hddm.utils.processes import require_main_guard, stoppable
 from hddm.utils.progress import Progress, duration, heard
 from hddm.utils.records import BENCHMARK_FILE, RESULTS_FILE, SAMPLING_FILE
 from hddm.utils.work import Work, differences, machine
@@ -124,7 +124,7 @@ def run_benchmark(
 
 def _check(plan: SeedPlan, check: Run | None) -> None:
     for step in plan.all:
-        with at(f"step {step.name!r}"):
+        with asked(f"step {step.name!r}", HddmError):
             if check is not None:
                 check(step.command())
 
@@ -257,7 +257,7 @@ def _count(step: Step, out: Path, run: Run, report: Callable[[float], None]) -> 
 @contextlib.contextmanager
 def _started(step: Step, printed: io.StringIO) -> Iterator[None]:
     """Block in which a step runs: its errors have its name, and what it prints is kept."""
-    with at(f"step {step.name!r} ({step.shown})"), contextlib.redirect_stdout(printed):
+    with asked(f"step {step.name!r} ({step.shown})", HddmError), contextlib.redirect_stdout(printed):
         yield
 
 

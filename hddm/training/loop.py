@@ -26,9 +26,9 @@ from hddm.training.optimizer import optimizer_of
 from hddm.training.resume import Change, is_finished, run_folder_of, value_at
 from hddm.training.settings import Recipe, RunOptions
 from hddm.training.state import Ema, Run, TrainingState, open_run, read_held_out
-from hddm.utils.errors import HddmError, UsageError, counted
+from hddm.utils.errors import HddmError, Stopped, UsageError, counted
 from hddm.utils.files import new_folder, nothing
-from hddm.utils.processes import Interrupted, Stopped, StopRequest
+from hddm.utils.processes import Interrupted, StopRequest
 from hddm.utils.streams import Use, generator
 
 Key = tuple[Use, Use, int]

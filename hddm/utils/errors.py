@@ -36,14 +36,27 @@ class UsageError(HddmError):
     exit_code = 2
 
 
+class Stopped(HddmError):
+    """Raised once work is saved after a signal; ``exit_code`` is 128 plus the signal's number."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.number, self.exit_code = number, 128 + number
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.message, self.number)
+
+
 @contextlib.contextmanager
 def asked(option: str | None = None, kind: type[HddmError] = UsageError) -> Iterator[None]:
     """Check a caller's arguments in this block: an `HddmError` in it becomes a `UsageError`, or a ``kind``.
 
-    Its message then begins with ``option``, an argument and its value.
+    Its message then begins with ``option``, an argument and its value, or a step. `Stopped` stays as it is.
     """
     try:
         yield
+    except Stopped:
+        raise
     except HddmError as error:
         named = error.message if option is None else f"{option}: {error.message}"
         raise kind(named, error.details) from error

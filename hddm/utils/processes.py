@@ -17,26 +17,10 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, Stopped
 
 TOGETHER = 1.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-
-
-class Stopped(HddmError):
-    """Raised once work is saved after a signal; ``exit_code`` is 128 plus the signal's number."""
-
-    def __init__(self, message: str, number: int) -> None:
-        super().__init__(message)
-        self.number = number
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code of the process."""
-        return 128 + self.number
-
-    def __reduce__(self) -> Any:
-        return type(self), (self.message, self.number)
 
 
 class Interrupted(BaseException):
@@ -119,17 +103,6 @@ def stoppable(kept: str) -> Iterator[None]:
             yield
     except Interrupted as error:
         raise Stopped(kept, error.number) from error
-
-
-@contextlib.contextmanager
-def at(what: str) -> Iterator[None]:
-    """Begin every `HddmError` raised in the block with ``what``; `Stopped` passes as it is."""
-    try:
-        yield
-    except Stopped:
-        raise
-    except HddmError as error:
-        raise HddmError(f"{what}: {error.message}", error.details) from error
 
 
 Report = Callable[[int], None]

@@ -26,7 +26,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hddm.utils.errors import HddmError, one_line
+from hddm.utils.errors import HddmError, Stopped, one_line
 from hddm.utils.files import (
     PATIENCE,
     alone,
@@ -43,7 +43,7 @@ from hddm.utils.files import (
     write_whole,
     writing,
 )
-from hddm.utils.processes import Interrupted, Stopped
+from hddm.utils.processes import Interrupted
 
 PACKAGES = ("hddm-diffusion", "torch", "diffusers", "numpy", "scipy", "scikit-learn")
 LARGEST = 2**28

@@ -19,10 +19,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
 
-from hddm.utils.errors import HddmError, one_line
+from hddm.utils.errors import HddmError, Stopped, one_line
 from hddm.utils.processes import (
     Interrupted,
-    Stopped,
     StopRequest,
     compute_environment,
     end_with_parent,

@@ -33,8 +33,8 @@ from hddm.training.loop import Fitted, Task, train
 from hddm.training.objectives import drawing, loss_of, objective_of
 from hddm.training.resume import run_folder_of
 from hddm.training.settings import ExpertRecipe, ExpertSettings, RunOptions, resolve
+from hddm.utils.errors import Stopped
 from hddm.utils.files import write_json
-from hddm.utils.processes import Stopped
 from tests.artefacts import Died, ending_at, expert_settings, pixels_of
 from tests.killed_runs import checkpoint, in_a_process
 

@@ -29,9 +29,8 @@ from hddm.training.loop import summary_of
 from hddm.training.resume import run_folder_of
 from hddm.training.settings import RunOptions, parse_objectives
 from hddm.training.state import Run
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, Stopped
 from hddm.utils.files import write_json
-from hddm.utils.processes import Stopped
 from hddm.utils.workers import Workers
 from tests.artefacts import Command, contents, copied, expert_settings
 from tests.killed_runs import checkpoint, holder, in_a_process

@@ -25,8 +25,7 @@ from hddm.training.router import train_router
 from hddm.training.settings import RunOptions
 from hddm.training.state import open_run
 from hddm.training.watching import Guarded, TensorBoardLog, _mode, watching
-from hddm.utils.errors import HddmError
-from hddm.utils.processes import Stopped
+from hddm.utils.errors import HddmError, Stopped
 from tests.artefacts import Died, contents, ending_at, expert_settings, largest_file, recipe, router_settings
 
 Scalars = dict[str, list[tuple[int, float]]]

@@ -27,7 +27,7 @@ from hddm.training.loop import Fitted, Inputs, StepReport, Task, train
 from hddm.training.settings import RunOptions
 from hddm.training.state import Ema, TrainingState
 from hddm.training.watching import SampleGrids, grid_of, shown, undisturbed, watching
-from hddm.utils.processes import Stopped
+from hddm.utils.errors import Stopped
 from hddm.velocity import VelocityField
 from tests.artefacts import expert_settings, recipe
 from tests.killed_runs import checkpoint

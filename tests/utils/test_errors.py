@@ -5,8 +5,7 @@ import pickle
 
 import pytest
 
-from hddm.utils.errors import HddmError, one_line
-from hddm.utils.processes import at
+from hddm.utils.errors import HddmError, asked, one_line
 from hddm_cli.app import _Line
 from hddm_cli.usage import as_typed
 
@@ -47,7 +46,7 @@ def test_backticks_of_other_libraries_are_not_arguments() -> None:
 
 
 def test_an_error_of_a_step_begins_with_its_name() -> None:
-    with pytest.raises(HddmError) as raised, at("step 'old'"):
+    with pytest.raises(HddmError) as raised, asked("step 'old'", HddmError):
         raise HddmError("try a lower `learning_rate`", ["drop `class_conditional=True`"])
     assert raised.value.message == "step 'old': try a lower `learning_rate`"
     assert raised.value.details == ("drop `class_conditional=True`",)
