@@ -137,12 +137,10 @@ def test_fractions_of_timesteps_reach_networks_in_half_precision(
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(hddm: Command, tmp_path: Path) -> None:
     source = pipeline(tmp_path / "dit", dit())
-    before = contents(tmp_path)
     text = converted(hddm, source, tmp_path / "expert", "--dry-run")
     for fact in ("layout: diffusers-dit", "predicts: epsilon", "schedule:", "licence:", "nothing written"):
         assert fact in text
-    assert contents(tmp_path) == before
-    assert sorted(tmp_path.iterdir()) == [source]
+    assert list(tmp_path.iterdir()) == [source]
 
 
 def test_an_existing_folder_is_kept_without_the_option(hddm: Command, tmp_path: Path) -> None:
@@ -157,16 +155,12 @@ def test_an_existing_folder_is_kept_without_the_option(hddm: Command, tmp_path: 
     assert contents(tmp_path) == before
 
 
-def test_a_full_disk_leaves_nothing(hddm: Command, tmp_path: Path) -> None:
-    source = pipeline(tmp_path / "dit", dit())
-    with largest_file(4096):
-        refused(hddm, source)
-
-
-def test_an_interruption_leaves_nothing(
+def test_a_full_disk_and_an_interruption_leave_nothing(
     hddm: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = pipeline(tmp_path / "dit", dit())
+    with largest_file(4096):
+        refused(hddm, source)
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt

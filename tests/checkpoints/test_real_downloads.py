@@ -304,27 +304,26 @@ def test_what_a_file_does_not_tell_is_noted(hddm: Command, tmp_path: Path) -> No
         assert facts_of(tmp_path / "pixart")["latent_scale"] == scale
 
 
-def test_half_precision_alone_needs_its_variant_and_is_kept(hddm: Command, tmp_path: Path) -> None:
-    network = rounded(dit(), torch.float16)
-    source = pipeline(tmp_path / "dit", copy.deepcopy(network).half(), variant="fp16")
+@pytest.mark.parametrize(
+    ("dtype", "index"),
+    [
+        (torch.float16, None),
+        (torch.bfloat16, f"{WEIGHTS}.safetensors.index.fp16.json"),
+        (torch.bfloat16, f"{WEIGHTS}.fp16.safetensors.index.json"),
+    ],
+)
+def test_half_precision_alone_needs_its_variant_and_is_kept_whole_or_in_shards_of_either_index(
+    hddm: Command, tmp_path: Path, dtype: torch.dtype, index: str | None
+) -> None:
+    network = rounded(dit(), dtype)
+    size = "1GB" if index is None else "10KB"
+    source = pipeline(tmp_path / "dit", copy.deepcopy(network).to(dtype), variant="fp16", max_shard_size=size)
+    for found in (source / "transformer").glob("*.index*.json"):
+        found.rename(found.with_name(str(index)))
     assert "--variant fp16" in refused(hddm, source)
     converted(hddm, source, tmp_path / "expert", "--variant", "fp16")
     written = load_file(tmp_path / "expert" / f"{WEIGHTS}.safetensors")
-    assert {tensor.dtype for tensor in written.values()} == {torch.float16}
-    check_velocity(tmp_path / "expert", network, DDPM_BETAS)
-
-
-@pytest.mark.parametrize(
-    "style", [f"{WEIGHTS}.safetensors.index.fp16.json", f"{WEIGHTS}.fp16.safetensors.index.json"]
-)
-def test_a_sharded_variant_under_both_names_of_its_index(hddm: Command, tmp_path: Path, style: str) -> None:
-    network = rounded(dit(), torch.bfloat16)
-    halved = copy.deepcopy(network).bfloat16()
-    source = pipeline(tmp_path / "dit", halved, variant="fp16", max_shard_size="10KB")
-    (index,) = (source / "transformer").glob("*.index*.json")
-    index.rename(index.with_name(style))
-    assert "--variant fp16" in refused(hddm, source)
-    converted(hddm, source, tmp_path / "expert", "--variant", "fp16")
+    assert {tensor.dtype for tensor in written.values()} == {dtype}
     check_velocity(tmp_path / "expert", network, DDPM_BETAS)
 
 
