@@ -112,7 +112,7 @@ def open_model(
             raise HddmError(f"`sample_size` {side}: {path} says sample_size {stated!r}; drop the option")
         arguments["sample_size"] = side
     layout = next(name for name, kind in DIFFUSERS_LAYOUTS.items() if kind is network)
-    sets = _weight_files(folder, reading.variant) if file is None else _set_of(folder, file, reading.variant)
+    sets = _weight_files(folder, reading.variant, file)
     chosen = choose_set(sets, reading.weights, str(folder / (file or "")))
     weights, files = _read_weights(folder, sets[chosen], reading.allow_pickle)
     index = read_json(inside(above, PIPELINE)) if (above / PIPELINE).is_file() else {}
@@ -243,9 +243,22 @@ def _licence(above: Path, layout: str, arguments: dict[str, Any]) -> str | None:
     return None
 
 
-def _weight_files(folder: Path, variant: str | None) -> dict[WeightSet, str]:
-    """Weights or index files by set; beside a ``non_ema`` file, the plain one holds averaged weights."""
-    found, raw = _find(folder, variant), _find(folder, "non_ema")
+def _weight_files(folder: Path, variant: str | None, file: str | None) -> dict[WeightSet, str]:
+    """Weights or index files by set: the ``file`` that the user named, else those of ``variant``.
+
+    Beside a ``non_ema`` file, the plain one holds averaged weights.
+    """
+    if file is not None:
+        match = _WEIGHTS.fullmatch(file)
+        if match is None:
+            raise HddmError(
+                f"{folder / file}: is not a whole model of diffusers (a shard?); name its folder instead"
+            )
+        stated = match[1] or match[2]
+        if variant not in (None, stated):
+            raise HddmError(f"`variant` {variant}: {folder / file} is another file; drop the option")
+        variant = stated
+    found, raw = file or _find(folder, variant), _find(folder, "non_ema")
     if found is None:
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
         variants = {match[1] or match[2] for match in map(_WEIGHTS.fullmatch, names) if match} - {None}
@@ -253,23 +266,8 @@ def _weight_files(folder: Path, variant: str | None) -> dict[WeightSet, str]:
         hint = f"; there are variants: pass `variant` {' or '.join(sorted(variants))}"
         raise HddmError(f"{folder}: no {wanted}{hint if variants else did_you_mean(wanted, names)}")
     if variant is None and raw is not None:
-        return {"ema": found, "raw": raw}
+        return {"ema": found} if file else {"ema": found, "raw": raw}
     return {"raw" if variant == "non_ema" else "unstated": found}
-
-
-def _set_of(folder: Path, file: str, asked: str | None) -> dict[WeightSet, str]:
-    """The set of weights in a file that the user named."""
-    match = _WEIGHTS.fullmatch(file)
-    if match is None:
-        raise HddmError(
-            f"{folder / file}: is not a whole model of diffusers (a shard?); name its folder instead"
-        )
-    variant = match[1] or match[2] or ""
-    if asked not in (None, variant):
-        raise HddmError(f"`variant` {asked}: {folder / file} is another file; drop the option")
-    if variant == "non_ema":
-        return {"raw": file}
-    return {"ema" if not variant and _find(folder, "non_ema") else "unstated": file}
 
 
 def _find(folder: Path, variant: str | None) -> str | None:

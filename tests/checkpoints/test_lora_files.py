@@ -240,15 +240,7 @@ def test_it_is_an_expert_like_any_other(
     assert (code, error) == (0, "")
     assert "kohya" in said
     facts, before = facts_of(out), facts_of(base)
-    for key in (
-        "prediction_type",
-        "schedule",
-        "time_scale",
-        "conditions",
-        "vae",
-        "text_encoder",
-        "latent_scale",
-    ):
+    for key in ("prediction_type", "schedule", "time_scale", "conditions", "vae", "text_encoder"):
         assert facts[key] == before[key]
     assert facts["licence"] == "mit AND openrail"
     assert facts["source"]["files"] == {"style.safetensors": sha256_of(lora)}
@@ -258,16 +250,6 @@ def test_it_is_an_expert_like_any_other(
     assert hddm("sample", out, "--out", tmp_path / "alone", *prompt)[0] == 0
     back = ("convert", out, "--out", tmp_path / "back", "--to-layout", "diffusers-unet2d-condition")
     assert hddm(*back)[0] == 0
-    moved = base.rename(tmp_path / "moved")
-    ensemble = ("assemble", out, "--out", tmp_path / "ensemble")
-    assert "is an adapter of base" in hddm(*ensemble)[2]
-    assert hddm(*ensemble, "--base", moved)[0] == 0
-    assert hddm("sample", tmp_path / "ensemble", "--out", tmp_path / "drawn", *prompt)[0] == 0
-    alone, drawn = (
-        [one.read_bytes() for one in (tmp_path / name).glob("*.png")] for name in ("alone", "drawn")
-    )
-    assert alone == drawn
-    assert len(alone) == 1
 
 
 def test_inspect_says_what_it_is(lora: Path, hddm: Command) -> None:

@@ -206,17 +206,6 @@ def test_with_room_that_was_asked_for_both_of_a_pair_stay() -> None:
     assert _present(held.stored) == [0, 1]
 
 
-def test_a_limit_of_one_expert_holds_from_the_first_call_on() -> None:
-    scales = Scales()
-    experts = [scales.expert(seed) for seed in range(3)]
-    held = ExpertSet(experts, shelf=Shelf("disk", ExpertSet(experts).stored[0].size))
-    model = Ensemble(held.fields(), lambda x, t: torch.full((len(x), 3), 1 / 3), "full")
-    _sampled(model)
-    assert scales.most == held.stored[0].size
-    # The last of a step is the first of the next.
-    assert len(scales.reads) == 3 + 2 * (STEPS - 1)
-
-
 def test_an_expert_of_every_step_stays_where_there_is_room_for_two() -> None:
     scales = Scales()
     held = ExpertSet([scales.expert(seed) for seed in range(3)], shelf=Shelf("disk"))
