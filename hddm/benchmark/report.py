@@ -3,8 +3,6 @@
 The page has charts of distance against sampling cost, as inline SVG.
 """
 
-import base64
-import html
 import io
 import itertools
 import json
@@ -18,9 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from matplotlib import rc_context
-from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from PIL import Image
 
@@ -30,7 +25,7 @@ from hddm.data.sources.base import SUFFIXES
 from hddm.evaluation.compare import escaped, markdown_table
 from hddm.evaluation.scores import LEARNED, RECOGNISED
 from hddm.utils.files import write_whole
-from hddm.utils.progress import duration
+from hddm.utils.pages import COLOURS, as_element, charts, data_address, templates
 
 REPORT_FILE = "report.html"
 PUBLISHED = 50_000
@@ -93,9 +88,7 @@ def write_report(folder: Path, results: Results, headline: str | None = None) ->
 
 def _rendered(name: str, results: Results, **values: Any) -> str:
     """The template called ``name``; only HTML is escaped as such."""
-    pages = Environment(
-        loader=PackageLoader("hddm.benchmark", ""), autoescape="html" in name, undefined=StrictUndefined
-    )
+    pages = templates(is_html="html" in name)
     pages.filters["escaped"] = escaped
     words = {
         "LEARNED": LEARNED,
@@ -104,8 +97,8 @@ def _rendered(name: str, results: Results, **values: Any) -> str:
         "LEAST": LEAST,
         "PUBLISHED": PUBLISHED,
     }
-    numbers = {"number": number, "signed": _signed, "duration": duration}
-    return pages.get_template(name).render(results=results, **words, **numbers, **values)
+    numbers = {"number": number, "signed": _signed}
+    return pages.get_template(f"benchmark/{name}").render(results=results, **words, **numbers, **values)
 
 
 def _markdown(table: CellTable) -> str:
@@ -246,7 +239,7 @@ def _pictured(folder: Path, results: Results) -> Iterator[dict[str, Any]]:
             "caption": results.settings.captions.get(row.one.of, row.name),
             "shares": ", ".join(f"{100 * one.share:.0f} % {one.domain}" for one in scores.domains),
             "first": [
-                (_encoded(path.read_bytes()), name, number_of.get(name, len(domains)))
+                (data_address(path.read_bytes()), name, number_of.get(name, len(domains)))
                 for path, name in zip(paths, seen, strict=False)
             ],
             "sheet": _sheet(paths),
@@ -260,15 +253,9 @@ def _sheet(paths: Sequence[Path]) -> str:
         return ""
     pixels, sheet = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2), io.BytesIO()
     save_png(tiled(pixels, GRID_COLUMNS, ENLARGE), sheet)
-    return _encoded(sheet.getvalue())
+    return data_address(sheet.getvalue())
 
 
-def _encoded(png: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
-
-
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f5f2a", "#666666")
-"""Colours distinguishable without red or green (Okabe and Ito)."""
 _MARKERS = {"o": "●", "^": "▲", "s": "■", "D": "◆", "v": "▼", "P": "✚", "X": "✖", "<": "◀", ">": "▶"}
 
 
@@ -283,7 +270,7 @@ def costs(results: Results) -> dict[str, Any]:
     markers = dict(zip(dict.fromkeys(map(_strategy, rows)), itertools.cycle(_MARKERS), strict=False))
 
     def panel(number: int) -> str:
-        canvas = Canvas(figsize=(4.0, 2.9), layout="constrained")
+        canvas = figure(figsize=(4.0, 2.9), layout="constrained")
         axes = canvas.subplots()
         for series in _by_steps([row for row in rows if row.one.evaluation.images == number]):
             found = [results.decisive(row) for row in series]
@@ -310,9 +297,9 @@ def costs(results: Results) -> dict[str, Any]:
         alt = (
             f"Fréchet distance against counted operations per image, of {number} images. Lower left is best."
         )
-        return _as_element(canvas, f"cost{number}", alt)
+        return as_element(canvas, f"cost{number}", alt)
 
-    with rc_context(fname=Path(__file__).with_suffix(".mplstyle")):
+    with charts() as figure:
         panels = tuple(
             panel(number) for number in sorted({row.one.evaluation.images for row in rows}, reverse=True)
         )
@@ -333,17 +320,3 @@ def _by_steps(rows: Sequence[Row]) -> list[list[Row]]:
         if all(one.setting("steps") != row.setting("steps") for one in same):
             same.append(row)
     return [sorted(series, key=lambda row: row.sampling_flop) for series in found.values()]
-
-
-def _as_element(canvas: Canvas, name: str, alt: str) -> str:
-    """An ``<svg>`` element with ``alt`` for screen readers, whose ids begin with ``name``."""
-    text = io.StringIO()
-    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    canvas.savefig(text, format="svg", transparent=True, metadata=nothing)
-    head = re.search(r'<svg[^>]*viewBox="([^"]+)"[^>]*>', text.getvalue())
-    assert head is not None
-    # Matplotlib's only style, which as part of a page would be the page's; it stands in the page's own sheet.
-    body = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", text.getvalue()[head.end() :], flags=re.DOTALL)
-    body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", body.replace("xlink:href", "href"))
-    body = re.sub(r"\n\s*", "\n", body)
-    return f'<svg viewBox="{head[1]}" role="img" aria-label="{html.escape(alt)}">{body}'

@@ -157,7 +157,7 @@ class StepReport:
     state: TrainingState
     should_stop: Callable[[], bool]
     is_due: bool = False
-    """A checkpoint follows."""
+    """A checkpoint follows, as after the last step."""
     is_stopping: bool = False
     """A process had got a signal when the step began."""
 
@@ -247,7 +247,7 @@ def _keep(run: Run, report: StepReport, steps: int, device: Device, stop: StopRe
     """Save a checkpoint where one is due or a signal came; after a signal raise `Stopped`."""
     state = report.state
     stopping = device.agreed(stop.requested, report.is_stopping)
-    if report.is_due or state.step == steps or stopping:
+    if report.is_due or stopping:
         tensors = state.tensors()
         if device.is_main:
             run.save(state, tensors)
@@ -367,6 +367,7 @@ class _Trainer:
         state.seconds += seconds
         # The clocks of several processes differ, and all must save together.
         is_due = run is not None and run.is_due(state, device.agreed(run.is_late(), flags.save))
+        is_due |= step == self.recipe.steps
         return StepReport(
             *(step, losses, t, loss, norm, begun.rates, seconds, begun.waited, state),
             lambda: stop.requested,

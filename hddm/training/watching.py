@@ -29,6 +29,7 @@ from hddm.sampling import plan
 from hddm.training.denoising import velocity_errors
 from hddm.training.fitting import conditions_of, conditions_of_rows, evenly_spaced
 from hddm.training.loop import StepReport, Watch, Watcher, mean
+from hddm.training.report import LOGS, REPORT_FILE, SAMPLES, write_run_report
 from hddm.training.resume import RUN_FILE, read_run, step_of
 from hddm.training.settings import TEXT, RunOptions
 from hddm.training.state import HELD_OUT_FILE, Run, read_held_out
@@ -67,13 +68,14 @@ def watching(
 
     @contextlib.contextmanager
     def watch(run: Run) -> Iterator[Watcher]:
-        options, logs, project = run.options, run.folder / "logs", run.options.wandb
+        options, logs, project = run.options, run.folder / LOGS, run.options.wandb
         figures, grids, held_out = Figures(options.log_every), None, None
         if images is not None and field is not None:
             held_out = Guarded("held-out images", lambda: HeldOut(field, images, run))
         if options.sample_every and field is not None and shard is not None:
-            samples = run.folder / "samples"
+            samples = run.folder / SAMPLES
             grids = Guarded("pictures", lambda: SampleGrids(field, shard, conditions, samples))
+        page = Guarded(f"report ({run.folder / REPORT_FILE})", lambda: write_run_report)
         first = 1 if run.begun_at is None else step_of(run.begun_at) + 1
         sinks: list[Guarded[Log]] = [Guarded(f"TensorBoard ({logs})", lambda: TensorBoardLog(logs, first))]
         if project is not None:
@@ -90,6 +92,8 @@ def watching(
             if entry or named:
                 for sink in sinks:
                     sink.use(lambda one: one.put(report.step, entry, named))
+            if report.is_due and report.state.seconds > SHORTEST:
+                page.use(lambda write: write(run.folder, report.step, len(report.losses)))
 
         has_failed = True
         try:
@@ -102,6 +106,8 @@ def watching(
     return watch
 
 
+SHORTEST = 30.0
+"""Seconds of a training from which on it has a report."""
 BINS = 5
 """Bins of equal width for noise levels t in [0, 1]."""
 

@@ -113,3 +113,24 @@ def test_a_training_on_few_images_shows_that_it_overfits(tmp_path: Path) -> None
     assert errors[-1] > 1.2 * errors[best]
     early, late = (sum(losses[end - 300 : end]) for end in (100 * (best + 1) + 300, 3000))
     assert late < early
+
+
+def test_the_run_has_a_page_with_all_that_was_logged(
+    parts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hddm.training.watching.SHORTEST", 0.0)
+    shard, held_out = parts
+    run = RunOptions(held_out=held_out, validate_every=3, log_every=2, sample_every=6, checkpoint_every=4)
+    train_expert(shard, tmp_path / "expert", expert_settings("flow", steps=12), run=run)
+    page = (tmp_path / "expert.run" / "report.html").read_text()
+    assert "expert.run: step 12 of 12" in page
+    assert "Finished" in page
+    for chart in (
+        "Training loss",
+        "Training loss by noise level t",
+        "Velocity error on held-out images by t",
+    ):
+        assert f'aria-label="{chart}, over steps."' in page
+    # Two grids of samples, and nothing from elsewhere.
+    assert page.count("data:image/png") == 2
+    assert "http" not in page.replace("http://www.w3.org", "")

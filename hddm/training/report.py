@@ -1,0 +1,98 @@
+"""Report of a run: one page beside its checkpoints, renewed at each of them.
+
+It shows what the run's folder holds already: the figures of its TensorBoard log and the grids of samples.
+"""
+
+import fnmatch
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hddm.training.resume import RUN_FILE, read_run
+from hddm.utils.errors import optional
+from hddm.utils.files import write_whole
+from hddm.utils.pages import COLOURS, as_element, charts, data_address, templates
+
+REPORT_FILE = "report.html"
+LOGS, SAMPLES = "logs", "samples"
+"""Folders of a run."""
+_POINTS = 1000
+"""Of a curve, at most."""
+_GRIDS = 6
+_RATE = "train/images_per_second"
+
+_PANELS = (
+    ("Training loss", "train/loss"),
+    ("Training loss by noise level t", "train/loss_by_noise/*"),
+    # Of the weights and of their averages, "raw" and "ema".
+    ("Velocity error on held-out images", "held_out/???"),
+    ("Velocity error on held-out images by t", "held_out_by_noise/*"),
+)
+"""Titles of charts, and patterns of the figures that they show."""
+
+Curves = Mapping[str, tuple[list[float], list[float]]]
+"""Steps and values of figures, by name."""
+
+
+def write_run_report(run: Path, step: int, batch_size: int) -> None:
+    """Write ``report.html`` into the folder of a ``run`` that has taken ``step`` steps.
+
+    ``batch_size`` is this process's part of a batch, whose images per second are logged. Raises `HddmError`
+    without tensorboard or matplotlib, `OSError` for a folder that cannot be written.
+    """
+    optional("matplotlib", "the report of a run", "train")
+    record, logged = read_run(run / RUN_FILE), _logged(run / LOGS)
+    rate = logged[_RATE][1][-1] if _RATE in logged else None
+    steps = record["settings"]["steps"]
+    page = templates(is_html=True).get_template("training/report.html.j2")
+    text = page.render(
+        name=run.name,
+        step=step,
+        steps=steps,
+        rate=rate,
+        seconds_left=None if rate is None else (steps - step) * batch_size / rate,
+        panels=[chart for one in _PANELS if (chart := _panel(*one, logged))],
+        grids=_grids(run / SAMPLES),
+        settings={key: value for key, value in record["settings"].items() if value is not None},
+    )
+    write_whole(run / REPORT_FILE, lambda draft: draft.write_text(text, encoding="utf-8"))
+
+
+def _logged(folder: Path) -> Curves:
+    """What was logged, also from processes before this one."""
+    optional("tensorboard", "the report of a run", "train")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), {"scalars": _POINTS, "images": 1})
+    events.Reload()
+    found = {name: events.Scalars(name) for name in events.Tags()["scalars"]}
+    return {name: ([one.step for one in each], [one.value for one in each]) for name, each in found.items()}
+
+
+def _panel(title: str, pattern: str, logged: Curves) -> dict[str, Any] | None:
+    """A chart over steps, and its legend of colours and names; None where nothing was logged."""
+    curves = {name.split("/")[1]: logged[name] for name in sorted(fnmatch.filter(logged, pattern))}
+    if not curves:
+        return None
+    colours = [COLOURS[k % len(COLOURS)] for k in range(len(curves))]
+    with charts() as figure:
+        canvas = figure(figsize=(4.0, 2.9), layout="constrained")
+        axes = canvas.subplots()
+        for k, (steps, values) in enumerate(curves.values()):
+            dash, marker = "-" if k < len(COLOURS) else "--", "o" if len(steps) < 3 else None
+            axes.plot(steps, values, color=colours[k], linestyle=dash, marker=marker, markersize=3)
+        axes.set(yscale="log", xlabel="step")
+        axes.set_title(title, loc="left")
+        chart = as_element(canvas, pattern.split("/")[0] + str(len(curves)), f"{title}, over steps.")
+    return {"chart": chart, "legend": list(zip(colours, curves, strict=True))}
+
+
+def _grids(folder: Path) -> list[dict[str, str]]:
+    """Grids of the averaged weights from all over the training, the newest included."""
+    paths = sorted(folder.glob("step_*_ema.png"))
+    last = len(paths) - 1
+    chosen = {round(k * last / (_GRIDS - 1)) for k in range(_GRIDS)} if paths else set[int]()
+    return [
+        {"step": f"{int(path.name.split('_')[1]):,}", "address": data_address(path.read_bytes())}
+        for path in (paths[k] for k in sorted(chosen))
+    ]
