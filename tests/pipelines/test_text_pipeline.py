@@ -1,4 +1,4 @@
-"""From prompts to images, against the steps done by hand with transformers and diffusers."""
+"""From prompts to images, against the steps done by hand with transformers and diffusers; parts that wait."""
 
 import re
 from collections.abc import Sequence
@@ -7,16 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer
 
 import hddm
+from hddm.experts.expert_set import ExpertSet
 from hddm.experts.records import Expert
+from hddm.pipelines.parts import Offloading
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.errors import HddmError
 from hddm.velocity import Guidance
 from tests.artefacts import Command, refusal
-from tests.ensemble_files import flow_expert, load_pipeline, text_experts, write_ensemble, write_text
+from tests.ensemble_files import (
+    flow_expert,
+    load_pipeline,
+    random_router,
+    text_experts,
+    write_ensemble,
+    write_text,
+)
 
 STEPS: dict[str, Any] = {"seed": 7, "num_inference_steps": 4, "output_type": "pt"}
 GUIDED = STEPS | {"guidance_scale": 3.0}
@@ -217,3 +226,42 @@ def test_a_missing_text_is_refused_before_the_first_step(tmp_path: Path, hddm: C
         load_pipeline(both)(batch_size=12, seed=0, output_type="latent")
     assert not (tmp_path / "out").exists()
     assert hddm("sample", both, *options, "--expert", 0)[0] == 0
+
+
+class Traveller(nn.Module):
+    """A part that keeps the places that it was sent to, and stays where it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[str] = []
+
+    def to(self, device: torch.device | str) -> "Traveller":  # type: ignore[override]
+        self.places.append(str(device))
+        return self
+
+
+class Parts(Offloading):
+    """What of a pipeline comes and goes."""
+
+    def __init__(self) -> None:
+        self.experts = ExpertSet([flow_expert(seed) for seed in range(2)])
+        self.router, _ = random_router(2)
+        self.vae, self.text_encoder = Traveller(), Traveller()
+
+
+@pytest.mark.parametrize("method", ["enable_model_cpu_offload", "enable_sequential_cpu_offload"])
+def test_offloaded_parts_wait_on_the_cpu_until_they_are_used_and_experts_do_not(method: str) -> None:
+    parts = Parts()
+    with parts.present(parts.vae):
+        pass
+    assert parts.vae.places == []
+    getattr(parts, method)(device="meta")
+    assert (parts.vae.places, parts.text_encoder.places) == (["cpu"], ["cpu"])
+    with parts.present(parts.vae):
+        assert parts.vae.places == ["cpu", "meta"]
+    assert (parts.vae.places, parts.text_encoder.places) == (["cpu", "meta", "cpu"], ["cpu"])
+    assert parts.experts.device.type == "meta"
+    assert {weight.device.type for weight in parts.router.parameters()} == {"meta"}
+    with pytest.raises(ZeroDivisionError), parts.present(parts.vae):
+        raise ZeroDivisionError
+    assert parts.vae.places[-2:] == ["meta", "cpu"]
