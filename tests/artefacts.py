@@ -191,12 +191,14 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def killing(event: str, argument: str) -> Callable[[str, tuple[Any, ...]], None]:
-    """An audit hook that kills its process at ``event``, where one of its arguments holds ``argument``."""
+def killing(
+    event: str, argument: str, number: signal.Signals = signal.SIGKILL
+) -> Callable[[str, tuple[Any, ...]], None]:
+    """An audit hook that sends ``number`` at ``event``, where one of its arguments holds ``argument``."""
 
     def hook(name: str, arguments: tuple[Any, ...]) -> None:
         if name == event and any(argument in str(one) for one in arguments):
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), number)
 
     return hook
 

@@ -24,6 +24,7 @@ from hddm.utils.processes import (
     interruptible,
 )
 from hddm.utils.workers import Call, Workers
+from tests.artefacts import killing
 
 VARIABLES = ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 
@@ -232,12 +233,7 @@ def test_a_signal_to_any_verb_leaves_nothing_half_written_and_is_told_in_a_line(
     from hddm_cli.app import app
 
     if (child := os.fork()) == 0:
-
-        def hook(name: str, arguments: tuple[object, ...]) -> None:
-            if name == "os.link":
-                os.kill(os.getpid(), number)
-
-        sys.addaudithook(hook)
+        sys.addaudithook(killing("os.link", "", number))
         with (tmp_path / "log").open("w") as sys.stderr:
             sys.argv = ["hddm", "partition", str(images), "--shards", "2", "--out", str(tmp_path / "out")]
             try:
