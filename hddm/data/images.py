@@ -23,6 +23,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from hddm.data.sources import open_source
 from hddm.utils.errors import TO_ONE_SIZE, HddmError, counted, optional, shown
+from hddm.utils.settings import Interpolation
 
 if TYPE_CHECKING:
     import torch
@@ -153,7 +154,6 @@ def pixel_digest(pixels: NDArray[np.uint8]) -> bytes:
 
 
 Crop = Literal["center", "random"]
-Interpolation = Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"]
 
 
 def fit_image(

@@ -130,7 +130,6 @@ def _check_device(name: str) -> None:
 
 Device = Annotated[str, _checked(_check_device)]
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
-Names = dict[str, tuple[str, ...]]
 SolverName = Literal["euler", "heun", "adams-bashforth", "adams-moulton"]
 """Names in `hddm.solvers`."""
 Interpolation = Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"]
