@@ -116,7 +116,7 @@ def test_confirming_takes_other_seeds_and_held_out_images(data: Path, tmp_path: 
     assert "is reserved for confirmation" in refusal(read_benchmark, str(path), {}, "4,5")
     assert read_benchmark(str(path), {"steps": "9"}, "7-8").seeds == (7, 8)
     assert read_benchmark(str(path), {"steps": "9"}).values["steps"] == "9"
-    assert "has no such value" in refusal(read_benchmark, str(path), {"stpes": "9"})
+    assert "has no value 'stpes'; choose one of" in refusal(read_benchmark, str(path), {"stpes": "9"})
     assert "no confirmation_seeds" in refusal(read_benchmark, str(_without(path)), {}, None, True)
 
 
