@@ -77,5 +77,13 @@ def cost(
     typer.echo(measure_cost(quick, repeats, Start(results, work)))
 
 
+@app.command()
+def azula(results: ResultsOption = RESULTS, seeds: SeedsOption = 3) -> None:
+    """Velocity error over t, ours and azula's, against closed forms; needs azula."""
+    from benchmarks.conversion.azula import measure_azula
+
+    typer.echo(measure_azula(Start(results, seeds=seeds)))
+
+
 if __name__ == "__main__":
     main(app)
