@@ -43,7 +43,8 @@ from hddm.experts.records import (
     write_records,
 )
 from hddm.networks.folders import WEIGHTS, empty_network, fill, open_network
-from hddm.networks.wrappers import EXPERT_NETWORKS, FLUX, OPTIONAL_CONDITIONS, call, pooled_width, text_width
+from hddm.networks.transformers import ExpertTransformer
+from hddm.networks.wrappers import EXPERT_NETWORKS, OPTIONAL_CONDITIONS, call, pooled_width, text_width
 from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule
 from hddm.training.expert import check_fit
 from hddm.training.verify import warn_of_misreading
@@ -62,7 +63,7 @@ LARGEST_DIFFERENCE = 1e-4
 LARGEST_FOLD_ERROR = 0.5
 LARGEST_VELOCITY_ERROR = 1e-4
 TOKENS = 8
-_ENOUGH = {"UNet2DModel": 64, "UNet2DConditionModel": 64, "SD3Transformer2DModel": 64, FLUX: 16}
+_ENOUGH = 16
 """Height and width for networks that take several: comparing a large sample takes much longer."""
 
 
@@ -290,7 +291,10 @@ def _compare(plan: ConversionPlan, source: Forward | None, draft: Path) -> Conve
     extra = {TEXT: conditions.pop(TEXT)} if "text_dim" in plan.options else {}
     assert written.sample_shape is not None
     channels, *size = written.sample_shape
-    size = [min(side, _ENOUGH.get(plan.built.network.__name__, side)) for side in size]
+    if plan.built.network is not ExpertTransformer:
+        # A UNet halves the size once per level.
+        enough = max(_ENOUGH, 2 ** len(config.get("block_out_channels", ())))
+        size = [min(side, enough) for side in size]
     schedule, prediction_type = conventions.schedule, conventions.prediction_type
     low, high = max(written.range[0], written.noise_range[0]), min(written.range[1], written.noise_range[1])
     noise = generator(0, Use.CONVERSION_STATES)
