@@ -185,8 +185,7 @@ def test_a_row_that_names_no_model_and_two_rows_of_one_folder_are_refused(data: 
         with pytest.raises(HddmError) as refused:
             _plan(data, rows=rows, **rest).rows  # noqa: B018
         assert message in str(refused.value)
-    with pytest.raises(HddmError, match="is the folder of your images"):
-        SeedPlan(file(), 0, Work(Path("jobs")), None)
+    assert "is the folder of your images" in refusal(SeedPlan, file(), 0, Work(Path("jobs")), None)
 
 
 def test_a_finished_model_from_elsewhere_is_a_row(data: Path, flow_expert: Path) -> None:

@@ -29,7 +29,7 @@ from hddm.evaluation.features import (
     train_classifier,
 )
 from hddm.evaluation.images import ImageGroup, alike, conditions, read_data, read_sampling
-from hddm.evaluation.results import Evaluation, read_result
+from hddm.evaluation.results import Evaluation
 from hddm.evaluation.scores import Scorer, Side
 from hddm.utils.records import SAMPLING_FILE
 from tests.artefacts import CLASSES, Command, draw, refusal, write_images
@@ -244,38 +244,13 @@ def test_a_folder_scores_as_its_own_training_images(images: Path, home: Path) ->
     assert scores.features.choice.startswith("auto: not Inception, since its weights")
 
 
-@pytest.mark.integration
-def test_validation_and_domains_are_options(many: Path, home: Path, hddm: Command, tmp_path: Path) -> None:
-    out, fresh = tmp_path / "scores.json", tmp_path / "fresh"
-    for k, name in enumerate(CLASSES):
-        (fresh / name).mkdir(parents=True)
-        for index, image in enumerate(draw(name, 70, 900 + k)):
-            save_png(image, fresh / name / f"{index}.png")
-    common = [
-        "evaluate",
-        many / "rows",
-        "--reference",
-        many,
-        "--features",
-        "classifier",
-        "--brief",
-        "--mirrored",
-    ]
-    domains = ["--domain", "a=columns", "--domain", "b=rows"]
-    code, _, err = hddm(*common, "--validation", fresh, *domains, "--out", out)
-    assert (code, err) == (0, "")
-    scores = read_result(out)
-    assert [one.split for one in scores.splits] == ["training", "validation"]
-    assert [one.domain for one in scores.domains] == ["a", "b"]
-    assert scores.domains[1].share > 0.9
-    assert scores.memorisation.mirrored
-    assert scores.splits[0].kernel is None
-    told = hddm("compare", out)[1]
-    assert "Fréchet distance to validation images of b" in told
-    assert "no class dogs; classes are columns, rows" in hddm(*common, "--domain", "a=dogs")[2]
-    assert "settings are chosen by one" in hddm(*common, "--validation", many, "--held-out", many)[2]
-    flat = [many / "rows", "--reference", many / "rows", "--features", "inception", "--domain", "a=rows"]
-    assert hddm("evaluate", *flat)[0] == 1
+def test_what_domains_and_sides_cannot_be_is_refused(many: Path, home: Path) -> None:
+    common = (evaluate, many / "rows", many)
+    domains = {"a": ("dogs",)}
+    assert "no class dogs; classes are columns, rows" in refusal(
+        *common, features="classifier", domain=domains
+    )
+    assert "settings are chosen by one" in refusal(*common, validation=many, held_out=many)
 
 
 def test_a_classifier_does_not_depend_on_names_and_order(many: Path, home: Path, tmp_path: Path) -> None:

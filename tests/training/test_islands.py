@@ -1,4 +1,4 @@
-"""Islands: trainings in processes of their own that lose nothing, and go on without each other."""
+"""Islands: trainings in processes of their own, or on Ray, that lose nothing and go on without each other."""
 
 import fcntl
 import json
@@ -8,8 +8,10 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -31,8 +33,9 @@ from hddm.training.settings import RunOptions, parse_objectives
 from hddm.training.state import Run
 from hddm.utils.errors import HddmError, Stopped
 from hddm.utils.files import write_json
+from hddm.utils.ray_workers import RayWorkers
 from hddm.utils.workers import Workers
-from tests.artefacts import Command, contents, copied, expert_settings
+from tests.artefacts import Command, contents, copied, expert_settings, refusal
 from tests.killed_runs import checkpoint, holder, in_a_process
 
 STEPS = 200
@@ -99,8 +102,7 @@ def test_folders_in_the_way_and_runs_worked_on_are_told_at_once_and_nothing_star
     islands = [replace(one, overwrite=True) for one in islands]
     with (runs[1] / "lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(HddmError, match="b: another process is training it"):
-            prepare(islands)
+        assert "b: another process is training it" in refusal(prepare, islands)
     assert (runs[0] / "run.json").exists()
     prepare(islands)
     assert not (runs[0] / "run.json").exists()
@@ -230,8 +232,7 @@ def test_failures_are_reported_by_expert(tmp_path: Path) -> None:
     islands = [_island(tmp_path, tmp_path / f"expert_{k}") for k in range(3)]
     failures = [HddmError("other settings", ["rate: was 0.1, is 0.2"]), HddmError("no")]
     refuse_failed(islands[:1], ["trained"])
-    with pytest.raises(HddmError, match="2 of 2 experts failed; `resume=True` continues"):
-        refuse_failed(islands[:2], failures)
+    assert "2 of 2 experts failed; `resume=True` continues" in refusal(refuse_failed, islands[:2], failures)
     with pytest.raises(HddmError, match="2 of 3 experts failed; the others are finished") as refused:
         refuse_failed(islands, ["trained", *failures])
     assert refused.value.details == (
@@ -274,3 +275,83 @@ def test_all_experts_are_trained_from_the_command_line_and_fit(
     facts = [json.loads((one / "expert.json").read_text()) for one in experts]
     assert [one["objective"] for one in facts] == ["ddpm", "flow"]
     assert hddm("assemble", *experts, "--out", tmp_path / "ensemble")[0] == 0
+
+
+RAY_STEPS = 600
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray's workers make way for all others, so that a busy machine would never finish this.
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    small = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 100 * 2**20}
+    cluster = Cluster(initialize_head=True, head_node_args=small)
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def _parent(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks Linux who started a process")
+@pytest.mark.slow
+def test_a_dead_worker_and_a_dead_node_change_nothing(shards: Path, tmp_path: Path, cluster: Any) -> None:
+    """Also: a shard that cannot be read fails alone."""
+    second = cluster.add_node(num_cpus=1, object_store_memory=100 * 2**20)
+    raylets = [node.all_processes["raylet"][0].process.pid for node in (cluster.head_node, second)]
+    settings = {name: expert_settings(name, steps=RAY_STEPS, threads=1) for name in ("ddpm", "flow")}
+    run = RunOptions(checkpoint_every=20)
+    folders, objectives = [shards / "shard_0", shards / "shard_1"], ["ddpm", "flow"]
+    plain = make_islands(folders, tmp_path / "plain", objectives, settings, run)
+    for island in plain:
+        train_island(island)
+    bad = [*folders, tmp_path / "none"]
+    islands = make_islands(bad, tmp_path / "experts", [*objectives, "flow"], settings, run)
+    died: dict[int, int] = {}
+
+    def on_step(index: int, step: int, loss: float, seconds: float) -> None:
+        """After its first checkpoint a training loses its worker, or the node where that is the second."""
+        try:
+            raylet = _parent(holder(islands[index].out))
+        except FileNotFoundError:
+            # It is dead already, and reported before.
+            return
+        if not 20 < step < RAY_STEPS or raylet not in raylets or raylet in died:
+            return
+        died[raylet] = step
+        if raylet == raylets[1]:
+            cluster.remove_node(second, allow_graceful=False)
+        else:
+            os.kill(holder(islands[index].out), signal.SIGKILL)
+
+    outcomes = train_islands(islands, RayWorkers(), on_step)
+    assert sorted(died) == sorted(raylets)
+    assert all(0 < step < RAY_STEPS for step in died.values())
+    for one, own in zip(islands[:2], plain, strict=True):
+        assert checkpoint(run_folder_of(one.out)) == checkpoint(run_folder_of(own.out))
+        assert (one.out / WEIGHTS).read_bytes() == (own.out / WEIGHTS).read_bytes()
+    assert all(isinstance(one, str) for one in outcomes[:2])
+    assert "no such folder" in str(outcomes[2])
+
+
+def test_a_cluster_that_asks_nobody_for_a_token_is_refused(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before Ray starts; TLS would do as well."""
+    pytest.importorskip("ray")
+    islands = make_islands(
+        [shards / "shard_0"], tmp_path, ["flow"], {"flow": expert_settings("flow")}, RunOptions()
+    )
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(HddmError, match=r"^RAY_AUTH_MODE=disabled: Ray would run the code of whoever"):
+        train_islands(islands, RayWorkers())
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    with pytest.raises(HddmError, match=r"^`ray` nonsense: no cluster answers there"):
+        train_islands(islands, RayWorkers("nonsense"))

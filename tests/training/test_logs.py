@@ -1,4 +1,4 @@
-"""TensorBoard and W&B: figures that can be recomputed, in one run over any number of resumes."""
+"""TensorBoard, W&B and errors on held-out images: figures that can be recomputed, whatever is resumed."""
 
 import itertools
 import logging
@@ -14,19 +14,36 @@ import numpy as np
 import pytest
 import torch
 import wandb
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 from torch import Tensor, nn
 
+import hddm
+from hddm.data.partition import partition
+from hddm.data.shards import open_shard
 from hddm.networks.folders import WEIGHTS
+from hddm.training.denoising import velocity_errors
 from hddm.training.expert import train_expert
 from hddm.training.loop import Inputs, OnStep, StepReport, Task, fit
 from hddm.training.router import train_router
 from hddm.training.settings import RunOptions
-from hddm.training.state import open_run
-from hddm.training.watching import Guarded, TensorBoardLog, _mode, watching
+from hddm.training.state import open_run, read_held_out
+from hddm.training.watching import SEED, STRATA, Guarded, TensorBoardLog, _mode, watching
 from hddm.utils.errors import HddmError, Stopped
-from tests.artefacts import Died, contents, ending_at, expert_settings, largest_file, recipe, router_settings
+from hddm.utils.files import read_json
+from hddm.utils.streams import Use, generator
+from tests.artefacts import (
+    Died,
+    contents,
+    ending_at,
+    expert_settings,
+    largest_file,
+    recipe,
+    refusal,
+    router_settings,
+    write_images,
+)
 
 Scalars = dict[str, list[tuple[int, float]]]
 OF_A_PROCESS = ("train/images_per_second", "train/seconds_waited", "train/loss_by_noise")
@@ -227,3 +244,101 @@ def test_without_a_key_nothing_is_asked_and_one_line_says_so(
     assert _mode() == "online"
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert _mode() == "disabled"
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A shard, and one of other images of the same kind."""
+    folder = tmp_path_factory.mktemp("held_out")
+    partition(write_images(folder / "images", per_class=40), folder / "shards", 1, held_out=0.4)
+    return folder / "shards" / "shard_0", folder / "shards" / "held_out" / "shard_0"
+
+
+def test_the_training_stays_as_it_is_and_the_errors_are_those_of_its_weights(
+    parts: tuple[Path, Path], tmp_path: Path
+) -> None:
+    shard, held_out = parts
+    settings = expert_settings("flow", steps=12)
+    losses = train_expert(shard, tmp_path / "plain", settings)
+    run = RunOptions(held_out=held_out, validate_every=4)
+    assert train_expert(shard, tmp_path / "watched", settings, run=run) == losses
+    plain, watched = (load_file(tmp_path / name / WEIGHTS) for name in ("plain", "watched"))
+    assert all(torch.equal(plain[name], watched[name]) for name in plain)
+    entries = read_json(tmp_path / "watched" / "expert.json")["training"]["held_out"]
+    assert [one["step"] for one in entries] == [4, 8, 12]
+    field, images = hddm.load(tmp_path / "watched"), open_shard(held_out)
+    field.calibration = None
+    # The cost allows two images.
+    rows = torch.tensor([0, len(images) - 1])
+    times = [(k + 0.5) / STRATA for k in range(STRATA)]
+    expected = velocity_errors(field, images.take(rows), {}, times, generator(SEED, Use.DENOISING))
+    assert entries[-1]["ema"] == pytest.approx(expected[:, 0].mean(1).tolist(), rel=1e-5)
+    assert entries[-1]["raw"] != entries[-1]["ema"]
+
+
+def test_a_resumed_run_has_the_errors_of_the_uninterrupted_one(
+    parts: tuple[Path, Path], tmp_path: Path
+) -> None:
+    shard, held_out = parts
+    settings = expert_settings("flow", steps=12)
+    options = {"held_out": held_out, "validate_every": 3, "checkpoint_every": 4}
+    train_expert(shard, tmp_path / "whole", settings, run=RunOptions(**options))
+    with pytest.raises(Died):
+        train_expert(shard, tmp_path / "cut", settings, on_step=ending_at(7), run=RunOptions(**options))
+    assert [one["step"] for one in read_held_out(tmp_path / "cut.run")] == [3, 6]
+    train_expert(shard, tmp_path / "cut", settings, run=RunOptions(resume=True, **options))
+    assert read_held_out(tmp_path / "cut.run") == read_held_out(tmp_path / "whole.run")
+
+
+def test_the_shard_itself_and_images_of_another_shape_are_refused_before_the_first_step(
+    parts: tuple[Path, Path], tmp_path: Path
+) -> None:
+    shard, _ = parts
+    (large,) = partition(write_images(tmp_path / "large", side=8), tmp_path / "large-shards", 1)
+    for folder, words in ((shard, "is the shard that is trained on"), (large, "not of (1, 4, 4)")):
+        settings = expert_settings("flow", steps=2)
+        said = refusal(train_expert, shard, tmp_path / "out", settings, run=RunOptions(held_out=folder))
+        assert words in said
+        assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("value", [OSError("no space left"), torch.full((STRATA, 3, 2), torch.nan)])
+def test_a_measurement_that_fails_does_not_end_the_training(
+    parts: tuple[Path, Path],
+    tmp_path: Path,
+    value: OSError | torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*_: object) -> torch.Tensor:
+        if isinstance(value, OSError):
+            raise value
+        return value
+
+    monkeypatch.setattr("hddm.training.watching.velocity_errors", fail)
+    shard, held_out = parts
+    run = RunOptions(held_out=held_out, validate_every=2)
+    assert len(train_expert(shard, tmp_path / "out", expert_settings("flow", steps=4), run=run)) == 4
+    assert "held_out" not in read_json(tmp_path / "out" / "expert.json")["training"]
+    assert sum("the training goes on without" in one.message for one in caplog.records) == 1
+
+
+def test_the_run_has_a_page_with_all_that_was_logged(
+    parts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hddm.training.watching.SHORTEST", 0.0)
+    shard, held_out = parts
+    run = RunOptions(held_out=held_out, validate_every=3, log_every=2, sample_every=6, checkpoint_every=4)
+    train_expert(shard, tmp_path / "expert", expert_settings("flow", steps=12), run=run)
+    page = (tmp_path / "expert.run" / "report.html").read_text()
+    assert "expert.run: step 12 of 12" in page
+    assert "Finished" in page
+    for chart in (
+        "Training loss",
+        "Training loss by noise level t",
+        "Velocity error on held-out images by t",
+    ):
+        assert f'aria-label="{chart}, over steps."' in page
+    # Two grids of samples, and nothing from elsewhere.
+    assert page.count("data:image/png") == 2
+    assert "http" not in page.replace("http://www.w3.org", "")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hddm import load, sample
+from hddm import load
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Moments
 from hddm.data.shards import open_shard
@@ -23,7 +23,7 @@ from hddm.training.verify import verify_expert
 from hddm.utils.errors import HddmError
 from hddm.utils.records import MANIFEST
 from hddm.velocity import PredictionType
-from tests.artefacts import Command, Died, contents, copied, ending_at, expert_settings, shard_record
+from tests.artefacts import Died, contents, copied, ending_at, expert_settings, shard_record
 
 
 @pytest.fixture(scope="module")
@@ -165,20 +165,3 @@ def test_adapting_nothing_or_without_peft_is_refused(
     with pytest.raises(HddmError, match=r"pip install '\.\[lora\]' in a checkout"):
         continue_expert(ddpm_expert, shards / "shard_1", tmp_path / "out", settings)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.integration
-def test_from_one_expert_to_an_ensemble_of_adapters_on_the_command_line(
-    shards: Path, flow_expert: Path, tmp_path: Path, hddm: Command
-) -> None:
-    for k in (0, 1):
-        code, out, err = hddm(
-            *("train", "expert", shards / f"shard_{k}", "--init", flow_expert, "--lora-rank", 2),
-            *("--objective", "flow", "--steps", 3, "--batch-size", 8, "--out", tmp_path / f"lora{k}"),
-        )
-        assert code == 0, err
-        assert "trained for 3 steps" in out
-    code, out, err = hddm("assemble", tmp_path / "lora0", tmp_path / "lora1", "--out", tmp_path / "all")
-    assert (code, "2 experts" in out) == (0, True), err
-    assert len(list((tmp_path / "all").rglob(WEIGHTS))) == 1
-    assert sample(load(tmp_path / "all"), 2, steps=2).isfinite().all()

@@ -25,7 +25,7 @@ from hddm.training.resume import run_folder_of
 from hddm.training.settings import DistillRecipe, DistillSettings, RunOptions, resolve
 from hddm.utils.errors import HddmError
 from hddm.velocity import PredictionType, VelocityField
-from tests.artefacts import Command, Died, edit_json, ending_at
+from tests.artefacts import Command, Died, edit_json, ending_at, refusal
 from tests.conftest import Trio
 from tests.ensemble_files import flow_expert
 
@@ -167,15 +167,13 @@ def test_steps_of_any_length_are_exact(steps: int, kind: str) -> None:
 
 def test_what_students_cannot_do_is_refused() -> None:
     other = VelocityField(Exact(), LinearSchedule(), "flow_prediction", 1000)
-    with pytest.raises(HddmError, match="`solver` heun: a student of few steps"):
-        sample(_student(2), 1, solver="heun")
+    assert "`solver` heun: a student of few steps" in refusal(sample, _student(2), 1, solver="heun")
     for solver in ("adams-moulton", heun):
         with pytest.raises(HddmError, match=r"`solver` (heun|adams-moulton): a student"):
             integrate(_student(2), torch.zeros(1, *SHAPE), time_grid(2), solver=solver)
     with pytest.raises(HddmError, match="expert 0: students of few steps and other experts"):
         Ensemble([_student(2), other], strategy="draw")
-    with pytest.raises(HddmError, match="full mixes velocities at a time"):
-        Ensemble([_student(2), _student(2)], strategy="full")
+    assert "full mixes velocities at a time" in refusal(Ensemble, [_student(2), _student(2)], strategy="full")
     recipe = resolve(DistillRecipe, DistillSettings(steps=1, sampling_steps=1))
     with pytest.raises(HddmError, match="cannot predict noise"):
         MeanFlow(lambda device: _teacher(), PredictionType.EPSILON, recipe, SHAPE, {})
@@ -264,10 +262,10 @@ def test_a_teacher_by_shard_is_for_classes_that_tell_it(
     _require_expert_by_class(
         {"expert": torch.tensor([0, 1, 1, 0]), "class_labels": torch.tensor([2, 0, 1, 2])}
     )
-    with pytest.raises(HddmError, match="do not tell"):
-        _require_expert_by_class(
-            {"expert": torch.tensor([0, 1, 1, 0]), "class_labels": torch.tensor([2, 0, 1, 0])}
-        )
+    assert "do not tell" in refusal(
+        _require_expert_by_class,
+        {"expert": torch.tensor([0, 1, 1, 0]), "class_labels": torch.tensor([2, 0, 1, 0])},
+    )
 
 
 def test_an_ensemble_of_students_is_drawn_from(tmp_path: Path) -> None:

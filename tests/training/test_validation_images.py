@@ -145,19 +145,6 @@ def test_a_signal_while_pictures_are_drawn_ends_that_within_a_solver_step(
     assert (tmp_path / "out.run" / "checkpoints" / "step_00000002").is_dir()
 
 
-def test_pictures_that_cannot_be_written_are_one_warning(
-    whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def in_the_way(step: int, loss: float, seconds: float) -> None:
-        if step == 1:
-            (tmp_path / "out.run" / "samples").write_text("")
-
-    settings = expert_settings("flow", steps=4)
-    train_expert(whole, tmp_path / "out", settings, on_step=in_the_way, run=RunOptions(sample_every=2))
-    (warning,) = [record.getMessage() for record in caplog.records if "pictures" in record.getMessage()]
-    assert "File exists" in warning
-
-
 def test_a_network_is_left_as_it_was() -> None:
     """Modes that differ, compiled layers, and a layer that draws from torch's generator."""
     graphs: list[object] = []
