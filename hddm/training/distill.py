@@ -222,10 +222,9 @@ def distill(
         network = with_interval(network, f"`init` {init}")
         drawn = _conditions_of_trajectories(recipe, record, union, conditions)
         flow = MeanFlow(on, record.prediction_type, recipe, record.sample_shape, drawn)
-        second = (SECOND_STAGE, flow.loss) if recipe.sampling_steps == 1 else None
-        task = Task(
-            network, recipe.trajectories, flow.draw, flow.loss, key, prepare=flow.prepare, second_loss=second
-        )
+        task = Task(network, recipe.trajectories, flow.draw, flow.loss, key, prepare=flow.prepare)
+        if recipe.sampling_steps == 1:
+            task = replace(task, second_stage=SECOND_STAGE)
     student = Expert(network, record)
     write = saving(student, union, recipe, labels, {**origin, "teacher": teacher.record})
     data = {**data_of(shards), "teacher": teacher.record, **origin}

@@ -113,9 +113,6 @@ OnStep = Callable[[int, float, float], None]
 log = logging.getLogger(__name__)
 
 
-SecondLoss = Callable[[nn.Module, Inputs, Mapping[str, Tensor]], Tensor]
-
-
 @dataclass(frozen=True)
 class Task:
     """A network, trained in place where its parameters require gradients, and the loss to minimise.
@@ -126,18 +123,18 @@ class Task:
     on the common path. ``loss(network, inputs)`` returns the loss of each sample (n,), in float32, also for a
     part of the batch; the mean over the batch is minimised. ``key`` tells apart trainings of one seed. The
     averages of step ``weak_step`` are kept to guide by, unless it is 0. ``prepare(device, folder)`` is called
-    before the first step, with the run's folder if there is one. ``second_loss`` replaces ``loss`` after this
-    share of the steps; it also gets the averages of the trained parameters by name.
+    before the first step, with the run's folder if there is one. After a share ``second_stage`` of the steps
+    ``loss`` also gets the averages of the trained parameters by name, as ``loss(network, inputs, averages)``.
     """
 
     network: nn.Module
     num_samples: int
     draw: Draw
-    loss: Callable[[nn.Module, Inputs], Tensor]
+    loss: Callable[..., Tensor]
     key: Key = (Use.EXPERT_ORDER, Use.EXPERT_STEPS, 0)
     weak_step: int = 0
     prepare: Callable[[torch.device, Path | None], None] | None = None
-    second_loss: tuple[float, SecondLoss] | None = None
+    second_stage: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -266,9 +263,8 @@ class _Losses(nn.Module):
 
     def forward(self, inputs: Inputs, averages: Mapping[str, Tensor] | None) -> Tensor:
         """Losses (n,), of the second stage if there are ``averages``."""
-        if averages is None or self._task.second_loss is None:
-            return self._task.loss(self.network, inputs)
-        return self._task.second_loss[1](self.network, inputs, averages)
+        further = () if averages is None else (averages,)
+        return self._task.loss(self.network, inputs, *further)
 
 
 @dataclass
@@ -310,8 +306,7 @@ class _Trainer:
         """
         before: _Begun | None = None
         for step in range(self.state.step + 1, self.recipe.steps + 1):
-            share = 1.0 if self.task.second_loss is None else self.task.second_loss[0]
-            is_second = step > share * self.recipe.steps
+            is_second = step > self.task.second_stage * self.recipe.steps
             if before is not None and is_second:
                 # Its loss reads the averages, which are complete once the step before is.
                 yield self._finished(before, stop, run)

@@ -14,7 +14,7 @@ import os
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -77,7 +77,8 @@ def watching(
             grids = Guarded("pictures", lambda: SampleGrids(field, shard, conditions, samples))
         page = Guarded(f"report ({run.folder / REPORT_FILE})", lambda: write_run_report)
         first = 1 if run.begun_at is None else step_of(run.begun_at) + 1
-        sinks: list[Guarded[Log]] = [Guarded(f"TensorBoard ({logs})", lambda: TensorBoardLog(logs, first))]
+        sinks = list[Guarded[TensorBoardLog] | Guarded[WandbLog]]()
+        sinks.append(Guarded(f"TensorBoard ({logs})", lambda: TensorBoardLog(logs, first)))
         if project is not None:
             config = read_run(run.folder / RUN_FILE)["settings"]
             sinks.append(Guarded("W&B", lambda: WandbLog(run.folder, project, config)))
@@ -346,16 +347,6 @@ class Guarded(Generic[T]):
             log.warning("%s: %s; the training goes on without", self._name, one_line(error))
 
 
-class Log(Protocol):
-    """Where figures and pictures go."""
-
-    def put(self, step: int, figures: Mapping[str, float], pictures: Mapping[str, Tensor]) -> None:
-        """Write ``figures``, and ``pictures`` (C, H, W) in bytes, by name."""
-
-    def close(self, failed: bool) -> None:
-        """End the log of this process."""
-
-
 class TensorBoardLog:
     """TensorBoard events in ``folder``.
 
@@ -370,6 +361,7 @@ class TensorBoardLog:
         self._writer: Any = SummaryWriter(str(folder), purge_step=first)
 
     def put(self, step: int, figures: Mapping[str, float], pictures: Mapping[str, Tensor]) -> None:
+        """Write ``figures``, and ``pictures`` (C, H, W) in bytes, by name."""
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
         for name, pixels in pictures.items():
