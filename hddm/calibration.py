@@ -15,7 +15,7 @@ images has
 
 since the mean of a few images has an error of its own (James and Stein's estimate).
 
-**The fitted blend** (`hddm.training.fitting`). Near t = 1 an epsilon network's velocity (eps - x)/(1 - t)
+**The fitted blend** (`hddm.training.calibrate`). Near t = 1 an epsilon network's velocity (eps - x)/(1 - t)
 multiplies its error by 1/(1 - t). A calibrated expert mixes the two velocities along the principal
 directions U:
 

@@ -32,8 +32,8 @@ def distill(
         refuse_fixed(settings)
     refuse_unfinished(out, run, overwrite)
 
+    from hddm.training.calibrate import CALIBRATION_COST
     from hddm.training.distill import distill as train
-    from hddm.training.fitting import CALIBRATION_COST
     from hddm.training.loop import summary_of
     from hddm.utils.progress import TrainingProgress
 

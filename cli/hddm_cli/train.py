@@ -158,7 +158,7 @@ def train_all(
 
 def _trained(islands: Sequence["Island"], where: IslandOptions) -> list["Outcome"]:
     """Train ``islands`` with a bar each, and return how each ended."""
-    from hddm.training.fitting import CALIBRATION_COST
+    from hddm.training.calibrate import CALIBRATION_COST
     from hddm.training.islands import train_islands
     from hddm.utils.progress import Progress, TrainingProgress
     from hddm.utils.ray_workers import RayWorkers

@@ -46,7 +46,7 @@ from hddm.networks.folders import WEIGHTS, empty_network, fill, open_network
 from hddm.networks.transformers import ExpertTransformer
 from hddm.networks.wrappers import EXPERT_NETWORKS, OPTIONAL_CONDITIONS, call, pooled_width, text_width
 from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule
-from hddm.training.expert import check_fit
+from hddm.training.objectives import check_fit
 from hddm.training.verify import warn_of_misreading
 from hddm.utils.errors import HddmError, UsageError, asked, one_line
 from hddm.utils.files import check_absent, new_folder, refuse_full_disk, sha256_of, write_json

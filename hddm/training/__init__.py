@@ -10,7 +10,7 @@ loop, device, optimizer               the steps
 state, resume                         the run folder, checkpoints, and resuming them exactly
 watching                              figures and pictures on the way
 islands                               all experts at once
-fitting, calibrate                    calibrations
+calibrate                             calibrations
 denoising, verify                     errors by noise level, and whether an expert can be trusted
 
 May import `experts` and what is below. Start with `expert`, then `loop`, `state` and `resume`.

@@ -52,11 +52,19 @@ from hddm.experts.lora import PREFIX, AdapterRecord, adapter_of, peft_config, te
 from hddm.experts.records import EXPERT_FILE, FORMAT, Expert, field_of, save_expert, write_records
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.schedules import LinearSchedule, from_config
-from hddm.training.expert import check_fit, read_init, record_of_shard, saving, train_expert
-from hddm.training.fitting import CALIBRATION_COST, calibration_origin, calibration_rows, labels_of
+from hddm.training.calibrate import CALIBRATION_COST, calibration_origin, calibration_rows
+from hddm.training.expert import read_init, record_of_shard, saving, train_expert
 from hddm.training.loop import OnStep, Task, summary_of
 from hddm.training.loop import train as run_task
-from hddm.training.objectives import Objective, check_conditions, drawing, loss_of, objective_of
+from hddm.training.objectives import (
+    Objective,
+    check_conditions,
+    check_fit,
+    drawing,
+    labels_of,
+    loss_of,
+    objective_of,
+)
 from hddm.training.resume import encoding_of, recipe_before
 from hddm.training.settings import (
     TEXT,

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from hddm.calibration import START
 from hddm.data.shards import Shard
 from hddm.schedules import CosineSchedule, DiscreteSchedule, LinearSchedule, Schedule, from_diffusers
-from hddm.training.fitting import conditions_of, conditions_of_rows, evenly_spaced
-from hddm.training.objectives import TIME_SCALE
+from hddm.training.objectives import TIME_SCALE, conditions_of, conditions_of_rows, evenly_spaced
 from hddm.utils.streams import Use, generator
 from hddm.velocity import PredictionType, VelocityField
 

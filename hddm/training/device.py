@@ -4,7 +4,7 @@ import contextlib
 import copy
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -248,3 +248,13 @@ def split_like(value: Tensor, other: Tensor) -> Tensor:
     if not isinstance(other, DTensor):
         return value
     return distribute_tensor(value, other.device_mesh, other.placements, src_data_rank=None)
+
+
+@contextlib.contextmanager
+def placed(network: nn.Module, device: torch.device) -> Iterator[None]:
+    """Move ``network`` to ``device`` for a block, and to the CPU afterwards."""
+    network.to(device)
+    try:
+        yield
+    finally:
+        network.to("cpu")

@@ -37,11 +37,10 @@ from hddm.experts.records import (
 from hddm.networks.folders import sha256_once
 from hddm.networks.transformers import ExpertTransformer
 from hddm.routers import Strategy
-from hddm.training.expert import check_fit, data_of, new_record, read_init, saving, transformer_of
-from hddm.training.fitting import labels_of
+from hddm.training.expert import data_of, new_record, read_init, saving, transformer_of
 from hddm.training.loop import Inputs, OnStep, Task, train
 from hddm.training.mean_flow import SECOND_STAGE, MeanFlow
-from hddm.training.objectives import Objective, drawing, objective_of
+from hddm.training.objectives import Objective, check_fit, drawing, labels_of, objective_of
 from hddm.training.resume import recipe_before
 from hddm.training.settings import (
     DenoiserFields,

@@ -25,9 +25,9 @@ from hddm.experts.records import (
     weights_in,
 )
 from hddm.networks.transformers import ExpertTransformer
-from hddm.networks.wrappers import text_width
 from hddm.schedules import Schedule, declared_prediction_type, from_diffusers
-from hddm.training.fitting import fit_on_shard, placed
+from hddm.training.calibrate import fit_on_shard
+from hddm.training.device import placed
 from hddm.training.loop import Fitted, OnStep, Task, train
 from hddm.training.objectives import Objective, check_conditions, drawing, loss_of, objective_of
 from hddm.training.resume import encoding_of, recipe_before
@@ -239,38 +239,3 @@ def read_init(init: Path) -> tuple[Expert, dict[str, Any]]:
         raise UsageError(f"`init` {init}: not an expert folder; name one expert, such as one of an ensemble")
     expert, weights = read_expert(init), weights_in(init)
     return expert, {"init": init.resolve().name, "init_sha256": weights and sha256_of(weights)}
-
-
-def check_fit(shard: Shard, record: ExpertRecord, network: object) -> None:
-    """Refuse a shard of samples in another space or shape, of another VAE or scale, or another text encoder.
-
-    Values that ``record`` leaves open are no difference. The config of ``network`` gives the width of its
-    tokens.
-    """
-    size = f"hddm encode SHARDS --out FOLDER --resolution {record.sample_shape[1]} brings them to its size"
-    parts: list[tuple[str, object, object, str]] = [
-        ("space", shard.space, record.space, ""),
-        ("shape", shard.shape, record.sample_shape, size if record.space == "pixels" else ""),
-    ]
-    if (vae := shard.vae) is not None:
-        remedy = "encode with the VAE that the expert was trained with"
-        parts += [("VAE", vae, record.vae, remedy), ("scale", vae.scale, record.latent_scale, remedy)]
-    if (encoder := shard.text_encoder) is not None and TEXT in record.conditions:
-        remedy = "encode with the text encoder that the expert was trained with"
-        width = {"width": text_width(getattr(network, "config", {}))}
-        known = width if record.text_encoder is None else vars(record.text_encoder)
-        for key in ("fingerprint", "width", "tokens"):
-            parts.append((f"text encoder's {key}", getattr(encoder, key), known.get(key), remedy))
-    for what, found, expected, remedy in parts:
-        if expected not in (None, found):
-            text = f"its {what} is {found}, the expert's {expected}"
-            raise HddmError(f"{shard.folder}: {text}{remedy and '; '}{remedy}")
-
-
-def check_own(shard: Shard, record: ExpertRecord) -> None:
-    """Refuse images that are not of the expert's own shard, held out or not, where it names that shard."""
-    origin, own = shard.held_out_of or shard.hash, record.shard
-    # A student's shard is a whole partition, all shards of which are its own.
-    if own is not None and own.hash not in (origin, shard.partition):
-        text = f"is of shard {origin[:16]}…, the expert of shard {own.index}, {own.hash[:16]}…"
-        raise HddmError(f"{shard.folder}: {text}; use its own images")

@@ -21,10 +21,10 @@ from hddm.experts.records import ROUTER_FILE, RouterRecord, save_router
 from hddm.networks.transformers import RouterTransformer
 from hddm.routers import temperature_at
 from hddm.training.denoising import IMAGES, SURE
+from hddm.training.device import placed
 from hddm.training.expert import data_of, new_network
-from hddm.training.fitting import evenly_spaced, placed
 from hddm.training.loop import Fitted, Inputs, OnStep, Task, train
-from hddm.training.objectives import TIME_SCALE
+from hddm.training.objectives import TIME_SCALE, evenly_spaced
 from hddm.training.resume import recipe_before
 from hddm.training.settings import RouterRecipe, RouterSettings, RunOptions, resolve
 from hddm.training.watching import watching

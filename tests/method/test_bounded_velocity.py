@@ -11,9 +11,8 @@ from torch import Tensor
 from hddm import VelocityField, load
 from hddm.calibration import FILE_NAME, Calibration, Moments
 from hddm.checkpoints.inspect_models import inspect_model
-from hddm.training.calibrate import recalibrate
+from hddm.training.calibrate import calibrate, recalibrate
 from hddm.training.expert import train_expert
-from hddm.training.fitting import calibrate
 from tests.artefacts import expert_settings
 from tests.cases import case_named
 from tests.oracles import GaussianMixture, rms_error

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hddm.calibration import LEVELS, MAX_DIRECTIONS, STATES, Calibration, Moments
-from hddm.training.fitting import calibrate
+from hddm.training.calibrate import calibrate
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
 from tests.cases import LINEAR, case_named, oracle_field

@@ -15,7 +15,7 @@ from hddm.networks.wrappers import NetworkWrapper
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.routers import Router
 from hddm.schedules import CosineSchedule, LinearSchedule, from_diffusers
-from hddm.training.fitting import calibrate
+from hddm.training.calibrate import calibrate
 from hddm.velocity import Guidance
 from tests.artefacts import refusal
 from tests.cases import in_parts

@@ -17,15 +17,16 @@ from hddm.data.shards import open_shard
 from hddm.experts.ensemble_folders import replace_file
 from hddm.experts.records import WEAK, open_expert
 from hddm.networks.transformers import ExpertTransformer
-from hddm.training import fitting as expert_training
+from hddm.training import calibrate as expert_training
 from hddm.training.calibrate import (
+    calibrate,
+    calibration_rows,
     native_conditions,
     native_samples,
     native_times,
     recalibrate,
 )
 from hddm.training.expert import new_network, train_expert
-from hddm.training.fitting import calibrate, calibration_rows
 from hddm.utils.errors import HddmError
 from hddm.utils.streams import Use, generator
 from hddm.velocity import VelocityField
@@ -187,7 +188,7 @@ def test_classes_are_drawn_uniformly_and_what_stands_for_no_prompt_is_used_with_
     assert torch.equal(native_conditions(field, 40)["class_labels"], labels[:40])
     null = torch.arange(6.0).view(2, 3)
     field = VelocityField(*arguments, conditions=["text"], null_conditions={"text": null})
-    said = r"calibrated without text.*hddm\.training\.fitting\.calibrate takes data with"
+    said = r"calibrated without text.*hddm\.training\.calibrate\.calibrate takes data with"
     with pytest.warns(UserWarning, match=said):
         assert torch.equal(native_conditions(field, 4)["text"], null.expand(4, 2, 3))
     with pytest.raises(HddmError, match="its samples need text"):
