@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from hddm.training.device import Device, Flags, Readings
 from hddm.training.optimizer import optimizer_of
 from hddm.training.resume import Change, is_finished, run_folder_of, value_at
 from hddm.training.settings import Recipe, RunOptions
-from hddm.training.state import Ema, Run, TrainingState, open_run, read_held_out
+from hddm.training.state import Ema, Run, TrainingState, open_run
 from hddm.utils.errors import HddmError, Stopped, UsageError, counted
 from hddm.utils.files import new_folder, nothing
 from hddm.utils.processes import Interrupted, StopRequest
@@ -175,7 +175,7 @@ class Fitted:
     changes: Sequence[Change] = ()
     weak: Mapping[str, Tensor] = field(default_factory=dict)
     held_out: Sequence[Mapping[str, Any]] = ()
-    """Errors on held-out images (`hddm.training.watching.HeldOut`)."""
+    """As in `TrainingState`."""
 
     def record(self, recipe: Recipe, origin: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return plain values for the record beside the weights: the ``recipe``, and what came of it.
@@ -237,7 +237,8 @@ def fit(task: Task, recipe: Recipe, run: Run | None = None, watchers: Sequence[W
         for module in task.network.modules():
             module._compiled_call_impl = None
         trainer.bring_back()
-    return Fitted(state.losses, state.seconds, device.target, [] if run is None else run.changes, state.weak)
+    changes = [] if run is None else run.changes
+    return Fitted(state.losses, state.seconds, device.target, changes, state.weak, state.held_out)
 
 
 def _keep(run: Run, report: StepReport, steps: int, device: Device, stop: StopRequest) -> None:
@@ -452,8 +453,6 @@ def train(
                 watchers.append(stack.enter_context(watch(kept)))
         try:
             fitted = fit(task, recipe, kept, watchers)
-            if kept is not None and run is not None and run.held_out is not None:
-                fitted = replace(fitted, held_out=read_held_out(kept.folder))
             if is_first:
                 remedy = nothing if kept is None else kept.kept
                 with new_folder(out, record, overwrite, kept=remedy) as draft:

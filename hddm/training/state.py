@@ -14,7 +14,6 @@ that is killed or runs out of disk keeps the one before. OUT itself appears when
 
 import contextlib
 import functools
-import json
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -107,6 +106,7 @@ class ProgressRecord(OpenRecord):
     seconds: Annotated[float, Field(ge=0)]
     non_finite: Count
     scaler: dict[str, Any] | None = None
+    held_out: list[dict[str, Any]] = Field(default_factory=list)
 
 
 @dataclass
@@ -127,6 +127,8 @@ class TrainingState:
     weak: dict[str, Tensor] = field(default_factory=dict)
     non_finite: int = 0
     """Steps in a row that were skipped, up to now."""
+    held_out: list[dict[str, Any]] = field(default_factory=list)
+    """Errors on held-out images: per measurement its step, and ten errors by name."""
 
     @property
     def step(self) -> int:
@@ -173,6 +175,7 @@ class TrainingState:
             seconds=self.seconds,
             non_finite=self.non_finite,
             scaler=self.scaler.state_dict() or None,
+            held_out=self.held_out,
         )
 
     @torch.no_grad()
@@ -195,6 +198,7 @@ class TrainingState:
         self.weak = dict(tensors.get(WEAK, {}))
         self.ema.updates = progress.ema_updates
         self.seconds, self.non_finite = progress.seconds, progress.non_finite
+        self.held_out = progress.held_out
         if progress.scaler is not None:
             self.scaler.load_state_dict(progress.scaler)
 
@@ -206,15 +210,6 @@ LATEST = 120.0
 """Most seconds without a checkpoint, unless one takes so long to write that `_SPACING` asks for more."""
 _SPACING = 10
 """Least time between checkpoints by the clock, as a multiple of the time that one takes."""
-
-
-HELD_OUT_FILE = "held_out.jsonl"
-
-
-def read_held_out(folder: Path) -> list[dict[str, Any]]:
-    """Errors on held-out images in a run's folder: per measurement its step, and ten errors by name."""
-    path = folder / HELD_OUT_FILE
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 class Run:

@@ -6,7 +6,6 @@ are afterwards as before.
 
 import contextlib
 import functools
-import json
 import logging
 import math
 import netrc
@@ -32,7 +31,7 @@ from hddm.training.report import LOGS, REPORT_FILE, SAMPLES, write_run_report
 from hddm.training.objectives import conditions_of, conditions_of_rows, evenly_spaced
 from hddm.training.resume import RUN_FILE, read_run, step_of
 from hddm.training.settings import TEXT, RunOptions
-from hddm.training.state import HELD_OUT_FILE, Run, read_held_out
+from hddm.training.state import Run
 from hddm.utils.errors import HddmError, one_line, optional
 from hddm.utils.files import write_whole
 from hddm.utils.streams import Use, generator
@@ -71,7 +70,7 @@ def watching(
         options, logs, project = run.options, run.folder / LOGS, run.options.wandb
         figures, grids, held_out = Figures(options.log_every), None, None
         if images is not None and field is not None:
-            held_out = Guarded("held-out images", lambda: HeldOut(field, images, run))
+            held_out = Guarded("held-out images", lambda: HeldOut(field, images, options.validate_every))
         if options.sample_every and field is not None and shard is not None:
             samples = run.folder / SAMPLES
             grids = Guarded("pictures", lambda: SampleGrids(field, shard, conditions, samples))
@@ -231,27 +230,21 @@ class HeldOut:
 
     The images and their noise are the same at every measurement, for raw and for averaged weights. With the
     velocity's error e(t), the error of the network's own prediction is f(t)² e(t), where f is 1 - t for
-    epsilon, t for x_0, sqrt(t² + (1 - t)²) for v_prediction and 1 for flow_prediction. Measurements are kept
-    in the run's folder, for the record of the finished expert.
+    epsilon, t for x_0, sqrt(t² + (1 - t)²) for v_prediction and 1 for flow_prediction. Measurements are a
+    part of the training's state, and so of its checkpoints and of the finished expert's record.
     """
 
-    def __init__(self, field: VelocityField, held_out: Shard, run: Run) -> None:
-        self._field, self._shard, self._options = field, held_out, run.options
-        self._labels, self._path = conditions_of(held_out, field), run.folder / HELD_OUT_FILE
+    def __init__(self, field: VelocityField, held_out: Shard, every: int) -> None:
+        self._field, self._shard, self._every = field, held_out, every
+        self._labels = conditions_of(held_out, field)
         low, high = field.noise_range
         self._times = [low + (high - low) * (k + 0.5) / STRATA for k in range(STRATA)]
-        begun = 0 if run.begun_at is None else step_of(run.begun_at)
-        self._entries = [one for one in read_held_out(run.folder) if one["step"] <= begun]
-        self._write()
 
     def measure(self, report: StepReport) -> dict[str, float]:
-        """Figures of the step, by name; {} if the training is to stop.
-
-        Raises `OSError` where they cannot be written, `HddmError` for errors that are not finite.
-        """
+        """Figures of the step, by name; {} if the training is to stop; raises `HddmError` if not finite."""
         state, errors = report.state, dict[str, list[float]]()
         # A step takes about three passes per image, a measurement one per level and set of weights.
-        most = int(_COST * self._options.validate_every * 3 * len(report.losses) / (2 * STRATA))
+        most = int(_COST * self._every * 3 * len(report.losses) / (2 * STRATA))
         rows = evenly_spaced(self._shard, min(max(most, 2), _MOST_HELD_OUT))
         given = conditions_of_rows(rows, self._labels, self._shard, self._field)
         images = self._shard.take(rows)
@@ -266,8 +259,7 @@ class HeldOut:
         if not all(math.isfinite(one) for by_noise in errors.values() for one in by_noise):
             # No JSON could hold them.
             raise HddmError(f"the errors of step {report.step} are not finite")
-        self._entries.append({"step": report.step, **errors})
-        self._write()
+        state.held_out.append({"step": report.step, **errors})
         means = {name: sum(one) / STRATA for name, one in errors.items()}
         text = "step %d: error of the velocity on held-out images %.4f, of averaged weights %.4f"
         log.info(text, report.step, means["raw"], means["ema"])
@@ -278,10 +270,6 @@ class HeldOut:
             figures[f"held_out/{name}_prediction"] = predicted
         by_noise = zip(self._times, errors["ema"], strict=True)
         return figures | {f"held_out_by_noise/{t:.2f}": one for t, one in by_noise}
-
-    def _write(self) -> None:
-        lines = "".join(json.dumps(one) + "\n" for one in self._entries)
-        write_whole(self._path, lambda draft: draft.write_text(lines))
 
 
 def _of_prediction(kind: PredictionType, t: float) -> float:

@@ -28,7 +28,7 @@ from hddm.training.expert import train_expert
 from hddm.training.loop import Inputs, OnStep, StepReport, Task, fit
 from hddm.training.router import train_router
 from hddm.training.settings import RunOptions
-from hddm.training.state import open_run, read_held_out
+from hddm.training.state import open_run
 from hddm.training.watching import SEED, STRATA, Guarded, TensorBoardLog, _mode, watching
 from hddm.utils.errors import HddmError, Stopped
 from hddm.utils.files import read_json
@@ -285,9 +285,10 @@ def test_a_resumed_run_has_the_errors_of_the_uninterrupted_one(
     train_expert(shard, tmp_path / "whole", settings, run=RunOptions(**options))
     with pytest.raises(Died):
         train_expert(shard, tmp_path / "cut", settings, on_step=ending_at(7), run=RunOptions(**options))
-    assert [one["step"] for one in read_held_out(tmp_path / "cut.run")] == [3, 6]
     train_expert(shard, tmp_path / "cut", settings, run=RunOptions(resume=True, **options))
-    assert read_held_out(tmp_path / "cut.run") == read_held_out(tmp_path / "whole.run")
+    cut, whole = (read_json(tmp_path / name / "expert.json")["training"] for name in ("cut", "whole"))
+    assert cut["held_out"] == whole["held_out"]
+    assert [one["step"] for one in cut["held_out"]] == [3, 6, 9, 12]
 
 
 def test_the_shard_itself_and_images_of_another_shape_are_refused_before_the_first_step(
