@@ -77,11 +77,7 @@ class Distance(OpenRecord):
 
 
 def measure(
-    features: Features,
-    reference: Features,
-    resamples: int = 100,
-    seed: int = 0,
-    allow_few: bool = False,
+    features: Features, reference: Features, resamples: int = 100, seed: int = 0, allow_few: bool = False
 ) -> Distance:
     """Fréchet distance of ``features`` (n, d) from ``reference`` (m, d).
 

@@ -24,13 +24,7 @@ from hddm.noise import Seeded
 from hddm.schedules import DiscreteSchedule
 from hddm.solvers import euler
 from hddm.training.denoising import misread
-from hddm.training.objectives import (
-    check_fit,
-    check_own,
-    conditions_of,
-    conditions_of_rows,
-    evenly_spaced,
-)
+from hddm.training.objectives import check_fit, check_own, conditions_of, conditions_of_rows, evenly_spaced
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import restore
 from hddm.utils.progress import Progress

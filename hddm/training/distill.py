@@ -26,14 +26,7 @@ from hddm.data.shards import Shard, joined, open_shard
 from hddm.ensemble import Ensemble
 from hddm.experts.compatibility import domains_of
 from hddm.experts.loading import OpenedEnsemble, open_ensemble
-from hddm.experts.records import (
-    EXPERT_FILE,
-    Expert,
-    ExpertRecord,
-    field_of,
-    joint_licence,
-    null_conditions,
-)
+from hddm.experts.records import EXPERT_FILE, Expert, ExpertRecord, field_of, joint_licence, null_conditions
 from hddm.networks.folders import sha256_once
 from hddm.networks.transformers import ExpertTransformer
 from hddm.routers import Strategy

@@ -336,10 +336,7 @@ def kept(name: str, values: Mapping[str, Any], before: Mapping[str, Any]) -> Any
 
 
 def resolve(
-    kind: type[Kind],
-    requested: Record,
-    start: Start = NEW,
-    before: Mapping[str, Any] | None = None,
+    kind: type[Kind], requested: Record, start: Start = NEW, before: Mapping[str, Any] | None = None
 ) -> Kind:
     """Return the recipe of a training.
 

@@ -32,13 +32,7 @@ from hddm.experts.records import (
 )
 from hddm.networks.folders import WEIGHTS
 from hddm.training.denoising import IMAGES, LOWEST, SURE, Denoising, denoising, misread
-from hddm.training.objectives import (
-    check_fit,
-    check_own,
-    conditions_of,
-    conditions_of_rows,
-    evenly_spaced,
-)
+from hddm.training.objectives import check_fit, check_own, conditions_of, conditions_of_rows, evenly_spaced
 from hddm.utils.errors import HddmError, UsageError, asked
 from hddm.utils.files import read_json, sha256_of
 from hddm.utils.records import HASHES, MANIFEST, damage

@@ -12,13 +12,7 @@ import pytest
 import torch
 
 from benchmarks.inference.memory import ALL, CASES, FEW, memory_of, peak, write_ensembles
-from benchmarks.inference.models import (
-    CPU,
-    CUDA,
-    QUICK,
-    Models,
-    Settings,
-)
+from benchmarks.inference.models import CPU, CUDA, QUICK, Models, Settings
 from benchmarks.inference.times import (
     BARE,
     EVERY,

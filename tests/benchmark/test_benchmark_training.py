@@ -21,25 +21,9 @@ from benchmarks.training.checklist import (
     watched,
 )
 from benchmarks.training.loops import OwnLoop
-from benchmarks.training.networks import (
-    CPU,
-    CUDA,
-    QUICK,
-    Settings,
-    diffusers_dit,
-    expert,
-    millions,
-)
+from benchmarks.training.networks import CPU, CUDA, QUICK, Settings, diffusers_dit, expert, millions
 from benchmarks.training.report import lines
-from benchmarks.training.times import (
-    DIFFUSERS,
-    OWN,
-    OWN_PRODUCTS,
-    PLAIN,
-    PRODUCTS,
-    ZERO,
-    measure_times,
-)
+from benchmarks.training.times import DIFFUSERS, OWN, OWN_PRODUCTS, PLAIN, PRODUCTS, ZERO, measure_times
 
 WAYS = [DIFFUSERS, OWN, PLAIN, ZERO, PRODUCTS, OWN_PRODUCTS]
 

@@ -23,15 +23,7 @@ from hddm.training.continuation import KAPPA, bounded_gain, continue_expert
 from hddm.training.expert import new_network, train_expert
 from hddm.utils.errors import HddmError
 from hddm.velocity import PredictionType
-from tests.artefacts import (
-    CLASSES,
-    contents,
-    copied,
-    edit_json,
-    expert_settings,
-    shard_record,
-    write_images,
-)
+from tests.artefacts import CLASSES, contents, copied, edit_json, expert_settings, shard_record, write_images
 from tests.cases import case_named
 from tests.oracles import GaussianMixture
 

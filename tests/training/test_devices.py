@@ -281,10 +281,7 @@ def test_split_weights_go_with_adapters_parts_checkpointing_and_bf16(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("optimizer", "number"),
-    [("adamw", signal.SIGTERM), ("muon", signal.SIGKILL)],
-)
+@pytest.mark.parametrize(("optimizer", "number"), [("adamw", signal.SIGTERM), ("muon", signal.SIGKILL)])
 def test_two_processes_that_are_stopped_together_go_on_as_if_nothing_had_been(
     optimizer: str, number: signal.Signals, whole: Path, tmp_path: Path
 ) -> None:

@@ -171,11 +171,7 @@ def test_a_student_is_made_sampled_and_traced_from_the_command_line(
     assert code == 0, err
     assert told.startswith(f"{out}: trained for 100 steps, distance to the teacher's velocity ")
     facts = json.loads((out / "expert.json").read_text())
-    assert (facts["objective"], facts["prediction_type"], facts["licence"]) == (
-        "flow",
-        "sample",
-        None,
-    )
+    assert (facts["objective"], facts["prediction_type"], facts["licence"]) == ("flow", "sample", None)
     partition_hash = open_shard(shards / "shard_0").partition
     whole = {"hash": partition_hash, "partition": partition_hash, "index": 0, "num_shards": 1}
     assert facts["shard"].items() >= (whole | {"images": 2 * PER_CLASS}).items()

@@ -19,14 +19,7 @@ import pytest
 from hddm.networks.folders import WEIGHTS
 from hddm.training import loop as runs
 from hddm.training.expert import train_expert
-from hddm.training.islands import (
-    Island,
-    make_islands,
-    prepare,
-    refuse_failed,
-    train_island,
-    train_islands,
-)
+from hddm.training.islands import Island, make_islands, prepare, refuse_failed, train_island, train_islands
 from hddm.training.loop import summary_of
 from hddm.training.resume import run_folder_of
 from hddm.training.settings import RunOptions, parse_objectives

@@ -27,9 +27,7 @@ from tests.shard_files import encode, noise, write_shard
 
 VARIANCE, SHAPE, NUM = 0.5, (1, 4, 4), 20_000
 GAUSSIAN = GaussianMixture(
-    torch.ones(1).double(),
-    torch.full((1, 16), 0.7).double(),
-    VARIANCE * torch.eye(16).double()[None],
+    torch.ones(1).double(), torch.full((1, 16), 0.7).double(), VARIANCE * torch.eye(16).double()[None]
 )
 DDPM_CASES = ["cosine", "linear", "ddpm-linear", "sd-scaled-linear-ztsnr", "squaredcos-cap-v2"]
 

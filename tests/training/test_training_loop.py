@@ -84,8 +84,7 @@ def test_training_leaves_the_averaged_weights(decay: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "warmup", "warm"),
-    [(12, 4, 4), (5, 0, 1), (6, 20, 20), (9, None, 1), (60, None, 6)],
+    ("steps", "warmup", "warm"), [(12, 4, 4), (5, 0, 1), (6, 20, 20), (9, None, 1), (60, None, 6)]
 )
 def test_the_rate_warms_up_linearly_and_decays_as_a_cosine(steps: int, warmup: int | None, warm: int) -> None:
     """Adam moves by exactly its rate where the gradient never changes."""
