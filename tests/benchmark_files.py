@@ -14,8 +14,8 @@ from hddm.benchmark import compute, run
 from hddm.benchmark.file import BenchmarkFile
 from hddm.benchmark.results import Results, compare_rows
 from hddm.evaluation import evaluate
-from hddm.evaluation.distances import Distance
 from hddm.evaluation.images import SamplingRecord
+from hddm.evaluation.measures import Distance
 from hddm.evaluation.scores import SplitScores
 from hddm.utils.records import parse_record
 from hddm.utils.workers import Backend, Call, Event

@@ -14,7 +14,7 @@ from benchmarks.conversion.training import Validation, train_flow
 from benchmarks.harness import Start, as_json, check_kept, run_calls
 from hddm.benchmark.plan import slug
 from hddm.data.images import to_bytes, to_unit_range
-from hddm.evaluation.distances import measure
+from hddm.evaluation.measures import measure
 from hddm.sampling import sample
 from hddm.training.settings import LoopSettings
 from hddm.utils.errors import HddmError

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hddm.evaluation.distances import Distance, KernelDistance, PrecisionRecall
-from hddm.evaluation.diversity import Memorisation
+from hddm.evaluation.measures import Distance, KernelDistance, Memorisation, PrecisionRecall
 from hddm.evaluation.results import Evaluation, Result, ResultGroup
 from hddm.evaluation.scores import Split
 from hddm.evaluation.verdict import FEWEST, Better, Contrast, Figure, GapVerdict, verdicts

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from hddm.evaluation.distances import has_few
 from hddm.evaluation.features import FEATURES, open_extractor, save_classifier
 from hddm.evaluation.images import (
     ImageGroup,
@@ -18,6 +17,7 @@ from hddm.evaluation.images import (
     read_data,
     read_sampling,
 )
+from hddm.evaluation.measures import has_few
 from hddm.evaluation.results import Evaluation, EvaluationData
 from hddm.evaluation.scores import Scorer, Side
 from hddm.utils.errors import HddmError, UsageError, counted

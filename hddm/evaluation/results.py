@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from hddm.evaluation.distances import Width
 from hddm.evaluation.features import FeaturesRecord
 from hddm.evaluation.images import DataRecord, SamplingRecord
+from hddm.evaluation.measures import Width
 from hddm.evaluation.scores import Scores
 from hddm.utils.errors import HddmError, did_you_mean
 from hddm.utils.records import OpenRecord, read_record

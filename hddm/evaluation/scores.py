@@ -10,33 +10,31 @@ from pydantic import Field
 from torch import Tensor
 
 from hddm.data.images import to_unit_range
-from hddm.evaluation.distances import (
-    Distance,
-    Features,
-    KernelDistance,
-    Number,
-    PrecisionRecall,
-    Share,
-    has_few,
-    kernel_distance,
-    measure,
-    precision_recall,
-)
-from hddm.evaluation.diversity import (
+from hddm.evaluation.features import FeatureExtractor
+from hddm.evaluation.measures import (
     FEATURE_PAIRS,
     LPIPS,
     PAIRS,
     ConditionDiversity,
+    Distance,
+    Features,
+    KernelDistance,
     Memorisation,
+    Number,
+    PrecisionRecall,
+    Share,
     diversity,
     feature_distance,
+    has_few,
+    kernel_distance,
     lpips_distance,
+    measure,
     memorisation,
     nearest_distances,
+    precision_recall,
     why_not_lpips,
     within_conditions,
 )
-from hddm.evaluation.features import FeatureExtractor
 from hddm.utils.progress import Progress
 from hddm.utils.records import Count, OpenRecord
 
@@ -158,7 +156,7 @@ class Scorer:
         """Score images (n, C, H, W) in bytes, made under the conditions ``labels`` (n,).
 
         Labels are class numbers of the training images, if these have some. Raises `HddmError` as
-        `hddm.evaluation.distances.measure`, for too few images.
+        `hddm.evaluation.measures.measure`, for too few images.
         """
         features, further = self._features(pixels), dict[str, Any]()
         for fresh in self._fresh:

@@ -11,14 +11,6 @@ import torch
 from PIL import Image
 
 from hddm.data.images import load_images, save_png, to_bytes, to_unit_range
-from hddm.evaluation.distances import measure
-from hddm.evaluation.diversity import (
-    Memorisation,
-    diversity,
-    memorisation,
-    nearest_distances,
-    within_conditions,
-)
 from hddm.evaluation.evaluate import evaluate
 from hddm.evaluation.features import (
     FEATURES,
@@ -29,6 +21,14 @@ from hddm.evaluation.features import (
     train_classifier,
 )
 from hddm.evaluation.images import ImageGroup, alike, conditions, read_data, read_sampling
+from hddm.evaluation.measures import (
+    Memorisation,
+    diversity,
+    measure,
+    memorisation,
+    nearest_distances,
+    within_conditions,
+)
 from hddm.evaluation.results import Evaluation
 from hddm.evaluation.scores import Scorer, Side
 from hddm.utils.records import SAMPLING_FILE

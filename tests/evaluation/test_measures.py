@@ -12,15 +12,16 @@ from numpy.typing import NDArray
 from sklearn.metrics.pairwise import polynomial_kernel
 from sklearn.neighbors import NearestNeighbors
 
-from hddm.evaluation.distances import (
+from hddm.evaluation.measures import (
     Gaussian,
     frechet_distance,
     kernel_distance,
+    lpips_distance,
     measure,
     precision_recall,
     squared_mmd,
+    why_not_lpips,
 )
-from hddm.evaluation.diversity import lpips_distance, why_not_lpips
 from tests.artefacts import refusal
 
 Array = NDArray[np.float64]
@@ -228,9 +229,9 @@ def test_both_sides_are_cut_to_one_number() -> None:
 
 def test_why_there_is_no_lpips_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_not_lpips(8) == "LPIPS needs images of 32 pixels a side, and these have 8"
-    monkeypatch.setattr("hddm.evaluation.diversity.find_spec", lambda name: None)
+    monkeypatch.setattr("hddm.evaluation.measures.find_spec", lambda name: None)
     assert why_not_lpips(64) == "the package lpips is not installed"
-    monkeypatch.setattr("hddm.evaluation.diversity.find_spec", lambda name: object())
+    monkeypatch.setattr("hddm.evaluation.measures.find_spec", lambda name: object())
     monkeypatch.setattr("torch.hub.get_dir", lambda: "/nowhere")
     assert why_not_lpips(64) == "alexnet-owt-7be5be79.pth is not in /nowhere/checkpoints"
 
@@ -241,7 +242,7 @@ def test_lpips_is_that_of_its_package(tmp_path: object, monkeypatch: pytest.Monk
     torchvision = pytest.importorskip("torchvision")
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     torch.manual_seed(0)
-    from hddm.evaluation.diversity import _trunk
+    from hddm.evaluation.measures import _trunk
 
     _trunk().parent.mkdir(parents=True)
     torch.save(torchvision.models.alexnet().state_dict(), _trunk())
