@@ -1,6 +1,7 @@
 """Training: losses that do not drift, and weights that depend on seed and shard alone."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -18,7 +19,6 @@ from hddm.networks.transformers import ExpertTransformer
 from hddm.training.expert import new_network, resolve_new, train_expert
 from hddm.training.router import train_router
 from hddm.training.settings import ExpertRecipe, ExpertSettings, resolve
-from hddm.utils.errors import HddmError
 from tests.artefacts import (
     CLASSES,
     contents,
@@ -118,20 +118,12 @@ def test_training_an_expert_opens_no_file_but_its_shards(
 
 def test_a_loss_that_is_not_finite_stops_and_writes_nothing(shards: Path, tmp_path: Path) -> None:
     message, wild = r"step \d+: loss .*nothing was written.*learning_rate", {"learning_rate": 1e30}
-    with pytest.raises(HddmError, match=message):
-        train_expert(shards / "shard_0", tmp_path / "out", expert_settings("flow", **wild))
-    with pytest.raises(HddmError, match=message):
-        train_router(shards, tmp_path / "out", router_settings(**wild))
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_schedule_of_an_unknown_prediction_is_refused(whole: Path, tmp_path: Path) -> None:
-    config = tmp_path / "scheduler_config.json"
-    config.write_text('{"_class_name": "DDPMScheduler", "prediction_type": "noise"}')
-    with pytest.raises(
-        HddmError, match=r"scheduler_config.json: prediction_type 'noise' is not one of epsilon"
+    for train, data, settings in (
+        (train_expert, shards / "shard_0", expert_settings("flow", **wild)),
+        (train_router, shards, router_settings(**wild)),
     ):
-        train_expert(whole, tmp_path / "out", expert_settings("ddpm", steps=1), config)
+        assert re.search(message, refusal(train, data, tmp_path / "out", settings))
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_expert_on_a_diffusers_schedule_is_loaded_with_it(whole: Path, tmp_path: Path) -> None:
@@ -148,26 +140,30 @@ def test_an_expert_on_a_diffusers_schedule_is_loaded_with_it(whole: Path, tmp_pa
     facts = json.loads((tmp_path / "expert" / "expert.json").read_text())
     assert facts["schedule_source"] == str(config)
     assert facts["prediction_type"] == "v_prediction"
-    requested = expert_settings("ddpm", prediction="epsilon")
-    assert resolve_new(open_shard(whole), requested, config)[0].prediction == "epsilon"
+    requested = open_shard(whole), expert_settings("ddpm", prediction="epsilon"), config
+    assert resolve_new(*requested)[0].prediction == "epsilon"
+    config.write_text('{"_class_name": "DDPMScheduler", "prediction_type": "noise"}')
+    told = f"{config}: prediction_type 'noise' is not one of epsilon"
+    assert told in refusal(resolve_new, *requested)
 
 
 def test_shards_that_do_not_fit_a_network_are_refused(
     images: Path, whole: Path, shards: Path, tmp_path: Path
 ) -> None:
     """Images that do not make whole patches, that carry no labels, or whose shapes differ for a router."""
-    with pytest.raises(HddmError, match=r"images are 4×4; `size` S/8 takes squares .* by 8"):
-        train_expert(whole, tmp_path / "expert", expert_settings("flow", size="S/8"))
+    large, labelled = expert_settings("flow", size="S/8"), expert_settings("flow", class_conditional=True)
+    told = "images are 4×4; `size` S/8 takes squares divisible by 8"
+    assert told in refusal(train_expert, whole, tmp_path / "expert", large)
     assert "images are 6×4" in refusal(new_network, ExpertTransformer, "tiny", (1, 4, 6), 0)
     (flat,) = partition(images / "rows", tmp_path / "flat", 1)
-    with pytest.raises(HddmError, match="no labels; drop `class_conditional=True`"):
-        train_expert(flat, tmp_path / "expert", expert_settings("flow", class_conditional=True))
+    told = "no labels; drop `class_conditional=True`"
+    assert told in refusal(train_expert, flat, tmp_path / "expert", labelled)
     folder = copied(shards, tmp_path)
     (other,) = partition(write_images(tmp_path / "images", side=6), tmp_path / "other", 1)
     shutil.rmtree(folder / "shard_1")
     other.rename(folder / "shard_1")
-    with pytest.raises(HddmError, match="samples of different kinds"):
-        train_router(folder, tmp_path / "router", router_settings())
+    told = "samples of different kinds"
+    assert told in refusal(train_router, folder, tmp_path / "router", router_settings())
     assert not (tmp_path / "expert").exists()
     assert not (tmp_path / "router").exists()
 
