@@ -6,7 +6,7 @@ it: it fits the network step by step and calls back to write the folder.
 settings                              what is requested; the recipe, with every default filled in
 expert, continuation, distill, router      the four trainings
 objectives, mean_flow                 what a network learns, and from which inputs
-loop, device, optimizer               the steps
+loop, device                          the steps
 state, resume                         the run folder, checkpoints, and resuming them exactly
 watching                              figures and pictures on the way
 islands                               all experts at once

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hddm.networks.wrappers import compile_blocks
-from hddm.training.device import Device, Flags, Readings
-from hddm.training.optimizer import optimizer_of
+from hddm.training.device import Device, Flags, Readings, optimizer_of
 from hddm.training.resume import Change, is_finished, run_folder_of, value_at
 from hddm.training.settings import Recipe, RunOptions
 from hddm.training.state import Ema, Run, TrainingState, open_run

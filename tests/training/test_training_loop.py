@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from hddm.experts.records import WEAK
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
+from hddm.training.device import optimizer_of
 from hddm.training.expert import train_expert
 from hddm.training.loop import Inputs, Loader, Order, StepReport, Task, fit
-from hddm.training.optimizer import optimizer_of
 from hddm.training.settings import ExpertRecipe, ExpertSettings, RunOptions, resolve, size_config
 from hddm.training.state import Ema, open_run
 from hddm.utils.errors import HddmError
