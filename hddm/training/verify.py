@@ -257,7 +257,7 @@ def judge(found: Verification, expert: Expert, field: VelocityField, shard: Shar
 
     - No other reading of its weights may fit clearly better (`misread`).
 
-    Raises `HddmError` for classes other than its own.
+    Raises `HddmError` for classes other than its own, and for fewer than 2 images.
     """
     rows = evenly_spaced(shard, IMAGES)
     given, images = conditions_of_rows(rows, conditions_of(shard, field), shard, field), shard.take(rows)
