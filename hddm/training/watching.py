@@ -27,8 +27,8 @@ from hddm.running import Batch, run
 from hddm.sampling import plan
 from hddm.training.denoising import velocity_errors
 from hddm.training.loop import StepReport, Watch, Watcher, mean
-from hddm.training.report import LOGS, REPORT_FILE, SAMPLES, write_run_report
 from hddm.training.objectives import conditions_of, conditions_of_rows, evenly_spaced
+from hddm.training.report import LOGS, REPORT_FILE, SAMPLES, write_run_report
 from hddm.training.resume import RUN_FILE, read_run, step_of
 from hddm.training.settings import TEXT, RunOptions
 from hddm.training.state import Run
