@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from PIL import Image
 
 from hddm.benchmark.results import MARK, Comparison, Results, Row, number
@@ -25,7 +24,7 @@ from hddm.data.sources.base import SUFFIXES
 from hddm.evaluation.compare import escaped, markdown_table
 from hddm.evaluation.scores import LEARNED, RECOGNISED
 from hddm.utils.files import write_whole
-from hddm.utils.pages import COLOURS, as_element, charts, data_address, templates
+from hddm.utils.pages import COLOURS, as_element, charts, data_address, plain_numbers, templates
 
 REPORT_FILE = "report.html"
 PUBLISHED = 50_000
@@ -289,11 +288,7 @@ def costs(results: Results) -> dict[str, Any]:
         axes.set_title(f"{number:,} images", loc="left")
         axes.autoscale_view()
         for axis in (axes.xaxis, axes.yaxis):
-            # Plain numbers, some on each axis however short it is.
-            low, high = axis.get_view_interval()
-            axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)) if high > 10 * low else MaxNLocator(5))
-            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            axis.set_minor_locator(NullLocator())
+            plain_numbers(axis)
         alt = (
             f"Fréchet distance against counted operations per image, of {number} images. Lower left is best."
         )

@@ -4,14 +4,14 @@ It shows what the run's folder holds already: the figures of its TensorBoard log
 """
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hddm.training.resume import RUN_FILE, read_run
 from hddm.utils.errors import optional
 from hddm.utils.files import write_whole
-from hddm.utils.pages import COLOURS, as_element, charts, data_address, templates
+from hddm.utils.pages import COLOURS, as_element, charts, data_address, plain_numbers, templates
 
 REPORT_FILE = "report.html"
 LOGS, SAMPLES = "logs", "samples"
@@ -19,6 +19,8 @@ LOGS, SAMPLES = "logs", "samples"
 _POINTS = 1000
 """Of a curve, at most."""
 _GRIDS = 6
+_USED = "the report of a run", "train"
+"""What needs matplotlib and tensorboard, and the extra that has them."""
 _RATE = "train/images_per_second"
 
 _PANELS = (
@@ -40,7 +42,6 @@ def write_run_report(run: Path, step: int, batch_size: int) -> None:
     ``batch_size`` is this process's part of a batch, whose images per second are logged. Raises `HddmError`
     without tensorboard or matplotlib, `OSError` for a folder that cannot be written.
     """
-    optional("matplotlib", "the report of a run", "train")
     record, logged = read_run(run / RUN_FILE), _logged(run / LOGS)
     rate = logged[_RATE][1][-1] if _RATE in logged else None
     steps = record["settings"]["steps"]
@@ -60,10 +61,8 @@ def write_run_report(run: Path, step: int, batch_size: int) -> None:
 
 def _logged(folder: Path) -> Curves:
     """What was logged, also from processes before this one."""
-    optional("tensorboard", "the report of a run", "train")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder), {"scalars": _POINTS, "images": 1})
+    reader = optional("tensorboard.backend.event_processing.event_accumulator", *_USED)
+    events = reader.EventAccumulator(str(folder), {"scalars": _POINTS, "images": 1})
     events.Reload()
     found = {name: events.Scalars(name) for name in events.Tags()["scalars"]}
     return {name: ([one.step for one in each], [one.value for one in each]) for name, each in found.items()}
@@ -71,20 +70,28 @@ def _logged(folder: Path) -> Curves:
 
 def _panel(title: str, pattern: str, logged: Curves) -> dict[str, Any] | None:
     """A chart over steps, and its legend of colours and names; None where nothing was logged."""
-    curves = {name.split("/")[1]: logged[name] for name in sorted(fnmatch.filter(logged, pattern))}
+    curves = [(name.split("/")[-1], *logged[name]) for name in sorted(fnmatch.filter(logged, pattern))]
     if not curves:
         return None
-    colours = [COLOURS[k % len(COLOURS)] for k in range(len(curves))]
+    colours: Sequence[str] = COLOURS
+    if len(curves) > 2:
+        # Noise levels have an order, and so have their colours.
+        shades = optional("matplotlib", *_USED).colormaps["viridis"]
+        each = (shades(0.95 * k / (len(curves) - 1), bytes=True) for k in range(len(curves)))
+        colours = ["#{:02x}{:02x}{:02x}".format(*one) for one in each]
     with charts() as figure:
         canvas = figure(figsize=(4.0, 2.9), layout="constrained")
         axes = canvas.subplots()
-        for k, (steps, values) in enumerate(curves.values()):
-            dash, marker = "-" if k < len(COLOURS) else "--", "o" if len(steps) < 3 else None
-            axes.plot(steps, values, color=colours[k], linestyle=dash, marker=marker, markersize=3)
+        for colour, (_, steps, values) in zip(colours, curves, strict=False):
+            axes.plot(steps, values, color=colour, marker="o" if len(steps) < 3 else None, markersize=3)
         axes.set(yscale="log", xlabel="step")
         axes.set_title(title, loc="left")
+        plain_numbers(axes.yaxis)
         chart = as_element(canvas, pattern.split("/")[0] + str(len(curves)), f"{title}, over steps.")
-    return {"chart": chart, "legend": list(zip(colours, curves, strict=True))}
+    return {
+        "chart": chart,
+        "legend": [(colour, one[0]) for colour, one in zip(colours, curves, strict=False)],
+    }
 
 
 def _grids(folder: Path) -> list[dict[str, str]]:

@@ -14,6 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from hddm.utils.progress import duration
 
 if TYPE_CHECKING:
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f5f2a", "#666666")
@@ -49,6 +50,16 @@ def as_element(figure: "Figure", name: str, alt: str) -> str:
     body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", body.replace("xlink:href", "href"))
     body = re.sub(r"\n\s*", "\n", body)
     return f'<svg viewBox="{head[1]}" role="img" aria-label="{html.escape(alt)}">{body}'
+
+
+def plain_numbers(axis: "Axis") -> None:
+    """Plain numbers on a logarithmic axis, some on each however short it is."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)) if high > 10 * low else MaxNLocator(5))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
 
 
 def data_address(png: bytes) -> str:
