@@ -2,9 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -37,15 +35,11 @@ from tests.vision_files import write_vision_model
 @pytest.fixture
 def tars(many: Path, tmp_path: Path) -> Path:
     """The same images in a tar, with captions."""
-    return _pack(many, tmp_path / "train.tar")
-
-
-def _pack(images: Path, target: Path, spoilt: Mapping[int, bytes] = MappingProxyType({})) -> Path:
     files = {}
-    for number, path in enumerate(sorted(images.rglob("*.png"))):
-        files[f"{number:04d}.png"] = spoilt.get(number, path.read_bytes())
+    for number, path in enumerate(sorted(many.rglob("*.png"))):
+        files[f"{number:04d}.png"] = path.read_bytes()
         files[f"{number:04d}.txt"] = f"picture {number}".encode()
-    return write_tar(target, files)
+    return write_tar(tmp_path / "train.tar", files)
 
 
 def test_images_of_a_tar_are_written_with_their_captions_and_files_are_linked(
