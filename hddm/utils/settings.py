@@ -130,7 +130,7 @@ def _check_device(name: str) -> None:
 
 Device = Annotated[str, _checked(_check_device)]
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
-SolverName = Literal["euler", "heun", "adams-bashforth", "adams-moulton"]
+SolverName = Literal["euler", "heun", "adams-bashforth", "adams-moulton", "adams"]
 """Names in `hddm.solvers`."""
 Interpolation = Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"]
 Prediction = Literal["epsilon", "sample", "v_prediction", "flow_prediction"]
