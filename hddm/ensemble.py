@@ -123,8 +123,7 @@ class Ensemble:
             raise HddmError("an ensemble needs at least one expert")
         parts = [one if isinstance(one, Part) else Part(one) for one in experts]
         weights = [one.weight for one in parts] if prior is None else prior
-        self.prior = _normalised(weights, len(parts))
-        """p(k) (K,) in float64: the weights, normalised to sum 1."""
+        self._prior = _normalised(weights, len(parts))
         pairs = zip(parts, torch.as_tensor(weights, dtype=torch.float64).tolist(), strict=True)
         self.parts = tuple(replace(part, weight=weight) for part, weight in pairs)
         """The experts with all that is known of them; domains and classes follow from it."""
@@ -152,6 +151,11 @@ class Ensemble:
     def experts(self) -> list[VelocityField]:
         """The parts' velocity fields."""
         return [part.field for part in self.parts]
+
+    @property
+    def prior(self) -> Tensor:
+        """p(k) (K,) in float64: the weights, normalised to sum 1."""
+        return self._prior
 
     @functools.cached_property
     def domains(self) -> tuple[int, ...]:

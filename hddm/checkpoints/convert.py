@@ -291,7 +291,8 @@ def _compare(plan: ConversionPlan, source: Forward | None, draft: Path) -> Conve
     extra = {TEXT: conditions.pop(TEXT)} if "text_dim" in plan.options else {}
     assert written.sample_shape is not None
     channels, *size = written.sample_shape
-    if plan.built.network is not ExpertTransformer:
+    # A layout's own network has the positions of one size.
+    if plan.source.forward is None and plan.built.network is not ExpertTransformer:
         # A UNet halves the size once per level.
         enough = max(_ENOUGH, 2 ** len(config.get("block_out_channels", ())))
         size = [min(side, enough) for side in size]

@@ -4,6 +4,8 @@ It shows what the run's folder holds already: the figures of its TensorBoard log
 """
 
 import fnmatch
+import re
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ LOGS, SAMPLES = "logs", "samples"
 _POINTS = 1000
 """Of a curve, at most."""
 _GRIDS = 6
+_SPACING = 50
+"""Times as long as a page took, the next one waits."""
 _USED = "the report of a run", "train"
 """What needs matplotlib and tensorboard, and the extra that has them."""
 _RATE = "train/images_per_second"
@@ -34,6 +38,26 @@ _PANELS = (
 
 Curves = Mapping[str, tuple[list[float], list[float]]]
 """Steps and values of figures, by name."""
+
+
+class RunReport:
+    """The page of a run, renewed after checkpoints, as long as that takes little of the time."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._due: tuple[int, int] | None = None
+        self._next = 0.0
+
+    def put_off(self, step: int, batch_size: int) -> None:
+        """Renew the page once the checkpoint of ``step`` is saved; see `write_run_report`."""
+        self._due = step, batch_size
+
+    def renew(self, is_last: bool = False) -> None:
+        """Write the page, if it is due; raises as `write_run_report`."""
+        begun = time.monotonic()
+        if self._due is not None and (is_last or begun >= self._next):
+            write_run_report(self._run, *self._due)
+            self._due, self._next = None, begun + _SPACING * (time.monotonic() - begun)
 
 
 def write_run_report(run: Path, step: int, batch_size: int) -> None:
@@ -87,7 +111,7 @@ def _panel(title: str, pattern: str, logged: Curves) -> dict[str, Any] | None:
         axes.set(yscale="log", xlabel="step")
         axes.set_title(title, loc="left")
         plain_numbers(axes.yaxis)
-        chart = as_element(canvas, pattern.split("/")[0] + str(len(curves)), f"{title}, over steps.")
+        chart = as_element(canvas, re.sub(r"\W+", "-", pattern), f"{title}, over steps.")
     return {
         "chart": chart,
         "legend": [(colour, one[0]) for colour, one in zip(colours, curves, strict=False)],

@@ -136,6 +136,13 @@ Interpolation = Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lan
 Prediction = Literal["epsilon", "sample", "v_prediction", "flow_prediction"]
 
 
+def _whole_amount(text: Any) -> Any:
+    """``text``, where all of it is an amount: pydantic reads the beginning alone, and 1,5GB as a byte."""
+    if isinstance(text, str) and not re.fullmatch(r"\s*\d+(\.\d+)?\s*([KMGT]i?)?B?\s*", text, re.IGNORECASE):
+        raise HddmError("is not an amount of memory; write it as 6GB")
+    return text
+
+
 def _check_interval(interval: tuple[float, float]) -> None:
     if not 0 <= interval[0] <= interval[1] <= 1:
         raise HddmError("must be two t, 0 <= low <= high <= 1")
@@ -220,7 +227,7 @@ class SampleSettings(Computing, SamplingSettings):
     """Images computed together; it affects rounding only."""
     offload: Literal["none", "ram", "disk"] = "none"
     """Place of idle experts: on the device (none), in memory or on disk."""
-    max_memory: Annotated[ByteSize, Field(ge=1)] | None = None
+    max_memory: Annotated[ByteSize, Field(ge=1), BeforeValidator(_whole_amount)] | None = None
     """Limit of weights on the device with `offload`, such as 6GB. Default: no limit."""
     compile: bool = False
     """Compile the experts; the first steps then take minutes."""

@@ -372,3 +372,16 @@ def test_a_table_of_positions_that_an_old_file_holds_is_computed_anew(hddm: Comm
     save_file({**weights, "pos_embed.pos_embed": network.pos_embed.pos_embed.clone()}, path)
     assert "pos_embed.pos_embed" in converted(hddm, source, tmp_path / "expert")
     check_velocity(tmp_path / "expert", network, DDPM_BETAS)
+
+
+@pytest.mark.parametrize("has_positions", [True, False])
+def test_pixart_of_more_than_the_size_that_is_compared_converts(
+    hddm: Command, tmp_path: Path, has_positions: bool
+) -> None:
+    """Its own network has the positions of its one size."""
+    tensors = pixart_file(pixart(sample_size=32))
+    if not has_positions:
+        tensors.pop("pos_embed", None)
+    save_file(tensors, tmp_path / "large.safetensors")
+    size = () if has_positions else ("--sample-size", 32)
+    converted(hddm, tmp_path / "large.safetensors", tmp_path / "out", "--num-heads", 2, *size)

@@ -83,7 +83,7 @@ LATER = [
             f"sample {{shard}} --out {{out}} --max-memory={one}",
             f"--max-memory {one}: is not an amount of memory",
         )
-        for one in ("6XB", "-1GB", "GB", "1e9")
+        for one in ("6XB", "-1GB", "GB", "1e9", "1,5GB", "6-8GB", "6Gbit")
     ),
     ("partition {images} --out {out} --shards 2 --features dino", "or OWNER/NAME; did you mean 'dinov2'?"),
     (

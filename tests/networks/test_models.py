@@ -116,6 +116,39 @@ def test_text_is_asked_for_by_name_and_taken_in_any_precision() -> None:
     assert network(X.bfloat16(), T, encoder_hidden_states=TEXT).isfinite().all()
 
 
+@torch.no_grad()
+def test_a_patch_of_the_output_lies_where_its_input_does() -> None:
+    """Without blocks nothing mixes patches: a changed pixel may change its own patch only."""
+    network = _awake(ExpertTransformer(**{**TINY, "depth": 0}))
+    for row, column in ((0, 0), (1, 6), (5, 2), (7, 7)):
+        changed = (network(_poked(row, column), T) - network(X, T)).abs().amax((0, 1)) > 0
+        patch = torch.zeros(8, 8, dtype=torch.bool)
+        patch[row // 2 * 2 : row // 2 * 2 + 2, column // 2 * 2 : column // 2 * 2 + 2] = True
+        assert torch.equal(changed, patch)
+
+
+def test_a_patch_is_laid_out_by_row_then_column_then_channel() -> None:
+    network = ExpertTransformer(**TINY)
+    network.final_layer.linear.bias.data = torch.arange(12.0)
+    output = network(X, T)
+    for row in range(8):
+        for column in range(8):
+            first = 3 * (2 * (row % 2) + column % 2)
+            assert output[0, :, row, column].tolist() == [first, first + 1, first + 2]
+
+
+@torch.no_grad()
+def test_every_patch_sees_every_other_knows_its_place_and_sees_no_other_sample() -> None:
+    network = _awake(ExpertTransformer(**TINY))
+    together = network(X, T)
+    assert ((network(_poked(0, 0), T) - together).abs() > 0).all()
+    alone = torch.cat([network(X[i : i + 1], T[i : i + 1]) for i in range(2)])
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+    output = network(torch.zeros_like(X), T)
+    patches = output.unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
+    assert torch.pdist(patches[0]).min() > 1e-4
+
+
 def test_rotary_scores_depend_on_the_distance_of_patches_alone() -> None:
     """Queries and keys that are the same everywhere, on a grid of 3 × 4."""
     same = torch.randn(2, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -1,6 +1,5 @@
 """Pipelines with several text encoders: conditions and images of prompts against the pipeline's own."""
 
-import json
 import shutil
 import socket
 from pathlib import Path
@@ -28,7 +27,7 @@ from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.records import write_manifest
 from tests.artefacts import Command, copied, edit_json, printed, seal
 from tests.checkpoint_files import SD_BETAS, randomised, text_unet
-from tests.component_files import write_clip, write_t5, write_tokenizer, write_vae
+from tests.component_files import write_clip, write_t5, write_vae
 
 PROMPTS = ["a cat", "two dogs on a lawn"]
 NAMES = ("sdxl", "sd3", "flux")
@@ -189,30 +188,6 @@ def test_encoders_that_make_other_conditions_have_another_identity(tmp_path: Pat
     pipe.save_pretrained(tmp_path / "projection")
     folders = (tmp_path / "one", tmp_path / "zeros" / "one", tmp_path / "projection")
     assert len({prompts_facts(folder).fingerprint for folder in folders}) == 3
-
-
-def _without_a_merge(folder: Path) -> None:
-    path = folder / "tokenizer.json"
-    content = json.loads(path.read_text())
-    del content["model"]["merges"][-1]
-    path.write_text(json.dumps(content))
-
-
-def test_a_tokenizer_is_part_of_the_identity_and_its_files_are_not(tmp_path: Path) -> None:
-    pipe = stock("sdxl", tmp_path)
-    pipe.save_pretrained(tmp_path / "one")
-    other, again = (copied(tmp_path / "one", tmp_path / name) for name in ("merges", "files"))
-    # Same words, which texts are cut into otherwise.
-    _without_a_merge(other / "tokenizer_2")
-    shutil.rmtree(again / "tokenizer_2")
-    write_tokenizer(again / "tokenizer_2")
-    one, unlike, same = (prompts_facts(folder) for folder in (tmp_path / "one", other, again))
-    assert one == same
-    assert one != unlike
-    for folder, name in ((tmp_path / "one", "a"), (other, "b")):
-        library.convert(folder, tmp_path / name)
-    library.assemble([tmp_path / "a", tmp_path / "b"], tmp_path / "both")
-    assert (tmp_path / "both" / "text_encoder_2").is_dir()
 
 
 @pytest.mark.parametrize(("prompt", "kinds"), [("a cat on a lawn " * 10, 1), ("cat on a dog " * 80, 2)])

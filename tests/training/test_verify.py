@@ -231,6 +231,16 @@ def _changed(expert: Path, parent: Path, file: str, change: Callable[[dict[str, 
     return folder
 
 
+def test_weights_other_than_those_recorded_are_refused(class_expert: Path, tmp_path: Path) -> None:
+    folder = copied(class_expert, tmp_path)
+    weights = load_file(folder / WEIGHTS)
+    weights["class_embed.weight"][0, 0] += 1
+    save_file(weights, folder / WEIGHTS, {"format": "pt"})
+    changed, remedy = verify_expert(folder).problems
+    assert changed == f"{WEIGHTS}: has changed"
+    assert remedy.endswith(f"a calibration alone is mended by hddm calibrate {folder}")
+
+
 def test_a_calibration_that_no_fit_gives_is_refused(class_expert: Path, tmp_path: Path) -> None:
     changes: list[tuple[Callable[[dict[str, Tensor]], object], str]] = [
         (lambda found: found["weights"][-1, :1].fill_(torch.inf), "'weights' holds NaN or Inf; get"),
