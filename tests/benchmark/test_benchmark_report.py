@@ -68,11 +68,11 @@ def test_what_does_not_compare_is_listed(miniature: Finished) -> None:
     for line in (
         "Published distances: they are of 50,000 images and Inception's features; these are of 40",
         "Too few images for the features: 6 rows",
-        "Training compute of all: homogeneous flow costs",
+        "Budget “all” is not equal: training homogeneous flow costs",
         "an expert alone, and within the ensemble: 3 of 3 images are the same file",
     ):
         assert line in text
-    assert "Training compute of ensembles" not in text
+    assert "Budget “ensembles”" not in text
     assert "| models, by domain" in text
     assert "first: share" in text
 
