@@ -236,7 +236,7 @@ def test_an_ensemble_that_draws_teaches_the_full_mixture_or_another_that_is_aske
     for ensemble, strategy in (("draw", None), ("commit-0.9", None), ("full", None), ("draw", "top-1")):
         teacher, out = tmp_path / ensemble / "ensemble", tmp_path / f"{ensemble} {strategy}"
         if not teacher.exists():
-            assemble([ddpm_expert, flow_expert], teacher, router, ensemble)
+            assemble([ddpm_expert, flow_expert], teacher, router, strategy=ensemble)
         distill(teacher, shards, out, _settings(teacher="routed", strategy=strategy, steps=2))
         trained[out.name] = _sha256(out)
     assert trained["draw None"] == trained["commit-0.9 None"] == trained["full None"] != trained["draw top-1"]

@@ -82,7 +82,7 @@ def test_nothing_in_the_library_draws_beside_the_table() -> None:
             ):
                 found.append(f"{path.name}: {ast.unparse(node)}")
     assert sorted(found) == [
-        "digits.py: np.random.default_rng(seed)",
+        "images.py: np.random.default_rng(seed)",
         "loop.py: torch.manual_seed(seed)",
         "streams.py: np.random.SeedSequence((seed, index, int(use), part))",
     ]
