@@ -11,7 +11,6 @@ import hashlib
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -286,7 +285,7 @@ def write_report(
     folder: Path, source: ImageSource, features: ImageFeatures, shard: Indices, record: PartitionRecord
 ) -> None:
     """Write ``report.html`` and its pictures; ``shard`` (M,) includes held-out images."""
-    from jinja2 import Environment, StrictUndefined
+    from hddm.utils.pages import templates
 
     def open_row(row: int) -> Image.Image:
         return open_image(source.read(row), source.root / source.files[row])
@@ -302,18 +301,19 @@ def write_report(
             lines = lines_of(features.rows[rows].tolist(), COLUMNS)
             sheet = contact_sheet(lines, open_row, COLUMNS)
             sheet.save(folder / PICTURES / f"shard_{k}_{kind}.png")
-    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(
-        (files("hddm.data") / "partition_report.html.j2").read_text(encoding="utf-8")
-    )
-    page = template.render(
-        record=record,
-        distances=distances,
-        largest=distances.max(),
-        classes=_classes(source, features.rows, shard, num_shards),
-        pictures=PICTURES,
-        counted=counted,
-        shown=shown,
-        most_skipped=_SKIPPED,
+    page = (
+        templates(is_html=True)
+        .get_template("data/partition_report.html.j2")
+        .render(
+            record=record,
+            distances=distances,
+            largest=distances.max(),
+            classes=_classes(source, features.rows, shard, num_shards),
+            pictures=PICTURES,
+            counted=counted,
+            shown=shown,
+            most_skipped=_SKIPPED,
+        )
     )
     (folder / "report.html").write_text(page, encoding="utf-8")
 

@@ -3,11 +3,9 @@
 import contextlib
 import re
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
-from jinja2 import Environment, StrictUndefined
 
 from hddm.conditions import join_classes
 from hddm.evaluation.compare import escaped, table
@@ -17,6 +15,7 @@ from hddm.experts.compatibility import read_entries, takes_classes, takes_text
 from hddm.experts.ensemble_folders import EnsembleRecord, components_in
 from hddm.experts.records import ExpertRecord
 from hddm.utils.errors import HddmError, counted, one_line
+from hddm.utils.pages import templates
 from hddm.utils.records import content_hash
 
 CARD = "README.md"
@@ -60,9 +59,9 @@ def model_card(
     )
     classes = join_classes(tuple(one.classes for one in entries)).names
     shapes = dict.fromkeys("×".join(map(str, one.sample_shape)) + f" {one.space}" for one in records)
-    environment = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    environment = templates(is_html=False, trim_blocks=True, keep_trailing_newline=True)
     environment.filters |= {"literal": _literal, "counted": counted, "basename": lambda path: Path(path).name}
-    template = environment.from_string((files("hddm.pipelines") / "card.md.j2").read_text(encoding="utf-8"))
+    template = environment.get_template("pipelines/card.md.j2")
     title = repo_id.split("/")[-1]
     text = template.render(
         front=data.to_yaml(),

@@ -4,7 +4,6 @@ It is served to this machine only and contacts no other: analytics are off, font
 Content-Security-Policy lets the browser fetch from the page's own origin only. Its HTML is in page.html.j2.
 """
 
-import base64
 import contextlib
 import functools
 import io
@@ -14,18 +13,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.resources import files as resources
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
 from PIL import Image, ImageOps
 
 from hddm.sampling import plan
 from hddm.serving.painting import Opened, Painted, Panel, paint
 from hddm.solvers import SOLVERS
 from hddm.utils.errors import HddmError, counted, optional
+from hddm.utils.pages import data_address, templates
 from hddm.utils.processes import environment
 from hddm.utils.records import OPTIONS, parse_record
 from hddm.utils.settings import SampleSettings
@@ -58,12 +56,12 @@ def _address(picture: bytes | Image.Image) -> str:
         file = io.BytesIO()
         picture.save(file, "png")
         picture = file.getvalue()
-    return f"data:image/png;base64,{base64.b64encode(picture).decode()}"
+    return data_address(picture)
 
 
-_ENVIRONMENT = Environment(autoescape=True, undefined=StrictUndefined)
-_ENVIRONMENT.filters |= {"address": _address, "counted": counted}
-_PARTS: Any = _ENVIRONMENT.from_string((resources("hddm.serving") / "page.html.j2").read_text("utf-8")).module
+_TEMPLATES = templates(is_html=True)
+_TEMPLATES.filters |= {"address": _address, "counted": counted}
+_PARTS: Any = _TEMPLATES.get_template("serving/page.html.j2").module
 """Parts of the page as functions to HTML."""
 
 

@@ -21,9 +21,13 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7
 """Colours distinguishable without red or green (Okabe and Ito)."""
 
 
-def templates(is_html: bool) -> Environment:
-    """Templates of the package, by their paths in it; only those of HTML escape values."""
-    found = Environment(loader=PackageLoader("hddm", ""), autoescape=is_html, undefined=StrictUndefined)
+def templates(is_html: bool, **options: Any) -> Environment:
+    """Templates of the package, by their paths in it; only those of HTML escape values.
+
+    Further ``options`` are Jinja's.
+    """
+    loader = PackageLoader("hddm", "")
+    found = Environment(loader=loader, autoescape=is_html, undefined=StrictUndefined, **options)
     found.globals["duration"] = duration
     return found
 
