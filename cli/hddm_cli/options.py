@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import typer
-from pydantic import BeforeValidator, ByteSize
+from pydantic import BeforeValidator
 
 from hddm.training.settings import settings_of
 from hddm.utils.errors import HddmError, UsageError, asked
@@ -104,7 +104,7 @@ def _option(name: str, field: Any) -> Any:
     if get_origin(kind) is Annotated:
         kind, *more = get_args(kind)
         extras += more
-    is_read_from_text = kind is ByteSize or any(isinstance(one, BeforeValidator) for one in extras)
+    is_read_from_text = any(isinstance(one, BeforeValidator) for one in extras)
     spelled, arguments = name.replace("_", "-"), get_args(kind)
     names = [_SPELLED[name]] if name in _SPELLED else []
     if kind is bool and not names:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BeforeValidator, ByteSize, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from hddm.utils.errors import HddmError, choose
 from hddm.utils.records import OPTIONS, Count, NoiseRange, Record, Seed, parse_record
@@ -139,7 +140,7 @@ Prediction = Literal["epsilon", "sample", "v_prediction", "flow_prediction"]
 def _whole_amount(text: Any) -> Any:
     """``text``, where all of it is an amount: pydantic reads the beginning alone, and 1,5GB as a byte."""
     if isinstance(text, str) and not re.fullmatch(r"\s*\d+(\.\d+)?\s*([KMGT]i?)?B?\s*", text, re.IGNORECASE):
-        raise HddmError("is not an amount of memory; write it as 6GB")
+        raise PydanticCustomError("byte_size", "not an amount of memory")
     return text
 
 
