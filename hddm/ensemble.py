@@ -84,10 +84,9 @@ def numbered_by_first(identities: Iterable[Hashable]) -> tuple[int, ...]:
 
 def numbered_vaes(identities: Sequence[Hashable]) -> tuple[int, ...]:
     """`numbered_by_first` of VAEs, with -1 for an expert of pixels beside others of latents."""
-    numbers = numbered_by_first(identities)
-    if not any(identities):
-        return numbers
-    return tuple(-1 if one is None else k for k, one in zip(numbers, identities, strict=True))
+    has_latents, numbers = any(identities), numbered_by_first(identities)
+    pairs = zip(numbers, identities, strict=True)
+    return tuple(-1 if one is None and has_latents else k for k, one in pairs)
 
 
 class Ensemble:

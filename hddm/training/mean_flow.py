@@ -200,12 +200,7 @@ class MeanFlow:
             with torch.no_grad(), torch.autocast(x_t.device.type, enabled=False):
                 teacher, scale = self.teacher_on(x_t.device), self.recipe.guidance_scale
                 v = teacher.velocity(states, start, scale, expert=expert, **own)
-
-                def by_averages(*given: Tensor, **named: Tensor) -> Tensor:
-                    output: Tensor = torch.func.functional_call(network, dict(averages), given, named)
-                    return output
-
-                averaged = self.mean_velocity(by_averages, own)
+                averaged = self.mean_velocity(functools.partial(_call, network, averages), own)
                 found = identity_target(averaged, states, v, start, end, LONGEST)
             x_t, target = x_t.index_copy(0, rows, states), target.index_copy(0, rows, found.to(target))
             t, r = t.index_copy(0, rows, start), r.index_copy(0, rows, end)
@@ -249,6 +244,14 @@ def identity_target(
 
 def _size(x: Tensor) -> Tensor:
     return x.flatten(1).square().mean(1).sqrt()
+
+
+def _call(
+    network: nn.Module, averages: Mapping[str, Tensor], *inputs: Tensor, **conditions: Tensor
+) -> Tensor:
+    """``network`` with the ``averages`` for its parameters."""
+    output: Tensor = torch.func.functional_call(network, dict(averages), inputs, conditions)
+    return output
 
 
 def _wide(times: Tensor, x: Tensor) -> Tensor:

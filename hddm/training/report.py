@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hddm.training.objectives import evenly_spaced
 from hddm.training.resume import RUN_FILE, read_run
 from hddm.utils.errors import optional
 from hddm.utils.files import write_whole
@@ -121,9 +122,7 @@ def _panel(title: str, pattern: str, logged: Curves) -> dict[str, Any] | None:
 def _grids(folder: Path) -> list[dict[str, str]]:
     """Grids of the averaged weights from all over the training, the newest included."""
     paths = sorted(folder.glob("step_*_ema.png"))
-    last = len(paths) - 1
-    chosen = {round(k * last / (_GRIDS - 1)) for k in range(_GRIDS)} if paths else set[int]()
     return [
         {"step": f"{int(path.name.split('_')[1]):,}", "address": data_address(path.read_bytes())}
-        for path in (paths[k] for k in sorted(chosen))
+        for path in (paths[k] for k in evenly_spaced(paths, _GRIDS).tolist())
     ]
