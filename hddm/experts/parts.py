@@ -110,7 +110,10 @@ def identities(entries: Sequence[Entry], name: str) -> list[Hashable]:
 
 
 def numbers_of(entries: Sequence[Entry], name: str) -> tuple[int, ...]:
-    """Number of each expert's ``vae``, ``text_encoder`` or ``tokenizer``, as in `hddm.ensemble.Ensemble`."""
+    """Number of each expert's ``vae`` or ``text_encoder``, as in `hddm.ensemble.Ensemble`, or ``tokenizer``.
+
+    A tokenizer has the number of its text encoder.
+    """
     if name == "vae":
         return numbered_vaes(identities(entries, name))
     return numbered_by_first(identities(entries, "text_encoder"))

@@ -113,7 +113,7 @@ class LoopFields(Described, Generic[Open]):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     compile: bool = False
-    """Compile the network with torch.compile."""
+    """Compile the network's blocks with torch.compile."""
     fsdp: bool = False
     """Split weights, gradients and the optimizer's state over the processes of accelerate."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"

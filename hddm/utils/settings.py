@@ -231,7 +231,7 @@ class SampleSettings(Computing, SamplingSettings):
     max_memory: Annotated[ByteSize, Field(ge=1), BeforeValidator(_whole_amount)] | None = None
     """Limit of weights on the device with `offload`, such as 6GB. Default: no limit."""
     compile: bool = False
-    """Compile the experts; the first steps then take minutes."""
+    """Compile the experts' blocks with torch.compile, at the first step."""
     output_type: Literal["png", "latent"] = "png"
     """PNG images, or the experts' output as latents."""
 
