@@ -1,4 +1,4 @@
-"""Samples that begin with a picture: image to image, and inpainting.
+"""Samples that begin with a picture: image to image, inpainting, and edits from one prompt to another.
 
 On the common path a picture x_0 at t = s is x_s = (1 - s) x_0 + s eps, whatever an expert was trained with,
 so sampling goes on from there with any expert, router and solver. The strength s says how much is new: at 0
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from hddm.conditions import Conditions
 from hddm.solvers import OnStep, Solver, Velocity, unchanged
 from hddm.utils.errors import HddmError
 
@@ -33,10 +34,12 @@ class Picture:
         resampling: with a mask, how often each step is taken; see `inpainting`.
         pixels: (num or 1, C, H, W) in [-1, 1], where ``x_0`` are latents of them.
         pixel_mask: the mask of ``pixels``.
+        source: conditions that describe the pictures, (num or 1, …); sampling then edits the pictures to the
+            samples' own conditions, see `edit`.
 
     Raises:
-        HddmError: for a strength outside [0, 1], a ``resampling`` below 1, x_0 that is not finite, and a mask
-            of another size.
+        HddmError: for a strength outside [0, 1], a ``resampling`` below 1, x_0 that is not finite, a mask of
+            another size, and a mask together with ``source``.
     """
 
     x_0: Tensor
@@ -45,6 +48,7 @@ class Picture:
     resampling: int = DEFAULT_RESAMPLING
     pixels: Tensor | None = None
     pixel_mask: Tensor | None = None
+    source: Conditions | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.strength <= 1:
@@ -53,15 +57,22 @@ class Picture:
             raise HddmError(f"resampling starts at 1, not {self.resampling}")
         if not self.x_0.isfinite().all():
             raise HddmError("the picture that sampling begins with holds NaN or Inf")
+        if self.mask is not None and self.source is not None:
+            raise HddmError("`edit_from` changes the whole picture; drop it or the `mask`")
         for picture, mask in ((self.x_0, self.mask), (self.pixels, self.pixel_mask)):
             if mask is not None and picture is not None and mask.shape[1:] != (1, *picture.shape[2:]):
                 raise HddmError(f"the mask is {tuple(mask.shape)}, and the picture {tuple(picture.shape)}")
 
     def rows(self, rows: Tensor) -> "Picture":
         """The pictures of these samples."""
+
+        def own(value: Tensor) -> Tensor:
+            return value if len(value) == 1 else value[rows]
+
         names = ("x_0", "mask", "pixels", "pixel_mask")
-        each = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return replace(self, **{name: one if len(one) == 1 else one[rows] for name, one in each.items()})
+        each = {name: own(value) for name in names if (value := getattr(self, name)) is not None}
+        source = self.source and self.source.map(lambda value: own(value).expand(len(rows), *value.shape[1:]))
+        return replace(self, **each, source=source)
 
     def check(self, num: int, shape: Sequence[int]) -> None:
         """Raise an `HddmError` if these are no pictures for ``num`` samples (C, H, W)."""
@@ -137,6 +148,40 @@ def inpainting(
                     back = (1 - now) / (1 - then)
                     x = back * x + math.sqrt(now**2 - (back * then) ** 2) * fresh().to(x)
             x = on_step(index, x if then else torch.where(is_open, x, clean))
+        return x
+
+    return solve
+
+
+def edit(solver: Solver, x_0: Tensor, source: Velocity, fresh: Callable[[], Tensor]) -> Solver:
+    """A solver that moves pictures from one condition to another (FlowEdit, arXiv:2412.08629).
+
+    The picture z starts as x_0 and follows the difference of two velocities, both at noised pictures that
+    share their noise:
+
+        dz/dt = v(z + x_t - x_0, t | new condition) - v(x_t, t | source),    x_t = (1 - t) x_0 + t eps
+
+    eps is drawn anew for each step. What both conditions would keep cancels, so it stays in the picture. Each
+    step is a solver's first, so a solver with a memory takes Euler's.
+
+    Args:
+        solver: takes each step, under the velocity of the new condition.
+        x_0: (batch or 1, C, H, W) the picture.
+        source: the velocity under the condition that describes the picture.
+        fresh: new noise (batch, C, H, W).
+    """
+
+    def solve(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep = unchanged) -> Tensor:
+        clean = x_0.to(x)
+        for index in range(len(times) - 1):
+            noise = fresh().to(x)
+
+            def difference(z: Tensor, now: Tensor, then: Tensor, noise: Tensor = noise) -> Tensor:
+                t = float(now)
+                x_t = (1 - t) * clean + t * noise
+                return velocity(z + x_t - clean, now, then) - source(x_t, now, then)
+
+            x = on_step(index, solver(difference, x, times[index : index + 2]))
         return x
 
     return solve

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hddm.conditions import LABELS, Conditions, Guidance, Inputs, check_names
-from hddm.editing import SAME, Picture
+from hddm.editing import SAME, Picture, edit
 from hddm.ensemble import Ensemble
 from hddm.evaluation.expert_use import ExpertUse
 from hddm.noise import Noise
@@ -172,8 +172,11 @@ def _integrate(
     model, solver, times, picture = plan.model, plan.solver, plan.times, plan.picture(batch.kind)
     x, _ = plan.start(batch.numbers, batch.rows, batch.kind)
     if picture is not None:
-        fresh = plan.noise.fresh(batch.numbers, tuple(x.shape[1:]))
-        solver = picture.rows(batch.rows).solver(solver, fresh)
+        fresh, picture = plan.noise.fresh(batch.numbers, tuple(x.shape[1:])), picture.rows(batch.rows)
+        solver = picture.solver(solver, fresh)
+        if picture.source is not None:
+            source = _source_walk(plan, batch, picture.source, x, picture.strength)
+            solver, x = edit(solver, picture.x_0, source.velocity, fresh), picture.x_0.to(x).expand_as(x)
     x = x.to(model.device, torch.promote_types(plan.dtype, x.dtype))
     if stop():
         return x
@@ -194,6 +197,17 @@ def _integrate(
 
     walk = _Walk(model, plan, batch, later, stop, use, is_checked)
     return solver(walk.velocity, x, times[above:], walk.on_step_unless_stopped)
+
+
+def _source_walk(plan: Plan, batch: Batch, conditions: Conditions, x: Tensor, s: float) -> "_Walk":
+    """Velocities of a picture (noised to x at s) under the conditions that describe it, without guidance."""
+    model, expert = plan.model, batch.expert
+    conditions = conditions.map(lambda value: value.to(model.device))
+    if model.strategy == "draw" and plan.expert is None:
+        expert = pick_experts(posterior_of(model, x, s, conditions), plan.noise.draws(batch.numbers))
+    unguided = replace(plan, guidance=lambda: Guidance(1.0))
+    own = replace(batch, conditions=conditions, expert=expert)
+    return _Walk(model, unguided, own, unchanged, lambda: False, None, False)
 
 
 @dataclass

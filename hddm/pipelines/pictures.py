@@ -12,6 +12,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.nn.functional import adaptive_max_pool2d
 
+from hddm.conditions import Conditions
 from hddm.data.images import as_trained, to_unit_range
 from hddm.editing import DEFAULT_RESAMPLING, Picture
 from hddm.experts.ensemble_folders import ENSEMBLE_FILE
@@ -37,6 +38,7 @@ class Begin:
     resampling_steps: int = DEFAULT_RESAMPLING
     height: int | None = None
     width: int | None = None
+    edit_from: str | None = None
 
 
 def pixels_of(images: Images, channels: int, size: tuple[int, int], name: str = "image") -> Tensor:
@@ -116,16 +118,17 @@ class Pictures(Offloading):
         number = self.ensemble.vaes[expert]
         return None if number < 0 else getattr(self, numbered("vae", number))
 
-    def picture(self, begin: Begin, expert: int) -> Picture | None:
-        """What images begin with, in an expert's units, encoded by its VAE.
+    def picture(self, begin: Begin, expert: int, source: Conditions | None = None) -> Picture | None:
+        """What images begin with, in an expert's units, encoded by its VAE, and conditions that describe it.
 
         A latent is new if any of its pixels is. Raises `HddmError` for a strength or mask without an image,
         and for pictures that do not fit.
         """
         image, mask_image, strength = begin.image, begin.mask_image, begin.strength
         if image is None:
-            if strength is not None or mask_image is not None:
-                lone = "`mask`" if strength is None else f"`strength` {strength:g}"
+            if strength is not None or mask_image is not None or begin.edit_from is not None:
+                lone = "`edit_from`" if mask_image is None else "`mask`"
+                lone = lone if strength is None else f"`strength` {strength:g}"
                 raise HddmError(f"{lone}: changes a picture; pass one (`init_image`, image=)")
             return None
         if strength is None:
@@ -140,7 +143,7 @@ class Pictures(Offloading):
                 x_0 = latents_of(vae, pixels)
             if pixel_mask is not None:
                 mask = adaptive_max_pool2d(pixel_mask.float(), shape[1:]) > 0
-        return Picture(x_0.cpu(), strength, mask, begin.resampling_steps, pixels, pixel_mask)
+        return Picture(x_0.cpu(), strength, mask, begin.resampling_steps, pixels, pixel_mask, source)
 
     def images_of(self, how: Plan, batch: Batch, samples: Tensor) -> Tensor:
         """Images of a batch's samples (`decode`), in which its picture keeps its own pixels."""

@@ -344,6 +344,7 @@ class HDDMPipeline(Encoding, Pictures, Callbacks, DiffusionPipeline):  # type: i
         strength: float | None = None,
         mask_image: Images | None = None,
         resampling_steps: int = DEFAULT_RESAMPLING,
+        edit_from: str | None = None,
         negative_prompt: str | Sequence[str] | None = None,
         prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None,
@@ -379,6 +380,8 @@ class HDDMPipeline(Encoding, Pictures, Callbacks, DiffusionPipeline):  # type: i
             strength: how much of them is new, from 0 to 1; by default 0.8, with a mask 1.
             mask_image: white where pictures are new; all else keeps its pixels.
             resampling_steps: with a mask, repeats of each step.
+            edit_from: a prompt that describes ``image``, which is then edited to the ``prompt``; see
+                `hddm.editing.edit`.
             negative_prompt: with guidance, what to move away from; by default the empty prompt.
             prompt_embeds: ``encoder_hidden_states`` (batch, tokens, width) instead of prompts.
             negative_prompt_embeds: the same for the negative branch.
@@ -433,7 +436,7 @@ class HDDMPipeline(Encoding, Pictures, Callbacks, DiffusionPipeline):  # type: i
         asked, num = repeated(encoded, num_images_per_prompt, batch_size)
         self._begin(guidance, 0)
         how = self.plan(
-            Begin(image, mask_image, strength, resampling_steps, height, width),
+            Begin(image, mask_image, strength, resampling_steps, height, width, edit_from),
             expert=expert,
             steps=num_inference_steps,
             solver=solver,
@@ -483,7 +486,8 @@ class HDDMPipeline(Encoding, Pictures, Callbacks, DiffusionPipeline):  # type: i
 
     def plan(self, begin: Begin, **how: Any) -> Plan:
         """`hddm.sampling.plan` of images that begin as in a call; ``how`` are its other arguments."""
-        made = plan(self.ensemble, picture=functools.cache(lambda k: self.picture(begin, k)), **how)
+        source = None if begin.edit_from is None else self.encode(begin.edit_from)
+        made = plan(self.ensemble, picture=functools.cache(lambda k: self.picture(begin, k, source)), **how)
         if not (begin.height or begin.width):
             return made
         return replace(made, shape=self.size_and_shape(made.expert or 0, begin.height, begin.width)[1])

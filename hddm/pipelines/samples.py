@@ -136,8 +136,8 @@ def _calibrate(pipeline: HDDMPipeline, settings: SampleSettings) -> None:
 
 def planned(pipeline: HDDMPipeline, settings: SampleSettings, image: Any = None, mask: Any = None) -> Plan:
     """The plan of samples with these settings, which begin with ``image`` where ``mask`` is white."""
-    sizes = settings.resampling_steps, settings.height, settings.width
-    begin, noise = Begin(image, mask, settings.strength, *sizes), Seeded(settings.seed)
+    others = settings.resampling_steps, settings.height, settings.width, settings.edit_from
+    begin, noise = Begin(image, mask, settings.strength, *others), Seeded(settings.seed)
     return pipeline.plan(begin, **plan_arguments(settings), noise=noise)
 
 

@@ -201,6 +201,8 @@ class SampleSettings(Computing, SamplingSettings):
     """Mask image, white where `init_image` is replaced."""
     resampling_steps: Positive = 10
     """Repeats of each step with `mask`."""
+    edit_from: str | None = None
+    """Text that describes `init_image`, to edit it to `prompt`."""
     expert: Annotated[int, Field(ge=0)] | None = None
     """Index of an expert to use alone, without the router."""
     router_every: Positive = 1

@@ -1,15 +1,22 @@
 """Samples that begin with a picture, against what Gaussians and their mixtures give in closed form."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
+from hddm.conditions import LABELS, Conditions
 from hddm.editing import DEFAULT_RESAMPLING, Picture
 from hddm.ensemble import Ensemble
 from hddm.evaluation.expert_use import ExpertUse
 from hddm.noise import Seeded
 from hddm.sampling import sample, time_grid
+from hddm.schedules import CosineSchedule
 from hddm.solvers import SOLVERS, solver_named
+from hddm.utils.errors import HddmError
+from hddm.utils.tensors import append_dims
+from hddm.velocity import VelocityField
 from tests.cases import LINEAR, case_named, oracle_field
 from tests.oracles import GaussianMixture, exact_router
 
@@ -120,3 +127,49 @@ def test_inpainting_approaches_the_posterior_as_steps_are_taken_again() -> None:
     assert error < 0.6 * once
     assert 0.88 < width < 1
     assert _errors(DEFAULT_RESAMPLING, "heun", 2)[1] == pytest.approx(1, abs=0.06)
+
+
+def _gaussians(spread: float, means: Tensor) -> Callable[..., Tensor]:
+    """Predicts x_0 of x ~ N(means[k], spread^2) for class k, on the cosine schedule."""
+    schedule = CosineSchedule()
+
+    def predict(x: Tensor, time: Tensor, class_labels: Tensor) -> Tensor:
+        alpha, sigma = (append_dims(value, x.ndim) for value in (schedule.alpha(time), schedule.sigma(time)))
+        mean = means[class_labels].view(len(x), *SHAPE)
+        return mean + alpha * spread**2 * (x - alpha * mean) / (alpha**2 * spread**2 + sigma**2)
+
+    return predict
+
+
+@pytest.mark.parametrize("strategy", ["draw", "full"])
+@pytest.mark.parametrize(("strength", "solver", "error"), [(1.0, "euler", 1e-5), (0.5, "heun", 1e-3)])
+def test_an_edit_maps_one_gaussian_onto_the_other(
+    strategy: str, strength: float, solver: str, error: float
+) -> None:
+    """For any noise, of one variance c and means D apart: z - x_0 = [1 - (1 - s) sqrt(c / C_s)] D.
+
+    C_t = (1 - t)^2 c + t^2 is the variance at t. With A = d/dt log sqrt(C_t), d = z - x_0 follows
+    d' = A (d - (1 - t) D) - D, so e = d - (1 - t) D follows e' = A e. From s = 1 Euler's steps are exact.
+    """
+    means = torch.tensor([[0.5, -1.0, 0.2, 2.0], [-0.4, 0.3, 1.0, -1.5]], dtype=torch.float64)
+    network = _gaussians(0.6, means)
+    field = VelocityField(network, schedule=CosineSchedule(), prediction_type="sample")
+    pictures = torch.randn(5, *SHAPE, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    picture = Picture(pictures, strength, source=Conditions({LABELS: torch.tensor([0])}))
+    ensemble = Ensemble([field, field], lambda x, t: torch.full((len(x), 2), 0.5), strategy, prior=[0.5, 0.5])
+    how = {"shape": SHAPE, "steps": 80, "solver": solver, "batch_size": 2}
+    prior, labels = torch.full((5, 2), 0.5), torch.ones(5, dtype=torch.long)
+    made = sample(ensemble, 5, picture=picture, prior=prior, class_labels=labels, **how)
+    kept = (1 - strength) * (0.36 / ((1 - strength) ** 2 * 0.36 + strength**2)) ** 0.5
+    exact = pictures + (1 - kept) * (means[1] - means[0]).view(SHAPE)
+    assert (made - exact).abs().max() < error
+
+
+def test_an_edit_cannot_commit_or_take_a_mask() -> None:
+    source = Conditions({LABELS: torch.tensor([0])})
+    with pytest.raises(HddmError, match="cannot edit a picture; choose draw or full"):
+        sample(
+            _ensemble("commit-0.8"), 1, picture=Picture(torch.zeros(1, *SHAPE), 1, source=source), **OPTIONS
+        )
+    with pytest.raises(HddmError, match="drop it or the `mask`"):
+        Picture(torch.zeros(1, *SHAPE), 1, MASK, source=source)
