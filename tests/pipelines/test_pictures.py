@@ -166,6 +166,25 @@ def test_the_command_line_makes_the_same(pipe: HDDMPipeline, tmp_path: Path, hdd
     assert not (tmp_path / "no").exists()
 
 
+def test_an_edit_goes_from_one_prompt_to_another(tmp_path: Path, hddm: Command) -> None:
+    pipe = pipeline_in_memory([flow_expert(seed, num_classes=3) for seed in range(2)], strategy="full")
+    first, second = pipe.ensemble.classes[:2]
+    how = {"edit_from": first, "image": picture(), "batch_size": 1, **STEPS}
+    # What stays the same cancels.
+    same = pipe(f"a {first}", output_type="latent", **how).images
+    torch.testing.assert_close(same, units(picture()), rtol=0, atol=1e-6)
+    made = pipe(f"a {second}", guidance_scale=2.0, **how).images[0]
+    assert made.tobytes() != picture().tobytes()
+    pipe.save_pretrained(tmp_path / "model")
+    picture().save(tmp_path / "old.png")
+    begin = ("--init-image", tmp_path / "old.png", "--edit-from", f"a {first}", "--guidance-scale", 2)
+    options = ("--num-images", 1, "--seed", 5, "--steps", 4, "--out", tmp_path / "out")
+    printed(hddm, "sample", tmp_path / "model", *begin, "--prompt", f"a {second}", *options)
+    with Image.open(tmp_path / "out" / "00000.png") as found:
+        assert found.tobytes() == made.tobytes()
+    assert "`edit_from`: changes a picture; pass one" in refusal(pipe, edit_from=first, **STEPS)
+
+
 def test_no_expert_is_missed_where_a_picture_is_all_there_is(
     pipe: HDDMPipeline, tmp_path: Path, hddm: Command
 ) -> None:
