@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,9 +71,12 @@ class Picture:
             return value if len(value) == 1 else value[rows]
 
         names = ("x_0", "mask", "pixels", "pixel_mask")
-        each = {name: own(value) for name in names if (value := getattr(self, name)) is not None}
-        source = self.source and self.source.map(lambda value: own(value).expand(len(rows), *value.shape[1:]))
-        return replace(self, **each, source=source)
+        each: dict[str, Any] = {
+            name: own(value) for name in names if (value := getattr(self, name)) is not None
+        }
+        if self.source is not None:
+            each["source"] = self.source.map(lambda one: own(one).expand(len(rows), *one.shape[1:]))
+        return replace(self, **each)
 
     def check(self, num: int, shape: Sequence[int]) -> None:
         """Raise an `HddmError` if these are no pictures for ``num`` samples (C, H, W)."""
