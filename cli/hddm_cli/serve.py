@@ -67,4 +67,4 @@ def serve(ensemble: Model, settings: ServeSettings, cluster: Cluster) -> None:
 
     placement, dtype = Placement(cluster.num_replicas, cluster.resources), getattr(torch, settings.dtype)
     where = (cluster.host, cluster.port, settings, placement, dtype, settings.device, cluster.ray)
-    run(ensemble, *where, ready)
+    run(ensemble, *where, settings.compile, ready)

@@ -73,6 +73,7 @@ def serve(
     dtype: torch.dtype = torch.float32,
     device: str = "auto",
     address: str = LOCAL,
+    is_compiled: bool = False,
     on_ready: Callable[[Sequence[str]], None] = lambda names: None,
 ) -> None:
     """Serve an ensemble until a signal comes.
@@ -86,6 +87,7 @@ def serve(
         dtype: dtype that networks run in.
         device: device of the workers; see `hddm.utils.tensors.available_device`.
         address: address of a Ray cluster; ``local`` starts one on this machine.
+        is_compiled: compile the experts' blocks with torch.compile.
         on_ready: gets the names of the experts once requests are answered.
 
     Raises:
@@ -131,7 +133,7 @@ def serve(
         deploy, path = functools.partial(_deployment, ray_serve, limits), str(folder.absolute())
         workers = {
             name: deploy(Worker, name, of[name], num_replicas=replicas[name]).bind(
-                path, k, dtype, device, threads[name], limits.batch_size, limits.batching
+                path, k, dtype, device, threads[name], limits.batch_size, limits.batching, is_compiled
             )
             for k, name in enumerate(names)
         }

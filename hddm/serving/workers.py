@@ -117,6 +117,7 @@ class Worker:
         batch_size: maximum number of samples computed together.
         is_batched: compute jobs of several requests together; without it, images are those of
             ``hddm sample`` bit for bit.
+        is_compiled: compile the network's blocks at the first job.
     """
 
     def __init__(
@@ -128,8 +129,9 @@ class Worker:
         threads: int,
         batch_size: int,
         is_batched: bool,
+        is_compiled: bool = False,
     ) -> None:
-        self._source = Path(folder), index, dtype, available_device(device)
+        self._source = Path(folder), index, dtype, available_device(device), is_compiled
         self.field: VelocityField | None = None
         self.batch_size, self.is_batched = batch_size, is_batched
         self._waiting: list[_Waiting] = []
@@ -265,9 +267,15 @@ async def followed(make: Callable[[Report], Awaitable[Any]]) -> AsyncGenerator[A
         task.cancel()
 
 
-def _read(folder: Path, index: int, dtype: torch.dtype, device: torch.device) -> VelocityField:
+def _read(
+    folder: Path, index: int, dtype: torch.dtype, device: torch.device, is_compiled: bool
+) -> VelocityField:
     """The expert, with its weights; weights of the others are not read."""
-    found = open_ensemble(folder, dtype).expert_set(device, dtype).fields()[index]
+    experts = open_ensemble(folder, dtype).expert_set(device, dtype)
+    if is_compiled:
+        # It happens at the first run, so it costs nothing for the others.
+        experts.compile(dynamic=True)
+    found = experts.fields()[index]
     for network in (found.network, found.weak and found.weak.network):
         if isinstance(network, StoredNetwork):
             network.shelf.bring(network)

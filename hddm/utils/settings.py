@@ -461,3 +461,5 @@ class ServeSettings(Limits):
     """Device: auto, cpu, cuda, cuda:1 or mps."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Number format that the networks compute in."""
+    compile: bool = False
+    """Compile the experts' blocks with torch.compile, at the first request."""

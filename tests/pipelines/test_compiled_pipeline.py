@@ -1,5 +1,6 @@
 """torch.compile on experts that come and go: the same images, and no compiling anew for weights read anew."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from hddm.conditions import Guidance
 from hddm.pipelines.pipeline import HDDMPipeline
+from hddm.serving.workers import VelocityJob, Worker
 from tests.ensemble_files import flow_expert, load_pipeline, write_ensemble, write_mixed
 
 LABELS = [0, 1, 2, 0, 1, 2]
@@ -88,3 +91,17 @@ def test_the_default_compiler_changes_images_by_rounding(tmp_path: Path) -> None
     for _ in range(2):
         found = _latents(pipe, "nucleus-0.9")
         torch.testing.assert_close(found, plain, rtol=0, atol=1e-4 * (plain.max() - plain.min()).item())
+
+
+@pytest.mark.slow
+def test_a_worker_of_a_service_compiles_once_for_all_batch_sizes(folder: Path) -> None:
+    plain, compiled = (
+        Worker(str(folder), 0, torch.float32, "cpu", 1, 16, False, one) for one in (False, True)
+    )
+    noise = torch.Generator().manual_seed(0)
+    for num in (2, 3, 5):
+        x, t = torch.randn(num, 3, 4, 4, generator=noise), torch.full((num,), 0.5, dtype=torch.float64)
+        job = VelocityJob(x, t, Guidance(1.0), {}, {"class_labels": torch.arange(num) % 3})
+        expected, found = (asyncio.run(worker.velocity(job)) for worker in (plain, compiled))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
