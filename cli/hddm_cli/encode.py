@@ -22,9 +22,6 @@ def encode(
     """
     if settings.vae is None and settings.text_encoder is None:
         refuse_set(settings, "pixels are stored as bytes and pass no network", "dtype", "device")
-    if settings.resolution is None:
-        names = ("random_crop", "image_interpolation_mode")
-        refuse_set(settings, "images are taken as they are without --resolution", *names)
     from hddm.data.encoding import encode_shards
 
     manifests = encode_shards(source, out, settings, overwrite)

@@ -23,7 +23,7 @@ _TOPICS = {
     "Experts": "expert router_every calibration router_temperature add remove share domain classes "
     "allow_mixed_sizes",
     "VAE and text encoder": "vae text_encoder tokenizer",
-    "Image size": "resolution random_crop image_interpolation_mode",
+    "Image size": "resolution random_crop",
     "Content": "prompts negative_prompt class_labels conditions height width",
     "Editing": "init_image strength mask resampling_steps",
     "Guidance": "guidance_scale guide_by cfg_channels guidance_interval guidance_rescale",

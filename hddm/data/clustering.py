@@ -8,7 +8,6 @@ random mini-batches, and all points are assigned once, at the end.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
@@ -125,17 +124,8 @@ class Points(Protocol):
         """Rows (n, d) at indices (n,)."""
 
 
-@dataclass(frozen=True)
-class Hierarchy:
-    """Coarse cluster of every point (N,), fine centres (m, d), and their coarse clusters (m,)."""
-
-    assignment: Indices
-    fine_centres: Array
-    fine_to_coarse: Indices
-
-
-def cluster(features: Points, coarse: int, fine: int, seed: int = 0) -> Hierarchy:
-    """Partition ``features`` (N, d) into ``coarse`` clusters of nearly equal size.
+def cluster(features: Points, coarse: int, fine: int, seed: int = 0) -> Indices:
+    """Cluster (N,) of each of ``features`` (N, d), among ``coarse`` clusters of nearly equal size.
 
     A coarse cluster has ⌊fine/coarse⌋ or one more fine cluster, and a fine cluster ⌊N/fine⌋ or one more
     point. So with ``fine`` a multiple of ``coarse``, sizes differ by at most fine/coarse points. Only
@@ -148,7 +138,8 @@ def cluster(features: Points, coarse: int, fine: int, seed: int = 0) -> Hierarch
         )
     fine_assignment, fine_centres = balanced_kmeans(features, fine, seed)
     fine_to_coarse, _ = balanced_kmeans(fine_centres, coarse, seed, run=1)
-    return Hierarchy(fine_to_coarse[fine_assignment], fine_centres, fine_to_coarse)
+    assignment: Indices = fine_to_coarse[fine_assignment]
+    return assignment
 
 
 def normalise(features: NDArray[np.floating]) -> Array:

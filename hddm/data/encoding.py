@@ -152,9 +152,8 @@ def encode_shards(
             if not any(done.facts.rows for done in files):
                 raise HddmError(f"{folder}: holds no image that can be read")
             manifests[out / place] = _write_manifest(draft.whole / place, encoder, shard, files)
-        for beside in (PARTITION_FILE, "clusters.safetensors") if is_partition else ():
-            if (source / beside).is_file():
-                shutil.copyfile(source / beside, draft.whole / beside)
+        if is_partition:
+            shutil.copyfile(source / PARTITION_FILE, draft.whole / PARTITION_FILE)
     return manifests
 
 
@@ -248,8 +247,7 @@ class _Encoder:
             image = open_image(read_content(folder, entry), path)
             if one.resolution is not None:
                 draws = generator(one.seed, Use.CROPS, index) if one.random_crop else None
-                mode = one.image_interpolation_mode
-                image = fit_image(image, one.resolution, one.crop, mode, draws, path)
+                image = fit_image(image, one.resolution, one.crop, generator=draws, name=path)
             pixels = torch.from_numpy(np.array(image))
             pixels = pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
             if len(pixels) > self.images[0] or pixels.shape[1:] != self.images[1:]:
@@ -345,7 +343,7 @@ def _open_encoder(
         dtype="uint8" if network is None else settings.dtype,
         resolution=settings.resolution,
         crop=settings.crop if is_fitted else None,
-        interpolation=settings.image_interpolation_mode if is_fitted else None,
+        interpolation="lanczos" if is_fitted else None,
         mirrored=settings.random_flip,
         text_dtype=None if text is None else settings.dtype,
         seed=settings.seed if settings.random_crop else 0,
@@ -355,13 +353,10 @@ def _open_encoder(
 
 def _shape(shards: Mapping[Path, ShardManifest], resolution: int | None) -> tuple[int, int, int]:
     """Shape (C, H, W) of all images, after resizing; refused if sizes differ."""
-    sizes, channels = set(), 1
-    for folder, shard in shards.items():
-        if shard.channels is None:
-            raise HddmError(f"{folder}: was made before sizes of images were recorded; partition them again")
-        sizes.add((resolution, resolution) if resolution else shard.size)
-        channels = max(channels, shard.channels)
+    sizes = {(resolution, resolution) if resolution else shard.size for shard in shards.values()}
     size = sizes.pop()
     if sizes or size is None:
-        raise HddmError(f"{folder}: holds images of several sizes; bring them to one with `resolution`")
-    return channels, *size
+        raise HddmError(
+            f"{next(iter(shards))}: holds images of several sizes; bring them to one with `resolution`"
+        )
+    return max(shard.channels for shard in shards.values()), *size

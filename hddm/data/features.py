@@ -373,23 +373,20 @@ def compute_features(
 
 
 def _known_parts(work: Work, paths: Sequence[Path], source: ImageSource) -> dict[Path, dict[int, str]]:
-    """Parts that are done, with their broken images; none, and all removed, if one of these is readable now.
+    """Parts that are done, with their broken images.
 
-    The extractor may have learnt from the other images alone, so everything is computed again.
+    Raises `HddmError` if one of these is readable now: the extractor may have learnt from the others alone.
     """
     known = {
         path: {int(row): str(reason) for row, reason in done["broken"].items()}
         for path in paths
         if (done := work.done(path)) is not None
     }
-    mended = {p for p, rows in known.items() if any(_why_broken(source, row) is None for row in rows)}
-    if not mended:
-        return known
-    # Mended parts go last, so that a run after a kill finds them again.
-    for path in sorted(work.folder.glob("*.safetensors"), key=mended.__contains__):
-        path.unlink()
-        work.forget(path)
-    return {}
+    for row in (row for rows in known.values() for row in rows):
+        if _why_broken(source, row) is None:
+            text = "can be read now, and could not when features were computed"
+            raise HddmError(f"{source.root / source.files[row]}: {text}; remove {work.folder}")
+    return known
 
 
 def _why_broken(source: ImageSource, row: int) -> str | None:

@@ -23,7 +23,6 @@ from PIL.PngImagePlugin import PngInfo
 
 from hddm.data.sources import open_source
 from hddm.utils.errors import TO_ONE_SIZE, HddmError, counted, optional, shown
-from hddm.utils.settings import Interpolation
 
 if TYPE_CHECKING:
     import torch
@@ -160,7 +159,7 @@ def fit_image(
     image: Image.Image,
     resolution: int,
     crop: Crop = "center",
-    interpolation: Interpolation = "lanczos",
+    interpolation: Literal["bicubic", "lanczos"] = "lanczos",
     generator: "torch.Generator | None" = None,
     name: object = "image",
 ) -> Image.Image:

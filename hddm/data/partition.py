@@ -18,7 +18,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
-from safetensors.numpy import save_file
 
 from hddm.data.clustering import Array, Indices, Points, cluster, normalise, propose
 from hddm.data.features import ImageFeatures, compute_features, open_feature_extractor
@@ -116,11 +115,9 @@ def partition(
         proposal = propose(found, needed, seed) if num_shards == "auto" else None
         # Of equals, the smaller.
         wanted = max(proposal, key=lambda k: (proposal[k], -k)) if proposal else int(num_shards)
-        tensors: dict[str, Array | Indices] = {}
+        fine = 0 if shard_of is not None else FINE_PER_SHARD * wanted
         if shard_of is None:
-            clusters = cluster(found, wanted, FINE_PER_SHARD * wanted, seed)
-            tensors = {"fine_centres": clusters.fine_centres, "fine_to_coarse": clusters.fine_to_coarse}
-            assignment = clusters.assignment
+            assignment = cluster(found, wanted, fine, seed)
         else:
             assignment = shard_of[np.asarray(source.labels)[found.rows]]
         # The first 8 bytes of each pixel hash, in [0, 1); images below the share are held out.
@@ -139,7 +136,7 @@ def partition(
                 images=len(found),
                 features=extractor.name,
                 extractor=extractor.identity,
-                fine_clusters=len(tensors.get("fine_centres", ())),
+                fine_clusters=fine,
                 seed=seed,
                 sizes=sizes,
                 hashes=_write_shards(source, found, assignment, is_held_out, wanted, draft, cache),
@@ -149,8 +146,6 @@ def partition(
                 skipped=tuple(source.files[row] for row in found.broken),
                 proposal=proposal,
             )
-            if tensors:
-                save_file(tensors, draft / "clusters.safetensors")
             write_json(draft / PARTITION_FILE, record.model_dump())
             write_report(draft, source, found, assignment, record)
     return [out / f"shard_{k}" for k in range(wanted)]

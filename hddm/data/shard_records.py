@@ -2,7 +2,6 @@
 
 shards/
   partition.json                 how the shards were made, and their sizes
-  clusters.safetensors           fine centres and their shard, unless divided by class
   report.html, pictures/         the report
   held_out/shard_0/…             images kept from training, where any were; shards of their own
   shard_0/manifest.json          files with SHA-256 and label, one hash of it all, one of all shards
@@ -102,7 +101,7 @@ class ShardManifest(Record):
     k-th of ``images`` that is not in ``skipped``.
     """
 
-    oldest: ClassVar[str | None] = "1.2"
+    oldest: ClassVar[str | None] = "1.4"
     remedy: ClassVar[str] = "make the shard again, by hddm partition and hddm encode"
 
     format: str
@@ -114,8 +113,8 @@ class ShardManifest(Record):
     """Hash of the hashes of all shards, equal within a partition."""
     held_out_of: str | None = None
     """Hash of the shard that these images were held out of, to evaluate its expert."""
-    channels: Literal[1, 3] | None = None
-    """1 if all images are gray; None before format 1.4."""
+    channels: Literal[1, 3]
+    """1 if all images are gray."""
     size: tuple[int, int] | None = None
     """(H, W) of all images; None if they differ."""
     images: list[ImageEntry]

@@ -15,7 +15,7 @@ from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from filelock import FileLock, SoftFileLock, Timeout
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from hddm.utils.documents import parse_object, parse_yaml
@@ -82,10 +82,8 @@ def locked(path: Path, busy: str, other: str = "another", patience: float = PATI
                 text = f"{busy} ({_holder(path)}); wait for it, or choose {other}"
                 raise HddmError(text) from None
     try:
-        # Where the system has no locks, the file's content is the lock.
-        if not isinstance(lock, SoftFileLock):
-            with contextlib.suppress(OSError):
-                path.write_text(f"process {os.getpid()} on {platform.node()}\n")
+        with contextlib.suppress(OSError):
+            path.write_text(f"process {os.getpid()} on {platform.node()}\n")
         yield
     finally:
         lock.release()

@@ -133,7 +133,6 @@ Device = Annotated[str, _checked(_check_device)]
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 SolverName = Literal["euler", "heun", "adams-bashforth", "adams-moulton", "adams"]
 """Names in `hddm.solvers`."""
-Interpolation = Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"]
 Prediction = Literal["epsilon", "sample", "v_prediction", "flow_prediction"]
 
 
@@ -323,8 +322,6 @@ class EncodingSettings(Described):
     """Position of the crop. Default: `center_crop`."""
     random_flip: bool = False
     """Also encode mirrored images, for `random_flip=True` in training."""
-    image_interpolation_mode: Interpolation = "lanczos"
-    """Pillow filter for resizing."""
     batch_size: Positive = 16
     """Images encoded together."""
     device: Device = "auto"

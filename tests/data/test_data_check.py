@@ -49,18 +49,6 @@ def test_modes_sizes_classes_and_bad_images_are_counted_and_named(tmp_path: Path
     assert all(str(tmp_path / bad.name) in bad.reason for bad in report.bad)
 
 
-def test_images_of_several_sizes_are_told_with_the_remedy(tmp_path: Path, hddm: Command) -> None:
-    levels = np.random.default_rng(0).integers(0, 256, (40, 8, 8)).astype(np.uint8)
-    files = {f"cat/{i:02}.png": as_file(level) for i, level in enumerate(levels)}
-    images, partition = write(tmp_path / "images", files), ("--shards", 1, "--out")
-    assert "hddm encode" not in hddm("data", "check", images)[1]
-    assert "hddm encode" not in hddm("partition", images, *partition, tmp_path / "one")[2]
-    write(images, {"cat/99.png": as_file(levels[0].repeat(2, 0))})
-    told = "sizes, and training takes one: hddm encode --resolution N brings all images of a shard or part"
-    assert f"images of 2 {told}" in hddm("data", "check", images)[1]
-    assert f"images of several {told}" in hddm("partition", images, *partition, tmp_path / "out")[2]
-
-
 def test_equal_images_on_both_sides_of_a_split_are_told_apart_from_other_copies(
     tmp_path: Path, hddm: Command
 ) -> None:

@@ -141,19 +141,6 @@ def test_an_encoding_goes_on_in_other_batches(root: Path, tmp_path: Path) -> Non
         assert all(torch.allclose(found[n].float(), expected[n].float(), 2e-3, 1e-3) for n in expected)
 
 
-def test_a_second_process_on_the_same_output_is_refused_by_the_first_ones_name(
-    root: Path, tmp_path: Path
-) -> None:
-    _interrupted(root, tmp_path / "out", 9)
-    with (tmp_path / ".out.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.write("process 4711 on elsewhere\n")
-        lock.flush()
-        told = refusal(_encode, root, tmp_path / "out", overwrite=True)
-    assert "another process is writing it (process 4711 on elsewhere)" in told
-    assert len(_records(tmp_path / "out")) == 2
-
-
 def test_a_draft_goes_before_its_lock_and_takes_nothing_of_the_next_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,5 @@
 """Features of images: those of the libraries that define them, computed once, whatever interrupts that."""
 
-import contextlib
 import hashlib
 import json
 import re
@@ -18,7 +17,6 @@ from transformers import AutoImageProcessor, AutoModel, CLIPVisionModelWithProje
 from hddm.data.features import SIDE, ImageFeatures, PixelPca, compute_features, open_feature_extractor
 from hddm.data.sources import open_source
 from hddm.data.sources.base import ImageSource
-from hddm.utils.errors import HddmError
 from hddm.utils.streams import Use, stream
 from tests.artefacts import PER_CLASS, contents, copied, edit_json, largest_file, refusal
 from tests.shard_files import noise
@@ -67,19 +65,13 @@ def test_other_weights_and_another_processor_are_another_extractor(tmp_path: Pat
     assert len({*names.values(), cropped}) == 3
 
 
-def test_a_model_folder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
-    for file, told in {
-        "model.safetensors": "holds no model.safetensors",
-        "preprocessor_config.json": "holds no preprocessor_config.json",
-        "config.json": "config.json: no such file",
-    }.items():
-        folder = write_vision_model(tmp_path / file, "dinov2")
-        (folder / file).unlink()
-        torch.save({}, folder / "pytorch_model.bin")
-        assert told in refusal(open_feature_extractor, str(folder))
-
-
-def test_models_of_other_types_and_code_of_their_own_are_refused(tmp_path: Path) -> None:
+def test_models_without_safetensors_of_other_types_and_with_code_of_their_own_are_refused(
+    tmp_path: Path,
+) -> None:
+    folder = write_vision_model(tmp_path / "pickled", "dinov2")
+    (folder / "model.safetensors").unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+    assert "holds no model.safetensors" in refusal(open_feature_extractor, str(folder))
     folder = write_vision_model(tmp_path / "model", "dinov2")
     edit_json(folder / "preprocessor_config.json", image_processor_type="MineProcessor")
     prepare = open_feature_extractor(str(folder)).prepare
@@ -87,9 +79,6 @@ def test_models_of_other_types_and_code_of_their_own_are_refused(tmp_path: Path)
     assert "image_processor_type MineProcessor is none of" in told
     edit_json(folder / "config.json", model_type="mine", auto_map={"AutoModel": "mine.Model"})
     assert "model_type 'mine' is not one of dinov2, " in refusal(open_feature_extractor, str(folder))
-    told = refusal(open_feature_extractor, "pixel")
-    assert told.startswith("`features` pixel: no such folder")
-    assert "did you mean 'pixels'?" in told
 
 
 def test_weights_that_lack_tensors_are_not_filled_with_random_ones(tmp_path: Path) -> None:
@@ -101,14 +90,13 @@ def test_weights_that_lack_tensors_are_not_filled_with_random_ones(tmp_path: Pat
     assert re.search(r"its weights lack .* tensors of Dinov2Model", told)
 
 
-@pytest.mark.parametrize("name", ["dinov2", "facebook/dinov2-small"])
 def test_a_hub_name_without_network_and_cache_is_one_line(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    told = refusal(open_feature_extractor, name)
-    assert told.startswith("`features` facebook/dinov2-")
+    told = refusal(open_feature_extractor, "dinov2")
+    assert told.startswith("`features` facebook/dinov2-base")
     assert "is not in the cache and cannot be fetched" in told
 
 
@@ -199,7 +187,7 @@ def test_features_are_those_of_the_images_in_order_and_computed_once(
     assert contents(tmp_path / "cache") == before
 
 
-@pytest.mark.parametrize("most", [0, 9, 10, 25, 47])
+@pytest.mark.parametrize("most", [0, 10, 25])
 def test_an_interrupted_run_goes_on_at_its_part_with_the_same_bits(
     most: int, source: ImageSource, tmp_path: Path
 ) -> None:
@@ -271,7 +259,7 @@ def test_a_spoilt_part_is_made_again(source: ImageSource, tmp_path: Path) -> Non
     assert contents(cache) == whole
 
 
-@pytest.mark.parametrize("rows", [[3], [0, 1, 2, 3], list(range(10, 20)), [9, 10, 47]])
+@pytest.mark.parametrize("rows", [list(range(10, 20)), [9, 10, 47]])
 def test_broken_images_are_left_out_by_name_and_counted(
     rows: list[int], source: ImageSource, tmp_path: Path
 ) -> None:
@@ -296,67 +284,21 @@ def test_all_bad_images_are_named_at_once_and_no_more_features_are_computed_for_
         (source.root / source.files[row]).write_bytes(b"nothing")
     extractor = Counted()
     told, *lines = refusal(_compute, source, tmp_path / "cache", extractor).splitlines()
-    remedy = "repair or remove them, or leave them out with `max_bad` 22 where that is an option"
-    assert told == f"{source.root}: 22 images cannot be read, and 0 may be; {remedy}"
-    path = source.root / source.files[8]
-    assert lines[0] == f"  {path}: cannot be read as an image; remove it or save it again"
+    assert f"{source.root}: 22 images cannot be read, and 0 may be" in told
     assert (len(lines), lines[-1]) == (21, "  … and 2 more")
     # The first part has eight that can be read.
     assert extractor.images == 8
 
 
-@pytest.fixture
-def broken(source: ImageSource) -> dict[Path, bytes]:
-    """Images 3, 4 and 25, spoilt; with what mends them, which is as long."""
-    sound = {}
-    for row in (3, 4, 25):
-        path = source.root / source.files[row]
-        sound[path] = path.read_bytes()
-        path.write_bytes(bytes(len(sound[path])))
-    return sound
-
-
-def _mend(broken: dict[Path, bytes]) -> None:
-    for path, content in broken.items():
-        path.write_bytes(content)
-
-
-@pytest.mark.parametrize("max_bad", [0, 3])
-def test_images_that_can_be_read_again_are_used_as_if_they_always_could(
-    max_bad: int, source: ImageSource, broken: dict[Path, bytes], tmp_path: Path
+def test_features_without_an_image_that_can_be_read_again_are_refused(
+    source: ImageSource, tmp_path: Path
 ) -> None:
-    cache = tmp_path / "cache"
-    with contextlib.suppress(HddmError):
-        assert len(_compute(source, cache, max_bad=max_bad).broken) == max_bad
-    _mend(broken)
-    assert len(_compute(source, cache, max_bad=max_bad)) == NUM
-    _compute(source, tmp_path / "whole")
-    assert contents(cache) == contents(tmp_path / "whole")
-
-
-@pytest.mark.parametrize("kept", [0, 3, 5])
-def test_a_kill_while_features_are_forgotten_mixes_none_of_two_bases(
-    kept: int, source: ImageSource, broken: dict[Path, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache, unlink, gone = tmp_path / "cache", Path.unlink, []
-    _compute(source, cache, max_bad=3)
-    _mend(broken)
-
-    def killed(path: Path, missing_ok: bool = False) -> None:
-        if path.parent == cache:
-            if len(gone) == kept:
-                raise Interrupted
-            gone.append(path)
-        unlink(path, missing_ok=missing_ok)
-
-    # Five parts and the basis.
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "unlink", killed)
-        with pytest.raises(Interrupted):
-            _compute(source, cache)
-    _compute(source, cache)
-    _compute(source, tmp_path / "whole")
-    assert contents(cache) == contents(tmp_path / "whole")
+    path = source.root / source.files[25]
+    sound = path.read_bytes()
+    path.write_bytes(bytes(len(sound)))
+    _compute(source, tmp_path / "cache", max_bad=1)
+    path.write_bytes(sound)
+    assert f"{path}: can be read now" in refusal(_compute, source, tmp_path / "cache", max_bad=1)
 
 
 def test_features_that_are_not_finite_are_refused_by_image(source: ImageSource, tmp_path: Path) -> None:

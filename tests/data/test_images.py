@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,13 +10,11 @@ import torch
 from PIL import Image
 
 from hddm.data.images import (
-    Interpolation,
     OversizedImageError,
     decode,
     fit_image,
     load_images,
     read_image,
-    save_png,
     to_bytes,
     to_unit_range,
 )
@@ -33,15 +32,6 @@ def _write(path: Path, pixels: np.ndarray, mode: str | None = None) -> Path:
     image = Image.fromarray(pixels)
     (image.convert(mode) if mode else image).save(path)
     return path
-
-
-def test_folders_are_read_in_sorted_order_with_their_labels(tmp_path: Path) -> None:
-    for name, value in (("b/1.png", 20), ("a/2.png", 10), ("a/deep/1.JPEG", 30)):
-        _write(tmp_path / name, np.full((2, 2), value, np.uint8))
-    images = load_images(tmp_path)
-    assert (images.files, images.classes) == (("a/2.png", "a/deep/1.JPEG", "b/1.png"), ("a", "b"))
-    assert images.labels.tolist() == [0, 0, 1]
-    assert images.pixels[:, 0, 0, 0].tolist() == [10, 30, 20]
 
 
 def test_gray_stays_gray_and_becomes_colour_among_colour(tmp_path: Path) -> None:
@@ -71,11 +61,6 @@ def test_16_bit_gray_is_scaled_to_8_bits_by_rounding(kind: str) -> None:
     expected = np.round(deep / 257).astype(np.uint8)
     assert (expected.min(), expected.max()) == (0, 255)
     np.testing.assert_array_equal(decode(as_file(deep, kind), Path("deep")), expected)
-
-
-def test_a_mode_without_8_bits_is_refused_with_a_remedy() -> None:
-    told = refusal(decode, as_file(GRAY.astype(np.float32), "TIFF"), Path("real.tif"))
-    assert "real.tif: mode F has no 8-bit form; convert it" in told
 
 
 # What each orientation asks for, by the EXIF standard: first row and first column of the upright image.
@@ -148,7 +133,7 @@ def test_an_image_of_another_size_and_a_broken_one_are_named(tmp_path: Path) -> 
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP"])
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
 def test_damage_of_any_kind_is_an_error_that_names_the_file(kind: str) -> None:
     whole = as_file(NOISE.integers(0, 256, (40, 40, 3)).astype(np.uint8), kind)
     draws, refused = np.random.default_rng(1), 0
@@ -179,14 +164,6 @@ def test_bytes_map_linearly_to_minus_one_to_one_and_values_beyond_are_clipped_or
         assert re.search(r"1 images hold NaN or Inf.*\[2\]", refusal(to_bytes, images))
 
 
-@pytest.mark.parametrize("pixels", [GRAY[None], COLOUR.transpose(2, 0, 1)], ids=["gray", "colour"])
-def test_a_saved_png_opens_elsewhere_as_it_was(pixels: np.ndarray, tmp_path: Path) -> None:
-    save_png(torch.from_numpy(pixels.copy()), tmp_path / "a.png")
-    with Image.open(tmp_path / "a.png") as image:
-        again = np.asarray(image)
-    np.testing.assert_array_equal(again if again.ndim == 2 else again.transpose(2, 0, 1), pixels.squeeze())
-
-
 SIZES = [(40, 30), (30, 41), (17, 17), (8, 8), (5, 9), (64, 8), (8, 13)]
 
 
@@ -195,11 +172,9 @@ def _image(width: int, height: int, gray: bool = False) -> Image.Image:
     return Image.fromarray(np.random.default_rng(width).integers(0, 256, shape).astype(np.uint8))
 
 
-@pytest.mark.parametrize("interpolation", ["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"])
+@pytest.mark.parametrize("interpolation", ["bicubic", "lanczos"])
 @pytest.mark.parametrize("size", SIZES)
-def test_scaling_and_centre_crop_are_those_of_torchvision(
-    size: tuple[int, int], interpolation: Interpolation
-) -> None:
+def test_scaling_and_centre_crop_are_those_of_torchvision(size: tuple[int, int], interpolation: Any) -> None:
     transforms = pytest.importorskip("torchvision.transforms")
     mode = transforms.InterpolationMode(interpolation)
     theirs = transforms.Compose([transforms.Resize(8, interpolation=mode), transforms.CenterCrop(8)])

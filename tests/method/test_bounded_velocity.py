@@ -10,7 +10,6 @@ from torch import Tensor
 
 from hddm import VelocityField, load
 from hddm.calibration import FILE_NAME, Calibration, Moments
-from hddm.checkpoints.inspect_models import inspect_model
 from hddm.training.calibrate import calibrate, recalibrate
 from hddm.training.expert import train_expert
 from tests.artefacts import expert_settings
@@ -192,7 +191,3 @@ def test_a_saved_calibration_gives_the_identical_velocity_and_files_without_clas
     older = Calibration.load(tmp_path)
     assert older is not None
     assert older.moments.class_means is None
-
-
-def test_inspect_says_whether_velocity_is_bounded(ddpm_expert: Path, flow_expert: Path) -> None:
-    assert [inspect_model(one)["velocity_near_t_1"] for one in (ddpm_expert, flow_expert)] == ["bounded"] * 2

@@ -94,16 +94,6 @@ def test_calibrated_is_worse_than_raw_by_the_sampling_error_of_its_weights_at_mo
     assert error**2 < (1.03 * raw) ** 2 + 1.5**2 / states
 
 
-def test_weights_are_shares_that_end_at_one(calibration: Calibration) -> None:
-    weights = calibration.weights
-    assert weights.shape == (len(calibration.times), DIM + 1)
-    assert ((weights >= 0) & (weights <= 1)).all()
-    assert (weights[-1] == 1).all()
-    assert calibration.times[0] == 0
-    assert calibration.times[-1] == 1
-    assert (calibration.times.diff() > 0).all()
-
-
 @pytest.mark.parametrize("part", [(0.6, 1.0), (0.0, 0.8), (0.7, 0.9), (0.0, 0.4)], ids=str)
 def test_a_part_of_t_is_calibrated_within_it(part: tuple[float, float]) -> None:
     low, high = part

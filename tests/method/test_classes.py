@@ -111,13 +111,6 @@ def test_an_expert_has_no_share_of_a_class_that_it_does_not_know(ensemble: Ensem
         assert torch.allclose(row, product / product.sum())
 
 
-def test_counts_by_class_are_in_the_joint_numbering() -> None:
-    experts = [_expert("cat", "dog"), _expert("ship", "dog")]
-    ensemble = Ensemble(in_parts(experts, None, [[5, 0], [1, 3], [0, 2]]), strategy="draw")
-    found = ensemble.prior_of(3, {"class_labels": torch.tensor([0, 1, 2])})
-    assert torch.allclose(found, torch.tensor([[1, 0], [0.25, 0.75], [0, 1]], dtype=torch.float64))
-
-
 def test_what_an_expert_does_not_know_is_refused_by_name(ensemble: Ensemble) -> None:
     with pytest.raises(HddmError, match="expert 0 knows no class 'ship'"):
         sample(ensemble, 2, steps=2, expert=0, class_labels=["cat", "ship"])

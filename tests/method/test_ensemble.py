@@ -104,17 +104,6 @@ def test_draw_needs_the_experts_that_were_drawn() -> None:
     assert [[len(y) for y in network.states] for network in networks] == [[1], [], [3]]
 
 
-@pytest.mark.parametrize(
-    ("expert", "words"),
-    [([0], "expert="), ([[0], [1]], "expert="), ([0, 2], "Class values"), ([-1, 0], "Class values")],
-    ids=str,
-)
-def test_other_indices_than_one_expert_a_sample_are_refused(expert: list[int], words: str) -> None:
-    ensemble = _of([ConditionSum()] * 2, strategy="draw")
-    with pytest.raises((HddmError, RuntimeError), match=words):
-        ensemble.velocity(torch.zeros(2, *SHAPE), torch.full((2,), 0.5), expert=torch.tensor(expert))
-
-
 def test_conditions_go_to_the_experts_that_declare_them() -> None:
     experts = [ConditionSum().field(*names) for names in (["class_labels"], [], ["scale"])]
     v = Ensemble(experts, strategy="draw").velocity(

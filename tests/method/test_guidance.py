@@ -29,15 +29,6 @@ def _velocities() -> tuple[Tensor, Tensor]:
     return tuple(torch.randn(5, *SHAPE, generator=noise, dtype=torch.float64) for _ in range(2))
 
 
-def test_channels_that_are_not_guided_are_the_conditional_ones() -> None:
-    v_c, v_n = _velocities()
-    with pytest.raises(HddmError, match="5 guided channels, and samples have 4"):
-        Guidance(2.0, channels=5).combine(v_c, v_n, EVERYWHERE)
-    found = Guidance(3.0, channels=3).combine(v_c, v_n, EVERYWHERE)
-    torch.testing.assert_close(found[:, :3], (3 * v_c - 2 * v_n)[:, :3])
-    assert torch.equal(found[:, 3], v_c[:, 3])
-
-
 def test_rows_outside_the_interval_are_the_conditional_ones() -> None:
     v_c, v_n = _velocities()
     guidance = Guidance(3.0, interval=(0.25, 0.75))

@@ -2,25 +2,20 @@
 
 import math
 import warnings
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from hddm.ensemble import Ensemble
-from hddm.experts.records import save_expert
 from hddm.noise import Seeded
 from hddm.sampling import sample
 from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
-from tests.artefacts import Command
 from tests.cases import in_parts
-from tests.ensemble_files import flow_expert
 
 SHAPE = (1, 2, 2)
 CALLS = {"euler": 1, "heun": 2, "adams-bashforth": 1, "adams-moulton": 1}
@@ -201,35 +196,3 @@ def test_conditions_are_rows_of_any_kind() -> None:
     for wrong in ({"clas_labels": 4}, {"negative": {"clas_labels": [1, 0]}}):
         with pytest.raises(HddmError, match=r"no condition 'clas_labels'.*did you mean 'class_labels'"):
             sample(ensemble, 2, **wrong)
-
-
-def test_labels_of_no_class_in_a_file_are_refused(tmp_path: Path, hddm: Command) -> None:
-    file, class_expert = tmp_path / "labels.safetensors", tmp_path / "expert"
-    class_expert.mkdir()
-    save_expert(class_expert, flow_expert(num_classes=3))
-    save_file({"class_labels": torch.tensor([0, 3])}, file)
-    code, _, error = hddm("sample", class_expert, "--out", tmp_path / "out", "--conditions", file)
-    assert (code, f"--conditions {file}: no class 3; the model's classes are cat, dog, 7" in error) == (
-        1,
-        True,
-    )
-    both = ("--conditions", file, "--class-labels", "cat")
-    code, _, error = hddm("sample", class_expert, "--out", tmp_path / "out", *both)
-    assert (code, f"--conditions {file}: class_labels is given by another option too" in error) == (2, True)
-    save_file({"negative_class_labels": torch.tensor([0])}, file)
-    weak = ("--conditions", file, "--guide-by", "weak", "--guidance-scale", 2)
-    code, _, error = hddm("sample", class_expert, "--out", tmp_path / "out", *weak)
-    assert (code, f"--conditions {file}: guidance by the weak model takes no negative" in error) == (2, True)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_velocity_that_is_not_finite_is_an_error_with_its_expert_and_time() -> None:
-    ensemble = _ensemble("draw")
-    network = ensemble.experts[1].network
-    ensemble.experts[1].network = lambda y, t, **given: (
-        network(y, t, **given) * torch.where(t < 0.6, torch.nan, 1).view(-1, 1, 1, 1)
-    )
-    with pytest.raises(
-        HddmError, match=r"the velocity of expert 1 is not finite at t = 0\.5, for . of 8 samples"
-    ):
-        sample(ensemble, 8, steps=4, solver="euler")

@@ -9,9 +9,8 @@ from hddm.ensemble import Ensemble
 from hddm.evaluation.expert_use import ExpertUse
 from hddm.noise import Seeded
 from hddm.running import Batch, NotFinite, pick_experts, run
-from hddm.sampling import batches, integrate, plan, sample, time_grid
+from hddm.sampling import batches, plan, sample, time_grid
 from hddm.schedules import LinearSchedule
-from hddm.solvers import OnStep, Velocity, euler, unchanged
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
 from tests.cases import LINEAR, Case, ConditionSum, case_named, oracle_field
@@ -178,18 +177,6 @@ def test_samples_are_float32_of_the_asked_shape_and_batches_are_reported() -> No
     assert batches == [2, 2, 1]
 
 
-def test_on_step_sees_and_may_change_the_states_of_every_batch() -> None:
-    seen: list[tuple[int, int]] = []
-
-    def on_step(index: int, x: torch.Tensor) -> torch.Tensor:
-        seen.append((index, len(x)))
-        return torch.full_like(x, 7.0) if index == 2 else x
-
-    samples = sample(_field(), 5, steps=3, batch_size=3, on_step=on_step)
-    assert seen == [(0, 3), (1, 3), (2, 3), (0, 2), (1, 2), (2, 2)]
-    assert (samples == 7).all()
-
-
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -209,18 +196,6 @@ def test_on_step_sees_and_may_change_the_states_of_every_batch() -> None:
 def test_what_cannot_be_sampled_is_refused(options: dict[str, object], match: str) -> None:
     with pytest.raises(HddmError, match=match):
         sample(_field(), **{"num": 2, **options})
-
-
-def test_labels_beyond_the_classes_are_refused_on_every_way_in() -> None:
-    nulls, classes = {"class_labels": torch.tensor(2)}, ("cat", "dog")
-    field = ConditionSum().field("class_labels", null_conditions=nulls, classes=classes, sample_shape=SHAPE)
-    good, wrong = torch.tensor([0, 1]), torch.tensor([0, 9])
-    with pytest.raises(HddmError, match="whole numbers from 0 to 2"):
-        sample(field, 2, class_labels=good, guidance_scale=2.0, negative={"class_labels": wrong})
-    with pytest.raises(HddmError, match="whole numbers from 0 to 2"):
-        integrate(field, torch.zeros(2, *SHAPE), time_grid(2), Conditions({"class_labels": wrong}))
-    with pytest.raises(HddmError, match="whole numbers from 0 to 2"):
-        sample(Ensemble([field, field], strategy="draw"), 2, class_labels=wrong, prior=torch.ones(2, 2) / 2)
 
 
 def test_an_expert_that_breaks_is_named_under_every_strategy() -> None:
@@ -247,15 +222,3 @@ def test_a_condition_that_a_callback_changes_in_place_counts_for_whoever_makes_t
         # One of two steps of length 1/2 is made with a velocity of 1.
         made, noise = run(how, batch, on_step), Seeded(0).initial(range(8), SHAPE)
         torch.testing.assert_close(made, noise - 0.5)
-
-
-def test_a_plan_keeps_the_solver_as_requested() -> None:
-    def of_my_own(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep = unchanged) -> Tensor:
-        return euler(velocity, x, times, on_step)
-
-    assert plan(_field()).solver_name == "adams-moulton"
-    assert plan(_field(), solver="heun").solver_name == "heun"
-    planned = plan(_field(), solver=of_my_own, steps=3)
-    assert planned.solver_name == "of_my_own"
-    (batch,) = batches(planned, range(2), Conditions(), 2)
-    assert torch.equal(run(planned, batch), sample(_field(), 2, steps=3, solver="euler"))

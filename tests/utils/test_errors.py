@@ -1,12 +1,10 @@
 """Errors: one line, or a line a part; what is not printable never reaches a terminal."""
 
-import logging
 import pickle
 
 import pytest
 
-from hddm.utils.errors import HddmError, asked, one_line
-from hddm_cli.app import _Line
+from hddm.utils.errors import HddmError, one_line
 from hddm_cli.usage import as_typed
 
 
@@ -43,16 +41,3 @@ def test_the_command_line_prints_arguments_as_options(text: str, typed: str) -> 
 
 def test_backticks_of_other_libraries_are_not_arguments() -> None:
     assert as_typed(one_line(ValueError("set `weights_only`"))) == "set 'weights_only'"
-
-
-def test_an_error_of_a_step_begins_with_its_name() -> None:
-    with pytest.raises(HddmError) as raised, asked("step 'old'", HddmError):
-        raise HddmError("try a lower `learning_rate`", ["drop `class_conditional=True`"])
-    assert raised.value.message == "step 'old': try a lower `learning_rate`"
-    assert raised.value.details == ("drop `class_conditional=True`",)
-
-
-@pytest.mark.parametrize(("logger", "line"), [("hddm.training", "hddm: --steps"), ("torch", "hddm: `steps`")])
-def test_log_lines_of_other_libraries_stay_as_they_are(logger: str, line: str) -> None:
-    record = logging.LogRecord(logger, logging.INFO, "", 0, "`%s`", ("steps",), None)
-    assert _Line("hddm: %(message)s").format(record) == line

@@ -12,7 +12,6 @@ from safetensors.numpy import save_file
 
 from hddm.utils.errors import HddmError
 from hddm.utils.files import (
-    alone,
     check_absent,
     new_folder,
     read_json,
@@ -38,20 +37,19 @@ def test_a_folder_appears_when_it_is_complete(tmp_path: Path) -> None:
     assert contents(tmp_path / "deep") == {"target/sub/file": b"content"}
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_failure_leaves_nothing_but_what_was_there(error: type[BaseException], tmp_path: Path) -> None:
+def test_a_failure_leaves_nothing_but_what_was_there(tmp_path: Path) -> None:
     def fail() -> None:
         with new_folder(tmp_path / "target", RECORD, overwrite=True) as draft:
             (draft / "file").write_bytes(b"half")
-            raise error
+            raise KeyboardInterrupt
 
-    with pytest.raises(error):
+    with pytest.raises(KeyboardInterrupt):
         fail()
     assert not list(tmp_path.iterdir())
     with new_folder(tmp_path / "target", RECORD) as draft:
         write_json(draft / RECORD, {"format": "1.0"})
     before = contents(tmp_path)
-    with pytest.raises(error):
+    with pytest.raises(KeyboardInterrupt):
         fail()
     assert contents(tmp_path) == before
 
@@ -196,15 +194,14 @@ def test_a_file_is_replaced_once_the_new_one_is_on_the_disk(
     assert contents(tmp_path) == {"record.json": b"new"}
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, HddmError])
-def test_a_failed_write_leaves_the_file_that_was_there(error: type[BaseException], tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_file_that_was_there(tmp_path: Path) -> None:
     (tmp_path / "record.json").write_text("old")
 
     def write(draft: Path) -> None:
         draft.write_text("half")
-        raise error("as it was")
+        raise KeyboardInterrupt
 
-    with pytest.raises(error, match="as it was"):
+    with pytest.raises(KeyboardInterrupt):
         write_whole(tmp_path / "record.json", write)
     assert contents(tmp_path) == {"record.json": b"old"}
 
@@ -219,19 +216,6 @@ def test_a_full_disk_is_one_line_with_the_file(tmp_path: Path) -> None:
         assert "File too large" in str(refused.value)
         assert "\n" not in str(refused.value)
         assert not list(tmp_path.iterdir())
-
-
-def test_a_place_where_nothing_can_be_made_is_one_line_with_the_path(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    for path in (tmp_path / "none" / "file", tmp_path / "file" / "below"):
-        with pytest.raises(HddmError, match=f"{path}: cannot be written"):
-            write_whole(path, lambda draft: draft.write_text(""))
-    for target in (tmp_path / "file" / "out", tmp_path / "file" / "deep" / "out"):
-        with pytest.raises(HddmError, match=r"file is not a writable folder"):
-            check_absent(target, RECORD)
-    lock = f"{tmp_path}/file/.out.lock: cannot be written"
-    with pytest.raises(HddmError, match=lock), alone(tmp_path / "file" / "out"):
-        pass
 
 
 def test_what_its_writer_made_for_the_owner_alone_is_for_whom_the_folder_is(tmp_path: Path) -> None:

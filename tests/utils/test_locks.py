@@ -3,8 +3,6 @@
 import fcntl
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,24 +60,3 @@ def test_a_lock_that_its_holder_removed_meanwhile_is_taken_anew(
     assert _is_held(path)
     holding.__exit__(None, None, None)
     assert not _is_held(path)
-
-
-def test_without_fcntl_hddm_imports_and_its_locks_hold(tmp_path: Path) -> None:
-    """As on Windows, whose Python has no such module."""
-    code = """
-import pathlib, sys, warnings
-sys.modules["fcntl"] = None
-warnings.simplefilter("ignore")
-import hddm, hddm.training, hddm_cli.app
-from hddm.utils.files import locked
-path = pathlib.Path(sys.argv[1])
-for _ in range(2):
-    with locked(path, "taken"):
-        try:
-            with locked(path, "held"):
-                print("taken twice")
-        except hddm.HddmError as error:
-            print(str(error).split()[0])
-"""
-    run = subprocess.run([sys.executable, "-c", code, tmp_path / "lock"], capture_output=True, text=True)
-    assert (run.stdout, run.stderr) == ("held\n" * 2, "")

@@ -1,25 +1,17 @@
 """Lines of a training as it runs, and in the end."""
 
 import io
-import json
 import math
-import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
-from torch import Tensor
 
-from hddm.training.expert import train_expert
 from hddm.training.loop import summary_of
-from hddm.training.settings import RunOptions
-from hddm.training.state import Run, TrainingState
 from hddm.utils import progress
-from hddm.utils.progress import Progress, TrainingProgress
-from tests.artefacts import expert_settings
+from hddm.utils.progress import TrainingProgress
 
 
 @pytest.fixture(autouse=True)
@@ -74,32 +66,6 @@ def test_a_training_that_goes_on_begins_with_what_it_knows(lines: Lines) -> None
     ]
 
 
-def test_a_rate_leaves_out_what_comes_before_between_and_after_steps(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A checkpoint after every fourth step, which the rate of the next line does not know of."""
-    save, now = Run.save, [0.0]
-
-    def clock() -> float:
-        now[0] += 0.001
-        return now[0]
-
-    def slowly(kept: Run, state: TrainingState, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        now[0] += 100
-        save(kept, state, tensors)
-
-    monkeypatch.setattr(time, "perf_counter", clock)
-    monkeypatch.setattr(Run, "save", slowly)
-    settings, run = expert_settings("flow", steps=10, threads=1), RunOptions(checkpoint_every=4)
-    with TrainingProgress(settings.steps, settings.batch_size, "train") as shown:
-        train_expert(whole, tmp_path / "out", settings, on_step=shown.reach, run=run)
-    rates = [float(rate) for rate in re.findall(r"([\d.]+) images/s", capsys.readouterr().err)]
-    assert len(rates) == 9
-    assert min(rates) > settings.batch_size
-    record = json.loads((tmp_path / "out" / "expert.json").read_text())["training"]
-    assert record["seconds"] < 1
-
-
 def test_what_takes_less_than_five_seconds_has_no_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,24 +117,6 @@ class _Log(io.StringIO):
         if text.endswith("\n"):
             self.spoken.release()
         return count
-
-
-def test_what_was_done_before_tells_nothing_of_the_time_that_is_left(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A unit takes a second, and 40 of 100 were there already: before the start 10, later 30."""
-    now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    with Progress(100, "work") as progress:
-        progress.skip(10)
-        for k in range(60):
-            if k == 9:
-                progress.skip(30)
-            now[0] += 1
-            progress(1)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "work: 50 %, 50 s left"
-    assert lines[1] == "work: 60 %, 40 s left"
 
 
 def test_work_that_counts_nothing_speaks_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,60 +196,3 @@ ODD = [1000.0, *[3.0] * 49, math.inf, *[1.0] * 1899, *[0.5] * 49, math.nan]
 )
 def test_a_training_ends_with_the_means_of_its_losses(losses: list[float], expected: str) -> None:
     assert summary_of(losses) == expected
-
-
-def test_a_verb_speaks_from_its_start_until_it_counts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("_OFTEN", "_BEAT"):
-        monkeypatch.setattr(progress, name, 0.01)
-
-    def told() -> str:
-        while not (text := capsys.readouterr().err):
-            time.sleep(0.01)
-        return text
-
-    with Progress(None, "hddm sample"):
-        assert told().startswith("hddm sample: 1 s so far\n")
-        with Progress(None, "open"):
-            with Progress(100, "sample"):
-                told()
-                assert set(told().splitlines()) == {"sample: 0 %, 1 s so far"}
-            told()
-            assert set(told().splitlines()) == {"open: 1 s so far"}
-
-
-def test_silence_between_works_counts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[-1])
-    with Progress(None, "hddm sample"):
-        for _ in range(3):
-            with Progress(100, "round") as advance:
-                now.append(now[-1] + 4)
-                advance(1)
-    assert capsys.readouterr().err.splitlines() == ["round: 1 %, 4 s so far"]
-
-
-def test_what_follows_the_last_step_is_a_part_of_the_time_that_is_left(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """A step of 8 images takes a second, and a calibration as long as the training of 80."""
-    with TrainingProgress(20, 8, "train", after=80) as shown:
-        for step in range(1, 21):
-            shown.reach(step, 1.0, 1.0)
-    left = [line.split(", ")[-1] for line in capsys.readouterr().err.splitlines()]
-    assert (left[4], left[9]) == ("20 s left", "10 s left")
-
-
-def test_a_training_is_at_no_part_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as a refusal, after which a bar at 0 % would say that it had begun."""
-    terminal = _Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(progress, "_OFTEN", 0.0)
-    monkeypatch.setattr(progress, "_BEAT", 0.001)
-    with TrainingProgress(10, 8, "train"):
-        while terminal.getvalue().count("\n") < 2:
-            time.sleep(0.001)
-    assert set(terminal.getvalue().splitlines()) == {"train: 0 %, preparing for 1 s"}

@@ -3,8 +3,6 @@
 import json
 import multiprocessing
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -102,29 +100,3 @@ def test_what_came_into_being_meanwhile_stays(slip_in: Callable[[Path], None], t
     assert out.is_symlink() == (tmp_path / "expected" / "out").is_symlink()
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["out"]
-
-
-VERBS = {
-    "sample": "sample {expert} --num-images 2 --steps 2",
-    "partition": "partition {images} --shards 2",
-    "evaluate": "evaluate {images} --reference {images} --allow-few",
-    "convert": "convert {expert}",
-    "assemble": "assemble {expert}",
-    "train all": "train all --shards {shards} --objective flow --steps 2 --size tiny --parallel 1",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("verb", VERBS)
-def test_of_two_commands_with_one_out_one_succeeds(
-    verb: str, images: Path, shards: Path, ddpm_expert: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / ("out.json" if verb == "evaluate" else "out")
-    words = VERBS[verb].format(images=images, shards=shards, expert=ddpm_expert).split()
-    command = [sys.executable, "-m", "hddm_cli", *words, "--out", str(out)]
-    both = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    errors = [one.communicate()[1] for one in both]
-    codes = [one.returncode for one in both]
-    assert sorted(codes) == [0, 1], errors
-    assert str(out) in errors[codes.index(1)]
-    assert out.exists()

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from hddm.networks.folders import read_index
-from hddm.utils.files import inside, kind_of, sha256_of
+from hddm.utils.files import inside, kind_of
 from hddm.utils.tensors import Planned, read_header, read_safetensors, write_safetensors
 from tests.artefacts import largest_file, refusal
 from tests.hostile import ZIP_OR_LEGACY, Calls, address_space, grown_by, save
@@ -37,30 +36,14 @@ GOOD = {"a": _entry("F32", [1], 0, 4)}
     ("header", "data", "length"),
     [
         (b"{}", 0, 2**64 - 1),
-        (b"{}", 0, 100_000_001),
-        (b"{}", 0, 3),
-        (b"{", 0, None),
         (b'{"a":' * 100_000, 0, None),
-        (b'{"\xff":1}', 0, None),
         (GOOD, 8, None),
         ({"a": _entry("F32", [2**28], 0, 2**30)}, 4, None),
-        ({"a": _entry("F99", [1], 0, 4)}, 4, None),
-        ({**GOOD, "b": _entry("F32", [1], 0, 4)}, 4, None),
         ({**GOOD, "b": _entry("F32", [1], 2, 6)}, 6, None),
         ({**GOOD, "b": _entry("F32", [1], 8, 12)}, 12, None),
-        ({"a": _entry("F32", [1], 4, 0)}, 4, None),
-        ({"a": _entry("F32", [1], -4, 0)}, 4, None),
-        ({"a": _entry("F32", [1], 0, 2**64)}, 4, None),
-        ({"a": _entry("F32", [1], 0, 1e9)}, 4, None),
-        ({"a": _entry("F32", [2], 0, 4)}, 4, None),
-        ({"a": _entry("F32", [-1], 0, 4)}, 4, None),
         ({"a": _entry("F32", [2**62, 4], 0, 4)}, 4, None),
         ({"a": _entry("F32", [0, 2**63], 0, 0)}, 0, None),
-        ({"a": _entry("F32", ["x"], 0, 4)}, 4, None),
         ({"a": _entry("F4", [2], 0, 1)}, 1, None),
-        ({"a": {"dtype": "F32"}}, 4, None),
-        ({"a": 1}, 0, None),
-        ({"__metadata__": {"a": 1}}, 0, None),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -104,24 +87,19 @@ def test_a_pickle_renamed_safetensors_is_refused_and_not_run(in_zip: bool, tmp_p
 def test_what_is_no_file_of_weights_is_named(tmp_path: Path) -> None:
     contents = {
         "empty": b"",
-        "text": b"<!doctype html>\n",
         "old": b"cposix\nsystem\n(S'true'\ntR.",
         "lfs": b"version https://git-lfs.github.com/spec/v1\n",
     }
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "link").symlink_to("nowhere")
     (tmp_path / "circle").symlink_to("circle")
     for name, problem in (
         ("absent", "no such file"),
-        ("link", "no such file"),
         ("circle", "cannot be read"),
         ("pipe", "is not a regular file"),
-        ("", "is not a regular file"),
         ("/dev/zero", "is not a regular file"),
         ("empty", "is empty"),
-        ("text", "is neither safetensors nor a PyTorch checkpoint"),
         ("old", "is neither safetensors nor a PyTorch checkpoint"),
         ("lfs", "is a Git LFS pointer, not the weights; fetch them with git lfs pull"),
     ):
@@ -184,37 +162,19 @@ def test_all_that_index_and_shards_disagree_about_is_named(tmp_path: Path) -> No
     assert "'epoch' is a int" in refusal(read_index, tmp_path / "x.index.json", allow_pickle=True)
 
 
-@pytest.mark.parametrize(
-    ("value", "dtype"),
-    [("nan", torch.float16), ("inf", torch.bfloat16), ("-inf", torch.float32), ("nan", torch.float64)],
-)
-def test_values_that_are_not_finite_are_refused_by_key_and_origin(
-    value: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
-    values = torch.zeros(3 * MIB, dtype=dtype)
-    values[-1] = float(value)
-    plan = Planned("block.weight", tuple(values.shape), dtype, lambda: values, "source.pt")
-    message = refusal(write_safetensors, tmp_path / "a", [plan], check_finite=True)
-    assert message == "source.pt: 'block.weight' holds NaN or Inf; get the weights again"
-    assert not (tmp_path / "a").exists()
-    write_safetensors(tmp_path / "a", [plan])
-
-
-def test_infinities_that_cancel_and_eight_bit_nans_are_refused(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_refused_by_key_and_origin(tmp_path: Path) -> None:
+    late = torch.zeros(3 * MIB, dtype=torch.float16)
+    late[-1] = float("nan")
     for values in (
+        late,
         torch.tensor([float("inf"), float("-inf")]),
         torch.tensor([float("nan")]).to(torch.float8_e4m3fn),
         torch.tensor([complex(0, float("inf"))]),
     ):
-        plan = Planned("a", tuple(values.shape), values.dtype, lambda values=values: values)
-        assert "NaN or Inf" in refusal(write_safetensors, tmp_path / "a", [plan], check_finite=True)
-
-
-@pytest.mark.parametrize("value", [torch.ones(3), torch.ones(2).half(), torch.ones(2, 1)])
-def test_a_tensor_that_is_not_as_planned_is_refused_and_leaves_no_file(value: Tensor, tmp_path: Path) -> None:
-    plan = Planned("a", (2,), torch.float32, lambda: value)
-    assert "not (2,) in torch.float32 as planned" in refusal(write_safetensors, tmp_path / "x", [plan])
-    assert not (tmp_path / "x").exists()
+        plan = Planned("weight", tuple(values.shape), values.dtype, lambda values=values: values, "a.pt")
+        message = refusal(write_safetensors, tmp_path / "a", [plan], check_finite=True)
+        assert message == "a.pt: 'weight' holds NaN or Inf; get the weights again"
+        assert not (tmp_path / "a").exists()
 
 
 def test_plans_that_no_file_can_hold_are_refused_before_one_is_made(tmp_path: Path) -> None:
@@ -225,6 +185,9 @@ def test_plans_that_no_file_can_hold_are_refused_before_one_is_made(tmp_path: Pa
     assert "two tensors would be 'a'" in write(("a", torch.float32), ("a", torch.float32))
     assert "torch.complex128, which safetensors lacks" in write(("a", torch.complex128))
     assert "__metadata__" in write(("__metadata__", torch.float32))
+    for value in (torch.ones(3), torch.ones(2).half()):
+        plan = Planned("a", (2,), torch.float32, lambda value=value: value)
+        assert "not (2,) in torch.float32 as planned" in refusal(write_safetensors, tmp_path / "x", [plan])
     assert not (tmp_path / "x").exists()
     (tmp_path / "x").write_text("mine")
     assert "exists" in write()
@@ -236,12 +199,6 @@ def test_a_full_disk_leaves_no_file(tmp_path: Path) -> None:
     with largest_file(MIB):
         assert f"{tmp_path / 'x'}: cannot be written" in refusal(write_safetensors, tmp_path / "x", [plan])
     assert not (tmp_path / "x").exists()
-
-
-def test_a_hash_is_that_of_the_file_and_a_missing_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"abc")
-    assert sha256_of(tmp_path / "a") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
-    assert f"{tmp_path / 'x'}: no such file" in refusal(sha256_of, tmp_path / "x")
 
 
 def test_the_limits_of_memory_notice_what_is_taken() -> None:

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -19,14 +18,10 @@ from hddm.utils.processes import (
     Interrupted,
     Report,
     StopRequest,
-    compute_environment,
-    environment,
     interruptible,
 )
 from hddm.utils.workers import Call, Workers
 from tests.artefacts import killing
-
-VARIABLES = ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 
 
 def square(value: int, seconds: float, report: Report) -> int:
@@ -102,7 +97,6 @@ def workers() -> Iterator[Workers]:
         yield pool
 
 
-@pytest.mark.integration
 def test_results_come_in_the_order_of_the_calls(workers: Workers) -> None:
     advances: list[tuple[str, int]] = []
     durations = [0.3, 0.0, 0.1, 0.0]
@@ -155,25 +149,6 @@ def test_workers_that_are_told_to_stop_begin_nothing_more(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
 
 
-@pytest.mark.parametrize("before", [None, "7"])
-def test_the_environment_is_restored(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in VARIABLES:
-        monkeypatch.setenv(name, before or "")
-        if before is None:
-            monkeypatch.delenv(name)
-    with contextlib.suppress(KeyboardInterrupt), environment(compute_environment(1)):
-        assert all(os.environ[name] != before for name in VARIABLES)
-        raise KeyboardInterrupt
-    assert [os.environ.get(name) for name in VARIABLES] == [before] * 3
-
-
-@pytest.mark.integration
-def test_a_worker_that_dies_is_an_error_of_one_line(workers: Workers) -> None:
-    """The last test here: a pool does not survive it."""
-    with pytest.raises(HddmError, match=r"^a call: its process was killed by SIGKILL$"):
-        workers.run([Call(die, {}, "a call")])
-
-
 @pytest.mark.integration
 def test_a_worker_that_dies_is_quoted_and_memory_is_blamed_where_the_system_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -210,20 +185,6 @@ def test_a_process_that_dies_of_the_signal_that_stops_all_is_not_started_again(t
     with pytest.raises(Interrupted, match="SIGTERM"), Workers(1, retries=3) as pool:
         pool.run([Call(die_with_all, {"path": tmp_path / "starts"}, "a call")])
     assert (tmp_path / "starts").read_text() == "."
-
-
-@pytest.mark.integration
-def test_a_script_that_starts_workers_as_it_is_imported_is_told_what_to_do(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from hddm.utils.workers import Call, Workers\n"
-        "with Workers(1) as pool:\n    pool.run([Call(print, {}, 'a call')])\n"
-    )
-    ended = subprocess.run([sys.executable, script], capture_output=True, text=True)
-    assert ended.returncode == 1
-    last = ended.stderr.splitlines()[-1]
-    assert "a call: its process ended with exit code 1 (hddm.utils.errors.HddmError: worker processes" in last
-    assert 'if __name__ == "__main__":' in last
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda one: one.name)
