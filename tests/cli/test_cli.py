@@ -43,9 +43,7 @@ def test_the_whole_work_from_images_to_samples(images: Path, tmp_path: Path, hdd
     assert settings["device"] in ("cpu", "cuda", "mps")
 
 
-def test_images_are_the_samples_of_their_seed_whatever_the_batch(
-    ensemble: Path, tmp_path: Path, hddm: Command
-) -> None:
+def test_images_depend_on_the_seed_and_not_the_batch(ensemble: Path, tmp_path: Path, hddm: Command) -> None:
     for size in (1, 5):
         options = ["--num-images", 5, "--steps", 3, "--seed", 6, "--batch-size", size]
         hddm("sample", ensemble, "--out", tmp_path / str(size), *options)
@@ -58,9 +56,7 @@ def test_images_are_the_samples_of_their_seed_whatever_the_batch(
     assert torch.equal(written, to_bytes(sample(load(ensemble), 5, seed=6, steps=3)))
 
 
-def test_images_of_other_sizes_are_made_without_a_calibration(
-    flow_expert: Path, tmp_path: Path, hddm: Command
-) -> None:
+def test_other_sizes_are_made_without_a_calibration(flow_expert: Path, tmp_path: Path, hddm: Command) -> None:
     bare = copied(flow_expert, tmp_path / "bare")
     (bare / CALIBRATION).unlink()
     seal(bare)
@@ -89,9 +85,7 @@ def test_images_of_other_sizes_are_made_without_a_calibration(
 
 
 @pytest.mark.integration
-def test_classes_are_asked_for_by_name_or_number_in_turn(
-    class_expert: Path, tmp_path: Path, hddm: Command
-) -> None:
+def test_classes_are_taken_by_name_or_number(class_expert: Path, tmp_path: Path, hddm: Command) -> None:
     pixels = {}
     for labels in (",".join(CLASSES), "0, 1", "rows", "0"):
         options = ["--class-labels", labels, "--num-images", 3, "--steps", 2, "--guidance-scale", 1.5]
@@ -103,9 +97,7 @@ def test_classes_are_asked_for_by_name_or_number_in_turn(
     assert not torch.equal(columns, rows)
 
 
-def test_a_router_that_takes_one_expert_for_all_is_warned_of(
-    ensemble: Path, tmp_path: Path, hddm: Command
-) -> None:
+def test_a_router_that_takes_one_expert_is_warned_of(ensemble: Path, tmp_path: Path, hddm: Command) -> None:
     stuck = copied(ensemble, tmp_path)
     path = stuck / "router" / "diffusion_pytorch_model.safetensors"
     weights = load_file(path)

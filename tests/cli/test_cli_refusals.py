@@ -24,7 +24,7 @@ def _refused(hddm: Command, *arguments: object) -> str:
     return err
 
 
-def test_an_unknown_class_is_refused_with_the_known_ones(
+def test_an_unknown_class_is_refused_with_the_known(
     class_expert: Path, tmp_path: Path, hddm: Command
 ) -> None:
     for label in ("2", "colums", "0,,1", ""):
@@ -53,7 +53,7 @@ def test_a_wrong_training_writes_nothing(shards: Path, tmp_path: Path, hddm: Com
     assert not (tmp_path / "out").exists()
 
 
-def test_an_existing_folder_is_kept(
+def test_existing_folders_stay(
     images: Path, shards: Path, ensemble: Path, tmp_path: Path, hddm: Command
 ) -> None:
     (tmp_path / "mine").write_text("precious")
@@ -135,9 +135,7 @@ def test_a_wrong_input_is_named_and_nothing_is_written(
     assert not out.exists()
 
 
-def test_a_result_is_written_neither_through_a_link_nor_over_another_file(
-    images: Path, tmp_path: Path, hddm: Command
-) -> None:
+def test_a_result_replaces_no_link_and_no_other_file(images: Path, tmp_path: Path, hddm: Command) -> None:
     mine = tmp_path / "mine.json"
     mine.write_text('{"precious": true}')
     (tmp_path / "link.json").symlink_to(mine)

@@ -54,7 +54,7 @@ def ensemble(made: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.integration
-def test_a_converted_pipeline_makes_pictures_by_itself(
+def test_a_converted_pipeline_makes_pictures(
     ensemble: Path, sources: list[Path], tmp_path: Path, hddm: Command
 ) -> None:
     options = ["--num-images", 2, "--steps", 2, "--prompt", "a cat", "--guidance-scale", 2, "--out"]
@@ -110,7 +110,7 @@ def _encoded(source: Path, *texts: str) -> torch.Tensor:
 
 
 @pytest.mark.integration
-def test_prompts_become_images_as_each_step_by_hand_makes_them(
+def test_prompts_become_images_as_by_hand(
     ensemble: Path, sources: list[Path], tmp_path: Path, hddm: Command
 ) -> None:
     options = ["--num-images", 3, "--steps", 3, "--guidance-scale", 2.5, "--expert", 1, "--seed", 5]
@@ -133,9 +133,7 @@ def test_prompts_become_images_as_each_step_by_hand_makes_them(
 
 
 @pytest.mark.integration
-def test_embeddings_in_a_file_stand_for_prompts(
-    latents: Latents, sources: list[Path], tmp_path: Path
-) -> None:
+def test_embeddings_in_files_stand_for_prompts(latents: Latents, sources: list[Path], tmp_path: Path) -> None:
     cat, empty = _encoded(sources[0], "a cat", "").split(1)
     content = {"encoder_hidden_states": cat, "negative_encoder_hidden_states": empty}
     save_file({name: value.contiguous() for name, value in content.items()}, tmp_path / "cat.safetensors")
@@ -166,9 +164,7 @@ def test_what_cannot_be_sampled_says_so_and_writes_nothing(
 
 
 @pytest.mark.integration
-def test_a_missing_vae_and_text_encoder_are_named_and_a_vae_can_be_added(
-    ensemble: Path, tmp_path: Path, hddm: Command
-) -> None:
+def test_a_missing_vae_is_named_and_can_be_added(ensemble: Path, tmp_path: Path, hddm: Command) -> None:
     options = ["--num-images", 1, "--steps", 1, "--out", tmp_path / "out"]
     expert, bare = tmp_path / "epsilon", tmp_path / "bare"
     for name in KEPT:
@@ -183,9 +179,7 @@ def test_a_missing_vae_and_text_encoder_are_named_and_a_vae_can_be_added(
 
 
 @pytest.mark.integration
-def test_the_shift_of_a_flow_source_is_the_grid_s_unless_another_is_asked_for(
-    ensemble: Path, latents: Latents
-) -> None:
+def test_the_shift_of_a_flow_source_is_the_grid_s(ensemble: Path, latents: Latents) -> None:
     FlowMatchEulerDiscreteScheduler(shift=3.0).save_config(ensemble / "scheduler")
     edit_json(ensemble / "ensemble.json", shift=3.0)
     own, three, even = (latents("--num-images", 1, *shift) for shift in ((), ("--shift", 3), ("--shift", 1)))

@@ -104,9 +104,7 @@ def names(images: Path, shards: Path, ddpm_expert: Path, tmp_path: Path) -> dict
 
 
 @pytest.mark.integration
-def test_a_slip_of_the_keyboard_is_one_line_before_anything_heavy_is_imported(
-    names: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_slip_is_one_line_before_anything_heavy_is_imported(names: dict[str, Path], tmp_path: Path) -> None:
     before = contents(tmp_path)
     runs = in_a_fresh_process([line.format(**names).split() for line, _ in SLIPS])
     for (line, said), (code, output, heavy) in zip(SLIPS, runs, strict=True):
@@ -139,9 +137,7 @@ def _verbs(command: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
 VERBS = dict(_verbs(typer.main.get_command(commands)))
 
 
-def test_help_imports_nothing_heavy_and_shows_every_name_whole_on_80_columns(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_help_is_quick_and_shows_every_name_on_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     runs = in_a_fresh_process([[*words, "--help"] for words in VERBS])
     for (words, verb), (code, shown, heavy) in zip(VERBS.items(), runs, strict=True):

@@ -49,7 +49,7 @@ def test_modes_sizes_classes_and_bad_images_are_counted_and_named(tmp_path: Path
     assert all(str(tmp_path / bad.name) in bad.reason for bad in report.bad)
 
 
-def test_equal_images_on_both_sides_of_a_split_are_told_apart_from_other_copies(
+def test_equal_images_on_both_sides_of_a_split_are_told_apart_from_copies(
     tmp_path: Path, hddm: Command
 ) -> None:
     levels = {"train/cat/1": 1, "train/cat/2": 2, "train/dog/1": 1, "train/dog/3": 3, "test/cat/8": 8}

@@ -62,9 +62,7 @@ def test_latents_are_those_of_diffusers(mirrored: bool, source: Path, tmp_path: 
     assert torch.allclose(shard.images, (found["mean"] - 0.1) * 0.4)
 
 
-def test_a_tiny_vae_has_means_alone_and_batches_matter_by_rounding_alone(
-    source: Path, tmp_path: Path
-) -> None:
+def test_a_tiny_vae_has_means_alone_and_batches_only_matter_by_rounding(source: Path, tmp_path: Path) -> None:
     vae = write_vae(tmp_path / "vae", "tiny")
     images = torch.from_numpy(np.stack(noise(20))).permute(0, 3, 1, 2) / 127.5 - 1
     with torch.no_grad():
@@ -204,9 +202,7 @@ def test_options_that_do_not_fit_are_refused(source: Path, tmp_path: Path) -> No
     assert not out.exists()
 
 
-def test_the_command_line_encodes_inspects_and_replaces_on_demand(
-    source: Path, tmp_path: Path, hddm: Command
-) -> None:
+def test_the_command_encodes_inspects_and_replaces(source: Path, tmp_path: Path, hddm: Command) -> None:
     write_vae(tmp_path / "vae")
     out = tmp_path / "out"
     options = ("--vae", tmp_path / "vae", "--resolution", 8, "--random-crop", "--random-flip")

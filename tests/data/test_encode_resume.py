@@ -141,9 +141,7 @@ def test_an_encoding_goes_on_in_other_batches(root: Path, tmp_path: Path) -> Non
         assert all(torch.allclose(found[n].float(), expected[n].float(), 2e-3, 1e-3) for n in expected)
 
 
-def test_a_draft_goes_before_its_lock_and_takes_nothing_of_the_next_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_goes_before_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next process begins in the moment in which the first one's lock is gone."""
     target, root = tmp_path / "out", tmp_path / ".out.encoding"
     unlink, left, second = os.unlink, [], contextlib.ExitStack()
@@ -188,7 +186,7 @@ def test_a_kill_at_any_change_of_a_draft_leaves_nothing_for_long(overwrite: bool
     assert killed_at_every_change(lambda: write("new"), check) > 8
 
 
-def test_an_output_that_another_process_finished_meanwhile_leaves_no_draft(
+def test_an_output_that_another_process_finished_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flock = fcntl.flock
@@ -218,7 +216,7 @@ def test_a_full_disk_in_the_middle_leaves_what_is_done(root: Path, tmp_path: Pat
     assert contents(out) == contents(root / "whole")
 
 
-def test_a_larger_output_than_the_disk_is_refused_before_work(
+def test_an_output_larger_than_the_disk_is_refused(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))

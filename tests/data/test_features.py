@@ -65,9 +65,7 @@ def test_other_weights_and_another_processor_are_another_extractor(tmp_path: Pat
     assert len({*names.values(), cropped}) == 3
 
 
-def test_models_without_safetensors_of_other_types_and_with_code_of_their_own_are_refused(
-    tmp_path: Path,
-) -> None:
+def test_pickled_models_other_types_and_code_of_their_own_are_refused(tmp_path: Path) -> None:
     folder = write_vision_model(tmp_path / "pickled", "dinov2")
     (folder / "model.safetensors").unlink()
     torch.save({}, folder / "pytorch_model.bin")
@@ -90,9 +88,7 @@ def test_weights_that_lack_tensors_are_not_filled_with_random_ones(tmp_path: Pat
     assert re.search(r"its weights lack .* tensors of Dinov2Model", told)
 
 
-def test_a_hub_name_without_network_and_cache_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_name_without_network_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     told = refusal(open_feature_extractor, "dinov2")
@@ -169,9 +165,7 @@ def _compute(
     return compute_features(source, extractor or Counted(), folder, part=PART, **options)
 
 
-def test_features_are_those_of_the_images_in_order_and_computed_once(
-    source: ImageSource, tmp_path: Path
-) -> None:
+def test_features_are_in_the_order_of_images_and_computed_once(source: ImageSource, tmp_path: Path) -> None:
     found = _compute(source, tmp_path / "cache")
     extractor = Counted()
     extractor.prepare(source, tmp_path / "cache")
@@ -188,7 +182,7 @@ def test_features_are_those_of_the_images_in_order_and_computed_once(
 
 
 @pytest.mark.parametrize("most", [0, 10, 25])
-def test_an_interrupted_run_goes_on_at_its_part_with_the_same_bits(
+def test_an_interrupted_run_goes_on_with_the_same_bits(
     most: int, source: ImageSource, tmp_path: Path
 ) -> None:
     _compute(source, tmp_path / "whole")
@@ -212,9 +206,7 @@ def test_a_full_disk_leaves_whole_parts_only(source: ImageSource, tmp_path: Path
     assert contents(tmp_path / "cache") == whole
 
 
-def test_features_of_something_else_are_refused_unless_they_may_go(
-    source: ImageSource, tmp_path: Path
-) -> None:
+def test_features_of_other_images_are_refused_unless_they_may_go(source: ImageSource, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     _compute(source, cache)
     assert "  extractor: was " in refusal(_compute, source, cache, PixelPca(dimensions=4, seed=1))
@@ -260,9 +252,7 @@ def test_a_spoilt_part_is_made_again(source: ImageSource, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("rows", [list(range(10, 20)), [9, 10, 47]])
-def test_broken_images_are_left_out_by_name_and_counted(
-    rows: list[int], source: ImageSource, tmp_path: Path
-) -> None:
+def test_broken_images_are_left_out_by_name(rows: list[int], source: ImageSource, tmp_path: Path) -> None:
     whole = _compute(source, tmp_path / "whole")
     for row in rows:
         (source.root / source.files[row]).write_bytes(b"\x89PNG\r\n\x1a\nnothing")
@@ -277,9 +267,7 @@ def test_broken_images_are_left_out_by_name_and_counted(
         assert found[np.array([0, len(found) - 1])].shape == (2, 4)
 
 
-def test_all_bad_images_are_named_at_once_and_no_more_features_are_computed_for_them(
-    source: ImageSource, tmp_path: Path
-) -> None:
+def test_all_bad_images_are_named_before_more_features_are_made(source: ImageSource, tmp_path: Path) -> None:
     for row in (*range(8, 29), 47):
         (source.root / source.files[row]).write_bytes(b"nothing")
     extractor = Counted()
@@ -290,9 +278,7 @@ def test_all_bad_images_are_named_at_once_and_no_more_features_are_computed_for_
     assert extractor.images == 8
 
 
-def test_features_without_an_image_that_can_be_read_again_are_refused(
-    source: ImageSource, tmp_path: Path
-) -> None:
+def test_features_from_before_an_image_was_mended_are_refused(source: ImageSource, tmp_path: Path) -> None:
     path = source.root / source.files[25]
     sound = path.read_bytes()
     path.write_bytes(bytes(len(sound)))

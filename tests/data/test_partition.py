@@ -40,9 +40,7 @@ def tars(many: Path, tmp_path: Path) -> Path:
     return write_tar(tmp_path / "train.tar", files)
 
 
-def test_images_of_a_tar_are_written_with_their_captions_and_files_are_linked(
-    many: Path, tars: Path, tmp_path: Path
-) -> None:
+def test_images_of_a_tar_keep_captions_and_files_are_linked(many: Path, tars: Path, tmp_path: Path) -> None:
     originals = [path.read_bytes() for path in sorted(many.rglob("*.png"))]
     seen = []
     for folder in partition(tars, tmp_path / "out", 2):
@@ -57,9 +55,7 @@ def test_images_of_a_tar_are_written_with_their_captions_and_files_are_linked(
         assert (folder / name).samefile(many / name.removeprefix("images/"))
 
 
-def test_bad_images_are_skipped_by_name_when_asked_and_one_of_anything_is_told_in_the_singular(
-    many: Path, tmp_path: Path, hddm: Command
-) -> None:
+def test_bad_images_are_skipped_by_name(many: Path, tmp_path: Path, hddm: Command) -> None:
     images, out = copied(many, tmp_path), tmp_path / "out"
     bad = images / "rows" / "<b>.png"
     bad.write_bytes(b"nothing")
@@ -97,9 +93,7 @@ def test_features_of_a_model_divide_too(many: Path, tmp_path: Path) -> None:
     assert inspected(tmp_path / "out")["features"] == str(model)
 
 
-def test_the_command_keeps_features_beside_its_folder_and_the_library_keeps_none(
-    many: Path, tmp_path: Path, hddm: Command
-) -> None:
+def test_the_command_keeps_features_beside_its_folder(many: Path, tmp_path: Path, hddm: Command) -> None:
     features = tmp_path / "two.features"
     partition(many, tmp_path / "one", 2)
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
@@ -113,7 +107,7 @@ def test_the_command_keeps_features_beside_its_folder_and_the_library_keeps_none
 
 
 @pytest.mark.integration
-def test_only_features_beside_a_replaced_partition_are_replaced(
+def test_only_features_beside_the_partition_are_replaced(
     many: Path, images: Path, tmp_path: Path, hddm: Command
 ) -> None:
     assert hddm("partition", many, "--out", tmp_path / "out", "--shards", 2)[0] == 0
@@ -148,9 +142,7 @@ def test_a_partition_or_a_shard_is_no_source_of_images(many: Path, tmp_path: Pat
     assert open_shard(again).hash == open_shard(shard).hash
 
 
-def test_the_report_shows_every_shard_and_its_pictures_enlarged_by_whole_pixels(
-    many: Path, tmp_path: Path
-) -> None:
+def test_the_report_shows_every_shard_enlarged_by_whole_pixels(many: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     folders = partition(many, out, 2, held_out=0.5)
     page = (out / "report.html").read_text()
@@ -204,9 +196,7 @@ def test_shards_by_class_have_their_classes_and_all_names(many: Path, tmp_path: 
         assert "its classes are columns, rows; name each of them in one of 2 shards" in text
 
 
-def test_some_classes_are_taken_as_if_there_were_no_others(
-    images: Path, tmp_path: Path, hddm: Command
-) -> None:
+def test_some_classes_are_taken_as_if_they_were_all(images: Path, tmp_path: Path, hddm: Command) -> None:
     some, alone = tmp_path / "some", tmp_path / "alone"
     shutil.copytree(images / "rows", tmp_path / "rows-alone" / "rows")
     assert hddm("partition", images, "--only", "rows", "--shards", 1, "--out", some)[0] == 0
@@ -251,7 +241,7 @@ def test_held_out_images_are_shards_of_their_own_and_no_training_images(many: Pa
     assert (record["held_out_share"], find_shards(tmp_path / "out")) == (0.4, [folder])
 
 
-def test_a_share_that_leaves_too_few_on_a_side_is_refused_before_features_are_computed(
+def test_a_share_that_leaves_too_few_is_refused(
     many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     partition(many, tmp_path / "one", 1, held_out=0.2)
@@ -292,9 +282,7 @@ def test_a_shard_that_chance_leaves_nothing_to_train_on_is_told(tmp_path: Path) 
     assert "has 0 images left to train on and needs 16" in told
 
 
-def test_copies_are_kept_together_whatever_their_files_and_told_with_the_share_that_was_met(
-    many: Path, tmp_path: Path, hddm: Command
-) -> None:
+def test_copies_are_kept_on_one_side_whatever_their_files(many: Path, tmp_path: Path, hddm: Command) -> None:
     images, out = copied(many, tmp_path), tmp_path / "out"
     for path in sorted(images.rglob("0?.png")):
         for end in ("a.png", "b.bmp"):

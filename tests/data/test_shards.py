@@ -59,9 +59,7 @@ def test_every_image_is_in_one_shard_with_its_label(images: Path, shards: Path) 
     assert found == expected
 
 
-def test_shards_follow_content_and_are_of_like_size_and_the_record_of_the_partition_says_so(
-    shards: Path,
-) -> None:
+def test_shards_follow_content_and_are_of_like_size(shards: Path) -> None:
     loaded = [open_shard(folder) for folder in find_shards(shards)]
     for shard in loaded:
         assert max(shard.labels.bincount()) >= 0.8 * len(shard)
@@ -81,7 +79,7 @@ def test_a_shard_carried_away_is_complete(shard: Path, shards: Path) -> None:
             assert np.asarray(image).tolist() == pixels[0].tolist()
 
 
-def test_shards_of_one_partition_share_a_name_and_no_others_do(
+def test_shards_of_one_partition_share_a_name(
     images: Path, shards: Path, whole: Path, tmp_path: Path
 ) -> None:
     partition(images, tmp_path / "again", 2)
@@ -183,7 +181,7 @@ def test_rows_of_several_tensors_are_those_of_one() -> None:
 
 
 @pytest.mark.parametrize("flip", [None, torch.tensor([True, False, False, False])])
-def test_a_sample_is_drawn_from_the_posterior_in_the_scale_of_the_model_mirrored_ones_as_encoded(
+def test_a_sample_is_drawn_from_the_posterior_in_the_model_s_scale(
     flip: torch.Tensor | None, encoded: Path
 ) -> None:
     shard, rows = open_shard(encoded), torch.tensor([19, 0, 7, 7])
@@ -284,9 +282,7 @@ def _opened_once(encoded: Path, tmp_path: Path) -> Path:
 DATA = [f"data-{k:05d}.safetensors" for k in range(4)]
 
 
-def test_files_that_are_untouched_since_are_not_hashed_again(
-    encoded: Path, hashed: list[str], tmp_path: Path
-) -> None:
+def test_files_that_are_untouched_are_hashed_once(encoded: Path, hashed: list[str], tmp_path: Path) -> None:
     folder = _opened_once(encoded, tmp_path)
     assert sorted(hashed) == DATA
     before = open_shard(encoded).images
@@ -301,7 +297,7 @@ def test_files_that_are_untouched_since_are_not_hashed_again(
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
-def test_a_changed_file_is_noticed_whatever_its_size_and_date(
+def test_a_changed_file_is_noticed(
     is_replaced: bool, encoded: Path, hashed: list[str], tmp_path: Path
 ) -> None:
     folder = _opened_once(encoded, tmp_path)
@@ -321,7 +317,7 @@ def test_a_copy_is_not_taken_for_verified(encoded: Path, hashed: list[str], tmp_
     assert sorted(hashed) == DATA
 
 
-def test_a_file_that_was_written_just_now_is_hashed_again(
+def test_a_file_written_just_now_is_hashed_again(
     encoded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within a tick of the file system's clock, here of an hour, it could change unseen."""

@@ -80,9 +80,7 @@ def test_class_folders_are_labels_and_other_files_are_left_alone(tmp_path: Path)
     assert (flat.classes, flat.labels, len(flat)) == ((), None, 4)
 
 
-def test_files_that_are_no_images_are_counted_by_suffix(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_files_that_are_no_images_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     names = {"a/1.png": "PNG", "a/2.gif": "GIF", "b/3.TIF": "TIFF", "b/4.tiff": "TIFF"}
     write(tmp_path, {name: encoded(7, kind) for name, kind in names.items()})
     (tmp_path / "sampling.json").write_text("{}")

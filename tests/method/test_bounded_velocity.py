@@ -78,9 +78,7 @@ LABELS = torch.arange(256) % CLASSES
 
 
 @pytest.mark.parametrize("t", LATE)
-def test_velocity_of_unit_noise_is_bounded_with_labels_without_and_guided(
-    calibration: Calibration, t: float
-) -> None:
+def test_velocity_of_unit_noise_is_bounded_with_labels_and_guided(calibration: Calibration, t: float) -> None:
     field = _field(calibration)
     assert _ratio(field, t) < 4
     assert _ratio(field, t, labels=LABELS) < 4
@@ -173,9 +171,7 @@ def test_a_trained_class_expert_of_noise_is_bounded_and_stays_so(whole: Path, tm
         recalibrate(tmp_path / "expert", whole)
 
 
-def test_a_saved_calibration_gives_the_identical_velocity_and_files_without_class_means_still_load(
-    calibration: Calibration, tmp_path: Path
-) -> None:
+def test_a_saved_calibration_gives_the_identical_velocity(calibration: Calibration, tmp_path: Path) -> None:
     calibration.save(tmp_path)
     again = Calibration.load(tmp_path)
     assert again is not None

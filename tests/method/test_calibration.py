@@ -82,7 +82,7 @@ def test_calibrated_is_exact_at_full_noise(calibration: Calibration) -> None:
 
 
 @pytest.mark.parametrize("t", ALL_NOISE)
-def test_calibrated_is_worse_than_raw_by_the_sampling_error_of_its_weights_at_most(
+def test_calibrated_is_worse_than_raw_by_sampling_error_at_most(
     fitted: tuple[Calibration, int], t: float
 ) -> None:
     calibration, states = fitted

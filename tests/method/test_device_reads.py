@@ -99,9 +99,7 @@ ROUTED = ("full", "nucleus-0.5")
         ("nucleus-0.5", False, Guidance(2.0, by="weak")),
     ],
 )
-def test_a_step_reads_the_routers_answer_and_nothing_else(
-    strategy: str, pair: bool, guidance: float | Guidance
-) -> None:
+def test_a_step_reads_the_routers_answer_alone(strategy: str, pair: bool, guidance: float | Guidance) -> None:
     own = {"expert": 2} if strategy == "expert" else {"strategy": strategy}
     how = plan(_ensemble(pair), steps=STEPS, guidance=guidance, **own)  # type: ignore[arg-type]
     asked = Conditions({LABELS: torch.arange(NUM) % 3})

@@ -45,7 +45,7 @@ def _of(
 
 @pytest.mark.parametrize("kinds", [FOUR_KINDS, OTHER_KINDS], ids=["flow and ddpm", "all kinds"])
 @pytest.mark.parametrize("strategy", ["full", "top-4", "nucleus-1"])
-def test_heterogeneous_experts_with_the_exact_posterior_are_one_model_of_the_whole(
+def test_unlike_experts_and_the_exact_posterior_are_one_model(
     kinds: list[tuple[Case, str]], strategy: str
 ) -> None:
     ensemble = Ensemble(_experts(kinds), exact_router(SHARDS, PRIOR), strategy)

@@ -156,7 +156,7 @@ def test_settings_alone_guide_nowhere() -> None:
     ],
     ids=str,
 )
-def test_what_one_side_of_guidance_lacks_is_named(
+def test_what_one_side_lacks_is_named(
     positive: tuple[str, ...], negative: tuple[str, ...], words: str
 ) -> None:
     with pytest.raises(HddmError, match=words):

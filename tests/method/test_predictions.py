@@ -46,7 +46,7 @@ def _known_state(
 
 @each_path
 @each_type
-def test_data_noise_and_velocity_come_out_of_what_the_network_predicts(
+def test_data_noise_and_velocity_come_out_of_predictions(
     path: AlphaSigma, prediction_type: PredictionType
 ) -> None:
     x_0, eps, output, at = _known_state(path, prediction_type)

@@ -56,7 +56,7 @@ def test_a_shift_that_leaves_steps_no_length_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "kind"), [("linear", "flow_prediction"), ("cosine", "epsilon")], ids=["flow", "ddpm"]
 )
-def test_noise_flows_to_the_gaussian_along_its_known_map(
+def test_noise_flows_along_the_known_map(
     name: str, kind: str, solver: str, steps: int, tolerance: float
 ) -> None:
     num = 1500

@@ -59,9 +59,7 @@ def test_a_flow_match_scheduler_is_the_linear_path_whatever_its_shift() -> None:
 
 
 @pytest.mark.parametrize("name", ["DDPMScheduler", "EulerDiscreteScheduler", "LCMScheduler"])
-def test_missing_keys_have_the_default_of_their_scheduler_class(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_missing_keys_have_their_scheduler_s_default(name: str, caplog: pytest.LogCaptureFixture) -> None:
     scheduler = getattr(diffusers, name)()
     expected = (1 - scheduler.betas.double()).cumprod(0).sqrt()
     with caplog.at_level(logging.INFO, logger="hddm"):

@@ -43,9 +43,7 @@ def test_squares_equal_diffusers_table_within_its_float32_rounding(case: Case) -
         ("squaredcos-cap-v2", 0.00638, 0.99995, 4.9e-5),
     ],
 )
-def test_noise_range_of_the_well_known_schedules(
-    name: str, t_min: float, t_max: float, alpha_end: float
-) -> None:
+def test_noise_range_of_well_known_schedules(name: str, t_min: float, t_max: float, alpha_end: float) -> None:
     schedule = case_named(name).schedule
     assert schedule.range == pytest.approx((t_min, t_max), abs=5e-6)
     assert schedule.alpha(torch.tensor(999)).item() == pytest.approx(alpha_end, rel=0.01)

@@ -42,7 +42,7 @@ def _shifted(steps: int) -> Tensor:
 @pytest.mark.parametrize(("name", "order"), ORDERS)
 @pytest.mark.parametrize("grid", [_even, _alternating, _shifted], ids=lambda g: g.__name__[1:])
 @pytest.mark.parametrize("downwards", [False, True], ids=["up", "down"])
-def test_error_falls_with_the_order_of_the_solver(
+def test_error_falls_with_its_order(
     name: str, order: int, grid: Callable[[int], Tensor], downwards: bool
 ) -> None:
     x = torch.ones(1, dtype=torch.float64)
@@ -85,9 +85,7 @@ def _by_diffusers(name: str, velocity: Velocity, x: Tensor, steps: int) -> Tenso
 
 
 @pytest.mark.parametrize("mixture", MIXTURES.values(), ids=MIXTURES)
-def test_solvers_with_a_memory_are_nearer_to_the_solution_than_those_of_diffusers(
-    mixture: GaussianMixture,
-) -> None:
+def test_solvers_with_a_memory_are_nearer_than_those_of_diffusers(mixture: GaussianMixture) -> None:
     def velocity(x: Tensor, t: Tensor, then: Tensor) -> Tensor:
         return mixture.velocity(x, t.expand(len(x)))
 

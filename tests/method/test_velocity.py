@@ -65,9 +65,7 @@ def test_epsilon_with_zero_terminal_snr_ends_at_the_last_index_with_signal(case:
 
 
 @each_legal
-def test_range_is_the_schedule_s_but_for_a_margin_where_the_form_is_singular(
-    case: Case, prediction_type: str
-) -> None:
+def test_range_is_the_schedule_s_but_for_a_margin_at_singularities(case: Case, prediction_type: str) -> None:
     low, high = oracle_field(SHARD, case, prediction_type).range
     assert 0 <= low < high <= 1
     expected_low, expected_high = (case.common_time(time) for time in (0.0, case.schedule.end))

@@ -44,7 +44,7 @@ def test_other_conditions_than_the_declared_are_refused(
 
 @each_legal
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_velocity_has_the_dtype_and_shape_of_the_state(
+def test_velocity_has_the_state_s_dtype_and_shape(
     case: Case, prediction_type: str, dtype: torch.dtype
 ) -> None:
     field = VelocityField(BoundedNetwork(), case.schedule, prediction_type)

@@ -47,9 +47,7 @@ def _states(t: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
 
 @each_legal
 @each_dtype
-def test_velocity_is_finite_on_the_closed_interval(
-    case: Case, prediction_type: str, dtype: torch.dtype
-) -> None:
+def test_velocity_is_finite_everywhere(case: Case, prediction_type: str, dtype: torch.dtype) -> None:
     low, high = case.schedule.range
     zero, one = torch.tensor(0.0, dtype=dtype), torch.tensor(1.0, dtype=dtype)
     edges = torch.stack([zero, zero.nextafter(one), one.nextafter(zero), one])
@@ -61,9 +59,7 @@ def test_velocity_is_finite_on_the_closed_interval(
 
 @each_legal
 @each_dtype
-def test_velocity_at_full_noise_is_a_modest_multiple_of_the_state(
-    case: Case, prediction_type: str, dtype: torch.dtype
-) -> None:
+def test_velocity_at_full_noise_is_bounded(case: Case, prediction_type: str, dtype: torch.dtype) -> None:
     t = torch.ones(32, dtype=dtype)
     x_t = _states(t, dtype)
     for field in _fields(case, prediction_type):
@@ -93,16 +89,6 @@ def test_gradients_are_finite_on_the_closed_interval(case: Case, prediction_type
     assert x_t.grad.isfinite().all()
 
 
-@each_end
-def test_full_noise_gives_the_state_itself_and_data_minus_the_state(
-    case: Case, prediction_type: str, is_above: bool
-) -> None:
-    t = torch.full((2,), float(is_above), dtype=torch.float64)
-    for field in _fields(case, prediction_type):
-        v = field.velocity(_states(t), t)
-        assert torch.equal(v, _states(t) if is_above else -_states(t))
-
-
 @each_legal
 def test_velocity_of_data_is_minus_the_data_for_a_perfect_expert(case: Case, prediction_type: str) -> None:
     t = torch.zeros(8, dtype=torch.float64)
@@ -112,9 +98,7 @@ def test_velocity_of_data_is_minus_the_data_for_a_perfect_expert(case: Case, pre
 
 
 @each_end
-def test_beyond_the_range_noise_or_signal_keeps_its_level_and_the_other_estimate_fades(
-    case: Case, prediction_type: str, is_above: bool
-) -> None:
+def test_beyond_the_range_one_estimate_fades(case: Case, prediction_type: str, is_above: bool) -> None:
     network = BoundedNetwork()
     field = VelocityField(network, case.schedule, prediction_type)
     end = field.range[is_above]
@@ -138,19 +122,6 @@ def test_beyond_the_range_noise_or_signal_keeps_its_level_and_the_other_estimate
     odds = (1 - t) / t / ((1 - end) / end)
     expected = (x_t - odds * x_0) / t if is_above else (eps / odds - x_t) / (1 - t)
     torch.testing.assert_close(v, expected, rtol=1e-7, atol=1e-7)
-
-
-@each_legal
-def test_velocity_is_continuous_where_the_range_ends(case: Case, prediction_type: str) -> None:
-    field = oracle_field(SHARD, case, prediction_type)
-    for end, outward in zip(field.range, (-1, 1), strict=True):
-        if end in (0.0, 1.0):
-            continue
-        step = 1e-6 * min(end, 1 - end)
-        t = torch.tensor([end, end + outward * step, end - outward * step], dtype=torch.float64)
-        x_t = SHARD.states(t[:1], seed=1, shape=SHAPE).expand(3, *SHAPE)
-        v = field.velocity(x_t, t)
-        assert relative_error(v[1:], v[:1].expand(2, *SHAPE)) < 1e-4
 
 
 @each_legal

@@ -16,9 +16,7 @@ from hddm_cli.usage import as_typed
         ("a\nb", ["c\x1b[2J", "d\ne\u202e"], "a\\nb\n  c\\x1b[2J\n  d\\ne\\u202e"),
     ],
 )
-def test_an_error_is_its_message_and_details_also_out_of_another_process(
-    message: str, details: list[str], text: str
-) -> None:
+def test_an_error_is_the_same_out_of_another_process(message: str, details: list[str], text: str) -> None:
     error = HddmError(message, details)
     again = pickle.loads(pickle.dumps(error))
     assert isinstance(again, HddmError)

@@ -55,9 +55,7 @@ def test_a_failure_leaves_nothing_but_what_was_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_a_kill_at_any_change_leaves_the_old_folder_or_the_new_and_the_next_one_clears_up(
-    tmp_path: Path,
-) -> None:
+def test_a_kill_at_any_change_leaves_the_old_folder_or_the_new(tmp_path: Path) -> None:
     target = tmp_path / "deep" / "target"
 
     def write(content: str) -> None:
@@ -171,9 +169,7 @@ def test_a_file_larger_than_any_json_is_not_read(tmp_path: Path) -> None:
     assert grown_by(read) < 64 * 2**20
 
 
-def test_a_file_is_replaced_once_the_new_one_is_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_replaced_once_the_new_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, events, inodes = tmp_path / "record.json", [], []
     path.write_text("old")
     fsync = os.fsync

@@ -38,7 +38,7 @@ def test_a_lock_is_held_in_its_block_alone_and_names_its_holder(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("remove", [lambda path: path.unlink(), lambda path: shutil.rmtree(path.parent)])
-def test_a_lock_that_its_holder_removed_meanwhile_is_taken_anew(
+def test_a_removed_lock_is_taken_anew(
     remove: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, flock, calls = tmp_path / "draft" / "lock", fcntl.flock, []

@@ -77,9 +77,7 @@ def expert(trio: Trio, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("how", SPOILT_EXPERTS)
-def test_a_spoilt_expert_is_neither_assembled_nor_accepted_nor_loaded(
-    how: str, trio: Trio, tmp_path: Path, hddm: Command
-) -> None:
+def test_a_spoilt_expert_is_refused_everywhere(how: str, trio: Trio, tmp_path: Path, hddm: Command) -> None:
     spoilt = copied(trio.experts[1], tmp_path)
     SPOILT_EXPERTS[how](spoilt)
     before = contents(tmp_path)
@@ -94,7 +92,7 @@ def test_a_spoilt_expert_is_neither_assembled_nor_accepted_nor_loaded(
 
 
 @pytest.mark.parametrize("how", SPOILT_ROUTERS)
-def test_a_spoilt_router_is_neither_assembled_nor_loaded(
+def test_a_spoilt_router_is_refused(
     how: str, trio: Trio, ensemble: Path, tmp_path: Path, hddm: Command
 ) -> None:
     spoilt = copied(trio.router, tmp_path)
@@ -137,9 +135,7 @@ OWN_RECORDS = ("ensemble.json", "model_index.json", "scheduler/scheduler_config.
     ],
     ids=["swapped records", "swapped folders", *OWN_RECORDS],
 )
-def test_an_ensemble_that_was_changed_by_hand_is_refused(
-    spoil: Spoil, changed: list[str], ensemble: Path
-) -> None:
+def test_an_ensemble_changed_by_hand_is_refused(spoil: Spoil, changed: list[str], ensemble: Path) -> None:
     spoil(ensemble)
     with pytest.raises(HddmError, match="differs from its") as caught:
         load(ensemble)
@@ -162,7 +158,7 @@ def test_what_has_no_meaning_may_come_change_and_go(expert: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "remedy"), [("expert", "convert or train"), ("router", "train the router")])
-def test_folders_of_formats_before_1_5_are_refused_in_one_line(
+def test_formats_before_1_5_are_refused_in_one_line(
     kind: str, remedy: str, trio: Trio, tmp_path: Path
 ) -> None:
     old = copied(trio.experts[0] if kind == "expert" else trio.router, tmp_path)
@@ -171,9 +167,7 @@ def test_folders_of_formats_before_1_5_are_refused_in_one_line(
     assert message.startswith(f"{old / kind}.json: format 1.4 is no longer read; {remedy}")
 
 
-def test_calibrating_writes_the_manifest_anew_and_leaves_the_rest(
-    trio: Trio, expert: Path, tmp_path: Path
-) -> None:
+def test_calibrating_writes_the_manifest_anew_alone(trio: Trio, expert: Path, tmp_path: Path) -> None:
     ensemble = tmp_path / "ensemble"
     assemble([expert], ensemble)
     (tmp_path / MANIFEST).write_text('{"name": "a page"}')
@@ -237,9 +231,7 @@ def test_a_null_condition_that_is_not_finite_is_refused(expert: Path) -> None:
         load(expert)
 
 
-def test_a_finished_training_that_was_spoilt_is_not_taken_for_finished(
-    shards: Path, tmp_path: Path, hddm: Command
-) -> None:
+def test_a_spoilt_training_is_not_taken_for_finished(shards: Path, tmp_path: Path, hddm: Command) -> None:
     out = tmp_path / "expert"
     options = ["--objective", "flow", "--steps", "2", "--size", "tiny"]
     train = ("train", "expert", shards / "shard_0", "--out", out, *options)

@@ -66,9 +66,7 @@ def test_a_training_that_goes_on_begins_with_what_it_knows(lines: Lines) -> None
     ]
 
 
-def test_what_takes_less_than_five_seconds_has_no_lines(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_short_work_has_no_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     now = [100.0]
     monkeypatch.setattr(progress, "_SHORT", 5.0)
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now[-1])
@@ -86,7 +84,7 @@ def test_what_takes_less_than_five_seconds_has_no_lines(
     assert capsys.readouterr().err == "check: 30 %, 35 s left\n"
 
 
-def test_long_work_speaks_every_ten_seconds_and_after_three_minutes_every_minute(
+def test_long_work_speaks_less_often_later(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now, spoke = [0.0], list[float]()
@@ -160,9 +158,7 @@ class _Terminal(io.StringIO):
         return True
 
 
-def test_on_a_terminal_a_bar_counts_steps_from_where_the_training_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_on_a_terminal_a_bar_counts_from_where_the_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("COLUMNS", "120")

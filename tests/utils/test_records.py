@@ -54,7 +54,7 @@ def test_a_format_of_a_known_major_is_read(version: str, tmp_path: Path) -> None
     ],
     ids=str,
 )
-def test_a_record_that_does_not_fit_is_refused_by_file_and_key(
+def test_an_odd_record_is_refused_by_file_and_key(
     content: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "thing.json"

@@ -47,9 +47,7 @@ GOOD = {"a": _entry("F32", [1], 0, 4)}
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_header_that_does_not_fit_its_file_is_refused(
-    header: object, data: int, length: int | None, tmp_path: Path
-) -> None:
+def test_a_wrong_header_is_refused(header: object, data: int, length: int | None, tmp_path: Path) -> None:
     path = _file(tmp_path, header, data, length)
     assert grown_by(lambda: refusal(read_safetensors, path)) < 16 * MIB
     assert str(path) in refusal(read_safetensors, path)

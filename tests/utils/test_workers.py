@@ -127,9 +127,7 @@ def test_workers_are_other_processes_with_one_thread(workers: Workers) -> None:
 
 
 @pytest.mark.integration
-def test_an_error_comes_back_as_it_is_and_stops_what_has_not_started(
-    workers: Workers, tmp_path: Path
-) -> None:
+def test_an_error_comes_back_as_it_is_and_stops_what_did_not_start(workers: Workers, tmp_path: Path) -> None:
     later = [Call(touch, {"path": tmp_path / str(n)}, "a call") for n in range(20)]
     with pytest.raises(HddmError, match=r"^a file is missing: add it$"):
         workers.run([Call(refuse, {}, "a call"), *later])
@@ -167,7 +165,7 @@ def test_a_worker_that_dies_is_quoted_and_memory_is_blamed_where_the_system_says
 
 
 @pytest.mark.integration
-def test_a_call_that_fails_by_a_bug_is_started_again_and_quoted(
+def test_a_call_that_fails_is_started_again_and_quoted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls = [Call(fail, {"path": tmp_path / "a"}, "a call"), Call(touch, {"path": tmp_path / "b"}, "another")]
@@ -188,7 +186,7 @@ def test_a_process_that_dies_of_the_signal_that_stops_all_is_not_started_again(t
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda one: one.name)
-def test_a_signal_to_any_verb_leaves_nothing_half_written_and_is_told_in_a_line(
+def test_a_signal_to_a_verb_leaves_nothing_half_written(
     number: signal.Signals, images: Path, tmp_path: Path
 ) -> None:
     from hddm_cli.app import app
