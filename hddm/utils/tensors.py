@@ -87,18 +87,11 @@ def refuse_non_finite(path: Path, weights: Mapping[str, Tensor]) -> None:
 
 
 def refuse_other_kinds(
-    path: Path,
-    tensors: Mapping[str, Tensor],
-    kinds: Mapping[str, tuple[torch.dtype, int]],
-    optional: str = "",
+    path: Path, tensors: Mapping[str, Tensor], kinds: Mapping[str, tuple[torch.dtype, int]]
 ) -> None:
-    """Refuse tensors of the file ``path`` unlike ``kinds``: dtype and dimensions by name, all as long.
-
-    The one called ``optional`` may be missing.
-    """
-    wanted = {name: kind for name, kind in kinds.items() if name in tensors or name != optional}
+    """Refuse tensors of the file ``path`` unlike ``kinds``: dtype and dimensions by name, all as long."""
     found = {name: (value.dtype, value.ndim) for name, value in tensors.items()}
-    if found != wanted or len({len(value) for value in tensors.values()}) > 1:
+    if found != kinds or len({len(value) for value in tensors.values()}) > 1:
         listed = ", ".join(f"{name} {tuple(value.shape)} in {value.dtype}" for name, value in tensors.items())
         raise HddmError(f"{path}: is not what was written (holds {one_line(listed)}); remove it")
 

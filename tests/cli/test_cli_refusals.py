@@ -5,14 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from hddm.data.shard_records import ImageEntry, content_hash
 from tests.artefacts import Command, contents, copied, edit_json, largest_file
 
 HDDM = Path(sys.executable).parent / "hddm"
-OPTIONS = "--objective flow --steps 2 --size tiny"
-TRAIN = OPTIONS.split()
+TRAIN = ["--objective", "flow", "--steps", "2", "--size", "tiny"]
 
 
 def _refused(hddm: Command, *arguments: object) -> str:
@@ -98,41 +95,6 @@ def test_an_output_that_takes_no_more_is_told_with_a_remedy(images: Path) -> Non
         finished = subprocess.run([HDDM, "inspect", images], stdout=full, stderr=subprocess.PIPE, text=True)
     told = "hddm: a file, or the output: No space left on device; free some space\n"
     assert (finished.returncode, finished.stderr) == (1, told)
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("partition {empty} --shards 2", "{empty}: holds no images"),
-        ("encode {images}", "{images}: is not a shard"),
-        (f"train expert {{images}} {OPTIONS}", "{images}: is not a shard"),
-        (f"train expert {{shards}} {OPTIONS}", "{shards}: is a partition, not a shard"),
-        (f"train all --shards {{shard}} {OPTIONS}", "{shard}: is a shard, not a partition"),
-        ("train router {shard} --steps 2", "{shard}: is a shard, not a partition"),
-        ("distill {expert} --data {shard} --steps 2", "{shard}: is a shard, not a partition"),
-        ("convert {images}", "{images}"),
-        ("convert {images} --base {images}", "--base {images}: not an expert folder"),
-        ("assemble {images}", "{images}"),
-        ("sample {images}", "{images}: neither an expert folder"),
-        ("sample {expert} --class-labels 3", "--class-labels 3: this model has no classes; leave out"),
-        ("sample {ensemble} --strategy top-5", "top-5 needs 5 experts and there are 2"),
-        ("sample {ensemble} --shift 0", "shift must be positive"),
-        ("sample {ensemble} --guidance-scale 2", "guidance needs a condition"),
-        ("evaluate {images} --reference {empty}", "{empty}: holds no images"),
-        ("benchmark photographs --data {empty}", "{empty}/train: no such file or folder"),
-    ],
-)
-def test_a_wrong_input_is_named_and_nothing_is_written(
-    line: str, said: str, images: Path, shards: Path, ensemble: Path, tmp_path: Path, hddm: Command
-) -> None:
-    (tmp_path / "empty").mkdir()
-    out = tmp_path / "out"
-    names = {"empty": tmp_path / "empty", "images": images, "shards": shards, "shard": shards / "shard_0"}
-    names |= {"ensemble": ensemble, "expert": ensemble / "experts/0"}
-    error = _refused(hddm, *line.format(**names).split(), "--out", out)
-    assert said.format(**names) in error
-    assert not contents(tmp_path)
-    assert not out.exists()
 
 
 def test_a_result_replaces_no_link_and_no_other_file(images: Path, tmp_path: Path, hddm: Command) -> None:

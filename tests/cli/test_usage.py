@@ -89,18 +89,37 @@ LATER = [
     ("sample {expert} --out {out} --negative-prompt cat", "--negative-prompt: needs a --guidance-scale"),
     ("sample {expert} --out {out} --strategy top-2", "--strategy top-2: {expert} is a single expert; drop"),
     (TRAIN + " --init {shards}", "not an expert folder"),
+    ("train expert {shards} --out {out} --objective flow --steps 3", "{shards}: is a partition, not a shard"),
+    ("train router {shard} --out {out} --steps 2", "{shard}: is a shard, not a partition"),
+    ("encode {images} --out {out}", "{images}: is not a shard"),
 ]
+# Files that do not fit exit with 1.
+FILES = [
+    ("partition {none} --shards 2", "{none}: holds no images"),
+    ("convert {images}", "{images}"),
+    ("assemble {images}", "{images}"),
+    ("sample {images}", "{images}: neither an expert folder"),
+    ("sample {expert} --class-labels 3", "--class-labels 3: this model has no classes; leave out"),
+    ("sample {ensemble} --strategy top-5", "top-5 needs 5 experts and there are 2"),
+    ("sample {ensemble} --shift 0", "shift must be positive"),
+    ("sample {ensemble} --guidance-scale 2", "guidance needs a condition"),
+    ("evaluate {images} --reference {none}", "{none}: holds no images"),
+    ("benchmark photographs --data {none}", "{none}/train: no such file or folder"),
+]
+WRONG = [*((2, *one) for one in LATER), *((1, f"{line} --out {{out}}", said) for line, said in FILES)]
 
 
 @pytest.fixture
-def names(images: Path, shards: Path, ddpm_expert: Path, tmp_path: Path) -> dict[str, Path]:
+def names(images: Path, shards: Path, ensemble: Path, tmp_path: Path) -> dict[str, Path]:
     """What stands in a line for a path."""
     files = {"run": "size: smal", "fixed": "steps: 3\nprediction: epsilon", "part": 'noise_range: "0.5"'}
     files["betas"] = '{"_class_name": "DDPMScheduler"}'
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    made = {"images": images, "shards": shards, "shard": shards / "shard_0", "expert": ddpm_expert}
-    return made | {name: tmp_path / name for name in (*files, "out", "gone")}
+    (tmp_path / "none").mkdir()
+    made = {"images": images, "shards": shards, "shard": shards / "shard_0", "ensemble": ensemble}
+    made["expert"] = ensemble / "experts" / "0"
+    return made | {name: tmp_path / name for name in (*files, "out", "gone", "none")}
 
 
 @pytest.mark.integration
@@ -114,17 +133,18 @@ def test_a_slip_is_one_line_before_anything_heavy_is_imported(names: dict[str, P
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize(("line", "said"), LATER)
-def test_wrong_usage_is_one_line_and_exits_with_2(
-    line: str, said: str, names: dict[str, Path], tmp_path: Path, hddm: Command
+@pytest.mark.parametrize(("code", "line", "said"), WRONG)
+def test_wrong_usage_and_wrong_files_are_one_line(
+    code: int, line: str, said: str, names: dict[str, Path], tmp_path: Path, hddm: Command
 ) -> None:
     before = contents(tmp_path)
-    code, out, error = hddm(*line.format(**names).split())
-    assert (code, out) == (2, "")
+    ended, out, error = hddm(*line.format(**names).split())
+    assert (ended, out) == (code, "")
     assert error.startswith("hddm: ")
     assert error.count("\n") == 1
     assert said.format(**names) in error
     assert contents(tmp_path) == before
+    assert not names["out"].exists()
 
 
 def _verbs(command: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
