@@ -84,24 +84,17 @@ def _ensemble(pair: bool) -> Ensemble:
     return Ensemble(in_parts(fields, [0, 0, 1] if pair else [0, 1, 2]), Router(network), "draw")
 
 
-ROUTED = ("full", "nucleus-0.5")
-
-
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("strategy", "pair", "guidance"),
     [
         ("draw", True, 2.0),
-        ("draw", False, Guidance(2.0, by="weak")),
-        ("expert", False, 2.0),
         ("commit-0.5", True, 1.0),
-        ("full", True, 2.0),
         ("nucleus-0.5", False, Guidance(2.0, by="weak")),
     ],
 )
 def test_a_step_reads_the_routers_answer_alone(strategy: str, pair: bool, guidance: float | Guidance) -> None:
-    own = {"expert": 2} if strategy == "expert" else {"strategy": strategy}
-    how = plan(_ensemble(pair), steps=STEPS, guidance=guidance, **own)  # type: ignore[arg-type]
+    how = plan(_ensemble(pair), steps=STEPS, guidance=guidance, strategy=strategy)
     asked = Conditions({LABELS: torch.arange(NUM) % 3})
     (batch,) = batches(how, range(NUM), asked, NUM)
     seen: list[tuple[int, int]] = []
@@ -114,6 +107,6 @@ def test_a_step_reads_the_routers_answer_alone(strategy: str, pair: bool, guidan
         run(how, batch, on_step)
     # The first steps also send what later ones use again.
     late = torch.tensor(seen).diff(dim=0)[-2:]
-    assert late.tolist() == [[1 if strategy in ROUTED else 0, 0]] * 2
+    assert late.tolist() == [[1 if strategy == "nucleus-0.5" else 0, 0]] * 2
     # Whether the samples are finite.
     assert watched.reads == seen[-1][0] + 1

@@ -56,7 +56,7 @@ def test_the_velocity_is_the_hand_written_blend(kind: str, kappa: float, t: floa
 
 
 @pytest.mark.parametrize("case", ["cosine", "linear", "sd-scaled-linear", "ddpm-linear-ztsnr"])
-@pytest.mark.parametrize("kappa", [2.0, 4.0, 16.0])
+@pytest.mark.parametrize("kappa", [2.0, 16.0])
 def test_the_function_is_kept_where_the_gain_is_below_its_bound(case: str, kappa: float) -> None:
     raw, blended = (_field(BoundedNetwork(), case, "epsilon", k) for k in (None, kappa))
     end = min(1 - 1 / kappa, raw.range[1])
