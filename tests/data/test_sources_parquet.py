@@ -146,26 +146,16 @@ def test_what_does_not_fit_is_named(columns: dict[str, Any], told: str, tmp_path
     assert told in refusal(open_source, write_parquet(tmp_path / "a.parquet", columns))
 
 
-def test_labels_outside_the_declared_classes_are_named(tmp_path: Path) -> None:
+def test_labels_outside_the_declared_classes_and_files_of_several_sets_are_refused(tmp_path: Path) -> None:
     features = {"label": {"names": ["a", "b"], "_type": "ClassLabel"}}
     path = write_parquet(tmp_path / "a.parquet", {"image": [b"x", b"y"], "label": [0, -1]}, features)
     assert "00000001.img has label -1 of 2 classes" in refusal(open_source, path)
-
-
-def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a" / "1.parquet", {"image": [b"x"]})
     write_parquet(tmp_path / "a" / "2.parquet", {"image": [b"x"], "label": [1]})
     assert "2.parquet: has other columns or classes than" in refusal(open_source, tmp_path / "a")
     for name in ("train-00000-of-00001", "test-00000-of-00001"):
         write_parquet(tmp_path / "b" / f"{name}.parquet", {"image": [b"x"]})
     assert "holds the splits test, train; name one file" in refusal(open_source, tmp_path / "b")
-
-
-@pytest.mark.parametrize("cut", [0, 4, 100, -1])
-def test_a_damaged_file_is_named(cut: int, tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", {"image": pa.array(rows_of([1]), IMAGE)})
-    path.write_bytes(path.read_bytes()[:cut])
-    assert f"{path}: cannot be read as Parquet" in refusal(open_source, path)
 
 
 @pytest.mark.parametrize("kind", [IMAGE, pa.binary()], ids=["struct", "binary"])
@@ -184,13 +174,6 @@ def test_a_file_that_states_more_rows_than_it_has_is_named(kind: Any, tmp_path: 
         except HddmError as error:
             refused += "rows where its row groups state" in str(error)
     assert refused >= 2
-
-
-def test_metadata_that_is_not_of_datasets_names_no_classes(tmp_path: Path) -> None:
-    table = pa.table({"image": [encoded(1)], "label": [0]})
-    for declared in (b"{", b"[]", b'{"info": {"features": ["label"]}}'):
-        pq.write_table(table.replace_schema_metadata({b"huggingface": declared}), tmp_path / "a.parquet")
-        assert open_source(tmp_path).classes == ("0",)
 
 
 def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,14 +138,6 @@ def test_the_negative_branch_has_the_settings_of_the_other_one(
     assert found[:, 0, 0, 0].tolist() == (unguided + 3.0 * (texts + sizes - unguided)).tolist()
 
 
-def test_settings_alone_guide_nowhere() -> None:
-    field = _sized(text_embeds=1.0)
-    with pytest.raises(HddmError, match="guidance needs a condition to guide to"):
-        field.velocity(X, T, 3.0, time_ids=T)
-    found = field.velocity(X, T, 3.0, {"time_ids": T + 1}, time_ids=T)
-    torch.testing.assert_close(found[:, 0, 0, 0], T + 1 + 1 - 3)
-
-
 @pytest.mark.parametrize(
     ("positive", "negative", "words"),
     [
@@ -248,7 +240,3 @@ def test_guidance_by_a_weak_model_needs_one_and_takes_no_negative_conditions() -
     negative = {"class_labels": torch.tensor([1, 1])}
     with pytest.raises(HddmError, match="no negative conditions"):
         expert.velocity(torch.zeros(2, *SHAPE), torch.tensor(0.5), guidance, negative)
-    with pytest.raises(HddmError, match="guide by the weak model, or take"):
-        expert.velocity(torch.zeros(2, *SHAPE), torch.tensor(0.5), 3.0)
-    with pytest.raises(HddmError, match="by 'itself'"):
-        Guidance(3.0, by="itself")  # type: ignore[arg-type]

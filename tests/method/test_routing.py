@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from hddm.ensemble import Ensemble
 from hddm.routers import Router, Strategy, sparse_weights
 from hddm.utils.errors import HddmError
+from tests.cases import ConditionSum
 from tests.oracles import Recorder
 
 NAMES = ["top-1", "top-2", "top-5", "full", "threshold-0.05", "threshold-0.3", "threshold-1"]
@@ -94,14 +96,38 @@ def test_strategies_without_weights_from_these_probabilities_are_refused() -> No
     assert sparse_weights(torch.tensor([[2.0, 6.0]]), Strategy.parse("full")).tolist() == [[0.25, 0.75]]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_router_is_the_softmax_of_its_network_on_scaled_float32_times(dtype: torch.dtype) -> None:
-    network, x_t = Recorder(dtype), torch.tensor([[0.0, 1.0], [2.0, -1.0]])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_router_is_the_softmax_of_its_network_on_scaled_times(dtype: torch.dtype) -> None:
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    network, x_t = Recorder(dtype), torch.tensor([[0.0, 1.0], [2.0, -1.0]], dtype=wide)
     t = torch.tensor([0.1234567, 1.0], dtype=torch.float64)
     p = Router(network)(x_t, t)
-    torch.testing.assert_close(p[:, 0] / p[:, 1], torch.tensor([-1.0, 3.0]).exp())
-    torch.testing.assert_close(p.sum(1), torch.ones(2))
+    torch.testing.assert_close(p[:, 0] / p[:, 1], torch.tensor([-1.0, 3.0], dtype=wide).exp())
+    torch.testing.assert_close(p.sum(1), torch.ones(2, dtype=wide))
     ((x, timestep),) = network.fed
     assert x.dtype == dtype
-    assert timestep.dtype == torch.float32
+    assert timestep.dtype == wide
     torch.testing.assert_close(timestep.double(), 1000 * t, rtol=2.0**-24, atol=0)
+
+
+def _mixed(router: object) -> Ensemble:
+    return Ensemble([ConditionSum().field() for _ in range(2)], router, "full")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_times_reach_any_router_in_the_states_dtype_float32_at_least(dtype: torch.dtype) -> None:
+    seen: list[torch.dtype] = []
+
+    def router(x_t: Tensor, t: Tensor) -> Tensor:
+        seen.append(t.dtype)
+        return torch.full((len(x_t), 2), 0.5)
+
+    _mixed(router).velocity(torch.zeros(3, 1, 2, 2, dtype=dtype), torch.full((3,), 0.3))
+    assert seen == [torch.float64 if dtype == torch.float64 else torch.float32]
+
+
+@pytest.mark.parametrize("row", [[3.0, -2.0], [0.0, 0.0], [float("nan"), 1.0], [0.7, 0.7]], ids=str)
+def test_what_is_no_probability_is_refused(row: list[float]) -> None:
+    mixed = _mixed(lambda x, t: torch.tensor(row).expand(len(x), 2))
+    with pytest.raises(HddmError, match="not probabilities"):
+        mixed.velocity(torch.zeros(3, 1, 2, 2), torch.full((3,), 0.3))

@@ -92,14 +92,6 @@ def test_what_gives_no_schedule_is_refused(source: object, problem: str) -> None
         from_diffusers(source)
 
 
-@pytest.mark.parametrize(
-    "config", [{}, {"name": "Linear"}, {"name": "linear", "shift": 3}, {"name": "discrete"}], ids=str
-)
-def test_an_unknown_record_is_refused(config: dict[str, object]) -> None:
-    with pytest.raises(HddmError, match="unknown"):
-        from_config(config)
-
-
 def test_zero_terminal_snr_survives_a_scheduler_that_hides_it() -> None:
     # For its own sampling this scheduler replaces the last alpha, 0, by 2^-12.
     euler = diffusers.EulerDiscreteScheduler(rescale_betas_zero_snr=True)
