@@ -44,8 +44,7 @@ from tests.artefacts import Died, ending_at, expert_settings, router_settings, w
 from tests.benchmark_files import CONTENT, file, finish, run_inline
 from tests.checkpoint_files import dit, pipeline, pixart, plain_unet, text_unet
 from tests.component_files import write_clip, write_vae
-from tests.data.test_sources import encoded, write_tar
-from tests.data.test_sources_parquet import IMAGE, rows_of, write_parquet
+from tests.data.test_sources import IMAGE, encoded, rows_of, write_parquet, write_tar
 from tests.ensemble_files import write_text
 from tests.evaluation.test_compare import RESULT
 from tests.lora_files import kohya, write_adapter, write_base

@@ -11,8 +11,7 @@ from hddm.data.check import check_data
 from hddm.data.shard_records import FORMAT, PARTITION_FILE
 from hddm.utils.files import write_json
 from tests.artefacts import Command
-from tests.data.test_sources import encoded, write, write_tar
-from tests.data.test_sources_parquet import write_parquet
+from tests.data.test_sources import encoded, write, write_parquet, write_tar
 from tests.shard_files import as_file, bomb, write_shard
 
 

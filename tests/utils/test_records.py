@@ -1,14 +1,16 @@
-"""Records beside weights: nothing unknown is skipped, nothing missing is guessed."""
+"""Records beside weights: nothing unknown is skipped, nothing missing is guessed; errors take one line."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, one_line
 from hddm.utils.records import Record, parse_record, read_record
+from hddm_cli.usage import as_typed
 
 KNOWN = "2.3"
 
@@ -68,3 +70,36 @@ def test_a_record_cannot_be_changed() -> None:
     thing = parse_record(GOOD, Thing, "test")
     with pytest.raises(ValidationError):
         thing.steps = 4
+
+
+@pytest.mark.parametrize(
+    ("message", "details", "text"),
+    [
+        ("file.json: no such file", [], "file.json: no such file"),
+        ("these do not fit:", ["a: one", "b: two"], "these do not fit:\n  a: one\n  b: two"),
+        ("a\nb", ["c\x1b[2J", "d\ne\u202e"], "a\\nb\n  c\\x1b[2J\n  d\\ne\\u202e"),
+    ],
+)
+def test_an_error_is_the_same_out_of_another_process(message: str, details: list[str], text: str) -> None:
+    error = HddmError(message, details)
+    again = pickle.loads(pickle.dumps(error))
+    assert isinstance(again, HddmError)
+    assert str(error) == str(again) == text
+    assert (again.message, again.details) == (error.message, error.details)
+    assert len(error.details) == len(details)
+
+
+@pytest.mark.parametrize(
+    ("text", "typed"),
+    [
+        ("out exists: pass `overwrite=True`", "out exists: pass --overwrite"),
+        ("`max_memory` of 2 MB: hddm assemble A --vae B", "--max-memory of 2 MB: hddm assemble A --vae B"),
+        ("a `b c` d", "a `b c` d"),
+    ],
+)
+def test_the_command_line_prints_arguments_as_options(text: str, typed: str) -> None:
+    assert as_typed(text) == typed
+
+
+def test_backticks_of_other_libraries_are_not_arguments() -> None:
+    assert as_typed(one_line(ValueError("set `weights_only`"))) == "set 'weights_only'"
