@@ -13,82 +13,10 @@ import pytest
 
 from hddm.utils import workers as module
 from hddm.utils.errors import HddmError
-from hddm.utils.processes import (
-    SIGNALS,
-    Interrupted,
-    Report,
-    StopRequest,
-    interruptible,
-)
+from hddm.utils.processes import SIGNALS, Interrupted, StopRequest, interruptible
 from hddm.utils.workers import Call, Workers
 from tests.artefacts import killing
-
-
-def square(value: int, seconds: float, report: Report) -> int:
-    """Work that takes a while."""
-    time.sleep(seconds)
-    report(value)
-    return value**2
-
-
-def refuse(report: Report) -> None:
-    raise HddmError("a file is missing: add it")
-
-
-def touch(path: Path, report: Report) -> None:
-    time.sleep(0.2)
-    path.touch()
-
-
-def stay_until_told(path: Path, report: Report) -> None:
-    """Work that saves when it is told to stop, as a training does, and that has an end of its own."""
-    told: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
-    path.touch()
-    report(1)
-    for _ in range(100):
-        if told:
-            signal.signal(signal.SIGTERM, before)
-            raise HddmError("saved")
-        time.sleep(0.05)
-
-
-def surroundings(report: Report) -> tuple[int, int, str | None]:
-    import torch
-
-    return os.getpid(), torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
-
-
-def die(report: Report) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die_for_memory(counter: Path, report: Report) -> None:
-    """As the system does it, which counts such deaths."""
-    counter.write_text("oom_kill 8\n")
-    die(report)
-
-
-def give_up(report: Report) -> None:
-    os.write(2, b"where it was\nno more room\n")
-    os._exit(3)
-
-
-def fail(path: Path, report: Report) -> int:
-    """A bug, but for the second start."""
-    with path.open("a") as file:
-        file.write(".")
-    if len(path.read_text()) != 2:
-        raise KeyError("x")
-    return 5
-
-
-def die_with_all(path: Path, report: Report) -> None:
-    """As where a scheduler sends a signal to all processes."""
-    with path.open("a") as file:
-        file.write(".")
-    os.kill(os.getppid(), signal.SIGTERM)
-    die(report)
+from tests.utils import chores
 
 
 @pytest.fixture(scope="module")
@@ -97,11 +25,12 @@ def workers() -> Iterator[Workers]:
         yield pool
 
 
+@pytest.mark.integration
 def test_results_come_in_the_order_of_the_calls(workers: Workers) -> None:
     advances: list[tuple[str, int]] = []
     durations = [0.3, 0.0, 0.1, 0.0]
     calls = [
-        Call(square, {"value": n, "seconds": seconds}, f"call {n}", n)
+        Call(chores.square, {"value": n, "seconds": seconds}, f"call {n}", n)
         for n, seconds in enumerate(durations, 1)
     ]
     told: list[tuple[str, int]] = []
@@ -120,20 +49,21 @@ def test_results_come_in_the_order_of_the_calls(workers: Workers) -> None:
     assert (max(under_way), under_way[-1]) == (2, 0)
 
 
+@pytest.mark.integration
 def test_workers_are_other_processes_with_one_thread(workers: Workers) -> None:
-    for pid, *rest in workers.run([Call(surroundings, {}, "a call")] * 3):
+    for pid, *rest in workers.run([Call(chores.surroundings, {}, "a call")] * 3):
         assert pid != os.getpid()
         assert rest == [1, "1"]
 
 
 @pytest.mark.integration
 def test_an_error_comes_back_as_it_is_and_stops_what_did_not_start(workers: Workers, tmp_path: Path) -> None:
-    later = [Call(touch, {"path": tmp_path / str(n)}, "a call") for n in range(20)]
+    later = [Call(chores.touch, {"path": tmp_path / str(n)}, "a call") for n in range(20)]
     with pytest.raises(HddmError, match=r"^a file is missing: add it$"):
-        workers.run([Call(refuse, {}, "a call"), *later])
+        workers.run([Call(chores.refuse, {}, "a call"), *later])
     time.sleep(0.5)
     assert len(list(tmp_path.iterdir())) < 10
-    assert workers.run([Call(square, {"value": 3, "seconds": 0}, "a call")]) == [9]
+    assert workers.run([Call(chores.square, {"value": 3, "seconds": 0}, "a call")]) == [9]
 
 
 @pytest.mark.integration
@@ -141,7 +71,7 @@ def test_workers_that_are_told_to_stop_begin_nothing_more(tmp_path: Path) -> Non
     def interrupt(call: Call, units: int) -> None:
         raise KeyboardInterrupt
 
-    calls = [Call(stay_until_told, {"path": tmp_path / str(n)}, "a call") for n in range(4)]
+    calls = [Call(chores.stay_until_told, {"path": tmp_path / str(n)}, "a call") for n in range(4)]
     with contextlib.suppress(KeyboardInterrupt), Workers(1) as pool:
         pool.run(calls, interrupt)
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
@@ -155,20 +85,25 @@ def test_a_worker_that_dies_is_quoted_and_memory_is_blamed_where_the_system_says
         pytest.raises(HddmError, match=r"^a call: its process ended with exit code 3 \(no more room\)$"),
         Workers(2) as pool,
     ):
-        pool.run([Call(square, {"value": 1, "seconds": 60}, "a call"), Call(give_up, {}, "a call")])
+        pool.run(
+            [Call(chores.square, {"value": 1, "seconds": 60}, "a call"), Call(chores.give_up, {}, "a call")]
+        )
     assert capfd.readouterr().err.count("where it was\nno more room\n") == 1
     counter = tmp_path / "vmstat"
     counter.write_text("oom_kill 7\n")
     monkeypatch.setattr(module, "_VMSTAT", counter)
     with pytest.raises(HddmError, match="was killed by SIGKILL because memory ran out"), Workers(1) as pool:
-        pool.run([Call(die_for_memory, {"counter": counter}, "a call")])
+        pool.run([Call(chores.die_for_memory, {"counter": counter}, "a call")])
 
 
 @pytest.mark.integration
 def test_a_call_that_fails_is_started_again_and_quoted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    calls = [Call(fail, {"path": tmp_path / "a"}, "a call"), Call(touch, {"path": tmp_path / "b"}, "another")]
+    calls = [
+        Call(chores.fail, {"path": tmp_path / "a"}, "a call"),
+        Call(chores.touch, {"path": tmp_path / "b"}, "another"),
+    ]
     with Workers(1, retries=1) as pool:
         assert pool.run(calls) == [5, None]
         assert "a call: its process failed (KeyError: 'x'); restarting it (1 of 1)" in caplog.text
@@ -181,7 +116,7 @@ def test_a_call_that_fails_is_started_again_and_quoted(
 @pytest.mark.integration
 def test_a_process_that_dies_of_the_signal_that_stops_all_is_not_started_again(tmp_path: Path) -> None:
     with pytest.raises(Interrupted, match="SIGTERM"), Workers(1, retries=3) as pool:
-        pool.run([Call(die_with_all, {"path": tmp_path / "starts"}, "a call")])
+        pool.run([Call(chores.die_with_all, {"path": tmp_path / "starts"}, "a call")])
     assert (tmp_path / "starts").read_text() == "."
 
 
