@@ -36,7 +36,7 @@ def test_it_holds_every_tracked_file_of_the_packages_and_no_other(wheel: dict[st
     assert {name: content for name, content in wheel.items() if ".dist-info/" not in name} == expected
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_converting_loading_and_sampling_need_no_extra(images: Path, shards: Path, tmp_path: Path) -> None:
     source, expert = pipeline(tmp_path / "source", plain_unet()), tmp_path / "expert"
     short = ["--objective", "flow", "--size", "tiny", "--steps", 1]
@@ -86,7 +86,7 @@ def test_importing_hddm_or_reading_a_record_imports_nothing_heavy() -> None:
     assert not _imported(f"import {', '.join(light)}") & HEAVY
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_loading_a_model_imports_no_network_of_diffusers() -> None:
     """The class that a folder names is imported when the folder is opened."""
     # A function stays what it is when its module has been imported.
