@@ -1,7 +1,6 @@
 """hddm encode: what is stored is what other tools make of the images, also by a run that was killed."""
 
 import contextlib
-import fcntl
 import json
 import multiprocessing
 import os
@@ -390,22 +389,6 @@ def test_a_kill_at_any_change_of_a_draft_leaves_nothing_for_long(overwrite: bool
     if overwrite:
         write("old")
     assert killed_at_every_change(lambda: write("new"), check) > 8
-
-
-def test_an_output_that_another_process_finished_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flock = fcntl.flock
-
-    def late(file: Any, how: int) -> None:
-        (tmp_path / "out").mkdir(exist_ok=True)
-        (tmp_path / "out" / "theirs").touch()
-        flock(file, how)
-
-    monkeypatch.setattr("fcntl.flock", late)
-    with pytest.raises(HddmError, match="out exists"), _open(tmp_path / "out", {}):
-        pytest.fail("the block must not run")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_full_disk_in_the_middle_leaves_what_is_done(root: Path, tmp_path: Path) -> None:

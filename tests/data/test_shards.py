@@ -134,22 +134,6 @@ def test_a_path_outside_the_folder_is_refused_before_it_is_opened(shard: Path) -
         assert re.search(told, refusal(open_shard, shard))
 
 
-def test_a_list_that_fits_is_accepted_unless_it_is_too_short_to_train_on(shard: Path) -> None:
-    """Else the other refusals would refuse everything."""
-    entries = _entries(shard)
-    _rewrite(shard, entries[:MIN_IMAGES])
-    assert len(open_shard(shard)) == MIN_IMAGES
-    _rewrite(shard, entries[:3])
-    assert f"has 3 images; an expert needs at least {MIN_IMAGES}" in refusal(open_shard, shard)
-
-
-def test_a_folder_that_is_no_shard_is_named(tmp_path: Path) -> None:
-    assert f"{tmp_path}: is not a shard (it has no manifest.json)" in refusal(open_shard, tmp_path)
-    assert "is not a partition (it has no partition.json)" in refusal(find_shards, tmp_path)
-    for read in (open_shard, find_shards):
-        assert f"{tmp_path / 'missing'}: no such folder" in refusal(read, tmp_path / "missing")
-
-
 SCALE, SHIFT = 0.4, 0.1
 
 

@@ -287,16 +287,6 @@ def test_damaged_cut_and_joined_archives_are_refused(tmp_path: Path) -> None:
     assert re.search(r"3\.png: .* was cut short", refusal(source.read, 3))
 
 
-def test_reading_a_tar_reads_no_other_image(tmp_path: Path) -> None:
-    path = write_tar(tmp_path / "a.tar", {f"{i:02}.png": encoded(i) for i in range(20)})
-    source, whole = open_source(path), bytearray(path.read_bytes())
-    kept = source.read(7)
-    place = whole.index(kept)
-    whole[:place], whole[place + len(kept) :] = bytes(place), bytes(len(whole) - place - len(kept))
-    path.write_bytes(whole)
-    assert source.read(7) == kept
-
-
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
 
@@ -373,24 +363,6 @@ def test_files_of_a_folder_follow_each_other_by_name(tmp_path: Path) -> None:
     assert values(source) == {f"{name}.img": level for level, name in enumerate(names, 1)}
     assert [source.read(i) for i in (4, 0, 3)] == [encoded(5), encoded(1), encoded(4)]
     assert (source.labels, source.captions) == (None, None)
-
-
-def test_row_groups_are_read_once_and_two_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_parquet(tmp_path / "a.parquet", {"image": pa.array(rows_of(list(range(12))), IMAGE)})
-    source = open_source(path)
-    reads: list[int] = []
-    original = pq.ParquetFile.read_row_group
-
-    def read_row_group(self: pq.ParquetFile, group: int, **options: Any) -> Any:
-        reads.append(group)
-        return original(self, group, **options)
-
-    monkeypatch.setattr(pq.ParquetFile, "read_row_group", read_row_group)
-    for i in range(12):
-        assert source.read(i) == encoded(i)
-    assert reads == [0, 1, 2, 3, 4, 5]
-    source.read(8), source.read(10), source.read(0), source.read(10)
-    assert reads[6:] == [0]
 
 
 def test_the_size_of_an_image_changes_with_any_of_its_row_group(tmp_path: Path) -> None:

@@ -141,8 +141,6 @@ def test_the_negative_branch_has_the_settings_of_the_other_one(
 @pytest.mark.parametrize(
     ("positive", "negative", "words"),
     [
-        (("text_embeds", "mask"), ("text_embeds",), "the negative conditions lack mask, and this"),
-        (("text_embeds",), ("text_embeds", "mask"), "both sides: the conditions lack mask, and this"),
         (("mask",), ("text_embeds",), "negative conditions lack mask, the conditions lack text_embeds, and"),
         ((), ("text_embeds",), "guidance needs a condition to guide to"),
     ],

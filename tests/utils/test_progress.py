@@ -183,12 +183,10 @@ ODD = [1000.0, *[3.0] * 49, math.inf, *[1.0] * 1899, *[0.5] * 49, math.nan]
     ("losses", "expected"),
     [
         (ODD, "trained for 2000 steps, loss 12.0808 → 0.7525 (means of the first and the last 100 steps)"),
-        ([], ""),
         ([*[9.0] * 97, math.inf, 8.0], "trained for 99 steps, loss 8.9898 (mean of all steps)"),
-        ([math.nan] * 499 + [3.0], "trained for 500 steps, loss 3.0000 (mean of all steps)"),
         ([math.nan] * 500, "trained for 500 steps"),
     ],
-    ids=["many", "none", "few", "one finite", "none finite"],
+    ids=["many", "few", "none finite"],
 )
 def test_a_training_ends_with_the_means_of_its_losses(losses: list[float], expected: str) -> None:
     assert summary_of(losses) == expected
