@@ -87,17 +87,13 @@ def _place(images: list[Path], name: str) -> Path:
 @contextlib.contextmanager
 def _named(features: Path, is_known: bool) -> Iterator[None]:
     """A block whose failure leaves ``features`` behind: its error says so, unless the user knows of them."""
-    left = f"{features}: features of the images so far, kept for the next attempt; they can be deleted"
     try:
         yield
     except HddmError as error:
-        if not is_known and features.exists():
-            raise type(error)(error.message, [*error.details, left]) from error
-        raise
-    except BaseException:
-        if not is_known and features.exists():
-            typer.echo(left, err=True)
-        raise
+        if is_known or not features.exists():
+            raise
+        left = f"{features}: features of the images so far, kept for the next attempt; they can be deleted"
+        raise type(error)(error.message, [*error.details, left]) from error
 
 
 def _number(text: str) -> int | Literal["auto"]:
