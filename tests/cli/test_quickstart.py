@@ -20,7 +20,7 @@ from hddm_cli.quickstart import OTHERWISE, headline
 from tests.benchmark_files import inline
 from tests.browser import CHROMIUM, Browser
 
-pytestmark = pytest.mark.integration
+pytestmark = pytest.mark.slow
 # One image more than a distance on 64 features needs.
 VALUES = {"old_steps": 2, "new_steps": 2, "twice": 2, "router_steps": 2, "images": 65, "few": 9}
 

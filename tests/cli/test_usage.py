@@ -92,16 +92,19 @@ LATER = [
     ("train expert {shards} --out {out} --objective flow --steps 3", "{shards}: is a partition, not a shard"),
     ("train router {shard} --out {out} --steps 2", "{shard}: is a shard, not a partition"),
     ("encode {images} --out {out}", "{images}: is not a shard"),
+    ("sample {images} --out {out}", "{images}: neither an expert folder"),
+    (
+        "sample {expert} --out {out} --class-labels 3",
+        "--class-labels 3: this model has no classes",
+    ),
+    ("sample {ensemble} --out {out} --strategy top-5", "top-5 needs 5 experts and there are 2"),
+    ("sample {ensemble} --out {out} --shift 0", "shift must be positive"),
 ]
 # Files that do not fit exit with 1.
 FILES = [
     ("partition {none} --shards 2", "{none}: holds no images"),
     ("convert {images}", "{images}"),
     ("assemble {images}", "{images}"),
-    ("sample {images}", "{images}: neither an expert folder"),
-    ("sample {expert} --class-labels 3", "--class-labels 3: this model has no classes; leave out"),
-    ("sample {ensemble} --strategy top-5", "top-5 needs 5 experts and there are 2"),
-    ("sample {ensemble} --shift 0", "shift must be positive"),
     ("sample {ensemble} --guidance-scale 2", "guidance needs a condition"),
     ("evaluate {images} --reference {none}", "{none}: holds no images"),
     ("benchmark photographs --data {none}", "{none}/train: no such file or folder"),
