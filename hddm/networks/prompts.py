@@ -14,10 +14,8 @@ encoder.
 
 import functools
 import hashlib
-import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +35,7 @@ from hddm.networks.text_encoder import (
     cuts,
     embed,
     kind_of,
+    quiet,
     read_text_encoder,
     read_tokenizer,
     refuse_non_finite_tokens,
@@ -148,7 +147,7 @@ class PromptEncoders(nn.Module):
             for _, cut in cuts(words, texts, family.t5_tokens if kind == "T5" else words.model_max_length):
                 warnings.warn(f"{kind}: {cut}" if family.t5_tokens else cut, UserWarning, stacklevel=2)
         others = {f"prompt_{number + 1}": None for number in range(1, len(family.encoders))}
-        with _silent(type(self._pipe).__module__, "transformers.tokenization_utils_base"):
+        with quiet():
             if self.pipeline == "FluxPipeline":
                 tokens, pooled, _ = self._pipe.encode_prompt(
                     texts, **others, device=self.device, max_sequence_length=family.t5_tokens
@@ -168,19 +167,6 @@ class PromptEncoders(nn.Module):
         for name, part in (*self.encoders.items(), *self.tokenizers.items()):
             part.save_pretrained(Path(folder) / name)
         write_json(Path(folder) / INDEX, index_of(self.pipeline, self.empty_is_zero))
-
-
-@contextmanager
-def _silent(*names: str) -> Iterator[None]:
-    """Hold back warnings of the loggers of these names: they would repeat ours, and say it wrongly for T5."""
-    levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
-    for one in levels:
-        one.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for one, level in levels.items():
-            one.setLevel(level)
 
 
 def index_of(pipeline: str, empty_is_zero: bool) -> dict[str, Any]:

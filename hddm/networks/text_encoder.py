@@ -4,17 +4,18 @@ Both are read from local files that are checked before transformers opens them.
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from diffusers.utils import logging as diffusers_logging
 from torch import Tensor
 
-from hddm.networks.folders import refuse_other_tensors
 from hddm.networks.identity import TextEncoderRecord, fingerprint
 from hddm.networks.vae import read_config, read_weights
-from hddm.utils.errors import HddmError, did_you_mean, one_line
+from hddm.utils.errors import HddmError, did_you_mean, one_line, shown
 from hddm.utils.files import inside
 from hddm.utils.tensors import refuse_non_finite
 
@@ -50,13 +51,11 @@ _SIZES = {
     ),
 }
 _LAYERS = {CLIP: "num_hidden_layers", T5: "num_layers"}
-_NUMBERS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _VOCABULARY = 49408
 _PREFIX = "text_model."
-_UNUSED = ("embeddings.position_ids", "text_projection.weight")
 _TOKENS = "encoder_hidden_states"
-_TIED = "encoder.embed_tokens.weight"
-"""T5's second name for its ``shared.weight``."""
+# Constants, T5's second name for its shared.weight, and what makes CLIP's projected output.
+_UNUSED = ("embeddings.position_ids", "encoder.embed_tokens.weight", "text_projection.weight")
 
 
 def read_tokenizer(folder: Path) -> Any:
@@ -108,20 +107,10 @@ def read_text_encoder(
     projection. The file of ``variant`` is preferred. Raises `HddmError` for a file that is missing
     or leaves the folder, another class, and tensors that are missing, left over, misshapen or not finite.
     """
-    model, weights, path = _open(folder, variant, kind)
+    load, weights, path = _open(folder, variant, kind)
     refuse_non_finite(path, weights)
-    names = {key.removeprefix(_PREFIX): key for key in model.state_dict() if key != _TIED}
-    filled = {names[key]: value.to(dtype) for key, value in weights.items()}
-    if _TIED in model.state_dict():
-        filled[_TIED] = filled["shared.weight"]
-    model.load_state_dict(filled, assign=True)
-    on_meta = [(m, n) for m in model.modules() for n, b in m.named_buffers(recurse=False) if b.is_meta]
-    for owner, buffer in on_meta:
-        positions = torch.arange(model.config.max_position_embeddings)[None]
-        owner.register_buffer(buffer, positions, persistent=False)
-    model.requires_grad_(False)
-    model.train(False)
-    return model
+    model, _ = load(dtype=dtype)
+    return model.requires_grad_(False)
 
 
 def text_encoder_facts(
@@ -131,7 +120,8 @@ def text_encoder_facts(
 
     ``tokens`` is its tokenizer's ``model_max_length``, as for `prompt_length`.
     """
-    model, weights, _ = _open(folder, variant, kind)
+    load, weights, _ = _open(folder, variant, kind)
+    model, _ = load(device_map="meta")
     return TextEncoderRecord(
         kind=type(model).__name__,
         fingerprint=fingerprint(weights),
@@ -231,47 +221,75 @@ def kind_of(config: Mapping[str, Any]) -> str | None:
 
 def _open(
     folder: Path, variant: str | None, wanted: str | None = None
-) -> tuple[Any, dict[str, Tensor], Path]:
-    """The empty encoder in ``folder``, its tensors without the prefix, and the weights file."""
+) -> tuple[Callable[..., tuple[Any, dict[str, Any]]], dict[str, Tensor], Path]:
+    """Transformers' loader of the encoder in ``folder``, its tensors without the prefix, and their file."""
     # Imported here: it takes seconds, and few sources need it.
     import transformers
 
     origin, config = folder / "config.json", read_config(folder)
-    kind = kind_of(config)
-    if kind is None:
+    if (kind := kind_of(config)) is None:
         raise HddmError(f"{origin}: holds {str(config.get('architectures'))[:60]}, not a {CLIP} or {T5}")
     path, stored = read_weights(folder, STEM, variant)
-    weights = {key.removeprefix(_PREFIX): value for key, value in stored.items()}
-    if len(weights) != len(stored):
+    unused = _UNUSED[:-1] if wanted == CLIP_PROJECTED else _UNUSED
+    named = [(key.removeprefix(_PREFIX), value) for key, value in stored.items()]
+    weights = {key: value for key, value in named if key not in unused}
+    if len(dict(named)) != len(stored):
         raise HddmError(f"{path}: holds tensors twice, with and without {_PREFIX!r}; get the weights again")
-    is_projected = wanted == CLIP_PROJECTED
-    unused = (_UNUSED[0], _TIED) if is_projected else (*_UNUSED, _TIED)
-    weights = {key: value for key, value in weights.items() if key not in unused}
-    layers = config.get(_LAYERS[kind])
-    if not isinstance(layers, int) or layers > len(weights):
+    # Modules cost time and memory even on the meta device.
+    if not isinstance(layers := config.get(_LAYERS[kind]), int) or layers > len(weights):
         raise HddmError(f"{origin}: {_LAYERS[kind]} is {str(layers)[:40]} for {len(weights)} tensors")
+    sizes = {key: config[key] for key in _SIZES[kind] if key in config}
+    wrong = next((f"{key} is {one}" for key, one in sizes.items() if isinstance(one, int) and one < 1), "")
+    if kind == CLIP:
+        # It chooses the pooled output, which fails without one; CLIP's is the last of its words.
+        end, words = config.get("eos_token_id"), sizes.get("vocab_size", _VOCABULARY)
+        is_valid = type(end) is int and 0 <= end < words
+        sizes |= {"bos_token_id": None, "pad_token_id": None, "eos_token_id": end if is_valid else words - 1}
+    owner = getattr(transformers, CLIP_PROJECTED if wanted == CLIP_PROJECTED else kind)
+
+    def load(**options: Any) -> tuple[Any, dict[str, Any]]:
+        with quiet():
+            found: tuple[Any, dict[str, Any]] = owner.from_pretrained(
+                None,
+                config=owner.config_class(**sizes),
+                state_dict=weights,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **options,
+            )
+        return found
+
     try:
-        with torch.device("meta"):
-            sizes = {key: config[key] for key in _SIZES[kind] if key in config}
-            if wrong := [key for key, value in sizes.items() if isinstance(value, int) and value < 1]:
-                raise ValueError(f"{wrong[0]} is {sizes[wrong[0]]}")
-            if kind == T5:
-                model: Any = transformers.T5EncoderModel(transformers.T5Config(**sizes))
-            else:
-                owner = getattr(transformers, CLIP_PROJECTED if is_projected else CLIP)
-                model = owner(transformers.CLIPTextConfig(**sizes, **_special_tokens(config)))
+        if wrong:
+            raise ValueError(wrong)
+        # Nothing takes memory before the file has all that the config asks for.
+        _, info = load(device_map="meta")
     except Exception as error:  # a constructor may raise anything for foreign values
         reason = one_line(error, 300)
         raise HddmError(f"{origin}: no text encoder can be built from it ({reason})") from error
-    expected = {key.removeprefix(_PREFIX): value for key, value in model.state_dict().items()}
-    needed = {key: value for key, value in expected.items() if key not in unused}
-    refuse_other_tensors(needed, weights, path)
-    return model, weights, path
+    problems = [f"missing {key}" for key in info["missing_keys"]]
+    problems += [f"left over {key}" for key in info["unexpected_keys"]]
+    problems += [f"{key} is {tuple(one)}, not {tuple(other)}" for key, one, other in info["mismatched_keys"]]
+    problems += [f"{key} is of {one.dtype}" for key, one in weights.items() if not one.is_floating_point()]
+    if problems:
+        raise HddmError(f"{path}: does not fit its config.json: {'; '.join(shown(sorted(problems)))}")
+    return load, weights, path
 
 
-def _special_tokens(config: dict[str, Any]) -> dict[str, Any]:
-    """The config's numbers of special tokens, if within the vocabulary."""
-    # They choose the pooled output alone, which no expert is given; without an end, CLIP's last, it fails.
-    size = config.get("vocab_size", _VOCABULARY)
-    valid = {key: n for key in _NUMBERS if type(n := config.get(key)) is int and 0 <= n < size}
-    return {**dict.fromkeys(_NUMBERS), "eos_token_id": size - 1, **valid}
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hold back transformers' progress bars, and warnings of it and of diffusers, which would repeat ours."""
+    from transformers.utils import logging as of_transformers
+
+    logs = (diffusers_logging, of_transformers)
+    levels, has_bars = [log.get_verbosity() for log in logs], of_transformers.is_progress_bar_enabled()
+    for log in logs:
+        log.set_verbosity_error()
+    of_transformers.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for log, level in zip(logs, levels, strict=True):
+            log.set_verbosity(level)
+        if has_bars:
+            of_transformers.enable_progress_bar()
