@@ -39,8 +39,7 @@ def push(
     The model card is written from the records of its parts, unless the folder holds a README.md of your own.
     Log in with hf auth login, or set HF_TOKEN.
     """
-    from hddm.pipelines.card import CARD
-    from hddm.pipelines.hub import plan_upload, upload
+    from hddm.pipelines.hub import CARD, plan_upload, upload
 
     planned = plan_upload(ensemble, name, options.licence, options.picture, options.results)
     for note in planned.notes:

@@ -15,8 +15,7 @@ from hddm.experts.ensemble_folders import held_by, kept_components
 from hddm.experts.model_index import KEPT, MOST_ENCODERS, numbered
 from hddm.experts.parts import identities, numbers_of, topics_of
 from hddm.networks.identity import TextEncoderRecord
-from hddm.networks.prompts import family_in, prompts_facts
-from hddm.networks.text_encoder import read_tokenizer, text_encoder_facts
+from hddm.networks.prompts import family_in, texts_facts
 from hddm.networks.vae import read_config, vae_facts
 from hddm.networks.wrappers import text_width
 from hddm.routers import Topic
@@ -191,9 +190,6 @@ def _arrange_texts(
 
 def _text_encoder(parts: Mapping[str, Path], number: int = 0) -> _TextEncoder | None:
     folder, tokenizer = (parts.get(numbered(name, number)) for name in ("text_encoder", "tokenizer"))
-    if folder is not None and family_in(folder) is not None:
-        return _TextEncoder(folder, None, prompts_facts(folder))
-    if folder is None or tokenizer is None:
+    if folder is None or (tokenizer is None and family_in(folder) is None):
         return None
-    limit = read_tokenizer(tokenizer).model_max_length
-    return _TextEncoder(folder, tokenizer, text_encoder_facts(folder, limit))
+    return _TextEncoder(folder, tokenizer, texts_facts(folder, tokenizer))

@@ -103,7 +103,9 @@ def refuse_other_parts(folder: Path, pipeline: str) -> None:
         if not isinstance(stated, list) or len(stated) != 2 or str(stated[1]).removesuffix("Fast") != kind:
             raise HddmError(f"{folder / INDEX}: {name} is {str(stated)[:60]}, and must be a {kind}")
         place = inside(folder, name)
-        if not name.startswith("tokenizer") and kind_of(read_config(place)) != KINDS[kind]:
+        if name.startswith("tokenizer"):
+            read_config(place, "tokenizer_config.json")
+        elif kind_of(read_config(place)) != KINDS[kind]:
             raise HddmError(f"{place}/config.json: is of no {kind}")
 
 
@@ -183,14 +185,13 @@ def zeros_in(folder: Path) -> bool:
     return may_be_zeros and bool(read_config(folder, INDEX).get(ZEROS, True))
 
 
-def read_prompts(folder: Path, dtype: torch.dtype = torch.float32) -> PromptEncoders:
-    """Read a folder of prompts.
+def read_texts(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """Read the text encoder in ``folder``, or the folder of prompts.
 
-    Raises `HddmError` for a pipeline of no class in `FAMILIES`, and for parts as
-    `hddm.networks.text_encoder` does.
+    Raises `HddmError` as `hddm.networks.text_encoder` does, and for parts that do not belong together.
     """
     if (pipeline := family_in(folder)) is None:
-        raise HddmError(f"{folder / INDEX}: is of none of {', '.join(FAMILIES)}")
+        return read_text_encoder(folder, dtype)
     refuse_other_parts(folder, pipeline)
     parts = {
         name: read_tokenizer(folder / name)
@@ -207,10 +208,14 @@ def read_prompts(folder: Path, dtype: torch.dtype = torch.float32) -> PromptEnco
     return PromptEncoders(pipeline, parts, zeros_in(folder))
 
 
-def prompts_facts(folder: Path, variant: str | None = None) -> TextEncoderRecord:
-    """Identity of a folder of prompts; its kind is the class of the pipeline. Raises as `read_prompts`."""
-    pipeline = family_in(folder)
-    assert pipeline is not None
+def texts_facts(folder: Path, tokenizer: Path | None = None, variant: str | None = None) -> TextEncoderRecord:
+    """Identity of a text encoder with its ``tokenizer``, or of a folder of prompts; raises as `read_texts`.
+
+    The kind of a folder of prompts is the class of the pipeline.
+    """
+    if (pipeline := family_in(folder)) is None:
+        assert tokenizer is not None
+        return text_encoder_facts(folder, read_tokenizer(tokenizer).model_max_length, variant)
     refuse_other_parts(folder, pipeline)
     family, records = FAMILIES[pipeline], []
     for name, kind in parts_of(pipeline).items():
@@ -238,44 +243,36 @@ class PipelineText:
 
     @functools.cached_property
     def missing(self) -> str:
-        """Reason why they cannot be read; empty where they can."""
+        """Reason why they cannot be read; empty where they can. `HddmError` for one outside the folder."""
         if self.folder is None:
             return "no pipeline with a text encoder lies around it"
-        encoder, tokenizer = self.folder / "text_encoder", self.folder / "tokenizer"
+        encoder, pipeline = self.folder / "text_encoder", family_in(self.folder)
         if not (encoder / "config.json").exists():
             return "there is no text_encoder/config.json beside"
-        if (pipeline := family_in(self.folder)) is not None:
-            if gone := [name for name in parts_of(pipeline) if not (self.folder / name).is_dir()]:
-                return f"there is no {gone[0]} beside"
-            try:
-                refuse_other_parts(self.folder, pipeline)
-            except HddmError as error:
-                return error.message
-            return ""
-        if (self.folder / "text_encoder_2").exists():
+        config = read_json(inside(self.folder, "text_encoder/config.json"))
+        if pipeline is None and (self.folder / "text_encoder_2").exists():
             return (
                 "there is a text_encoder_2 beside: one encoder is not the whole of what the network is given"
             )
-        config = read_json(inside(self.folder, "text_encoder/config.json"))
-        if kind_of(config) is None:
+        if pipeline is None and kind_of(config) is None:
             return f"the one beside is {str(config.get('architectures'))[:60]}, not a {CLIP} or {T5}"
-        if find_weights(encoder, STEM, self.variant) is None:
+        if pipeline is None and find_weights(encoder, STEM, self.variant) is None:
             return f"there is no text_encoder/{STEM}.safetensors beside"
-        if not (tokenizer / "tokenizer_config.json").exists():
-            return "there is no tokenizer/tokenizer_config.json beside"
-        if not any((tokenizer / name).exists() for name in ("tokenizer.json", "vocab.json")):
-            return "there is neither tokenizer/tokenizer.json nor tokenizer/vocab.json beside"
+        inside(self.folder, "tokenizer")
+        try:
+            if pipeline is None:
+                read_tokenizer(self.folder / "tokenizer")
+            else:
+                refuse_other_parts(self.folder, pipeline)
+        except HddmError as error:
+            return error.message
         return ""
 
     @functools.cached_property
     def record(self) -> TextEncoderRecord | None:
         """Identity of the encoder, None where it is `missing`; `HddmError` for bad config or weights."""
-        if self.folder is None or self.missing:
-            return None
-        if family_in(self.folder) is not None:
-            return prompts_facts(self.folder, self.variant)
-        limit = read_json(inside(self.folder, "tokenizer/tokenizer_config.json")).get("model_max_length")
-        return text_encoder_facts(self.folder / "text_encoder", limit, self.variant)
+        found = self.components
+        return texts_facts(*found.values(), variant=self.variant) if found else None
 
     @property
     def components(self) -> dict[str, Path]:

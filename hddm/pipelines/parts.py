@@ -21,8 +21,8 @@ from hddm.experts.expert_set import ExpertSet
 from hddm.experts.loading import open_ensemble
 from hddm.experts.model_index import COMPONENTS, unnumbered
 from hddm.networks.offload import Offload
-from hddm.networks.prompts import family_in, read_prompts
-from hddm.networks.text_encoder import read_text_encoder, read_tokenizer
+from hddm.networks.prompts import read_texts
+from hddm.networks.text_encoder import read_tokenizer
 from hddm.networks.vae import read_vae
 from hddm.utils.errors import HddmError, choose, did_you_mean
 
@@ -100,9 +100,7 @@ def read_parts(
         if kind == "tokenizer":
             found[name] = read_tokenizer(place)
         else:
-            is_whole = kind == "text_encoder" and family_in(place) is not None
-            read = read_vae if kind == "vae" else read_prompts if is_whole else read_text_encoder
-            found[name] = read(place, dtypes[kind])
+            found[name] = (read_vae if kind == "vae" else read_texts)(place, dtypes[kind])
     return found
 
 

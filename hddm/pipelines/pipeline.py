@@ -308,7 +308,7 @@ class HDDMPipeline(Encoding, Pictures, Callbacks, DiffusionPipeline):  # type: i
 
         If nothing was changed since its folder was opened, the folder's files are sent as they are; else the
         pipeline is saved to a temporary folder first. Arguments are those of diffusers, and for the card
-        ``licence``, ``picture`` and ``results`` as in `hddm.pipelines.card.model_card`.
+        ``licence``, ``picture`` and ``results`` as in `hddm.pipelines.hub.model_card`.
 
         Raises:
             HddmError: for other options, a hub that refuses or cannot be reached, and as `save_pretrained`.

@@ -154,9 +154,9 @@ def test_weights_of_a_vae_outside_its_folder_are_not_opened(hddm: Command, tmp_p
     [
         ("text_encoder", "there is no text_encoder/config.json beside"),
         ("text_encoder/model.safetensors", "there is no text_encoder/model.safetensors beside"),
-        ("tokenizer", "there is no tokenizer/tokenizer_config.json beside"),
+        ("tokenizer", "{folder}/tokenizer: no such folder"),
         ("", "there is a text_encoder_2 beside: one encoder is not the whole of what the network is given"),
-        ("tokenizer/vocab.json", "there is neither tokenizer/tokenizer.json nor tokenizer/vocab.json beside"),
+        ("tokenizer/vocab.json", "{folder}/tokenizer: no vocab.json, and no tokenizer.json; fetch them"),
         (None, "the one beside is ['BertModel'], not a CLIPTextModel or T5EncoderModel"),
     ],
 )
@@ -171,4 +171,4 @@ def test_text_that_is_not_one_clip_encoders_is_not_read(
     else:
         (tmp_path / name).rename(tmp_path / "elsewhere")
     text = PipelineText(tmp_path)
-    assert (text.missing, text.record, text.empty_prompt()) == (reason, None, None)
+    assert (text.missing, text.record, text.empty_prompt()) == (reason.format(folder=tmp_path), None, None)

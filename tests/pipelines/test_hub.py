@@ -13,7 +13,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from hddm.experts.assembly import change
-from hddm.pipelines.card import MARK, licence_of
+from hddm.pipelines.hub import MARK, licence_of
 from hddm.utils.records import write_manifest
 from tests.artefacts import Command, copied, edit_json, refusal
 from tests.ensemble_files import (

@@ -22,7 +22,7 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokeni
 
 import hddm as library
 from hddm.checkpoints.write_back import write_back
-from hddm.networks.prompts import prompts_facts
+from hddm.networks.prompts import texts_facts
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.records import write_manifest
 from tests.artefacts import Command, copied, edit_json, printed, seal
@@ -187,7 +187,7 @@ def test_encoders_that_make_other_conditions_have_another_identity(tmp_path: Pat
     pipe.text_encoder_2.text_projection.weight.data.mul_(2)
     pipe.save_pretrained(tmp_path / "projection")
     folders = (tmp_path / "one", tmp_path / "zeros" / "one", tmp_path / "projection")
-    assert len({prompts_facts(folder).fingerprint for folder in folders}) == 3
+    assert len({texts_facts(folder).fingerprint for folder in folders}) == 3
 
 
 @pytest.mark.parametrize(("prompt", "kinds"), [("a cat on a lawn " * 10, 1), ("cat on a dog " * 80, 2)])
