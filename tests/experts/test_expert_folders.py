@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import hddm
 from hddm.calibration import FILE_NAME, Calibration, Moments
@@ -121,16 +121,6 @@ def test_a_folder_is_sampled_as_what_it_holds(flow_expert: Path, ensemble: Path)
     assert "nowhere: no such folder" in refusal(hddm.sample, "nowhere", 2)
 
 
-def test_tensors_that_do_not_fit_are_named(flow_expert: Path, tmp_path: Path) -> None:
-    folder = copied(flow_expert, tmp_path)
-    weights = load_file(folder / WEIGHTS)
-    weights["final_layer.linear.weights"] = weights.pop("final_layer.linear.weight")
-    save_file(weights, folder / WEIGHTS)
-    message = refusal(hddm.load, folder)
-    assert "missing final_layer.linear.weight " in message
-    assert "left over final_layer.linear.weights " in message
-
-
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [
@@ -166,19 +156,13 @@ def test_a_folder_that_is_not_understood_is_refused(
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        *(({"shard": {"images": images}}, "shard.images") for images in (-5, 0, 1e15, True, "7", 7.0, 2**60)),
+        *(({"shard": {"images": images}}, "shard.images") for images in (0, True, "7", 7.0, 2**60)),
         ({"shard": {"class_images": [12, -1]}}, "shard.class_images.1"),
-        ({"shard": {"class_images": [12, "12"]}}, "shard.class_images.1"),
         ({"shard": {"class_images": [12]}}, "shard.class_images counts 1 classes, and there are 2"),
-        ({"shard": {"class_images": [12] * 3}}, "shard.class_images counts 3 classes, and there are 2"),
-        ({"shard": {"index": -1}}, "shard.index"),
-        *(({"time_scale": scale}, "time_scale") for scale in (0, -1.0, "1000", True, float("inf"))),
+        *(({"time_scale": scale}, "time_scale") for scale in (0, "1000", float("inf"))),
         ({"latent_scale": float("nan")}, "latent_scale"),
         ({"shift": 1e300}, "shift"),
-        ({"sample_shape": ["1", 4, 4]}, "sample_shape.0"),
-        ({"round_time": 1}, "round_time"),
         ({"null_class": 3}, "null_class 3"),
-        ({"null_class": 0}, "null_class 0"),
         ({"classes": ["a", "b", "c"], "shard": {"class_images": []}}, "3 names of classes"),
     ],
     ids=str,
@@ -206,11 +190,6 @@ def test_a_calibration_that_cannot_be_used_is_named(damage: str, flow_expert: Pa
         moments, times = Moments.of(torch.randn(30, 1, 6, 6)), torch.linspace(0, 1, 7)
         Calibration(moments, times, torch.ones(7, len(moments.variances))).save(folder)
     assert str(folder / FILE_NAME) in refusal(hddm.load, folder)
-
-
-def test_other_folders_are_refused(images: Path, tmp_path: Path) -> None:
-    assert "neither an expert folder" in refusal(hddm.load, images)
-    assert f"{tmp_path / 'missing'}: no such folder" in refusal(hddm.load, tmp_path / "missing")
 
 
 def _with_weak(seed: int) -> Expert:

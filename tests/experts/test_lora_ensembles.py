@@ -1,12 +1,10 @@
 """Ensembles of adapters: their base is there once, on disk and in what is read of it."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 import hddm
@@ -165,17 +163,3 @@ def test_a_spoilt_base_is_named(base: Path, adapters: list[Path], tmp_path: Path
     assert code == 1
     assert f"{base / WEIGHTS}: has SHA-256" in err
     assert not (tmp_path / "other").exists()
-
-
-def test_inspect_counts_weights_once(base: Path, adapters: list[Path], tmp_path: Path, hddm: Command) -> None:
-    total = sum(
-        tensor.numel()
-        for path in (base / WEIGHTS, *(folder / ADAPTER_WEIGHTS for folder in adapters))
-        for tensor in load_file(path).values()
-    )
-    for name, folders in (("out", adapters), ("mixed", [*adapters, base])):
-        assemble(folders, tmp_path / name)
-        code, out, _ = hddm("inspect", tmp_path / name, "--json")
-        told = json.loads(out)
-        assert code == 0
-        assert told["parameters"] == total

@@ -202,11 +202,6 @@ def test_a_router_by_moments_and_shares_count_a_pair_once(
     p = MomentsRouter(moments, (0.8, 0.2))(X, TIMES)
     expected = torch.stack([LATE * p[:, 0], ~LATE * p[:, 0], p[:, 1]], 1)
     torch.testing.assert_close(load_ensemble(out).weights(X, TIMES), expected)
-    # A share of one of them anew is that of the pair.
-    change(out, share={"0": 0.6, "2": 0.4})
-    assert derived(out).prior == pytest.approx((0.3, 0.3, 0.4))
-    change(out, remove=[2])
-    assert derived(out).prior == pytest.approx((0.5, 0.5))
     message = refusal(assemble, [*pair, flow_expert], tmp_path / "no", share={"high": 0.7, "low": 0.7})
     assert "the shares sum to 1.4" in message
 
@@ -247,18 +242,6 @@ def test_a_change_keeps_pairs_whole(mixed: Path, pair: list[Path], shards: Path,
     assert (facts.domains, facts.outputs) == ((0, 1, 1), (1, 0, 0))
 
 
-def test_a_pair_of_which_one_is_replaced_keeps_its_share(
-    nameless: list[Path], flow_expert: Path, tmp_path: Path
-) -> None:
-    out, domain = tmp_path / "out", [["0", "1"]]
-    assemble([*nameless, flow_expert], out, domain=domain, share={"0": 0.8})
-    assert derived(out).prior == pytest.approx((0.4, 0.4, 0.2))
-    change(out, remove=[1], add=[nameless[1]], domain=[["0", "nameless_low"]])
-    assert derived(out).prior == pytest.approx((0.4, 0.2, 0.4))
-    change(out, remove=[0], add=[nameless[0]], domain=[["2", "nameless_high"]], share={"1": 0.5, "2": 0.5})
-    assert derived(out).prior == pytest.approx((0.5, 0.25, 0.25))
-
-
 def test_domains_that_were_said_stay(nameless: list[Path], flow_expert: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assemble([flow_expert, *nameless], out, domain=[["nameless_low", "nameless_high"]])
@@ -271,10 +254,3 @@ def test_domains_that_were_said_stay(nameless: list[Path], flow_expert: Path, tm
     assert "so that t in 0:0.6 is missing" in message
     change(out, remove=[1], add=[nameless[1]], domain=[["0", "nameless_low"]])
     assert derived(out).domains == (0, 1, 0)
-
-
-def test_two_domains_of_one_shard_need_shares(pair: list[Path], ddpm_expert: Path, tmp_path: Path) -> None:
-    message = refusal(assemble, [*pair, ddpm_expert], tmp_path / "out")
-    assert f"{ddpm_expert}: was trained on the same shard" in message
-    assemble([*pair, ddpm_expert], tmp_path / "out", share={"high": 0.5, str(ddpm_expert): 0.5})
-    assert derived(tmp_path / "out").prior == pytest.approx((0.25, 0.25, 0.5))

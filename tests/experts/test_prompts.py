@@ -235,7 +235,6 @@ def test_topics_of_two_text_encoders_are_refused(two_encoders: Path, tmp_path: P
     ("options", "words"),
     [
         ((), "--captions, --data, --text: pass one of the three"),
-        (("--text", "cats", "--captions", "{file}"), "pass one of the three"),
         (("--captions", "{file}"), "keeps no text encoder; pass --text-encoder and --tokenizer"),
         (("--text", " , "), "--text: holds no captions"),
         (("--data", "{shard}"), "its images have no captions; pass --captions or --text"),
@@ -260,16 +259,6 @@ def test_descriptions_that_cannot_be_made_are_one_line(
     assert contents(expert) == before
 
 
-def test_ensembles_and_experts_without_text_or_classes_have_no_description(
-    ensemble: Path, flow_expert: Path, hddm: Command
-) -> None:
-    for folder, words in (
-        (ensemble, f"is an ensemble; describe its experts, as {ensemble / 'experts/0'}"),
-        (flow_expert, "takes neither text nor classes, so it cannot be described"),
-    ):
-        assert f"{folder}: {words}" in hddm("describe", folder, "--text", "cats")[2]
-
-
 def test_an_expert_of_classes_answers_prompts_that_name_one(tmp_path: Path) -> None:
     write_clip(tmp_path)
     latents = {"space": "latents", "latent_scale": None}
@@ -291,20 +280,6 @@ def test_an_expert_of_classes_answers_prompts_that_name_one(tmp_path: Path) -> N
     described = HDDMPipeline.from_pretrained(tmp_path / "both")
     told = described.encode(["a cat", "a Dog!", "hot dogs", "one hot dog"])
     assert told.prior.tolist() == [[0, 1], [0.5, 0.5], [0, 1], [0.5, 0.5]]
-    labels = {"class_labels": torch.tensor([0, 1])}
-    seen = {"output_type": "latent", "callback_on_step_end_tensor_inputs": ["mask"]}
-    for call, said in (
-        (
-            lambda: hddm.sample(pipe.ensemble, 1, caption=[1]),
-            "no condition 'caption'; it declares: class_labels",
-        ),
-        (
-            lambda: pipe(prompt=["a dog"] * 3, conditions=labels, output_type="latent"),
-            "has 2 rows for 3 samples",
-        ),
-        (lambda: pipe("a dog", **seen), "callbacks see 'latents'"),
-    ):
-        assert said in refusal(call)
     # Asked by class, the expert of text has no part.
     assert pipe.ensemble.prior_of(1, {"class_labels": torch.tensor([1])}).tolist() == [[1, 0]]
 
@@ -388,25 +363,20 @@ def test_experts_of_other_sizes_begin_with_a_picture_each(tmp_path: Path, hddm: 
     code, _, err = hddm(*command)
     assert (code, "--init-image" in err, "--expert" in err) == (2, True, True)
     assert not list(tmp_path.glob("*out*"))
-    printed(hddm, *command, "--expert", 1)
-    for i, image in enumerate(pipe(image=begins[0], batch_size=16, expert=1, **how).images):
-        with Image.open(tmp_path / "out" / f"{i:05d}.png") as made:
-            assert made.tobytes() == image.tobytes()
 
 
-def _of_another_latent_space(two_encoders: Path, root: Path, hddm: Command) -> Path:
-    """Assemble ``both`` of ``a`` and ``b``, which has another VAE; return the source of ``b``."""
+def _of_another_latent_space(two_encoders: Path, root: Path, hddm: Command) -> None:
+    """Assemble ``both`` of ``a`` and ``b``, which has another VAE."""
     other = shutil.copytree(two_encoders / "sd", root / "source")
     write_vae(other / "vae", seed=1)
     converted(hddm, two_encoders / "sd", root / "a")
     converted(hddm, other, root / "b")
     assemble([root / "a", root / "b"], root / "both")
-    return other
 
 
 @pytest.mark.integration
 def test_two_latent_spaces_have_a_vae_each(two_encoders: Path, tmp_path: Path, hddm: Command) -> None:
-    other = _of_another_latent_space(two_encoders, tmp_path, hddm)
+    _of_another_latent_space(two_encoders, tmp_path, hddm)
     both = tmp_path / "both"
     assert derived(both).vaes == (0, 1)
     pipe = HDDMPipeline.from_pretrained(both)
@@ -428,23 +398,11 @@ def test_two_latent_spaces_have_a_vae_each(two_encoders: Path, tmp_path: Path, h
     assert [one["fingerprint"] for one in recorded] == [
         vae_facts(tmp_path / name / "vae").fingerprint for name in ("a", "b")
     ]
-    for i, image in enumerate(images):
-        with Image.open(out / f"{i:05d}.png") as made:
-            assert made.tobytes() == image.tobytes()
     code, _, err = hddm(
         "sample", both, "--out", tmp_path / "no", "--prompt", "a cat", "--output-type", "latent"
     )
     assert code == 2
     assert "--output-type: these experts make samples of several kinds" in err
-    # Nor is it advised where latents without a VAE meet pixels.
-    shutil.rmtree(other / "vae")
-    converted(hddm, other, tmp_path / "bare")
-    saved(tmp_path / "pixels", flow_expert(0))
-    assemble([tmp_path / "bare", tmp_path / "pixels"], tmp_path / "mixed")
-    code, _, err = hddm("sample", tmp_path / "mixed", "--out", tmp_path / "no", "--prompt", "a cat")
-    assert code == 1
-    assert f"and has no VAE; add one (hddm assemble {tmp_path / 'mixed'} --vae FOLDER)" in err
-    assert "--output-type" not in err
 
 
 def test_a_prior_of_each_sample_is_checked_and_goes_to_no_expert() -> None:

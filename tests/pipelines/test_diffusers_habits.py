@@ -12,9 +12,7 @@ import torch
 from diffusers import (
     AsymmetricAutoencoderKL,
     DDPMScheduler,
-    DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
-    VQModel,
 )
 from PIL import Image
 
@@ -162,9 +160,6 @@ def test_options_that_ask_for_nothing_else_are_taken(folder: Path, tmp_path: Pat
     [
         ("revision", "main"),
         ("device_map", "cuda"),
-        ("device_map", "balanced"),
-        ("force_download", True),
-        ("subfolder", "ensemble"),
         ("max_memory", {"cpu": "1GB"}),
     ],
 )
@@ -219,9 +214,6 @@ def test_class_labels_are_taken_from_arrays_and_refused_in_nests(folder: Path) -
     ):
         assert torch.equal(_images(pipe, class_labels=same), made)
     assert torch.equal(_images(pipe, class_labels=np.int64(2)), _images(pipe, class_labels=[2]))
-    sampled = hddm.sample(pipe.ensemble, 6, 0, 3, class_labels=LABELS)
-    for same in (np.array(LABELS), np.array(["cat", "dog", "7"] * 2), ["0", 1, "7", 0, "1", 2]):
-        assert torch.equal(hddm.sample(pipe.ensemble, 6, 0, 3, class_labels=same), sampled)
     for nested, shown in (([[0, 1], [2]], "[0, 1]"), ([0.5], "0.5"), (1.5, "1.5"), ([None], "None")):
         message = f"class_labels hold {shown}: pass names or whole numbers of classes, in one flat list"
         assert refusal(_images, pipe, class_labels=nested) == message
@@ -248,10 +240,9 @@ def test_a_vae_of_another_class_is_refused_by_its_name(tmp_path: Path) -> None:
     folder = write_text(tmp_path)
     pipe = load_pipeline(folder)
     other = AsymmetricAutoencoderKL(norm_num_groups=1)
-    for vae, name in ((other, "AsymmetricAutoencoderKL"), (VQModel(norm_num_groups=1), "VQModel")):
-        words = refusal(HDDMPipeline, **pipe.components | {"vae": vae})
-        assert f"the VAE is of class {name}" in words
-        assert "use one of AutoencoderKL, AutoencoderTiny" in words
+    words = refusal(HDDMPipeline, **pipe.components | {"vae": other})
+    assert "the VAE is of class AsymmetricAutoencoderKL" in words
+    assert "use one of AutoencoderKL, AutoencoderTiny" in words
     pipe.vae = other
     assert "class AsymmetricAutoencoderKL" in refusal(pipe.save_pretrained, tmp_path / "saved")
     other.save_pretrained(tmp_path / "other")
@@ -268,33 +259,16 @@ def test_a_compiled_vae_is_saved_as_what_it_is(tmp_path: Path) -> None:
     assert all(torch.equal(value, again[name]) for name, value in vae.state_dict().items())
 
 
-def test_the_loader_of_diffusers_names_the_class_that_it_lacks(folder: Path) -> None:
-    # As docs/guides/python.md says; diffusers looks in its own module alone.
-    with pytest.raises(AttributeError, match="module diffusers has no attribute HDDMPipeline"):
-        DiffusionPipeline.from_pretrained(folder)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"eta": 0.5}, "eta=0.5 is not supported: samples follow an ODE"),
-        ({"guidance_rescale": 0.7}, "hddm.velocity.Guidance(scale, rescale=…)"),
-        ({"sigmas": [1.0, 0.5]}, "pass num_inference_steps"),
-        ({"cross_attention_kwargs": {"scale": 0.5}}, "here a LoRA is an expert of its own"),
-    ],
-)
-def test_what_other_pipelines_take_is_refused_by_name(
-    folder: Path, options: dict[str, Any], words: str
-) -> None:
+def test_what_other_pipelines_take_is_refused_by_name(folder: Path) -> None:
     pipe = load_pipeline(folder)
-    assert words in refusal(pipe, class_labels=LABELS, **options)
+    assert "eta=0.5 is not supported: samples follow an ODE" in refusal(pipe, class_labels=LABELS, eta=0.5)
+    assert "pass num_inference_steps" in refusal(pipe, class_labels=LABELS, sigmas=[1.0, 0.5])
     # What is done anyway may be asked for.
     assert torch.equal(_images(pipe, eta=0.0, sigmas=None, callback_steps=1), _images(pipe))
     with pytest.raises(TypeError, match="HDDMPipeline takes no 'num_inference_step'; did you mean 'num_inf"):
         pipe(class_labels=LABELS, num_inference_step=3)
-    for ours, theirs in (("num_images", "num_images_per_prompt"), ("steps", "num_inference_steps")):
-        with pytest.raises(TypeError, match=f"takes no '{ours}'; did you mean '{theirs}'"):
-            pipe(class_labels=LABELS, **{ours: 3})
+    with pytest.raises(TypeError, match="takes no 'num_images'; did you mean 'num_images_per_prompt'"):
+        pipe(class_labels=LABELS, num_images=3)
 
 
 def test_images_have_another_size_where_the_network_allows_it(tmp_path: Path) -> None:

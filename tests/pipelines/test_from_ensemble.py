@@ -11,22 +11,18 @@ import hddm
 from hddm.ensemble import Part
 from hddm.experts.assembly import assemble
 from hddm.networks.transformers import ExpertTransformer
-from hddm.networks.wrappers import NetworkWrapper
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.routers import Router
-from hddm.schedules import CosineSchedule, LinearSchedule, from_diffusers
-from hddm.training.calibrate import calibrate
+from hddm.schedules import CosineSchedule, LinearSchedule
 from hddm.velocity import Guidance
 from tests.artefacts import refusal
 from tests.cases import in_parts
-from tests.checkpoint_files import plain_unet, randomised
 from tests.conftest import Trio
 from tests.ensemble_files import (
     FLOW,
     flow_expert,
     load_ensemble,
     load_pipeline,
-    random_router,
     write_ensemble,
     write_text,
 )
@@ -34,7 +30,6 @@ from tests.ensemble_files import (
 STEPS = 4
 LABELS = torch.tensor([0, 1, 2, 0, 1])
 SHAPE = (3, 4, 4)
-SCHEDULE = {"_class_name": "DDPMScheduler", "beta_schedule": "linear", "num_train_timesteps": 100}
 
 
 class Own(nn.Module):
@@ -76,29 +71,6 @@ def _sampled(model: Any, labels: Tensor | None = None, **options: Any) -> Tensor
     return hddm.sample(model, 5, 3, STEPS, **conditions, **options)
 
 
-def _by_hand(prior: list[float] | None = None) -> hddm.Ensemble:
-    """Two experts of unlike networks, schedules and predictions, all of which a folder holds."""
-    unet = randomised(plain_unet(0, in_channels=3, out_channels=3, sample_size=4), 1)
-    flow = randomised(ExpertTransformer(**FLOW | {"num_classes": 3}), 2)
-    ddpm = hddm.VelocityField(
-        NetworkWrapper(unet, round_time=True), from_diffusers(SCHEDULE), "epsilon", conditions=(), shift=2.0
-    )
-    images = torch.randn(16, *SHAPE, generator=torch.Generator().manual_seed(0))
-    cosine = hddm.VelocityField(
-        flow,
-        CosineSchedule(),
-        "v_prediction",
-        time_scale=500.0,
-        null_conditions={"class_labels": torch.tensor(3)},
-        classes=("a", "b", "c"),
-        shift=2.0,
-    )
-    cosine.calibration = calibrate(cosine.velocity, images)
-    router, _ = random_router(2)
-    routed = Router(router, temperatures=(1.0, 2.0), outputs=(1, 0))
-    return hddm.Ensemble([ddpm, cosine], routed, "nucleus-0.8", prior, shift=3.0)
-
-
 @pytest.mark.parametrize("strategy", ["top-1", "full", "draw"])
 def test_own_networks_and_functions_make_the_samples_of_sample(strategy: str) -> None:
     fields = [
@@ -131,15 +103,6 @@ def test_networks_are_shared_and_move_along() -> None:
     assert router.network.mix.weight.dtype == torch.float64
     for offload in (pipe.enable_model_cpu_offload, pipe.enable_sequential_cpu_offload):
         assert "an expert was built in memory; load it from a folder" in refusal(offload, device="cpu")
-
-
-def test_an_ensemble_by_hand_makes_the_samples_of_sample() -> None:
-    ensemble = _by_hand([0.1, 0.9])
-    pipe, expected = _pipeline(ensemble), _sampled(ensemble, LABELS)
-    assert torch.equal(_made(pipe, LABELS), expected)
-    assert torch.equal(_made(HDDMPipeline(**pipe.components), LABELS), expected)
-    guided = {"guidance_scale": 3.0, "strategy": "full"}
-    assert torch.equal(_made(pipe, LABELS, **guided), _sampled(ensemble, LABELS, **guided))
 
 
 def test_a_loaded_ensemble_makes_its_samples_and_both_can_be_changed_apart(
@@ -177,7 +140,7 @@ def test_what_was_made_in_python_cannot_be_saved(is_own_router: bool, tmp_path: 
         folder = write_ensemble(tmp_path / "made", [flow_expert(k) for k in range(2)])
         pipe = HDDMPipeline.from_pretrained(folder, router=_left)
     else:
-        pipe = _pipeline(_by_hand())
+        pipe = _pipeline(hddm.VelocityField(Own(0), CosineSchedule(), "epsilon", sample_shape=SHAPE))
     assert "combine these with hddm.assemble" in refusal(pipe.save_pretrained, tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 

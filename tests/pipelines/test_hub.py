@@ -116,9 +116,6 @@ def test_a_pipeline_sends_its_folder_or_what_it_is_now(folder: Path, hub: Hub, t
         assert again.ensemble.strategy == ours.ensemble.strategy
     weights = "experts/0/diffusion_pytorch_model.safetensors"
     assert hub.repos["me/changed"][weights] not in (sent[weights], b"")
-    assert 'push_to_hub("OWNER/NAME") of the pipeline' in refusal(
-        pipe.save_pretrained, tmp_path / "saved", push_to_hub=True
-    )
     assert "create_pr=True" in refusal(pipe.push_to_hub, "me/same", create_pr=True)
 
 

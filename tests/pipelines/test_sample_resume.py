@@ -109,14 +109,6 @@ def test_what_is_unfinished_is_told_and_neither_forgotten_nor_resumed_unasked(
     assert [path.name for path in interrupted.parent.iterdir()] == ["out"]
 
 
-def test_a_run_that_goes_on_says_what_is_there(
-    interrupted: Path, ensemble: Path, hddm: Command, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("INFO"):
-        assert hddm("sample", ensemble, *OPTIONS, "--out", interrupted, "--resume")[0] == 0
-    assert caplog.text.count("4 of 10 images are there; the rest follows") == 1
-
-
 @pytest.mark.integration
 def test_only_the_same_images_of_the_same_model_are_resumed(
     interrupted: Path, ensemble: Path, tmp_path: Path, hddm: Command

@@ -74,13 +74,6 @@ def test_a_sheet_is_replaced_only_on_demand(flow_expert: Path, tmp_path: Path, h
     assert json.loads((out / "sampling.json").read_text())["class_names"] is None
 
 
-def test_of_latents_there_is_no_picture(flow_expert: Path, tmp_path: Path, hddm: Command) -> None:
-    code, _, err = hddm("sample", flow_expert, "--out", tmp_path / "x", "--grid", "--output-type", "latent")
-    assert code == 2
-    assert "--grid: shows images, and --output-type latent makes none; drop one of the two" in err
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
     ("num", "columns", "rows"), [(1, 1, 1), (3, 2, 2), (16, 4, 4), (100, 10, 10), (1000, COLUMNS, ROWS)]
 )
@@ -93,22 +86,9 @@ def test_without_conditions_sheets_are_square(num: int, columns: int, rows: int,
     assert [level for row in levels for level in row] == [1 + k % 127 for k in range(shown)]
 
 
-def test_many_conditions_of_one_image_each_are_no_column(tmp_path: Path) -> None:
-    images = _images(tmp_path / "out", 9)
-    assert write_sheet(tmp_path / "out", images, [f"class {k}" for k in range(9)]).endswith(": 9 of 9")
-    assert _levels(tmp_path / "out.grid.png", 96) == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
-
-
 def test_a_condition_of_many_images_has_several_rows(tmp_path: Path) -> None:
     images = _images(tmp_path / "out", 50)
     told = write_sheet(tmp_path / "out", images, ["cat", "x" * 40] * 25)
     assert told.endswith(f": 50 of 50, rows each for cat, {'x' * 29}…")
     cats, others = list(range(1, 51, 2)), list(range(2, 51, 2))
     assert _levels(tmp_path / "out.grid.png", 96) == [cats[:20], cats[20:], others[:20], others[20:]]
-
-
-@pytest.mark.parametrize(("side", "cell"), [(32, 96), (64, 64), (100, 100), (256, 256), (300, 256)])
-def test_cells_are_as_large_as_their_images_within_bounds(side: int, cell: int, tmp_path: Path) -> None:
-    write_sheet(tmp_path / "out", _images(tmp_path / "out", 2, side))
-    with Image.open(tmp_path / "out.grid.png") as sheet:
-        assert sheet.size == (2 * (cell + 2) - 2, cell)

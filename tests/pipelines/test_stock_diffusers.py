@@ -75,16 +75,6 @@ def test_stock_diffusers_makes_the_same_bytes(
     assert "xpected" not in made.stderr
 
 
-def test_without_hddm_it_says_how_to_install_it(folders: dict[str, Path], tmp_path: Path) -> None:
-    # A package of that name that is another project, as there is one.
-    (tmp_path / "hddm").mkdir()
-    (tmp_path / "hddm" / "__init__.py").touch()
-    line = [sys.executable, folders["pixels"] / PIPELINE_FILE]
-    made = subprocess.run(line, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
-    said = "ImportError: this folder is an ensemble of hddm; pip install . in a checkout of hddm"
-    assert made.stderr.splitlines()[-1] == said
-
-
 def test_it_is_written_when_asked_for_and_stays_through_changes(
     folders: dict[str, Path], tmp_path: Path, hddm: Command
 ) -> None:

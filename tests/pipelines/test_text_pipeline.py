@@ -144,13 +144,6 @@ def test_several_images_of_a_prompt_stand_side_by_side(pipe: HDDMPipeline) -> No
     assert torch.equal(found, pipe(repeated, negative_prompt=["a", "a", "b", "b"], **GUIDED).images)
 
 
-def test_a_distilled_vae_decodes_its_own_latents(tmp_path: Path) -> None:
-    folder = write_text(tmp_path, "tiny")
-    pipe, by_hand = load_pipeline(folder), ByHand(folder)
-    assert type(by_hand.vae).__name__ == "AutoencoderTiny"
-    _close(pipe(PROMPTS, **STEPS).images, by_hand.images(by_hand.embed(PROMPTS)))
-
-
 @pytest.mark.parametrize("steps", ["enable_model_cpu_offload", "enable_sequential_cpu_offload"])
 def test_parts_that_wait_in_memory_make_the_same_images(folder: Path, pipe: HDDMPipeline, steps: str) -> None:
     waiting = load_pipeline(folder)
@@ -181,10 +174,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "two prompts": ({"prompt": "a", "prompt_embeds": EMBEDS}, "encoder_hidden_states has two sources"),
     "two negative ones": (
         {"prompt": "a", "negative_prompt": "b", "negative_prompt_embeds": EMBEDS, "guidance_scale": 2.0},
-        "encoder_hidden_states has two sources",
-    ),
-    "twice": (
-        {"prompt_embeds": EMBEDS, "conditions": {"encoder_hidden_states": torch.zeros(1)}},
         "encoder_hidden_states has two sources",
     ),
     "none": ({"prompt": []}, "list of one text or more"),
