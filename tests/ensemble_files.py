@@ -106,7 +106,7 @@ def pipeline_in_memory(
 ) -> HDDMPipeline:
     """A pipeline of experts that lie on no disk, behind a random router."""
     num = len(experts)
-    router, router_facts = random_router(num, experts[0].facts.sample_shape)
+    router, router.record = random_router(num, experts[0].facts.sample_shape)
     classes = next((one.facts.classes for one in experts if one.facts.classes), ())
     members = [
         Member(
@@ -122,7 +122,6 @@ def pipeline_in_memory(
         FlowMatchEulerDiscreteScheduler(shift=shift),
         router,
         facts=facts,
-        router_facts=router_facts,
         **parts,
     )
     pipe.set_progress_bar_config(disable=True)

@@ -282,7 +282,7 @@ def ensemble_of(experts: ExpertSet, router: Callable[..., Tensor] | None) -> Ens
     weights = [part.weight for part in parts]
     if isinstance(router, RouterTransformer):
         if not isinstance(known := router.record, RouterRecord):
-            raise HddmError("a router needs its router_facts, which say how it counts time")
+            raise HddmError("a router needs its `record`, which says how it counts time")
         total, found = router.config.num_experts, Findings()
         outputs = router_outputs(experts.entries, known, total, found)
         found.refuse(_MISFIT)

@@ -24,7 +24,6 @@ from hddm.experts.ensemble_folders import ENSEMBLE_FILE, EnsembleRecord
 from hddm.experts.expert_set import ExpertSet, carrying
 from hddm.experts.loading import ensemble_of, open_ensemble, room_beside, save_ensemble, unpacked
 from hddm.experts.model_index import COMPONENTS, shift_of
-from hddm.experts.records import RouterRecord
 from hddm.networks.offload import Offload
 from hddm.networks.prompts import PromptEncoders
 from hddm.networks.transformers import RouterTransformer
@@ -65,7 +64,8 @@ class HDDMPipeline(Encoding, Pictures, Callbacks, DiffusionPipeline):  # type: i
 
     Args:
         experts: in the router's order.
-        router: for these experts' shards, or a function as in `hddm.Ensemble`; optional only for ``draw``.
+        router: for these experts' shards, with its ``record``, or a function as in `hddm.Ensemble`; optional
+            only for ``draw``.
         scheduler: gives the ``shift`` of the time grid; the solver is hddm's own (`hddm.solvers`).
         vae: decodes latents; without it only ``output_type="latent"`` is possible.
         text_encoder: encodes prompts; without it, pass embeddings.
@@ -73,7 +73,6 @@ class HDDMPipeline(Encoding, Pictures, Callbacks, DiffusionPipeline):  # type: i
         vae_2, text_encoder_2, tokenizer_2, vae_3, text_encoder_3, tokenizer_3: for experts of other latent
             spaces or text encoders, as ``facts`` numbers them.
         facts: strategy and priors; by default those that ``experts`` carry, or ``draw`` with equal shares.
-        router_facts: the router's time scale; required for a router that does not carry its record.
 
     Raises:
         HddmError: for parts that contradict each other.
@@ -90,7 +89,6 @@ class HDDMPipeline(Encoding, Pictures, Callbacks, DiffusionPipeline):  # type: i
         text_encoder: Any = None,
         tokenizer: Any = None,
         facts: EnsembleRecord | None = None,
-        router_facts: RouterRecord | None = None,
         vae_2: Vae | None = None,
         text_encoder_2: Any = None,
         tokenizer_2: Any = None,
@@ -99,8 +97,6 @@ class HDDMPipeline(Encoding, Pictures, Callbacks, DiffusionPipeline):  # type: i
         tokenizer_3: Any = None,
     ) -> None:
         super().__init__()
-        if isinstance(router, RouterTransformer):
-            router = carrying(router, router_facts or router.record)
         components = [vae, text_encoder, tokenizer, vae_2, text_encoder_2, tokenizer_2]
         components += [vae_3, text_encoder_3, tokenizer_3]
         self.register_modules(
@@ -126,7 +122,7 @@ class HDDMPipeline(Encoding, Pictures, Callbacks, DiffusionPipeline):  # type: i
         for name in COMPONENTS:
             if name.startswith("vae") and (vae := getattr(self, name)) is not None:
                 kind_of(vae)
-        models = (self.experts, self.router, self.router_facts, self.experts.record)
+        models = (self.experts, self.router, getattr(self.router, "record", None), self.experts.record)
         shift = shift_of(self.scheduler)
         if self._ensemble is None or any(a is not b for a, b in zip(models, self._made_of, strict=True)):
             self._ensemble, self._made_of = ensemble_of(self.experts, self.router), models
@@ -143,17 +139,6 @@ class HDDMPipeline(Encoding, Pictures, Callbacks, DiffusionPipeline):  # type: i
     @facts.setter
     def facts(self, record: EnsembleRecord) -> None:
         self.experts = carrying(self.experts, record)
-
-    @property
-    def router_facts(self) -> RouterRecord | None:
-        """Record of the router, if it carries one."""
-        record = getattr(self.router, "record", None)
-        return record if isinstance(record, RouterRecord) else None
-
-    @router_facts.setter
-    def router_facts(self, record: RouterRecord) -> None:
-        if isinstance(self.router, RouterTransformer):
-            self.router = carrying(self.router, record)
 
     @property
     def components(self) -> dict[str, Any]:

@@ -73,12 +73,6 @@ def test_facts_that_are_passed_are_those_of_one_pipeline_alone(folder: Path) -> 
     other = HDDMPipeline(**pipe.components, facts=facts)
     assert (other.ensemble.strategy, pipe.ensemble.strategy) == ("top-1", "nucleus-0.9")
     assert HDDMPipeline(**pipe.components).ensemble.strategy == "nucleus-0.9"
-    router_facts = pipe.router_facts.model_copy(update={"time_scale": 1.0})
-    other = HDDMPipeline(**pipe.components, facts=pipe.facts, router_facts=router_facts)
-    assert other.ensemble.strategy == "nucleus-0.9"
-    assert (other.ensemble.router.time_scale, pipe.ensemble.router.time_scale) == (1.0, 1000.0)
-    other.router_facts = pipe.router_facts
-    assert other.ensemble.router.time_scale == 1000.0
     # Weights are shared all the same.
     other.to(torch.float64)
     assert pipe.experts.dtype == other.experts.dtype == pipe.router.dtype == torch.float64

@@ -249,8 +249,8 @@ def test_latents_need_a_vae_to_become_images() -> None:
 
 def test_parts_that_contradict_each_other_make_no_pipeline() -> None:
     pipe = pipeline_in_memory([flow_expert(0), flow_expert(1)])
-    parts = {"scheduler": pipe.scheduler, "router": random_router(2)[0]}
-    assert "needs its router_facts" in refusal(HDDMPipeline, pipe.experts, **parts)
+    bare = {"scheduler": pipe.scheduler, "router": random_router(2)[0]}
+    assert "needs its `record`" in refusal(HDDMPipeline, pipe.experts, **bare)
     facts = pipe.facts.model_copy(update={"experts": pipe.facts.experts[:1]})
     with pytest.raises(HddmError, match="the record is of 1 experts, not of 2"):
-        HDDMPipeline(pipe.experts, **parts, facts=facts, router_facts=pipe.router_facts)
+        HDDMPipeline(pipe.experts, pipe.scheduler, pipe.router, facts=facts)

@@ -129,9 +129,7 @@ def test_embeddings_stand_for_prompts(pipe: HDDMPipeline, by_hand: ByHand) -> No
     plain = pipe(PROMPTS, **GUIDED).images
     embedded = {"prompt_embeds": text, "negative_prompt_embeds": none}
     _close(pipe(**embedded, **GUIDED).images, plain)
-    without = HDDMPipeline(
-        pipe.experts, pipe.scheduler, pipe.router, pipe.vae, facts=pipe.facts, router_facts=pipe.router_facts
-    )
+    without = HDDMPipeline(pipe.experts, pipe.scheduler, pipe.router, pipe.vae, facts=pipe.facts)
     without.set_progress_bar_config(disable=True)
     _close(without(**embedded, **GUIDED).images, plain)
     # Without a negative one, what the experts record as no text: zeros.
