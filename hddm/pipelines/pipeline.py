@@ -136,10 +136,6 @@ class HDDMPipeline(Encoding, Pictures, Callbacks, DiffusionPipeline):  # type: i
         record: EnsembleRecord = self.experts.record.model_copy(update=chosen)
         return record
 
-    @facts.setter
-    def facts(self, record: EnsembleRecord) -> None:
-        self.experts = carrying(self.experts, record)
-
     @property
     def components(self) -> dict[str, Any]:
         """All parts: ``HDDMPipeline(**pipe.components)`` is a pipeline that shares them."""

@@ -140,7 +140,7 @@ def test_an_ensemble_that_is_not_understood_is_refused_in_one_line(
 
 def test_a_strategy_of_more_experts_than_are_kept_takes_all_of_them(ensemble: Path, tmp_path: Path) -> None:
     pipeline = hddm.HDDMPipeline.from_pretrained(ensemble)
-    pipeline.facts = pipeline.facts.model_copy(update={"strategy": "top-2"})
+    pipeline.ensemble.strategy = "top-2"
     pipeline.save_pretrained(tmp_path / "top")
     assert load_ensemble(tmp_path / "top", experts=[1]).strategy == "top-1"
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from diffusers.callbacks import (
     MultiPipelineCallbacks,
-    PipelineCallback,
     SDCFGCutoffCallback,
     SDXLCFGCutoffCallback,
 )
@@ -54,22 +53,6 @@ def test_the_cutoff_of_diffusers_ends_guidance(text: HDDMPipeline) -> None:
             assert not text.do_classifier_free_guidance
             assert torch.equal(found, text(guidance_scale=_until(last), **given).images)
         assert not torch.equal(found, text(guidance_scale=4.0, **given).images)
-
-
-def test_several_callbacks_are_called_in_turn(text: HDDMPipeline) -> None:
-    class Halved(PipelineCallback):
-        tensor_inputs = ["latents"]  # noqa: RUF012 - as diffusers has it
-
-        def callback_fn(self, pipeline: Any, step_index: int, timestep: float, tensors: Tensors) -> Tensors:
-            if step_index == pipeline.num_timesteps - 1:
-                tensors["latents"] = tensors["latents"] / 2
-            return tensors
-
-    given = {"prompt": "a cat", "guidance_scale": 4.0, **LATENT}
-    cutoff = SDCFGCutoffCallback(cutoff_step_ratio=0.5)
-    cut = text(callback_on_step_end=cutoff, **given).images
-    both = text(callback_on_step_end=MultiPipelineCallbacks([cutoff, Halved()]), **given).images
-    assert torch.equal(both, cut / 2)
 
 
 def test_prompts_of_several_images_are_not_replaced_by_the_last(text: HDDMPipeline) -> None:

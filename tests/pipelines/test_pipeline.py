@@ -48,15 +48,6 @@ def test_images_are_those_of_sample(pipe: HDDMPipeline, strategy: str, guidance:
     assert (other - found).flatten(1).abs().amax(1).min() > 1e-3
 
 
-def test_the_strategy_of_a_call_is_that_calls_alone(pipe: HDDMPipeline) -> None:
-    before = pipe(class_labels=LABELS, seed=0, **LATENT).images
-    other = pipe(class_labels=LABELS, seed=0, strategy="full", **LATENT).images
-    assert not torch.equal(before, other)
-    assert torch.equal(pipe(class_labels=LABELS, seed=0, **LATENT).images, before)
-    named = pipe(class_labels=LABELS, seed=0, expert=1, **LATENT)
-    assert named.expert_use.shares.tolist() == [0, 1, 0]
-
-
 @pytest.mark.parametrize("strategy", ["top-1", "draw"])
 def test_a_generator_an_image_makes_it_the_same_in_any_batch(pipe: HDDMPipeline, strategy: str) -> None:
     def generators(seeds: range) -> list[torch.Generator]:
