@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from hddm.experts.expert_set import ExpertSet
 from hddm.experts.loading import open_ensemble
 from hddm.experts.model_index import COMPONENTS, unnumbered
-from hddm.networks.offload import Offload
 from hddm.networks.prompts import read_texts
 from hddm.networks.text_encoder import read_tokenizer
 from hddm.networks.vae import read_vae
@@ -138,7 +137,8 @@ def parts_for_loader(index: Mapping[str, Any]) -> dict[str, Any]:
 class Offloading:
     """Offload methods of a diffusers pipeline whose experts run in any order.
 
-    Diffusers moves models in one fixed order, but here the router decides at each step.
+    Diffusers moves models in one fixed order, but here the router decides at each step. Experts alone are
+    offloaded by ``pipe.experts.offload`` (`hddm.experts.expert_set.ExpertSet`).
     """
 
     experts: ExpertSet
@@ -161,13 +161,6 @@ class Offloading:
         """As `enable_model_cpu_offload`, with one expert at a time."""
         largest = max((network.size for network in self.experts.stored), default=None)
         self._offload_to(gpu_id, device, budget=largest)
-
-    def enable_expert_offload(self, mode: Offload = "disk", max_memory: int | None = None) -> None:
-        """Offload experts by ``mode`` (see `hddm.networks.offload`); other parts stay where they are.
-
-        ``max_memory`` limits the bytes of experts' weights on the device.
-        """
-        self.experts.offload(mode, max_memory)
 
     def _offload_to(self, gpu_id: int | None, device: torch.device | str | None, budget: int | None) -> None:
         if device is None and torch.accelerator.is_available():

@@ -232,26 +232,14 @@ CASES: dict[str, tuple[Change, tuple[str, ...]]] = {
         lambda folder: (folder / "expert_1").rename(folder / "expert_12"),
         ("has expert_12 and lacks expert_1, expert_3", "expert_11; fetch the whole release"),
     ),
-    "the first expert is missing": (
-        lambda folder: shutil.rmtree(folder / "expert_0"),
-        ("has expert_2 and lacks expert_0; fetch the whole release",),
-    ),
     "two files": (_two_files, ("a.safetensors, b.safetensors", "leave one")),
     "no tensor that tells a size": (
         _expert(0, lambda t: t.pop("pos_embed")),
         ("expert_0", "lacks pos_embed"),
     ),
-    "positions of other dimensions": (
-        _expert(0, lambda t: t.update(pos_embed=t["pos_embed"][0].clone())),
-        ("pos_embed is (16, 144), and has 3 dimensions",),
-    ),
     "positions that make no square": (
         _expert(0, lambda t: t.update(pos_embed=t["pos_embed"][:, :15].clone())),
         ("15 positions of 2 × 2", "no square"),
-    ),
-    "patches that are no squares": (
-        _expert(0, lambda t: t.update({"patch_embed.weight": t["patch_embed.weight"][..., :1].clone()})),
-        ("2 × 1 patches", "no square"),
     ),
     "an empty tensor": (
         _expert(0, lambda t: t.update(pos_embed=torch.zeros(1, 0, 144))),

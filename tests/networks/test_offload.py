@@ -254,11 +254,11 @@ def test_another_dtype_and_another_mode_twice_do_no_harm(folder: Path) -> None:
         pipe.to(dtype)
         assert torch.equal(_piped(pipe), _sampled(_loaded(folder, dtype=dtype)))
     for change in (
-        pipe.enable_expert_offload,
+        lambda: pipe.experts.offload("disk"),
         pipe.enable_model_cpu_offload,
         pipe.enable_sequential_cpu_offload,
-        lambda: pipe.enable_expert_offload("none"),
-        lambda: pipe.enable_expert_offload("ram", max_memory=pipe.experts.stored[0].size),
+        lambda: pipe.experts.offload("none"),
+        lambda: pipe.experts.offload("ram", pipe.experts.stored[0].size),
     ):
         change()
         assert torch.equal(_piped(pipe), plain)

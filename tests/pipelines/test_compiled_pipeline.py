@@ -45,7 +45,7 @@ class Backend:
 def _pipe(folder: Path, is_tight: bool = False) -> HDDMPipeline:
     pipe = load_pipeline(folder, offload="disk" if is_tight else "none")
     if is_tight:
-        pipe.enable_expert_offload("disk", max_memory=max(one.size for one in pipe.experts.stored))
+        pipe.experts.offload("disk", max(one.size for one in pipe.experts.stored))
     return pipe
 
 

@@ -62,7 +62,7 @@ def test_networks_of_others_come_back_with_all_that_they_had(folder: Path, offlo
     plain = _latents(load_pipeline(folder))
     pipe = load_pipeline(folder, offload=offload)
     largest = max(network.size for network in pipe.experts.stored)
-    pipe.enable_expert_offload(offload, max_memory=largest)
+    pipe.experts.offload(offload, largest)
     for _ in range(2):
         assert torch.equal(_latents(pipe), plain)
 
