@@ -1,10 +1,10 @@
-"""Calls as in diffusers: keywords of its pipelines, and callbacks at the end of a step.
+"""Callbacks at the end of a step, as in diffusers.
 
 A callback sees the conditional rows of ``prompt_embeds`` only; diffusers puts the negative ones before them.
 Its official callbacks work on both: they keep the last row and turn guidance off.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -12,14 +12,13 @@ from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 from torch import Tensor
 
 from hddm.conditions import Conditions
-from hddm.evaluation.expert_use import ExpertUse
 from hddm.solvers import OnStep
-from hddm.utils.errors import HddmError, did_you_mean
+from hddm.utils.errors import HddmError
 from hddm.velocity import Guidance
 
 Callback = Callable[[Any, int, float, dict[str, Tensor]], Mapping[str, Tensor] | None]
 
-_LATENTS, _WEIGHTS, _NEGATIVE = "latents", "expert_weights", "negative_"
+_LATENTS, _NEGATIVE = "latents", "negative_"
 _KEYWORDS = {
     "prompt_embeds": "encoder_hidden_states",
     "pooled_prompt_embeds": "pooled_projections",
@@ -27,36 +26,12 @@ _KEYWORDS = {
     "add_time_ids": "time_ids",
 }
 """Network keywords by their names in diffusers' pipelines."""
-_GRID = "pass num_inference_steps; the grid is linear in t, except for the scheduler's shift"
-CALLING = {
-    "eta": "samples follow an ODE, and eta is the noise of DDIM's steps",
-    "timesteps": _GRID,
-    "sigmas": _GRID,
-    "guidance_rescale": "pass guidance_scale=hddm.velocity.Guidance(scale, rescale=…)",
-    "clip_skip": "the experts use the layer that they were trained with",
-    "cross_attention_kwargs": "here a LoRA is an expert of its own (hddm convert)",
-    "callback": "pass callback_on_step_end",
-    "callback_steps": "pass callback_on_step_end",
-}
-"""Keywords of diffusers' calls, with what to do instead of passing a value."""
-_OURS = {"num_images": "num_images_per_prompt", "steps": "num_inference_steps"}
-"""Keywords of a call by the names of ``hddm sample``."""
-
-
-def refuse_call_options(options: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse keywords of a call that are not ``known``, or whose value would change something."""
-    for name, value in options.items():
-        if name not in CALLING:
-            near = did_you_mean(_OURS.get(name, name), [*known, *CALLING])
-            raise TypeError(f"HDDMPipeline takes no {name!r}{near}")
-        if value not in (None, 1 if name == "callback_steps" else 0):
-            raise HddmError(f"{name}={value!r} is not supported: {CALLING[name]}")
 
 
 class Callbacks:
     """The state of a call that callbacks read and set."""
 
-    _callback_tensor_inputs: ClassVar = [_LATENTS, _WEIGHTS, "prompt_embeds", "negative_prompt_embeds"]
+    _callback_tensor_inputs: ClassVar = [_LATENTS, "prompt_embeds", "negative_prompt_embeds"]
     _asked = Guidance(1.0)
     _guidance_scale = 1.0
     _num_timesteps = 0
@@ -76,11 +51,6 @@ class Callbacks:
     def guidance_scale(self) -> float:
         """Guidance scale of the current or last call; callbacks set ``_guidance_scale``."""
         return self._guidance_scale
-
-    @property
-    def guidance_rescale(self) -> float:
-        """Guidance rescale of the current or last call."""
-        return self._asked.rescale
 
     @property
     def do_classifier_free_guidance(self) -> bool:
@@ -109,7 +79,6 @@ class Callbacks:
         names: Sequence[str],
         times: Tensor,
         asked: Conditions,
-        use: ExpertUse,
     ) -> OnStep:
         """The ``on_step`` of a solver that calls ``advance`` and then ``callback``, and applies its answer.
 
@@ -119,7 +88,7 @@ class Callbacks:
         if isinstance(callback, PipelineCallback | MultiPipelineCallbacks):
             names = callback.tensor_inputs
         for name in names:
-            _place(name, asked, (_LATENTS, _WEIGHTS))
+            _place(name, asked, (_LATENTS,))
 
         def step(index: int, x: Tensor) -> Tensor:
             advance()
@@ -127,7 +96,7 @@ class Callbacks:
                 return x
             state, tensors = {_LATENTS: x}, {}
             for name in names:
-                held, keyword = _place(name, asked, state | {_WEIGHTS: use.last})
+                held, keyword = _place(name, asked, state)
                 tensors[name] = held[keyword]
             outcome = callback(self, index, 1000 * float(times[index]), tensors) or {}
             if self._asked.scale == 1.0 and self._guidance().scale != 1.0:

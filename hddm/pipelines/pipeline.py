@@ -1,7 +1,6 @@
 """Diffusers pipeline of an ensemble: from prompts or class labels to images."""
 
 import functools
-import inspect
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +28,7 @@ from hddm.networks.prompts import PromptEncoders
 from hddm.networks.transformers import RouterTransformer
 from hddm.networks.vae import kind_of
 from hddm.noise import Generated, Generators, Latents, Noise, Seeded
-from hddm.pipelines.callbacks import Callback, Callbacks, refuse_call_options
+from hddm.pipelines.callbacks import Callback, Callbacks
 from hddm.pipelines.encoding import Encoding, repeated
 from hddm.pipelines.hub import plan_upload, upload
 from hddm.pipelines.parts import (
@@ -349,7 +348,6 @@ class HDDMPipeline(Encoding, Pictures, Callbacks, DiffusionPipeline):  # type: i
         return_dict: bool = True,
         callback_on_step_end: Callback | None = None,
         callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
-        **options: Any,
     ) -> HDDMPipelineOutput | tuple[Any]:
         """Make images.
 
@@ -387,18 +385,14 @@ class HDDMPipeline(Encoding, Pictures, Callbacks, DiffusionPipeline):  # type: i
             callback_on_step_end: called as ``callback(pipeline, step, timestep, tensors)`` with timestep
                 1000 t; what it returns replaces the tensors. It may set ``pipeline._interrupt`` to stop, and
                 ``pipeline._guidance_scale``, where 1 or less is no guidance. Those of diffusers work too.
-            callback_on_step_end_tensor_inputs: ``latents``, ``expert_weights`` (batch, K) of the step's last
-                call of the velocity, which are read-only, ``prompt_embeds``, ``negative_prompt_embeds``, or
+            callback_on_step_end_tensor_inputs: ``latents``, ``prompt_embeds``, ``negative_prompt_embeds``, or
                 another condition by its keyword.
-            options: keywords of other pipelines, such as ``eta``, with values that change nothing.
 
         Raises:
-            TypeError: for an unknown keyword.
             HddmError: for an option that would change something, an unknown or missing condition, missing
                 parts, contradictory numbers, a size that a network cannot have, and as `hddm.sampling.plan`,
                 `hddm.sampling.batches` and `hddm.running.run`.
         """
-        refuse_call_options(options, inspect.signature(self.__call__).parameters)
         guidance = Guidance.of(guidance_scale)
         has_negative = bool(negative_prompt or negative_conditions) or negative_prompt_embeds is not None
         guidance.refuse_negative(has_negative)
@@ -449,9 +443,7 @@ class HDDMPipeline(Encoding, Pictures, Callbacks, DiffusionPipeline):  # type: i
         for batch in batches(how, range(start, start + num), asked, num):
             self._begin(guidance, how.steps)
             with self.progress_bar(total=self._num_timesteps) as bar:
-                on_step = self._on_step(
-                    bar.update, callback_on_step_end, names, how.times, batch.conditions, use
-                )
+                on_step = self._on_step(bar.update, callback_on_step_end, names, how.times, batch.conditions)
                 made: Any = self.run(how, batch, on_step, lambda: self._interrupt, use)
             if output_type != "latent":
                 made = self.image_processor.postprocess(self.images_of(how, batch, made), output_type)

@@ -101,18 +101,18 @@ def test_callbacks_read_what_a_call_was_asked_for(classes: HDDMPipeline) -> None
     seen = []
 
     def look(pipeline: HDDMPipeline, step: int, timestep: float, tensors: Tensors) -> None:
-        seen.append((pipeline.num_timesteps, pipeline.guidance_scale, pipeline.guidance_rescale))
+        seen.append((pipeline.num_timesteps, pipeline.guidance_scale))
         assert pipeline.do_classifier_free_guidance == (pipeline.guidance_scale != 1)
         assert not pipeline.interrupt
 
-    for guidance, expected in ((1.0, (STEPS, 1.0, 0.0)), (Guidance(3.0, rescale=0.5), (STEPS, 3.0, 0.5))):
+    for guidance, expected in ((1.0, (STEPS, 1.0)), (Guidance(3.0, rescale=0.5), (STEPS, 3.0))):
         seen.clear()
         classes(class_labels=0, guidance_scale=guidance, callback_on_step_end=look, **LATENT)
         assert seen == [expected] * STEPS
     seen.clear()
     begin = torch.zeros(1, *classes.experts.facts[0].sample_shape)
     classes(class_labels=0, image=begin, strength=2 / STEPS, callback_on_step_end=look, **LATENT)
-    assert seen == [(2, 1.0, 0.0)] * 2
+    assert seen == [(2, 1.0)] * 2
 
 
 def test_prompts_can_be_exchanged_on_the_way(text: HDDMPipeline) -> None:
@@ -165,20 +165,3 @@ def test_class_labels_are_seen_by_their_keyword(classes: HDDMPipeline) -> None:
     given = {"callback_on_step_end": other, "callback_on_step_end_tensor_inputs": names, **LATENT}
     there = classes(class_labels=[0, 1], **given).images
     assert not torch.equal(there, classes(class_labels=[0, 1], **LATENT).images)
-
-
-def test_weights_of_each_step_are_seen_and_not_replaced(classes: HDDMPipeline) -> None:
-    seen: list[Tensor] = []
-
-    def watch(pipeline: HDDMPipeline, step: int, timestep: float, tensors: Tensors) -> Tensors:
-        seen.append(tensors["expert_weights"])
-        return {}
-
-    names = ["latents", "expert_weights"]
-    given = {"class_labels": [0, 1], "strategy": "draw", "solver": "euler", **LATENT}
-    use = classes(callback_on_step_end=watch, callback_on_step_end_tensor_inputs=names, **given).expert_use
-    assert [one.shape for one in seen] == [(2, 2)] * STEPS
-    assert all((one.sum(1) == 1).all() for one in seen)
-    assert torch.allclose(torch.cat(seen).double().mean(0), use.shares)
-    given |= {"callback_on_step_end": lambda *_: {"expert_weights": seen[0]}}
-    assert "not 'expert_weights'" in refusal(classes, **given)

@@ -253,18 +253,6 @@ def test_a_compiled_vae_is_saved_as_what_it_is(tmp_path: Path) -> None:
     assert all(torch.equal(value, again[name]) for name, value in vae.state_dict().items())
 
 
-def test_what_other_pipelines_take_is_refused_by_name(folder: Path) -> None:
-    pipe = load_pipeline(folder)
-    assert "eta=0.5 is not supported: samples follow an ODE" in refusal(pipe, class_labels=LABELS, eta=0.5)
-    assert "pass num_inference_steps" in refusal(pipe, class_labels=LABELS, sigmas=[1.0, 0.5])
-    # What is done anyway may be asked for.
-    assert torch.equal(_images(pipe, eta=0.0, sigmas=None, callback_steps=1), _images(pipe))
-    with pytest.raises(TypeError, match="HDDMPipeline takes no 'num_inference_step'; did you mean 'num_inf"):
-        pipe(class_labels=LABELS, num_inference_step=3)
-    with pytest.raises(TypeError, match="takes no 'num_images'; did you mean 'num_images_per_prompt'"):
-        pipe(class_labels=LABELS, num_images=3)
-
-
 def test_images_have_another_size_where_the_network_allows_it(tmp_path: Path) -> None:
     """A UNet of latents 8×8 and a VAE that doubles; the first states are those of that shape."""
     unet = plain_unet(1, in_channels=4, out_channels=4, block_out_channels=(32, 32))
