@@ -272,7 +272,7 @@ class PipelineText:
     def record(self) -> TextEncoderRecord | None:
         """Identity of the encoder, None where it is `missing`; `HddmError` for bad config or weights."""
         found = self.components
-        return texts_facts(*found.values(), variant=self.variant) if found else None
+        return texts_facts(found["text_encoder"], found.get("tokenizer"), self.variant) if found else None
 
     @property
     def components(self) -> dict[str, Path]:

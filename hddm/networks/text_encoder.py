@@ -285,11 +285,11 @@ def quiet() -> Iterator[None]:
     levels, has_bars = [log.get_verbosity() for log in logs], of_transformers.is_progress_bar_enabled()
     for log in logs:
         log.set_verbosity_error()
-    of_transformers.disable_progress_bar()
+    of_transformers.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         for log, level in zip(logs, levels, strict=True):
             log.set_verbosity(level)
         if has_bars:
-            of_transformers.enable_progress_bar()
+            of_transformers.enable_progress_bar()  # type: ignore[no-untyped-call]
