@@ -4,7 +4,7 @@ Both are read from local files that are checked before transformers opens them.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,9 +13,10 @@ import torch
 from diffusers.utils import logging as diffusers_logging
 from torch import Tensor
 
+from hddm.networks.folders import refuse_other_tensors
 from hddm.networks.identity import TextEncoderRecord, fingerprint
 from hddm.networks.vae import read_config, read_weights
-from hddm.utils.errors import HddmError, did_you_mean, one_line, shown
+from hddm.utils.errors import HddmError, did_you_mean, one_line
 from hddm.utils.files import inside
 from hddm.utils.tensors import refuse_non_finite
 
@@ -107,9 +108,11 @@ def read_text_encoder(
     projection. The file of ``variant`` is preferred. Raises `HddmError` for a file that is missing
     or leaves the folder, another class, and tensors that are missing, left over, misshapen or not finite.
     """
-    load, weights, path = _open(folder, variant, kind)
+    empty, weights, path = _open(folder, variant, kind)
     refuse_non_finite(path, weights)
-    model, _ = load(dtype=dtype)
+    with quiet():
+        # Of no folder: nothing but the sizes and tensors that were checked.
+        model = type(empty).from_pretrained(None, config=empty.config, state_dict=weights, dtype=dtype)
     return model.requires_grad_(False)
 
 
@@ -120,8 +123,7 @@ def text_encoder_facts(
 
     ``tokens`` is its tokenizer's ``model_max_length``, as for `prompt_length`.
     """
-    load, weights, _ = _open(folder, variant, kind)
-    model, _ = load(device_map="meta")
+    model, weights, _ = _open(folder, variant, kind)
     return TextEncoderRecord(
         kind=type(model).__name__,
         fingerprint=fingerprint(weights),
@@ -221,8 +223,8 @@ def kind_of(config: Mapping[str, Any]) -> str | None:
 
 def _open(
     folder: Path, variant: str | None, wanted: str | None = None
-) -> tuple[Callable[..., tuple[Any, dict[str, Any]]], dict[str, Tensor], Path]:
-    """Transformers' loader of the encoder in ``folder``, its tensors without the prefix, and their file."""
+) -> tuple[Any, dict[str, Tensor], Path]:
+    """The empty encoder in ``folder``, its tensors without the prefix, and the weights file."""
     # Imported here: it takes seconds, and few sources need it.
     import transformers
 
@@ -231,49 +233,31 @@ def _open(
         raise HddmError(f"{origin}: holds {str(config.get('architectures'))[:60]}, not a {CLIP} or {T5}")
     path, stored = read_weights(folder, STEM, variant)
     unused = _UNUSED[:-1] if wanted == CLIP_PROJECTED else _UNUSED
-    named = [(key.removeprefix(_PREFIX), value) for key, value in stored.items()]
-    weights = {key: value for key, value in named if key not in unused}
-    if len(dict(named)) != len(stored):
+    weights = {key.removeprefix(_PREFIX): value for key, value in stored.items()}
+    if len(weights) != len(stored):
         raise HddmError(f"{path}: holds tensors twice, with and without {_PREFIX!r}; get the weights again")
+    weights = {key: value for key, value in weights.items() if key not in unused}
     # Modules cost time and memory even on the meta device.
     if not isinstance(layers := config.get(_LAYERS[kind]), int) or layers > len(weights):
         raise HddmError(f"{origin}: {_LAYERS[kind]} is {str(layers)[:40]} for {len(weights)} tensors")
     sizes = {key: config[key] for key in _SIZES[kind] if key in config}
-    wrong = next((f"{key} is {one}" for key, one in sizes.items() if isinstance(one, int) and one < 1), "")
-    if kind == CLIP:
-        # It chooses the pooled output, which fails without one; CLIP's is the last of its words.
-        end, words = config.get("eos_token_id"), sizes.get("vocab_size", _VOCABULARY)
-        is_valid = type(end) is int and 0 <= end < words
-        sizes |= {"bos_token_id": None, "pad_token_id": None, "eos_token_id": end if is_valid else words - 1}
     owner = getattr(transformers, CLIP_PROJECTED if wanted == CLIP_PROJECTED else kind)
-
-    def load(**options: Any) -> tuple[Any, dict[str, Any]]:
-        with quiet():
-            found: tuple[Any, dict[str, Any]] = owner.from_pretrained(
-                None,
-                config=owner.config_class(**sizes),
-                state_dict=weights,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                **options,
-            )
-        return found
-
     try:
-        if wrong:
-            raise ValueError(wrong)
-        # Nothing takes memory before the file has all that the config asks for.
-        _, info = load(device_map="meta")
+        if wrong := [key for key, one in sizes.items() if isinstance(one, int) and one < 1]:
+            raise ValueError(f"{wrong[0]} is {sizes[wrong[0]]}")
+        if kind == CLIP:
+            # The end chooses the pooled output, which fails without one; CLIP's is the last of its words.
+            end, words = config.get("eos_token_id"), sizes.get("vocab_size", _VOCABULARY)
+            end = end if type(end) is int and 0 <= end < words else words - 1
+            sizes |= {"bos_token_id": None, "pad_token_id": None, "eos_token_id": end}
+        with torch.device("meta"):
+            model: Any = owner(owner.config_class(**sizes))
     except Exception as error:  # a constructor may raise anything for foreign values
         reason = one_line(error, 300)
         raise HddmError(f"{origin}: no text encoder can be built from it ({reason})") from error
-    problems = [f"missing {key}" for key in info["missing_keys"]]
-    problems += [f"left over {key}" for key in info["unexpected_keys"]]
-    problems += [f"{key} is {tuple(one)}, not {tuple(other)}" for key, one, other in info["mismatched_keys"]]
-    problems += [f"{key} is of {one.dtype}" for key, one in weights.items() if not one.is_floating_point()]
-    if problems:
-        raise HddmError(f"{path}: does not fit its config.json: {'; '.join(shown(sorted(problems)))}")
-    return load, weights, path
+    expected = {key.removeprefix(_PREFIX): value for key, value in model.state_dict().items()}
+    refuse_other_tensors({key: one for key, one in expected.items() if key not in unused}, weights, path)
+    return model, weights, path
 
 
 @contextmanager

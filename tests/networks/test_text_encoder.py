@@ -173,6 +173,12 @@ def test_no_list_of_texts_and_a_tokenizer_of_another_encoder_are_refused(tmp_pat
         ({"num_attention_heads": -2}, "no text encoder can be built from it (num_attention_heads is -2)"),
         ({"hidden_act": "os.system"}, "no text encoder can be built from it"),
         ({"hidden_size": 32}, "does not fit its config.json"),
+        # A buffer of eighty gigabytes, if it were built before it is compared.
+        (
+            {"max_position_embeddings": 10**10},
+            "embeddings.position_embedding.weight is (77, 16), not (1000000",
+        ),
+        ({"vocab_size": "x"}, "no text encoder can be built from it"),
     ],
     ids=str,
 )
