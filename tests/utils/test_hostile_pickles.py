@@ -27,6 +27,7 @@ FLOODS = {
     "names": b"".join(b"cm%d\na\n" % i for i in range(700_000)),
     "too many opcodes": b"]" + b"Na" * (LARGEST_PICKLE // 2 - 3),
 }
+QUICK = {"dictionaries in lists", "names", "too many opcodes"}
 PROBLEMS = {
     "names": "would import 'm0.a'",
     "too many opcodes": "more than 600000 opcodes",
@@ -37,7 +38,9 @@ PROBLEMS = {
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("name", FLOODS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in FLOODS]
+)
 def test_a_pickle_of_the_largest_size_costs_little(name: str, tmp_path: Path) -> None:
     path = zipped(tmp_path, b"\x80\x02" + FLOODS[name] + b".")
 
