@@ -1,8 +1,6 @@
 """Sources that lie, ask for code or mean harm are refused in one line, with nothing written."""
 
 import builtins
-import json
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from tests.transformer_files import dit_file, dit_network
 
 WEIGHTS = "diffusion_pytorch_model"
 MODEL = f"transformer/{WEIGHTS}.safetensors"
-INDEX = f"transformer/{WEIGHTS}.safetensors.index.json"
 CONFIG, SCHEDULER, PIPELINE = "transformer/config.json", "scheduler/scheduler_config.json", "model_index.json"
 BIAS = "proj_out_1.bias"
 
@@ -36,16 +33,11 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pipeline(tmp_path_factory.mktemp("text") / "source", text_unet())
 
 
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pipeline(tmp_path_factory.mktemp("shards") / "source", dit(), max_shard_size="10KB")
-
-
-@pytest.mark.parametrize(("name", "in_zip"), [("a.pt", True), ("a.pt", False), ("a.safetensors", True)])
-def test_code_in_a_pickle_is_never_run(hddm: Command, tmp_path: Path, name: str, in_zip: bool) -> None:
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
+def test_code_in_a_pickle_is_never_run(hddm: Command, tmp_path: Path, name: str) -> None:
     sentinel = tmp_path / "ran"
     content = {"ema": dit_file(dit_network()), "args": Calls(builtins.open, (str(sentinel), "w"))}
-    torch.save(content, tmp_path / name, _use_new_zipfile_serialization=in_zip)
+    torch.save(content, tmp_path / name)
     assert "pickle" in refused(hddm, tmp_path / name)
     error = refused(hddm, tmp_path / name, "--allow-pickle", "--num-heads", 4)
     assert "open" in error or "rename it" in error
@@ -54,20 +46,6 @@ def test_code_in_a_pickle_is_never_run(hddm: Command, tmp_path: Path, name: str,
 
 def _cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
-
-
-def _oversized_header(path: Path) -> None:
-    path.write_bytes(struct.pack("<Q", 2**40) + path.read_bytes()[8:])
-
-
-def _overlap(path: Path) -> None:
-    data = path.read_bytes()
-    (size,) = struct.unpack("<Q", data[:8])
-    header = json.loads(data[8 : 8 + size])
-    first, second = [name for name in header if name != "__metadata__"][:2]
-    header[second]["data_offsets"] = header[first]["data_offsets"]
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
 
 
 def _with(name: str, tensor: torch.Tensor) -> Callable[[Path], None]:
@@ -79,10 +57,6 @@ def _with(name: str, tensor: torch.Tensor) -> Callable[[Path], None]:
     ("spoil", "said"),
     [
         (_cut, "cannot be read"),
-        (_oversized_header, ""),
-        (_overlap, "cannot be read"),
-        (lambda path: path.write_bytes(b""), "empty"),
-        (lambda path: path.write_bytes(b"version https://git-lfs"), "git lfs pull"),
         (lambda path: path.unlink(), "no diffusion_pytorch_model"),
         (_with(BIAS, torch.full((32,), float("nan"))), "holds NaN or Inf"),
         (_with(BIAS, torch.full((32,), float("inf"))), "holds NaN or Inf"),
@@ -110,17 +84,6 @@ def test_every_tensor_missing_and_left_over_is_named(hddm: Command, tmp_path: Pa
     error = refused(hddm, source)
     assert all(f"missing {name}" in error for name in gone)
     assert all(f"left over {name} {tuple(tensor.shape)}" in error for name, tensor in more.items())
-
-
-@pytest.mark.parametrize(
-    "name", ["../outside.safetensors", "/etc/passwd", "..", "", "a/../../b", "a\\b", "c:x"]
-)
-def test_an_index_that_names_files_elsewhere(hddm: Command, tmp_path: Path, sharded: Path, name: str) -> None:
-    source = copied(sharded, tmp_path)
-    save_file({"a": torch.zeros(2)}, tmp_path / "outside.safetensors")
-    weight_map = json.loads((source / INDEX).read_text())["weight_map"]
-    edit_json(source / INDEX, weight_map=weight_map | {next(iter(weight_map)): name})
-    assert INDEX in refused(hddm, source)
 
 
 @pytest.mark.parametrize("name", [MODEL, CONFIG, SCHEDULER, PIPELINE, "transformer", "scheduler", "vae"])
@@ -162,9 +125,6 @@ def test_content_of_no_known_layout(hddm: Command, tmp_path: Path) -> None:
     assert "no such file" in refused(hddm, tmp_path / "none")
     (tmp_path / "folder").mkdir()
     assert "found: none" in refused(hddm, tmp_path / "folder")
-
-
-def test_the_root_of_a_hub_cache_is_told_from_its_snapshots(hddm: Command, tmp_path: Path) -> None:
     (tmp_path / "models--x--y" / "snapshots" / "0").mkdir(parents=True)
     assert "one revision in its snapshots/" in refused(hddm, tmp_path / "models--x--y")
 
