@@ -191,13 +191,10 @@ def add_text(
     """Return weights and config with cross-attention to text tokens of width ``text_dim``.
 
     Output projections are zero, so that outputs keep their bits with any text until training changes that;
-    the rest starts as in a fresh `ExpertTransformer`. Raises `HddmError` where the network takes text or the
-    width is below 1.
+    the rest starts as in a fresh `ExpertTransformer`. Raises `HddmError` where the network takes text.
     """
     if config.get("text_dim") is not None:
         raise HddmError(f"text_dim is {config['text_dim']}: the network already takes text")
-    if text_dim < 1:
-        raise HddmError(f"text_dim is {text_dim}; it is the width of the text encoder's tokens, 1 or more")
     width, heads = int(config["hidden_size"]), int(config["num_heads"])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(0, Use.FRESH_WEIGHTS, 1))

@@ -211,8 +211,6 @@ def _reshaped(source: Checkpoint, tensors: list[Planned], end: float, conversion
     weights, config = as_expert_transformer(source, tensors)
     architecture, error = conversion.architecture, None
     if architecture is not None:
-        if architecture != ADALN_SINGLE:
-            raise HddmError(f"`architecture` {architecture}: the only one is {ADALN_SINGLE}")
         if config.get("modulation") != "zero":
             raise HddmError(f"`architecture` {architecture}: {source.path} has no adaLN-Zero to fold")
         times = torch.linspace(0, end, FOLD_TIMES)

@@ -78,16 +78,10 @@ def open_file(path: Path, reading: Reading) -> Checkpoint:
 def _weight_sets(
     content: Mapping[str, Any], reading: Reading, path: Path
 ) -> dict[WeightSet, dict[str, Tensor]]:
-    """Weight sets by kind: nested ones, ones with prefixes of their own, or all tensors as one set.
+    """Weight sets by kind: nested ones, or all tensors as one set.
 
     A single set under the raw set's name is unstated, since published files do not mean raw weights by it.
     """
-    heads = {name.split(".")[0] for name in content}
-    if len(heads) > 1 and heads <= set(_SETS) and not heads & set(content):
-        content = {
-            head: {k.removeprefix(f"{head}."): v for k, v in content.items() if k.startswith(f"{head}.")}
-            for head in heads
-        }
     sources = _sources(content, lambda one: bool(_known(_strip(one)[0])), reading, path)
     found: dict[WeightSet, dict[str, Tensor]] = {}
     for name, tensors in sources.items():

@@ -183,7 +183,6 @@ def test_what_cannot_be_folded_or_widened_is_refused() -> None:
     for call, said in (
         (lambda: fold(weights, config, TIMES, 33), "modulation_rank is 33"),
         (lambda: add_text(weights, {**config, "text_dim": 8}, 12), "already takes text"),
-        (lambda: add_text(weights, config, 0), "text_dim is 0"),
     ):
         with pytest.raises(HddmError, match=said):
             call()

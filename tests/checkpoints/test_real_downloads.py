@@ -36,7 +36,6 @@ from tests.checkpoint_files import (
     rounded,
     text_unet,
 )
-from tests.ldm_files import ldm_file
 from tests.transformer_files import dit_file, dit_network, pixart_file
 
 SD = DDPMScheduler(**SD_BETAS).betas
@@ -191,56 +190,6 @@ def test_a_shard_alone_is_no_model(hddm: Command, tmp_path: Path) -> None:
     check_velocity(tmp_path / "expert", dit(), DDPM_BETAS)
 
 
-Wrap = Callable[[dict[str, Tensor], dict[str, Tensor]], dict[str, Any]]
-HEADS = ("--allow-pickle", "--num-heads", 4)
-
-
-@pytest.mark.parametrize(
-    ("wrap", "said"),
-    [
-        (lambda raw, ema: {"model": raw, "teacher": ema}, "under 'teacher'"),
-        (lambda raw, ema: {**raw, "teacher": ema}, "under 'teacher'"),
-        (lambda raw, ema: {"model": raw, "state_dict": ema}, "'model' and 'state_dict'"),
-        (lambda raw, ema: {"ema": raw, "model_ema": ema}, "'ema' and 'model_ema'"),
-        (lambda raw, ema: {**raw, "ema": ema}, "its top level and 'ema'"),
-        (lambda raw, ema: {"model": {"model": raw, "module": ema}}, "under 'model'"),
-        (lambda raw, ema: {"model": {**raw, "shadow": ema}}, "under 'model'"),
-    ],
-)
-def test_weights_that_do_not_say_which_they_are(hddm: Command, tmp_path: Path, wrap: Wrap, said: str) -> None:
-    torch.save(wrap(dit_file(dit_network(0)), dit_file(dit_network(1))), tmp_path / "dit.pt")
-    error = refused(hddm, tmp_path / "dit.pt", *HEADS)
-    assert said in error
-    assert "in its own file" in error
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda raw, ema: {"model": raw, "ema": {"decay": 0.999, "shadow_params": list(ema.values())}},
-        lambda raw, ema: {
-            **{f"model.{name}": tensor for name, tensor in raw.items()},
-            **{f"ema.{n}": tensor for n, tensor in enumerate(ema.values())},
-        },
-    ],
-)
-def test_averages_without_names_are_never_passed_over(hddm: Command, tmp_path: Path, wrap: Wrap) -> None:
-    torch.save(wrap(dit_file(dit_network(0)), dit_file(dit_network(1))), tmp_path / "dit.pt")
-    assert "--weights raw" in refused(hddm, tmp_path / "dit.pt", *HEADS)
-    converted(hddm, tmp_path / "dit.pt", tmp_path / "expert", *HEADS, "--weights", "raw")
-    check_velocity(tmp_path / "expert", dit_network(0), DDPM_BETAS)
-
-
-def test_two_latent_diffusion_networks_in_one_file(hddm: Command, tmp_path: Path) -> None:
-    one, two = ldm_file(text_unet(0)), ldm_file(text_unet(1))
-    for content, said in (
-        ({"state_dict": one, "state_dict_ema": two}, "'state_dict' and 'state_dict_ema'"),
-        ({"state_dict": one, "other": two}, "under 'other'"),
-    ):
-        torch.save(content, tmp_path / "sd.ckpt")
-        assert said in refused(hddm, tmp_path / "sd.ckpt", "--prediction-type", "epsilon", *HEADS)
-
-
 @pytest.mark.integration
 def test_latents_of_every_kind_of_vae(hddm: Command, tmp_path: Path) -> None:
     for name, config, scale, said in (
@@ -291,9 +240,10 @@ def test_a_scheduler_of_another_family_than_its_pipeline_says(hddm: Command, tmp
 
 
 def test_what_a_file_does_not_tell_is_noted(hddm: Command, tmp_path: Path) -> None:
-    save_file(dit_file(dit_network()), tmp_path / "dit.safetensors")
+    save_file(dit_file(dit_network(num_classes=1000)), tmp_path / "dit.safetensors")
     text = converted(hddm, tmp_path / "dit.safetensors", tmp_path / "dit", "--num-heads", 4)
     assert "SiT files look the same" in text
+    assert "CC-BY-NC-4.0" in text
     content = pixart_file(pixart())
     for tokens, scale in ((300, None), (120, 0.18215)):
         content["y_embedder.y_embedding"] = torch.full((tokens, 12), 0.5)

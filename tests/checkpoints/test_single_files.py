@@ -2,7 +2,7 @@
 
 import argparse
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,10 @@ from torch import Tensor
 import hddm as library
 from hddm.checkpoints import ldm
 from hddm.checkpoints.layouts import UnstatedHeads
-from tests.artefacts import Command
+from hddm.checkpoints.single_files import open_file
+from hddm.checkpoints.sources import Checkpoint
+from hddm.utils.settings import Reading
+from tests.artefacts import Command, refusal
 from tests.checkpoint_files import (
     DDPM_BETAS,
     SD_BETAS,
@@ -38,6 +41,10 @@ SIDE = ("--sample-size", 8)
 HEADS = ("--num-heads", 8)
 EPSILON = ("--prediction-type", "epsilon")
 SD2 = {"use_linear_projection": True, "attention_head_dim": 4, "block_out_channels": (64, 128)}
+
+
+def _ldm(seed: int) -> dict[str, Tensor]:
+    return ldm_file(text_unet(seed))
 
 
 def _check_back(hddm: Command, expert: Path, layout: str, expected: dict[str, Tensor]) -> None:
@@ -102,6 +109,18 @@ OPTIMISER = {
 ARGS = argparse.Namespace(model="DiT-XL/2", lr=None, image_size=256)
 
 
+DIT_SETS = dit_file(dit_network(0)), dit_file(dit_network(1))
+
+
+def _opened(content: dict[str, Any], folder: Path, weights: str | None = None) -> Checkpoint:
+    torch.save(content, folder / "a.pt")
+    return open_file(folder / "a.pt", Reading(allow_pickle=True, num_heads=4, weights=weights))
+
+
+def _is_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[k], v) for k, v in expected.items())
+
+
 @pytest.mark.integration
 @pytest.mark.parametrize(
     "wrap",
@@ -113,19 +132,50 @@ ARGS = argparse.Namespace(model="DiT-XL/2", lr=None, image_size=256)
         lambda raw, ema: {"model": raw, "model_ema": ema},
         lambda raw, ema: {"model": raw, "ema_model": ema},
         lambda raw, ema: {"model": raw, "ema_state_dict": ema},
-        lambda raw, ema: {
-            f"{head}.{k}": v for head, w in (("model", raw), ("model_ema", ema)) for k, v in w.items()
-        },
     ],
 )
-def test_averaged_weights_are_found_under_all_their_names(hddm: Command, tmp_path: Path, wrap: Wrap) -> None:
-    source, options = tmp_path / "dit.pt", ("--allow-pickle", "--num-heads", 4)
-    torch.save(wrap(dit_file(dit_network(0)), dit_file(dit_network(1))), source)
-    converted(hddm, source, tmp_path / "expert", *options)
-    assert facts_of(tmp_path / "expert")["weights"] == "ema"
-    check_velocity(tmp_path / "expert", dit_network(1), DDPM_BETAS)
-    converted(hddm, source, tmp_path / "raw", *options, "--weights", "raw")
-    check_velocity(tmp_path / "raw", dit_network(0), DDPM_BETAS)
+def test_averaged_weights_are_found_under_all_their_names(tmp_path: Path, wrap: Wrap) -> None:
+    raw, ema = DIT_SETS
+    found = _opened(wrap(raw, ema), tmp_path)
+    assert (set(found.sets), found.chosen) == ({"raw", "ema"}, "ema")
+    assert _is_same(found.weights, ema)
+    assert _is_same(_opened(wrap(raw, ema), tmp_path, "raw").weights, raw)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("wrap", "said"),
+    [
+        (lambda raw, ema: {"model": raw, "teacher": ema}, "under 'teacher'"),
+        (lambda raw, ema: {**raw, "teacher": ema}, "under 'teacher'"),
+        (lambda raw, ema: {"model": raw, "state_dict": ema}, "'model' and 'state_dict'"),
+        (lambda raw, ema: {"ema": raw, "model_ema": ema}, "'ema' and 'model_ema'"),
+        (lambda raw, ema: {**raw, "ema": ema}, "its top level and 'ema'"),
+        (lambda raw, ema: {"model": {"model": raw, "module": ema}}, "under 'model'"),
+        (lambda raw, ema: {"model": {**raw, "shadow": ema}}, "under 'model'"),
+        (
+            lambda raw, ema: {"state_dict": _ldm(0), "state_dict_ema": _ldm(1)},
+            "'state_dict' and 'state_dict_",
+        ),
+        (lambda raw, ema: {"state_dict": _ldm(0), "other": _ldm(1)}, "under 'other'"),
+    ],
+)
+def test_weights_that_do_not_say_which_they_are(tmp_path: Path, wrap: Wrap, said: str) -> None:
+    error = refusal(_opened, wrap(*DIT_SETS), tmp_path)
+    assert said in error
+    assert "in its own file" in error
+
+
+@pytest.mark.integration
+def test_averages_without_names_are_never_passed_over(tmp_path: Path) -> None:
+    raw, ema = DIT_SETS
+    content = {"model": raw, "ema": {"decay": 0.999, "shadow_params": list(ema.values())}}
+    assert "`weights` raw" in refusal(_opened, content, tmp_path)
+    assert _is_same(_opened(content, tmp_path, "raw").weights, raw)
+    # Under prefixes of one dictionary they are of no layout.
+    flat = {f"model.{name}": tensor for name, tensor in raw.items()}
+    flat |= {f"ema.{n}": tensor for n, tensor in enumerate(ema.values())}
+    assert "of no known layout" in refusal(_opened, flat, tmp_path)
 
 
 @pytest.mark.parametrize("wrapping", ["bare", "prefixed", "published"])
@@ -174,12 +224,6 @@ def test_pixarts_own_file_with_sizes_as_conditions(hddm: Command, tmp_path: Path
     assert "not needed: pos_embed, computed anew" in text
     check_velocity(tmp_path / "expert", network, DDPM_BETAS)
     _check_back(hddm, tmp_path / "expert", "pixart-original", content)
-
-
-def test_imagenets_classes_bring_their_licence(hddm: Command, tmp_path: Path) -> None:
-    save_file(dit_file(dit_network(num_classes=1000)), tmp_path / "dit.safetensors")
-    options = ("--num-heads", 4, "--dry-run")
-    assert "CC-BY-NC-4.0" in converted(hddm, tmp_path / "dit.safetensors", tmp_path / "expert", *options)
 
 
 DEEP = {**XL, "block_out_channels": (32, 64, 64), "layers_per_block": 2, "attention_head_dim": [1, 2, 4]}
