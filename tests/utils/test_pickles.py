@@ -180,15 +180,10 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
     assert all("torch cannot load it" in said for said in attempts(paths))
 
 
-def test_what_floods_the_memory_or_crashes_the_process_is_refused_in_one_line(tmp_path: Path) -> None:
-    lists = zipped(tmp_path / "lists.pt", b"\x80\x02](" + b"]" * 30_000_000 + b"e.")
-    tuples = zipped(tmp_path / "tuples.pt", b"\x80\x02})" + b"\x85" * 8_000_000 + b"Ns.")
-
-    def read() -> None:
-        assert "torch cannot load it (MemoryError" in _refusal(lists)
-        assert "ends a process that loads it (code -" in _refusal(tuples)
-
-    assert grown_by(read) < 64 * 2**20
+def test_what_crashes_the_process_is_refused_in_one_line(tmp_path: Path) -> None:
+    """Hashing a tuple in a tuple in a tuple takes a part of the stack for each."""
+    tuples = zipped(tmp_path / "a.pt", b"\x80\x02})" + b"\x85" * 2_000_000 + b"Ns.")
+    assert "ends a process that loads it (code -" in _refusal(tuples)
 
 
 @pytest.mark.slow
