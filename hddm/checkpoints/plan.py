@@ -41,11 +41,6 @@ _ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 PAPER = "paper"
 ADALN_SINGLE = "adaln-single"
 TEXT = "encoder_hidden_states"
-_OPTIONS = (
-    *("architecture", "modulation_rank", "text_dim", "recipe", "variant", "num_heads", "sample_size"),
-    *("schedule", "prediction_type", "noise_range"),
-)
-"""Options of a conversion that an expert's record keeps."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +232,7 @@ def _record(
     is_flow = conventions.prediction_type is PredictionType.FLOW_PREDICTION
     text_encoder = own.text_encoder if own else source.text.record if TEXT in interface.conditions else None
     scheduler = None if source.declared.is_layout_rule else source.declared.scheduler
-    options = {key: getattr(conversion, key) for key in _OPTIONS} | {
+    options = conversion.model_dump(exclude={"allow_pickle", "weights", "licence"}) | {
         "modulation_rank": conversion.modulation_rank if conversion.architecture else None,
         "schedule": conversion.schedule.name if conversion.schedule else None,
     }

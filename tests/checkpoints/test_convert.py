@@ -135,16 +135,14 @@ def test_fractions_of_timesteps_reach_networks_in_half_precision(
     assert not torch.equal(fed[0][1], fed[1][1])
 
 
-def test_a_dry_run_prints_the_plan_and_writes_nothing(hddm: Command, tmp_path: Path) -> None:
+def test_a_dry_run_writes_nothing_and_an_existing_folder_is_kept_without_the_option(
+    hddm: Command, tmp_path: Path
+) -> None:
     source = pipeline(tmp_path / "dit", dit())
     text = converted(hddm, source, tmp_path / "expert", "--dry-run")
     for fact in ("layout: diffusers-dit", "predicts: epsilon", "schedule:", "licence:", "nothing written"):
         assert fact in text
     assert list(tmp_path.iterdir()) == [source]
-
-
-def test_an_existing_folder_is_kept_without_the_option(hddm: Command, tmp_path: Path) -> None:
-    source = pipeline(tmp_path / "dit", dit())
     converted(hddm, source, tmp_path / "expert")
     assert "--overwrite" in refused(hddm, source, out=tmp_path / "expert")
     edit_json(source / "scheduler" / "scheduler_config.json", prediction_type="sample")
