@@ -30,6 +30,7 @@ def test_a_training_checkpoint_is_read_as_it_was_saved(tmp_path: Path) -> None:
     dtypes, values = ("float16", "bfloat16", "bool", "float8_e4m3fn", "uint16"), torch.randn(4, 3)
     saved = {
         "ema": network.state_dict(),
+        "raw": {f"module.blocks.{n}.weight": torch.full((4,), float(n)) for n in range(1200)},
         "model": {name: torch.arange(2).to(getattr(torch, name)) for name in dtypes},
         "opt": optimizer.state_dict(),
         "args": argparse.Namespace(lr=1e-4, data="x", sizes=(1, 2), seed=None, big=2**40),
@@ -43,6 +44,7 @@ def test_a_training_checkpoint_is_read_as_it_was_saved(tmp_path: Path) -> None:
     assert (read["dtype"], read["size"]) == (torch.float16, (1, 2))
     assert isinstance(read["ema"], collections.OrderedDict)
     assert torch.equal(read["ema"]["weight"], network.weight)
+    assert [one.tolist() for one in read["raw"].values()] == [[float(n)] * 4 for n in range(1200)]
     assert {name: str(one.dtype) for name, one in read["model"].items()} == {
         name: f"torch.{name}" for name in dtypes
     }
