@@ -30,7 +30,7 @@ def play(
     from hddm.utils.progress import Progress
 
     with Progress(None, "open"):
-        opened = Play([ensemble] if after is None else [ensemble, after], settings.device, settings.dtype)
+        opened = Play([ensemble] if after is None else [ensemble, after], settings)
     for model in opened.models:
         typer.echo(f"{model.source}: {', '.join(model.names)}")
     with serve(opened, port) as (address, thread):

@@ -54,8 +54,6 @@ def serve(ensemble: Model, settings: ServeSettings, cluster: Cluster) -> None:
     token from clients. With --no-batching, images are exactly those of hddm sample. Needs the
     extra serve (pip install '.[serve]' in a checkout).
     """
-    import torch
-
     from hddm.serving.service import TOKEN, Placement
     from hddm.serving.service import serve as run
 
@@ -65,6 +63,5 @@ def serve(ensemble: Model, settings: ServeSettings, cluster: Cluster) -> None:
         header = f' -H "Authorization: Bearer ${TOKEN}"' if os.environ.get(TOKEN) else ""
         typer.echo(f"  curl http://{shown}:{cluster.port}/v1/images/generations{header} -d '{{\"seed\": 7}}'")
 
-    placement, dtype = Placement(cluster.num_replicas, cluster.resources), getattr(torch, settings.dtype)
-    where = (cluster.host, cluster.port, settings, placement, dtype, settings.device, cluster.ray)
-    run(ensemble, *where, settings.compile, ready)
+    placement = Placement(cluster.num_replicas, cluster.resources)
+    run(ensemble, cluster.host, cluster.port, settings, placement, cluster.ray, ready)

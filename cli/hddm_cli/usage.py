@@ -31,7 +31,7 @@ _TOPICS = {
     "Strategies": "strategies store",
     "Students of few steps": "sampling_steps trajectories",
     "Limits": "max_images max_steps max_queue timeout",
-    "Speed and memory": "batch_size batching device dtype offload max_memory compile "
+    "Speed and memory": "batch_size batching device dtype offload max_memory compile quantize "
     "mixed_precision gradient_accumulation_steps gradient_checkpointing fsdp threads",
 }
 _WORDS = {

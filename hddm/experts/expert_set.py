@@ -25,6 +25,7 @@ from hddm.networks.wrappers import NetworkWrapper, compile_blocks
 from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError
 from hddm.utils.records import Record
+from hddm.utils.settings import Computing
 from hddm.utils.tensors import device_of
 from hddm.velocity import VelocityField
 
@@ -67,6 +68,7 @@ class ExpertSet(nn.Module):
             copy.copy(one) if isinstance(one, VelocityField) else _on_demand(own, dtype, device, shelf)
             for one, own in zip(experts, self.experts, strict=True)
         )
+        self._is_quantized = False
         self.networks = nn.ModuleList([one for one in self._networks if isinstance(one, nn.Module)])
 
     @property
@@ -128,10 +130,29 @@ class ExpertSet(nn.Module):
         for network in own:
             network.move_to(shelf)
 
+    def prepare(self, computing: Computing) -> None:
+        """Quantize and compile the experts' networks, where the settings say so."""
+        if computing.quantize:
+            self.quantize()
+        if computing.compile:
+            self.compile(dynamic=True)
+
     def compile(self, **options: Any) -> None:
         """Compile the blocks of every network at its first run; see `compile_blocks`."""
         for network in self.networks:
             compile_blocks(network.network if isinstance(network, StoredNetwork) else network, **options)
+
+    def quantize(self) -> None:
+        """Hold linear layers in int8; see `StoredNetwork.quantize`. These experts can then not be saved."""
+        for network in self._networks:
+            if not isinstance(network, StoredNetwork):
+                raise HddmError("quantize: an expert was built in memory; load it from a folder")
+            network.quantize()
+        self._is_quantized = True
+
+    def _refuse_quantized(self) -> None:
+        if self._is_quantized:
+            raise HddmError("quantized experts cannot be saved; load them again")
 
     def save_pretrained(self, folder: str | Path, **_: object) -> None:
         """Write one expert folder per expert, ``0``, ``1``, …, with weights in the dtype that they run in.
@@ -139,6 +160,7 @@ class ExpertSet(nn.Module):
         An adapter with unchanged weights stays an adapter, in its dtype on disk; the caller saves its base.
         An adapter that was changed in memory is merged.
         """
+        self._refuse_quantized()
         for index, (expert, field) in enumerate(zip(self.experts, self._fields, strict=True)):
             target = Path(folder) / str(index)
             target.mkdir(parents=True)
@@ -148,6 +170,7 @@ class ExpertSet(nn.Module):
 
     def is_as_stored(self) -> bool:
         """True where all experts have folders, and weights that are in memory are those in them."""
+        self._refuse_quantized()
         return not any(
             expert.folder is None or _is_changed(expert, field.dtype)
             for expert, field in zip(self.experts, self._fields, strict=True)

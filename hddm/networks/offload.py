@@ -7,19 +7,20 @@ the least recently used one when its budget is full:
     ram    weights stay in main memory and leave the device
     disk   weights are read again, mapped from their file
 
-Weights of the stored dtype on the CPU are mapped: their pages are read as they are touched.
+Weights of the stored dtype on the CPU are mapped: their pages are read as they are touched. Quantized weights
+are made from these one by one, so that no more than one is there in full.
 """
 
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from hddm.utils.errors import HddmError, UsageError
+from hddm.utils.errors import HddmError, UsageError, optional
 
 Offload = Literal["none", "ram", "disk"]
 Tensors = Mapping[str, Tensor]
@@ -135,7 +136,8 @@ class StoredNetwork(nn.Module):
         # In a tuple, so that moving this module does not move it.
         self._network = (network,)
         self._read = read
-        self._numbers = sum(tensor.numel() for tensor in network.state_dict().values())
+        self._shapes = {name: tensor.shape for name, tensor in network.state_dict().items()}
+        self._quantized: Callable[[Tensor], Tensor] | None = None
         self._constants = {name: b for name, b in network.named_buffers() if not b.is_meta}
         self._host: Tensors | None = None
         self.origin = origin
@@ -158,7 +160,33 @@ class StoredNetwork(nn.Module):
     @property
     def size(self) -> int:
         """Bytes of the weights on the device."""
-        return int(self._numbers * self.placement.element_size())
+        width = self.placement.element_size()
+        return sum(
+            shape.numel() + (width + 1) * shape[0] if self._is_quantized(name) else width * shape.numel()
+            for name, shape in self._shapes.items()
+        )
+
+    def quantize(self) -> None:
+        """Hold the weights of linear layers in int8, with one scale per output, from the next call on.
+
+        The layers compute in the network's dtype. Raises `HddmError` without torchao.
+        """
+        optional("torchao", "`quantize`", "quantize")
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+        def quantized(weight: Tensor) -> Tensor:
+            layer = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+            layer.weight = nn.Parameter(weight, requires_grad=False)
+            quantize_(layer, Int8WeightOnlyConfig())
+            return layer.weight
+
+        self.shelf.forget(self)
+        self._quantized = quantized
+
+    def _is_quantized(self, name: str) -> bool:
+        owner, _, leaf = name.rpartition(".")
+        is_linear = leaf == "weight" and isinstance(self.network.get_submodule(owner), nn.Linear)
+        return self._quantized is not None and (is_linear or leaf == "in_proj_weight")
 
     def forward(self, *inputs: Tensor, **conditions: Tensor) -> Any:
         if self.shelf.offload == "none":
@@ -184,21 +212,23 @@ class StoredNetwork(nn.Module):
             self._host = tensors
         return tensors
 
-    def fetch(self) -> Tensors:
-        """All tensors that the network needs, on its device."""
+    def fetch(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors that the network needs, one after the other, on its device."""
         to, dtype = self.placement.device, self.placement.dtype
         constants = {
             name: value.to(dtype) if value.is_floating_point() else value
             for name, value in self._constants.items()
         }
-        return {name: value.to(to) for name, value in {**self.tensors(), **constants}.items()}
+        return ((name, value.to(to)) for name, value in {**self.tensors(), **constants}.items())
 
-    def place(self, tensors: Tensors) -> None:
+    def place(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Put tensors into the network."""
-        for name, value in tensors.items():
+        for name, value in tensors:
             owner, _, leaf = name.rpartition(".")
             module = self.network.get_submodule(owner)
             if leaf in module._parameters:
+                if self._quantized is not None and self._is_quantized(name) and not value.is_meta:
+                    value = self._quantized(value)
                 module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
             else:
                 module._buffers[leaf] = value
@@ -206,7 +236,10 @@ class StoredNetwork(nn.Module):
     def clear(self) -> None:
         """Free the tensors on the device."""
         tensors = itertools.chain(self.network.named_parameters(), self.network.named_buffers())
-        self.place({name: torch.empty_like(value, device="meta") for name, value in tensors})
+        empty = (
+            (name, torch.empty(value.shape, dtype=value.dtype, device="meta")) for name, value in tensors
+        )
+        self.place(list(empty))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StoredNetwork":
         moved = fn(self.placement)

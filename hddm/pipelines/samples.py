@@ -82,8 +82,7 @@ def sample_to_folder(
     pipeline = HDDMPipeline.from_pretrained(
         source, dtype=DTYPES[settings.dtype], offload=settings.offload, max_memory=settings.max_memory
     ).to(device)
-    if settings.compile:
-        pipeline.experts.compile(dynamic=True)
+    pipeline.experts.prepare(settings)
     _calibrate(pipeline, settings)
     image, mask = (
         None if path is None else open_image(read_whole(path, LARGEST_FILE), path)

@@ -43,6 +43,7 @@ from torch import Tensor
 
 from hddm.data.images import save_png, to_bytes
 from hddm.evaluation.expert_use import ExpertUse
+from hddm.experts.loading import DTYPES
 from hddm.noise import Seeded
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.running import Batch, NotFinite, Plan, gathered, run
@@ -52,7 +53,7 @@ from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError, counted, one_line
 from hddm.utils.processes import Report
 from hddm.utils.records import WHOLE, Seed, parse_record
-from hddm.utils.settings import Limits, SamplingSettings, StrategyName
+from hddm.utils.settings import Limits, SamplingSettings, ServeSettings, StrategyName
 from hddm.utils.streams import NUMBERS
 
 LARGEST_BODY = 1 << 16
@@ -139,9 +140,8 @@ class Front:
 
     Args:
         folder: the ensemble.
-        dtype: dtype of router, text encoders and VAEs.
+        settings: bounds of requests, and the dtype of router, text encoders and VAEs.
         threads: number of torch's threads.
-        limits: bounds of requests.
         token: SHA-256 of the bearer token in hexadecimal; None admits everybody.
         workers: handles of the experts' deployments by name, in the experts' order.
     """
@@ -149,9 +149,8 @@ class Front:
     def __init__(
         self,
         folder: str,
-        dtype: torch.dtype,
+        settings: ServeSettings,
         threads: int,
-        limits: Limits,
         token: str | None,
         workers: Mapping[str, Any],
     ) -> None:
@@ -159,14 +158,14 @@ class Front:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("hddm").setLevel(logging.INFO)
         torch.set_num_threads(threads)
-        self.limits, self.token = limits, token
+        self.limits, self.token = settings, token
         self.experts, self.workers = list(workers), list(workers.values())
         self.name = Path(folder).name
         # Reads no weights of experts, since their networks never run here.
-        self.pipeline = HDDMPipeline.from_pretrained(folder, dtype=dtype)
+        self.pipeline = HDDMPipeline.from_pretrained(folder, dtype=DTYPES[settings.dtype])
         self.ensemble = RemoteEnsemble(self.pipeline.ensemble, self._velocity)
         self.threads = ThreadPoolExecutor(
-            limits.max_queue + 1, "hddm-front", initializer=torch.set_num_threads, initargs=(threads,)
+            settings.max_queue + 1, "hddm-front", initializer=torch.set_num_threads, initargs=(threads,)
         )
         self.active, self.created = 0, int(time.time())
         self.loop: asyncio.AbstractEventLoop | None = None

@@ -26,7 +26,7 @@ from hddm.utils.errors import HddmError, counted, optional
 from hddm.utils.pages import data_address, templates
 from hddm.utils.processes import environment
 from hddm.utils.records import OPTIONS, parse_record
-from hddm.utils.settings import SampleSettings
+from hddm.utils.settings import Computing, SampleSettings
 
 HOST, PORTS = "127.0.0.1", 20
 """Address of the page, and how many ports are tried."""
@@ -111,9 +111,9 @@ def results(panels: Sequence[Panel], state: str = "", files: Mapping[str, Image.
 class Play:
     """The page, its models, and its current run; raises `HddmError` as `Opened`, and without Gradio."""
 
-    def __init__(self, sources: Sequence[Path], device: str = "auto", dtype: str = "float32") -> None:
+    def __init__(self, sources: Sequence[Path], computing: Computing = Computing()) -> None:  # noqa: B008 - frozen
         self.gradio = optional("gradio", "hddm play", "play")
-        self._shared = {"device": device, "dtype": dtype}
+        self._shared = computing.model_dump()
         settings = parse_record(dict(self._shared), SampleSettings, OPTIONS)
         self.models = [Opened(source, settings) for source in sources]
         self._model = self.models[-1]

@@ -61,6 +61,7 @@ class Opened:
         dtype = DTYPES[self._settings.dtype]
         made = HDDMPipeline.from_pretrained(self.source, dtype=dtype, experts=experts)
         made.set_progress_bar_config(disable=True)
+        made.experts.prepare(self._settings)
         return made.to(available_device(self._settings.device))
 
     def panel(

@@ -27,7 +27,7 @@ from hddm.utils.errors import HddmError, UsageError, choose, counted, one_line, 
 from hddm.utils.processes import StopRequest
 from hddm.utils.progress import Progress
 from hddm.utils.ray_workers import LOCAL, LOOPBACK, connected
-from hddm.utils.settings import Limits
+from hddm.utils.settings import Limits, ServeSettings
 
 FRONT = "front"
 APPLICATION = "hddm"
@@ -68,12 +68,9 @@ def serve(
     folder: Path,
     host: str = "127.0.0.1",
     port: int = 8000,
-    limits: Limits | None = None,
+    settings: ServeSettings | None = None,
     placement: Placement | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: str = "auto",
     address: str = LOCAL,
-    is_compiled: bool = False,
     on_ready: Callable[[Sequence[str]], None] = lambda names: None,
 ) -> None:
     """Serve an ensemble until a signal comes.
@@ -82,12 +79,9 @@ def serve(
         folder: an ensemble, an expert, or the Paris release.
         host: address to listen on; one that other machines reach needs a token in `TOKEN`.
         port: port to listen on.
-        limits: bounds of requests.
+        settings: where networks run, and bounds of requests.
         placement: number and resources of the workers.
-        dtype: dtype that networks run in.
-        device: device of the workers; see `hddm.utils.tensors.available_device`.
         address: address of a Ray cluster; ``local`` starts one on this machine.
-        is_compiled: compile the experts' blocks with torch.compile.
         on_ready: gets the names of the experts once requests are answered.
 
     Raises:
@@ -100,7 +94,7 @@ def serve(
     token = os.environ.get(TOKEN, "").strip() or None
     if token is None and host not in LOOPBACK:
         raise UsageError(f"`host` {host}: is open to other machines; set {TOKEN} to a token for clients")
-    names, limits, placement = names_of(folder), limits or Limits(), placement or Placement()
+    names, settings, placement = names_of(folder), settings or ServeSettings(), placement or Placement()
     placement.refuse_unknown(names)
     replicas = {name: placement.replicas.get(name, placement.replicas.get("", 1)) for name in names}
     own: dict[str, Any] = {}
@@ -117,7 +111,7 @@ def serve(
 
         from hddm.serving.front import Front
 
-        has_gpus = device in ("auto", "cuda") and ray.cluster_resources().get("GPU", 0) > 0
+        has_gpus = settings.device in ("auto", "cuda") and ray.cluster_resources().get("GPU", 0) > 0
         of = {name: placement.of(name, has_gpus) for name in (*names, FRONT)}
         _refuse_lack(
             ray.cluster_resources(), [of[FRONT], *(of[name] for name in names for _ in range(replicas[name]))]
@@ -130,16 +124,16 @@ def serve(
             )
         log.info("%s: starts %d experts; each reads its own weights", folder, len(names))
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        deploy, path = functools.partial(_deployment, ray_serve, limits), str(folder.absolute())
+        deploy, path = functools.partial(_deployment, ray_serve, settings), str(folder.absolute())
         workers = {
             name: deploy(Worker, name, of[name], num_replicas=replicas[name]).bind(
-                path, k, dtype, device, threads[name], limits.batch_size, limits.batching, is_compiled
+                path, k, settings, threads[name]
             )
             for k, name in enumerate(names)
         }
         # The front checks a token by its hash, and does not know it.
         digest = token and hashlib.sha256(token.encode()).hexdigest()
-        front = deploy(Front, FRONT, of[FRONT]).bind(path, dtype, threads[FRONT], limits, digest, workers)
+        front = deploy(Front, FRONT, of[FRONT]).bind(path, settings, threads[FRONT], digest, workers)
 
         def started() -> list[str]:
             found = ray_serve.status().applications.get(APPLICATION)

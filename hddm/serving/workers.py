@@ -21,13 +21,14 @@ from torch import Tensor
 
 from hddm.conditions import Conditions, Inputs
 from hddm.ensemble import Ensemble
-from hddm.experts.loading import open_ensemble
+from hddm.experts.loading import DTYPES, open_ensemble
 from hddm.networks.offload import StoredNetwork
 from hddm.noise import Latents, Seeded
 from hddm.running import Batch, run
 from hddm.sampling import plan
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.processes import Report
+from hddm.utils.settings import ServeSettings
 from hddm.utils.tensors import available_device
 from hddm.velocity import Guidance, VelocityField
 
@@ -111,29 +112,15 @@ class Worker:
     Args:
         folder: the ensemble, under the same path on every machine.
         index: number of the expert.
-        dtype: dtype that its network runs in.
-        device: see `hddm.utils.tensors.available_device`.
+        settings: where its network runs, and how many samples are computed together. Without ``batching``,
+            images are those of ``hddm sample`` bit for bit.
         threads: number of torch's threads on a CPU.
-        batch_size: maximum number of samples computed together.
-        is_batched: compute jobs of several requests together; without it, images are those of
-            ``hddm sample`` bit for bit.
-        is_compiled: compile the network's blocks at the first job.
     """
 
-    def __init__(
-        self,
-        folder: str,
-        index: int,
-        dtype: torch.dtype,
-        device: str,
-        threads: int,
-        batch_size: int,
-        is_batched: bool,
-        is_compiled: bool = False,
-    ) -> None:
-        self._source = Path(folder), index, dtype, available_device(device), is_compiled
+    def __init__(self, folder: str, index: int, settings: ServeSettings, threads: int) -> None:
+        self._source = Path(folder), index, settings
         self.field: VelocityField | None = None
-        self.batch_size, self.is_batched = batch_size, is_batched
+        self.batch_size, self.is_batched = settings.batch_size, settings.batching
         self._waiting: list[_Waiting] = []
         self._work: asyncio.Task[None] | None = None
         # One thread, so that batches follow each other; torch's number of threads is set per thread.
@@ -267,14 +254,11 @@ async def followed(make: Callable[[Report], Awaitable[Any]]) -> AsyncGenerator[A
         task.cancel()
 
 
-def _read(
-    folder: Path, index: int, dtype: torch.dtype, device: torch.device, is_compiled: bool
-) -> VelocityField:
+def _read(folder: Path, index: int, settings: ServeSettings) -> VelocityField:
     """The expert, with its weights; weights of the others are not read."""
-    experts = open_ensemble(folder, dtype).expert_set(device, dtype)
-    if is_compiled:
-        # It happens at the first run, so it costs nothing for the others.
-        experts.compile(dynamic=True)
+    dtype = DTYPES[settings.dtype]
+    experts = open_ensemble(folder, dtype).expert_set(available_device(settings.device), dtype)
+    experts.prepare(settings)
     found = experts.fields()[index]
     for network in (found.network, found.weak and found.weak.network):
         if isinstance(network, StoredNetwork):

@@ -155,6 +155,10 @@ class Computing(Described):
     """Device: auto, cpu, cuda, cuda:1 or mps."""
     dtype: Dtype = "float32"
     """Number format that the networks compute in."""
+    compile: bool = False
+    """Compile the experts' blocks with torch.compile, at the first step."""
+    quantize: Literal["int8"] | None = None
+    """Hold the weights of the experts' linear layers in int8, by torchao."""
 
 
 class SamplingSettings(Described):
@@ -231,8 +235,6 @@ class SampleSettings(Computing, SamplingSettings):
     """Place of idle experts: on the device (none), in memory or on disk."""
     max_memory: Annotated[ByteSize, Field(ge=1), BeforeValidator(_whole_amount)] | None = None
     """Limit of weights on the device with `offload`, such as 6GB. Default: no limit."""
-    compile: bool = False
-    """Compile the experts' blocks with torch.compile, at the first step."""
     output_type: Literal["png", "latent"] = "png"
     """PNG images, or the experts' output as latents."""
 
@@ -451,12 +453,5 @@ class Limits(Described):
     """Time limit of a request, including its wait."""
 
 
-class ServeSettings(Limits):
-    """Where a service runs, and its limits."""
-
-    device: Device = "auto"
-    """Device: auto, cpu, cuda, cuda:1 or mps."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Number format that the networks compute in."""
-    compile: bool = False
-    """Compile the experts' blocks with torch.compile, at the first request."""
+class ServeSettings(Limits, Computing):
+    """Where the networks of a service run, and its limits."""

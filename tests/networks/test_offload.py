@@ -19,6 +19,7 @@ from hddm.experts.records import Expert
 from hddm.networks.offload import Offload, Shelf, StoredNetwork
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.errors import HddmError
+from hddm.utils.settings import Computing
 from hddm.utils.tensors import read_safetensors
 from tests.artefacts import copied, seal
 from tests.cases import in_parts
@@ -296,3 +297,27 @@ def test_a_file_that_changed_since_it_was_opened_is_refused(folder: Path, tmp_pa
     (own / "experts" / "1" / WEIGHTS).write_bytes((own / "router" / WEIGHTS).read_bytes())
     with pytest.raises(HddmError, match=f"experts/1/{WEIGHTS}: has changed since it was opened"):
         _sampled(model, expert=1)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("mode", ["none", "disk"])
+def test_quantized_experts_take_a_third_of_the_memory_and_make_nearly_the_same(
+    mode: Offload, tmp_path: Path
+) -> None:
+    pytest.importorskip("torchao")
+    folder = write_ensemble(tmp_path, [flow_expert(seed, hidden_size=128, num_heads=4) for seed in range(2)])
+    x, t = torch.randn(3, 3, 4, 4, generator=torch.Generator().manual_seed(0)), torch.full((3,), 0.5).double()
+    plain = [field.velocity(x, t) for field in _loaded(folder).experts]
+    pipe = HDDMPipeline.from_pretrained(folder, offload=mode)
+    whole = pipe.experts.stored[0].size
+    pipe.experts.prepare(Computing(quantize="int8"))
+    assert pipe.experts.stored[0].size < 0.3 * whole
+    if mode == "disk":
+        pipe.enable_expert_offload("disk", max_memory=pipe.experts.stored[0].size)
+    for _ in range(2):  # With room for one, weights are read and quantized again.
+        for field, exact in zip(pipe.ensemble.experts, plain, strict=True):
+            error = (field.velocity(x, t) - exact).norm() / exact.norm()
+            assert 1e-5 < error < 0.05
+    with pytest.raises(HddmError, match="quantized experts cannot be saved"):
+        pipe.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()

@@ -12,6 +12,7 @@ from torch import Tensor
 from hddm.conditions import Guidance
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.serving.workers import VelocityJob, Worker
+from hddm.utils.settings import ServeSettings
 from tests.ensemble_files import flow_expert, load_pipeline, write_ensemble, write_mixed
 
 LABELS = [0, 1, 2, 0, 1, 2]
@@ -96,7 +97,7 @@ def test_the_default_compiler_changes_images_by_rounding(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_a_worker_of_a_service_compiles_once_for_all_batch_sizes(folder: Path) -> None:
     plain, compiled = (
-        Worker(str(folder), 0, torch.float32, "cpu", 1, 16, False, one) for one in (False, True)
+        Worker(str(folder), 0, ServeSettings(device="cpu", compile=one), 1) for one in (False, True)
     )
     noise = torch.Generator().manual_seed(0)
     for num in (2, 3, 5):

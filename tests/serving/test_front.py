@@ -30,7 +30,7 @@ from hddm.serving.front import Front
 from hddm.serving.service import names_of, serve
 from hddm.serving.workers import Answer, Refusal, SampleJob, VelocityJob, Worker
 from hddm.utils.errors import HddmError, UsageError
-from hddm.utils.settings import Limits, SampleSettings
+from hddm.utils.settings import SampleSettings, ServeSettings
 from tests.artefacts import refusal
 from tests.ensemble_files import (
     CLASSES,
@@ -86,12 +86,11 @@ class Handle:
 
 
 def front_of(folder: Path, deaths: int = 0, token: str | None = None, **limits: Any) -> Front:
-    bounds = Limits(**limits)
+    settings = ServeSettings(device="cpu", **limits)
     names = [one["name"] for one in json.loads((folder / "ensemble.json").read_text())["experts"]]
-    settings = (torch.float32, "cpu", 1, bounds.batch_size, bounds.batching)
-    workers = {name: Handle(Worker(str(folder), k, *settings), deaths) for k, name in enumerate(names)}
+    workers = {name: Handle(Worker(str(folder), k, settings, 1), deaths) for k, name in enumerate(names)}
     assert [asyncio.run(handle.worker.ready()) for handle in workers.values()] == [""] * len(names)
-    return Front(str(folder), torch.float32, 1, bounds, token, workers)
+    return Front(str(folder), settings, 1, token, workers)
 
 
 def talk(front: Front, talks: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
@@ -326,7 +325,7 @@ def test_what_a_lost_worker_had_to_do_is_asked_again(classes: Path, monkeypatch:
 
 def started_again(front: Front, folder: Path) -> None:
     """Expert 1 has a new worker."""
-    front.workers[1] = Handle(Worker(str(folder), 1, torch.float32, "cpu", 1, 16, True))
+    front.workers[1] = Handle(Worker(str(folder), 1, ServeSettings(device="cpu"), 1))
 
 
 @pytest.mark.integration
