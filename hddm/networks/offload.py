@@ -175,7 +175,8 @@ class StoredNetwork(nn.Module):
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
         def quantized(weight: Tensor) -> Tensor:
-            layer = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+            outputs, inputs = weight.shape
+            layer = nn.Linear(inputs, outputs, bias=False, device="meta")
             layer.weight = nn.Parameter(weight, requires_grad=False)
             quantize_(layer, Int8WeightOnlyConfig())
             return layer.weight
