@@ -192,5 +192,5 @@ def test_what_crashes_the_process_is_refused_in_one_line(tmp_path: Path) -> None
 def test_a_pickle_that_takes_forever_is_refused(tmp_path: Path) -> None:
     """Each of 60 lists holds the one before twice."""
     lists = b"]q\x00" + b"".join(b"](h%ch%ceq%c" % (at - 1, at - 1, at) for at in range(1, 60))
-    path = zipped(tmp_path / "a.pt", b"\x80\x02}X\x01\x00\x00\x00a]" + lists + b"s.")
+    path = zipped(tmp_path / "a.pt", b"\x80\x02}X\x01\x00\x00\x00a](" + lists + b"es.")
     assert "ends a process that loads it (code -24)" in _refusal(path)
