@@ -3,6 +3,7 @@
 x_t = alpha_t x_0 + sigma_t eps;  t runs from 0 (data) to 1 (noise);  velocity = dx_t/dt
 """
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,9 @@ _HOMES = {
     "sample_to_folder": "hddm.pipelines.samples",
     "train": "hddm.training.continuation",
 }
+# Where torchao is installed, these warn at every import of diffusers of what hddm does not use.
+for _name in ("diffusers.quantizers.torchao.torchao_quantizer", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
 __all__ = ["HddmError", "schedules", *_HOMES]
 
 

@@ -313,7 +313,7 @@ def test_quantized_experts_take_a_third_of_the_memory_and_make_nearly_the_same(
     pipe.experts.prepare(Computing(quantize="int8"))
     assert pipe.experts.stored[0].size < 0.3 * whole
     if mode == "disk":
-        pipe.enable_expert_offload("disk", max_memory=pipe.experts.stored[0].size)
+        pipe.experts.offload("disk", pipe.experts.stored[0].size)
     for _ in range(2):  # With room for one, weights are read and quantized again.
         for field, exact in zip(pipe.ensemble.experts, plain, strict=True):
             error = (field.velocity(x, t) - exact).norm() / exact.norm()
