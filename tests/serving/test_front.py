@@ -27,9 +27,9 @@ from starlette.requests import Request
 from hddm.experts.assembly import assemble
 from hddm.pipelines.samples import sample_to_folder
 from hddm.serving.front import Front
-from hddm.serving.service import names_of, serve
+from hddm.serving.service import serve
 from hddm.serving.workers import Answer, Refusal, SampleJob, VelocityJob, Worker
-from hddm.utils.errors import HddmError, UsageError
+from hddm.utils.errors import UsageError
 from hddm.utils.settings import SampleSettings, ServeSettings
 from tests.artefacts import refusal
 from tests.ensemble_files import (
@@ -37,7 +37,6 @@ from tests.ensemble_files import (
     WEIGHTS,
     flow_expert,
     saved,
-    text_experts,
     write_ensemble,
     write_mixed,
     write_text,
@@ -149,35 +148,38 @@ def front(classes: Path) -> Front:
     return front_of(classes)
 
 
-Ways = Sequence[tuple[dict[str, Any], dict[str, Any]]]
-GUIDED = {"guidance_scale": 3.0}
-
-
-def same(folder: Path, tmp_path: Path, ways: Ways) -> None:
-    """Each request has the files that ``hddm sample`` has with the settings beside it."""
-    front = front_of(folder, batching=False)
-    for place, (body, settings) in enumerate(ways):
-        found = files_in(ask(front, n=5, **body))
-        assert found == sampled(folder, tmp_path / str(place), num_images=5, **settings), body
-        assert len(set(found)) == 5
+DRAW, GUIDED = {"strategy": "draw"}, {"guidance_scale": 3.0}
+DOG, TWO, CAT = {"class_labels": "dog"}, {"class_labels": "2"}, {"prompts": ("a cat",)}
+NEGATIVE = {"negative_prompt": "a dog", **GUIDED}
+WAYS: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
+    "classes": [
+        ({"prompt": "dog"}, DOG),
+        ({"prompt": "dog", **GUIDED, **DRAW}, DOG | GUIDED | DRAW),
+        ({"prompt": "dog", "start": 7, "solver": "euler"}, DOG | {"start": 7, "solver": "euler"}),
+        ({"prompt": "dog", "model": "ensemble/2"}, DOG | {"expert": 2}),
+        ({"prompt": ""}, {}),
+    ],
+    "text": [
+        ({}, {}),
+        ({"prompt": ""}, {"prompts": ("",)}),
+        ({"prompt": "a cat", **NEGATIVE}, CAT | NEGATIVE),
+        ({"prompt": "a cat", **GUIDED, **DRAW}, CAT | GUIDED | DRAW),
+    ],
+    "mixed": [({"prompt": "2"}, TWO), ({"prompt": "2", **DRAW, **GUIDED}, TWO | DRAW | GUIDED)],
+}
 
 
 @pytest.mark.integration
-def test_images_are_those_of_hddm_sample_by_class(classes: Path, tmp_path: Path) -> None:
-    dog = {"class_labels": "dog"}
-    same(
-        classes,
-        tmp_path,
-        [
-            ({"prompt": "dog"}, dog),
-            ({"prompt": "dog", "strategy": "draw"}, dog | {"strategy": "draw"}),
-            ({"prompt": "dog", "strategy": "draw", **GUIDED}, dog | GUIDED | {"strategy": "draw"}),
-            ({"prompt": "dog", "start": 7, "solver": "euler"}, dog | {"start": 7, "solver": "euler"}),
-            ({"prompt": "dog", "model": "ensemble/2"}, dog | {"expert": 2}),
-            ({}, {}),
-            ({"prompt": ""}, {}),
-        ],
-    )
+@pytest.mark.filterwarnings("ignore:draw picks experts by the prior alone")
+@pytest.mark.parametrize("kind", WAYS)
+def test_images_are_those_of_hddm_sample(kind: str, classes: Path, text: Path, tmp_path: Path) -> None:
+    """By class, by prompt, and of DDPM beside flow, each with its own numbering of classes."""
+    folder = {"classes": classes, "text": text}.get(kind) or write_mixed(tmp_path)
+    front = front_of(folder, batching=False)
+    for place, (body, settings) in enumerate(WAYS[kind]):
+        found = files_in(ask(front, n=5, **body))
+        assert found == sampled(folder, tmp_path / str(place), num_images=5, **settings), body
+        assert len(set(found)) == 5
 
 
 @pytest.mark.parametrize("strategy", ["draw", "full", "commit-0.5"])
@@ -195,33 +197,6 @@ def test_more_images_than_a_batch_are_the_batches_of_hddm_sample(
     events = ask(front, stream=True, **body).text.split("event: ")
     steps = [event for event in events if event.startswith("image_generation.progress")]
     assert len(steps) == STEPS
-
-
-@pytest.mark.integration
-def test_images_are_those_of_hddm_sample_by_prompt(text: Path, tmp_path: Path) -> None:
-    cat = {"prompts": ("a cat",)}
-    negative = {"negative_prompt": "a dog", **GUIDED}
-    draw = {"strategy": "draw"}
-    with pytest.warns(UserWarning, match="draw picks experts by the prior alone"):
-        same(
-            text,
-            tmp_path,
-            [
-                ({"prompt": "a cat"}, cat),
-                ({}, {}),
-                ({"prompt": ""}, {"prompts": ("",)}),
-                ({"prompt": "a cat", **negative}, cat | negative),
-                ({"prompt": "a cat", **GUIDED, **draw}, cat | GUIDED | draw),
-            ],
-        )
-
-
-@pytest.mark.integration
-def test_images_of_unlike_experts_are_those_of_hddm_sample(tmp_path: Path) -> None:
-    """DDPM and flow, with and without classes, each in its own numbering."""
-    folder = write_mixed(tmp_path)
-    two, draw = {"class_labels": "2"}, {"strategy": "draw", **GUIDED}
-    same(folder, tmp_path, [({"prompt": "2"}, two), ({"prompt": "2", **draw}, two | draw)])
 
 
 def test_experts_of_several_sizes_and_pairs_by_noise_are_served(tmp_path: Path) -> None:
@@ -316,16 +291,7 @@ def test_what_a_lost_worker_had_to_do_is_asked_again(classes: Path, monkeypatch:
         assert files_in(ask(front, **body)) == whole
         assert sum(metrics(front)["hddm_worker_lost_total", str(k)] for k in range(3)) >= 3
     monkeypatch.setattr("hddm.serving.front.TRIES", 2)
-    answer = ask(front_of(classes, deaths=3), prompt="cat", model="ensemble/1")
-    assert (answer.status_code, answer.json()["error"]["message"]) == (
-        503,
-        "the worker of 1 was lost 2 times",
-    )
-
-
-def started_again(front: Front, folder: Path) -> None:
-    """Expert 1 has a new worker."""
-    front.workers[1] = Handle(Worker(str(folder), 1, ServeSettings(device="cpu"), 1))
+    assert ask(front_of(classes, deaths=3), prompt="cat", model="ensemble/1").status_code == 503
 
 
 @pytest.mark.integration
@@ -336,7 +302,7 @@ def test_an_expert_that_cannot_be_read_is_refused_at_once_until_it_is_mended(
     weights = folder / "experts/1" / WEIGHTS
     whole = weights.read_bytes()
     weights.write_bytes(whole[:100])
-    started_again(front, folder)
+    front.workers[1] = Handle(Worker(str(folder), 1, ServeSettings(device="cpu"), 1))
     assert f"{WEIGHTS}: cannot be read" in asyncio.run(front.workers[1].worker.ready())
     for strategy in ("draw", "full"):
         answer = ask(front, prompt="cat", n=8, strategy=strategy)
@@ -348,24 +314,6 @@ def test_an_expert_that_cannot_be_read_is_refused_at_once_until_it_is_mended(
     weights.write_bytes(whole)
     assert ask(front, prompt="cat", model="ensemble/1").status_code == 200
     assert talk(front, lambda client: client.get("/healthz")).status_code == 200
-
-
-def test_an_expert_without_a_worker_is_refused_before_the_time_of_a_request_is_over(
-    classes: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hddm.serving.front.RESTART", 0.0)
-    monkeypatch.setattr("hddm.serving.front.WAIT", 0.01)
-    front = front_of(classes)
-
-    async def never(*given: Any) -> Any:
-        await asyncio.Event().wait()
-
-    worker = front.workers[1].worker
-    worker.ready = worker._done = never
-    for strategy in ("draw", "full"):
-        answer = ask(front, prompt="cat", n=8, strategy=strategy)
-        assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
-    assert ask(front, prompt="cat", model="ensemble/0").status_code == 200
 
 
 @pytest.mark.parametrize("strategy", ["draw", "full"])
@@ -431,7 +379,7 @@ def test_a_client_that_leaves_costs_nothing_more(classes: Path, strategy: str) -
     assert talk(front, lambda client: asked(leave(client), 30)).status_code == 200
 
 
-def test_a_full_queue_turns_requests_away(classes: Path) -> None:
+def test_a_full_queue_turns_requests_away_and_a_request_ends_in_time(classes: Path) -> None:
     front = front_of(classes, max_queue=2)
 
     async def crowd(client: httpx.AsyncClient) -> Any:
@@ -442,15 +390,8 @@ def test_a_full_queue_turns_requests_away(classes: Path) -> None:
     assert sorted(answer.status_code for answer in answers) == [200, 200, 429, 429, 429, 429]
     turned = next(answer for answer in answers if answer.status_code == 429)
     assert int(turned.headers["retry-after"]) >= 1
-    assert "2 requests wait or run" in turned.json()["error"]["message"]
-
-
-def test_a_request_ends_in_time(classes: Path) -> None:
-    answer = ask(
-        front_of(classes, timeout=0.2, max_steps=10_000), prompt="cat", steps=10_000, strategy="draw"
-    )
-    assert answer.status_code == 504
-    assert answer.json()["error"]["message"] == "took more than 0.2 s; ask for fewer images or steps"
+    front = front_of(classes, timeout=0.2, max_steps=10_000)
+    assert ask(front, prompt="cat", steps=10_000, strategy="draw").status_code == 504
 
 
 def test_a_token_is_asked_for(classes: Path) -> None:
@@ -467,25 +408,19 @@ def test_a_token_is_asked_for(classes: Path) -> None:
     assert talk(front, knock) == ([401, 401, 401, 200, 401], models)
 
 
-def test_what_cannot_be_listened_at_is_refused_before_ray_starts(
-    classes: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_cannot_be_served_is_refused_before_ray_starts(
+    classes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray would share the port with the other service, or try again and again."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        assert re.search(f"`port` {port}: cannot listen on 127.0.0.1", refusal(serve, classes, port=port))
+        assert f"`port` {port}: cannot listen on 127.0.0.1" in refusal(serve, classes, port=port)
     # A file's line break is no token.
     monkeypatch.setenv("HDDM_TOKEN", " \n")
     with pytest.raises(UsageError, match="set HDDM_TOKEN"):
         serve(classes, host="0.0.0.0")
-
-
-def test_an_ensemble_that_can_make_no_image_is_refused_before_ray_starts(tmp_path: Path) -> None:
     write_paris(tmp_path / "paris")
     assert "expert 0 needs a vae to make images" in refusal(serve, tmp_path / "paris")
-    with pytest.raises(HddmError, match=r"expert 0 needs a (vae|text_encoder)"):
-        names_of(saved(tmp_path / "alone", text_experts(1)[0]))
-    assert names_of(write_text(tmp_path)) == ["0", "1"]
 
 
 def test_the_requests_of_the_guide_are_answered_by_an_ensemble_as_the_quickstart_s(tmp_path: Path) -> None:
@@ -495,8 +430,9 @@ def test_the_requests_of_the_guide_are_answered_by_an_ensemble_as_the_quickstart
     answer = talk(front, lambda client: client.post(IMAGES, content=body))
     assert len(files_in(answer)) == json.loads(body)["n"]
     assert files_in(ask(front, n=3)) == sampled(tmp_path / "ensemble", tmp_path / "out", num_images=3)
-    wrong = ask(front, prompt="cat").json()["error"]["message"]
-    assert wrong == "`prompt`: the model is unconditional; drop the option"
+    assert "the model is unconditional" in ask(front, prompt="cat").json()["error"]["message"]
+    for strategy in ("full", "draw"):
+        assert ask(front, prompt="", guidance_scale=3.0, strategy=strategy).status_code == 400
 
 
 WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
@@ -504,11 +440,8 @@ WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
     "model": ({"prompt": "cat", "model": "ensemble/9"}, 404, "there is no model 'ensemble/9'"),
     "size": ({"prompt": "cat", "size": "1024x1024"}, 400, "this ensemble makes 4x4; or pass auto"),
     "many": ({"prompt": "cat", "n": 11}, 400, "n is 11, and this service makes at most 10"),
-    "steps": ({"prompt": "cat", "steps": 251}, 400, "steps is 251"),
     "key": ({"prompt": "cat", "sed": 1}, 400, "request: unknown key 'sed'; did you mean 'seed'?"),
-    "guidance": ({"prompt": "cat", "guidance_scale": 1e39}, 400, "(is 1e+39): must be 1000 or less"),
     "strategy": ({"prompt": "cat", "strategy": "top-9"}, 400, "top-9 needs 9 experts and there are 3"),
-    "start": ({"prompt": "cat", "start": (1 << 63) - 1, "n": 2}, 400, "key 'start'"),
 }
 
 
@@ -521,22 +454,6 @@ def test_a_wrong_request_is_told_what_is_wrong(
     assert (answer.status_code, error["type"]) == (status, "invalid_request_error")
     assert words in error["message"]
     assert "\n" not in error["message"]
-
-
-def test_a_worker_raises_nothing_for_a_request_that_is_wrong(tmp_path: Path) -> None:
-    """What a worker raises Ray writes to the log, calls and all."""
-    front = front_of(write_ensemble(tmp_path, [flow_expert(0), flow_expert(1)]))
-    wrong = {"prompt": "", "guidance_scale": 3.0}
-    assert ask(front, strategy="full", **wrong).status_code == 400
-    assert front.workers[0].jobs == []
-    assert ask(front, strategy="draw", **wrong).status_code == 400
-    worker, job = front.workers[0].worker, front.workers[0].jobs[0]
-
-    async def answers() -> list[Any]:
-        return [one async for one in worker.draw(job)]
-
-    (found,) = asyncio.run(answers())
-    assert "guidance needs a condition" in found.message
 
 
 @pytest.mark.parametrize(
@@ -588,7 +505,7 @@ def test_a_client_that_leaves_a_stream_ends_it_in_silence(classes: Path) -> None
 def test_malformed_requests_are_refused_each(front: Front) -> None:
     async def throw(client: httpx.AsyncClient) -> list[tuple[int, object]]:
         found = []
-        for method, path, content in malformed(300, seed=0):
+        for method, path, content in malformed():
             answer = await client.request(method, path, content=content)
             found.append((answer.status_code, (method, path, content[:200])))
         return found
@@ -597,40 +514,19 @@ def test_malformed_requests_are_refused_each(front: Front) -> None:
     assert not wrong
 
 
-def malformed(num: int, seed: int) -> list[tuple[str, str, bytes]]:
+def malformed() -> list[tuple[str, str, bytes]]:
     """Requests that no service could answer: method, path and body."""
-    draw = random.Random(seed)
-    values: list[Any] = [None, -1, 0, 1e400, -1e308, 2**70, 0.5, True, [], {}, [[]]]
-    values += ["", "x" * 5000, "\ud800", "../../etc/passwd"]
+    whole, draw = json.dumps({"prompt": "cat", "n": 1}).encode(), random.Random(0)
+    bodies = [draw.randbytes(length) for length in range(1, 200, 10)]
+    bodies += [whole[:length] for length in range(len(whole))]
+    bodies += [b"[" * depth + b"1" for depth in (1, 1000, 60_000)]
+    bodies.append(b'{"prompt": "' + b"a" * 70_000 + b'"}')
     keys = ["n", "size", "steps", "seed", "start", "solver", "strategy", "guidance_scale", "model", "stream"]
     keys += ["response_format", "output_format", "negative_prompt", "__class__", "init_image", "quality"]
-    fine: dict[str, set[Any]] = {
-        "guidance_scale": {-1, 0, -1e308, 0.5, 2**70}, "seed": {0, None}, "start": {0}, "stream": {True},
-        "model": {None}, "strategy": {None}, "negative_prompt": {None}, "solver": {None},
-        "steps": {None},
-    }  # fmt: skip
-    made: list[tuple[str, str, bytes]] = []
-    while len(made) < num:
-        kind = draw.randrange(6)
-        if kind == 0:
-            body = draw.randbytes(draw.randrange(200))
-        elif kind == 1:
-            whole = json.dumps({"prompt": "cat", "n": 1}).encode()
-            body = whole[: draw.randrange(len(whole))]
-        elif kind == 2:
-            body = b"[" * draw.choice((1, 1000, 60_000)) + b"1"
-        elif kind == 3:
-            body = b'{"prompt": "' + b"a" * 70_000 + b'"}'
-        elif kind == 4:
-            method = draw.choice(("GET", "PUT", "DELETE", "PATCH", "OPTIONS"))
-            path = draw.choice((IMAGES, "/v1/images", "/v1/../etc", "/%2e%2e/x", "/v1/models/x", "/\u00e9"))
-            made.append((method, path, b""))
-            continue
-        else:
-            key, value = draw.choice(keys), draw.choice(values)
-            is_fine = not isinstance(value, list | dict) and value in fine.get(key, ())
-            if is_fine or (key == "steps" and value is True):
-                continue
-            body = json.dumps({"prompt": "cat", key: value}).encode()
-        made.append(("POST", IMAGES, body))
-    return made
+    values: list[Any] = [[], {}, [[]], "", "x" * 5000, "\ud800", "../../etc/passwd", 1e400]
+    pairs = [(key, value) for key in keys for value in values]
+    pairs += [(key, value) for key in ("n", "steps") for value in (-1, 0, 0.5, 2**70)]
+    bodies += [json.dumps({"prompt": "cat", key: value}).encode() for key, value in pairs]
+    paths = (IMAGES, "/v1/images", "/v1/../etc", "/%2e%2e/x", "/v1/models/x", "/\u00e9")
+    others = [(method, path, b"") for method in ("GET", "PUT", "DELETE", "OPTIONS") for path in paths]
+    return [("POST", IMAGES, body) for body in bodies] + others
