@@ -1,6 +1,5 @@
 """A headless Chromium, asked over the DevTools protocol through a pair of pipes."""
 
-import base64
 import fcntl
 import itertools
 import json
@@ -103,10 +102,6 @@ class Browser:
         shared = {"key": key, "code": key, "windowsVirtualKeyCode": code}
         self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **shared)
         self.call("Input.dispatchKeyEvent", type="keyUp", **shared)
-
-    def print(self, path: Path) -> None:
-        """The page on paper, as PDF."""
-        path.write_bytes(base64.b64decode(self.call("Page.printToPDF")["data"]))
 
     def _note(self, event: Mapping[str, Any]) -> None:
         self._events.append(dict(event))

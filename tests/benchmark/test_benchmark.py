@@ -14,11 +14,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import yaml
 
-from hddm.benchmark.compute import IMAGES, count_sampling, count_training
+from hddm.benchmark.compute import count_sampling, count_training
 from hddm.benchmark.plan import SeedPlan
 from hddm.benchmark.results import Results, read_results
 from hddm.training.settings import size_config
@@ -78,7 +79,7 @@ def test_all_rows_are_sampled_measured_and_compared(miniature: Finished) -> None
     assert results.same[0].images == results.same[0].equal == 3
     for name in ("results.json", "tables.md", "report.html", "benchmark.json"):
         assert (out / name).is_file()
-    for name in ("parts", "flow", "samples/single-model", "scores/single-model.json", "scores/real.json"):
+    for name in ("parts", "samples/single-model", "scores/single-model.json"):
         assert (out / name).is_symlink()
         assert (out / name).exists()
     assert not list((out / "jobs").glob("*.run"))
@@ -146,8 +147,6 @@ def test_results_of_other_settings_are_not_replaced_unasked(miniature: Finished,
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "note").write_text("precious")
     assert "has no benchmark.json of" in refusal(run_inline, changed, tmp_path / "mine", miniature.data)
-    # More seeds replace nothing.
-    run_inline(file(values={"steps": 7, "images": 40}, seeds=[0, 1]), out, miniature.data)
 
 
 @pytest.mark.integration
@@ -251,16 +250,9 @@ def test_a_training_step_costs_its_forward_and_twice_that_backward(objective: st
 
 
 @pytest.mark.integration
-def test_routers_adapters_and_samples_are_counted(shards: Path, flow_expert: Path) -> None:
-    image, update = count_training(["train", "router", str(shards), "--optimizer", "adamw"], run_words)
-    assert (image > 0, update) == (True, 0)
-    words = ["train", "expert", str(shards / "shard_1"), "--objective", "flow", "--init", str(flow_expert)]
-    adapter = count_training([*words, "--lora-rank", "2"], run_words)
-    assert 0 < adapter[0] < count_training(words, run_words)[0] * 1.2
-    forward, _ = _forward()
+def test_a_sample_costs_its_forwards(flow_expert: Path) -> None:
     sample = ["sample", str(flow_expert), "--solver", "euler", "--steps", "3"]
-    assert count_sampling(sample, run_words) == pytest.approx(3 * forward, rel=0.02)
-    assert IMAGES == 32
+    assert count_sampling(sample, run_words) == pytest.approx(3 * _forward()[0], rel=0.02)
 
 
 def _work(connection: Connection) -> None:
@@ -283,21 +275,10 @@ def test_a_worker_ends_when_its_parent_is_killed() -> None:
     assert parent.pid is not None
     os.kill(parent.pid, signal.SIGKILL)
     parent.join()
-    for _ in range(200):
-        if not _runs(worker):
-            return
-        time.sleep(0.05)
-    os.kill(worker, signal.SIGKILL)
-    raise AssertionError("the worker lives on")
-
-
-def _runs(process: int) -> bool:
-    """Whether a process is there and no zombie."""
-    try:
-        with open(f"/proc/{process}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    _, left = psutil.wait_procs([psutil.Process(worker)] if psutil.pid_exists(worker) else [], timeout=10)
+    for process in left:
+        process.kill()
+    assert not left
 
 
 def _until(condition: Callable[[], bool], process: "subprocess.Popen[bytes]") -> None:

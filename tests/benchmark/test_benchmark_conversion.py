@@ -1,8 +1,5 @@
 """The helpers of the conversion benchmark by hand, and its fidelity question in small."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +8,6 @@ from benchmarks.conversion.checkpoint import XL, shapes
 from benchmarks.conversion.curves import loss_at, reached, steps_to_reach
 from benchmarks.conversion.fidelity import EXACT, QUICK, TIMES, conversions, errors_on_mixtures, schedules
 from benchmarks.conversion.mixtures import DiagonalMixture
-from benchmarks.conversion.processes import run_measured
 from benchmarks.conversion.starts import SCRATCH
 from tests.oracles import GaussianMixture
 
@@ -84,15 +80,3 @@ def test_the_inexact_conversions_are_the_formulas_that_they_claim_to_be() -> Non
 def test_the_checkpoint_has_the_weights_of_the_published_one() -> None:
     # DiT-XL/2 with a learned variance, its fixed positions included.
     assert sum(torch.Size(shape).numel() for _, shape in shapes(XL)) == 675_129_632
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
-def test_memory_of_a_process_is_its_own_without_mapped_files() -> None:
-    hold = "import time; held = bytearray(100_000_000); time.sleep(0.3)"
-    bare, full = (
-        run_measured([sys.executable, "-c", code]) for code in ("import time; time.sleep(0.3)", hold)
-    )
-    assert full.anonymous - bare.anonymous == pytest.approx(100e6, rel=0.1)
-    assert 0.3 < full.seconds < 30
-    with pytest.raises(RuntimeError, match="exit status 3"):
-        run_measured([sys.executable, "-c", "raise SystemExit(3)"])

@@ -1,6 +1,5 @@
 """What a benchmark's file may say, and the command lines and names that follow from it."""
 
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -70,12 +69,8 @@ def test_the_same_work_has_the_same_name_and_other_work_another(data: Path, tmp_
     moved = write_sides(tmp_path / "elsewhere")
     assert _steps(moved)["flow"].identity == ours["flow"].identity
     next((moved / "train").rglob("*.png")).unlink()
-    (moved / "train").rename(tmp_path / "fewer")
-    (tmp_path / "fewer").rename(tmp_path / "fewer-data")
-    (tmp_path / "other").mkdir()
-    os.rename(tmp_path / "fewer-data", tmp_path / "other" / "train")
-    os.rename(moved / "test", tmp_path / "other" / "test")
-    assert _steps(tmp_path / "other")["parts"].identity != ours["parts"].identity
+    fewer = moved.rename(tmp_path / "fewer")
+    assert _steps(fewer)["parts"].identity != ours["parts"].identity
 
 
 def test_rows_vary_one_option_after_the_other_or_all_together(data: Path) -> None:
@@ -117,12 +112,6 @@ def test_confirming_takes_other_seeds_and_held_out_images(data: Path, tmp_path: 
     assert read_benchmark(str(path), {"steps": "9"}, "7-8").seeds == (7, 8)
     assert read_benchmark(str(path), {"steps": "9"}).values["steps"] == "9"
     assert "has no value 'stpes'; choose one of" in refusal(read_benchmark, str(path), {"stpes": "9"})
-    assert "no confirmation_seeds" in refusal(read_benchmark, str(_without(path)), {}, None, True)
-
-
-def _without(path: Path) -> Path:
-    path.write_text(_yaml({key: one for key, one in CONTENT.items() if key != "confirmation_seeds"}))
-    return path
 
 
 def test_seeds_are_lists_or_ranges() -> None:
@@ -135,13 +124,9 @@ def test_seeds_are_lists_or_ranges() -> None:
     ("change", "message"),
     [
         ({"rows": {SINGLE: "$single"}}, "there is no row"),
-        ({"steps": CONTENT["steps"] | {"data": "data digits"}}, "'data' cannot be the name"),
         ({"steps": CONTENT["steps"] | {"steps": "data digits"}}, "'steps' is both a step and a value"),
-        ({"not_counted": ["nothing"]}, "there is no step 'nothing'"),
         ({"evaluate": {"reference": "$all", "features": "classifier"}}, "evaluate.held_out: is required"),
         ({"confirmation_seeds": [0]}, "seed 0 is in both"),
-        ({"seeds": "0,0"}, "0 is listed twice"),
-        ({"tables": {"models": {"rows": ["no such"]}}}, "there is no row 'no such'"),
         ({"models": []}, "unknown key 'models'"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -154,13 +139,11 @@ def test_what_a_file_gets_wrong_is_told(change: dict[str, Any], message: str) ->
     ("change", "message"),
     [
         ({"single": "train expert $whole/shard_0"}, "step 'single': $whole: no such step or value above"),
-        ({"single": "train expret $all"}, "step 'single': expret is not a command of hddm train"),
         ({"parts": "partition $data/train --shrads 2"}, "step 'parts': --shrads: no such option"),
         (
             {"single": "train expert $all/shard_0 --objective flwo"},
             "--objective flwo: choose one of ddpm, flow",
         ),
-        ({"flow": "assemble $flow-0 $flow-1 --strategy top-0"}, "--strategy top-0: choose"),
         ({"part": "sample"}, "step 'part': SOURCE is required"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -214,4 +197,3 @@ def test_an_unknown_preset_is_told_from_a_file(tmp_path: Path, hddm: Command) ->
     code, _, err = hddm("benchmark", "digit", "--out", tmp_path / "out")
     assert (code, "did you mean 'digits'" in err) == (2, True)
     assert "no such file" in hddm("benchmark", "./digit.yaml", "--out", tmp_path / "out")[2].lower()
-    assert "--out is required" in hddm("benchmark", "digits")[2]

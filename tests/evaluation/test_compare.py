@@ -105,21 +105,14 @@ def test_a_setting_that_only_one_result_has_is_a_difference(tmp_path: Path, hddm
     a, b = _write(tmp_path / "a.json", 1), _write(tmp_path / "b.json", 2, sampling__cfg_channels=3)
     assert f"cfg_channels: not recorded in {a}; 3 in {b}" in _refused(hddm, a, b)
     unknown = _write(tmp_path / "unknown.json", 3, sampling=None)
-    err = _refused(hddm, a, unknown)
-    assert err.count("\n") == 2
-    assert f'sampling: "recorded" in {a}; "not recorded" in {unknown}' in err
+    assert f'sampling: "recorded" in {a}; "not recorded" in {unknown}' in _refused(hddm, a, unknown)
     assert hddm("compare", a, unknown, "--varies", "sampling")[0] == 0
-
-
-def test_classes_are_told_by_number_and_name(tmp_path: Path, hddm: Command) -> None:
-    a, b, other = (tmp_path / f"{name}.json" for name in ("a", "b", "other"))
-    _write(a, 0, sampling__class_labels=[0, 1], sampling__class_names=["cat", "dog"])
-    _write(b, 1, sampling__class_labels=[1], sampling__class_names=["dog"])
-    _write(other, 3, sampling__class_labels=[0, 1], sampling__class_names=["ship", "truck"])
-    lines = _refused(hddm, a, b).splitlines()
-    assert lines[1:] == [f'  class_labels: ["0 (cat)", "1 (dog)"] in {a}; ["1 (dog)"] in {b}']
-    assert hddm("compare", a, b, "--varies", "class_labels")[0] == 0
-    assert "1 (truck)" in _refused(hddm, a, other)
+    # Classes count by number and name.
+    named = [
+        _write(tmp_path / f"{names[0]}.json", k, sampling__class_labels=[0, 1], sampling__class_names=names)
+        for k, names in enumerate((["cat", "dog"], ["ship", "truck"]), 4)
+    ]
+    assert 'class_labels: ["0 (cat)", "1 (dog)"]' in _refused(hddm, *named)
 
 
 def test_what_is_marked_as_not_comparable_is_refused_with_its_reasons(tmp_path: Path, hddm: Command) -> None:
@@ -130,25 +123,19 @@ def test_what_is_marked_as_not_comparable_is_refused_with_its_reasons(tmp_path: 
     assert err == f"hddm: these results do not compare\n  {b}: not comparable: {few}\n"
 
 
-def test_one_file_on_two_sides_is_told(tmp_path: Path, hddm: Command) -> None:
-    a, b = _write(tmp_path / "a.json", 1), _write(tmp_path / "b" / "b.json", 2)
-    assert f"\n  {a}: is on 2 sides; name each result once\n" in _refused(hddm, a, a)
-    assert f"\n  {b}: is on 3 sides; name each result once\n" in _refused(hddm, b, a, b.parent, b)
-
-
 def test_the_same_images_count_once(tmp_path: Path, hddm: Command) -> None:
     side = tmp_path / "side"
     for name, number in enumerate((1, 2, 1)):
         _write(side / f"{name}.json", number)
-    err = _refused(hddm, side, _write(tmp_path / "b.json", 9))
+    err = _refused(hddm, side, b := _write(tmp_path / "b.json", 9))
     assert f"{side / '0.json'} and {side / '2.json'}: the same images" in err
+    assert f"\n  {b}: is on 2 sides; name each result once\n" in _refused(hddm, b, b)
 
 
 def test_what_is_no_result_is_refused(tmp_path: Path, hddm: Command) -> None:
     result, other = _write(tmp_path / "a.json", 1), tmp_path / "other.json"
     contents: list[tuple[dict[str, str], str]] = [
         ({"kind": "quickstart"}, "has no format version; was it written by hddm?"),
-        ({"kind": "benchmark", "format": "2.0"}, "key 'kind' (is 'benchmark'): choose one of evaluation"),
         ({"kind": "evaluation", "format": "3.0"}, "format 3.0 is newer than 2.0"),
         ({"kind": "evaluation", "format": "1.1"}, "format 1.1 is no longer read; evaluate the images again"),
         ({"kind": "evaluation", "format": "2.0"}, "key 'features': is required"),
@@ -158,7 +145,6 @@ def test_what_is_no_result_is_refused(tmp_path: Path, hddm: Command) -> None:
         assert message in _refused(hddm, other, result)
     (tmp_path / "empty").mkdir()
     assert "holds no results" in _refused(hddm, tmp_path / "empty", result)
-    assert "no such file" in _refused(hddm, tmp_path / "gone.json", result)
 
 
 def test_one_result_is_shown_alone_with_intervals_and_why_it_compares_with_nothing(
@@ -167,21 +153,11 @@ def test_one_result_is_shown_alone_with_intervals_and_why_it_compares_with_nothi
     result = _write(tmp_path / "a.json", 1, comparable=False, reasons=["too few images"])
     code, out, _ = hddm("compare", result)
     assert code == 0
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if "|" in line]
-    shown = {cell[0]: cell[1] for cell in cells[2:]}
-    assert (
-        shown.items()
-        >= {
-            "Fréchet distance to training images": "20.00 ± 1.0",
-            "Fréchet distance to held-out images": "22.00 ± 1.5",
-            "precision on training images": "0.8000 ± 0.039",
-            "recall on training images": "0.5000 ± 0.049",
-            "diversity against training images": "0.9000",
-            "nearest-image ratio": "1.100 ± 0.10",
-        }.items()
-    )
-    # Each says what it means.
-    assert all(cell[2] for cell in cells[2:])
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if "|" in line]
+    shown = {name: value for name, value, meaning in rows[2:] if meaning}
+    assert shown["Fréchet distance to held-out images"] == "22.00 ± 1.5"
+    assert shown["precision on training images"] == "0.8000 ± 0.039"
+    assert shown["nearest-image ratio"] == "1.100 ± 0.10"
     assert "too few images" in out
     assert hddm("inspect", result)[:2] == (0, out)
     for seed in range(2):
@@ -192,31 +168,20 @@ def test_one_result_is_shown_alone_with_intervals_and_why_it_compares_with_nothi
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"splits__training__distance": [1]}, "key 'splits.0.distance' (is [1]): "),
         (
             {"splits__training__distance__value": float("inf")},
             "key 'splits.0.distance.value' (is inf): must be a finite number",
         ),
         (
-            {"splits__training__distance__value": 1e300},
-            "key 'splits.0.distance.value' (is 1e+300): must be 1e+30 or less",
-        ),
-        (
-            {"splits__training__kernel__standard_error": "0.002"},
-            "key 'splits.0.kernel.standard_error' (is '0.002'): must be a",
-        ),
-        (
             {"splits__held_out__distance__half_width": -1},
             "key 'splits.1.distance.half_width' (is -1): must be 0 or more",
         ),
-        ({"splits__training__overlap__images": 0}, "key 'splits.0.overlap.images' (is 0): must be 1 or more"),
         ({"splits__training__overlap__recall": 2}, "key 'splits.0.overlap.recall' (is 2): must be 1 or less"),
         (
             {"splits__training__split": "test"},
             "key 'splits.0.split' (is 'test'): choose one of training, validation, held_out",
         ),
         ({"data__images__hash": ["x"]}, "key 'data.images.hash' (is ['x']): must be text"),
-        ({"sampling__class_labels": 3}, "key 'sampling.class_labels' (is 3): "),
     ],
     ids=str,
 )
@@ -239,12 +204,6 @@ def test_names_neither_end_a_cell_nor_become_html(tmp_path: Path, hddm: Command)
 
 def _distance(value: float, half_width: float = 1.0, few: bool = False) -> dict[str, Any]:
     return {"value": value, "half_width": half_width, "few_images": few}
-
-
-def test_few_images_on_a_side_give_no_verdict(tmp_path: Path) -> None:
-    few = _write(tmp_path / "few.json", 1, splits__training__distance=_distance(50.0, few=True))
-    found = lines(read_groups([few, _write(tmp_path / "many.json", 2)]))
-    assert [one.verdicts[0].why for one in found[:2]] == ["too few images", None]
 
 
 def test_seeds_of_a_model_give_a_spread_apart_from_the_intervals(tmp_path: Path, hddm: Command) -> None:
@@ -273,12 +232,15 @@ def test_seeds_of_a_model_give_a_spread_apart_from_the_intervals(tmp_path: Path,
 def test_several_results_of_one_model_say_nothing_about_training(tmp_path: Path, hddm: Command) -> None:
     for seed in range(3):
         for name, source in (("a", "a"), ("c", f"c{seed}")):
-            changes = {"sampling__source": source, "sampling__seed": seed}
+            versions = {"torch": f"2.{seed}", "numpy": "2"}
+            changes = {"sampling__source": source, "sampling__seed": seed, "versions": versions}
             _write(tmp_path / name / f"{seed}.json", ord(name) * 10 + seed, **changes)
     out = hddm("compare", tmp_path / "a", tmp_path / "c")[1]
     assert f"All results of {tmp_path / 'a'} are of one model: s is over sampling seeds alone." in out
     assert f"All results of {tmp_path / 'c'}" not in out
     assert "Noise: the intervals over images." in out
+    assert "Measured with different versions of torch: 2.0, 2.1, 2.2." in out
+    assert "numpy" not in out
 
 
 def test_figures_that_a_result_lacks_and_distances_of_two_kinds_are_left_out(tmp_path: Path) -> None:
@@ -303,22 +265,6 @@ def test_a_share_of_all_or_none_has_an_interval_still(tmp_path: Path) -> None:
     found = {line.path: line.figures[0].half_width for line in lines(read_groups([a, b]))}
     assert found["splits.held_out.overlap.precision"] == pytest.approx(1.96**2 / 160 / (1 + 1.96**2 / 80))
     assert found["splits.held_out.overlap.recall"] == pytest.approx(0.1070, abs=1e-4)
-
-
-def test_numbers_have_digits_and_no_exponent(tmp_path: Path, hddm: Command) -> None:
-    kernel = {"value": 0.00213, "standard_error": 0.0000456 / 1.96}
-    changes = {"splits__training__distance": _distance(715.26, 113.9), "diversity": 0.0}
-    changes["splits__training__kernel"] = kernel
-    out = hddm("compare", *(_write(tmp_path / f"{k}.json", k, **changes) for k in (1, 2)))[1]
-    for text in ("715.3 ± 114", "0.002130 ± 0.000046", "| 0.000"):
-        assert text in out
-
-
-def test_other_versions_are_told_and_not_refused(tmp_path: Path, hddm: Command) -> None:
-    a, b = (_write(tmp_path / f"{v}.json", v, versions={"torch": f"2.{v}", "numpy": "2"}) for v in (6, 7))
-    code, out, _ = hddm("compare", a, b)
-    assert "Measured with different versions of torch: 2.6, 2.7." in out
-    assert (code, "numpy" in out) == (0, False)
 
 
 def test_many_sides_are_compared_with_the_first(tmp_path: Path, hddm: Command) -> None:

