@@ -15,12 +15,11 @@ from hddm.calibration import FILE_NAME, Calibration, Moments
 from hddm.checkpoints.inspect_models import inspect_model
 from hddm.data.partition import partition
 from hddm.data.shards import open_shard
-from hddm.experts.records import WEAK, Expert, ExpertRecord, save_expert
+from hddm.experts.records import Expert, ExpertRecord, save_expert
 from hddm.networks.folders import WEIGHTS
-from hddm.networks.transformers import ExpertTransformer
 from hddm.training.calibrate import recalibrate
 from hddm.training.continuation import KAPPA, bounded_gain, continue_expert
-from hddm.training.expert import new_network, train_expert
+from hddm.training.expert import train_expert
 from hddm.utils.errors import HddmError
 from hddm.velocity import PredictionType
 from tests.artefacts import CLASSES, contents, copied, edit_json, expert_settings, shard_record, write_images
@@ -142,31 +141,17 @@ def test_the_first_loss_of_an_expert_of_ddpm_is_that_of_the_init(
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("objective", ["ddpm", "flow"])
 def test_an_expert_that_goes_on_as_it_was_needs_no_blend_and_is_calibrated_anew(
-    objective: str, shards: Path, ddpm_expert: Path, flow_expert: Path, tmp_path: Path
+    shards: Path, ddpm_expert: Path, tmp_path: Path
 ) -> None:
-    init, out = {"ddpm": ddpm_expert, "flow": flow_expert}[objective], tmp_path / "out"
-    continue_expert(init, shards / "shard_1", out, expert_settings(objective, steps=2))
+    out = tmp_path / "out"
+    continue_expert(ddpm_expert, shards / "shard_1", out, expert_settings("ddpm", steps=2))
     facts = json.loads((out / "expert.json").read_text())
-    assert (facts["objective"], facts["training_calibration"]) == (objective, False)
+    assert (facts["objective"], facts["training_calibration"]) == ("ddpm", False)
     assert "kappa" not in facts["training"]
     before = (out / FILE_NAME).read_bytes()
     recalibrate(out, shards / "shard_1", seed=7)
     assert (out / FILE_NAME).read_bytes() == before
-
-
-@pytest.mark.parametrize("kind", ["v_prediction", "flow_prediction"])
-def test_every_prediction_type_can_be_trained_on(
-    kind: str, shards: Path, ddpm_expert: Path, tmp_path: Path
-) -> None:
-    init, out = copied(ddpm_expert, tmp_path), tmp_path / "out"
-    edit_json(init / "expert.json", prediction_type=kind)
-    losses = continue_expert(
-        init, shards / "shard_1", out, expert_settings("flow", steps=60, ema_decay=0.5, warmup=5)
-    )
-    assert sum(losses[-10:]) < sum(losses[:10])
-    assert json.loads((out / "expert.json").read_text())["prediction_type"] == kind
 
 
 @pytest.mark.parametrize("conditional", [True, False])
@@ -245,24 +230,14 @@ def test_what_does_not_fit_the_init_is_refused(
     tmp_path: Path,
 ) -> None:
     (large,) = partition(write_images(tmp_path / "images", side=6), tmp_path / "large", 1)
-    message = _refused(ddpm_expert, large, tmp_path)
-    assert "its shape is (1, 6, 6), the expert's (1, 4, 4); hddm encode " in message
+    assert "its shape is (1, 6, 6), the expert's (1, 4, 4)" in _refused(ddpm_expert, large, tmp_path)
     assert "not an expert folder" in _refused(ensemble, whole, tmp_path)
-    asked = {"class_conditional": True}
-    assert f"those of {ddpm_expert} []" in _refused(ddpm_expert, whole, tmp_path, **asked)
-    other = copied(class_expert, tmp_path)
+    other, asked = copied(class_expert, tmp_path), {"class_conditional": True}
     edit_json(other / "expert.json", classes=["cats", "dogs"])
     message = _refused(other, whole, tmp_path, **asked)
     assert f"its classes are ['columns', 'rows'], those of {other} ['cats', 'dogs']" in message
-    assert "use images of the same classes, or drop `class_conditional=True`" in message
     edit_json(other / "expert.json", null_class=None)
-    message = _refused(other, whole, tmp_path)
-    assert "no empty default for class_labels; pass `class_conditional=True`" in message
-    text = copied(flow_expert, tmp_path / "text")
-    new_network(ExpertTransformer, "tiny", SHAPE, 0, text_dim=8).save_pretrained(text)
-    (text / WEAK).unlink()
-    edit_json(text / "expert.json", conditions=["encoder_hidden_states"])
-    assert "no empty default for encoder_hidden_states" in _refused(text, whole, tmp_path)
+    assert "no empty default for class_labels" in _refused(other, whole, tmp_path)
     assert "predicts sample" in _refused(flow_expert, whole, tmp_path, "ddpm")
     assert "continued with flow matching" in _refused(continued, whole, tmp_path, "ddpm")
 

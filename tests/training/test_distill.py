@@ -191,19 +191,12 @@ def _sha256(folder: Path) -> str:
 
 @pytest.mark.integration
 def test_a_student_begins_with_the_flow_expert_that_it_is_given(
-    ensemble: Path, shards: Path, flow_expert: Path, ddpm_expert: Path, tmp_path: Path, hddm: Command
+    ensemble: Path, shards: Path, flow_expert: Path, ddpm_expert: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / "student"
-    given = (ensemble, "--out", out, "--data", shards, "--steps", 1, "--learning-rate", 1e-9)
-    for code, init, told in (
-        (1, [ddpm_expert], "schedule: {'name': 'cosine'}, and the student's is {'name': 'linear'}"),
-        (2, [ensemble], "not an expert folder"),
-        (2, [ddpm_expert, "--size", "tiny"], "--init fixes it"),
-    ):
-        found, _, err = hddm("distill", *given, "--init", *init)
-        assert (found, told in err, out.exists()) == (code, True, False)
-    code, _, err = hddm("distill", *given, "--init", flow_expert)
-    assert code == 0, err
+    out, given = tmp_path / "student", (ensemble, shards, tmp_path / "student")
+    told = "schedule: {'name': 'cosine'}, and the student's is {'name': 'linear'}"
+    assert told in refusal(distill, *given, _settings(steps=1, size=None), init=ddpm_expert)
+    distill(*given, _settings(steps=1, size=None, learning_rate=1e-9), init=flow_expert)
     before, after = (load_file(folder / WEIGHTS) for folder in (flow_expert, out))
     for name, value in before.items():
         torch.testing.assert_close(after[name], value, rtol=0, atol=1e-6)
@@ -233,40 +226,28 @@ def test_an_ensemble_that_draws_teaches_the_full_mixture_or_another_that_is_aske
     ddpm_expert: Path, flow_expert: Path, router: Path, shards: Path, tmp_path: Path
 ) -> None:
     trained = {}
-    for ensemble, strategy in (("draw", None), ("commit-0.9", None), ("full", None), ("draw", "top-1")):
+    for ensemble, strategy in (("draw", None), ("full", None), ("draw", "top-1")):
         teacher, out = tmp_path / ensemble / "ensemble", tmp_path / f"{ensemble} {strategy}"
         if not teacher.exists():
             assemble([ddpm_expert, flow_expert], teacher, router, strategy=ensemble)
         distill(teacher, shards, out, _settings(teacher="routed", strategy=strategy, steps=2))
         trained[out.name] = _sha256(out)
-    assert trained["draw None"] == trained["commit-0.9 None"] == trained["full None"] != trained["draw top-1"]
-    facts = json.loads((tmp_path / "draw None" / "expert.json").read_text())
-    assert facts["training"]["teacher"]["strategy"] == "full"
+    assert trained["draw None"] == trained["full None"] != trained["draw top-1"]
 
 
 @pytest.mark.integration
 def test_a_student_of_class_conditional_experts_takes_their_classes(trio: Trio, tmp_path: Path) -> None:
     assemble(trio.experts, tmp_path / "trio", trio.router, strategy="full")
-    for teacher in ("shard", "routed"):
-        out = tmp_path / teacher
-        distill(tmp_path / "trio", trio.shards, out, _settings(teacher=teacher, steps=20))
-        student = load(out)
-        assert isinstance(student, VelocityField)
-        assert (student.classes, student.conditions) == (CLASSES, ("class_labels",))
-        facts = json.loads((out / "expert.json").read_text())
-        assert facts["shard"]["class_images"] == [PER_CLASS, PER_CLASS]
-        x, t = torch.randn(2, 1, 4, 4), torch.full((2,), 0.5)
-        first, second = (student.velocity(x, t, class_labels=torch.full((2,), k)) for k in range(2))
-        assert not torch.equal(first, second)
-
-
-@pytest.mark.integration
-def test_a_student_comes_close_to_the_velocity_of_one_trained_expert(
-    class_expert: Path, whole: Path, tmp_path: Path
-) -> None:
-    settings = _settings(steps=200, batch_size=32, learning_rate=4e-3)
-    losses = distill(class_expert, whole.parent, tmp_path / "student", settings)
-    assert sum(losses[-20:]) / 20 < 0.25 * losses[0]
+    out = tmp_path / "student"
+    distill(tmp_path / "trio", trio.shards, out, _settings(steps=20))
+    student = load(out)
+    assert isinstance(student, VelocityField)
+    assert (student.classes, student.conditions) == (CLASSES, ("class_labels",))
+    facts = json.loads((out / "expert.json").read_text())
+    assert facts["shard"]["class_images"] == [PER_CLASS, PER_CLASS]
+    x, t = torch.randn(2, 1, 4, 4), torch.full((2,), 0.5)
+    first, second = (student.velocity(x, t, class_labels=torch.full((2,), k)) for k in range(2))
+    assert not torch.equal(first, second)
 
 
 @pytest.mark.integration
@@ -308,9 +289,8 @@ def test_a_shard_without_its_expert_and_an_expert_without_its_shard_are_named(
 def test_a_teacher_that_cannot_mix_or_of_other_images_and_classes_is_refused(
     ddpm_expert: Path, flow_expert: Path, shards: Path, ensemble: Path, trio: Trio, tmp_path: Path
 ) -> None:
-    for strategy, teacher in (("draw", "routed"), ("commit-0.9", "routed"), ("full", "shard")):
-        with pytest.raises(ValueError, match=f"`strategy` {strategy}"):
-            _settings(teacher=teacher, strategy=strategy)
+    with pytest.raises(ValueError, match="`strategy` draw"):
+        _settings(teacher="routed", strategy="draw")
     drawing, three, large, other = (tmp_path / name for name in ("drawing", "trio", "large", "other"))
     assemble([ddpm_expert, flow_expert], drawing)
     assemble(trio.experts, three)
@@ -320,7 +300,6 @@ def test_a_teacher_that_cannot_mix_or_of_other_images_and_classes_is_refused(
     partition(renamed, other, 3)
     for folder, data, settings, told in (
         (drawing, shards, _settings(teacher="routed"), "`teacher` routed needs its router"),
-        (ensemble, shards, _settings(teacher="routed", strategy="top-3"), "top-3 needs 3 experts"),
         (ensemble, large, _settings(), "its shape is (1, 8, 8)"),
         (three, other, _settings(), "its classes are ['columns', 'stripes']"),
     ):

@@ -41,10 +41,9 @@ def test_the_folder_holds_the_adapter_and_says_what_it_adapts(
         *(ADAPTER_CONFIG, ADAPTER_WEIGHTS, CALIBRATION, "config.json", EXPERT_FILE, MANIFEST)
     }
     before, facts = (json.loads((folder / EXPERT_FILE).read_text()) for folder in (ddpm_expert, adapter))
-    for key in ("prediction_type", "schedule", "time_scale", "sample_shape", "conditions"):
-        assert facts[key] == before[key]
-    assert facts["objective"] == "flow"
-    assert facts["training_calibration"] is True
+    changed = {"objective", "training_calibration", "shard", "adapter", "training"}
+    assert {key for key in facts if facts[key] != before[key]} == changed
+    assert (facts["objective"], facts["training_calibration"]) == ("flow", True)
     assert facts["shard"] == shard_record(shards / "shard_1")
     sha256 = hashlib.sha256((ddpm_expert / WEIGHTS).read_bytes()).hexdigest()
     assert facts["adapter"]["base_sha256"] == facts["training"]["init_sha256"] == sha256
@@ -100,37 +99,19 @@ def test_an_adapter_is_judged_with_its_base_wherever_that_is(
     assert (found.accepted, found.base) == (True, sha256), found.problems
 
 
-@pytest.mark.integration
-def test_an_adapter_learns_and_leaves_its_base_alone(whole: Path, flow_expert: Path, tmp_path: Path) -> None:
-    changes = {"steps": 150, "time_sampling": "logit-normal", "learning_rate": 1e-2, "lora_rank": 4}
-    settings = expert_settings("flow", **changes)
-    init = contents(flow_expert)
-    continue_expert(flow_expert, whole, tmp_path / "one", settings)
-    assert contents(flow_expert) == init
-    # Losses of steps differ by more than what is learned: both experts see the same images, noise and times.
-    draws, x_0 = torch.Generator().manual_seed(0), open_shard(whole).images.repeat(20, 1, 1, 1)
-    eps, t = torch.randn(x_0.shape, generator=draws), 0.1 + 0.8 * torch.rand(len(x_0), generator=draws)
-    wide, errors = t.view(-1, 1, 1, 1), []
-    for folder in (flow_expert, tmp_path / "one"):
-        field = load(folder)
-        field.calibration = None
-        with torch.no_grad():
-            v = field.velocity((1 - wide) * x_0 + wide * eps, t)
-        errors.append(float((v - (eps - x_0)).square().mean()))
-    assert errors[1] < 0.9 * errors[0]
-
-
 def test_a_stopped_run_keeps_the_adapter_alone_and_goes_on_exactly(
     shards: Path, ddpm_expert: Path, adapter: Path, tmp_path: Path
 ) -> None:
     """With activation checkpointing, which changes nothing."""
     settings = expert_settings("flow", lora_rank=2, lora_alpha=4, gradient_checkpointing=True)
     given, run = (ddpm_expert, shards / "shard_1", tmp_path / "out", settings), RunOptions(checkpoint_every=3)
+    base = contents(ddpm_expert)
     with pytest.raises(Died):
         continue_expert(*given, on_step=ending_at(4), run=run)
     (weights,) = tmp_path.glob("out.run/checkpoints/*/weights.safetensors")
     assert all(".lora_" in name for name in load_file(weights))
     continue_expert(*given, run=run.model_copy(update={"resume": True}))
+    assert contents(ddpm_expert) == base
     straight, resumed = contents(adapter), contents(tmp_path / "out")
     assert straight[ADAPTER_WEIGHTS] == resumed[ADAPTER_WEIGHTS]
     assert straight[CALIBRATION] == resumed[CALIBRATION]
@@ -157,8 +138,6 @@ def test_adapting_nothing_or_without_peft_is_refused(
     settings = expert_settings("flow", lora_rank=2)
     with pytest.raises(HddmError, match="`lora_rank` adapts an existing expert; pass `init`"):
         train_expert(shards / "shard_1", tmp_path / "out", settings)
-    with pytest.raises(ValueError, match="pass `lora_rank` too"):
-        expert_settings("flow", lora_alpha=2)
     with pytest.raises(ValueError, match="`compile` does not work with `lora_rank`"):
         expert_settings("flow", lora_rank=2, compile=True)
     monkeypatch.setitem(sys.modules, "peft", None)

@@ -223,13 +223,11 @@ def test_a_student_is_trained_sampled_and_verified_from_the_command_line(
     assemble(trio.experts, tmp_path / "trio", trio.router, strategy="full")
     out = tmp_path / "student"
     line = ["distill", tmp_path / "trio", "--data", trio.shards, "--out", out, "--teacher", "routed"]
-    few = ["--sampling-steps", 2, "--trajectories", 32, "--guidance-scale", 2, "--batch-size", 8]
-    flow = next(one for one in trio.experts if "flow" in (one / "expert.json").read_text())
-    code, _, error = hddm(*line, "--sampling-steps", 1, "--fsdp", "--steps", 4, "--init", flow)
-    assert (code, "whose derivative a student of one step needs" in error) == (2, True)
-    code, _, error = hddm(*line, *few, "--steps", 4)
+    line += ["--sampling-steps", 2, "--trajectories", 32, "--guidance-scale", 2]
+    line += ["--batch-size", 8, "--steps", 4]
+    code, _, error = hddm(*line)
     assert (code, "begins with an expert; pass --init" in error) == (2, True)
-    code, _, error = hddm(*line, *few, "--steps", 4, "--init", flow)
+    code, _, error = hddm(*line, "--init", trio.experts[1])
     assert code == 0, error
     record = json.loads((out / "expert.json").read_text())
     assert (record["sampling_steps"], record["conditions"]) == (2, ["class_labels"])
@@ -239,12 +237,8 @@ def test_a_student_is_trained_sampled_and_verified_from_the_command_line(
     assert hddm("sample", out, "--class-labels", 0, "--num-images", 4, "--out", images)[0] == 0
     settings = json.loads((images / "sampling.json").read_text())
     assert (settings["steps"], settings["solver"]) == (2, "euler")
-    for option, said in (
-        (("--solver", "heun"), "a student of few steps"),
-        (("--guidance-scale", 2), "of scale 2 inside"),
-    ):
-        code, _, error = hddm("sample", out, *option, "--out", tmp_path / "no")
-        assert (code, said in error, error.count("\n")) == (2, True, 1)
+    code, _, error = hddm("sample", out, "--guidance-scale", 2, "--out", tmp_path / "no")
+    assert (code, "of scale 2 inside" in error) == (2, True)
     pipeline = HDDMPipeline.from_pretrained(out)
     made = pipeline(class_labels=[0] * 4, seed=0, output_type="pt").images
     assert torch.equal(
@@ -254,18 +248,15 @@ def test_a_student_is_trained_sampled_and_verified_from_the_command_line(
 
 
 def test_a_teacher_by_shard_is_for_classes_that_tell_it(
-    ensemble: Path, shards: Path, trio: Trio, flow_expert: Path, tmp_path: Path
+    ensemble: Path, shards: Path, flow_expert: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(HddmError, match="do not tell the shard here"):
         distill(ensemble, shards, tmp_path / "no", _settings(teacher="shard"), init=flow_expert)
     assert not (tmp_path / "no").exists()
-    _require_expert_by_class(
-        {"expert": torch.tensor([0, 1, 1, 0]), "class_labels": torch.tensor([2, 0, 1, 2])}
-    )
-    assert "do not tell" in refusal(
-        _require_expert_by_class,
-        {"expert": torch.tensor([0, 1, 1, 0]), "class_labels": torch.tensor([2, 0, 1, 0])},
-    )
+    asked = {"expert": torch.tensor([0, 1, 1, 0]), "class_labels": torch.tensor([2, 0, 1, 2])}
+    _require_expert_by_class(asked)
+    asked["class_labels"][3] = 0
+    assert "do not tell" in refusal(_require_expert_by_class, asked)
 
 
 def test_an_ensemble_of_students_is_drawn_from(tmp_path: Path) -> None:

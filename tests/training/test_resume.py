@@ -1,10 +1,8 @@
 """Trainings that are killed, and go on as if nothing had been."""
 
 import itertools
-import random
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -48,34 +46,6 @@ def test_a_run_sees_every_image_once_an_epoch(uninterrupted: Path) -> None:
     assert [rows for rows, _ in seen.values()] == [order.rows(step).tolist() for step in seen]
     stream = list(itertools.chain.from_iterable(rows for rows, _ in seen.values()))
     assert sorted(stream[:48]) == sorted(stream[48:96]) == list(range(48))
-
-
-@pytest.mark.slow
-def test_twenty_kills_at_random_moments_change_nothing(
-    whole: Path, uninterrupted: Path, tmp_path: Path
-) -> None:
-    """Every life is killed a random while after it began to train, so most steps run in several lives."""
-    moments = random.Random(0)
-    diary = tmp_path / "diary"
-    killed = 0
-    while killed < 20:
-        before = diary.stat().st_size if diary.exists() else 0
-        process = start(whole, tmp_path / "expert", diary)
-        while process.is_alive() and (not diary.exists() or diary.stat().st_size == before):
-            time.sleep(0.002)
-        time.sleep(moments.uniform(0, 0.12))
-        process.kill()
-        process.join()
-        if process.exitcode == 0:
-            # It was done before the kill: once more from the start, with the same diary.
-            _same(tmp_path, uninterrupted)
-            shutil.rmtree(tmp_path / "expert")
-            shutil.rmtree(tmp_path / "expert.run")
-            continue
-        assert process.exitcode == -signal.SIGKILL
-        killed += 1
-    assert _ended(whole, tmp_path) == 0
-    _same(tmp_path, uninterrupted)
 
 
 WORST = {

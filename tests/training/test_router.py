@@ -15,7 +15,7 @@ from hddm.data.shard_records import find_shards
 from hddm.data.shards import PIXELS, Rows, Samples, Shard, open_shard
 from hddm.experts.records import ROUTER_FILE, read_router
 from hddm.networks.folders import WEIGHTS
-from hddm.routers import Router, temperature_at
+from hddm.routers import temperature_at
 from hddm.training import router as router_training
 from hddm.training.router import (
     Evidence,
@@ -147,8 +147,8 @@ def test_shards_of_several_partitions_are_told_apart_in_their_order(
     _, record = read_router(tmp_path / "both")
     assert record.shard_hashes == tuple(open_shard(folder).hash for folder in folders)
     assert record.shard_images == tuple(len(open_shard(folder)) for folder in folders)
-    again = hddm("train", "router", other, shards, other, "--out", tmp_path / "again", *OPTIONS)
-    assert f"{shard}: holds the same images as {shard}; name each shard once" in again[2]
+    told = f"{shard}: holds the same images as {shard}; name each shard once"
+    assert told in hddm("train", "router", other, shards, other, "--out", tmp_path / "no", *OPTIONS)[2]
 
 
 PRIOR = (0.5, 0.3, 0.2)
@@ -253,11 +253,9 @@ def test_expected_calibration_error_is_that_of_paper_and_pencil() -> None:
         ([0.9, 0.6], [True, False], 0.35),
         # 0.95 and 0.97 share the bin (14/15, 1]: |0.5 - 0.96|.
         ([0.95, 0.97], [True, False], 0.46),
-        # Half of those at 0.5 right: calibrated. Edges belong to the bin below: 0.6 = 9/15.
-        ([0.5, 0.5], [True, False], 0.0),
+        # Edges belong to the bin below: 0.6 = 9/15.
         ([0.6, 0.59], [True, False], abs(0.5 - 0.595)),
         ([0.6, 0.61], [True, False], 0.4 / 2 + 0.61 / 2),
-        ([1.0, 1.0, 1.0, 1.0], [True, True, True, False], 0.25),
     ):
         top = torch.tensor(largest, dtype=torch.float64)
         labels = (~torch.tensor(right)).long()
@@ -306,22 +304,7 @@ def test_held_out_images_are_never_trained_on_and_what_they_say_is_recorded(
     assert (facts.temperatures, facts.calibration) == ((1.0,), {})
 
 
-@pytest.mark.integration
-def test_a_router_tells_shards_apart_until_noise_hides_them(shards: Path, tmp_path: Path) -> None:
-    train_router(shards, tmp_path / "router", router_settings(steps=200, batch_size=64, warmup=10))
-    network, facts = read_router(tmp_path / "router")
-    loaded = [open_shard(folder) for folder in find_shards(shards)]
-    assert facts.shard_hashes == tuple(shard.hash for shard in loaded)
-    router, noise = Router(network, facts.time_scale), torch.Generator().manual_seed(0)
-    for k, shard in enumerate(loaded):
-        eps = torch.randn(shard.images.shape, generator=noise)
-        clear = router(0.9 * shard.images + 0.1 * eps, torch.full((len(shard),), 0.1))
-        assert (clear.argmax(1) == k).float().mean() >= 0.9
-        hidden = router(eps, torch.ones(len(shard)))
-        assert (hidden.mean(0) - 0.5).abs().max() < 0.1
-
-
-@pytest.mark.parametrize("temperatures", [[], [0.0], [1.0, float("inf")], 1.0, ["x"]], ids=str)
+@pytest.mark.parametrize("temperatures", [[], [0.0], [1.0, float("inf")]], ids=str)
 def test_a_router_of_no_sound_temperatures_is_refused(
     temperatures: object, router: Path, tmp_path: Path
 ) -> None:

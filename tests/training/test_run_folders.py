@@ -31,7 +31,6 @@ from tests.artefacts import (
     Died,
     contents,
     copied,
-    edit_json,
     ending_at,
     expert_settings,
     killed_at_every_change,
@@ -91,17 +90,6 @@ def test_every_changed_setting_is_told_and_stops_a_resume(started: Path, whole: 
     code, _, error = hddm(*changed, "--allow-config-change")
     assert code == 0, error
     assert (started / "expert.json").exists()
-
-
-def test_a_run_of_an_older_version_does_not_go_on(started: Path, whole: Path, hddm: Command) -> None:
-    edit_json(run_folder_of(started) / "run.json", format="2.0")
-    code, _, error = hddm(*_command(whole, started), "--resume", "--allow-config-change")
-    assert code == 1
-    assert f"{started}.run/run.json: format 2.0 is no longer read" in error
-    assert "or another --out" in error
-    code, said, error = hddm("inspect", run_folder_of(started))
-    assert (code, error, "format 2.0 is no longer read" in said) == (0, "", True)
-    assert hddm(*_command(whole, started), "--overwrite")[0] == 0
 
 
 def test_another_shard_or_objective_is_never_resumed(started: Path, shards: Path, hddm: Command) -> None:
@@ -302,9 +290,7 @@ def test_bfloat16_learns_alike_with_weights_and_averages_in_float32(whole: Path,
 def test_precisions_and_parts_that_cannot_be_are_refused(whole: Path, tmp_path: Path, hddm: Command) -> None:
     for options, message in (
         (("--mixed-precision", "fp16", "--device", "cpu"), "fp16 needs a GPU; on a CPU use bf16 or no"),
-        (("--mixed-precision", "fp8"), "--mixed-precision fp8: choose one of no, bf16, fp16"),
         (("--gradient-accumulation-steps", 3), "--batch-size 8 does not divide into 3"),
-        (("--fsdp", "--mixed-precision", "fp16"), "--fsdp needs --mixed-precision bf16 or no"),
         (("--fsdp", "--sample-every", 2), "--sample-every: with --fsdp no process has the whole"),
     ):
         # The first is known once its run is there.
@@ -362,21 +348,3 @@ def test_steps_that_are_made_again_are_made_with_what_is() -> None:
     assert [one["step"] for one in changes] == [10, 20, 20]
     assert [value_at(step, "a", 4, changes) for step in (10, 11, 20, 21)] == [1, 2, 2, 4]
     assert with_changes(before, new, 0) == []
-
-
-@pytest.mark.integration
-def test_a_run_records_how_it_is_kept_and_may_be_kept_otherwise(
-    whole: Path, tmp_path: Path, hddm: Command
-) -> None:
-    command, config = _command(whole, tmp_path / "out"), tmp_path / "run.yaml"
-    config.write_text("keep: 3\nlog_every: 2\nseed: 5\nsteps: 9\n")
-    assert hddm(*command, "--config", config, "--checkpoint-every", 2, "--sample-every", 4)[0] == 0
-    expected = {"checkpoint_every": 2, "keep": 3, "log_every": 2, "sample_every": 4, "wandb": None}
-    record = _record(tmp_path / "out")
-    assert record["keeping"] == expected
-    assert (record["settings"]["steps"], record["settings"]["seed"]) == (4, 5)
-    shutil.rmtree(tmp_path / "out")
-    code, _, error = hddm(*command, "--seed", 5, "--resume")
-    assert code == 0, error
-    record = _record(tmp_path / "out")
-    assert (record["keeping"]["checkpoint_every"], record["changes"]) == (500, [])

@@ -2,10 +2,8 @@
 
 import contextlib
 import io
-import math
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,16 +15,14 @@ from torch import Tensor, nn
 
 import hddm
 from hddm.data.images import to_bytes
-from hddm.data.shards import Rows, TokenStore, open_shard
-from hddm.networks.transformers import ExpertTransformer
-from hddm.noise import Seeded
+from hddm.data.shards import open_shard
 from hddm.sampling import sample
 from hddm.schedules import LinearSchedule
-from hddm.training.expert import new_network, train_expert
+from hddm.training.expert import train_expert
 from hddm.training.loop import Fitted, Inputs, StepReport, Task, train
 from hddm.training.settings import RunOptions
 from hddm.training.state import Ema, TrainingState
-from hddm.training.watching import SampleGrids, grid_of, shown, undisturbed, watching
+from hddm.training.watching import grid_of, shown, undisturbed, watching
 from hddm.utils.errors import Stopped
 from hddm.velocity import VelocityField
 from tests.artefacts import expert_settings, recipe
@@ -76,30 +72,6 @@ def test_pictures_change_no_bit_of_the_training_and_show_the_expert_that_it_ends
         for event in logged:
             pixels = np.asarray(Image.open(io.BytesIO(event.encoded_image_string)).convert("L"))
             assert np.array_equal(pixels, _read(samples / f"step_{event.step:08d}_{which}.png"))
-
-
-@pytest.mark.parametrize("part", [(0.4, 1.0), (0.0, 0.4), (0.2, 0.7)], ids=str)
-def test_an_expert_for_a_part_of_t_draws_from_images_to_what_it_means(
-    part: tuple[float, float], whole: Path, tmp_path: Path
-) -> None:
-    """With the velocity x - c all is known: x - c = exp(t' - t) (x' - c), and x_0 is x - t v."""
-    shard, (low, high) = open_shard(whole), part
-    network = nn.Linear(1, 1)
-    field = VelocityField(
-        lambda x, time, **labels: x - labels["class_labels"].to(x).view(-1, 1, 1, 1),
-        LinearSchedule(),
-        "flow_prediction",
-        sample_shape=shard.shape,
-        noise_range=part,
-    )
-    found = SampleGrids(field, shard, {"class_labels"}, tmp_path).draw(_report(network))["raw"]
-    assert shard.labels is not None
-    labels = (shard.labels if high < 1 else torch.arange(16) % 2)[:16].view(-1, 1, 1, 1)
-    noise = Seeded(0).initial(range(16), shard.shape)
-    x = (1 - high) * shard.take(torch.arange(16)) + high * noise
-    x = labels + math.exp(low - high) * (x - labels)
-    expected = grid_of(to_bytes(x - low * (x - labels)))
-    assert (found.int() - expected.int()).abs().max() <= 1
 
 
 class _Velocity(nn.Module):
@@ -167,27 +139,6 @@ def test_a_network_is_left_as_it_was() -> None:
 def _report(network: nn.Module) -> StepReport:
     state = TrainingState(network, Ema(network, 0.9), torch.optim.AdamW(network.parameters()))
     return StepReport(1, torch.zeros(1), torch.zeros(1), 0.0, 0.0, (), 0.0, 0.0, state, lambda: False)
-
-
-def test_texts_are_the_first_captions_of_the_shard(whole: Path, tmp_path: Path) -> None:
-    shard = open_shard(whole)
-    tokens = torch.randn(len(shard), 3, 8, generator=torch.Generator().manual_seed(0))
-    shard = replace(shard, texts=TokenStore(Rows((tokens[:10], tokens[10:])), torch.zeros(3, 8)))
-    network = new_network(ExpertTransformer, "tiny", shard.shape, 0, text_dim=8).eval()
-    for parameter in network.parameters():
-        nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(1))
-
-    name, schedule = "encoder_hidden_states", LinearSchedule()
-    given = {"conditions": (name,), "null_conditions": {name: torch.zeros(3, 8)}}
-    field = VelocityField(network, schedule, "flow_prediction", 1000.0, **given)
-    told, untold = (
-        SampleGrids(field, shard, conditions, tmp_path / "grids").draw(_report(network))
-        for conditions in ({name}, set[str]())
-    )
-    expected = sample(field, 16, seed=0, steps=30, encoder_hidden_states=tokens[:16])
-    assert torch.equal(told["raw"], grid_of(to_bytes(expected)))
-    assert torch.equal(told["raw"], told["ema"])
-    assert not torch.equal(told["raw"], untold["raw"])
 
 
 def test_three_channels_of_latents_are_shown_from_minus_to_plus_three() -> None:

@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,8 @@ from hddm.experts.loading import load
 from hddm.networks.folders import WEIGHTS
 from hddm.schedules import LinearSchedule
 from hddm.training import denoising as judging
-from hddm.training import verify
 from hddm.training.calibrate import recalibrate
-from hddm.training.denoising import Denoising, Level, denoising
+from hddm.training.denoising import denoising
 from hddm.training.expert import train_expert
 from hddm.training.verify import verify_expert
 from hddm.utils.settings import Conversion
@@ -259,25 +257,6 @@ def test_a_calibration_that_is_spoilt_near_the_noise_alone_is_refused(
     (problem,) = verify_expert(_changed(class_expert, tmp_path, CALIBRATION, spoil), held_out).problems
     assert problem.startswith("at t = 0.99 its error is ")
     assert "its calibration is damaged; copy the expert again" in problem
-
-
-def _stub(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
-    """Verifying finds these errors, on whatever images."""
-    late = (Level(0.95, 0.5, 0.5, 1.5), Level(0.99, 0.5, 0.5, 1.5), Level(1.0, 0.5, 0.5, 1.5))
-    found = Denoising((Level(0.5, 0.4, 0.5, 1.5),), 0.1, 0.01, 0.1, 0.01, late)
-    monkeypatch.setattr(verify, "denoising", lambda *_: replace(found, **changes))
-
-
-@pytest.mark.integration
-def test_an_expert_that_chance_makes_better_is_not_accepted(
-    class_expert: Path, held_out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for gain, deviation in (("margin", "deviation"), ("low", "low_deviation")):
-        _stub(monkeypatch, **{gain: 0.041, deviation: 0.02})
-        assert verify_expert(class_expert, held_out).accepted
-        _stub(monkeypatch, **{gain: 0.039, deviation: 0.02})
-        problem = verify_expert(class_expert, held_out).problems[0]
-        assert "0.0390 ± 0.0200 below a Gaussian's, so it is not shown to be better; take more" in problem
 
 
 def test_an_expert_is_judged_without_its_class_too_if_it_learned_that(
