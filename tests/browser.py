@@ -97,12 +97,6 @@ class Browser:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def press(self, key: str, code: int, text: str = "") -> None:
-        """A key, down and up."""
-        shared = {"key": key, "code": key, "windowsVirtualKeyCode": code}
-        self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **shared)
-        self.call("Input.dispatchKeyEvent", type="keyUp", **shared)
-
     def _note(self, event: Mapping[str, Any]) -> None:
         self._events.append(dict(event))
         given = event.get("params", {})

@@ -3,7 +3,6 @@
 import base64
 import contextlib
 import io
-import json
 import re
 import shlex
 import signal
@@ -14,7 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import torch
 from PIL import Image
 
 from hddm.experts.assembly import assemble
-from hddm.serving.page import HOST, MASK, START, WHOLE, Play, results, serve, strip
+from hddm.serving.page import HOST, MASK, START, Play, results, serve, strip
 from hddm.serving.painting import Opened, Panel, paint, preview
 from hddm.utils.errors import HddmError
 from hddm.utils.settings import SampleSettings
@@ -212,89 +211,6 @@ def test_it_takes_pictures_from_its_own_page_and_of_bounded_size(ensemble: Path)
         assert client.post(upload, files=large).status_code == 413
 
 
-class Visitor:
-    """Someone who looks at the page, and clicks."""
-
-    def __init__(self, browser: Browser) -> None:
-        self.browser = browser
-
-    def wait(self, expression: str) -> Any:
-        """The value of an expression in the page, once it is true."""
-        end = time.monotonic() + 30
-        while not (found := self.browser.evaluate(expression)):
-            assert time.monotonic() < end, (expression, self.told())
-            time.sleep(0.02)
-        return found
-
-    def click(self, text: str) -> None:
-        """The button, label or head of a fold that says so, as soon as there is one."""
-        said = "one.innerText.split(/[▼◀]/)[0].trim()"
-        found = f"[...document.querySelectorAll('button, label')].find(one => {said} === {text!r})"
-        self.wait(f"{found} !== undefined")
-        self.browser.evaluate(f"{found}.click()")
-
-    def told(self) -> str:
-        """All text of the results."""
-        return str(self.browser.evaluate("document.querySelector('#result')?.innerText"))
-
-    def set(self, label: str, value: object) -> None:
-        """Type into the field below a label, as soon as there is one."""
-        block = f"[...document.querySelectorAll('.block')].find(one => one.innerText.startsWith({label!r}))"
-        field = f"{block}?.querySelector('input[type=number], input, textarea')"
-        self.wait(f"!!{field}")
-        end = time.monotonic() + 30
-        # A fold that was just opened gives its fields their first values after they are there.
-        while self.browser.evaluate(f"{field}.value") != str(value):
-            assert time.monotonic() < end, (label, value)
-            self.browser.evaluate(
-                f"{{ const field = {field}; field.focus(); field.value = {str(value)!r}; "
-                "field.dispatchEvent(new Event('input', {bubbles: true})); }"
-            )
-            pause = "new Promise(done => setTimeout(done, 100))"
-            self.browser.evaluate(pause)
-            self.browser.press("Enter", 13, "\r")
-            self.browser.evaluate(f"document.activeElement.blur(); {pause}")
-
-    def make(self) -> str:
-        """Make images, wait for the end, and return what is told; ``window.forming`` counts previews."""
-        self.wait("!!document.querySelector('#result')")
-        self.browser.evaluate(
-            "window.result = document.querySelector('#result'); window.forming = 0; window.lines = []; "
-            "window.line = () => result.querySelector('[role=status], [role=alert]')?.innerText; "
-            "window.last = line(); "
-            "window.watch ??= new MutationObserver(() => { "
-            "forming += result.querySelectorAll('.forming').length; "
-            "if (line() !== last) lines.push(last = line()); }); "
-            "watch.observe(result, {childList: true, subtree: true, attributes: true, characterData: true})"
-        )
-        self.click("Make images")
-        self.wait("lines.length > 0 && !lines.at(-1).startsWith('Painting')")
-        return self.told()
-
-    def saved(self, name: str) -> list[bytes]:
-        """Files whose name begins like this, as links would save them."""
-        links = (
-            f"[...document.querySelectorAll('#result a[download^={json.dumps(name)}]')].map(one => one.href)"
-        )
-        return [base64.b64decode(link.partition(",")[2]) for link in self.browser.evaluate(links)]
-
-
-@pytest.fixture(scope="module")
-def visits(
-    models: Path, ensemble: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Visitor, str, set[str]]]:
-    """A browser, the page's address, and the hosts that this process has asked for."""
-    pytest.importorskip("gradio")
-    if CHROMIUM is None:
-        pytest.skip("no chromium on PATH: apt-get install chromium, or a Chrome")
-    asked: set[str] = set()
-    places = {"socket.connect": 1, "socket.getaddrinfo": 0, "socket.gethostbyname": 0}
-    sys.addaudithook(lambda event, told: (event in places and asked.add(str(told[places[event]]))) or None)
-    play, profile = Play([models / "parts" / "0", ensemble]), tmp_path_factory.mktemp("browser")
-    with serve(play, 7860) as (address, _), Browser(profile) as browser:
-        yield Visitor(browser), address, asked
-
-
 def _pixels(files: Sequence[bytes]) -> list[bytes]:
     found = []
     for file in files:
@@ -303,111 +219,52 @@ def _pixels(files: Sequence[bytes]) -> list[bytes]:
     return found
 
 
-def _commands(told: str) -> list[list[str]]:
-    return [shlex.split(line)[1:] for line in told.splitlines() if line.startswith("hddm ")]
-
-
-def _made(folder: Path) -> list[bytes]:
-    return _pixels([path.read_bytes() for path in sorted(folder.glob("*.png"))])
-
-
-@pytest.mark.slow
-def test_a_visitor_plays(
-    visits: tuple[Visitor, str, set[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hddm: Command
-) -> None:
-    visitor, address, asked = visits
-    browser = visitor.browser
-    monkeypatch.chdir(tmp_path)
-    browser.open(address, DESKTOP)
-    visitor.wait("document.body.innerText.includes('2 experts, expert 0 (flow), expert 1 (flow)')")
-
-    # Two ensembles beside each other; there is something to stop while they paint.
-    stop = "[...document.querySelectorAll('button')].find(one => one.innerText.trim() === 'Stop')?.disabled"
-    visitor.wait(stop)
-    told = visitor.make()
-    visitor.wait(stop)
-    assert "Image 3, all from the same noise" in told
-    before, after = _commands(told)
-    assert before[1].endswith("/parts/0")
-    for command in (before, after):
-        assert hddm(*command)[0] == 0
-    assert _made(tmp_path / "samples-0") == _pixels(visitor.saved("0-seed-0-"))
-    assert _made(tmp_path / "samples-my-ensemble") == _pixels(visitor.saved("my-ensemble-seed-0-"))
-
-    # One of them, by class, with previews.
-    visitor.click(WHOLE)
-    visitor.click("Advanced")
-    visitor.set("Steps", 100)
-    visitor.set("How many images", 2)
-    told = visitor.make()
-    assert browser.evaluate("window.forming") > 0
-    assert re.search(r"2 images in [\d.]+ s", told)
-    assert re.search(r"[AB] expert [01] \d+ %", told)
-    assert browser.evaluate("document.querySelectorAll('#result .done, #result .strip rect').length") >= 4
-    (command,) = _commands(told)
-    assert command[4:] == ["--steps", "100", "--num-images", "2", "--class-labels", "cat"]
-    browser.call("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
-    visitor.click("Copy")
-    visitor.wait("document.querySelector('#result pre + button').innerText === 'Copied'")
-    assert browser.evaluate("navigator.clipboard.readText()") == shlex.join(["hddm", *command])
-    saved = visitor.saved("my-ensemble-seed-0-")
-    for number, file in enumerate(saved):
-        with Image.open(io.BytesIO(file)) as image:
-            assert image.text["number"] == str(number)
-            assert json.loads(image.text["settings"])["steps"] == 100
-            assert image.text["command"] == shlex.join(["hddm", *command])
-    assert hddm(*command, "--overwrite")[0] == 0
-    assert _made(tmp_path / "samples-my-ensemble") == _pixels(saved)
-
-    # Enough of it.
-    visitor.set("Steps", 100)
-    visitor.set("How many images", 16)
-    visitor.click("Make images")
-    visitor.wait("document.querySelector('#result').innerText.includes('Painting')")
-    visitor.click("Stop")
-    visitor.wait("document.querySelector('#result').innerText.includes('Stopped: ')")
-    visitor.set("Steps", 4)
-    visitor.set("How many images", 2)
-
-    # A slip is a line, and the page goes on.
-    visitor.click(WHOLE)
-    visitor.set("Which experts paint", "top-9")
-    assert visitor.make() == "top-9 needs 9 experts and there are 2"
-    visitor.set("Which experts paint", "full")
-    visitor.set("Seed", -4)
-    assert visitor.make() == "--seed -4: must be 0 or more"
-    visitor.set("Seed", 0)
-    assert "2 images in" in visitor.make()
-
-    strange = [one for one in browser.requests if not one.startswith((address, f"blob:{address}"))]
-    assert strange == []
-    assert asked <= {HOST, "localhost"}
-    assert [one for one in browser.complaints if not KNOWN.search(one)] == []
-
-
 @pytest.mark.integration
 @pytest.mark.parametrize("width", [PHONE, DESKTOP])
-def test_images_are_in_sight_and_nothing_is_wider_than_the_window(
-    width: int, visits: tuple[Visitor, str, set[str]]
+def test_a_visitor_makes_images(
+    width: int, models: Path, ensemble: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hddm: Command
 ) -> None:
-    visitor, address, _ = visits
-    visitor.browser.open(address, width)
-    visitor.wait("!!document.querySelector('#result')")
-    box = "document.querySelector('#result').getBoundingClientRect()"
-    # There is room to scroll to where images will be before they are there.
-    room = f"document.documentElement.scrollHeight - ({box}.top + scrollY) >= innerHeight"
-    assert width == DESKTOP or visitor.wait(room)
-    assert "8 images in" in visitor.make()
-    visitor.wait(f"Math.abs({box}.top) < innerHeight / 2")
-    for fold in ("Begin with a picture", "Advanced"):
-        visitor.click(fold)
-    visitor.wait("!!document.querySelector('canvas')")
-    assert visitor.browser.evaluate("document.documentElement.scrollWidth") <= width
-    wide = visitor.browser.evaluate(
-        "[...document.querySelectorAll('#result *')].filter(one => one.getBoundingClientRect().right > "
-        f"{width} + 1).map(one => one.outerHTML.slice(0, 80))"
-    )
-    assert wide == []
+    """Of two sources beside each other, in a browser that asks no other host and shows no wide element."""
+    pytest.importorskip("gradio")
+    if CHROMIUM is None:
+        pytest.skip("no chromium on PATH: apt-get install chromium, or a Chrome")
+    asked: set[str] = set()
+    places = {"socket.connect": 1, "socket.getaddrinfo": 0, "socket.gethostbyname": 0}
+    sys.addaudithook(lambda event, told: (event in places and asked.add(str(told[places[event]]))) or None)
+    play = Play([models / "parts" / "0", ensemble])
+    with serve(play, 7860) as (address, _), Browser(tmp_path / "browser") as browser:
+
+        def once(expression: str) -> Any:
+            """The value of an expression in the page, once it is true."""
+            end = time.monotonic() + 30
+            while not (found := browser.evaluate(expression)):
+                assert time.monotonic() < end, expression
+                time.sleep(0.02)
+            return found
+
+        browser.open(address, width)
+        button = (
+            "[...document.querySelectorAll('button')].find(one => one.innerText.trim() === 'Make images')"
+        )
+        once(f"!!document.querySelector('#result') && !!{button}")
+        browser.evaluate(f"{button}.click()")
+        once("/images in [\\d.]+ s/.test(document.querySelector('#result').innerText)")
+        told = browser.evaluate("document.querySelector('#result').innerText")
+        links = browser.evaluate("[...document.querySelectorAll('#result a[download]')].map(one => one.href)")
+        wide = browser.evaluate(
+            "[...document.querySelectorAll('#result *')].filter(one => one.getBoundingClientRect().right > "
+            f"{width} + 1).map(one => one.outerHTML.slice(0, 80))"
+        )
+        strange = [one for one in browser.requests if not one.startswith((address, f"blob:{address}"))]
+        complaints = [one for one in browser.complaints if not KNOWN.search(one)]
+    assert (wide, strange, complaints) == ([], [], [])
+    assert asked <= {HOST, "localhost"}
+    monkeypatch.chdir(tmp_path)
+    for line in re.findall("^hddm (.*)$", told, re.MULTILINE):
+        printed(hddm, *shlex.split(line))
+    made = [path.read_bytes() for path in sorted(tmp_path.glob("samples-*/*.png"))]
+    shown = [base64.b64decode(link.partition(",")[2]) for link in links]
+    assert sorted(_pixels(shown)) == sorted(_pixels(made))
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from hddm.training.expert import train_expert
 from hddm.training.loop import Fitted, Inputs, StepReport, Task, train
 from hddm.training.settings import RunOptions
 from hddm.training.state import Ema, TrainingState
-from hddm.training.watching import grid_of, shown, undisturbed, watching
+from hddm.training.watching import undisturbed, watching
 from hddm.utils.errors import Stopped
 from hddm.velocity import VelocityField
 from tests.artefacts import expert_settings, recipe
@@ -139,19 +139,3 @@ def test_a_network_is_left_as_it_was() -> None:
 def _report(network: nn.Module) -> StepReport:
     state = TrainingState(network, Ema(network, 0.9), torch.optim.AdamW(network.parameters()))
     return StepReport(1, torch.zeros(1), torch.zeros(1), 0.0, 0.0, (), 0.0, 0.0, state, lambda: False)
-
-
-def test_three_channels_of_latents_are_shown_from_minus_to_plus_three() -> None:
-    latents = torch.tensor([-9.0, -3.0, 0.0, 3.0]).reshape(1, 4, 1, 1).expand(2, 4, 5, 5)
-    pixels = shown(latents, "latents")
-    assert pixels.shape == (2, 3, 5, 5)
-    assert pixels[0, :, 0, 0].tolist() == [0, 0, 128]
-    assert shown(latents[:, 3:], "latents").unique().tolist() == [255]
-    assert shown(latents[:, 2:], "latents").shape == (2, 1, 5, 5)
-
-
-@pytest.mark.parametrize(("side", "num"), [(5, 16), (70, 6)])
-def test_a_grid_holds_its_images_row_by_row(side: int, num: int) -> None:
-    images = torch.randint(256, (num, 3, side, side), dtype=torch.uint8)
-    grid = grid_of(images).permute(1, 2, 0).numpy()
-    assert np.array_equal(_cells(grid, side, num), images.permute(0, 2, 3, 1).numpy())
