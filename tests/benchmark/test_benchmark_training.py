@@ -42,20 +42,12 @@ def test_the_quick_run_writes_a_report_that_says_what_was_met(tmp_path: Path) ->
     )
     content = json.loads(written.with_suffix(".json").read_text())
     assert list(content["times"]["float32"]) == WAYS
-    assert "· `training --quick` ·" in written.read_text()
+    assert content["waited"].keys() == {"float32"}
     seconds = {DIFFUSERS: 1.1, OWN: 1.0, PLAIN: 1.0, ZERO: 1.0, PRODUCTS: 0.88, OWN_PRODUCTS: 0.9}
     taken = {name: [Taken(value, value)] for name, value in seconds.items()}
-    assert content["waited"].keys() == {"float32"}
-    content["waited"] = {"float32": 0.03, "bfloat16": 0.0312}
-    text = "\n".join(lines(QUICK, content, {"float32": taken, "bfloat16": taken}))
-    for line in (
-        "1.10 [1.10, 1.10] × the images a second of diffusers' DiT, plain loop; target at least 1.05: met.",
-        "1.10 [1.10, 1.10] × the images a second of diffusers' DiT, plain loop; target at least 1.2: missed.",
-        "waits 3.00% of a step for its inputs; target at most 3 %: met.",
-        "waits 3.12% of a step for its inputs; target at most 3 %: missed.",
-        "80% of a step of diffusers' DiT, and 90% of hddm's.",
-    ):
-        assert line in text
+    text = "\n".join(lines(QUICK, content | {"waited": {"float32": 0.03}}, {"float32": taken}))
+    assert "diffusers' DiT, plain loop; target at least 1.05: met." in text
+    assert "waits 3.00% of a step for its inputs; target at most 3 %: met." in text
 
 
 def test_the_time_that_kernels_run_counts_what_overlaps_once() -> None:

@@ -194,9 +194,8 @@ def test_all_experts_are_trained_from_the_command_line_and_fit(
     image.unlink()
     image.write_bytes(good[:-1])
     out = tmp_path / "experts"
-    config = tmp_path / "run.yaml"
-    config.write_text("steps: 3\nbatch_size: 8\nsize: tiny\nthreads: 1\n")
-    command = ("train", "all", "--shards", folder, "--out", out, "--config", config)
+    settings = ("--steps", 3, "--batch-size", 8, "--size", "tiny", "--threads", 1)
+    command = ("train", "all", "--shards", folder, "--out", out, *settings)
     objective = ("--objective", "0=ddpm,*=flow")
     code, printed, err = hddm(*command, *objective, "--parallel", 2)
     assert code == 1

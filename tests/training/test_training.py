@@ -13,10 +13,8 @@ import torch
 import hddm
 from hddm.data.images import to_unit_range
 from hddm.data.partition import partition
-from hddm.data.shards import open_shard
 from hddm.networks.folders import WEIGHTS
-from hddm.networks.transformers import ExpertTransformer
-from hddm.training.expert import new_network, resolve_new, train_expert
+from hddm.training.expert import train_expert
 from hddm.training.router import train_router
 from hddm.training.settings import ExpertRecipe, ExpertSettings, resolve
 from tests.artefacts import (
@@ -140,11 +138,9 @@ def test_an_expert_on_a_diffusers_schedule_is_loaded_with_it(whole: Path, tmp_pa
     facts = json.loads((tmp_path / "expert" / "expert.json").read_text())
     assert facts["schedule_source"] == str(config)
     assert facts["prediction_type"] == "v_prediction"
-    requested = open_shard(whole), expert_settings("ddpm", prediction="epsilon"), config
-    assert resolve_new(*requested)[0].prediction == "epsilon"
     config.write_text('{"_class_name": "DDPMScheduler", "prediction_type": "noise"}')
     told = f"{config}: prediction_type 'noise' is not one of epsilon"
-    assert told in refusal(resolve_new, *requested)
+    assert told in refusal(train_expert, whole, tmp_path / "no", expert_settings("ddpm"), config)
 
 
 def test_shards_that_do_not_fit_a_network_are_refused(
@@ -154,7 +150,6 @@ def test_shards_that_do_not_fit_a_network_are_refused(
     large, labelled = expert_settings("flow", size="S/8"), expert_settings("flow", class_conditional=True)
     told = "images are 4×4; `size` S/8 takes squares divisible by 8"
     assert told in refusal(train_expert, whole, tmp_path / "expert", large)
-    assert "images are 6×4" in refusal(new_network, ExpertTransformer, "tiny", (1, 4, 6), 0)
     (flat,) = partition(images / "rows", tmp_path / "flat", 1)
     told = "no labels; drop `class_conditional=True`"
     assert told in refusal(train_expert, flat, tmp_path / "expert", labelled)
