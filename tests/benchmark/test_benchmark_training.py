@@ -10,11 +10,7 @@ from benchmarks.harness import Start
 from benchmarks.timing import Taken
 from benchmarks.training.__main__ import measure_training
 from benchmarks.training.checklist import (
-    DONE,
-    NEED_GPU,
-    NO_GPU,
     covered,
-    measure_checklist,
 )
 from benchmarks.training.networks import CPU, CUDA, QUICK, Settings, diffusers_dit, expert, millions
 from benchmarks.training.report import lines
@@ -52,18 +48,3 @@ def test_the_quick_run_writes_a_report_that_says_what_was_met(tmp_path: Path) ->
 
 def test_the_time_that_kernels_run_counts_what_overlaps_once() -> None:
     assert covered([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.75)]) == 4
-
-
-@pytest.mark.slow
-def test_the_checklist_runs_every_check_that_needs_no_gpu(tmp_path: Path) -> None:
-    written, is_fine = measure_checklist(Start(tmp_path, command="--checklist"), "cpu", 1, quick=True)
-    assert is_fine
-    checks = json.loads(written.with_suffix(".json").read_text())["checks"]
-    outcomes = {name: one["outcome"] for name, one in checks.items()}
-    assert outcomes == {name: NO_GPU if name in NEED_GPU else DONE for name in outcomes}
-    assert len(outcomes) == 7
-    assert checks["offload"]["same_bytes"]
-    assert checks["resume"]["largest_difference"] == {"resumed": 0, "run twice": 0}
-    found = checks["students of few steps"]["students"]
-    assert [len(one["seconds_a_step"]) for one in found.values()] == [1, 2]
-    assert "its numbers mean nothing for a GPU" in written.read_text()

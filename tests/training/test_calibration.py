@@ -3,7 +3,6 @@
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from hddm.experts.records import WEAK, open_expert
 from hddm.networks.transformers import ExpertTransformer
 from hddm.training.calibrate import (
     calibrate,
-    calibration_rows,
     native_conditions,
     native_samples,
     native_times,
@@ -214,20 +212,6 @@ def test_calibrating_without_data_from_the_command_line(
     assert (code, "--steps: with --data no samples are drawn" in err) == (2, True)
     assert hddm("calibrate", expert, *data)[0] == 0
     assert open_shard(shards / "shard_0").hash in calibration_record(expert)["data"]
-
-
-def test_large_samples_and_texts_are_few() -> None:
-    """1 GiB is 682 samples of 1.5 MiB in float64, or 248 of 4 MiB of tokens beside 128 KiB."""
-
-    class Stub(SimpleNamespace):
-        def __len__(self) -> int:
-            return 10**6
-
-    tokens = SimpleNamespace(null=torch.empty(512 * 2048))
-    cases = (((4, 64, 64), None, 4096), ((3, 256, 256), None, 682), ((3, 8192, 8192), None, 16))
-    for shape, texts, expected in (*cases, ((4, 64, 64), tokens, 248)):
-        rows = calibration_rows(Stub(shape=shape, texts=texts))
-        assert (len(rows.unique()), rows[0], rows[-1]) == (expected, 0, 10**6 - 1)
 
 
 @pytest.mark.integration

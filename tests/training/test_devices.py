@@ -39,24 +39,17 @@ from tests.artefacts import Died, ending_at, expert_settings, pixels_of
 from tests.killed_runs import checkpoint, in_a_process
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.mark.integration
-def test_a_training_that_is_gone_on_with_is_that_of_a_cpu(device: str, whole: Path, tmp_path: Path) -> None:
+@pytest.mark.gpu
+def test_a_training_that_is_gone_on_with_is_that_of_a_cpu(whole: Path, tmp_path: Path) -> None:
     """Devices round differently; a lost moment or a wrong step count would show at once."""
-    settings = expert_settings("flow", steps=12, threads=1, device=device)
+    settings = expert_settings("flow", steps=12, threads=1, device="cuda")
     on_cpu = train_expert(whole, tmp_path / "cpu", settings.model_copy(update={"device": "cpu"}))
     run = RunOptions(checkpoint_every=3, resume=True)
     with pytest.raises(Died):
         train_expert(whole, tmp_path / "out", settings, on_step=ending_at(7), run=run)
     losses = train_expert(whole, tmp_path / "out", settings, run=run)
     assert losses == pytest.approx(on_cpu, rel=1e-4)
-    expected = load_file(tmp_path / "cpu" / WEIGHTS)
-    for name, value in load_file(tmp_path / "out" / WEIGHTS).items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-4)
+    _check_close(tmp_path / "out" / WEIGHTS, tmp_path / "cpu" / WEIGHTS, atol=1e-4)
 
 
 @pytest.mark.gpu
@@ -212,7 +205,7 @@ def _settings_of(alone: Path) -> ExpertSettings:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("fsdp", [False, True])
+@pytest.mark.parametrize("fsdp", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_two_processes_train_to_the_weights_of_one_and_each_reads_its_own_images(
     fsdp: bool, alone: Path, whole: Path, tmp_path: Path
 ) -> None:
@@ -231,7 +224,7 @@ def test_two_processes_train_to_the_weights_of_one_and_each_reads_its_own_images
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("begun_by", [1, 2])
+@pytest.mark.parametrize("begun_by", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_with_split_weights_goes_on_with_them_whole_and_the_other_way_round(
     begun_by: int, alone: Path, whole: Path, tmp_path: Path
 ) -> None:

@@ -1,6 +1,5 @@
 """What a training shows while it runs: figures, pictures, and errors on held-out images."""
 
-import contextlib
 import io
 import itertools
 import logging
@@ -34,7 +33,7 @@ from hddm.training.expert import train_expert
 from hddm.training.loop import Fitted, Inputs, OnStep, StepReport, Task, fit, train
 from hddm.training.settings import RunOptions
 from hddm.training.state import Ema, TrainingState, open_run
-from hddm.training.watching import SEED, STRATA, Guarded, TensorBoardLog, _mode, undisturbed, watching
+from hddm.training.watching import SEED, STRATA, Guarded, TensorBoardLog, _mode, watching
 from hddm.utils.errors import Stopped
 from hddm.utils.files import read_json
 from hddm.utils.streams import Use, generator
@@ -405,25 +404,6 @@ def test_a_signal_while_pictures_are_drawn_ends_that_within_a_solver_step(
     assert network.calls == signals
     assert not (tmp_path / "out.run" / "samples").exists()
     assert (tmp_path / "out.run" / "checkpoints" / "step_00000002").is_dir()
-
-
-def test_a_network_is_left_as_it_was() -> None:
-    """Modes that differ, compiled layers, and a layer that draws from torch's generator."""
-    graphs: list[object] = []
-    network = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), nn.Linear(2, 2))
-    network[0].compile(backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
-    network.train()
-    network[2].eval()
-    modes = [module.training for module in network.modules()]
-    torch.manual_seed(3)
-    before = torch.random.get_rng_state()
-    with contextlib.suppress(KeyError), undisturbed(network):
-        assert not any(module.training for module in network.modules())
-        network(torch.rand(5, 2))
-        raise KeyError
-    assert not graphs
-    assert [module.training for module in network.modules()] == modes
-    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def _report(network: nn.Module) -> StepReport:
