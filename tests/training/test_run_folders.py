@@ -30,7 +30,6 @@ from tests.artefacts import (
     Command,
     Died,
     contents,
-    copied,
     ending_at,
     expert_settings,
     killed_at_every_change,
@@ -146,27 +145,6 @@ def test_a_kill_while_a_run_is_overwritten_leaves_one_that_can_be_overwritten(
         shutil.copytree(kept, run)
 
     assert killed_at_every_change(overwrite, check, ("os.remove", "os.rmdir")) > 5
-
-
-def test_a_link_as_an_output_is_refused_by_every_verb_before_any_work(
-    images: Path, whole: Path, flow_expert: Path, tmp_path: Path, hddm: Command
-) -> None:
-    real, link = copied(flow_expert, tmp_path / "real"), tmp_path / "link"
-    link.symlink_to(real)
-    before = contents(tmp_path)
-    for words in (
-        [*_command(whole, link)[:3], "--objective", "flow", "--steps", 2],
-        ["sample", flow_expert, "--resume"],
-        ["partition", images, "--shards", 2],
-        ["encode", whole],
-        ["assemble", flow_expert],
-        ["convert", flow_expert],
-    ):
-        code, _, error = hddm(*words, "--out", link, "--overwrite")
-        assert (code, error.count("\n")) == (1, 1), error
-        assert f"{link}: is a link to {real}, which is not followed" in error
-    assert contents(tmp_path) == before
-    assert link.is_symlink()
 
 
 def test_a_disk_that_is_full_at_the_end_keeps_the_training(
