@@ -111,10 +111,10 @@ class Inline(Backend):
 
 
 @contextlib.contextmanager
-def inline(counted: bool = False) -> Iterator[list[list[str]]]:
+def inline() -> Iterator[list[list[str]]]:
     """Block in which benchmarks run in this process; yields the command lines that they run.
 
-    Operations are not counted, which takes long, unless ``counted``.
+    Operations are not counted, which takes long.
     """
     told: list[list[str]] = []
     do = run._do
@@ -124,11 +124,14 @@ def inline(counted: bool = False) -> Iterator[list[list[str]]]:
         return do(**arguments)
 
     with contextlib.ExitStack() as stack:
-        for module, name, value in ((run, "Workers", Inline), (run, "_do", note), (evaluate, "RESAMPLES", 2)):
+        for module, name, value in (
+            (run, "Workers", Inline),
+            (run, "_do", note),
+            (evaluate, "RESAMPLES", 2),
+            (compute, "count_training", lambda *_: (30, 1)),
+            (compute, "count_sampling", lambda *_: 7),
+        ):
             stack.enter_context(mock.patch.object(module, name, value))
-        if not counted:
-            stack.enter_context(mock.patch.object(compute, "count_training", return_value=(30, 1)))
-            stack.enter_context(mock.patch.object(compute, "count_sampling", return_value=7))
         yield told
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.heterogeneity.scaling import DIGITS, file_of
 from hddm.benchmark.file import BenchmarkFile, parse_seeds, preset_names, read_benchmark
 from hddm.benchmark.plan import SeedPlan, Step
 from hddm.utils.errors import HddmError
@@ -191,6 +192,16 @@ def test_presets_are_command_lines_that_can_be_run(name: str, tmp_path: Path, hd
     assert len(set(made)) == len(made)
     assert isinstance(read_benchmark(name), BenchmarkFile)
     assert re.search(rf"[(,]{name}[,)]", re.sub(r"\s", "", hddm("benchmark", "--help")[1]))
+
+
+@pytest.mark.parametrize("size", DIGITS.sizes)
+def test_the_cells_of_a_sweep_differ_from_the_preset_in_size_steps_and_rate_alone(size: str) -> None:
+    preset = read_benchmark("digits")
+    same, more = (file_of(DIGITS, size, factor, 0.3, 1) for factor in (1, 4))
+    for name in ("steps", "router_steps", "ddpm_steps", "flow_steps"):
+        assert more.values[name] == 4 * same.values[name] == 4 * preset.values[name]
+    assert (same.steps, same.rows, same.defaults) == (preset.steps, preset.rows, preset.defaults)
+    assert same.scored_on == "held_out"
 
 
 def test_an_unknown_preset_is_told_from_a_file(tmp_path: Path, hddm: Command) -> None:

@@ -5,9 +5,7 @@ import contextlib
 import io
 import re
 import shlex
-import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -262,20 +260,3 @@ def test_a_visitor_makes_images(
     made = [path.read_bytes() for path in sorted(tmp_path.glob("samples-*/*.png"))]
     shown = [base64.b64decode(link.partition(",")[2]) for link in links]
     assert sorted(_pixels(shown)) == sorted(_pixels(made))
-
-
-@pytest.mark.slow
-def test_the_verb_says_where_the_page_is_and_ends_by_a_signal(ensemble: Path) -> None:
-    pytest.importorskip("gradio")
-    line = [sys.executable, "-m", "hddm_cli", "play", str(ensemble), "--port", "7960"]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == f"{ensemble}: expert 0, expert 1\n"
-        address = process.stdout.readline().split()[0]
-        with urllib.request.urlopen(address) as page:
-            assert b"hddm play" in page.read()
-        process.send_signal(signal.SIGINT)
-        out, error = process.communicate(timeout=30)
-    assert (process.returncode, out) == (130, "")
-    assert error.endswith("hddm: stopped by SIGINT; nothing half-written is left\n")
-    assert "Traceback" not in error

@@ -18,17 +18,15 @@ from hddm.experts.assembly import assemble
 from hddm.experts.loading import load
 from hddm.networks.folders import WEIGHTS
 from hddm.training.distill import distill, matching
-from hddm.training.settings import DistillSettings, RunOptions
+from hddm.training.settings import DistillSettings
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
 from tests.artefacts import (
     CLASSES,
     PER_CLASS,
     Command,
-    Died,
     copied,
     edit_json,
-    ending_at,
     objective_named,
     refusal,
     write_images,
@@ -245,27 +243,6 @@ def test_a_student_of_class_conditional_experts_takes_their_classes(trio: Trio, 
     x, t = torch.randn(2, 1, 4, 4), torch.full((2,), 0.5)
     first, second = (student.velocity(x, t, class_labels=torch.full((2,), k)) for k in range(2))
     assert not torch.equal(first, second)
-
-
-@pytest.mark.integration
-def test_a_run_that_broke_off_goes_on_to_the_same_student_and_with_no_other_teacher(
-    ensemble: Path, shards: Path, ddpm_expert: Path, flow_expert: Path, tmp_path: Path
-) -> None:
-    settings = _settings(steps=6)
-    whole = distill(ensemble, shards, tmp_path / "whole", settings)
-
-    out = tmp_path / "student"
-    with pytest.raises(Died):
-        distill(ensemble, shards, out, settings, on_step=ending_at(5), run=RunOptions(checkpoint_every=2))
-    assemble([ddpm_expert, flow_expert], tmp_path / "other")
-    resumed, steps = RunOptions(resume=True), list[int]()
-    with pytest.raises(HddmError, match="used other data, another"):
-        distill(tmp_path / "other", shards, out, settings, run=resumed)
-    losses = distill(ensemble, shards, out, settings, on_step=lambda n, *_: steps.append(n), run=resumed)
-    assert steps == [5, 6]
-    assert losses == whole
-    assert _sha256(out) == _sha256(tmp_path / "whole")
-    assert distill(ensemble, shards, out, settings, run=resumed) == []
 
 
 def test_a_shard_without_its_expert_and_an_expert_without_its_shard_are_named(

@@ -7,13 +7,11 @@ import multiprocessing
 import os
 import shutil
 import signal
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from hddm.networks.folders import WEIGHTS
@@ -22,13 +20,12 @@ from hddm.training.islands import Island, make_islands, prepare, train_island, t
 from hddm.training.loop import summary_of
 from hddm.training.resume import run_folder_of
 from hddm.training.settings import RunOptions, parse_objectives
-from hddm.training.state import Run
 from hddm.utils.errors import HddmError, Stopped
 from hddm.utils.files import write_json
 from hddm.utils.ray_workers import RayWorkers
 from hddm.utils.workers import Workers
 from tests.artefacts import Command, contents, copied, expert_settings, refusal
-from tests.killed_runs import checkpoint, holder, in_a_process
+from tests.killed_runs import checkpoint, holder
 
 STEPS = 200
 
@@ -103,37 +100,6 @@ def test_settings_that_one_shard_does_not_allow_are_told_before_the_first_is_tra
     assert "expert_1: images are 4×4; `size` 4x24/16 takes squares divisible by 16" in size
     assert f"expert_2: {flow_expert}: is a flow expert, which predicts sample" in objective
     assert not list(tmp_path.iterdir())
-
-
-def _train_for_ever(shard: Path, out: Path) -> None:
-    train_islands([_endless(shard, out)])
-
-
-def _endless(shard: Path, out: Path) -> Island:
-    settings = expert_settings("flow", steps=10**6, threads=1)
-    return Island(0, shard, out, settings, RunOptions(checkpoint_every=10**6))
-
-
-def _is_alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
-@pytest.mark.slow
-def test_a_training_whose_starter_is_killed_saves_and_ends(whole: Path, tmp_path: Path) -> None:
-    out = tmp_path / "expert_0"
-    starter, lock = in_a_process(_train_for_ever, whole, out), run_folder_of(out) / "lock"
-    end = time.monotonic() + 120
-    while not (run_folder_of(out) / "logs").exists() and time.monotonic() < end:
-        time.sleep(0.2)
-    pid = holder(out)
-    assert pid != starter.pid
-    starter.kill()
-    while _is_alive(pid) and time.monotonic() < end:
-        time.sleep(0.2)
-    assert not _is_alive(pid)
-    assert Run(run_folder_of(out), RunOptions()).newest() is not None
-    with lock.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 @pytest.mark.integration

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,13 +27,13 @@ from hddm.data.images import to_bytes
 from hddm.data.partition import partition
 from hddm.data.shards import open_shard
 from hddm.networks.folders import WEIGHTS
+from hddm.networks.transformers import ExpertTransformer
 from hddm.sampling import sample
-from hddm.schedules import LinearSchedule
 from hddm.training.denoising import velocity_errors
 from hddm.training.expert import train_expert
-from hddm.training.loop import Fitted, Inputs, OnStep, StepReport, Task, fit, train
+from hddm.training.loop import Inputs, OnStep, StepReport, Task, fit
 from hddm.training.settings import RunOptions
-from hddm.training.state import Ema, TrainingState, open_run
+from hddm.training.state import open_run
 from hddm.training.watching import SEED, STRATA, Guarded, TensorBoardLog, _mode, watching
 from hddm.utils.errors import Stopped
 from hddm.utils.files import read_json
@@ -332,11 +333,10 @@ def _cells(grid: np.ndarray, side: int, num: int) -> np.ndarray:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("objective", ["flow", "ddpm"])
 def test_pictures_change_no_bit_of_the_training_and_show_the_expert_that_it_ends_with(
-    objective: str, whole: Path, tmp_path: Path
+    whole: Path, tmp_path: Path
 ) -> None:
-    settings = expert_settings(objective, steps=6, class_conditional=True)
+    settings = expert_settings("ddpm", steps=6, class_conditional=True)
     train_expert(whole, tmp_path / "plain", settings, run=RunOptions())
     train_expert(whole, tmp_path / "shown", settings, run=RunOptions(sample_every=3, log_every=2))
     assert checkpoint(tmp_path / "shown.run") == checkpoint(tmp_path / "plain.run")
@@ -363,49 +363,22 @@ def test_pictures_change_no_bit_of_the_training_and_show_the_expert_that_it_ends
             assert np.array_equal(pixels, _read(samples / f"step_{event.step:08d}_{which}.png"))
 
 
-class _Velocity(nn.Module):
-    """v = w x, which signals its own process at the ``signals``-th call that wants no gradient."""
-
-    def __init__(self, signals: int) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.tensor(0.5))
-        self.calls, self._signals = 0, signals
-
-    def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            self.calls += 1
-            if self.calls == self._signals:
-                os.kill(os.getpid(), signal.SIGUSR1)
-        return self.w * x
-
-
-@pytest.mark.parametrize("signals", [7, 43])
 def test_a_signal_while_pictures_are_drawn_ends_that_within_a_solver_step(
-    signals: int, whole: Path, tmp_path: Path
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Thirty steps are the raw weights' and thirty the averaged ones'."""
-    network, shard = _Velocity(signals), open_shard(whole)
-    field = VelocityField(network, LinearSchedule(), "flow_prediction", sample_shape=shard.shape)
-    chosen = recipe(steps=4, batch_size=4, ema_decay=0.5, learning_rate=0.01)
+    """In the 13th of thirty steps by the averaged weights, which come after thirty by the raw ones."""
+    calls, forward = itertools.count(1), ExpertTransformer.forward
 
-    def draw(rows: Tensor, noise: torch.Generator, own: slice) -> Inputs:
-        return {"x_0": shard.take(rows)}
+    def signalled(self: ExpertTransformer, *given: Any, **conditions: Any) -> Any:
+        if not torch.is_grad_enabled() and next(calls) == 43:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return forward(self, *given, **conditions)
 
-    task = Task(
-        network, len(shard), draw, lambda n, i: n(i["x_0"], torch.ones(4)).square().flatten(1).mean(1)
-    )
-
-    def write(draft: Path, fitted: Fitted) -> None:
-        raise AssertionError("was stopped")
-
-    given = {"run": RunOptions(sample_every=2), "watch": watching(field, shard)}
+    monkeypatch.setattr(ExpertTransformer, "forward", signalled)
     with pytest.raises(Stopped, match="after step 2 of 4"):
-        train(task, chosen, tmp_path / "out", "x.json", write, {}, **given)
-    assert network.calls == signals
+        train_expert(
+            whole, tmp_path / "out", expert_settings("flow", steps=4), run=RunOptions(sample_every=2)
+        )
+    assert next(calls) == 44
     assert not (tmp_path / "out.run" / "samples").exists()
     assert (tmp_path / "out.run" / "checkpoints" / "step_00000002").is_dir()
-
-
-def _report(network: nn.Module) -> StepReport:
-    state = TrainingState(network, Ema(network, 0.9), torch.optim.AdamW(network.parameters()))
-    return StepReport(1, torch.zeros(1), torch.zeros(1), 0.0, 0.0, (), 0.0, 0.0, state, lambda: False)

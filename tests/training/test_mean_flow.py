@@ -196,8 +196,8 @@ def _settings(**changes: object) -> DistillSettings:
 
 
 @pytest.mark.integration
-def test_a_killed_training_goes_on_to_the_same_student(
-    ensemble: Path, shards: Path, flow_expert: Path, tmp_path: Path
+def test_a_killed_training_goes_on_to_the_same_student_and_with_no_other_teacher(
+    ensemble: Path, shards: Path, ddpm_expert: Path, flow_expert: Path, router: Path, tmp_path: Path
 ) -> None:
     """Through both stages; what the teacher solved is kept beside the checkpoints."""
     given = (ensemble, shards)
@@ -206,11 +206,16 @@ def test_a_killed_training_goes_on_to_the_same_student(
     options = RunOptions(checkpoint_every=2)
     with pytest.raises(Died):
         distill(*given, out, _settings(), on_step=ending_at(7), run=options, init=flow_expert)
-    kept = run_folder_of(out) / FILE
+    kept, resumed, steps = run_folder_of(out) / FILE, RunOptions(resume=True), list[int]()
     written = kept.stat().st_mtime_ns
-    losses = distill(*given, out, _settings(), run=RunOptions(resume=True), init=flow_expert)
-    assert losses == whole
+    assemble([ddpm_expert, flow_expert], tmp_path / "other", router, strategy="top-1")
+    with pytest.raises(HddmError, match="used other data, another"):
+        distill(tmp_path / "other", shards, out, _settings(), run=resumed, init=flow_expert)
+    go_on = {"run": resumed, "init": flow_expert}
+    losses = distill(*given, out, _settings(), on_step=lambda n, *_: steps.append(n), **go_on)
+    assert (steps, losses) == ([7, 8], whole)
     assert kept.stat().st_mtime_ns == written
+    assert distill(*given, out, _settings(), **go_on) == []
     made, expected = (load_file(folder / WEIGHTS) for folder in (out, tmp_path / "whole"))
     assert all(torch.equal(made[name], value) for name, value in expected.items())
 
