@@ -115,16 +115,14 @@ def test_an_expert_trained_on_twice_keeps_the_calibration_that_its_weights_know(
         torch.testing.assert_close(after.velocity(x, times), before.velocity(x, times), rtol=1e-4, atol=1e-4)
 
 
-REST = (("epsilon", "ddpm"), ("sample", "flow"))
-
-
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("prediction", "objective"),
     [
         ("epsilon", "flow"),
         ("sample", "ddpm"),
-        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in REST),
+        pytest.param("epsilon", "ddpm", marks=pytest.mark.slow),
+        pytest.param("sample", "flow", marks=pytest.mark.slow),
     ],
 )
 def test_the_first_loss_of_an_expert_of_ddpm_is_that_of_the_init(

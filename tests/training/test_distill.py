@@ -190,8 +190,9 @@ def test_a_student_begins_with_the_flow_expert_that_it_is_given(
 ) -> None:
     out, given = tmp_path / "student", (ensemble, shards, tmp_path / "student")
     told = "schedule: {'name': 'cosine'}, and the student's is {'name': 'linear'}"
-    assert told in refusal(distill, *given, _settings(steps=1, size=None), init=ddpm_expert)
-    distill(*given, _settings(steps=1, size=None, learning_rate=1e-9), init=flow_expert)
+    settings = DistillSettings(steps=1, learning_rate=1e-9)
+    assert told in refusal(distill, *given, settings, init=ddpm_expert)
+    distill(*given, settings, init=flow_expert)
     before, after = (load_file(folder / WEIGHTS) for folder in (flow_expert, out))
     for name, value in before.items():
         torch.testing.assert_close(after[name], value, rtol=0, atol=1e-6)

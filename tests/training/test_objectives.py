@@ -131,7 +131,32 @@ def test_discrete_schedules_draw_whole_indices_all_of_them_alike(name: str) -> N
     assert ((counts - 400).abs() < 6 * 400**0.5).all()
 
 
-@pytest.mark.parametrize("part", [(0.0, 1.0), (0.5, 1.0), (0.3, 0.875)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "sampling"), [("ddpm", "uniform"), ("flow", "uniform"), ("flow", "logit-normal")]
+)
+def test_continuous_times_are_uniform_or_have_normal_logits(name: str, sampling: str) -> None:
+    time = objective_named(name, time_sampling=sampling).sample_times(NUM, _noise()).sort()[0]
+    cdf = time if sampling == "uniform" else torch.special.ndtr(time.logit())
+    uniform = (torch.arange(NUM, dtype=torch.float64) + 0.5) / NUM
+    # Kolmogorov-Smirnov: 1.95/sqrt(n) is passed once in a thousand seeds.
+    assert (cdf - uniform).abs().max() < 1.95 / NUM**0.5
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "ddpm-linear"])
+def test_logit_normal_times_mean_the_same_noise_levels_on_every_schedule(schedule: str) -> None:
+    case = case_named(schedule)
+    objective = objective_named("ddpm", case.schedule, "logit-normal")
+    time = objective.sample_times(NUM, _noise())
+    if schedule == "ddpm-linear":
+        assert (time == time.round()).all()
+    # The log-SNR of a normal logit is normal with deviation 2, up to the ends of the schedule.
+    log_snr = case.schedule.log_snr(time)
+    # Four standard errors each.
+    assert log_snr.mean().abs() < 4 * 2 / NUM**0.5
+    assert abs(log_snr.std() - 2) < 4 * 2 / (2 * NUM) ** 0.5
+
+
+@pytest.mark.parametrize("part", [(0.5, 1.0), (0.0, 0.5), (0.3, 0.875)], ids=str)
 @pytest.mark.parametrize(("name", "schedule"), [("flow", "linear"), ("ddpm", "cosine")])
 def test_a_part_of_t_is_drawn_by_the_inverse_distribution_of_all(
     name: str, schedule: str, part: tuple[float, float]
