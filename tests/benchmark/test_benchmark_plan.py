@@ -180,7 +180,13 @@ def test_a_finished_model_from_elsewhere_is_a_row(data: Path, flow_expert: Path)
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize(
+    "name",
+    [
+        one if one in ("quickstart", "grow-cifar10") else pytest.param(one, marks=pytest.mark.slow)
+        for one in preset_names()
+    ],
+)
 def test_presets_are_command_lines_that_can_be_run(name: str, tmp_path: Path, hddm: Command) -> None:
     for folder in ("train", "test"):
         (tmp_path / folder).mkdir()

@@ -31,7 +31,7 @@ def test_adaln_zero_is_what_tells_the_sizes_of_both_networks_apart(settings: Set
     assert millions(single) < millions(zero) < millions(dit)
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_the_quick_run_writes_a_report_that_says_what_was_met(tmp_path: Path) -> None:
     written = measure_training(
         Start(tmp_path, command="training --quick"), "cpu", ["float32"], threads=1, quick=True

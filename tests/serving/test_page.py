@@ -233,7 +233,7 @@ def test_a_visitor_makes_images(
 
         def once(expression: str) -> Any:
             """The value of an expression in the page, once it is true."""
-            end = time.monotonic() + 30
+            end = time.monotonic() + 120
             while not (found := browser.evaluate(expression)):
                 assert time.monotonic() < end, expression
                 time.sleep(0.02)
