@@ -9,11 +9,9 @@ step.
 """
 
 import itertools
-from collections import deque
-from collections.abc import Callable, Collection
-from typing import Protocol, cast, get_args
+from collections.abc import Callable
+from typing import Protocol, get_args
 
-import numpy as np
 from torch import Tensor
 
 from hddm.utils.errors import HddmError, choose
@@ -100,44 +98,7 @@ def _adams(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep, correc
     return x
 
 
-SHORT = 0.07
-"""Steps of `adams` that are shorter than this have a predictor of order 3."""
-
-
-def adams(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep = unchanged) -> Tensor:
-    """Adams predictor and corrector of changing order, order 3, one call per step.
-
-    As `adams_moulton`, but steps below `SHORT` are predicted by the parabola through the last three
-    velocities, in place of the line through two. On longer steps a parabola extrapolates worse. With P and C
-    the polynomials of predictor and corrector from t to t', C through the velocity at the predicted state:
-
-        x' = x + ∫ P dt, and after the next velocity  x' += ∫ C dt - ∫ P dt
-
-    Source: Hairer, Nørsett & Wanner, Solving Ordinary Differential Equations I, section III.5.
-    """
-    known: deque[tuple[float, Tensor]] = deque(maxlen=3)
-    before, predicted = 0.0, x
-    for index, (now, then) in enumerate(itertools.pairwise(times)):
-        known.append((float(now), velocity(x, now, then)))
-        if index:
-            x = x + (_integral(known, before, float(now)) - predicted)
-        nodes = 3 if abs(float(then - now)) < SHORT else 2
-        predicted = _integral(list(known)[-nodes:], float(now), float(then))
-        x = on_step(index, x + predicted)
-        before = float(now)
-    return x
-
-
-def _integral(known: Collection[tuple[float, Tensor]], start: float, end: float) -> Tensor:
-    """Integral from ``start`` to ``end`` of the polynomial in t through velocities at their times."""
-    step = end - start
-    powers = np.vander([(t - start) / step for t, _ in known], increasing=True)
-    weights = np.linalg.solve(powers.T, 1 / np.arange(1, len(known) + 1)).tolist()
-    total = sum(weight * v for weight, (_, v) in zip(weights, known, strict=True))
-    return step * cast(Tensor, total)
-
-
-_IN_ORDER: tuple[Solver, ...] = (euler, heun, adams_bashforth, adams_moulton, adams)
+_IN_ORDER: tuple[Solver, ...] = (euler, heun, adams_bashforth, adams_moulton)
 SOLVERS: dict[str, Solver] = dict(zip(get_args(SolverName), _IN_ORDER, strict=True))
 DEFAULT_SOLVER, DEFAULT_STEPS = "adams-moulton", 25
 

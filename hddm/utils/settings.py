@@ -131,7 +131,7 @@ def _check_device(name: str) -> None:
 
 Device = Annotated[str, _checked(_check_device)]
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
-SolverName = Literal["euler", "heun", "adams-bashforth", "adams-moulton", "adams"]
+SolverName = Literal["euler", "heun", "adams-bashforth", "adams-moulton"]
 """Names in `hddm.solvers`."""
 Prediction = Literal["epsilon", "sample", "v_prediction", "flow_prediction"]
 
