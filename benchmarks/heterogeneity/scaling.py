@@ -45,7 +45,7 @@ class Sweep:
     max_rate: float = 0.016
 
 
-DIGITS = Sweep("scaling-digits", ("4x24/4", "mini"), (0.25, 1.0, 4.0), (5, 6), 1000)
+DIGITS = Sweep("scaling-digits", ("4x24/4", "mini"), (0.25, 1.0), (5, 6), 1000)
 SHORT = Sweep("scaling-short", ("2x24/4",), (0.0025, 0.005), (5,), 100)
 
 
@@ -126,7 +126,7 @@ def _table(sweep: Sweep, cells: list[Cell]) -> Iterator[str]:
         "features of a classifier that was trained apart: mean of training seeds "
         f"{', '.join(map(str, sweep.seeds))}; in brackets each seed's ratio to one model. A row in "
         "parentheses did not learn: the classifier recognises too few of its samples. Budgets of a cell "
-        f"differ by {PERCENT_UNEQUAL:g} % or are told by its report."
+        f"differ by {PERCENT_UNEQUAL:g} % or its report says so."
     )
     yield ""
     names = list(cells[0].rows)
