@@ -326,3 +326,16 @@ def test_steps_that_are_made_again_are_made_with_what_is() -> None:
     assert [one["step"] for one in changes] == [10, 20, 20]
     assert [value_at(step, "a", 4, changes) for step in (10, 11, 20, 21)] == [1, 2, 2, 4]
     assert with_changes(before, new, 0) == []
+
+
+def test_a_default_that_changes_is_in_the_run_and_in_the_expert(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ExpertSettings(objective="flow", size="tiny", steps=30, batch_size=2, threads=1)
+    for longest in (100, 2):
+        monkeypatch.setattr("hddm.training.settings.LONGEST_WARMUP", longest)
+        out = tmp_path / str(longest)
+        train_expert(shards / "shard_0", out, settings, run=RunOptions())
+        expert = json.loads((out / "expert.json").read_text())["training"]
+        run = json.loads((run_folder_of(out) / "run.json").read_text())
+        assert expert["warmup"] == run["settings"]["warmup"] == min(longest, 3)
