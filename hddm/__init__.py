@@ -39,9 +39,9 @@ _HOMES = {
     "sample_to_folder": "hddm.pipelines.samples",
     "train": "hddm.training.continuation",
 }
-# Where torchao is installed, these warn at every import of diffusers of what hddm does not use.
-for _name in ("diffusers.quantizers.torchao.torchao_quantizer", "torch.utils._pytree"):
-    logging.getLogger(_name).setLevel(logging.ERROR)
+# Where torchao is installed, importing diffusers logs warnings about parts of it that hddm does not use.
+logging.getLogger("diffusers.quantizers.torchao.torchao_quantizer").setLevel(logging.ERROR)
+logging.getLogger("torch.utils._pytree").addFilter(lambda record: "Enum subclass" not in record.getMessage())
 __all__ = ["HddmError", "schedules", *_HOMES]
 
 

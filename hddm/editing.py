@@ -80,6 +80,9 @@ class Picture:
 
     def check(self, num: int, shape: Sequence[int]) -> None:
         """Raise an `HddmError` if these are no pictures for ``num`` samples (C, H, W)."""
+        for name, value in self.source.given.items() if self.source is not None else ():
+            if len(value) not in (1, num):
+                raise HddmError(f"{name} that describes the picture has {len(value)} rows for {num} samples")
         for name, one, own in (("picture", self.x_0, shape), ("mask", self.mask, (1, *shape[1:]))):
             if one is not None and (len(one) not in (1, num) or one.shape[1:] != tuple(own)):
                 wanted = (num, *own)

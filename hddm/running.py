@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hddm.conditions import LABELS, Conditions, Guidance, Inputs, check_names
+from hddm.conditions import LABELS, SETTINGS, Conditions, Guidance, Inputs, check_names
 from hddm.editing import SAME, Picture, edit
 from hddm.ensemble import Ensemble
 from hddm.evaluation.expert_use import ExpertUse
@@ -175,8 +175,12 @@ def _integrate(
         fresh, picture = plan.noise.fresh(batch.numbers, tuple(x.shape[1:])), picture.rows(batch.rows)
         solver = picture.solver(solver, fresh)
         if picture.source is not None:
-            source = _source_walk(plan, batch, picture.source, x, picture.strength)
-            solver, x = edit(solver, picture.x_0, source.velocity, fresh), picture.x_0.to(x).expand_as(x)
+            source = _source_walk(plan, batch, picture.source, x, picture.strength, is_checked)
+
+            def described(x: Tensor, now: Tensor, then: Tensor) -> Tensor:
+                return torch.zeros_like(x) if stop() else source.velocity(x, now, then)
+
+            solver, x = edit(solver, picture.x_0, described, fresh), picture.x_0.to(x).expand_as(x)
     x = x.to(model.device, torch.promote_types(plan.dtype, x.dtype))
     if stop():
         return x
@@ -199,15 +203,19 @@ def _integrate(
     return solver(walk.velocity, x, times[above:], walk.on_step_unless_stopped)
 
 
-def _source_walk(plan: Plan, batch: Batch, conditions: Conditions, x: Tensor, s: float) -> "_Walk":
+def _source_walk(
+    plan: Plan, batch: Batch, conditions: Conditions, x: Tensor, s: float, is_checked: bool
+) -> "_Walk":
     """Velocities of a picture (noised to x at s) under the conditions that describe it, without guidance."""
     model, expert = plan.model, batch.expert
     conditions = conditions.map(lambda value: value.to(model.device))
+    same = {name: value for name, value in batch.conditions.given.items() if name in SETTINGS}
+    conditions = replace(conditions, given=same | conditions.given)
     if model.strategy == "draw" and plan.expert is None:
         expert = pick_experts(posterior_of(model, x, s, conditions), plan.noise.draws(batch.numbers))
     unguided = replace(plan, guidance=lambda: Guidance(1.0))
     own = replace(batch, conditions=conditions, expert=expert)
-    return _Walk(model, unguided, own, unchanged, lambda: False, None, False)
+    return _Walk(model, unguided, own, unchanged, lambda: False, None, is_checked)
 
 
 @dataclass

@@ -166,7 +166,8 @@ def plan(
         times = low + (high - low) * time_grid(grid_steps, model.shift if shift is None else shift)
         first = picture(expert or 0)
         times = times if first is None else first.times(times)
-        if first is not None and first.source is not None and model.commits_at is not None:
+        is_edit = first is not None and first.source is not None
+        if is_edit and model.commits_at is not None and expert is None:
             raise HddmError(f"`strategy` {model.strategy}: cannot edit a picture; choose draw or full")
     else:
         grid_steps = len(times) - 1

@@ -25,7 +25,7 @@ _TOPICS = {
     "VAE and text encoder": "vae text_encoder tokenizer",
     "Image size": "resolution random_crop",
     "Content": "prompts negative_prompt class_labels conditions height width",
-    "Editing": "init_image strength mask resampling_steps",
+    "Editing": "init_image strength mask resampling_steps edit_from",
     "Guidance": "guidance_scale guide_by cfg_channels guidance_interval guidance_rescale",
     "Features": "features cache save_classifier",
     "Strategies": "strategies store",
@@ -43,7 +43,7 @@ _WORDS = {
     "NUMBER": "start parallel retries workers max_queue router_every resampling_steps expert text_dim "
     "gradient_accumulation_steps trajectories",
     "SHARE": "condition_dropout weak_at strength guidance_rescale",
-    "TEXT": "prompts negative_prompt message",
+    "TEXT": "edit_from prompts negative_prompt message",
     "ADDRESS": "host ray",
     "PROJECT": "wandb",
     "LOW:HIGH": "noise_range",

@@ -144,9 +144,10 @@ class ExpertSet(nn.Module):
 
     def quantize(self) -> None:
         """Hold linear layers in int8; see `StoredNetwork.quantize`. These experts can then not be saved."""
-        for network in self._networks:
-            if not isinstance(network, StoredNetwork):
-                raise HddmError("quantize: an expert was built in memory; load it from a folder")
+        own = [network for network in self._networks if isinstance(network, StoredNetwork)]
+        if len(own) < len(self._networks):
+            raise HddmError("quantize: an expert was built in memory; load it from a folder")
+        for network in own:
             network.quantize()
         self._is_quantized = True
 

@@ -111,8 +111,12 @@ def read_text_encoder(
     empty, weights, path = _open(folder, variant, kind)
     refuse_non_finite(path, weights)
     with quiet():
-        # Of no folder: nothing but the sizes and tensors that were checked.
-        model = type(empty).from_pretrained(None, config=empty.config, state_dict=weights, dtype=dtype)
+        # No folder is passed, so transformers reads only the checked sizes and tensors.
+        model, report = type(empty).from_pretrained(
+            None, config=empty.config, state_dict=weights, dtype=dtype, output_loading_info=True
+        )
+    if unfilled := report["missing_keys"] or report["mismatched_keys"]:
+        raise HddmError(f"{path}: transformers did not fill {sorted(unfilled)[0]}; use another version of it")
     return model.requires_grad_(False)
 
 

@@ -422,7 +422,7 @@ class HDDMPipeline(Encoding, Pictures, Callbacks, DiffusionPipeline):  # type: i
         if output_type not in OUTPUTS:
             raise HddmError(f"output_type {output_type!r}: {choose(output_type, OUTPUTS)}")
         of_one_kind = {"latents": latents is not None, "height": height, "width": width}
-        of_one_kind["output_type"] = output_type != "pil"
+        of_one_kind |= {"output_type": output_type != "pil", "edit_from": edit_from is not None}
         self.check_output(expert, output_type != "latent", of_one_kind)
         if seed is not None and generator is not None:
             raise HddmError("pass a seed or a generator, not both")

@@ -95,6 +95,8 @@ def serve(
     if token is None and host not in LOOPBACK:
         raise UsageError(f"`host` {host}: is open to other machines; set {TOKEN} to a token for clients")
     names, settings, placement = names_of(folder), settings or ServeSettings(), placement or Placement()
+    if settings.quantize:
+        optional("torchao", "`quantize`", "quantize")
     placement.refuse_unknown(names)
     replicas = {name: placement.replicas.get(name, placement.replicas.get("", 1)) for name in names}
     own: dict[str, Any] = {}

@@ -7,7 +7,6 @@ only what passes is loaded here.
 
 import argparse
 import re
-import resource
 import subprocess
 import sys
 import zipfile
@@ -52,16 +51,25 @@ def read_pickle(path: Path, allow_pickle: bool) -> dict[str, Any]:
             f"{path}: is no archive, as torch has written since 1.6; read it with torch.load(…, "
             "weights_only=True) and write it again by torch.save"
         )
+    before = _identity(path)
     if problem := _problem(path):
         raise HddmError(f"{path}: {problem}; fetch it again or use a safetensors version")
     content: dict[str, Any] = _load(path)
+    if _identity(path) != before:
+        raise HddmError(f"{path}: changed while it was read; wait until it is complete, and try again")
     return content
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _problem(path: Path) -> str:
     """What stops a child process from loading the file; empty if nothing does."""
     # The working folder, which the file may have come with, is not searched for modules.
-    code = f"import sys; sys.path[:] = {sys.path!r}; "
+    places = [one for one in sys.path if Path(one).is_absolute()]
+    code = f"import sys; sys.path[:] = {places!r}; "
     code += "from hddm.utils.pickles import try_to_load; sys.exit(try_to_load(sys.argv[1]))"
     seconds = 10 * _seconds(path)
     try:
@@ -113,6 +121,9 @@ def try_to_load(name: str) -> bool:
 
 def _limit(path: Path) -> None:
     """Limit what this process may take: time, and memory where the system says how much it has by now."""
+    # Not on Windows, where pickles are therefore refused.
+    import resource
+
     limits, status = {resource.RLIMIT_CPU: _seconds(path)}, Path("/proc/self/status")
     if status.exists():
         (used,) = (line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmData"))
@@ -130,13 +141,15 @@ def _load(path: Path) -> Any:
 def _check(value: object, key: str = "", depth: int = 0) -> None:
     """Refuse a kilobyte that would become a gigabyte as soon as it is cast, and bottomless nesting."""
     if isinstance(value, Tensor):
-        if value.layout is not torch.strided:
-            raise HddmError(f"{key!r} is sparse, which weights never are")
+        is_plain = type(value) in (Tensor, torch.nn.Parameter) and not value.is_quantized
+        if not is_plain or value.layout is not torch.strided or value.device.type != "cpu":
+            raise HddmError(f"{key!r} is sparse, quantized or without numbers, which weights never are")
         size, stored = value.numel() * value.itemsize, value.untyped_storage().nbytes()
         if size > stored:
             raise HddmError(f"{key!r} of shape {tuple(value.shape)} is {size} bytes made of {stored}")
-    elif isinstance(value, dict | list | tuple):
+    elif isinstance(value, argparse.Namespace | dict | list | tuple):
         if depth == _DEEPEST:
             raise HddmError(f"{key!r} is nested too deep, which weights never are")
+        value = vars(value) if isinstance(value, argparse.Namespace) else value
         for name, one in value.items() if isinstance(value, dict) else enumerate(value):
             _check(one, f"{key}.{name}" if key else str(name), depth + 1)
