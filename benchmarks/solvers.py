@@ -16,7 +16,7 @@ from torch import Tensor
 import hddm
 from hddm.conditions import LABELS
 from hddm.sampling import time_grid
-from hddm.solvers import solver_named
+from hddm.solvers import Velocity, solver_named
 
 OURS = ("euler", "adams-bashforth", "adams-moulton")
 THEIRS = {
@@ -47,28 +47,29 @@ def errors_of(model: hddm.VelocityField, num: int, exact_steps: int) -> dict[tup
     x = torch.randn(num, *model.sample_shape, generator=torch.Generator().manual_seed(1)).double()
     given = {LABELS: torch.arange(num) % len(model.classes)} if model.classes else {}
 
-    def velocity(x: Tensor, now: Tensor, then: Tensor | None = None) -> Tensor:
+    def velocity(x: Tensor, now: Tensor, then: Tensor) -> Tensor:
         return model.velocity(x.float(), now.expand(len(x)), **given).double()
 
     def by_us(name: str, steps: int) -> Tensor:
         return solver_named(name)(velocity, x, time_grid(steps))
 
-    def by_diffusers(name: str, steps: int) -> Tensor:
-        kind, order = THEIRS[name]
-        scheduler = kind(
-            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=1.0, solver_order=order
-        )
-        scheduler.set_timesteps(steps)
-        found = x
-        for index, step in enumerate(scheduler.timesteps):
-            v = velocity(found, scheduler.sigmas[index].double())
-            found = scheduler.step(v, step, found).prev_sample
-        return found
-
     exact = by_us("heun", exact_steps)
     made = {(name, calls): by_us(name, calls) for name in OURS for calls in CALLS}
-    made |= {(name, calls): by_diffusers(name, calls) for name in THEIRS for calls in CALLS}
+    made |= {(name, calls): by_diffusers(name, velocity, x, calls) for name in THEIRS for calls in CALLS}
     return {key: (value - exact).square().mean().sqrt().item() for key, value in made.items()}
+
+
+def by_diffusers(name: str, velocity: Velocity, x: Tensor, steps: int) -> Tensor:
+    """Samples by one of `THEIRS`."""
+    kind, order = THEIRS[name]
+    scheduler = kind(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=1.0, solver_order=order
+    )
+    scheduler.set_timesteps(steps)
+    for index, step in enumerate(scheduler.timesteps):
+        now, then = scheduler.sigmas[index : index + 2].double()
+        x = scheduler.step(velocity(x, now, then), step, x).prev_sample
+    return x
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from hddm.ensemble import Ensemble
 from hddm.evaluation.expert_use import ExpertUse
 from hddm.noise import Noise
 from hddm.routers import Choice
-from hddm.solvers import OnStep, Solver, unchanged
+from hddm.solvers import OnStep, Solver, Velocity, unchanged
 from hddm.utils.errors import HddmError
 
 
@@ -170,17 +170,13 @@ def _integrate(
     is_checked: bool = False,
 ) -> Tensor:
     model, solver, times, picture = plan.model, plan.solver, plan.times, plan.picture(batch.kind)
-    x, _ = plan.start(batch.numbers, batch.rows, batch.kind)
+    x, s = plan.start(batch.numbers, batch.rows, batch.kind)
     if picture is not None:
         fresh, picture = plan.noise.fresh(batch.numbers, tuple(x.shape[1:])), picture.rows(batch.rows)
         solver = picture.solver(solver, fresh)
         if picture.source is not None:
-            source = _source_walk(plan, batch, picture.source, x, picture.strength, is_checked)
-
-            def described(x: Tensor, now: Tensor, then: Tensor) -> Tensor:
-                return torch.zeros_like(x) if stop() else source.velocity(x, now, then)
-
-            solver, x = edit(solver, picture.x_0, described, fresh), picture.x_0.to(x).expand_as(x)
+            source = _source_velocity(plan, batch, picture.source, x, s, stop, is_checked)
+            solver, x = edit(solver, picture.x_0, source, fresh), picture.x_0.to(x).expand_as(x)
     x = x.to(model.device, torch.promote_types(plan.dtype, x.dtype))
     if stop():
         return x
@@ -203,10 +199,16 @@ def _integrate(
     return solver(walk.velocity, x, times[above:], walk.on_step_unless_stopped)
 
 
-def _source_walk(
-    plan: Plan, batch: Batch, conditions: Conditions, x: Tensor, s: float, is_checked: bool
-) -> "_Walk":
-    """Velocities of a picture (noised to x at s) under the conditions that describe it, without guidance."""
+def _source_velocity(
+    plan: Plan,
+    batch: Batch,
+    conditions: Conditions,
+    x: Tensor,
+    s: float,
+    stop: Callable[[], bool],
+    is_checked: bool,
+) -> Velocity:
+    """Velocity of a picture (noised to x at s) under the conditions that describe it, without guidance."""
     model, expert = plan.model, batch.expert
     conditions = conditions.map(lambda value: value.to(model.device))
     same = {name: value for name, value in batch.conditions.given.items() if name in SETTINGS}
@@ -215,7 +217,8 @@ def _source_walk(
         expert = pick_experts(posterior_of(model, x, s, conditions), plan.noise.draws(batch.numbers))
     unguided = replace(plan, guidance=lambda: Guidance(1.0))
     own = replace(batch, conditions=conditions, expert=expert)
-    return _Walk(model, unguided, own, unchanged, lambda: False, None, is_checked)
+    walk = _Walk(model, unguided, own, unchanged, stop, None, is_checked)
+    return lambda x, now, then: torch.zeros_like(x) if stop() else walk.velocity(x, now, then)
 
 
 @dataclass

@@ -68,7 +68,6 @@ class ExpertSet(nn.Module):
             copy.copy(one) if isinstance(one, VelocityField) else _on_demand(own, dtype, device, shelf)
             for one, own in zip(experts, self.experts, strict=True)
         )
-        self._is_quantized = False
         self.networks = nn.ModuleList([one for one in self._networks if isinstance(one, nn.Module)])
 
     @property
@@ -119,9 +118,7 @@ class ExpertSet(nn.Module):
         Raises `HddmError` for an unknown mode, a budget below an expert's size, ``disk`` for experts in
         memory, and networks that are not hddm's to move.
         """
-        own = [network for network in self._networks if isinstance(network, StoredNetwork)]
-        if len(own) < len(self._networks):
-            raise HddmError(f"offload {mode}: an expert was built in memory; load it from a folder")
+        own = self._from_folders(f"offload {mode}")
         if mode == "disk" and any(expert.folder is None for expert in self.experts):
             raise HddmError("offload disk: these experts are in memory only; load them from folders")
         shelf = Shelf(mode, budget)
@@ -144,15 +141,18 @@ class ExpertSet(nn.Module):
 
     def quantize(self) -> None:
         """Hold linear layers in int8; see `StoredNetwork.quantize`. These experts can then not be saved."""
+        for network in self._from_folders("quantize"):
+            network.quantize()
+
+    def _from_folders(self, change: str) -> list[StoredNetwork]:
+        """All networks; `HddmError` names the ``change`` where one of them is not hddm's to read again."""
         own = [network for network in self._networks if isinstance(network, StoredNetwork)]
         if len(own) < len(self._networks):
-            raise HddmError("quantize: an expert was built in memory; load it from a folder")
-        for network in own:
-            network.quantize()
-        self._is_quantized = True
+            raise HddmError(f"{change}: an expert was built in memory; load it from a folder")
+        return own
 
     def _refuse_quantized(self) -> None:
-        if self._is_quantized:
+        if any(network.is_quantized for network in self.stored):
             raise HddmError("quantized experts cannot be saved; load them again")
 
     def save_pretrained(self, folder: str | Path, **_: object) -> None:

@@ -17,7 +17,7 @@ from diffusers import ModelMixin
 from torch import Tensor
 
 from hddm.utils.errors import HddmError, did_you_mean, one_line, shown
-from hddm.utils.files import inside, kind_of, read_json, sha256_of
+from hddm.utils.files import identity_of, inside, kind_of, read_json, sha256_of
 from hddm.utils.pickles import read_pickle
 from hddm.utils.tensors import read_header, read_safetensors, refuse_non_finite
 
@@ -256,7 +256,7 @@ class WeightsReader:
     """Reader of a weights file; refuses NaN and Inf at the first read, and a file gone or changed since."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._identity = path, _identity(path)
+        self._path, self._identity = path, identity_of(path)
         self._is_checked = False
 
     def __call__(self, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -271,7 +271,7 @@ class WeightsReader:
                 f"when they are first needed; keep the folder, or load the model from its new place"
             )
         # Another expert may have replaced the folder.
-        if _identity(self._path) != self._identity:
+        if identity_of(self._path) != self._identity:
             raise HddmError(f"{self._path}: has changed since it was opened; load the model again")
         weights = read_safetensors(self._path)
         if not self._is_checked:
@@ -293,18 +293,13 @@ def cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 
 def sha256_once(path: Path) -> str:
     """SHA-256 of a file, computed again only for a different file, under whatever name."""
-    identity = _identity(path)
+    identity = identity_of(path)
     if identity not in _HASHES:
         _HASHES[identity] = sha256_of(path)
     return _HASHES[identity]
 
 
 _HASHES: dict[tuple[int, ...], str] = {}
-
-
-def _identity(path: Path) -> tuple[int, ...]:
-    status = path.stat()
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def read_file(path: Path, allow_pickle: bool) -> dict[str, Any]:

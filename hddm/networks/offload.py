@@ -137,7 +137,7 @@ class StoredNetwork(nn.Module):
         self._network = (network,)
         self._read = read
         self._shapes = {name: tensor.shape for name, tensor in network.state_dict().items()}
-        self._quantized: Callable[[Tensor], Tensor] | None = None
+        self._in_int8 = frozenset[str]()
         self._constants = {name: b for name, b in network.named_buffers() if not b.is_meta}
         self._host: Tensors | None = None
         self.origin = origin
@@ -162,7 +162,7 @@ class StoredNetwork(nn.Module):
         """Bytes of the weights on the device."""
         width = self.placement.element_size()
         return sum(
-            shape.numel() + (width + 1) * shape[0] if self._is_quantized(name) else width * shape.numel()
+            shape.numel() + (width + 1) * shape[0] if name in self._in_int8 else width * shape.numel()
             for name, shape in self._shapes.items()
         )
 
@@ -172,22 +172,16 @@ class StoredNetwork(nn.Module):
         The layers compute in the network's dtype. Raises `HddmError` without torchao.
         """
         optional("torchao", "`quantize`", "quantize")
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-        def quantized(weight: Tensor) -> Tensor:
-            outputs, inputs = weight.shape
-            layer = nn.Linear(inputs, outputs, bias=False, device="meta")
-            layer.weight = nn.Parameter(weight, requires_grad=False)
-            quantize_(layer, Int8WeightOnlyConfig())
-            return layer.weight
-
         self.shelf.forget(self)
-        self._quantized = quantized
+        linear = {
+            f"{name}.weight" for name, module in self.network.named_modules() if isinstance(module, nn.Linear)
+        }
+        packed = {name for name in self._shapes if name.endswith("in_proj_weight")}
+        self._in_int8 = frozenset(linear | packed)
 
-    def _is_quantized(self, name: str) -> bool:
-        owner, _, leaf = name.rpartition(".")
-        is_linear = leaf == "weight" and isinstance(self.network.get_submodule(owner), nn.Linear)
-        return self._quantized is not None and (is_linear or leaf == "in_proj_weight")
+    @property
+    def is_quantized(self) -> bool:
+        return bool(self._in_int8)
 
     def forward(self, *inputs: Tensor, **conditions: Tensor) -> Any:
         if self.shelf.offload == "none":
@@ -228,8 +222,8 @@ class StoredNetwork(nn.Module):
             owner, _, leaf = name.rpartition(".")
             module = self.network.get_submodule(owner)
             if leaf in module._parameters:
-                if self._quantized is not None and self._is_quantized(name) and not value.is_meta:
-                    value = self._quantized(value)
+                if name in self._in_int8 and not value.is_meta:
+                    value = _int8(value)
                 module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
             else:
                 module._buffers[leaf] = value
@@ -255,6 +249,16 @@ class StoredNetwork(nn.Module):
         """Weights, brought to the device."""
         self.shelf.bring(self)
         return self.network.parameters(recurse)
+
+
+def _int8(weight: Tensor) -> Tensor:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    outputs, inputs = weight.shape
+    layer = nn.Linear(inputs, outputs, bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    quantize_(layer, Int8WeightOnlyConfig())
+    return layer.weight
 
 
 def in_best_order(networks: Mapping[int, object]) -> list[int]:

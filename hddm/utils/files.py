@@ -396,6 +396,12 @@ _LARGEST_HEADER = 100_000_000
 """Bytes of the largest safetensors header that the library accepts."""
 
 
+def identity_of(path: Path) -> tuple[int, ...]:
+    """Numbers that differ for another file, and for the same one once it is written again."""
+    status = path.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 def kind_of(path: Path) -> Kind:
     """``"safetensors"``, ``"torch-zip"`` (by `torch.save`) or ``"pickle"`` (before torch 1.6).
 

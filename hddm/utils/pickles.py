@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from hddm.utils.errors import HddmError, one_line
-from hddm.utils.files import kind_of, refuse_pickle
+from hddm.utils.files import identity_of, kind_of, refuse_pickle
 
 SAFE_TORCH = "2.10"
 """First torch whose weights-only unpickler has no known hole (CVE-2025-32434, CVE-2026-24747)."""
@@ -51,18 +51,13 @@ def read_pickle(path: Path, allow_pickle: bool) -> dict[str, Any]:
             f"{path}: is no archive, as torch has written since 1.6; read it with torch.load(…, "
             "weights_only=True) and write it again by torch.save"
         )
-    before = _identity(path)
+    before = identity_of(path)
     if problem := _problem(path):
         raise HddmError(f"{path}: {problem}; fetch it again or use a safetensors version")
     content: dict[str, Any] = _load(path)
-    if _identity(path) != before:
+    if identity_of(path) != before:
         raise HddmError(f"{path}: changed while it was read; wait until it is complete, and try again")
     return content
-
-
-def _identity(path: Path) -> tuple[int, ...]:
-    found = path.stat()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _problem(path: Path) -> str:

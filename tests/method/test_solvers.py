@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hddm.solvers import SOLVERS, Solver, Velocity, euler, solver_named
+from benchmarks.solvers import by_diffusers
+from hddm.solvers import SOLVERS, Solver, euler, solver_named
 from tests.cases import BETAS, discrete_case, oracle_field
 from tests.oracles import GaussianMixture, OracleNetwork, relative_error, rms_error
 
@@ -69,23 +70,6 @@ WIDE = GaussianMixture.random(seed=0, modes=5, dim=8, spread=2.0)
 MIXTURES = {"wide": WIDE, "narrow": _narrow(GaussianMixture.random(seed=0, modes=5, dim=8), 0.1)}
 
 
-MULTISTEP = {
-    "UniPC-2": (diffusers.UniPCMultistepScheduler, 2),
-    "DPM-Solver++(2M)": (diffusers.DPMSolverMultistepScheduler, 2),
-}
-
-
-def _by_diffusers(name: str, velocity: Velocity, x: Tensor, steps: int) -> Tensor:
-    kind, order = MULTISTEP[name]
-    scheduler = kind(
-        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=1.0, solver_order=order
-    )
-    scheduler.set_timesteps(steps)
-    for index, step in enumerate(scheduler.timesteps):
-        x = scheduler.step(velocity(x, scheduler.sigmas[index].double(), step), step, x).prev_sample
-    return x
-
-
 @pytest.mark.parametrize("mixture", MIXTURES.values(), ids=MIXTURES)
 def test_solvers_with_a_memory_are_nearer_than_those_of_diffusers(mixture: GaussianMixture) -> None:
     def velocity(x: Tensor, t: Tensor, then: Tensor) -> Tensor:
@@ -97,10 +81,12 @@ def test_solvers_with_a_memory_are_nearer_than_those_of_diffusers(mixture: Gauss
     def error(name: str, steps: int) -> float:
         by_us = name in SOLVERS
         found = solver_named(name)(velocity, x, _even(steps).flip(0)) if by_us else None
-        return float(rms_error(_by_diffusers(name, velocity, x, steps) if found is None else found, exact))
+        return float(rms_error(by_diffusers(name, velocity, x, steps) if found is None else found, exact))
 
     for steps in (8, 10, 15, 20, 30):
-        assert error("adams-moulton", steps) < min(error(name, steps) for name in MULTISTEP)
+        assert error("adams-moulton", steps) < min(
+            error(name, steps) for name in ("UniPC-2", "DPM-Solver++(2M)")
+        )
 
 
 @pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
