@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from benchmarks.harness import Digits, Start
+from benchmarks.harness import Start, digit_shards
 from benchmarks.reports import COLOURS
 from hddm.benchmark.compute import count_training
 from hddm.benchmark.file import BenchmarkFile, read_benchmark
@@ -89,7 +89,7 @@ def scaling(sweep: Sweep, start: Start) -> Path:
 def shared_cost(size: str) -> float:
     """What a step of the router costs, in steps of an expert of this ``size``, with as many images."""
     with tempfile.TemporaryDirectory() as folder:
-        shards = Digits(Path(folder)).shards("shards", SHARDS)
+        shards = digit_shards(Path(folder), SHARDS)
         words = ["train", "expert", str(shards / "shard_0"), "--objective", "flow", "--size", size]
         expert, _ = count_training([*words, "--optimizer", "adamw"], run_words)
         router, _ = count_training(["train", "router", str(shards), "--optimizer", "adamw"], run_words)

@@ -23,7 +23,7 @@ from diffusers.utils import logging
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from benchmarks.harness import Digits, Start, apart
+from benchmarks.harness import Start, apart, digit_shards
 from benchmarks.inference import models, times
 from benchmarks.inference.memory import ALL, load_even, peak, write_ensembles
 from benchmarks.reports import table
@@ -315,7 +315,7 @@ def resuming(sizes: Sizes, device: str) -> Found:
 
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        shard = Digits(place).shards("shards", 2) / "shard_0"
+        shard = digit_shards(place, 2) / "shard_0"
         whole, again = (train_expert(shard, place / name, settings) for name in ("whole", "again"))
         try:
             train_expert(shard, place / "stopped", settings, on_step=stop, run=RunOptions())
@@ -342,7 +342,7 @@ def students(sizes: Sizes, device: str) -> Found:
     rows, each, is_finite = [], {}, True
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        shards = Digits(place).shards("shards", 2)
+        shards = digit_shards(place, 2)
         experts = [place / str(k) for k in range(2)]
         for k, out in enumerate(experts):
             train_expert(shards / f"shard_{k}", out, ExpertSettings(objective="flow", **common()))
