@@ -45,7 +45,7 @@ from hddm.conditions import (
     join_classes,
     within,
 )
-from hddm.networks.offload import in_best_order, release
+from hddm.networks.offload import in_best_order
 from hddm.networks.wrappers import TEXT_CONDITIONS, described, missing_from
 from hddm.routers import Choice, Strategy, answer_of, given_condition, sparse_weights
 from hddm.utils.errors import HddmError, UsageError
@@ -365,9 +365,6 @@ class Ensemble:
             inputs: of each expert, for the rows that it is chosen for.
             then: the end of the step, a scalar or (batch,), on the CPU.
         """
-        for one in self.experts if self.num_domains < len(self.experts) else ():
-            if not one.covers(times).any():
-                release(one.network, one.weak and one.weak.network)
         mixed = torch.zeros_like(x_t, dtype=torch.promote_types(x_t.dtype, torch.float32))
         parts = choice.parts(x_t.device)
 

@@ -40,8 +40,7 @@ class Plan:
     """Steps from t = 1 to 0, of which a picture needs the last ones only."""
     times: Tensor
     """Times from 1, or from the strength of a picture, to 0, in float64."""
-    guidance: Callable[[], Guidance]
-    """Guidance of the next call of the velocity."""
+    guidance: Guidance
     noise: Noise
     shape: tuple[int, ...] | None
     """Shape (C, H, W) of a sample; None for the experts' own."""
@@ -91,7 +90,7 @@ class Batch:
     numbers: Sequence[int]
     """Their numbers under a seed."""
     conditions: Conditions
-    """On the model's device; ``on_step`` may change its dictionaries."""
+    """On the model's device."""
     expert: Tensor | None = None
     """The expert of each sample (n,), on the CPU; None where experts are mixed."""
     kind: int = 0
@@ -215,7 +214,7 @@ def _source_velocity(
     conditions = replace(conditions, given=same | conditions.given)
     if model.strategy == "draw" and plan.expert is None:
         expert = pick_experts(posterior_of(model, x, s, conditions), plan.noise.draws(batch.numbers))
-    unguided = replace(plan, guidance=lambda: Guidance(1.0))
+    unguided = replace(plan, guidance=Guidance(1.0))
     own = replace(batch, conditions=conditions, expert=expert)
     walk = _Walk(model, unguided, own, unchanged, stop, None, is_checked)
     return lambda x, now, then: torch.zeros_like(x) if stop() else walk.velocity(x, now, then)
@@ -236,25 +235,30 @@ class _Walk:
     """The experts that run; fixed where each sample of the batch has its own."""
     shares: Tensor | None = None
     labels: Tensor | None = None
-    guidance: Guidance | None = None
     inputs: tuple[Choice | None, Mapping[int, Inputs]] = (None, {})
     """A choice, and the inputs of its experts."""
-    seen: tuple[tuple[Tensor, int], ...] = ()
-    """Conditions that were read, each with its version, which changes when it is changed in place."""
     stopped: Tensor | None = None
     """The states at which the walk was stopped."""
 
     def __post_init__(self) -> None:
         self.calls = itertools.count()
-        if self.batch.expert is not None:
-            self.choice = Choice.of(self.batch.expert, len(self.model.experts))
+        model, conditions, expert = self.model, self.batch.conditions, self.batch.expert
+        for branch in (conditions.given, conditions.negative):
+            check_names(branch, model.conditions)
+            if LABELS in branch:
+                model.check_range(branch[LABELS].cpu())
+        self.labels = conditions.given[LABELS].cpu() if LABELS in conditions.given else None
+        if expert is None:
+            self.shares = model.shares_of(len(self.batch.rows), conditions.given, conditions.prior)
+        else:
+            self.choice = Choice.of(expert, len(model.experts))
+            model.joint.check(self.choice.weights, self.labels)
 
     def velocity(self, x: Tensor, now: Tensor, then: Tensor) -> Tensor:
         """The velocity of states x (n, …) at ``now``, for a step to ``then``."""
         if self.stopped is not None:
             return torch.zeros_like(x)
         model, conditions, t = self.model, self.batch.conditions, now.expand(len(x))
-        self._read_conditions()
         if self.batch.expert is None and next(self.calls) % self.plan.router_every == 0:
             self.choice = Choice(model.routed(x, t, self.shares, may_be_nan=not self.is_checked))
             model.joint.check(self.choice.weights, self.labels)
@@ -265,8 +269,8 @@ class _Walk:
         if self.use is not None:
             self.use.add(float(now), choice.weights)
         if self.inputs[0] is not choice:
-            guidance, (given, negative) = self.plan.guidance(), (conditions.given, conditions.negative)
-            self.inputs = choice, model.inputs_by_expert(x, choice, guidance, negative, given)
+            given, negative = conditions.given, conditions.negative
+            self.inputs = choice, model.inputs_by_expert(x, choice, self.plan.guidance, negative, given)
         v = model.mix(x, t, choice, self.inputs[1], then)
         if self.is_checked:
             _check_finite(v, now, choice)
@@ -280,26 +284,6 @@ class _Walk:
         x = self.on_step(index, x)
         self.stopped = x if self.stop() else None
         return x
-
-    def _read_conditions(self) -> None:
-        """Read conditions and guidance again where a callback has changed them."""
-        conditions, guidance = self.batch.conditions, self.plan.guidance()
-        tensors = (*conditions.given.values(), *conditions.negative.values())
-        now = tuple((one, one._version) for one in tensors)
-        pairs = zip(now, self.seen, strict=False)
-        is_same = len(now) == len(self.seen) and all(a is b and v == w for (a, v), (b, w) in pairs)
-        if is_same and guidance == self.guidance:
-            return
-        for branch in (conditions.given, conditions.negative):
-            check_names(branch, self.model.conditions)
-            if LABELS in branch:
-                self.model.check_range(branch[LABELS].cpu())
-        self.labels = conditions.given[LABELS].cpu() if LABELS in conditions.given else None
-        self.guidance, self.seen, self.inputs = guidance, now, (None, {})
-        if self.choice is not None and self.batch.expert is not None:
-            self.model.joint.check(self.choice.weights, self.labels)
-        else:
-            self.shares = self.model.shares_of(len(self.batch.rows), conditions.given, conditions.prior)
 
 
 def _check_finite(v: Tensor, t: Tensor, choice: Choice) -> None:

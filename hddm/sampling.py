@@ -6,7 +6,6 @@ changes rounding only.
 """
 
 import copy
-import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -108,7 +107,7 @@ def plan(
     shift: float | None = None,
     strategy: str | None = None,
     expert: int | None = None,
-    guidance: float | Guidance | Callable[[], Guidance] = 1.0,
+    guidance: float | Guidance = 1.0,
     router_every: int = 1,
     shape: tuple[int, ...] | None = None,
     noise: Noise = Seeded(),  # noqa: B008 - it holds a number alone
@@ -126,8 +125,7 @@ def plan(
         shift: of the time grid.
         strategy: instead of the ensemble's own; see `hddm.routers`.
         expert: the one expert to use; if it covers a part of t only, with the other experts of its domain.
-        guidance: 1 for none, another number by condition, a `Guidance`, or a function that returns it for the
-            next call of the velocity.
+        guidance: 1 for none, another number by condition, or a `Guidance`.
         router_every: call the router at every n-th call of the velocity; between, its choice stays.
         shape: (C, H, W) of a sample, where it is not the model's.
         noise: see `hddm.noise`.
@@ -152,9 +150,8 @@ def plan(
         raise HddmError(f"`expert` {expert}: there are 0 … {len(model.experts) - 1}")
     # A copy, so that another thread's sampling keeps its own strategy.
     model = model.under(strategy or model.strategy)
-    if not callable(guidance):
-        guidance = functools.partial(Guidance.of, guidance)
-    scale, inner = guidance().scale, max(one.inner_guidance for one in model.experts)
+    guidance = Guidance.of(guidance)
+    scale, inner = guidance.scale, max(one.inner_guidance for one in model.experts)
     if scale != 1 and inner != 1:
         raise HddmError(
             f"`guidance_scale` {scale:g}: this student has guidance of scale {inner:g} inside; drop it"
@@ -200,7 +197,7 @@ def batches(plan: Plan, numbers: Sequence[int], conditions: Conditions, size: in
     used = chosen
     if chosen is None and (shares := model.shares_of(num, conditions.given, conditions.prior)) is not None:
         used = shares.sum(0).nonzero()[:, 0]
-    model.require(plan.guidance(), conditions.given, used)
+    model.require(plan.guidance, conditions.given, used)
     groups = [torch.arange(num)]
     if chosen is not None and is_apart:
         groups = [(chosen == k).nonzero()[:, 0] for k in chosen.unique().tolist()]

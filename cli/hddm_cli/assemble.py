@@ -81,7 +81,7 @@ def assemble(
     if ensemble.strategy == "draw":
         typer.echo("draw: one expert makes each image from beginning to end, drawn by the shares")
         if ensemble.learned is not None:
-            typer.echo("the router is for other strategies; hddm evaluate --strategies all compares them")
+            typer.echo("the router is for other strategies, such as hddm sample --strategy commit-0.92")
     entries = read_entries([written / one.folder for one in ensemble.experts], ensemble.experts)
     parts, shares_of = parts_of(entries), []
     for first in dict.fromkeys(part.domain for part in parts):

@@ -13,7 +13,7 @@ from hddm.utils.errors import choose, did_you_mean, words
 
 _TOPICS = {
     "Network": "size prediction rotary schedule noise_range lora_rank lora_alpha num_heads sample_size "
-    "prediction_type architecture modulation_rank text_dim",
+    "prediction_type text_dim",
     "Weights": "allow_pickle weights variant licence",
     "Training": "optimizer learning_rate muon_learning_rate warmup ema_decay weighting time_sampling "
     "snr_gamma weak_at",
@@ -28,7 +28,6 @@ _TOPICS = {
     "Editing": "init_image strength mask resampling_steps edit_from",
     "Guidance": "guidance_scale guide_by cfg_channels guidance_interval guidance_rescale",
     "Features": "features cache save_classifier",
-    "Strategies": "strategies store",
     "Students of few steps": "sampling_steps trajectories",
     "Limits": "max_images max_steps max_queue timeout",
     "Speed and memory": "batch_size batching device dtype offload max_memory compile quantize "

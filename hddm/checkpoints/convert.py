@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Calibration
 from hddm.checkpoints.architecture import Built
-from hddm.checkpoints.plan import ADALN_SINGLE, TEXT, ConversionPlan, plan, summary
+from hddm.checkpoints.plan import TEXT, ConversionPlan, plan, summary
 from hddm.checkpoints.sources import Checkpoint, Forward
 from hddm.data.shards import open_shard
 from hddm.experts.ensemble_folders import keep_component
@@ -48,7 +48,7 @@ from hddm.networks.wrappers import EXPERT_NETWORKS, OPTIONAL_CONDITIONS, call, p
 from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule
 from hddm.training.objectives import check_fit
 from hddm.training.verify import warn_of_misreading
-from hddm.utils.errors import HddmError, UsageError, asked, one_line
+from hddm.utils.errors import HddmError, asked, one_line
 from hddm.utils.files import check_absent, new_folder, refuse_full_disk, sha256_of, write_json
 from hddm.utils.progress import Progress
 from hddm.utils.records import read_record
@@ -60,7 +60,6 @@ from hddm.velocity import PredictionType, VelocityField
 TIMES = (0.05, 0.25, 0.5, 0.75, 0.95)
 """Shares of the range of t that schedule and expert cover."""
 LARGEST_DIFFERENCE = 1e-4
-LARGEST_FOLD_ERROR = 0.5
 LARGEST_VELOCITY_ERROR = 1e-4
 TOKENS = 8
 _ENOUGH = 16
@@ -80,12 +79,11 @@ _FIXED = {
 class ConversionCheck:
     """Errors that the check measured.
 
-    ``difference`` is the largest absolute difference of an output number, ``function_error`` the root mean
-    square difference relative to the source's outputs, ``velocity_errors`` the relative error at each time t.
+    ``difference`` is the largest absolute difference of an output number, ``velocity_errors`` the relative
+    error at each time t.
     """
 
     difference: float
-    function_error: float
     velocity_errors: Mapping[float, float]
 
     @property
@@ -132,8 +130,6 @@ def convert(
         HddmError: for an unreadable source, unknown or contradicting conventions, tensors that are not
             exactly those of the network, a failed comparison, or an existing ``out``.
     """
-    if settings.modulation_rank and settings.architecture is None:
-        raise UsageError(f"`modulation_rank` {settings.modulation_rank}: needs `architecture` {ADALN_SINGLE}")
     with Progress(None, "read the checkpoint"):
         planned = plan(source, settings)
     check_absent(out, EXPERT_FILE, overwrite)
@@ -196,10 +192,9 @@ def write_network(folder: Path, built: Built) -> None:
 
 
 def _carry_calibration(plan: ConversionPlan, draft: Path) -> None:
-    """Copy the source expert's calibration, unless the conversion changed the function that it fits."""
+    """Copy the source expert's calibration, unless the network has a new head."""
     source = plan.source
-    is_kept = plan.record.training_calibration or plan.built.modulation_error is None
-    if source.record is None or plan.is_restarted or not is_kept:
+    if source.record is None or plan.is_restarted:
         return
     # Loading refuses NaN and values that no fit gives.
     if Calibration.load(source.path) is not None:
@@ -219,15 +214,9 @@ def _checked(plan: ConversionPlan, draft: Path) -> ConversionCheck:
             f"{source.path}: its {network} does not run ({type(error).__name__}: {one_line(error)}); correct "
             "its config"
         ) from error
-    is_fold = bool(plan.built.modulation_error)
-    if is_fold and found.is_finite and found.function_error > LARGEST_FOLD_ERROR:
-        raise HddmError(
-            f"{source.path}: the folded network's outputs differ by {found.function_error:.2f} "
-            "(relative); raise `modulation_rank`; nothing was written"
-        )
     largest = max(found.velocity_errors.values())
     is_exact = found.difference <= LARGEST_DIFFERENCE and largest <= LARGEST_VELOCITY_ERROR
-    if not found.is_finite or not (is_fold or is_exact):
+    if not (found.is_finite and is_exact):
         raise HddmError(
             f"{source.path}: the converted network is not the source's: outputs differ by "
             f"{found.difference:.2e} (limit {LARGEST_DIFFERENCE:.0e}), velocities by {found.errors}; nothing "
@@ -299,7 +288,7 @@ def _compare(plan: ConversionPlan, source: Forward | None, draft: Path) -> Conve
     schedule, prediction_type = conventions.schedule, conventions.prediction_type
     low, high = max(written.range[0], written.noise_range[0]), min(written.range[1], written.noise_range[1])
     noise = generator(0, Use.CONVERSION_STATES)
-    squares, wanted, largest, errors = 0.0, 0.0, 0.0, {}
+    largest, errors = 0.0, {}
     with _InFloat32(), Progress(len(TIMES), "compare with the source") as progress:
         for share in TIMES:
             t = low + share * (high - low)
@@ -311,8 +300,6 @@ def _compare(plan: ConversionPlan, source: Forward | None, draft: Path) -> Conve
             timestep = torch.tensor([u * conventions.time_scale], dtype=torch.float32)
             expected = outputs[-1] if source is None else source(y, timestep, conditions)
             difference = (outputs[-1] - expected).double()
-            squares += difference.square().sum().item()
-            wanted += expected.square().sum().item()
             # A comparison with NaN is false, so the maximum would hide one.
             largest = max(largest, difference.abs().max().item()) if difference.isfinite().all() else math.nan
             closed = _closed_form(
@@ -322,7 +309,7 @@ def _compare(plan: ConversionPlan, source: Forward | None, draft: Path) -> Conve
             progress(1)
             if not math.isfinite(largest):
                 break
-    return ConversionCheck(largest, math.sqrt(squares / max(wanted, 1e-30)), errors)
+    return ConversionCheck(largest, errors)
 
 
 def _native(schedule: Schedule, t: float) -> tuple[float, float, float]:
@@ -384,11 +371,6 @@ def verdict(plan: ConversionPlan, verified: ConversionCheck | None) -> list[str]
         return ["verify: skipped"]
     if plan.is_restarted:
         return ["verify: the network runs; its head is new, so there is nothing to compare"]
-    if plan.built.modulation_error is not None:
-        return [
-            f"verify: outputs differ from the source's by {verified.function_error:.2e} (relative, root mean "
-            f"square), at most {verified.difference:.2e}; a higher `modulation_rank` comes closer"
-        ]
     return [
         f"verify: outputs differ from the source's by at most {verified.difference:.1e} "
         f"(limit {LARGEST_DIFFERENCE:.0e})",

@@ -11,12 +11,10 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor
 
 from hddm.checkpoints.architecture import (
-    FOLD_TIMES,
     PAPER_STEPS,
     Built,
     add_text,
     as_expert_transformer,
-    fold,
     restart,
 )
 from hddm.checkpoints.folders import LAYOUT as HDDM
@@ -39,7 +37,6 @@ from hddm.velocity import PredictionType
 
 _ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 PAPER = "paper"
-ADALN_SINGLE = "adaln-single"
 TEXT = "encoder_hidden_states"
 
 
@@ -138,8 +135,9 @@ def plan(path: Path, conversion: Conversion) -> ConversionPlan:
     conventions = resolve(source, conversion.schedule, conversion.prediction_type)
     tensors, extras = _own_tensors(source)
     built = Built(source.network, dict(source.arguments), tensors)
-    if conversion.architecture is not None or conversion.text_dim is not None:
-        built = _reshaped(source, tensors, conventions.schedule.end * conventions.time_scale, conversion)
+    if conversion.text_dim is not None:
+        weights, config = add_text(*as_expert_transformer(source, tensors), conversion.text_dim)
+        built = Built(ExpertTransformer, config, [as_planned(*item) for item in weights.items()])
     # For a network whose config does not state it.
     side = conversion.sample_size
     size = source.record.sample_shape[1:] if source.record else None if side is None else (side, side)
@@ -151,7 +149,7 @@ def plan(path: Path, conversion: Conversion) -> ConversionPlan:
         conventions = Conventions(
             LinearSchedule(), PredictionType.FLOW_PREDICTION, PAPER_STEPS, "recipe paper", conventions.notes
         )
-    if built.network is source.network and conversion.architecture is None:
+    if built.network is source.network:
         extras |= source.declared.kept
     nulls = dict(source.nulls)
     if source.network is UNet2DConditionModel and (tokens := source.text.empty_prompt()) is not None:
@@ -197,24 +195,6 @@ def _own_tensors(source: Checkpoint) -> tuple[list[Planned], dict[str, Tensor]]:
     return tensors, extras
 
 
-def _reshaped(source: Checkpoint, tensors: list[Planned], end: float, conversion: Conversion) -> Built:
-    """The source's network with AdaLN-Single in place of adaLN-Zero, or with text added, as requested.
-
-    ``tensors`` are the network's, ``end`` is the largest timestep that it is fed. Raises `HddmError` for a
-    network that is no DiT with adaLN-Zero, or that takes text already.
-    """
-    weights, config = as_expert_transformer(source, tensors)
-    architecture, error = conversion.architecture, None
-    if architecture is not None:
-        if config.get("modulation") != "zero":
-            raise HddmError(f"`architecture` {architecture}: {source.path} has no adaLN-Zero to fold")
-        times = torch.linspace(0, end, FOLD_TIMES)
-        weights, config, error = fold(weights, config, times, conversion.modulation_rank)
-    if conversion.text_dim is not None:
-        weights, config = add_text(weights, config, conversion.text_dim)
-    return Built(ExpertTransformer, config, [as_planned(*item) for item in weights.items()], error)
-
-
 def _interface(built: Built, source: Checkpoint, size: tuple[int, int] | None) -> Interface:
     # The network's config has the defaults of its class besides the arguments.
     network = empty_network(built.network, built.arguments, len(built.tensors), "architecture")
@@ -233,7 +213,6 @@ def _record(
     text_encoder = own.text_encoder if own else source.text.record if TEXT in interface.conditions else None
     scheduler = None if source.declared.is_layout_rule else source.declared.scheduler
     options = conversion.model_dump(exclude={"allow_pickle", "weights", "licence"}) | {
-        "modulation_rank": conversion.modulation_rank if conversion.architecture else None,
         "schedule": conversion.schedule.name if conversion.schedule else None,
     }
     return ExpertRecord(
@@ -315,10 +294,4 @@ def summary(plan: ConversionPlan) -> list[str]:
     for name, reason in source.table.benign.items():
         if name in plan.extras:
             lines.append(f"not needed: {name}, {reason}")
-    if plan.built.modulation_error is not None:
-        before = sum(tensor.numel() for tensor in source.weights.values())
-        lines.append(
-            f"fold: {before:,} to {plan.parameters:,} parameters, relative error of the "
-            f"modulation {plan.built.modulation_error:.2e}"
-        )
     return lines + [f"note: {note}" for note in (*source.declared.notes, *conventions.notes)]

@@ -126,7 +126,7 @@ def _mapped(pairs: Sequence[Pair], weights: Weights, origin: str) -> list[Planne
             if not torch.equal(tensor, tensors[0]):
                 raise HddmError(
                     f"{origin}: {name} differs from {pair.foreign[0]}, and embedders that differ by block "
-                    "cannot become one; convert without `architecture` and `text_dim`"
+                    "cannot become one; convert without `text_dim`"
                 )
         planned += [as_planned(name, tensors[0]) for name in pair.ours]
     return planned

@@ -30,8 +30,7 @@ class Shelf:
     """Room on the device for the weights of several networks.
 
     ``budget`` limits the bytes of weights on the device; by default, unless ``offload`` is none, it fits the
-    two largest networks. Raises `HddmError` for an unknown ``offload``, or a
-    budget where nothing ever leaves.
+    largest network alone. Raises `HddmError` for an unknown ``offload``, or a budget without offload.
     """
 
     def __init__(self, offload: Offload = "none", budget: int | None = None) -> None:
@@ -68,7 +67,7 @@ class Shelf:
         """Limit of the bytes of weights on the device, None for no limit."""
         if self.offload == "none" or self._budget is not None:
             return self._budget
-        return sum(sorted(network.size for network in self._networks)[-2:])
+        return max(network.size for network in self._networks)
 
     def bring(self, network: "StoredNetwork") -> None:
         """Bring the weights of ``network`` to its device; raises as `add`, and for unreadable weights."""
@@ -90,11 +89,6 @@ class Shelf:
         with self.lock:
             if self._present.pop(network, None) is not None:
                 network.clear()
-
-    def release(self, network: "StoredNetwork") -> None:
-        """Remove ``network``, which will not run soon, unless a budget was given: that says what may stay."""
-        if self.offload != "none" and self._budget is None:
-            self.forget(network)
 
     def is_present(self, network: "StoredNetwork") -> bool:
         """True if the weights of ``network`` are on its device."""
@@ -269,10 +263,3 @@ def in_best_order(networks: Mapping[int, object]) -> list[int]:
         return isinstance(network, StoredNetwork) and not network.shelf.is_present(network)
 
     return sorted(networks, key=is_absent)
-
-
-def release(*networks: object) -> None:
-    """Let ``networks``, which will not run soon, leave their device; each only if it is a `StoredNetwork`."""
-    for network in networks:
-        if isinstance(network, StoredNetwork):
-            network.shelf.release(network)

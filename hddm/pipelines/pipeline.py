@@ -28,7 +28,6 @@ from hddm.networks.prompts import PromptEncoders
 from hddm.networks.transformers import RouterTransformer
 from hddm.networks.vae import kind_of
 from hddm.noise import Generated, Generators, Latents, Noise, Seeded
-from hddm.pipelines.callbacks import Callback, Callbacks
 from hddm.pipelines.encoding import Encoding, repeated
 from hddm.pipelines.hub import plan_upload, upload
 from hddm.pipelines.parts import (
@@ -49,6 +48,8 @@ from hddm.velocity import Guidance, VelocityField
 
 OUTPUTS = ("pil", "np", "pt", "latent")
 
+Callback = Callable[[Any, int, float, dict[str, Tensor]], Mapping[str, Tensor] | None]
+
 
 @dataclass
 class HDDMPipelineOutput(BaseOutput):  # type: ignore[misc]
@@ -58,7 +59,7 @@ class HDDMPipelineOutput(BaseOutput):  # type: ignore[misc]
     expert_use: ExpertUse
 
 
-class HDDMPipeline(Encoding, Pictures, Callbacks, DiffusionPipeline):  # type: ignore[misc]
+class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
     """Samples of an ensemble, decoded by a VAE if its experts make latents.
 
     Args:
@@ -78,6 +79,7 @@ class HDDMPipeline(Encoding, Pictures, Callbacks, DiffusionPipeline):  # type: i
     """
 
     _optional_components = ["router", *COMPONENTS]  # noqa: RUF012 - as diffusers has it
+    _interrupt = False
 
     def __init__(
         self,
@@ -347,7 +349,6 @@ class HDDMPipeline(Encoding, Pictures, Callbacks, DiffusionPipeline):  # type: i
         output_type: str = "pil",
         return_dict: bool = True,
         callback_on_step_end: Callback | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
     ) -> HDDMPipelineOutput | tuple[Any]:
         """Make images.
 
@@ -382,11 +383,8 @@ class HDDMPipeline(Encoding, Pictures, Callbacks, DiffusionPipeline):  # type: i
             latents: states at t = 1, (batch, C, H, W), instead of drawn ones.
             output_type: ``pil``, ``np``, ``pt`` (0 to 1) or ``latent`` (as the experts were trained).
             return_dict: return an `HDDMPipelineOutput` instead of a tuple with the images.
-            callback_on_step_end: called as ``callback(pipeline, step, timestep, tensors)`` with timestep
-                1000 t; what it returns replaces the tensors. It may set ``pipeline._interrupt`` to stop, and
-                ``pipeline._guidance_scale``, where 1 or less is no guidance. Those of diffusers work too.
-            callback_on_step_end_tensor_inputs: ``latents``, ``prompt_embeds``, ``negative_prompt_embeds``, or
-                another condition by its keyword.
+            callback_on_step_end: called as ``callback(pipeline, step, 1000 t, {"latents": x})``; the
+                ``latents`` that it returns replace x, and ``pipeline._interrupt = True`` stops the call.
 
         Raises:
             HddmError: for an option that would change something, an unknown or missing condition, missing
@@ -409,14 +407,14 @@ class HDDMPipeline(Encoding, Pictures, Callbacks, DiffusionPipeline):  # type: i
             negative_conditions,
         )
         asked, num = repeated(encoded, num_images_per_prompt, batch_size)
-        self._begin(guidance, 0)
+        self._interrupt = False
         how = self.plan(
             Begin(image, mask_image, strength, resampling_steps, height, width, edit_from),
             expert=expert,
             steps=num_inference_steps,
             solver=solver,
             strategy=strategy,
-            guidance=self._guidance,
+            guidance=guidance,
             router_every=router_every,
         )
         if output_type not in OUTPUTS:
@@ -439,11 +437,16 @@ class HDDMPipeline(Encoding, Pictures, Callbacks, DiffusionPipeline):  # type: i
             noise = Seeded(seed) if latents is None else Latents(latents, start, Seeded(seed))
         how = replace(how, noise=noise)
         use, images = ExpertUse(len(self.ensemble.experts)), [None] * num
-        names = callback_on_step_end_tensor_inputs
+
+        def on_step(index: int, x: Tensor) -> Tensor:
+            bar.update()
+            if callback_on_step_end is None:
+                return x
+            changed = callback_on_step_end(self, index, 1000 * float(how.times[index]), {"latents": x})
+            return changed["latents"].to(x).expand_as(x) if changed else x
+
         for batch in batches(how, range(start, start + num), asked, num):
-            self._begin(guidance, how.steps)
-            with self.progress_bar(total=self._num_timesteps) as bar:
-                on_step = self._on_step(bar.update, callback_on_step_end, names, how.times, batch.conditions)
+            with self.progress_bar(total=how.steps) as bar:
                 made: Any = self.run(how, batch, on_step, lambda: self._interrupt, use)
             if output_type != "latent":
                 made = self.image_processor.postprocess(self.images_of(how, batch, made), output_type)

@@ -361,7 +361,7 @@ class Front:
         """Samples (n, C, H, W) of a batch: one message for one expert alone, else one per step and expert."""
         if k is not None and how.model.experts[k].noise_range == WHOLE:
             given, negative = batch.conditions.given, batch.conditions.negative
-            asked = how.model.conditions_by_expert(how.guidance(), negative, given)
+            asked = how.model.conditions_by_expert(how.guidance, negative, given)
             guidance, *conditions = asked[k]
             settings = {"steps": how.grid_steps, "shift": how.model.shift, "solver": how.solver_name}
             seed = cast(Seeded, how.noise).seed

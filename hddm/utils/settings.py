@@ -234,7 +234,7 @@ class SampleSettings(Computing, SamplingSettings):
     offload: Literal["none", "ram", "disk"] = "none"
     """Place of idle experts: on the device (none), in memory or on disk."""
     max_memory: Annotated[ByteSize, Field(ge=1), BeforeValidator(_whole_amount)] | None = None
-    """Limit of weights on the device with `offload`, such as 6GB. Default: no limit."""
+    """Limit of weights on the device with `offload`, such as 6GB. Default: room for one expert."""
     output_type: Literal["png", "latent"] = "png"
     """PNG images, or the experts' output as latents."""
 
@@ -365,10 +365,6 @@ class Conversion(Reading):
     """Quantity that the network predicts. Default: as in the source."""
     noise_range: NoiseRange | None = None
     """Noise levels t (0 data, 1 noise) that the expert covers, such as 0.5:1. Default: all."""
-    architecture: Literal["adaln-single"] | None = None
-    """Architecture to convert a DiT to. Default: keep adaLN-Zero."""
-    modulation_rank: Annotated[int, Field(ge=0)] = 0
-    """Rank of the modulation that each block keeps with `architecture`."""
     text_dim: Positive | None = None
     """Width of text tokens, to add attention to them."""
     recipe: Literal["exact", "paper"] = "exact"

@@ -82,8 +82,6 @@ class Use(IntEnum):
     CONVERSION_STATES = 37
     """States on which a converted network is compared with its source."""
     CONVERSION_CONDITIONS = 38
-    MODULATION_PAIRS = 39
-    """Pairs of time and class on which a modulation is fitted."""
 
 
 def stream(seed: int, use: int, index: int = 0, part: int = 0) -> np.random.SeedSequence:

@@ -267,16 +267,13 @@ def test_weights_that_follow_the_rule_of_a_layout_may_go_there(hddm: Command, tm
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "options", [(), ("--architecture", "adaln-single", "--modulation-rank", 4)], ids=["exact", "fold"]
-)
 def test_a_dit_in_half_precision_is_converted_and_stays_in_it(
-    options: tuple[object, ...], dtype: torch.dtype, hddm: Command, tmp_path: Path
+    dtype: torch.dtype, hddm: Command, tmp_path: Path
 ) -> None:
     expert = _dit_expert(tmp_path / "expert")
     file = written_back(hddm, expert, tmp_path / "file", "facebook-dit") / BACK
     save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file)
-    converted(hddm, file, tmp_path / "half", "--num-heads", 2, *options)
+    converted(hddm, file, tmp_path / "half", "--num-heads", 2)
     assert {tensor.dtype for tensor in load_file(tmp_path / "half" / WEIGHTS).values()} == {dtype}
     velocity = library.load(tmp_path / "half").velocity(torch.randn(2, 2, 8, 8), torch.tensor(0.5))
     assert velocity.isfinite().all()
@@ -295,14 +292,6 @@ def test_the_check_reads_what_was_written(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(HddmError, match="is not the source's"):
         convert.write(plan(source, Conversion()), tmp_path / "out")
     assert list(tmp_path.iterdir()) == [source]
-
-
-def test_a_fold_that_keeps_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = plan(_dit_expert(tmp_path / "expert"), Conversion(architecture="adaln-single"))
-    monkeypatch.setattr(convert, "LARGEST_FOLD_ERROR", 1e-6)
-    with pytest.raises(HddmError, match="raise `modulation_rank`"):
-        convert.write(planned, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("steps", [2, 4, 20])

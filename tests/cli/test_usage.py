@@ -62,8 +62,6 @@ SLIPS = [
     ("benchmark digts --out {out}", "digts: no such preset; give the path of your own file"),
     ("assemble {shard}", "--out is required"),
     (ALL + " --objective 0=ddpm", "--objective 0=ddpm: name ddpm or flow once for each of shards 0 to 1, as"),
-    (MEASURE + " --strategies all --json --out {out}", "--json: does not go with --strategies; drop one of"),
-    (MEASURE + " --store", "--num-images and --store need --strategies, such as --strategies all"),
     (TRAIN + " --init {shard} --size tiny", "--size: --init fixes it; leave it out"),
     ("convert {shard} --out {out} --base {shard} --variant fp16", "--variant: --base converts a LoRA file"),
     ("merge {shard} {shard} --out {out} --weights a,b", "--weights a,b: write one number an expert, as 0.5"),

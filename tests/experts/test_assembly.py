@@ -9,7 +9,7 @@ import torch
 
 import hddm
 from hddm.calibration import FILE_NAME as CALIBRATION
-from hddm.experts.assembly import assemble
+from hddm.experts.assembly import assemble, change
 from hddm.experts.model_index import read_model_index, read_shift
 from hddm.experts.records import EXPERT_FILE
 from hddm.networks.folders import WEIGHTS
@@ -344,3 +344,14 @@ def test_what_makes_no_ensemble_is_refused(
     with pytest.raises(HddmError, match=message):
         assemble([ensemble.parent / name for name in names], tmp_path / "out", strategy=strategy)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_ensemble_draws_unless_another_strategy_is_named(
+    ddpm_expert: Path, flow_expert: Path, router: Path, tmp_path: Path
+) -> None:
+    experts, routed, chosen = [ddpm_expert, flow_expert], tmp_path / "routed", tmp_path / "chosen"
+    assemble(experts, routed, router)
+    assemble(experts, chosen, router, strategy="top-1")
+    assert (derived(routed).strategy, derived(chosen).strategy) == ("draw", "top-1")
+    change(chosen, share={"0": 0.3})
+    assert derived(chosen).strategy == "top-1"

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hddm.conditions import Conditions
 from hddm.ensemble import Ensemble
 from hddm.evaluation.expert_use import ExpertUse
 from hddm.noise import Seeded
-from hddm.running import Batch, NotFinite, pick_experts, run
-from hddm.sampling import batches, plan, sample, time_grid
+from hddm.running import NotFinite, pick_experts
+from hddm.sampling import sample, time_grid
 from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
@@ -212,21 +211,6 @@ def test_an_expert_that_breaks_is_named_under_every_strategy() -> None:
         ensemble = Ensemble(fields, lambda x, t: x.new_full((len(x), 2), 0.5), strategy)
         with pytest.raises(NotFinite, match=r"velocity of expert 0"):
             sample(ensemble, 4, steps=20)
-
-
-def test_a_condition_that_a_callback_changes_in_place_counts_for_whoever_makes_the_sample() -> None:
-    field = ConditionSum().field("h", sample_shape=SHAPE)
-    for experts in (1, 2):
-        how = plan(Ensemble([field] * experts, strategy="draw"), steps=2, solver="euler")
-        (batch,) = batches(how, range(8), Conditions({"h": torch.ones(8)}), 8)
-
-        def on_step(index: int, x: Tensor, batch: Batch = batch) -> Tensor:
-            batch.conditions.given["h"].mul_(0)
-            return x
-
-        # One of two steps of length 1/2 is made with a velocity of 1.
-        made, noise = run(how, batch, on_step), Seeded(0).initial(range(8), SHAPE)
-        torch.testing.assert_close(made, noise - 0.5)
 
 
 CALLS = {"euler": 1, "heun": 2, "adams-bashforth": 1, "adams-moulton": 1}

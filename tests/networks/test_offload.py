@@ -121,12 +121,12 @@ def test_weights_that_are_not_finite_are_refused_when_they_are_read(folder: Path
 
 
 @pytest.mark.parametrize(
-    ("mode", "limit", "room"), [("ram", 1, 1), ("disk", 3, 3), ("disk", None, 2), ("none", None, NUM)]
+    ("mode", "limit", "room"), [("ram", 1, 1), ("disk", 3, 3), ("disk", None, 1), ("none", None, NUM)]
 )
 def test_no_more_is_on_the_device_than_the_limit_allows(
     folder: Path, mode: Offload, limit: int | None, room: int
 ) -> None:
-    """By default the two largest; without offload all stay."""
+    """By default the largest alone; without offload all stay."""
     model = _loaded(folder, mode, limit and _limit(folder, limit) + 100)
     networks, most = _networks(model), []
     for network in networks:
@@ -163,7 +163,7 @@ class Scales:
         return sum(array.nbytes for array in arrays if array is not None)
 
 
-def test_eight_experts_never_take_the_memory_of_three() -> None:
+def test_eight_experts_never_take_the_memory_of_two() -> None:
     scales = Scales()
     experts = [scales.expert(seed, hidden_size=128, depth=2, num_heads=2) for seed in range(8)]
     held = ExpertSet(experts, shelf=Shelf("disk"))
@@ -171,8 +171,8 @@ def test_eight_experts_never_take_the_memory_of_three() -> None:
     assert size > 2e6
     model = Ensemble(held.fields(), lambda x, t: torch.full((len(x), 8), 1 / 8), "full")
     _sampled(model)
-    assert size < scales.most < 3 * size
-    assert scales.held() <= 2 * size
+    assert size <= scales.most < 2 * size
+    assert scales.held() <= size
 
 
 @pytest.mark.parametrize("strategy", ["draw", "full"])
@@ -195,7 +195,7 @@ def test_of_a_pair_for_parts_of_t_one_is_on_the_device_and_the_switch_comes_once
     assert mode == "ram" or scales.most == held.stored[0].size
 
 
-def test_with_room_that_was_asked_for_both_of_a_pair_stay() -> None:
+def test_with_room_for_both_of_a_pair_both_stay() -> None:
     scales = Scales()
     experts = [scales.expert(0, (0.5, 1)), scales.expert(1, (0, 0.5))]
     held = ExpertSet(experts, shelf=Shelf("disk", 10**9))
@@ -209,7 +209,8 @@ def test_with_room_that_was_asked_for_both_of_a_pair_stay() -> None:
 
 def test_an_expert_of_every_step_stays_where_there_is_room_for_two() -> None:
     scales = Scales()
-    held = ExpertSet([scales.expert(seed) for seed in range(3)], shelf=Shelf("disk"))
+    held = ExpertSet([scales.expert(seed) for seed in range(3)])
+    held.offload("disk", 2 * held.stored[0].size)
     table = {1.0: [0.5, 0.5, 0.0], 0.75: [0.5, 0.0, 0.5], 0.5: [0.5, 0.5, 0.0], 0.25: [0.5, 0.0, 0.5]}
     model = Ensemble(held.fields(), lambda x, t: torch.tensor([table[float(t[0])]] * len(x)), "full")
     _sampled(model)
