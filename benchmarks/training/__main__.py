@@ -13,6 +13,7 @@ from benchmarks.timing import CompileOption, DeviceOption, DType, DTypeOption, n
 from benchmarks.training.checklist import measure_checklist
 from benchmarks.training.networks import settings_for
 from benchmarks.training.report import lines
+from benchmarks.training.tables import measure_table
 from benchmarks.training.times import measure_times
 from hddm.utils.errors import UsageError
 
@@ -50,6 +51,9 @@ def training(
     rounds: Annotated[int | None, typer.Option("--rounds", min=1, help="Default 15.")] = None,
     threads: Annotated[int | None, typer.Option("--threads", min=1, help="Default: all cores.")] = None,
     quick: QuickOption = False,
+    every_cell: Annotated[
+        bool, typer.Option("--table", help="Both widths, dtypes and numbers of threads, eager and compiled.")
+    ] = False,
     checklist: Annotated[
         bool, typer.Option("--checklist", help="Check all that only a GPU can show; small on a CPU.")
     ] = False,
@@ -61,6 +65,9 @@ def training(
         written, is_fine = measure_checklist(Start(results), device, threads or os.cpu_count() or 1, quick)
         typer.echo(written)
         raise typer.Exit(not is_fine)
+    if every_cell:
+        typer.echo(measure_table(Start(results), rounds or 5, quick))
+        return
     dtypes = [one.value for one in dtype or DType]
     typer.echo(measure_training(Start(results), device, dtypes, compile_networks, rounds, threads, quick))
 
