@@ -277,7 +277,7 @@ def _compare(plan: ConversionPlan, source: Forward | None, draft: Path) -> Conve
     known = tuple(name for name in plan.interface.conditions if name not in OPTIONAL_CONDITIONS)
     conditions, conventions = example_conditions(known, config, plan.interface.num_classes), plan.conventions
     # Only the written network takes text that was added.
-    extra = {TEXT: conditions.pop(TEXT)} if "text_dim" in plan.options else {}
+    extra = {TEXT: conditions.pop(TEXT).expand(len(TIMES), -1, -1)} if "text_dim" in plan.options else {}
     assert written.sample_shape is not None
     channels, *size = written.sample_shape
     # A layout's own network has the positions of one size.
@@ -293,13 +293,10 @@ def _compare(plan: ConversionPlan, source: Forward | None, draft: Path) -> Conve
     native = [_native(schedule, t) for t in times]
     y = append_dims(torch.tensor([a + s for a, s, _ in native]), x.ndim) * x
     timesteps = torch.tensor([u * conventions.time_scale for _, _, u in native], dtype=torch.float32)
-    given, extra = (
-        {name: one.expand(len(times), *one.shape[1:]) for name, one in some.items()}
-        for some in (conditions, extra)
-    )
+    given: dict[str, Any] = {name: one.expand(len(times), *one.shape[1:]) for name, one in conditions.items()}
     # All times at once, so that a large network is read from memory once.
     with _InFloat32(), Progress(None, "compare with the source"):
-        v = written.velocity(x, torch.tensor(times, dtype=torch.float64), **given, **extra)
+        v = written.velocity(x, torch.tensor(times, dtype=torch.float64), **given | extra)
         expected = outputs[-1] if source is None else source(y, timesteps, given)
     errors = {}
     for k, ((a, s, _), t) in enumerate(zip(native, times, strict=True)):
