@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.attention import SDPBackend
 
 from hddm.training.settings import Recipe
 from hddm.utils.errors import HddmError
+from hddm.utils.tensors import available_device
 
 
 class Flags(NamedTuple):
@@ -61,10 +63,7 @@ class Device:
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState
 
-        there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-        if not there.get(recipe.device, True):
-            raise HddmError(f"`device` {recipe.device}: not available; use cpu")
-        is_on_cpu = recipe.device == "cpu" or not any(there.values())
+        is_on_cpu = available_device(recipe.device).type == "cpu"
         if recipe.mixed_precision == "fp16" and is_on_cpu:
             raise HddmError("`mixed_precision` fp16 needs a GPU; on a CPU use bf16 or no")
         # A process may train twice, with another precision.
@@ -195,6 +194,13 @@ class Device:
 
     def wait(self) -> None:
         self._accelerator.wait_for_everyone()
+
+
+def attention_backend(device: torch.device, mixed_precision: str) -> str:
+    """Kernel that torch chooses for attention; on a GPU it decides the speed, and torch versions differ."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision, torch.float32)
+    tokens = torch.empty(1, 2, 64, 64, device=device, dtype=dtype, requires_grad=True)
+    return SDPBackend(torch._fused_sdp_choice(tokens, tokens, tokens)).name.lower()
 
 
 def split(network: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hddm.experts.records import EXPERT_FILE
 from hddm.networks.folders import WEIGHTS
@@ -339,3 +340,11 @@ def test_a_default_that_changes_is_in_the_run_and_in_the_expert(
         expert = json.loads((out / "expert.json").read_text())["training"]
         run = json.loads((run_folder_of(out) / "run.json").read_text())
         assert expert["warmup"] == run["settings"]["warmup"] == min(longest, 3)
+
+
+def test_a_run_records_its_attention_kernel(shards: Path, tmp_path: Path) -> None:
+    train_expert(shards / "shard_0", tmp_path / "out", expert_settings("flow", steps=1), run=RunOptions())
+    kernel = _record(tmp_path / "out")["environment"]["attention"]
+    with sdpa_kernel(getattr(SDPBackend, kernel.upper())):
+        q = torch.randn(1, 2, 64, 64, requires_grad=True)
+        assert torch.nn.functional.scaled_dot_product_attention(q, q, q).isfinite().all()
