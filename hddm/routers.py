@@ -33,9 +33,9 @@ from torch import Tensor
 
 from hddm.calibration import Moments
 from hddm.networks.identity import TextEncoderRecord
+from hddm.settings import parse_strategy
 from hddm.utils.errors import HddmError
 from hddm.utils.records import Record, parse_record
-from hddm.utils.settings import parse_strategy
 from hddm.utils.tensors import (
     parameter_dtype,
     read_header,

@@ -32,10 +32,10 @@ from hddm.ensemble import Ensemble
 from hddm.evaluation.expert_use import ExpertUse
 from hddm.noise import Latents, Noise, Seeded
 from hddm.running import Batch, Plan, pick_experts, posterior_of, run
+from hddm.settings import SampleSettings, SamplingSettings
 from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, OnStep, Solver, euler, solver_named, unchanged
 from hddm.utils.errors import HddmError
 from hddm.utils.records import WHOLE, NoiseRange
-from hddm.utils.settings import SampleSettings, SamplingSettings
 from hddm.velocity import VelocityField
 
 

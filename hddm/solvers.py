@@ -14,8 +14,8 @@ from typing import Protocol, get_args
 
 from torch import Tensor
 
+from hddm.settings import SolverName
 from hddm.utils.errors import HddmError, choose
-from hddm.utils.settings import SolverName
 
 Velocity = Callable[[Tensor, Tensor, Tensor], Tensor]
 OnStep = Callable[[int, Tensor], Tensor]

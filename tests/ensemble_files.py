@@ -21,7 +21,7 @@ from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.networks.wrappers import interface_of
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.schedules import LinearSchedule
-from hddm.utils.settings import Conversion
+from hddm.settings import Conversion
 from tests.artefacts import edit_json
 from tests.checkpoint_files import SD_BETAS, dit, pipeline, plain_unet, randomised
 from tests.component_files import texts_in, write_clip, write_vae

@@ -34,11 +34,11 @@ from hddm.experts.topics import describe_topic
 from hddm.networks.prompts import PipelineText
 from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer, text_encoder_facts
 from hddm.networks.vae import decode, read_vae, vae_facts
+from hddm.settings import Conversion
 from hddm.training.expert import train_expert
 from hddm.training.router import train_router
 from hddm.training.settings import DistillSettings, ExpertSettings, RouterSettings, RunOptions, settings_of
 from hddm.utils.errors import HddmError
-from hddm.utils.settings import Conversion
 from hddm.velocity import VelocityField
 from tests.artefacts import Died, ending_at, expert_settings, router_settings, write_images
 from tests.benchmark_files import CONTENT, file, finish, run_inline

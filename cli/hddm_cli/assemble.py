@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
+from hddm.settings import READ, AssemblySettings, Described, Shown
 from hddm.utils.errors import UsageError, counted
 from hddm.utils.files import check_absent, restore
 from hddm.utils.records import ENSEMBLE_FILE
-from hddm.utils.settings import READ, AssemblySettings, Described, Shown
 from hddm_cli.options import InputArgument, Overwrite
 from hddm_cli.usage import say
 

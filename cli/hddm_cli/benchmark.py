@@ -6,9 +6,9 @@ from typing import Annotated, Any
 import typer
 from pydantic import BeforeValidator, Field
 
+from hddm.settings import Described, InputPath, Positive, Shown
 from hddm.utils.errors import HddmError, UsageError, optional
 from hddm.utils.records import BENCHMARK_FILE
-from hddm.utils.settings import Described, InputPath, Positive, Shown
 from hddm_cli.options import refuse_other
 
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from hddm.settings import CalibrationSettings
 from hddm.utils.records import EXPERT_FILE
-from hddm.utils.settings import CalibrationSettings
 from hddm_cli.options import InputArgument, InputOption, refuse_set
 
 

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
+from hddm.settings import Conversion, Described, InputPath
 from hddm.utils.files import refuse_pickle
 from hddm.utils.progress import Progress
-from hddm.utils.settings import Conversion, Described, InputPath
 from hddm_cli.options import InputArgument, Out, Overwrite, refuse_set
 from hddm_cli.usage import say
 

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
+from hddm.settings import SourceSettings
 from hddm.utils.errors import HddmError
-from hddm.utils.settings import SourceSettings
 from hddm_cli.options import AsJson, InputArgument, Out, Seed, add
 
 group = typer.Typer(help="Check images before training, or write example images.", no_args_is_help=True)

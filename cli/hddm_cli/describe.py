@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from hddm.utils.settings import Described, InputPath
+from hddm.settings import Described, InputPath
 from hddm_cli.options import InputArgument
 
 

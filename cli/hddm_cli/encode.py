@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from hddm.utils.settings import EncodingSettings
+from hddm.settings import EncodingSettings
 from hddm_cli.options import InputArgument, Out, Overwrite, refuse_set
 
 

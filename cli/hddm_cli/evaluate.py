@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
+from hddm.settings import EvaluationSettings
 from hddm.utils.files import check_result_file
-from hddm.utils.settings import EvaluationSettings
 from hddm_cli.options import AsJson, InputArgument, InputOption, Overwrite
 from hddm_cli.usage import say
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hddm.utils.settings import Reading
+from hddm.settings import Reading
 from hddm_cli.options import AsJson, InputArgument, Without
 from hddm_cli.usage import say
 

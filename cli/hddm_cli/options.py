@@ -15,11 +15,11 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 import typer
 from pydantic import BeforeValidator
 
+from hddm.settings import READ, Shown
 from hddm.training.settings import settings_of
 from hddm.utils.errors import HddmError, UsageError, asked
 from hddm.utils.files import check_absent, restore
 from hddm.utils.records import EXPERT_FILE, Record
-from hddm.utils.settings import READ, Shown
 from hddm_cli.usage import Verb, as_typed
 
 

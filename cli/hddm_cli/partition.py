@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from hddm.settings import PartitionSettings
 from hddm.utils.errors import HddmError, UsageError
-from hddm.utils.settings import PartitionSettings
 from hddm_cli.options import InputArgument, Out, Overwrite
 
 

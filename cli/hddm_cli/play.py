@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from hddm.utils.settings import Computing
+from hddm.settings import Computing
 from hddm_cli.options import InputArgument, Model
 
 

@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
+from hddm.settings import SampleSettings
 from hddm.utils.errors import UsageError
-from hddm.utils.settings import SampleSettings
 from hddm_cli.options import Model, Out, Overwrite, Resume
 
 

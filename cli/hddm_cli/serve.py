@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import BeforeValidator, Field
 
-from hddm.utils.settings import Described, Positive, ServeSettings, Shown
+from hddm.settings import Described, Positive, ServeSettings, Shown
 from hddm_cli.options import Model
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from pydantic import Field
 
+from hddm.settings import Described, Positive
 from hddm.training.settings import (
     AllSettings,
     ExpertSettings,
@@ -17,7 +18,6 @@ from hddm.training.settings import (
     refuse_fixed,
 )
 from hddm.utils.errors import UsageError, asked, counted
-from hddm.utils.settings import Described, Positive
 from hddm_cli.options import Config, InputArgument, InputOption, Out, Overwrite, Without, add
 from hddm_cli.usage import say
 

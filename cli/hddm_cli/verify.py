@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hddm.settings import READ, Described, Device, InputPath
 from hddm.utils.errors import HddmError
 from hddm.utils.records import Seed
-from hddm.utils.settings import READ, Described, Device, InputPath
 from hddm_cli.options import AsJson, InputArgument
 from hddm_cli.usage import say
 

@@ -46,13 +46,13 @@ from hddm.networks.folders import WEIGHTS, empty_network, fill, open_network
 from hddm.networks.transformers import ExpertTransformer
 from hddm.networks.wrappers import EXPERT_NETWORKS, OPTIONAL_CONDITIONS, call, pooled_width, text_width
 from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule
+from hddm.settings import Conversion, Report, keywords, silent
 from hddm.training.objectives import check_fit
 from hddm.training.verify import warn_of_misreading
 from hddm.utils.errors import HddmError, asked, one_line
 from hddm.utils.files import check_absent, new_folder, refuse_full_disk, sha256_of, write_json
 from hddm.utils.progress import Progress
 from hddm.utils.records import read_record
-from hddm.utils.settings import Conversion, Report, keywords, silent
 from hddm.utils.streams import Use, generator
 from hddm.utils.tensors import append_dims, write_safetensors
 from hddm.velocity import PredictionType, VelocityField
@@ -116,7 +116,7 @@ def convert(
     Args:
         source: checkpoint file, model folder, pipeline folder or expert folder.
         out: the expert folder.
-        settings: its fields are keywords: see `hddm.utils.settings.Conversion`.
+        settings: its fields are keywords: see `hddm.settings.Conversion`.
         data: shard of images like the model's own, to check the stated conventions on.
         verify: compare the written expert with its source, output by output and velocity by velocity.
         dry_run: report the plan, and write nothing.

@@ -45,10 +45,10 @@ from hddm.networks.prompts import PipelineText
 from hddm.networks.vae import read_config, scale_and_shift, vae_facts
 from hddm.networks.wrappers import EXPERT_NETWORKS, FLUX
 from hddm.schedules import DDPM_FAMILY, FLOW_MATCH_FAMILY
+from hddm.settings import Reading
 from hddm.utils.errors import HddmError, did_you_mean
 from hddm.utils.files import inside, read_json
 from hddm.utils.records import read_record, refuse_damaged
-from hddm.utils.settings import Reading
 from hddm.utils.tensors import read_safetensors
 
 LAYOUT = "hddm"

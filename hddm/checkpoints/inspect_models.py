@@ -24,10 +24,10 @@ from hddm.networks.folders import WEIGHTS, empty_network
 from hddm.networks.wrappers import interface_of
 from hddm.routers import Topic
 from hddm.schedules import from_config
+from hddm.settings import Reading
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import kind_of, read_json
 from hddm.utils.records import has_manifest, read_folder_manifest, read_record
-from hddm.utils.settings import Reading
 from hddm.utils.tensors import DTYPES, read_header
 from hddm.velocity import PredictionType
 

@@ -27,9 +27,9 @@ from torch.nn import functional as F
 
 from hddm.checkpoints.sources import Declared, Forward, KeyTable, Pair, Weights, module, same
 from hddm.networks.transformers import ExpertTransformer
+from hddm.settings import Reading
 from hddm.training.settings import SIZES
 from hddm.utils.errors import HddmError
-from hddm.utils.settings import Reading
 
 LATENT_SCALE = 0.18215
 IMAGENET_CLASSES = 1000

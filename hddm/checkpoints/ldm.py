@@ -24,8 +24,8 @@ from hddm.checkpoints.layouts import (
     shape_of,
 )
 from hddm.checkpoints.sources import Declared, Forward, KeyTable, Weights, WeightSet, same
+from hddm.settings import Reading
 from hddm.utils.errors import HddmError, shown
-from hddm.utils.settings import Reading
 
 UNET = "model.diffusion_model."
 EMA = "model_ema."

@@ -28,9 +28,9 @@ from hddm.experts.records import (
     write_records,
 )
 from hddm.networks.folders import empty_network, sha256_once
+from hddm.settings import Reading
 from hddm.utils.errors import UsageError, one_line
 from hddm.utils.files import check_absent, new_folder, refuse_full_disk
-from hddm.utils.settings import Reading
 from hddm.utils.tensors import Planned, promoted
 
 _ALIKE = {

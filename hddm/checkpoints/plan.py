@@ -29,9 +29,9 @@ from hddm.networks.prompts import default_conditions
 from hddm.networks.transformers import ExpertTransformer
 from hddm.networks.wrappers import Interface, interface_of, pooled_width
 from hddm.schedules import LinearSchedule
+from hddm.settings import Conversion, Reading
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.records import WHOLE
-from hddm.utils.settings import Conversion, Reading
 from hddm.utils.tensors import Planned
 from hddm.velocity import PredictionType
 

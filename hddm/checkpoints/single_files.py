@@ -19,8 +19,8 @@ from hddm.checkpoints.ldm import LDM
 from hddm.checkpoints.lora import is_lora
 from hddm.checkpoints.sources import Checkpoint, WeightSet, choose_set
 from hddm.networks.folders import empty_network, read_file
+from hddm.settings import Reading
 from hddm.utils.errors import HddmError
-from hddm.utils.settings import Reading
 
 # Latent diffusion's own prefix stays, so its files are recognised before prefixes are stripped.
 _STRIPPED = (FACEBOOK_DIT, PIXART_ORIGINAL)

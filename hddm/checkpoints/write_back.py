@@ -21,9 +21,9 @@ from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
 from hddm.networks.prompts import family_in, index_of, parts_of, zeros_in
 from hddm.networks.wrappers import own_time_factor
 from hddm.schedules import FLOW_MATCH_FAMILY, LinearSchedule, from_config, from_diffusers
+from hddm.settings import Reading
 from hddm.utils.errors import HddmError, UsageError, choose
 from hddm.utils.files import check_absent, new_folder, refuse_full_disk, write_json
-from hddm.utils.settings import Reading
 from hddm.utils.tensors import read_safetensors, write_safetensors
 from hddm.velocity import PredictionType
 

@@ -53,11 +53,11 @@ from hddm.networks.text_encoder import (
     text_encoder_facts,
 )
 from hddm.networks.vae import encode, read_vae, scale_of, vae_facts
+from hddm.settings import EncodingSettings
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import refuse_full_disk, sha256_of, write_json, write_whole
 from hddm.utils.progress import Progress
 from hddm.utils.records import Record
-from hddm.utils.settings import EncodingSettings
 from hddm.utils.streams import Use, generator
 from hddm.utils.tensors import Planned, available_device, write_safetensors
 from hddm.utils.work import open_draft

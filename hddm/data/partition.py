@@ -36,9 +36,9 @@ from hddm.data.shard_records import (
 )
 from hddm.data.sources import open_source, pick
 from hddm.data.sources.base import ImageSource
+from hddm.settings import keywords
 from hddm.utils.errors import HddmError, UsageError, counted, shown
 from hddm.utils.files import check_absent, link_or_copy, new_folder, sha256_of, write_json
-from hddm.utils.settings import keywords
 from hddm.utils.streams import Use, stream
 
 FINE_PER_SHARD = 8

@@ -20,9 +20,9 @@ from hddm.evaluation.images import (
 from hddm.evaluation.measures import has_few
 from hddm.evaluation.results import Evaluation, EvaluationData
 from hddm.evaluation.scores import Scorer, Side
+from hddm.settings import EvaluationSettings, keywords
 from hddm.utils.errors import HddmError, UsageError, counted
 from hddm.utils.files import check_result_file, write_whole
-from hddm.utils.settings import EvaluationSettings, keywords
 
 RESAMPLES = 100
 _PACKAGES = ("hddm-diffusion", "torch", "numpy", "pillow", "clean-fid", "transformers")
@@ -45,7 +45,7 @@ def evaluate(
     Args:
         images: folder of samples.
         reference: training images, or their partition (`hddm.evaluation.images.read_data`).
-        settings: its fields are keywords: see `hddm.utils.settings.EvaluationSettings`.
+        settings: its fields are keywords: see `hddm.settings.EvaluationSettings`.
         out: JSON file for the result, which `hddm.evaluation.results.read_groups` reads.
         overwrite: replace a result in ``out``.
 

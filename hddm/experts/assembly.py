@@ -57,10 +57,10 @@ from hddm.experts.records import (
 )
 from hddm.networks.folders import sha256_once
 from hddm.routers import Strategy
+from hddm.settings import AssemblySettings, keywords
 from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, is_draft, link_or_copy, new_folder, restore
 from hddm.utils.records import MANIFEST, read_record, refuse_damaged
-from hddm.utils.settings import AssemblySettings, keywords
 from hddm.utils.tensors import read_safetensors, refuse_non_finite
 
 DEFAULT_STRATEGY = "draw"

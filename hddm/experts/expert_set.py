@@ -23,9 +23,9 @@ from hddm.experts.records import (
 from hddm.networks.offload import Offload, Shelf, StoredNetwork
 from hddm.networks.wrappers import NetworkWrapper, compile_blocks
 from hddm.schedules import LinearSchedule
+from hddm.settings import Computing
 from hddm.utils.errors import HddmError
 from hddm.utils.records import Record
-from hddm.utils.settings import Computing
 from hddm.utils.tensors import device_of
 from hddm.velocity import VelocityField
 

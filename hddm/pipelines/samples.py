@@ -30,11 +30,11 @@ from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.routers import MomentsRouter, Router
 from hddm.running import Batch, Plan
 from hddm.sampling import batches, guidance_of, plan_arguments
+from hddm.settings import SampleSettings, keywords
 from hddm.utils.errors import HddmError, UsageError, asked
 from hddm.utils.files import read_json, read_whole, sha256_of, write_json, write_whole
 from hddm.utils.progress import Progress
 from hddm.utils.records import EXPERT_FILE, SAMPLING_FILE, content_hash
-from hddm.utils.settings import SampleSettings, keywords
 from hddm.utils.tensors import available_device, read_safetensors
 from hddm.utils.work import Draft, differences, open_draft
 

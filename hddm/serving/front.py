@@ -49,11 +49,11 @@ from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.running import Batch, NotFinite, Plan, gathered, run
 from hddm.sampling import batches, guidance_of, plan, plan_arguments
 from hddm.serving.workers import Answer, Refusal, RemoteEnsemble, SampleJob, VelocityJob, followed
+from hddm.settings import Limits, SamplingSettings, ServeSettings, StrategyName
 from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError, counted, one_line
 from hddm.utils.processes import Report
 from hddm.utils.records import WHOLE, Seed, parse_record
-from hddm.utils.settings import Limits, SamplingSettings, ServeSettings, StrategyName
 from hddm.utils.streams import NUMBERS
 
 LARGEST_BODY = 1 << 16

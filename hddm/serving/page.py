@@ -21,12 +21,12 @@ from PIL import Image, ImageOps
 
 from hddm.sampling import plan
 from hddm.serving.painting import Opened, Painted, Panel, paint
+from hddm.settings import Computing, SampleSettings
 from hddm.solvers import SOLVERS
 from hddm.utils.errors import HddmError, counted, optional
 from hddm.utils.pages import data_address, templates
 from hddm.utils.processes import environment
 from hddm.utils.records import OPTIONS, parse_record
-from hddm.utils.settings import Computing, SampleSettings
 
 HOST, PORTS = "127.0.0.1", 20
 """Address of the page, and how many ports are tried."""

@@ -24,10 +24,10 @@ from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.pipelines.samples import planned, read_cycles
 from hddm.running import Batch, Plan, run
 from hddm.sampling import batches, plan
+from hddm.settings import SampleSettings
 from hddm.solvers import OnStep
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.records import EXPERT_FILE
-from hddm.utils.settings import SampleSettings
 from hddm.utils.tensors import available_device
 
 Edit = Mapping[str, Any]

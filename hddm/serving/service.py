@@ -23,11 +23,11 @@ from hddm.experts.parts import numbers_of
 from hddm.networks.prompts import family_in
 from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.serving.workers import Worker
+from hddm.settings import Limits, ServeSettings
 from hddm.utils.errors import HddmError, UsageError, choose, counted, one_line, optional
 from hddm.utils.processes import StopRequest
 from hddm.utils.progress import Progress
 from hddm.utils.ray_workers import LOCAL, LOOPBACK, connected
-from hddm.utils.settings import Limits, ServeSettings
 
 FRONT = "front"
 APPLICATION = "hddm"

@@ -26,9 +26,9 @@ from hddm.networks.offload import StoredNetwork
 from hddm.noise import Latents, Seeded
 from hddm.running import Batch, run
 from hddm.sampling import plan
+from hddm.settings import ServeSettings
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.processes import Report
-from hddm.utils.settings import ServeSettings
 from hddm.utils.tensors import available_device
 from hddm.velocity import Guidance, VelocityField
 

@@ -52,6 +52,7 @@ from hddm.experts.lora import PREFIX, AdapterRecord, adapter_of, peft_config, te
 from hddm.experts.records import EXPERT_FILE, FORMAT, Expert, field_of, save_expert, write_records
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.schedules import LinearSchedule, from_config
+from hddm.settings import Report, keywords, silent
 from hddm.training.calibrate import CALIBRATION_COST, calibration_origin, calibration_rows
 from hddm.training.expert import read_init, record_of_shard, saving, train_expert
 from hddm.training.loop import OnStep, Task, summary_of
@@ -78,7 +79,6 @@ from hddm.training.settings import (
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, optional
 from hddm.utils.progress import TrainingProgress
-from hddm.utils.settings import Report, keywords, silent
 from hddm.utils.streams import Use, seed_of
 from hddm.utils.tensors import append_dims
 from hddm.velocity import PredictionType, VelocityField

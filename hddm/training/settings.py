@@ -18,10 +18,10 @@ from typing import Annotated, Any, Generic, Literal, Never, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
+from hddm.settings import READ, Described, Positive, Share, Shown, StrategyName
 from hddm.utils.errors import HddmError, UsageError, did_you_mean
 from hddm.utils.files import read_yaml
 from hddm.utils.records import OPTIONS, WHOLE, NoiseRange, Record, Seed, parse_record
-from hddm.utils.settings import READ, Described, Positive, Share, Shown, StrategyName
 
 Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 

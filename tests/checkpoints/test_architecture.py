@@ -12,8 +12,8 @@ from hddm.checkpoints.architecture import add_text
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import plan
 from hddm.networks.transformers import ExpertTransformer
+from hddm.settings import Conversion
 from hddm.utils.errors import HddmError
-from hddm.utils.settings import Conversion
 from tests.artefacts import Command
 from tests.checkpoint_files import dit, pipeline, refused
 from tests.transformer_files import DIT, dit_network

@@ -18,8 +18,8 @@ from hddm.checkpoints import convert
 from hddm.checkpoints.plan import plan
 from hddm.experts.records import EXTRAS_FILE, NULL_FILE, Expert, ExpertRecord, save_expert
 from hddm.schedules import CosineSchedule, LinearSchedule, Schedule, from_diffusers
+from hddm.settings import Conversion
 from hddm.utils.errors import HddmError
-from hddm.utils.settings import Conversion
 from hddm.velocity import PredictionType
 from tests.artefacts import Command, contents, edit_json, largest_file, seal
 from tests.checkpoint_files import (

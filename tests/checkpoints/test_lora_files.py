@@ -28,8 +28,8 @@ from hddm.checkpoints.plan import plan
 from hddm.experts.lora import ADAPTER_WEIGHTS
 from hddm.experts.records import read_expert
 from hddm.networks.wrappers import call
+from hddm.settings import Conversion
 from hddm.utils.files import sha256_of
-from hddm.utils.settings import Conversion
 from hddm.utils.tensors import read_header
 from tests.artefacts import Command, copied, edit_json
 from tests.checkpoint_files import (

@@ -16,10 +16,10 @@ from hddm.checkpoints.convert import write
 from hddm.checkpoints.merging import merge_experts
 from hddm.checkpoints.plan import plan
 from hddm.experts.records import EXTRAS_FILE, NULL_FILE, WEAK
+from hddm.settings import Conversion
 from hddm.training.expert import train_expert
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import sha256_of
-from hddm.utils.settings import Conversion
 from tests.artefacts import Command, contents, edit_json, expert_settings, seal
 from tests.checkpoint_files import facts_of, pipeline, text_unet
 from tests.component_files import write_clip, write_vae

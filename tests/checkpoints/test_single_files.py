@@ -17,7 +17,7 @@ from hddm.checkpoints import ldm
 from hddm.checkpoints.layouts import UnstatedHeads
 from hddm.checkpoints.single_files import open_file
 from hddm.checkpoints.sources import Checkpoint
-from hddm.utils.settings import Reading
+from hddm.settings import Reading
 from tests.artefacts import Command, refusal
 from tests.checkpoint_files import (
     DDPM_BETAS,

@@ -9,8 +9,8 @@ import pytest
 import typer
 
 from hddm.editing import DEFAULT_RESAMPLING
+from hddm.settings import Conversion, SampleSettings
 from hddm.solvers import SOLVERS
-from hddm.utils.settings import Conversion, SampleSettings
 from hddm.velocity import PredictionType
 from hddm_cli import usage
 from hddm_cli.app import commands

@@ -10,13 +10,13 @@ from hddm.calibration import FILE_NAME, Calibration
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import plan
 from hddm.experts.records import foreign_files
+from hddm.settings import Conversion
 from hddm.training.calibrate import recalibrate
 from hddm.training.continuation import continue_expert
 from hddm.training.verify import verify_expert
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json, restore, sha256_of
 from hddm.utils.records import MANIFEST
-from hddm.utils.settings import Conversion
 from tests.artefacts import contents, copied, edit_json, expert_settings
 
 

@@ -18,8 +18,8 @@ from hddm.experts.model_index import SCHEDULER_FILE
 from hddm.experts.paris import expert_arguments, is_paris, paris_experts, paris_router, router_arguments
 from hddm.networks.folders import misfits
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
+from hddm.settings import Conversion
 from hddm.utils.errors import HddmError
-from hddm.utils.settings import Conversion
 from tests.artefacts import copied, edit_json, into_hub_cache, refusal
 from tests.checkpoint_files import shared_checkpoint
 from tests.component_files import write_clip, write_vae

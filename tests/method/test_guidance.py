@@ -14,8 +14,8 @@ from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import plan
 from hddm.noise import Seeded
 from hddm.sampling import sample
+from hddm.settings import Conversion
 from hddm.utils.errors import HddmError
-from hddm.utils.settings import Conversion
 from hddm.velocity import Guidance, VelocityField
 from tests.cases import LINEAR, ConditionSum
 from tests.checkpoint_files import DDPM_BETAS, dit, pipeline

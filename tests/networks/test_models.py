@@ -28,9 +28,9 @@ from hddm.networks.layers import (
     square_positions,
 )
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
+from hddm.settings import Conversion
 from hddm.training.settings import size_config
 from hddm.utils.errors import HddmError
-from hddm.utils.settings import Conversion
 from tests.checkpoint_files import dit, pipeline
 
 TINY = {"sample_size": 8, "in_channels": 3, **size_config("tiny")}

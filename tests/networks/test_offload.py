@@ -18,8 +18,8 @@ from hddm.experts.expert_set import ExpertSet
 from hddm.experts.records import Expert
 from hddm.networks.offload import Offload, Shelf, StoredNetwork
 from hddm.pipelines.pipeline import HDDMPipeline
+from hddm.settings import Computing
 from hddm.utils.errors import HddmError
-from hddm.utils.settings import Computing
 from hddm.utils.tensors import read_safetensors
 from tests.artefacts import copied, seal
 from tests.cases import in_parts

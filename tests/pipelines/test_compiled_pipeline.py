@@ -12,7 +12,7 @@ from torch import Tensor
 from hddm.conditions import Guidance
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.serving.workers import VelocityJob, Worker
-from hddm.utils.settings import ServeSettings
+from hddm.settings import ServeSettings
 from tests.ensemble_files import flow_expert, load_pipeline, write_ensemble, write_mixed
 
 LABELS = [0, 1, 2, 0, 1, 2]

@@ -22,7 +22,7 @@ from hddm.checkpoints.plan import plan
 from hddm.experts.assembly import assemble
 from hddm.networks.vae import read_vae
 from hddm.pipelines.pipeline import HDDMPipeline
-from hddm.utils.settings import Conversion
+from hddm.settings import Conversion
 from tests.artefacts import copied, refusal
 from tests.checkpoint_files import pipeline, plain_unet
 from tests.component_files import write_vae

@@ -29,8 +29,8 @@ from hddm.pipelines.samples import sample_to_folder
 from hddm.serving.front import Front
 from hddm.serving.service import serve
 from hddm.serving.workers import Answer, Refusal, SampleJob, VelocityJob, Worker
+from hddm.settings import SampleSettings, ServeSettings
 from hddm.utils.errors import UsageError
-from hddm.utils.settings import SampleSettings, ServeSettings
 from tests.artefacts import refusal
 from tests.ensemble_files import (
     CLASSES,

@@ -23,8 +23,8 @@ from PIL import Image
 from hddm.experts.assembly import assemble
 from hddm.serving.page import HOST, MASK, START, Play, results, serve, strip
 from hddm.serving.painting import Opened, Panel, paint, preview
+from hddm.settings import SampleSettings
 from hddm.utils.errors import HddmError
-from hddm.utils.settings import SampleSettings
 from tests.artefacts import Command, printed
 from tests.browser import CHROMIUM, Browser
 from tests.ensemble_files import flow_expert, saved, write_ensemble

@@ -18,6 +18,7 @@ from hddm.data.shards import open_shard
 from hddm.experts.assembly import assemble
 from hddm.experts.loading import load
 from hddm.experts.records import EXPERT_FILE, NULL_FILE
+from hddm.settings import EncodingSettings
 from hddm.training.calibrate import recalibrate
 from hddm.training.continuation import continue_expert
 from hddm.training.distill import distill
@@ -27,7 +28,6 @@ from hddm.training.router import train_router
 from hddm.training.settings import DistillSettings, RunOptions
 from hddm.training.verify import verify_expert
 from hddm.utils.errors import HddmError, UsageError
-from hddm.utils.settings import EncodingSettings
 from tests.artefacts import Command, copied, edit_json, expert_settings, router_settings
 from tests.component_files import write_clip, write_vae
 from tests.shard_files import noise, write_shard

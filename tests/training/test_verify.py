@@ -23,12 +23,12 @@ from hddm.data.shards import open_shard
 from hddm.experts.loading import load
 from hddm.networks.folders import WEIGHTS
 from hddm.schedules import LinearSchedule
+from hddm.settings import Conversion
 from hddm.training import denoising as judging
 from hddm.training.calibrate import recalibrate
 from hddm.training.denoising import denoising
 from hddm.training.expert import train_expert
 from hddm.training.verify import verify_expert
-from hddm.utils.settings import Conversion
 from hddm.velocity import PredictionType, VelocityField
 from tests.artefacts import (
     CLASSES,
