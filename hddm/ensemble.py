@@ -1,4 +1,4 @@
-"""Experts and a router as one velocity field, and the strategies that decide which experts run.
+"""Experts and a router as one velocity field.
 
     v(x, t) = sum_k w_k(x, t) v_k(x, t)
 
@@ -12,16 +12,17 @@ A router sees no condition. Where p(k | class) is known, samples of a class are 
 
     p(k | x_t, class) = p(k | x_t) p(k | class) / p(k),  normalised,
 
-which is exact where class and x_t are independent given k. Without it experts are used for classes that they
-have never seen. p(k | prompt) takes the place of p(k | class) where it is provided.
+which is exact where class and x_t are independent given k. Without this correction, an expert may be used for
+a class that it has never seen. p(k | prompt) takes the place of p(k | class) where it is provided.
 
 **Domains.** A domain is what a group of images shows, as those of a shard. Its experts may divide t among
-them, as a pair for high and for low noise, and count as one expert above. t decides which of them runs, and
-that one has all of the domain's probability:
+them, as a pair for high and for low noise; in the formulas above, k then stands for a domain. t decides which
+of its experts runs, and that one has all of the domain's probability:
 
     p(k | x_t, t) = [low_k <= t < high_k] sum_j p(j | x_t)     over the experts j of k's domain
 
-Where two noise ranges meet, the expert of higher noise runs. Those of a domain cover [0, 1] once.
+Where two noise ranges meet, the expert of higher noise runs; the range that ends at 1 includes t = 1. The
+noise ranges of a domain cover [0, 1] once.
 """
 
 import copy
@@ -94,18 +95,18 @@ class Ensemble:
 
     Args:
         experts: velocity fields on the common path, one per shard, or a `Part` for each.
-        router: ``router(x_t, t)`` to probabilities (batch, K). Only ``draw`` does without.
+        router: ``router(x_t, t)`` to probabilities (batch, K). Not needed for ``draw``, or for one domain.
         strategy: see `hddm.routers`; can be set later. The default holds for any number of experts; folders
             record theirs (`hddm.experts.assembly.DEFAULT_STRATEGY`).
         prior: K shard sizes or probabilities that ``draw`` draws from, in place of the parts' weights. Those
             of a domain's experts add up.
         shift: of the time grid that its samples want (`hddm.sampling.time_grid`).
-        topics: number of the text encoder by which `hddm.HDDMPipeline` routes prompts
-            (`hddm.routers.PromptRouter`); None where it does not.
+        topics: index of the text encoder whose output routes prompts in `hddm.HDDMPipeline`
+            (`hddm.routers.PromptRouter`); None where nothing does.
 
     Raises:
         HddmError: for no experts or such that do not go together, a strategy that is unknown or not for them,
-            a prior that is none, or a domain whose noise ranges do not cover [0, 1] once.
+            an invalid prior, or a domain whose noise ranges do not cover [0, 1] once.
     """
 
     def __init__(
@@ -254,7 +255,7 @@ class Ensemble:
 
     @property
     def sampling_steps(self) -> int | None:
-        """Steps of the experts where they are students of few steps, of the most where they differ."""
+        """Number of steps of students of few steps, the largest where they differ; None for other experts."""
         found = (one.sampling_steps for one in self.experts)
         return max((steps for steps in found if steps is not None), default=None)
 
@@ -310,8 +311,8 @@ class Ensemble:
             t: (batch,) in [0, 1].
             guidance_scale: applied by each expert, before mixing; 1 for none, or a `Guidance`.
             negative: conditions of the negative branch.
-            expert: (batch,) indices of the one expert for each sample, instead of the strategy; each stands
-                for its domain.
+            expert: (batch,) index of one expert for each sample, instead of the strategy; at each t, the
+                expert of its domain that covers t runs.
             then: as in `VelocityField.velocity`.
             conditions: keywords of the experts' networks; each expert gets those that it declares.
 
@@ -356,7 +357,7 @@ class Ensemble:
         inputs: Mapping[int, Inputs],
         then: Tensor | None = None,
     ) -> Tensor:
-        """As `velocity`, for what is checked; nothing is read from the device.
+        """As `velocity`, without its checks; nothing is read back from the device.
 
         Args:
             x_t: (batch, …).
@@ -385,7 +386,7 @@ class Ensemble:
         return mixed.to(x_t.dtype)
 
     def ask_each(self, experts: Sequence[int], ask: Callable[[int], Tensor]) -> Iterable[tuple[int, Tensor]]:
-        """Velocities of ``experts``, computed one after the other, those whose weights are present first."""
+        """Velocities of ``experts``, one after the other, those with weights on the device first."""
         for k in in_best_order({k: self.experts[k].network for k in experts}):
             yield k, ask(k)
 
@@ -425,8 +426,8 @@ class Ensemble:
         """The distribution that ``draw`` draws the expert of each of ``num`` samples from, (num, K).
 
         It is ``prior`` (num, K) where provided, as a prompt gives it, else p(k | class) where that is known,
-        else p(k); and 0 for an expert that does not know the class. A label beyond the classes is none.
-        Raises `HddmError` for a class that only experts of no share know, and a ``prior`` that is none.
+        else p(k); and 0 for an expert that does not know the class. A label beyond the classes counts as no
+        class. Raises `HddmError` for a class known only to experts of share 0, and an invalid ``prior``.
         """
         rows = self.prior.expand(num, -1)
         if prior is not None:
@@ -471,7 +472,7 @@ class Ensemble:
     def shares_of(
         self, num: int, conditions: Mapping[str, Tensor], prior: Tensor | None = None
     ) -> Tensor | None:
-        """`prior_of` where it says more than p(k), by which a router's probabilities change; else None."""
+        """`prior_of` where a class or prompt makes it differ from p(k), so that it corrects the router; or None."""
         if prior is None and not (LABELS in conditions and self.knows_classes):
             return None
         return self.prior_of(num, conditions, prior)

@@ -1,4 +1,4 @@
-"""Routers: the probabilities that a noised image, or a prompt, is for expert k. Strategies: who then runs.
+"""Strategies, which choose the experts that run, and routers, which give them each expert's probability.
 
 `Router` runs a network that was trained on all shards. `MomentsRouter` (by the image) and `PromptRouter` (by
 the prompt) need no training and no data: they have one row per expert, so that adding or removing an expert

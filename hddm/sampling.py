@@ -1,8 +1,9 @@
 """From noise to samples: `plan` decides how samples are drawn, `batches` groups them, `sample` does it all.
 
-`hddm.running.run` integrates what is planned here. Sample i depends on (seed, i) alone: its noise, and the
-expert that ``draw`` chooses for it, come from generators of its own, whatever the batch size. A batch size
-changes rounding only.
+`hddm.running.run` integrates what is planned here: at each step it asks the ensemble which experts run
+(`Ensemble.routed`, or the sample's own expert), mixes their velocities (`Ensemble.mix`), and the solver takes
+the step. Sample i depends on (seed, i) alone: its noise, and the expert that ``draw`` chooses for it, come
+from generators of its own. The batch size changes rounding only.
 """
 
 import copy
@@ -115,22 +116,23 @@ def plan(
     part: NoiseRange = WHOLE,
     times: Tensor | None = None,
 ) -> Plan:
-    """Decide how samples are drawn; None is the model's own.
+    """Decide how samples are drawn; an argument that is None takes the model's own value.
 
     Args:
         model: an ensemble, or one expert, which is an ensemble of one.
-        steps: solver steps, even in t up to ``shift``; by default 25, or a student's own.
+        steps: number of solver steps, evenly spaced in t if the shift is 1; by default 25, or a student's.
         solver: a name or a function, see `hddm.solvers`; by default ``adams-moulton``, or ``euler`` for
             students of few steps.
-        shift: of the time grid.
+        shift: see `time_grid`.
         strategy: instead of the ensemble's own; see `hddm.routers`.
-        expert: the one expert to use; if it covers a part of t only, with the other experts of its domain.
-        guidance: 1 for none, another number by condition, or a `Guidance`.
-        router_every: call the router at every n-th call of the velocity; between, its choice stays.
+        expert: use this expert alone; where it does not cover t, the expert of its domain that does runs.
+        guidance: 1 for none; another number is the scale of guidance by condition; or a `Guidance`.
+        router_every: ask the router at every n-th call of the velocity, which Heun's method makes twice per
+            step, and use its last answer in between.
         shape: (C, H, W) of a sample, where it is not the model's.
         noise: see `hddm.noise`.
         picture: what samples begin with, and what of it stays; see `hddm.editing`.
-        part: (low, high) of t, from high to low, where samples are not to go all the way.
+        part: (low, high): sample from t = high down to t = low only.
         times: in place of ``steps``, ``shift`` and ``part``.
 
     Raises:
@@ -140,7 +142,7 @@ def plan(
     """
     alone = model if isinstance(model, VelocityField) else None
     if isinstance(model, VelocityField):
-        # Its noise range is checked against the times below.
+        # The copy may run at any t; `refuse_beyond`, at the end of this function, checks the true range.
         whole = copy.copy(model)
         whole.noise_range = WHOLE
         model = Ensemble([whole], strategy="draw", shift=model.shift)
@@ -158,7 +160,7 @@ def plan(
         )
     solver_name, solver = resolve_solver(model, solver)
     if times is None:
-        grid_steps = model.sampling_steps or DEFAULT_STEPS if steps is None else steps
+        grid_steps = steps if steps is not None else model.sampling_steps or DEFAULT_STEPS
         low, high = part
         times = low + (high - low) * time_grid(grid_steps, model.shift if shift is None else shift)
         first = picture(expert or 0)
@@ -178,8 +180,8 @@ def plan(
 def batches(plan: Plan, numbers: Sequence[int], conditions: Conditions, size: int) -> Iterator[Batch]:
     """Group the samples ``numbers`` into batches of at most ``size``; ``draw`` draws their experts first.
 
-    Where there are several batches, samples of one domain follow each other, so that an expert comes once and
-    sees large batches; samples of several kinds are never in one batch.
+    Where there are several batches, samples of one domain follow each other, so that each expert is brought
+    to the device once and gets large batches. Samples of several kinds are never in one batch.
 
     Raises:
         HddmError: for conditions or a picture of another length than ``numbers``, and experts that cannot be
@@ -229,7 +231,7 @@ def _chosen(plan: Plan, numbers: Sequence[int], conditions: Conditions, size: in
         warnings.warn(
             "draw picks experts by the prior alone: p(k | condition) is not known for "
             f"{', '.join(sorted(given))}",
-            # Above are no_grad's wrapper, `batches`, and whoever called it for the user, in a wrapper again.
+            # Up to the user: this function, no_grad's wrapper, `batches`, `sample`, its wrapper, the user.
             stacklevel=6,
         )
     shares = model.prior_of(num, given, prior)
@@ -275,16 +277,16 @@ def sample(
         steps: see `plan`, as strategy, solver, shift, shape, expert and router_every.
         strategy: for this call, instead of the ensemble's own.
         solver: ``euler``, ``heun``, ``adams-bashforth`` or ``adams-moulton``.
-        guidance_scale: 1 for none, another number by condition, or a `hddm.velocity.Guidance`.
+        guidance_scale: 1 for none; another number is the scale of guidance by condition; or a `Guidance`.
         negative: conditions to guide away from, each (num, …); by default the null ones.
         prior: (num, K) distribution of the expert of each sample, in place of p(k | class).
-        shift: of the time grid.
+        shift: see `time_grid`; by default the model's.
         batch_size: samples integrated together; changes a sample by rounding only, which a hard choice of
             experts can amplify.
         shape: (C, H, W) of a sample, for a model that has none of its own.
         start: index i of the first sample: a run in several pieces is the run in one.
-        expert: the one expert to use, instead of any strategy.
-        router_every: call the router at every n-th call of the velocity only.
+        expert: use this expert alone, instead of any strategy.
+        router_every: ask the router at every n-th call of the velocity only.
         picture: what samples begin with, and what of it stays; see `hddm.editing`. With ``draw`` and a router
             that looks at states, each expert is drawn from p(k | x_s, s).
         use: a tally of how the experts were used, which the caller reads afterwards.

@@ -1,4 +1,4 @@
-"""hddm data."""
+"""hddm data; also verbs that only benchmark files use, such as ``data old-model``."""
 
 from pathlib import Path
 from typing import Annotated
