@@ -472,7 +472,7 @@ class Ensemble:
     def shares_of(
         self, num: int, conditions: Mapping[str, Tensor], prior: Tensor | None = None
     ) -> Tensor | None:
-        """`prior_of` where a class or prompt makes it differ from p(k), which corrects the router; or None."""
+        """`prior_of` where a class or prompt makes it differ from p(k), to correct the router; or None."""
         if prior is None and not (LABELS in conditions and self.knows_classes):
             return None
         return self.prior_of(num, conditions, prior)
