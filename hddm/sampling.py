@@ -31,6 +31,7 @@ from hddm.conditions import (
 from hddm.editing import Picture
 from hddm.ensemble import Ensemble
 from hddm.evaluation.expert_use import ExpertUse
+from hddm.networks.offload import is_offloaded
 from hddm.noise import Latents, Noise, Seeded
 from hddm.running import Batch, Plan, pick_experts, posterior_of, run
 from hddm.settings import SampleSettings, SamplingSettings
@@ -180,8 +181,9 @@ def plan(
 def batches(plan: Plan, numbers: Sequence[int], conditions: Conditions, size: int) -> Iterator[Batch]:
     """Group the samples ``numbers`` into batches of at most ``size``; ``draw`` draws their experts first.
 
-    Where there are several batches, samples of one domain follow each other, so that each expert is brought
-    to the device once and gets large batches. Samples of several kinds are never in one batch.
+    Where there are several batches, samples of one domain follow each other, so that each expert gets large
+    batches. Samples of several kinds are never in one batch, nor are those of several domains where experts
+    are offloaded, so that each is brought to the device once.
 
     Raises:
         HddmError: for conditions or a picture of another length than ``numbers``, and experts that cannot be
@@ -201,8 +203,9 @@ def batches(plan: Plan, numbers: Sequence[int], conditions: Conditions, size: in
         used = shares.sum(0).nonzero()[:, 0]
     model.require(plan.guidance, conditions.given, used)
     groups = [torch.arange(num)]
-    if chosen is not None and is_apart:
-        groups = [(chosen == k).nonzero()[:, 0] for k in chosen.unique().tolist()]
+    if chosen is not None and (is_apart or is_offloaded(one.network for one in model.experts)):
+        keys = chosen if is_apart else torch.tensor(model.domains)[chosen]
+        groups = [(keys == k).nonzero()[:, 0] for k in keys.unique().tolist()]
     elif chosen is not None and num > size:
         groups = [torch.tensor(model.domains)[chosen].argsort(stable=True)]
     return (

@@ -1,4 +1,4 @@
-"""Options of the verbs: one record per verb, from noise levels of a conversion to limits of the service.
+"""Options of all commands except trainings, as records.
 
 A field is declared once, with its bounds and choices; the text below it describes it in Python and on the
 command line. The settings of trainings are in `hddm.training.settings`. Nothing here imports torch.

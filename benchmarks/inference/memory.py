@@ -45,7 +45,7 @@ CASES = (
     Case(ALL, "none"),
     Case(ALL, "ram"),
     Case(ALL, "disk"),
-    Case(ALL, "disk", room=1),
+    Case(ALL, "disk", room=2),
 )
 
 

@@ -64,6 +64,8 @@ LARGEST_VELOCITY_ERROR = 1e-4
 TOKENS = 8
 _ENOUGH = 16
 """Height and width for networks that take several: comparing a large sample takes much longer."""
+_TOGETHER = 32 * 32
+"""Pixels of states that are compared at several noise levels at once; larger ones take memory."""
 
 
 _FIXED = {
@@ -293,17 +295,24 @@ def _compare(plan: ConversionPlan, source: Forward | None, draft: Path) -> Conve
     native = [_native(schedule, t) for t in times]
     y = append_dims(torch.tensor([a + s for a, s, _ in native]), x.ndim) * x
     timesteps = torch.tensor([u * conventions.time_scale for _, _, u in native], dtype=torch.float32)
-    given: dict[str, Any] = {name: one.expand(len(times), *one.shape[1:]) for name, one in conditions.items()}
-    # All times at once, so that a large network is read from memory once.
-    with _InFloat32(), Progress(None, "compare with the source"):
-        v = written.velocity(x, torch.tensor(times, dtype=torch.float64), **given | extra)
-        expected = outputs[-1] if source is None else source(y, timesteps, given)
+    given = {name: one.expand(len(times), *one.shape[1:]) for name, one in conditions.items()}
+    # Small states all at once, so that a large network is read from memory once.
+    at_once = len(times) if math.prod(size) <= _TOGETHER else 1
+    found, wanted = [], []
+    with _InFloat32(), Progress(len(times), "compare with the source") as progress:
+        for rows in torch.arange(len(times)).split(at_once):
+            own: dict[str, Any] = {name: one[rows] for name, one in (given | extra).items()}
+            found.append(written.velocity(x[rows], torch.tensor(times, dtype=torch.float64)[rows], **own))
+            shared = {name: own[name] for name in given}
+            wanted.append(outputs[-1] if source is None else source(y[rows], timesteps[rows], shared))
+            progress(len(rows))
+    v, expected = torch.cat(found), torch.cat(wanted)
     errors = {}
     for k, ((a, s, _), t) in enumerate(zip(native, times, strict=True)):
         predicted = expected[k, :channels].double()
         closed = _closed_form(prediction_type, predicted, x[k].double(), y[k].double(), a, s, t)
         errors[round(t, 4)] = ((v[k].double() - closed).norm() / closed.norm().clamp_min(1e-30)).item()
-    return ConversionCheck((outputs[-1] - expected).double().abs().max().item(), errors)
+    return ConversionCheck((torch.cat(outputs) - expected).double().abs().max().item(), errors)
 
 
 def _native(schedule: Schedule, t: float) -> tuple[float, float, float]:

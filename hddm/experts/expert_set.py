@@ -68,12 +68,18 @@ class ExpertSet(nn.Module):
             copy.copy(one) if isinstance(one, VelocityField) else _on_demand(own, dtype, device, shelf)
             for one, own in zip(experts, self.experts, strict=True)
         )
+        shelf.together = self._together
         self.networks = nn.ModuleList([one for one in self._networks if isinstance(one, nn.Module)])
 
     @property
     def _networks(self) -> list[Any]:
         """Networks of the experts and of their weak models."""
         return [one.network for field in self._fields for one in (field, field.weak) if one is not None]
+
+    @property
+    def _together(self) -> int:
+        """Networks that one call of an expert runs."""
+        return 1 + any(field.weak is not None for field in self._fields)
 
     @property
     def stored(self) -> list[StoredNetwork]:
@@ -122,6 +128,7 @@ class ExpertSet(nn.Module):
         if mode == "disk" and any(expert.folder is None for expert in self.experts):
             raise HddmError("offload disk: these experts are in memory only; load them from folders")
         shelf = Shelf(mode, budget)
+        shelf.together = self._together
         for network in own:
             shelf.add(network)
         for network in own:

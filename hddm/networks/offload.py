@@ -30,7 +30,8 @@ class Shelf:
     """Room on the device for the weights of several networks.
 
     ``budget`` limits the bytes of weights on the device; by default, unless ``offload`` is none, it fits the
-    largest network alone. Raises `HddmError` for an unknown ``offload``, or a budget without offload.
+    largest network, or the two largest where an expert runs ``together`` with its weak model. Raises
+    `HddmError` for an unknown ``offload``, or a budget without offload.
     """
 
     def __init__(self, offload: Offload = "none", budget: int | None = None) -> None:
@@ -40,6 +41,7 @@ class Shelf:
             raise UsageError("`max_memory` needs `offload` ram or disk")
         self.offload = offload
         self._budget = budget
+        self.together = 1
         self._networks: list[StoredNetwork] = []
         self._present: OrderedDict[StoredNetwork, int] = OrderedDict()
         self.lock = threading.RLock()
@@ -67,7 +69,7 @@ class Shelf:
         """Limit of the bytes of weights on the device, None for no limit."""
         if self.offload == "none" or self._budget is not None:
             return self._budget
-        return max(network.size for network in self._networks)
+        return sum(sorted(network.size for network in self._networks)[-self.together :])
 
     def bring(self, network: "StoredNetwork") -> None:
         """Bring the weights of ``network`` to its device; raises as `add`, and for unreadable weights."""
@@ -256,10 +258,15 @@ def _int8(weight: Tensor) -> Tensor:
 
 
 def in_best_order(networks: Mapping[int, object]) -> list[int]:
-    """Keys of the networks to run, those on the device first, so that none is evicted before its turn."""
+    """Keys of the networks to run, those on the device first, so that none of them is brought again."""
 
     def is_absent(key: int) -> bool:
         network = networks[key]
         return isinstance(network, StoredNetwork) and not network.shelf.is_present(network)
 
     return sorted(networks, key=is_absent)
+
+
+def is_offloaded(networks: Iterable[object]) -> bool:
+    """True if weights of any of ``networks`` leave the device while it does not run."""
+    return any(isinstance(one, StoredNetwork) and one.shelf.offload != "none" for one in networks)

@@ -146,7 +146,7 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
         text_dim: width of the text encoder's tokens, None for no text.
         modulation: "single" (AdaLN-Single) or "zero" (adaLN-Zero, a matrix for every block).
         modulation_rank: with "single", rank of each block's residual to the shared modulation: 0 for none,
-            ``hidden_size`` for a full matrix.
+            ``hidden_size`` for a full matrix. Only experts of earlier versions have one.
         final_modulation: with "single", "table" or "linear" in the final layer; "zero" implies linear.
         norm_eps: epsilon of the layer norms.
         mlp_norm_eps: that of the norms before MLPs, where it differs (diffusers' DiT).

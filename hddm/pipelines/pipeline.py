@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils import BaseOutput
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ from hddm.pipelines.parts import (
     refuse_options,
 )
 from hddm.pipelines.pictures import Begin, Images, Pictures, Vae
-from hddm.running import Batch, Plan, run
+from hddm.running import Batch, Plan, gathered, run
 from hddm.sampling import batches, plan
 from hddm.utils.errors import HddmError, UsageError, choose, one_line
 from hddm.utils.files import new_folder, restore
@@ -349,6 +350,7 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         output_type: str = "pil",
         return_dict: bool = True,
         callback_on_step_end: Callback | None = None,
+        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
     ) -> HDDMPipelineOutput | tuple[Any]:
         """Make images.
 
@@ -383,8 +385,10 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             latents: states at t = 1, (batch, C, H, W), instead of drawn ones.
             output_type: ``pil``, ``np``, ``pt`` (0 to 1) or ``latent`` (as the experts were trained).
             return_dict: return an `HDDMPipelineOutput` instead of a tuple with the images.
-            callback_on_step_end: called as ``callback(pipeline, step, 1000 t, {"latents": x})``; the
-                ``latents`` that it returns replace x, and ``pipeline._interrupt = True`` stops the call.
+            callback_on_step_end: called as ``callback(pipeline, step, 1000 t, {"latents": x})``, with
+                offloading for one expert's images after the other's; the ``latents`` that it returns replace
+                x, and ``pipeline._interrupt = True`` stops the call.
+            callback_on_step_end_tensor_inputs: as in diffusers; only ``latents`` are possible.
 
         Raises:
             HddmError: for an option that would change something, an unknown or missing condition, missing
@@ -417,6 +421,10 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             guidance=guidance,
             router_every=router_every,
         )
+        is_of_diffusers = isinstance(callback_on_step_end, PipelineCallback | MultiPipelineCallbacks)
+        if is_of_diffusers or list(callback_on_step_end_tensor_inputs) != ["latents"]:
+            text = "callbacks see latents only; hddm.drop_in puts this model into a pipeline of diffusers"
+            raise HddmError(f"`callback_on_step_end`: {text}")
         if output_type not in OUTPUTS:
             raise HddmError(f"output_type {output_type!r}: {choose(output_type, OUTPUTS)}")
         of_one_kind = {"latents": latents is not None, "height": height, "width": width}
@@ -436,28 +444,34 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         else:
             noise = Seeded(seed) if latents is None else Latents(latents, start, Seeded(seed))
         how = replace(how, noise=noise)
-        use, images = ExpertUse(len(self.ensemble.experts)), [None] * num
+        use = ExpertUse(len(self.ensemble.experts))
+        images: Any = [None] * num
+
+        made = []
 
         def on_step(index: int, x: Tensor) -> Tensor:
             bar.update()
             if callback_on_step_end is None:
                 return x
-            changed = callback_on_step_end(self, index, 1000 * float(how.times[index]), {"latents": x})
-            return changed["latents"].to(x).expand_as(x) if changed else x
+            timestep = 1000 * float(how.times[index])
+            return _changed(x, callback_on_step_end(self, index, timestep, {"latents": x}))
 
         for batch in batches(how, range(start, start + num), asked, num):
             with self.progress_bar(total=how.steps) as bar:
-                made: Any = self.run(how, batch, on_step, lambda: self._interrupt, use)
-            if output_type != "latent":
-                made = self.image_processor.postprocess(self.images_of(how, batch, made), output_type)
-            if not is_apart:
-                images = made
-            elif self._interrupt:
+                samples = self.run(how, batch, on_step, lambda: self._interrupt, use)
+            if is_apart and self._interrupt:
                 # Images of this kind and of the next ones stay None.
                 break
-            else:
-                for row, one in zip(batch.rows.tolist(), made, strict=True):
-                    images[row] = one
+            made.append((batch, samples if output_type == "latent" else self.images_of(how, batch, samples)))
+        for rows, _, found in gathered(made):
+            of_kind = found
+            if output_type != "latent":
+                of_kind = self.image_processor.postprocess(found, output_type)
+            if not is_apart:
+                images = of_kind
+                break
+            for row, one in zip(rows.tolist(), of_kind, strict=True):
+                images[row] = one
         return HDDMPipelineOutput(images, use) if return_dict else (images,)
 
     def plan(self, begin: Begin, **how: Any) -> Plan:
@@ -500,6 +514,16 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
                 f"`height` {height}, `width` {width}: a network of images of {size[0]}×{size[1]} fails on "
                 f"it: {one_line(error)}"
             ) from error
+
+
+def _changed(x: Tensor, outcome: Mapping[str, Tensor] | None) -> Tensor:
+    """States x, or those that a callback returned in their place."""
+    others = [name for name in outcome or {} if name != "latents"]
+    found = (outcome or {}).get("latents", x)
+    if others or found.shape != x.shape:
+        what = others[0] if others else f"latents of shape {tuple(found.shape)}"
+        raise HddmError(f"a callback returned {what}; it can return latents of shape {tuple(x.shape)} only")
+    return found.to(x)
 
 
 def _equal(ours: Any, theirs: Any) -> bool:

@@ -20,7 +20,6 @@ from torch.nn.attention import SDPBackend
 
 from hddm.training.settings import Recipe
 from hddm.utils.errors import HddmError
-from hddm.utils.tensors import available_device
 
 
 class Flags(NamedTuple):
@@ -63,7 +62,10 @@ class Device:
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState
 
-        is_on_cpu = available_device(recipe.device).type == "cpu"
+        there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+        if not there.get(recipe.device, True):
+            raise HddmError(f"`device` {recipe.device}: not available; use cpu")
+        is_on_cpu = recipe.device == "cpu" or not any(there.values())
         if recipe.mixed_precision == "fp16" and is_on_cpu:
             raise HddmError("`mixed_precision` fp16 needs a GPU; on a CPU use bf16 or no")
         # A process may train twice, with another precision.
@@ -196,8 +198,10 @@ class Device:
         self._accelerator.wait_for_everyone()
 
 
-def attention_backend(device: torch.device, mixed_precision: str) -> str:
-    """Kernel that torch chooses for attention; on a GPU it decides the speed, and torch versions differ."""
+def default_attention(device: torch.device, mixed_precision: str) -> str:
+    """Kernel that torch's attention chooses by default, for heads of width 64, on a CPU or a CUDA device."""
+    if device.type not in ("cpu", "cuda"):
+        return "unknown"
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision, torch.float32)
     tokens = torch.empty(1, 2, 64, 64, device=device, dtype=dtype, requires_grad=True)
     return SDPBackend(torch._fused_sdp_choice(tokens, tokens, tokens)).name.lower()

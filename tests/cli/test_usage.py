@@ -17,7 +17,6 @@ from hddm_cli.app import commands
 from tests.artefacts import Command, contents, in_a_fresh_process
 
 TRAIN = "train expert {shard} --out {out} --objective flow --steps 3"
-MEASURE = "evaluate {shard} --reference {shard}"
 ALL = "train all --shards {shards} --out {out} --steps 3"
 NARROW = TRAIN + " --objective ddpm --schedule {betas}"
 

@@ -21,6 +21,7 @@ from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.settings import Computing
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import read_safetensors
+from hddm.velocity import Guidance
 from tests.artefacts import copied, seal
 from tests.cases import in_parts
 from tests.ensemble_files import WEIGHTS, flow_expert, write_ensemble
@@ -217,6 +218,41 @@ def test_an_expert_of_every_step_stays_where_there_is_room_for_two() -> None:
     # Expert 0 is wanted in every step, and there is room for another one.
     assert scales.reads[:2] in ([0, 1], [1, 0])
     assert scales.reads[2:] == [2, 1, 2]
+
+
+def test_under_draw_each_expert_is_read_once_and_images_stay_the_same() -> None:
+    scales = Scales()
+    own, batches = [scales.expert(seed) for seed in range(3)], list[int]()
+    plain = Ensemble(ExpertSet(own).fields(), strategy="draw")
+    expected = hddm.sample(plain, 16, 3, STEPS)
+    scales.reads.clear()
+    held = ExpertSet(own, shelf=Shelf("disk"))
+    found = hddm.sample(Ensemble(held.fields(), strategy="draw"), 16, 3, STEPS, on_batch=batches.append)
+    torch.testing.assert_close(found, expected)
+    assert (sorted(scales.reads), sum(batches), len(batches)) == ([0, 1, 2], 16, 3)
+
+
+def test_an_expert_and_its_weak_model_stay_together() -> None:
+    scales = Scales()
+    own, weak = scales.expert(0), scales.expert(1).apart()
+    held = ExpertSet([replace(own, weak=weak.unread)], shelf=Shelf("disk"))
+    model = Ensemble(held.fields(), strategy="draw")
+    hddm.sample(model, 2, 0, STEPS, guidance_scale=Guidance(2.0, by="weak"))
+    assert sorted(scales.reads) == [0, 1]
+
+
+@pytest.mark.parametrize("output_type", ["latent", "pt", "pil"])
+def test_a_pipeline_keeps_the_order_of_images_when_experts_come_one_by_one(
+    folder: Path, output_type: str
+) -> None:
+    pipe, given = HDDMPipeline.from_pretrained(folder), {"num_inference_steps": STEPS, "seed": 1}
+    pictures = [
+        pipe(batch_size=7, strategy="draw", output_type=output_type, **given).images
+        for _ in (0, pipe.enable_model_cpu_offload(device="cpu"))
+    ]
+    for one, other in zip(*pictures, strict=True):
+        tensors = [torch.tensor(np.asarray(image), dtype=torch.float32) for image in (one, other)]
+        torch.testing.assert_close(*tensors, rtol=1e-4, atol=1 if output_type == "pil" else 1e-4)
 
 
 def test_a_dtype_that_makes_experts_larger_than_the_limit_is_refused() -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from diffusers.callbacks import SDCFGCutoffCallback
 from torch import Tensor
 
 import hddm
@@ -125,6 +126,35 @@ def test_a_callback_sees_every_step_and_may_change_the_state(pipe: HDDMPipeline)
         return {"latents": torch.full_like(given["latents"], 0.5)} if step == 3 else {}
 
     assert (pipe(class_labels=LABELS, seed=0, callback_on_step_end=replace, **LATENT).images == 0.5).all()
+
+
+WRONG = {
+    "name": ({"image": torch.zeros(1)}, "a callback returned image; it can return latents"),
+    "shape": ({"latents": torch.zeros(1, 3, 4, 4)}, "returned latents of shape (1, 3, 4, 4)"),
+}
+
+
+@pytest.mark.parametrize(("returned", "words"), WRONG.values(), ids=WRONG)
+def test_what_a_callback_cannot_return_is_refused(
+    pipe: HDDMPipeline, returned: dict[str, torch.Tensor], words: str
+) -> None:
+    assert words in refusal(
+        pipe, class_labels=LABELS, seed=0, callback_on_step_end=lambda *_: returned, **LATENT
+    )
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"callback_on_step_end": SDCFGCutoffCallback(cutoff_step_ratio=0.5)},
+        {"callback_on_step_end_tensor_inputs": ["prompt_embeds"]},
+    ],
+    ids=["official", "inputs"],
+)
+def test_callbacks_that_need_more_than_latents_are_sent_to_drop_in(
+    pipe: HDDMPipeline, given: dict[str, Any]
+) -> None:
+    assert "hddm.drop_in" in refusal(pipe, class_labels=LABELS, **given, **LATENT)
 
 
 @pytest.mark.parametrize("solver", list(SOLVERS))

@@ -344,7 +344,7 @@ def test_a_default_that_changes_is_in_the_run_and_in_the_expert(
 
 def test_a_run_records_its_attention_kernel(shards: Path, tmp_path: Path) -> None:
     train_expert(shards / "shard_0", tmp_path / "out", expert_settings("flow", steps=1), run=RunOptions())
-    kernel = _record(tmp_path / "out")["environment"]["attention"]
+    kernel = _record(tmp_path / "out")["environment"]["default_attention"]
     with sdpa_kernel(getattr(SDPBackend, kernel.upper())):
         q = torch.randn(1, 2, 64, 64, requires_grad=True)
         assert torch.nn.functional.scaled_dot_product_attention(q, q, q).isfinite().all()
