@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 import torch
 
-from hddm.data.images import save_png
+from hddm.data.images import ImageSet, decode, save_png, stack
 from hddm.data.shard_records import read_manifest
 from hddm.data.shards import PIXELS, Rows, Samples, Shard, open_shard
+from hddm.data.sources import open_source
 from hddm.experts.records import EXPERT_FILE
 from hddm.schedules import Schedule
 from hddm.training.objectives import Objective, objective_of
@@ -290,3 +291,12 @@ def ending_at(last: int) -> Callable[[int, float, float], None]:
             raise Died
 
     return on_step
+
+
+def load_images(root: Path) -> ImageSet:
+    """Read all images of a source in sorted order; raises as `open_source`, `decode` and `stack`."""
+    source = open_source(root)
+    names = source.files
+    pixels = stack([decode(source.read(i), root / name) for i, name in enumerate(names)], names, root)
+    labels = None if source.labels is None else torch.tensor(source.labels)
+    return ImageSet(root, tuple(names), pixels, labels, source.classes)

@@ -66,6 +66,8 @@ def training(
         typer.echo(written)
         raise typer.Exit(not is_fine)
     if every_cell:
+        if dtype or compile_networks or threads or device != "cpu":
+            raise UsageError("--table has its own --dtype, --compile and --threads, on a CPU; drop yours")
         typer.echo(measure_table(Start(results), rounds or 5, quick))
         return
     dtypes = [one.value for one in dtype or DType]

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from PIL.PngImagePlugin import PngInfo
 
-from hddm.data.sources import open_source
 from hddm.utils.errors import TO_ONE_SIZE, HddmError, counted, optional, shown
 
 if TYPE_CHECKING:
@@ -267,17 +266,6 @@ def to_bytes(images: "Tensor") -> "Tensor":
     if broken:
         raise HddmError(f"{len(broken)} images hold NaN or Inf, the first of them numbers {broken[:8]}")
     return ((images.clamp(-1, 1) + 1) * 127.5).round().byte()
-
-
-def load_images(root: Path) -> ImageSet:
-    """Read all images of a source in sorted order; raises as `open_source`, `decode` and `stack`."""
-    import torch
-
-    source = open_source(root)
-    names = source.files
-    pixels = stack([decode(source.read(i), root / name) for i, name in enumerate(names)], names, root)
-    labels = None if source.labels is None else torch.tensor(source.labels)
-    return ImageSet(root, tuple(names), pixels, labels, source.classes)
 
 
 def stack(images: Sequence[np.ndarray], names: Sequence[str], root: Path) -> "Tensor":

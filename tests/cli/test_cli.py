@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from hddm import load, sample
 from hddm.calibration import FILE_NAME as CALIBRATION
-from hddm.data.images import load_images, to_bytes
+from hddm.data.images import to_bytes
 from hddm.data.shard_records import ImageEntry, content_hash
 from hddm.experts.assembly import assemble
-from tests.artefacts import CLASSES, Command, contents, copied, edit_json, largest_file, seal
+from tests.artefacts import CLASSES, Command, contents, copied, edit_json, largest_file, load_images, seal
 
 
 @pytest.mark.integration

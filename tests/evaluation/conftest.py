@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from hddm.data.images import load_images
 from hddm.evaluation.features import save_classifier, trained
-from tests.artefacts import write_images
+from tests.artefacts import load_images, write_images
 
 
 @pytest.fixture(scope="session")

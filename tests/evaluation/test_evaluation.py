@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from hddm.data.images import load_images, save_png, to_bytes, to_unit_range
+from hddm.data.images import save_png, to_bytes, to_unit_range
 from hddm.evaluation.evaluate import evaluate
 from hddm.evaluation.features import (
     FEATURES,
@@ -32,7 +32,7 @@ from hddm.evaluation.measures import (
 from hddm.evaluation.results import Evaluation
 from hddm.evaluation.scores import Scorer, Side
 from hddm.utils.records import SAMPLING_FILE
-from tests.artefacts import CLASSES, Command, draw, refusal, write_images
+from tests.artefacts import CLASSES, Command, draw, load_images, refusal, write_images
 
 
 def _scorer(

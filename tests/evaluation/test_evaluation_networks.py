@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
-from hddm.data.images import load_images
 from hddm.evaluation import features as extractors
 from hddm.evaluation.features import (
     CLIP,
@@ -29,7 +28,7 @@ from hddm.evaluation.features import (
     open_extractor,
 )
 from hddm.utils.files import sha256_of
-from tests.artefacts import Command, refusal
+from tests.artefacts import Command, load_images, refusal
 
 SMALL = CLIPVisionConfig(
     hidden_size=16,

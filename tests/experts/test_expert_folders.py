@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 
 import hddm
 from hddm.calibration import FILE_NAME, Calibration, Moments
-from hddm.data.images import load_images
 from hddm.experts.assembly import assemble
 from hddm.experts.records import (
     WEAK,
@@ -31,7 +30,7 @@ from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.schedules import CosineSchedule, LinearSchedule, Schedule, from_diffusers
 from hddm.training.verify import verify_expert
 from hddm.velocity import Guidance, VelocityField
-from tests.artefacts import copied, edit_json, refusal
+from tests.artefacts import copied, edit_json, load_images, refusal
 from tests.ensemble_files import flow_expert as new_expert
 from tests.ensemble_files import load_ensemble, random_router, saved
 

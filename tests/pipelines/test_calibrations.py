@@ -7,9 +7,8 @@ from pathlib import Path
 import torch
 
 from hddm.calibration import FILE_NAME
-from hddm.data.images import load_images
 from hddm.utils.files import sha256_of
-from tests.artefacts import Command
+from tests.artefacts import Command, load_images
 from tests.conftest import Trio
 
 

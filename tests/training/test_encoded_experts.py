@@ -13,7 +13,6 @@ import torch
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Moments
 from hddm.data.encoding import encode_shards
-from hddm.data.images import load_images
 from hddm.data.shards import open_shard
 from hddm.experts.assembly import assemble
 from hddm.experts.loading import load
@@ -28,7 +27,7 @@ from hddm.training.router import train_router
 from hddm.training.settings import DistillSettings, RunOptions
 from hddm.training.verify import verify_expert
 from hddm.utils.errors import HddmError, UsageError
-from tests.artefacts import Command, copied, edit_json, expert_settings, router_settings
+from tests.artefacts import Command, copied, edit_json, expert_settings, load_images, router_settings
 from tests.component_files import write_clip, write_vae
 from tests.shard_files import noise, write_shard
 
