@@ -174,7 +174,7 @@ def test_a_damaged_record_is_refused_and_half_a_step_is_done_again(
     assert [words[0] for words in told] == ["partition"]
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "moment",
     [

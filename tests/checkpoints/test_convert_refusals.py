@@ -129,7 +129,7 @@ def test_content_of_no_known_layout(hddm: Command, tmp_path: Path) -> None:
     assert "one revision in its snapshots/" in refused(hddm, tmp_path / "models--x--y")
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_pipelines_that_are_spoiled_at_random_are_converted_or_refused_in_one_line(tmp_path: Path) -> None:
     found = attack_reading(tmp_path, tmp_path / "kept", 0, lambda number: number < 130, only="checkpoint")
     assert not found.surprises, found

@@ -70,7 +70,7 @@ def _dies_at(count: int, is_done: bool, expert: Path, shard: Path) -> bool:
     return code == 9
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.parametrize("is_done", [False, True])
 def test_a_calibrating_that_is_killed_leaves_the_old_expert_or_the_new_one(
     is_done: bool, shards: Path, ddpm_expert: Path, tmp_path: Path

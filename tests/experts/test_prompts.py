@@ -165,7 +165,7 @@ def _converted(root: Path, out: Path, hddm: Command) -> tuple[Path, Path]:
     return out / "sd", out / "px"
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_each_expert_reads_a_prompt_by_its_own_text_encoder(
     two_encoders: Path, tmp_path: Path, hddm: Command
 ) -> None:
@@ -478,7 +478,7 @@ def _one_of_another_partition(
     return flow_expert(seed, stated, in_channels=4, sample_size=8, num_classes=len(classes))
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_what_two_people_have_becomes_one_ensemble_by_one_command(
     two_encoders: Path, tmp_path: Path, hddm: Command
 ) -> None:

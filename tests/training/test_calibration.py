@@ -214,7 +214,7 @@ def test_calibrating_without_data_from_the_command_line(
     assert open_shard(shards / "shard_0").hash in calibration_record(expert)["data"]
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_a_killed_calibration_leaves_expert_and_ensemble_as_before_or_as_after(
     ensemble: Path, shards: Path, tmp_path: Path
 ) -> None:

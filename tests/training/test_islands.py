@@ -102,7 +102,7 @@ def test_settings_that_one_shard_does_not_allow_are_told_before_the_first_is_tra
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_an_island_reports_every_step(whole: Path, tmp_path: Path) -> None:
     reports: list[tuple[int, int, float, float]] = []
     settings = expert_settings("flow", steps=20, threads=1)

@@ -195,7 +195,7 @@ def _settings(**changes: object) -> DistillSettings:
     return DistillSettings.model_validate({**short, "sampling_steps": 1, "seed": 7, **changes})
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_a_killed_training_goes_on_to_the_same_student_and_with_no_other_teacher(
     ensemble: Path, shards: Path, ddpm_expert: Path, flow_expert: Path, router: Path, tmp_path: Path
 ) -> None:
