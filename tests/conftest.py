@@ -1,6 +1,7 @@
 """Artefacts that many tests read, made once a session. A test that spoils one copies it first."""
 
 import math
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from hddm.data.partition import partition
 from hddm.experts.assembly import assemble
 from hddm.training.expert import train_expert
 from hddm.training.router import train_router
+from hddm.utils import pickles
 from hddm_cli.app import app
 from tests.artefacts import Command, expert_settings, router_settings, write_images
 
@@ -20,6 +22,30 @@ if TYPE_CHECKING:
     from tests.benchmark_files import Finished
 
 torch.set_num_threads(1)
+
+
+def _forked_problem(path: Path) -> str:
+    """As `hddm.utils.pickles._problem`, by a fork of this process, which need not import torch again."""
+    end, start = os.pipe()
+    if (child := os.fork()) == 0:
+        code = 1
+        try:
+            with os.fdopen(start, "w") as sys.stdout:
+                code = int(pickles.try_to_load(str(path)))
+        finally:
+            os._exit(code)
+    os.close(start)
+    with os.fdopen(end) as said:
+        text = said.read()
+    _, status = os.waitpid(child, 0)
+    return (text or f"ends a process that loads it (status {status})") if status else ""
+
+
+@pytest.fixture(autouse=True)
+def quick_pickles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pickles are checked by forks, except where fresh processes are what is tested."""
+    if "pickle" not in request.path.name:
+        monkeypatch.setattr(pickles, "_problem", _forked_problem)
 
 
 @pytest.fixture(scope="session")
