@@ -115,7 +115,10 @@ def ways_of(
 
 
 def _taken(way: Way, steps: int, device: str) -> Taken:
-    """The median step; the first, which makes what the others find made, does not count."""
+    """The median step. The first, which makes what the others find made, does not count, nor does the last.
+
+    hddm's loop reports a step while the next one is computed, so its last two reports come together.
+    """
     marks: list[Taken] = []
-    way.run(1 + steps, lambda: marks.append(now(device)))
-    return Taken.middle([between(*both) for both in pairwise(marks)])
+    way.run(2 + steps, lambda: marks.append(now(device)))
+    return Taken.middle([between(*both) for both in pairwise(marks[:-1])])

@@ -223,7 +223,8 @@ def test_the_weak_model_is_of_a_step_before_the_last(weak_at: float, steps: int,
     assert resolve(ExpertRecipe, settings).weak_step == expected
 
 
-def test_inputs_drawn_ahead_are_those_of_their_step_and_end_with_the_last() -> None:
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_inputs_are_those_of_their_step_drawn_ahead_or_not_and_end_with_the_last(ahead: int) -> None:
     asked: list[int] = []
 
     def draw(rows: Tensor, noise: torch.Generator, own: slice) -> Inputs:
@@ -231,7 +232,7 @@ def test_inputs_drawn_ahead_are_those_of_their_step_and_end_with_the_last() -> N
         return {"rows": rows, "eps": torch.randn(4, generator=noise)}
 
     order, again = (Order(10, 4, 3, (Use.STUDENT_ORDER, Use.STUDENT_STEPS, 1)) for _ in range(2))
-    loader = Loader(order, draw, last=7, own=slice(4))
+    loader = Loader(order, draw, last=7, own=slice(4), ahead=ahead)
     for step in range(1, 8):
         (rows, inputs, seed), draws = loader.take(step), again.draws(step)
         assert torch.equal(rows, again.rows(step))
@@ -239,7 +240,21 @@ def test_inputs_drawn_ahead_are_those_of_their_step_and_end_with_the_last() -> N
         assert seed == int(torch.randint(2**62, (), generator=draws))
     loader.close()
     assert len(asked) == 7
-    assert set(asked).isdisjoint({threading.get_ident()})
+    assert (threading.get_ident() in asked) == (not ahead)
+
+
+def test_on_a_cpu_no_thread_computes_beside_the_step() -> None:
+    """A second one would take OpenMP's threads from it."""
+    drawn: set[int] = set()
+
+    def draw(rows: Tensor, noise: torch.Generator, own: slice) -> Inputs:
+        drawn.add(threading.get_ident())
+        return {"rows": rows}
+
+    point = _Point()
+    task = Task(point, 4, draw, lambda network, inputs: point.place.sum().expand(len(inputs["rows"])))
+    fit(task, recipe(steps=3, batch_size=2, optimizer="adamw", device="cpu"))
+    assert drawn == {threading.get_ident()}
 
 
 def test_what_goes_wrong_ahead_is_told_at_its_step() -> None:
