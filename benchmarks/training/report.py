@@ -62,7 +62,8 @@ def _method(settings: Settings, content: Mapping[str, Any]) -> list[str]:
         "quicker than its own.",
         "",
         f"All ways in turn, in a new order each of {settings.rounds} rounds, after a warm-up; of "
-        f"{settings.steps + 2} steps on end the first and last do not count, of the others the median. Medians "
+        f"{settings.steps + 2} steps on end the first and last do not count, and the others count by their median. "
+        "Medians "
         "over rounds, in brackets quartiles; ratios of wall times are taken within a round. Processor time "
         "is that of all threads.",
         "",
