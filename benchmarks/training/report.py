@@ -62,8 +62,7 @@ def _method(settings: Settings, content: Mapping[str, Any]) -> list[str]:
         "quicker than its own.",
         "",
         f"All ways in turn, in a new order each of {settings.rounds} rounds, after a warm-up; of "
-        f"{settings.steps + 2} steps on end the first and last do not count, and the others count by their median. "
-        "Medians "
+        f"{settings.steps + 2} steps on end, without the first and the last, the median counts. Medians "
         "over rounds, in brackets quartiles; ratios of wall times are taken within a round. Processor time "
         "is that of all threads.",
         "",
