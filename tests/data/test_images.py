@@ -13,13 +13,12 @@ from hddm.data.images import (
     OversizedImageError,
     decode,
     fit_image,
-    load_images,
     read_image,
     to_bytes,
     to_unit_range,
 )
 from hddm.utils.errors import HddmError
-from tests.artefacts import refusal
+from tests.artefacts import load_images, refusal
 from tests.shard_files import as_file, bomb
 
 NOISE = np.random.default_rng(0)
