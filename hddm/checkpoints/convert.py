@@ -278,8 +278,6 @@ def _compare(plan: ConversionPlan, source: Forward | None, draft: Path) -> Conve
     written, outputs, config = _as_written(draft)
     known = tuple(name for name in plan.interface.conditions if name not in OPTIONAL_CONDITIONS)
     conditions, conventions = example_conditions(known, config, plan.interface.num_classes), plan.conventions
-    # Only the written network takes text that was added.
-    extra = {TEXT: conditions.pop(TEXT).expand(len(TIMES), -1, -1)} if "text_dim" in plan.options else {}
     assert written.sample_shape is not None
     channels, *size = written.sample_shape
     # A layout's own network has the positions of one size.
@@ -296,15 +294,18 @@ def _compare(plan: ConversionPlan, source: Forward | None, draft: Path) -> Conve
     y = append_dims(torch.tensor([a + s for a, s, _ in native]), x.ndim) * x
     timesteps = torch.tensor([u * conventions.time_scale for _, _, u in native], dtype=torch.float32)
     given = {name: one.expand(len(times), *one.shape[1:]) for name, one in conditions.items()}
+    # Only the written network takes text that was added.
+    shared = given.keys() - ({TEXT} if "text_dim" in plan.options else set())
+    now = torch.tensor(times, dtype=torch.float64)
     # Small states all at once, so that a large network is read from memory once.
     at_once = len(times) if math.prod(size) <= _TOGETHER else 1
     found, wanted = [], []
     with _InFloat32(), Progress(len(times), "compare with the source") as progress:
         for rows in torch.arange(len(times)).split(at_once):
-            own: dict[str, Any] = {name: one[rows] for name, one in (given | extra).items()}
-            found.append(written.velocity(x[rows], torch.tensor(times, dtype=torch.float64)[rows], **own))
-            shared = {name: own[name] for name in given}
-            wanted.append(outputs[-1] if source is None else source(y[rows], timesteps[rows], shared))
+            own: dict[str, Any] = {name: one[rows] for name, one in given.items()}
+            found.append(written.velocity(x[rows], now[rows], **own))
+            known_there = {name: own[name] for name in shared}
+            wanted.append(outputs[-1] if source is None else source(y[rows], timesteps[rows], known_there))
             progress(len(rows))
     v, expected = torch.cat(found), torch.cat(wanted)
     errors = {}

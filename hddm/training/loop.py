@@ -87,13 +87,13 @@ class Loader:
     def __init__(self, order: Order, draw: Draw, last: int, own: slice, ahead: int) -> None:
         self._order, self._draw, self._last, self._own, self._ahead = order, draw, last, own, ahead
         self._coming: dict[int, Future[StepInputs]] = {}
-        threads = torch.get_num_threads()
         # Its few operations take one core, beside the step.
         self._thread = ThreadPoolExecutor(1, "hddm-loader", torch.set_num_threads, (1,))
         if ahead:
+            threads = torch.get_num_threads()
             self._thread.submit(int).result()
-        # Torch gives the number that was set last to threads that begin later.
-        torch.set_num_threads(threads)
+            # Torch gives the number that was set last to threads that begin later.
+            torch.set_num_threads(threads)
 
     def take(self, step: int) -> StepInputs:
         """Return the inputs of ``step``, and begin to draw the next ones."""
