@@ -386,7 +386,7 @@ class AssemblySettings(Described):
     """Folder of this component. Default: the experts' own."""
     base: Annotated[tuple[Path, ...], READ] = ()
     """Base of LoRA experts, if it was moved since training."""
-    share: Annotated[dict[str, float], BeforeValidator(_shares), Shown("EXPERT=SHARE")] | None = None
+    share: Annotated[dict[str, Share], BeforeValidator(_shares), Shown("EXPERT=SHARE")] | None = None
     """An expert's share of all data. Default: by size of its shard."""
     domain: Annotated[tuple[tuple[str, ...], ...], BeforeValidator(_lists), Shown("EXPERT,EXPERT")] = ()
     """Experts for different noise levels of the same data. Default: those of one shard."""

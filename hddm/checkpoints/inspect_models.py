@@ -14,9 +14,14 @@ from hddm.checkpoints.sources import resolve, with_shift
 from hddm.conditions import join_classes
 from hddm.experts.assembly import PIPELINE_FILE, foreign_pipeline
 from hddm.experts.compatibility import read_entries
-from hddm.experts.ensemble_folders import ENSEMBLE_FILE, MOMENTS, kept_components, read_ensemble_facts
+from hddm.experts.ensemble_folders import (
+    ENSEMBLE_FILE,
+    MOMENTS,
+    kept_components,
+    read_ensemble_facts,
+    read_model_index,
+)
 from hddm.experts.lora import ADAPTER_WEIGHTS, BASES
-from hddm.experts.model_index import read_model_index
 from hddm.experts.paris import expert_arguments, is_paris, paris_experts, paris_router
 from hddm.experts.parts import parts_of
 from hddm.experts.records import EXPERT_FILE, FORMAT, ROUTER_FILE, ExpertRecord, RouterRecord

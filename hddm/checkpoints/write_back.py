@@ -15,8 +15,8 @@ from hddm.checkpoints.folders import DIFFUSERS_LAYOUTS, PIPELINE, SCHEDULER, ope
 from hddm.checkpoints.plan import PAPER
 from hddm.checkpoints.single_files import FILE_LAYOUTS
 from hddm.checkpoints.sources import Checkpoint, as_planned
-from hddm.experts.components import components_of
 from hddm.experts.ensemble_folders import ENSEMBLE_FILE, put_component
+from hddm.experts.parts import components_of
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
 from hddm.networks.prompts import family_in, index_of, parts_of, zeros_in
 from hddm.networks.wrappers import own_time_factor

@@ -6,7 +6,7 @@ checking that they fit: of new ones in `assemble`, of an ensemble's experts and 
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,11 +26,14 @@ from hddm.experts.compatibility import (
     read_entries,
     router_outputs,
 )
-from hddm.experts.components import arrange
 from hddm.experts.ensemble_folders import (
+    COMPONENTS,
     ENSEMBLE_FILE,
+    KEPT,
+    MODEL_INDEX,
     MOMENTS,
     MOMENTS_EVIDENCE,
+    ROUTER,
     EnsembleRecord,
     Member,
     bases_of,
@@ -42,8 +45,7 @@ from hddm.experts.ensemble_folders import (
     write_ensemble_records,
 )
 from hddm.experts.lora import BASES, bases_in
-from hddm.experts.model_index import COMPONENTS, KEPT, MODEL_INDEX, ROUTER
-from hddm.experts.parts import parts_of
+from hddm.experts.parts import arrange, parts_of
 from hddm.experts.records import (
     FILES,
     FORMAT,
@@ -129,7 +131,7 @@ def assemble(
 
     ``router`` is needed for all strategies but ``draw``: a folder, or ``moments`` for one of the experts'
     moments (`hddm.routers.MomentsRouter`). ``vae``, ``text_encoder`` and ``tokenizer`` are by default those
-    that experts keep, or several (`hddm.experts.components`). ``classes`` may be a dictionary in place of a
+    that experts keep, or several (`hddm.experts.parts`). ``classes`` may be a dictionary in place of a
     file (`hddm.experts.choices.read_classes`). With ``diffusers_pipeline``, stock diffusers opens the folder
     (`hddm.pipelines.parts`). Returns notes on what was taken on trust or could not be known.
 
@@ -177,14 +179,10 @@ def change(
     ``allow_mixed_sizes`` lets added experts make samples of another size or latent space than those there.
     Returns notes, as `assemble`.
 
-    Raises `HddmError`, before writing, as `assemble`, and for a missing expert, a link that leaves the folder
-    (whose content would become part of it), and an ``out`` inside it.
+    Raises `HddmError`, before writing, as `assemble`, and for a missing expert, and a link that leaves the
+    folder (whose content would become part of it).
     """
-    if not (add or remove or router) and settings == AssemblySettings():
-        raise HddmError(f"{ensemble}: nothing to change; pass `add`, `remove` or another part")
     restore(ensemble)
-    if not (ensemble / ENSEMBLE_FILE).is_file():
-        raise HddmError(f"{ensemble}: no ensemble folder ({ENSEMBLE_FILE}); assemble one first")
     record = read_ensemble_facts(ensemble)
     for path in ensemble.rglob("*"):
         if path.is_symlink():
@@ -196,9 +194,6 @@ def change(
         # What is left of a domain cannot make a sample alone.
         gone = {k for k, domain in enumerate(domains) if domain in {domains[one] for one in gone}}
     kept = [k for k in range(len(entries)) if k not in gone]
-    if not kept and not add:
-        labels = ", ".join(member.label for member in record.experts)
-        raise HddmError(f"{ensemble}: `remove` takes {labels}, and no expert is left")
     added = read_entries(add, [Member(folder="", name=name_of(folder)) for folder in add])
     staying = _left(entries, domains, kept)
     if staying and not allow_mixed_sizes:
@@ -210,8 +205,6 @@ def change(
         routing, chosen, notes = named_router(router), settings.strategy or record.strategy, []
         everyone = decide(everyone, output=[None] * len(everyone))
     notes += [f"removed {record.experts[k].label}" for k in sorted(gone)]
-    if out is not None and out.resolve() != ensemble.resolve():
-        refuse_inside(out, [ensemble])
     # In place, the folder itself and not a link to it is exchanged.
     target, before = ensemble.resolve() if out is None else out, Changed(ensemble, record, entries, kept)
     overwrite = out is None or overwrite
@@ -294,13 +287,12 @@ def write_ensemble(
     Where one is changed, its own experts come first; they were checked in full when they came.
     """
     if not entries:
-        raise HddmError("an ensemble needs at least one expert")
+        raise HddmError("no expert is left; an ensemble needs at least one")
     stay = 0 if before is None else len(before.kept)
     folders = [one.folder for one in entries]
     given = {name: folder for name in KEPT if (folder := getattr(settings, name)) is not None}
     router = routing.folder if routing.is_new else None
     bases = bases_of(folders, bases_in(settings.base))
-    refuse_inside(out, [*folders[stay:], router, *given.values(), *bases.values()])
     entries = decided(entries, settings.share, settings.classes, settings.domain)
     Strategy.parse(strategy).check(len(set(domains_of(entries))))
     is_drawn = routing.folder is None and routing.evidence is None
@@ -406,13 +398,6 @@ def foreign_pipeline(folder: Path) -> str | None:
         f"{PIPELINE_FILE}: is not hddm's, and diffusers would run it; remove it, or replace it by hddm "
         f"assemble {folder} --diffusers-pipeline"
     )
-
-
-def refuse_inside(out: Path, folders: Iterable[Path | None]) -> None:
-    """Refuse to write into or below one of ``folders``, which are yet to be read."""
-    for folder in folders:
-        if folder is not None and out.resolve().is_relative_to(folder.resolve()):
-            raise HddmError(f"{out}: lies in {folder}, which is to become part of it; write it elsewhere")
 
 
 def _link(files: Sequence[Path], target: Path) -> None:

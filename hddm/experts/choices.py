@@ -27,8 +27,8 @@ def decided(
 
     ``classes`` may be in a file (`read_classes`).
     Shares of a domain's experts are added, and divided equally among them. A class that is not mentioned
-    keeps its name. Raises `HddmError` for a key of no expert, or of several, for two of one expert, for names
-    that do not fit the classes that an expert takes, and for shares that do not sum to 1.
+    keeps its name. Raises `HddmError` for a key of no expert, or of several, for names that do not fit the
+    classes that an expert takes, and for shares that do not sum to 1.
     """
     classes = read_classes(classes) if isinstance(classes, Path) else classes
     names = _by_index(classes, entries, "`classes`")
@@ -39,11 +39,8 @@ def decided(
         ],
     )
     groups = [[index_of(name, entries, "`domain`") for name in group] for group in domain]
-    every = [k for group in groups for k in group]
-    if twice := [entries[k].name for k in every if every.count(k) > 1]:
-        raise UsageError(f"`domain` {twice[0]}: is named twice; an expert is of one domain")
     taken = [one.member.domain for one in entries]
-    broken = {taken[k] for k in every}
+    broken = {taken[k] for group in groups for k in group}
     taken = [None if one in broken else one for one in taken]
     for group in groups:
         text = " + ".join(str(entries[k].member.name) for k in group)
@@ -74,17 +71,12 @@ def _spread(shares: Sequence[float | None], domains: Sequence[int]) -> list[floa
 
 
 def _check_shares(entries: Sequence[Entry], shares: Sequence[float | None]) -> None:
-    free, total = [], 0.0
-    for one, share in zip(entries, shares, strict=True):
-        if share is None:
-            free.append(one.name)
-        elif not 0 <= share <= 1:
-            raise UsageError(f"`share` {one.name}={share:g}: a share lies between 0 and 1")
-        total += share or 0.0
-    if not free and abs(total - 1) > SHARE_TOLERANCE:
-        raise UsageError(f"`share`: the shares of all experts sum to {total:g}; they must sum to 1")
+    free = [one.name for one, share in zip(entries, shares, strict=True) if share is None]
+    total = math.fsum(share for share in shares if share is not None)
     if free and total > 1 - SHARE_TOLERANCE:
         raise UsageError(f"`share`: the shares sum to {total:g} and leave nothing for {', '.join(free)}")
+    if not free and abs(total - 1) > SHARE_TOLERANCE:
+        raise UsageError(f"`share`: the shares of all experts sum to {total:g}; they must sum to 1")
 
 
 def _by_index(given: Mapping[str, Value] | None, entries: Sequence[Entry], option: str) -> dict[int, Value]:
@@ -128,17 +120,13 @@ def read_classes(path: Path) -> dict[str, ClassNames]:
     for expert, names in read_yaml(path).items():
         origin = f"{path}: {one_line(expert, 60)}"
         listed = dict(enumerate(names)) if isinstance(names, list) else names
-        if not isinstance(listed, dict) or not listed:
+        values = listed.values() if isinstance(listed, dict) else [None]
+        if any(isinstance(name, bool | list | dict | None) for name in values):
             raise HddmError(f"{origin} must have a list of names, or classes with names")
-        named: dict[int | str, str] = {}
-        for number, name in listed.items():
-            if isinstance(name, bool | list | dict | None) or not str(name):
-                wrong = f"{one_line(number, 40)}: {one_line(name, 40)}"
-                raise HddmError(f"{origin}: {wrong}; write a class and its name")
-            key = composed(str(number))
-            named[int(key) if key.isdecimal() else key] = composed(str(name))
-        if len(named) < len(listed):
-            raise HddmError(f"{origin}: has a number twice; name each class once")
+        named: dict[int | str, str] = {
+            int(key) if str(key).isdecimal() else composed(str(key)): composed(str(name))
+            for key, name in listed.items()
+        }
         classes[expert] = list(named.values()) if isinstance(names, list) else named
     return classes
 
@@ -148,19 +136,13 @@ def _names_of(given: ClassNames, expert: Entry) -> tuple[str, ...]:
     known, origin = expert.classes, f"`classes` {expert.name}"
     size = len(known) or expert.record.null_class
     if isinstance(given, Mapping):
-        if size is None:
-            raise HddmError(f"{origin}: does not record how many classes it takes; list all names")
-        names = dict(enumerate(known or map(str, range(size))))
+        names = dict(enumerate(known or map(str, range(size or 0))))
         numbers = {name: number for number, name in enumerate(known)} | {number: number for number in names}
         if unknown := [one for one in given if one not in numbers]:
-            what = f"{origin}: has classes 0 to {size - 1}, and no {one_line(unknown[0], 60)}"
+            what = f"{origin}: has {len(names)} classes, and no {one_line(unknown[0], 60)}"
             raise HddmError(what + did_you_mean(str(unknown[0]), known))
-        if len({numbers[one] for one in given}) < len(given):
-            raise HddmError(f"{origin}: a class is there by number and by name; name each once")
         given = [*(names | {numbers[one]: new for one, new in given.items()}).values()]
-    if given and takes_classes(expert.record) and size not in (None, len(given)):
-        raise HddmError(f"{origin}: gives {len(given)} names, and it takes {size} classes")
-    if len(set(given)) < len(given):
-        twice = next(one for one in given if list(given).count(one) > 1)
-        raise HddmError(f"{origin}: has {one_line(twice, 60)} twice")
+    number = size if takes_classes(expert.record) and size is not None else len(given)
+    if given and not len(set(given)) == len(given) == number:
+        raise HddmError(f"{origin}: gives {len(set(given))} different names, and it takes {number} classes")
     return tuple(given)

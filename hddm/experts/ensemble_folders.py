@@ -9,31 +9,22 @@ scheduler/               the shift once more, for diffusers
 vae/ text_encoder/ tokenizer/     for experts of latents and text; second ones are vae_2/, …; a
                          text_encoder/ may hold several with their tokenizers (`hddm.networks.prompts`)
 manifest.json            the hashes of all these (`hddm.utils.records`)
+
+``model_index.json`` is foreign text: a part may be of the classes listed in `CLASSES` and of no other, so
+nothing that a folder says decides which code runs.
 """
 
 import os
+import re
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar
 
+import diffusers
 from pydantic import Field
 
 from hddm.experts.lora import BASES, base_of, check_base
-from hddm.experts.model_index import (
-    CLASSES,
-    COMPONENTS,
-    KEPT,
-    MODEL_INDEX,
-    ROUTER,
-    SCHEDULER_FILE,
-    ClassName,
-    read_model_index,
-    read_shift,
-    unnumbered,
-    write_model_index,
-    write_scheduler,
-)
 from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord, Temperature, write_records
 from hddm.networks.folders import WEIGHTS, sha256_once
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
@@ -43,7 +34,7 @@ from hddm.networks.text_encoder import STEM as TEXT_STEM
 from hddm.networks.text_encoder import TOKENIZERS, kind_of
 from hddm.networks.vae import STEM as VAE_STEM
 from hddm.networks.vae import read_config, read_weights
-from hddm.utils.errors import HddmError, one_line
+from hddm.utils.errors import HddmError, did_you_mean, one_line
 from hddm.utils.files import alone, inside, is_draft, link_or_copy, new_folder, read_json, write_json
 from hddm.utils.records import ENSEMBLE_FILE as ENSEMBLE_FILE
 from hddm.utils.records import (
@@ -59,6 +50,56 @@ from hddm.utils.records import (
     refuse_damaged,
     rewrite_entry,
     write_manifest,
+)
+
+MODEL_INDEX = "model_index.json"
+ROUTER = "router"
+PIPELINE = "HDDMPipeline"
+SCHEDULER = "FlowMatchEulerDiscreteScheduler"
+SCHEDULER_FILE = "scheduler/scheduler_config.json"
+
+ClassName = tuple[str, str]
+"""Library and class, as in ("diffusers", "AutoencoderKL")."""
+
+KEPT = ("vae", "text_encoder", "tokenizer")
+"""Parts that a converted expert may have besides networks, one folder each."""
+MOST_ENCODERS = 3
+"""VAEs, and text encoders, of an ensemble at most."""
+
+
+def numbered(name: str, number: int) -> str:
+    """Name of a component by its number, from 0: ``vae``, ``vae_2``, ``vae_3``, as in diffusers."""
+    return name if number == 0 else f"{name}_{number + 1}"
+
+
+def unnumbered(name: str) -> str:
+    """The kind of a component, by its name: ``vae`` of ``vae_2``."""
+    return re.sub(r"_\d$", "", name)
+
+
+COMPONENTS = tuple(numbered(name, number) for number in range(MOST_ENCODERS) for name in KEPT)
+"""Parts that an ensemble may have besides networks and scheduler."""
+_KINDS: Mapping[str, tuple[ClassName, ...]] = {
+    "vae": (("diffusers", "AutoencoderKL"), ("diffusers", "AutoencoderTiny")),
+    "text_encoder": (
+        *(("transformers", "CLIPTextModel"), ("transformers", "T5EncoderModel")),
+        ("hddm", "PromptEncoders"),
+    ),
+    "tokenizer": (("transformers", "CLIPTokenizer"), ("transformers", "T5Tokenizer")),
+}
+CLASSES: Mapping[str, tuple[ClassName, ...]] = {
+    "experts": (("hddm", "ExpertSet"),),
+    "router": (("hddm", "RouterTransformer"),),
+    "scheduler": (("diffusers", SCHEDULER),),
+    **{name: _KINDS[unnumbered(name)] for name in COMPONENTS},
+}
+"""Every part that an ensemble may have, and what it may be."""
+_NEEDED = ("experts", "scheduler")
+_RECORDS = ("_class_name", "_diffusers_version")
+# What else a scheduler of this class can do to its grid.
+_OTHER_GRIDS = (
+    *("use_dynamic_shifting", "use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas"),
+    *("shift_terminal", "invert_sigmas", "stochastic_sampling"),
 )
 
 ENSEMBLE_FORMAT = "2.0"
@@ -151,11 +192,7 @@ class EnsembleRecord(Record):
 
 
 def read_ensemble_facts(folder: Path) -> EnsembleRecord:
-    """Read ``ensemble.json`` and check it against ``model_index.json`` and ``scheduler/``.
-
-    Raises `HddmError` for a path or link that leaves the folder (before it is opened), and for records that
-    contradict each other.
-    """
+    """Read ``ensemble.json``; `HddmError` for a path or link that leaves the folder, before it is opened."""
     path, index = folder / ENSEMBLE_FILE, folder / MODEL_INDEX
     facts, kinds = read_record(path, EnsembleRecord, ENSEMBLE_FORMAT), read_model_index(folder)
     names = [member.folder for member in facts.experts]
@@ -169,12 +206,6 @@ def read_ensemble_facts(folder: Path) -> EnsembleRecord:
                 inside(folder, file.relative_to(folder).as_posix())
         except HddmError as error:
             raise HddmError(f"{origin}: names {name!r}, outside the folder; refused ({error})") from error
-    if (kinds["router"] is None) != (facts.learned is None):
-        stated = f"{facts.router!r} in {ENSEMBLE_FILE}"
-        raise HddmError(f"{index}: router is {kinds['router']}, and {stated}; assemble it anew")
-    if (shift := read_shift(folder)) != facts.shift:
-        stated = f"{facts.shift:g} in {ENSEMBLE_FILE}"
-        raise HddmError(f"{folder / SCHEDULER_FILE}: shift is {shift:g}, and {stated}; assemble it anew")
     return facts
 
 
@@ -182,6 +213,62 @@ def components_in(folder: Path) -> tuple[str, ...]:
     """`COMPONENTS` that an ensemble folder names."""
     kinds = read_model_index(folder)
     return tuple(name for name in COMPONENTS if kinds[name] is not None)
+
+
+def read_model_index(folder: Path) -> dict[str, ClassName | None]:
+    """Library and class of every part in `CLASSES`, None for absent parts.
+
+    Raises a one-line `HddmError` with file, key and value for a key or a class that is not listed (such as
+    ``auto_map``, ``custom_pipeline`` and module paths), and where experts or scheduler are missing.
+    """
+    path = folder / MODEL_INDEX
+    content = read_json(path)
+    if content.get("_class_name") != PIPELINE:
+        stated = one_line(repr(content.get("_class_name")))
+        raise HddmError(f"{path}: _class_name is {stated}, not {PIPELINE!r}")
+    for key, value in content.items():
+        if key not in CLASSES and key not in _RECORDS:
+            near = did_you_mean(key, CLASSES)
+            raise HddmError(f"{path}: unknown key {key!r} (is {one_line(repr(value))}){near}; refused")
+    return {part: _class_of(path, part, content.get(part)) for part in CLASSES}
+
+
+def write_model_index(folder: Path, classes: Mapping[str, ClassName]) -> None:
+    """Write ``model_index.json``; experts and scheduler are always named."""
+    always = {part: CLASSES[part][0] for part in _NEEDED}
+    parts = ("experts", "router", "scheduler", *KEPT, *classes)
+    named = {part: (always | dict(classes)).get(part) for part in CLASSES if part in parts}
+    content = {"_class_name": PIPELINE, "_diffusers_version": diffusers.__version__}
+    write_json(folder / MODEL_INDEX, content | {part: one or (None, None) for part, one in named.items()})
+
+
+def _class_of(path: Path, part: str, value: object) -> ClassName | None:
+    if value in (None, [None, None]) and part not in _NEEDED:
+        return None
+    for name in CLASSES[part]:
+        if value == list(name):
+            return name
+    options = " or ".join(str(list(name)) for name in CLASSES[part])
+    raise HddmError(f"{path}: {part} is {one_line(repr(value))}, and may be {options}; refused")
+
+
+def write_scheduler(folder: Path, shift: float) -> None:
+    """Write ``scheduler/scheduler_config.json``."""
+    path = folder / SCHEDULER_FILE
+    path.parent.mkdir()
+    records = {"_class_name": SCHEDULER, "_diffusers_version": diffusers.__version__}
+    write_json(path, {**records, "num_train_timesteps": 1000, "shift": shift})
+
+
+def shift_of(scheduler: "diffusers.FlowMatchEulerDiscreteScheduler") -> float:
+    """Shift of a scheduler's time grid; `HddmError` where it does more than shift."""
+    kind = type(scheduler).__name__
+    if bent := [f"{key}={scheduler.config[key]}" for key in _OTHER_GRIDS if scheduler.config.get(key)]:
+        kind += f" with {', '.join(bent)}"
+    if bent or kind != SCHEDULER:
+        problem = f"the scheduler is a {kind}, and hddm's time grid has the shift alone"
+        raise HddmError(f"{problem}: take a {SCHEDULER} for the shift, and choose by solver=")
+    return float(scheduler.shift)
 
 
 def put_component(draft: Path, name: str, folder: Path, variant: str | None = None) -> ClassName:

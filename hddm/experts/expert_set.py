@@ -191,10 +191,7 @@ def _on_demand(expert: Expert, dtype: torch.dtype, device: torch.device | str, s
     network = stored(expert.unread, expert.facts, expert.name, dtype, device, shelf)
     if expert.weak is not None:
         weak = stored(expert.weak, expert.facts, f"{expert.name}/{WEAK}", dtype, device, shelf)
-    try:
-        return as_field(expert, network, weak)
-    except HddmError as error:
-        raise HddmError(f"{expert.name}: {error}") from error
+    return as_field(expert, network, weak)
 
 
 def _is_changed(expert: Expert, dtype: torch.dtype) -> bool:

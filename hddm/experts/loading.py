@@ -16,20 +16,23 @@ from hddm.ensemble import Ensemble
 from hddm.experts.compatibility import Entry, Findings, entries_of, read_entries, router_outputs
 from hddm.experts.ensemble_folders import (
     ENSEMBLE_FILE,
+    KEPT,
     MOMENTS,
+    ROUTER,
+    ClassName,
     EnsembleRecord,
     Member,
     bases_of,
     components_in,
     name_of,
+    numbered,
     read_ensemble_facts,
     refuse_damaged_ensemble,
     whole_components,
     write_ensemble_records,
 )
 from hddm.experts.expert_set import ExpertSet
-from hddm.experts.lora import bases_in, refuse_base
-from hddm.experts.model_index import KEPT, ROUTER, ClassName, numbered
+from hddm.experts.lora import bases_in
 from hddm.experts.paris import is_paris, paris_experts, paris_router
 from hddm.experts.parts import numbers_of, parts_of, topics_number, with_parts
 from hddm.experts.records import (
@@ -44,7 +47,7 @@ from hddm.experts.records import (
 from hddm.networks.offload import Offload, Shelf
 from hddm.networks.transformers import RouterTransformer
 from hddm.routers import MomentsRouter, Router, Strategy
-from hddm.utils.errors import HddmError, UsageError, choose
+from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import inside, restore
 from hddm.utils.records import WHOLE, ensemble_around
 from hddm.utils.tensors import available_device
@@ -80,31 +83,17 @@ def load(
             their adapters' bases.
 
     Raises:
-        HddmError: for anything else, contradictory parts, or a base for an expert that is no adapter.
+        HddmError: for anything else, or contradictory parts.
     """
     folder = Path(path)
     restore(folder)
-    if not folder.is_dir():
-        raise HddmError(f"{folder}: no such folder")
     device = available_device(device)
     if isinstance(dtype, str):
-        if dtype not in DTYPES:
-            raise HddmError(f"`dtype` {dtype}: {choose(dtype, list(DTYPES))}")
         dtype = DTYPES[dtype]
     if not (folder / EXPERT_FILE).exists():
-        if base is not None:
-            raise HddmError(f"{folder}: is no expert folder; a base goes with one adapter")
         return open_ensemble(folder, dtype, experts).on(device, dtype, offload, max_memory)
-    if experts is not None or offload != "none" or max_memory is not None:
-        raise HddmError(f"{folder}: is one expert; choosing and offloading experts needs an ensemble")
-    bases = [] if base is None else [Path(base)]
-    expert = open_expert(folder, bases_in(bases) or None)
-    refuse_base(folder, expert.facts.adapter, bases)
-    read = expert.read(dtype)
-    try:
-        return field_of(read, device)
-    except HddmError as error:
-        raise HddmError(f"{folder / EXPERT_FILE}: {error}") from error
+    bases = None if base is None else bases_in([Path(base)])
+    return field_of(open_expert(folder, bases).read(dtype), device)
 
 
 @dataclass(frozen=True)
@@ -156,8 +145,7 @@ def open_ensemble(folder: Path, dtype: torch.dtype, experts: Sequence[int] | Non
     """Open an ensemble folder, the Paris release, or an expert folder as an ensemble of one.
 
     ``dtype`` is the router's; ``experts`` are the indices to take, in this order; of the others only the
-    records are read, where they are there. Raises `HddmError` as `hddm.load`, and for unknown, repeated or no
-    indices.
+    records are read. Raises `HddmError` as `hddm.load`, and for a part of a domain.
     """
     if (folder / EXPERT_FILE).exists():
         expert = open_expert(folder)
@@ -169,11 +157,14 @@ def open_ensemble(folder: Path, dtype: torch.dtype, experts: Sequence[int] | Non
         return OpenedEnsemble([expert], None, facts, {name: name for name in whole_components(folder)})
     if (folder / ENSEMBLE_FILE).exists():
         return _ensemble(folder, dtype, experts)
-    if is_paris(folder):
+    if folder.is_dir() and is_paris(folder):
         return _paris(folder, dtype, experts)
-    remedy = "hddm convert makes an expert of a checkpoint"
-    if folder.suffix == ".run":
+    if not folder.is_dir():
+        remedy = "there is no such folder"
+    elif folder.suffix == ".run":
         remedy = f"it is the run of a training, and its expert is {folder.with_suffix('')}"
+    else:
+        remedy = "hddm convert makes an expert of a checkpoint"
     raise UsageError(
         f"{folder}: neither an expert folder ({EXPERT_FILE}) nor an ensemble ({ENSEMBLE_FILE}); {remedy}"
     )
@@ -184,7 +175,8 @@ def _ensemble(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) ->
     router = read_router(folder / written.learned, dtype)[0] if written.learned else None
     facts, components = written, {name: name for name in components_in(folder)}
     if chosen is not None:
-        facts, renamed = _subset(written, _known(folder, written, chosen), chosen)
+        whole = read_entries([folder / member.folder for member in written.experts], written.experts)
+        facts, renamed = _subset(written, whole, chosen)
         components = {new: old for new, old in renamed.items() if old in components}
     opened = OpenedEnsemble(
         [open_expert(folder / one.folder) for one in facts.experts], router, facts, components
@@ -197,42 +189,19 @@ def _ensemble(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) ->
     return replace(opened, topics=number if can_read else None)
 
 
-def _known(folder: Path, facts: EnsembleRecord, chosen: Sequence[int]) -> dict[int, Entry]:
-    """An ensemble's experts by index; those that were not chosen may be missing.
-
-    Raises `HddmError` where p(k) does not follow without one that is missing.
-    """
-    members, folders = facts.experts, [folder / member.folder for member in facts.experts]
-    there = [k for k, one in enumerate(folders) if k in chosen or (one / EXPERT_FILE).exists()]
-    entries = read_entries([folders[k] for k in there], [members[k] for k in there])
-    if len(there) < len(folders):
-        missing = next(one for k, one in enumerate(folders) if k not in there)
-        shares = {member.share for member in members}
-        is_sized = all(one.record.shard is not None for one in entries)
-        if None in shares and (shares != {None} or not is_sized):
-            raise HddmError(f"{missing}: is missing, and the shares of the other experts depend on its shard")
-        if second := [name for name in components_in(folder) if name not in KEPT]:
-            raise HddmError(f"{missing}: is missing, and its record says who uses {second[0]}")
-    return dict(zip(there, entries, strict=True))
-
-
 def _subset(
-    facts: EnsembleRecord, known: Mapping[int, Entry], chosen: Sequence[int]
+    facts: EnsembleRecord, whole: Sequence[Entry], chosen: Sequence[int]
 ) -> tuple[EnsembleRecord, dict[str, str]]:
     """The record of an ensemble reduced to these experts, and by new names those of its components."""
-    total = len(facts.experts)
-    if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(total)):
-        raise HddmError(f"experts {list(chosen)}: choose some of 0 … {total - 1}, each once")
-    whole = list(known.values())
-    parts = dict(zip(known, parts_of(whole), strict=True))
+    parts = parts_of(whole)
     domains = {parts[k].domain for k in chosen}
-    if parted := [k for k, part in parts.items() if part.domain in domains and k not in chosen]:
+    if parted := [k for k, part in enumerate(parts) if part.domain in domains and k not in chosen]:
         raise HddmError(f"experts {list(chosen)}: one of them is of a domain with {parted}; choose these too")
-    entries = with_parts([known[k] for k in chosen], [parts[k] for k in chosen])
+    entries = with_parts([whole[k] for k in chosen], [parts[k] for k in chosen])
     renamed = dict[str, str]()
     for name in KEPT:
         before, after = numbers_of(whole, name), numbers_of(entries, name)
-        for new, old in enumerate(map(list(known).index, chosen)):
+        for new, old in enumerate(chosen):
             if before[old] >= 0:
                 renamed[numbered(name, after[new])] = numbered(name, before[old])
     # All of fewer than k are the k most probable of them.
@@ -256,7 +225,7 @@ def _paris(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) -> Op
         shift=experts[0].facts.shift,
     )
     if chosen is not None:
-        facts, _ = _subset(facts, dict(enumerate(entries_of(experts, facts.experts))), chosen)
+        facts, _ = _subset(facts, entries_of(experts, facts.experts), chosen)
         experts = [experts[k] for k in chosen]
     components = {name: name for name in KEPT if inside(folder, name).is_dir()}
     return OpenedEnsemble(experts, router, facts, components)
@@ -276,29 +245,19 @@ def ensemble_of(experts: ExpertSet, router: Callable[..., Tensor] | None) -> Ens
     if experts.ensemble is not None:
         return experts.ensemble
     facts = experts.record
-    if len(facts.experts) != len(experts.experts):
-        raise HddmError(f"the record is of {len(facts.experts)} experts, not of {len(experts.experts)}")
     parts, route = parts_of(experts.entries, experts.fields()), router
     weights = [part.weight for part in parts]
     if isinstance(router, RouterTransformer):
-        if not isinstance(known := router.record, RouterRecord):
-            raise HddmError("a router needs its `record`, which says how it counts time")
-        total, found = router.config.num_experts, Findings()
+        known, total, found = router.record, router.config.num_experts, Findings()
+        assert isinstance(known, RouterRecord)
         outputs = router_outputs(experts.entries, known, total, found)
         found.refuse(_MISFIT)
         in_order = outputs == list(range(total))
         route = Router(router, known.time_scale, known.temperatures, None if in_order else outputs, weights)
     elif router is None and facts.router == MOMENTS:
-        calibrations = [part.field.calibration for part in parts]
-        moments = [one.moments for one in calibrations if one is not None]
-        if len(moments) < len(parts):
-            name = facts.experts[calibrations.index(None)].folder
-            raise HddmError(f"{name}: has no calibration, and a router by moments needs those of all experts")
+        moments = [part.field.calibration.moments for part in parts if part.field.calibration is not None]
         route = MomentsRouter(moments, weights, facts.evidence)
-    try:
-        return Ensemble(parts, route, facts.strategy, shift=facts.shift, topics=experts.topics)
-    except HddmError as error:
-        raise HddmError(f"{ENSEMBLE_FILE}: {error}") from error
+    return Ensemble(parts, route, facts.strategy, shift=facts.shift, topics=experts.topics)
 
 
 def unpacked(model: Ensemble | VelocityField) -> tuple[ExpertSet, Callable[..., Tensor] | None]:
@@ -308,17 +267,12 @@ def unpacked(model: Ensemble | VelocityField) -> tuple[ExpertSet, Callable[..., 
     """
     if isinstance(model, VelocityField):
         model = Ensemble([model], strategy="draw", shift=model.shift)
-    if not model.are_alike():
-        raise HddmError(
-            f"these experts make samples of several kinds ({model.describe_kinds()}), and a pipeline of "
-            "velocity fields has one: assemble their folders"
-        )
     shape = model.sample_shape
-    if shape is None or len(shape) != 3:
-        shapes = ", ".join(str(one.sample_shape) for one in model.experts)
+    if not model.are_alike() or shape is None or len(shape) != 3:
+        stated = shape if model.are_alike() else model.describe_kinds()
         raise HddmError(
-            f"a pipeline needs the one shape of all samples, and the experts state {shapes}: pass "
-            "sample_shape=(C, H, W) to VelocityField"
+            f"a pipeline needs the one shape of all samples, and the experts state {stated}: pass "
+            "sample_shape=(C, H, W) to VelocityField, or assemble folders of several kinds"
         )
     fields = [copy.copy(one) for one in model.experts]
     for one in fields:

@@ -11,7 +11,7 @@ is (out, in, h, w), A (rank, in, h, w) and B (out, rank, 1, 1).
 """
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,8 +48,6 @@ _VARIANTS = (
     *("use_dora", "use_rslora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out"),
     *("layer_replication", "modules_to_save", "trainable_token_indices"),
 )
-_PATTERNS = ("rank_pattern", "alpha_pattern")
-"""Ranks and alphas of single modules; here all have one."""
 
 
 class AdapterRecord(Record):
@@ -107,14 +105,10 @@ def write_adapter(folder: Path, adapter: AdapterRecord, tensors: Mapping[str, Te
 def base_of(folder: Path, facts: AdapterRecord, bases: Mapping[str, Path] | None = None) -> Path:
     """Find the folder of the weights that the adapter in ``folder`` changes.
 
-    It is looked up in ``bases`` by SHA-256; by default it is where the ensemble around the folder keeps it,
-    else the place at training. Raises `HddmError` where it is missing or the place is no relative path.
+    It is looked up in ``bases`` by SHA-256; else it is where the ensemble around the folder keeps it, or the
+    place at training. Raises `HddmError` where it is missing or the place is no relative path.
     """
-    if bases is not None:
-        if facts.base_sha256 not in bases:
-            known = ", ".join(f"{path} ({sha256[:16]}…)" for sha256, path in bases.items()) or "none"
-            what = f"is an adapter of {facts.base_name}"
-            raise HddmError(f"{folder}: {what}, which is not among the given bases: {known}")
+    if bases is not None and facts.base_sha256 in bases:
         return bases[facts.base_sha256]
     if Path(facts.base).is_absolute() or any(letter in facts.base for letter in "\\\0\n\r"):
         raise HddmError(f"{folder}: its base is at {facts.base!r}, which is no relative path; refused")
@@ -133,13 +127,6 @@ def _base_within(ensemble: Path, sha256: str) -> Path:
         if read_folder_manifest(manifest.parent).files.get(WEIGHTS) == sha256:
             return manifest.parent
     return inside(ensemble, f"{BASES}/{sha256[:16]}")
-
-
-def refuse_base(folder: Path, facts: AdapterRecord | None, bases: Collection[object]) -> None:
-    """Refuse ``bases`` that a user names for an expert that is no adapter."""
-    if facts is None and bases:
-        given = ", ".join(map(str, bases))
-        raise HddmError(f"{folder}: is no adapter, and has its own weights; leave the base out, {given}")
 
 
 def bases_in(folders: Sequence[Path]) -> dict[str, Path]:
@@ -163,12 +150,11 @@ def open_adapted(
 class Merged:
     """Reader of an adapted network's weights; see `hddm.networks.folders.WeightsReader`.
 
-    Raises `HddmError` for an adapter that does not fit its record, its base or the formula above; when
-    weights are read, for another base and for NaN and Inf.
+    Raises `HddmError` for an adapter that does not fit its record or its base; when weights are read, for
+    another base and for NaN and Inf.
     """
 
     def __init__(self, folder: Path, facts: AdapterRecord, base: Path) -> None:
-        _check_config(folder / ADAPTER_CONFIG, facts)
         self._factors = _factors(folder / ADAPTER_WEIGHTS, facts, base / WEIGHTS)
         self._adapter = WeightsReader(folder / ADAPTER_WEIGHTS)
         self._base = WeightsReader(base / WEIGHTS)
@@ -228,23 +214,17 @@ def factor_shapes(weight: Sequence[int], rank: int) -> tuple[tuple[int, ...], tu
     return (rank, width, *window), (out, rank, *[1] * len(window))
 
 
-def _check_config(path: Path, facts: AdapterRecord) -> None:
-    """Refuse a peft config that contradicts the record."""
-    config = read_json(path)
-    for key, stated in (("peft_type", "LORA"), ("r", facts.rank), ("lora_alpha", facts.alpha)):
-        if config.get(key) != stated:
-            raise HddmError(f"{path}: {key} is {str(config.get(key))[:40]!r}, and expert.json says {stated}")
-    refuse_variants(config, str(path), (*_VARIANTS, *_PATTERNS))
-
-
-def refuse_variants(config: Mapping[str, Any], origin: str, variants: Collection[str] = _VARIANTS) -> None:
+def refuse_variants(config: Mapping[str, Any], origin: str) -> None:
     """Raise an `HddmError` for a peft config of another formula than this module's."""
-    for key in variants:
-        if config.get(key):
-            variant = f"{key} is {str(config[key])[:40]}, a variant of LoRA that is not read"
-            raise HddmError(f"{origin}: {variant}; merge it with peft first")
-    if config.get("bias", "none") != "none":
-        raise HddmError(f"{origin}: bias is {str(config['bias'])[:40]!r}, and only 'none' is read")
+    plain = {"bias": "none"}
+    found = [
+        f"{key} is {str(config[key])[:40]}"
+        for key in (*_VARIANTS, "bias")
+        if config.get(key) and config[key] != plain.get(key)
+    ]
+    if found:
+        variant = f"{' and '.join(found)}, a variant of LoRA that is not read"
+        raise HddmError(f"{origin}: {variant}; merge it with peft first")
 
 
 def _factors(path: Path, facts: AdapterRecord, base: Path) -> dict[str, tuple[str, str]]:

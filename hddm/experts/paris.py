@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hddm.experts.model_index import SCHEDULER_FILE, read_shift
+from hddm.experts.ensemble_folders import SCHEDULER_FILE
 from hddm.experts.records import EXPERT_FILE, Expert, ExpertRecord, RouterRecord, SourceRecord
 from hddm.networks.folders import Unread, unread
 from hddm.networks.text_encoder import text_encoder_facts
@@ -28,6 +28,7 @@ from hddm.networks.vae import vae_facts
 from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError, shown
 from hddm.utils.files import inside, read_json
+from hddm.utils.records import parse_record
 from hddm.utils.tensors import TensorInfo, read_header
 from hddm.velocity import PredictionType
 
@@ -41,7 +42,6 @@ PAPER = "arXiv:2510.03434"
 ROUTER = "router"
 
 _NAMES = ("diffusion_pytorch_model.safetensors", "pytorch_model.safetensors")
-_PICKLES = {".pt", ".pth", ".bin", ".ckpt"}
 _MISFIT = "network of Paris"
 """Stands in messages for the config that the release lacks."""
 _MARKERS = {"layers.0.scale_shift_table", "t_block.1.weight", "text_proj.weight", "pos_embed"}
@@ -67,8 +67,8 @@ def is_paris(folder: Path) -> bool:
 def paris_experts(folder: Path) -> list[Expert]:
     """The experts, in order, from headers without weights.
 
-    Raises `HddmError` for pickles only, links that leave the folder, tensors that make no such network (all
-    are listed), and whatever contradicts the first expert.
+    Raises `HddmError` for a missing expert, for anything but one safetensors file per expert, for links that
+    leave the folder, and for tensors that make no such network (all are listed).
     """
     numbers = _numbers(folder)
     if missing := [f"expert_{k}" for k in range(numbers[-1]) if k not in numbers]:
@@ -76,10 +76,10 @@ def paris_experts(folder: Path) -> list[Expert]:
         raise HddmError(f"{folder}: has {lacks}; fetch the whole release")
     paths = [_weights_of(folder, f"expert_{k}") for k in numbers]
     every = [expert_arguments(read_header(path)[0], path) for path in paths]
-    pairs = list(zip(every, paths, strict=True))
-    networks = [unread(ExpertTransformer, own, path, str(path.with_name(_MISFIT))) for own, path in pairs]
-    for arguments, path in pairs:
-        _refuse_unlike(arguments, every[0], path, paths[0])
+    networks = [
+        unread(ExpertTransformer, own, path, str(path.with_name(_MISFIT)))
+        for own, path in zip(every, paths, strict=True)
+    ]
     record = _expert_record(folder, every[0])
     return [
         Expert(one.network, record, weights=one.read, folder=path.parent)
@@ -89,25 +89,13 @@ def paris_experts(folder: Path) -> list[Expert]:
 
 def paris_router(folder: Path, experts: Sequence[Expert]) -> tuple[Unread[RouterTransformer], RouterRecord]:
     """The router of all ``experts``, without shards (unpublished); raises as `paris_experts`."""
-    if not (folder / ROUTER).is_dir():
-        raise HddmError(f"{folder}: has experts and no {ROUTER}/; fetch the whole release")
-    path, first = _weights_of(folder, ROUTER), experts[0]
+    path, shape = _weights_of(folder, ROUTER), experts[0].facts.sample_shape
     arguments = router_arguments(read_header(path)[0], path)
     network = unread(RouterTransformer, arguments, path, str(path.with_name(_MISFIT)))
     if arguments["num_experts"] != len(experts):
         knows = f"distinguishes {arguments['num_experts']} experts, and {folder} holds {len(experts)}"
         raise HddmError(f"{path}: {knows}; fetch the whole release")
-    sample = {key: arguments[key] for key in ("sample_size", "in_channels")}
-    _refuse_unlike(sample, first.network.config, path, Path(first.name))
-    shape = first.facts.sample_shape
     return network, RouterRecord(time_scale=TIME_SCALE, sample_shape=shape, shard_hashes=(), shard_images=())
-
-
-def _refuse_unlike(arguments: Mapping[str, Any], others: Mapping[str, Any], path: Path, other: Path) -> None:
-    """Refuse sizes in ``path`` that differ from those in ``other``."""
-    unlike = [f"{key} {own} beside {others[key]}" for key, own in arguments.items() if own != others[key]]
-    if unlike:
-        raise HddmError(f"{path}: has {' and '.join(unlike)} in {other}; take all from one release")
 
 
 def expert_arguments(tensors: Shapes, path: Path) -> dict[str, Any]:
@@ -125,17 +113,14 @@ def router_arguments(tensors: Shapes, path: Path) -> dict[str, Any]:
 
 def _sizes(tensors: Shapes, head: int, in_every_block: str, path: Path) -> dict[str, Any]:
     """Arguments that expert and router share."""
-    _, channels, patch, across = _shape(tensors, "patch_embed.weight", 4, path)
+    _, channels, patch, _ = _shape(tensors, "patch_embed.weight", 4, path)
     _, tokens, width = _shape(tensors, "pos_embed", 3, path)
     _shape(tensors, f"layers.0.{in_every_block}", 2, path)
-    side = math.isqrt(tokens)
-    if side**2 != tokens or patch != across:
-        raise HddmError(f"{path}: {tokens} positions of {patch} × {across} patches make no square image")
     if width % head:
         raise HddmError(f"{path}: a width of {width} does not divide into heads of {head}, which Paris has")
     layers = [re.match(r"layers\.(\d{1,6})\.", name, re.ASCII) for name in tensors]
     return {
-        "sample_size": side * patch,
+        "sample_size": math.isqrt(tokens) * patch,
         "in_channels": channels,
         "patch_size": patch,
         "hidden_size": width,
@@ -145,52 +130,41 @@ def _sizes(tensors: Shapes, head: int, in_every_block: str, path: Path) -> dict[
 
 
 def _shape(tensors: Shapes, name: str, ndim: int, path: Path) -> tuple[int, ...]:
-    if name not in tensors:
-        raise HddmError(f"{path}: lacks {name}, which this network of Paris has; fetch it again")
-    shape = tuple(tensors[name].shape)
+    shape = tuple(tensors[name].shape) if name in tensors else ()
     if len(shape) != ndim or 0 in shape:
-        raise HddmError(f"{path}: {name} is {shape}, and has {ndim} dimensions in Paris; fetch it again")
+        raise HddmError(f"{path}: lacks {name} of {ndim} dimensions, as Paris has it; fetch it again")
     return shape
 
 
 def _expert_record(folder: Path, arguments: Mapping[str, Any]) -> ExpertRecord:
     """The record of all experts in ``folder``, given their network's arguments."""
-    scheduler, shift, vae, encoder, side = None, 1.0, None, None, arguments["sample_size"]
-    if (path := _component(folder, "scheduler")) is not None:
+    scheduler, vae, encoder, side = None, None, None, arguments["sample_size"]
+    if _component(folder, "scheduler") is not None:
         inside(folder, SCHEDULER_FILE)
-        shift, scheduler = read_shift(folder), read_json(folder / SCHEDULER_FILE)
-        if (steps := scheduler.get("num_train_timesteps", TIME_SCALE)) != TIME_SCALE:
-            problem = f"num_train_timesteps is {str(steps)[:40]}, not {TIME_SCALE:g}; correct it"
-            raise HddmError(f"{folder / SCHEDULER_FILE}: {problem}")
+        scheduler = read_json(folder / SCHEDULER_FILE)
     if (path := _component(folder, "vae")) is not None:
         vae = vae_facts(path)
-        if (vae.scale, vae.shift) != (LATENT_SCALE, 0.0):
-            scales = f"scales latents by {vae.scale:g} and shifts them by {vae.shift:g}"
-            remedy = "put Paris's own VAE there (sd-vae-ft-mse)"
-            raise HddmError(f"{path}: {scales}, not {LATENT_SCALE} and 0; {remedy}")
     if (path := _component(folder, "text_encoder")) is not None:
-        encoder, width = text_encoder_facts(path, TOKENS), arguments["text_dim"]
-        if encoder.width != width:
-            widths = f"its tokens are {encoder.width} wide, and the experts take {width}"
-            raise HddmError(f"{path}: {widths}; put Paris's own there (CLIP ViT-L/14)")
-    return ExpertRecord(
-        objective="flow",
-        prediction_type=PredictionType.FLOW_PREDICTION,
-        schedule=LinearSchedule().config,
-        schedule_source=PAPER if scheduler is None else SCHEDULER_FILE,
-        time_scale=TIME_SCALE,
-        sample_shape=(arguments["in_channels"], side, side),
-        space="latents",
-        latent_scale=LATENT_SCALE,
-        vae=vae,
-        text_encoder=encoder,
-        shift=shift,
-        conditions=("encoder_hidden_states",),
-        weights="unstated",
+        encoder = text_encoder_facts(path, TOKENS)
+    record = {
+        "objective": "flow",
+        "prediction_type": PredictionType.FLOW_PREDICTION,
+        "schedule": LinearSchedule().config,
+        "schedule_source": PAPER if scheduler is None else SCHEDULER_FILE,
+        "time_scale": TIME_SCALE,
+        "sample_shape": (arguments["in_channels"], side, side),
+        "space": "latents",
+        "latent_scale": LATENT_SCALE,
+        "vae": vae,
+        "text_encoder": encoder,
+        "shift": (scheduler or {}).get("shift", 1.0),
+        "conditions": ("encoder_hidden_states",),
+        "weights": "unstated",
         # Hashing 20 GB would take longer than reading them.
-        source=SourceRecord(layout="paris", files={}, scheduler=scheduler, hddm=version("hddm-diffusion")),
-        licence="MIT",
-    )
+        "source": SourceRecord(layout="paris", files={}, scheduler=scheduler, hddm=version("hddm-diffusion")),
+        "licence": "MIT",
+    }
+    return parse_record(record, ExpertRecord, str(folder / SCHEDULER_FILE))
 
 
 def _component(folder: Path, name: str) -> Path | None:
@@ -208,20 +182,14 @@ def _numbers(folder: Path) -> list[int]:
 def _weights_of(folder: Path, part: str) -> Path:
     """The only safetensors file in a part's folder; of several, the one with the release's name."""
     # A linked folder is checked before it is listed.
-    names = sorted(path.name for path in inside(folder, part).glob("*"))
-    found = [name for name in names if name.endswith(".safetensors")]
-    chosen = [name for name in _NAMES if name in found][:1] or found
-    if len(chosen) == 1:
-        inside(folder, f"{part}/{chosen[0]}")
-        # Messages should show the name in the folder, not the hash behind a link.
-        return folder / part / chosen[0]
-    if chosen:
-        what = f"holds {', '.join(shown(chosen, 10))}; leave one of them there"
-    elif pickles := [name for name in names if Path(name).suffix in _PICKLES]:
-        what = (
-            f"holds no safetensors, only {', '.join(shown(pickles, 10))}; read it with "
-            "hddm.utils.pickles.read_pickle, which runs no code, and write it by safetensors.torch.save_file"
+    names = sorted(path.name for path in inside(folder, part).glob("*.safetensors"))
+    chosen = [name for name in _NAMES if name in names][:1] or names
+    if len(chosen) != 1:
+        holds = ", ".join(shown(names, 10)) or "no safetensors"
+        raise HddmError(
+            f"{folder / part}: holds {holds}, and needs one file, {_NAMES[part == ROUTER]}; fetch the whole "
+            "release (pickles are not read)"
         )
-    else:
-        what = f"holds no {_NAMES[part == ROUTER]}; fetch the whole release"
-    raise HddmError(f"{folder / part}: {what}")
+    inside(folder, f"{part}/{chosen[0]}")
+    # Messages should show the name in the folder, not the hash behind a link.
+    return folder / part / chosen[0]

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from hddm.data.shard_records import captions_of, read_images_manifest
-from hddm.experts.compatibility import takes_classes, takes_text
 from hddm.experts.ensemble_folders import kept_components, read_ensemble_facts, replace_file
 from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord
 from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer, text_encoder_facts
@@ -17,7 +16,7 @@ from hddm.routers import TOPIC, Topic, TopicRecord
 from hddm.utils.errors import HddmError, UsageError, counted, optional
 from hddm.utils.files import read_whole, restore
 from hddm.utils.progress import Progress
-from hddm.utils.records import ENSEMBLE_FILE, ensemble_around, read_record
+from hddm.utils.records import ensemble_around, read_record
 from hddm.utils.streams import Use, seed_of
 from hddm.utils.tensors import to_float64
 
@@ -42,16 +41,12 @@ def describe_topic(
     the expert or of the ensemble around it. An ensemble routes prompts if all its experts of text have topics
     by one encoder. The folder is replaced as by `replace_file`.
 
-    Raises `HddmError` for a folder that is no expert of text or classes, no captions, or no text encoder.
+    Raises `HddmError` for a folder that is no expert, no captions, or no text encoder.
     """
     if sum(one is not None for one in (captions, data, text)) != 1:
         raise UsageError("`captions`, `data`, `text`: pass one of the three")
     restore(folder.resolve())
-    if (folder / ENSEMBLE_FILE).is_file():
-        raise UsageError(f"{folder}: is an ensemble; describe its experts, as {folder / 'experts/0'}")
     record = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
-    if not (takes_text(record) or takes_classes(record)):
-        raise HddmError(f"{folder}: takes neither text nor classes, so it cannot be described")
     texts, source = _texts(captions, data, text)
     encoder, words = _encoder(folder, text_encoder, tokenizer)
     network, tokens = read_text_encoder(encoder), read_tokenizer(words)
@@ -104,12 +99,9 @@ def _texts(captions: Path | None, data: Path | None, text: str | None) -> tuple[
         source = f"{counted(len(found), 'line')} of {captions.name}"
     elif data is not None:
         manifest = read_images_manifest(data)
-        listed = captions_of(manifest.images)
-        if not listed:
-            raise HddmError(f"`data` {data}: its images have no captions; pass `captions` or `text`")
-        found, source = list(listed), f"shard {manifest.hash}"
+        found, source = list(captions_of(manifest.images) or ()), f"shard {manifest.hash}"
     if not (kept := [one for one in found if one.strip()]):
-        raise HddmError(f"{captions or '`text`'}: holds no captions")
+        raise HddmError(f"{captions or data or '`text`'}: holds no captions")
     return kept, source
 
 

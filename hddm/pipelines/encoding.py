@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hddm.conditions import LABELS, Conditions, Labels, check_labels, class_indices
-from hddm.experts.model_index import numbered
+from hddm.experts.ensemble_folders import numbered
 from hddm.networks.prompts import PromptEncoders
 from hddm.networks.text_encoder import embed
 from hddm.networks.wrappers import TEXT_CONDITIONS

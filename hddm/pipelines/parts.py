@@ -17,9 +17,9 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
+from hddm.experts.ensemble_folders import COMPONENTS, unnumbered
 from hddm.experts.expert_set import ExpertSet
 from hddm.experts.loading import open_ensemble
-from hddm.experts.model_index import COMPONENTS, unnumbered
 from hddm.networks.prompts import read_texts
 from hddm.networks.text_encoder import read_tokenizer
 from hddm.networks.vae import read_vae

@@ -15,8 +15,7 @@ from torch.nn.functional import adaptive_max_pool2d
 from hddm.conditions import Conditions
 from hddm.data.images import as_trained, to_unit_range
 from hddm.editing import DEFAULT_RESAMPLING, Picture
-from hddm.experts.ensemble_folders import ENSEMBLE_FILE
-from hddm.experts.model_index import numbered
+from hddm.experts.ensemble_folders import ENSEMBLE_FILE, numbered
 from hddm.networks.vae import decode, latents_of, scale_of
 from hddm.pipelines.parts import Offloading
 from hddm.running import Batch, Plan

@@ -20,10 +20,9 @@ from hddm.editing import DEFAULT_RESAMPLING
 from hddm.ensemble import Ensemble
 from hddm.evaluation.expert_use import ExpertUse
 from hddm.experts.compatibility import takes_text
-from hddm.experts.ensemble_folders import ENSEMBLE_FILE, EnsembleRecord
+from hddm.experts.ensemble_folders import COMPONENTS, ENSEMBLE_FILE, EnsembleRecord, shift_of
 from hddm.experts.expert_set import ExpertSet, carrying
 from hddm.experts.loading import ensemble_of, open_ensemble, room_beside, save_ensemble, unpacked
-from hddm.experts.model_index import COMPONENTS, shift_of
 from hddm.networks.offload import Offload
 from hddm.networks.prompts import PromptEncoders
 from hddm.networks.transformers import RouterTransformer

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from hddm.experts.ensemble_folders import numbered
 from hddm.experts.loading import open_ensemble
-from hddm.experts.model_index import numbered
 from hddm.experts.parts import numbers_of
 from hddm.networks.prompts import family_in
 from hddm.networks.wrappers import TEXT_CONDITIONS

@@ -16,9 +16,8 @@ from hddm.calibration import START
 from hddm.data.shard_records import LARGEST_MANIFEST
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.assembly import foreign_pipeline
-from hddm.experts.ensemble_folders import ENSEMBLE_FILE, read_ensemble_facts, whole_components
-from hddm.experts.lora import ADAPTER_WEIGHTS, bases_in, refuse_base
-from hddm.experts.model_index import COMPONENTS
+from hddm.experts.ensemble_folders import COMPONENTS, ENSEMBLE_FILE, read_ensemble_facts, whole_components
+from hddm.experts.lora import ADAPTER_WEIGHTS, bases_in
 from hddm.experts.records import (
     EXPERT_FILE,
     FILES,
@@ -136,8 +135,8 @@ def verify_expert(
     change, where they are not where it says. A wrong call gives no verdict.
 
     Raises:
-        UsageError: for a folder that is no expert, a missing device, bases for no adapter, and images that
-            are missing, damaged, too few, or not the expert's; all else is a problem of the `Verification`.
+        UsageError: for a folder that is no expert, a missing device, and images that are
+            missing, damaged, too few, or not the expert's; all else is a problem of the `Verification`.
     """
     if experts_in(folder) != [folder]:
         raise UsageError(f"{folder}: is a folder of experts; name one of them")
@@ -157,7 +156,7 @@ def verify_expert(
         if name not in KNOWN and name.split("/")[0] not in COMPONENTS
     )
     try:
-        _examine(found, shard, seed, known, bases, place)
+        _examine(found, shard, seed, known, place)
     except UsageError:
         raise
     except HddmError as error:
@@ -170,7 +169,6 @@ def _examine(
     shard: Shard | None,
     seed: int,
     known: Mapping[str, Path] | None,
-    bases: Sequence[Path],
     place: torch.device,
 ) -> None:
     """Add to ``found`` what an expert is, and what is wrong with it; an `HddmError` is a further problem."""
@@ -179,7 +177,6 @@ def _examine(
     whole_components(folder)
     record = unread.facts
     with asked():
-        refuse_base(folder, record.adapter, bases)
         found.notes += [] if shard is None else _check_images(shard, unread)
     # A file may be a link, as in a hub cache.
     hashes = {(folder / name).resolve(): sha256 for name, sha256 in found.files.items()}

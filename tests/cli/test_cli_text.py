@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPTextModel, CLIPTokenizer
 
 import hddm as package
-from hddm.experts.model_index import KEPT
+from hddm.experts.ensemble_folders import KEPT
 from hddm.utils.records import HASHES, MANIFEST
 from hddm_cli.app import run_words
 from tests.artefacts import Command, edit_json

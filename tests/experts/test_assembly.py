@@ -10,7 +10,7 @@ import torch
 import hddm
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.experts.assembly import assemble, change
-from hddm.experts.model_index import read_model_index, read_shift
+from hddm.experts.ensemble_folders import read_model_index, read_shift
 from hddm.experts.records import EXPERT_FILE
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.text_encoder import text_encoder_facts

@@ -11,8 +11,7 @@ import torch
 
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.experts.assembly import assemble, change
-from hddm.experts.ensemble_folders import read_ensemble_facts
-from hddm.experts.model_index import KEPT
+from hddm.experts.ensemble_folders import KEPT, read_ensemble_facts
 from hddm.experts.records import EXPERT_FILE, read_router, save_router
 from hddm.networks.folders import WEIGHTS
 from hddm.pipelines.pipeline import HDDMPipeline

@@ -6,7 +6,13 @@ import pytest
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 import hddm
-from hddm.experts.model_index import CLASSES, read_model_index, read_shift, write_model_index, write_scheduler
+from hddm.experts.ensemble_folders import (
+    CLASSES,
+    read_model_index,
+    read_shift,
+    write_model_index,
+    write_scheduler,
+)
 from hddm.utils.errors import HddmError
 from tests.artefacts import copied, edit_json
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import hddm
 from hddm.checkpoints.plan import open_source
 from hddm.experts.assembly import assemble, change
-from hddm.experts.model_index import SCHEDULER_FILE
+from hddm.experts.ensemble_folders import SCHEDULER_FILE
 from hddm.experts.paris import expert_arguments, is_paris, paris_experts, paris_router, router_arguments
 from hddm.networks.folders import misfits
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
