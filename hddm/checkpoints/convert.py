@@ -27,8 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Calibration
-from hddm.checkpoints.architecture import Built
-from hddm.checkpoints.plan import TEXT, ConversionPlan, plan, summary
+from hddm.checkpoints.plan import TEXT, Built, ConversionPlan, plan, summary
 from hddm.checkpoints.sources import Checkpoint, Forward
 from hddm.data.shards import open_shard
 from hddm.experts.ensemble_folders import keep_component

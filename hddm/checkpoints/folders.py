@@ -66,8 +66,7 @@ SCHEDULER = "scheduler_config.json"
 STEM = "diffusion_pytorch_model"
 _WEIGHTS = re.compile(rf"{STEM}(?:\.(\w+))?\.(?:safetensors|bin)(?:\.index(?:\.(\w+))?\.json)?")
 VAES = ("vae", "vqvae")
-# Class and scale of VAEs whose config omits them.
-_DEFAULT_VAES = {"vae": "AutoencoderKL", "vqvae": "VQModel"}
+# Scales of VAEs whose config omits it.
 _DEFAULT_SCALES = {"AutoencoderKL": LATENT_SCALE, "VQModel": LATENT_SCALE, "AutoencoderTiny": 1.0}
 
 
@@ -91,17 +90,11 @@ def open_pipeline(folder: Path, reading: Reading) -> Checkpoint:
     model = folder / found[0]
     if model.is_dir():
         inside(folder, found[0])  # Refuses a link that leaves.
-    source = open_model(model if model.is_dir() else folder, reading, root=folder)
-    stated, kind = index[found[0]][1], source.network.__name__
-    if stated not in (kind, "Transformer2DModel"):
-        raise HddmError(f"{folder / PIPELINE}: says {found[0]} is a {stated}, its config a {kind}")
-    return source
+    return open_model(model if model.is_dir() else folder, reading, root=folder)
 
 
-def open_model(
-    folder: Path, reading: Reading, root: Path | None = None, file: str | None = None
-) -> Checkpoint:
-    """Open one model folder of the pipeline ``root``; ``file`` names the weights file that the user chose."""
+def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Checkpoint:
+    """Open one model folder of the pipeline ``root``, by default the one around it."""
     above = root or (folder.parent if (folder.parent / PIPELINE).is_file() else folder)
     path = folder / "config.json"
     network, arguments = parse_config(read_config(folder), list(DIFFUSERS_LAYOUTS.values()), str(path))
@@ -112,8 +105,8 @@ def open_model(
             raise HddmError(f"`sample_size` {side}: {path} says sample_size {stated!r}; drop the option")
         arguments["sample_size"] = side
     layout = next(name for name, kind in DIFFUSERS_LAYOUTS.items() if kind is network)
-    sets = _weight_files(folder, reading.variant, file)
-    chosen = choose_set(sets, reading.weights, str(folder / (file or "")))
+    sets = _weight_files(folder, reading.variant)
+    chosen = choose_set(sets, reading.weights, str(folder))
     weights, files = _read_weights(folder, sets[chosen], reading.allow_pickle)
     index = read_json(inside(above, PIPELINE)) if (above / PIPELINE).is_file() else {}
     scheduler = _scheduler(folder, above)
@@ -158,8 +151,7 @@ def open_expert(folder: Path, reading: Reading) -> Checkpoint:
         files = (folder / ADAPTER_WEIGHTS, base / WEIGHTS)
         network, weights, arguments = open_adapted(folder, record.adapter, base, EXPERT_NETWORKS)
         record = without_adapter(record)
-    if reading.weights not in (None, record.weights):
-        raise HddmError(f"`weights` {reading.weights}: {folder} holds {record.weights} weights")
+    choose_set({record.weights: None}, reading.weights, str(folder))
     refuse_damaged(folder, EXPERT_FILE, FILES, remedy=remedy(folder))
     return Checkpoint(
         path=folder,
@@ -243,22 +235,9 @@ def _licence(above: Path, layout: str, arguments: dict[str, Any]) -> str | None:
     return None
 
 
-def _weight_files(folder: Path, variant: str | None, file: str | None) -> dict[WeightSet, str]:
-    """Weights or index files by set: the ``file`` that the user named, else those of ``variant``.
-
-    Beside a ``non_ema`` file, the plain one holds averaged weights.
-    """
-    if file is not None:
-        match = _WEIGHTS.fullmatch(file)
-        if match is None:
-            raise HddmError(
-                f"{folder / file}: is not a whole model of diffusers (a shard?); name its folder instead"
-            )
-        stated = match[1] or match[2]
-        if variant not in (None, stated):
-            raise HddmError(f"`variant` {variant}: {folder / file} is another file; drop the option")
-        variant = stated
-    found, raw = file or _find(folder, variant), _find(folder, "non_ema")
+def _weight_files(folder: Path, variant: str | None) -> dict[WeightSet, str]:
+    """Weights or index files of ``variant`` by set; beside a ``non_ema`` file, the plain one is averaged."""
+    found, raw = _find(folder, variant), _find(folder, "non_ema")
     if found is None:
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
         variants = {match[1] or match[2] for match in map(_WEIGHTS.fullmatch, names) if match} - {None}
@@ -266,7 +245,7 @@ def _weight_files(folder: Path, variant: str | None, file: str | None) -> dict[W
         hint = f"; there are variants: pass `variant` {' or '.join(sorted(variants))}"
         raise HddmError(f"{folder}: no {wanted}{hint if variants else did_you_mean(wanted, names)}")
     if variant is None and raw is not None:
-        return {"ema": found} if file else {"ema": found, "raw": raw}
+        return {"ema": found, "raw": raw}
     return {"raw" if variant == "non_ema" else "unstated": found}
 
 
@@ -307,7 +286,7 @@ def _latents(
         return (None if is_latent else 1.0), is_latent, ()
     path = above / name / "config.json"
     config = read_json(inside(above, f"{name}/config.json"))
-    kind = config.get("_class_name", _DEFAULT_VAES.get(name))
+    kind = config.get("_class_name")
     if "scaling_factor" in config:
         return scale_and_shift(config, str(path))[0], True, ()
     if kind in _DEFAULT_SCALES:

@@ -78,11 +78,9 @@ def count_blocks(names: Weights, prefix: str) -> int:
 
 def shape_of(weights: Weights, name: str, ndim: int, origin: str) -> tuple[int, ...]:
     """Shape of a tensor that sizes are read from; it must have ``ndim`` dimensions, none empty."""
-    if name not in weights:
-        raise HddmError(f"{origin}: missing {name}")
-    shape = tuple(weights[name].shape)
+    shape = tuple(weights[name].shape) if name in weights else ()
     if len(shape) != ndim or 0 in shape:
-        raise HddmError(f"{origin}: {name} has shape {shape}; {ndim} dimensions are expected")
+        raise HddmError(f"{origin}: missing {name} of {ndim} dimensions (its shape is {shape})")
     return shape
 
 
@@ -159,23 +157,15 @@ def _sizes(weights: Weights, reading: Reading, origin: str) -> tuple[int, int, i
     return width, depth, heads, sizes
 
 
-def _side(weights: Weights, patch: int, reading: Reading, origin: str) -> int:
-    """The side of the square input that the positions cover; the user's value must agree."""
-    tokens = shape_of(weights, "pos_embed", 3, origin)[1]
-    side = math.isqrt(tokens) * patch
-    if (side // patch) ** 2 != tokens:
-        raise HddmError(f"{origin}: {tokens} positions do not form a square")
-    if reading.sample_size not in (None, side):
-        raise HddmError(
-            f"`sample_size` {reading.sample_size}: {origin} records a sample of side {side}; drop the option"
-        )
-    return side
+def _side(weights: Weights, patch: int, origin: str) -> int:
+    """The side of the square input that the positions cover."""
+    return math.isqrt(shape_of(weights, "pos_embed", 3, origin)[1]) * patch
 
 
 def _dit_arguments(weights: Weights, reading: Reading, origin: str) -> dict[str, Any]:
     width, depth, heads, sizes = _sizes(weights, reading, origin)
     return sizes | {
-        "sample_size": _side(weights, sizes["patch_size"], reading, origin),
+        "sample_size": _side(weights, sizes["patch_size"], origin),
         "hidden_size": width,
         "depth": depth,
         "num_heads": heads,
@@ -232,11 +222,11 @@ def _positions(
         if reading.sample_size is None:
             raise HddmError(f"{origin}: has no pos_embed; pass `sample_size`, the side of its latents")
         return reading.sample_size, None
-    stored, side = weights["pos_embed"], _side(weights, patch, reading, origin)
-    if stored.shape[0] == 1 and stored.shape[2] == width:
-        for scale in _SCALES:
-            if torch.allclose(_positions_at(width, side // patch, scale), stored.float(), atol=2e-3):
-                return side, scale
+    stored, side = weights["pos_embed"].float(), _side(weights, patch, origin)
+    for scale in _SCALES:
+        computed = _positions_at(width, side // patch, scale)
+        if computed.shape == stored.shape and torch.allclose(computed, stored, atol=2e-3):
+            return side, scale
     raise HddmError(f"{origin}: pos_embed {tuple(stored.shape)} is not one that PixArt computes")
 
 

@@ -127,18 +127,19 @@ def arguments(weights: Weights, reading: Reading, origin: str) -> dict[str, Any]
             levels.append([])
         else:
             levels[-1].append(n)
-    if len({len(level) for level in levels}) > 1 or not levels[0]:
+    attending = (f"input_blocks.{n}.1" for level in levels for n in level)
+    prefix = next((name for name in attending if f"{name}.proj_in.weight" in unet), None)
+    if len({len(level) for level in levels}) > 1 or prefix is None:
         sizes = [len(level) for level in levels]
-        raise HddmError(f"{origin}: levels of {sizes} layers, so this is not a Stable Diffusion UNet")
+        attends = "no attention" if prefix is None else "attention"
+        raise HddmError(
+            f"{origin}: levels of {sizes} layers and {attends} to text are not Stable Diffusion's"
+        )
     channels = [
         shape_of(unet, f"input_blocks.{level[0]}.0.out_layers.3.weight", 4, origin)[0] for level in levels
     ]
     depths = [count_blocks(unet, f"input_blocks.{level[0]}.1.transformer_blocks") for level in levels]
     middle = count_blocks(unet, "middle_block.1.transformer_blocks")
-    attending = (f"input_blocks.{n}.1" for level in levels for n in level)
-    prefix = next((name for name in attending if f"{name}.proj_in.weight" in unet), None)
-    if prefix is None:
-        raise HddmError(f"{origin}: no attention to text was found; only text-conditional UNets are known")
     context = shape_of(unet, f"{prefix}.transformer_blocks.0.attn2.to_k.weight", 2, origin)[1]
     is_linear = unet[f"{prefix}.proj_in.weight"].ndim == 2
     types = ["CrossAttnDownBlock2D" if depth else "DownBlock2D" for depth in depths]
@@ -189,24 +190,25 @@ def unet_heads(
 
 def table(names: Iterable[str], config: Mapping[str, Any], origin: str) -> KeyTable:
     """Map the file's names to ``names``, those of the class; raises for one without a name in the layout."""
-    odd = {*config["down_block_types"], *config["up_block_types"], config.get("mid_block_type", _MIDDLE)}
-    odd -= _BLOCKS
-    layers = config["layers_per_block"]
-    if odd or not isinstance(layers, int):
+    blocks = {*config["down_block_types"], *config["up_block_types"], config.get("mid_block_type", _MIDDLE)}
+    odd, layers, pairs = blocks - _BLOCKS, config["layers_per_block"], []
+    for name in names if isinstance(layers, int) else ():
+        foreign = _name(name, layers, config["up_block_types"])
+        odd |= {name} if foreign is None else set()
+        pairs.append(same(f"{UNET}{foreign}", name))
+    if odd or not pairs:
         raise HddmError(f"{origin}: has no names for {', '.join(sorted(odd)) or f'{layers} layers a block'}")
-    return KeyTable(
-        [same(UNET + _name(name, layers, config["up_block_types"], origin), name) for name in names]
-    )
+    return KeyTable(pairs)
 
 
-def _name(name: str, layers: int, up_block_types: Sequence[str], origin: str) -> str:
-    """The layout's name of a tensor of the class."""
+def _name(name: str, layers: int, up_block_types: Sequence[str]) -> str | None:
+    """The layout's name of a tensor of the class; None where it has none."""
     head, _, leaf = name.rpartition(".")
     if head in _OUTER:
         return f"{_OUTER[head]}.{leaf}"
     match = _INNER.fullmatch(name)
     if match is None:
-        raise HddmError(f"{origin}: has no name for {name}")
+        return None
     place, block, part, index, rest = match[1], int(match[2] or 0), match[3], int(match[4]), match[5]
     level = layers + 1
     if part == "resnets":

@@ -83,8 +83,6 @@ def is_lora(names: Collection[str]) -> bool:
 def read_lora(path: Path) -> LoraFile:
     """Read the header of a LoRA file; `HddmError` for a pickle, another kind, and tensors of no LoRA."""
     found = LoraFile(path, *read_header(path))
-    if not is_lora(found.header):
-        raise UsageError(f"`base`: {path} is not a LoRA; leave the option out")
     for name in found.header:
         if mark := _OTHER.search(name):
             kind = _KINDS.get(mark[1], "DoRA")
@@ -95,7 +93,7 @@ def read_lora(path: Path) -> LoraFile:
         if _TEXT.match(name):
             found.text.append(name)
         elif match is None:
-            raise HddmError(f"{path}: holds {name!r}, which is not a LoRA factor; use a plain LoRA")
+            raise HddmError(f"{path}: holds {name!r}, which is not a LoRA factor; use a plain LoRA (`base`)")
         else:
             parts = found.layers.setdefault(_layer(match[1]), {})
             if (other := parts.setdefault(_PARTS.get(match[2], match[2]), name)) != name:
@@ -124,10 +122,10 @@ def convert_lora(
     multiplied into B. ``licence``, of the LoRA's weights, and the base's hold both.
 
     Raises:
-        UsageError: for a ``base`` that is no expert, and a ``path`` that is no LoRA.
+        UsageError: for a ``base`` that is no expert.
         HddmError: leaving nothing behind, for a pickle; for LoHa, LoKr, DoRA and LoCon's ``lora_mid``; for
             tensors of a text encoder or of no layer of the base, and shapes that are not its layers'; for NaN
-            and Inf; for a base that is itself an adapter, or was trained in its calibration.
+            and Inf; for a base that is itself an adapter.
     """
     if not (base / EXPERT_FILE).is_file():
         raise UsageError(f"`base` {base}: not an expert folder; convert its checkpoint, and name the result")
@@ -139,10 +137,6 @@ def convert_lora(
             f"{path}: {counted(len(lora.text), 'tensor')} in it change a text encoder "
             f"({lora.text[0]!r}, …), but an adapter changes only the expert's network; use a LoRA "
             f"without them"
-        )
-    if expert.facts.training_calibration:
-        raise HddmError(
-            f"{base}: was trained together with its calibration, which LoRAs of other tools do not use"
         )
     network: Any = expert.network
     targets = _targets(lora, network, base)

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hddm.checkpoints.architecture import Built
 from hddm.checkpoints.convert import write_network
 from hddm.checkpoints.folders import open_expert
+from hddm.checkpoints.plan import Built
 from hddm.checkpoints.sources import Checkpoint
 from hddm.experts.compatibility import SHARE_TOLERANCE, Entry, Findings, common_shift, compare_experts
 from hddm.experts.ensemble_folders import keep_component, whole_components
@@ -49,11 +49,11 @@ def merge_experts(
 
     in float64, and written in the dtype of the parts. ``weights`` are equal by default. Adapters are merged
     into their bases first. Calibrations and weak models belong to other functions, and are left out. The
-    record has the hashes and weights of the parts, and their shard where all have one; components and all
-    else are the first expert's.
+    record has the hashes and weights of the parts, and their shard where all have one; what a layout has
+    besides weights stays where it is alike, and components and all else are the first expert's.
 
     Raises:
-        UsageError: for fewer than two experts, and weights that are not one number per expert.
+        UsageError: for weights that are not one number per expert.
         HddmError: before writing, with a line for each expert that differs in network, config, conventions,
             conditions or classes, or was trained in its calibration; and for NaN and Inf.
     """
@@ -62,9 +62,6 @@ def merge_experts(
     records = [one.record for one in parts if one.record is not None]
     entries = [Entry(str(folder), record) for folder, record in zip(experts, records, strict=True)]
     compare_experts(entries, found)
-    trained = [one.name for one in entries if one.record.shard is not None]
-    for name in sorted({name for name in trained if trained.count(name) > 1}):
-        found.differ(name, "is named twice; name it once")
     _compare(parts, entries, found)
     found.refuse("these experts cannot be merged, and nothing was written:")
     check_absent(out, EXPERT_FILE, overwrite)
@@ -73,11 +70,11 @@ def merge_experts(
             f"the weak models are left out, of {', '.join(weak)}, so the result cannot be guided by one"
         )
     found.note(f"{out} has no calibration, since its weights are new; hddm calibrate {out} fits one")
-    kept = _alike(parts)
-    if lost := sorted({name for part in parts for name in part.declared.kept} - set(kept)):
-        found.note(
-            f"left out, since the experts differ in what their layout has besides weights: {', '.join(lost)}"
-        )
+    extras = {
+        name: one.contiguous()
+        for name, one in parts[0].declared.kept.items()
+        if all(name in part.declared.kept and torch.equal(one, part.declared.kept[name]) for part in parts)
+    }
     files = {f"{k}/{path.name}": sha256_once(path) for k, one in enumerate(parts) for path in one.files}
     update: dict[str, Any] = {
         "weights": "unstated",
@@ -96,8 +93,8 @@ def merge_experts(
     refuse_full_disk(out, sum(math.prod(one.shape) * one.dtype.itemsize for one in tensors))
     with new_folder(out, EXPERT_FILE, overwrite) as draft:
         write_network(draft, Built(parts[0].network, dict(parts[0].arguments), tensors))
-        if kept:
-            save_file(kept, draft / EXTRAS_FILE, {"format": "pt"})
+        if extras:
+            save_file(extras, draft / EXTRAS_FILE, {"format": "pt"})
         write_records(draft, records[0].model_copy(update=update), parts[0].nulls)
         for name, folder in whole_components(experts[0]).items():
             keep_component(draft, name, folder)
@@ -105,12 +102,6 @@ def merge_experts(
 
 
 def _shares(experts: Sequence[Path], weights: Sequence[float] | None) -> list[float]:
-    if strange := [folder for folder in experts if not (folder / EXPERT_FILE).is_file()]:
-        raise UsageError(
-            f"{strange[0]}: not an expert folder; convert a checkpoint, or name one expert of an ensemble"
-        )
-    if len(experts) < 2:
-        raise UsageError(f"{experts[0]}: is one expert; name two or more to merge")
     given = list(weights or [1 / len(experts)] * len(experts))
     if len(given) != len(experts) or min(given) < 0 or not abs(sum(given) - 1) <= SHARE_TOLERANCE:
         stated = ",".join(f"{one:g}" for one in given)
@@ -131,15 +122,6 @@ def _compare(parts: Sequence[Checkpoint], entries: Sequence[Entry], found: Findi
             found.differ(
                 name, "was trained together with its calibration, so its weights cannot be merged alone"
             )
-
-
-def _alike(parts: Sequence[Checkpoint]) -> dict[str, Tensor]:
-    """Tensors kept for the way back that all parts have alike, such as a table of positions."""
-    return {
-        name: one.contiguous()
-        for name, one in parts[0].declared.kept.items()
-        if all(name in part.declared.kept and torch.equal(one, part.declared.kept[name]) for part in parts)
-    }
 
 
 def _qualities(part: Checkpoint, record: ExpertRecord) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Plans of conversions: recognise the source, decide everything and report it before anything is written."""
+"""Plans of conversions: recognise the source, decide everything and report it before anything is written.
+
+On request the network itself is changed: it gets attention to text, or a fresh head by the paper's recipe.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -7,24 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import DiTTransformer2DModel, ModelMixin, UNet2DConditionModel
 from torch import Tensor
 
-from hddm.checkpoints.architecture import (
-    PAPER_STEPS,
-    Built,
-    add_text,
-    as_expert_transformer,
-    restart,
-)
-from hddm.checkpoints.folders import LAYOUT as HDDM
-from hddm.checkpoints.folders import PIPELINE, STEM, open_expert, open_model, open_pipeline
+from hddm.checkpoints.folders import PIPELINE, open_expert, open_model, open_pipeline
 from hddm.checkpoints.layouts import IMAGENET_LICENCE, UnstatedHeads
-from hddm.checkpoints.single_files import FILE_LAYOUTS, open_file
-from hddm.checkpoints.sources import Checkpoint, Conventions, as_planned, resolve, with_shift
+from hddm.checkpoints.single_files import open_file
+from hddm.checkpoints.sources import (
+    Checkpoint,
+    Conventions,
+    KeyTable,
+    Pair,
+    Weights,
+    as_planned,
+    module,
+    resolve,
+    with_shift,
+)
 from hddm.experts.paris import is_paris
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
 from hddm.networks.folders import empty_network, refuse_other_tensors
+from hddm.networks.layers import Attention, linear
 from hddm.networks.prompts import default_conditions
 from hddm.networks.transformers import ExpertTransformer
 from hddm.networks.wrappers import Interface, interface_of, pooled_width
@@ -32,12 +38,29 @@ from hddm.schedules import LinearSchedule
 from hddm.settings import Conversion, Reading
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.records import WHOLE
+from hddm.utils.streams import Use, seed_of
 from hddm.utils.tensors import Planned
 from hddm.velocity import PredictionType
 
 _ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 PAPER = "paper"
 TEXT = "encoder_hidden_states"
+PAPER_STEPS = 999.0
+# Parts that the recipe of arXiv:2603.06741 reinitialises: the head and the text projection.
+_REINITIALISED: Mapping[str, tuple[str, ...]] = {
+    "ExpertTransformer": ("final_layer.", "text_proj."),
+    "DiTTransformer2DModel": ("proj_out_",),
+    "PixArtTransformer2DModel": ("proj_out.", "scale_shift_table", "caption_projection."),
+}
+
+
+@dataclass(frozen=True)
+class Built:
+    """A network to write: class, arguments and tensors."""
+
+    network: type[ModelMixin]
+    arguments: dict[str, Any]
+    tensors: list[Planned]
 
 
 @dataclass(frozen=True)
@@ -84,14 +107,9 @@ class ConversionPlan:
 def open_source(path: Path, reading: Reading) -> Checkpoint:
     """Open the checkpoint at ``path`` after recognising its content.
 
-    A folder without any config may hold one weights file; a file beside the ``config.json`` of its diffusers
-    model is that model with exactly that file. Raises `HddmError` for an unknown layout.
+    A folder without any config may hold one weights file. Raises `HddmError` for an unknown layout.
     """
-    if not path.exists():
-        raise HddmError(f"{path}: no such file or folder")
     if not path.is_dir():
-        if path.name.startswith(STEM) and (path.parent / "config.json").exists():
-            return open_model(path.parent, reading, file=path.name)
         return open_file(path, reading)
     if (path / EXPERT_FILE).exists():
         return open_expert(path, reading)
@@ -101,9 +119,10 @@ def open_source(path: Path, reading: Reading) -> Checkpoint:
         return open_pipeline(path, reading)
     if (path / "config.json").exists():
         return open_model(path, reading)
-    files = sorted(one for one in path.iterdir() if one.suffix in _ENDINGS)
+    if (path / "snapshots").is_dir():
+        raise HddmError(f"{path}: a hub cache; give the folder of one revision in its snapshots/")
     sources, refusals = [], []
-    for file in files:
+    for file in sorted(one for one in path.iterdir() if one.suffix in _ENDINGS):
         try:
             sources.append(open_file(file, reading))
         except UnstatedHeads:
@@ -112,15 +131,10 @@ def open_source(path: Path, reading: Reading) -> Checkpoint:
             refusals.append(error)
     if len(sources) == 1:
         return sources[0]
-    if len(files) == 1:
-        raise refusals[0]
-    if (path / "snapshots").is_dir():
-        raise HddmError(f"{path}: a hub cache; give the folder of one revision in its snapshots/")
-    found = ", ".join(file.name for file in files) or "none"
-    reasons = "".join(f"; {error}" for error in refusals)
+    found = [str(one.path) for one in sources] + [str(error) for error in refusals]
     raise HddmError(
         f"{path}: holds none of {EXPERT_FILE}, {PIPELINE} and config.json, and not exactly one "
-        f"checkpoint file (found: {found}){reasons}"
+        f"checkpoint file (found: {'; '.join(found) or 'none'})"
     )
 
 
@@ -131,7 +145,6 @@ def plan(path: Path, conversion: Conversion) -> ConversionPlan:
     not exactly those of its network.
     """
     source = open_source(path, conversion)
-    _refuse_idle(source, conversion)
     conventions = resolve(source, conversion.schedule, conversion.prediction_type)
     tensors, extras = _own_tensors(source)
     built = Built(source.network, dict(source.arguments), tensors)
@@ -153,11 +166,6 @@ def plan(path: Path, conversion: Conversion) -> ConversionPlan:
         extras |= source.declared.kept
     nulls = dict(source.nulls)
     if source.network is UNet2DConditionModel and (tokens := source.text.empty_prompt()) is not None:
-        wanted = built.arguments.get("cross_attention_dim")
-        if tokens.shape[1] != wanted:
-            raise HddmError(
-                f"{path}: the text encoder beside it gives tokens of width {tokens.shape[1]}, not {wanted}"
-            )
         nulls[TEXT] = tokens
     nulls = default_conditions(interface.conditions, interface.sample_shape) | nulls
     if "text_embeds" in interface.conditions and TEXT in nulls and not nulls[TEXT].any():
@@ -165,15 +173,6 @@ def plan(path: Path, conversion: Conversion) -> ConversionPlan:
         nulls["text_embeds"] = torch.zeros(pooled_width(built.arguments))
     record = _record(source, conventions, interface, conversion)
     return ConversionPlan(source, conventions, built, interface, record, nulls, extras)
-
-
-def _refuse_idle(source: Checkpoint, reading: Reading) -> None:
-    """Refuse options that would have no effect."""
-    is_file = source.layout in FILE_LAYOUTS
-    if reading.num_heads is not None and not is_file:
-        raise HddmError(f"`num_heads`: {source.path} has a config.json that states it; drop the option")
-    if reading.variant is not None and (is_file or source.layout == HDDM):
-        raise HddmError(f"`variant` {reading.variant}: {source.path} has no variants; drop the option")
 
 
 def _licence(source: Checkpoint, stated: str | None) -> str | None:
@@ -295,3 +294,97 @@ def summary(plan: ConversionPlan) -> list[str]:
         if name in plan.extras:
             lines.append(f"not needed: {name}, {reason}")
     return lines + [f"note: {note}" for note in (*source.declared.notes, *conventions.notes)]
+
+
+def restart(built: Built, channels: int) -> Built:
+    """Give the network a fresh head of ``channels`` outputs and a fresh text projection; keep all else."""
+    prefixes = _REINITIALISED.get(built.network.__name__)
+    if prefixes is None:
+        raise HddmError(f"`recipe` paper is for transformers ({', '.join(_REINITIALISED)})")
+    arguments = {**built.arguments, "out_channels": channels}
+    depth = "depth" if built.network is ExpertTransformer else "num_layers"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_of(0, Use.FRESH_WEIGHTS))
+        fresh = built.network(**{**arguments, depth: 0}).state_dict()
+    tensors = [one for one in built.tensors if not one.name.startswith(prefixes)]
+    tensors += [as_planned(name, value) for name, value in fresh.items() if name.startswith(prefixes)]
+    return Built(built.network, arguments, tensors)
+
+
+def as_expert_transformer(
+    source: Checkpoint, tensors: list[Planned]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The weights and arguments of the `ExpertTransformer` that computes the function of a source's DiT."""
+    weights = {one.name: one.read() for one in tensors}
+    if source.network is ExpertTransformer:
+        return weights, dict(source.arguments)
+    if source.network is not DiTTransformer2DModel:
+        kinds = "facebook-dit, diffusers-dit or an expert folder of hddm's own transformer"
+        raise HddmError(f"{source.path}: only a DiT can take text ({kinds})")
+    # Includes the class's defaults, which a config may omit.
+    given = empty_network(source.network, source.arguments, len(weights), str(source.path)).config
+    alike = ("sample_size", "in_channels", "out_channels", "patch_size")
+    config = {
+        **{key: given[key] for key in alike},
+        "hidden_size": given["num_attention_heads"] * given["attention_head_dim"],
+        "depth": given["num_layers"],
+        "num_heads": given["num_attention_heads"],
+        "num_classes": given["num_embeds_ada_norm"],
+        "modulation": "zero",
+        "norm_eps": 1e-6,
+        "mlp_norm_eps": given["norm_eps"],
+        "frequency_shift": 1,
+    }
+    renamed = _diffusers_dit_table(config["depth"]).renamed(weights, str(source.path))
+    # The class computes its positions; ours are a parameter.
+    shallow = DiTTransformer2DModel(**{**source.arguments, "num_layers": 0})
+    return {**renamed, "pos_embed": shallow.pos_embed.pos_embed.clone()}, config
+
+
+def _diffusers_dit_table(depth: int) -> KeyTable:
+    """Map names of `DiTTransformer2DModel` to ours; each of its blocks holds a copy of the embedders."""
+    pairs = [
+        *module("pos_embed.proj", "patch_embed"),
+        *module("proj_out_1", "final_layer.modulation"),
+        *module("proj_out_2", "final_layer.linear"),
+    ]
+    copies = {"class_embedder.embedding_table.weight": "class_embed.weight"}
+    for leaf in ("weight", "bias"):
+        copies[f"timestep_embedder.linear_1.{leaf}"] = f"time_embed.mlp.0.{leaf}"
+        copies[f"timestep_embedder.linear_2.{leaf}"] = f"time_embed.mlp.2.{leaf}"
+    for theirs, ours in copies.items():
+        names = tuple(f"transformer_blocks.{n}.norm1.emb.{theirs}" for n in range(depth))
+        pairs.append(Pair(names, (ours,), copies=True))
+    for n in range(depth):
+        theirs, ours = f"transformer_blocks.{n}", f"layers.{n}"
+        for leaf in ("weight", "bias"):
+            fused = tuple(f"{theirs}.attn1.to_{one}.{leaf}" for one in "qkv")
+            pairs.append(Pair(fused, (f"{ours}.attn.in_proj_{leaf}",)))
+        pairs += [
+            *module(f"{theirs}.attn1.to_out.0", f"{ours}.attn.out_proj"),
+            *module(f"{theirs}.ff.net.0.proj", f"{ours}.mlp.0"),
+            *module(f"{theirs}.ff.net.2", f"{ours}.mlp.2"),
+            *module(f"{theirs}.norm1.linear", f"{ours}.modulation"),
+        ]
+    return KeyTable(pairs)
+
+
+def add_text(
+    weights: Weights, config: Mapping[str, Any], text_dim: int
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return weights and config with cross-attention to text tokens of width ``text_dim``.
+
+    Output projections are zero, so that outputs keep their bits with any text until training changes that;
+    the rest starts as in a fresh `ExpertTransformer`. Raises `HddmError` where the network takes text.
+    """
+    if config.get("text_dim") is not None:
+        raise HddmError(f"text_dim is {config['text_dim']}: the network already takes text")
+    width, heads = int(config["hidden_size"]), int(config["num_heads"])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_of(0, Use.FRESH_WEIGHTS, 1))
+        modules = {"text_proj": linear(text_dim, width).state_dict()}
+        for i in range(int(config["depth"])):
+            modules[f"layers.{i}.cross_attn"] = Attention(width, heads, silent=True).state_dict()
+    like = weights["patch_embed.weight"]
+    added = {f"{name}.{key}": one.to(like) for name, own in modules.items() for key, one in own.items()}
+    return {**weights, **added}, {**config, "text_dim": text_dim}

@@ -41,8 +41,8 @@ def open_file(path: Path, reading: Reading) -> Checkpoint:
             f"{path}: is a LoRA, which changes another network; pass that network's expert as `base`"
         )
     networks = _sources(content, lambda one: set(LDM.markers) <= set(one), reading, path)
-    if len(networks) > 1:
-        raise HddmError(f"{path}: {_listed(networks)} hold whole networks; save one of them in its own file")
+    # A file of latent diffusion has averaged copies beside the weights, in one set.
+    _refuse_several(networks, len(networks) > 1, path)
     layout, rest = LDM, next(iter(networks.values()), {})
     sets = {name: (one, "") for name, one in ldm.weight_sets(rest).items()}
     if not networks:
@@ -83,12 +83,8 @@ def _weight_sets(
     A single set under the raw set's name is unstated, since published files do not mean raw weights by it.
     """
     sources = _sources(content, lambda one: bool(_known(_strip(one)[0])), reading, path)
-    found: dict[WeightSet, dict[str, Tensor]] = {}
-    for name, tensors in sources.items():
-        kind = _SETS.get(name, "unstated")
-        if kind in found or sources.keys() > {_TOP}:
-            raise HddmError(f"{path}: {_listed(sources)} all hold weights; save one of them in its own file")
-        found[kind] = tensors
+    found = {_SETS.get(name, "unstated"): tensors for name, tensors in sources.items()}
+    _refuse_several(sources, len(found) < len(sources) or sources.keys() > {_TOP}, path)
     if list(sources) == ["state_dict"]:
         return {"unstated": sources["state_dict"]}
     named = {_SETS[k]: _tensors(v) for k, v in content.items() if k in _SETS and isinstance(v, dict)}
@@ -106,11 +102,7 @@ def _sources(
             continue
         inner = [_tensors(one) for one in (value, *map(value.get, _INNER)) if isinstance(one, dict)]
         inner = [one for one in inner if holds(one)]
-        if len(inner) > 1 or (inner and name not in _SETS):
-            raise HddmError(
-                f"{path}: holds weights under {name!r}, which does not say which they are; save one set "
-                f"in its own file"
-            )
+        _refuse_several([name], len(inner) > 1 or bool(inner and name not in _SETS), path)
         if inner:
             found[name] = inner[0]
     lost = [name for name in _EMA if name not in found and _has_tensors(content.get(name))]
@@ -131,8 +123,13 @@ def _has_tensors(value: object) -> bool:
     return isinstance(value, Tensor) or any(map(_has_tensors, inner))
 
 
-def _listed(names: Iterable[str]) -> str:
-    return " and ".join(repr(name) if name != _TOP else "its top level" for name in names)
+def _refuse_several(names: Iterable[str], is_unclear: bool, path: Path) -> None:
+    if is_unclear:
+        listed = " and ".join(repr(name) if name != _TOP else "its top level" for name in names)
+        raise HddmError(
+            f"{path}: holds weights under {listed}, which does not say which to take; save one set in its own "
+            "file"
+        )
 
 
 def _tensors(content: Mapping[str, Any]) -> dict[str, Tensor]:

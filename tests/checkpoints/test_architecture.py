@@ -8,9 +8,8 @@ import pytest
 import torch
 from diffusers import DiTTransformer2DModel
 
-from hddm.checkpoints.architecture import add_text
 from hddm.checkpoints.convert import write
-from hddm.checkpoints.plan import plan
+from hddm.checkpoints.plan import add_text, plan
 from hddm.networks.transformers import ExpertTransformer
 from hddm.settings import Conversion
 from hddm.utils.errors import HddmError
