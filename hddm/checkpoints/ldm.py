@@ -132,9 +132,7 @@ def arguments(weights: Weights, reading: Reading, origin: str) -> dict[str, Any]
     if len({len(level) for level in levels}) > 1 or prefix is None:
         sizes = [len(level) for level in levels]
         attends = "no attention" if prefix is None else "attention"
-        raise HddmError(
-            f"{origin}: levels of {sizes} layers and {attends} to text are not Stable Diffusion's"
-        )
+        raise HddmError(f"{origin}: is no Stable Diffusion UNet: levels of {sizes} layers, {attends} to text")
     channels = [
         shape_of(unet, f"input_blocks.{level[0]}.0.out_layers.3.weight", 4, origin)[0] for level in levels
     ]

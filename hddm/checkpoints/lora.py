@@ -93,7 +93,7 @@ def read_lora(path: Path) -> LoraFile:
         if _TEXT.match(name):
             found.text.append(name)
         elif match is None:
-            raise HddmError(f"{path}: holds {name!r}, which is not a LoRA factor; use a plain LoRA (`base`)")
+            raise HddmError(f"{path}: holds {name!r}, which is not a LoRA factor; use a plain LoRA")
         else:
             parts = found.layers.setdefault(_layer(match[1]), {})
             if (other := parts.setdefault(_PARTS.get(match[2], match[2]), name)) != name:
@@ -178,7 +178,7 @@ def _targets(lora: LoraFile, network: ModelMixin, base: Path) -> dict[str, dict[
     """Names in the file of ``down``, ``up`` and ``alpha``, by the base's weight that they change."""
     known, weights = _layers_of(network), network.state_dict()
     found: dict[str, dict[str, str]] = {}
-    problems = []
+    problems = [] if lora.layers else ["it changes no layer"]
     for layer, parts in lora.layers.items():
         if lacking := {"down", "up"} - parts.keys():
             problems.append(f"{layer!r} has no factor {min(lacking)!r}")

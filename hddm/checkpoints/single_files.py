@@ -127,8 +127,7 @@ def _refuse_several(names: Iterable[str], is_unclear: bool, path: Path) -> None:
     if is_unclear:
         listed = " and ".join(repr(name) if name != _TOP else "its top level" for name in names)
         raise HddmError(
-            f"{path}: holds weights under {listed}, which does not say which to take; save one set in its own "
-            "file"
+            f"{path}: holds weights under {listed}, and does not say which; save one set in a file"
         )
 
 
