@@ -27,8 +27,6 @@ class Change(Described):
     """Expert to add to an ensemble."""
     remove: Annotated[tuple[str, ...], Shown("EXPERT")] = ()
     """Index or name of an expert to remove."""
-    allow_mixed_sizes: bool = False
-    """Let `add` add an expert of another size or latent space."""
 
 
 def assemble(

@@ -16,7 +16,6 @@ from hddm.experts.assembly import PIPELINE_FILE, foreign_pipeline
 from hddm.experts.compatibility import read_entries
 from hddm.experts.ensemble_folders import (
     ENSEMBLE_FILE,
-    MOMENTS,
     kept_components,
     read_ensemble_facts,
     read_model_index,
@@ -34,7 +33,6 @@ from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import kind_of, read_json
 from hddm.utils.records import has_manifest, read_folder_manifest, read_record
 from hddm.utils.tensors import DTYPES, read_header
-from hddm.velocity import PredictionType
 
 _HEADS = ("num_heads", "num_attention_heads", "attention_head_dim")
 
@@ -131,22 +129,18 @@ def _checkpoint(path: Path, allow_pickle: bool, variant: str | None) -> dict[str
 
 def _expert(folder: Path) -> dict[str, Any]:
     record = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
-    calibrated, topic = (folder / CALIBRATION).exists(), Topic.load(folder)
-    near_noise = "bounded"
-    if not calibrated and record.prediction_type is PredictionType.EPSILON:
-        near_noise = "not bounded: grows as 1/(1 - t) up to the end of its schedule; hddm calibrate bounds it"
+    topic = Topic.load(folder)
     trained = {"flow": "trained by flow matching", "ddpm": "trained as DDPM"}[record.objective]
     began = ", as the checkpoint it began with" if "init" in record.training else ""
     described = {
         "kind": "expert",
         "summary": f"{trained}; its network predicts {record.prediction_type.value}{began}",
-        **_with_changes(record.model_dump(mode="json", exclude={"adapter": True, "shard": {"sketch"}})),
+        **record.model_dump(mode="json", exclude={"adapter": True, "shard": {"sketch"}}),
         "schedule_range": list(from_config(record.schedule).range),
         "manifest": _manifest(folder),
         "components": list(kept_components(folder)),
-        "calibrated": calibrated,
+        "calibrated": (folder / CALIBRATION).exists(),
         "calibrated_on": calibration_record(folder),
-        "velocity_near_t_1": near_noise,
         "topic": None if topic is None or topic.record is None else topic.record.model_dump(mode="json"),
     }
     if record.adapter is None:
@@ -156,7 +150,7 @@ def _expert(folder: Path) -> dict[str, Any]:
 
 
 def _router(folder: Path) -> dict[str, Any]:
-    record = _with_changes(read_record(folder / ROUTER_FILE, RouterRecord, FORMAT).model_dump(mode="json"))
+    record = read_record(folder / ROUTER_FILE, RouterRecord, FORMAT).model_dump(mode="json")
     return {"kind": "router", **record, "manifest": _manifest(folder), **_network(folder)}
 
 
@@ -167,29 +161,22 @@ def _manifest(folder: Path) -> str:
     return f"of {counted(len(read_folder_manifest(folder).files), 'file')}"
 
 
-def _with_changes(record: dict[str, Any]) -> dict[str, Any]:
-    """``record`` with the changes made during training, if any, under a key of their own."""
-    training = dict(record["training"])
-    changes = training.pop("changes", None)
-    return record | {"training": training} | ({"changes": changes} if changes else {})
-
-
 def _paris(folder: Path) -> dict[str, Any]:
     experts = paris_experts(folder)
     router, _ = paris_router(folder, experts)
-    networks = [one.network for one in experts]
-    sizes = [
-        sum(tensor.numel() for tensor in one.state_dict().values()) for one in (*networks, router.network)
-    ]
+    own, routing = (
+        sum(tensor.numel() for tensor in network.state_dict().values())
+        for network in (experts[0].network, router.network)
+    )
     return {
         "kind": "ensemble",
         "layout": "paris",
         "experts": [Path(one.name).name for one in experts],
         **experts[0].facts.model_dump(mode="json"),
-        "parameters": sum(sizes[:-1]),
-        "parameters_of_an_expert": sizes[0],
-        "parameters_of_the_router": sizes[-1],
-        "architecture": expert_arguments(networks[0].state_dict(), folder),
+        "parameters": own * len(experts),
+        "parameters_of_an_expert": own,
+        "parameters_of_the_router": routing,
+        "architecture": expert_arguments(experts[0].network.state_dict(), folder),
     }
 
 
@@ -200,7 +187,7 @@ def _ensemble(folder: Path) -> dict[str, Any]:
     entries = read_entries([folder / name for name in folders], members)
     parts = parts_of(entries)
     total, domains = sum(part.weight for part in parts), tuple(part.domain for part in parts)
-    described = {
+    return {
         "kind": "ensemble",
         "format": record.format,
         "experts": folders,
@@ -224,25 +211,6 @@ def _ensemble(folder: Path) -> dict[str, Any]:
         "parameters": sum(expert["parameters"] for expert in experts)
         + sum(_numbers(path)["parameters"] for path in (folder / BASES).glob(f"*/{WEIGHTS}")),
     }
-    routers = []
-    if (learned := record.learned or record.aside(folder)) is not None:
-        router = read_record(folder / learned / ROUTER_FILE, RouterRecord, FORMAT)
-        routers.append(f"learned, of {counted(len(router.shard_hashes), 'shard')}")
-        if record.learned is None:
-            routers[0] += ", set aside while there are others"
-        hashes = router.shard_hashes
-        described["router_outputs"] = [
-            hashes.index(shard.hash) if shard and shard.hash in hashes else one.member.output
-            for one, shard in ((one, one.record.shard) for one in entries)
-        ]
-        described["router_shards"] = len(hashes)
-        described["router_calibrated"] = bool(router.calibration)
-    if record.router == MOMENTS:
-        routers.append(f"by the moments of {counted(len(experts), 'expert')}")
-    if any(expert["topic"] is not None for expert in experts):
-        known = sum(expert["topic"] is not None for expert in experts)
-        routers.append(f"of prompts, by the topics of {counted(known, 'expert')}")
-    return described | {"routers": routers}
 
 
 def _network(folder: Path, name: str = WEIGHTS) -> dict[str, Any]:

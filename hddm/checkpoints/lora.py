@@ -1,8 +1,7 @@
-"""LoRA files of other tools as adapters of an expert: kohya's names, diffusers', and diffusers' before peft.
+"""LoRA files of other tools as adapters of an expert: by kohya's names, or diffusers'.
 
     lora_unet_PATH.lora_down.weight, ….lora_up.weight, ….alpha    kohya; PATH has _ for its dots
     unet.PATH.lora_A.weight, ….lora_B.weight                      diffusers, or transformer.PATH…
-    unet.PATH.lora.down.weight, unet.PATH.processor.to_q_lora.down.weight, ….up.weight     before peft
 
 Each layer has a rank, the width of its factors, and an alpha: in a tensor of the file, else in the metadata
 that diffusers writes, else its rank. Kohya's names are ambiguous, so they are looked up among those of the
@@ -40,7 +39,7 @@ from hddm.utils.files import check_absent, new_folder, sha256_of
 from hddm.utils.records import LARGEST
 from hddm.utils.tensors import TensorInfo, promoted, read_header, read_safetensors, refuse_non_finite
 
-_FACTOR = re.compile(r"(.+?)(?:[._]lora\.|\.lora_|\.lora_linear_layer\.)(down|up|A|B)\.weight")
+_FACTOR = re.compile(r"(.+)\.lora_(down|up|A|B)\.weight")
 _ALPHA = re.compile(r"(.+)\.(alpha)")
 _PARTS = {"A": "down", "B": "up"}
 _NETWORK = re.compile(r"^(lora_unet_|lora_transformer_|unet\.|transformer\.)")
@@ -63,9 +62,7 @@ class LoraFile:
     @property
     def naming(self) -> str:
         """The tool whose names these are."""
-        if any(name.startswith("lora_") for name in self.header):
-            return "kohya"
-        return "diffusers" if any(".lora_A." in name for name in self.header) else "diffusers before peft"
+        return "kohya" if any(name.startswith("lora_") for name in self.header) else "diffusers"
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -95,16 +92,10 @@ def read_lora(path: Path) -> LoraFile:
         elif match is None:
             raise HddmError(f"{path}: holds {name!r}, which is not a LoRA factor; use a plain LoRA")
         else:
-            parts = found.layers.setdefault(_layer(match[1]), {})
+            parts = found.layers.setdefault(_NETWORK.sub("", match[1], 1), {})
             if (other := parts.setdefault(_PARTS.get(match[2], match[2]), name)) != name:
                 raise HddmError(f"{path}: holds one factor twice, as {other!r} and {name!r}; remove one")
     return found
-
-
-def _layer(name: str) -> str:
-    """The layer's name without its prefix; ``processor.to_out`` of diffusers before peft is ``to_out.0``."""
-    name, of_processor = re.subn(r"\.processor\.", ".", _NETWORK.sub("", name, 1))
-    return f"{name}.0" if of_processor and name.endswith(".to_out") else name
 
 
 def convert_lora(

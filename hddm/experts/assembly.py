@@ -93,13 +93,11 @@ _PARTS = ("experts", BASES, ROUTER, "scheduler", *COMPONENTS, ENSEMBLE_FILE, MOD
 class Routing:
     """How a new ensemble is routed: by a learned router in ``folder``, by ``evidence``'s moments, or not.
 
-    ``aside`` is a learned router that waits for experts that it does not know to go; ``is_new`` where it was
-    not checked before.
+    ``is_new`` is a router that was not checked before.
     """
 
     folder: Path | None = None
     evidence: float | None = None
-    aside: Path | None = None
     is_new: bool = True
 
 
@@ -163,20 +161,18 @@ def change(
     *,
     settings: AssemblySettings,
     overwrite: bool = False,
-    allow_mixed_sizes: bool = False,
 ) -> tuple[str, ...]:
     """Add experts to an ensemble folder, or remove some, and replace other parts.
 
     Added experts come last. The router stays, with the outputs of the experts present: a posterior over more
-    shards gives exactly the one over fewer. A router that does not know the shard of an added expert is set
-    aside for the moments of all experts, where all are calibrated, until that expert goes. What was decided
-    on an expert stays with it; where all experts that are left have shares, these keep their proportions. The
-    strategy, a shift set by hand and the user's own files stay.
+    shards gives exactly the one over fewer. A router that does not know the shard of an added expert is left
+    out for the moments of all experts, where all are calibrated. What was decided on an expert stays with it;
+    where all experts that are left have shares, these keep their proportions. The strategy, a shift set by
+    hand and the user's own files stay.
 
     ``remove`` names experts as `index_of` does; without ``add``, all of their domains go. ``out`` is the
     folder to write; by default ``ensemble`` is replaced, by two renames: a process killed between them leaves
     both complete, under other names beside it, and the next change restores the old one.
-    ``allow_mixed_sizes`` lets added experts make samples of another size or latent space than those there.
     Returns notes, as `assemble`.
 
     Raises `HddmError`, before writing, as `assemble`, and for a missing expert, and a link that leaves the
@@ -196,13 +192,11 @@ def change(
     kept = [k for k in range(len(entries)) if k not in gone]
     added = read_entries(add, [Member(folder="", name=name_of(folder)) for folder in add])
     staying = _left(entries, domains, kept)
-    if staying and not allow_mixed_sizes:
-        _refuse_other_kinds(ensemble, added, staying)
-    everyone = [*staying, *added]
+    everyone, chosen = [*staying, *added], settings.strategy or record.strategy
     if router is None:
-        routing, chosen, notes = _kept_router(ensemble, record, everyone, settings.strategy)
+        routing, notes = _kept_router(ensemble, record, everyone, chosen)
     else:
-        routing, chosen, notes = named_router(router), settings.strategy or record.strategy, []
+        routing, notes = named_router(router), []
         everyone = decide(everyone, output=[None] * len(everyone))
     notes += [f"removed {record.experts[k].label}" for k in sorted(gone)]
     # In place, the folder itself and not a link to it is exchanged.
@@ -233,13 +227,12 @@ def _left(entries: Sequence[Entry], domains: Sequence[int], kept: Sequence[int])
 
 
 def _kept_router(
-    ensemble: Path, record: EnsembleRecord, entries: Sequence[Entry], strategy: str | None
-) -> tuple[Routing, str, list[str]]:
-    """The router and the strategy of a changed ensemble, and notes on what becomes of the one it had."""
-    chosen, learned = strategy or record.strategy, record.learned or record.aside(ensemble)
-    if learned is None:
-        return Routing(evidence=record.evidence if record.router == MOMENTS else None), chosen, []
-    known = read_record(ensemble / learned / ROUTER_FILE, RouterRecord, FORMAT).shard_hashes
+    ensemble: Path, record: EnsembleRecord, entries: Sequence[Entry], strategy: str
+) -> tuple[Routing, list[str]]:
+    """The router of a changed ensemble, and a note where it knows too few shards and is left out."""
+    if record.learned is None:
+        return Routing(evidence=record.evidence if record.router == MOMENTS else None), []
+    known = read_record(ensemble / record.learned / ROUTER_FILE, RouterRecord, FORMAT).shard_hashes
     unknown = [
         one.name
         for one in entries
@@ -248,29 +241,11 @@ def _kept_router(
     # Experts of several kinds are drawn, and nothing routes.
     can_route = len({one.kind for one in entries}) == 1
     can_route = can_route and all((one.folder / CALIBRATION).is_file() for one in entries)
-    if unknown and (can_route or chosen == "draw"):
+    if unknown and (can_route or strategy == "draw"):
         instead = "the experts' moments route" if can_route else "draw needs none"
-        note = f"the router does not know the shard of {', '.join(unknown)} and is set aside; {instead}"
-        routing = Routing(None, MOMENTS_EVIDENCE if can_route else None, ensemble / learned)
-        return routing, chosen, [note]
-    again = "the router that was set aside knows all experts, and routes again"
-    return Routing(ensemble / learned, is_new=False), chosen, [] if record.learned else [again]
-
-
-def _refuse_other_kinds(ensemble: Path, added: Sequence[Entry], staying: Sequence[Entry]) -> None:
-    """Refuse experts whose samples have the size and latent space of no expert that stays.
-
-    A VAE that one of two does not record is taken on trust.
-    """
-    known = dict.fromkeys(one.kind for one in staying)
-    for one in added:
-        shape, space, vae = one.kind
-        alike = [other for *kind, other in known if kind == [shape, space]]
-        if not any(None in (vae, other) or vae == other for other in alike):
-            theirs = " and ".join(f"{size} {kind}" for size, kind, _ in known)
-            mine = f"{one.name}: makes {shape} {space}{' of another VAE' if alike else ''}"
-            others = f"the experts of {ensemble} make {theirs}"
-            raise HddmError(f"{mine}, and {others}; `allow_mixed_sizes` adds it all the same")
+        note = f"the router does not know the shard of {', '.join(unknown)} and is left out; {instead}"
+        return Routing(evidence=MOMENTS_EVIDENCE if can_route else None), [note]
+    return Routing(ensemble / record.learned, is_new=False), []
 
 
 def write_ensemble(
@@ -341,8 +316,8 @@ def write_ensemble(
     with new_folder(out, ENSEMBLE_FILE, overwrite) as draft:
         for folder, member in zip(folders, record.experts, strict=True):
             _link(_files_of(folder), draft / member.folder)
-        if (learned := routing.folder or routing.aside) is not None:
-            _link(_files_of(learned), draft / ROUTER)
+        if routing.folder is not None:
+            _link(_files_of(routing.folder), draft / ROUTER)
         kinds = {name: put_component(draft, name, folder) for name, folder in parts.items()}
         write_ensemble_records(draft, record, kinds, bases)
         if settings.diffusers_pipeline:

@@ -4,7 +4,7 @@ model_index.json         parts and their classes, for diffusers
 ensemble.json            format, what was decided on each expert (`Member`), router, strategy, shift
 experts/<i>/             an expert folder each
 bases/<hash>/            weights that adapters among them change, where no expert has them for its own
-router/                  a router folder; one that ensemble.json does not name waits (`aside`)
+router/                  a router folder
 scheduler/               the shift once more, for diffusers
 vae/ text_encoder/ tokenizer/     for experts of latents and text; second ones are vae_2/, …; a
                          text_encoder/ may hold several with their tokenizers (`hddm.networks.prompts`)
@@ -181,10 +181,6 @@ class EnsembleRecord(Record):
         """Folder of the learned router that routes."""
         return None if self.router == MOMENTS else self.router
 
-    def aside(self, folder: Path) -> str | None:
-        """Folder of a learned router that waits in ``folder`` for experts that it does not know to go."""
-        return ROUTER if self.learned is None and (folder / ROUTER).is_dir() else None
-
     @property
     def names(self) -> list[str]:
         """Names of the experts, or else their folders."""
@@ -196,7 +192,7 @@ def read_ensemble_facts(folder: Path) -> EnsembleRecord:
     path, index = folder / ENSEMBLE_FILE, folder / MODEL_INDEX
     facts, kinds = read_record(path, EnsembleRecord, ENSEMBLE_FORMAT), read_model_index(folder)
     names = [member.folder for member in facts.experts]
-    names += [name for name in (facts.learned, facts.aside(folder)) if name is not None]
+    names += [] if facts.learned is None else [facts.learned]
     names += [f"{BASES}/{one.name}" for one in (folder / BASES).glob("*")]
     components = [name for name in ("scheduler", *COMPONENTS) if kinds[name] is not None]
     for name, origin in [*((one, path) for one in names), *((one, index) for one in components)]:

@@ -49,7 +49,7 @@ from hddm.networks.transformers import RouterTransformer
 from hddm.routers import MomentsRouter, Router, Strategy
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import inside, restore
-from hddm.utils.records import WHOLE, ensemble_around
+from hddm.utils.records import WHOLE
 from hddm.utils.tensors import available_device
 from hddm.velocity import VelocityField
 
@@ -303,7 +303,7 @@ def save_ensemble(
             "with hddm.train or hddm.convert, and combine these with hddm.assemble"
         )
     experts.save_pretrained(draft / "experts")
-    members, first = [], experts.experts[0].folder
+    members = []
     for k, (expert, member) in enumerate(zip(experts.experts, facts.experts, strict=True)):
         name = member.name or (expert.folder and name_of(expert.folder))
         members.append(member.model_copy(update={"folder": f"experts/{k}", "name": name}))
@@ -314,10 +314,6 @@ def save_ensemble(
         changes["router"] = ROUTER
     else:
         changes["router"] = MOMENTS if facts.router == MOMENTS else None
-        around = first and ensemble_around(first)
-        if around and (aside := read_ensemble_facts(around).aside(around)) is not None:
-            (draft / ROUTER).mkdir()
-            save_router(draft / ROUTER, *read_router(around / aside))
     known = {
         one.facts.adapter.base_sha256: one.base for one in experts.experts if one.facts.adapter and one.base
     }

@@ -60,7 +60,7 @@ def problems_around(folder: Path) -> list[str]:
     if not (folder / ENSEMBLE_FILE).exists():
         return []
     record, found = read_ensemble_facts(folder), [*damage(folder, ENSEMBLE_FILE, sha256=sha256_of)]
-    if (router := record.learned or record.aside(folder)) is not None:
+    if (router := record.learned) is not None:
         found += [f"{router}/{line}" for line in damage(folder / router, ROUTER_FILE, sha256=sha256_of)]
     return [f"{folder}/{line}" for line in (*found, foreign_pipeline(folder)) if line]
 
