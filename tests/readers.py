@@ -283,7 +283,6 @@ def _compare(*paths: Path) -> None:
 
 
 def _read_results(folder: Path) -> None:
-    inspected(folder / "a.json")
     summary(read_groups([folder / "a.json"])[0])
     _compare(folder / "a.json", folder / "b.json")
 

@@ -24,12 +24,6 @@ def inspect(
     from hddm.checkpoints.inspect import inspected
 
     description = inspected(path, settings.allow_pickle, settings.variant)
-    if description["kind"] == "evaluation" and not as_json:
-        from hddm.evaluation.compare import summary
-        from hddm.evaluation.results import read_groups
-
-        typer.echo(summary(read_groups([path])[0]))
-        return
     if as_json:
         typer.echo(json.dumps(description, indent=2))
     else:

@@ -14,7 +14,7 @@ from hddm.data.shard_records import (
 )
 from hddm.data.sources.base import PARQUET, TAR, find_files
 from hddm.training.resume import CHECKPOINTS, RUN_FILE, checkpoints_in, read_run, step_of
-from hddm.utils.files import read_json, refuse_pickle
+from hddm.utils.files import refuse_pickle
 from hddm.utils.records import (
     BENCHMARK_FILE,
     ENSEMBLE_FILE,
@@ -24,15 +24,11 @@ from hddm.utils.records import (
     ROUTER_FILE,
     SAMPLING_FILE,
     OlderFormat,
-    OpenRecord,
-    parse_record,
     read_record,
 )
 
 Describe = Callable[[Path], dict[str, Any]]
 _MODELS = (EXPERT_FILE, ROUTER_FILE, ENSEMBLE_FILE, "model_index.json", "config.json")
-_RUNS = f"expert_*.run/{RUN_FILE}"
-_LARGEST = 2**29
 
 
 def inspected(path: Path, allow_pickle: bool = False, variant: str | None = None) -> dict[str, Any]:
@@ -41,13 +37,6 @@ def inspected(path: Path, allow_pickle: bool = False, variant: str | None = None
     ``read_by`` names the command that reads it, where it is another one. ``allow_pickle`` and ``variant`` are
     for checkpoints. Raises `HddmError` as `hddm.checkpoints.inspect_models.inspect_model`.
     """
-    if path.is_file() and path.suffix == ".json":
-        if path.name in (*_MODELS[:3], *_RECORDS, MANIFEST, PARTITION_FILE):
-            return inspected(path.parent, allow_pickle, variant)
-        content = read_json(path, _LARGEST)
-        if content.get("kind") == "evaluation":
-            judged = {key: content.get(key) for key in ("comparable", "reasons")}
-            return {"kind": "evaluation", **judged, "read_by": "hddm compare"}
     if not any((path / record).exists() for record in (*_MODELS, PARTITION_FILE, MANIFEST)):
         found = next((one for record, one in _RECORDS.items() if any(path.glob(record))), None)
         if found is None and _holds_images(path):
@@ -109,32 +98,6 @@ def _partition(folder: Path) -> dict[str, Any]:
     return {"kind": "encoded partition", **how, **record}
 
 
-class _ListedExpert(OpenRecord):
-    """What a list shows of ``expert.json``; the whole record would need torch."""
-
-    objective: str | None = None
-    shard: dict[str, Any] | None = None
-    training: dict[str, Any] | None = None
-
-
-def _experts(folder: Path) -> dict[str, Any]:
-    """A folder of experts, as ``hddm train all`` writes it, and which are unfinished."""
-    experts = {path.parent.name: path for path in folder.glob(f"*/{EXPERT_FILE}")}
-    runs = {path.parent.name.removesuffix(".run"): path for path in folder.glob(_RUNS)}
-    described: list[dict[str, Any]] = []
-    for name in sorted(experts | runs, key=lambda name: (len(name), name)):
-        if name in experts:
-            record = parse_record(read_json(experts[name]), _ListedExpert, str(experts[name]))
-            shard, training = record.shard or {}, record.training or {}
-            done = {"shard": shard.get("index"), "finished": True, "steps": training.get("steps")}
-            described.append({"name": name, "objective": record.objective, **done})
-        else:
-            run = _run(runs[name].parent)
-            step = {key: run[key] for key in ("finished", "step", "steps", "last_checkpoint")}
-            described.append({"name": name, "objective": run.get("settings", {}).get("objective"), **step})
-    return {"kind": "experts", "experts": described, "read_by": "hddm assemble, hddm verify"}
-
-
 def _read_by(kind: str, verbs: str) -> Describe:
     return lambda path: {"kind": kind, "read_by": verbs}
 
@@ -148,8 +111,7 @@ def _holds_images(path: Path) -> bool:
 
 _RECORDS: dict[str, Describe] = {
     RUN_FILE: _run,
-    f"*/{EXPERT_FILE}": _experts,
-    _RUNS: _experts,
+    f"*/{EXPERT_FILE}": _read_by("experts", "hddm assemble, hddm verify"),
     f"shard_*/{MANIFEST}": _read_by("shards", "hddm verify EXPERT --data, hddm evaluate --held-out"),
     FEATURES_FILE: _read_by("features", "hddm partition --cache"),
     SAMPLING_FILE: _read_by("samples", "hddm evaluate"),
