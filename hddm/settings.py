@@ -367,8 +367,6 @@ class Conversion(Reading):
     """Noise levels t (0 data, 1 noise) that the expert covers, such as 0.5:1. Default: all."""
     text_dim: Positive | None = None
     """Width of text tokens, to add attention to them."""
-    recipe: Literal["exact", "paper"] = "exact"
-    """Conversion recipe; paper (new head, round(999 t)) is for comparisons."""
     licence: str | None = None
     """Licence of the weights. Default: as in the source."""
 

@@ -188,9 +188,9 @@ def write_network(folder: Path, built: Built) -> None:
 
 
 def _carry_calibration(plan: ConversionPlan, draft: Path) -> None:
-    """Copy the source expert's calibration, unless the network has a new head."""
+    """Copy the source expert's calibration."""
     source = plan.source
-    if source.record is None or plan.is_restarted:
+    if source.record is None:
         return
     # Loading refuses NaN and values that no fit gives.
     if Calibration.load(source.path) is not None:
@@ -200,8 +200,7 @@ def _carry_calibration(plan: ConversionPlan, draft: Path) -> None:
 def _checked(plan: ConversionPlan, draft: Path) -> ConversionCheck:
     source, network = plan.source, plan.built.network.__name__
     try:
-        own = None if plan.is_restarted else source.forward() if source.forward else _class_forward(source)
-        found = _compare(plan, own, draft)
+        found = _compare(plan, source.forward() if source.forward else _class_forward(source), draft)
     except HddmError:
         raise
     except Exception as error:
@@ -263,12 +262,8 @@ def _cast(value: Any) -> Any:
 
 
 @torch.no_grad()
-def _compare(plan: ConversionPlan, source: Forward | None, draft: Path) -> ConversionCheck:
-    """Compare the raw outputs and the velocity of the network in ``draft`` with the source's.
-
-    ``source`` is the source's own network, or None for a fresh head: then there is no function to compare,
-    and the velocity is checked against the written network's own output.
-    """
+def _compare(plan: ConversionPlan, source: Forward, draft: Path) -> ConversionCheck:
+    """Compare the raw outputs and the velocity of the network in ``draft`` with the source's own network."""
     written, outputs, config = _as_written(draft)
     known = tuple(name for name in plan.interface.conditions if name not in OPTIONAL_CONDITIONS)
     conditions, conventions = example_conditions(known, config, plan.interface.num_classes), plan.conventions
@@ -299,7 +294,7 @@ def _compare(plan: ConversionPlan, source: Forward | None, draft: Path) -> Conve
             own: dict[str, Any] = {name: one[rows] for name, one in given.items()}
             found.append(written.velocity(x[rows], now[rows], **own))
             known_there = {name: own[name] for name in shared}
-            wanted.append(outputs[-1] if source is None else source(y[rows], timesteps[rows], known_there))
+            wanted.append(source(y[rows], timesteps[rows], known_there))
             progress(len(rows))
     v, expected = torch.cat(found), torch.cat(wanted)
     errors = {}
@@ -367,8 +362,6 @@ def verdict(plan: ConversionPlan, verified: ConversionCheck | None) -> list[str]
     """Lines for the user on the check's result."""
     if verified is None:
         return ["verify: skipped"]
-    if plan.is_restarted:
-        return ["verify: the network runs; its head is new, so there is nothing to compare"]
     return [
         f"verify: outputs differ from the source's by at most {verified.difference:.1e} "
         f"(limit {LARGEST_DIFFERENCE:.0e})",

@@ -34,7 +34,7 @@ from hddm.utils.files import check_absent, new_folder, refuse_full_disk
 from hddm.utils.tensors import Planned, promoted
 
 _ALIKE = {
-    *("prediction_type", "schedule", "time_scale", "variance_head", "round_time"),
+    *("prediction_type", "schedule", "time_scale", "variance_head"),
     *("conditions", "classes", "null_class", "text_encoder", "noise_range"),
 }
 """Keys of a record in which experts agree, besides those that `compare_experts` compares."""

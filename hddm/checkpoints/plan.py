@@ -1,6 +1,6 @@
 """Plans of conversions: recognise the source, decide everything and report it before anything is written.
 
-On request the network itself is changed: it gets attention to text, or a fresh head by the paper's recipe.
+On request the network itself is changed: it gets attention to text.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,6 @@ from hddm.networks.layers import Attention, linear
 from hddm.networks.prompts import default_conditions
 from hddm.networks.transformers import ExpertTransformer
 from hddm.networks.wrappers import Interface, interface_of, pooled_width
-from hddm.schedules import LinearSchedule
 from hddm.settings import Conversion, Reading
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.records import WHOLE
@@ -43,15 +42,7 @@ from hddm.utils.tensors import Planned
 from hddm.velocity import PredictionType
 
 _ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
-PAPER = "paper"
 TEXT = "encoder_hidden_states"
-PAPER_STEPS = 999.0
-# Parts that the recipe of arXiv:2603.06741 reinitialises: the head and the text projection.
-_REINITIALISED: Mapping[str, tuple[str, ...]] = {
-    "ExpertTransformer": ("final_layer.", "text_proj."),
-    "DiTTransformer2DModel": ("proj_out_",),
-    "PixArtTransformer2DModel": ("proj_out.", "scale_shift_table", "caption_projection."),
-}
 
 
 @dataclass(frozen=True)
@@ -97,11 +88,6 @@ class ConversionPlan:
         """The conversion's options, as the record keeps them."""
         assert self.record.source is not None
         return self.record.source.options
-
-    @property
-    def is_restarted(self) -> bool:
-        """True where the paper's recipe starts a fresh head, so that there is no function to preserve."""
-        return bool(self.options["recipe"] == PAPER)
 
 
 def open_source(path: Path, reading: Reading) -> Checkpoint:
@@ -156,12 +142,6 @@ def plan(path: Path, conversion: Conversion) -> ConversionPlan:
     size = source.record.sample_shape[1:] if source.record else None if side is None else (side, side)
     interface = _interface(built, source, size)
     conventions = with_shift(conventions, source, interface)
-    if conversion.recipe == PAPER:
-        built = restart(built, interface.sample_shape[0])
-        interface = _interface(built, source, size)
-        conventions = Conventions(
-            LinearSchedule(), PredictionType.FLOW_PREDICTION, PAPER_STEPS, "recipe paper", conventions.notes
-        )
     if built.network is source.network:
         extras |= source.declared.kept
     nulls = dict(source.nulls)
@@ -206,7 +186,6 @@ def _interface(built: Built, source: Checkpoint, size: tuple[int, int] | None) -
 def _record(
     source: Checkpoint, conventions: Conventions, interface: Interface, conversion: Conversion
 ) -> ExpertRecord:
-    paper = conversion.recipe == PAPER
     own, origin = source.record, conventions.schedule_source
     is_flow = conventions.prediction_type is PredictionType.FLOW_PREDICTION
     text_encoder = own.text_encoder if own else source.text.record if TEXT in interface.conditions else None
@@ -229,14 +208,13 @@ def _record(
         shift=conventions.shift,
         noise_range=conversion.noise_range or (own.noise_range if own else WHOLE),
         variance_head=interface.variance_head,
-        round_time=paper or bool(own and own.round_time),
         conditions=interface.conditions,
         classes=own.classes if own else tuple(map(str, range(interface.num_classes or 0))),
         null_class=interface.null_class,
         weights=source.chosen,
         shard=own.shard if own else None,
         training=own.training if own else {},
-        training_calibration=bool(own and own.training_calibration and not paper),
+        training_calibration=bool(own and own.training_calibration),
         source=SourceRecord(
             layout=source.layout,
             files={},
@@ -294,21 +272,6 @@ def summary(plan: ConversionPlan) -> list[str]:
         if name in plan.extras:
             lines.append(f"not needed: {name}, {reason}")
     return lines + [f"note: {note}" for note in (*source.declared.notes, *conventions.notes)]
-
-
-def restart(built: Built, channels: int) -> Built:
-    """Give the network a fresh head of ``channels`` outputs and a fresh text projection; keep all else."""
-    prefixes = _REINITIALISED.get(built.network.__name__)
-    if prefixes is None:
-        raise HddmError(f"`recipe` paper is for transformers ({', '.join(_REINITIALISED)})")
-    arguments = {**built.arguments, "out_channels": channels}
-    depth = "depth" if built.network is ExpertTransformer else "num_layers"
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed_of(0, Use.FRESH_WEIGHTS))
-        fresh = built.network(**{**arguments, depth: 0}).state_dict()
-    tensors = [one for one in built.tensors if not one.name.startswith(prefixes)]
-    tensors += [as_planned(name, value) for name, value in fresh.items() if name.startswith(prefixes)]
-    return Built(built.network, arguments, tensors)
 
 
 def as_expert_transformer(

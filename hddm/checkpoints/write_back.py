@@ -11,12 +11,12 @@ import torch
 
 from hddm.checkpoints.convert import write_network
 from hddm.checkpoints.folders import DIFFUSERS_LAYOUTS, PIPELINE, SCHEDULER, open_expert
-from hddm.checkpoints.plan import PAPER, Built
+from hddm.checkpoints.plan import Built
 from hddm.checkpoints.single_files import FILE_LAYOUTS
 from hddm.checkpoints.sources import Checkpoint, as_planned
 from hddm.experts.ensemble_folders import put_component
 from hddm.experts.parts import components_of
-from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
+from hddm.experts.records import EXPERT_FILE, ExpertRecord
 from hddm.networks.prompts import family_in, index_of, parts_of, zeros_in
 from hddm.networks.wrappers import own_time_factor
 from hddm.schedules import FLOW_MATCH_FAMILY, LinearSchedule, from_config, from_diffusers
@@ -79,14 +79,14 @@ def _refuse_misfit(source: Checkpoint, record: ExpertRecord, layout: str) -> Non
             f"{source.path}: was trained together with its calibration, which layout {layout} cannot hold"
         )
     is_folder = layout in DIFFUSERS_LAYOUTS
-    is_other = source.network is not _NETWORKS[layout] or (is_folder and record.round_time)
+    is_other = source.network is not _NETWORKS[layout]
     if is_other or (layout == "facebook-dit" and source.arguments.get("modulation") != "zero"):
         raise HddmError(f"`to_layout` {layout}: cannot hold the {source.network.__name__} of {source.path}")
     chain = record.source
-    if is_folder or (chain is not None and chain.first.layout == layout and not _is_restarted(chain)):
+    if is_folder or (chain is not None and chain.first.layout == layout):
         return
     scheduler, own = FILE_LAYOUTS[layout].scheduler, from_config(record.schedule)
-    is_rule = record.prediction_type is PredictionType.EPSILON and not record.round_time
+    is_rule = record.prediction_type is PredictionType.EPSILON
     if is_rule and scheduler is not None:
         rule = from_diffusers(scheduler)
         times = torch.linspace(0, rule.end, 5, dtype=torch.float64)
@@ -97,10 +97,6 @@ def _refuse_misfit(source: Checkpoint, record: ExpertRecord, layout: str) -> Non
             f"`to_layout` {layout}: means {meaning}, and {source.path}, which does not come from it, has "
             f"{record.prediction_type.value} on another schedule"
         )
-
-
-def _is_restarted(chain: SourceRecord) -> bool:
-    return chain.options.get("recipe") == PAPER or (chain.before is not None and _is_restarted(chain.before))
 
 
 def _write_file(source: Checkpoint, record: ExpertRecord, layout: str, path: Path) -> None:

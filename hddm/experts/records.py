@@ -136,8 +136,6 @@ class ExpertRecord(Record):
     """The part of t that it was trained for (`hddm.velocity`)."""
     variance_head: bool = False
     """The network also outputs a learned variance, which is dropped."""
-    round_time: bool = False
-    """The network is fed integer timesteps."""
     conditions: Annotated[tuple[str, ...], AfterValidator(_without_interval)] = ()
     classes: tuple[ComposedName, ...] = ()
     null_class: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
@@ -145,7 +143,8 @@ class ExpertRecord(Record):
     """Averaged or as the optimiser left them; a source with one set may not say."""
     weights_sha256: None = Field(default=None, exclude=True)
     calibration_sha256: None = Field(default=None, exclude=True)
-    """Both are null in folders of format 1.5, whose manifests have all hashes."""
+    round_time: Literal[False] = Field(default=False, exclude=True)
+    """Of no use, and null and false in folders of format 1.5; their manifests have all hashes."""
     shard: ShardRecord | None = None
     training: dict[str, Any] = Field(default_factory=dict)
     training_calibration: bool = False
@@ -366,7 +365,7 @@ def stored(
 def wrapped(network: ModelMixin, record: ExpertRecord) -> nn.Module:
     """``network`` in a `NetworkWrapper`; unchanged where its call already fits."""
     is_common = isinstance(network, ExpertTransformer) and not record.variance_head
-    return network if is_common and not record.round_time else NetworkWrapper(network, record.round_time)
+    return network if is_common else NetworkWrapper(network)
 
 
 def without_adapter(facts: ExpertRecord) -> ExpertRecord:

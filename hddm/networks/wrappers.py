@@ -254,15 +254,11 @@ def compile_blocks(network: nn.Module, **options: Any) -> None:
 
 
 class NetworkWrapper(nn.Module):
-    """A network of `EXPERT_NETWORKS` that returns a tensor of its input's shape.
+    """A network of `EXPERT_NETWORKS` that returns a tensor of its input's shape."""
 
-    ``round_time`` feeds whole timesteps, rounded to the nearest (the recipe of arXiv:2603.06741).
-    """
-
-    def __init__(self, model: ModelMixin, round_time: bool = False) -> None:
+    def __init__(self, model: ModelMixin) -> None:
         super().__init__()
         self.model = model
-        self.round_time = round_time
 
     @property
     def config(self) -> object:
@@ -274,8 +270,6 @@ class NetworkWrapper(nn.Module):
         ``timestep`` is (batch,); ``conditions`` are the interface's, including those that diffusers nests in
         ``added_cond_kwargs``.
         """
-        if self.round_time:
-            timestep = timestep.round()
         # Text alone is multiplied as it is; sizes are embedded in float32, as times are.
         text = {name: conditions[name].to(x.dtype) for name in _TEXT if name in conditions}
         return call(self.model, x, timestep, {**conditions, **text})[:, : x.shape[1]]
