@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hddm.calibration import FILE_NAME as CALIBRATION
-from hddm.experts.choices import decided, index_of
 from hddm.experts.compatibility import (
     SHARE_TOLERANCE,
     Entry,
@@ -21,7 +20,9 @@ from hddm.experts.compatibility import (
     compare_domains,
     compare_experts,
     decide,
+    decided,
     domains_of,
+    index_of,
     note_overlaps,
     read_entries,
     router_outputs,
@@ -130,7 +131,7 @@ def assemble(
     ``router`` is needed for all strategies but ``draw``: a folder, or ``moments`` for one of the experts'
     moments (`hddm.routers.MomentsRouter`). ``vae``, ``text_encoder`` and ``tokenizer`` are by default those
     that experts keep, or several (`hddm.experts.parts`). ``classes`` may be a dictionary in place of a
-    file (`hddm.experts.choices.read_classes`). With ``diffusers_pipeline``, stock diffusers opens the folder
+    file (`hddm.experts.compatibility.read_classes`). With ``diffusers_pipeline``, stock diffusers opens the folder
     (`hddm.pipelines.parts`). Returns notes on what was taken on trust or could not be known.
 
     Raises `HddmError`, before writing, that lists all differences between the parts, and for weights and

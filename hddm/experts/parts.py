@@ -282,15 +282,9 @@ def _compare_vae(entries: Sequence[Entry], folder: Path, found: Findings) -> Non
             kinds = f"{name} is an {vae.kind}, and {one.name} records an {record.vae.kind}"
             found.note(f"{kinds}; taken on trust")
         else:
-            _compare_keys(name, vae, one.name, record.vae, ("fingerprint", "scale", "shift"), found)
-
-
-def _compare_keys(
-    name: str, mine: object, expert: str, theirs: object, keys: Sequence[str], found: Findings
-) -> None:
-    for key in keys:
-        if getattr(mine, key) != getattr(theirs, key):
-            found.differ(name, f"{key} {getattr(mine, key)}, and {expert} records {getattr(theirs, key)}")
+            for key in ("fingerprint", "scale", "shift"):
+                if (mine := getattr(vae, key)) != (theirs := getattr(record.vae, key)):
+                    found.differ(name, f"{key} {mine}, and {one.name} records {theirs}")
 
 
 def _arrange_texts(
@@ -341,12 +335,7 @@ def _arrange_texts(
             if part.tokenizer is not None:
                 encoders[numbered("tokenizer", number)] = part.tokenizer
     if named is not None and named.folder not in encoders.values():
-        if not takers:
-            found.differ(str(named.folder), "a text encoder, and none of these experts takes text")
-        for one in takers:
-            if (stated := one.record.text_encoder) is not None:
-                keys = ("fingerprint", "width", "tokens")
-                _compare_keys(str(named.folder), named.record, one.name, stated, keys, found)
+        found.differ(str(named.folder), "is the text encoder of none of these experts; leave it out")
     return encoders, entries
 
 
