@@ -131,8 +131,8 @@ def assemble(
     ``router`` is needed for all strategies but ``draw``: a folder, or ``moments`` for one of the experts'
     moments (`hddm.routers.MomentsRouter`). ``vae``, ``text_encoder`` and ``tokenizer`` are by default those
     that experts keep, or several (`hddm.experts.parts`). ``classes`` may be a dictionary in place of a
-    file (`hddm.experts.compatibility.read_classes`). With ``diffusers_pipeline``, stock diffusers opens the folder
-    (`hddm.pipelines.parts`). Returns notes on what was taken on trust or could not be known.
+    file (`hddm.experts.compatibility.read_classes`). With ``diffusers_pipeline``, stock diffusers opens the
+    folder (`hddm.pipelines.parts`). Returns notes on what was taken on trust or could not be known.
 
     Raises `HddmError`, before writing, that lists all differences between the parts, and for weights and
     calibrations that are not those of their record.
