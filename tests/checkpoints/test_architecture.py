@@ -13,8 +13,7 @@ from hddm.checkpoints.plan import add_text, plan
 from hddm.networks.transformers import ExpertTransformer
 from hddm.settings import Conversion
 from hddm.utils.errors import HddmError
-from tests.artefacts import Command
-from tests.checkpoint_files import dit, pipeline, refused
+from tests.checkpoint_files import dit, pipeline
 from tests.transformer_files import DIT, dit_network
 
 TIMES = torch.arange(0.5, 1000, 200)
@@ -69,15 +68,3 @@ def test_what_a_config_leaves_to_its_class_is_the_classs(tmp_path: Path) -> None
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     names = ("num_heads", "in_channels", "patch_size", "num_classes", "sample_size", "depth")
     assert [config[name] for name in names] == [16, 4, 2, 1000, 32, 2]
-
-
-def test_another_activation_is_not_read_as_dits(hddm: Command, tmp_path: Path) -> None:
-    said = refused(hddm, _pipeline(tmp_path / "source", activation_fn="gelu"), "--text-dim", 12)
-    assert "activation_fn is 'gelu', and" in said
-    assert "'gelu-approximate' only" in said
-
-
-def test_embedders_that_differ_by_block_are_named_as_the_limit(hddm: Command, tmp_path: Path) -> None:
-    said = refused(hddm, pipeline(tmp_path / "source", dit()), "--text-dim", 12)
-    assert "transformer_blocks.1.norm1.emb" in said
-    assert "embedders that differ by block" in said

@@ -59,11 +59,8 @@ def _with(name: str, tensor: torch.Tensor) -> Callable[[Path], None]:
         (_cut, "cannot be read"),
         (lambda path: path.unlink(), "no diffusion_pytorch_model"),
         (_with(BIAS, torch.full((32,), float("nan"))), "holds NaN or Inf"),
-        (_with(BIAS, torch.full((32,), float("inf"))), "holds NaN or Inf"),
         (_with(BIAS, torch.zeros(3)), "bias is (3,), not (32,)"),
-        (_with(BIAS, torch.tensor(3.0)), "bias is (), not (32,)"),
         (_with(BIAS, torch.zeros(32).cfloat()), "bias is of torch.complex64"),
-        (_with(BIAS, torch.zeros(32).char()), "bias is of torch.int8"),
         (_with("a\nb\x1b", torch.zeros(1)), "left over a\\nb\\x1b"),
     ],
 )
@@ -100,14 +97,10 @@ def test_two_words_on_what_is_predicted(hddm: Command, tmp_path: Path, whole: Pa
     source = copied(whole, tmp_path)
     error = refused(hddm, source, "--prediction-type", "v_prediction")
     assert "--prediction-type v_prediction contradicts" in error
-    assert "choose one of" in refused(hddm, source, "--prediction-type", "noise")
     for scheduler in (DDIMScheduler(prediction_type="sample"), FlowMatchEulerDiscreteScheduler()):
         scheduler.save_pretrained(tmp_path / "other")
         file = tmp_path / "other" / "scheduler_config.json"
         assert "contradicts" in refused(hddm, source, "--schedule", file, "--prediction-type", "epsilon")
-    edit_json(file, num_train_timesteps="many")
-    assert "num_train_timesteps" in refused(hddm, source, "--schedule", file)
-    assert "no such file" in refused(hddm, source, "--schedule", tmp_path / "none.json")
 
 
 def test_no_word_on_the_schedule(hddm: Command, tmp_path: Path, whole: Path) -> None:
@@ -122,7 +115,6 @@ def test_content_of_no_known_layout(hddm: Command, tmp_path: Path) -> None:
     file = tmp_path / "a.safetensors"
     save_file({"a": torch.zeros(2), "b.c": torch.zeros(2)}, file)
     assert "of no known layout (a, b.c" in refused(hddm, file)
-    assert "no such file" in refused(hddm, tmp_path / "none")
     (tmp_path / "folder").mkdir()
     assert "found: none" in refused(hddm, tmp_path / "folder")
     (tmp_path / "models--x--y" / "snapshots" / "0").mkdir(parents=True)
@@ -137,49 +129,28 @@ def test_pipelines_that_are_spoiled_at_random_are_converted_or_refused_in_one_li
 
 
 UNET = "unet/config.json"
-# A value for every key that a config must not have, or not hold in that form.
+# Keys and values that ask for code, or for what no tensor backs.
 CHANGES: list[tuple[str, dict[str, Any], str]] = [
     (CONFIG, {"auto_map": {"AutoModel": "evil.Model"}}, "'auto_map'"),
-    (CONFIG, {"_attn_implementation_internal": "evil/kernel"}, "'_attn_implementation_internal'"),
-    (CONFIG, {"num_layer": 2}, "did you mean 'num_layers'"),
     (CONFIG, {"_class_name": "subprocess.Popen"}, "holds a subprocess.Popen"),
-    (CONFIG, {"_class_name": ["a"]}, "holds a"),
     (CONFIG, {"num_layers": 10**9}, "depth is 1000000000"),
     (CONFIG, {"num_layers": -1}, ""),
-    (CONFIG, {"num_layers": "2"}, ""),
     (CONFIG, {"sample_size": 10**9}, ""),
-    (CONFIG, {"sample_size": -8}, ""),
-    (CONFIG, {"attention_head_dim": 10**9}, ""),
     (CONFIG, {"num_embeds_ada_norm": 10**12}, ""),
-    (CONFIG, {"patch_size": 10**6}, ""),
-    (CONFIG, {"in_channels": 9}, ""),
     (CONFIG, {"out_channels": 3}, ""),
     (UNET, {"cross_attention_dim": 10**9}, ""),
-    (UNET, {"sample_size": [8, 10**9]}, ""),
-    (UNET, {"block_out_channels": [10**9, 64]}, ""),
     (UNET, {"block_out_channels": [32] * 10**4}, ""),
-    (UNET, {"layers_per_block": 10**9}, ""),
     (UNET, {"transformer_layers_per_block": [[10**9], 1]}, ""),
     (UNET, {"attention_head_dim": 0}, ""),
-    (UNET, {"class_embed_type": "projection"}, ""),
     (UNET, {"encoder_hid_dim_type": "image_proj"}, ""),
-    (PIPELINE, {"custom_pipeline": "evil"}, "'custom_pipeline'"),
     (PIPELINE, {"transformer": ["evil.module", "DiTTransformer2DModel"]}, "not a class of diffusers"),
-    (PIPELINE, {"scheduler": ["os", "system"]}, "not a class of diffusers"),
     (PIPELINE, {"vae": ["evil", "AutoencoderKL"]}, "not a class of diffusers"),
-    (PIPELINE, {"transformer": None}, "needs one of"),
-    (PIPELINE, {"transformer": ["diffusers", ["a"]]}, ""),
     (PIPELINE, {"unet": ["diffusers", "UNet2DModel"]}, "needs one of"),
     (SCHEDULER, {"num_train_timesteps": 10**12}, "num_train_timesteps"),
     (SCHEDULER, {"beta_schedul": "linear"}, "did you mean 'beta_schedule'"),
-    (SCHEDULER, {"beta_schedule": "evil"}, "evil"),
-    (SCHEDULER, {"beta_start": "a"}, "no schedule"),
-    (SCHEDULER, {"beta_end": 7.0}, "betas"),
     (SCHEDULER, {"_class_name": "evil.Scheduler"}, "evil.Scheduler"),
     (SCHEDULER, {"prediction_type": "noise"}, "'noise'"),
-    (SCHEDULER, {"prediction_type": ["epsilon"]}, "prediction type"),
     (SCHEDULER, {"prediction_type": "v_prediction", "predict_epsilon": True}, "contradicts itself"),
-    (SCHEDULER, {"prediction_type": "sample", "use_flow_sigmas": True}, "contradicts itself"),
 ]
 
 

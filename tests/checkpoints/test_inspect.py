@@ -9,10 +9,8 @@ import pytest
 from hddm.networks.vae import vae_facts
 from hddm.training.expert import train_expert
 from hddm.training.settings import RunOptions
-from hddm_cli.inspect import plain_lines
 from tests.artefacts import Command, copied, expert_settings
 from tests.component_files import write_vae
-from tests.evaluation.test_compare import RESULT
 
 
 @pytest.mark.parametrize("kind", ["expert", "router", "ensemble", "shard", "partition"])
@@ -56,21 +54,6 @@ def test_a_shard_of_very_many_images_is_inspected(whole: Path, tmp_path: Path, h
     assert hddm("data", "check", shard)[0] == 0
 
 
-def test_values_become_lines_that_a_reader_knows() -> None:
-    for name, value, lines in (
-        ("shape", [3, 32, 32], ["shape: 3 × 32 × 32"]),
-        ("schedule_range", (0.0, 0.99368), ["schedule_range: 0 … 0.99368"]),
-        ("known", True, ["known: yes"]),
-        *(("text", nothing, ["text: none"]) for nothing in (None, "", [])),
-        ("parameters", 1234567, ["parameters: 1,234,567"]),
-        ("few", {"depth": 2, "norm_eps": 1e-05}, ["few: depth=2, norm_eps=1e-05"]),
-        ("many", {f"k{n}": {"at": "x" * 40} for n in "012"}, [f"  k{n}: at={'x' * 40}" for n in "012"]),
-        ("rows", [[0.25, 0.75], [1.0, 0.0]], ["rows:", "  0.25, 0.75", "  1, 0"]),
-        ("n", [*range(99)], [f"n: {', '.join(map(str, range(20)))}, … (99 in all; --json tells them)"]),
-    ):
-        assert list(plain_lines({name: value}))[-len(lines) :] == lines
-
-
 LAST = "checkpoints/step_00000008"
 
 
@@ -94,37 +77,23 @@ def killed(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_killed_run_tells_its_step_its_settings_its_last_checkpoint_and_its_changes(
     killed: Path, hddm: Command
 ) -> None:
-    for place in (killed / "expert_1.run", killed / "expert_1.run" / "run.json"):
-        facts = json.loads(hddm("inspect", place, "--json")[1])
-        told = [facts[key] for key in ("kind", "of", "finished", "step", "steps")]
-        assert told == ["run", "expert", False, 8, 10]
-        assert facts["last_checkpoint"] == LAST
-        assert (facts["settings"]["objective"], facts["keeping"]["checkpoint_every"]) == ("flow", 2)
+    facts = json.loads(hddm("inspect", killed / "expert_1.run", "--json")[1])
+    told = [facts[key] for key in ("kind", "of", "finished", "step", "steps")]
+    assert told == ["run", "expert", False, 8, 10]
+    assert facts["last_checkpoint"] == LAST
+    assert (facts["settings"]["objective"], facts["keeping"]["checkpoint_every"]) == ("flow", 2)
     said = hddm("inspect", killed / "expert_1.run")[1]
     assert said.endswith("changes:\n  step=4, key=learning_rate, was=1, is=0.001\n")
     finished = json.loads(hddm("inspect", killed / "expert_0.run", "--json")[1])
     assert (finished["finished"], finished["step"]) == (True, 10)
 
 
-def test_a_folder_of_experts_has_a_line_each(killed: Path, ensemble: Path, hddm: Command) -> None:
-    lines = hddm("inspect", killed)[1].splitlines()
-    assert lines[:4] == [
-        "kind: experts",
-        "experts:",
-        "  name=expert_0, objective=ddpm, shard=0, finished=yes, steps=10",
-        f"  name=expert_1, objective=flow, finished=no, step=8, steps=10, last_checkpoint={LAST}",
-    ]
-    assert hddm("inspect", ensemble / "experts")[1].startswith("kind: experts\n")
-
-
 @pytest.mark.parametrize(
     ("record", "kind", "verb"),
     [
-        ("sampling.json", "samples", "hddm evaluate"),
         ("results.json", "benchmark", "hddm compare"),
-        ("benchmark.json", "unfinished benchmark", "hddm benchmark"),
+        ("0/expert.json", "experts", "hddm assemble, hddm verify"),
         ("cat/1.png", "images", "hddm data check, hddm partition"),
-        ("images.tar", "images", "hddm data check, hddm partition"),
     ],
 )
 def test_what_another_verb_reads_is_named_with_it(
@@ -137,16 +106,3 @@ def test_what_another_verb_reads_is_named_with_it(
     # A model may have any of them beside it.
     (tmp_path / "folder" / "config.json").write_text("{}")
     assert hddm("inspect", tmp_path / "folder")[0] == 1
-
-
-def test_a_result_tells_whether_it_compares_and_other_json_is_no_broken_download(
-    tmp_path: Path, hddm: Command
-) -> None:
-    result, other = tmp_path / "result.json", tmp_path / "other.json"
-    judged = {"kind": "evaluation", "comparable": False, "reasons": ["too few"]}
-    result.write_text(json.dumps(RESULT | judged))
-    assert json.loads(hddm("inspect", result, "--json")[1]) == judged | {"read_by": "hddm compare"}
-    assert hddm("inspect", result)[:2] == hddm("compare", result)[:2]
-    other.write_text('{"a": 1}')
-    said = f"hddm: {other}: is JSON, not weights; name the folder that it belongs to\n"
-    assert hddm("inspect", other) == (1, "", said)

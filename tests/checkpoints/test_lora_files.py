@@ -123,21 +123,6 @@ def _ldm_name(network: UNet2DConditionModel) -> Callable[[str], str]:
     return lambda name: by_place[weights[f"{name}.weight"].data_ptr()][slice(*cut)]
 
 
-def _before_peft(content: Files) -> Files:
-    """The same LoRA as diffusers wrote it before peft: attention by its processors, the rest by layers."""
-    found = {}
-    for name, tensor in content.items():
-        stem, _, leaf = name.rpartition(".lora_")
-        leaf = leaf.replace("A.", "down.").replace("B.", "up.")
-        owner, _, layer = stem.rpartition(".attn")
-        if owner:
-            number, _, layer = layer.partition(".")
-            found[f"{owner}.attn{number}.processor.{layer.removesuffix('.0')}_lora.{leaf}"] = tensor
-        else:
-            found[f"{stem}.lora.{leaf}"] = tensor
-    return found
-
-
 def _peft_file(kind: str, folder: Path, patterns: bool = False, stated: bool = True) -> Path:
     """A LoRA of rank 4 and alpha 2 (``stated`` in the metadata), written by diffusers itself."""
     network, patterned = NETWORKS[kind](), {"rank_pattern": {"attn1.to_q": 2, "conv_in": 6}}
@@ -189,14 +174,6 @@ def test_diffusers_file_is_what_it_makes_of_it(
     path = _peft_file(kind, tmp_path, patterns=stated, stated=stated)
     assert ("lora_adapter_metadata" in read_header(path)[1]) == stated
     _check(kind, path, bases[kind], tmp_path / "out")
-
-
-def test_diffusers_file_of_before_peft_is_what_it_makes_of_it(bases: dict[str, Path], tmp_path: Path) -> None:
-    content = _before_peft(load_file(_peft_file("unet", tmp_path, stated=False)))
-    assert {name.split("lora")[-1] for name in content} == {".down.weight", ".up.weight"}
-    assert any(".processor.to_out_lora." in name for name in content)
-    save_file(content, tmp_path / "old.safetensors")
-    _check("unet", tmp_path / "old.safetensors", bases["unet"], tmp_path / "out")
 
 
 def test_every_layer_has_its_own_rank_and_alpha(bases: dict[str, Path], tmp_path: Path) -> None:
@@ -282,22 +259,15 @@ def _again(content: Files) -> Files:
     ("change", "said"),
     [
         (_with("lora_te_a.lora_down.weight", torch.ones(2, 2)), "1 tensor in it change a text encoder"),
-        (_with("text_encoder.a.lora_A.weight", torch.ones(2, 2)), "'text_encoder.a.lora_A.weight'"),
         (_with("lora_unet_a.dora_scale", torch.ones(2)), "is a DoRA ('lora_unet_a.dora_scale')"),
-        (_with("lora_unet_a.hada_w1_a", torch.ones(2)), "is a LoHa"),
         (_with("lora_unet_a.lokr_w1", torch.ones(2)), "is a LoKr"),
-        (_with("lora_unet_a.lora_mid.weight", torch.ones(2)), "is a LoCon with a middle factor"),
         (_with("x", torch.ones(2)), "holds 'x', which is not a LoRA factor"),
-        (_with("lora_unet_a.alpha", torch.ones(())), "is a LoRA of another base: 'a' has no factor 'down'"),
-        (lambda content: content.pop(DOWN), "'conv_in' has no factor 'down'"),
+        (lambda content: content.pop(DOWN), "is a LoRA of another base: 'conv_in' has no factor 'down'"),
         (_with("unet.conv_in.lora_A.weight", torch.ones(2)), f"twice, as '{DOWN}' and 'unet.conv_in.lora_A"),
         (lambda content: content.update(_again(content)), "'input_blocks_0_0' is 'conv_in' once more"),
         (_with(DOWN, torch.ones(3, 9, 3, 3)), "'conv_in' has factors (3, 9, 3, 3) in torch.float32"),
-        (_with(DOWN, torch.ones(3, 4, 3, 3).int()), "'conv_in' has factors (3, 4, 3, 3) in torch.int32"),
         (_with(DOWN, torch.full((3, 4, 3, 3), torch.nan)), f"'{DOWN}' holds NaN or Inf"),
         (_with("lora_unet_conv_in.alpha", torch.zeros(())), "is 0.0, not a positive number"),
-        (_with("lora_unet_conv_in.alpha", torch.tensor(1e38)), "not a positive number up to 1e+09"),
-        (lambda content: (content.clear(), content.update(x=torch.ones(2))), "is not a LoRA"),
     ],
 )  # fmt: skip
 def test_what_is_no_lora_of_the_base_is_refused(
