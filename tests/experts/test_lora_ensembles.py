@@ -15,7 +15,7 @@ from hddm.utils.errors import HddmError
 from hddm.utils.files import sha256_of
 from tests.artefacts import Command, refusal
 from tests.checkpoint_files import facts_of
-from tests.ensemble_files import flow_expert, load_ensemble
+from tests.ensemble_files import flow_expert
 from tests.lora_files import states, write_adapter, write_base
 
 
@@ -84,14 +84,13 @@ def test_adapters_take_the_weights_of_their_base(base: Path, adapters: list[Path
     assert len(_files(tmp_path / "out", WEIGHTS)) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_saved_pipeline_has_the_same_adapters_and_base(
-    dtype: torch.dtype, base: Path, adapters: list[Path], out: Path, tmp_path: Path
+    base: Path, adapters: list[Path], out: Path, tmp_path: Path
 ) -> None:
-    pipeline = hddm.HDDMPipeline.from_pretrained(out, torch_dtype=dtype)
+    pipeline = hddm.HDDMPipeline.from_pretrained(out, torch_dtype=torch.bfloat16)
     x, t = states()
     # One has run and is in memory, the others are not.
-    pipeline.ensemble.experts[1].velocity(x.to(dtype), t)
+    pipeline.ensemble.experts[1].velocity(x.bfloat16(), t)
     pipeline.save_pretrained(tmp_path / "saved")
     (weights,) = _files(tmp_path / "saved", WEIGHTS)
     assert weights.read_bytes() == (base / WEIGHTS).read_bytes()
@@ -112,20 +111,6 @@ def test_an_adapter_that_was_changed_in_memory_is_saved_merged(out: Path, tmp_pa
     assert [p.parent.name for p in _files(tmp_path / "saved", ADAPTER_WEIGHTS)] == ["0", "2"]
     assert facts_of(tmp_path / "saved" / "experts" / "1")["adapter"] is None
     assert torch.equal(_velocities(tmp_path / "saved")[1], expected)
-
-
-def test_an_expert_that_has_run_is_saved_without_its_folder(base: Path, tmp_path: Path) -> None:
-    assemble([base], tmp_path / "whole")
-    pipeline = hddm.HDDMPipeline.from_pretrained(tmp_path / "whole")
-    expected = pipeline.ensemble.experts[0].velocity(*states())
-    shutil.rmtree(tmp_path / "whole")
-    pipeline.save_pretrained(tmp_path / "saved")
-    assert torch.equal(load_ensemble(tmp_path / "saved").experts[0].velocity(*states()), expected)
-
-
-def test_no_ensemble_is_written_into_a_base(base: Path, adapters: list[Path]) -> None:
-    with pytest.raises(HddmError, match=r"base/ensemble: lies in .*base, which is to become part of it"):
-        assemble(adapters, base / "ensemble")
 
 
 def test_offloaded_adapters_give_the_same_samples(out: Path) -> None:

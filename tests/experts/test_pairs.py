@@ -72,14 +72,6 @@ def test_an_expert_records_the_part_of_t_that_it_was_trained_for(pair: list[Path
     assert "noise_range: 0.6 … 1\n" in hddm("inspect", pair[0])[1]
 
 
-def test_one_of_a_pair_is_not_sampled_alone(pair: list[Path], tmp_path: Path, hddm: Command) -> None:
-    for folder, part in zip(pair, ("0.6:1", "0:0.6"), strict=True):
-        code, out, err = hddm("sample", folder, "--out", tmp_path / "out")
-        assert (code, out, err.count("\n")) == (1, "", 1)
-        assert f"{folder}: is made for t in {part} alone; sample it in an ensemble" in err
-    assert not list(tmp_path.iterdir())
-
-
 def test_experts_of_one_shard_are_a_domain_by_themselves(mixed: Path) -> None:
     facts = derived(mixed)
     assert (facts.domains, facts.outputs) == ((0, 1, 0), (0, 1, 0))
@@ -158,7 +150,6 @@ def test_experts_without_a_shard_are_a_domain_where_that_is_said(
     drawn = torch.tensor([0, 1, 0, 1, 0, 1])
     assert torch.equal(model.velocity(X, TIMES, expert=drawn), _as_one(*model.experts))
     for given, words in (
-        ([["0", "1"], ["1", "2"]], f"`domain` {nameless[1]}: is named twice"),
         ([["0", "nobody"]], "`domain` nobody: names no expert"),
         ([["0", "1", "2"]], "so that t in 0:0.6 is double"),
     ):
@@ -201,18 +192,6 @@ def test_a_router_by_moments_and_shares_count_a_pair_once(
     torch.testing.assert_close(load_ensemble(out).weights(X, TIMES), expected)
     message = refusal(assemble, [*pair, flow_expert], tmp_path / "no", share={"high": 0.7, "low": 0.7})
     assert "the shares sum to 1.4" in message
-
-
-def test_a_pair_without_a_share_is_routed_all_the_same(
-    pair: list[Path], flow_expert: Path, router: Path, tmp_path: Path
-) -> None:
-    """As one expert without a share is: the router decides."""
-    out = tmp_path / "out"
-    assemble([*pair, flow_expert], out, router, strategy="full", share={"high": 0.0, str(flow_expert): 1.0})
-    assert derived(out).prior == (0.0, 0.0, 1.0)
-    p = _posterior(out)[:, 0, 0]
-    expected = torch.stack([LATE * p[:, 0], ~LATE * p[:, 0], p[:, 1]], 1)
-    torch.testing.assert_close(load_ensemble(out).weights(X, TIMES), expected)
 
 
 @pytest.mark.integration
