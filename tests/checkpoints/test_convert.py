@@ -16,12 +16,12 @@ from transformers import CLIPTokenizer
 import hddm as library
 from hddm.checkpoints import convert
 from hddm.checkpoints.plan import plan
-from hddm.experts.records import NULL_FILE, Expert, ExpertRecord, save_expert
+from hddm.experts.records import Expert, ExpertRecord, save_expert
 from hddm.schedules import CosineSchedule, LinearSchedule, Schedule, from_diffusers
 from hddm.settings import Conversion
 from hddm.utils.errors import HddmError
 from hddm.velocity import PredictionType
-from tests.artefacts import Command, contents, edit_json, largest_file, seal
+from tests.artefacts import Command, contents, edit_json, largest_file
 from tests.checkpoint_files import (
     SD_BETAS,
     conditions_of,
@@ -287,12 +287,3 @@ def test_short_schedules_pass_the_check(kind: str, steps: int, tmp_path: Path) -
         schedule = from_diffusers({**config, "rescale_betas_zero_snr": rescaled})
         expert = _dit_expert(tmp_path / f"{rescaled}", schedule, kind)
         assert convert.write(plan(expert, Conversion()), tmp_path / f"out-{rescaled}") is not None
-
-
-def test_null_text_survives_a_second_conversion(hddm: Command, tmp_path: Path) -> None:
-    converted(hddm, pipeline(tmp_path / "pixart", pixart()), tmp_path / "first")
-    save_file({"encoder_hidden_states": torch.ones(3, 12)}, tmp_path / "first" / NULL_FILE)
-    seal(tmp_path / "first")
-    converted(hddm, tmp_path / "first", tmp_path / "second")
-    kept = load_file(tmp_path / "second" / NULL_FILE)
-    assert torch.equal(kept["encoder_hidden_states"], torch.ones(3, 12))

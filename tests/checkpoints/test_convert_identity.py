@@ -14,7 +14,7 @@ from hddm.networks.text_encoder import embed, text_encoder_facts
 from hddm.networks.vae import vae_facts
 from hddm.pipelines.pipeline import HDDMPipeline
 from tests.artefacts import Command
-from tests.checkpoint_files import converted, dit, facts_of, pipeline, refused, text_unet
+from tests.checkpoint_files import converted, facts_of, pipeline, refused, text_unet
 from tests.component_files import save_by_transformers, write_clip, write_vae
 from tests.networks.test_vae import FILE, HALF
 
@@ -70,17 +70,6 @@ def test_a_vae_that_cannot_be_read_is_no_hindrance_and_a_note(hddm: Command, tmp
     facts, text = _converted(hddm, source)
     assert (facts["vae"], facts["space"], facts["latent_scale"]) == (None, "latents", 0.5)
     assert text.count(NOT_SAID) == 1
-
-
-def test_a_tiny_vae_that_states_no_scale_has_that_of_its_class(hddm: Command, tmp_path: Path) -> None:
-    write_vae(tmp_path / "dit" / "vae", "tiny")
-    config = tmp_path / "dit" / "vae" / "config.json"
-    stated = json.loads(config.read_text())
-    del stated["scaling_factor"]
-    config.write_text(json.dumps(stated))
-    facts, text = _converted(hddm, pipeline(tmp_path / "dit", dit()))
-    assert (facts["latent_scale"], facts["vae"]["scale"], facts["vae"]["kind"]) == (1, 1, "AutoencoderTiny")
-    assert "no scaling_factor, so AutoencoderTiny's default 1.0" in text
 
 
 @pytest.mark.integration

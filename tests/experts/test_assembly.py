@@ -73,19 +73,6 @@ def test_a_class_without_images_has_the_prior(trio: Trio, tmp_path: Path) -> Non
     assert facts.class_prior == ((0.25, 0.5, 0.25), (0.25, 0.5, 0.25))
 
 
-def test_without_shards_the_prior_is_equal_and_that_is_said(trio: Trio, tmp_path: Path) -> None:
-    lost = variant(trio.experts[1], tmp_path / "lost", shard=None)
-    experts = [trio.experts[0], lost, trio.experts[2]]
-    notes = assemble(experts, tmp_path / "out", trio.router, strategy="full")
-    unused = "; the sizes of the other shards are not used; `share` EXPERT=0.3 sets a part"
-    assert f"{lost}: no shard is recorded, so p(k) is equal for all{unused}" in notes
-    assert f"{lost} records no shard; by its place it gets output 1 of the router" in notes
-    assert f"{lost}: counts no images by class, so its classes are taken to be equal" in notes
-    facts = derived(tmp_path / "out")
-    assert facts.prior == pytest.approx([1 / 3] * 3)
-    assert facts.outputs == (0, 1, 2)
-
-
 def test_experts_without_a_shard_must_be_in_the_routers_order_and_number(trio: Trio, tmp_path: Path) -> None:
     lost = variant(trio.experts[1], tmp_path / "lost", shard=None)
     (line,) = _refusal([trio.experts[0], lost], tmp_path / "out", trio.router)
@@ -173,12 +160,6 @@ def test_what_is_not_recorded_is_no_difference_but_said(trio: Trio, tmp_path: Pa
     notes = assemble([known, unknown], tmp_path / "out")
     for what in ("VAE", "text encoder", "latent_scale"):
         assert f"{unknown} does not record its {what}; taken on trust" in notes
-    silent = _latent(trio.experts[2], tmp_path / "silent", vae=None, text_encoder=None)
-    notes = assemble([unknown, silent], tmp_path / "again")
-    assert "no expert records its VAE; that all share one is taken on trust" in notes
-    mixed = assemble([trio.experts[1], silent], tmp_path / "mixed")
-    assert not any("VAE" in note for note in mixed)
-    assert "no expert records its text encoder; that all share one is taken on trust" in notes
 
 
 def test_encoders_taken_on_trust_stay_with_chosen_experts(trio: Trio, tmp_path: Path) -> None:

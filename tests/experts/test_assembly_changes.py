@@ -223,18 +223,3 @@ def test_a_change_that_cannot_be_is_refused(whole: Path) -> None:
     ):
         assert re.search(message, refusal(change, whole, **arguments))
     assert contents(whole.parent) == before
-
-
-def test_the_command_line_changes_an_ensemble(trio: Trio, whole: Path, tmp_path: Path, hddm: Command) -> None:
-    code, out, err = hddm("assemble", whole, "--remove", "0", "--remove", "experts/2")
-    assert (code, err) == (0, "")
-    assert out.splitlines() == [
-        f"note: {whole / 'router'}: of its 3 outputs, these are left out: 0, 2",
-        f"note: removed experts/0 ({trio.experts[0].name})",
-        f"note: removed experts/2 ({trio.experts[2].name})",
-        f"{whole}: 1 expert, strategy full",
-        f"shares: experts/0 ({trio.experts[1].name}) 1",
-        "classes: columns, rows",
-    ]
-    assert hddm("assemble", whole, trio.experts[0], "--add", trio.experts[2])[0] == 2
-    assert hddm("assemble", trio.experts[0])[0] == 2

@@ -1,12 +1,11 @@
 """A calibration is a part of its expert: one that is another's, or gone, is found before it is used."""
 
-import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-from hddm.calibration import FILE_NAME, Calibration
+from hddm.calibration import FILE_NAME
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import plan
 from hddm.experts.records import foreign_files
@@ -17,7 +16,7 @@ from hddm.training.verify import verify_expert
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json, restore, sha256_of
 from hddm.utils.records import MANIFEST
-from tests.artefacts import contents, copied, edit_json, expert_settings
+from tests.artefacts import contents, copied, edit_json, expert_settings, killed_at_every_change
 
 
 def _bound(folder: Path) -> bool:
@@ -46,55 +45,29 @@ def test_no_conversion_takes_over_a_calibration(ddpm_expert: Path, flow_expert: 
     assert contents(tmp_path) == before
 
 
-def _dies_at(count: int, is_done: bool, expert: Path, shard: Path) -> bool:
-    """Whether calibrating is killed just before its rename number ``count``, or just after; else it ends."""
-    child = os.fork()
-    if child == 0:
-        left, real = [count], os.rename
-
-        def dying(source: str, target: str) -> None:
-            left[0] -= 1
-            if left[0] or is_done:
-                real(source, target)
-            if not left[0]:
-                os._exit(9)
-
-        os.rename = os.replace = dying
-        try:
-            recalibrate(expert, shard, seed=8)
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, 9)
-    return code == 9
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("is_done", [False, True])
 def test_a_calibrating_that_is_killed_leaves_the_old_expert_or_the_new_one(
-    is_done: bool, shards: Path, ddpm_expert: Path, tmp_path: Path
+    shards: Path, ddpm_expert: Path, tmp_path: Path
 ) -> None:
-    new = copied(ddpm_expert, tmp_path / "new")
-    recalibrate(new, shards / "shard_0", seed=8)
-    wholes, count = [contents(ddpm_expert), contents(new)], 1
+    expert, shard = copied(ddpm_expert, tmp_path), shards / "shard_0"
+    recalibrate(expert, shard, seed=8)
+    wholes = [contents(ddpm_expert), contents(expert)]
     assert wholes[0] != wholes[1]
     found = []
-    while _dies_at(count, is_done, copied(ddpm_expert, tmp_path / f"{count}"), shards / "shard_0"):
-        expert = tmp_path / f"{count}" / ddpm_expert.name
-        again = Path(shutil.copytree(expert.parent, tmp_path / f"{count}-again")) / expert.name
+
+    def check() -> None:
         restore(expert)
         found.append(wholes.index(contents(expert)))
         assert foreign_files(expert, sha256_of) == ()
-        assert Calibration.load(expert) is not None
-        # Without `restore`, the next one puts it back.
-        recalibrate(again, shards / "shard_0", seed=8)
-        assert contents(again) == wholes[1]
-        count += 1
-    assert found == sorted(found)
-    assert set(found) == {0, 1}
+        shutil.rmtree(expert)
+        shutil.copytree(ddpm_expert, expert)
+
+    check()
     # One file and three folders get other names.
-    assert count - 1 >= 4
+    assert killed_at_every_change(lambda: recalibrate(expert, shard, seed=8), check, ["os.rename"]) >= 4
+    assert contents(expert) == wholes[1]
+    assert found[1:] == sorted(found[1:])
+    assert set(found) == {0, 1}
 
 
 @pytest.mark.integration

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -11,8 +10,6 @@ import torch
 from torch import Tensor
 
 import hddm
-from hddm.checkpoints.inspect import inspected
-from hddm.checkpoints.inspect_models import inspect_model
 from hddm.ensemble import Ensemble
 from hddm.experts.assembly import assemble
 from hddm.experts.ensemble_folders import name_of
@@ -126,21 +123,6 @@ def test_a_strategy_of_more_experts_than_are_kept_takes_all_of_them(ensemble: Pa
     pipeline.ensemble.strategy = "top-2"
     pipeline.save_pretrained(tmp_path / "top")
     assert load_ensemble(tmp_path / "top", experts=[1]).strategy == "top-1"
-
-
-def test_a_folder_is_described_without_its_weights(ensemble: Path, ddpm_expert: Path, shards: Path) -> None:
-    expert, field = inspect_model(ddpm_expert), hddm.load(ddpm_expert)
-    assert isinstance(field, hddm.VelocityField)
-    assert expert["parameters"] == sum(p.numel() for p in field.network.parameters())
-    assert (expert["objective"], expert["calibrated"]) == ("ddpm", True)
-    assert expert["schedule_range"] == list(field.schedule.range)
-    assert inspected(shards / "shard_0")["images"] == 24
-    whole = inspect_model(ensemble)
-    assert whole["objectives"] == ["ddpm", "flow"]
-    assert (whole["shards"], whole["router"]) == ([0, 1], "router")
-    assert whole["components"]["router"] == "hddm.RouterTransformer"
-    assert "vae" not in whole["components"]
-    assert re.search(r"holds none of expert\.json", refusal(inspect_model, shards.parent))
 
 
 def test_the_parts_of_an_older_ensemble_are_assembled_anew(ensemble: Path, tmp_path: Path) -> None:

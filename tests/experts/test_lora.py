@@ -1,6 +1,5 @@
 """Adapters: what they make of their base's weights, and what of a folder is believed."""
 
-import json
 import re
 import shutil
 import sys
@@ -29,7 +28,7 @@ from hddm.schedules import LinearSchedule
 from hddm.training.continuation import add_adapter, targets_of
 from hddm.utils.errors import HddmError
 from hddm.utils.files import sha256_of
-from tests.artefacts import Command, contents, edit_json, seal
+from tests.artefacts import contents, edit_json, seal
 from tests.checkpoint_files import dit, facts_of, randomised
 from tests.ensemble_files import flow_expert
 from tests.lora_files import states, write_adapter, write_base
@@ -229,16 +228,6 @@ def test_an_adapter_must_fit_its_record(spoil: Callable[[Path], None], message: 
         hddm.load(adapter)
     assert message in str(caught.value)
     assert str(adapter) in str(caught.value)
-
-
-def test_inspect_needs_no_base(base: Path, adapter: Path, hddm: Command) -> None:
-    shutil.rmtree(base)
-    code, out, _ = hddm("inspect", adapter, "--json")
-    told = json.loads(out)
-    assert code == 0
-    assert (told["adapter"]["rank"], told["adapter"]["targets"]) == (2, 4)
-    # A and B of query, key and value; of the projection; of both layers of the MLP.
-    assert told["parameters"] == 2 * ((16 + 48) + (16 + 16) + 2 * (16 + 64))
 
 
 def _small(kind: type[ModelMixin], **config: object) -> ModelMixin:

@@ -16,7 +16,6 @@ from hddm.experts.assembly import assemble, change
 from hddm.experts.compatibility import read_classes
 from hddm.experts.ensemble_folders import MOMENTS_EVIDENCE
 from hddm.networks.transformers import ExpertTransformer
-from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.routers import MomentsRouter
 from hddm.utils.errors import HddmError
 from hddm.utils.records import write_manifest
@@ -71,20 +70,6 @@ def test_classes_are_joined_by_name_and_each_expert_is_asked_in_its_numbering(
     found = ensemble.velocity(x, t, expert=torch.tensor([0, 1, 1]), class_labels=torch.tensor([1, 0, 2]))
     assert torch.equal(found[:1], mine.velocity(x[:1], t[:1], class_labels=torch.tensor([1])))
     assert torch.equal(found[1:], other.velocity(x[1:], t[1:], class_labels=torch.tensor([1, 0])))
-
-
-def test_the_pipeline_draws_of_those_who_know_a_class(ours: Path, theirs: Path, tmp_path: Path) -> None:
-    assemble([ours, theirs], tmp_path / "both")
-    pipe = HDDMPipeline.from_pretrained(tmp_path / "both")
-    names = ["rows", "dots", "dots"]
-    images = pipe(class_labels=names, generator=torch.Generator().manual_seed(0), output_type="pt").images
-    alone = HDDMPipeline.from_pretrained(tmp_path / "both", experts=[1])
-    assert alone.ensemble.classes == ("dots", "columns")
-    assert images.shape == (3, 1, 4, 4)
-    pipe.save_pretrained(tmp_path / "saved")
-    again = HDDMPipeline.from_pretrained(tmp_path / "saved")
-    same = again(class_labels=names, generator=torch.Generator().manual_seed(0), output_type="pt").images
-    assert torch.equal(images, same)
 
 
 def _unconditional(expert: Path) -> Path:

@@ -62,16 +62,6 @@ def _as_one(high: hddm.VelocityField, low: hddm.VelocityField) -> Tensor:
     return torch.cat([low.velocity(X[~LATE], TIMES[~LATE]), high.velocity(X[LATE], TIMES[LATE])])
 
 
-def test_an_expert_records_the_part_of_t_that_it_was_trained_for(pair: list[Path], hddm: Command) -> None:
-    record = json.loads((pair[0] / "expert.json").read_text())
-    assert record["noise_range"] == record["training"]["noise_range"] == [0.6, 1.0]
-    field = _field(pair[0])
-    assert field.noise_range == (0.6, 1.0)
-    assert field.weak is not None
-    assert field.weak.noise_range == (0.6, 1.0)
-    assert "noise_range: 0.6 … 1\n" in hddm("inspect", pair[0])[1]
-
-
 def test_experts_of_one_shard_are_a_domain_by_themselves(mixed: Path) -> None:
     facts = derived(mixed)
     assert (facts.domains, facts.outputs) == ((0, 1, 0), (0, 1, 0))

@@ -1,6 +1,5 @@
 """Ensembles asked by prompt: topics of captions, several text encoders, classes by name, several kinds."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -11,19 +10,13 @@ from typing import Any
 import pytest
 import torch
 from diffusers import DDIMScheduler
-from PIL import Image
-from safetensors.torch import save_file
 
 import hddm
 from hddm.experts.assembly import assemble, change
-from hddm.experts.records import Expert, read_expert
 from hddm.experts.topics import describe_topic, topic_of
-from hddm.networks.identity import VaeRecord
 from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer
-from hddm.networks.vae import vae_facts
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.routers import SPREAD, PromptRouter, Topic
-from hddm.schedules import CosineSchedule
 from hddm.utils.errors import HddmError
 from hddm.utils.records import write_manifest
 from tests.artefacts import Command, contents, printed, refusal
@@ -38,7 +31,6 @@ from tests.ensemble_files import (
     shard_of,
     text_experts,
 )
-from tests.lora_files import kohya
 
 STEPS = {"num_inference_steps": 3, "output_type": "pt"}
 
@@ -340,26 +332,6 @@ def test_experts_of_other_sizes_and_latents_are_drawn_and_decoded_each(tmp_path:
     assert "so it can be drawn, without a router, and not mixed" in message
 
 
-@pytest.mark.integration
-def test_experts_of_other_sizes_begin_with_a_picture_each(tmp_path: Path, hddm: Command) -> None:
-    both = tmp_path / "both"
-    assemble(_two_sizes(tmp_path), both)
-    pipe = HDDMPipeline.from_pretrained(both)
-    begins = pipe(seed=1, batch_size=8, num_inference_steps=3).images
-    mask = Image.new("L", (8, 8))
-    mask.paste(255, (0, 0, 8, 4))
-    how = {"seed": 5, "num_inference_steps": 3, "mask_image": mask, "resampling_steps": 2}
-    for i, image in enumerate(pipe(image=begins, batch_size=8, **how).images):
-        assert image.tobytes() == pipe(image=begins[i], start=i, **how).images[0].tobytes()
-    begins[0].save(tmp_path / "begin.png")
-    mask.save(tmp_path / "mask.png")
-    given = ("--init-image", tmp_path / "begin.png", "--mask", tmp_path / "mask.png", "--resampling-steps", 2)
-    command = ("sample", both, "--seed", 5, "--steps", 3, *given, "--out", tmp_path / "out")
-    code, _, err = hddm(*command)
-    assert (code, "--init-image" in err, "--expert" in err) == (2, True, True)
-    assert not list(tmp_path.glob("*out*"))
-
-
 def _of_another_latent_space(two_encoders: Path, root: Path, hddm: Command) -> None:
     """Assemble ``both`` of ``a`` and ``b``, which has another VAE."""
     other = shutil.copytree(two_encoders / "sd", root / "source")
@@ -384,20 +356,6 @@ def test_two_latent_spaces_have_a_vae_each(two_encoders: Path, tmp_path: Path, h
                 chosen[i] = k
     assert set(chosen) == set(range(6))
     assert set(chosen.values()) == {0, 1}
-    out = tmp_path / "samples"
-    code, _, err = hddm(
-        "sample", both, "--out", out, "--prompt", "a cat", "--num-images", 6, "--seed", 1, "--steps", 2
-    )
-    assert code == 0, err
-    recorded = json.loads((out / "sampling.json").read_text())["vae"]
-    assert [one["fingerprint"] for one in recorded] == [
-        vae_facts(tmp_path / name / "vae").fingerprint for name in ("a", "b")
-    ]
-    code, _, err = hddm(
-        "sample", both, "--out", tmp_path / "no", "--prompt", "a cat", "--output-type", "latent"
-    )
-    assert code == 2
-    assert "--output-type: these experts make samples of several kinds" in err
 
 
 @pytest.mark.integration
@@ -437,69 +395,3 @@ def test_of_two_latent_spaces_either_can_go(two_encoders: Path, tmp_path: Path, 
     # The weights of an expert that was not chosen need not be there.
     (tmp_path / "both" / "experts" / "0" / weights).unlink()
     assert len(load_ensemble(tmp_path / "both", experts=[1]).experts) == 1
-
-
-def _one_of_another_partition(
-    owner: str, seed: int, classes: tuple[str, ...], objective: str, vae: VaeRecord | None
-) -> Expert:
-    """An expert of classes, trained on the one shard that ``owner`` has."""
-    images = tuple(10 * (k + 1) for k in range(len(classes)))
-    shard = shard_of(f"{owner}'s shard", sum(images), images, partition=f"{owner}'s")
-    stated = {
-        "space": "latents",
-        "vae": vae,
-        "latent_scale": vae and vae.scale,
-        "classes": classes,
-        "shard": shard,
-    }
-    if objective == "ddpm":
-        stated |= {"objective": "ddpm", "prediction_type": "epsilon", "schedule": CosineSchedule().config}
-    return flow_expert(seed, stated, in_channels=4, sample_size=8, num_classes=len(classes))
-
-
-@pytest.mark.slow
-def test_what_two_people_have_becomes_one_ensemble_by_one_command(
-    two_encoders: Path, tmp_path: Path, hddm: Command
-) -> None:
-    """Partitions, class lists, objectives and text encoders of their own, and a LoRA of one expert."""
-    ann, bob = tmp_path / "ann", tmp_path / "bob"
-    sd, px = _converted(two_encoders, tmp_path, hddm)
-    vae = read_expert(sd).facts.vae
-    owned = {"ann": (("cat", "dog"), "ddpm"), "bob": (("dog", "hot dog", "cow"), "flow")}
-    for seed, (owner, (classes, objective)) in enumerate(owned.items()):
-        saved(tmp_path / f"{owner}s", _one_of_another_partition(owner, seed, classes, objective, vae))
-    save_file(kohya(text_unet()), tmp_path / "style.safetensors")
-    converted(hddm, tmp_path / "style.safetensors", tmp_path / "lora", "--base", sd)
-    parts = {ann: (sd, tmp_path / "anns"), bob: (tmp_path / "lora", px, tmp_path / "bobs")}
-    for out, experts in parts.items():
-        base = ("--base", sd) if out == bob else ()
-        printed(hddm, "assemble", *experts, *base, "--out", out)
-    grown = tmp_path / "grown"
-    experts = [folder for one in (ann, bob) for folder in sorted((one / "experts").iterdir())]
-    before = contents(tmp_path)
-    printed(hddm, "assemble", *experts, "--out", grown)
-    assert contents(tmp_path).items() >= before.items()
-
-    asked = ({"class_labels": ["dog", "cow", "cat", "dog"] * 3}, {"prompt": ["a dog", "two cats"] * 6})
-    pipe = HDDMPipeline.from_pretrained(grown)
-    made = [pipe(**one, seed=3, **STEPS) for one in asked]
-    by_class, by_prompt = (one.expert_use.shares for one in made)
-    # Cats are Ann's alone and cows Bob's; dogs are of both, and the three others take no classes.
-    assert (by_class > 0).tolist() == [False, True, False, False, True]
-    assert (by_class[[1, 4]] >= 0.25).all()
-    assert (by_prompt[[0, 2, 3]] > 0).all()
-    for images, one in zip(_in_a_new_process(grown, *asked), made, strict=True):
-        assert torch.equal(images, one.images)
-
-    held = [contents(grown / "experts" / str(k)) for k in (0, 1, 3, 4)]
-    change_grown = ("assemble", grown, "--remove", 2), ("assemble", grown, "--add", bob / "experts/0")
-    for arguments, number in zip(change_grown, (4, 5), strict=True):
-        printed(hddm, *arguments)
-        assert len(derived(grown).names) == number
-        assert [contents(grown / "experts" / str(k)) for k in range(4)] == held
-    assert not (grown / "bases").exists()
-    again = HDDMPipeline.from_pretrained(grown)
-    assert torch.equal(
-        again(**asked[1], seed=3, expert=4, **STEPS).images,
-        pipe(**asked[1], seed=3, expert=2, **STEPS).images,
-    )
