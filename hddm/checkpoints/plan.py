@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import DiTTransformer2DModel, ModelMixin, UNet2DConditionModel
+from diffusers import ModelMixin, UNet2DConditionModel
 from torch import Tensor
 
 from hddm.checkpoints.folders import PIPELINE, open_expert, open_model, open_pipeline
@@ -19,11 +19,8 @@ from hddm.checkpoints.single_files import open_file
 from hddm.checkpoints.sources import (
     Checkpoint,
     Conventions,
-    KeyTable,
-    Pair,
     Weights,
     as_planned,
-    module,
     resolve,
     with_shift,
 )
@@ -135,7 +132,11 @@ def plan(path: Path, conversion: Conversion) -> ConversionPlan:
     tensors, extras = _own_tensors(source)
     built = Built(source.network, dict(source.arguments), tensors)
     if conversion.text_dim is not None:
-        weights, config = add_text(*as_expert_transformer(source, tensors), conversion.text_dim)
+        if source.network is not ExpertTransformer or source.arguments.get("text_dim") is not None:
+            raise HddmError(f"`text_dim`: {path} is no DiT without text in facebook's layout or hddm's own")
+        weights, config = add_text(
+            {one.name: one.read() for one in tensors}, built.arguments, conversion.text_dim
+        )
         built = Built(ExpertTransformer, config, [as_planned(*item) for item in weights.items()])
     # For a network whose config does not state it.
     side = conversion.sample_size
@@ -274,74 +275,14 @@ def summary(plan: ConversionPlan) -> list[str]:
     return lines + [f"note: {note}" for note in (*source.declared.notes, *conventions.notes)]
 
 
-def as_expert_transformer(
-    source: Checkpoint, tensors: list[Planned]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The weights and arguments of the `ExpertTransformer` that computes the function of a source's DiT."""
-    weights = {one.name: one.read() for one in tensors}
-    if source.network is ExpertTransformer:
-        return weights, dict(source.arguments)
-    if source.network is not DiTTransformer2DModel:
-        kinds = "facebook-dit, diffusers-dit or an expert folder of hddm's own transformer"
-        raise HddmError(f"{source.path}: only a DiT can take text ({kinds})")
-    # Includes the class's defaults, which a config may omit.
-    given = empty_network(source.network, source.arguments, len(weights), str(source.path)).config
-    alike = ("sample_size", "in_channels", "out_channels", "patch_size")
-    config = {
-        **{key: given[key] for key in alike},
-        "hidden_size": given["num_attention_heads"] * given["attention_head_dim"],
-        "depth": given["num_layers"],
-        "num_heads": given["num_attention_heads"],
-        "num_classes": given["num_embeds_ada_norm"],
-        "modulation": "zero",
-        "norm_eps": 1e-6,
-        "mlp_norm_eps": given["norm_eps"],
-        "frequency_shift": 1,
-    }
-    renamed = _diffusers_dit_table(config["depth"]).renamed(weights, str(source.path))
-    # The class computes its positions; ours are a parameter.
-    shallow = DiTTransformer2DModel(**{**source.arguments, "num_layers": 0})
-    return {**renamed, "pos_embed": shallow.pos_embed.pos_embed.clone()}, config
-
-
-def _diffusers_dit_table(depth: int) -> KeyTable:
-    """Map names of `DiTTransformer2DModel` to ours; each of its blocks holds a copy of the embedders."""
-    pairs = [
-        *module("pos_embed.proj", "patch_embed"),
-        *module("proj_out_1", "final_layer.modulation"),
-        *module("proj_out_2", "final_layer.linear"),
-    ]
-    copies = {"class_embedder.embedding_table.weight": "class_embed.weight"}
-    for leaf in ("weight", "bias"):
-        copies[f"timestep_embedder.linear_1.{leaf}"] = f"time_embed.mlp.0.{leaf}"
-        copies[f"timestep_embedder.linear_2.{leaf}"] = f"time_embed.mlp.2.{leaf}"
-    for theirs, ours in copies.items():
-        names = tuple(f"transformer_blocks.{n}.norm1.emb.{theirs}" for n in range(depth))
-        pairs.append(Pair(names, (ours,), copies=True))
-    for n in range(depth):
-        theirs, ours = f"transformer_blocks.{n}", f"layers.{n}"
-        for leaf in ("weight", "bias"):
-            fused = tuple(f"{theirs}.attn1.to_{one}.{leaf}" for one in "qkv")
-            pairs.append(Pair(fused, (f"{ours}.attn.in_proj_{leaf}",)))
-        pairs += [
-            *module(f"{theirs}.attn1.to_out.0", f"{ours}.attn.out_proj"),
-            *module(f"{theirs}.ff.net.0.proj", f"{ours}.mlp.0"),
-            *module(f"{theirs}.ff.net.2", f"{ours}.mlp.2"),
-            *module(f"{theirs}.norm1.linear", f"{ours}.modulation"),
-        ]
-    return KeyTable(pairs)
-
-
 def add_text(
     weights: Weights, config: Mapping[str, Any], text_dim: int
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return weights and config with cross-attention to text tokens of width ``text_dim``.
 
     Output projections are zero, so that outputs keep their bits with any text until training changes that;
-    the rest starts as in a fresh `ExpertTransformer`. Raises `HddmError` where the network takes text.
+    the rest starts as in a fresh `ExpertTransformer`.
     """
-    if config.get("text_dim") is not None:
-        raise HddmError(f"text_dim is {config['text_dim']}: the network already takes text")
     width, heads = int(config["hidden_size"]), int(config["num_heads"])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(0, Use.FRESH_WEIGHTS, 1))

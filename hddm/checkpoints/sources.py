@@ -51,14 +51,10 @@ _OTHER_GRIDS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas"
 
 @dataclass(frozen=True)
 class Pair:
-    """Foreign and own tensors that hold the same rows when joined, in equal parts on either side.
-
-    With ``copies``, every foreign tensor instead is a copy of our single tensor.
-    """
+    """Foreign and own tensors that hold the same rows when joined, in equal parts on either side."""
 
     foreign: tuple[str, ...]
     ours: tuple[str, ...]
-    copies: bool = False
 
 
 def same(foreign: str, ours: str) -> Pair:
@@ -100,7 +96,7 @@ class KeyTable:
 
     def to_foreign(self, weights: Weights, extras: Weights, origin: str) -> list[Planned]:
         """Map back to the layout; ``extras`` are the benign tensors that were kept."""
-        back = [Pair(pair.ours, pair.foreign, pair.copies) for pair in self.pairs]
+        back = [Pair(pair.ours, pair.foreign) for pair in self.pairs]
         return _mapped(back, weights, origin) + [as_planned(name, tensor) for name, tensor in extras.items()]
 
 
@@ -118,9 +114,7 @@ def _mapped(pairs: Sequence[Pair], weights: Weights, origin: str) -> list[Planne
         raise HddmError(f"{origin}: its tensors are not those of the layout: {'; '.join(shown(problems))}")
     planned: list[Planned] = []
     for pair in pairs:
-        # Copies that are not alike fail the comparison of the networks.
-        foreign = pair.foreign[:1] if pair.copies else pair.foreign
-        planned += _divided([weights[name] for name in foreign], pair.ours, origin)
+        planned += _divided([weights[name] for name in pair.foreign], pair.ours, origin)
     return planned
 
 

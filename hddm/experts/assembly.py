@@ -137,9 +137,6 @@ def assemble(
     Raises `HddmError`, before writing, that lists all differences between the parts, and for weights and
     calibrations that are not those of their record.
     """
-    for folder in experts:
-        if (folder / ENSEMBLE_FILE).exists():
-            raise HddmError(f"{folder}: is an ensemble; name its experts, {folder}/experts/*")
     members = [Member(folder="", name=name_of(folder)) for folder in experts]
     entries, strategy = read_entries(experts, members), settings.strategy or DEFAULT_STRATEGY
     return write_ensemble(entries, out, named_router(router), strategy, overwrite, settings)
