@@ -284,7 +284,8 @@ def _compare(plan: ConversionPlan, source: Forward, draft: Path) -> ConversionCh
     timesteps = torch.tensor([u * conventions.time_scale for _, _, u in native], dtype=torch.float32)
     given = {name: one.expand(len(times), *one.shape[1:]) for name, one in conditions.items()}
     # Only the written network takes text that was added.
-    shared = given.keys() - ({TEXT} if "text_dim" in plan.options else set())
+    is_added = plan.built.arguments.get("text_dim") != plan.source.arguments.get("text_dim")
+    shared = given.keys() - ({TEXT} if is_added else set())
     now = torch.tensor(times, dtype=torch.float64)
     # Small states all at once, so that a large network is read from memory once.
     at_once = len(times) if math.prod(size) <= _TOGETHER else 1

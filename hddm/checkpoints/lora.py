@@ -45,7 +45,6 @@ _PARTS = {"A": "down", "B": "up"}
 _NETWORK = re.compile(r"^(lora_unet_|lora_transformer_|unet\.|transformer\.)")
 _TEXT = re.compile(r"lora_te\d?_|text_encoder(_\d)?\.")
 _OTHER = re.compile(r"\.(hada_|lokr_|dora_scale|lora_magnitude_vector|lora_mid)")
-_KINDS = {"hada_": "LoHa", "lokr_": "LoKr", "lora_mid": "LoCon with a middle factor"}
 _METADATA = "lora_adapter_metadata"
 
 
@@ -81,16 +80,14 @@ def read_lora(path: Path) -> LoraFile:
     """Read the header of a LoRA file; `HddmError` for a pickle, another kind, and tensors of no LoRA."""
     found = LoraFile(path, *read_header(path))
     for name in found.header:
-        if mark := _OTHER.search(name):
-            kind = _KINDS.get(mark[1], "DoRA")
-            raise HddmError(
-                f"{path}: is a {kind} ({name!r}), which is not supported; merge it with the tool that made it"
-            )
         match = _FACTOR.fullmatch(name) or _ALPHA.fullmatch(name)
         if _TEXT.match(name):
             found.text.append(name)
         elif match is None:
-            raise HddmError(f"{path}: holds {name!r}, which is not a LoRA factor; use a plain LoRA")
+            raise HddmError(
+                f"{path}: holds {name!r}, which is no factor of a plain LoRA; LoHa, LoKr, DoRA and LoCon's "
+                "lora_mid are not read: merge it with the tool that made it"
+            )
         else:
             parts = found.layers.setdefault(_NETWORK.sub("", match[1], 1), {})
             if (other := parts.setdefault(_PARTS.get(match[2], match[2]), name)) != name:

@@ -80,12 +80,6 @@ class ConversionPlan:
         """Number of weights."""
         return sum(torch.Size(one.shape).numel() for one in self.built.tensors)
 
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """The conversion's options, as the record keeps them."""
-        assert self.record.source is not None
-        return self.record.source.options
-
 
 def open_source(path: Path, reading: Reading) -> Checkpoint:
     """Open the checkpoint at ``path`` after recognising its content.
@@ -265,8 +259,6 @@ def summary(plan: ConversionPlan) -> list[str]:
         lines.append(f"no text: {tokens} tokens of the source's own, for guidance and calibration")
     if plan.components:
         lines.append(f"kept: {', '.join(plan.components)}; so hddm sample makes pictures of it")
-    if heads := plan.options.get("num_heads"):
-        lines.append(f"heads: {heads}, as you said; nothing in the file can confirm it")
     if source.prefix:
         lines.append(f"prefix: {source.prefix!r} stripped from every key")
     for name, reason in source.table.benign.items():

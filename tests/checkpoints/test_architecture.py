@@ -1,4 +1,4 @@
-"""Text attention added to DiTs, and configs of DiTs."""
+"""Text attention added to DiTs."""
 
 from typing import Any
 

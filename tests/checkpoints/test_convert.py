@@ -247,8 +247,7 @@ def test_weights_go_back_only_where_they_mean_the_same(hddm: Command, tmp_path: 
 def test_weights_that_follow_the_rule_of_a_layout_may_go_there(hddm: Command, tmp_path: Path) -> None:
     expert = _dit_expert(tmp_path / "expert")
     file = written_back(hddm, expert, tmp_path / "out", "facebook-dit") / BACK
-    text = converted(hddm, file, tmp_path / "again", "--num-heads", 2)
-    assert "heads: 2, as you said; nothing in the file can confirm it" in text
+    converted(hddm, file, tmp_path / "again", "--num-heads", 2)
     first, again = load_file(expert / WEIGHTS), load_file(tmp_path / "again" / WEIGHTS)
     assert all(torch.equal(first[name], again[name]) for name in first)
 
