@@ -246,7 +246,7 @@ def _again(content: Files) -> Files:
     ("change", "said"),
     [
         (_with("lora_te_a.lora_down.weight", torch.ones(2, 2)), "1 tensor in it change a text encoder"),
-        (_with("lora_unet_a.dora_scale", torch.ones(2)), "holds 'lora_unet_a.dora_scale', which is no factor"),
+        (_with("lora_unet_a.dora_scale", torch.ones(2)), "'lora_unet_a.dora_scale', which is no factor"),
         (lambda content: content.pop(DOWN), "is a LoRA of another base: 'conv_in' has no factor 'down'"),
         (_with("unet.conv_in.lora_A.weight", torch.ones(2)), f"twice, as '{DOWN}' and 'unet.conv_in.lora_A"),
         (lambda content: content.update(_again(content)), "'input_blocks_0_0' is 'conv_in' once more"),
