@@ -180,35 +180,13 @@ def test_an_expert_runs_in_the_dtype_that_is_asked_for(
         assert _is_close(velocity, velocity_by_hand(network, X.to(dtype), TIMES, its))
 
 
-@pytest.mark.integration
-def test_a_network_alone_becomes_an_expert_under_a_schedule_which_is_written_back(
-    hddm: Command, tmp_path: Path
-) -> None:
-    sd3().save_pretrained(tmp_path / "transformer")
-    assert "pass --schedule" in refused(hddm, tmp_path / "transformer")
-    FlowMatchEulerDiscreteScheduler(num_train_timesteps=500, shift=2.0).save_pretrained(
-        tmp_path / "scheduler"
-    )
-    schedule = tmp_path / "scheduler" / "scheduler_config.json"
-    converted(hddm, tmp_path / "transformer", tmp_path / "expert", "--schedule", schedule)
-    assert facts_of(tmp_path / "expert")["time_scale"] == 500
-    written_back(hddm, tmp_path / "expert", tmp_path / "back", "diffusers-sd3")
-    theirs = FlowMatchEulerDiscreteScheduler.from_pretrained(tmp_path / "back" / "scheduler").config
-    assert (theirs.num_train_timesteps, theirs.shift) == (500, 2.0)
-
-
 def test_flux_asks_for_the_size_that_its_config_does_not_hold(hddm: Command, tmp_path: Path) -> None:
     source = flow_pipeline(tmp_path / "source", flux())
     assert "FluxTransformer2DModel has no sample_size: pass --sample-size" in refused(hddm, source)
-    assert "patches of side 2" in refused(hddm, source, "--sample-size", 7)
-    code, said, _ = hddm("inspect", source)
-    assert code == 0
-    assert "sample_shape: none" in said
-    assert "pass --sample-size" in said
+    assert "sample_shape: none" in hddm("inspect", source)[1]
     expert = tmp_path / "expert"
     converted(hddm, source, expert, *WITH_SIDE)
     assert "sample_size" not in json.loads((expert / "config.json").read_text())
-    assert isinstance(FluxTransformer2DModel.from_pretrained(expert), FluxTransformer2DModel)
     assert facts_of(expert)["source"]["options"]["sample_size"] == SIDE
     edit_json(expert / "expert.json", sample_shape=[4, 8, 10**9])
     with pytest.raises(HddmError, match=r"sample_shape|sample_size|a sample of"):

@@ -12,7 +12,6 @@ import torch
 from diffusers import (
     FluxTransformer2DModel,
     ModelMixin,
-    PixArtTransformer2DModel,
     SD3Transformer2DModel,
     UNet2DConditionModel,
 )
@@ -246,11 +245,6 @@ MLP_LAYERS = {"ff.net.0.proj", "ff.net.2"}
 @pytest.mark.parametrize(
     ("network", "leaves"),
     [
-        (
-            _small(PixArtTransformer2DModel, num_layers=1, cross_attention_dim=32, caption_channels=8,
-                   sample_size=8, **HEADS),
-            {f"attn{n}.{one}" for n in (1, 2) for one in OWN} | MLP_LAYERS,
-        ),
         (
             # Its only block is the last, which gives no text and so has no layers for it.
             _small(SD3Transformer2DModel, num_layers=1, sample_size=8, joint_attention_dim=8,
