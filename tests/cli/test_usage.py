@@ -77,7 +77,6 @@ LATER = [
     (TRAIN + " --init {expert} --config {fixed}", "--prediction: --init fixes it; leave it out"),
     (TRAIN + " --config {part}", "{part}: key 'noise_range' (is '0.5'): must be LOW:HIGH"),
     (NARROW + " --noise-range 0:0.005", "--noise-range 0:0.005: has none of the schedule's times, in 0.0099"),
-    ("assemble {expert} --out {out} --domain 0,0", "--domain {expert}: is named twice"),
     (TRAIN + " --lora-rank 2", "--lora-rank adapts an existing expert; pass --init"),
     ("sample {expert} --out {out} --prompt cat", "--prompt: the model is unconditional; drop the option"),
     ("push {expert} model", "model: write OWNER/NAME"),

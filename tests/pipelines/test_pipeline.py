@@ -20,7 +20,7 @@ from hddm.solvers import SOLVERS
 from hddm.utils.errors import HddmError
 from hddm.velocity import Guidance
 from tests.artefacts import refusal
-from tests.ensemble_files import flow_expert, pipeline_in_memory, random_router, text_experts
+from tests.ensemble_files import flow_expert, pipeline_in_memory, text_experts
 
 STEPS = {"num_inference_steps": 4}
 LATENT: dict[str, Any] = {**STEPS, "output_type": "latent"}
@@ -266,12 +266,3 @@ def test_latents_need_a_vae_to_become_images() -> None:
     pipe = pipeline_in_memory(text_experts())
     with pytest.raises(HddmError, match=r"has no VAE; add one \(vae=\), or use `output_type` latent"):
         pipe(prompt_embeds=torch.zeros(1, 77, 16))
-
-
-def test_parts_that_contradict_each_other_make_no_pipeline() -> None:
-    pipe = pipeline_in_memory([flow_expert(0), flow_expert(1)])
-    bare = {"scheduler": pipe.scheduler, "router": random_router(2)[0]}
-    assert "needs its `record`" in refusal(HDDMPipeline, pipe.experts, **bare)
-    facts = pipe.facts.model_copy(update={"experts": pipe.facts.experts[:1]})
-    with pytest.raises(HddmError, match="the record is of 1 experts, not of 2"):
-        HDDMPipeline(pipe.experts, pipe.scheduler, pipe.router, facts=facts)

@@ -98,7 +98,7 @@ def test_some_experts_are_the_ensemble_with_its_router_kept_to_them(
     own = copied(folder, tmp_path)
     some = load_pipeline(own, experts=chosen, offload=offload)
     for k in set(range(NUM)) - set(chosen):
-        shutil.rmtree(own / "experts" / str(k))
+        (own / "experts" / str(k) / WEIGHTS).unlink()
     whole = load_pipeline(folder)
     for place, k in enumerate(chosen):
         assert torch.equal(_images(some, expert=place), _images(whole, expert=k))
@@ -116,12 +116,6 @@ def test_some_experts_are_the_ensemble_with_its_router_kept_to_them(
     some.save_pretrained(tmp_path / "some")
     again = load_pipeline(tmp_path / "some")
     assert torch.equal(_images(again, strategy="full"), _images(some, strategy="full"))
-
-
-@pytest.mark.parametrize("experts", [[], [0, 0], [4], [-1]], ids=str)
-def test_experts_that_are_not_there_cannot_be_chosen(folder: Path, experts: list[int]) -> None:
-    for load in (hddm.load, load_pipeline):
-        assert r"choose some of 0 … 3, each once" in refusal(load, folder, experts=experts)
 
 
 def test_experts_that_lie_on_no_disk_work_and_are_saved(tmp_path: Path) -> None:

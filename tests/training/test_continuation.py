@@ -277,9 +277,7 @@ def test_the_calibration_of_a_training_is_not_fitted_anew_and_an_init_that_lost_
     assert contents(continued) == before
     init = copied(continued, tmp_path)
     (init / FILE_NAME).unlink()
-    assert "lacks the calibration that it was trained with; copy the expert again" in _refused(
-        init, whole, tmp_path
-    )
+    assert "differs from its manifest" in _refused(init, whole, tmp_path)
 
 
 @pytest.fixture(scope="module")

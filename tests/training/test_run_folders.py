@@ -316,8 +316,7 @@ def test_settings_that_were_changed_on_the_way_are_told_with_their_steps(
     assert record["settings"]["learning_rate"] == training["learning_rate"] == 5e-4
     assert training["images_seen"] == 2 * 16 + 7 * 8
 
-    _, told = hddm("inspect", out)[1].split("\nchanges:\n")
-    assert told.splitlines()[2] == "  step=6, key=learning_rate, was=0.001, is=0.0005"
+    assert "step=6, key=learning_rate, was=0.001, is=0.0005\n" in hddm("inspect", out)[1]
 
 
 def test_steps_that_are_made_again_are_made_with_what_is() -> None:
