@@ -157,7 +157,7 @@ def open_ensemble(folder: Path, dtype: torch.dtype, experts: Sequence[int] | Non
         return OpenedEnsemble([expert], None, facts, {name: name for name in whole_components(folder)})
     if (folder / ENSEMBLE_FILE).exists():
         return _ensemble(folder, dtype, experts)
-    if folder.is_dir() and is_paris(folder):
+    if is_paris(folder):
         return _paris(folder, dtype, experts)
     if not folder.is_dir():
         remedy = "there is no such folder"
