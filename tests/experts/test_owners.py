@@ -84,7 +84,7 @@ def _unconditional(expert: Path) -> Path:
     ("shares", "words"),
     [
         ({"nobody": 0.5}, "`share` nobody: names no expert; choose one of "),
-        ({"ours": float("nan")}, "`share` nan: must be 0 or more"),
+        ({"ours": float("nan")}, "`share` nan: must be "),
         ({"ours": 0.4, "theirs": 0.4}, "the shares of all experts sum to 0.8; they must sum to 1"),
         ({"ours": 0.5, "0": 0.2}, "ours is named twice; name it once"),
         ({"ours": 1.0}, "the shares sum to 1 and leave nothing for "),
