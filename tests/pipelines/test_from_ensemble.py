@@ -169,4 +169,4 @@ def test_samples_of_unknown_shape_and_other_objects_are_refused() -> None:
     assert "the experts state (2,)" in refusal(HDDMPipeline.from_ensemble, flat)
     fields = [hddm.VelocityField(_plain, LinearSchedule(), "flow_prediction", sample_shape=(1, 2, 2))] * 2
     two = hddm.Ensemble([Part(one, vae=vae) for one, vae in zip(fields, "ab", strict=True)], strategy="draw")
-    assert "kinds (expert 0 VAE 1, expert 1 VAE 2)" in refusal(HDDMPipeline.from_ensemble, two)
+    assert "state expert 0 VAE 1, expert 1 VAE 2" in refusal(HDDMPipeline.from_ensemble, two)
