@@ -304,7 +304,6 @@ def test_a_wrong_call_is_told_from_a_bad_expert_by_its_code(
         ((folder, "--data", shards / "shard_0"), "use its own images"),
         ((folder, "--data", shards), f"none of its 2 shards is that of {folder}, which is of shard "),
         ((folder, "--data", damaged), "its content changed since the partition"),
-        ((folder, "--base", class_expert), "leave the base out"),
         ((folder, "--device", "cuda:99"), "is not available here ("),
         ((router,), "holds no expert.json, nor does a folder in it"),
         ((tmp_path / "none",), "no such file or folder"),
