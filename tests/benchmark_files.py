@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from hddm.benchmark import compute, run
+from hddm.benchmark import run
 from hddm.benchmark.file import BenchmarkFile
 from hddm.benchmark.results import Results, compare_rows
 from hddm.evaluation import evaluate
@@ -128,8 +128,8 @@ def inline() -> Iterator[list[list[str]]]:
             (run, "Workers", Inline),
             (run, "_do", note),
             (evaluate, "RESAMPLES", 2),
-            (compute, "count_training", lambda *_: (30, 1)),
-            (compute, "count_sampling", lambda *_: 7),
+            (run, "count_training", lambda *_: (30, 1)),
+            (run, "count_sampling", lambda *_: 7),
         ):
             stack.enter_context(mock.patch.object(module, name, value))
         yield told

@@ -19,7 +19,7 @@ that the user names. Settings are chosen on ``seeds`` and validation images; the
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -54,13 +54,10 @@ def _seeds(value: Any) -> Any:
 
 
 def _once(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    twice = next((value for k, value in enumerate(values) if value in values[:k]), None)
-    if twice is not None:
-        raise ValueError(f"{twice!r} is listed twice; list each once")
-    return values
+    # What is counted twice would pass for a second measurement.
+    return tuple(dict.fromkeys(values))
 
 
-# What is counted twice would pass for a second measurement.
 Names = Annotated[tuple[str, ...], AfterValidator(_once)]
 Seeds = Annotated[tuple[Seed, ...], BeforeValidator(_seeds), AfterValidator(_once)]
 Split = Literal["validation", "held_out"]
@@ -117,7 +114,7 @@ class BenchmarkFile(Record):
     steps: Annotated[dict[str, str], Field(min_length=1)]
     about: dict[str, str] = Field(default_factory=dict)
     """Sentences that introduce steps."""
-    rows: Annotated[dict[str, str], Field(min_length=1)]
+    rows: Annotated[dict[str, Annotated[str, Field(min_length=1)]], Field(min_length=1)]
     captions: dict[str, str] = Field(default_factory=dict)
     """What the first samples of a row show."""
     tables: dict[str, Table] = Field(default_factory=lambda: {"models": Table()})
@@ -145,14 +142,16 @@ class BenchmarkFile(Record):
 
     @model_validator(mode="after")
     def _names_what_there_is(self) -> "BenchmarkFile":
+        if problem := next(self._problems(), None):
+            raise ValueError(problem)
+        return self
+
+    def _problems(self) -> Iterator[str]:
+        """What is wrong with names and seeds, which would go unnoticed or fail late."""
         taken = (*RESERVED, "jobs", "samples", "scores", "real")
         for name in (*self.steps, *self.values):
             if re.fullmatch(r"[A-Za-z_][\w-]*", name) is None or name in taken:
-                raise ValueError(
-                    f"{name!r} cannot be the name of a step or value; use letters, digits, - and _"
-                )
-        if both := sorted(self.steps.keys() & self.values.keys()):
-            raise ValueError(f"{both[0]!r} is both a step and a value; rename one")
+                yield f"{name!r} cannot be the name of a step or value; use letters, digits, - and _"
         listed = [name for table in self.tables.values() for name in table.rows]
         listed += [*self.compare.candidates, *self.compare.baselines, *self.captions]
         listed += [name for names in self.budgets.values() for name in names]
@@ -161,12 +160,11 @@ class BenchmarkFile(Record):
             ((*self.not_counted, *self.about), self.steps, "step"),
         ):
             if unknown := [name for name in names if name not in known]:
-                raise ValueError(f"there is no {what} {unknown[0]!r}: {choose(unknown[0], list(known))}")
+                yield f"there is no {what} {unknown[0]!r}: {choose(unknown[0], list(known))}"
         if getattr(self.evaluate, self.scored_on) is None:
-            raise ValueError(f"evaluate.{self.scored_on}: is required; name the images that are scored on")
+            yield f"evaluate.{self.scored_on}: is required; name the images that are scored on"
         if twice := sorted(set(self.seeds) & set(self.confirmation_seeds)):
-            raise ValueError(f"seed {twice[0]} is in both seeds and confirmation_seeds; remove it from one")
-        return self
+            yield f"seed {twice[0]} is in both seeds and confirmation_seeds; remove it from one"
 
 
 def preset_names() -> list[str]:
@@ -185,7 +183,7 @@ def read_benchmark(
 
     ``values``, ``seeds`` and ``workers`` of one start replace the file's. ``held_out`` confirms on held-out
     images, by default with the confirmation seeds. Seeds that would both choose settings and confirm them,
-    none to confirm on, unknown values and presets, and whatever the file gets wrong raise `HddmError`.
+    unknown values and presets, and whatever the file gets wrong raise `HddmError`.
     """
     path = Path(which)
     if "/" not in which and not path.suffix:
@@ -195,25 +193,22 @@ def read_benchmark(
                 f"{choose(which, preset_names())}"
             )
         path = _PRESETS / f"{which}.yaml"
-    content = read_yaml(path)
-    file = parse_record(content, BenchmarkFile, which)
+    file = parse_record(read_yaml(path), BenchmarkFile, which)
     if unknown := [name for name in values or () if name not in file.values]:
         raise UsageError(f"{which}: has no value {unknown[0]!r}; {choose(unknown[0], list(file.values))}")
     changes: dict[str, Any] = {"values": file.values | dict(values or {})}
     if workers is not None:
         changes["workers"] = workers
-    wanted = None if seeds is None else parse_seeds(seeds)
     if held_out and file.evaluate.held_out is not None:
         changes["split"] = "held_out"
     is_confirmed = changes.get("split", file.scored_on) == "held_out" and file.evaluate.validation is not None
-    if is_confirmed:
-        wanted = wanted or file.confirmation_seeds
-        if not wanted:
-            raise UsageError("`held_out`: the file has no confirmation_seeds; pass `seeds`")
-    reserved: Sequence[int] = file.seeds if is_confirmed else file.confirmation_seeds
-    if taken := sorted(set(wanted or ()) & set(reserved)):
+    wanted = file.confirmation_seeds if is_confirmed else ()
+    if seeds is not None:
+        wanted = parse_seeds(seeds)
+    reserved = file.seeds if is_confirmed else file.confirmation_seeds
+    if taken := sorted(set(wanted or file.seeds) & set(reserved)):
         why = "used to choose settings" if is_confirmed else "reserved for confirmation (confirmation_seeds)"
-        raise HddmError(f"`seeds` {seeds}: seed {taken[0]} is {why}; use others")
+        raise HddmError(f"seed {taken[0]} is {why}; use other `seeds`")
     if wanted:
         changes |= {"seeds": wanted, "confirmation_seeds": ()}
     return parse_record(file.model_dump() | changes, BenchmarkFile, which)

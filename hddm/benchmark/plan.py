@@ -2,31 +2,81 @@
 
 A step's hash is that of its command line, in which the hash of a step stands for its folder and the content
 of a file or folder for its path. So equal steps of rows, seeds and files are one, and are done once.
+
+Operations of training and sampling are counted, a multiply-add being two:
+
+    training = steps × (batch × one image's step + the optimiser's update) + calibration
+    calibration = states that it looks at × one evaluation
+
+Real steps of each network are counted, by running its command line for a few steps; only matrix products
+count, as those of Muon's update. Sampling is counted on the first images of a row.
 """
 
+import contextlib
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from hddm.benchmark.file import RESERVED, BenchmarkFile, Table
+from hddm.calibration import LEVELS, STATES
 from hddm.evaluation.features import INCEPTION
+from hddm.experts.loading import load
+from hddm.experts.records import ROUTER_FILE, read_router
+from hddm.training.router import NOISED
 from hddm.utils.errors import HddmError, asked, did_you_mean
-from hddm.utils.records import EXPERT_FILE
+from hddm.utils.files import read_json
+from hddm.utils.progress import Progress, TrainingProgress, heard
+from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE
 from hddm.utils.work import DONE, Work, content_of, hash_of
+from hddm.velocity import VelocityField
 
+Run = Callable[[list[str]], None]
+"""Runs a command line of hddm, without ``hddm``."""
 NUMERICS = "3"
 """Part of every hash; raise it when verbs compute something else from the same options."""
-SEEDED = ("train expert", "train router", "train all", "distill", "sample")
-"""Verbs that get ``--seed``, and continue with ``--resume`` after they were killed."""
-_ALONE = ("train expert", "distill", "convert", "calibrate", "merge")
-"""Verbs that write one network, which has no strategy and no router."""
+
+
+class Verb(NamedTuple):
+    """What a benchmark knows of a verb of hddm."""
+
+    is_seeded: bool = False
+    """It gets ``--seed``, and continues with ``--resume`` after it was killed."""
+    is_alone: bool = False
+    """It writes one network, which has no strategy and no router."""
+    is_training: bool = False
+    """Its operations are counted."""
+    is_uncounted: bool = False
+    """It trains, or what it reads was trained elsewhere, at a cost that is not known."""
+    units: int = 1_000
+    """Progress of a step; a training has one unit per image that it sees."""
+
+
+VERBS = {
+    "train expert": Verb(is_seeded=True, is_alone=True, is_training=True),
+    "train router": Verb(is_seeded=True, is_training=True),
+    "train all": Verb(is_seeded=True, is_uncounted=True),
+    "distill": Verb(is_seeded=True, is_alone=True, is_training=True),
+    "convert": Verb(is_alone=True, is_uncounted=True),
+    "calibrate": Verb(is_alone=True),
+    "merge": Verb(is_alone=True),
+    "sample": Verb(is_seeded=True, units=10_000),
+    "evaluate": Verb(units=4_000),
+    "data old-model": Verb(is_uncounted=True),
+}
+"""Verbs that are not like any other."""
 _ROUTED = ("strategy", "router_every", "router_temperature")
 _FREE = ("--device", "--threads", "--fsdp", "--checkpoint-every", "--offload", "--max-memory")
 """Options that decide no result."""
-_PAIRED = ("train", "data")
 _NAME = re.compile(r"\$([A-Za-z_][\w-]*)")
 SCORES = ".json"
 """Ending of what ``hddm evaluate`` writes, which is a file."""
@@ -44,6 +94,11 @@ class Step:
     seed: int | None
     """The seed that it depends on, itself or by an input."""
     work: Work
+
+    @property
+    def kind(self) -> Verb:
+        """What its verb does."""
+        return VERBS.get(self.verb, Verb())
 
     @property
     def options(self) -> list[list[str]]:
@@ -171,8 +226,8 @@ class SeedPlan:
             named = table.rows or tuple(self.file.rows)
             for row, change in ((row, change) for row in named for change in _changes(table)):
                 with asked(f"row {row!r}", HddmError):
-                    model = self._model(self._words(self.file.rows[row])[:1])
-                    is_one = model.verb in _ALONE or (Path(model.name) / EXPERT_FILE).is_file()
+                    model = self._model(self._words(self.file.rows[row])[0])
+                    is_one = model.kind.is_alone or (Path(model.name) / EXPERT_FILE).is_file()
                     varied = {key: one for key, one in change.items() if not is_one or key not in _ROUTED}
                     texts = [f"{one} steps" if key == "steps" else one for key, one in varied.items()]
                     name = ", ".join([*([row] if len(named) > 1 or not texts else []), *texts])
@@ -198,13 +253,10 @@ class SeedPlan:
             raise HddmError(f"${name}: no such step or value above{did_you_mean(name, self.steps)}")
         return self.steps[name]
 
-    def _model(self, words: Sequence[str]) -> Step:
+    def _model(self, source: str) -> Step:
         """The step that a row samples; a finished model's folder is one that is never run."""
-        source = words[0] if words else "-"
         if (name := _NAME.fullmatch(source)) and name[1] not in RESERVED:
             return self.find(name[1])
-        if source.startswith("-"):
-            raise HddmError("must begin with what is sampled: a step, as $expert, or the folder of a model")
         path = _placed(source, {"data": str(self.data)})
         return Step(path, "", (path,), {}, None, None, self.work)
 
@@ -244,10 +296,10 @@ class SeedPlan:
 
     def _step(self, name: str, words: Sequence[str], known: Mapping[str, Step] | None = None) -> Step:
         """The step of a command line whose names are in ``known`` or those of steps."""
-        size = 2 if words[:1] and words[0] in _PAIRED else 1
+        size = 2 if words[:1] in (["train"], ["data"]) else 1
         verb = " ".join(words[:size])
         words = [*words[:size], *_merged(words[size:], self._words(self.file.defaults.get(verb, "")))]
-        if verb in SEEDED and "--seed" not in words:
+        if VERBS.get(verb, Verb()).is_seeded and "--seed" not in words:
             words = [*words, "--seed", "$seed"]
         names = dict.fromkeys(found for word in words for found in _NAME.findall(word))
         if "data" in names and self.data is None:
@@ -300,3 +352,129 @@ def _changes(table: Table) -> list[dict[str, str]]:
         varied = [{key: str(value)} for key, values in table.vary.items() for value in values]
         changes = varied if len(table.vary) == 1 else [{}, *varied]
     return changes
+
+
+IMAGES = 32
+"""Images of a row that are sampled to count operations."""
+_STEPS = 3
+# Late enough for a calibration to take part.
+_TIME = 0.75
+# Options that do not affect the cost of one image, in training or in sampling.
+_COSTLESS = """
+--steps --batch-size --gradient-accumulation-steps --warmup --ema-decay --learning-rate --muon-learning-rate
+--weighting --time-sampling --snr-gamma --condition-dropout --random-flip --weak-at --calibrate --objective
+--seed --device --threads --mixed-precision --checkpoint-every --num-images --start
+"""
+# Counted in float32 on the CPU, so that the count is the same everywhere.
+_PLAIN = "--device cpu --threads 1 --mixed-precision no --gradient-accumulation-steps 1"
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[FlopCounterMode]:
+    """Count floating-point operations within the block."""
+    # The fused attention kernels for the CPU have no entry in torch's counter.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        yield counter
+
+
+def evaluation_flop(field: VelocityField, **conditions: Tensor) -> int:
+    """Count one velocity of one image, with the expert's calibration and without guidance."""
+    assert field.sample_shape is not None
+    x = torch.zeros(1, *field.sample_shape, device=field.device)
+    t = torch.full((1,), _TIME, dtype=torch.float64, device=field.device)
+    return forward_flop(field.velocity, x, t, **conditions)
+
+
+@torch.no_grad()
+def forward_flop(function: Callable[..., object], x: Tensor, t: Tensor, **conditions: Tensor) -> int:
+    """Count one call of a network or of a function like one."""
+    with counting() as counter:
+        function(x, t, **conditions)
+    return int(counter.get_total_flops())
+
+
+class _Enough(Exception):
+    """Raised to end a training after some steps."""
+
+
+def count_training(words: Sequence[str], run: Run) -> tuple[int, int]:
+    """Count a training step of a command line: one image's part, and the part of any batch."""
+    one, two = (_count_batch(words, run, size) for size in (1, 2))
+    return two - one, 2 * one - two
+
+
+def _count_batch(words: Sequence[str], run: Run, batch_size: int) -> int:
+    """Count one step, forward, backward and update.
+
+    Work that is done once before the first step, such as taking moments, does not count.
+    """
+    totals: list[int] = []
+
+    def hear(part: float) -> None:
+        if isinstance(Progress.opened[-1], TrainingProgress):
+            totals.append(counter.get_total_flops())
+            if len(totals) == _STEPS:
+                raise _Enough
+
+    length = ["--steps", str(_STEPS + 1), "--batch-size", str(batch_size)]
+    if "--sampling-steps" in words:
+        # Drawn before the first step.
+        length += ["--trajectories", "16"]
+    enough = contextlib.suppress(_Enough)
+    with tempfile.TemporaryDirectory() as folder, heard(hear), counting() as counter, enough:
+        run([*words, *_PLAIN.split(), *length, "--out", f"{folder}/out"])
+    return totals[-1] - totals[-2]
+
+
+def count_sampling(words: Sequence[str], run: Run) -> int:
+    """Count the operations of one image of a ``hddm sample``, over its first `IMAGES`."""
+    size = ["--num-images", str(IMAGES), "--batch-size", str(IMAGES), "--device", "cpu"]
+    with tempfile.TemporaryDirectory() as folder, counting() as counter:
+        run([*words, *size, "--out", f"{folder}/out"])
+    return counter.get_total_flops() // IMAGES
+
+
+def cost_key(step: Step) -> str:
+    """Hash of what the counted operations of an image depend on: options and networks, but no seed."""
+    free = {*_COSTLESS.split()} - ({"--steps"} if step.verb == "sample" else set())
+    kept = (word for option in step.options if option[0] not in free for word in option)
+    # Whatever the names of its inputs.
+    words = ["$" if "$" in word else word for word in kept]
+    return hash_of(["cost", words, [_shape_of(one.path) for one in step.inputs.values()]])
+
+
+def _shape_of(path: Path) -> Any:
+    """What decides the cost of a shard, an expert or an ensemble; equal networks cost the same."""
+    configs = [read_json(one) for one in sorted(path.rglob("config.json"))]
+    ensemble = path / ENSEMBLE_FILE
+    strategy = read_json(ensemble)["strategy"] if ensemble.is_file() else None
+    return [configs, strategy] if configs else path.name
+
+
+def trained(step: Step) -> tuple[int, int]:
+    """Steps and batch size of a finished training, as its record says; none of a calibration."""
+    if not step.kind.is_training:
+        return 0, 0
+    record = step.path / (ROUTER_FILE if step.verb == "train router" else EXPERT_FILE)
+    found = read_json(record)["training"]
+    return found["steps"], found["batch_size"]
+
+
+def calibration_flop(step: Step) -> int:
+    """Count the calibration that ends a finished training or that is one; 0 where there was none."""
+    if step.verb == "train router":
+        if "--calibrate" not in step.words:
+            return 0
+        network, _ = read_router(step.path)
+        side = network.config.sample_size
+        return NOISED * forward_flop(
+            network, torch.zeros(1, network.config.in_channels, side, side), torch.ones(1)
+        )
+    # A calibration that was trained in was not fitted afterwards.
+    if read_json(step.path / EXPERT_FILE).get("training_calibration"):
+        return 0
+    field = load(step.path)
+    assert isinstance(field, VelocityField)
+    field.calibration = None
+    labels = {"class_labels": torch.zeros(1, dtype=torch.long)} if field.classes else {}
+    return LEVELS * STATES * evaluation_flop(field, **labels)

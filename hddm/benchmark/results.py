@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import model_validator
+from pydantic import Field
 
 from hddm.benchmark.file import BenchmarkFile, Split
 from hddm.evaluation.compare import SPLITS, figure_at
@@ -180,21 +180,12 @@ class Results(Record):
     real: Evaluation
     """Real images of the split, against the training images."""
     models: tuple[ModelResult, ...]
-    scored: tuple[ScoredRow, ...]
+    scored: Annotated[tuple[ScoredRow, ...], Field(min_length=1)]
     same: tuple[SameImages, ...] = ()
     steps: tuple[StepRecord, ...]
     comparisons: tuple[Comparison, ...]
     seconds: float
     """Of all steps together, whenever and by however many workers they were done."""
-
-    @model_validator(mode="after")
-    def _has_what_decides(self) -> "Results":
-        if not self.scored:
-            raise ValueError("holds no rows")
-        for one in self.scored:
-            if one.evaluation.to(self.split) is None:
-                raise ValueError(f"row {one.row!r} has no distance to {self.images_of} images, which decides")
-        return self
 
     @property
     def images_of(self) -> str:
@@ -341,16 +332,13 @@ def _contrast(results: Results, ours: Row, base: Row) -> Contrast:
 def read_compared(paths: Sequence[Path]) -> dict[str, list[ResultGroup]]:
     """Read what ``hddm compare`` compares: evaluations under "", or benchmarks by row.
 
-    Rows are those in the first table of every benchmark, in the first one's order. Evaluations mixed with
-    benchmarks, or benchmarks without a common row raise `HddmError`.
+    Rows are those in the first table of every benchmark, in the first one's order. Benchmarks without a
+    common row raise `HddmError`.
     """
-    files = {path: path / RESULTS_FILE if path.is_dir() else path for path in paths}
-    benchmarks = [path for path, file in files.items() if file.name == RESULTS_FILE and file.is_file()]
-    if not benchmarks:
+    files = [path / RESULTS_FILE if path.is_dir() else path for path in paths]
+    if not any(file.name == RESULTS_FILE and file.is_file() for file in files):
         return {"": read_groups(paths)}
-    if foreign := [path for path in paths if path not in benchmarks]:
-        raise HddmError(f"{foreign[0]}: is not a benchmark, but others here are; compare results of one kind")
-    found = {file: {row.name: row for row in read_results(file.parent).first} for file in files.values()}
+    found = {file: {row.name: row for row in read_results(file.parent).first} for file in files}
     shared = [name for name in next(iter(found.values())) if all(name in rows for rows in found.values())]
     if not shared:
         raise HddmError(

@@ -23,10 +23,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hddm.benchmark import compute
-from hddm.benchmark.compute import TRAININGS, Run
 from hddm.benchmark.file import BenchmarkFile
-from hddm.benchmark.plan import SEEDED, PlannedRow, SeedPlan, Step
+from hddm.benchmark.plan import (
+    PlannedRow,
+    Run,
+    SeedPlan,
+    Step,
+    calibration_flop,
+    cost_key,
+    count_sampling,
+    count_training,
+    trained,
+)
 from hddm.benchmark.report import tables_text, write_report
 from hddm.benchmark.results import (
     FORMAT,
@@ -49,10 +57,6 @@ from hddm.utils.work import Work, differences, machine
 from hddm.utils.workers import Backend, Call, Workers
 
 _KEPT = "finished work is saved, and the same command continues"
-_UNCOUNTED = ("train all", "convert", "data old-model")
-"""Verbs with a training that is not counted, here or elsewhere."""
-_WEIGHTS = {"sample": 10_000, "evaluate": 4_000}
-"""Units of progress of a step, by verb; a training has one per image that it sees."""
 
 
 def run_benchmark(
@@ -167,9 +171,9 @@ def _left(steps: Iterable[Step]) -> list[Step]:
 
 def _units(step: Step) -> int:
     """About how long a step takes, in images of a small training."""
-    if step.verb in TRAININGS:
-        return max(1_000, int(step.option("steps") or 0) * int(step.option("batch-size") or 128))
-    return _WEIGHTS.get(step.verb, 1_000)
+    if not step.kind.is_training:
+        return step.kind.units
+    return max(step.kind.units, int(step.option("steps") or 0) * int(step.option("batch-size") or 128))
 
 
 def _do_all(
@@ -207,7 +211,7 @@ def _do_all(
         calls = [call(_do, one, one.label, units=_units(one), writes=one.result) for one in todo]
         workers.run(calls, report, start, end)
         _link(out, wave)
-    uncounted = {_cost(step): step for step in steps if step.verb in (*TRAININGS, "sample")}
+    uncounted = {_cost(step): step for step in steps if step.kind.is_training or step.verb == "sample"}
     counts = [
         call(_count, step, f"operations of {step.label}")
         for path, step in uncounted.items()
@@ -218,21 +222,21 @@ def _do_all(
 
 def _cost(step: Step) -> Path:
     """Where the counted operations of a step are recorded."""
-    return step.work.path("cost", compute.cost_key(step))
+    return step.work.path("cost", cost_key(step))
 
 
 def _do(step: Step, out: Path, run: Run, report: Callable[[float], None]) -> float:
     """Run a step, whose inputs have links in ``out``, and record it; return its seconds."""
     started, printed = time.perf_counter(), io.StringIO()
-    if step.verb in TRAININGS:
+    if step.kind.is_training:
         wait_for_run(step.path)
-    if step.verb not in SEEDED:
+    if not step.kind.is_seeded:
         # Of a start that was killed before it could record this step.
         for remains in step.written.values():
             remove(remains)
     step.path.parent.mkdir(parents=True, exist_ok=True)
     with _started(step, printed), heard(report):
-        run([*step.command(out), *(["--resume"] if step.verb in SEEDED else [])])
+        run([*step.command(out), *(["--resume"] if step.kind.is_seeded else [])])
     for ending in (".run", ".features"):
         remove(step.path.with_name(step.path.name + ending))
     seconds = round(time.perf_counter() - started, 1)
@@ -246,9 +250,9 @@ def _count(step: Step, out: Path, run: Run, report: Callable[[float], None]) -> 
     words = step.command(out)[:-2]
     with _started(step, io.StringIO()), heard(report):
         image, update = (
-            (compute.count_sampling(words, run), 0)
+            (count_sampling(words, run), 0)
             if step.verb == "sample"
-            else compute.count_training(words, run)
+            else count_training(words, run)
         )
     step.work.finish(_cost(step), {"image": image, "update": update})
     return 0.0
@@ -270,8 +274,6 @@ def _link(out: Path, steps: Iterable[Step]) -> None:
             if os.readlink(link) == to:
                 continue
             link.unlink()
-        elif link.exists():
-            raise HddmError(f"{link}: is in the way of a link to {path}; move it away")
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(to)
 
@@ -315,15 +317,15 @@ def _model(plan: SeedPlan, step: Step, records: Mapping[str, Mapping[str, Any]])
     earlier = [plan.steps[name] for name in plan.file.not_counted if plan.steps[name] is not step]
     before = {one.identity for each in earlier for one in each.upstream}
     own = [one for one in step.upstream if one.identity not in before]
-    parts = [one for one in own if one.verb in (*TRAININGS, "calibrate")]
-    sizes = [compute.trained(one) for one in parts]
-    fitting = [compute.calibration_flop(one) for one in parts]
+    parts = [one for one in own if one.kind.is_training or one.verb == "calibrate"]
+    sizes = [trained(one) for one in parts]
+    fitting = [calibration_flop(one) for one in parts]
     flop = list(fitting)
     for k, (one, (steps, batch_size)) in enumerate(zip(parts, sizes, strict=True)):
         if steps:
             cost = one.work.record(_cost(one))
             flop[k] += steps * (batch_size * cost["image"] + cost["update"])
-    is_known = bool(parts) and not any(one.verb in _UNCOUNTED for one in own)
+    is_known = bool(parts) and not any(one.kind.is_uncounted for one in own)
     routers = [one.verb == "train router" for one in parts]
     return ModelResult(
         model=step.name,

@@ -19,8 +19,7 @@ import pytest
 import torch
 import yaml
 
-from hddm.benchmark.compute import count_sampling, count_training
-from hddm.benchmark.plan import SeedPlan
+from hddm.benchmark.plan import SeedPlan, count_sampling, count_training
 from hddm.benchmark.results import Results, read_results
 from hddm.training.settings import size_config
 from hddm.utils.processes import end_with_parent
