@@ -17,8 +17,7 @@ from hddm.conditions import LABELS
 from hddm.data.shard_records import MIN_IMAGES
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.ensemble_folders import replace_file
-from hddm.experts.loading import load
-from hddm.experts.records import EXPERT_FILE, field_of, open_expert
+from hddm.experts.records import field_of, open_expert
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.noise import Seeded
 from hddm.schedules import DiscreteSchedule
@@ -56,8 +55,6 @@ def calibrate(
         batch_size: states a call; `STATES` states are drawn at each of `LEVELS` times.
         noise_range: the part of t that the expert covers; elsewhere the weights mean nothing.
     """
-    if len(images) < 4:
-        raise HddmError(f"a calibration needs at least 4 images, not {len(images)}")
     labels = (conditions or {}).get(LABELS)
     if labels is not None and (labels.ndim != 1 or labels.is_floating_point()):
         labels = None
@@ -190,10 +187,9 @@ def native_samples(
     12, eta = 0.
 
     Sample i depends on (``seed``, i) alone and costs ``steps`` calls of the network. ``conditions`` are
-    keywords of the network, each (num, …). Raises `HddmError` for an expert without a sample shape.
+    keywords of the network, each (num, …).
     """
-    if field.sample_shape is None:
-        raise HddmError("this expert does not record the shape of a sample")
+    assert field.sample_shape is not None
     times, scale = native_times(field, steps)
     batches = []
     with Progress(num, "sample") as progress:
@@ -262,13 +258,9 @@ def recalibrate(
 
     Raises:
         HddmError: for a folder that is no expert or has changed since it was written, images of another shape
-            or another shard, samples that are not finite, or an expert that was trained in its calibration.
+            or another shard, or an expert that was trained in its calibration.
     """
     restore(folder.resolve())
-    if not (folder / EXPERT_FILE).exists():
-        # Says what else it is, if it is nothing to be sampled from.
-        load(folder)
-        raise HddmError(f"{folder}: is an ensemble; calibrate its experts one by one")
     expert = open_expert(folder, with_calibration=False)
     record = expert.facts
     record.refuse_student(
@@ -294,8 +286,6 @@ def _on_native_samples(folder: Path, field: VelocityField, seed: int, num: int, 
         raise HddmError(f"{folder}: covers only a part of t, so it cannot sample alone; pass `data`")
     conditions = native_conditions(field, num, seed)
     images = native_samples(field, num, seed, steps, conditions)
-    if not images.isfinite().all():
-        raise HddmError(f"{folder}: its samples are not finite; pass `data`, or more `steps` than {steps}")
     calibration = calibrate(field.velocity, images, conditions, seed)
     origin = {"data": "native samples", "images": str(num), "seed": str(seed), "steps": str(steps)}
     return replace(calibration, record=origin)

@@ -26,7 +26,6 @@ from hddm.calibration import START
 from hddm.data.shards import Shard
 from hddm.schedules import CosineSchedule, DiscreteSchedule, LinearSchedule, Schedule, from_diffusers
 from hddm.training.objectives import TIME_SCALE, conditions_of, conditions_of_rows, evenly_spaced
-from hddm.utils.errors import HddmError
 from hddm.utils.streams import Use, generator
 from hddm.velocity import PredictionType, VelocityField
 
@@ -84,11 +83,9 @@ def denoising(
 ) -> Denoising:
     """Measure ``field`` at the `TIMES` and `LATE_TIMES` that it covers, with the same noise for all.
 
-    ``images`` (N, C, H, W), float32, are in the expert's units; ``conditions`` are (N, …) by keyword;
-    ``alone`` is the expert without its calibration. Fewer than 2 images raise `HddmError`.
+    ``images`` (N, C, H, W), float32 and at least 2, are in the expert's units; ``conditions`` are (N, …) by keyword;
+    ``alone`` is the expert without its calibration.
     """
-    if len(images) < 2:
-        raise HddmError(f"denoising needs at least 2 images, not {len(images)}")
     noise, given = generator(seed, Use.DENOISING), conditions or {}
     low, high = field.noise_range
     times, ends = [low + (high - low) * share for share in TIMES], [t for t in LATE_TIMES if low <= t <= high]

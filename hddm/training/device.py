@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.attention import SDPBackend
 
 from hddm.training.settings import Recipe
 from hddm.utils.errors import HddmError
@@ -54,20 +53,14 @@ class Device:
     """Hardware of one training; within its block torch's generators and thread count are the training's own.
 
     With several processes (``accelerate launch``) each takes its share of every batch, and gradients are
-    averaged; with ``recipe.fsdp`` each also keeps only its part of the weights (`split`). Missing hardware
-    or precision, or a batch that does not divide, raises `HddmError`.
+    averaged; with ``recipe.fsdp`` each also keeps only its part of the weights (`split`). Missing hardware,
+    or a batch that does not divide, raises `HddmError`.
     """
 
     def __init__(self, recipe: Recipe) -> None:
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState
 
-        there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-        if not there.get(recipe.device, True):
-            raise HddmError(f"`device` {recipe.device}: not available; use cpu")
-        is_on_cpu = recipe.device == "cpu" or not any(there.values())
-        if recipe.mixed_precision == "fp16" and is_on_cpu:
-            raise HddmError("`mixed_precision` fp16 needs a GPU; on a CPU use bf16 or no")
         # A process may train twice, with another precision.
         AcceleratorState._reset_state()
         self._accelerator = Accelerator(
@@ -76,6 +69,8 @@ class Device:
             step_scheduler_with_optimizer=False,
         )
         self.target: torch.device = self._accelerator.device
+        if recipe.device not in ("auto", self.target.type):
+            raise HddmError(f"`device` {recipe.device}: not available; use cpu")
         self.processes = int(self._accelerator.num_processes)
         self.is_main = bool(self._accelerator.is_main_process)
         self._threads = recipe.threads
@@ -196,15 +191,6 @@ class Device:
 
     def wait(self) -> None:
         self._accelerator.wait_for_everyone()
-
-
-def default_attention(device: torch.device, mixed_precision: str) -> str:
-    """Kernel that torch's attention chooses by default, for heads of width 64, on a CPU or a CUDA device."""
-    if device.type not in ("cpu", "cuda"):
-        return "unknown"
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision, torch.float32)
-    tokens = torch.empty(1, 2, 64, 64, device=device, dtype=dtype, requires_grad=True)
-    return SDPBackend(torch._fused_sdp_choice(tokens, tokens, tokens)).name.lower()
 
 
 def split(network: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:

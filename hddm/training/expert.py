@@ -140,13 +140,7 @@ def resolve_new(
         raise UsageError("`lora_rank` adapts an existing expert; pass `init`")
     stated = None
     if isinstance(schedule, Path):
-        stated = declared_prediction_type(schedule)
-        if stated == "flow_prediction":
-            raise HddmError(f"{schedule}: is for flow matching; use `objective` flow without `schedule`")
-        if stated not in (None, *PredictionType):
-            known = ", ".join(PredictionType)
-            raise HddmError(f"{schedule}: prediction_type {stated!r} is not one of {known}")
-        schedule = from_diffusers(schedule)
+        stated, schedule = declared_prediction_type(schedule), from_diffusers(schedule)
     recipe = resolve(ExpertRecipe, settings, Start(prediction=stated), before)
     objective = objective_of(recipe, schedule)
     check_conditions(shard, recipe)
@@ -231,11 +225,6 @@ def record_of_shard(shard: Shard, classes: tuple[str, ...]) -> ShardRecord:
 
 
 def read_init(init: Path) -> tuple[Expert, dict[str, Any]]:
-    """Read the expert that a training begins with, and its name and weight hash for records.
-
-    Another folder raises `UsageError`.
-    """
-    if not (init / EXPERT_FILE).is_file():
-        raise UsageError(f"`init` {init}: not an expert folder; name one expert, such as one of an ensemble")
+    """Read the expert that a training begins with, and its name and weight hash for records."""
     expert, weights = read_expert(init), weights_in(init)
     return expert, {"init": init.resolve().name, "init_sha256": weights and sha256_of(weights)}

@@ -61,18 +61,21 @@ def make_islands(
 ) -> list[Island]:
     """Make an island for each shard, which writes ``out/expert_k``.
 
-    ``objectives`` has one per shard, and ``settings`` are by objective. Of shards with different objectives,
-    those with flow get no ``snr_gamma`` and ``schedule``, those with DDPM no flow_prediction.
+    ``objectives`` has one per shard, and ``settings`` are by objective; ``schedule`` is for DDPM.
     """
-    is_mixed, islands = len(settings) > 1, []
-    for index, (shard, objective) in enumerate(zip(shards, objectives, strict=True)):
-        own, path = settings[objective], schedule
-        if is_mixed and objective == "flow":
-            own, path = own.model_copy(update={"snr_gamma": None}), None
-        elif is_mixed and own.prediction == "flow_prediction":
-            own = own.model_copy(update={"prediction": None})
-        islands.append(Island(index, shard, out / f"expert_{index}", own, run, path, init, overwrite))
-    return islands
+    return [
+        Island(
+            index,
+            shard,
+            out / f"expert_{index}",
+            settings[objective],
+            run,
+            schedule if objective == "ddpm" else None,
+            init,
+            overwrite,
+        )
+        for index, (shard, objective) in enumerate(zip(shards, objectives, strict=True))
+    ]
 
 
 def train_islands(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hddm.networks.wrappers import compile_blocks
-from hddm.training.device import Device, Flags, Readings, default_attention, optimizer_of
+from hddm.training.device import Device, Flags, Readings, optimizer_of
 from hddm.training.resume import Change, is_finished, run_folder_of, value_at
 from hddm.training.settings import Recipe, RunOptions
 from hddm.training.state import Ema, Run, TrainingState, open_run
@@ -29,7 +29,6 @@ from hddm.utils.errors import HddmError, Stopped, UsageError, counted
 from hddm.utils.files import new_folder, nothing
 from hddm.utils.processes import Interrupted, StopRequest
 from hddm.utils.streams import Use, generator
-from hddm.utils.tensors import available_device
 
 Key = tuple[Use, Use, int]
 """Uses of random numbers for the order of samples and in the steps, and the part (`hddm.utils.streams`)."""
@@ -292,9 +291,6 @@ class _Trainer:
         self.task, self.recipe, self.device = task, recipe, device
         network: Any = task.network
         if recipe.gradient_checkpointing:
-            if not getattr(network, "_supports_gradient_checkpointing", False):
-                text = f"{type(network).__name__} does not support it; train without"
-                raise HddmError(f"`gradient_checkpointing=True`: {text}")
             network.enable_gradient_checkpointing()
         self.bring_back = device.place(network)
         self.parameters = [p for p in network.parameters() if p.requires_grad]
@@ -454,10 +450,8 @@ def train(
         # Only the first of several processes holds the run; the others join it in `fit`.
         is_first = int(os.environ.get("RANK", "0")) == 0
         if run is not None and is_first:
-            attention = default_attention(available_device(recipe.device), recipe.mixed_precision)
             versions = {"hddm": version("hddm-diffusion"), "torch": torch.__version__}
-            versions |= {"hostname": os.uname().nodename, "default_attention": attention}
-            content["environment"] = versions
+            content["environment"] = versions | {"hostname": os.uname().nodename}
             kept = stack.enter_context(open_run(out, content, run, overwrite))
             if watch is not None:
                 watchers.append(stack.enter_context(watch(kept)))

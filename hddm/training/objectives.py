@@ -57,8 +57,8 @@ BOUND = 0.05
 class Objective:
     """A prediction that a network learns, with its path, its weighting and the noise levels of training.
 
-    ``schedule`` is linear for flow; ``snr_gamma`` is for epsilon. Combinations without meaning raise
-    `HddmError`.
+    ``schedule`` is linear for flow and for flow_prediction; else `UsageError` is raised. ``snr_gamma`` has an
+    effect for epsilon alone.
     """
 
     name: Literal["ddpm", "flow"]
@@ -70,23 +70,10 @@ class Objective:
     noise_range: NoiseRange = WHOLE
 
     def __post_init__(self) -> None:
-        is_linear = isinstance(self.schedule, LinearSchedule)
-        if self.name == "flow" and not is_linear:
-            raise UsageError("`schedule` is for DDPM; leave it out, or use `objective` ddpm")
-        if self.prediction_type is PredictionType.FLOW_PREDICTION and not is_linear:
-            raise UsageError("`prediction` flow_prediction needs `objective` flow")
-        if self.snr_gamma is not None and (
-            self.prediction_type is not PredictionType.EPSILON or self.weighting != "prediction"
-        ):
-            text = f"this expert learns {self.prediction_type.value} weighted by {self.weighting}"
-            remedy = "leave it out, or use `prediction` epsilon `weighting` prediction"
-            raise UsageError(
-                f"`snr_gamma` {self.snr_gamma:g} is for errors of the noise, but {text}; {remedy}"
-            )
-        if self._native[0] > self._native[1]:
-            (low, high), (first, last) = self.noise_range, self.schedule.range
-            times = f"has none of the schedule's times, in {first:.4g}:{last:.4g}"
-            raise UsageError(f"`noise_range` {low:g}:{high:g}: {times}")
+        is_straight = self.name == "flow" or self.prediction_type is PredictionType.FLOW_PREDICTION
+        if is_straight and not isinstance(self.schedule, LinearSchedule):
+            text = "`schedule` is for DDPM, and `prediction` flow_prediction for flow matching"
+            raise UsageError(f"{text}; use another `objective`, or leave it out")
 
     @property
     def time_scale(self) -> float:
@@ -132,7 +119,7 @@ class Objective:
                 case PredictionType.V_PREDICTION:
                     return ((alpha + sigma) / (alpha.square() + sigma.square())).square()
             return None
-        if self.snr_gamma is None:
+        if self.snr_gamma is None or self.prediction_type is not PredictionType.EPSILON:
             return None
         return (self.snr_gamma * (sigma / alpha).square()).clamp(max=1)
 
@@ -253,13 +240,15 @@ def loss_of(
 
 def check_conditions(shard: Shard, recipe: ExpertRecipe) -> None:
     """Refuse conditions, held-out images or flips that ``shard`` does not allow; errors name what to drop."""
+    problems = []
     if recipe.class_conditional and shard.labels is None:
-        raise HddmError(f"{shard.folder}: its images carry no labels; drop `class_conditional=True`")
+        problems.append("its images carry no labels; drop `class_conditional=True`")
     if recipe.text_conditional and shard.texts is None:
-        text = "holds no text embeddings; hddm encode makes them, or drop `text_conditional=True`"
-        raise HddmError(f"{shard.folder}: {text}")
+        problems.append("holds no text embeddings; hddm encode makes them, or drop `text_conditional=True`")
     if shard.held_out_of is not None:
-        raise HddmError(f"{shard.folder}: holds images kept for evaluation; train on its shard")
+        problems.append("holds images kept for evaluation; train on its shard")
+    if problems:
+        raise HddmError(f"{shard.folder}: {problems[0]}", problems[1:])
     if recipe.random_flip:
         # Latents can be mirrored only where mirror images were encoded too; else this raises.
         shard.take(torch.zeros(1, dtype=torch.long), flip=torch.ones(1, dtype=torch.bool))

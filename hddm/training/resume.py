@@ -171,12 +171,12 @@ def compare_records(
     )
     # A value that the run did not record is no reason to refuse it for good.
     known = [one for one in found if one.was != ABSENT]
-    if fixed := [one for one in known if one.key in FIXED or one.key.startswith("data.")]:
-        text = "the run used other data, another objective or network; choose another `out`"
-        raise HddmError(f"{folder}: {text}", map(str, fixed))
-    refused = [one for one in found if one.key not in FREE]
-    if refused and not options.allow_config_change:
+    fixed = [one for one in known if one.key in FIXED or one.key.startswith("data.")]
+    refused = fixed or [one for one in found if one.key not in FREE and not options.allow_config_change]
+    if refused:
         text = "the run was started with different settings; repeat them, or pass `allow_config_change=True`"
+        if fixed:
+            text = "the run used other data, another objective or network; choose another `out`"
         raise HddmError(f"{folder}: {text}", map(str, refused))
     for one in found:
         log.warning("%s: %s", folder, one)

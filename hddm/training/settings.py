@@ -127,9 +127,6 @@ class LoopFields(Described, Generic[Open]):
     def _fits_together(self) -> "LoopFields[Open]":
         if self.fsdp and self.mixed_precision == "fp16":
             raise ValueError("`fsdp=True` needs `mixed_precision` bf16 or no, not fp16")
-        if self.batch_size % self.gradient_accumulation_steps:
-            parts = f"{self.gradient_accumulation_steps} `gradient_accumulation_steps`"
-            raise ValueError(f"`batch_size` {self.batch_size} does not divide into {parts}")
         return self
 
 
@@ -181,10 +178,6 @@ class ExpertFields(DenoiserFields[Open], Generic[Open]):
 
     @model_validator(mode="after")
     def _can_be_an_adapter(self) -> "ExpertFields[Open]":
-        if self.lora_alpha is not None and self.lora_rank is None:
-            raise ValueError(f"`lora_alpha` {self.lora_alpha} scales an adapter; pass `lora_rank` too")
-        if self.lora_rank is not None and self.weak_at:
-            raise ValueError(f"`weak_at` {self.weak_at} keeps a weak model, and an adapter has none; drop it")
         if self.lora_rank is not None and self.compile:
             raise ValueError("`compile` does not work with `lora_rank`; drop one of the two")
         return self
@@ -269,8 +262,8 @@ class ExpertRecipe(ExpertFields[Never]):
 
     @property
     def weak_step(self) -> int:
-        """Step whose averages are kept, before the last one; 0 for none."""
-        return min(round(self.weak_at * self.steps), self.steps - 1)
+        """Step whose averages are kept, before the last one; 0 for none, as of an adapter."""
+        return 0 if self.lora_rank is not None else min(round(self.weak_at * self.steps), self.steps - 1)
 
 
 class RouterSettings(RouterFields[None]):
@@ -345,9 +338,6 @@ def resolve(
         requested: settings; what they leave open is filled in.
         start: what the training begins with.
         before: the recipe of the run that is resumed. It comes before defaults, which may have changed.
-
-    Raises:
-        UsageError: for a rate of Muon where AdamW trains everything.
     """
     # Imported here, since the command line reads these settings before it imports torch.
     from torch import get_num_threads
@@ -360,9 +350,6 @@ def resolve(
     recorded = before or {}
     optimizer = values["optimizer"] or recorded.get("optimizer") or ("muon" if start.is_new else "adamw")
     has_muon = optimizer == "muon"
-    if values["muon_learning_rate"] is not None and not has_muon:
-        text = "this training uses AdamW only; leave it out, or use `optimizer` muon"
-        raise UsageError(f"`muon_learning_rate` {values['muon_learning_rate']:g}: {text}")
     by_width = 0.2 if has_muon else 0.125 if issubclass(kind, RouterRecipe) else 0.5
     prediction = values.get("prediction") or start.prediction or ("epsilon" if is_ddpm else "sample")
     is_new_sample = start.is_new and prediction == "sample"
@@ -377,7 +364,7 @@ def resolve(
         "rotary": start.rotary,
         "time_sampling": "uniform" if is_ddpm and not is_new_sample else "logit-normal",
         "noise_range": start.noise_range,
-        "weak_at": WEAK_AT if start.is_new and values.get("lora_rank") is None else 0.0,
+        "weak_at": WEAK_AT if start.is_new else 0.0,
         "lora_alpha": values.get("lora_rank"),
         "strategy": start.strategy,
     }
@@ -385,6 +372,8 @@ def resolve(
         if name in values and values[name] is None:
             known = kept(name, values, recorded)
             values[name] = default if known is None else known
+    if not has_muon:
+        values["muon_learning_rate"] = None
     return parse_record(values, kind, OPTIONS)
 
 
@@ -422,24 +411,22 @@ KINDS: tuple[type[Record], ...] = (Keeping, ExpertSettings, RouterSettings, Dist
 
 
 _VALID = {"steps": 1, "objective": "flow"}
+"""Values of what is required, beside which those of a file are checked alone."""
 
 
 def settings_of(record: type[Settings], path: Path | None, given: Mapping[str, Any]) -> Settings:
     """Make settings of a kind from a run file, if any, and options by name, which override the file.
 
     Raises:
-        HddmError: for a file that is unreadable or not a mapping, an unknown key, or a value out of range.
-        UsageError: for a required value that neither has.
+        HddmError: for a file that is unreadable or not a mapping, an unknown key, a value out of range, or a
+            required value that neither has.
     """
     content = {} if path is None else read_run_file(path, record)
     content = {key: value for key, value in content.items() if key in record.model_fields}
-    required = [name for name, field in record.model_fields.items() if field.is_required()]
-    for name in required:
-        if name not in content and name not in given:
-            raise UsageError(f"`{name}` is required, here or in `config`")
     if path is not None:
-        # Alone, beside any valid values of what is required, so that a bad value is reported as the file's.
-        parse_record({name: _VALID[name] for name in required} | content, record, str(path))
+        # Alone, so that a bad value is reported as the file's.
+        required = {name: one for name, one in _VALID.items() if name in record.model_fields}
+        parse_record(required | content, record, str(path))
     return parse_record(content | dict(given), record, OPTIONS)
 
 

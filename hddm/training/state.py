@@ -26,7 +26,6 @@ from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hddm.networks.folders import misfits
 from hddm.training import resume
 from hddm.training.device import split_like, whole
 from hddm.training.resume import CHECKPOINTS, RUN_FILE, Change, checkpoints_in, run_folder_of, step_of
@@ -179,11 +178,9 @@ class TrainingState:
         )
 
     @torch.no_grad()
-    def load(self, tensors: Mapping[str, Mapping[str, Tensor]], progress: ProgressRecord, name: str) -> None:
-        """Load what `tensors` and `progress` gave, of the same network; ``name`` is the source in errors."""
+    def load(self, tensors: Mapping[str, Mapping[str, Tensor]], progress: ProgressRecord) -> None:
+        """Load what `tensors` and `progress` gave, of the same network."""
         live, trained = self._live(), self._trained()
-        if lines := misfits(live[WEIGHTS], tensors[WEIGHTS]):
-            raise HddmError(f"{name}: is of another network", lines)
         for file in (WEIGHTS, EMA):
             for key, value in live[file].items():
                 value.copy_(split_like(tensors[file][key], value))
@@ -239,7 +236,7 @@ class Run:
         if (path := self.begun_at) is not None:
             tensors = {file.stem: read_safetensors(file) for file in path.glob("*.safetensors")}
             file = path / PROGRESS
-            state.load(tensors, parse_record(read_json(file), ProgressRecord, str(file)), str(path))
+            state.load(tensors, parse_record(read_json(file), ProgressRecord, str(file)))
             log.info("%s: continuing from step %d", self.folder, state.step)
 
     def is_late(self) -> bool:

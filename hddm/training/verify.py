@@ -135,11 +135,9 @@ def verify_expert(
     change, where they are not where it says. A wrong call gives no verdict.
 
     Raises:
-        UsageError: for a folder that is no expert, a missing device, and images that are
-            missing, damaged, too few, or not the expert's; all else is a problem of the `Verification`.
+        UsageError: for a missing device, and images that are missing, damaged, too few, or not the expert's;
+            all else is a problem of the `Verification`.
     """
-    if experts_in(folder) != [folder]:
-        raise UsageError(f"{folder}: is a folder of experts; name one of them")
     with asked():
         place = available_device(device)
         shard = None if data is None else open_shard(data)

@@ -54,14 +54,12 @@ def watching(
     with; without field and shard there are no pictures. ``options`` name the held-out images, if any.
 
     Raises:
-        HddmError: for held-out images that are those of the training, or do not fit them.
+        HddmError: for held-out images that are those of the training, or of other classes.
     """
     images = None if options is None or options.held_out is None else open_shard(options.held_out)
     if images is not None and shard is not None:
         if images.hash == shard.hash:
             raise HddmError(f"`held_out` {images.folder}: is the shard that is trained on; name another")
-        if images.shape != shard.shape:
-            raise HddmError(f"`held_out` {images.folder}: images of {images.shape}, not of {shard.shape}")
         if field is not None:
             conditions_of(images, field)
 
@@ -245,7 +243,7 @@ class HeldOut:
         self._times = [low + (high - low) * (k + 0.5) / STRATA for k in range(STRATA)]
 
     def measure(self, report: StepReport) -> dict[str, float]:
-        """Figures of the step, by name; {} if the training is to stop; raises `HddmError` if not finite."""
+        """Figures of the step, by name; {} if the training is to stop, or if they are not finite."""
         state, errors = report.state, dict[str, list[float]]()
         # A step takes about three passes per image, a measurement one per level and set of weights.
         most = int(_COST * self._every * 3 * len(report.losses) / (2 * STRATA))
@@ -262,7 +260,7 @@ class HeldOut:
                     return {}
         if not all(math.isfinite(one) for by_noise in errors.values() for one in by_noise):
             # No JSON could hold them.
-            raise HddmError(f"the errors of step {report.step} are not finite")
+            return {}
         state.held_out.append({"step": report.step, **errors})
         means = {name: sum(one) / STRATA for name, one in errors.items()}
         text = "step %d: error of the velocity on held-out images %.4f, of averaged weights %.4f"
