@@ -75,7 +75,7 @@ VERBS = {
 }
 """Verbs that are not like any other."""
 _ROUTED = ("strategy", "router_every", "router_temperature")
-_FREE = ("--device", "--threads", "--fsdp", "--checkpoint-every", "--offload", "--max-memory")
+_FREE = ("--device", "--threads", "--checkpoint-every", "--offload", "--max-memory")
 """Options that decide no result."""
 _NAME = re.compile(r"\$([A-Za-z_][\w-]*)")
 SCORES = ".json"

@@ -1,21 +1,16 @@
 """Hardware of a training, through accelerate, and the optimizers whose steps it takes or skips.
 
-Weights may be split over processes. AdamW trains all parameters, or Muon the matrices and AdamW the rest.
+AdamW trains all parameters, or Muon the matrices and AdamW the rest.
 """
 
 import contextlib
-import copy
-import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hddm.training.settings import Recipe
 from hddm.utils.errors import HddmError
@@ -53,8 +48,7 @@ class Device:
     """Hardware of one training; within its block torch's generators and thread count are the training's own.
 
     With several processes (``accelerate launch``) each takes its share of every batch, and gradients are
-    averaged; with ``recipe.fsdp`` each also keeps only its part of the weights (`split`). Missing hardware,
-    or a batch that does not divide, raises `HddmError`.
+    averaged. Missing hardware, or a batch that does not divide, raises `HddmError`.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -80,7 +74,6 @@ class Device:
         if recipe.batch_size % parts:
             text = f"must be a multiple of {parts}, for {self.processes} processes with equal parts"
             raise HddmError(f"`batch_size` {recipe.batch_size}: {text}")
-        self._splits = recipe.fsdp and self.processes > 1
         self._inside = contextlib.ExitStack()
 
     def __enter__(self) -> "Device":
@@ -93,16 +86,9 @@ class Device:
     def __exit__(self, *ended: object) -> None:
         self._inside.close()
 
-    def place(self, network: nn.Module) -> Callable[[], object]:
-        """Move ``network`` here, whole or its part of it; return what brings it back to the CPU, whole."""
-        if self._splits:
-            return split(network, init_device_mesh(self.target.type, (self.processes,)))
-        network.to(self.target)
-        return lambda: network.to("cpu")
-
     def distributed(self, module: nn.Module) -> nn.Module:
-        """Return ``module``, wrapped to average its gradients over processes where no split does that."""
-        if self.processes == 1 or self._splits:
+        """Return ``module``, wrapped to average its gradients over processes."""
+        if self.processes == 1:
             return module
         wrapped: nn.Module = torch.nn.parallel.DistributedDataParallel(
             module, device_ids=[self.target] if self.target.type == "cuda" else None
@@ -125,19 +111,12 @@ class Device:
         }
 
     def part(self, module: nn.Module, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Open a block for a part of a batch; gradients are exchanged after the ``last`` part only.
-
-        Those of split weights are after each, since they would be whole until then.
-        """
-        return contextlib.nullcontext() if last or self._splits else self._accelerator.no_sync(module)
+        """Open a block for a part of a batch; gradients are exchanged after the ``last`` part only."""
+        return contextlib.nullcontext() if last else self._accelerator.no_sync(module)
 
     def precision(self) -> contextlib.AbstractContextManager[None]:
         """Open a block for a forward pass in the chosen precision."""
-        from accelerate.utils import AutocastKwargs
-
-        # Kept copies in lower precision would be of whole weights.
-        block = self._accelerator.autocast(AutocastKwargs(cache_enabled=not self._splits))
-        return cast(contextlib.AbstractContextManager[None], block)
+        return cast(contextlib.AbstractContextManager[None], self._accelerator.autocast())
 
     def backward(self, loss: Tensor) -> None:
         """Compute gradients of ``loss``, scaled in fp16."""
@@ -147,7 +126,6 @@ class Device:
         """Clip gradients to a norm of ``limit``; return their norm before that, not waiting for a GPU."""
         self.scaler.unscale_(optimizer)
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         # The comparison would wait for a GPU; on a CPU it saves a pass over gradients within the limit.
         if self.target.type != "cpu" or not norm <= limit:
             nn.utils.clip_grads_with_norm_(parameters, limit, norm)
@@ -193,62 +171,6 @@ class Device:
         self._accelerator.wait_for_everyone()
 
 
-def split(network: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
-    """Split the parameters of ``network`` over the processes of ``mesh``; return what makes them whole again.
-
-    Each is cut along its first axis by FSDP2 (`torch.distributed.fsdp.fully_shard`), and is whole only while
-    its block computes: an element of a list of modules of the network, or the rest. The network stays the
-    same object. All processes call what is returned, and have whole parameters on the CPU afterwards.
-    """
-    # Hooks and parameters are kept in dictionaries of a module, which are changed in place.
-    before: list[tuple[nn.Module, type, dict[str, Any]]] = [
-        (one, type(one), {k: copy.copy(v) if isinstance(v, dict) else v for k, v in vars(one).items()})
-        for one in network.modules()
-    ]
-    lists = [child for child in network.children() if isinstance(child, nn.ModuleList)]
-    for module in (*itertools.chain.from_iterable(lists), network):
-        own = [p for p in module.parameters() if not isinstance(p, DTensor)]
-        fully_shard(module, mesh=mesh)
-        for parameter in own:
-            # It is needed again at the end, and its values only then.
-            parameter.data = parameter.new_empty(0)
-
-    def join() -> None:
-        found: dict[nn.Parameter, Tensor] = {}
-        for module, _, attributes in before:
-            for name, parameter in module._parameters.items():
-                if isinstance(parameter, DTensor):
-                    found[attributes["_parameters"][name]] = parameter.full_tensor().cpu()
-        for module, kind, attributes in before:
-            module.__class__ = kind
-            module.__dict__ = attributes
-        for parameter, value in found.items():
-            parameter.data = value
-        network.to("cpu")
-
-    return join
-
-
-def whole(value: Tensor) -> Tensor:
-    """Return a tensor that is split over processes whole, in the first of them; others stay as they are.
-
-    All processes must call this; all but the first get an empty tensor.
-    """
-    if not isinstance(value, DTensor):
-        return value
-    full = value.full_tensor()
-    # Every process of a machine would hold as many copies as the first one writes.
-    return full.cpu() if value.device_mesh.get_rank() == 0 else full.new_empty(0)
-
-
-def split_like(value: Tensor, other: Tensor) -> Tensor:
-    """Return ``value``, which each process has whole, on the device of ``other`` and split as that is."""
-    value = value.to(other.device)
-    if not isinstance(other, DTensor):
-        return value
-    return distribute_tensor(value, other.device_mesh, other.placements, src_data_rank=None)
-
-
 @contextlib.contextmanager
 def placed(network: nn.Module, device: torch.device) -> Iterator[None]:
     """Move ``network`` to ``device`` for a block, and to the CPU afterwards."""
@@ -279,9 +201,8 @@ def optimizer_of(network: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     if rest:
         optimizers.append(torch.optim.AdamW(rest, lr=recipe.learning_rate, weight_decay=decay, fused=True))
     if inner and recipe.muon_learning_rate is not None:
-        kind = _SplitMuon if isinstance(inner[0], DTensor) else _Muon
         rate = recipe.muon_learning_rate
-        optimizers.append(kind(inner, lr=rate, weight_decay=decay, adjust_lr_fn="original"))
+        optimizers.append(_Muon(inner, lr=rate, weight_decay=decay, adjust_lr_fn="original"))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
@@ -310,52 +231,18 @@ class _Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        if self.found_inf is None:
-            self._take_step()
-            return
-        is_skipped, kept = self.found_inf > 0, []
-        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            momentum = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter.grad))
-            own, gradient, average = (_own(each) for each in (parameter, parameter.grad, momentum))
-            # The average with itself is the average itself.
-            gradient.copy_(torch.where(is_skipped, average, gradient))
-            kept.append((own, own.clone()))
-        self._take_step()
-        for own, before in kept:
-            own.copy_(torch.where(is_skipped, before, own))
-
-    def _take_step(self) -> None:
+        kept = []
+        if self.found_inf is not None:
+            is_skipped = self.found_inf > 0
+            for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+                gradient = parameter.grad
+                average = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(gradient))
+                # The average with itself is the average itself.
+                gradient.copy_(torch.where(is_skipped, average, gradient))
+                kept.append((parameter, parameter.clone()))
         super().step()  # type: ignore[no-untyped-call]
-
-
-def _own(value: Tensor) -> Tensor:
-    """The part of ``value`` that this process holds."""
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-class _SplitMuon(_Muon):
-    """Muon of matrices that are split over processes, each of which computes a whole step and keeps its part.
-
-    On such matrices torch's own sums in bfloat16 part by part, which is another step.
-    """
-
-    def _take_step(self) -> None:
-        for group in self.param_groups:
-            rate, beta = group["lr"], group["momentum"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                momentum = self.state[parameter].setdefault(
-                    "momentum_buffer", torch.zeros_like(parameter.grad)
-                )
-                momentum.lerp_(parameter.grad, 1 - beta)
-                update = parameter.grad.lerp(momentum, beta).full_tensor()
-                change = torch.zeros_like(update, requires_grad=True)
-                change.grad = update
-                torch.optim.Muon(
-                    [change], rate, weight_decay=0, momentum=0, nesterov=False, adjust_lr_fn="original"
-                ).step()
-                parameter.mul_(1 - rate * group["weight_decay"]).add_(split_like(change, parameter))
+        for parameter, before in kept:
+            parameter.copy_(torch.where(is_skipped, before, parameter))
 
 
 class _Together(torch.optim.Optimizer):

@@ -25,7 +25,7 @@ from hddm.training.device import Device, Flags, Readings, optimizer_of
 from hddm.training.resume import Change, is_finished, run_folder_of, value_at
 from hddm.training.settings import Recipe, RunOptions
 from hddm.training.state import Ema, Run, TrainingState, open_run
-from hddm.utils.errors import HddmError, Stopped, UsageError, counted
+from hddm.utils.errors import HddmError, Stopped, counted
 from hddm.utils.files import new_folder, nothing
 from hddm.utils.processes import Interrupted, StopRequest
 from hddm.utils.streams import Use, generator
@@ -242,7 +242,7 @@ def fit(task: Task, recipe: Recipe, run: Run | None = None, watchers: Sequence[W
         # Compiled blocks would compile again for every other mode and shape.
         for module in task.network.modules():
             module._compiled_call_impl = None
-        trainer.bring_back()
+        task.network.to("cpu")
     changes = [] if run is None else run.changes
     return Fitted(state.losses, state.seconds, device.target, changes, state.weak, state.held_out)
 
@@ -252,9 +252,8 @@ def _keep(run: Run, report: StepReport, steps: int, device: Device, stop: StopRe
     state = report.state
     stopping = device.agreed(stop.requested, report.is_stopping)
     if report.is_due or stopping:
-        tensors = state.tensors()
         if device.is_main:
-            run.save(state, tensors)
+            run.save(state)
         device.wait()
     if stopping and state.step < steps:
         text = f"stopped after step {state.step} of {steps}; progress is saved, and `resume=True` continues"
@@ -292,7 +291,7 @@ class _Trainer:
         network: Any = task.network
         if recipe.gradient_checkpointing:
             network.enable_gradient_checkpointing()
-        self.bring_back = device.place(network)
+        network.to(device.target)
         self.parameters = [p for p in network.parameters() if p.requires_grad]
         optimizer = optimizer_of(network, recipe)
         if recipe.compile:
@@ -438,10 +437,6 @@ def train(
     content = {"settings": settings, "data": dict(data)}
     if is_finished(out, record, content, run, overwrite):
         return []
-    if recipe.fsdp and run is not None and (run.sample_every or run.held_out is not None):
-        wanted = "sample_every" if run.sample_every else "held_out"
-        text = "no process has the whole network to measure or draw with; drop one of the two"
-        raise UsageError(f"`{wanted}`: with `fsdp=True` {text}")
     watchers: list[Watcher] = []
     if on_step is not None:
         watchers.append(lambda report: on_step(report.step, report.loss, report.seconds))

@@ -46,8 +46,6 @@ def value_at(step: int, key: str, today: Any, changes: Sequence[Change]) -> Any:
 RUN_FILE = "run.json"
 RUN_FORMAT = "3.0"
 CHECKPOINTS = "checkpoints"
-# May change between two starts of a run without changing its result.
-FREE = {"settings.fsdp"}
 # Keys that make it another expert; a run that continued with others would have an untrue record.
 _IDENTITY = (
     *("objective", "prediction", "size", "rotary", "class_conditional", "text_conditional"),
@@ -172,8 +170,7 @@ def compare_records(
     # A value that the run did not record is no reason to refuse it for good.
     known = [one for one in found if one.was != ABSENT]
     fixed = [one for one in known if one.key in FIXED or one.key.startswith("data.")]
-    refused = fixed or [one for one in found if one.key not in FREE and not options.allow_config_change]
-    if refused:
+    if refused := fixed or ([] if options.allow_config_change else found):
         text = "the run was started with different settings; repeat them, or pass `allow_config_change=True`"
         if fixed:
             text = "the run used other data, another objective or network; choose another `out`"

@@ -114,20 +114,12 @@ class LoopFields(Described, Generic[Open]):
     """Recompute activations in the backward pass to save memory."""
     compile: bool = False
     """Compile the network's blocks with torch.compile."""
-    fsdp: bool = False
-    """Split weights, gradients and the optimizer's state over the processes of accelerate."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """Device to train on."""
     threads: Positive | Open = OPEN
     """CPU threads; they affect rounding. Default: PyTorch's."""
     max_non_finite: Positive = 10
     """Steps in a row with a non-finite loss or gradient after which the training fails."""
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> "LoopFields[Open]":
-        if self.fsdp and self.mixed_precision == "fp16":
-            raise ValueError("`fsdp=True` needs `mixed_precision` bf16 or no, not fp16")
-        return self
 
 
 class DenoiserFields(LoopFields[Open], Generic[Open]):
@@ -214,10 +206,6 @@ class DistillFields(DenoiserFields[Open], Generic[Open]):
             raise ValueError(f"`strategy` {self.strategy}: is for `teacher` routed; choose that, or drop it")
         if self.strategy is not None and self.strategy.partition("-")[0] in ("draw", "commit"):
             raise ValueError(f"`strategy` {self.strategy}: keeps one expert per sample; use full")
-        if self.sampling_steps == 1 and self.fsdp:
-            raise ValueError(
-                "`fsdp=True` splits weights whose derivative a student of one step needs; drop it"
-            )
         if self.sampling_steps is None and self.guidance_scale != 1:
             text = f"`guidance_scale` {self.guidance_scale:g} is for a student of few steps"
             raise ValueError(f"{text}; pass `sampling_steps` too")

@@ -27,7 +27,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hddm.training import resume
-from hddm.training.device import split_like, whole
 from hddm.training.resume import CHECKPOINTS, RUN_FILE, Change, checkpoints_in, run_folder_of, step_of
 from hddm.training.settings import Keeping, RunOptions
 from hddm.utils.errors import HddmError
@@ -134,16 +133,7 @@ class TrainingState:
         return len(self.losses)
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Return all tensors by file and name; a parameter with two names occurs once.
-
-        They are not copied, but for those that are split over processes (`hddm.training.device.whole`).
-        """
-        return {
-            file: {name: whole(value) for name, value in tensors.items()}
-            for file, tensors in self._live().items()
-        }
-
-    def _live(self) -> dict[str, dict[str, Tensor]]:
+        """Return all tensors by file and name, not copied; a parameter with two names occurs once."""
         trained, saved = self._trained(), self.network.state_dict()
         moments = {
             f"{key}.{name}": value
@@ -164,7 +154,7 @@ class TrainingState:
         with self.ema.averaged():
             for name, value in self.network.state_dict().items():
                 dtype = torch.bfloat16 if value.is_floating_point() else value.dtype
-                self.weak[name] = whole(value).to("cpu", dtype, copy=True)
+                self.weak[name] = value.to("cpu", dtype, copy=True)
 
     def progress(self) -> ProgressRecord:
         """Return the counters."""
@@ -180,17 +170,16 @@ class TrainingState:
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Mapping[str, Tensor]], progress: ProgressRecord) -> None:
         """Load what `tensors` and `progress` gave, of the same network."""
-        live, trained = self._live(), self._trained()
+        live, trained = self.tensors(), self._trained()
         for file in (WEIGHTS, EMA):
             for key, value in live[file].items():
-                value.copy_(split_like(tensors[file][key], value))
+                value.copy_(tensors[file][key])
         for key, value in tensors[OPTIMIZER].items():
             # A copy: rounding may depend on where in memory a tensor begins, and a mapped one begins
             # anywhere. The step count goes along, since the fused optimizer reads it on the device.
             moment, _, parameter = key.partition(".")
             of = trained[parameter]
-            kept = split_like(value, of) if value.ndim else value.to(of.device)
-            self.optimizer.state[of][moment] = kept.clone()
+            self.optimizer.state[of][moment] = value.to(of.device).clone()
         self.losses = tensors[LOSSES]["losses"].tolist()
         self.weak = dict(tensors.get(WEAK, {}))
         self.ema.updates = progress.ema_updates
@@ -248,11 +237,8 @@ class Run:
         # By the clock alone, a checkpoint of skipped steps must not replace a good one.
         return (is_late and not state.non_finite) or state.step % self.options.checkpoint_every == 0
 
-    def save(self, state: TrainingState, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Write a checkpoint, verify it, and only then remove older ones; disk errors raise `HddmError`.
-
-        ``tensors`` are those of ``state``.
-        """
+    def save(self, state: TrainingState) -> None:
+        """Write a checkpoint, verify it, and only then remove older ones; disk errors raise `HddmError`."""
         begun = time.monotonic()
         target = self._checkpoints / f"step_{state.step:08d}"
         if _is_complete(target):
@@ -261,7 +247,7 @@ class Run:
             # Damaged, or the run would have resumed from it.
             remove(target)
         with new_folder(target, MANIFEST, is_locked=True, kept=self.kept) as draft:
-            for name, each in tensors.items():
+            for name, each in state.tensors().items():
                 on_cpu = {key: value.cpu().contiguous() for key, value in each.items()}
                 save_file(on_cpu, draft / f"{name}.safetensors")
             write_json(draft / PROGRESS, state.progress().model_dump(mode="json"))
