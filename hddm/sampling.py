@@ -37,7 +37,7 @@ from hddm.running import Batch, Plan, pick_experts, posterior_of, run
 from hddm.settings import SampleSettings, SamplingSettings
 from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, OnStep, Solver, euler, solver_named, unchanged
 from hddm.utils.errors import HddmError
-from hddm.utils.records import WHOLE, NoiseRange
+from hddm.utils.records import WHOLE
 from hddm.velocity import VelocityField
 
 
@@ -114,7 +114,6 @@ def plan(
     shape: tuple[int, ...] | None = None,
     noise: Noise = Seeded(),  # noqa: B008 - it holds a number alone
     picture: Callable[[int], Picture | None] = lambda expert: None,
-    part: NoiseRange = WHOLE,
     times: Tensor | None = None,
 ) -> Plan:
     """Decide how samples are drawn; an argument that is None takes the model's own value.
@@ -133,8 +132,7 @@ def plan(
         shape: (C, H, W) of a sample, where it is not the model's.
         noise: see `hddm.noise`.
         picture: what samples begin with, and what of it stays; see `hddm.editing`.
-        part: (low, high): sample from t = high down to t = low only.
-        times: in place of ``steps``, ``shift`` and ``part``.
+        times: in place of ``steps`` and ``shift``.
 
     Raises:
         HddmError: for an unknown strategy, solver or expert, numbers outside their ranges, a student with
@@ -162,8 +160,7 @@ def plan(
     solver_name, solver = resolve_solver(model, solver)
     if times is None:
         grid_steps = steps if steps is not None else model.sampling_steps or DEFAULT_STEPS
-        low, high = part
-        times = low + (high - low) * time_grid(grid_steps, model.shift if shift is None else shift)
+        times = time_grid(grid_steps, model.shift if shift is None else shift)
         first = picture(expert or 0)
         times = times if first is None else first.times(times)
         is_edit = first is not None and first.source is not None

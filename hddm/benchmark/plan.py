@@ -359,12 +359,6 @@ IMAGES = 32
 _STEPS = 3
 # Late enough for a calibration to take part.
 _TIME = 0.75
-# Options that do not affect the cost of one image, in training or in sampling.
-_COSTLESS = """
---steps --batch-size --gradient-accumulation-steps --warmup --ema-decay --learning-rate --muon-learning-rate
---weighting --time-sampling --snr-gamma --condition-dropout --random-flip --weak-at --calibrate --objective
---seed --device --threads --mixed-precision --checkpoint-every --num-images --start
-"""
 # Counted in float32 on the CPU, so that the count is the same everywhere.
 _PLAIN = "--device cpu --threads 1 --mixed-precision no --gradient-accumulation-steps 1"
 
@@ -436,8 +430,7 @@ def count_sampling(words: Sequence[str], run: Run) -> int:
 
 def cost_key(step: Step) -> str:
     """Hash of what the counted operations of an image depend on: options and networks, but no seed."""
-    free = {*_COSTLESS.split()} - ({"--steps"} if step.verb == "sample" else set())
-    kept = (word for option in step.options if option[0] not in free for word in option)
+    kept = (word for option in step.options if option[0] != "--seed" for word in option)
     # Whatever the names of its inputs.
     words = ["$" if "$" in word else word for word in kept]
     return hash_of(["cost", words, [_shape_of(one.path) for one in step.inputs.values()]])

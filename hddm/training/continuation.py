@@ -124,7 +124,7 @@ def train(
         if init is not None:
             losses = continue_expert(init, shard, out, settings, overwrite, progress.reach, run)
         else:
-            losses = train_expert(shard, out, settings, schedule, None, overwrite, progress.reach, run)
+            losses = train_expert(shard, out, settings, schedule, overwrite, progress.reach, run)
     if losses:
         report(f"{out}: {summary_of(losses)}")
     return out

@@ -58,7 +58,6 @@ def train_expert(
     out: Path,
     settings: ExpertSettings,
     schedule: Schedule | Path | None = None,
-    schedule_source: str | None = None,
     overwrite: bool = False,
     on_step: OnStep | None = None,
     run: RunOptions | None = None,
@@ -67,9 +66,8 @@ def train_expert(
 
     Only the shard is read: no other expert's weights, gradients or data. `hddm.data.partition.partition` or
     `hddm.data.encoding` writes it. ``schedule`` is DDPM's, cosine by default, or a file with a scheduler
-    config of diffusers; ``schedule_source`` is its origin for the record, by default that file. ``on_step``
-    is called after each step. ``run`` says how the training is kept beside ``out``, to be resumed and
-    watched; without it nothing is kept.
+    config of diffusers. ``on_step`` is called after each step. ``run`` says how the training is kept beside
+    ``out``, to be resumed and watched; without it nothing is kept.
 
     Raises:
         HddmError: for a shard that is unreadable or too small, images that do not fit the network, a run that
@@ -80,7 +78,7 @@ def train_expert(
     shard = open_shard(shard_folder)
     recipe, objective = resolve_new(shard, settings, schedule, before)
     origin = str(schedule) if isinstance(schedule, Path) else DEFAULT_SCHEDULE
-    record = new_record(shard, recipe, objective, schedule_source or origin)
+    record = new_record(shard, recipe, objective, origin)
     null_text = {TEXT: shard.texts.null} if recipe.text_conditional and shard.texts else {}
     text_dim = null_text[TEXT].shape[-1] if null_text else None
     expert = Expert(transformer_of(recipe, record, text_dim), record, None, null_text)

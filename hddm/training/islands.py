@@ -167,7 +167,7 @@ def train_island(island: Island, on_step: OnStep | None = None) -> list[float]:
     try:
         if island.init is not None:
             return continue_expert(island.init, shard, out, settings, overwrite, on_step, run)
-        return train_expert(shard, out, settings, island.schedule, None, overwrite, on_step, run)
+        return train_expert(shard, out, settings, island.schedule, overwrite, on_step, run)
     except (OSError, SafetensorError) as error:
         text = f"could not be written, or its data read ({error}); fix that, and `resume=True` continues"
         raise HddmError(f"{out}: {text}") from error

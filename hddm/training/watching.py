@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from hddm.conditions import LABELS, Conditions
 from hddm.data.images import save_png, tiled, to_bytes
 from hddm.data.shards import Shard, open_shard
-from hddm.noise import Latents, Seeded
+from hddm.noise import Seeded
 from hddm.running import Batch, run
 from hddm.sampling import plan
 from hddm.training.denoising import velocity_errors
@@ -34,7 +34,7 @@ from hddm.training.state import Run
 from hddm.utils.errors import HddmError, one_line, optional
 from hddm.utils.files import write_whole
 from hddm.utils.streams import Use, generator
-from hddm.velocity import PredictionType, VelocityField
+from hddm.velocity import VelocityField
 
 T = TypeVar("T")
 
@@ -160,29 +160,24 @@ class SampleGrids:
 
     Class-conditional networks draw the classes in turn, text-conditional ones the first captions of the
     shard, others null conditions. Latents are not decoded: their first three channels are shown as colours.
-    ``conditions`` are the names of those that the network is trained with. A network for t in [low, high]
-    alone goes from images of the shard, with their classes, at high to the x_0 that it means at low.
+    ``conditions`` are the names of those that the network is trained with.
     """
 
     def __init__(self, field: VelocityField, shard: Shard, conditions: Collection[str], folder: Path) -> None:
-        self._field, self._folder = field, folder
-        self._space, self._shape = shard.space, shard.shape
-        self._conditions: dict[str, Tensor] = {}
-        self._num = IMAGES
+        self._field, self._folder, self._space = field, folder, shard.space
+        self._num, given = IMAGES, dict[str, Tensor]()
         if TEXT in conditions and shard.texts is not None:
             self._num = min(IMAGES, len(shard))
-            self._conditions[TEXT] = shard.texts.take(torch.arange(self._num))
-        rows = torch.arange(self._num) % len(shard)
-        self._x_0 = shard.take(rows)
+            given[TEXT] = shard.texts.take(torch.arange(self._num))
         if LABELS in conditions:
-            own = shard.labels if field.noise_range[1] < 1 else None
-            in_turn = torch.arange(self._num) % len(shard.classes)
-            self._conditions[LABELS] = in_turn if own is None else own[rows]
+            given[LABELS] = torch.arange(self._num) % len(shard.classes)
+        self._conditions = Conditions(given)
 
     def draw(self, report: StepReport) -> dict[str, Tensor]:
         """Write grids and return them, (C, H, W) in bytes, by "raw" and "ema"; {} if the training is to stop.
 
-        Raises `OSError` where they cannot be written, `HddmError` for samples that are not finite.
+        Raises `OSError` where they cannot be written, `HddmError` for samples that are not finite, or for a
+        network for a part of t, which cannot sample alone.
         """
         state, grids = report.state, {}
         with undisturbed(state.network):
@@ -200,18 +195,11 @@ class SampleGrids:
 
     def _grid(self, report: StepReport) -> Tensor:
         field = self._field
-        low, high = field.noise_range
-        x = (1 - high) * self._x_0 + high * Seeded(SEED).initial(range(self._num), self._shape)
         steps = STEPS if field.sampling_steps is None else None
-        how = plan(field, steps=steps, part=field.noise_range, noise=Latents(x))
-        conditions = Conditions(self._conditions).map(lambda value: value.to(field.device))
+        how = plan(field, steps=steps, noise=Seeded(SEED))
+        conditions = self._conditions.map(lambda value: value.to(field.device))
         alone = Batch.of(self._num, conditions, torch.zeros(self._num, dtype=torch.long))
-        x = run(how, alone, stop=report.should_stop)
-        if low > 0:
-            with torch.no_grad():
-                given: dict[str, Any] = conditions.given
-                x = x - low * field.velocity(x, how.times[-1], **given)
-        return grid_of(shown(x.cpu(), self._space))
+        return grid_of(shown(run(how, alone, stop=report.should_stop).cpu(), self._space))
 
 
 STRATA = 10
@@ -223,10 +211,9 @@ _COST = 0.02
 class HeldOut:
     """Mean squared error of the velocity on images that are not trained on, by noise level.
 
-    The images and their noise are the same at every measurement, for raw and for averaged weights. With the
-    velocity's error e(t), the error of the network's own prediction is f(t)² e(t), where f is 1 - t for
-    epsilon, t for x_0, sqrt(t² + (1 - t)²) for v_prediction and 1 for flow_prediction. Measurements are a
-    part of the training's state, and so of its checkpoints and of the finished expert's record.
+    The images and their noise are the same at every measurement, for raw and for averaged weights.
+    Measurements are a part of the training's state, and so of its checkpoints and of the finished expert's
+    record.
     """
 
     def __init__(self, field: VelocityField, held_out: Shard, every: int) -> None:
@@ -258,20 +245,9 @@ class HeldOut:
         means = {name: sum(one) / STRATA for name, one in errors.items()}
         text = "step %d: error of the velocity on held-out images %.4f, of averaged weights %.4f"
         log.info(text, report.step, means["raw"], means["ema"])
-        own = [_of_prediction(self._field.prediction_type, t) ** 2 for t in self._times]
         figures = {f"held_out/{name}": mean for name, mean in means.items()}
-        for name, one in errors.items():
-            predicted = sum(a * b for a, b in zip(own, one, strict=True)) / STRATA
-            figures[f"held_out/{name}_prediction"] = predicted
         by_noise = zip(self._times, errors["ema"], strict=True)
         return figures | {f"held_out_by_noise/{t:.2f}": one for t, one in by_noise}
-
-
-def _of_prediction(kind: PredictionType, t: float) -> float:
-    """Factor of the error of a network's own prediction on the error of the velocity."""
-    factors = {PredictionType.EPSILON: 1 - t, PredictionType.SAMPLE: t}
-    factors[PredictionType.V_PREDICTION] = math.hypot(t, 1 - t)
-    return factors.get(kind, 1.0)
 
 
 @contextlib.contextmanager
