@@ -11,7 +11,7 @@ import pytest
 
 from hddm.benchmark.report import REPORT_FILE, tables_text, write_report
 from hddm.benchmark.results import Results, read_results
-from tests.artefacts import Command, refusal, write_images
+from tests.artefacts import Command, write_images
 from tests.benchmark_files import FLOW, MIXED, SINGLE, THREE, Finished, compared, more_seeds
 
 
@@ -63,20 +63,6 @@ def test_a_model_that_did_not_learn_is_shown_and_not_compared(three: Results) ->
     assert "homogeneous flow: did not learn" in (results.answers[1].verdict.why or "")
 
 
-def test_what_does_not_compare_is_listed(miniature: Finished) -> None:
-    text = (miniature.out / "tables.md").read_text()
-    for line in (
-        "Published distances: they are of 50,000 images and Inception's features; these are of 40",
-        "Too few images for the features: 6 rows",
-        "Budget “all” is not equal: training homogeneous flow costs",
-        "an expert alone, and within the ensemble: 3 of 3 images are the same file",
-    ):
-        assert line in text
-    assert "Budget “ensembles”" not in text
-    assert "| models, by domain" in text
-    assert "first: share" in text
-
-
 def test_the_page_needs_no_other_file_and_names_are_no_html(miniature: Finished, tmp_path: Path) -> None:
     page = (miniature.out / REPORT_FILE).read_text()
     assert set(re.findall(r'(?:src|href)="([a-z]+:)', page)) == {"data:"}
@@ -85,28 +71,6 @@ def test_the_page_needs_no_other_file_and_names_are_no_html(miniature: Finished,
     scored = tuple(one.model_copy(update={"row": f"<b>{one.row}"}) for one in miniature.results.scored)
     write_report(tmp_path, miniature.results.model_copy(update={"scored": scored, "comparisons": ()}))
     assert "<b>single" not in (tmp_path / REPORT_FILE).read_text()
-
-
-def test_results_of_other_formats_and_without_what_decides_are_refused(
-    miniature: Finished, tmp_path: Path
-) -> None:
-    text = (miniature.out / "results.json").read_text()
-    for old, new, message in (
-        (
-            '"format":"4.0","kind":"benchmark"',
-            '"format":"3.0","kind":"benchmark"',
-            "format 3.0 is no longer read",
-        ),
-        (
-            '"split":"validation","distance"',
-            '"split":"held_out","distance"',
-            "no distance to validation images",
-        ),
-    ):
-        compact = re.sub(r'\n *|(?<=[:,]) (?=["\d\[{])', "", text).replace('": "', '":"').replace('": ', '":')
-        assert old in compact
-        (tmp_path / "results.json").write_text(compact.replace(old, new))
-        assert message in refusal(read_results, tmp_path)
 
 
 def test_real_images_in_a_folder_with_a_space_in_its_name_are_shown(
@@ -200,20 +164,5 @@ def test_benchmarks_that_differ_in_more_than_the_model_are_refused_with_the_list
     assert "validation.hash" in err
     assert "held_out.hash" in err
     assert hddm("compare", a, copy("c", _steps), "--varies", "steps")[0] == 0
-
-
-def test_what_does_not_compare_is_refused(
-    copy: Copy, miniature: Finished, tmp_path: Path, hddm: Command
-) -> None:
-    a = copy("a")
-    renamed = copy("b", lambda row: row.update(row=f"my {row['row']}"))
-    evaluation = tmp_path / "evaluation.json"
-    evaluation.write_text(json.dumps({"kind": "evaluation", "format": "2.0"}))
-    for paths, message in (
-        ([miniature.out, a], "not comparable: too few images: 64 features"),
-        ([a, renamed], "no row of their first tables in common"),
-        ([a, evaluation], f"{evaluation}: is not a benchmark"),
-    ):
-        code, _, err = hddm("compare", *paths)
-        assert code == 1
-        assert message in err
+    renamed = copy("d", lambda row: row.update(row=f"my {row['row']}"))
+    assert "no row of their first tables in common" in hddm("compare", a, renamed)[2]

@@ -1,12 +1,9 @@
 """The training benchmark in small, and that its ways are the same training."""
 
-import itertools
 import json
-import os
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.harness import Start
 from benchmarks.timing import Taken
@@ -14,24 +11,11 @@ from benchmarks.training.__main__ import measure_training
 from benchmarks.training.checklist import (
     covered,
 )
-from benchmarks.training.networks import CPU, CUDA, QUICK, Settings, diffusers_dit, expert, millions
+from benchmarks.training.networks import QUICK
 from benchmarks.training.report import lines
-from benchmarks.training.tables import BLOCK, EAGER, WHOLE, measure_table
 from benchmarks.training.times import DIFFUSERS, OWN, OWN_PRODUCTS, PLAIN, PRODUCTS, ZERO
 
 WAYS = [DIFFUSERS, OWN, PLAIN, ZERO, PRODUCTS, OWN_PRODUCTS]
-
-
-@pytest.mark.parametrize("settings", [CPU, CUDA], ids=["cpu", "cuda"])
-def test_adaln_zero_is_what_tells_the_sizes_of_both_networks_apart(settings: Settings) -> None:
-    with torch.device("meta"):
-        dit, single, zero = diffusers_dit(settings), expert(settings, "single"), expert(settings, "zero")
-    width, depth = settings.hidden_size, settings.depth
-    # Every block of diffusers' DiT embeds time (two layers) and label; ours do that once.
-    embedding = width * (256 + width + 2) + width * (settings.classes + 1)
-    positions = width * settings.tokens
-    assert 1e6 * (millions(dit) - millions(zero)) == pytest.approx((depth - 1) * embedding - positions, abs=1)
-    assert millions(single) < millions(zero) < millions(dit)
 
 
 @pytest.mark.slow
@@ -47,18 +31,6 @@ def test_the_quick_run_writes_a_report_that_says_what_was_met(tmp_path: Path) ->
     text = "\n".join(lines(QUICK, content | {"waited": {"float32": 0.03}}, {"float32": taken}))
     assert "diffusers' DiT, plain loop; target at least 1.05: met." in text
     assert "waits 3.00% of a step for its inputs; target at most 3 %: met." in text
-
-
-@pytest.mark.slow
-def test_the_quick_table_has_every_cell(tmp_path: Path) -> None:
-    written = measure_table(Start(tmp_path, command="training --table --quick"), rounds=1, quick=True)
-    content = json.loads(written.with_suffix(".json").read_text())
-    cells = {(one["threads"], *one["times"], one["compiled"]) for one in content["cells"]}
-    cores = {1, os.cpu_count()}
-    assert cells == set(itertools.product(cores, ("float32", "bfloat16"), (False, True)))
-    graphs = {(kind, way): one["graphs"] for kind, way, one in content["compiling"]}
-    assert {way for _, way in graphs} == {EAGER, WHOLE, BLOCK}
-    assert all(number == (way != EAGER) for (kind, way), number in graphs.items() if "expert" in kind)
 
 
 def test_the_time_that_kernels_run_counts_what_overlaps_once() -> None:

@@ -246,25 +246,18 @@ def _refused(init: Path, shard: Path, tmp_path: Path, objective: str = "flow", *
 
 
 def test_what_does_not_fit_the_init_is_refused(
-    whole: Path,
-    class_expert: Path,
-    ddpm_expert: Path,
-    flow_expert: Path,
-    continued: Path,
-    ensemble: Path,
-    tmp_path: Path,
+    whole: Path, class_expert: Path, ddpm_expert: Path, flow_expert: Path, continued: Path, tmp_path: Path
 ) -> None:
     (large,) = partition(write_images(tmp_path / "images", side=6), tmp_path / "large", 1)
     assert "its shape is (1, 6, 6), the expert's (1, 4, 4)" in _refused(ddpm_expert, large, tmp_path)
-    assert "not an expert folder" in _refused(ensemble, whole, tmp_path)
     other, asked = copied(class_expert, tmp_path), {"class_conditional": True}
     edit_json(other / "expert.json", classes=["cats", "dogs"])
     message = _refused(other, whole, tmp_path, **asked)
     assert f"its classes are ['columns', 'rows'], those of {other} ['cats', 'dogs']" in message
     edit_json(other / "expert.json", null_class=None)
     assert "no empty default for class_labels" in _refused(other, whole, tmp_path)
-    assert "predicts sample" in _refused(flow_expert, whole, tmp_path, "ddpm")
-    assert "continued with flow matching" in _refused(continued, whole, tmp_path, "ddpm")
+    for init in (flow_expert, continued):
+        assert "was trained with flow matching" in _refused(init, whole, tmp_path, "ddpm")
 
 
 def test_the_calibration_of_a_training_is_not_fitted_anew_and_an_init_that_lost_it_is_refused(
@@ -294,10 +287,7 @@ def test_the_folder_holds_the_adapter_and_says_what_it_adapts(
     assert {path.name for path in adapter.iterdir()} == {
         *(ADAPTER_CONFIG, ADAPTER_WEIGHTS, CALIBRATION, "config.json", EXPERT_FILE, MANIFEST)
     }
-    before, facts = (json.loads((folder / EXPERT_FILE).read_text()) for folder in (ddpm_expert, adapter))
-    changed = {"objective", "training_calibration", "shard", "adapter", "training"}
-    assert {key for key in facts if facts[key] != before[key]} == changed
-    assert (facts["objective"], facts["training_calibration"]) == ("flow", True)
+    facts = json.loads((adapter / EXPERT_FILE).read_text())
     assert facts["shard"] == shard_record(shards / "shard_1")
     sha256 = hashlib.sha256((ddpm_expert / WEIGHTS).read_bytes()).hexdigest()
     assert facts["adapter"]["base_sha256"] == facts["training"]["init_sha256"] == sha256
@@ -392,8 +382,6 @@ def test_adapting_nothing_or_without_peft_is_refused(
     settings = expert_settings("flow", lora_rank=2)
     with pytest.raises(HddmError, match="`lora_rank` adapts an existing expert; pass `init`"):
         train_expert(shards / "shard_1", tmp_path / "out", settings)
-    with pytest.raises(ValueError, match="`compile` does not work with `lora_rank`"):
-        expert_settings("flow", lora_rank=2, compile=True)
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(HddmError, match=r"pip install '\.\[lora\]' in a checkout"):
         continue_expert(ddpm_expert, shards / "shard_1", tmp_path / "out", settings)

@@ -15,9 +15,7 @@ from typing import Any
 import pytest
 
 from hddm.networks.folders import WEIGHTS
-from hddm.training.expert import train_expert
 from hddm.training.islands import Island, make_islands, prepare, train_island, train_islands
-from hddm.training.loop import summary_of
 from hddm.training.resume import run_folder_of
 from hddm.training.settings import RunOptions, parse_objectives
 from hddm.utils.errors import HddmError, Stopped
@@ -42,22 +40,6 @@ def test_objectives_are_given_by_shard_and_those_that_leave_a_doubt_are_refused(
     for text in ("0=ddpm,4=flow,*=flow", "0=ddpm,2=flow", "0=ddpm,0=flow,*=flow", "0=dpm"):
         told = f"`objective` {text}: name ddpm or flow once for each of shards 0 to 3"
         assert told in refusal(parse_objectives, text, 4)
-
-
-def test_what_concerns_one_objective_is_for_its_shards_only() -> None:
-    folders, schedule = [Path("a"), Path("b")], Path("schedule.json")
-
-    def islands(*objectives: str, schedule: Path | None = None, **changes: object) -> list[Island]:
-        settings = {name: expert_settings(name, **changes) for name in set(objectives)}
-        return make_islands(folders, Path("o"), objectives, settings, RunOptions(), schedule)
-
-    ddpm, flow = islands("ddpm", "flow", schedule=schedule, snr_gamma=5.0)
-    assert (ddpm.settings.snr_gamma, ddpm.schedule) == (5.0, schedule)
-    assert (flow.settings.snr_gamma, flow.schedule) == (None, None)
-    assert [ddpm.out, flow.out] == [Path("o/expert_0"), Path("o/expert_1")]
-    # Where all shards have one objective, its training refuses what is for the other.
-    (flow, _) = islands("flow", "flow", schedule=schedule, snr_gamma=5.0)
-    assert (flow.settings.snr_gamma, flow.schedule) == (5.0, schedule)
 
 
 def test_folders_in_the_way_and_runs_worked_on_are_told_at_once_and_nothing_starts(
@@ -98,21 +80,8 @@ def test_settings_that_one_shard_does_not_allow_are_told_before_the_first_is_tra
     first, size, objective = refusal(train_islands, islands).splitlines()
     assert "2 of 3 experts cannot be trained as requested, so none was" in first
     assert "expert_1: images are 4×4; `size` 4x24/16 takes squares divisible by 16" in size
-    assert f"expert_2: {flow_expert}: is a flow expert, which predicts sample" in objective
+    assert f"expert_2: {flow_expert}: was trained with flow matching" in objective
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_an_island_reports_every_step(whole: Path, tmp_path: Path) -> None:
-    reports: list[tuple[int, int, float, float]] = []
-    settings = expert_settings("flow", steps=20, threads=1)
-    island = replace(_island(whole, tmp_path / "out"), settings=settings)
-    outcomes = train_islands([island], on_step=lambda *report: reports.append(report))
-    losses = train_expert(whole, tmp_path / "alone", settings)
-    assert (island.out / WEIGHTS).read_bytes() == (tmp_path / "alone" / WEIGHTS).read_bytes()
-    assert [report[:3] for report in reports] == [(0, n, loss) for n, loss in enumerate(losses, 1)]
-    assert all(report[3] > 0 for report in reports)
-    assert outcomes == [summary_of(losses)]
 
 
 @pytest.mark.slow

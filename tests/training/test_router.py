@@ -27,14 +27,10 @@ from hddm.training.router import (
     is_better_than_chance,
     train_router,
 )
-from hddm.utils.errors import HddmError
 from tests.artefacts import (
     Command,
     contents,
-    copied,
-    edit_json,
     pixels_of,
-    refusal,
     router_settings,
     with_pixels,
     write_images,
@@ -118,14 +114,6 @@ def test_a_router_is_judged_by_images_that_it_was_not_trained_on_where_there_are
     assert 32 <= number < 80
     found = _accuracy(tmp_path / "router")
     assert (found["of"], found["images"]) == ("held-out images", number)
-
-    # Shards change places, and what was kept from them does not.
-    held_out[0].rename(tmp_path / "aside")
-    held_out[1].rename(held_out[0])
-    (tmp_path / "aside").rename(held_out[1])
-    with pytest.raises(HddmError, match=r"held_out/shard_0: its images were not held out from .*shard_0"):
-        train_router(tmp_path / "shards", tmp_path / "again", router_settings())
-    assert not (tmp_path / "again").exists()
 
     shutil.rmtree(tmp_path / "shards" / "held_out")
     train_router(tmp_path / "shards", tmp_path / "kept", router_settings(calibrate=True))
@@ -272,8 +260,6 @@ def test_what_is_held_out_is_a_part_of_the_shard_and_depends_on_content_alone(wh
     # The same image twice is on one side.
     twice = held_out(with_pixels(shard, pixels_of(shard).repeat(2, 1, 1, 1)))
     assert torch.equal(twice[: len(order)], twice[len(order) :])
-    with pytest.raises(HddmError, match="too similar to hold some out; leave `calibrate` out"):
-        held_out(with_pixels(shard, pixels_of(shard)[:1].repeat(20, 1, 1, 1)))
 
 
 @pytest.mark.integration
@@ -302,11 +288,3 @@ def test_held_out_images_are_never_trained_on_and_what_they_say_is_recorded(
     assert weights[0] == weights[1]
     facts = read_router(tmp_path / "rest")[1]
     assert (facts.temperatures, facts.calibration) == ((1.0,), {})
-
-
-@pytest.mark.parametrize("temperatures", [[], [0.0], [1.0, float("inf")]], ids=str)
-def test_a_router_of_no_sound_temperatures_is_refused(
-    temperatures: object, router: Path, tmp_path: Path
-) -> None:
-    edit_json(copied(router, tmp_path) / "router.json", temperatures=temperatures)
-    assert "router.json: key 'temperatures" in refusal(read_router, tmp_path / "router")

@@ -37,7 +37,6 @@ from tests.artefacts import (
     draw,
     edit_json,
     expert_settings,
-    refusal,
     seal,
 )
 from tests.checkpoint_files import pipeline, plain_unet
@@ -233,8 +232,6 @@ def test_a_calibration_that_no_fit_gives_is_refused(class_expert: Path, tmp_path
     changes: list[tuple[Callable[[dict[str, Tensor]], object], str]] = [
         (lambda found: found["weights"][-1, :1].fill_(torch.inf), "'weights' holds NaN or Inf; get"),
         (lambda found: found["weights"][0].fill_(1.5), "has weights from 0 to 1.5, outside [0, 1]"),
-        (lambda found: found["variances"][-1].fill_(0), "has a variance of 0, but variances must be above 0"),
-        (lambda found: found["times"][2].fill_(2), "has times that do not rise from 0 to 1"),
         (lambda found: found.update(basis=found["basis"][:, 1:]), "shapes of its tensors do not match"),
     ]
     for n, (change, problem) in enumerate(changes):
@@ -304,9 +301,7 @@ def test_a_wrong_call_is_told_from_a_bad_expert_by_its_code(
         ((folder, "--data", shards / "shard_0"), "use its own images"),
         ((folder, "--data", shards), f"none of its 2 shards is that of {folder}, which is of shard "),
         ((folder, "--data", damaged), "its content changed since the partition"),
-        ((folder, "--device", "cuda:99"), "is not available here ("),
         ((router,), "holds no expert.json, nor does a folder in it"),
-        ((tmp_path / "none",), "no such file or folder"),
     ):
         code, out, err = hddm("verify", *options)
         assert (code, out, err.count("\n")) == (2, "", 1)
@@ -382,7 +377,6 @@ def test_errors_on_gaussian_images_are_the_posterior_variance(variance: float) -
         assert level.zero == pytest.approx(1 + variance + mean.square().mean().item(), rel=0.03)
     assert abs(found.margin) < 0.01 * found.gaussian
     assert found.expert <= found.gaussian
-    assert "at least 2 images, not 1" in refusal(denoising, field, images[:1])
 
 
 def _spoil_last_byte(path: Path) -> None:
