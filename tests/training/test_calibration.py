@@ -27,7 +27,6 @@ from hddm.utils.errors import HddmError
 from hddm.utils.streams import Use, generator
 from hddm.velocity import VelocityField
 from tests.artefacts import (
-    Command,
     contents,
     copied,
     edit_json,
@@ -182,21 +181,6 @@ def test_what_cannot_be_calibrated_stays_as_it_was(
     assert contents(tmp_path) == before
     recalibrate(part, shards / "shard_0")
     assert Calibration.load(part).times[:2].tolist() == [0, 0.75]
-
-
-@pytest.mark.integration
-def test_calibrating_without_data_from_the_command_line(
-    shards: Path, ddpm_expert: Path, tmp_path: Path, hddm: Command
-) -> None:
-    expert = copied(ddpm_expert, tmp_path)
-    code, out, err = hddm("calibrate", expert, "--num-images", 16, "--steps", 3, "--seed", 2)
-    assert code == 0, err
-    assert out == f"{expert}: calibrated on 16 samples of its own\n"
-    data = ["--data", shards / "shard_0"]
-    code, _, err = hddm("calibrate", expert, *data, "--steps", 5)
-    assert (code, "--steps: with --data no samples are drawn" in err) == (2, True)
-    assert hddm("calibrate", expert, *data)[0] == 0
-    assert open_shard(shards / "shard_0").hash in calibration_record(expert)["data"]
 
 
 @pytest.mark.slow

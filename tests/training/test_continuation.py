@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.checkpoints.inspect_models import inspect_model
 from hddm.data.partition import partition
 from hddm.data.shards import open_shard
-from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from hddm.experts.lora import ADAPTER_WEIGHTS
 from hddm.experts.records import EXPERT_FILE, Expert, ExpertRecord, read_expert, save_expert
 from hddm.networks.folders import WEIGHTS
 from hddm.training.calibrate import recalibrate
@@ -281,21 +280,6 @@ def adapter(shards: Path, ddpm_expert: Path, tmp_path_factory: pytest.TempPathFa
     return out
 
 
-def test_the_folder_holds_the_adapter_and_says_what_it_adapts(
-    shards: Path, ddpm_expert: Path, adapter: Path
-) -> None:
-    assert {path.name for path in adapter.iterdir()} == {
-        *(ADAPTER_CONFIG, ADAPTER_WEIGHTS, CALIBRATION, "config.json", EXPERT_FILE, MANIFEST)
-    }
-    facts = json.loads((adapter / EXPERT_FILE).read_text())
-    assert facts["shard"] == shard_record(shards / "shard_1")
-    sha256 = hashlib.sha256((ddpm_expert / WEIGHTS).read_bytes()).hexdigest()
-    assert facts["adapter"]["base_sha256"] == facts["training"]["init_sha256"] == sha256
-    assert (facts["adapter"]["rank"], facts["adapter"]["alpha"]) == (2, 4)
-    assert (adapter / facts["adapter"]["base"]).resolve() == ddpm_expert.resolve()
-    assert json.loads((adapter / ADAPTER_CONFIG).read_text())["lora_alpha"] == 4
-
-
 def test_only_attention_and_mlps_differ_from_the_base_and_by_the_rank(
     ddpm_expert: Path, adapter: Path
 ) -> None:
@@ -374,15 +358,3 @@ def test_an_adapter_can_be_trained_on_as_a_whole_but_not_adapted(
         torch.testing.assert_close(weight, merged[name], rtol=1e-5, atol=1e-6)
     with pytest.raises(HddmError, match=r"holds no diffusion_pytorch_model.safetensors that could be"):
         continue_expert(adapter, shards / "shard_1", tmp_path / "on", expert_settings("flow", lora_rank=2))
-
-
-def test_adapting_nothing_or_without_peft_is_refused(
-    shards: Path, ddpm_expert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = expert_settings("flow", lora_rank=2)
-    with pytest.raises(HddmError, match="`lora_rank` adapts an existing expert; pass `init`"):
-        train_expert(shards / "shard_1", tmp_path / "out", settings)
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(HddmError, match=r"pip install '\.\[lora\]' in a checkout"):
-        continue_expert(ddpm_expert, shards / "shard_1", tmp_path / "out", settings)
-    assert not (tmp_path / "out").exists()

@@ -34,7 +34,7 @@ from hddm.training.expert import train_expert
 from hddm.training.loop import Inputs, OnStep, StepReport, Task, fit
 from hddm.training.settings import RunOptions
 from hddm.training.state import open_run
-from hddm.training.watching import SEED, STRATA, Guarded, TensorBoardLog, _mode, watching
+from hddm.training.watching import SEED, STRATA, _mode, watching
 from hddm.utils.errors import Stopped
 from hddm.utils.files import read_json
 from hddm.utils.streams import Use, generator
@@ -44,7 +44,6 @@ from tests.artefacts import (
     contents,
     ending_at,
     expert_settings,
-    largest_file,
     recipe,
     refusal,
     write_images,
@@ -149,19 +148,6 @@ def test_figures_are_those_of_the_steps_since_the_last_entry(tmp_path: Path) -> 
         rates = [values[f"train/{name}learning_rate"] for name in ("", "muon_")]
         assert rates == pytest.approx(seen[end - 1].learning_rates, rel=1e-6)
     assert "train/loss_by_noise/0.6-0.8" not in found
-
-
-def test_a_full_disk_ends_the_log_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    guarded = Guarded("TensorBoard", lambda: TensorBoardLog(tmp_path, 1))
-    with largest_file(2000):
-        for step in range(1, 200):
-            guarded.use(lambda log, step=step: log.put(step, {"loss": float(step)}, {}))  # type: ignore[misc]
-    guarded.use(lambda log: log.close(failed=False))
-    (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warning.getMessage().startswith("TensorBoard: [Errno 27] File too large")
-    steps = [step for step, _ in _scalars(tmp_path)["loss"]]
-    assert steps == list(range(1, len(steps) + 1))
-    assert 10 < len(steps) < 199
 
 
 @pytest.fixture

@@ -64,8 +64,7 @@ def test_accuracy_is_the_mean_over_all_noise_levels() -> None:
     assert is_better_than_chance(found)
 
 
-def test_naming_one_shard_always_is_chance_and_luck_is_seldom_taken_for_knowledge() -> None:
-    """Images that say nothing of their shards, which a router names by the images all the same."""
+def test_naming_one_shard_always_is_chance() -> None:
     labels = torch.tensor([0] * 10 + [1] * 30)
 
     def constant(x_t: Tensor, timestep: Tensor) -> Tensor:
@@ -74,12 +73,6 @@ def test_naming_one_shard_always_is_chance_and_luck_is_seldom_taken_for_knowledg
     found = accuracy_of(constant, _evidence(labels, 0 * labels), seed=0)
     assert found["accuracy"] == found["chance"] == 0.75
     assert not is_better_than_chance(found)
-    noise = torch.Generator().manual_seed(0)
-    lucky = 0
-    for seed in range(100):
-        labels, pixels = torch.randint(2, (2, 40), generator=noise)
-        lucky += is_better_than_chance(accuracy_of(_by_sign, _evidence(labels, 255 * pixels), seed))
-    assert lucky <= 5
 
 
 def _accuracy(out: Path) -> Any:
@@ -221,18 +214,6 @@ def test_a_router_that_is_never_wrong_gets_a_finite_temperature() -> None:
     assert fit_temperatures(logits, torch.linspace(0, 1, 60), labels) == pytest.approx([1] * 5, abs=1e-3)
     # One that knows nothing has no scale.
     assert fit_temperatures(0 * logits, torch.linspace(0, 1, 60), labels) == pytest.approx([1] * 5)
-
-
-def test_the_temperature_of_one_knot_is_that_of_a_fine_search() -> None:
-    noise, entropy = torch.Generator().manual_seed(0), torch.nn.functional.cross_entropy
-    logits = 4 * torch.randn(200, 3, generator=noise, dtype=torch.float64)
-    labels = torch.multinomial((logits / 2).softmax(1), 1, generator=noise)[:, 0]
-    grid = torch.linspace(1, 4, 3001, dtype=torch.float64)
-    likelihood = torch.stack([entropy(logits / one, labels) for one in grid])
-    for images in (200, 20):
-        best = grid[(likelihood + grid.log() ** 2 / (2 * images)).argmin()].item()
-        found = fit_temperatures(logits, torch.rand(200), labels, 1, None if images == 200 else images)
-        assert found == pytest.approx([best], abs=3e-3)
 
 
 def test_expected_calibration_error_is_that_of_paper_and_pencil() -> None:

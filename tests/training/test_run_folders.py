@@ -1,12 +1,10 @@
 """Runs beside what they make: resumed, refused, changed, out of disk, out of numbers, never two at once."""
 
 import contextlib
-import errno
 import itertools
 import json
 import logging
 import math
-import os
 import platform
 import shutil
 from pathlib import Path
@@ -147,26 +145,6 @@ def test_a_kill_while_a_run_is_overwritten_leaves_one_that_can_be_overwritten(
     assert killed_at_every_change(overwrite, check, ("os.remove", "os.rmdir")) > 5
 
 
-def test_a_disk_that_is_full_at_the_end_keeps_the_training(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hddm: Command
-) -> None:
-    out = tmp_path / "out"
-
-    def write(folder: Path, *given: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as full:
-        full.setattr("hddm.training.expert.saving", lambda *given: write)
-        code, _, error = hddm(*_command(whole, out))
-    remedy = "free some space; the checkpoint of step 4 is complete, and --resume continues from it"
-    assert (code, error.splitlines()[-1]) == (
-        1,
-        f"hddm: {out}: cannot be written (No space left on device); {remedy}",
-    )
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.run"]
-    assert hddm(*_command(whole, out, "--resume"))[0] == 0
-
-
 @pytest.mark.integration
 def test_a_full_disk_ends_a_run_and_leaves_the_checkpoint_before(whole: Path, tmp_path: Path) -> None:
     settings = expert_settings("flow", steps=9, threads=1)
@@ -263,17 +241,6 @@ def test_bfloat16_learns_alike_with_weights_and_averages_in_float32(whole: Path,
         assert {tensor.dtype for tensor in tensors} == {torch.float32}
         # Not one of them is a bfloat16 number that was widened.
         assert any(not torch.equal(one, one.bfloat16().float()) for one in tensors)
-
-
-def test_precisions_and_parts_that_cannot_be_are_refused(whole: Path, tmp_path: Path, hddm: Command) -> None:
-    for options, message in (
-        (("--mixed-precision", "fp16", "--device", "cpu"), "fp16 mixed precision requires a GPU"),
-        (("--gradient-accumulation-steps", 3), "--batch-size 8: must be a multiple of 3, for 1 processes"),
-    ):
-        # They are known once the run is there.
-        code, _, error = hddm(*_command(whole, tmp_path / message[:4], *options))
-        assert (code, error.count("\n")) == (1, 1)
-        assert message in error
 
 
 def _change(step: int, key: str, was: object, now: object) -> dict[str, object]:

@@ -20,7 +20,7 @@ from hddm.training.device import optimizer_of
 from hddm.training.expert import train_expert
 from hddm.training.loop import Inputs, Loader, Order, StepReport, Task, fit
 from hddm.training.settings import ExpertRecipe, ExpertSettings, RunOptions, resolve, size_config
-from hddm.training.state import Ema, open_run
+from hddm.training.state import Ema
 from hddm.utils.errors import HddmError
 from hddm.utils.streams import Use
 from tests.artefacts import Died, ending_at, expert_settings, recipe
@@ -204,17 +204,6 @@ def test_the_weak_model_is_the_average_of_its_step() -> None:
     assert fit(_task(point, lambda: point.place.sum()), settings).weak == {}
 
 
-def test_a_run_beyond_the_step_of_the_weak_model_keeps_one_at_once(tmp_path: Path) -> None:
-    """As where fewer steps are asked for on the way."""
-    point = _Point()
-    task = replace(_task(point, lambda: point.place.square().sum()), weak_step=20)
-    with open_run(tmp_path / "a", {}, RunOptions(checkpoint_every=6)) as run:
-        fit(task, recipe(steps=6), run)
-    with open_run(tmp_path / "a", {}, RunOptions(resume=True)) as run:
-        fitted = fit(replace(task, weak_step=3), recipe(steps=12), run)
-    assert fitted.weak.keys() == {"place"}
-
-
 @pytest.mark.parametrize(
     ("weak_at", "steps", "expected"), [(0.25, 100, 25), (0.25, 1, 0), (0.25, 2, 0), (0.96, 10, 9), (0, 9, 0)]
 )
@@ -241,37 +230,6 @@ def test_inputs_are_those_of_their_step_drawn_ahead_or_not_and_end_with_the_last
     loader.close()
     assert len(asked) == 7
     assert (threading.get_ident() in asked) == (not ahead)
-
-
-def test_on_a_cpu_no_thread_computes_beside_the_step() -> None:
-    """A second one would take OpenMP's threads from it."""
-    drawn: set[int] = set()
-
-    def draw(rows: Tensor, noise: torch.Generator, own: slice) -> Inputs:
-        drawn.add(threading.get_ident())
-        return {"rows": rows}
-
-    point = _Point()
-    task = Task(point, 4, draw, lambda network, inputs: point.place.sum().expand(len(inputs["rows"])))
-    fit(task, recipe(steps=3, batch_size=2, optimizer="adamw", device="cpu"))
-    assert drawn == {threading.get_ident()}
-
-
-def test_what_goes_wrong_ahead_is_told_at_its_step() -> None:
-    point = _Point()
-    losses: list[float] = []
-
-    def draw(rows: Tensor, noise: torch.Generator, own: slice) -> Inputs:
-        if 5 in rows:
-            raise HddmError("image 5 cannot be read")
-        return {"rows": rows}
-
-    task = Task(point, 12, draw, lambda network, inputs: point.place.sum().expand(len(inputs["rows"])))
-    wrong = next(step for step in itertools.count(1) if 5 in Order(12, 2, 0, task.key).rows(step))
-    settings = recipe(steps=20, batch_size=2, learning_rate=1e-3, optimizer="adamw", device="cpu")
-    with pytest.raises(HddmError, match="image 5 cannot be read"):
-        fit(task, settings, watchers=[lambda report: losses.append(report.loss)])
-    assert len(losses) == wrong - 1
 
 
 MUON = expert_settings("flow", optimizer="muon", learning_rate=1e-3, muon_learning_rate=0.02)
