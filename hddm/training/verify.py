@@ -238,18 +238,13 @@ def _check_images(shard: Shard, expert: Expert) -> list[str]:
     return []
 
 
-UNCALIBRATED = "it has no calibration; hddm calibrate fits one"
-
-
 def judge(found: Verification, expert: Expert, field: VelocityField, shard: Shard, seed: int) -> None:
     """Compare an expert with a Gaussian and with v = 0, and add to ``found`` what it shows.
 
     - They must be below a Gaussian's by `SURE` deviations, over all noise levels and where the network stands
       alone; without conditions too, since guidance needs that, unless it was trained without condition
       dropout.
-    - Near t = 1 its calibration must not raise its error above that of v = 0. A network whose own error is
-      above, as that of one that predicts noise may be, gets a note.
-
+    - Near t = 1 its calibration must not raise its error above that of v = 0.
     - No other reading of its weights may fit clearly better (`misread`).
 
     Raises `HddmError` for classes other than its own, and for fewer than 2 images.
@@ -275,17 +270,13 @@ def judge(found: Verification, expert: Expert, field: VelocityField, shard: Shar
             is_learned = expert.facts.training.get("condition_dropout") != 0
             (problems if is_learned else found.notes).extend(f"{without}: {text}" for text in doubts)
     worse = [level for level in errors.late if not level.expert <= level.zero]
+    if worse and not expert.facts.training_calibration:
+        bare = {level.t: level.expert for level in denoising(alone, images, given, seed).late}
+        worse = [level for level in worse if not level.expert <= bare[level.t]]
     if worse:
-        spoilt = worse
-        if not expert.facts.training_calibration:
-            bare = {level.t: level.expert for level in denoising(alone, images, given, seed).late}
-            spoilt = [level for level in worse if not level.expert <= bare[level.t]]
-        at = (spoilt or worse)[0]
+        at = worse[0]
         text = f"at t = {at.t:g} its error is {at.expert:.4f}, and that of no velocity at all {at.zero:.4f}"
-        damaged = "its calibration is damaged; copy the expert again"
-        cause = damaged if spoilt else "its calibration corrects only part of that; train it for longer"
-        cause = cause if is_calibrated else UNCALIBRATED
-        (problems if spoilt else found.notes).append(f"{text}: {cause}")
+        problems.append(f"{text}: its calibration is damaged; copy the expert again")
     if (other := misread(alone, shard, seed)) is not None:
         problems.insert(0, other)
     found.problems += problems
@@ -297,7 +288,9 @@ def _objections(found: Denoising, images: int, is_calibrated: bool) -> list[str]
         return ["its velocities are not finite"]
     wrong = "trained, or its record is wrong about what it predicts"
     if found.margin <= 0:
-        cause = UNCALIBRATED if not is_calibrated and found.low > 0 else f"it is un{wrong}"
+        cause = f"it is un{wrong}"
+        if not is_calibrated and found.low > 0:
+            cause = "it has no calibration; hddm calibrate fits one"
         errors = f"error {found.expert:.4f}, the Gaussian's {found.gaussian:.4f}"
         return [f"it denoises no better than a Gaussian: {errors}; {cause}"]
     alone = "up to t = 0.5, where its network stands alone, its error is"

@@ -13,6 +13,7 @@ from hddm.benchmark.report import REPORT_FILE, tables_text, write_report
 from hddm.benchmark.results import Results, read_results
 from tests.artefacts import Command, write_images
 from tests.benchmark_files import FLOW, MIXED, SINGLE, THREE, Finished, compared, more_seeds
+from tests.browser import CHROMIUM, Browser
 
 
 @pytest.fixture
@@ -85,6 +86,28 @@ def test_real_images_in_a_folder_with_a_space_in_its_name_are_shown(
     # Beside no samples, so that the only picture is of the real images.
     write_report(tmp_path, miniature.results.model_copy(update={"steps": steps}))
     assert (tmp_path / REPORT_FILE).read_text(encoding="utf-8").count("data:image/png") == 1
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH: apt-get install chromium, or a Chrome")
+def test_a_column_of_the_page_sorts_up_down_and_back(miniature: Finished, tmp_path: Path) -> None:
+    table = "document.querySelectorAll('.sortable')[0]"
+    head = f"{table}.tHead.rows[0].cells[1]"
+
+    def numbers() -> list[float]:
+        texts = browser.evaluate(f"[...{table}.tBodies[0].rows].map(row => row.cells[1].textContent)")
+        return [float(text.split(" ")[0]) for text in texts]
+
+    with Browser(tmp_path) as browser:
+        browser.open(miniature.out / REPORT_FILE, 1280)
+        as_written = numbers()
+        for expected, said in (
+            (sorted(as_written), "ascending"),
+            (sorted(as_written, reverse=True), "descending"),
+            (as_written, "none"),
+        ):
+            browser.evaluate(f"{head}.querySelector('button').click()")
+            assert numbers() == expected
+            assert browser.evaluate(f"{head}.getAttribute('aria-sort')") == said
 
 
 Copy = Callable[..., Path]

@@ -249,24 +249,6 @@ def test_an_expert_is_judged_without_its_class_too_if_it_learned_that(
     assert (verdict.accepted, verdict.notes) == (True, [problem])
 
 
-def test_the_command_prints_hashes_and_figures_and_exits_by_the_verdict(
-    class_expert: Path, held_out: Path, tmp_path: Path, hddm: Command
-) -> None:
-    folder = copied(class_expert, tmp_path)
-    (folder / "setup.py").write_text("print()")
-    code, out, _ = hddm("verify", folder, "--data", held_out)
-    assert code == 0
-    assert out.startswith(f"{folder}: passed; error ")
-    for path in folder.iterdir():
-        assert f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path}" in out.splitlines()
-    assert "note: setup.py: is not part of an expert" in out
-    edit_json(folder / "expert.json", training={})
-    code, out, err = hddm("verify", folder, "--data", held_out, "--json")
-    found = json.loads(out)
-    assert (code, found["accepted"]) == (1, False)
-    assert "no record of its training" in found["problems"][0] in err
-
-
 def test_a_wrong_call_is_told_from_a_bad_expert_by_its_code(
     class_expert: Path, held_out: Path, router: Path, shards: Path, tmp_path: Path, hddm: Command
 ) -> None:
