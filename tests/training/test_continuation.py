@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import hddm
-from hddm import load
 from hddm.calibration import FILE_NAME, Calibration, Moments
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.checkpoints.inspect_models import inspect_model
@@ -25,9 +24,7 @@ from hddm.training.calibrate import recalibrate
 from hddm.training.continuation import KAPPA, bounded_gain, continue_expert
 from hddm.training.expert import train_expert
 from hddm.training.settings import RunOptions
-from hddm.training.verify import verify_expert
 from hddm.utils.errors import HddmError
-from hddm.utils.records import MANIFEST
 from hddm.velocity import PredictionType
 from tests.artefacts import (
     CLASSES,
@@ -296,35 +293,6 @@ def test_only_attention_and_mlps_differ_from_the_base_and_by_the_rank(
         for name in inside
         if name.endswith(("in_proj_weight", "out_proj.weight", "mlp.0.weight", "mlp.2.weight"))
     }
-
-
-def test_its_calibration_and_its_first_loss_are_those_of_training_on(
-    shards: Path, ddpm_expert: Path, adapter: Path, tmp_path: Path
-) -> None:
-    """B is zero at first, so the two networks are one."""
-    images = open_shard(shards / "shard_1").images
-    expected = bounded_gain(PredictionType.EPSILON, 1.0, Moments.of(images))
-    assert torch.equal(load(adapter).calibration.weights, expected.weights)
-    settings = expert_settings("flow", steps=1)
-    (full,) = continue_expert(ddpm_expert, shards / "shard_1", tmp_path / "full", settings)
-    adapted = settings.model_copy(update={"lora_rank": 2})
-    (low,) = continue_expert(ddpm_expert, shards / "shard_1", tmp_path / "low", adapted)
-    assert low == pytest.approx(full, rel=1e-6)
-
-
-def test_an_adapter_is_judged_with_its_base_wherever_that_is(
-    ddpm_expert: Path, adapter: Path, tmp_path: Path
-) -> None:
-    sha256 = hashlib.sha256((ddpm_expert / WEIGHTS).read_bytes()).hexdigest()
-    verdict = verify_expert(adapter)
-    assert verdict.base == sha256
-    listed = json.loads((adapter / MANIFEST).read_text())["files"]
-    assert listed["adapter_model.safetensors"] == verdict.files["adapter_model.safetensors"]
-    alone = copied(adapter, tmp_path / "alone")
-    (problem, *_) = verify_expert(alone).problems
-    assert "base" in problem
-    found = verify_expert(alone, bases=[copied(ddpm_expert, tmp_path / "base")])
-    assert (found.accepted, found.base) == (True, sha256), found.problems
 
 
 def test_a_stopped_run_keeps_the_adapter_alone_and_goes_on_exactly(
