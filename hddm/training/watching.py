@@ -8,13 +8,11 @@ import contextlib
 import functools
 import logging
 import math
-import netrc
 import os
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
-from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor, nn
@@ -339,8 +337,8 @@ TIMEOUT = 60.0
 class WandbLog:
     """A W&B run, with its files in ``folder``/wandb and its id in ``folder``/wandb.id.
 
-    It never prompts: without an API key it is written offline, for ``wandb sync``. ``settings`` are shown
-    beside the figures. A missing wandb raises `HddmError`.
+    Without WANDB_API_KEY it is written offline, for ``wandb sync``, so that nothing prompts; WANDB_MODE
+    decides otherwise. ``settings`` are shown beside the figures. A missing wandb raises `HddmError`.
     """
 
     def __init__(self, folder: Path, project: str, settings: Mapping[str, Any]) -> None:
@@ -370,19 +368,7 @@ class WandbLog:
 
 
 def _mode() -> str:
-    requested = os.environ.get("WANDB_MODE")
-    if requested in ("offline", "disabled"):
-        return requested
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return "online"
-    # As W&B itself looks a key up: a server's port belongs to its name.
-    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
-    try:
-        if netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None:
-            return "online"
-    except (netrc.NetrcParseError, OSError):
-        pass
-    log.info(
-        "W&B: no API key in WANDB_API_KEY or ~/.netrc, so the run is written offline; wandb sync sends it"
-    )
-    return "offline"
+    chosen = os.environ.get("WANDB_MODE") or ("online" if "WANDB_API_KEY" in os.environ else "offline")
+    if chosen == "offline":
+        log.info("W&B: the run is written offline; wandb sync sends it, and WANDB_MODE=online at once")
+    return chosen
