@@ -87,9 +87,6 @@ def _show(verdict: "Verification") -> None:
             typer.echo(f"  {level.t:.2f}  {level.expert:.4f}  {level.gaussian:.4f}  {level.zero:.4f}")
         typer.echo(f"mean to {found.levels[-1].t:g}  {found.expert:.4f}  {found.gaussian:.4f}")
         typer.echo(f"less than the Gaussian's by {found.margin:.4f} ± {found.deviation:.4f}")
-        if verdict.unconditional is not None:
-            found = verdict.unconditional
-            typer.echo(f"without its conditions by {found.margin:.4f} ± {found.deviation:.4f}")
     typer.echo("SHA-256 of its files, as sha256sum -c checks them:")
     for name, sha256 in verdict.files.items():
         typer.echo(f"{sha256}  {verdict.folder / name}")

@@ -95,8 +95,8 @@ class Verification:
     """Findings in an expert folder, which is fit for use if there are no ``problems``.
 
     ``files`` holds the SHA-256 of every file, ``base`` that of the weights that an adapter changes,
-    ``trained_on`` the hash of its shard. Errors on ``images`` images are ``denoising``, and ``unconditional``
-    with null values for all conditions, None for an expert without conditions. ``notes`` are for the user.
+    ``trained_on`` the hash of its shard. Errors on ``images`` images are ``denoising``. ``notes`` are for the
+    user.
     """
 
     folder: Path
@@ -105,7 +105,6 @@ class Verification:
     notes: list[str] = field(default_factory=list)
     images: int = 0
     denoising: Denoising | None = None
-    unconditional: Denoising | None = None
     objective: str | None = None
     parameters: int | None = None
     base: str | None = None
@@ -242,8 +241,7 @@ def judge(found: Verification, expert: Expert, field: VelocityField, shard: Shar
     """Compare an expert with a Gaussian and with v = 0, and add to ``found`` what it shows.
 
     - They must be below a Gaussian's by `SURE` deviations, over all noise levels and where the network stands
-      alone; without conditions too, since guidance needs that, unless it was trained without condition
-      dropout.
+      alone.
     - Near t = 1 its calibration must not raise its error above that of v = 0.
     - No other reading of its weights may fit clearly better (`misread`).
 
@@ -258,17 +256,6 @@ def judge(found: Verification, expert: Expert, field: VelocityField, shard: Shar
     found.images, found.denoising = len(rows), errors
     is_calibrated = expert.calibration is not None
     problems = _objections(errors, len(rows), is_calibrated)
-    if given and set(given) <= set(field.null_conditions):
-        nulls = {name: field.null_conditions[name] for name in given}
-        repeated = {name: null.expand(len(rows), *null.shape) for name, null in nulls.items()}
-        found.unconditional = unconditional = denoising(field, images, repeated, seed, alone)
-        without = f"without {', '.join(nulls)}"
-        doubts = _objections(unconditional, len(rows), is_calibrated)
-        if problems and doubts:
-            problems = [f"{text} ({without}: error {unconditional.expert:.4f})" for text in problems]
-        else:
-            is_learned = expert.facts.training.get("condition_dropout") != 0
-            (problems if is_learned else found.notes).extend(f"{without}: {text}" for text in doubts)
     worse = [level for level in errors.late if not level.expert <= level.zero]
     if worse and not expert.facts.training_calibration:
         bare = {level.t: level.expert for level in denoising(alone, images, given, seed).late}
