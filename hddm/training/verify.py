@@ -16,11 +16,10 @@ from hddm.calibration import START
 from hddm.data.shard_records import LARGEST_MANIFEST
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.assembly import foreign_pipeline
-from hddm.experts.ensemble_folders import COMPONENTS, ENSEMBLE_FILE, read_ensemble_facts, whole_components
+from hddm.experts.ensemble_folders import ENSEMBLE_FILE, read_ensemble_facts, whole_components
 from hddm.experts.lora import ADAPTER_WEIGHTS, bases_in
 from hddm.experts.records import (
     EXPERT_FILE,
-    FILES,
     ROUTER_FILE,
     Expert,
     ExpertRecord,
@@ -87,9 +86,6 @@ def images_for(experts: Sequence[Path], data: Path) -> Sequence[Path | None]:
     return found
 
 
-KNOWN = frozenset({EXPERT_FILE, MANIFEST, *FILES})
-
-
 @dataclass(kw_only=True)
 class Verification:
     """Findings in an expert folder, which is fit for use if there are no ``problems``.
@@ -147,11 +143,6 @@ def verify_expert(
         if path.is_file() and path.name != HASHES
     }
     found = Verification(folder=folder, files=files)
-    found.notes += (
-        f"{name}: is not part of an expert; nothing reads it"
-        for name in files
-        if name not in KNOWN and name.split("/")[0] not in COMPONENTS
-    )
     try:
         _examine(found, shard, seed, known, place)
     except UsageError:
