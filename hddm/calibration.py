@@ -87,12 +87,10 @@ class Moments:
 
     @classmethod
     def of(cls, images: Tensor, labels: Tensor | None = None) -> "Moments":
-        """Moments of ``images`` (N, C, H, W), up to `MAX_DIRECTIONS` principal directions.
+        """Moments of ``images`` (N, C, H, W), 2 or more, up to `MAX_DIRECTIONS` principal directions.
 
-        ``labels`` (N,) are their classes, from 0. `HddmError` refuses fewer than 2 images.
+        ``labels`` (N,) are their classes, from 0.
         """
-        if len(images) < 2:
-            raise HddmError(f"moments need at least 2 images, not {len(images)}")
         flat = to_float64(images.flatten(1)).cpu()
         mean = flat.mean(0)
         rank = min(MAX_DIRECTIONS, len(flat) - 1, flat.shape[1])
@@ -247,40 +245,24 @@ class Calibration:
 
     @classmethod
     def load(cls, folder: Path) -> "Calibration | None":
-        """The calibration in an expert folder, None where there is none."""
+        """The calibration in an expert folder, None where there is none; `HddmError` for a spoiled file."""
         path = folder / FILE_NAME
         if not path.exists():
             return None
-        tensors, remedy = read_safetensors(path), "delete it and run hddm calibrate"
-        if odd := {"mean", "basis", "variances", "times", "weights"} ^ (set(tensors) - {"class_means"}):
-            raise HddmError(f"{path}: missing or unknown tensors {sorted(odd)}; {remedy}")
-        for name, tensor in tensors.items():
-            if tensor.dtype != torch.float32:
-                raise HddmError(f"{path}: {name!r} is {tensor.dtype}, not float32; {remedy}")
+        tensors = read_safetensors(path)
         refuse_non_finite(path, tensors)
+        found = {name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()}
+        numbers, directions, levels, classes = (
+            len(tensors[name]) if name in tensors and tensors[name].ndim else 0
+            for name in ("mean", "variances", "times", "class_means")
+        )
+        shapes = {"mean": (numbers,), "basis": (numbers, directions - 1), "variances": (directions,)}
+        shapes |= {"times": (levels,), "weights": (levels, directions)}
+        shapes |= {"class_means": (classes, numbers)} if classes else {}
+        if levels < 2 or found != {name: (torch.float32, shape) for name, shape in shapes.items()}:
+            raise HddmError(f"{path}: is not what was written; delete it and run hddm calibrate")
         moments = Moments(*map(tensors.get, ("mean", "basis", "variances", "class_means")))  # type: ignore[arg-type]
-        found = cls(moments, tensors["times"], tensors["weights"], calibration_record(folder))
-        if wrong := found._wrong():
-            raise HddmError(f"{path}: {wrong}; {remedy}")
-        return found
-
-    def _wrong(self) -> str | None:
-        """The first fault that no fitted calibration has, None without any."""
-        moments, times, weights = self.moments, self.times, self.weights
-        numbers, directions, levels = moments.mean.numel(), moments.variances.numel(), times.numel()
-        found = [one.shape for one in (moments.mean, moments.basis, moments.variances, times, weights)]
-        fitting = [(numbers,), (numbers, directions - 1), (directions,), (levels,), (levels, directions)]
-        means = moments.class_means
-        has_means = means is None or (means.ndim == 2 and len(means) > 0 and means.shape[1] == numbers)
-        if found != fitting or levels < 2 or not has_means:
-            return "the shapes of its tensors do not match"
-        if not ((weights >= 0) & (weights <= 1)).all():
-            return f"has weights from {weights.min():g} to {weights.max():g}, outside [0, 1]"
-        if not (moments.variances > 0).all():
-            return f"has a variance of {moments.variances.min():g}, but variances must be above 0"
-        if times[0] != 0 or times[-1] != 1 or not (times.diff() > 0).all():
-            return "has times that do not rise from 0 to 1"
-        return None
+        return cls(moments, tensors["times"], tensors["weights"], calibration_record(folder))
 
     def _on(self, x: Tensor) -> "Calibration":
         """The same calibration in the dtype and on the device of ``x``, sent there once."""

@@ -7,17 +7,19 @@ equal if they are equal after Unicode normalisation (NFC).
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, Literal, get_args
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
-from hddm.utils.errors import HddmError, did_you_mean, one_line
+from hddm.settings import GuideBy, Interval, Share
+from hddm.utils.errors import HddmError, did_you_mean
 from hddm.utils.records import composed
 from hddm.utils.tensors import append_dims, sent
 
@@ -27,34 +29,25 @@ Labels = int | str | Sequence[int | str] | Tensor | np.ndarray
 
 
 def flat_labels(labels: Labels) -> list[int | str]:
-    """Class labels as one list of names and whole numbers; `HddmError` for others, and for nested lists."""
+    """Class labels as one list of names and whole numbers."""
     if isinstance(labels, Tensor | np.ndarray):
         labels = labels.flatten().tolist()
-    flat = [labels] if isinstance(labels, str) or not isinstance(labels, Iterable) else list(labels)
-    if others := [one for one in flat if not isinstance(one, Integral | str)]:
-        wrong = one_line(others[0], 40)
-        raise HddmError(
-            f"class_labels hold {wrong}: pass names or whole numbers of classes, in one flat list"
-        )
-    return flat
+    return [labels] if isinstance(labels, str) or not isinstance(labels, Iterable) else list(labels)
 
 
 def class_indices(labels: Labels, classes: Sequence[str]) -> Tensor:
     """Indices (batch,) of classes; numbers are indices, texts are names, or indices where no name fits.
 
-    Raises `HddmError` as `flat_labels`, for an unknown class, or an ensemble without classes.
+    Raises `HddmError` for an unknown class.
     """
-    labels = flat_labels(labels)
-    if not classes:
-        raise HddmError("this model has no classes; leave out class_labels")
     names = {composed(name): index for index, name in enumerate(classes)}
     indices = []
-    for label in labels:
+    for label in flat_labels(labels):
         text = composed(str(label))
         is_number = isinstance(label, Integral)
         number = int(label) if is_number else names.get(text, int(text) if text.isdecimal() else -1)
         if not 0 <= number < len(classes):
-            some = ", ".join(classes[:10]) + (", …" if len(classes) > 10 else "")
+            some = ", ".join([*classes[:10], *(["…"] if len(classes) > 10 else [])]) or "none"
             near = did_you_mean(label, classes) if isinstance(label, str) else ""
             raise HddmError(f"no class {label!r}; the model's classes are {some}{near}")
         indices.append(number)
@@ -186,10 +179,7 @@ class Conditions:
         return self.map(lambda value: value[torch.tensor(numbers) % len(value)])
 
 
-GuideBy = Literal["condition", "weak"]
-
-
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class Guidance:
     """Guidance moves the velocity v_c away from another one, v_n.
 
@@ -207,27 +197,14 @@ class Guidance:
             numbers; 0 for none. Where v is constant over a sample the result is NaN.
 
     Raises:
-        HddmError: for numbers outside their ranges.
+        pydantic.ValidationError: for numbers outside their ranges.
     """
 
-    scale: float
-    channels: int | None = None
-    interval: tuple[float, float] = (0.0, 1.0)
-    rescale: float = 0.0
+    scale: Annotated[float, Field(allow_inf_nan=False)]
+    channels: Annotated[int, Field(ge=1)] | None = None
+    interval: Interval = (0.0, 1.0)
+    rescale: Share = 0.0
     by: GuideBy = "condition"
-
-    def __post_init__(self) -> None:
-        low, high = self.interval
-        if self.by not in get_args(GuideBy):
-            raise HddmError(f"guidance is by {' or by '.join(get_args(GuideBy))}, not by {self.by!r}")
-        if not math.isfinite(self.scale):
-            raise HddmError(f"`guidance_scale` {self.scale}: must be finite")
-        if self.channels is not None and self.channels < 1:
-            raise HddmError(f"guided channels start at 1, not {self.channels}")
-        if not 0 <= low <= high <= 1:
-            raise HddmError(f"`guidance_interval` {low} {high}: must be two t, 0 <= low <= high <= 1")
-        if not 0 <= self.rescale <= 1:
-            raise HddmError(f"`guidance_rescale` {self.rescale}: must be from 0 to 1")
 
     @classmethod
     def of(cls, scale: "float | Guidance") -> "Guidance":
@@ -244,25 +221,14 @@ class Guidance:
         """True where the weak model's velocity is needed."""
         return self.scale != 1.0 and self.by == "weak"
 
-    def refuse_negative(self, given: bool) -> None:
-        """Raise an `HddmError` where negative conditions are ``given`` and guidance is by the weak model."""
-        if self.by_weak and given:
-            raise HddmError("guidance by the weak model takes no negative conditions; drop them")
-
     def acts(self, t: Tensor) -> Tensor:
         """True (batch,) where there is guidance at t (batch,)."""
         low, high = self.interval
         return (t >= low) & (t <= high) & (self.scale != 1.0)
 
     def combine(self, conditional: Tensor, negative: Tensor, acts: Tensor) -> Tensor:
-        """The guided velocity (batch, C, …) in rows where ``acts`` (batch,), the conditional one elsewhere.
-
-        Raises:
-            HddmError: for more guided channels than there are.
-        """
+        """The guided velocity (batch, C, …) where ``acts`` (batch,) is true, the conditional one elsewhere."""
         count = conditional.shape[1] if self.channels is None else self.channels
-        if count > conditional.shape[1]:
-            raise HddmError(f"{count} guided channels, and samples have {conditional.shape[1]}")
         v_c, v_n = conditional[:, :count], negative[:, :count]
         guided = v_n + self.scale * (v_c - v_n)
         if self.rescale:

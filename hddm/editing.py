@@ -39,8 +39,8 @@ class Picture:
             samples' own conditions, see `edit`.
 
     Raises:
-        HddmError: for a strength outside [0, 1], a ``resampling`` below 1, x_0 that is not finite, a mask of
-            another size, and a mask together with ``source``.
+        HddmError: for a strength outside [0, 1], a ``resampling`` below 1, a mask of another size, and a mask
+            together with ``source``.
     """
 
     x_0: Tensor
@@ -52,12 +52,11 @@ class Picture:
     source: Conditions | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.strength <= 1:
-            raise HddmError(f"strength is {self.strength}, and must be from 0 (the picture) to 1 (all new)")
-        if self.resampling < 1:
-            raise HddmError(f"resampling starts at 1, not {self.resampling}")
-        if not self.x_0.isfinite().all():
-            raise HddmError("the picture that sampling begins with holds NaN or Inf")
+        if not 0 <= self.strength <= 1 or self.resampling < 1:
+            raise HddmError(
+                f"strength is {self.strength}, of 0 (the picture) to 1 (all new), and resampling "
+                f"{self.resampling}, of 1 or more"
+            )
         if self.mask is not None and self.source is not None:
             raise HddmError("`edit_from` changes the whole picture; drop it or the `mask`")
         for picture, mask in ((self.x_0, self.mask), (self.pixels, self.pixel_mask)):
@@ -80,9 +79,6 @@ class Picture:
 
     def check(self, num: int, shape: Sequence[int]) -> None:
         """Raise an `HddmError` if these are no pictures for ``num`` samples (C, H, W)."""
-        for name, value in self.source.given.items() if self.source is not None else ():
-            if len(value) not in (1, num):
-                raise HddmError(f"{name} that describes the picture has {len(value)} rows for {num} samples")
         for name, one, own in (("picture", self.x_0, shape), ("mask", self.mask, (1, *shape[1:]))):
             if one is not None and (len(one) not in (1, num) or one.shape[1:] != tuple(own)):
                 wanted = (num, *own)

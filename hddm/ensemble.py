@@ -119,8 +119,6 @@ class Ensemble:
         shift: float = 1.0,
         topics: int | None = None,
     ) -> None:
-        if not experts:
-            raise HddmError("an ensemble needs at least one expert")
         parts = [one if isinstance(one, Part) else Part(one) for one in experts]
         weights = [one.weight for one in parts] if prior is None else prior
         self._prior = _normalised(weights, len(parts))
@@ -427,14 +425,11 @@ class Ensemble:
 
         It is ``prior`` (num, K) where provided, as a prompt gives it, else p(k | class) where that is known,
         else p(k); and 0 for an expert that does not know the class. A label beyond the classes counts as no
-        class. Raises `HddmError` for a class known only to experts of share 0, and an invalid ``prior``.
+        class. Raises `HddmError` for a class known only to experts of share 0.
         """
         rows = self.prior.expand(num, -1)
         if prior is not None:
             rows = to_float64(prior).cpu()
-            shape = (num, len(self.experts))
-            if rows.shape != shape or not ((rows >= 0).all() and (rows.sum(1) > 0).all()):
-                raise HddmError(f"p(k | prompt) is {shape} numbers from 0 on, each row with a positive sum")
             rows = rows / rows.sum(1, keepdim=True)
         if (labels := conditions.get(LABELS)) is None:
             return rows

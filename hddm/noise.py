@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hddm.utils.errors import HddmError
 from hddm.utils.streams import DRAW, FRESH, NOISE, generator, stream
 
 Shape = tuple[int, ...]
@@ -56,8 +55,6 @@ class Generated:
     """
 
     def __init__(self, generators: Generators, num: int, shape: Shape, latents: Tensor | None = None) -> None:
-        if isinstance(generators, Sequence) and len(generators) != num:
-            raise HddmError(f"{len(generators)} generators for {num} images: pass one per image, or one")
         self._generators = generators
         if isinstance(generators, Sequence):
             pairs = [(_normal(shape, one), _uniform((), one)) for one in generators]

@@ -72,8 +72,7 @@ class Strategy:
 def sparse_weights(probabilities: Tensor, strategy: Strategy) -> Tensor:
     """Weights (batch, K), each row summing to 1, from ``probabilities`` (batch, K).
 
-    Raises:
-        HddmError: for ``draw`` and ``commit-x``, which choose an expert by index, or a k above K.
+    ``draw`` and ``commit-x`` have none: they choose an expert by index. Raises `HddmError` for a k above K.
     """
     strategy.check(probabilities.shape[1])
     if strategy.kind == "full":
@@ -86,12 +85,10 @@ def sparse_weights(probabilities: Tensor, strategy: Strategy) -> Tensor:
             chosen = (rank < strategy.value).expand_as(ranked)
         case "threshold":
             chosen = (ranked >= strategy.value) | (rank == 0)
-        case "nucleus":
+        case _:
             # An expert belongs to the set while those before it have not reached the share.
             before = ranked.cumsum(1).roll(1, dims=1)
             chosen = (before < strategy.value) | (rank == 0)
-        case _:
-            raise HddmError(f"strategy {strategy.kind!r} picks experts by index, not from probabilities")
     kept = torch.zeros_like(probabilities).scatter(1, order, ranked * chosen)
     return kept / kept.sum(1, keepdim=True)
 
@@ -186,12 +183,14 @@ def answer_of(
     """
     dtype = torch.promote_types(x_t.dtype, torch.float32)
     found = router(x_t, sent(t, x_t.device, dtype)).to("cpu", dtype)
-    if found.shape != (len(x_t), num):
-        raise HddmError(f"the router gave {tuple(found.shape)} probabilities, not {(len(x_t), num)}")
+    rows = found[found.isfinite().all(-1)] if may_be_nan else found
     # Logits passed for probabilities would mix into something that looks like a velocity.
-    rows = found[found.isfinite().all(1)] if may_be_nan else found
-    if not ((rows >= 0).all() and ((rows.sum(1) - 1).abs() < 1e-2).all()):
-        raise HddmError("the router's rows are not probabilities (non-negative, sum 1); apply a softmax?")
+    are_probabilities = (rows >= 0).all() and ((rows.sum(-1) - 1).abs() < 1e-2).all()
+    if found.shape != (len(x_t), num) or not are_probabilities:
+        raise HddmError(
+            f"the router gave {tuple(found.shape)}, and no {(len(x_t), num)} probabilities, each row of sum 1; "
+            "apply a softmax?"
+        )
     return found
 
 
@@ -235,7 +234,7 @@ class MomentsRouter:
         evidence: directions that count in full; None for all, so that T = 1.
 
     Raises:
-        HddmError: for no moments, moments of several shapes, another prior, or evidence that is not above 0.
+        HddmError: for no moments, or moments of several shapes.
     """
 
     def __init__(
@@ -244,15 +243,11 @@ class MomentsRouter:
         sizes = [len(one.mean) for one in moments]
         if len(set(sizes)) != 1:
             raise HddmError(f"a router by moments needs images of one shape, not of {sizes} numbers")
-        if evidence is not None and not 0 < evidence < torch.inf:
-            raise HddmError(f"evidence must be a number above 0, not {evidence}")
         self.moments = list(moments)
         # Means of classes may be many, and do not count here.
         self._own = [replace(one, class_means=None) for one in moments]
         self.prior = tuple(prior or [1.0] * len(sizes))
         self.evidence = evidence
-        if len(self.prior) != len(sizes) or min(self.prior) < 0 or not 0 < sum(self.prior) < torch.inf:
-            raise HddmError(f"prior must be {len(sizes)} numbers, none below 0 and not all 0, not {prior}")
 
     def __call__(self, x_t: Tensor, t: Tensor) -> Tensor:
         """Probabilities (batch, K) for x_t (batch, …) at t (batch,), computed in float64.
@@ -316,18 +311,13 @@ class Topic:
         path = folder / TOPIC
         if not path.exists():
             return None
-        remedy = "delete it and run hddm describe"
         tensors, header = read_safetensors(path), read_header(path)[1].get(_HEADER, "{}")
         record = parse_record(header.encode(), TopicRecord, f"{path}: {_HEADER}")
         refuse_other_kinds(path, tensors, {"means": (torch.float16, 2), "parts": (torch.float16, 1)})
         refuse_non_finite(path, tensors)
         means, parts = tensors["means"].double(), tensors["parts"].double()
-        if means.shape != (len(parts), record.text_encoder.width):
-            raise HddmError(
-                f"{path}: does not hold embeddings of {record.text_encoder.width} numbers; {remedy}"
-            )
-        if not len(parts) or not (parts > 0).all():
-            raise HddmError(f"{path}: has clusters of no captions; {remedy}")
+        if means.shape[1] != record.text_encoder.width or not len(parts) or not (parts > 0).all():
+            raise HddmError(f"{path}: is not what was written; delete it and run hddm describe")
         return cls(means, parts / parts.sum(), record.variance, record)
 
 

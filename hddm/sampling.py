@@ -7,11 +7,9 @@ from generators of its own. The batch size changes rounding only.
 """
 
 import copy
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +33,7 @@ from hddm.networks.offload import is_offloaded
 from hddm.noise import Latents, Noise, Seeded
 from hddm.running import Batch, Plan, pick_experts, posterior_of, run
 from hddm.settings import SampleSettings, SamplingSettings
-from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, OnStep, Solver, euler, solver_named, unchanged
+from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, SOLVERS, OnStep, Solver, euler, unchanged
 from hddm.utils.errors import HddmError
 from hddm.utils.records import WHOLE
 from hddm.velocity import VelocityField
@@ -66,17 +64,13 @@ def time_grid(steps: int, shift: float = 1.0) -> Tensor:
     and nowhere else.
 
     Raises:
-        HddmError: for steps that are no whole number from 1, a shift that is not positive and finite, or one
-            so far from 1 that neighbouring times are equal.
+        HddmError: for steps below 1, a shift that is not positive and finite, or one so far from 1 that
+            neighbouring times are equal.
     """
-    if not isinstance(steps, Integral) or steps < 1:
-        raise HddmError(f"steps must be at least 1 and a whole number, not {steps}")
-    if not (shift > 0 and math.isfinite(shift)):
-        raise HddmError(f"shift must be positive and finite, not {shift}")
-    u = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
+    u = torch.linspace(1, 0, max(steps, 0) + 1, dtype=torch.float64)
     times = shift * u / (1 + (shift - 1) * u)
-    if not (times.diff() < 0).all():
-        raise HddmError(f"shift {shift:g}: some of {steps} steps have no length; take one nearer to 1")
+    if steps < 1 or not (times.diff() < 0).all():
+        raise HddmError(f"{steps} steps of shift {shift:g}: pass 1 step or more, and a positive shift near 1")
     return times
 
 
@@ -84,13 +78,13 @@ def resolve_solver(model: Ensemble, requested: str | Solver | None) -> tuple[str
     """Name and function of the solver: the caller's choice, else the model's.
 
     Raises:
-        HddmError: for an unknown solver, or for students of few steps another one than Euler's.
+        HddmError: for students of few steps, another solver than Euler's.
     """
     is_student = model.sampling_steps is not None
     if requested is None:
         requested = "euler" if is_student else DEFAULT_SOLVER
     if isinstance(requested, str):
-        name, solver = requested, solver_named(requested)
+        name, solver = requested, SOLVERS[requested]
     else:
         name, solver = getattr(requested, "__name__", repr(requested)), requested
     if is_student and solver is not euler:
@@ -125,7 +119,8 @@ def plan(
             students of few steps.
         shift: see `time_grid`.
         strategy: instead of the ensemble's own; see `hddm.routers`.
-        expert: use this expert alone; where it does not cover t, the expert of its domain that does runs.
+        expert: use this expert alone, whatever the strategy; where it does not cover t, the expert of its
+            domain that does runs.
         guidance: 1 for none; another number is the scale of guidance by condition; or a `Guidance`.
         router_every: ask the router at every n-th call of the velocity, which Heun's method makes twice per
             step, and use its last answer in between.
@@ -135,9 +130,8 @@ def plan(
         times: in place of ``steps`` and ``shift``.
 
     Raises:
-        HddmError: for an unknown strategy, solver or expert, numbers outside their ranges, a student with
-            another solver than Euler's or with guidance on top of its own, and times that an expert does not
-            cover.
+        HddmError: for an unknown strategy or expert, numbers outside their ranges, a student with another
+            solver than Euler's or with guidance on top of its own, and times that an expert does not cover.
     """
     alone = model if isinstance(model, VelocityField) else None
     if isinstance(model, VelocityField):
@@ -145,8 +139,6 @@ def plan(
         whole = copy.copy(model)
         whole.noise_range = WHOLE
         model = Ensemble([whole], strategy="draw", shift=model.shift)
-    if expert is not None and strategy is not None:
-        raise HddmError(f"expert {expert} and strategy {strategy!r}: choose one of the two")
     if expert is not None and not 0 <= expert < len(model.experts):
         raise HddmError(f"`expert` {expert}: there are 0 … {len(model.experts) - 1}")
     # A copy, so that another thread's sampling keeps its own strategy.
@@ -265,7 +257,6 @@ def sample(
     picture: Picture | None = None,
     use: ExpertUse | None = None,
     on_step: OnStep = unchanged,
-    on_batch: Callable[[int], None] | None = None,
     **conditions: Any,
 ) -> Tensor:
     """Integrate the model's velocity from noise at t = 1, or from a noised picture, to data at t = 0.
@@ -291,7 +282,6 @@ def sample(
             that looks at states, each expert is drawn from p(k | x_s, s).
         use: a tally of how the experts were used, which the caller reads afterwards.
         on_step: see `hddm.solvers`; called for each batch in turn.
-        on_batch: called with the number of samples after each batch.
         conditions: keywords of the experts' networks, each (num, …); ``class_labels`` may be names.
 
     Returns:
@@ -339,8 +329,6 @@ def sample(
     samples = torch.empty(num, *planned.shape_of(expert or 0), dtype=planned.dtype)
     for batch in groups:
         samples[batch.rows] = run(planned, batch, on_step, use=use).cpu()
-        if on_batch is not None:
-            on_batch(len(batch.rows))
     return samples
 
 

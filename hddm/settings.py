@@ -131,6 +131,7 @@ def _check_device(name: str) -> None:
 
 Device = Annotated[str, _checked(_check_device)]
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+GuideBy = Literal["condition", "weak"]
 SolverName = Literal["euler", "heun", "adams-bashforth", "adams-moulton"]
 """Names in `hddm.solvers`."""
 Prediction = Literal["epsilon", "sample", "v_prediction", "flow_prediction"]
@@ -146,6 +147,10 @@ def _whole_amount(text: Any) -> Any:
 def _check_interval(interval: tuple[float, float]) -> None:
     if not 0 <= interval[0] <= interval[1] <= 1:
         raise HddmError("must be two t, 0 <= low <= high <= 1")
+
+
+Interval = Annotated[tuple[float, float], _checked(_check_interval)]
+"""Two noise levels, 0 <= low <= high <= 1."""
 
 
 class Computing(Described):
@@ -172,7 +177,7 @@ class SamplingSettings(Described):
     """ODE solver. Default: adams-moulton; euler for a distilled student."""
     guidance_scale: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     """Guidance scale; 1 is no guidance."""
-    guide_by: Literal["condition", "weak"] = "condition"
+    guide_by: GuideBy = "condition"
     """Guide away from the unconditional prediction or from each expert's weak model."""
 
 
@@ -210,18 +215,11 @@ class SampleSettings(Computing, SamplingSettings):
     """Index of an expert to use alone, without the router."""
     router_every: Positive = 1
     """Network calls per call of the router."""
-    calibration: Literal["experts+router", "experts", "router", "none"] = "experts+router"
-    """Calibrations to use, for comparisons."""
-    router_temperature: Annotated[float, Field(gt=0, le=1e9)] = 1.0
-    """Factor on the temperatures of the router, for comparisons."""
-    shift: float | None = None
+    shift: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Shift of the time grid; 1 is even. Default: the model's own."""
     cfg_channels: Positive | None = None
     """Number of channels to guide, such as 3 for DiT. Default: all."""
-    guidance_interval: Annotated[tuple[float, float], _checked(_check_interval), Shown("LOW HIGH")] = (
-        0.0,
-        1.0,
-    )
+    guidance_interval: Annotated[Interval, Shown("LOW HIGH")] = (0.0, 1.0)
     """Noise levels t that are guided."""
     guidance_rescale: Share = 0.0
     """Strength of rescaling to the unguided standard deviation, 0 to 1."""
@@ -262,14 +260,12 @@ def _domains(value: Any) -> Any:
 
 
 def _shares(value: Any) -> Any:
-    """Shares by expert, of texts ``EXPERT=0.3``; `HddmError` for one without, or named twice."""
+    """Shares by expert, of texts ``EXPERT=0.3``; `HddmError` for one without."""
     if isinstance(value, Mapping):
         return value
     shares: dict[str, float] = {}
     for one in value:
         name, _, share = one.rpartition("=")
-        if name in shares:
-            raise HddmError(f"names {name} twice; name each expert once")
         try:
             shares[name] = float(share)
         except ValueError:

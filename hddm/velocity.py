@@ -39,7 +39,7 @@ from hddm.conditions import LABELS, SETTINGS, Inputs, can_guide, check_label_ran
 from hddm.conditions import Guidance as Guidance
 from hddm.networks.wrappers import declared_shape, described, missing_from
 from hddm.schedules import DiscreteSchedule, LinearSchedule, Schedule
-from hddm.utils.errors import HddmError, choose
+from hddm.utils.errors import HddmError, choose, one_line
 from hddm.utils.records import WHOLE, NoiseRange, composed
 from hddm.utils.tensors import append_dims, device_of, parameter_dtype, sent, to_float64
 
@@ -156,10 +156,10 @@ def check_times(x_t: Tensor, t: Tensor) -> Tensor:
     times = to_float64(torch.as_tensor(t))
     if times.ndim == 0:
         times = times.expand(len(x_t))
-    if times.shape != x_t.shape[:1]:
-        raise HddmError(f"t has shape {tuple(times.shape)} for a batch of {len(x_t)} states")
-    if not ((times >= 0) & (times <= 1)).all():
-        raise HddmError(f"t lies in [0, 1] (0 data, 1 noise), not at {times.tolist()[:8]}")
+    if times.shape != x_t.shape[:1] or not ((times >= 0) & (times <= 1)).all():
+        raise HddmError(
+            f"t is {len(x_t)} numbers from 0 (data) to 1 (noise), not {one_line(times.tolist(), 80)}"
+        )
     return times
 
 
@@ -309,16 +309,12 @@ class VelocityField:
         Raises:
             HddmError: as `velocity`.
         """
-        known, found = self.sample_shape, tuple(x_t.shape[1:])
-        if known is not None and (len(found), found[:1]) != (len(known), known[:1]):
-            raise HddmError(f"states are {found}, samples of this model are {tuple(known)}")
         for branch in (conditions, negative):
             check_names(branch, self.conditions)
             check_rows(len(x_t), branch)
         given = self._with_null(conditions, x_t)
         if guidance.by_condition and not can_guide(conditions, negative):
             raise HddmError(f"guidance needs a condition to guide to; {self._remedies}")
-        guidance.refuse_negative(bool(negative))
         if guidance.by_weak and self.weak is None:
             raise HddmError(f"this expert has no weak model to guide by; {self._remedies}")
         if missing := missing_from(given, self.conditions or ()):
@@ -384,11 +380,6 @@ class VelocityField:
         raw = self.raw_velocity(x, t, conditions)
         if self.calibration is None:
             return raw
-        if self.sample_shape is not None and x_t.shape[1:] != self.sample_shape:
-            # Callers that know the requested size name it.
-            raise ValueError(
-                f"its calibration is of samples {self.sample_shape}, not of {tuple(x_t.shape[1:])}"
-            )
         bound = MAX_GAIN if self.prediction_type is PredictionType.EPSILON else None
         return self.calibration.apply(raw, x, t, conditions.get(LABELS), bound)
 
