@@ -227,7 +227,7 @@ class Guidance:
         return (t >= low) & (t <= high) & (self.scale != 1.0)
 
     def combine(self, conditional: Tensor, negative: Tensor, acts: Tensor) -> Tensor:
-        """The guided velocity (batch, C, …) where ``acts`` (batch,) is true, the conditional one elsewhere."""
+        """The guided velocity (batch, C, …) where ``acts`` (batch,), the conditional one elsewhere."""
         count = conditional.shape[1] if self.channels is None else self.channels
         v_c, v_n = conditional[:, :count], negative[:, :count]
         guided = v_n + self.scale * (v_c - v_n)

@@ -47,7 +47,7 @@ from hddm.conditions import (
     within,
 )
 from hddm.networks.offload import in_best_order
-from hddm.networks.wrappers import TEXT_CONDITIONS, described, missing_from
+from hddm.networks.wrappers import TEXT_CONDITIONS, missing_from
 from hddm.routers import Choice, Strategy, answer_of, given_condition, sparse_weights
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.tensors import to_float64
@@ -181,11 +181,6 @@ class Ensemble:
         weights = [part.weight for part in self.parts]
         # A class that no expert has seen may be made by any of them.
         return torch.stack([_normalised(row if any(row) else weights, len(row)) for row in rows])
-
-    def __repr__(self) -> str:
-        router = "no router" if self.router is None else f"router {described(self.router)}"
-        experts = "".join(f"\n  {k}: {expert!r}" for k, expert in enumerate(self.experts))
-        return f"Ensemble({self.strategy}; {router}; {len(self.experts)} experts:{experts})"
 
     @property
     def strategy(self) -> str:

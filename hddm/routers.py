@@ -188,8 +188,8 @@ def answer_of(
     are_probabilities = (rows >= 0).all() and ((rows.sum(-1) - 1).abs() < 1e-2).all()
     if found.shape != (len(x_t), num) or not are_probabilities:
         raise HddmError(
-            f"the router gave {tuple(found.shape)}, and no {(len(x_t), num)} probabilities, each row of sum 1; "
-            "apply a softmax?"
+            f"the router gave {tuple(found.shape)}, which are not {(len(x_t), num)} probabilities, rows of "
+            "sum 1; apply a softmax?"
         )
     return found
 

@@ -30,8 +30,7 @@ from hddm.editing import Picture
 from hddm.ensemble import Ensemble
 from hddm.evaluation.expert_use import ExpertUse
 from hddm.networks.offload import is_offloaded
-from hddm.noise import Latents, Noise, Seeded
-from hddm.running import Batch, Plan, pick_experts, posterior_of, run
+from hddm.running import Batch, Latents, Noise, Plan, Seeded, pick_experts, posterior_of, run
 from hddm.settings import SampleSettings, SamplingSettings
 from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, SOLVERS, OnStep, Solver, euler, unchanged
 from hddm.utils.errors import HddmError
@@ -125,7 +124,7 @@ def plan(
         router_every: ask the router at every n-th call of the velocity, which Heun's method makes twice per
             step, and use its last answer in between.
         shape: (C, H, W) of a sample, where it is not the model's.
-        noise: see `hddm.noise`.
+        noise: see `hddm.running`.
         picture: what samples begin with, and what of it stays; see `hddm.editing`.
         times: in place of ``steps`` and ``shift``.
 

@@ -37,7 +37,7 @@ from torch import Tensor
 from hddm.calibration import MAX_GAIN, Calibration
 from hddm.conditions import LABELS, SETTINGS, Inputs, can_guide, check_label_range, check_names, check_rows
 from hddm.conditions import Guidance as Guidance
-from hddm.networks.wrappers import declared_shape, described, missing_from
+from hddm.networks.wrappers import declared_shape, missing_from
 from hddm.schedules import DiscreteSchedule, LinearSchedule, Schedule
 from hddm.utils.errors import HddmError, choose, one_line
 from hddm.utils.records import WHOLE, NoiseRange, composed
@@ -234,20 +234,6 @@ class VelocityField:
                 f"`noise_range` {low:g}:{high:g}: must be LOW:HIGH, with 0 <= LOW < HIGH <= 1, and meet the "
                 f"schedule's own range, {self.range[0]:.4g}:{self.range[1]:.4g}"
             )
-
-    def __repr__(self) -> str:
-        facts = [
-            described(self.network),
-            f"{self.prediction_type} on {type(self.schedule).__name__}",
-            f"samples {self.sample_shape or 'of unknown shape'}",
-            *([] if self.noise_range == WHOLE else ["t in {:g}:{:g} alone".format(*self.noise_range)]),
-            *(["conditions " + " and ".join(self.conditions)] if self.conditions else []),
-            *([f"{len(self.classes)} classes"] if self.classes else []),
-            *(["calibrated"] if self.calibration is not None else []),
-            *(["a weak model"] if self.weak is not None else []),
-            *([] if self.sampling_steps is None else [f"a student of {self.sampling_steps} steps"]),
-        ]
-        return f"VelocityField({'; '.join(facts)})"
 
     @property
     def device(self) -> torch.device:

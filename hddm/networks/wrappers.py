@@ -325,16 +325,6 @@ def missing_from(given: Collection[str], declared: Sequence[str]) -> list[str]:
     return [name for name in declared if name not in given and name not in OPTIONAL_CONDITIONS]
 
 
-def described(network: object) -> str:
-    """Class of a network, without what wraps it, and its number of weights; the name of a plain function."""
-    wrapped = network
-    while isinstance(inner := getattr(wrapped, "network", getattr(wrapped, "model", None)), nn.Module):
-        wrapped = inner
-    if not isinstance(wrapped, nn.Module):
-        return getattr(wrapped, "__name__", type(wrapped).__name__)
-    return f"{type(wrapped).__name__}, {sum(one.numel() for one in wrapped.parameters()):,} weights"
-
-
 def declared_shape(network: object) -> tuple[int, ...] | None:
     """Shape (C, H, W) of a sample by the config of a network, None where that has none."""
     config = getattr(network, "config", None)

@@ -27,7 +27,6 @@ from hddm.networks.offload import Offload
 from hddm.networks.prompts import PromptEncoders
 from hddm.networks.transformers import RouterTransformer
 from hddm.networks.vae import kind_of
-from hddm.noise import Generated, Generators, Latents, Noise, Seeded
 from hddm.pipelines.encoding import Encoding, repeated
 from hddm.pipelines.hub import plan_upload, upload
 from hddm.pipelines.parts import (
@@ -40,7 +39,7 @@ from hddm.pipelines.parts import (
     refuse_options,
 )
 from hddm.pipelines.pictures import Begin, Images, Pictures, Vae
-from hddm.running import Batch, Plan, gathered, run
+from hddm.running import Batch, Generated, Generators, Latents, Noise, Plan, Seeded, gathered, run
 from hddm.sampling import batches, plan
 from hddm.utils.errors import HddmError, UsageError, choose, one_line
 from hddm.utils.files import new_folder, restore

@@ -24,11 +24,10 @@ from hddm.evaluation.expert_use import ExpertUse
 from hddm.experts.loading import DTYPES
 from hddm.networks.folders import sha256_once
 from hddm.networks.wrappers import TEXT_CONDITIONS
-from hddm.noise import Seeded
 from hddm.pipelines.pictures import Begin
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.routers import MomentsRouter, Router
-from hddm.running import Batch, Plan
+from hddm.running import Batch, Plan, Seeded
 from hddm.sampling import batches, guidance_of, plan_arguments
 from hddm.settings import SampleSettings, keywords
 from hddm.utils.errors import HddmError, UsageError, asked

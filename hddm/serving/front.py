@@ -44,9 +44,8 @@ from torch import Tensor
 from hddm.data.images import save_png, to_bytes
 from hddm.evaluation.expert_use import ExpertUse
 from hddm.experts.loading import DTYPES
-from hddm.noise import Seeded
 from hddm.pipelines.pipeline import HDDMPipeline
-from hddm.running import Batch, NotFinite, Plan, gathered, run
+from hddm.running import Batch, NotFinite, Plan, Seeded, gathered, run
 from hddm.sampling import batches, guidance_of, plan, plan_arguments
 from hddm.serving.workers import Answer, Refusal, RemoteEnsemble, SampleJob, VelocityJob, followed
 from hddm.settings import Limits, SamplingSettings, ServeSettings, StrategyName

@@ -23,8 +23,7 @@ from hddm.conditions import Conditions, Inputs
 from hddm.ensemble import Ensemble
 from hddm.experts.loading import DTYPES, open_ensemble
 from hddm.networks.offload import StoredNetwork
-from hddm.noise import Latents, Seeded
-from hddm.running import Batch, run
+from hddm.running import Batch, Latents, Seeded, run
 from hddm.sampling import plan
 from hddm.settings import ServeSettings
 from hddm.utils.errors import HddmError, one_line

@@ -19,7 +19,7 @@ from hddm.data.shards import Shard, open_shard
 from hddm.experts.ensemble_folders import replace_file
 from hddm.experts.records import field_of, open_expert
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
-from hddm.noise import Seeded
+from hddm.running import Seeded
 from hddm.schedules import DiscreteSchedule
 from hddm.solvers import euler
 from hddm.training.denoising import misread

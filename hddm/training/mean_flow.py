@@ -34,7 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hddm.conditions import LABELS, Conditions
 from hddm.ensemble import Ensemble
-from hddm.noise import Seeded
+from hddm.running import Seeded
 from hddm.sampling import integrate, plan
 from hddm.training.loop import Inputs
 from hddm.training.objectives import TIME_SCALE

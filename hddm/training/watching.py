@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from hddm.conditions import LABELS, Conditions
 from hddm.data.images import save_png, tiled, to_bytes
 from hddm.data.shards import Shard, open_shard
-from hddm.noise import Seeded
-from hddm.running import Batch, run
+from hddm.running import Batch, Seeded, run
 from hddm.sampling import plan
 from hddm.training.denoising import velocity_errors
 from hddm.training.loop import StepReport, Watch, Watcher, mean

@@ -13,8 +13,7 @@ from hddm.benchmark.results import Results, SameImages
 from hddm.benchmark.run import run_benchmark
 from hddm.ensemble import Ensemble
 from hddm.experts.loading import load
-from hddm.noise import Seeded
-from hddm.running import pick_experts
+from hddm.running import Seeded, pick_experts
 from hddm_cli.app import run_words
 from hddm_cli.quickstart import OTHERWISE, headline
 from tests.benchmark_files import inline

@@ -10,7 +10,7 @@ from hddm.conditions import LABELS, Conditions
 from hddm.editing import DEFAULT_RESAMPLING, Picture
 from hddm.ensemble import Ensemble
 from hddm.evaluation.expert_use import ExpertUse
-from hddm.noise import Seeded
+from hddm.running import Seeded
 from hddm.sampling import sample, time_grid
 from hddm.schedules import CosineSchedule
 from hddm.solvers import SOLVERS, solver_named

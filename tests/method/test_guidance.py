@@ -12,7 +12,7 @@ from torch import Tensor
 import hddm
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import plan
-from hddm.noise import Seeded
+from hddm.running import Seeded
 from hddm.sampling import sample
 from hddm.settings import Conversion
 from hddm.utils.errors import HddmError

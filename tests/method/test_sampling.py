@@ -11,8 +11,7 @@ from torch import Tensor
 
 from hddm.ensemble import Ensemble
 from hddm.evaluation.expert_use import ExpertUse
-from hddm.noise import Seeded
-from hddm.running import NotFinite, pick_experts
+from hddm.running import NotFinite, Seeded, pick_experts
 from hddm.sampling import sample, time_grid
 from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError

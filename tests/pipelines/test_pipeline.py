@@ -13,8 +13,8 @@ from torch import Tensor
 import hddm
 from hddm.conditions import Conditions
 from hddm.data.images import to_bytes
-from hddm.noise import Seeded
 from hddm.pipelines.pipeline import HDDMPipeline
+from hddm.running import Seeded
 from hddm.sampling import integrate, time_grid
 from hddm.solvers import SOLVERS
 from hddm.utils.errors import HddmError
@@ -70,7 +70,7 @@ def test_one_generator_serves_the_batch_and_none_is_the_global_one(pipe: HDDMPip
 
 
 def test_states_that_are_passed_replace_the_drawn_ones(pipe: HDDMPipeline) -> None:
-    noise = hddm.noise.Seeded(8).initial(range(5), (3, 4, 4))
+    noise = hddm.running.Seeded(8).initial(range(5), (3, 4, 4))
     given = pipe(class_labels=LABELS, latents=noise, **LATENT).images
     assert torch.equal(given, pipe(class_labels=LABELS, seed=8, **LATENT).images)
 
