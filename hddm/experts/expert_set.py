@@ -158,31 +158,20 @@ class ExpertSet(nn.Module):
             raise HddmError(f"{change}: an expert was built in memory; load it from a folder")
         return own
 
-    def _refuse_quantized(self) -> None:
-        if any(network.is_quantized for network in self.stored):
-            raise HddmError("quantized experts cannot be saved; load them again")
-
     def save_pretrained(self, folder: str | Path, **_: object) -> None:
         """Write one expert folder per expert, ``0``, ``1``, …, with weights in the dtype that they run in.
 
         An adapter with unchanged weights stays an adapter, in its dtype on disk; the caller saves its base.
         An adapter that was changed in memory is merged.
         """
-        self._refuse_quantized()
+        if any(network.is_quantized for network in self.stored):
+            raise HddmError("quantized experts cannot be saved; load them again")
         for index, (expert, field) in enumerate(zip(self.experts, self._fields, strict=True)):
             target = Path(folder) / str(index)
             target.mkdir(parents=True)
             # Only an adapter is compared: the folder of another expert may be gone once its weights are read.
             keeps_adapter = expert.facts.adapter is not None and not _is_changed(expert, field.dtype)
             save_expert(target, expert, field.dtype, keeps_adapter)
-
-    def is_as_stored(self) -> bool:
-        """True where all experts have folders, and weights that are in memory are those in them."""
-        self._refuse_quantized()
-        return not any(
-            expert.folder is None or _is_changed(expert, field.dtype)
-            for expert, field in zip(self.experts, self._fields, strict=True)
-        )
 
 
 def _on_demand(expert: Expert, dtype: torch.dtype, device: torch.device | str, shelf: Shelf) -> VelocityField:

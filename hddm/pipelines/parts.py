@@ -7,8 +7,7 @@ of a class, where that is derived from what its module calls ``ModelMixin``. `St
 reads as `hddm.HDDMPipeline` does.
 """
 
-import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,70 +22,24 @@ from hddm.experts.loading import open_ensemble
 from hddm.networks.prompts import read_texts
 from hddm.networks.text_encoder import read_tokenizer
 from hddm.networks.vae import read_vae
-from hddm.utils.errors import HddmError, choose, did_you_mean
-
-_NO_EFFECT: Mapping[str, Collection[object]] = {
-    "local_files_only": (True, False),
-    "low_cpu_mem_usage": (True, False),
-    "use_safetensors": (True,),
-    "safe_serialization": (True,),
-    "device_map": ("cpu",),
-    "subfolder": ("",),
-}
-"""Values of diffusers' keywords that request what is done anyway; so do None and, for all others, False."""
-_REMEDIES = {
-    "device_map": '; move the pipeline with .to("cuda")',
-    "push_to_hub": '; call push_to_hub("OWNER/NAME") of the pipeline',
-}
-_OF_DOWNLOADS = ("cache_dir", "token", "proxies")
-"""Keywords without effect on a local folder, whatever their value; a token must not get into a message."""
-_KNOWN = {
-    *(*_NO_EFFECT, *_REMEDIES, *_OF_DOWNLOADS, "variant", "revision", "custom_revision", "custom_pipeline"),
-    *("quantization_config", "offload_folder", "safety_checker", "max_memory", "trust_remote_code"),
-    *("force_download", "load_connected_pipeline", "use_onnx", "offload_state_dict", "output_loading_info"),
-    *("requires_safety_checker", "use_flashpack", "disable_mmap", "provider", "sess_options"),
-    *("provider_options", "max_shard_size", "repo_id", "commit_message", "private", "create_pr"),
-}
-"""Keywords of diffusers' loaders and writers."""
-PARTS = ("scheduler", "router", *COMPONENTS)
-"""Parts that may be passed to `from_pretrained` in place of those in the folder."""
+from hddm.utils.errors import HddmError, choose
 
 NETWORKS = ("experts", "router", "vae", "text_encoder")
 """Parts that have a dtype."""
 
-Dtype = torch.dtype | str | Mapping[str, torch.dtype | str] | None
+Dtype = torch.dtype | Mapping[str, torch.dtype] | None
 
 
-def refuse_options(call: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Refuse unknown ``options`` of ``call``, and those of diffusers that request what hddm does not do."""
-    for name, value in options.items():
-        if name not in _KNOWN:
-            near = did_you_mean(name, [*inspect.signature(call).parameters, *_KNOWN, *PARTS])
-            raise HddmError(f"{call.__name__} takes no {name!r}{near}")
-        if name not in _OF_DOWNLOADS and value is not None and value not in _NO_EFFECT.get(name, (False,)):
-            raise HddmError(
-                f"{call.__name__}({name}={value!r}) is not supported: hddm reads and writes local folders of "
-                f"safetensors only, and runs no code from them{_REMEDIES.get(name, '')}"
-            )
-
-
-def dtypes_of(dtype: Dtype, torch_dtype: Dtype) -> dict[str, torch.dtype]:
+def dtypes_of(dtype: Dtype) -> dict[str, torch.dtype]:
     """Dtype of each of `NETWORKS`: one for all, or a dictionary by part, as diffusers' loaders take it.
 
-    Parts that a dictionary leaves out get its ``default``, else float32, as does ``auto``. ``torch_dtype`` is
-    the old name. Raises `HddmError` for both names at once, an unknown part, and other values.
+    Parts that a dictionary leaves out get its ``default``, else float32. Raises `HddmError` for another part.
     """
-    if dtype is not None and torch_dtype is not None:
-        raise HddmError(f"pass dtype={dtype} or torch_dtype={torch_dtype}, its old name, not both")
-    requested = torch_dtype if dtype is None else dtype
-    by_part = dict(requested) if isinstance(requested, Mapping) else {"default": requested}
-    for name, value in by_part.items():
+    by_part = dict(dtype) if isinstance(dtype, Mapping) else {"default": dtype}
+    for name in by_part:
         if name not in (*NETWORKS, "default"):
             raise HddmError(f"dtype: {choose(name, (*NETWORKS, 'default'))}, not {name!r}")
-        if value not in ("auto", None) and not (isinstance(value, torch.dtype) and value.is_floating_point):
-            raise HddmError(f"dtype {value!r}: pass a floating dtype of torch, such as torch.bfloat16")
-    found = {name: by_part.get(name, by_part.get("default")) for name in NETWORKS}
-    return {name: one if isinstance(one, torch.dtype) else torch.float32 for name, one in found.items()}
+    return {name: by_part.get(name, by_part.get("default")) or torch.float32 for name in NETWORKS}
 
 
 def read_parts(
@@ -114,11 +67,10 @@ class StockPart(diffusers.ModelMixin):  # type: ignore[misc]
     def from_pretrained(cls, folder: str, torch_dtype: torch.dtype | None = None, **options: Any) -> Any:
         """Read the part in ``folder``, which lies in that of the ensemble.
 
-        Raises `HddmError` as `hddm.HDDMPipeline.from_pretrained`.
+        ``options`` of the loader have no effect. Raises `HddmError` as `hddm.HDDMPipeline.from_pretrained`.
         """
-        refuse_options(cls.from_pretrained, options)
         whole, name = Path(folder).parent, Path(folder).name
-        dtypes = dtypes_of(torch_dtype, None)
+        dtypes = dtypes_of(torch_dtype)
         if name not in ("experts", "router"):
             return read_parts(whole, {name: name}, dtypes, {})[name]
         opened = open_ensemble(whole, dtypes["router"])
@@ -148,25 +100,15 @@ class Offloading:
     def enable_model_cpu_offload(
         self, gpu_id: int | None = None, device: torch.device | str | None = None
     ) -> None:
-        """Keep all weights in main memory; at most two chosen experts are on ``device``.
+        """Keep all weights in main memory; the expert that runs is on ``device``.
 
         ``gpu_id`` is the number of a CUDA device, ``device`` replaces it; the default is the current
         accelerator, else the CPU.
         """
-        self._offload_to(gpu_id, device, budget=None)
-
-    def enable_sequential_cpu_offload(
-        self, gpu_id: int | None = None, device: torch.device | str | None = None
-    ) -> None:
-        """As `enable_model_cpu_offload`, with one expert at a time."""
-        largest = max((network.size for network in self.experts.stored), default=None)
-        self._offload_to(gpu_id, device, budget=largest)
-
-    def _offload_to(self, gpu_id: int | None, device: torch.device | str | None, budget: int | None) -> None:
         if device is None and torch.accelerator.is_available():
             current = torch.accelerator.current_accelerator()
             device = None if current is None else torch.device(current.type, gpu_id or 0)
-        self.experts.offload("ram", budget)
+        self.experts.offload("ram", None)
         self._visits = torch.device(device or "cpu")
         self.experts.to(self._visits)
         if isinstance(self.router, nn.Module):
@@ -174,6 +116,8 @@ class Offloading:
         for part in (getattr(self, name, None) for name in COMPONENTS):
             if isinstance(part, nn.Module):
                 part.to("cpu")
+
+    enable_sequential_cpu_offload = enable_model_cpu_offload
 
     @contextmanager
     def present(self, part: nn.Module) -> Iterator[Any]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
-from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils import BaseOutput
 from torch import Tensor, nn
@@ -27,25 +26,14 @@ from hddm.networks.offload import Offload
 from hddm.networks.prompts import PromptEncoders
 from hddm.networks.transformers import RouterTransformer
 from hddm.networks.vae import kind_of
-from hddm.pipelines.encoding import Encoding, repeated
 from hddm.pipelines.hub import plan_upload, upload
-from hddm.pipelines.parts import (
-    NETWORKS,
-    PARTS,
-    Dtype,
-    dtypes_of,
-    parts_for_loader,
-    read_parts,
-    refuse_options,
-)
-from hddm.pipelines.pictures import Begin, Images, Pictures, Vae
+from hddm.pipelines.inputs import Begin, Encoding, Images, Pictures, Vae, repeated
+from hddm.pipelines.parts import Dtype, dtypes_of, parts_for_loader, read_parts
 from hddm.running import Batch, Generated, Generators, Latents, Noise, Plan, Seeded, gathered, run
 from hddm.sampling import batches, plan
-from hddm.utils.errors import HddmError, UsageError, choose, one_line
+from hddm.utils.errors import HddmError, UsageError, one_line
 from hddm.utils.files import new_folder, restore
 from hddm.velocity import Guidance, VelocityField
-
-OUTPUTS = ("pil", "np", "pt", "latent")
 
 Callback = Callable[[Any, int, float, dict[str, Tensor]], Mapping[str, Tensor] | None]
 
@@ -108,7 +96,6 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         self.max_memory: int | None = None
         self._ensemble: Ensemble | None = None
         self._made_of: tuple[Any, ...] = ()
-        self._opened: Path | None = None
         self.image_processor = VaeImageProcessor()
         self.ensemble  # noqa: B018 - so that what does not fit is refused here
 
@@ -116,12 +103,9 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
     def ensemble(self) -> Ensemble:
         """Velocity field of these parts, cached while they stay the same.
 
-        Raises `HddmError` for a scheduler that does more than shift its grid, and for parts of another class
-        or that do not fit together.
+        Raises `HddmError` for a scheduler that does more than shift its grid, and for parts that do not fit
+        together.
         """
-        for name in COMPONENTS:
-            if name.startswith("vae") and (vae := getattr(self, name)) is not None:
-                kind_of(vae)
         models = (self.experts, self.router, getattr(self.router, "record", None), self.experts.record)
         shift = shift_of(self.scheduler)
         if self._ensemble is None or any(a is not b for a, b in zip(models, self._made_of, strict=True)):
@@ -180,7 +164,7 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         experts: Sequence[int] | None = None,
         offload: Offload = "none",
         max_memory: int | None = None,
-        **options: Any,
+        **parts: Any,
     ) -> "HDDMPipeline":
         """Open the pipeline in an ensemble folder, or of the Paris release; nothing in it is run as code.
 
@@ -192,31 +176,24 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             experts: indices of the experts to use; by default all.
             offload: where idle experts wait; see `hddm.networks.offload`.
             max_memory: bytes on the device for all weights together.
-            options: parts in place of the folder's (``vae``, ``text_encoder``, ``tokenizer``, ``router``,
-                ``scheduler``), and options of diffusers' loader that request what is done anyway, such as
-                ``local_files_only``.
+            parts: in place of the folder's (``vae``, ``text_encoder``, ``tokenizer``, ``router``,
+                ``scheduler``).
 
         Raises:
-            HddmError: for another option or dtype, or a folder whose parts contradict each other.
+            HddmError: for a folder whose parts contradict each other.
         """
-        given = {name: options.pop(name) for name in PARTS if name in options}
-        refuse_options(cls.from_pretrained, options)
-        if not isinstance(max_memory, int | None):
-            raise HddmError(f"max_memory {max_memory!r}: pass the number of bytes for all parts together")
-        dtypes = dtypes_of(dtype, torch_dtype)
+        dtypes = dtypes_of(torch_dtype if dtype is None else dtype)
         folder = Path(pretrained_model_name_or_path)
         restore(folder)
         if not folder.is_dir():
             raise HddmError(f"{folder}: no such folder; nothing is downloaded, so fetch the ensemble first")
         opened = open_ensemble(folder, dtypes["router"], experts)
         scheduler = FlowMatchEulerDiscreteScheduler(shift=opened.facts.shift)
-        parts = {"router": opened.router, "scheduler": scheduler}
-        parts |= read_parts(folder, opened.components, dtypes, given)
-        beside = [part for name, part in parts.items() if isinstance(part, nn.Module) and name != "router"]
-        made = cls(opened.expert_set("cpu", dtypes["experts"], offload, max_memory, beside), **parts)
+        found = {"router": opened.router, "scheduler": scheduler}
+        found |= read_parts(folder, opened.components, dtypes, parts)
+        beside = [part for name, part in found.items() if isinstance(part, nn.Module) and name != "router"]
+        made = cls(opened.expert_set("cpu", dtypes["experts"], offload, max_memory, beside), **found)
         made.max_memory, made._folder = max_memory, folder
-        if experts is None and not given and (folder / ENSEMBLE_FILE).is_file():
-            made._opened = folder
         return made
 
     @classmethod
@@ -244,20 +221,17 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             nn.Module.to(router, self.experts.device)
         return moved
 
-    def save_pretrained(self, save_directory: str | Path, *, overwrite: bool = False, **options: Any) -> None:
+    def save_pretrained(self, save_directory: str | Path, *, overwrite: bool = False) -> None:
         """Write an ensemble folder, completely or not at all, with weights in the dtype that they run in.
 
         Args:
             save_directory: the folder.
             overwrite: replace an existing folder.
-            options: options of diffusers' writer that request what is done anyway, such as
-                ``safe_serialization``.
 
         Raises:
             HddmError: if the folder exists without ``overwrite`` and is not empty, if experts are read from
-                it, for an ensemble in memory, and for other options.
+                it, and for an ensemble in memory.
         """
-        refuse_options(self.save_pretrained, options)
         folder, experts = Path(save_directory), self.experts.experts
         read_from = [path.resolve() for one in experts for path in (one.folder, one.base) if path]
         if any(one.is_relative_to(folder.resolve()) for one in read_from):
@@ -283,37 +257,22 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         licence: str | None = None,
         picture: Path | None = None,
         results: Path | None = None,
-        **options: Any,
     ) -> str:
-        """Publish the ensemble with a model card, and return its address.
+        """Save the ensemble, publish it with a model card, and return its address.
 
-        If nothing was changed since its folder was opened, the folder's files are sent as they are; else the
-        pipeline is saved to a temporary folder first. Arguments are those of diffusers, and for the card
-        ``licence``, ``picture`` and ``results`` as in `hddm.pipelines.hub.model_card`.
+        Arguments are those of diffusers, and for the card ``licence``, ``picture`` and ``results`` as in
+        `hddm.pipelines.hub.model_card`. To send the files of a folder as they are, use ``hddm push``.
 
         Raises:
-            HddmError: for other options, a hub that refuses or cannot be reached, and as `save_pretrained`.
+            HddmError: for a hub that refuses or cannot be reached, and as `save_pretrained`.
         """
-        refuse_options(self.push_to_hub, options)
         with tempfile.TemporaryDirectory() as temporary:
-            folder = self._opened
-            if folder is None or not self._is_as_in(folder):
-                folder = Path(temporary) / "ensemble"
-                self.save_pretrained(folder)
+            folder = Path(temporary) / "ensemble"
+            self.save_pretrained(folder)
             planned = plan_upload(folder, repo_id, licence, picture, results)
             for note in planned.notes:
                 warnings.warn(note, UserWarning, stacklevel=2)
             return upload(planned, private, token, commit_message)
-
-    def _is_as_in(self, folder: Path) -> bool:
-        """True if parts and settings are those in ``folder``, in any dtype."""
-        parts = {name: part for name in NETWORKS if (part := getattr(self, name)) is not None}
-        stored = type(self).from_pretrained(folder, dtype={name: part.dtype for name, part in parts.items()})
-        return (
-            self.facts == stored.facts
-            and self.experts.is_as_stored()
-            and all(_equal(getattr(self, name), getattr(stored, name)) for name in ("router", *COMPONENTS))
-        )
 
     @torch.no_grad()
     def __call__(
@@ -386,16 +345,13 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             callback_on_step_end: called as ``callback(pipeline, step, 1000 t, {"latents": x})``, with
                 offloading for one expert's images after the other's; the ``latents`` that it returns replace
                 x, and ``pipeline._interrupt = True`` stops the call.
-            callback_on_step_end_tensor_inputs: as in diffusers; only ``latents`` are possible.
+            callback_on_step_end_tensor_inputs: as in diffusers, but callbacks get ``latents`` alone.
 
         Raises:
-            HddmError: for an option that would change something, an unknown or missing condition, missing
-                parts, contradictory numbers, a size that a network cannot have, and as `hddm.sampling.plan`,
-                `hddm.sampling.batches` and `hddm.running.run`.
+            HddmError: for an unknown or missing condition, missing parts, a size that a network cannot have,
+                and as `hddm.sampling.plan`, `hddm.sampling.batches` and `hddm.running.run`.
         """
         guidance = Guidance.of(guidance_scale)
-        has_negative = bool(negative_prompt or negative_conditions) or negative_prompt_embeds is not None
-        guidance.refuse_negative(has_negative)
         if not guidance.by_condition:
             negative_prompt = negative_prompt_embeds = negative_conditions = None
         encoded = self.encode(
@@ -419,19 +375,9 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             guidance=guidance,
             router_every=router_every,
         )
-        is_of_diffusers = isinstance(callback_on_step_end, PipelineCallback | MultiPipelineCallbacks)
-        if is_of_diffusers or list(callback_on_step_end_tensor_inputs) != ["latents"]:
-            text = "callbacks see latents only; hddm.drop_in puts this model into a pipeline of diffusers"
-            raise HddmError(f"`callback_on_step_end`: {text}")
-        if output_type not in OUTPUTS:
-            raise HddmError(f"output_type {output_type!r}: {choose(output_type, OUTPUTS)}")
         of_one_kind = {"latents": latents is not None, "height": height, "width": width}
         of_one_kind |= {"output_type": output_type != "pil", "edit_from": edit_from is not None}
         self.check_output(expert, output_type != "latent", of_one_kind)
-        if seed is not None and generator is not None:
-            raise HddmError("pass a seed or a generator, not both")
-        if start and seed is None:
-            raise HddmError(f"start {start} counts the images of a seed; pass one")
         is_apart = self.is_apart(expert)
         shape = () if is_apart else how.shape_of(expert or 0)
         latents = None if latents is None else latents.to(how.dtype)
@@ -451,8 +397,8 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             bar.update()
             if callback_on_step_end is None:
                 return x
-            timestep = 1000 * float(how.times[index])
-            return _changed(x, callback_on_step_end(self, index, timestep, {"latents": x}))
+            outcome = callback_on_step_end(self, index, 1000 * float(how.times[index]), {"latents": x})
+            return (outcome or {}).get("latents", x).to(x)
 
         for batch in batches(how, range(start, start + num), asked, num):
             with self.progress_bar(total=how.steps) as bar:
@@ -512,23 +458,3 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
                 f"`height` {height}, `width` {width}: a network of images of {size[0]}×{size[1]} fails on "
                 f"it: {one_line(error)}"
             ) from error
-
-
-def _changed(x: Tensor, outcome: Mapping[str, Tensor] | None) -> Tensor:
-    """States x, or those that a callback returned in their place."""
-    others = [name for name in outcome or {} if name != "latents"]
-    found = (outcome or {}).get("latents", x)
-    if others or found.shape != x.shape:
-        what = others[0] if others else f"latents of shape {tuple(found.shape)}"
-        raise HddmError(f"a callback returned {what}; it can return latents of shape {tuple(x.shape)} only")
-    return found.to(x)
-
-
-def _equal(ours: Any, theirs: Any) -> bool:
-    """True for networks of equal weights, tokenizers of equal words, and two parts that are absent."""
-    if type(ours) is not type(theirs):
-        return False
-    if not isinstance(ours, nn.Module):
-        return ours is None or bool(ours.get_vocab() == theirs.get_vocab())
-    weights, others = ours.state_dict(), theirs.state_dict()
-    return all(torch.equal(one.cpu(), others[key]) for key, one in weights.items())

@@ -24,7 +24,7 @@ from hddm.evaluation.expert_use import ExpertUse
 from hddm.experts.loading import DTYPES
 from hddm.networks.folders import sha256_once
 from hddm.networks.wrappers import TEXT_CONDITIONS
-from hddm.pipelines.pictures import Begin
+from hddm.pipelines.inputs import Begin
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.routers import MomentsRouter, Router
 from hddm.running import Batch, Plan, Seeded

@@ -14,7 +14,7 @@ import hddm
 from hddm.data.images import to_unit_range
 from hddm.editing import Picture
 from hddm.networks.vae import read_vae
-from hddm.pipelines.pictures import Begin
+from hddm.pipelines.inputs import Begin
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.errors import HddmError
 from tests.artefacts import Command, printed, refusal
