@@ -51,10 +51,8 @@ def assemble(
         )
     if out is None and not changes:
         raise UsageError("--out is required, the folder to write")
-    if router is not None and router != "moments":
+    if router not in (None, "moments"):
         restore(Path(router))
-        if not Path(router).exists():
-            raise UsageError(f"--router {router}: no such folder; name one, or moments")
     if out is not None:
         check_absent(out, ENSEMBLE_FILE, overwrite)
     from hddm.conditions import join_classes

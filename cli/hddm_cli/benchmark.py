@@ -34,7 +34,7 @@ class BenchmarkOptions(Described):
     held_out: bool = False
     """Score on held-out images, with the confirmation seeds."""
     workers: Positive | None = None
-    """Steps at the same time. Default: as in the file."""
+    """Steps at the same time, without `ray`. Default: as in the file."""
     ray: str | None = None
     """Address of a Ray cluster to run the steps on, or local. Default: without Ray."""
     jobs: Path | None = None
@@ -64,8 +64,6 @@ def benchmark(
     out = options.out
     if out is None and not options.dry_run:
         raise UsageError("--out is required, the folder to write")
-    if options.ray is not None and options.workers is not None:
-        raise UsageError("--workers: the cluster decides how many run at a time; drop one of the two")
     from hddm.benchmark.file import read_benchmark
 
     file = read_benchmark(which, options.set, options.seeds, options.held_out, options.workers)

@@ -9,7 +9,7 @@ import typer
 
 from hddm.settings import CalibrationSettings
 from hddm.utils.records import EXPERT_FILE
-from hddm_cli.options import InputArgument, InputOption, refuse_set
+from hddm_cli.options import InputArgument, InputOption
 
 
 def calibrate(
@@ -26,9 +26,6 @@ def calibrate(
 
     These are the moments of its data and the table that blends its prediction with a Gaussian's near t = 1.
     """
-    if data is not None:
-        refuse_set(settings, "with --data no samples are drawn", "num_images", "steps")
-
     from hddm.training.calibrate import recalibrate
 
     with contextlib.nullcontext(expert) if out is None else _copied(expert, out) as folder:

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Annotated
 
 from hddm.settings import Conversion, Described, InputPath
+from hddm.utils.errors import UsageError
 from hddm.utils.files import refuse_pickle
 from hddm.utils.progress import Progress
-from hddm_cli.options import InputArgument, Out, Overwrite, refuse_set
+from hddm_cli.options import InputArgument, Out, Overwrite
 from hddm_cli.usage import say
 
 
@@ -42,9 +43,9 @@ def convert(
     base, to_layout, dry_run = options.base, options.to_layout, options.dry_run
     if to_layout is not None or base is not None:
         why = "--to-layout writes an expert as it is" if to_layout else "--base converts a LoRA file"
-        taken = {"licence"} if to_layout is None else set()
-        refuse_set(settings, why, *sorted(settings.model_fields_set - taken))
-        refuse_set(options, why, "data", "no_verify", *(["base"] if to_layout else []))
+        taken = {"dry_run", "to_layout"} if to_layout else {"dry_run", "base", "licence"}
+        if useless := sorted((settings.model_fields_set | options.model_fields_set) - taken):
+            raise UsageError(f"--{useless[0].replace('_', '-')}: {why}; drop one of the two")
         with Progress(None, "convert" if to_layout is None else "write back"):
             if to_layout is not None:
                 from hddm.checkpoints.write_back import write_back

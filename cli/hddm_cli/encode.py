@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from hddm.settings import EncodingSettings
-from hddm_cli.options import InputArgument, Out, Overwrite, refuse_set
+from hddm_cli.options import InputArgument, Out, Overwrite
 
 
 def encode(
@@ -20,8 +20,6 @@ def encode(
     Trainings read the result in place of the images. Captions are stored as text tokens. If the command is
     interrupted, run it again to continue; --batch-size and --device may then differ.
     """
-    if settings.vae is None and settings.text_encoder is None:
-        refuse_set(settings, "pixels are stored as bytes and pass no network", "dtype", "device")
     from hddm.data.encoding import encode_shards
 
     manifests = encode_shards(source, out, settings, overwrite)

@@ -58,17 +58,6 @@ def refuse_other(out: Path, record: str, kind: str) -> None:
         raise HddmError(f"{out} exists and holds no {kind}: choose another folder")
 
 
-def refuse_set(settings: Record, reason: str, *names: str) -> None:
-    """Refuse the first field called one of ``names`` that was requested.
-
-    Raises:
-        UsageError: with ``reason``.
-    """
-    for name in names:
-        if name in settings.model_fields_set:
-            raise UsageError(f"--{name.replace('_', '-')}: {reason}; drop one of the two")
-
-
 InputArgument = functools.partial(typer.Argument, callback=existing)
 InputOption = functools.partial(typer.Option, callback=existing)
 

@@ -1,14 +1,12 @@
 """hddm partition."""
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from hddm.settings import PartitionSettings
-from hddm.utils.errors import HddmError, UsageError
+from hddm.utils.errors import UsageError
 from hddm_cli.options import InputArgument, Out, Overwrite
 
 
@@ -48,7 +46,7 @@ def partition(
     kept = cache or out.with_name(f"{out.name}.features")
     options = dict(settings) | {"cache": kept, "only": settings.only.split(",") if settings.only else ()}
     options |= {"classes": settings.classes or None, "replace_cache": overwrite and cache is None}
-    with _named(kept, is_known=cache is not None or kept.exists()), Progress(None, "partition"):
+    with Progress(None, "partition"):
         folders = divide(images, out, number, overwrite=overwrite, **options)
     record = read_record(out / PARTITION_FILE, PartitionRecord, FORMAT)
     for number, silhouette in (record.proposal or {}).items():
@@ -82,18 +80,6 @@ def partition(
 def _place(images: list[Path], name: str) -> Path:
     """An image by its name: below its folder, or below what several have in common."""
     return images[0] / name if len(images) == 1 else Path(name)
-
-
-@contextlib.contextmanager
-def _named(features: Path, is_known: bool) -> Iterator[None]:
-    """A block whose failure leaves ``features`` behind: its error says so, unless the user knows of them."""
-    try:
-        yield
-    except HddmError as error:
-        if is_known or not features.exists():
-            raise
-        left = f"{features}: features of the images so far, kept for the next attempt; they can be deleted"
-        raise type(error)(error.message, [*error.details, left]) from error
 
 
 def _number(text: str) -> int | Literal["auto"]:

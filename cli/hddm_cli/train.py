@@ -17,7 +17,7 @@ from hddm.training.settings import (
     parse_objectives,
     refuse_fixed,
 )
-from hddm.utils.errors import UsageError, asked, counted
+from hddm.utils.errors import asked, counted
 from hddm_cli.options import Config, InputArgument, InputOption, Out, Overwrite, Without, add
 from hddm_cli.usage import say
 
@@ -103,7 +103,7 @@ class IslandOptions(Described):
     """Where experts are trained."""
 
     parallel: Positive | None = None
-    """Experts trained at the same time. Default: 1."""
+    """Experts trained at the same time, without `ray`. Default: 1."""
     ray: str | None = None
     """Address of a Ray cluster to train on, or local. Default: without Ray."""
     retries: Annotated[int, Field(ge=0)] = 3
@@ -131,9 +131,6 @@ def train_all(
     """
     if init is not None:
         refuse_fixed(settings, schedule)
-    if where.ray is not None and where.parallel is not None:
-        raise UsageError("--parallel: the cluster decides how many run at a time; drop one of the two")
-
     from hddm.data.shard_records import find_shards
 
     folders = find_shards(shards)

@@ -20,7 +20,7 @@ _TOPICS = {
     "Conditions": "class_conditional text_conditional condition_dropout",
     "Checkpoints and logs": "allow_config_change checkpoint_every wandb sample_every held_out validate_every",
     "Processes": "parallel ray retries num_replicas resources",
-    "Experts": "expert router_every calibration router_temperature add remove share domain classes",
+    "Experts": "expert router_every add remove share domain classes",
     "VAE and text encoder": "vae text_encoder tokenizer",
     "Image size": "resolution random_crop",
     "Content": "prompts negative_prompt class_labels conditions height width",

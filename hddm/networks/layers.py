@@ -282,9 +282,6 @@ class PatchEmbedding(nn.Conv2d):
 
     def forward(self, images: Tensor) -> Tensor:
         patch, _ = self.kernel_size
-        if any(side % patch for side in images.shape[-2:]):
-            # Callers that know pixels and options word it.
-            raise ValueError(f"{tuple(images.shape[-2:])} does not divide into patches of {patch}")
         patches = rearrange(images, "b c (h p) (w q) -> b (h w) (c p q)", p=patch, q=patch)
         return F.linear(patches, self.weight.flatten(1), self.bias)
 

@@ -156,11 +156,9 @@ class Embedded(NamedTuple):
 def embed(text_encoder: Any, tokenizer: Any, prompts: Sequence[str], warns: bool = True) -> Embedded:
     """Encode prompts, padded to `prompt_length` tokens.
 
-    Longer ones are cut, with a warning that names what was left out. Raises `HddmError` without prompts, and
-    for tokens that the encoder lacks.
+    Longer ones are cut, with a warning that names what was left out. Raises `HddmError` for tokens that the
+    encoder lacks.
     """
-    if isinstance(prompts, str) or not prompts:
-        raise HddmError(f"prompts must be a list of one text or more, not {prompts!r}")
     length = prompt_length(tokenizer.model_max_length, _positions(text_encoder.config))
     for _, cut in cuts(tokenizer, prompts, length) if warns else ():
         warnings.warn(cut, UserWarning, stacklevel=2)
@@ -238,8 +236,6 @@ def _open(
     path, stored = read_weights(folder, STEM, variant)
     unused = _UNUSED[:-1] if wanted == CLIP_PROJECTED else _UNUSED
     weights = {key.removeprefix(_PREFIX): value for key, value in stored.items()}
-    if len(weights) != len(stored):
-        raise HddmError(f"{path}: holds tensors twice, with and without {_PREFIX!r}; get the weights again")
     weights = {key: value for key, value in weights.items() if key not in unused}
     # Modules cost time and memory even on the meta device.
     if not isinstance(layers := config.get(_LAYERS[kind]), int) or layers > len(weights):
@@ -247,8 +243,6 @@ def _open(
     sizes = {key: config[key] for key in _SIZES[kind] if key in config}
     owner = getattr(transformers, CLIP_PROJECTED if wanted == CLIP_PROJECTED else kind)
     try:
-        if wrong := [key for key, one in sizes.items() if isinstance(one, int) and one < 1]:
-            raise ValueError(f"{wrong[0]} is {sizes[wrong[0]]}")
         if kind == CLIP:
             # The end chooses the pooled output, which fails without one; CLIP's is the last of its words.
             end, words = config.get("eos_token_id"), sizes.get("vocab_size", _VOCABULARY)

@@ -24,7 +24,6 @@ from hddm.networks.layers import (
     positions_on,
     square_positions,
 )
-from hddm.utils.errors import HddmError
 from hddm.utils.records import Record
 
 INTERVAL_SCALE = 1000.0
@@ -156,7 +155,7 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
         interval: take an interval of time too, for mean velocities over it (MeanFlow, arXiv:2505.13447): its
             embedding, zero at first, is added to that of time, and both are smooth.
 
-    Raises `HddmError` for an unknown modulation, or heads that do not divide the width, by 4 with ``rotary``.
+    Raises `HddmError` for heads that do not divide the width.
     Sources: DiT (arXiv:2212.09748), PixArt-α (arXiv:2310.00426).
     """
 
@@ -185,11 +184,6 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self.gradient_checkpointing = False
-        check_modulation(modulation, modulation_rank, final_modulation, hidden_size)
-        if rotary and hidden_size % (4 * num_heads):
-            raise HddmError(
-                f"rotary positions need {num_heads} heads of 4, 8, … numbers, not {hidden_size} in all"
-            )
         zero = modulation == "zero"
         self.patch_embed = PatchEmbedding(in_channels, hidden_size, patch_size)
         self.pos_embed = nn.Parameter(square_positions(hidden_size, sample_size // patch_size))
@@ -243,8 +237,7 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
             embedded = embedded + self.class_embed(class_labels)
         text = None
         if self.text_proj is not None:
-            if encoder_hidden_states is None:
-                raise HddmError("this network attends to text: pass encoder_hidden_states")
+            assert encoder_hidden_states is not None, "this network attends to text"
             text = self.text_proj(encoder_hidden_states.to(x.dtype))
         rotations = None
         if self.config.rotary:
@@ -267,23 +260,6 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
             q=patch,
         )
         return image
-
-
-def check_modulation(modulation: str, rank: int, final_modulation: str, hidden_size: int) -> None:
-    """Raise an `HddmError` for modulation arguments that no `ExpertTransformer` can have.
-
-    These are an unknown kind, a rank outside [0, hidden_size], and a rank beside "zero".
-    """
-    for name, value, known in (
-        ("modulation", modulation, ("single", "zero")),
-        ("final_modulation", final_modulation, ("table", "linear")),
-    ):
-        if value not in known:
-            raise HddmError(f"unknown {name} {value!r}: choose one of {', '.join(known)}")
-    if not 0 <= rank <= hidden_size:
-        raise HddmError(f"modulation_rank is {rank}; it goes from 0 to the width, {hidden_size}")
-    if rank and modulation == "zero":
-        raise HddmError(f"modulation_rank is {rank}; blocks of modulation 'zero' have no residual, take 0")
 
 
 class RouterBlock(nn.Module):

@@ -33,8 +33,6 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
 
     Raises `HddmError` for a file that is missing, leaves the folder or asks for foreign code.
     """
-    if not folder.is_dir():
-        raise HddmError(f"{folder}: no such folder")
     config = read_json(inside(folder, name) if _is_there(folder / name) else folder / name)
     for key in _CODE:
         if key in config:
@@ -175,7 +173,10 @@ def decode(vae: "AutoencoderKL | AutoencoderTiny", latents: Tensor) -> Tensor:
 def _open(folder: Path, variant: str | None = None) -> tuple[Any, dict[str, Tensor], dict[str, Any], Path]:
     """The empty VAE in ``folder``, its tensors under current names, its arguments and the file."""
     origin = str(folder / "config.json")
-    config = _without_derived(read_config(folder), origin)
+    config = read_config(folder)
+    if config.get("_class_name") == "AutoencoderTiny":
+        # Written besides the arguments, and derived from them.
+        config.pop("block_out_channels", None)
     kind, arguments = parse_config(config, KINDS, origin)
     path, stored = read_weights(folder, STEM, variant)
     network = empty_network(kind, arguments, len(stored), origin)
@@ -192,24 +193,13 @@ def _open(folder: Path, variant: str | None = None) -> tuple[Any, dict[str, Tens
     return network, weights, arguments, path
 
 
-def _without_derived(config: dict[str, Any], origin: str) -> dict[str, Any]:
-    """A config without the keys that `AutoencoderTiny` writes besides its arguments."""
-    derived = config.get("block_out_channels")
-    if config.get("_class_name") != "AutoencoderTiny" or derived is None:
-        return config
-    if derived != config.get("decoder_block_out_channels", derived):
-        raise HddmError(f"{origin}: block_out_channels is {derived!r}, unlike decoder_block_out_channels")
-    return {key: value for key, value in config.items() if key != "block_out_channels"}
-
-
 def scale_and_shift(config: Mapping[str, Any], origin: str = "the VAE's config") -> tuple[float, float]:
     """Factors of latents by a VAE's config; `HddmError` for what is no number in their range."""
     scale, shift = config["scaling_factor"], config.get("shift_factor") or 0.0
-    if not isinstance(scale, int | float) or not 0 < scale < LARGEST_SCALE:
-        number = f"a positive number, below {LARGEST_SCALE:.0e}"
-        raise HddmError(f"{origin}: scaling_factor is {str(scale)[:40]}, and must be {number}")
-    if not isinstance(shift, int | float) or not -LARGEST_SCALE < shift < LARGEST_SCALE:
-        raise HddmError(f"{origin}: shift_factor is {str(shift)[:40]}, and must be a number")
+    are_numbers = isinstance(scale, int | float) and isinstance(shift, int | float)
+    if not are_numbers or not 0 < scale < LARGEST_SCALE or not abs(shift) < LARGEST_SCALE:
+        stated = f"scaling_factor {str(scale)[:40]} and shift_factor {str(shift)[:40]}"
+        raise HddmError(f"{origin}: {stated} must be numbers below {LARGEST_SCALE:.0e}, the first positive")
     return float(scale), float(shift)
 
 

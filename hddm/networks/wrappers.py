@@ -92,19 +92,13 @@ def pooled_width(config: Mapping[str, Any]) -> int:
 
 
 def _channels(name: str, config: Mapping[str, object]) -> int:
-    taken, given = _count(config, "in_channels"), config.get("out_channels")
-    if taken is None:
-        raise HddmError(f"the config of {name} has no in_channels")
+    taken, given = _count(config, "in_channels") or 0, config.get("out_channels")
     if given not in (None, taken) and not has_variance_head(name, config):
         raise HddmError(
             f"{name} takes {taken} channels and gives {given}: that is not a plain denoiser "
             "(an inpainting or upscaling model?)"
         )
-    if name != FLUX:
-        return taken
-    if taken % 4:
-        raise HddmError(f"in_channels of {name} is {taken}, and must be a multiple of 4: a row is 2×2 pixels")
-    return taken // 4
+    return taken // 4 if name == FLUX else taken
 
 
 def _sides(name: str, size: object) -> tuple[int, int]:
@@ -125,8 +119,8 @@ def _sides(name: str, size: object) -> tuple[int, int]:
 
 def _count(config: Mapping[str, object], key: str) -> int | None:
     value = config.get(key)
-    if value is not None and (not isinstance(value, int) or value < 1):
-        raise HddmError(f"{key} is {str(value)[:40]}, and must be a whole number from 1")
+    # Anything else has built no network.
+    assert isinstance(value, int | None)
     return value
 
 
@@ -181,14 +175,9 @@ _TEXT = ("encoder_hidden_states", "pooled_projections")
 def _sd3(config: Mapping[str, object]) -> _Conditions:
     # The tensor of positions has the largest side; a sample takes its middle.
     patch, most = _count(config, "patch_size"), _count(config, "pos_embed_max_size")
-    side = config.get("sample_size")
-    if most is None or patch is None:
-        raise HddmError("SD3Transformer2DModel needs a pos_embed_max_size and a patch_size")
-    if isinstance(side, int) and side > most * patch:
-        raise HddmError(
-            f"sample_size is {side}, and SD3Transformer2DModel has positions for {most * patch} "
-            "(pos_embed_max_size × patch_size)"
-        )
+    side, most = config.get("sample_size"), (most or 0) * (patch or 0)
+    if isinstance(side, int) and side > most:
+        raise HddmError(f"sample_size is {side}, and SD3Transformer2DModel has positions for {most}")
     return _TEXT, None, None
 
 
@@ -301,11 +290,7 @@ def call(model: ModelMixin, x: Tensor, timestep: Tensor, conditions: Mapping[str
 
 
 def pack(x: Tensor) -> Tensor:
-    """Rows (batch, HW/4, 4C) of a state (batch, C, H, W); `HddmError` for odd sides."""
-    if x.shape[-2] % 2 or x.shape[-1] % 2:
-        raise HddmError(
-            f"a state of {x.shape[-2]}×{x.shape[-1]} has no patches of 2×2; its sides must be even"
-        )
+    """Rows (batch, HW/4, 4C) of a state (batch, C, H, W) of even sides."""
     return rearrange(x, "b c (h p) (w q) -> b (h w) (c p q)", p=2, q=2)
 
 

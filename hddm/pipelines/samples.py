@@ -26,14 +26,14 @@ from hddm.networks.folders import sha256_once
 from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.pipelines.inputs import Begin
 from hddm.pipelines.pipeline import HDDMPipeline
-from hddm.routers import MomentsRouter, Router
+from hddm.routers import MomentsRouter
 from hddm.running import Batch, Plan, Seeded
 from hddm.sampling import batches, guidance_of, plan_arguments
 from hddm.settings import SampleSettings, keywords
-from hddm.utils.errors import HddmError, UsageError, asked
+from hddm.utils.errors import HddmError, asked
 from hddm.utils.files import read_json, read_whole, sha256_of, write_json, write_whole
 from hddm.utils.progress import Progress
-from hddm.utils.records import EXPERT_FILE, SAMPLING_FILE, content_hash
+from hddm.utils.records import SAMPLING_FILE, content_hash
 from hddm.utils.tensors import available_device, read_safetensors
 from hddm.utils.work import Draft, differences, open_draft
 
@@ -74,15 +74,12 @@ def sample_to_folder(
     `Interrupted`.
     """
     is_latent, device = settings.output_type == "latent", available_device(settings.device)
-    if grid and is_latent:
-        raise UsageError("`grid`: shows images, and `output_type` latent makes none; drop one of the two")
-    if settings.strategy is not None and (source / EXPERT_FILE).exists():
-        raise UsageError(f"`strategy` {settings.strategy}: {source} is a single expert; drop the option")
+    # Latents have no sheet.
+    grid = grid and not is_latent
     pipeline = HDDMPipeline.from_pretrained(
         source, dtype=DTYPES[settings.dtype], offload=settings.offload, max_memory=settings.max_memory
     ).to(device)
     pipeline.experts.prepare(settings)
-    _calibrate(pipeline, settings)
     image, mask = (
         None if path is None else open_image(read_whole(path, LARGEST_FILE), path)
         for path in (settings.init_image, settings.mask)
@@ -114,22 +111,7 @@ def sample_to_folder(
         sheet.unlink(missing_ok=True)
     if not grid or (is_finished and sheet.exists()):
         return None
-    cycle = class_names(run.cycles.given, pipeline.ensemble.classes) or settings.prompts
-    conditions = [cycle[i % len(cycle)] for i in settings.numbers] if cycle else ()
-    return write_sheet(out, [out / IMAGE.format(i) for i in settings.numbers], conditions)
-
-
-def _calibrate(pipeline: HDDMPipeline, settings: SampleSettings) -> None:
-    """Leave out the calibrations that the settings leave out, and scale the router's temperatures."""
-    ensemble = pipeline.ensemble
-    for expert, facts in zip(ensemble.experts, pipeline.experts.facts, strict=True):
-        if "experts" not in settings.calibration and not facts.training_calibration:
-            expert.calibration = None
-            if expert.weak is not None:
-                expert.weak.calibration = None
-    if isinstance(ensemble.router, Router):
-        own = ensemble.router.temperatures if "router" in settings.calibration else (1.0,)
-        ensemble.router.temperatures = tuple(settings.router_temperature * one for one in own)
+    return write_sheet(out, [out / IMAGE.format(i) for i in settings.numbers])
 
 
 def planned(pipeline: HDDMPipeline, settings: SampleSettings, image: Any = None, mask: Any = None) -> Plan:
@@ -281,26 +263,14 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> Conditions:
 
     Raises `HddmError` for conditions that cannot be read or encoded, or that have two sources.
     """
-    guidance, path, file = guidance_of(settings), settings.conditions, f"`conditions` {settings.conditions}"
+    guidance, path = guidance_of(settings), settings.conditions
     classes, text = pipeline.ensemble.classes, TEXT_CONDITIONS[0]
     tensors = {} if path is None else read_safetensors(path)
-    for name, value in tensors.items():
-        is_label = name.removeprefix(NEGATIVE) == LABELS
-        if value.ndim == 0 or not len(value) or (is_label and value.ndim != 1):
-            row = "one label" if is_label else "one row"
-            raise HddmError(f"{file}: {name} is {tuple(value.shape)}, and needs {row} per image")
-    options = {LABELS: "class_labels", text: "prompts", NEGATIVE + text: "negative_prompt"}
-    if twice := [name for name, option in options.items() if name in tensors and getattr(settings, option)]:
-        raise UsageError(f"{file}: {twice[0]} is given by another option too; drop one")
-    with asked(file, HddmError):
+    with asked(f"`conditions` {path}", HddmError):
         check_labels(tensors, classes)
     against = {
         name.removeprefix(NEGATIVE): tensors.pop(name) for name in [*tensors] if name.startswith(NEGATIVE)
     }
-    if path is not None and not tensors and not against:
-        raise HddmError(f"{file}: holds no tensors")
-    with asked(file):
-        guidance.refuse_negative(bool(against))
     labels = None
     if settings.class_labels is not None:
         with asked(f"`class_labels` {settings.class_labels}"):
@@ -330,27 +300,13 @@ def sheet_path(out: Path) -> Path:
     return out.with_name(f"{out.name}.grid.png")
 
 
-def write_sheet(out: Path, images: Sequence[Path], conditions: Sequence[str] = ()) -> str:
-    """Write images of one size as one PNG; return a line about it for the user.
-
-    With several ``conditions`` (one name per image), each begins a row if one has several images; else the
-    sheet is square.
-    """
-    path, by_condition = sheet_path(out), dict[str, list[Path]]()
-    for image, condition in zip(images, conditions, strict=bool(conditions)):
-        by_condition.setdefault(condition, []).append(image)
-    rows_are = ""
-    if len(by_condition) > 1 and any(len(row) > 1 for row in by_condition.values()):
-        rows = [row for own in by_condition.values() for row in lines_of(own, COLUMNS)][:ROWS]
-        is_one = len(rows) == min(len(by_condition), ROWS)
-        names = [name if len(name) <= 30 else f"{name[:29]}…" for name in list(by_condition)[:ROWS]]
-        shown = ", ".join([*names[:10], *(["…"] if len(names) > 10 else [])])
-        rows_are = f", {'one row' if is_one else 'rows'} each for {shown}"
-    else:
-        rows = lines_of(images, min(math.ceil(math.sqrt(len(images))), COLUMNS))[:ROWS]
+def write_sheet(out: Path, images: Sequence[Path]) -> str:
+    """Write images of one size as one PNG, a square if there are few; return a line about it for the user."""
+    path = sheet_path(out)
+    rows = lines_of(images, min(math.ceil(math.sqrt(len(images))), COLUMNS))[:ROWS]
     with Image.open(images[0]) as first:
         longest = max(first.size)
     cell = longest * max(1, CELL // longest) if longest <= LARGEST else LARGEST
     sheet = contact_sheet(rows, Image.open, max(map(len, rows)), cell)
     write_whole(path, lambda draft: sheet.save(draft, "png"), overwrite=False)
-    return f"{path}: {sum(map(len, rows))} of {len(images)}{rows_are}"
+    return f"{path}: {sum(map(len, rows))} of {len(images)}"
