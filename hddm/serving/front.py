@@ -10,17 +10,15 @@ it is opened, imported or run.
 """
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
 import io
-import json
 import logging
 import math
 import secrets
 import time
 from base64 import b64encode
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -38,7 +36,7 @@ from pydantic import ConfigDict, Field
 from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import RayServeException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from torch import Tensor
 
 from hddm.data.images import save_png, to_bytes
@@ -47,11 +45,10 @@ from hddm.experts.loading import DTYPES
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.running import Batch, NotFinite, Plan, Seeded, gathered, run
 from hddm.sampling import batches, guidance_of, plan, plan_arguments
-from hddm.serving.workers import Answer, Refusal, RemoteEnsemble, SampleJob, VelocityJob, followed
+from hddm.serving.workers import Answer, Refusal, RemoteEnsemble, SampleJob, VelocityJob
 from hddm.settings import Limits, SamplingSettings, ServeSettings, StrategyName
 from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError, counted, one_line
-from hddm.utils.processes import Report
 from hddm.utils.records import WHOLE, Seed, parse_record
 from hddm.utils.streams import NUMBERS
 
@@ -100,8 +97,6 @@ class ImageRequest(SamplingSettings):
     output_format: Literal["png"] = "png"
     user: str | None = None
     """Without effect."""
-    stream: bool = False
-    """Report the progress in server-sent events."""
     seed: Seed = Field(default_factory=lambda: secrets.randbelow(NUMBERS))
     start: Seed = 0
     strategy: Annotated[StrategyName, Field(max_length=40)] | None = None
@@ -124,14 +119,6 @@ def refuse_more(name: str, value: int, most: int) -> None:
     """Raise a `Refusal` with status 400 for a number above a limit."""
     if value > most:
         raise Refusal(400, f"{name} is {one_line(value, 30)}, and this service makes at most {most}", name)
-
-
-class _Stream(StreamingResponse):
-    """Server-sent events; ends in silence when the client leaves, where Ray would log its exception."""
-
-    async def listen_for_disconnect(self, receive: Any) -> None:
-        with contextlib.suppress(TaskCancelledError):
-            await super().listen_for_disconnect(receive)
 
 
 class Front:
@@ -253,14 +240,12 @@ class Front:
         expert = self._check(wanted)
         if self.active >= self.limits.max_queue:
             raise Refusal(429, f"{self.active} requests wait or run; try again in {self.patience} s")
-        if not wanted.stream:
-            images = await self._made(wanted, expert, lambda step: None)
-            found = [_datum(wanted, *image) for image in images]
-            return JSONResponse({"created": int(time.time()), "data": found})
-        events = followed(lambda tell: self._made(wanted, expert, tell))
-        # A request that is refused before its first step gets the status of the refusal.
-        await anext(events)
-        return _Stream(self._events(wanted, events), media_type="text/event-stream")
+        images = await self._made(wanted, expert)
+        data = [
+            {"b64_json": b64encode(image).decode(), "seed": wanted.seed, "index": wanted.start + row}
+            for row, image in images
+        ]
+        return JSONResponse({"created": int(time.time()), "data": data})
 
     def _check(self, wanted: ImageRequest) -> int | None:
         """Index of the requested expert, None for all; raises a `Refusal`."""
@@ -276,32 +261,14 @@ class Front:
             raise Refusal(404, reason, "model")
         return names.index(wanted.model)
 
-    async def _events(self, wanted: ImageRequest, events: AsyncGenerator[Any]) -> AsyncIterator[str]:
-        """Server-sent events of a request: its steps, then its images, or an error."""
-        kind = "image_generation"
-        try:
-            yield _event(f"{kind}.queued", requests=self.active)
-            of = plan(self.ensemble, steps=wanted.steps).steps
-            async with contextlib.aclosing(events):
-                async for one in events:
-                    if isinstance(one, int):
-                        yield _event(f"{kind}.progress", step=one, steps=of)
-                        continue
-                    for image in one:
-                        now = int(time.time())
-                        yield _event(f"{kind}.completed", created_at=now, **_datum(wanted, *image))
-        except Exception as error:
-            yield _event("error", **self._refusal(error).body)
-
-    async def _made(self, wanted: ImageRequest, expert: int | None, on_step: Report) -> list[Image]:
-        """A request's images, in time; ``on_step`` gets 0 once the request is prepared."""
+    async def _made(self, wanted: ImageRequest, expert: int | None) -> list[Image]:
+        """A request's images, in time."""
         self.active += 1
         begun = time.monotonic()
         try:
             async with asyncio.timeout(self.limits.timeout) as limit:
                 how, pieces = await self._in_thread(self._prepared, wanted, expert)
-                on_step(0)
-                images = await self._make(how, pieces, on_step)
+                images = await self._make(how, pieces)
             taken = time.monotonic() - begun
             self.seconds.observe(taken)
             self.patience = math.ceil(taken)
@@ -330,20 +297,15 @@ class Front:
                 pieces.append((own, k))
         return how, pieces
 
-    async def _make(self, how: Plan, pieces: Sequence[Piece], on_step: Report) -> list[Image]:
-        use, done = ExpertUse(len(self.workers)), dict[int, int]()
+    async def _make(self, how: Plan, pieces: Sequence[Piece]) -> list[Image]:
+        use = ExpertUse(len(self.workers))
 
-        async def made(place: int, batch: Batch, k: int | None) -> tuple[Batch, Tensor]:
-            def tell(step: int) -> None:
-                done[place] = step
-                if len(done) == len(pieces) and step == min(done.values()):
-                    on_step(step)
-
+        async def made(batch: Batch, k: int | None) -> tuple[Batch, Tensor]:
             if batch.expert is not None:
                 use.add(1.0, torch.nn.functional.one_hot(batch.expert, len(self.experts)))
-            return batch, await self._samples(how, batch, k, tell, use)
+            return batch, await self._samples(how, batch, k, use)
 
-        found = await asyncio.gather(*(made(place, *piece) for place, piece in enumerate(pieces)))
+        found = await asyncio.gather(*(made(*piece) for piece in pieces))
         files = [await self._in_thread(self._decode, *group) for group in gathered(found)]
         images = sorted(image for group in files for image in group)
         shares = dict(zip(self.experts, use.shares.tolist(), strict=True))
@@ -354,9 +316,7 @@ class Front:
         log.info("%s in %d steps by %s; %d in the queue", count, how.steps, by, self.active)
         return images
 
-    async def _samples(
-        self, how: Plan, batch: Batch, k: int | None, on_step: Report, use: ExpertUse
-    ) -> Tensor:
+    async def _samples(self, how: Plan, batch: Batch, k: int | None, use: ExpertUse) -> Tensor:
         """Samples (n, C, H, W) of a batch: one message for one expert alone, else one per step and expert."""
         if k is not None and how.model.experts[k].noise_range == WHOLE:
             given, negative = batch.conditions.given, batch.conditions.negative
@@ -365,15 +325,11 @@ class Front:
             settings = {"steps": how.grid_steps, "shift": how.model.shift, "solver": how.solver_name}
             seed = cast(Seeded, how.noise).seed
             job = SampleJob(seed, tuple(batch.numbers), settings | {"guidance": guidance}, *conditions)
-            return await self._ask(k, job, on_step)
+            return await self._ask(k, job)
         is_left = False
 
-        def step(index: int, x: Tensor) -> Tensor:
-            on_step(index + 1)
-            return x
-
         def integrated() -> Tensor:
-            return run(how, batch, step, lambda: is_left, use if k is None else None)
+            return run(how, batch, stop=lambda: is_left, use=use if k is None else None)
 
         try:
             return cast(Tensor, await self._in_thread(integrated))
@@ -398,10 +354,10 @@ class Front:
         assert self.loop is not None
         return asyncio.run_coroutine_threadsafe(self._ask(k, job), self.loop).result()
 
-    async def _ask(self, k: int, job: SampleJob | VelocityJob, on_step: Report = lambda step: None) -> Tensor:
+    async def _ask(self, k: int, job: SampleJob | VelocityJob) -> Tensor:
         """The result of expert k's worker; the job of a lost worker is sent again, `TRIES` times."""
         for _ in range(TRIES):
-            task = asyncio.ensure_future(self._sent(k, job, on_step))
+            task = asyncio.ensure_future(self._sent(k, job))
             try:
                 while not (await asyncio.wait([task], timeout=WAIT))[0]:
                     if not await self._is_there(k) and time.monotonic() - self.missing[k] > RESTART:
@@ -422,18 +378,13 @@ class Front:
                 task.cancel()
         raise Refusal(503, f"the worker of {self.experts[k]} was lost {TRIES} times")
 
-    async def _sent(self, k: int, job: SampleJob | VelocityJob, on_step: Report) -> Answer:
-        if isinstance(job, VelocityJob):
-            return cast(Answer, await self.workers[k].velocity.remote(job))
-        answers = self.workers[k].options(stream=True).draw.remote(job)
+    async def _sent(self, k: int, job: SampleJob | VelocityJob) -> Answer:
+        answer = self.workers[k].answer.remote(job)
         try:
-            async for answer in answers:
-                if isinstance(answer, Answer):
-                    return answer
-                on_step(answer)
-        finally:
-            answers.cancel()
-        raise RuntimeError("a worker ended without an answer")
+            return cast(Answer, await answer)
+        except asyncio.CancelledError:
+            answer.cancel()
+            raise
 
 
 async def _body(request: Request) -> bytes:
@@ -449,12 +400,3 @@ async def _body(request: Request) -> bytes:
     except (ClientDisconnect, TaskCancelledError) as error:
         raise Refusal(400, "the client left before its body was whole") from error
     return body
-
-
-def _datum(wanted: ImageRequest, row: int, image: bytes) -> dict[str, Any]:
-    """An image as the API has it, with the seed and the index that make it again."""
-    return {"b64_json": b64encode(image).decode(), "seed": wanted.seed, "index": wanted.start + row}
-
-
-def _event(kind: str, **values: Any) -> str:
-    return f"event: {kind}\ndata: {json.dumps({'type': kind, **values})}\n\n"

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import ctypes
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +27,6 @@ from hddm.running import Batch, Latents, Seeded, run
 from hddm.sampling import plan
 from hddm.settings import ServeSettings
 from hddm.utils.errors import HddmError, one_line
-from hddm.utils.processes import Report
 from hddm.utils.tensors import available_device
 from hddm.velocity import Guidance, VelocityField
 
@@ -98,10 +97,9 @@ class VelocityJob:
 
 @dataclass(eq=False)
 class _Waiting:
-    """A job until it is done; ``on_step`` gets the number of each finished step."""
+    """A job until it is done."""
 
     job: SampleJob | VelocityJob
-    on_step: Report = lambda step: None
     done: asyncio.Future[Answer] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -146,17 +144,9 @@ class Worker:
                 raise Refusal(503, f"expert {self._source[1]} cannot be read; the log says why") from error
         return self.field
 
-    async def velocity(self, job: VelocityJob) -> Answer:
-        """The velocity of a job."""
-        return await self._done(_Waiting(job))
-
-    async def draw(self, job: SampleJob) -> AsyncGenerator[int | Answer]:
-        """Yield the number of each finished step, then the samples."""
-        async with contextlib.aclosing(followed(lambda tell: self._done(_Waiting(job, tell)))) as events:
-            async for event in events:
-                yield event
-
-    async def _done(self, one: _Waiting) -> Answer:
+    async def answer(self, job: SampleJob | VelocityJob) -> Answer:
+        """The samples, or the velocity, of a job."""
+        one = _Waiting(job)
         self._waiting.append(one)
         if self._work is None or self._work.done():
             self._work = asyncio.create_task(self._work_off())
@@ -221,36 +211,10 @@ class Worker:
             x = torch.cat([Seeded(job.seed).initial(job.indices, expert.sample_shape) for job in drawn])
             how = plan(expert, **first.how, noise=Latents(x))
             own = Batch.of(len(x), Conditions(conditions, negative), torch.zeros(len(x), dtype=torch.long))
-
-            def on_step(index: int, x: Tensor) -> Tensor:
-                for one in batch:
-                    one.on_step(index + 1)
-                return x
-
             # When all clients of a batch have left, it ends.
-            values = run(how, own, on_step, lambda: all(one.done.done() for one in batch))
+            values = run(how, own, stop=lambda: all(one.done.done() for one in batch))
         parts: Sequence[Tensor] = values.cpu().split([len(job) for job in jobs])
         return parts
-
-
-async def followed(make: Callable[[Report], Awaitable[Any]]) -> AsyncGenerator[Any]:
-    """Yield each number that ``make`` reports to its argument, from any thread, then its result.
-
-    What is made is cancelled when nobody follows it any more.
-    """
-    loop, steps = asyncio.get_running_loop(), asyncio.Queue[int | None]()
-
-    def tell(step: int) -> None:
-        loop.call_soon_threadsafe(steps.put_nowait, step)
-
-    task = asyncio.ensure_future(make(tell))
-    task.add_done_callback(lambda _: steps.put_nowait(None))
-    try:
-        while (step := await steps.get()) is not None:
-            yield step
-        yield task.result()
-    finally:
-        task.cancel()
 
 
 def _read(folder: Path, index: int, settings: ServeSettings) -> VelocityField:
