@@ -44,19 +44,6 @@ class Shelf:
         self._present: OrderedDict[StoredNetwork, int] = OrderedDict()
         self.lock = threading.RLock()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """State for a copy, without the lock."""
-        with self.lock:
-            return {
-                **vars(self),
-                "_networks": [*self._networks],
-                "_present": self._present.copy(),
-                "lock": None,
-            }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, lock=threading.RLock())
-
     def add(self, network: "StoredNetwork") -> None:
         """Register a network; `HddmError` refuses one larger than the budget."""
         self._refuse_larger(network)

@@ -45,8 +45,6 @@ class Encoding(Offloading):
         class_labels: Labels | None = None,
         negative_prompt: str | Sequence[str] | None = None,
         guided: bool = False,
-        prompt_embeds: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None,
         conditions: Mapping[str, Tensor] | None = None,
         negative_conditions: Mapping[str, Tensor] | None = None,
     ) -> Conditions:
@@ -62,8 +60,7 @@ class Encoding(Offloading):
         """
         if prompt is not None and not self.readers and not self._takes_classes.any():
             raise HddmError("`prompt`: the model is unconditional; drop the option")
-        given, prior = with_text(conditions, prompt_embeds), None
-        against = with_text(negative_conditions, negative_prompt_embeds)
+        given, against, prior = dict(conditions or {}), dict(negative_conditions or {}), None
         if class_labels is not None:
             _add(given, {LABELS: class_indices(class_labels, self.ensemble.classes)})
         check_labels(given, self.ensemble.classes)
@@ -123,7 +120,7 @@ class Encoding(Offloading):
                 names = f"{numbered('text_encoder', number)} and {numbered('tokenizer', number)}"
                 raise HddmError(
                     f"`prompt`: needs {names}; add them (hddm assemble --text-encoder FOLDER --tokenizer "
-                    "FOLDER; to Paris as folders of these names), or pass `conditions` or prompt_embeds"
+                    "FOLDER; to Paris as folders of these names), or pass `conditions`"
                 )
             with self.present(reader[0]) as present:
                 is_whole = isinstance(present, PromptEncoders)
@@ -185,15 +182,8 @@ def _named_in(text: str, classes: Sequence[str]) -> int:
 def _add(into: dict[str, Tensor], new: Mapping[str, Tensor]) -> None:
     """Add conditions; raises an `HddmError` for one that is there already."""
     if twice := into.keys() & new.keys():
-        raise HddmError(f"{min(twice)} has two sources (prompt, embeddings, labels, conditions): pass one")
+        raise HddmError(f"{min(twice)} has two sources (prompt, labels, conditions): pass one")
     into |= new
-
-
-def with_text(conditions: Mapping[str, Tensor] | None, embeds: Tensor | None) -> dict[str, Tensor]:
-    """Conditions with a prompt's embeddings (batch, tokens, width)."""
-    found = dict(conditions or {})
-    _add(found, {} if embeds is None else {_TEXT: embeds})
-    return found
 
 
 def repeated(asked: Conditions, times: int, batch: int | None = None) -> tuple[Conditions, int]:

@@ -286,8 +286,6 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         resampling_steps: int = DEFAULT_RESAMPLING,
         edit_from: str | None = None,
         negative_prompt: str | Sequence[str] | None = None,
-        prompt_embeds: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None,
         conditions: Mapping[str, Tensor] | None = None,
         negative_conditions: Mapping[str, Tensor] | None = None,
         num_images_per_prompt: int = 1,
@@ -322,9 +320,8 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             edit_from: a prompt that describes ``image``, which is then edited to the ``prompt``; see
                 `hddm.editing.edit`.
             negative_prompt: with guidance, what to move away from; by default the empty prompt.
-            prompt_embeds: ``encoder_hidden_states`` (batch, tokens, width) instead of prompts.
-            negative_prompt_embeds: the same for the negative branch.
-            conditions: further keywords of the experts' networks, each (batch, …).
+            conditions: keywords of the experts' networks, each (batch, …), such as ``encoder_hidden_states``
+                (batch, tokens, width) instead of prompts.
             negative_conditions: the same for the negative branch.
             num_images_per_prompt: images per prompt or class.
             batch_size: number of prompts or classes, if all are the same or there are none.
@@ -353,14 +350,12 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         """
         guidance = Guidance.of(guidance_scale)
         if not guidance.by_condition:
-            negative_prompt = negative_prompt_embeds = negative_conditions = None
+            negative_prompt = negative_conditions = None
         encoded = self.encode(
             prompt,
             class_labels,
             negative_prompt,
             guidance.by_condition,
-            prompt_embeds,
-            negative_prompt_embeds,
             conditions,
             negative_conditions,
         )

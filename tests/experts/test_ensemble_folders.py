@@ -1,13 +1,11 @@
-"""Ensemble folders: parts that fit, self-contained, and never half-written; copies of what they hold."""
+"""Ensemble folders: parts that fit, self-contained, and never half-written."""
 
-import copy
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 import hddm
 from hddm.ensemble import Ensemble
@@ -15,13 +13,11 @@ from hddm.experts.assembly import assemble
 from hddm.experts.ensemble_folders import name_of
 from hddm.experts.records import EXPERT_FILE, read_router
 from hddm.networks.folders import WEIGHTS
-from hddm.networks.offload import Offload, StoredNetwork
 from hddm.routers import Router
 from hddm.utils.errors import HddmError
 from tests.artefacts import contents, copied, edit_json, into_hub_cache, refusal
 from tests.conftest import Trio
-from tests.ensemble_files import flow_expert as new_expert
-from tests.ensemble_files import load_ensemble, write_ensemble
+from tests.ensemble_files import load_ensemble
 
 TIMES = torch.tensor([0.03, 0.5, 0.97, 1.0])
 X = torch.randn(4, 1, 4, 4, generator=torch.Generator().manual_seed(3))
@@ -147,51 +143,3 @@ def test_an_expert_in_an_ensemble_of_a_newer_format_is_refused_and_of_an_older_o
         assert "10.0" in refusal(name_of, expert)
     else:
         assert name_of(expert) == "0"
-
-
-@pytest.fixture(scope="module")
-def flows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_ensemble(tmp_path_factory.mktemp("copies"), [new_expert(seed) for seed in range(3)])
-
-
-def _networks(model: Ensemble) -> list[StoredNetwork]:
-    return [field.network for field in model.experts]  # type: ignore[misc]
-
-
-def _sampled(model: Ensemble, seed: int = 1) -> Tensor:
-    return hddm.sample(model, 4, seed, steps=3, strategy="full")
-
-
-@pytest.mark.parametrize("has_run", [False, True], ids=["unread", "read"])
-@pytest.mark.parametrize("mode", ["none", "ram", "disk"])
-def test_a_copy_samples_as_its_original_does(flows: Path, mode: Offload, has_run: bool) -> None:
-    plain, model = _sampled(load_ensemble(flows)), load_ensemble(flows, offload=mode)
-    if has_run:
-        assert torch.equal(_sampled(model), plain)
-    copied = copy.deepcopy(model)
-    for one in (copied, model, copied):
-        assert torch.equal(_sampled(one), plain)
-    shelf = _networks(copied)[0].shelf
-    assert {network.shelf for network in _networks(copied)} == {shelf}
-    assert shelf is not _networks(model)[0].shelf
-    assert shelf.budget == _networks(model)[0].shelf.budget
-
-
-@pytest.mark.parametrize("mode", ["none", "ram", "disk"])
-def test_what_is_done_to_a_copy_is_not_done_to_its_original(flows: Path, mode: Offload) -> None:
-    model = load_ensemble(flows, offload=mode)
-    plain = _sampled(model)
-    copied = copy.deepcopy(model)
-    for network in _networks(copied):
-        network.shelf.bring(network)
-        for parameter in network.network.parameters():
-            parameter.data.zero_()
-    assert torch.equal(_sampled(model), plain)
-    for network in _networks(copied):
-        network.to(torch.float64)
-    assert _sampled(copied).dtype == torch.float64
-    assert torch.equal(_sampled(model), plain)
-    copied.strategy, model.strategy = "full", "top-1"
-    with pytest.raises(HddmError, match="unknown strategy"):
-        copied.strategy = "none"
-    assert (copied.strategy, model.strategy) == ("full", "top-1")
