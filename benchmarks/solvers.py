@@ -16,7 +16,7 @@ from torch import Tensor
 import hddm
 from hddm.conditions import LABELS
 from hddm.sampling import time_grid
-from hddm.solvers import Velocity, solver_named
+from hddm.solvers import SOLVERS, Velocity
 
 OURS = ("euler", "adams-bashforth", "adams-moulton")
 THEIRS = {
@@ -51,7 +51,7 @@ def errors_of(model: hddm.VelocityField, num: int, exact_steps: int) -> dict[tup
         return model.velocity(x.float(), now.expand(len(x)), **given).double()
 
     def by_us(name: str, steps: int) -> Tensor:
-        return solver_named(name)(velocity, x, time_grid(steps))
+        return SOLVERS[name](velocity, x, time_grid(steps))
 
     exact = by_us("heun", exact_steps)
     made = {(name, calls): by_us(name, calls) for name in OURS for calls in CALLS}

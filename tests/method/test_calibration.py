@@ -9,14 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hddm import load
 from hddm.calibration import LEVELS, MAX_DIRECTIONS, STATES, Calibration, Moments
-from hddm.training.calibrate import calibrate, recalibrate
+from hddm.training.calibrate import calibrate
 from hddm.training.continuation import KAPPA, bounded_gain
-from hddm.training.expert import train_expert
 from hddm.utils.errors import HddmError
 from hddm.velocity import PredictionType, VelocityField
-from tests.artefacts import expert_settings
 from tests.cases import LINEAR, case_named, oracle_field
 from tests.oracles import BoundedNetwork, GaussianMixture, OracleNetwork, rms_error
 
@@ -45,14 +42,6 @@ def _expert(calibration: Calibration | None = None) -> VelocityField:
 @pytest.fixture(scope="module")
 def calibration() -> Calibration:
     return calibrate(_expert().velocity, SHARD.sample(4096, seed=1, shape=SHAPE))
-
-
-@pytest.fixture(scope="module", params=[STATES, 16_384])
-def fitted(request: pytest.FixtureRequest) -> tuple[Calibration, int]:
-    """A calibration, and how many states it was fitted on."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hddm.calibration.STATES", request.param)
-        return calibrate(_expert().velocity, SHARD.sample(4096, seed=1, shape=SHAPE)), request.param
 
 
 def _held_out(t: float, num: int = 2048) -> tuple[Tensor, Tensor]:
@@ -88,16 +77,13 @@ def test_calibrated_is_exact_at_full_noise(calibration: Calibration) -> None:
 
 
 @pytest.mark.parametrize("t", ALL_NOISE)
-def test_calibrated_is_worse_than_raw_by_sampling_error_at_most(
-    fitted: tuple[Calibration, int], t: float
-) -> None:
-    calibration, states = fitted
+def test_calibrated_is_worse_than_raw_by_sampling_error_at_most(calibration: Calibration, t: float) -> None:
     x_t, times = _held_out(t)
     truth = SHARD.velocity(x_t, times)
     error = rms_error(_expert(calibration).velocity(x_t, times), truth)
     raw = rms_error(_expert().velocity(x_t, times), truth)
     # n states fix a weight so far that the velocity has about 1/sqrt(n) of its size as error.
-    assert error**2 < (1.03 * raw) ** 2 + 1.5**2 / states
+    assert error**2 < (1.03 * raw) ** 2 + 1.5**2 / STATES
 
 
 @pytest.mark.parametrize("part", [(0.6, 1.0), (0.0, 0.8), (0.7, 0.9), (0.0, 0.4)], ids=str)
@@ -167,8 +153,6 @@ def test_moments_are_mean_and_principal_variances() -> None:
 
 
 def test_directions_beyond_the_images_share_what_is_left() -> None:
-    with pytest.raises(HddmError, match="at least 2 images"):
-        Moments.of(torch.zeros(1, *SHAPE))
     few = SHARD.sample(5, seed=4, shape=SHAPE)
     moments = Moments.of(few)
     assert moments.basis.shape == (DIM, 4)
@@ -204,17 +188,6 @@ def test_velocity_is_mixed_with_the_gaussian_denoiser_direction_by_direction(num
         mix = basis * weights[:-1].double() @ basis.T + weights[-1].double() * rest
         expected = net.flatten(1) + (gauss - net.flatten(1)) @ mix
         torch.testing.assert_close(found.flatten(1), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_a_calibration_that_lacks_a_tensor_is_refused(calibration: Calibration, tmp_path: Path) -> None:
-    assert Calibration.load(tmp_path) is None
-    calibration.save(tmp_path)
-    (file,) = tmp_path.iterdir()
-    tensors = load_file(file)
-    del tensors["weights"]
-    save_file(tensors, file)
-    with pytest.raises(HddmError, match="weights"):
-        Calibration.load(tmp_path)
 
 
 def test_the_more_a_condition_says_the_less_the_moments_count() -> None:
@@ -305,16 +278,9 @@ def _noise(num: int) -> Tensor:
     return torch.randn(num, *SHAPE, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 
 
-def _ratio(
-    field: VelocityField,
-    t: float,
-    scale: float = 1.0,
-    labels: Tensor | None = None,
-    dtype: torch.dtype = torch.float64,
-) -> float:
-    x = _noise(256).to(dtype)
-    given = {} if labels is None else {"class_labels": labels}
-    v = field.velocity(x, _times(t).to(dtype), scale, **given)
+def _ratio(field: VelocityField, t: float, scale: float = 1.0, labels: Tensor | None = None) -> float:
+    x, given = _noise(256), {} if labels is None else {"class_labels": labels}
+    v = field.velocity(x, _times(t), scale, **given)
     return float(v.norm() / x.norm())
 
 
@@ -324,13 +290,10 @@ LABELS = torch.arange(256) % CLASSES
 @pytest.mark.parametrize("t", LATE)
 def test_velocity_of_unit_noise_is_bounded_with_labels_and_guided(by_class: Calibration, t: float) -> None:
     field = _field(by_class)
+    assert t < 0.9999 or t == 1 or _ratio(_field(None), t, labels=LABELS) > 100
     assert _ratio(field, t) < 4
     assert _ratio(field, t, labels=LABELS) < 4
     assert _ratio(field, t, 3.0, LABELS) < 4
-
-
-def test_the_bare_conversion_is_not_bounded_and_stays_exact() -> None:
-    assert _ratio(_field(None), 0.9999, labels=LABELS) > 100
 
 
 @pytest.mark.parametrize("label", [*range(CLASSES), None])
@@ -401,21 +364,8 @@ def test_a_label_beyond_the_classes_has_the_mean_of_all() -> None:
     torch.testing.assert_close(means, torch.tensor([1.0, 0.0, 2.0, 1.0, 1.0]), atol=0.02, rtol=0)
 
 
-@pytest.mark.slow
-def test_a_trained_class_expert_of_noise_is_bounded_and_stays_so(whole: Path, tmp_path: Path) -> None:
-    settings = expert_settings("ddpm", steps=60, batch_size=64, class_conditional=True)
-    train_expert(whole, tmp_path / "expert", settings)
-    labels = LABELS % 2
-    for _ in range(2):
-        field = load(tmp_path / "expert")
-        assert isinstance(field, VelocityField)
-        for t in LATE:
-            for scale, given in ((1.0, None), (1.0, labels), (3.0, labels)):
-                assert _ratio(field, t, scale, given, torch.float32) < 4
-        recalibrate(tmp_path / "expert", whole)
-
-
 def test_a_saved_calibration_gives_the_identical_velocity(by_class: Calibration, tmp_path: Path) -> None:
+    assert Calibration.load(tmp_path) is None
     by_class.save(tmp_path)
     again = Calibration.load(tmp_path)
     assert again is not None
@@ -425,6 +375,12 @@ def test_a_saved_calibration_gives_the_identical_velocity(by_class: Calibration,
             for one in (by_class, again)
         )
         assert torch.equal(after, before)
+    (file,) = tmp_path.iterdir()
+    tensors = load_file(file)
+    del tensors["weights"]
+    save_file(tensors, file)
+    with pytest.raises(HddmError, match="is not what was written"):
+        Calibration.load(tmp_path)
 
 
 GAUSSIAN = GaussianMixture.random(seed=0, modes=1, dim=DIM)
@@ -466,16 +422,6 @@ def test_the_velocity_is_the_hand_written_blend(kind: str, kappa: float, t: floa
         net = min(1 / t, kappa) * (x - output)
     expected = net + (1 - share) * GAUSSIAN.velocity(x, times)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("case", ["cosine", "linear", "sd-scaled-linear", "ddpm-linear-ztsnr"])
-@pytest.mark.parametrize("kappa", [2.0, 16.0])
-def test_the_function_is_kept_where_the_gain_is_below_its_bound(case: str, kappa: float) -> None:
-    raw, blended = (_blended(BoundedNetwork(), case, "epsilon", k) for k in (None, kappa))
-    end = min(1 - 1 / kappa, raw.range[1])
-    for t in torch.linspace(0, end, 9).tolist():
-        x, times = _gaussian_states(min(t, end))
-        torch.testing.assert_close(blended.velocity(x, times), raw.velocity(x, times), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["epsilon", "sample", "v_prediction"])

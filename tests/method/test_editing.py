@@ -13,7 +13,7 @@ from hddm.evaluation.expert_use import ExpertUse
 from hddm.running import Seeded
 from hddm.sampling import sample, time_grid
 from hddm.schedules import CosineSchedule
-from hddm.solvers import SOLVERS, solver_named
+from hddm.solvers import SOLVERS
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import append_dims
 from hddm.velocity import VelocityField
@@ -72,7 +72,7 @@ def test_a_strength_just_above_a_time_of_the_grid_enlarges_no_rounding(solver: s
     for strength in (0.6, 0.6 + 1e-5):
         start = Picture(picture, strength)
         noised = start.noised(Seeded(0).initial(range(4), SHAPE))
-        ends.append(solver_named(solver)(rounded, noised, start.times(time_grid(25))))
+        ends.append(SOLVERS[solver](rounded, noised, start.times(time_grid(25))))
     assert (ends[1] - ends[0]).abs().max() < 0.1
 
 

@@ -3,10 +3,12 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 import hddm
@@ -154,18 +156,19 @@ def test_what_one_side_lacks_is_named(
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    "values",
     [
-        ({"scale": math.nan}, "`guidance_scale` nan: must be finite"),
-        ({"channels": 0}, "channels start at 1, not 0"),
-        ({"interval": (0.6, 0.4)}, "`guidance_interval` 0.6 0.4: must be two t"),
-        ({"interval": (0.5, math.nan)}, "`guidance_interval` 0.5 nan: "),
-        ({"rescale": math.nan}, "`guidance_rescale` nan: "),
+        {"scale": math.nan},
+        {"channels": 0},
+        {"interval": (0.6, 0.4)},
+        {"interval": (0.5, math.nan)},
+        {"rescale": math.nan},
+        {"by": "wek"},
     ],
     ids=str,
 )
-def test_numbers_outside_their_ranges_are_refused(values: dict[str, float], words: str) -> None:
-    with pytest.raises(HddmError, match=words):
+def test_values_outside_their_ranges_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
         Guidance(**{"scale": 2.0, **values})
 
 
@@ -224,17 +227,9 @@ def test_each_expert_of_an_ensemble_is_guided_by_its_own_weak_model_without_any_
     found = ensemble.velocity(torch.zeros(2, *SHAPE), torch.tensor(0.5), Guidance(3.0, by="weak"))
     assert found.unique().tolist() == [0.25 * (0.5 + 3 * 0.5) + 0.75 * (8 + 3 * 2)]
     experts[1].weak = None
+    with pytest.raises(HddmError, match="has no weak model"):
+        experts[1].velocity(torch.zeros(2, *SHAPE), torch.tensor(0.5), Guidance(3.0, by="weak"))
     calls = len(experts[0].network.conditions)
     with pytest.raises(HddmError, match="expert 1: has no weak model"):
         hddm.sample(ensemble, 2, guidance_scale=Guidance(3.0, by="weak"))
     assert len(experts[0].network.conditions) == calls
-
-
-def test_guidance_by_a_weak_model_needs_one_and_takes_no_negative_conditions() -> None:
-    expert, guidance = _field(ConditionSum()), Guidance(3.0, by="weak")
-    with pytest.raises(HddmError, match="has no weak model"):
-        expert.velocity(torch.zeros(2, *SHAPE), torch.tensor(0.5), guidance)
-    expert.weak = _field(ConditionSum())
-    negative = {"class_labels": torch.tensor([1, 1])}
-    with pytest.raises(HddmError, match="no negative conditions"):
-        expert.velocity(torch.zeros(2, *SHAPE), torch.tensor(0.5), guidance, negative)

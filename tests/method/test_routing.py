@@ -90,11 +90,10 @@ def test_an_unknown_strategy_is_refused(name: str) -> None:
         Strategy.parse(name)
 
 
-def test_strategies_without_weights_from_these_probabilities_are_refused() -> None:
+def test_more_experts_than_there_are_is_refused() -> None:
     p = torch.full((2, 3), 1 / 3)
-    for name, problem in (("top-4", "top-4 needs 4 experts and there are 3"), ("draw", "draw")):
-        with pytest.raises(HddmError, match=problem):
-            sparse_weights(p, Strategy.parse(name))
+    with pytest.raises(HddmError, match="top-4 needs 4 experts and there are 3"):
+        sparse_weights(p, Strategy.parse("top-4"))
     sparse_weights(p, Strategy.parse("top-3"))
     assert sparse_weights(torch.tensor([[2.0, 6.0]]), Strategy.parse("full")).tolist() == [[0.25, 0.75]]
 
@@ -132,7 +131,7 @@ def test_times_reach_any_router_in_the_states_dtype_float32_at_least(dtype: torc
 @pytest.mark.parametrize("row", [[3.0, -2.0], [0.0, 0.0], [float("nan"), 1.0], [0.7, 0.7]], ids=str)
 def test_what_is_no_probability_is_refused(row: list[float]) -> None:
     mixed = _mixed(lambda x, t: torch.tensor(row).expand(len(x), 2))
-    with pytest.raises(HddmError, match="not probabilities"):
+    with pytest.raises(HddmError, match="which are not"):
         mixed.velocity(torch.zeros(3, 1, 2, 2), torch.full((3,), 0.3))
 
 
@@ -205,17 +204,3 @@ def test_limited_evidence_makes_it_less_sure_and_keeps_the_order() -> None:
     temperature = (directions / 2).clamp_min(1)[:, None]
     log = sure.log() - sure.log().mean(1, keepdim=True)
     torch.testing.assert_close(unsure, (log / temperature).softmax(1), rtol=1e-5, atol=1e-7)
-
-
-def test_what_makes_no_router_is_refused() -> None:
-    (_, one), (_, other) = _gaussian(0, 3), _gaussian(1, 3)
-    small = Moments(one.mean[:4], one.basis[:4], one.variances)
-    for moments, options, said in (
-        ([], {}, "images of one shape"),
-        ([one, small], {}, r"not of \[12, 4\] numbers"),
-        ([one, other], {"prior": [0.0, 0.0]}, "not all 0"),
-        ([one, other], {"prior": [1.0]}, "prior must be 2 numbers"),
-        ([one, other], {"evidence": 0.0}, "evidence must be a number above 0, not 0"),
-    ):
-        with pytest.raises(HddmError, match=said):
-            MomentsRouter(moments, **options)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.solvers import by_diffusers
-from hddm.solvers import SOLVERS, Solver, euler, solver_named
+from hddm.solvers import SOLVERS, Solver, euler
 from tests.cases import BETAS, discrete_case, oracle_field
 from tests.oracles import GaussianMixture, OracleNetwork, relative_error, rms_error
 
@@ -53,7 +53,7 @@ def test_error_falls_with_its_order(
     errors = []
     for steps in (1024, 2048):
         times = grid(steps).flip(0) if downwards else grid(steps)
-        found = solver_named(name)(_swing, x, times)
+        found = SOLVERS[name](_swing, x, times)
         errors.append((found - _exact(times[0].item(), times[-1].item(), x)).abs().item())
     slopes = torch.tensor(errors).log2().diff()
     assert slopes[-1].item() == pytest.approx(-order, abs=0.1)
@@ -76,11 +76,11 @@ def test_solvers_with_a_memory_are_nearer_than_those_of_diffusers(mixture: Gauss
         return mixture.velocity(x, t.expand(len(x)))
 
     x = torch.randn(256, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    exact = solver_named("heun")(velocity, x, _even(300).flip(0))
+    exact = SOLVERS["heun"](velocity, x, _even(300).flip(0))
 
     def error(name: str, steps: int) -> float:
         by_us = name in SOLVERS
-        found = solver_named(name)(velocity, x, _even(steps).flip(0)) if by_us else None
+        found = SOLVERS[name](velocity, x, _even(steps).flip(0)) if by_us else None
         return float(rms_error(by_diffusers(name, velocity, x, steps) if found is None else found, exact))
 
     for steps in (8, 10, 15, 20, 30):
@@ -103,7 +103,7 @@ def test_a_straight_path_is_exact_in_one_step(solver: Solver) -> None:
 )
 def test_calls_a_step(name: str, calls: int) -> None:
     seen: list[tuple[Tensor, Tensor]] = []
-    solver_named(name)(lambda x, t, then: seen.append((t, then)) or x, torch.ones(2), _even(7).flip(0))
+    SOLVERS[name](lambda x, t, then: seen.append((t, then)) or x, torch.ones(2), _even(7).flip(0))
     assert len(seen) == calls
     assert all(t.shape == () and t.dtype == torch.float64 for pair in seen for t in pair)
     # Every call is for a step down to the next time; Heun's second one is at its end.

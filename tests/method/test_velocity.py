@@ -154,17 +154,6 @@ def test_other_conditions_than_the_declared_are_refused(
         ConditionSum().field(*declared.split()).velocity(_states(), T, scale, negative, **given)
 
 
-@each_legal
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_velocity_has_the_state_s_dtype_and_shape(
-    case: Case, prediction_type: str, dtype: torch.dtype
-) -> None:
-    field = VelocityField(BoundedNetwork(), case.schedule, prediction_type)
-    v = field.velocity(_states(dtype), T)
-    assert v.dtype == dtype
-    assert v.shape == (len(T), *SIZE)
-
-
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["ddpm-linear", "cosine", "linear"])
 def test_times_reach_the_network_in_float32_with_their_fractions(name: str, weights: torch.dtype) -> None:
@@ -282,7 +271,9 @@ def test_velocity_is_finite_everywhere(case: Case, prediction_type: str, dtype: 
     around = [1e-30, 1e-12, 1e-6, low, 0.3, high, 1 - 1e-6, 1 - 1e-7]
     t = torch.cat([edges, torch.tensor(around, dtype=dtype), torch.linspace(0, 1, 21, dtype=dtype)])
     for field in _fields(case, prediction_type):
-        assert field.velocity(_noise(t, dtype), t).isfinite().all()
+        v = field.velocity(_noise(t, dtype), t)
+        assert v.dtype == dtype
+        assert v.isfinite().all()
 
 
 @each_legal
@@ -420,20 +411,6 @@ def test_v_prediction_is_singular_at_neither_end(end: float) -> None:
     assert torch.equal(velocity(PredictionType.V_PREDICTION, output, at), eps - x_0)
 
 
-def test_an_error_in_the_noise_grows_by_one_over_one_minus_t() -> None:
-    x_0, eps, output, at = _known_state(linear_path, PredictionType.EPSILON)
-    error = velocity(PredictionType.EPSILON, output + 0.01, at) - (eps - x_0)
-    torch.testing.assert_close(error, (0.01 / (1 - at.t)).expand_as(error))
-
-
-def test_names_are_those_of_diffusers_and_others_are_refused_with_them() -> None:
-    known = ["epsilon", "sample", "v_prediction", "flow_prediction"]
-    assert [PredictionType.parse(name) for name in known] == list(PredictionType) == known
-    for name in ("eps", "Epsilon", "velocity", ""):
-        with pytest.raises(HddmError, match=", ".join(known)):
-            PredictionType.parse(name)
-
-
 def test_variance_preserving_v_is_the_derivative_by_angle() -> None:
     # Salimans & Ho define v so that on the cosine path dy/d(angle) = v; angle = pi/2 time.
     _, _, v, at = _known_state(cosine_path, PredictionType.V_PREDICTION)
@@ -459,11 +436,3 @@ def test_noise_estimate_is_the_score_by_tweedies_formula() -> None:
     x_0, eps = CHECKED.x_0_and_eps(y.detach(), a, s)
     torch.testing.assert_close(eps, -s[:, None] * score, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(a[:, None] * x_0 + s[:, None] * eps, y.detach())
-
-
-def test_data_estimate_is_the_posterior_mean_of_importance_sampling() -> None:
-    data = CHECKED.sample(400_000, seed=2)
-    y, a, s = data[:1] + 0.3, 0.6, 0.9
-    weights = (-((y - a * data) ** 2).sum(1) / (2 * s**2)).softmax(0)
-    x_0, _ = CHECKED.x_0_and_eps(y, torch.tensor([a]), torch.tensor([s]))
-    torch.testing.assert_close(x_0[0], weights @ data, atol=0.01, rtol=0)
