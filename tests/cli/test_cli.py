@@ -15,6 +15,7 @@ from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.data.images import to_bytes
 from hddm.data.shard_records import ImageEntry, content_hash
 from hddm.experts.assembly import assemble
+from hddm.utils.files import sha256_of
 from tests.artefacts import CLASSES, Command, contents, copied, edit_json, largest_file, load_images, seal
 
 
@@ -177,9 +178,8 @@ def test_a_broken_image_is_named(images: Path, tmp_path: Path, hddm: Command) ->
     spoilt = copied(images, tmp_path)
     (spoilt / "rows" / "03.png").write_bytes(b"\x89PNG\r\n\x1a\nnothing")
     code, out, err = hddm("partition", spoilt, "--out", tmp_path / "out", "--shards", 2)
-    error, image, kept = err.splitlines()
+    error, image = err.splitlines()
     assert (code, out) == (1, "")
-    assert kept.startswith(f"  {tmp_path / 'out.features'}: features of the images so far, kept for the next")
     assert error.startswith(f"hddm: {spoilt}: 1 image cannot be read")
     assert image.startswith(f"  {spoilt / 'rows' / '03.png'}: ")
     assert not (tmp_path / "out").exists()
@@ -216,3 +216,21 @@ def test_a_result_replaces_no_link_and_no_other_file(images: Path, tmp_path: Pat
         assert said in _refused(hddm, *command)
     assert "choose another file, or pass --overwrite" in _refused(hddm, *command[:-3], *command[-2:])
     assert contents(tmp_path) == before
+
+
+def test_a_calibrated_copy_leaves_the_expert_alone(
+    ddpm_expert: Path, shards: Path, tmp_path: Path, hddm: Command
+) -> None:
+    before = {path.name: sha256_of(path) for path in ddpm_expert.iterdir() if path.is_file()}
+    out, line = tmp_path / "copy", ["calibrate", ddpm_expert, "--num-images", 16, "--steps", 2]
+    code, shown, _ = hddm(*line, "--seed", 3, "--out", out)
+    assert (code, shown) == (0, f"{out}: calibrated on 16 samples of its own\n")
+    assert {path.name: sha256_of(path) for path in ddpm_expert.iterdir() if path.is_file()} == before
+    assert sha256_of(out / CALIBRATION) != before[CALIBRATION]
+    assert (
+        sha256_of(out / "diffusion_pytorch_model.safetensors")
+        == before["diffusion_pytorch_model.safetensors"]
+    )
+    assert hddm("sample", out, "--num-images", 2, "--steps", 2, "--out", tmp_path / "samples")[0] == 0
+    assert "exists" in hddm(*line, "--out", out)[2]
+    assert not list(tmp_path.glob(".*"))

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from diffusers import (
-    AsymmetricAutoencoderKL,
     DDPMScheduler,
     FlowMatchEulerDiscreteScheduler,
 )
@@ -20,7 +19,6 @@ import hddm
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import plan
 from hddm.experts.assembly import assemble
-from hddm.networks.vae import read_vae
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.settings import Conversion
 from tests.artefacts import copied, refusal
@@ -100,7 +98,6 @@ def test_dtypes_are_taken_as_diffusers_takes_them(tmp_path: Path) -> None:
     for given, expected in (
         ({"dtype": half}, [half] * 4),
         ({"torch_dtype": half}, [half] * 4),
-        ({"dtype": "auto"}, [single] * 4),
         ({"torch_dtype": None}, [single] * 4),
         ({"dtype": {"default": half, "vae": single}}, [half, half, single, half]),
         ({"torch_dtype": {"experts": half, "router": double}}, [half, double, single, single]),
@@ -109,14 +106,11 @@ def test_dtypes_are_taken_as_diffusers_takes_them(tmp_path: Path) -> None:
         assert _dtypes(pipe) == expected
         made = _images(pipe, class_labels=None, prompt="a cat", output_type="pt")
         assert made.isfinite().all()
-    for wrong, message in (
-        ({"dtype": half, "torch_dtype": half}, "its old name, not both"),
-        ({"dtype": "half"}, "dtype 'half': pass a floating dtype"),
-        ({"dtype": torch.int8}, "dtype torch.int8: pass a floating dtype"),
-        ({"dtype": {"vea": half}}, "did you mean 'vae'.*not 'vea'"),
-        ({"dtype": {"vae": "half"}}, "dtype 'half': pass a floating dtype"),
-    ):
-        assert re.search(message, refusal(load_pipeline, folder, **wrong))
+    assert re.search("did you mean 'vae'.*not 'vea'", refusal(load_pipeline, folder, dtype={"vea": half}))
+    # No option runs code, or reads other files than the folder's own.
+    for option in ("trust_remote_code", "custom_pipeline", "variant"):
+        with pytest.raises(TypeError, match=option):
+            load_pipeline(folder, **{option: "x"})
 
 
 def test_parts_that_are_passed_replace_those_of_the_folder(tmp_path: Path) -> None:
@@ -125,53 +119,10 @@ def test_parts_that_are_passed_replace_those_of_the_folder(tmp_path: Path) -> No
     assert other.vae is None
     assert other.ensemble.shift == 3.0
     with_vae = load_pipeline(folder, vae=load_pipeline(folder).vae, text_encoder=None, tokenizer=None)
-    embeds = {"prompt_embeds": torch.zeros(2, 77, 16), "class_labels": None, "output_type": "pt"}
+    text = {"encoder_hidden_states": torch.zeros(2, 77, 16)}
+    embeds = {"conditions": text, "class_labels": None, "output_type": "pt"}
     assert torch.equal(_images(with_vae, **embeds), _images(load_pipeline(folder), **embeds))
     assert with_vae.text_encoder is None
-
-
-HARMLESS: dict[str, Any] = {
-    "revision": None,
-    "cache_dir": "/nowhere",
-    "device_map": "cpu",
-    "force_download": False,
-    "token": "secret",
-    "subfolder": "",
-    "custom_pipeline": None,
-    "safety_checker": None,
-    "trust_remote_code": False,
-}
-
-
-def test_options_that_ask_for_nothing_else_are_taken(folder: Path, tmp_path: Path) -> None:
-    pipe = load_pipeline(folder, **HARMLESS)
-    pipe.save_pretrained(tmp_path / "saved", push_to_hub=False, token="secret", max_shard_size=None)
-    assert torch.equal(_images(load_pipeline(tmp_path / "saved")), _images(pipe))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("revision", "main"),
-        ("device_map", "cuda"),
-        ("max_memory", {"cpu": "1GB"}),
-    ],
-)
-def test_options_that_ask_for_something_else_are_refused(folder: Path, name: str, value: object) -> None:
-    words = refusal(load_pipeline, folder, **{name: value})
-    assert name in words
-    assert repr(value) in words
-    if name == "device_map":
-        assert '.to("cuda")' in words
-
-
-def test_nothing_is_pushed_or_written_in_pieces(folder: Path, tmp_path: Path) -> None:
-    pipe = load_pipeline(folder)
-    for options in ({"token": "secret", "push_to_hub": True}, {"max_shard_size": "10KB"}):
-        words = refusal(pipe.save_pretrained, tmp_path / "saved", **options)
-        assert list(options)[-1] in words
-        assert "secret" not in words
-        assert not (tmp_path / "saved").exists()
 
 
 def test_an_empty_folder_is_filled_and_no_other(folder: Path, tmp_path: Path) -> None:
@@ -197,7 +148,7 @@ def test_the_working_folder_is_not_renamed_away(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_class_labels_are_taken_from_arrays_and_refused_in_nests(folder: Path) -> None:
+def test_class_labels_are_taken_from_arrays(folder: Path) -> None:
     pipe = load_pipeline(folder)
     made = _images(pipe)
     for same in (
@@ -208,10 +159,8 @@ def test_class_labels_are_taken_from_arrays_and_refused_in_nests(folder: Path) -
     ):
         assert torch.equal(_images(pipe, class_labels=same), made)
     assert torch.equal(_images(pipe, class_labels=np.int64(2)), _images(pipe, class_labels=[2]))
-    for nested, shown in (([[0, 1], [2]], "[0, 1]"), ([0.5], "0.5"), (1.5, "1.5"), ([None], "None")):
-        message = f"class_labels hold {shown}: pass names or whole numbers of classes, in one flat list"
-        assert refusal(_images, pipe, class_labels=nested) == message
-        assert refusal(hddm.sample, pipe.ensemble, 6, class_labels=nested) == message
+    for wrong in ([[0, 1], [2]], [0.5], 1.5, [None]):
+        assert "no class" in refusal(_images, pipe, class_labels=wrong)
 
 
 def test_a_folder_that_is_gone_is_named_when_weights_are_needed(folder: Path, tmp_path: Path) -> None:
@@ -228,19 +177,6 @@ def test_a_folder_that_is_gone_is_named_when_weights_are_needed(folder: Path, tm
         )
         assert "keep the folder" in words
     assert not (tmp_path / "saved").exists()
-
-
-def test_a_vae_of_another_class_is_refused_by_its_name(tmp_path: Path) -> None:
-    folder = write_text(tmp_path)
-    pipe = load_pipeline(folder)
-    other = AsymmetricAutoencoderKL(norm_num_groups=1)
-    words = refusal(HDDMPipeline, **pipe.components | {"vae": other})
-    assert "the VAE is of class AsymmetricAutoencoderKL" in words
-    assert "use one of AutoencoderKL, AutoencoderTiny" in words
-    pipe.vae = other
-    assert "class AsymmetricAutoencoderKL" in refusal(pipe.save_pretrained, tmp_path / "saved")
-    other.save_pretrained(tmp_path / "other")
-    assert "holds a AsymmetricAutoencoderKL" in refusal(read_vae, tmp_path / "other")
 
 
 @pytest.mark.integration

@@ -317,23 +317,11 @@ def test_it_looks_like_the_network_that_it_replaces(
 
 
 def test_what_cannot_stand_in_is_refused_in_one_line(
-    sd: DiffusionPipeline, experts: list[VelocityField], tmp_path: Path
+    sd: DiffusionPipeline, experts: list[VelocityField]
 ) -> None:
     pipe = sd_pipeline(StableDiffusionPipeline, sd)
-    schedule = from_diffusers(sd.scheduler)
-    pixels = VelocityField(NetworkWrapper(plain_unet()), schedule, "epsilon", conditions=[])
-    with pytest.raises(
-        HddmError, match="samples have 3 channels, and StableDiffusionPipeline's unet takes 4"
-    ):
-        drop_in(pixels, pipe)
     assert "AutoencoderKL has no unet and no transformer" in refusal(drop_in, experts[0], pipe.vae)
-    zero_snr = DDIMScheduler(**SD, rescale_betas_zero_snr=True, prediction_type="v_prediction")
-    pipe.unet, pipe.scheduler = drop_in(experts[0], pipe), zero_snr
-    with pytest.raises(
-        HddmError, match=r"t = 1 of the pipeline's scheduler lies outside the range of all exp"
-    ):
-        pipe.unet(numbers(1, 4, 8, 8), 999, encoder_hidden_states=numbers(1, 7, 16))
-    pipe.scheduler = sd.scheduler
+    pipe.unet = drop_in(experts[0], pipe)
     with pytest.raises(HddmError, match="cross_attention_kwargs: the experts have no such input"):
         pipe.unet(
             numbers(1, 4, 8, 8),

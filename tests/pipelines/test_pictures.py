@@ -121,11 +121,6 @@ def test_pictures_of_latents_are_encoded_and_keep_their_pixels(tmp_path: Path) -
             r"the mask is .*, and the picture \(1, 3, 4, 4\)",
         ),
         ({"image": picture(), "mask_image": white(MASK).resize((8, 4))}, "of 8×4 pixels is cropped unlike"),
-        ({"image": picture(), "mask_image": white(MASK & False)}, "mask_image: no pixel is white"),
-        (
-            {"image": [np.zeros((4, 4, 3))]},
-            "image: pass Pillow images, an array or a tensor, not ndarray",
-        ),
         ({"image": np.full((4, 4, 3), 200, np.uint8)}, "image: array of 200 to 200; pass pixels from 0 to 1"),
         ({"image": [picture()] * 2, "batch_size": 3}, "the picture is .*, and 3 samples need"),
     ],
@@ -150,12 +145,8 @@ def test_the_command_line_makes_the_same(pipe: HDDMPipeline, tmp_path: Path, hdd
     # Another picture is another run.
     picture(1).save(tmp_path / "old.png")
     assert "init_image_sha256" in hddm(*base, *begin, "--out", tmp_path / "out", "--resume")[2]
-    for wrong, words in (
-        (("--strength", 0.5), "--strength 0.5: changes a picture; pass one (--init-image"),
-        ((*begin[:2], "--resampling-steps", 3), "--resampling-steps: needs a --mask"),
-    ):
-        code, _, error = hddm(*base, *wrong, "--out", tmp_path / "no")
-        assert (code, words in error) == (2, True)
+    code, _, error = hddm(*base, "--strength", 0.5, "--out", tmp_path / "no")
+    assert (code, "--strength 0.5: changes a picture; pass one (--init-image" in error) == (2, True)
     assert not (tmp_path / "no").exists()
 
 

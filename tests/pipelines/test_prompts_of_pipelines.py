@@ -163,21 +163,6 @@ def test_one_call_of_the_expert_is_one_of_the_pipelines_network(
     assert (ours - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-def test_on_fluxs_time_grid_the_image_is_the_pipelines(tmp_path: Path) -> None:
-    pipe = stock("flux", tmp_path)
-    pipe.save_pretrained(tmp_path / "pipeline")
-    library.convert(tmp_path / "pipeline", tmp_path / "expert", sample_size=SIDE)
-    latents = torch.randn(2, 4, SIDE, SIDE, generator=torch.Generator().manual_seed(3))
-    options = {"num_inference_steps": 4, "output_type": "latent"}
-    size = {"height": 8 * SIDE, "width": 8 * SIDE}
-    rows = FluxPipeline._pack_latents(latents, 2, 4, SIDE, SIDE)
-    made = pipe(PROMPTS, latents=rows, **size, **options).images
-    theirs = FluxPipeline._unpack_latents(made, 8 * SIDE, 8 * SIDE, 8)
-    model = HDDMPipeline.from_pretrained(tmp_path / "expert")
-    ours = model(PROMPTS, latents=latents, solver="euler", **options).images
-    assert (ours - theirs).abs().max() < 2e-5 * theirs.abs().max()
-
-
 def test_encoders_that_make_other_conditions_have_another_identity(tmp_path: Path) -> None:
     pipe = stock("sdxl", tmp_path)
     pipe.save_pretrained(tmp_path / "one")
@@ -220,18 +205,6 @@ def test_an_expert_goes_back_to_a_pipeline_of_its_class_with_the_same_conditions
     own = type(pipe).from_pretrained(folder)
     for ours, theirs in zip(_theirs(again, name), _theirs(own, name), strict=True):
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
-
-
-def test_an_expert_of_sdxl_goes_back_to_its_class_without_its_encoders(tmp_path: Path) -> None:
-    pipe = stock("sdxl", tmp_path)
-    pipe.save_pretrained(tmp_path / "pipeline")
-    library.convert(tmp_path / "pipeline", tmp_path / "expert")
-    shutil.rmtree(tmp_path / "expert" / "text_encoder")
-    write_back(tmp_path / "expert", tmp_path / "back", LAYOUTS["sdxl"])
-    rest = {name: part for name, part in pipe.components.items() if name not in ("unet", "scheduler", "vae")}
-    again = DiffusionPipeline.from_pretrained(tmp_path / "back", **rest)
-    assert isinstance(again, StableDiffusionXLPipeline)
-    assert all(map(torch.equal, again.unet.parameters(), pipe.unet.parameters()))
 
 
 @pytest.mark.integration

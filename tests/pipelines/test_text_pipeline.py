@@ -30,6 +30,7 @@ from tests.ensemble_files import (
 STEPS: dict[str, Any] = {"seed": 7, "num_inference_steps": 4, "output_type": "pt"}
 GUIDED = STEPS | {"guidance_scale": 3.0}
 PROMPTS = ["a cat", "two dogs on a lawn", "cat"]
+TEXT = "encoder_hidden_states"
 
 
 @pytest.fixture(scope="module")
@@ -112,10 +113,10 @@ def test_guidance_moves_away_from_the_empty_prompt_or_the_negative_one(
 def test_one_prompt_or_negative_prompt_stands_for_all(pipe: HDDMPipeline, by_hand: ByHand) -> None:
     text, blurry = by_hand.embed(PROMPTS), by_hand.embed(["blurry"])
     expected = by_hand.images(text, blurry.expand(3, -1, -1), 3.0)
-    for negative in ({"negative_prompt": ["blurry"]}, {"negative_prompt_embeds": blurry}):
+    for negative in ({"negative_prompt": ["blurry"]}, {"negative_conditions": {TEXT: blurry}}):
         _close(pipe(PROMPTS, **negative, **GUIDED).images, expected)
     three = by_hand.embed(["a", "b", "cat"])
-    found = pipe("a cat", negative_prompt_embeds=three, **GUIDED).images
+    found = pipe("a cat", negative_conditions={TEXT: three}, **GUIDED).images
     _close(found, by_hand.images(text[:1].expand(3, -1, -1), three, 3.0))
 
 
@@ -127,13 +128,14 @@ def test_a_negative_prompt_without_guidance_changes_nothing(pipe: HDDMPipeline) 
 def test_embeddings_stand_for_prompts(pipe: HDDMPipeline, by_hand: ByHand) -> None:
     text, none = by_hand.embed(PROMPTS), by_hand.embed(["", "", ""])
     plain = pipe(PROMPTS, **GUIDED).images
-    embedded = {"prompt_embeds": text, "negative_prompt_embeds": none}
+    embedded = {"conditions": {TEXT: text}, "negative_conditions": {TEXT: none}}
     _close(pipe(**embedded, **GUIDED).images, plain)
     without = HDDMPipeline(pipe.experts, pipe.scheduler, pipe.router, pipe.vae, facts=pipe.facts)
     without.set_progress_bar_config(disable=True)
     _close(without(**embedded, **GUIDED).images, plain)
     # Without a negative one, what the experts record as no text: zeros.
-    _close(without(prompt_embeds=text, **GUIDED).images, by_hand.images(text, torch.zeros_like(text), 3.0))
+    unopposed = without(conditions={TEXT: text}, **GUIDED).images
+    _close(unopposed, by_hand.images(text, torch.zeros_like(text), 3.0))
 
 
 def test_several_images_of_a_prompt_stand_side_by_side(pipe: HDDMPipeline) -> None:
@@ -142,10 +144,10 @@ def test_several_images_of_a_prompt_stand_side_by_side(pipe: HDDMPipeline) -> No
     assert torch.equal(found, pipe(repeated, negative_prompt=["a", "a", "b", "b"], **GUIDED).images)
 
 
-@pytest.mark.parametrize("steps", ["enable_model_cpu_offload", "enable_sequential_cpu_offload"])
-def test_parts_that_wait_in_memory_make_the_same_images(folder: Path, pipe: HDDMPipeline, steps: str) -> None:
+def test_parts_that_wait_in_memory_make_the_same_images(folder: Path, pipe: HDDMPipeline) -> None:
     waiting = load_pipeline(folder)
-    getattr(waiting, steps)(device="cpu")
+    for _ in range(2):
+        waiting.enable_model_cpu_offload(device="cpu")
     assert torch.equal(waiting(PROMPTS, **GUIDED).images, pipe(PROMPTS, **GUIDED).images)
 
 
@@ -167,19 +169,18 @@ def test_everything_runs_in_another_dtype(folder: Path, pipe: HDDMPipeline) -> N
     assert (half(PROMPTS, **GUIDED).images.float() - plain).abs().mean() < 0.02
 
 
-EMBEDS = torch.zeros(1, 77, 16)
+EMBEDS = {TEXT: torch.zeros(1, 77, 16)}
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "two prompts": ({"prompt": "a", "prompt_embeds": EMBEDS}, "encoder_hidden_states has two sources"),
+    "two prompts": ({"prompt": "a", "conditions": EMBEDS}, "encoder_hidden_states has two sources"),
     "two negative ones": (
-        {"prompt": "a", "negative_prompt": "b", "negative_prompt_embeds": EMBEDS, "guidance_scale": 2.0},
+        {"prompt": "a", "negative_prompt": "b", "negative_conditions": EMBEDS, "guidance_scale": 2.0},
         "encoder_hidden_states has two sources",
     ),
-    "none": ({"prompt": []}, "list of one text or more"),
     "rows": (
         {"prompt": ["a", "b", "c"], "negative_prompt": ["a", "b"], "guidance_scale": 2.0},
         "condition 'encoder_hidden_states' has 2 rows for 3 samples",
     ),
-    "classes": ({"prompt": "a", "class_labels": 0}, "has no classes"),
+    "classes": ({"prompt": "a", "class_labels": 0}, "no class 0; the model's classes are none"),
 }
 
 
@@ -193,8 +194,9 @@ def test_experts_without_a_null_text_take_prompts_of_both_sides(tmp_path: Path) 
     bare = load_pipeline(write_ensemble(tmp_path, experts))
     text = torch.randn(1, 77, 16, generator=torch.Generator().manual_seed(0))
     options = {"seed": 0, "num_inference_steps": 2, "output_type": "latent", "guidance_scale": 2.0}
-    assert bare(prompt_embeds=text, negative_prompt_embeds=-text, **options).images.isfinite().all()
-    assert "guidance needs the same keywords on both sides" in refusal(bare, prompt_embeds=text, **options)
+    given = {"conditions": {TEXT: text}}
+    assert bare(**given, negative_conditions={TEXT: -text}, **options).images.isfinite().all()
+    assert "guidance needs the same keywords on both sides" in refusal(bare, **given, **options)
     with pytest.raises(HddmError, match="the experts need encoder_hidden_states and have no empty default"):
         bare(**{**options, "guidance_scale": 1.0})
 
@@ -236,13 +238,12 @@ class Parts(Offloading):
         self.vae, self.text_encoder = Traveller(), Traveller()
 
 
-@pytest.mark.parametrize("method", ["enable_model_cpu_offload", "enable_sequential_cpu_offload"])
-def test_offloaded_parts_wait_on_the_cpu_until_they_are_used_and_experts_do_not(method: str) -> None:
+def test_offloaded_parts_wait_on_the_cpu_until_they_are_used_and_experts_do_not() -> None:
     parts = Parts()
     with parts.present(parts.vae):
         pass
     assert parts.vae.places == []
-    getattr(parts, method)(device="meta")
+    parts.enable_model_cpu_offload(device="meta")
     assert (parts.vae.places, parts.text_encoder.places) == (["cpu"], ["cpu"])
     with parts.present(parts.vae):
         assert parts.vae.places == ["cpu", "meta"]

@@ -10,7 +10,7 @@ import random
 import re
 import shutil
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from hddm.experts.assembly import assemble
 from hddm.pipelines.samples import sample_to_folder
 from hddm.serving.front import Front
 from hddm.serving.service import serve
-from hddm.serving.workers import Answer, Refusal, SampleJob, VelocityJob, Worker
+from hddm.serving.workers import SampleJob, VelocityJob, Worker
 from hddm.settings import SampleSettings, ServeSettings
 from hddm.utils.errors import UsageError
 from tests.artefacts import refusal
@@ -49,28 +49,12 @@ STEPS = 4
 TOKEN = "7d4a1f0c9a9a4a8a8e0f3a5c0f2f6b1e"
 
 
-class Answers:
-    """Answers of a worker that come one by one, as from a handle of Ray Serve."""
-
-    def __init__(self, answers: AsyncIterator[int | Answer]) -> None:
-        self._answers = answers
-
-    def __aiter__(self) -> AsyncIterator[int | Answer]:
-        return self._answers
-
-    def cancel(self) -> None:
-        self._closing = asyncio.ensure_future(self._answers.aclose())  # type: ignore[attr-defined]
-
-
 class Handle:
     """A worker in this process, asked as a handle of Ray Serve is; the first ``deaths`` calls are lost."""
 
     def __init__(self, worker: Worker, deaths: int = 0) -> None:
         self.worker, self.deaths, self.jobs = worker, deaths, list[SampleJob | VelocityJob]()
-        self.draw = self.velocity = self.ready = self
-
-    def options(self, stream: bool) -> "Handle":
-        return self
+        self.answer = self.ready = self
 
     def remote(self, job: SampleJob | VelocityJob | None = None) -> Any:
         if job is None:
@@ -79,9 +63,7 @@ class Handle:
         if self.deaths:
             self.deaths -= 1
             raise ActorDiedError
-        if isinstance(job, VelocityJob):
-            return self.worker.velocity(job)
-        return Answers(self.worker.draw(job))
+        return asyncio.ensure_future(self.worker.answer(job))
 
 
 def front_of(folder: Path, deaths: int = 0, token: str | None = None, **limits: Any) -> Front:
@@ -194,9 +176,6 @@ def test_more_images_than_a_batch_are_the_batches_of_hddm_sample(
     assert max(sizes) <= 4
     if strategy == "draw":
         assert {4, 8} <= set(itertools.accumulate(sizes))
-    events = ask(front, stream=True, **body).text.split("event: ")
-    steps = [event for event in events if event.startswith("image_generation.progress")]
-    assert len(steps) == STEPS
 
 
 def test_experts_of_several_sizes_and_pairs_by_noise_are_served(tmp_path: Path) -> None:
@@ -327,38 +306,6 @@ def test_damaged_weights_are_no_fault_of_a_request(classes: Path, strategy: str)
         assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
 
 
-def test_progress_comes_as_events_before_the_images(classes: Path) -> None:
-    front = front_of(classes, batching=False)
-    for strategy in ("draw", "full"):
-        body = {"prompt": "cat", "n": 2, "strategy": strategy}
-        text = ask(front, stream=True, **body).text
-        events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
-        kinds = [event["type"].removeprefix("image_generation.") for event in events]
-        assert kinds == ["queued", *["progress"] * STEPS, "completed", "completed"]
-        assert [event["step"] for event in events[1:-2]] == list(range(1, STEPS + 1))
-        # It counts itself, from its preparation to its end.
-        assert events[0]["requests"] == 1
-        images = [base64.b64decode(event["b64_json"]) for event in events[-2:]]
-        assert images == files_in(ask(front, **body))
-        assert [(event["seed"], event["index"]) for event in events[-2:]] == [(3, 0), (3, 1)]
-    assert metrics(front)["hddm_request_seconds_count", ""] == 4
-
-
-def test_a_stream_that_fails_ends_in_an_error(classes: Path) -> None:
-    """With its status where no step was made, else as its last event."""
-    front = front_of(classes)
-    refused = ask(front, prompt="horse", stream=True)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (400, 400)
-    for error, code in ((RuntimeError("out of memory"), 500), (Refusal(503, "lost"), 503)):
-
-        def broken(*given: Any, error: Exception = error) -> Any:
-            raise error
-
-        front.pipeline.decode = broken  # type: ignore[method-assign]
-        last = ask(front, prompt="cat", stream=True).text.strip().splitlines()[-1]
-        assert json.loads(last.removeprefix("data: "))["error"]["code"] == code
-
-
 @pytest.mark.parametrize("strategy", ["draw", "full"])
 def test_a_client_that_leaves_costs_nothing_more(classes: Path, strategy: str) -> None:
     front = front_of(classes, max_steps=10_000)
@@ -477,31 +424,6 @@ def test_a_body_that_does_not_come_is_no_failure_of_the_service(
     assert answer.status_code == status
 
 
-def test_a_client_that_leaves_a_stream_ends_it_in_silence(classes: Path) -> None:
-    front = front_of(classes, max_steps=10_000)
-    body = json.dumps({"prompt": "cat", "steps": 10_000, "stream": True}).encode()
-    events, sent = iter([{"type": "http.request", "body": body}]), []
-
-    async def receive() -> Any:
-        if event := next(events, None):
-            return event
-        while len(sent) < 3:
-            await asyncio.sleep(0.01)
-        raise TaskCancelledError
-
-    async def send(event: Any) -> None:
-        sent.append(event)
-
-    async def stream() -> None:
-        scope = {"type": "http", "method": "POST", "path": IMAGES, "headers": [], "query_string": b""}
-        answer = await front(Request(scope, receive))
-        await answer(scope, receive, send)
-        while front.active:
-            await asyncio.sleep(0.01)
-
-    asyncio.run(asyncio.wait_for(stream(), 30))
-
-
 def test_malformed_requests_are_refused_each(front: Front) -> None:
     async def throw(client: httpx.AsyncClient) -> list[tuple[int, object]]:
         found = []
@@ -521,7 +443,7 @@ def malformed() -> list[tuple[str, str, bytes]]:
     bodies += [whole[:length] for length in range(len(whole))]
     bodies += [b"[" * depth + b"1" for depth in (1, 1000, 60_000)]
     bodies.append(b'{"prompt": "' + b"a" * 70_000 + b'"}')
-    keys = ["n", "size", "steps", "seed", "start", "solver", "strategy", "guidance_scale", "model", "stream"]
+    keys = ["n", "size", "steps", "seed", "start", "solver", "strategy", "guidance_scale", "model"]
     keys += ["response_format", "output_format", "negative_prompt", "__class__", "init_image", "quality"]
     values: list[Any] = [[], {}, [[]], "", "x" * 5000, "\ud800", "../../etc/passwd", 1e400]
     pairs = [(key, value) for key in keys for value in values]
