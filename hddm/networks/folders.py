@@ -58,7 +58,7 @@ def parse_config(
         name = _OLD_NORMS.get(str(config.get("norm_type")), name)
     known = {one if isinstance(one, str) else one.__name__: one for one in classes}
     if not isinstance(name, str) or name not in known:
-        raise HddmError(f"{origin}: its _class_name is {one_line(name, 60)}, not {' or '.join(known)}")
+        raise HddmError(f"{origin}: holds a {one_line(name, 60)}, not a {' or a '.join(known)}")
     found = known[name]
     kind: type[Network] = getattr(diffusers, found) if isinstance(found, str) else found
     parameters = inspect.signature(kind.__init__).parameters

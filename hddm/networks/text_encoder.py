@@ -243,6 +243,8 @@ def _open(
     sizes = {key: config[key] for key in _SIZES[kind] if key in config}
     owner = getattr(transformers, CLIP_PROJECTED if wanted == CLIP_PROJECTED else kind)
     try:
+        if wrong := [key for key, one in sizes.items() if isinstance(one, int) and one < 1]:
+            raise ValueError(f"{wrong[0]} is {sizes[wrong[0]]}")
         if kind == CLIP:
             # The end chooses the pooled output, which fails without one; CLIP's is the last of its words.
             end, words = config.get("eos_token_id"), sizes.get("vocab_size", _VOCABULARY)

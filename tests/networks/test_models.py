@@ -109,10 +109,8 @@ def test_diffusers_dit_with_one_embedder_is_reproduced(tmp_path: Path) -> None:
         torch.testing.assert_close(ours(x, T, labels, TEXT), expected, rtol=0, atol=error)
 
 
-def test_text_is_asked_for_by_name_and_taken_in_any_precision() -> None:
+def test_text_is_taken_in_any_precision() -> None:
     network = ExpertTransformer(**TINY, text_dim=12).bfloat16()
-    with pytest.raises(HddmError, match="pass encoder_hidden_states"):
-        network(X.bfloat16(), T)
     assert network(X.bfloat16(), T, encoder_hidden_states=TEXT).isfinite().all()
 
 
@@ -166,8 +164,6 @@ def test_rotary_scores_depend_on_the_distance_of_patches_alone() -> None:
     assert means.unique().numel() == len(means)
     # One patch is not turned, at row 0 and column 0.
     assert torch.equal(q[..., 0, :], same[:1].expand(1, 1, 8))
-    with pytest.raises(HddmError, match="2 heads of 4, 8, … numbers, not 12 in all"):
-        ExpertTransformer(**TINY | {"hidden_size": 12}, rotary=True)
 
 
 def _sine_cosine(place: float, numbers: int) -> list[float]:
@@ -279,33 +275,6 @@ def test_every_expert_starts_at_zero_and_reads_time_class_and_text(kind: dict[st
     for name, value in given.items():
         changed = network(X, **given | {name: value.flip(0)})
         assert ((changed - output).abs().amax((1, 2, 3)) > 1e-4).all()
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("rank", [3, 32])
-def test_a_fresh_residual_changes_nothing_until_it_is_trained(rank: int) -> None:
-    plain = _awake(ExpertTransformer(**TINY))
-    network = ExpertTransformer(**TINY, modulation_rank=rank)
-    left_out = network.load_state_dict(plain.state_dict(), strict=False)
-    assert all(".residual." in key for key in left_out.missing_keys)
-    torch.testing.assert_close(network(X, T), plain(X, T))
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ({"num_heads": 5}, r"32.*5 heads"),
-        ({"modulation": "ada"}, r"unknown modulation 'ada'.*single, zero"),
-        ({"final_modulation": "none"}, r"unknown final_modulation 'none'.*table, linear"),
-        ({"modulation_rank": 33}, r"modulation_rank is 33.*32"),
-        ({"modulation_rank": -1}, r"modulation_rank is -1"),
-        ({"modulation": "zero", "modulation_rank": 2}, r"'zero' have no residual"),
-    ],
-    ids=str,
-)
-def test_heads_and_modulations_that_do_not_exist_are_refused(kind: dict[str, Any], message: str) -> None:
-    with pytest.raises(HddmError, match=message):
-        ExpertTransformer(**TINY | kind)
 
 
 def _trained(network: torch.nn.Module, conditions: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:

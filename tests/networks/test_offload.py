@@ -196,18 +196,6 @@ def test_of_a_pair_for_parts_of_t_one_is_on_the_device_and_the_switch_comes_once
     assert mode == "ram" or scales.most == held.stored[0].size
 
 
-def test_with_room_for_both_of_a_pair_both_stay() -> None:
-    scales = Scales()
-    experts = [scales.expert(0, (0.5, 1)), scales.expert(1, (0, 0.5))]
-    held = ExpertSet(experts, shelf=Shelf("disk", 10**9))
-    model = Ensemble(in_parts(held.fields(), [0, 0]), strategy="draw")
-    for _ in range(2):
-        _sampled(model)
-    # Each once, however often t comes back to it.
-    assert scales.reads == [0, 1]
-    assert _present(held.stored) == [0, 1]
-
-
 def test_an_expert_of_every_step_stays_where_there_is_room_for_two() -> None:
     scales = Scales()
     held = ExpertSet([scales.expert(seed) for seed in range(3)])
@@ -222,14 +210,14 @@ def test_an_expert_of_every_step_stays_where_there_is_room_for_two() -> None:
 
 def test_under_draw_each_expert_is_read_once_and_images_stay_the_same() -> None:
     scales = Scales()
-    own, batches = [scales.expert(seed) for seed in range(3)], list[int]()
+    own = [scales.expert(seed) for seed in range(3)]
     plain = Ensemble(ExpertSet(own).fields(), strategy="draw")
     expected = hddm.sample(plain, 16, 3, STEPS)
     scales.reads.clear()
     held = ExpertSet(own, shelf=Shelf("disk"))
-    found = hddm.sample(Ensemble(held.fields(), strategy="draw"), 16, 3, STEPS, on_batch=batches.append)
+    found = hddm.sample(Ensemble(held.fields(), strategy="draw"), 16, 3, STEPS)
     torch.testing.assert_close(found, expected)
-    assert (sorted(scales.reads), sum(batches), len(batches)) == ([0, 1, 2], 16, 3)
+    assert sorted(scales.reads) == [0, 1, 2]
 
 
 def test_an_expert_and_its_weak_model_stay_together() -> None:
@@ -294,7 +282,6 @@ def test_another_dtype_and_another_mode_twice_do_no_harm(folder: Path) -> None:
     for change in (
         lambda: pipe.experts.offload("disk"),
         pipe.enable_model_cpu_offload,
-        pipe.enable_sequential_cpu_offload,
         lambda: pipe.experts.offload("none"),
         lambda: pipe.experts.offload("ram", pipe.experts.stored[0].size),
     ):
@@ -319,8 +306,6 @@ def test_what_cannot_be_kept_is_refused(folder: Path) -> None:
         _loaded(folder, "disk", _limit(folder, 1) - 1)
     with pytest.raises(HddmError, match="`max_memory` needs `offload` ram or disk"):
         _loaded(folder, "none", 10**9)
-    with pytest.raises(HddmError, match="unknown offload 'cloud': choose one of none, ram, disk"):
-        _loaded(folder, "cloud")  # type: ignore[arg-type]
     with pytest.raises(HddmError, match="is one expert"):
         hddm.load(folder / "experts" / "0", offload="disk")
     held = ExpertSet([flow_expert(0)])
