@@ -16,7 +16,7 @@ from hddm.data.images import to_bytes
 from hddm.data.shard_records import ImageEntry, content_hash
 from hddm.experts.assembly import assemble
 from hddm.utils.files import sha256_of
-from tests.artefacts import CLASSES, Command, contents, copied, edit_json, largest_file, load_images, seal
+from tests.artefacts import Command, contents, copied, edit_json, largest_file, load_images, seal
 
 
 @pytest.mark.integration
@@ -82,19 +82,6 @@ def test_other_sizes_are_made_without_a_calibration(flow_expert: Path, tmp_path:
         code, _, err = hddm("sample", source, "--out", tmp_path / "odd", *size, "--num-images", 1)
         assert (code, told in err) == (1, True), err
         assert not (tmp_path / "odd").exists()
-
-
-@pytest.mark.integration
-def test_classes_are_taken_by_name_or_number(class_expert: Path, tmp_path: Path, hddm: Command) -> None:
-    pixels = {}
-    for labels in (",".join(CLASSES), "0, 1", "rows", "0"):
-        options = ["--class-labels", labels, "--num-images", 3, "--steps", 2, "--guidance-scale", 1.5]
-        assert hddm("sample", class_expert, "--out", tmp_path / labels, *options)[0] == 0
-        pixels[labels] = load_images(tmp_path / labels).pixels
-    both, columns, rows = pixels["columns,rows"], pixels["0"], pixels["rows"]
-    assert torch.equal(both, pixels["0, 1"])
-    assert torch.equal(both, torch.stack([columns[0], rows[1], columns[2]]))
-    assert not torch.equal(columns, rows)
 
 
 def test_a_router_that_takes_one_expert_is_warned_of(ensemble: Path, tmp_path: Path, hddm: Command) -> None:

@@ -17,7 +17,6 @@ from hddm.running import Seeded, pick_experts
 from hddm_cli.app import run_words
 from hddm_cli.quickstart import OTHERWISE, headline
 from tests.benchmark_files import inline
-from tests.browser import CHROMIUM, Browser
 
 pytestmark = pytest.mark.slow
 # One image more than a distance on 64 features needs.
@@ -80,21 +79,3 @@ def test_the_headline_is_said_of_samples_that_it_is_true_of(made: Made) -> None:
     assert headline(good).startswith("A model of the digits 0–4 forgets them")
     changed = (SameImages(title="", images=9, equal=8),)
     assert headline(good.model_copy(update={"same": changed})) == OTHERWISE
-
-
-def test_the_report_shows_strips_of_samples_and_asks_no_host(made: Made, tmp_path: Path) -> None:
-    page = (made.out / "report.html").read_text()
-    assert f"<h1>{OTHERWISE}</h1>" in page
-    strips = re.findall(r'<section class="strip">(.*?)</section>', page, re.DOTALL)
-    assert len(strips) == 4
-    assert all(strip.count('<img class="domain') == 24 for strip in strips)
-    assert "makes all ten" in page
-    assert set(re.findall(r'(?:src|href)="([a-z]+:)', page)) == {"data:"}
-    assert all(step.command in page for step in made.results.steps)
-    if CHROMIUM is not None:
-        with Browser(tmp_path) as browser:
-            for width in (390, 1280):
-                browser.open(made.out / "report.html", width)
-                assert browser.evaluate("document.documentElement.scrollWidth") == width
-            assert browser.complaints == []
-            assert {*browser.requests} == {(made.out / "report.html").resolve().as_uri()}

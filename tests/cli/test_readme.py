@@ -7,7 +7,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ import pytest
 from typer.main import get_command
 
 from hddm.benchmark.file import read_benchmark
-from hddm.training.settings import KINDS, ExpertSettings, read_run_file
+from hddm.training.settings import ExpertSettings, read_run_file
 from hddm_cli import options
 from hddm_cli.app import commands, run_words
 from tests.artefacts import Command
@@ -69,32 +68,6 @@ STORIES = [
 ]
 
 
-def test_all_code_says_its_language() -> None:
-    assert {code.language for code in BLOCKS} == {"bash", "python", "yaml", "text"}
-    assert not [page.name for page in PAGES if re.search(r"^ {4,}hddm ", page.read_text(), re.M)]
-    assert sorted({code.page for code in BLOCKS if code.is_story}) == STORIES
-
-
-def test_commands_of_other_tools_exist() -> None:
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)
-    for words in LINES:
-        match words:
-            case ["make", target]:
-                assert target in targets
-            case ["pip", "install", _] | ["tensorboard", "--logdir", _] | ["accelerate", "launch", "-m", *_]:
-                pass
-            case ["curl", address, *_]:
-                # As hddm serve answers; asked by its tests.
-                assert address.startswith("http://127.0.0.1:8000/v1/")
-            case _:
-                assert words[0] == "hddm", words
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    text = "".join(page.read_text() for page in PAGES)
-    assert set(re.findall(r"pip install '\.\[(\w+)\]'", text)) <= extras.keys()
-    # The distribution is on no index.
-    assert not re.search(r"pip install '?hddm", text)
-
-
 @pytest.mark.parametrize("line", HDDM, ids=shlex.join)
 def test_its_commands_are_accepted(line: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     # Files that a line reads are the reader's own.
@@ -123,19 +96,6 @@ def test_its_files_of_settings_are_read(code: Code, tmp_path: Path) -> None:
         read_run_file(file, ExpertSettings)
     else:
         read_benchmark(str(file))
-
-
-def test_it_names_the_keys_that_only_a_run_file_has_with_their_defaults() -> None:
-    root = get_command(commands)
-    verbs = [root.commands["train"].commands[name] for name in ("expert", "all", "router")]
-    options = {one.name for verb in (*verbs, root.commands["distill"]) for one in verb.params}
-    fields = {name: one for kind in KINDS for name, one in kind.model_fields.items() if name not in options}
-    assert fields
-    text = (ROOT / "docs/guides/settings.md").read_text()
-    (told,) = re.findall(r"[Oo]nly a run file has (.*?)\.\n", text, re.DOTALL)
-    assert dict(re.findall(r"`(\w+)` \(([\d.]+)\)", told)) == {
-        name: str(one.default) for name, one in fields.items()
-    }
 
 
 @pytest.mark.slow

@@ -326,21 +326,6 @@ def test_velocity_is_continuous_up_to_full_noise(by_class: Calibration) -> None:
     assert max(steps) < 0.03
 
 
-@pytest.mark.parametrize("last", [0.0, 0.3], ids=["no weight", "little weight"])
-def test_a_table_of_an_older_version_is_bounded_too(by_class: Calibration, last: float) -> None:
-    """It ended below 1 where there were conditions, and knew no classes; at t = 0.9 it means what it did."""
-    moments = Moments(by_class.moments.mean, by_class.moments.basis, by_class.moments.variances)
-    weights = by_class.weights.clone()
-    weights[-8:] = last
-    field = _field(Calibration(moments, by_class.times, weights))
-    for t in LATE[6:]:
-        assert _ratio(field, t, scale=3.0, labels=LABELS) < 4
-    for t in (0.3, 0.6, 0.85, 0.9):
-        x, times, labels = _noise(8), _times(t, 8), LABELS[:8]
-        raw, v = (one.velocity(x, times, class_labels=labels) for one in (_field(None), field))
-        assert torch.equal(v, field.calibration.apply(raw, x, times))  # type: ignore[union-attr]
-
-
 def test_class_means_are_shrunk_towards_the_mean_by_their_error() -> None:
     """Rare classes of data without classes share its mean; those of real ones keep their own."""
     noise = torch.Generator().manual_seed(0)

@@ -104,18 +104,6 @@ def test_draw_needs_the_experts_that_were_drawn() -> None:
     assert [[len(y) for y in network.states] for network in networks] == [[1], [], [3]]
 
 
-def test_conditions_go_to_the_experts_that_declare_them() -> None:
-    experts = [ConditionSum().field(*names) for names in (["class_labels"], [], ["scale"])]
-    v = Ensemble(experts, strategy="draw").velocity(
-        torch.zeros(3, *SHAPE),
-        torch.full((3,), 0.5),
-        expert=torch.tensor([2, 0, 1]),
-        class_labels=torch.tensor([7, 8, 9]),
-        scale=torch.tensor([4, 5, 6]),
-    )
-    assert v[:, 0, 0, 0].tolist() == [4, 8, 0]
-
-
 @pytest.mark.parametrize(
     ("router", "t", "conditions", "problem"),
     [
@@ -213,12 +201,6 @@ def test_a_class_is_routed_by_the_posterior_of_its_own_shares(label: int, strate
     given = {"class_labels": torch.full((21,), label)}
     found = _of_classes(strategy).weights(x_t, t, conditions=given)
     torch.testing.assert_close(found, sparse_weights(exact, Strategy.parse(strategy)), rtol=1e-9, atol=1e-12)
-
-
-def test_the_null_class_is_routed_as_no_class() -> None:
-    ensemble, x_t, t = _of_classes("full"), torch.ones(5, *SHAPE), torch.linspace(0.05, 0.95, 5)
-    null = {"class_labels": torch.full((5,), 4)}
-    assert torch.equal(ensemble.weights(x_t, t, conditions=null), ensemble.weights(x_t, t))
 
 
 def test_a_class_whose_shards_the_router_excludes_is_still_made_by_them() -> None:

@@ -185,7 +185,7 @@ def test_either_of_a_pair_stands_for_both() -> None:
     torch.testing.assert_close(sample(pair, 3, steps=8, solver="euler"), start - (5 * 2 + 3) / 8)
 
 
-def test_a_pair_counts_once_for_strategies_classes_and_warnings() -> None:
+def test_a_pair_counts_once_for_strategies_and_classes() -> None:
     fields = [ConditionSum(k).field("class_labels", classes=["a", "b"]) for k in range(2)]
     table = torch.tensor([[0.4, 0.6], [0.9, 0.1]], dtype=torch.float64)
     of_class = [[0.2, 0.8], [0.7, 0.3]]
@@ -205,9 +205,3 @@ def test_a_pair_counts_once_for_strategies_classes_and_warnings() -> None:
     assert "top-3 needs 3 experts and there are 2" in refusal(
         Ensemble, in_parts(parts, [0, 1, 0]), None, "top-3"
     )
-    use = ExpertUse(2)
-    use.add(0.99, torch.tensor([[0.0, 1.0]]))
-    for k in range(19):
-        use.add(k / 20, torch.tensor([[1.0, 0.0]]))
-    assert use.warnings(None, [0, 0]) == []
-    assert use.warnings() == ["expert 0 takes 95% of the weight; is the router trained?"]

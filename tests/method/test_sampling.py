@@ -261,14 +261,6 @@ def test_the_router_is_asked_at_every_nth_call_of_a_batch(every: int, solver: st
     assert ensemble.router.times[0] == 1
 
 
-def test_between_its_answers_the_routers_choice_stays() -> None:
-    ensemble = _routed("top-1")
-    samples = sample(ensemble, 10, steps=5, router_every=5)
-    first = CountingRouter(3)(Seeded(0).initial(range(10), SHAPE), torch.ones(10)).argmax(1)
-    assert len(set(first.tolist())) > 1
-    assert torch.equal(_arrived(samples), first)
-
-
 @pytest.mark.parametrize("options", [{"strategy": "draw"}, {"expert": 1}], ids=str)
 def test_who_was_drawn_or_named_stays_and_the_router_is_not_asked(options: dict[str, Any]) -> None:
     ensemble = _routed("top-2")
@@ -328,15 +320,6 @@ def test_samples_run_expert_by_expert_and_come_back_in_order() -> None:
     for index, one in enumerate(samples):
         alone = sample(ensemble, 1, seed=5, steps=2, start=index)[0]
         torch.testing.assert_close(one, alone)
-
-
-@pytest.mark.parametrize("k", [0, 1, 2])
-def test_an_expert_that_is_named_is_the_one_always_picked(k: int) -> None:
-    named = sample(_routed("full"), 7, steps=4, expert=k)
-    always = _routed("top-1")
-    always.router = lambda x, t: torch.eye(3)[k].expand(len(x), -1)
-    assert torch.equal(named, sample(always, 7, steps=4))
-    assert torch.equal(named, sample(always.experts[k], 7, steps=4))
 
 
 @pytest.mark.parametrize("solver", list(CALLS))

@@ -1,7 +1,5 @@
 """Exact conversion in an expert's noise range, one rule outside it, and how an expert is called."""
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
@@ -400,24 +398,6 @@ def test_data_noise_and_velocity_come_out_of_predictions(
     torch.testing.assert_close(found_eps, eps, rtol=1e-9, atol=1e-11)
     v = velocity(prediction_type, output, at)
     torch.testing.assert_close(v, eps - x_0, rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize("end", [0.0, 1.0], ids=["data end", "noise end"])
-def test_v_prediction_is_singular_at_neither_end(end: float) -> None:
-    x_0, eps = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(1)).double()
-    a, s = (torch.tensor(value, dtype=torch.float64) for value in (1 - end, end))
-    at = PathPoint(a * x_0 + s * eps, a * x_0 + s * eps, s, a, s, lambda: (-a, a))
-    output = a * eps - s * x_0
-    assert torch.equal(velocity(PredictionType.V_PREDICTION, output, at), eps - x_0)
-
-
-def test_variance_preserving_v_is_the_derivative_by_angle() -> None:
-    # Salimans & Ho define v so that on the cosine path dy/d(angle) = v; angle = pi/2 time.
-    _, _, v, at = _known_state(cosine_path, PredictionType.V_PREDICTION)
-    flow = math.pi / 2 * v
-    torch.testing.assert_close(
-        velocity(PredictionType.FLOW_PREDICTION, flow, at), velocity(PredictionType.V_PREDICTION, v, at)
-    )
 
 
 CHECKED = GaussianMixture.random(seed=3, modes=3, dim=4)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 import hddm
 from hddm.ensemble import Ensemble
@@ -82,15 +82,6 @@ def test_images_are_the_same_bit_for_bit_wherever_weights_wait(folder: Path, str
         model = _loaded(folder, mode, limit)
         for _ in range(2):
             assert torch.equal(_sampled(model, strategy=strategy), plain)
-
-
-def test_loading_and_moving_read_no_weights_of_experts(folder: Path) -> None:
-    model = _loaded(folder)
-    nn.ModuleList(_networks(model)).to(torch.float64)
-    assert _present(_networks(model)) == []
-    assert {network.dtype for network in _networks(model)} == {torch.float64}
-    _sampled(model, expert=2)
-    assert _present(_networks(model)) == [2]
 
 
 @pytest.mark.parametrize("mode", ["none", "ram", "disk"])
@@ -196,18 +187,6 @@ def test_of_a_pair_for_parts_of_t_one_is_on_the_device_and_the_switch_comes_once
     assert mode == "ram" or scales.most == held.stored[0].size
 
 
-def test_an_expert_of_every_step_stays_where_there_is_room_for_two() -> None:
-    scales = Scales()
-    held = ExpertSet([scales.expert(seed) for seed in range(3)])
-    held.offload("disk", 2 * held.stored[0].size)
-    table = {1.0: [0.5, 0.5, 0.0], 0.75: [0.5, 0.0, 0.5], 0.5: [0.5, 0.5, 0.0], 0.25: [0.5, 0.0, 0.5]}
-    model = Ensemble(held.fields(), lambda x, t: torch.tensor([table[float(t[0])]] * len(x)), "full")
-    _sampled(model)
-    # Expert 0 is wanted in every step, and there is room for another one.
-    assert scales.reads[:2] in ([0, 1], [1, 0])
-    assert scales.reads[2:] == [2, 1, 2]
-
-
 def test_under_draw_each_expert_is_read_once_and_images_stay_the_same() -> None:
     scales = Scales()
     own = [scales.expert(seed) for seed in range(3)]
@@ -241,18 +220,6 @@ def test_a_pipeline_keeps_the_order_of_images_when_experts_come_one_by_one(
     for one, other in zip(*pictures, strict=True):
         tensors = [torch.tensor(np.asarray(image), dtype=torch.float32) for image in (one, other)]
         torch.testing.assert_close(*tensors, rtol=1e-4, atol=1 if output_type == "pil" else 1e-4)
-
-
-def test_a_dtype_that_makes_experts_larger_than_the_limit_is_refused() -> None:
-    held = ExpertSet([flow_expert(0), flow_expert(1)])
-    size = held.stored[0].size
-    held.offload("ram", 2 * size - 1)
-    held.shelf.bring(held.stored[0])
-    held.to(torch.float64)
-    with pytest.raises(HddmError, match=r"its weights take .* `max_memory` leaves"):
-        held.shelf.bring(held.stored[0])
-    held.offload("ram")
-    held.shelf.bring(held.stored[0])
 
 
 def test_the_least_recently_used_leaves_first() -> None:

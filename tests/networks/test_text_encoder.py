@@ -16,7 +16,7 @@ from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer,
 from hddm.networks.vae import read_config
 from hddm.utils.errors import HddmError
 from tests.artefacts import edit_json
-from tests.component_files import save_by_transformers, write_clip, write_t5, write_tokenizer
+from tests.component_files import write_clip, write_t5, write_tokenizer
 
 PROMPTS = ["a cat", "", "A dog, 2 cats & ünïcödé  spaces", "cat " * 3]
 FILE = "text_encoder/model.safetensors"
@@ -53,16 +53,6 @@ def test_prompts_become_what_transformers_makes_of_them(width: int, prefix: str,
     assert torch.allclose(encoded[PROMPTS.index("")], PipelineText(tmp_path).empty_prompt(), atol=1e-6)
 
 
-@pytest.mark.parametrize("special", [{"pad_token": "!"}, {"bos_token": "a</w>", "eos_token": "!"}], ids=str)
-def test_padding_begin_and_end_are_the_tokenizers_own(special: dict[str, str], tmp_path: Path) -> None:
-    write_clip(tmp_path)
-    plain = _ours(tmp_path)
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        edit_json(tmp_path / "tokenizer" / name, **special)
-    assert (_ours(tmp_path) - _theirs(tmp_path)).abs().max() < 1e-6
-    assert not torch.allclose(_ours(tmp_path), plain)
-
-
 @pytest.mark.parametrize(("limit", "length"), [(8, 8), (10**30, 12), (12, 12), (77, 12)])
 def test_prompts_are_padded_within_tokenizer_and_positions(limit: int, length: int, tmp_path: Path) -> None:
     write_clip(tmp_path, tokens=12)
@@ -82,17 +72,6 @@ def test_a_prompt_that_is_cut_is_said_to_be_with_what_is_lost(tmp_path: Path) ->
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _ours(tmp_path, ["cat dog cat dog"])
-
-
-def test_files_of_today_alone_and_beside_those_of_old_make_the_same_tokens(tmp_path: Path) -> None:
-    write_clip(tmp_path)
-    expected, folder = _ours(tmp_path), tmp_path / "tokenizer"
-    read_tokenizer(folder).save_pretrained(folder)
-    assert (folder / "tokenizer.json").exists()
-    assert torch.equal(_ours(tmp_path), expected)
-    save_by_transformers(folder)
-    assert torch.equal(_ours(tmp_path), expected)
-    assert (_theirs(tmp_path) - expected).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hddm.conditions import Guidance
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.serving.workers import VelocityJob, Worker
 from hddm.settings import ServeSettings
-from tests.ensemble_files import flow_expert, load_pipeline, write_ensemble, write_mixed
+from tests.ensemble_files import flow_expert, load_pipeline, write_ensemble
 
 LABELS = [0, 1, 2, 0, 1, 2]
 
@@ -72,26 +72,6 @@ def test_compiled_experts_make_the_same_images(folder: Path, strategy: str, is_t
     for _ in range(2):
         assert torch.equal(_latents(pipe, strategy), plain)
     assert backend.graphs == before
-
-
-@pytest.mark.integration
-def test_a_compiled_pipeline_is_saved_as_it_was(folder: Path, tmp_path: Path) -> None:
-    pipe = _pipe(folder)
-    pipe.experts.compile(backend="eager")
-    plain = _latents(pipe, "full")
-    pipe.save_pretrained(tmp_path / "saved")
-    assert torch.equal(_latents(_pipe(tmp_path / "saved"), "full"), plain)
-
-
-@pytest.mark.slow
-def test_the_default_compiler_changes_images_by_rounding(tmp_path: Path) -> None:
-    folder = write_mixed(tmp_path)
-    plain = _latents(_pipe(folder), "nucleus-0.9")
-    pipe = _pipe(folder, is_tight=True)
-    pipe.experts.compile()
-    for _ in range(2):
-        found = _latents(pipe, "nucleus-0.9")
-        torch.testing.assert_close(found, plain, rtol=0, atol=1e-4 * (plain.max() - plain.min()).item())
 
 
 @pytest.mark.slow

@@ -65,29 +65,6 @@ def test_components_make_the_same_pipeline(folder: Path) -> None:
         assert torch.equal(_images(HDDMPipeline.from_pipe(pipe)), _images(pipe))
 
 
-def test_facts_that_are_passed_are_those_of_one_pipeline_alone(folder: Path) -> None:
-    pipe = load_pipeline(folder)
-    facts = pipe.facts.model_copy(update={"strategy": "top-1"})
-    other = HDDMPipeline(**pipe.components, facts=facts)
-    assert (other.ensemble.strategy, pipe.ensemble.strategy) == ("top-1", "nucleus-0.9")
-    assert HDDMPipeline(**pipe.components).ensemble.strategy == "nucleus-0.9"
-    # Weights are shared all the same.
-    other.to(torch.float64)
-    assert pipe.experts.dtype == other.experts.dtype == pipe.router.dtype == torch.float64
-
-
-def test_a_pipeline_that_lost_its_router_is_saved_without(folder: Path, tmp_path: Path) -> None:
-    pipe = load_pipeline(folder, experts=[2, 0])
-    pipe = HDDMPipeline(**pipe.components, facts=pipe.facts.model_copy(update={"strategy": "draw"}))
-    assert pipe.ensemble.router.outputs == [2, 0]
-    pipe.router = None
-    made = _images(pipe, class_labels=None, batch_size=6)
-    pipe.save_pretrained(tmp_path / "saved")
-    again = load_pipeline(tmp_path / "saved")
-    assert again.router is None
-    assert torch.equal(_images(again, class_labels=None, batch_size=6), made)
-
-
 def _dtypes(pipe: HDDMPipeline) -> list[torch.dtype]:
     return [part.dtype for part in (pipe.experts, pipe.router, pipe.vae, pipe.text_encoder)]
 
@@ -177,16 +154,6 @@ def test_a_folder_that_is_gone_is_named_when_weights_are_needed(folder: Path, tm
         )
         assert "keep the folder" in words
     assert not (tmp_path / "saved").exists()
-
-
-@pytest.mark.integration
-def test_a_compiled_vae_is_saved_as_what_it_is(tmp_path: Path) -> None:
-    pipe = load_pipeline(write_text(tmp_path))
-    vae = pipe.vae
-    pipe.vae = torch.compile(vae)
-    pipe.save_pretrained(tmp_path / "saved")
-    again = load_pipeline(tmp_path / "saved").vae.state_dict()
-    assert all(torch.equal(value, again[name]) for name, value in vae.state_dict().items())
 
 
 def test_images_have_another_size_where_the_network_allows_it(tmp_path: Path) -> None:

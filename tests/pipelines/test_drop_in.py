@@ -302,20 +302,6 @@ def test_predictions_are_the_mixtures_in_closed_form(prediction: str) -> None:
         assert (stand_in(y, torch.tensor(step)).sample - truth).abs().max() < 1e-9 * truth.abs().max()
 
 
-def test_it_looks_like_the_network_that_it_replaces(
-    sd: DiffusionPipeline, experts: list[VelocityField], tmp_path: Path
-) -> None:
-    pipe = sd_pipeline(StableDiffusionPipeline, sd)
-    half = pipe.unet = drop_in(experts[0], pipe)
-    assert (half.config, half.dtype, half.device.type) == (sd.unet.config, torch.float32, "cpu")
-    assert sum(one.numel() for one in half.parameters()) == sum(one.numel() for one in sd.unet.parameters())
-    state, text = numbers(1, 4, 8, 8).bfloat16(), numbers(1, 7, 16)
-    (output,) = half(state, 500, encoder_hidden_states=text, return_dict=False)
-    assert (output.dtype, output.shape) == (torch.bfloat16, state.shape)
-    # A stand-in takes the place of another one.
-    assert drop_in(experts[1], pipe).config == sd.unet.config
-
-
 def test_what_cannot_stand_in_is_refused_in_one_line(
     sd: DiffusionPipeline, experts: list[VelocityField]
 ) -> None:

@@ -27,22 +27,6 @@ def _latents(pipe: HDDMPipeline, start: int = 0, stop: int = NUM, **options: obj
 
 
 @pytest.mark.integration
-def test_every_expert_makes_its_part_of_these_images(folder: Path) -> None:
-    pipe = load_pipeline(folder)
-    kinds = [(facts.objective, facts.prediction_type, facts.conditions) for facts in pipe.experts.facts]
-    assert kinds == [
-        ("ddpm", "epsilon", ()),
-        ("ddpm", "v_prediction", ("class_labels",)),
-        ("flow", "flow_prediction", ("class_labels",)),
-    ]
-    assert len({network.size for network in pipe.experts.stored}) == 3
-    assert len({facts.schedule["beta_schedule"] for facts in pipe.experts.facts[:2]}) == 2
-    use = pipe(class_labels=LABELS, seed=3, num_inference_steps=STEPS, strategy="top-1").expert_use
-    assert use.shares.min() > 0.1
-    assert use.warnings() == []
-
-
-@pytest.mark.integration
 @pytest.mark.parametrize("strategy", ["top-1", "nucleus-0.9"])
 def test_in_float64_an_image_is_the_same_in_any_batch(folder: Path, strategy: str) -> None:
     pipe = load_pipeline(folder).to(torch.float64)

@@ -1,6 +1,5 @@
 """Pipelines and ``hddm sample`` that begin with a picture, as diffusers' users know them."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -167,15 +166,3 @@ def test_an_edit_goes_from_one_prompt_to_another(tmp_path: Path, hddm: Command) 
     with Image.open(tmp_path / "out" / "00000.png") as found:
         assert found.tobytes() == made.tobytes()
     assert "`edit_from`: changes a picture; pass one" in refusal(pipe, edit_from=first, **STEPS)
-
-
-def test_no_expert_is_missed_where_a_picture_is_all_there_is(
-    pipe: HDDMPipeline, tmp_path: Path, hddm: Command
-) -> None:
-    pipe.save_pretrained(tmp_path / "model")
-    picture().save(tmp_path / "old.png")
-    begin = ("--init-image", tmp_path / "old.png", "--strength", 0, "--num-images", 3)
-    code, _, error = hddm("sample", tmp_path / "model", *begin, "--out", tmp_path / "out")
-    assert (code, "expert" in error) == (0, False)
-    record = (tmp_path / "out" / "sampling.json").read_text()
-    assert json.loads(record, parse_constant=pytest.fail)["expert_use"]["shares"] == [0, 0, 0]

@@ -59,20 +59,6 @@ def test_a_generator_an_image_makes_it_the_same_in_any_batch(pipe: HDDMPipeline,
         torch.testing.assert_close(part, whole[start:stop], rtol=1e-5, atol=1e-5)
 
 
-def test_one_generator_serves_the_batch_and_none_is_the_global_one(pipe: HDDMPipeline) -> None:
-    generator = torch.Generator().manual_seed(4)
-    one = pipe(class_labels=LABELS, generator=generator, **LATENT).images
-    torch.manual_seed(4)
-    assert torch.equal(pipe(class_labels=LABELS, **LATENT).images, one)
-    assert not torch.equal(pipe(class_labels=LABELS, **LATENT).images, one)
-
-
-def test_states_that_are_passed_replace_the_drawn_ones(pipe: HDDMPipeline) -> None:
-    noise = hddm.running.Seeded(8).initial(range(5), (3, 4, 4))
-    given = pipe(class_labels=LABELS, latents=noise, **LATENT).images
-    assert torch.equal(given, pipe(class_labels=LABELS, seed=8, **LATENT).images)
-
-
 def test_every_output_type_shows_the_same_images(pipe: HDDMPipeline) -> None:
     def images(kind: str) -> Any:
         return pipe(class_labels=LABELS, seed=1, output_type=kind, **STEPS).images

@@ -9,11 +9,10 @@ import torch
 from diffusers import EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
 
 import hddm
-from hddm.experts.expert_set import ExpertSet
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.sampling import time_grid
 from hddm.utils.errors import HddmError
-from tests.artefacts import Command, refusal
+from tests.artefacts import refusal
 from tests.ensemble_files import flow_expert, load_pipeline, pipeline_in_memory, write_ensemble
 
 LATENT: dict[str, Any] = {"num_inference_steps": 3, "output_type": "latent", "seed": 0}
@@ -28,16 +27,6 @@ def test_a_number_is_an_index_though_a_class_may_be_called_by_another() -> None:
     by_hand = hddm.sample(pipe.ensemble, 2, 0, 3, class_labels=indices)
     for labels in (indices, [2, 10], ["10", NUMBERED[10]]):
         assert torch.equal(pipe(class_labels=labels, **LATENT).images, by_hand)
-
-
-def test_two_sets_of_one_expert_do_not_take_each_other_s_weights() -> None:
-    expert = flow_expert(0)
-    one, two = (ExpertSet([expert]) for _ in range(2))
-    x, t = torch.ones(1, 3, 4, 4), torch.tensor([0.5])
-    first = one.fields()[0].velocity(x, t)
-    two.fields()[0].velocity(x, t)
-    two.shelf.forget(two.stored[0])
-    assert torch.equal(one.fields()[0].velocity(x, t), first)
 
 
 def test_weights_that_were_changed_while_they_were_there_are_saved(tmp_path: Path) -> None:
@@ -94,22 +83,3 @@ def test_a_limit_of_memory_holds_in_another_dtype(tmp_path: Path) -> None:
     assert "max_memory" in refusal(pipe.to, torch.float64)
     with pytest.raises(HddmError, match="router, VAE and text encoder alone take"):
         HDDMPipeline.from_pretrained(folder, offload="disk", max_memory=router)
-
-
-def test_negative_conditions_of_any_keyword_reach_the_negative_branch() -> None:
-    facts = {"classes": ("cat", "dog"), "null_class": None}
-    pipe = pipeline_in_memory([flow_expert(0, facts, num_classes=2)])
-    labels, against = ({"class_labels": torch.tensor([k])} for k in (0, 1))
-    guided = pipe(class_labels=["cat"], negative_conditions=against, guidance_scale=3.0, **LATENT)
-    by_hand = hddm.sample(pipe.ensemble, 1, 0, 3, guidance_scale=3.0, negative=against, **labels)
-    assert torch.equal(guided.images, by_hand)
-
-
-def test_one_expert_alone_needs_its_own_conditions_only(tmp_path: Path, hddm: Command) -> None:
-    classes = {"null_class": None, "classes": ("cat", "dog")}
-    both = write_ensemble(tmp_path, [flow_expert(0), flow_expert(1, classes, num_classes=2)])
-    options = ["--num-images", "2", "--steps", "1"]
-    assert hddm("sample", both, "--out", tmp_path / "a", "--expert", 0, *options)[0] == 0
-    code, _, error = hddm("sample", both, "--out", tmp_path / "b", "--expert", 1, *options)
-    assert (code, "--class-labels or --conditions: the experts need class_labels and" in error) == (2, True)
-    assert not (tmp_path / "b").exists()

@@ -253,15 +253,3 @@ def test_hostile_encoders_are_refused_in_one_line_and_nothing_is_fetched(
     with pytest.raises(library.HddmError, match=words) as refused:
         HDDMPipeline.from_pretrained(folder)
     assert "\n" not in str(refused.value)
-
-
-def test_encoders_of_a_foreign_class_are_left_out_and_the_plan_says_why(
-    source: Path, name: str, hddm: Command, tmp_path: Path
-) -> None:
-    folder = copied(source, tmp_path)
-    edit_json(folder / "model_index.json", text_encoder_2=["mine", "Evil"])
-    size = ("--sample-size", SIDE) if name == "flux" else ()
-    said = printed(hddm, "convert", folder, "--out", tmp_path / "expert", *size)
-    assert "text encoder: not recorded, since" in said
-    assert "['mine', 'Evil'], and must be a" in said
-    assert not (tmp_path / "expert" / "text_encoder").exists()

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,20 +174,6 @@ def test_a_worker_that_is_killed_loses_no_request_and_changes_no_image(service: 
     assert after["0"] == before["0"]
 
 
-def test_a_wrong_placement_is_refused_in_a_line(service: Service, address: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hddm_cli", "serve", str(service.folder), "--port", "8433"]
-    for options, words in (
-        (
-            ["--ray", address, "--resources", "1:node9=1"],
-            "the workers need 1 node9, and the cluster has 0",
-        ),
-        (["--ray", address], "Ray Serve runs hddm there already"),
-        (["--num-replicas", "cats=2"], "--num-replicas cats: choose one of 0, 1"),
-    ):
-        done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=PATIENCE)
-        assert words in done.stderr.splitlines()[-1]
-
-
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service of this machine alone, of an ensemble as the quickstart's: neither text nor class."""
@@ -239,25 +224,6 @@ def test_the_lines_of_the_guide_work(local: Service) -> None:
         answer = json.loads(subprocess.run(words, capture_output=True, check=True).stdout)
         numbers.append(len(answer["data"]))
     assert numbers == [2, 4, 1]
-
-
-def test_a_front_that_dies_is_started_again(local: Service) -> None:
-    there = workers(LOCAL)
-    # So that it is under way.
-    os.kill(there["flow"], signal.SIGSTOP)
-    try:
-        with ThreadPoolExecutor(1) as threads:
-            body = {"model": "grown/flow"}
-            asked = threads.submit(httpx.post, local.url + IMAGES, json=body, timeout=PATIENCE)
-            while "hddm_queue 1.0" not in httpx.get(f"{local.url}/metrics", timeout=PATIENCE).text:
-                assert not asked.done()
-            os.kill(there["front"], signal.SIGKILL)
-            with contextlib.suppress(httpx.HTTPError):
-                assert asked.result().status_code >= 500
-    finally:
-        os.kill(there["flow"], signal.SIGCONT)
-    # The next one is there for the next request.
-    assert local.ask(seed=7)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

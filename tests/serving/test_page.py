@@ -20,14 +20,13 @@ import pytest
 import torch
 from PIL import Image
 
-from hddm.experts.assembly import assemble
 from hddm.serving.page import HOST, MASK, START, Play, results, serve, strip
 from hddm.serving.painting import Opened, Panel, paint, preview
 from hddm.settings import SampleSettings
 from hddm.utils.errors import HddmError
 from tests.artefacts import Command, printed
 from tests.browser import CHROMIUM, Browser
-from tests.ensemble_files import flow_expert, saved, write_ensemble
+from tests.ensemble_files import flow_expert, write_ensemble
 
 PHONE = 390
 MANY = {"num_images": 3, "steps": 4, "seed": 2, "solver": "euler"}
@@ -122,21 +121,6 @@ def _same_as_its_command(panel: Panel, folder: Path, hddm: Command, *edit: Any) 
             printed(hddm, *shlex.split(line)[1:])
     made = [path.read_bytes() for path in sorted(folder.glob("samples-*/*.png"))]
     assert _pixels([image.png for image in panel.images]) == _pixels(made)
-
-
-def test_images_of_several_sizes_have_their_command(tmp_path: Path, hddm: Command) -> None:
-    sizes = [saved(tmp_path / f"{size}", flow_expert(size, sample_size=size)) for size in (4, 8)]
-    assemble(sizes, tmp_path / "both", strategy="draw")
-    asked = SampleSettings(num_images=4, steps=3)
-    panel = Opened(tmp_path / "both", asked).panel("sizes", asked)
-    _same_as_its_command(panel, tmp_path, hddm)
-    assert len({image.pixels.shape for image in panel.images if image.pixels is not None}) == 2
-
-
-def test_a_command_leaves_out_what_is_the_default(ensemble: Path) -> None:
-    default = SampleSettings()
-    (line,) = Opened(ensemble, default).panel("all", default).commands
-    assert shlex.split(line) == ["hddm", "sample", str(ensemble), "--out", "samples-all"]
 
 
 def test_a_stopped_run_ends_with_what_there_is(ensemble: Path) -> None:
