@@ -259,7 +259,8 @@ class Calibration:
         shapes = {"mean": (numbers,), "basis": (numbers, directions - 1), "variances": (directions,)}
         shapes |= {"times": (levels,), "weights": (levels, directions)}
         shapes |= {"class_means": (classes, numbers)} if classes else {}
-        if levels < 2 or found != {name: (torch.float32, shape) for name, shape in shapes.items()}:
+        fits = levels > 1 and found == {name: (torch.float32, shape) for name, shape in shapes.items()}
+        if not fits or not _is_possible(tensors["variances"], tensors["times"], tensors["weights"]):
             raise HddmError(f"{path}: is not what was written; delete it and run hddm calibrate")
         moments = Moments(*map(tensors.get, ("mean", "basis", "variances", "class_means")))  # type: ignore[arg-type]
         return cls(moments, tensors["times"], tensors["weights"], calibration_record(folder))
@@ -270,6 +271,12 @@ class Calibration:
         if key not in self._sent:
             self._sent[key] = Calibration(self.moments.to(x), self.times.to(x), self.weights.to(x))
         return self._sent[key]
+
+
+def _is_possible(variances: Tensor, times: Tensor, weights: Tensor) -> bool:
+    """True for numbers that a fit may give."""
+    is_grid = times[0] == 0 and times[-1] == 1 and bool((times.diff() > 0).all())
+    return is_grid and bool((variances > 0).all() and ((weights >= 0) & (weights <= 1)).all())
 
 
 def calibration_record(folder: Path) -> dict[str, str] | None:

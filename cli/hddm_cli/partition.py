@@ -33,7 +33,6 @@ def partition(
     from hddm.data.shard_records import (
         FORMAT,
         HELD_OUT,
-        MIN_IMAGES,
         PARTITION_FILE,
         PartitionRecord,
         read_manifest,
@@ -51,12 +50,12 @@ def partition(
     record = read_record(out / PARTITION_FILE, PartitionRecord, FORMAT)
     for number, silhouette in (record.proposal or {}).items():
         typer.echo(f"{counted(number, 'shard')}: silhouette {silhouette:.3f}")
-    for name in shown([f"{_place(images, name)}: cannot be read" for name in record.skipped]):
+    root = images[0] if len(images) == 1 else Path()
+    for name in shown([f"{root / name}: cannot be read" for name in record.skipped]):
         typer.echo(f"skipped {name}", err=True)
     held = record.held_out or [None] * len(folders)
     for folder, size, fresh in zip(folders, record.sizes, held, strict=True):
-        few = ", few to test its expert on" if fresh is not None and fresh < MIN_IMAGES else ""
-        kept_back = "" if fresh is None else f", {fresh} held out{few}"
+        kept_back = "" if fresh is None else f", {fresh} held out"
         typer.echo(f"{folder}: {counted(size, 'image')}{kept_back}")
     if held_out:
         fresh, total = sum(record.held_out), record.images
@@ -75,11 +74,6 @@ def partition(
     if cache is None:
         again = f"kept for another partition of these images (--cache {kept})"
         typer.echo(f"{kept}: features, {again}; they can be deleted")
-
-
-def _place(images: list[Path], name: str) -> Path:
-    """An image by its name: below its folder, or below what several have in common."""
-    return images[0] / name if len(images) == 1 else Path(name)
 
 
 def _number(text: str) -> int | Literal["auto"]:

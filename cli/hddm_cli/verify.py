@@ -60,13 +60,10 @@ def verify(
         typer.echo(json.dumps(reports[0] if is_one else reports, indent=2))
     around = problems_around(expert)
     refused = [verdict for verdict in verdicts if not verdict.accepted]
-    if refused and is_one:
-        raise HddmError(f"{expert}: failed", refused[0].problems)
-    if refused:
+    if refused or around:
+        of = "" if is_one or not refused else f"{len(refused)} of {len(experts)} experts "
         lines = [f"{verdict.folder}: {problem}" for verdict in refused for problem in verdict.problems]
-        raise HddmError(f"{expert}: {len(refused)} of {len(experts)} experts failed", lines + around)
-    if around:
-        raise HddmError(f"{expert}: failed, although its experts passed", around)
+        raise HddmError(f"{expert}: {of}failed", lines + around)
     if not (as_json or is_one):
         hint = "" if data else "; pass --data to measure the denoising error too"
         typer.echo(f"{expert}: all {len(experts)} experts passed{hint}")

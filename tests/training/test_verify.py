@@ -262,7 +262,7 @@ def test_an_ensemble_is_refused_for_a_file_and_for_code_that_is_not_its_own(
     )
     with (folder / "pipeline.py").open("a") as file:
         file.write("print('more')\n")
-    refused = f"hddm: {folder}: failed, although its experts passed"
+    refused = f"hddm: {folder}: failed"
     code, _, err = hddm("verify", folder)
     assert (code, err.splitlines()[0]) == (1, refused)
     assert f"{folder}/pipeline.py: is not hddm's, and diffusers would run it; remove it" in err

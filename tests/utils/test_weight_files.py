@@ -282,7 +282,8 @@ def test_a_name_that_leaves_the_folder_is_refused(name: str, tmp_path: Path) -> 
     # Names are judged before files: the first shard is missing.
     weight_map = {"a": "absent.safetensors", "b": name}
     (tmp_path / "x.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    assert f"weight_map names {name!r}" in refusal(read_index, tmp_path / "x.index.json")
+    said = refusal(read_index, tmp_path / "x.index.json")
+    assert "points outside the folder" in said or f"'b' to {name!r}, which is not a plain file name" in said
 
 
 def test_links_out_of_the_folder_or_of_a_hub_cache_repository_are_refused(tmp_path: Path) -> None:
