@@ -17,14 +17,10 @@ def play(
     port: Annotated[
         int, typer.Option(min=1, max=65535, help="Port of the page, or the next free one.")
     ] = 7860,
-    browser: Annotated[
-        bool | None,
-        typer.Option("--open/--no-open", help="Open the page in a browser. Default: only on a terminal."),
-    ] = None,
 ) -> None:
     """Open a local web page that generates images.
 
-    It also shows what each expert contributes.
+    It also shows what each expert contributes. On a terminal, the page opens in a browser.
     """
     from hddm.serving.page import Play, serve
     from hddm.utils.progress import Progress
@@ -35,7 +31,7 @@ def play(
         typer.echo(f"{model.source}: {', '.join(model.names)}")
     with serve(opened, port) as (address, thread):
         typer.echo(f"{address} (Ctrl-C ends it)")
-        if sys.stdout.isatty() if browser is None else browser:
+        if sys.stdout.isatty():
             import webbrowser
 
             webbrowser.open(address)

@@ -21,8 +21,6 @@ class PushOptions(Described):
     """Picture for the model card, such as a sheet of samples."""
     results: InputPath | None = None
     """Results for the card: a file of hddm evaluate, or a Markdown table."""
-    message: str | None = None
-    """Commit message."""
     dry_run: bool = False
     """Print the card and the files, but send nothing."""
 
@@ -45,7 +43,7 @@ def push(
     for note in planned.notes:
         say(f"note: {note}")
     if not options.dry_run:
-        typer.echo(upload(planned, options.private or None, message=options.message))
+        typer.echo(upload(planned, options.private or None))
         return
     card = planned.files[CARD]
     typer.echo(card.decode() if isinstance(card, bytes) else card.read_text(encoding="utf-8"))

@@ -41,7 +41,7 @@ _WORDS = {
     "NUMBER": "start parallel retries workers max_queue router_every resampling_steps expert text_dim "
     "gradient_accumulation_steps trajectories",
     "SHARE": "condition_dropout weak_at strength guidance_rescale",
-    "TEXT": "edit_from prompts negative_prompt message",
+    "TEXT": "edit_from prompts negative_prompt",
     "ADDRESS": "host ray",
     "PROJECT": "wandb",
     "LOW:HIGH": "noise_range",

@@ -74,7 +74,7 @@ VERBS = {
     "data old-model": Verb(is_uncounted=True),
 }
 """Verbs that are not like any other."""
-_ROUTED = ("strategy", "router_every", "router_temperature")
+_ROUTED = ("strategy", "router_every")
 _FREE = ("--device", "--threads", "--checkpoint-every", "--offload", "--max-memory")
 """Options that decide no result."""
 _NAME = re.compile(r"\$([A-Za-z_][\w-]*)")

@@ -108,9 +108,7 @@ def plan_upload(
     if is_own and (asked := [name for name, one in given.items() if one is not None]):
         raise UsageError(f"`{asked[0]}`: is for a card that hddm writes, and {own} is yours; drop one")
     if picture is not None:
-        if (suffix := picture.suffix.lower()) not in _PICTURES:
-            raise UsageError(f"`picture` {picture}: take a file that ends in {', '.join(_PICTURES)}")
-        sheet = f"picture{suffix}"
+        sheet = f"picture{picture.suffix.lower()}"
         files[sheet] = picture
     text, notes = model_card(folder, repo_id, facts, licence, sheet, results)
     if left_out := shown([name for name in others if name not in papers]):

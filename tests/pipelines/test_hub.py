@@ -61,9 +61,9 @@ def test_a_pushed_folder_comes_back_as_it_was(
 ) -> None:
     picture = tmp_path / "samples.png"
     load_pipeline(folder)(seed=0, num_inference_steps=1).images[0].save(picture)
-    code, out, err = hddm("push", folder, NAME, "--private", "--picture", picture, "--message", "First")
+    code, out, err = hddm("push", folder, NAME, "--private", "--picture", picture)
     assert (code, out, TOKEN in err) == (0, f"{hub.endpoint}/{NAME}\n", False)
-    assert (hub.visibility[NAME], hub.messages) == ("private", ["First"])
+    assert (hub.visibility[NAME], hub.messages) == ("private", ["Upload an ensemble with hddm"])
     sent = dict(hub.repos[NAME])
     card = ModelCard(sent.pop("README.md").decode())
     assert sent.pop("picture.png") == picture.read_bytes()
