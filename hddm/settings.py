@@ -223,10 +223,6 @@ class SampleSettings(Computing, SamplingSettings):
     """Noise levels t that are guided."""
     guidance_rescale: Share = 0.0
     """Strength of rescaling to the unguided standard deviation, 0 to 1."""
-    height: Positive | None = None
-    """Image height. Default: the model's own."""
-    width: Positive | None = None
-    """Image width. Default: the model's own."""
     batch_size: Positive = 64
     """Images computed together; it affects rounding only."""
     offload: Literal["none", "ram", "disk"] = "none"

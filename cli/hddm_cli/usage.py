@@ -23,7 +23,7 @@ _TOPICS = {
     "Experts": "expert router_every add remove share domain classes",
     "VAE and text encoder": "vae text_encoder tokenizer",
     "Image size": "resolution random_crop",
-    "Content": "prompts negative_prompt class_labels conditions height width",
+    "Content": "prompts negative_prompt class_labels conditions",
     "Editing": "init_image strength mask resampling_steps edit_from",
     "Guidance": "guidance_scale guide_by cfg_channels guidance_interval guidance_rescale",
     "Features": "features cache save_classifier",
@@ -37,7 +37,7 @@ _WORDS = {
     "FILE": "config schedule conditions init_image mask captions classes picture results save_classifier",
     "STEPS": "warmup checkpoint_every sample_every",
     "IMAGES": "batch_size max_bad",
-    "PIXELS": "height width resolution sample_size",
+    "PIXELS": "resolution sample_size",
     "NUMBER": "start parallel retries workers max_queue router_every resampling_steps expert text_dim "
     "gradient_accumulation_steps trajectories",
     "SHARE": "condition_dropout weak_at strength guidance_rescale",

@@ -124,70 +124,28 @@ def sinusoid(
     return embedded.to(dtype)
 
 
-def grid_coordinates(
-    rows: int, columns: int, side: int, device: torch.device | None = None
-) -> tuple[Tensor, Tensor]:
-    """Coordinates (rows,) and (columns,) of patches, in those of a square of ``side`` patches.
-
-        c_i = (i - (n - 1)/2) side/sqrt(rows columns) + (side - 1)/2,    n = rows, then columns
-
-    Those of the square itself are 0 … side - 1. A grid of its area keeps the distances between neighbours, a
-    larger one has them closer; both axes have one scale and the centre of the square.
-    """
-    scale = side / math.sqrt(rows * columns)
-    row, column = (
-        (torch.arange(n, device=device) - (n - 1) / 2) * scale + (side - 1) / 2 for n in (rows, columns)
-    )
-    return row, column
-
-
-def grid_positions(hidden_size: int, row: Tensor, column: Tensor) -> Tensor:
-    """2-D sine-cosine positions (1, rows × columns, hidden_size) at coordinates of a grid, row by row."""
-    of_row, of_column = (sinusoid(one, hidden_size // 2, torch.float32) for one in (row, column))
-    columns = of_column.repeat(len(row), 1)
-    rows = of_row.repeat_interleave(len(column), dim=0)
+def square_positions(hidden_size: int, side: int) -> Tensor:
+    """2-D sine-cosine positions (1, side², hidden_size), row by row, with which training begins."""
+    of_place = sinusoid(torch.arange(side, dtype=torch.float32), hidden_size // 2, torch.float32)
+    columns, rows = of_place.repeat(side, 1), of_place.repeat_interleave(side, dim=0)
     return torch.cat([columns, rows], dim=1)[None]
 
 
-def square_positions(hidden_size: int, side: int) -> Tensor:
-    """`grid_positions` of a square (1, side², hidden_size), with which training begins."""
-    return grid_positions(hidden_size, *grid_coordinates(side, side, side))
-
-
-def positions_on(table: Tensor, rows: int, columns: int) -> Tensor:
-    """Positions (1, rows × columns, width) of a grid, from the ``table`` (1, side², width) of a square.
-
-    They are sine-cosine positions at `grid_coordinates`, plus what training has added to those of the square:
-    linear between its patches, constant beyond them. The square itself has the table.
-    """
-    side, width = math.isqrt(table.shape[1]), table.shape[2]
-    if rows == columns == side:
-        return table
-    row, column = grid_coordinates(rows, columns, side, table.device)
-    square = torch.arange(side, dtype=torch.float32, device=table.device)
-    added = (table - grid_positions(width, square, square)).unflatten(1, (side, side))
-    near = [
-        (1 - (one.clamp(0, side - 1)[:, None] - square).abs()).clamp_min(0).to(added) for one in (row, column)
-    ]
-    between = torch.einsum("ri,cj,bijd->brcd", *near, added).flatten(1, 2)
-    return (grid_positions(width, row, column) + between).to(table.dtype)
-
-
-def grid_rotations(head_dim: int, row: Tensor, column: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (rows × columns, head_dim/2) of rotary positions on a grid of these coordinates.
+def square_rotations(head_dim: int, side: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (side², head_dim/2) of rotary positions of a square, row by row.
 
     The angles of a token are its row, then its column, times 100^(-i/n) for i < n = head_dim/4 (axial form of
     arXiv:2104.09864). ``like`` gives device and dtype.
     """
     number = head_dim // 4
     frequencies = 100 ** (-torch.arange(number, device=like.device, dtype=torch.float32) / number)
-    of_row, of_column = (one[:, None] * frequencies for one in (row, column))
-    angles = torch.cat([of_row.repeat_interleave(len(column), 0), of_column.repeat(len(row), 1)], dim=1)
+    of_place = torch.arange(side, device=like.device, dtype=torch.float32)[:, None] * frequencies
+    angles = torch.cat([of_place.repeat_interleave(side, 0), of_place.repeat(side, 1)], dim=1)
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
 def rotate(x: Tensor, rotations: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn the pairs (i, i + d/2) of x (batch, heads, tokens, d) by `grid_rotations`."""
+    """Turn the pairs (i, i + d/2) of x (batch, heads, tokens, d) by `square_rotations`."""
     cosines, sines = (one.to(x.dtype) for one in rotations)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
@@ -280,9 +238,11 @@ class PatchEmbedding(nn.Conv2d):
         assert self.bias is not None
         nn.init.zeros_(self.bias)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor, side: int) -> Tensor:
+        """Tokens of squares of ``side`` patches; einops refuses other sizes."""
         patch, _ = self.kernel_size
-        patches = rearrange(images, "b c (h p) (w q) -> b (h w) (c p q)", p=patch, q=patch)
+        sizes = {"h": side, "w": side, "p": patch, "q": patch}
+        patches = rearrange(images, "b c (h p) (w q) -> b (h w) (c p q)", **sizes)
         return F.linear(patches, self.weight.flatten(1), self.bias)
 
 

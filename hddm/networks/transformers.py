@@ -15,14 +15,12 @@ from hddm.networks.layers import (
     PatchEmbedding,
     TimeEmbedding,
     add_gated,
-    grid_coordinates,
-    grid_rotations,
     layer_norm,
     linear,
     mlp,
     modulate,
-    positions_on,
     square_positions,
+    square_rotations,
 )
 from hddm.utils.records import Record
 
@@ -131,7 +129,7 @@ class FinalLayer(nn.Module):
 class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
     """Diffusion transformer: x (batch, C, H, W) to an output (batch, out_channels, H, W).
 
-    It is made for squares, H = W = ``sample_size``; positions follow to other sizes (`positions_on`).
+    It takes squares, H = W = ``sample_size``.
     `VelocityField` holds the output's meaning (noise, velocity, …). With ``text_dim`` every block attends to
     ``encoder_hidden_states``; with ``num_classes`` an embedding of ``class_labels`` is added to that of time,
     and label ``num_classes`` is the null class of classifier-free guidance. By default parameters are named
@@ -222,14 +220,15 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
         encoder_hidden_states: Tensor | None = None,
         interval: Tensor | None = None,
     ) -> Tensor:
-        """Output (batch, out_channels, H, W) for ``hidden_states`` (batch, C, H, W) in whole patches.
+        """Output (batch, out_channels, H, W) for ``hidden_states`` (batch, C, H, W).
 
         ``timestep`` (batch,) is in the unit of training. With ``num_classes``, integer ``class_labels``
         (batch,) are required; with ``text_dim``, ``encoder_hidden_states`` (batch, tokens, text_dim).
         ``interval`` (batch,) is in t, from 0 to 1.
         """
-        rows, columns = (side // self.config.patch_size for side in hidden_states.shape[-2:])
-        x = self.patch_embed(hidden_states) + positions_on(self.pos_embed, rows, columns)
+        patch = self.config.patch_size
+        side = self.config.sample_size // patch
+        x = self.patch_embed(hidden_states, side) + self.pos_embed
         embedded = self.time_embed(timestep)
         if self.interval_embed is not None and interval is not None:
             embedded = embedded + self.interval_embed(INTERVAL_SCALE * interval)
@@ -241,9 +240,7 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
             text = self.text_proj(encoder_hidden_states.to(x.dtype))
         rotations = None
         if self.config.rotary:
-            head = self.config.hidden_size // self.config.num_heads
-            side = self.config.sample_size // self.config.patch_size
-            rotations = grid_rotations(head, *grid_coordinates(rows, columns, side, x.device), x)
+            rotations = square_rotations(self.config.hidden_size // self.config.num_heads, side, x)
         shared = _six(self.t_block(embedded)) if self.t_block is not None else None
         activated = F.silu(embedded)
         for layer in self.layers:
@@ -251,13 +248,8 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
                 x = self._gradient_checkpointing_func(layer, x, shared, activated, text, rotations)
             else:
                 x = layer(x, shared, activated, text, rotations)
-        patch = self.config.patch_size
         image: Tensor = rearrange(
-            self.final_layer(x, embedded),
-            "b (h w) (p q c) -> b c (h p) (w q)",
-            h=rows,
-            p=patch,
-            q=patch,
+            self.final_layer(x, embedded), "b (h w) (p q c) -> b c (h p) (w q)", h=side, p=patch, q=patch
         )
         return image
 
@@ -323,9 +315,9 @@ class RouterTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
         )
 
     def forward(self, hidden_states: Tensor, timestep: Tensor) -> Tensor:
-        """Logits (batch, num_experts) of x_t (batch, C, H, W) in whole patches at ``timestep`` (batch,)."""
-        rows, columns = (side // self.config.patch_size for side in hidden_states.shape[-2:])
-        patches = self.patch_embed(hidden_states) + positions_on(self.pos_embed, rows, columns)
+        """Logits (batch, num_experts) of x_t (batch, C, H, W) at ``timestep`` (batch,)."""
+        side = self.config.sample_size // self.config.patch_size
+        patches = self.patch_embed(hidden_states, side) + self.pos_embed
         x = torch.cat([self.cls_token.expand(len(patches), -1, -1), patches], dim=1)
         embedded = self.time_embed(timestep)
         for index, layer in enumerate(self.layers, 1):

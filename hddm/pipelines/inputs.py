@@ -209,14 +209,12 @@ Images = Image.Image | np.ndarray[Any, Any] | Tensor | Sequence[Image.Image]
 
 @dataclass(frozen=True)
 class Begin:
-    """What the images of a call begin with, and their size; see `hddm.HDDMPipeline.__call__`."""
+    """What the images of a call begin with; see `hddm.HDDMPipeline.__call__`."""
 
     image: Images | None = None
     mask_image: Images | None = None
     strength: float | None = None
     resampling_steps: int = DEFAULT_RESAMPLING
-    height: int | None = None
-    width: int | None = None
     edit_from: str | None = None
 
 
@@ -306,7 +304,7 @@ class Pictures(Offloading):
             return None
         if strength is None:
             strength = 0.8 if mask_image is None else 1.0
-        part, (size, shape) = self.vae_of(expert), self.size_and_shape(expert, begin.height, begin.width)
+        part, shape, size = self.vae_of(expert), self.experts.facts[expert].sample_shape, self.size_of(expert)
         if part is None and not self.experts.facts[expert].makes_pictures and not isinstance(image, Tensor):
             raise HddmError(f"image: expert {expert} makes latents {shape}{self._no_vae}, or pass latents")
         x_0 = pixels = pixels_of(image, shape[0] if part is None else part.config.in_channels, size)
@@ -338,18 +336,10 @@ class Pictures(Offloading):
     @property
     def image_size(self) -> tuple[int, int]:
         """Image height and width in pixels; of the first expert if they differ."""
-        return self.size_and_shape(0)[0]
+        return self.size_of(0)
 
-    def size_and_shape(
-        self, expert: int, height: int | None = None, width: int | None = None
-    ) -> tuple[tuple[int, int], tuple[int, ...]]:
-        """Image height and width in pixels, by default an expert's own, and the shape of its samples.
-
-        Raises `HddmError` for sides that its VAE cannot have.
-        """
-        (channels, *own), vae = self.experts.facts[expert].sample_shape, self.vae_of(expert)
+    def size_of(self, expert: int) -> tuple[int, int]:
+        """Height and width in pixels of an expert's images."""
+        vae, (_, height, width) = self.vae_of(expert), self.experts.facts[expert].sample_shape
         factor = 1 if vae is None else scale_of(vae)
-        size = (height or factor * own[0], width or factor * own[1])
-        if any(not isinstance(side, int) or side < 1 or side % factor for side in size):
-            raise HddmError(f"`height` {size[0]}, `width` {size[1]}: must be multiples of {factor} pixels")
-        return size, (channels, size[0] // factor, size[1] // factor)
+        return factor * height, factor * width

@@ -29,9 +29,9 @@ from hddm.networks.vae import kind_of
 from hddm.pipelines.hub import plan_upload, upload
 from hddm.pipelines.inputs import Begin, Encoding, Images, Pictures, Vae, repeated
 from hddm.pipelines.parts import Dtype, dtypes_of, parts_for_loader, read_parts
-from hddm.running import Batch, Generated, Generators, Latents, Noise, Plan, Seeded, gathered, run
+from hddm.running import Generated, Generators, Latents, Noise, Plan, Seeded, gathered, run
 from hddm.sampling import batches, plan
-from hddm.utils.errors import HddmError, UsageError, one_line
+from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import new_folder, restore
 from hddm.velocity import Guidance, VelocityField
 
@@ -290,8 +290,6 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         negative_conditions: Mapping[str, Tensor] | None = None,
         num_images_per_prompt: int = 1,
         batch_size: int | None = None,
-        height: int | None = None,
-        width: int | None = None,
         num_inference_steps: int | None = None,
         guidance_scale: float | Guidance = 1.0,
         strategy: str | None = None,
@@ -325,8 +323,6 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             negative_conditions: the same for the negative branch.
             num_images_per_prompt: images per prompt or class.
             batch_size: number of prompts or classes, if all are the same or there are none.
-            height: image height in pixels, if the networks allow another than `image_size`.
-            width: image width.
             num_inference_steps: solver steps; by default 25, or a student's own.
             guidance_scale: 1 for none, or a `hddm.velocity.Guidance`.
             strategy: instead of the ensemble's own; see `hddm.routers`.
@@ -345,8 +341,8 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             callback_on_step_end_tensor_inputs: as in diffusers, but callbacks get ``latents`` alone.
 
         Raises:
-            HddmError: for an unknown or missing condition, missing parts, a size that a network cannot have,
-                and as `hddm.sampling.plan`, `hddm.sampling.batches` and `hddm.running.run`.
+            HddmError: for an unknown or missing condition, missing parts, and as `hddm.sampling.plan`,
+                `hddm.sampling.batches` and `hddm.running.run`.
         """
         guidance = Guidance.of(guidance_scale)
         if not guidance.by_condition:
@@ -362,7 +358,7 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         asked, num = repeated(encoded, num_images_per_prompt, batch_size)
         self._interrupt = False
         how = self.plan(
-            Begin(image, mask_image, strength, resampling_steps, height, width, edit_from),
+            Begin(image, mask_image, strength, resampling_steps, edit_from),
             expert=expert,
             steps=num_inference_steps,
             solver=solver,
@@ -370,8 +366,8 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             guidance=guidance,
             router_every=router_every,
         )
-        of_one_kind = {"latents": latents is not None, "height": height, "width": width}
-        of_one_kind |= {"output_type": output_type != "pil", "edit_from": edit_from is not None}
+        of_one_kind = {"latents": latents is not None, "edit_from": edit_from is not None}
+        of_one_kind["output_type"] = output_type != "pil"
         self.check_output(expert, output_type != "latent", of_one_kind)
         is_apart = self.is_apart(expert)
         shape = () if is_apart else how.shape_of(expert or 0)
@@ -397,7 +393,7 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
 
         for batch in batches(how, range(start, start + num), asked, num):
             with self.progress_bar(total=how.steps) as bar:
-                samples = self.run(how, batch, on_step, lambda: self._interrupt, use)
+                samples = run(how, batch, on_step, lambda: self._interrupt, use)
             if is_apart and self._interrupt:
                 # Images of this kind and of the next ones stay None.
                 break
@@ -416,10 +412,7 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
     def plan(self, begin: Begin, **how: Any) -> Plan:
         """`hddm.sampling.plan` of images that begin as in a call; ``how`` are its other arguments."""
         source = None if begin.edit_from is None else self.encode(begin.edit_from)
-        made = plan(self.ensemble, picture=functools.cache(lambda k: self.picture(begin, k, source)), **how)
-        if not (begin.height or begin.width):
-            return made
-        return replace(made, shape=self.size_and_shape(made.expert or 0, begin.height, begin.width)[1])
+        return plan(self.ensemble, picture=functools.cache(lambda k: self.picture(begin, k, source)), **how)
 
     def is_apart(self, expert: int | None) -> bool:
         """True if samples are of several kinds, and so cannot be one tensor."""
@@ -439,17 +432,3 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             if is_decoded and self.vae_of(k) is None and not facts.makes_pictures:
                 latent = "" if is_apart else ", or use `output_type` latent"
                 raise HddmError(f"expert {k} makes latents {facts.sample_shape}{self._no_vae}{latent}")
-
-    def run(self, how: Plan, batch: Batch, *arguments: Any, **options: Any) -> Tensor:
-        """`hddm.running.run`; raises an `HddmError` if a network fails on a size that is not its own."""
-        try:
-            return run(how, batch, *arguments, **options)
-        except (RuntimeError, ValueError) as error:
-            size, own = self.size_and_shape(batch.kind)
-            if how.shape in (None, own) or isinstance(error, HddmError):
-                raise
-            height, width = (size[0] // own[1] * side for side in how.shape[1:])
-            raise HddmError(
-                f"`height` {height}, `width` {width}: a network of images of {size[0]}×{size[1]} fails on "
-                f"it: {one_line(error)}"
-            ) from error

@@ -27,7 +27,7 @@ from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.pipelines.inputs import Begin
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.routers import MomentsRouter
-from hddm.running import Batch, Plan, Seeded
+from hddm.running import Batch, Plan, Seeded, run
 from hddm.sampling import batches, guidance_of, plan_arguments
 from hddm.settings import SampleSettings, keywords
 from hddm.utils.errors import HddmError, asked
@@ -86,8 +86,7 @@ def sample_to_folder(
     )
     with asked():
         how = planned(pipeline, settings, image, mask)
-    of_one_kind = {name: getattr(settings, name) for name in ("init_image", "height", "width")}
-    of_one_kind |= {"output_type": is_latent, "grid": grid}
+    of_one_kind = {"init_image": settings.init_image, "output_type": is_latent, "grid": grid}
     pipeline.check_output(settings.expert, not is_latent, of_one_kind)
     run = _Run(pipeline, settings, how)
     settings = settings.model_copy(update={"steps": how.grid_steps, "solver": how.solver_name})
@@ -116,9 +115,8 @@ def sample_to_folder(
 
 def planned(pipeline: HDDMPipeline, settings: SampleSettings, image: Any = None, mask: Any = None) -> Plan:
     """The plan of samples with these settings, which begin with ``image`` where ``mask`` is white."""
-    others = settings.resampling_steps, settings.height, settings.width, settings.edit_from
-    begin, noise = Begin(image, mask, settings.strength, *others), Seeded(settings.seed)
-    return pipeline.plan(begin, **plan_arguments(settings), noise=noise)
+    begin = Begin(image, mask, settings.strength, settings.resampling_steps, settings.edit_from)
+    return pipeline.plan(begin, **plan_arguments(settings), noise=Seeded(settings.seed))
 
 
 class _Run:
@@ -183,7 +181,7 @@ class _Run:
             progress(len(x))
             return x
 
-        samples = self.pipeline.run(self.how, batch, count, use=self.use)
+        samples = run(self.how, batch, count, use=self.use)
         if self.settings.output_type == "latent":
             paths = [draft.parts / f"{name}.safetensors"]
             save_file({"latents": samples.cpu().contiguous()}, paths[0])

@@ -14,7 +14,6 @@ from hddm import load, sample
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.data.images import to_bytes
 from hddm.data.shard_records import ImageEntry, content_hash
-from hddm.experts.assembly import assemble
 from hddm.utils.files import sha256_of
 from tests.artefacts import Command, contents, copied, edit_json, largest_file, load_images, seal
 
@@ -58,30 +57,6 @@ def test_images_depend_on_the_seed_and_not_the_batch(ensemble: Path, tmp_path: P
     assert records[0] == records[1]
     written = load_images(tmp_path / "5").pixels
     assert torch.equal(written, to_bytes(sample(load(ensemble), 5, seed=6, steps=3)))
-
-
-def test_other_sizes_are_made_without_a_calibration(flow_expert: Path, tmp_path: Path, hddm: Command) -> None:
-    bare = copied(flow_expert, tmp_path / "bare")
-    (bare / CALIBRATION).unlink()
-    seal(bare)
-    assemble([bare], tmp_path / "ensemble", strategy="draw")
-    options = ("--num-images", 3, "--steps", 1, "--width", 10, "--height", 6, "--grid")
-    for source in (bare, tmp_path / "ensemble"):
-        out = tmp_path / f"{source.name}-samples"
-        assert hddm("sample", source, "--out", out, *options)[0] == 0
-        assert load_images(out).pixels.shape == (3, 1, 6, 10)
-        with Image.open(f"{out}.grid.png") as sheet:
-            # Cells are squares of 90 pixels, nine times the longer side.
-            assert sheet.size == (2 * 92 - 2, 2 * 92 - 2)
-    # A calibration takes no other samples of as many numbers.
-    for source, width, height, told in (
-        (bare, 9, 4, "--height 4, --width 9: a network of images of 4×4 fails on it"),
-        (flow_expert, 8, 2, "its calibration is of samples (1, 4, 4), not of (1, 2, 8)"),
-    ):
-        size = ("--height", height, "--width", width)
-        code, _, err = hddm("sample", source, "--out", tmp_path / "odd", *size, "--num-images", 1)
-        assert (code, told in err) == (1, True), err
-        assert not (tmp_path / "odd").exists()
 
 
 def test_a_router_that_takes_one_expert_is_warned_of(ensemble: Path, tmp_path: Path, hddm: Command) -> None:

@@ -1,7 +1,6 @@
 """The networks: sizes, shapes, initial values and what depends on what."""
 
 import itertools
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,11 @@ from hddm.networks.layers import (
     TimeEmbedding,
     add_gated,
     attend,
-    grid_coordinates,
-    grid_rotations,
     modulate,
-    positions_on,
     rotate,
     sinusoid,
     square_positions,
+    square_rotations,
 )
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.settings import Conversion
@@ -146,17 +143,16 @@ def test_every_patch_sees_every_other_knows_its_place_and_sees_no_other_sample()
 
 
 def test_rotary_scores_depend_on_the_distance_of_patches_alone() -> None:
-    """Queries and keys that are the same everywhere, on a grid of 3 × 4."""
+    """Queries and keys that are the same everywhere, on a square of 3 × 3."""
     same = torch.randn(2, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    rotations = grid_rotations(8, torch.arange(3), torch.arange(4), same)
-    q, k = (rotate(one.expand(1, 1, 12, 8), rotations) for one in same)
-    torch.testing.assert_close(q.norm(dim=-1), same[0].norm().expand(1, 1, 12))
-    scores = (q @ k.mT)[0, 0].reshape(3, 4, 3, 4)
+    q, k = (rotate(one.expand(1, 1, 9, 8), square_rotations(8, 3, same)) for one in same)
+    torch.testing.assert_close(q.norm(dim=-1), same[0].norm().expand(1, 1, 9))
+    scores = (q @ k.mT)[0, 0].reshape(3, 3, 3, 3)
     by_distance: dict[tuple[int, int], list[float]] = {}
-    for row, column, other_row, other_column in itertools.product(range(3), range(4), range(3), range(4)):
+    for row, column, other_row, other_column in itertools.product(range(3), repeat=4):
         score = float(scores[row, column, other_row, other_column])
         by_distance.setdefault((row - other_row, column - other_column), []).append(score)
-    assert len(by_distance) == 5 * 7
+    assert len(by_distance) == 5 * 5
     assert all(max(found) - min(found) < 1e-6 for found in by_distance.values())
     means = torch.tensor([found[0] for found in by_distance.values()])
     assert means.unique().numel() == len(means)
@@ -164,62 +160,18 @@ def test_rotary_scores_depend_on_the_distance_of_patches_alone() -> None:
     assert torch.equal(q[..., 0, :], same[:1].expand(1, 1, 8))
 
 
-def _sine_cosine(place: float, numbers: int) -> list[float]:
-    angles = [place * 10000 ** (-i / (numbers // 2)) for i in range(numbers // 2)]
-    return [math.cos(angle) for angle in angles] + [math.sin(angle) for angle in angles]
-
-
-def test_coordinates_have_one_scale_and_the_centre_of_the_square() -> None:
-    for side in (3, 4, 8, 32):
-        for axis in grid_coordinates(side, side, side):
-            assert torch.equal(axis, torch.arange(side).float())
-    # Of the square's area: the distances of neighbours stay 1.
-    row, column = grid_coordinates(2, 8, 4)
-    assert row.tolist() == [1, 2]
-    assert column.tolist() == [-2, -1, 0, 1, 2, 3, 4, 5]
-    # Four times the area: half as far apart.
-    row, column = grid_coordinates(4, 16, 4)
-    assert row.tolist() == [0.75, 1.25, 1.75, 2.25]
-    assert column.diff().unique().tolist() == [0.5]
-
-
-def test_positions_of_another_grid_are_those_of_its_coordinates_and_what_was_learned_there() -> None:
-    table = square_positions(16, 4)
-    expected = [[_sine_cosine(c, 8) + _sine_cosine(r, 8) for c in range(4)] for r in range(4)]
-    torch.testing.assert_close(table[0], torch.tensor(expected).flatten(0, 1))
-    assert positions_on(table, 4, 4) is table
-    wide = positions_on(table, 2, 8)
-    expected = [[_sine_cosine(c, 8) + _sine_cosine(r, 8) for c in range(-2, 6)] for r in (1, 2)]
-    torch.testing.assert_close(wide[0], torch.tensor(expected).flatten(0, 1))
-    # What was learned is linear in the row here, 0, 10, 20, 30, and a constant beyond the square.
-    learned = 10 * torch.arange(4.0)[:, None].repeat_interleave(4, 0)
-    tall = positions_on(table + learned, 8, 2) - positions_on(table, 8, 2)
-    torch.testing.assert_close(tall[0, ::2, 0], torch.tensor([0.0, 0, 0, 10, 20, 30, 30, 30]))
-    larger = positions_on(table + learned, 8, 8) - positions_on(table, 8, 8)
-    between = torch.tensor([0.0, 2.5, 7.5, 12.5, 17.5, 22.5, 27.5, 30])
-    torch.testing.assert_close(larger[0, ::8, 5], between, atol=1e-4, rtol=0)
-
-
-@torch.no_grad()
-def test_a_wide_picture_is_not_a_tall_one() -> None:
-    """Same patches in the same order: only their places differ."""
-    wide, plain = torch.zeros(2, 3, 4, 16), None
-    for rotary in (False, True):
-        network = _awake(ExpertTransformer(**TINY, rotary=rotary))
-        wide_out, tall_out = network(wide, T), network(wide.mT, T)
-        assert plain is None or (wide_out - plain).abs().max() > 1e-4
-        plain = wide_out
-        assert wide_out.shape == wide.shape
-        assert not torch.allclose(wide_out, tall_out.mT, atol=1e-4)
-    router = RouterTransformer(num_experts=2, **TINY)
-    assert router(torch.zeros(2, 3, 4, 16), T).shape == (2, 2)
-
-
 def test_time_embeds_as_cosines_then_sines() -> None:
     times = torch.tensor([0.0, 1.0, 987.17], dtype=torch.float64)
     angles = times.numpy()[:, None] * 10000.0 ** (-np.arange(4) / 4)
     expected = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
     np.testing.assert_allclose(sinusoid(times, 8, torch.float64), expected, rtol=0, atol=1e-12)
+
+
+def test_a_place_is_its_column_then_its_row() -> None:
+    table = square_positions(16, 4)[0]
+    of_place = sinusoid(torch.arange(4.0), 8, torch.float32)
+    expected = [torch.cat([of_place[column], of_place[row]]) for row in range(4) for column in range(4)]
+    assert torch.equal(table, torch.stack(expected))
 
 
 def test_near_times_stay_apart_in_a_bfloat16_network() -> None:
@@ -320,10 +272,12 @@ def test_checkpointed_blocks_run_twice_and_give_the_same_gradients(
 def test_patches_are_embedded_as_the_convolution_does_token_by_token_in_memory() -> None:
     embed = PatchEmbedding(3, 32, 2)
     _awake(embed)
-    tokens = embed(X)
+    tokens = embed(X, 4)
     expected = F.conv2d(X, embed.weight, embed.bias, stride=2).flatten(2).transpose(1, 2)
     torch.testing.assert_close(tokens, expected)
     assert tokens.is_contiguous()
+    with pytest.raises(RuntimeError, match="Shape mismatch"):
+        embed(torch.zeros(1, 3, 4, 16), 4)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(16, 16), (7, 33)])

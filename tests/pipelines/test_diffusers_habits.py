@@ -10,20 +10,11 @@ import numpy as np
 import pytest
 import torch
 from diffusers import (
-    DDPMScheduler,
     FlowMatchEulerDiscreteScheduler,
 )
-from PIL import Image
 
-import hddm
-from hddm.checkpoints.convert import write
-from hddm.checkpoints.plan import plan
-from hddm.experts.assembly import assemble
 from hddm.pipelines.pipeline import HDDMPipeline
-from hddm.settings import Conversion
 from tests.artefacts import copied, refusal
-from tests.checkpoint_files import pipeline, plain_unet
-from tests.component_files import write_vae
 from tests.ensemble_files import (
     WEIGHTS,
     flow_expert,
@@ -154,22 +145,3 @@ def test_a_folder_that_is_gone_is_named_when_weights_are_needed(folder: Path, tm
         )
         assert "keep the folder" in words
     assert not (tmp_path / "saved").exists()
-
-
-def test_images_have_another_size_where_the_network_allows_it(tmp_path: Path) -> None:
-    """A UNet of latents 8×8 and a VAE that doubles; the first states are those of that shape."""
-    unet = plain_unet(1, in_channels=4, out_channels=4, block_out_channels=(32, 32))
-    source = pipeline(tmp_path / "unet", unet, DDPMScheduler(beta_schedule="linear"))
-    write(plan(source, Conversion()), tmp_path / "expert")
-    write_vae(tmp_path / "vae")
-    assemble([tmp_path / "expert"], tmp_path / "ensemble", vae=tmp_path / "vae")
-    pipe = load_pipeline(tmp_path / "ensemble")
-    height, width = pipe.image_size
-    factor = height // 8
-    given = {"height": height, "width": 2 * width, "num_inference_steps": 3, "seed": 4}
-    assert pipe(**given).images[0].size == (2 * width, height)
-    latents = pipe(output_type="latent", **given).images
-    assert torch.equal(latents, hddm.sample(pipe.ensemble, 1, 4, 3, shape=(4, 8, 16)))
-    image = Image.new("RGB", (50, 20), "red")
-    assert pipe(image=image, **given).images[0].size == (2 * width, height)
-    assert f"multiples of {factor}" in refusal(pipe, height=height + 1)

@@ -160,7 +160,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "class_labels has two sources",
     ),
     "few": ({"class_labels": [0, 1], "batch_size": 3}, "condition 'class_labels' has 2 rows for 3 samples"),
-    "experts": ({"expert": 3, "height": 8}, "`expert` 3: there are 0 … 2"),
+    "experts": ({"expert": 3}, "`expert` 3: there are 0 … 2"),
     "condition": ({"conditions": {"caption": torch.zeros(1)}}, "this model takes no condition"),
 }
 
@@ -170,14 +170,6 @@ def test_wrong_calls_are_refused_in_one_line(pipe: HDDMPipeline, given: dict[str
     with pytest.raises(HddmError, match=words) as caught:
         pipe(**given)
     assert "\n" not in str(caught.value)
-
-
-def test_a_size_that_a_network_cannot_have_is_refused(pipe: HDDMPipeline) -> None:
-    assert pipe.image_size == (4, 4)
-    assert pipe(height=4, width=4, **LATENT).images.shape == (1, 3, 4, 4)
-    assert pipe(height=8, **LATENT).images.shape == (1, 3, 8, 4)
-    words = "`height` 5, `width` 4: a network of images of 4×4 fails on it: "
-    assert words in refusal(pipe, height=5, **LATENT)
 
 
 def test_latents_need_a_vae_to_become_images() -> None:
