@@ -212,7 +212,7 @@ CASES: dict[str, tuple[Change, tuple[str, ...]]] = {
         ),
         ("distinguishes 8 experts", "holds 3"),
     ),
-    "a broken link": (lambda folder: (folder / "vae").symlink_to("absent"), ("vae", "no such folder")),
+    "a broken link": (lambda folder: (folder / "vae").symlink_to("absent"), ("vae", "no such file")),
 }
 
 
