@@ -226,22 +226,23 @@ class Attention(nn.Module):
 
 
 class PatchEmbedding(nn.Conv2d):
-    """Images (batch, C, H, W) to tokens (batch, H W / patch², hidden_size), row by row.
+    """Squares (batch, C, H, W) of ``side`` patches to tokens (batch, side², hidden_size), row by row.
 
     Its parameters are a convolution's, but it is computed as a linear layer of patches: tokens are then
-    contiguous in memory, which makes every later norm and sum several times as fast.
+    contiguous in memory, which makes every later norm and sum several times as fast. Other sizes are errors of
+    einops.
     """
 
-    def __init__(self, in_channels: int, hidden_size: int, patch_size: int) -> None:
+    def __init__(self, in_channels: int, hidden_size: int, patch_size: int, side: int) -> None:
         super().__init__(in_channels, hidden_size, patch_size, patch_size)
+        self.side = side
         nn.init.xavier_uniform_(self.weight.view(hidden_size, -1))
         assert self.bias is not None
         nn.init.zeros_(self.bias)
 
-    def forward(self, images: Tensor, side: int) -> Tensor:
-        """Tokens of squares of ``side`` patches; einops refuses other sizes."""
+    def forward(self, images: Tensor) -> Tensor:
         patch, _ = self.kernel_size
-        sizes = {"h": side, "w": side, "p": patch, "q": patch}
+        sizes = {"h": self.side, "w": self.side, "p": patch, "q": patch}
         patches = rearrange(images, "b c (h p) (w q) -> b (h w) (c p q)", **sizes)
         return F.linear(patches, self.weight.flatten(1), self.bias)
 

@@ -183,8 +183,9 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
         super().__init__()
         self.gradient_checkpointing = False
         zero = modulation == "zero"
-        self.patch_embed = PatchEmbedding(in_channels, hidden_size, patch_size)
-        self.pos_embed = nn.Parameter(square_positions(hidden_size, sample_size // patch_size))
+        side = sample_size // patch_size
+        self.patch_embed = PatchEmbedding(in_channels, hidden_size, patch_size, side)
+        self.pos_embed = nn.Parameter(square_positions(hidden_size, side))
         self.time_embed = TimeEmbedding(hidden_size, frequency_shift, smooth=interval)
         self.interval_embed = TimeEmbedding(hidden_size, frequency_shift, smooth=True) if interval else None
         if self.interval_embed is not None:
@@ -226,9 +227,8 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
         (batch,) are required; with ``text_dim``, ``encoder_hidden_states`` (batch, tokens, text_dim).
         ``interval`` (batch,) is in t, from 0 to 1.
         """
-        patch = self.config.patch_size
-        side = self.config.sample_size // patch
-        x = self.patch_embed(hidden_states, side) + self.pos_embed
+        patch, side = self.config.patch_size, self.patch_embed.side
+        x = self.patch_embed(hidden_states) + self.pos_embed
         embedded = self.time_embed(timestep)
         if self.interval_embed is not None and interval is not None:
             embedded = embedded + self.interval_embed(INTERVAL_SCALE * interval)
@@ -301,8 +301,9 @@ class RouterTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self.gradient_checkpointing = False
-        self.patch_embed = PatchEmbedding(in_channels, hidden_size, patch_size)
-        self.pos_embed = nn.Parameter(square_positions(hidden_size, sample_size // patch_size))
+        side = sample_size // patch_size
+        self.patch_embed = PatchEmbedding(in_channels, hidden_size, patch_size, side)
+        self.pos_embed = nn.Parameter(square_positions(hidden_size, side))
         self.cls_token = nn.Parameter(torch.randn(1, 1, hidden_size) * 0.02)
         self.time_embed = TimeEmbedding(hidden_size)
         self.layers = nn.ModuleList(RouterBlock(hidden_size, num_heads) for _ in range(depth))
@@ -316,8 +317,7 @@ class RouterTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
 
     def forward(self, hidden_states: Tensor, timestep: Tensor) -> Tensor:
         """Logits (batch, num_experts) of x_t (batch, C, H, W) at ``timestep`` (batch,)."""
-        side = self.config.sample_size // self.config.patch_size
-        patches = self.patch_embed(hidden_states, side) + self.pos_embed
+        patches = self.patch_embed(hidden_states) + self.pos_embed
         x = torch.cat([self.cls_token.expand(len(patches), -1, -1), patches], dim=1)
         embedded = self.time_embed(timestep)
         for index, layer in enumerate(self.layers, 1):

@@ -35,6 +35,7 @@ def dtypes_of(dtype: Dtype) -> dict[str, torch.dtype]:
 
     Parts that a dictionary leaves out get its ``default``, else float32. Raises `HddmError` for another part.
     """
+    by_part: dict[str, torch.dtype | None]
     by_part = dict(dtype) if isinstance(dtype, Mapping) else {"default": dtype}
     for name in by_part:
         if name not in (*NETWORKS, "default"):

@@ -270,14 +270,14 @@ def test_checkpointed_blocks_run_twice_and_give_the_same_gradients(
 
 
 def test_patches_are_embedded_as_the_convolution_does_token_by_token_in_memory() -> None:
-    embed = PatchEmbedding(3, 32, 2)
+    embed = PatchEmbedding(3, 32, 2, 4)
     _awake(embed)
-    tokens = embed(X, 4)
+    tokens = embed(X)
     expected = F.conv2d(X, embed.weight, embed.bias, stride=2).flatten(2).transpose(1, 2)
     torch.testing.assert_close(tokens, expected)
     assert tokens.is_contiguous()
     with pytest.raises(RuntimeError, match="Shape mismatch"):
-        embed(torch.zeros(1, 3, 4, 16), 4)
+        embed(torch.zeros(1, 3, 4, 16))
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(16, 16), (7, 33)])
