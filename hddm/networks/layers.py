@@ -229,8 +229,8 @@ class PatchEmbedding(nn.Conv2d):
     """Squares (batch, C, H, W) of ``side`` patches to tokens (batch, side², hidden_size), row by row.
 
     Its parameters are a convolution's, but it is computed as a linear layer of patches: tokens are then
-    contiguous in memory, which makes every later norm and sum several times as fast. Other sizes are errors of
-    einops.
+    contiguous in memory, which makes every later norm and sum several times as fast. einops refuses other
+    sizes.
     """
 
     def __init__(self, in_channels: int, hidden_size: int, patch_size: int, side: int) -> None:
