@@ -275,7 +275,7 @@ class Calibration:
 
 def _is_possible(variances: Tensor, times: Tensor, weights: Tensor) -> bool:
     """True for numbers that a fit may give."""
-    is_grid = times[0] == 0 and times[-1] == 1 and bool((times.diff() > 0).all())
+    is_grid = bool(times[0] == 0 and times[-1] == 1 and (times.diff() > 0).all())
     return is_grid and bool((variances > 0).all() and ((weights >= 0) & (weights <= 1)).all())
 
 
