@@ -326,7 +326,7 @@ def read_index(path: Path, allow_pickle: bool = False) -> tuple[dict[str, Tensor
         # Messages should show the name in the folder, not the hash behind a link.
         for key, value in read_file(path.parent / name, allow_pickle).items():
             if not isinstance(value, Tensor):
-                problems.append(f"{name} holds a {type(value).__name__} {key!r}")
+                problems.append(f"{name}: {key!r} is a {type(value).__name__}")
             elif weight_map.get(key) == name:
                 tensors[key] = value
             else:
