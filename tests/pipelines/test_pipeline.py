@@ -17,7 +17,6 @@ from hddm.sampling import integrate, time_grid
 from hddm.solvers import SOLVERS
 from hddm.utils.errors import HddmError
 from hddm.velocity import Guidance
-from tests.artefacts import refusal
 from tests.ensemble_files import flow_expert, pipeline_in_memory, text_experts
 
 STEPS = {"num_inference_steps": 4}
