@@ -90,18 +90,17 @@ def test_named_sizes_are_dits(letter: str, numbers: tuple[int, ...]) -> None:
 
 @torch.no_grad()
 def test_diffusers_dit_with_one_embedder_is_reproduced(tmp_path: Path) -> None:
-    """Written with text, which nothing hears before it is trained."""
     theirs = dit(sample_size=16, num_layers=3)
     first = theirs.transformer_blocks[0].norm1.emb
     for block in theirs.transformer_blocks:
         block.norm1.emb.load_state_dict(first.state_dict())
-    write(plan(pipeline(tmp_path / "source", theirs), Conversion(text_dim=12)), tmp_path / "expert")
+    write(plan(pipeline(tmp_path / "source", theirs), Conversion()), tmp_path / "expert")
     ours = ExpertTransformer.from_pretrained(tmp_path / "expert")
     x = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(0))
     for labels in (torch.tensor([0, 4]), torch.tensor([5, 2])):
         expected = theirs(x, T, labels).sample
         error = 5e-6 * expected.std().item()
-        torch.testing.assert_close(ours(x, T, labels, TEXT), expected, rtol=0, atol=error)
+        torch.testing.assert_close(ours(x, T, labels), expected, rtol=0, atol=error)
 
 
 def test_text_is_taken_in_any_precision() -> None:

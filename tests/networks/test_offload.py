@@ -273,8 +273,6 @@ def test_what_cannot_be_kept_is_refused(folder: Path) -> None:
         _loaded(folder, "disk", _limit(folder, 1) - 1)
     with pytest.raises(HddmError, match="`max_memory` needs `offload` ram or disk"):
         _loaded(folder, "none", 10**9)
-    with pytest.raises(HddmError, match="is one expert"):
-        hddm.load(folder / "experts" / "0", offload="disk")
     held = ExpertSet([flow_expert(0)])
     with pytest.raises(HddmError, match="in memory only; load them from folders"):
         held.offload("disk")

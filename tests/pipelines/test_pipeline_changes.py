@@ -64,8 +64,8 @@ def test_a_shift_set_on_the_scheduler_is_that_of_the_grid() -> None:
 def test_a_scheduler_of_another_grid_is_refused() -> None:
     pipe = pipeline_in_memory([flow_expert(0)])
     for scheduler, message in (
-        (FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), "use_dynamic_shifting is True"),
-        (EulerDiscreteScheduler(), "EulerDiscreteScheduler, and hddm integrates by its own solvers"),
+        (FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), "with use_dynamic_shifting=True"),
+        (EulerDiscreteScheduler(), "EulerDiscreteScheduler, and hddm's time grid has the shift alone"),
     ):
         pipe.scheduler = scheduler
         assert re.search(message, refusal(pipe, **LATENT))
