@@ -7,7 +7,7 @@ import typer
 from pydantic import BeforeValidator, Field
 
 from hddm.settings import Described, InputPath, Positive, Shown
-from hddm.utils.errors import HddmError, UsageError
+from hddm.utils.errors import HddmError, UsageError, optional
 from hddm.utils.records import BENCHMARK_FILE
 from hddm_cli.options import refuse_other
 
@@ -69,6 +69,7 @@ def benchmark(
     file = read_benchmark(which, options.set, options.seeds, options.held_out, options.workers)
     if out is not None:
         refuse_other(out, BENCHMARK_FILE, "benchmark")
+    optional("matplotlib", "hddm benchmark", "train")
     from hddm.benchmark.report import REPORT_FILE, tables_text
     from hddm.benchmark.run import commands, run_benchmark
     from hddm.utils.ray_workers import RayWorkers

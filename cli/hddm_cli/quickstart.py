@@ -33,7 +33,7 @@ def quickstart(
     if not overwrite:
         refuse_other(out, BENCHMARK_FILE, "quickstart")
 
-    optional("sklearn", "hddm quickstart", "train")
+    optional("matplotlib", "hddm quickstart", "train")
     from hddm.benchmark.file import read_benchmark
     from hddm.benchmark.report import REPORT_FILE, tables_text
     from hddm.benchmark.run import run_benchmark

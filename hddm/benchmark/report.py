@@ -1,7 +1,12 @@
-"""Report of a benchmark: its tables in Markdown, and one HTML page that needs no other file."""
+"""Report of a benchmark: its tables in Markdown, and one HTML page that needs no other file.
+
+The page has charts of distance against sampling cost, as inline SVG.
+"""
 
 import io
+import itertools
 import json
+import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +24,7 @@ from hddm.data.sources.base import SUFFIXES
 from hddm.evaluation.compare import escaped, markdown_table
 from hddm.evaluation.scores import LEARNED, RECOGNISED
 from hddm.utils.files import write_whole
-from hddm.utils.pages import data_address, templates
+from hddm.utils.pages import COLOURS, as_element, charts, data_address, plain_numbers, templates
 
 REPORT_FILE = "report.html"
 PUBLISHED = 50_000
@@ -74,6 +79,7 @@ def write_report(folder: Path, results: Results, headline: str | None = None) ->
         others=_tables(results, *others),
         measures=measures_table(results),
         rows=list(_pictured(folder, results)),
+        costs=costs(results),
         records={name: json.dumps(one, indent=2, ensure_ascii=False) for name, one in content.items()},
     )
     write_whole(folder / REPORT_FILE, lambda draft: draft.write_text(page, encoding="utf-8"))
@@ -247,3 +253,65 @@ def _sheet(paths: Sequence[Path]) -> str:
     pixels, sheet = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2), io.BytesIO()
     save_png(tiled(pixels, GRID_COLUMNS, ENLARGE), sheet)
     return data_address(sheet.getvalue())
+
+
+_MARKERS = {"o": "●", "^": "▲", "s": "■", "D": "◆", "v": "▼", "P": "✚", "X": "✖", "<": "◀", ">": "▶"}
+
+
+def costs(results: Results) -> dict[str, Any]:
+    """Chart distance against counted FLOP per image, by number of images, since distances fall with it.
+
+    ``panels`` are SVG elements, ``legend`` has the colour, the symbol and the meaning of each entry.
+    """
+    rows = results.rows
+    # They repeat where there are more names.
+    colours = dict(zip(dict.fromkeys(row.one.of for row in rows), itertools.cycle(COLOURS), strict=False))
+    markers = dict(zip(dict.fromkeys(map(_strategy, rows)), itertools.cycle(_MARKERS), strict=False))
+
+    def panel(number: int) -> str:
+        canvas = figure(figsize=(4.0, 2.9), layout="constrained")
+        axes = canvas.subplots()
+        for series in _by_steps([row for row in rows if row.one.evaluation.images == number]):
+            found = [results.decisive(row) for row in series]
+            axes.errorbar(
+                [row.sampling_flop / 1e6 for row in series],
+                [one.mean for one in found],
+                [one.spread or 0 for one in found],
+                color=colours[series[0].one.of],
+                marker=markers[_strategy(series[0])],
+                markersize=5,
+                elinewidth=0.8,
+                alpha=0.85,
+            )
+        axes.set(xscale="log", yscale="log", xlabel="sampling cost, MFLOP per image (counted)")
+        axes.set_ylabel(f"distance to {results.images_of} images")
+        axes.set_title(f"{number:,} images", loc="left")
+        axes.autoscale_view()
+        for axis in (axes.xaxis, axes.yaxis):
+            plain_numbers(axis)
+        alt = (
+            f"Fréchet distance against counted operations per image, of {number} images. Lower left is best."
+        )
+        return as_element(canvas, f"cost{number}", alt)
+
+    with charts() as figure:
+        panels = tuple(
+            panel(number) for number in sorted({row.one.evaluation.images for row in rows}, reverse=True)
+        )
+    legend = [(colour, "━", name) for name, colour in colours.items()]
+    legend += [("black", _MARKERS[marker], strategy) for strategy, marker in markers.items()]
+    return {"panels": panels, "legend": legend}
+
+
+def _strategy(row: Row) -> str:
+    return str(row.setting("strategy") or "one network")
+
+
+def _by_steps(rows: Sequence[Row]) -> list[list[Row]]:
+    """Group rows that differ in the number of steps alone, each group sorted by cost."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        same = found.setdefault(re.sub(r" --(steps|out) \S+", "", row.one.command), [])
+        if all(one.setting("steps") != row.setting("steps") for one in same):
+            same.append(row)
+    return [sorted(series, key=lambda row: row.sampling_flop) for series in found.values()]

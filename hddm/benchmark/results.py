@@ -157,6 +157,10 @@ class Row:
         known = [one.training_flop for one in self.trained if one.training_flop is not None]
         return statistics.fmean(known) if known else None
 
+    def setting(self, name: str) -> Any:
+        """A setting that all its images were sampled with, as recorded beside them."""
+        return getattr(self.one.evaluation.sampling, name, None)
+
 
 class Results(Record):
     """``results.json``."""

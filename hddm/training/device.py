@@ -234,8 +234,7 @@ class _Muon(torch.optim.Muon):
         kept = []
         if self.found_inf is not None:
             is_skipped = self.found_inf > 0
-            trained = (p for group in self.param_groups for p in group["params"] if p.grad is not None)
-            for parameter in trained:
+            for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
                 gradient = parameter.grad
                 average = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(gradient))
                 # The average with itself is the average itself.

@@ -46,6 +46,7 @@ from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import sha256_of
 from hddm.utils.streams import Use, seed_of
+from hddm.velocity import PredictionType
 
 DEFAULT_SCHEDULE = "default of the objective"
 Network = TypeVar("Network", bound=ModelMixin)

@@ -25,6 +25,7 @@ from hddm.sampling import plan
 from hddm.training.denoising import velocity_errors
 from hddm.training.loop import StepReport, Watch, Watcher, mean
 from hddm.training.objectives import conditions_of, conditions_of_rows, evenly_spaced
+from hddm.training.report import LOGS, REPORT_FILE, SAMPLES, RunReport
 from hddm.training.resume import RUN_FILE, read_run, step_of
 from hddm.training.settings import TEXT, RunOptions
 from hddm.training.state import Run
@@ -34,9 +35,6 @@ from hddm.utils.streams import Use, generator
 from hddm.velocity import VelocityField
 
 T = TypeVar("T")
-
-LOGS, SAMPLES = "logs", "samples"
-"""Folders of a run."""
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +69,7 @@ def watching(
         if options.sample_every and field is not None and shard is not None:
             samples = run.folder / SAMPLES
             grids = Guarded("pictures", lambda: SampleGrids(field, shard, conditions, samples))
+        page = Guarded(f"report ({run.folder / REPORT_FILE})", lambda: RunReport(run.folder))
         first = 1 if run.begun_at is None else step_of(run.begun_at) + 1
         sinks = list[Guarded[TensorBoardLog] | Guarded[WandbLog]]()
         sinks.append(Guarded(f"TensorBoard ({logs})", lambda: TensorBoardLog(logs, first)))
@@ -79,6 +78,8 @@ def watching(
             sinks.append(Guarded("W&B", lambda: WandbLog(run.folder, project, config)))
 
         def on_step(report: StepReport) -> None:
+            # Of a checkpoint before this step: nothing may delay saving one.
+            page.use(lambda one: one.renew())
             entry, pictures = figures.add(report), dict[str, Tensor]()
             if grids is not None and report.step % options.sample_every == 0:
                 grids.use(lambda one: pictures.update(one.draw(report)))
@@ -88,6 +89,8 @@ def watching(
             if entry or named:
                 for sink in sinks:
                     sink.use(lambda one: one.put(report.step, entry, named))
+            if report.is_due and report.state.seconds > SHORTEST:
+                page.use(lambda one: one.put_off(report.step, len(report.losses)))
 
         has_failed = True
         try:
@@ -96,10 +99,14 @@ def watching(
         finally:
             for sink in sinks:
                 sink.use(lambda one: one.close(has_failed))
+            if not has_failed:
+                page.use(lambda one: one.renew(is_last=True))
 
     return watch
 
 
+SHORTEST = 30.0
+"""Seconds of a training from which on it has a report."""
 BINS = 5
 """Bins of equal width for noise levels t in [0, 1]."""
 

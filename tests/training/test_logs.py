@@ -263,6 +263,21 @@ def test_the_shard_itself_is_refused_before_the_first_step(parts: tuple[Path, Pa
     assert not list(tmp_path.glob("out*"))
 
 
+def test_the_run_has_a_page_with_all_that_was_logged(
+    parts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hddm.training.watching.SHORTEST", 0.0)
+    shard, held_out = parts
+    run = RunOptions(held_out=held_out, validate_every=3, log_every=2, sample_every=6, checkpoint_every=4)
+    train_expert(shard, tmp_path / "expert", expert_settings("flow", steps=12), run=run)
+    page = (tmp_path / "expert.run" / "report.html").read_text()
+    assert "expert.run: step 12 of 12" in page
+    assert 'aria-label="Velocity error on held-out images by t, over steps."' in page
+    # Two grids of samples, and nothing from elsewhere.
+    assert page.count("data:image/png") == 2
+    assert "http" not in page.replace("http://www.w3.org", "")
+
+
 def _read(path: Path) -> np.ndarray:
     return np.asarray(Image.open(path))
 

@@ -47,10 +47,11 @@ def test_converting_loading_and_sampling_need_no_extra(images: Path, shards: Pat
     ]
     needing = {
         "partition": [images, "--out", tmp_path / "shards", "--shards", 2],
+        "benchmark": ["digits", "--out", tmp_path / "benchmark"],
         "quickstart": ["--out", tmp_path / "quickstart"],
     }
     lines = [*done, *([verb, *rest] for verb, rest in needing.items())]
-    missing = ["peft", "sklearn", "tensorboard", "torchvision"]
+    missing = ["matplotlib", "peft", "sklearn", "tensorboard", "torchvision"]
     runs = in_a_fresh_process(lines, missing)
     assert [code for code, *_ in runs[:3]] == [0, 0, 0], runs
     assert "needs tensorboard: pip install '.[train]'" in runs[0][1]

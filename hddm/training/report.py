@@ -1,0 +1,128 @@
+"""Report of a run: one page beside its checkpoints, renewed at each of them.
+
+It shows what the run's folder holds already: the figures of its TensorBoard log and the grids of samples.
+"""
+
+import fnmatch
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hddm.training.objectives import evenly_spaced
+from hddm.training.resume import RUN_FILE, read_run
+from hddm.utils.errors import optional
+from hddm.utils.files import write_whole
+from hddm.utils.pages import COLOURS, as_element, charts, data_address, plain_numbers, templates
+
+REPORT_FILE = "report.html"
+LOGS, SAMPLES = "logs", "samples"
+"""Folders of a run."""
+_POINTS = 1000
+"""Of a curve, at most."""
+_GRIDS = 6
+_SPACING = 50
+"""Times as long as a page took, the next one waits."""
+_USED = "the report of a run", "train"
+"""What needs matplotlib and tensorboard, and the extra that has them."""
+_RATE = "train/images_per_second"
+
+_PANELS = (
+    ("Training loss", "train/loss"),
+    ("Training loss by noise level t", "train/loss_by_noise/*"),
+    # Of the weights and of their averages, "raw" and "ema".
+    ("Velocity error on held-out images", "held_out/???"),
+    ("Velocity error on held-out images by t", "held_out_by_noise/*"),
+)
+"""Titles of charts, and patterns of the figures that they show."""
+
+Curves = Mapping[str, tuple[list[float], list[float]]]
+"""Steps and values of figures, by name."""
+
+
+class RunReport:
+    """The page of a run, renewed after checkpoints, as long as that takes little of the time."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._due: tuple[int, int] | None = None
+        self._next = 0.0
+
+    def put_off(self, step: int, batch_size: int) -> None:
+        """Renew the page once the checkpoint of ``step`` is saved; see `write_run_report`."""
+        self._due = step, batch_size
+
+    def renew(self, is_last: bool = False) -> None:
+        """Write the page, if it is due; raises as `write_run_report`."""
+        begun = time.monotonic()
+        if self._due is not None and (is_last or begun >= self._next):
+            write_run_report(self._run, *self._due)
+            self._due, self._next = None, begun + _SPACING * (time.monotonic() - begun)
+
+
+def write_run_report(run: Path, step: int, batch_size: int) -> None:
+    """Write ``report.html`` into the folder of a ``run`` that has taken ``step`` steps.
+
+    ``batch_size`` is this process's part of a batch, whose images per second are logged. Raises `HddmError`
+    without tensorboard or matplotlib, `OSError` for a folder that cannot be written.
+    """
+    record, logged = read_run(run / RUN_FILE), _logged(run / LOGS)
+    rate = logged[_RATE][1][-1] if _RATE in logged else None
+    steps = record["settings"]["steps"]
+    page = templates(is_html=True).get_template("training/report.html.j2")
+    text = page.render(
+        name=run.name,
+        step=step,
+        steps=steps,
+        rate=rate,
+        seconds_left=None if rate is None else (steps - step) * batch_size / rate,
+        panels=[chart for one in _PANELS if (chart := _panel(*one, logged))],
+        grids=_grids(run / SAMPLES),
+        settings={key: value for key, value in record["settings"].items() if value is not None},
+    )
+    write_whole(run / REPORT_FILE, lambda draft: draft.write_text(text, encoding="utf-8"))
+
+
+def _logged(folder: Path) -> Curves:
+    """What was logged, also from processes before this one."""
+    reader = optional("tensorboard.backend.event_processing.event_accumulator", *_USED)
+    events = reader.EventAccumulator(str(folder), {"scalars": _POINTS, "images": 1})
+    events.Reload()
+    found = {name: events.Scalars(name) for name in events.Tags()["scalars"]}
+    return {name: ([one.step for one in each], [one.value for one in each]) for name, each in found.items()}
+
+
+def _panel(title: str, pattern: str, logged: Curves) -> dict[str, Any] | None:
+    """A chart over steps, and its legend of colours and names; None where nothing was logged."""
+    curves = [(name.split("/")[-1], *logged[name]) for name in sorted(fnmatch.filter(logged, pattern))]
+    if not curves:
+        return None
+    colours: Sequence[str] = COLOURS
+    if len(curves) > 2:
+        # Noise levels have an order, and so have their colours.
+        shades = optional("matplotlib", *_USED).colormaps["viridis"]
+        each = (shades(0.95 * k / (len(curves) - 1), bytes=True) for k in range(len(curves)))
+        colours = ["#{:02x}{:02x}{:02x}".format(*one) for one in each]
+    with charts() as figure:
+        canvas = figure(figsize=(4.0, 2.9), layout="constrained")
+        axes = canvas.subplots()
+        for colour, (_, steps, values) in zip(colours, curves, strict=False):
+            axes.plot(steps, values, color=colour, marker="o" if len(steps) < 3 else None, markersize=3)
+        axes.set(yscale="log", xlabel="step")
+        axes.set_title(title, loc="left")
+        plain_numbers(axes.yaxis)
+        chart = as_element(canvas, re.sub(r"\W+", "-", pattern), f"{title}, over steps.")
+    return {
+        "chart": chart,
+        "legend": [(colour, one[0]) for colour, one in zip(colours, curves, strict=False)],
+    }
+
+
+def _grids(folder: Path) -> list[dict[str, str]]:
+    """Grids of the averaged weights from all over the training, the newest included."""
+    paths = sorted(folder.glob("step_*_ema.png"))
+    return [
+        {"step": f"{int(path.name.split('_')[1]):,}", "address": data_address(path.read_bytes())}
+        for path in (paths[k] for k in evenly_spaced(paths, _GRIDS).tolist())
+    ]
