@@ -202,8 +202,13 @@ class DistillFields(DenoiserFields[Open], Generic[Open]):
 
     @model_validator(mode="after")
     def _fits_its_teacher(self) -> "DistillFields[Open]":
+        if self.strategy is not None and self.teacher == "shard":
+            raise ValueError(f"`strategy` {self.strategy}: is for `teacher` routed; choose that, or drop it")
         if self.strategy is not None and self.strategy.partition("-")[0] in ("draw", "commit"):
             raise ValueError(f"`strategy` {self.strategy}: keeps one expert per sample; use full")
+        if self.sampling_steps is None and self.guidance_scale != 1:
+            text = f"`guidance_scale` {self.guidance_scale:g} is for a student of few steps"
+            raise ValueError(f"{text}; pass `sampling_steps` too")
         return self
 
 
