@@ -250,9 +250,7 @@ def _count(step: Step, out: Path, run: Run, report: Callable[[float], None]) -> 
     words = step.command(out)[:-2]
     with _started(step, io.StringIO()), heard(report):
         image, update = (
-            (count_sampling(words, run), 0)
-            if step.verb == "sample"
-            else count_training(words, run)
+            (count_sampling(words, run), 0) if step.verb == "sample" else count_training(words, run)
         )
     step.work.finish(_cost(step), {"image": image, "update": update})
     return 0.0

@@ -83,8 +83,8 @@ def denoising(
 ) -> Denoising:
     """Measure ``field`` at the `TIMES` and `LATE_TIMES` that it covers, with the same noise for all.
 
-    ``images`` (N, C, H, W), float32 and at least 2, are in the expert's units; ``conditions`` are (N, …) by keyword;
-    ``alone`` is the expert without its calibration.
+    ``images`` (N, C, H, W), float32 and at least 2, are in the expert's units; ``conditions`` are (N, …) by
+    keyword; ``alone`` is the expert without its calibration.
     """
     noise, given = generator(seed, Use.DENOISING), conditions or {}
     low, high = field.noise_range

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 
 from hddm.training.settings import Recipe
 from hddm.utils.errors import HddmError
@@ -171,6 +172,15 @@ class Device:
         self._accelerator.wait_for_everyone()
 
 
+def default_attention(device: torch.device, mixed_precision: str) -> str:
+    """Kernel that torch's attention chooses by default, for heads of width 64, on a CPU or a CUDA device."""
+    if device.type not in ("cpu", "cuda"):
+        return "unknown"
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision, torch.float32)
+    tokens = torch.empty(1, 2, 64, 64, device=device, dtype=dtype, requires_grad=True)
+    return SDPBackend(torch._fused_sdp_choice(tokens, tokens, tokens)).name.lower()
+
+
 @contextlib.contextmanager
 def placed(network: nn.Module, device: torch.device) -> Iterator[None]:
     """Move ``network`` to ``device`` for a block, and to the CPU afterwards."""
@@ -234,7 +244,9 @@ class _Muon(torch.optim.Muon):
         kept = []
         if self.found_inf is not None:
             is_skipped = self.found_inf > 0
-            for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            for parameter in (
+                p for group in self.param_groups for p in group["params"] if p.grad is not None
+            ):
                 gradient = parameter.grad
                 average = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(gradient))
                 # The average with itself is the average itself.

@@ -46,7 +46,6 @@ from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import sha256_of
 from hddm.utils.streams import Use, seed_of
-from hddm.velocity import PredictionType
 
 DEFAULT_SCHEDULE = "default of the objective"
 Network = TypeVar("Network", bound=ModelMixin)
@@ -138,7 +137,10 @@ def resolve_new(
         raise UsageError("`lora_rank` adapts an existing expert; pass `init`")
     stated = None
     if isinstance(schedule, Path):
-        stated, schedule = declared_prediction_type(schedule), from_diffusers(schedule)
+        stated = declared_prediction_type(schedule)
+        if stated == "flow_prediction":
+            raise HddmError(f"{schedule}: is for flow matching; use `objective` flow without `schedule`")
+        schedule = from_diffusers(schedule)
     recipe = resolve(ExpertRecipe, settings, Start(prediction=stated), before)
     objective = objective_of(recipe, schedule)
     check_conditions(shard, recipe)

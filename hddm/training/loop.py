@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hddm.networks.wrappers import compile_blocks
-from hddm.training.device import Device, Flags, Readings, optimizer_of
+from hddm.training.device import Device, Flags, Readings, default_attention, optimizer_of
 from hddm.training.resume import Change, is_finished, run_folder_of, value_at
 from hddm.training.settings import Recipe, RunOptions
 from hddm.training.state import Ema, Run, TrainingState, open_run
@@ -29,6 +29,7 @@ from hddm.utils.errors import HddmError, Stopped, counted
 from hddm.utils.files import new_folder, nothing
 from hddm.utils.processes import Interrupted, StopRequest
 from hddm.utils.streams import Use, generator
+from hddm.utils.tensors import available_device
 
 Key = tuple[Use, Use, int]
 """Uses of random numbers for the order of samples and in the steps, and the part (`hddm.utils.streams`)."""
@@ -445,8 +446,10 @@ def train(
         # Only the first of several processes holds the run; the others join it in `fit`.
         is_first = int(os.environ.get("RANK", "0")) == 0
         if run is not None and is_first:
+            attention = default_attention(available_device(recipe.device), recipe.mixed_precision)
             versions = {"hddm": version("hddm-diffusion"), "torch": torch.__version__}
-            content["environment"] = versions | {"hostname": os.uname().nodename}
+            versions |= {"hostname": os.uname().nodename, "default_attention": attention}
+            content["environment"] = versions
             kept = stack.enter_context(open_run(out, content, run, overwrite))
             if watch is not None:
                 watchers.append(stack.enter_context(watch(kept)))

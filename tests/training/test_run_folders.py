@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hddm.experts.records import EXPERT_FILE
 from hddm.networks.folders import WEIGHTS
@@ -290,3 +291,11 @@ def test_steps_that_are_made_again_are_made_with_what_is() -> None:
     assert [one["step"] for one in changes] == [10, 20, 20]
     assert [value_at(step, "a", 4, changes) for step in (10, 11, 20, 21)] == [1, 2, 2, 4]
     assert with_changes(before, new, 0) == []
+
+
+def test_a_run_records_its_attention_kernel(shards: Path, tmp_path: Path) -> None:
+    train_expert(shards / "shard_0", tmp_path / "out", expert_settings("flow", steps=1), run=RunOptions())
+    kernel = _record(tmp_path / "out")["environment"]["default_attention"]
+    with sdpa_kernel(getattr(SDPBackend, kernel.upper())):
+        q = torch.randn(1, 2, 64, 64, requires_grad=True)
+        assert torch.nn.functional.scaled_dot_product_attention(q, q, q).isfinite().all()
