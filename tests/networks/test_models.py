@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hddm.checkpoints.convert import write
-from hddm.checkpoints.plan import plan
 from hddm.networks.layers import (
     PatchEmbedding,
     TimeEmbedding,
@@ -25,10 +22,8 @@ from hddm.networks.layers import (
     square_rotations,
 )
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
-from hddm.settings import Conversion
 from hddm.training.settings import size_config
 from hddm.utils.errors import HddmError
-from tests.checkpoint_files import dit, pipeline
 
 TINY = {"sample_size": 8, "in_channels": 3, **size_config("tiny")}
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -86,21 +81,6 @@ def test_named_sizes_are_dits(letter: str, numbers: tuple[int, ...]) -> None:
     for wrong in ("huge", "6x100/2", "6x12/2", "0x64/2", "6x64", "6x64/0", "6x-64/2"):
         with pytest.raises(HddmError, match=r"unknown model size .* as 6x192/2"):
             size_config(wrong)
-
-
-@torch.no_grad()
-def test_diffusers_dit_with_one_embedder_is_reproduced(tmp_path: Path) -> None:
-    theirs = dit(sample_size=16, num_layers=3)
-    first = theirs.transformer_blocks[0].norm1.emb
-    for block in theirs.transformer_blocks:
-        block.norm1.emb.load_state_dict(first.state_dict())
-    write(plan(pipeline(tmp_path / "source", theirs), Conversion()), tmp_path / "expert")
-    ours = ExpertTransformer.from_pretrained(tmp_path / "expert")
-    x = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(0))
-    for labels in (torch.tensor([0, 4]), torch.tensor([5, 2])):
-        expected = theirs(x, T, labels).sample
-        error = 5e-6 * expected.std().item()
-        torch.testing.assert_close(ours(x, T, labels), expected, rtol=0, atol=error)
 
 
 def test_text_is_taken_in_any_precision() -> None:
