@@ -29,7 +29,7 @@ from hddm.routers import Choice
 from hddm.schedules import LinearSchedule, Schedule, declared_prediction_type, from_diffusers
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import append_dims, sent, to_float64
-from hddm.velocity import PredictionType, VelocityField
+from hddm.velocity import ROUNDING, PredictionType, VelocityField
 
 _NETWORKS = ("unet", "transformer")
 _FLOW_STEPS = 1000.0
@@ -58,8 +58,9 @@ def drop_in(model: VelocityField | Ensemble, pipe: DiffusionPipeline) -> "DropIn
             is read at each call.
 
     Raises:
-        HddmError: for a pipeline without such a network, or experts of several kinds. When called: for a
-            scheduler outside the DDPM and flow-match families, or an input that no expert takes.
+        HddmError: for a pipeline without such a network, or experts of other channels or of several kinds.
+            When called: for a scheduler outside the DDPM and flow-match families, a time outside the range
+            of every expert, or an input that no expert takes.
     """
     return DropIn(model, pipe)
 
@@ -103,6 +104,12 @@ class DropIn(nn.Module):
         ensemble = model if isinstance(model, Ensemble) else Ensemble([model], strategy="full")
         if not ensemble.are_alike():
             raise HddmError(f"a pipeline has one latent space, and {ensemble.describe_kinds()}")
+        channels = network.config.in_channels // (4 if _is_flux(network) else 1)
+        if ensemble.sample_shape is not None and ensemble.sample_shape[0] != channels:
+            raise HddmError(
+                f"the experts' samples have {ensemble.sample_shape[0]} channels, and {type(pipe).__name__}'s "
+                f"{name} takes {channels}"
+            )
         modules = [one.network for one in ensemble.experts if isinstance(one.network, nn.Module)]
         self.networks = nn.ModuleList(modules)
         self.model, self.pipe, self.dtype = ensemble, pipe, network.dtype
@@ -143,6 +150,7 @@ class DropIn(nn.Module):
         native = to_float64(call.timestep).cpu().expand(len(call.state)) / per_unit
         alpha, sigma = schedule.alpha_sigma(native)
         times = sigma / (alpha + sigma)
+        self._refuse_beyond(times)
 
         def wide(values: Tensor) -> Tensor:
             return append_dims(sent(values, call.state.device, y.dtype), y.ndim)
@@ -175,7 +183,9 @@ class DropIn(nn.Module):
         timestep = torch.as_tensor(given.pop("timestep"))
         if "txt_ids" in given:
             del given["txt_ids"]
-            height = int(given.pop("img_ids")[..., 1].max()) + 1
+            height, width = (given.pop("img_ids")[..., 1:].flatten(0, -2).amax(0) + 1).long().tolist()
+            if height * width != state.shape[1]:
+                raise HddmError(f"{state.shape[1]} rows are no picture of {height}×{width} patches of 2×2")
             state = unpack(state, 2 * height)
         residuals = {one: given.pop(one) for one in _RESIDUALS.get(self._kind, ()) if one in given}
         odd = [one for one, value in given.items() if not isinstance(value, Tensor)]
@@ -190,6 +200,17 @@ class DropIn(nn.Module):
             predicts = declared_prediction_type(self.pipe.scheduler) or PredictionType.EPSILON
             self._path = config, from_diffusers(self.pipe.scheduler), PredictionType.parse(predicts)
         return self._path[1:]
+
+    def _refuse_beyond(self, times: Tensor) -> None:
+        experts = self.model.experts
+        if any(one.calibration is not None for one in experts):
+            return
+        low, high = min(one.range[0] for one in experts), max(one.range[1] for one in experts)
+        if (beyond := (times < low - ROUNDING) | (times > high + ROUNDING)).any():
+            raise HddmError(
+                f"t = {float(times[beyond][0]):.4g} of the pipeline's scheduler lies outside the range of all"
+                f" experts, {low:.4g} to {high:.4g}; to extend it: hddm calibrate"
+            )
 
     def _velocity(self, x: Tensor, times: Tensor, call: _Call) -> Tensor:
         model, conditions = self.model, call.conditions

@@ -302,12 +302,38 @@ def test_predictions_are_the_mixtures_in_closed_form(prediction: str) -> None:
         assert (stand_in(y, torch.tensor(step)).sample - truth).abs().max() < 1e-9 * truth.abs().max()
 
 
-def test_what_cannot_stand_in_is_refused_in_one_line(
-    sd: DiffusionPipeline, experts: list[VelocityField]
+def test_it_looks_like_the_network_that_it_replaces(
+    sd: DiffusionPipeline, experts: list[VelocityField], tmp_path: Path
 ) -> None:
     pipe = sd_pipeline(StableDiffusionPipeline, sd)
+    half = pipe.unet = drop_in(experts[0], pipe)
+    assert (half.config, half.dtype, half.device.type) == (sd.unet.config, torch.float32, "cpu")
+    assert sum(one.numel() for one in half.parameters()) == sum(one.numel() for one in sd.unet.parameters())
+    state, text = numbers(1, 4, 8, 8).bfloat16(), numbers(1, 7, 16)
+    (output,) = half(state, 500, encoder_hidden_states=text, return_dict=False)
+    assert (output.dtype, output.shape) == (torch.bfloat16, state.shape)
+    # A stand-in takes the place of another one.
+    assert drop_in(experts[1], pipe).config == sd.unet.config
+
+
+def test_what_cannot_stand_in_is_refused_in_one_line(
+    sd: DiffusionPipeline, experts: list[VelocityField], tmp_path: Path
+) -> None:
+    pipe = sd_pipeline(StableDiffusionPipeline, sd)
+    schedule = from_diffusers(sd.scheduler)
+    pixels = VelocityField(NetworkWrapper(plain_unet()), schedule, "epsilon", conditions=[])
+    with pytest.raises(
+        HddmError, match="samples have 3 channels, and StableDiffusionPipeline's unet takes 4"
+    ):
+        drop_in(pixels, pipe)
     assert "AutoencoderKL has no unet and no transformer" in refusal(drop_in, experts[0], pipe.vae)
-    pipe.unet = drop_in(experts[0], pipe)
+    zero_snr = DDIMScheduler(**SD, rescale_betas_zero_snr=True, prediction_type="v_prediction")
+    pipe.unet, pipe.scheduler = drop_in(experts[0], pipe), zero_snr
+    with pytest.raises(
+        HddmError, match=r"t = 1 of the pipeline's scheduler lies outside the range of all exp"
+    ):
+        pipe.unet(numbers(1, 4, 8, 8), 999, encoder_hidden_states=numbers(1, 7, 16))
+    pipe.scheduler = sd.scheduler
     with pytest.raises(HddmError, match="cross_attention_kwargs: the experts have no such input"):
         pipe.unet(
             numbers(1, 4, 8, 8),
