@@ -32,7 +32,7 @@ from hddm.evaluation.expert_use import ExpertUse
 from hddm.networks.offload import is_offloaded
 from hddm.running import Batch, Latents, Noise, Plan, Seeded, pick_experts, posterior_of, run
 from hddm.settings import SampleSettings, SamplingSettings
-from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, SOLVERS, OnStep, Solver, euler, unchanged
+from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, OnStep, Solver, euler, solver_named, unchanged
 from hddm.utils.errors import HddmError
 from hddm.utils.records import WHOLE
 from hddm.velocity import VelocityField
@@ -77,13 +77,13 @@ def resolve_solver(model: Ensemble, requested: str | Solver | None) -> tuple[str
     """Name and function of the solver: the caller's choice, else the model's.
 
     Raises:
-        HddmError: for students of few steps, another solver than Euler's.
+        HddmError: for an unknown solver, or for students of few steps another one than Euler's.
     """
     is_student = model.sampling_steps is not None
     if requested is None:
         requested = "euler" if is_student else DEFAULT_SOLVER
     if isinstance(requested, str):
-        name, solver = requested, SOLVERS[requested]
+        name, solver = requested, solver_named(requested)
     else:
         name, solver = getattr(requested, "__name__", repr(requested)), requested
     if is_student and solver is not euler:
@@ -118,8 +118,7 @@ def plan(
             students of few steps.
         shift: see `time_grid`.
         strategy: instead of the ensemble's own; see `hddm.routers`.
-        expert: use this expert alone, whatever the strategy; where it does not cover t, the expert of its
-            domain that does runs.
+        expert: use this expert alone; where it does not cover t, the expert of its domain that does runs.
         guidance: 1 for none; another number is the scale of guidance by condition; or a `Guidance`.
         router_every: ask the router at every n-th call of the velocity, which Heun's method makes twice per
             step, and use its last answer in between.
@@ -129,8 +128,9 @@ def plan(
         times: in place of ``steps`` and ``shift``.
 
     Raises:
-        HddmError: for an unknown strategy or expert, numbers outside their ranges, a student with another
-            solver than Euler's or with guidance on top of its own, and times that an expert does not cover.
+        HddmError: for an unknown strategy, solver or expert, numbers outside their ranges, a student with
+            another solver than Euler's or with guidance on top of its own, and times that an expert does not
+            cover.
     """
     alone = model if isinstance(model, VelocityField) else None
     if isinstance(model, VelocityField):
@@ -138,6 +138,8 @@ def plan(
         whole = copy.copy(model)
         whole.noise_range = WHOLE
         model = Ensemble([whole], strategy="draw", shift=model.shift)
+    if expert is not None and strategy is not None:
+        raise HddmError(f"expert {expert} and strategy {strategy!r}: choose one of the two")
     if expert is not None and not 0 <= expert < len(model.experts):
         raise HddmError(f"`expert` {expert}: there are 0 … {len(model.experts) - 1}")
     # A copy, so that another thread's sampling keeps its own strategy.

@@ -15,6 +15,7 @@ from typing import Protocol, get_args
 from torch import Tensor
 
 from hddm.settings import SolverName
+from hddm.utils.errors import HddmError, choose
 
 Velocity = Callable[[Tensor, Tensor, Tensor], Tensor]
 OnStep = Callable[[int, Tensor], Tensor]
@@ -100,3 +101,10 @@ def _adams(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep, correc
 _IN_ORDER: tuple[Solver, ...] = (euler, heun, adams_bashforth, adams_moulton)
 SOLVERS: dict[str, Solver] = dict(zip(get_args(SolverName), _IN_ORDER, strict=True))
 DEFAULT_SOLVER, DEFAULT_STEPS = "adams-moulton", 25
+
+
+def solver_named(name: str) -> Solver:
+    """The solver called ``name``; `HddmError` lists those that exist."""
+    if name not in SOLVERS:
+        raise HddmError(f"unknown solver {name!r}: {choose(name, list(SOLVERS))}")
+    return SOLVERS[name]

@@ -374,6 +374,10 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         latents = None if latents is None else latents.to(how.dtype)
         if latents is not None and latents.shape != (num, *shape):
             raise HddmError(f"latents have shape {tuple(latents.shape)}; {num} images need {(num, *shape)}")
+        if seed is not None and generator is not None:
+            raise HddmError("pass a seed or a generator, not both")
+        if start and seed is None:
+            raise HddmError(f"start {start} counts the images of a seed; pass one")
         if seed is None:
             noise: Noise = Generated(generator, num, shape, latents)
         else:
