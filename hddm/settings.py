@@ -312,8 +312,6 @@ class EncodingSettings(Described):
     """Folder of the text encoder's tokenizer."""
     resolution: Positive | None = None
     """Side to resize and crop images to. Default: keep their size."""
-    random_crop: bool = False
-    """Position of the crop. Default: `center_crop`."""
     random_flip: bool = False
     """Also encode mirrored images, for `random_flip=True` in training."""
     batch_size: Positive = 16
@@ -324,13 +322,6 @@ class EncodingSettings(Described):
     """Number format of stored latents and text tokens."""
     max_bad: Count = 0
     """Number of broken images to accept; they are listed by name."""
-    seed: Seed = 0
-    """Seed of all random numbers."""
-
-    @property
-    def crop(self) -> Literal["center", "random"]:
-        """Position of the crop."""
-        return "random" if self.random_crop else "center"
 
 
 class Reading(Described):

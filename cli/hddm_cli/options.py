@@ -82,7 +82,7 @@ class Without(NamedTuple):
 
 IN_FILES_ALONE = ("weight_decay", "max_grad_norm", "max_non_finite", "keep", "log_every")
 """Settings without an option."""
-_SPELLED = {"prompts": "--prompt", "random_crop": "--random-crop/--center-crop"}
+_SPELLED = {"prompts": "--prompt"}
 
 
 def _option(name: str, field: Any) -> Any:

@@ -43,10 +43,9 @@ def partition(
 
     cache, held_out = settings.cache, settings.held_out
     kept = cache or out.with_name(f"{out.name}.features")
-    options = dict(settings) | {"cache": kept, "only": settings.only.split(",") if settings.only else ()}
-    options |= {"classes": settings.classes or None, "replace_cache": overwrite and cache is None}
+    options = settings.model_copy(update={"cache": kept})
     with Progress(None, "partition"):
-        folders = divide(images, out, number, overwrite=overwrite, **options)
+        folders = divide(images, out, number, options, overwrite=overwrite, replace_cache=overwrite and cache is None)
     record = read_record(out / PARTITION_FILE, PartitionRecord, FORMAT)
     for number, silhouette in (record.proposal or {}).items():
         typer.echo(f"{counted(number, 'shard')}: silhouette {silhouette:.3f}")

@@ -22,7 +22,7 @@ _TOPICS = {
     "Processes": "parallel ray retries num_replicas resources",
     "Experts": "expert router_every add remove share domain classes",
     "VAE and text encoder": "vae text_encoder tokenizer",
-    "Image size": "resolution random_crop",
+    "Image size": "resolution",
     "Content": "prompts negative_prompt class_labels conditions",
     "Editing": "init_image strength mask resampling_steps edit_from",
     "Guidance": "guidance_scale guide_by cfg_channels guidance_interval guidance_rescale",

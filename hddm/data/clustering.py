@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from hddm.utils.errors import HddmError, optional
+from hddm.utils.errors import optional
 from hddm.utils.streams import Use, seed_of, stream
 
 Array = NDArray[np.float64]
@@ -129,13 +129,8 @@ def cluster(features: Points, coarse: int, fine: int, seed: int = 0) -> Indices:
 
     A coarse cluster has ⌊fine/coarse⌋ or one more fine cluster, and a fine cluster ⌊N/fine⌋ or one more
     point. So with ``fine`` a multiple of ``coarse``, sizes differ by at most fine/coarse points. Only
-    mini-batches are read at once. Raises `HddmError` unless 1 ≤ ``coarse`` ≤ ``fine`` ≤ N.
+    mini-batches are read at once; 1 ≤ ``coarse`` ≤ ``fine`` ≤ N.
     """
-    if not 1 <= coarse <= fine <= len(features):
-        raise HddmError(
-            f"{len(features)} points cannot make {fine} fine and {coarse} coarse clusters: "
-            "1 <= coarse <= fine <= points"
-        )
     fine_assignment, fine_centres = balanced_kmeans(features, fine, seed)
     fine_to_coarse, _ = balanced_kmeans(fine_centres, coarse, seed, run=1)
     assignment: Indices = fine_to_coarse[fine_assignment]
@@ -275,14 +270,10 @@ def propose(points: Points, least: float, seed: int = 0) -> dict[int, float]:
     nearest centres counts. Source: Vendramin, Campello and Hruschka, "Relative clustering validity criteria"
     (2010), which measures distances to centres instead of all points.
 
-    Raises `HddmError` if N allows no two clusters of ``least`` points on average.
+    Clusters have at least ``least`` points on average; there are enough for two.
     """
     num = len(points)
     most = min(LARGEST, math.floor(num / least + 1e-9))
-    if most < 2:
-        raise HddmError(
-            f"`shards` auto: {num} images are too few for two shards of {math.ceil(least)}; pass `shards` 1"
-        )
     assignment, centres = balanced_kmeans(points, min(FINE, num // 2), seed)
     draws = np.random.default_rng(stream(seed, Use.SILHOUETTES))
     rows = np.sort(draws.choice(num, min(SAMPLE, num), replace=False))

@@ -58,7 +58,6 @@ from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import refuse_full_disk, sha256_of, write_json, write_whole
 from hddm.utils.progress import Progress
 from hddm.utils.records import Record
-from hddm.utils.streams import Use, generator
 from hddm.utils.tensors import Planned, available_device, write_safetensors
 from hddm.utils.work import open_draft
 
@@ -93,11 +92,11 @@ def encode_shards(
     ``out`` appears complete or not at all. A killed run continues at its first incomplete data file, to the
     same bytes as without the kill, but for rounding if batch size, device or torch have changed since.
 
-    ``overwrite`` replaces ``out`` and
-    any draft of an encoding with other options. A data file has ``rows``, by default about `FILE_BYTES`.
-    Raises `HddmError` for conflicting options, captions missing for a text encoder, images of several sizes
-    without a resolution, a size that the VAE does not take, more bad images than allowed, latents outside the
-    dtype's range, and a full disk.
+    ``overwrite`` replaces ``out`` and any draft of an encoding with other options. A data file has ``rows``,
+    by default about `FILE_BYTES`.
+    Raises `HddmError` for a text encoder without a tokenizer or captions, images of several sizes without a
+    resolution, a size that the VAE does not take, more bad images than allowed, latents outside the dtype's
+    range, and a full disk.
     """
     is_partition = (source / PARTITION_FILE).is_file()
     folders = [*find_shards(source), *find_held_out(source)] if is_partition else [source]
@@ -149,8 +148,6 @@ def encode_shards(
                     hashes = {f"whole/{name.as_posix()}": done.facts.sha256}
                     draft.finish(draft.parts / name, done.model_dump(mode="json"), hashes)
                 files.append(done)
-            if not any(done.facts.rows for done in files):
-                raise HddmError(f"{folder}: holds no image that can be read")
             manifests[out / place] = _write_manifest(draft.whole / place, encoder, shard, files)
         if is_partition:
             shutil.copyfile(source / PARTITION_FILE, draft.whole / PARTITION_FILE)
@@ -173,7 +170,7 @@ def _write_file(
     # No rows at first, since every image may be skipped.
     encoded = [{key: torch.empty((0, *shape), dtype=dtype) for key, (shape, dtype) in encoder.layout.items()}]
     skipped: list[Skipped] = []
-    read = read_ahead(pool, lambda index: encoder.read(folder, entries[index], index), batches, _AHEAD)
+    read = read_ahead(pool, lambda index: encoder.read(folder, entries[index]), batches, _AHEAD)
     for batch, images in zip(batches, read, strict=True):
         bad = [image for image in images if isinstance(image, Skipped)]
         skip(folder, bad)
@@ -237,21 +234,15 @@ class _Encoder:
         """Shape of a row and dtype of each tensor."""
         return layout_of(self.encoding, self.vae_record, self.text_record)
 
-    def read(self, folder: Path, entry: ImageEntry, index: int) -> Tensor | Skipped:
-        """Pixels (C, H, W) of image ``index`` in uint8, gray repeated to RGB, or why it is skipped.
-
-        A random crop depends on the seed and ``index`` alone.
-        """
-        one, path = self.settings, folder / entry.file
+    def read(self, folder: Path, entry: ImageEntry) -> Tensor | Skipped:
+        """Pixels (C, H, W) of an image in uint8, gray repeated to RGB, or why it is skipped."""
+        path = folder / entry.file
         try:
             image = open_image(read_content(folder, entry), path)
-            if one.resolution is not None:
-                draws = generator(one.seed, Use.CROPS, index) if one.random_crop else None
-                image = fit_image(image, one.resolution, one.crop, generator=draws, name=path)
+            if self.settings.resolution is not None:
+                image = fit_image(image, self.settings.resolution, name=path)
             pixels = torch.from_numpy(np.array(image))
             pixels = pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
-            if len(pixels) > self.images[0] or pixels.shape[1:] != self.images[1:]:
-                raise HddmError(f"is {tuple(pixels.shape)}, unlike what its manifest says")
             return pixels.expand(self.images).contiguous()
         except HddmError as error:
             # A shard given away should not reveal where it was stored.
@@ -294,23 +285,15 @@ def _open_encoder(
 ) -> _Encoder:
     """Check the options against ``shards`` by folder, and open the networks; raises as `encode_shards`."""
     vae, text_encoder, tokenizer = settings.vae, settings.text_encoder, settings.tokenizer
-    if settings.random_flip and vae is None:
-        raise HddmError(
-            "`random_flip=True`: only latents need it, since training mirrors pixels itself; leave it out"
-        )
-    if settings.resolution is None and settings.random_crop:
-        raise UsageError("`random_crop`: needs `resolution`, the side that images are cropped to")
     device = available_device(settings.device)
     settings = settings.model_copy(update={"device": str(device)})
-    channels, height, width = shape = images = _shape(shards, settings.resolution)
+    _, height, width = shape = images = _shape(shards, settings.resolution)
     network, vae_record = None, None
     if vae is not None:
         network, vae_record = read_vae(vae), vae_facts(vae)
         # Not diffusers' own `to`, which warns of casts that do not happen here.
         nn.Module.to(network, device)
         factor, own = scale_of(network), int(network.config.in_channels)
-        if own not in (channels, 3):
-            raise HddmError(f"{vae}: encodes images of {own} channels, and these have {channels}")
         if height % factor or width % factor:
             raise HddmError(
                 f"{vae}: encodes sides that are multiples of {factor}, not {width}×{height}; "
@@ -342,11 +325,10 @@ def _open_encoder(
         shape=shape,
         dtype="uint8" if network is None else settings.dtype,
         resolution=settings.resolution,
-        crop=settings.crop if is_fitted else None,
+        crop="center" if is_fitted else None,
         interpolation="lanczos" if is_fitted else None,
-        mirrored=settings.random_flip,
+        mirrored=settings.random_flip and network is not None,
         text_dtype=None if text is None else settings.dtype,
-        seed=settings.seed if settings.random_crop else 0,
     )
     return _Encoder(settings, encoding, images, network, vae_record, text, text_record)
 

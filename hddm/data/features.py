@@ -10,14 +10,11 @@ features/                            a `hddm.utils.work.Work`
   part_00000.safetensors.done.json   its hash, and its broken images with reasons
 """
 
-import contextlib
 import hashlib
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,11 +22,11 @@ from numpy.typing import NDArray
 from PIL import Image
 from safetensors.numpy import save_file
 
-from hddm.data.images import THREADS, decode, in_colour, pixel_digest, read_ahead, too_many_bad
+from hddm.data.images import decode, in_colour, pixel_digest, too_many_bad
 from hddm.data.shards import Rows
 from hddm.data.sources.base import ImageSource
 from hddm.utils.errors import HddmError, UsageError, did_you_mean, one_line, optional
-from hddm.utils.files import inside, read_json, sha256_of, write_whole
+from hddm.utils.files import read_json, sha256_of, write_whole
 from hddm.utils.progress import Progress
 from hddm.utils.records import FEATURES_FILE
 from hddm.utils.streams import Use, seed_of, stream
@@ -41,29 +38,12 @@ SHORT_NAMES = {"dinov2": "facebook/dinov2-base", "clip": "openai/clip-vit-large-
 """Short names of models on Hugging Face's hub."""
 
 
-class Extractor(Protocol):
-    """Images → features (n, d) in float32, ``batch`` at once; equal settings give equal bits on a device."""
-
-    name: str
-    batch: int
-
-    @property
-    def identity(self) -> str:
-        """Hash (64 hexadecimal digits) of settings and weights; the device only affects rounding."""
-
-    def prepare(self, source: ImageSource, folder: Path) -> None:
-        """Fit the extractor to ``source``; results are kept in ``folder`` for later runs."""
-
-    def __call__(self, images: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
-        """Features (n, d) of images (H, W, 3) of any size."""
-
-
-def open_feature_extractor(features: str, seed: int = 0) -> Extractor:
+def open_feature_extractor(features: str, seed: int = 0) -> "Extractor":
     """Open the extractor that ``--features`` names; ``seed`` selects the images that `PixelPca` is fitted on.
 
     ``features`` is ``pixels``, ``dinov2``, ``clip``, a local folder of a DINOv2 or CLIP vision model, or such
-    a model's name on Hugging Face's hub. Only hub names use the network, and only for files not in the cache.
-    Raises `HddmError` for other names or types, a model without safetensors, and a failed download.
+    a model's name on Hugging Face's hub. Only hub names use the network. Raises `HddmError` for other names
+    or types, and a failed download.
     """
     if features == PIXELS:
         return PixelPca(seed=seed)
@@ -79,7 +59,7 @@ _BASIS = "pixel_pca.safetensors"
 
 
 class PixelPca:
-    """Principal components (n, ≤ `DIMENSIONS`) of RGB pixels in [0, 1].
+    """Images → principal components (n, ≤ `DIMENSIONS`) of RGB pixels in [0, 1].
 
     All images are first shrunk to one size, the median height and width of a random sample, at most `SIDE`.
     The components are fitted on the same sample, with its mean subtracted.
@@ -96,23 +76,23 @@ class PixelPca:
 
     @property
     def identity(self) -> str:
+        """Hash of the settings."""
         settings = f"{self.name} {SIDE} {self._dimensions} {self._sample} {self._seed}"
         return hashlib.sha256(settings.encode()).hexdigest()
 
     def prepare(self, source: ImageSource, folder: Path) -> None:
-        path = folder / _BASIS
-        if not path.exists():
+        """Fit the components to ``source``, or read them from ``folder``, where they are kept."""
+        path, work = folder / _BASIS, Work(folder)
+        if work.done(path) is None:
             fitted = self._fitted(source)
             write_whole(path, lambda draft: save_file(fitted, draft))
-        try:
-            basis = {name: tensor.numpy() for name, tensor in read_safetensors(path).items()}
-            height, width = basis["size"].tolist()
-            self._mean, self._components = basis["mean"], basis["components"]
-        except (HddmError, KeyError, ValueError) as error:
-            raise HddmError(f"{path}: cannot be read ({one_line(error)}); remove it") from error
-        self._size = (height, width)
+            work.finish(path, {}, {path.name: sha256_of(path)})
+        basis = {name: tensor.numpy() for name, tensor in read_safetensors(path).items()}
+        height, width = basis["size"].tolist()
+        self._size, self._mean, self._components = (height, width), basis["mean"], basis["components"]
 
     def __call__(self, images: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
+        """Features of images (H, W, 3) of any size."""
         centred = self._flat(images) - self._mean
         reduced: NDArray[np.float32] = np.matmul(centred, self._components.T, dtype=np.float32)
         return reduced
@@ -171,8 +151,7 @@ MODELS = {
 """transformers classes by ``model_type``; no code from a model's repository is run."""
 _PROCESSORS = ("BitImageProcessor", "CLIPImageProcessor")
 _CONFIG, _PROCESSOR = "config.json", "preprocessor_config.json"
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_PATTERNS = [_CONFIG, _PROCESSOR, _INDEX, "model*.safetensors"]
+_FILES = (_CONFIG, _PROCESSOR, "model.safetensors")
 
 
 class VisionModel:
@@ -183,29 +162,23 @@ class VisionModel:
 
     batch = 32
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, name: str, kind: str, processor: str) -> None:
         self.name = name
-        self._folder = folder
+        self._folder, self._kinds = folder, (kind, processor)
         self._model: Any = None
         self._processor: Any = None
 
     @property
     def identity(self) -> str:
-        files = [_CONFIG, _PROCESSOR, *_weight_files(self._folder)]
-        lines = [f"{file} {sha256_of(self._folder / file)}" for file in files]
+        """Hash of config, processor and weights."""
+        lines = [f"{file} {sha256_of(self._folder / file)}" for file in _FILES]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def prepare(self, source: ImageSource, folder: Path) -> None:
         """Load the model; nothing is fitted."""
         import transformers
 
-        kind = MODELS[read_json(self._folder / _CONFIG)["model_type"]]
-        processor = str(read_json(self._folder / _PROCESSOR).get("image_processor_type")).removesuffix("Fast")
-        if processor not in _PROCESSORS:
-            raise HddmError(
-                f"{self._folder / _PROCESSOR}: image_processor_type {processor} is none of "
-                f"{', '.join(_PROCESSORS)}; use the file that came with the model"
-            )
+        kind, processor = self._kinds
         options: dict[str, Any] = {"use_safetensors": True, "dtype": torch.float32}
         try:
             self._model, loaded = getattr(transformers, kind).from_pretrained(
@@ -226,11 +199,16 @@ class VisionModel:
 
     @torch.no_grad()
     def __call__(self, images: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
+        """Features of images (H, W, 3) of any size."""
         pixels = self._processor(list(images), input_data_format="channels_last", return_tensors="pt")
         out = self._model(pixel_values=pixels["pixel_values"].to(self._model.device))
         embedded = out.image_embeds if hasattr(out, "image_embeds") else out.last_hidden_state[:, 0]
         features: NDArray[np.float32] = embedded.float().cpu().numpy()
         return features
+
+
+Extractor = PixelPca | VisionModel
+"""Images → features (n, d) in float32, ``batch`` at once; equal settings give equal bits on a device."""
 
 
 def _vision_model(name: str) -> VisionModel:
@@ -246,39 +224,22 @@ def _vision_model(name: str) -> VisionModel:
             f"of a DINOv2 or CLIP model, or OWNER/NAME{did_you_mean(name, known)}"
         )
     kind = read_json(folder / _CONFIG).get("model_type")
-    if kind not in MODELS:
+    processor = str(read_json(folder / _PROCESSOR).get("image_processor_type")).removesuffix("Fast")
+    if kind not in MODELS or processor not in _PROCESSORS:
         raise HddmError(
-            f"{folder / _CONFIG}: model_type {kind!r} is not one of {', '.join(MODELS)}; use such a model"
+            f"{folder}: its model_type is {kind!r}, with {processor}; use one of {', '.join(MODELS)}, with "
+            f"{' or '.join(_PROCESSORS)}"
         )
-    for file in (_PROCESSOR, *_weight_files(folder)):
-        if not (folder / file).is_file():
-            raise HddmError(f"{folder}: holds no {file}; copy the whole folder, with weights in safetensors")
-    return VisionModel(folder, name)
-
-
-def _weight_files(folder: Path) -> list[str]:
-    """Names of the index and the weight files, which may be absent."""
-    if not (folder / _INDEX).is_file():
-        return [_WEIGHTS]
-    names = read_json(folder / _INDEX).get("weight_map")
-    if not isinstance(names, dict):
-        raise HddmError(f"{folder / _INDEX}: has no weight_map; fetch it again")
-    files = sorted({str(name) for name in names.values()})
-    for file in files:
-        inside(folder, file)
-    return [_INDEX, *files]
+    return VisionModel(folder, name, MODELS[kind], processor)
 
 
 def _from_hub(name: str) -> Path:
+    """Folder of the cache with the files of a model, fetched where they are missing."""
     from huggingface_hub import snapshot_download
 
-    # Of many kinds: not in the cache, a name that the hub would not take, or no network.
-    with contextlib.suppress(Exception):
-        folder = Path(snapshot_download(name, allow_patterns=_PATTERNS, local_files_only=True))
-        if all((folder / file).is_file() for file in (_CONFIG, *_weight_files(folder))):
-            return folder
     try:
-        return Path(snapshot_download(name, allow_patterns=_PATTERNS))
+        return Path(snapshot_download(name, allow_patterns=list(_FILES)))
+    # Of many kinds: a name that the hub does not take, or no network.
     except Exception as error:
         reason = one_line(error)
         text = (
@@ -332,9 +293,9 @@ def compute_features(
     """Features of ``source``: parts found in ``folder`` are read, others are computed and written there.
 
     Parts are equal bit for bit wherever a run on the same device was killed. At most ``max_bad`` images may
-    be broken; they get no features and are tried again each time. ``replace`` allows removing features of
-    other images or another extractor. A part has ``part`` images. Raises `HddmError` for a ``folder`` of
-    something else, more than ``max_bad`` broken images, by name, and features that are not finite.
+    be broken; they get no features. ``replace`` allows removing features of other images or another
+    extractor. A part has ``part`` images. Raises `HddmError` for a ``folder`` of something else, more than
+    ``max_bad`` broken images, and features that are not finite.
     """
     work = Work(
         folder, FEATURES_FILE, f"{folder}: another process computes features in it", "another `cache`"
@@ -352,61 +313,21 @@ def compute_features(
     with work.held(), Progress(len(source), "features") as advance:
         work.begin(identity, f"{folder}: {text}; remove it, or name another folder with `cache`", replace)
         paths = [folder / f"part_{n:05d}.safetensors" for n in range(-(-len(source) // part))]
-        known = _known_parts(work, paths, source)
+        known = {path: done["broken"] for path in paths if (done := work.done(path)) is not None}
         if len(known) < len(paths):
             extractor.prepare(source, folder)
         for number, path in enumerate(paths):
             rows = range(number * part, min((number + 1) * part, len(source)))
-            broken |= known[path] if path in known else _write_part(work, path, source, extractor, rows)
+            found = known[path] if path in known else _write_part(work, path, source, extractor, rows)
+            broken |= {int(row): str(reason) for row, reason in found.items()}
             if len(broken) > max_bad:
-                # List all broken images at once, for repair; decoding is far faster than computing features.
-                broken |= _find_broken(source, range(rows.stop, len(source)))
                 raise too_many_bad(source.root, list(broken.values()), max_bad)
             advance(len(rows))
         read = [one for one in map(read_safetensors, paths) if len(one["sound"])]
-    if not read:
-        raise HddmError(f"{folder}: holds features of no image, since none could be read")
     numbers, files, pixels, shapes = (
         torch.cat([one[name] for one in read]).numpy() for name in ("sound", "files", "pixels", "shapes")
     )
     return ImageFeatures(numbers, files, pixels, shapes, broken, Rows(tuple(one["features"] for one in read)))
-
-
-def _known_parts(work: Work, paths: Sequence[Path], source: ImageSource) -> dict[Path, dict[int, str]]:
-    """Parts that are done, with their broken images.
-
-    Raises `HddmError` if one of these is readable now: the extractor may have learnt from the others alone.
-    """
-    known = {
-        path: {int(row): str(reason) for row, reason in done["broken"].items()}
-        for path in paths
-        if (done := work.done(path)) is not None
-    }
-    for row in (row for rows in known.values() for row in rows):
-        if _why_broken(source, row) is None:
-            text = "can be read now, and could not when features were computed"
-            raise HddmError(f"{source.root / source.files[row]}: {text}; remove {work.folder}")
-    return known
-
-
-def _why_broken(source: ImageSource, row: int) -> str | None:
-    try:
-        decode(source.read(row), source.root / source.files[row])
-    except HddmError as error:
-        return error.message
-    return None
-
-
-def _find_broken(source: ImageSource, rows: range) -> dict[int, str]:
-    """Broken images among ``rows``: number to reason."""
-    look = partial(_why_broken, source)
-    with Progress(len(rows), "look for other bad images") as advance, ThreadPoolExecutor(THREADS) as pool:
-        found: dict[int, str] = {}
-        for row, (reason,) in zip(rows, read_ahead(pool, look, ([row] for row in rows), PART), strict=True):
-            if reason is not None:
-                found[row] = reason
-            advance(1)
-    return found
 
 
 def _write_part(

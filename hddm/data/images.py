@@ -24,7 +24,6 @@ from PIL.PngImagePlugin import PngInfo
 from hddm.utils.errors import TO_ONE_SIZE, HddmError, counted, optional, shown
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 LARGEST_IMAGE = 89_478_485
@@ -136,11 +135,10 @@ def read_ahead(
 
 
 def too_many_bad(origin: Path | str, reasons: Sequence[str], max_bad: int) -> HddmError:
-    """Error for more than ``max_bad`` bad images in ``origin``; ``reasons`` name one each."""
-    them = "it" if len(reasons) == 1 else "them"
+    """Error for more than ``max_bad`` bad images in ``origin``; ``reasons`` name one each, so far."""
     return HddmError(
-        f"{origin}: {counted(len(reasons), 'image')} cannot be read, and {max_bad} may be; repair or remove "
-        f"{them}, or leave {them} out with `max_bad` {len(reasons)} where that is an option",
+        f"{origin}: {counted(len(reasons), 'image')} cannot be read, and {max_bad} may be; hddm data check "
+        "lists all; repair or remove them, or leave them out with `max_bad` where that is an option",
         shown(reasons),
     )
 
@@ -151,24 +149,18 @@ def pixel_digest(pixels: NDArray[np.uint8]) -> bytes:
     return hashlib.sha256(f"{colour.shape}".encode() + colour.tobytes()).digest()
 
 
-Crop = Literal["center", "random"]
-
-
 def fit_image(
     image: Image.Image,
     resolution: int,
-    crop: Crop = "center",
     interpolation: Literal["bicubic", "lanczos"] = "lanczos",
-    generator: "torch.Generator | None" = None,
     name: object = "image",
 ) -> Image.Image:
     """Resize and crop ``image`` (mode L or RGB) to a square with sides of ``resolution`` pixels.
 
     The shorter side becomes ``resolution``, the longer one floor(resolution × longer / shorter), by Pillow's
     filter ``interpolation``. The square is cut from the centre, where an odd pixel goes as in torchvision
-    (half is rounded to even), or at a uniformly random place: one draw of ``generator`` for rows, then one
-    for columns. An image of the right size is unchanged. Raises `HddmError`, with ``name``, for an image so
-    long that it would have more than `LARGEST_IMAGE` pixels when scaled.
+    (half is rounded to even). An image of the right size is unchanged. Raises `HddmError`, with ``name``, for
+    an image so long that it would have more than `LARGEST_IMAGE` pixels when scaled.
     """
     width, height = image.size
     shorter = min(width, height)
@@ -179,15 +171,7 @@ def fit_image(
         image = image.resize(size, Image.Resampling[interpolation.upper()])
     if size == (resolution, resolution):
         return image
-    spare = size[1] - resolution, size[0] - resolution
-    if crop == "center":
-        top, left = (round(pixels / 2) for pixels in spare)
-    else:
-        import torch
-
-        top, left = (
-            int(torch.randint(pixels + 1, (), generator=generator)) if pixels else 0 for pixels in spare
-        )
+    left, top = (round((side - resolution) / 2) for side in size)
     return image.crop((left, top, left + resolution, top + resolution))
 
 

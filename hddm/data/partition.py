@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from hddm.data.clustering import Array, Indices, Points, cluster, normalise, propose
+from hddm.data.clustering import Indices, cluster, propose
 from hddm.data.features import ImageFeatures, compute_features, open_feature_extractor
 from hddm.data.images import contact_sheet, lines_of, open_image
 from hddm.data.shard_records import (
@@ -36,8 +36,8 @@ from hddm.data.shard_records import (
 )
 from hddm.data.sources import open_source, pick
 from hddm.data.sources.base import ImageSource
-from hddm.settings import keywords
-from hddm.utils.errors import HddmError, UsageError, counted, shown
+from hddm.settings import PartitionSettings, keywords
+from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import check_absent, link_or_copy, new_folder, sha256_of, write_json
 from hddm.utils.streams import Use, stream
 
@@ -50,18 +50,10 @@ def partition(
     images: Path | Sequence[Path],
     out: Path,
     num_shards: int | Literal["auto"],
-    seed: int = 0,
-    overwrite: bool = False,
+    settings: PartitionSettings,
     *,
-    features: str = "pixels",
-    cache: Path | None = None,
+    overwrite: bool = False,
     replace_cache: bool = False,
-    max_bad: int = 0,
-    held_out: float = 0.0,
-    caption_column: str | None = None,
-    label_column: str | None = None,
-    classes: Sequence[Sequence[str]] | None = None,
-    only: Sequence[str] = (),
 ) -> list[Path]:
     """Divide images into shards of similar content by balanced hierarchical k-means on their features.
 
@@ -72,32 +64,25 @@ def partition(
         images: source, as in `hddm.data.sources.open_source`, or several that are taken together.
         out: folder of the partition.
         num_shards: a number, or "auto" for the largest silhouette (`hddm.data.clustering.propose`).
-        seed: of clusters, of the images that pixel components are fitted on, and of the report's pictures.
+        settings: its fields are keywords: see `hddm.settings.PartitionSettings`. Without a ``cache``,
+            features are not kept.
         overwrite: replace an existing partition.
-        features: as in `hddm.data.features.open_feature_extractor`.
-        cache: folder to keep features in; none keeps nothing.
-        replace_cache: replace features of other images or settings in ``cache``.
-        max_bad: most broken images; they are left out and named in the record.
-        held_out: average share in [0, 1) of the images that goes to ``held_out/shard_k`` instead.
-        caption_column: as in `open_source`.
-        label_column: as in `open_source`.
-        classes: names of the classes of each shard, to divide by them instead of by features.
-        only: names of the classes to take; all, if empty.
+        replace_cache: replace features of other images or settings in the cache.
 
     Raises:
         HddmError: for a partition or a shard as source, unreadable images, a cache of other images, fewer
-            than `MIN_IMAGES` per shard, or a share that leaves too few on a side; for a class that
-            ``classes`` has in no shard or in several. All but a share that by chance leaves too few are found
-            before features are computed.
+            than `MIN_IMAGES` per shard, or a share that leaves too few on a side; for a class that is in no
+            shard or in several. All but a share that by chance leaves too few are found before features are
+            computed.
     """
-    if num_shards != "auto" and num_shards < 1:
-        raise UsageError(f"`shards` {num_shards}: must be 1 or more")
-    if not 0 <= held_out < 1:
-        raise UsageError(f"`held_out` {held_out:g}: must be 0 or more, and below 1")
+    seed, cache, held_out = settings.seed, settings.cache, settings.held_out
     folders = [images] if isinstance(images, Path) else list(images)
     for folder in folders:
-        _refuse_partition(folder)
-    source = pick([open_source(folder, caption_column, label_column) for folder in folders], only)
+        # A partition's pictures and held-out images would be trained on, and a shard has no class folders.
+        if (folder / PARTITION_FILE).is_file() or holds_shard(folder):
+            raise HddmError(f"{folder}: is already a partition or a shard; name the original images")
+    sources = [open_source(one, settings.caption_column, settings.label_column) for one in folders]
+    source = pick(sources, settings.only.split(",") if settings.only else ())
     # Images that a shard needs to expect `MIN_IMAGES` on both sides.
     needed = MIN_IMAGES / (min(held_out, 1 - held_out) if held_out else 1)
     least = math.ceil(needed * (2 if num_shards == "auto" else num_shards) - _ROUNDING)
@@ -105,13 +90,13 @@ def partition(
         why = f" and `held_out` {held_out:g}, to have {MIN_IMAGES} on each side" if held_out else ""
         text = f"{len(source)} images are too few for `shards` {num_shards}{why}: it takes {least}"
         raise HddmError(f"{source.root}: {text}")
-    shard_of = None if classes is None else _shard_of_class(source, classes, num_shards)
+    shard_of = _shard_of_class(source, settings.classes, num_shards) if settings.classes else None
     check_absent(out, PARTITION_FILE, overwrite)
-    extractor = open_feature_extractor(features, seed)
+    extractor = open_feature_extractor(settings.features, seed)
     out.parent.mkdir(parents=True, exist_ok=True)
     passing = TemporaryDirectory(prefix=f".{out.name}.features-", dir=out.parent) if cache is None else None
     with passing or nullcontext(str(cache)) as place:
-        found = compute_features(source, extractor, Path(place), max_bad, replace_cache)
+        found = compute_features(source, extractor, Path(place), settings.max_bad, replace_cache)
         proposal = propose(found, needed, seed) if num_shards == "auto" else None
         # Of equals, the smaller.
         wanted = max(proposal, key=lambda k: (proposal[k], -k)) if proposal else int(num_shards)
@@ -162,14 +147,6 @@ def _shard_of_class(
             f"one of {num_shards} shards, not {[*map(list, classes)]}"
         )
     return np.array([next(k for k, names in enumerate(classes) if name in names) for name in source.classes])
-
-
-def _refuse_partition(images: Path) -> None:
-    """Refuse a partition (its pictures and held-out images would be trained on) and a shard (no classes)."""
-    if (images / PARTITION_FILE).is_file():
-        raise HddmError(f"{images}: is already a partition; name the original images")
-    if holds_shard(images):
-        raise HddmError(f"{images}: is already a shard; name the images that it was made of")
 
 
 def _write_shards(
@@ -240,40 +217,10 @@ def _write_images(
     return entries
 
 
-PICTURES = "pictures"
 COLUMNS, SHOWN = 8, 24
-"""Pictures per line, and per shard and kind."""
+"""Pictures per line, and per shard."""
 _CLASSES = 12
 """Most frequent classes listed per shard."""
-_SKIPPED = 1000
-"""Skipped files listed by name; the record has all."""
-_BATCH = 4096
-
-
-def measure(
-    features: Points, shard: Indices, num_shards: int, shown: int = SHOWN
-) -> tuple[Array, list[Indices]]:
-    """Distances (K, K) between images with ``features`` (M, d) and their ``shard`` (M,), and nearest images.
-
-    Row j is the mean over shard j of the distance to each centre. Centres are the directions of the mean unit
-    feature, distances 1 - cosine. The lists have the images nearest to their shard's centre, in ascending
-    distance.
-    """
-    num = len(features)
-    batches = [np.arange(start, min(start + _BATCH, num)) for start in range(0, num, _BATCH)]
-    sums = np.zeros((num_shards, features.shape[1]))
-    for rows in batches:
-        np.add.at(sums, shard[rows], normalise(features[rows]))
-    centres = normalise(sums)
-    totals = np.zeros((num_shards, num_shards))
-    own = np.empty(num)
-    for rows in batches:
-        distances = 1 - normalise(features[rows]) @ centres.T
-        np.add.at(totals, shard[rows], distances)
-        own[rows] = distances[np.arange(len(rows)), shard[rows]]
-    members = [np.flatnonzero(shard == k) for k in range(num_shards)]
-    nearest = [rows[np.argsort(own[rows], kind="stable")[:shown]] for rows in members]
-    return totals / np.bincount(shard, minlength=num_shards)[:, None], nearest
 
 
 def write_report(
@@ -286,30 +233,16 @@ def write_report(
         return open_image(source.read(row), source.root / source.files[row])
 
     num_shards = len(record.sizes)
-    distances, nearest = measure(features, shard, num_shards)
     draws = np.random.default_rng(stream(record.seed, Use.REPORT_IMAGES))
-    (folder / PICTURES).mkdir()
+    (folder / "pictures").mkdir()
     for k in range(num_shards):
         members = np.flatnonzero(shard == k)
         chosen = np.sort(draws.choice(members, min(SHOWN, len(members)), replace=False))
-        for kind, rows in (("nearest", nearest[k]), ("random", chosen)):
-            lines = lines_of(features.rows[rows].tolist(), COLUMNS)
-            sheet = contact_sheet(lines, open_row, COLUMNS)
-            sheet.save(folder / PICTURES / f"shard_{k}_{kind}.png")
-    page = (
-        templates(is_html=True)
-        .get_template("data/partition_report.html.j2")
-        .render(
-            record=record,
-            distances=distances,
-            largest=distances.max(),
-            classes=_classes(source, features.rows, shard, num_shards),
-            pictures=PICTURES,
-            counted=counted,
-            shown=shown,
-            most_skipped=_SKIPPED,
-        )
-    )
+        sheet = contact_sheet(lines_of(features.rows[chosen].tolist(), COLUMNS), open_row, COLUMNS)
+        sheet.save(folder / "pictures" / f"shard_{k}.png")
+    template = templates(is_html=True).get_template("data/partition_report.html.j2")
+    classes = _classes(source, features.rows, shard, num_shards)
+    page = template.render(record=record, classes=classes, counted=counted)
     (folder / "report.html").write_text(page, encoding="utf-8")
 
 

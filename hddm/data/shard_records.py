@@ -63,8 +63,8 @@ class EncodingRecord(Record):
     """How images became rows of tensors.
 
     ``shape`` is (C, H, W) of a row. ``resolution`` is the side of the square that images were fitted to, None
-    if unchanged; ``crop`` tells which part of a longer side was kept, and for image i depends on (``seed``,
-    i) alone. ``mirrored`` adds latents of the mirrored images.
+    if unchanged; ``crop`` tells which part of a longer side was kept. ``mirrored`` adds latents of the
+    mirrored images. In older shards crops may be random, by ``seed``.
     """
 
     space: Literal["pixels", "latents"]
@@ -189,20 +189,20 @@ def _holds_model(folder: Path) -> bool:
 
 def _refuse_other_folder(folder: Path, record: str) -> None:
     """Refuse a folder without ``record``, and name its kind."""
-    if not folder.is_dir():
-        raise UsageError(f"{folder}: no such folder")
-    kind = "shard" if record == MANIFEST else "partition"
-    if _holds_model(folder):
-        raise UsageError(f"{folder}: is a model folder, not a {kind}; hddm partition writes one")
-    if (folder / record).exists():
+    if (folder / record).exists() and not _holds_model(folder):
         return
-    if (folder / PARTITION_FILE).exists():
-        shard = folder / "shard_0"
-        raise UsageError(f"{folder}: is a partition, not a shard; name one of its folders, as {shard}")
-    if (folder / MANIFEST).exists():
-        hint = f", {folder.parent}" if (folder.parent / PARTITION_FILE).exists() else ""
-        raise UsageError(f"{folder}: is a shard, not a partition; name the folder of all shards{hint}")
-    raise UsageError(f"{folder}: is not a {kind} (it has no {record}); hddm partition writes one")
+    kind = "shard" if record == MANIFEST else "partition"
+    if not folder.is_dir():
+        why = "no such folder"
+    elif _holds_model(folder):
+        why = f"is a model folder, not a {kind}; hddm partition writes one"
+    elif (folder / PARTITION_FILE).exists():
+        why = f"is a partition, not a shard; name one of its folders, as {folder / 'shard_0'}"
+    elif (folder / MANIFEST).exists():
+        why = "is a shard, not a partition; name the folder of all shards"
+    else:
+        why = f"is not a {kind} (it has no {record}); hddm partition writes one"
+    raise UsageError(f"{folder}: {why}")
 
 
 def sketch_of(hashes: Iterable[str]) -> tuple[str, ...]:
@@ -249,19 +249,14 @@ def content_hash(entries: Sequence[ImageEntry], classes: Sequence[str]) -> str:
 def read_manifest(folder: Path) -> ShardManifest:
     """Manifest of the shard in ``folder``, of images or encoded.
 
-    Raises `HddmError` for a missing or newer manifest, a folder of another kind by its kind, a list of images
-    that does not match its hash, and labels of no class.
+    Raises `HddmError` for a missing or newer manifest, a folder of another kind by its kind, and a list of
+    images that does not match its hash.
     """
     _refuse_other_folder(folder, MANIFEST)
     path = folder / MANIFEST
     manifest = read_record(path, ShardManifest, FORMAT, LARGEST_MANIFEST)
     if content_hash(manifest.images, manifest.classes) != manifest.hash:
         raise HddmError(f"{path}: its list of images does not match its hash; copy the shard again")
-    for entry in manifest.images:
-        if entry.label is not None and not 0 <= entry.label < len(manifest.classes):
-            raise HddmError(
-                f"{path}: {entry.file} has label {entry.label} of {len(manifest.classes)} classes"
-            )
     return manifest
 
 

@@ -245,7 +245,7 @@ def open_shard(folder: Path, is_outline: bool = False) -> Shard:
         verified = HashCache(folder)
         files = [_open(folder, one, layout, verified) for one in manifest.data]
         tensors = {name: Rows(tuple(file[name] for file in files)) for name in layout}
-        if any(len(rows) != len(entries) for rows in tensors.values()):
+        if sum(one.rows for one in manifest.data) != len(entries):
             raise HddmError(f"{folder}: its data are not of {len(entries)} images; encode again")
         if manifest.null is not None and TOKENS in layout:
             null = _open(folder, manifest.null, {TOKENS: layout[TOKENS]}, verified)[TOKENS][0].float()
@@ -295,8 +295,6 @@ def layout_of(
 
 def _open(folder: Path, file: FileRecord, layout: RowLayout, verified: HashCache) -> Mapping[str, Tensor]:
     path = inside(folder, file.file)
-    if not path.is_file():
-        raise HddmError(f"{folder / file.file}: named by the manifest, and missing; copy the shard again")
     if not verified.matches(file.file, file.sha256):
         raise HddmError(f"{folder / file.file}: changed since it was encoded; copy the shard again")
     tensors = read_safetensors(path)

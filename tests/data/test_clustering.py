@@ -16,7 +16,6 @@ from hddm.data.clustering import (
     silhouette,
     transport,
 )
-from tests.artefacts import refusal
 
 Array = NDArray[np.float64]
 
@@ -61,13 +60,6 @@ def test_the_assignment_is_the_best_among_balanced_ones(seed: int) -> None:
 def test_points_that_are_all_alike_are_still_divided_evenly(value: float) -> None:
     sizes = np.bincount(cluster(np.full((40, 5), value), 2, 8))
     assert sizes.tolist() == [20, 20]
-
-
-@pytest.mark.parametrize(("coarse", "fine"), [(0, 2), (3, 2), (2, 11)])
-def test_numbers_that_do_not_fit_are_refused(coarse: int, fine: int) -> None:
-    assert "10 points" in refusal(cluster, np.ones((10, 3)), coarse, fine)
-    told = "31 images are too few for two shards of 16; pass `shards` 1"
-    assert told in refusal(propose, np.ones((31, 3)), 16)
 
 
 @pytest.mark.parametrize("batch", [50, 4096])

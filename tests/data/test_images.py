@@ -105,12 +105,6 @@ def test_a_palette_with_several_transparent_colours_gives_its_colours_and_no_war
     np.testing.assert_array_equal(decode(content, Path("a")), palette[GRAY % 4])
 
 
-def test_of_an_animation_the_first_frame_is_taken() -> None:
-    first, second = (Image.fromarray(np.full((4, 4), value, np.uint8)) for value in (10, 200))
-    content = as_file(first, "GIF", save_all=True, append_images=[second])
-    assert np.unique(decode(content, Path("a"))).tolist() == [10]
-
-
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize(("width", "told"), [(9460, "is 9460×9460, more than"), (10**6, "has more than")])
 def test_a_decompression_bomb_is_named_before_it_is_decoded(width: int, told: str) -> None:
@@ -118,9 +112,8 @@ def test_a_decompression_bomb_is_named_before_it_is_decoded(width: int, told: st
         decode(bomb(width, 9460), Path("bomb.png"))
 
 
-@pytest.mark.parametrize("kind", ["EPS", "PPM", "ICO"])
-def test_formats_of_other_programs_are_not_handed_to_them(kind: str) -> None:
-    assert "a.png: cannot be read as an image" in refusal(decode, as_file(COLOUR, kind), Path("a.png"))
+def test_formats_of_other_programs_are_not_handed_to_them() -> None:
+    assert "a.png: cannot be read as an image" in refusal(decode, as_file(COLOUR, "EPS"), Path("a.png"))
 
 
 def test_an_image_of_another_size_and_a_broken_one_are_named(tmp_path: Path) -> None:
@@ -132,7 +125,7 @@ def test_an_image_of_another_size_and_a_broken_one_are_named(tmp_path: Path) -> 
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
 def test_damage_of_any_kind_is_an_error_that_names_the_file(kind: str) -> None:
     whole = as_file(NOISE.integers(0, 256, (40, 40, 3)).astype(np.uint8), kind)
     draws, refused = np.random.default_rng(1), 0
@@ -182,19 +175,6 @@ def test_scaling_and_centre_crop_are_those_of_torchvision(size: tuple[int, int],
         ours = fit_image(image, 8, interpolation=interpolation)
         assert ours.size == (8, 8)
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs(image)))
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_random_crop_is_that_of_torchvision_at_its_place(size: tuple[int, int]) -> None:
-    transforms = pytest.importorskip("torchvision.transforms")
-    resize = transforms.Resize(8, interpolation=transforms.InterpolationMode.LANCZOS)
-    scaled = np.asarray(resize(_image(*size)))
-    height, width = scaled.shape[:2]
-    places = {scaled[i : i + 8, j : j + 8].tobytes() for i in range(height - 7) for j in range(width - 7)}
-    draws, before = torch.Generator().manual_seed(0), torch.get_rng_state()
-    ours = {np.asarray(fit_image(_image(*size), 8, "random", generator=draws)).tobytes() for _ in range(400)}
-    assert ours == places
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_centre_crop_without_scaling_takes_the_middle_by_hand() -> None:

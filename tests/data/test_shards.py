@@ -89,12 +89,6 @@ def test_shards_of_one_partition_share_a_name(
     assert one == two != open_shard(whole).partition
 
 
-def test_an_older_shard_is_refused_with_the_remedy(shard: Path) -> None:
-    edit_json(shard / "manifest.json", format="1.3")
-    told = "format 1.3 is no longer read; make the shard again, by hddm partition and hddm encode"
-    assert told in refusal(open_shard, shard)
-
-
 def test_a_changed_or_missing_image_is_refused_by_name(shard: Path) -> None:
     name = _entries(shard)[3]["file"]
     shutil.copyfile(shard / _entries(shard)[4]["file"], shard / name)
@@ -103,17 +97,12 @@ def test_a_changed_or_missing_image_is_refused_by_name(shard: Path) -> None:
     assert f"{shard / name}: no such file" in refusal(open_shard, shard)
 
 
-def test_a_changed_manifest_and_a_label_that_is_no_class_are_refused(shard: Path) -> None:
+def test_a_changed_manifest_is_refused(shard: Path) -> None:
     for key in ("label", "file", "sha256"):
         entries = _entries(shard)
         entries[0][key] = 1 - entries[0]["label"] if key == "label" else entries[1][key]
         edit_json(copied(shard, shard.parent / key) / "manifest.json", images=entries)
         assert "does not match its hash" in refusal(open_shard, shard.parent / key / shard.name)
-    for label in (2, -1):
-        entries = _entries(shard)
-        entries[5]["label"] = label
-        _rewrite(shard, entries)
-        assert f"{entries[5]['file']} has label {label} of 2 classes" in refusal(open_shard, shard)
     edit_json(shard / "manifest.json", classes=[*reversed(CLASSES)])
     assert "does not match its hash" in refusal(open_shard, shard)
 
@@ -294,13 +283,6 @@ def test_a_changed_file_is_noticed(
         assert f"{DATA[1]}: changed since it was encoded" in refusal(open_shard, folder)
 
 
-def test_a_copy_is_not_taken_for_verified(encoded: Path, hashed: list[str], tmp_path: Path) -> None:
-    folder = _opened_once(encoded, tmp_path)
-    hashed.clear()
-    open_shard(copied(folder, tmp_path / "copies"))
-    assert sorted(hashed) == DATA
-
-
 def test_a_file_written_just_now_is_hashed_again(
     encoded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,14 +296,9 @@ def test_a_file_written_just_now_is_hashed_again(
 def test_a_manifest_that_contradicts_itself_or_its_files_is_refused(encoded: Path, tmp_path: Path) -> None:
     record = json.loads((encoded / "manifest.json").read_text())
     changes: list[tuple[str, dict[str, object]]] = [
-        (
-            "outside the folder|points outside",
-            {"data": [{**record["data"][0], "file": "../x"}, *record["data"][1:]]},
-        ),
-        ("holds .* not ", {"vae": None}),
+        ("points outside", {"data": [{**record["data"][0], "file": "../x"}, *record["data"][1:]]}),
         ("holds .* not ", {"encoding": {**record["encoding"], "shape": [4, 4, 5]}}),
         ("not of 20 images", {"data": record["data"][:-1]}),
-        ("not of 19 images", {"skipped": [{"file": "images/000.png", "reason": ""}]}),
     ]
     for number, (message, change) in enumerate(changes):
         folder = copied(encoded, tmp_path / str(number))

@@ -198,12 +198,12 @@ def test_a_run_is_not_resumed_on_images_that_were_encoded_otherwise(
     _encode(shards, encoded)
     train(encoded, out, RunOptions())
     shutil.rmtree(out)
-    _encode(shards, encoded, resolution=4, random_crop=True)
+    _encode(shards, encoded, resolution=4)
     with pytest.raises(HddmError, match="used other data, another") as refused:
         train(encoded, out, RunOptions(resume=True))
     found = "\n".join(refused.value.details)
     assert "data.encoding.resolution: was None, is 4" in found
-    assert "data.encoding.crop: was None, is 'random'" in found
+    assert "data.encoding.crop: was None, is 'center'" in found
     # An image of this side is not changed by it.
     assert "data.files" not in found
     _encode(shards, encoded)

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hddm.data.sources.archives import open_parquet, open_tars
 from hddm.data.sources.base import (
     CAPTION_COLUMNS,
     LARGEST_FILE,
@@ -23,8 +24,6 @@ from hddm.data.sources.base import (
     described,
     find_files,
 )
-from hddm.data.sources.parquet import open_parquet
-from hddm.data.sources.tar import open_tars
 from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError, counted, shown
 from hddm.utils.files import inside, read_whole
@@ -82,18 +81,12 @@ def open_source(
         return open_described_folder(path, found.images, columns)
     if not found.images:
         raise HddmError(f"{path}: holds no images ({read}, {TAR}, {PARQUET})")
-    for option, value in zip(("`caption_column`", "`label_column`"), columns, strict=True):
-        if value is not None:
-            raise HddmError(f"{option} {value}: {path} is a plain folder; describe its images in {METADATA}")
     return open_folder(path, found.images)
 
 
 def image_file(path: Path) -> SourceImage:
-    """An image in a file of its own; raises `HddmError` where there is none."""
-    try:
-        return SourceImage(partial(read_whole, path, LARGEST_FILE), path.stat().st_size, path)
-    except OSError as error:
-        raise HddmError(f"{path}: cannot be read: {error.strerror}") from error
+    """An image in a file of its own."""
+    return SourceImage(partial(read_whole, path, LARGEST_FILE), path.stat().st_size, path)
 
 
 def open_folder(root: Path, files: Sequence[str]) -> ImageSource:
@@ -112,7 +105,7 @@ def open_described_folder(root: Path, found: Sequence[str], columns: Columns) ->
     number or a name. As in Hugging Face's ``imagefolder``, folders then name no classes. That library skips
     images without a line; here they are refused, since a typo would lose them. Raises `HddmError` for a line
     that is no object, a name that leads out of ``root`` or repeats, captions or labels on some lines only,
-    two caption keys, a missing file, and an image without a line.
+    two caption keys, and for files without a line and lines without a file.
     """
     path = root / METADATA
     rows: dict[str, dict[str, object]] = {}
@@ -125,19 +118,11 @@ def open_described_folder(root: Path, found: Sequence[str], columns: Columns) ->
         if name in rows:
             raise HddmError(f"{path}: line {number} names {name} again; write one line per image")
         rows[name] = row
-    if not rows:
-        raise HddmError(f"{path}: is empty; write one line per image")
-    if missing := sorted(rows.keys() - set(found)):
+    if missing := sorted(rows.keys() ^ set(found)):
         raise HddmError(
-            f"{path}: names {counted(len(missing), 'image')} not in {root}; fetch what is missing, or remove "
-            "its lines",
+            f"{path}: {counted(len(missing), 'image is', 'images are')} only there or only in the folder; "
+            "complete one of them",
             shown(missing),
-        )
-    if others := sorted(set(found) - rows.keys()):
-        raise HddmError(
-            f"{root}: {counted(len(others), 'image is', 'images are')} not in {METADATA}; add them there, or "
-            "move them away",
-            shown(others),
         )
     images = {name: (image_file(root / name), row) for name, row in rows.items()}
     return described(root, images, columns, CAPTION_COLUMNS, ("label",), path)

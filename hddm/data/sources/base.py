@@ -101,12 +101,12 @@ def safe_name(name: str, origin: Path) -> str:
     Raises `HddmError` if it is absolute, holds ``..``, a backslash, NUL or a line break, or is not UTF-8.
     """
     path = PurePosixPath(name)
-    if not path.parts or path.is_absolute() or ".." in path.parts or name[1:2] == ":":
-        raise HddmError(f"{origin}: the name {name!r} points outside its folder; rename it")
+    leaves = not path.parts or path.is_absolute() or ".." in path.parts or name[1:2] == ":"
     # Bytes that are not UTF-8 arrive as lone surrogates.
-    if any(letter in "\\\0\n\r" or "\ud800" <= letter <= "\udfff" for letter in name):
+    if leaves or any(letter in "\\\0\n\r" or "\ud800" <= letter <= "\udfff" for letter in name):
         raise HddmError(
-            f"{origin}: the name {name!r} has a backslash, NUL or line break, or is not UTF-8; rename it"
+            f"{origin}: the name {name!r} points outside its folder, has a backslash, NUL or line break, or "
+            "is not UTF-8; rename it"
         )
     return path.as_posix()
 
@@ -179,7 +179,7 @@ def as_labels(
     Raises `HddmError`, naming the image, for a missing label, one that is neither text nor a number from 0 to
     `LARGEST_LABEL`, and for texts among numbers.
     """
-    are_texts = isinstance(values[0], str)
+    are_texts = bool(values) and isinstance(values[0], str)
     for value, name in zip(values, names, strict=True):
         if not (isinstance(value, str) if are_texts else type(value) is int and 0 <= value <= LARGEST_LABEL):
             wanted = "a text" if are_texts else f"a number from 0 to {LARGEST_LABEL}"
@@ -192,7 +192,7 @@ def as_labels(
         number = {name: index for index, name in enumerate(classes)}
         return tuple(number[text] for text in texts), classes
     numbers = [int(str(value)) for value in values]
-    return tuple(numbers), tuple(map(str, range(max(numbers) + 1)))
+    return tuple(numbers), tuple(map(str, range(max(numbers, default=-1) + 1)))
 
 
 def _short(value: object) -> str:
