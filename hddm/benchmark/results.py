@@ -15,10 +15,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from hddm.benchmark.file import BenchmarkFile, Split
-from hddm.evaluation.compare import SPLITS, figure_at
+from hddm.evaluation.compare import SPLITS, Contrast, Figure, GapVerdict, figure_at, verdicts
 from hddm.evaluation.results import Evaluation, Result, ResultGroup, read_groups
 from hddm.evaluation.scores import LEARNED
-from hddm.evaluation.verdict import Contrast, Figure, GapVerdict, verdicts
 from hddm.utils.errors import HddmError
 from hddm.utils.records import RESULTS_FILE, Record, read_record
 

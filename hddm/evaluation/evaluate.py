@@ -58,7 +58,7 @@ def evaluate(
         check_result_file(out, overwrite)
     features, domain, allow_few = settings.features, settings.domain or {}, settings.allow_few
     if settings.save_classifier is not None:
-        _check_file(settings.save_classifier, features)
+        _check_file(settings.save_classifier)
     if settings.held_out is not None and settings.validation is not None:
         raise UsageError("`held_out` and `validation`: settings are chosen by one and confirmed by the other")
     paths: dict[Role, Path | None] = {"images": images, "reference": reference}
@@ -127,16 +127,12 @@ def _numbers(domains: Mapping[str, Sequence[str]], classes: Sequence[str]) -> di
     return {domain: [classes.index(name) for name in names] for domain, names in domains.items()}
 
 
-def _check_file(classifier: Path, features: str) -> None:
+def _check_file(classifier: Path) -> None:
     """Refuse a path where no classifier can be saved, before the work."""
-    option = f"`save_classifier` {classifier}"
-    if features != "classifier":
-        raise HddmError(f"{option}: needs `features` classifier")
-    folder = classifier.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise HddmError(f"{option}: {folder} is not a writable folder; create it, or choose another")
-    if classifier.exists():
-        raise HddmError(f"{option}: exists; choose another file")
+    if classifier.exists() or not os.access(classifier.parent, os.W_OK):
+        raise HddmError(
+            f"`save_classifier` {classifier}: exists, or is in no writable folder; choose another file"
+        )
 
 
 def _reasons(

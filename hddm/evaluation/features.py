@@ -83,12 +83,9 @@ def train_classifier(
 ) -> FeatureClassifier:
     """Train on ``images`` (n, C, H, W) in [-1, 1] with labels (n,), for at most `MOST_STEPS` steps.
 
-    Images are shifted by up to one pixel, since otherwise features of 8-pixel images overfit. Raises
-    `HddmError` for fewer than two classes.
+    Images are shifted by up to one pixel, since otherwise features of 8-pixel images overfit.
     """
     classes = int(labels.max()) + 1
-    if classes < 2:
-        raise HddmError("a feature classifier needs images of at least two classes")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(seed, Use.CLASSIFIER_WEIGHTS))
         model = FeatureClassifier(images.shape[1], classes)
@@ -126,14 +123,11 @@ def load_classifier(path: Path, channels: int) -> FeatureClassifier:
     """
     weights = read_safetensors(path)
     try:
-        known = weights["body.0.weight"].shape[1]
-        classifier = FeatureClassifier(known, len(weights["head.weight"]))
+        classifier = FeatureClassifier(channels, len(weights["head.weight"]))
         classifier.load_state_dict(weights)
-    except (KeyError, IndexError, TypeError, RuntimeError) as error:
-        text = "is not a classifier of hddm; `save_classifier` writes one"
-        raise HddmError(f"{path}: {text}") from error
-    if known != channels:
-        raise HddmError(f"{path}: is for images of {known} channels and these have {channels}; train another")
+    except (KeyError, TypeError, RuntimeError) as error:
+        text = f"is not a classifier of hddm for images of {channels} channels"
+        raise HddmError(f"{path}: {text}; `save_classifier` writes one") from error
     return classifier.eval()
 
 
@@ -206,7 +200,7 @@ def choose_extractor(training: ImageSet, fewest: int) -> FeatureExtractor:
 
     Otherwise a small classifier, trained on the labelled ``training`` images and named as such, since its
     numbers do not compare with published FIDs. ``choice`` of the extractor gives the reason. The smallest
-    side to be measured has ``fewest`` images. Raises `HddmError` if neither is possible.
+    side to be measured has ``fewest`` images. Raises as `trained`.
     """
     few = INCEPTION.record.dimensions
     if INCEPTION.find() is None:
@@ -216,22 +210,18 @@ def choose_extractor(training: ImageSet, fewest: int) -> FeatureExtractor:
     else:
         choice = f"auto: its weights are on disk, and every side has more than {few} images"
         return INCEPTION.extractor("`features` auto", choice)
-    if training.labels is not None and len(training.classes) > 1:
-        return of_classifier(trained(training), f"auto: not Inception, since {why}")
-    raise HddmError(
-        f"`features` auto: no features available: not Inception, since {why}; and {training.root} has no "
-        "class folders to train a classifier on; use `features` inception or clip, or images in class folders"
-    )
+    return of_classifier(trained(training), f"auto: not Inception, since {why}")
 
 
 def trained(training: ImageSet) -> FeatureClassifier:
-    """Train a classifier on the ``training`` images; raises `HddmError` for images without labels.
+    """Train a classifier on the ``training`` images; raises `HddmError` for fewer than two classes.
 
     It sees them in an order of their own, so it depends on the images and not on their names or shards.
     """
-    if training.labels is None:
+    if training.labels is None or len(training.classes) < 2:
         raise HddmError(
-            f"`features` classifier: {training.root} has no class folders to train on; use inception or clip"
+            f"{training.root}: has no class folders to train a classifier on; "
+            "use `features` inception or clip"
         )
     content = [
         (one.numpy().tobytes(), tag)
@@ -261,22 +251,19 @@ def clip_features(weights: Path, config: Any = None) -> FeatureFunction:
     """Projected CLIP image embeddings (n, 512), not normalised, prepared as in clean-fid's CLIP-FID.
 
     ``weights`` are those of a CLIP model or its vision part, as transformers writes them; ``config`` is its
-    ``CLIPVisionConfig``, by default ViT-B/32. Raises `HddmError` for a file that lacks tensors of the
-    network. Source: arXiv:2203.06026 (CLIP features for Fréchet distances), clean-fid's ``clip_vit_b_32``.
+    ``CLIPVisionConfig``, by default ViT-B/32. Source: arXiv:2203.06026 (CLIP features for Fréchet distances),
+    clean-fid's ``clip_vit_b_32``.
     """
     from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
     network: Any = CLIPVisionModelWithProjection(config or CLIPVisionConfig())
-    tensors = read_safetensors(weights)
-    # The file also holds the text encoder.
-    missing = network.load_state_dict(tensors, strict=False).missing_keys
-    if missing:
-        raise HddmError(f"{weights}: lacks {len(missing)} tensors of CLIP, as {missing[0]}; fetch it again")
+    # Its hash is known; it also holds the text encoder.
+    network.load_state_dict(read_safetensors(weights), strict=False)
     network.eval().to(device())
     mean, deviation = (torch.tensor(v).view(3, 1, 1).to(device()) for v in (_MEAN, _DEVIATION))
 
     def middle(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        return np.asarray(fit_image(Image.fromarray(image), 224, "center", "bicubic"))
+        return np.asarray(fit_image(Image.fromarray(image), 224, "bicubic"))
 
     def embed(pixels: Tensor) -> Tensor:
         embedded: Tensor = network(pixel_values=(pixels / 255 - mean) / deviation).image_embeds
@@ -331,12 +318,10 @@ class PublishedWeights:
         Raises `HddmError` if it is missing, with all that is needed to add it, or has another hash.
         """
         path, sha256 = self.find(), self.record.hash
-        remedy = f"fetch {self.url} (SHA-256 {sha256}) and put it into {self._places()[0].parent}"
-        if path is None:
-            raise HddmError(f"{option}: {self.name} is not on disk; {remedy}")
-        found = sha256_of(path)
-        if found != sha256:
-            raise HddmError(f"{option}: {path} is another file (SHA-256 {found}); {remedy}")
+        if path is None or sha256_of(path) != sha256:
+            problem = f"{self.name} is not on disk" if path is None else f"{path} is another file"
+            remedy = f"fetch {self.url} (SHA-256 {sha256}) and put it into {self._places()[0].parent}"
+            raise HddmError(f"{option}: {problem}; {remedy}")
         record = self.record.model_copy(update={"choice": choice, "device": device()})
         return FeatureExtractor(record, self.open(path))
 

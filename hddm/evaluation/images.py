@@ -26,13 +26,13 @@ from hddm.data.shard_records import (
 from hddm.data.shards import Shard, open_shard
 from hddm.data.sources import open_source
 from hddm.data.sources.base import ImageSource
+from hddm.evaluation.measures import FEWEST
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import read_json
 from hddm.utils.records import SAMPLING_FILE, Count, OpenRecord, parse_record
 
 Role = Literal["images", "reference", "validation", "held_out"]
 """Role of a path: samples, training images, or images that no model was trained on."""
-FEWEST = 2
 _ROWS = 4096
 """Rows of an encoded shard converted to bytes at once."""
 
@@ -93,9 +93,9 @@ def read_data(paths: Mapping[Role, Path], max_bad: int = 0) -> dict[str, ImageGr
     by content, since its compression changes distances; images of a partition may be, since they are real.
 
     Raises `HddmError`, before any image is read, as `open_source`, `open_shard` and
-    `hddm.data.shard_records.find_shards`, for latents, for a partition as samples, and for one that holds
-    nothing out as held-out images; for JPEG samples; for more than ``max_bad`` unreadable images in all, by
-    name; for images of several sizes, and fewer than `FEWEST` in a group.
+    `hddm.data.shard_records.find_shards`, for latents, and for a partition that holds nothing out as held-out
+    images; for JPEG samples; for more than ``max_bad`` unreadable images in all, by name; for images of
+    several sizes, and fewer than `FEWEST` in a group.
     """
     sources = {role: _sources(path, role) for role, path in paths.items()}
     bad: dict[Role, dict[str, str]] = {role: {} for role in paths}
@@ -215,8 +215,6 @@ def _sources(root: Path, role: Role) -> list[tuple[str, Shard | ImageSource]]:
             raise HddmError(
                 f"{folder}: holds latents, and figures are of pixels; name the partition of images"
             )
-    if len({source.classes for _, source in found}) > 1:
-        raise HddmError(f"{root}: its shards have different classes; use shards of one partition")
     return found or [("", open_source(root))]
 
 
@@ -228,10 +226,7 @@ def _shards(root: Path, role: Role) -> list[Path]:
     partition = root.parent if is_held_out else root
     if not (partition / PARTITION_FILE).is_file():
         return []
-    if not is_held_out and role == "images":
-        shard = root / "shard_0"
-        raise HddmError(f"{root}: is a partition, not samples; name one of its shards, as {shard}")
-    if not is_held_out and role == "reference":
+    if not is_held_out and role in ("images", "reference"):
         return find_shards(root)
     found = find_held_out(partition)
     if not found:

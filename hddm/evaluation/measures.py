@@ -25,6 +25,7 @@ Number = Annotated[float, Field(ge=-1e30, le=1e30)]
 Width = Annotated[Number, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 FEWEST = 4
+"""Fewest images a side that all measures work for."""
 NEIGHBOURS = 3
 MOST_IMAGES = 10_000
 _BLOCKS = 10
@@ -40,9 +41,7 @@ class Gaussian:
 
     @classmethod
     def of(cls, features: Features) -> "Gaussian":
-        """Moments of ``features`` (n, d), normalised by n - 1 as numpy's ``cov``."""
-        if features.ndim != 2 or len(features) < 2:
-            raise HddmError(f"features must be (n, d) with n >= 2, not {features.shape}")
+        """Moments of ``features`` (n, d), n ≥ 2, normalised by n - 1 as numpy's ``cov``."""
         if not np.isfinite(features).all():
             raise HddmError("features hold NaN or Inf: the images or their extractor are broken")
         wide = features.astype(np.float64)
@@ -133,17 +132,13 @@ def kernel_distance(
 ) -> KernelDistance:
     """KID: mean of `squared_mmd` over random subsets of at most ``subset_size`` images a side.
 
-    ``features`` are (n, d), ``reference`` (m, d). The deviation over such subsets, often reported, is no
-    error of their mean, since they overlap. The standard error here is that of a mean over ten or more
-    disjoint blocks of ``features``, all against one reference, which is no less. Raises `HddmError` for fewer
-    than `FEWEST` images on a side. Source: arXiv:1801.01401, there on Inception features; on others it is not
-    a KID.
+    ``features`` are (n, d), ``reference`` (m, d), at least `FEWEST` each. The deviation over such subsets,
+    often reported, is no error of their mean, since they overlap. The standard error here is that of a mean
+    over ten or more disjoint blocks of ``features``, all against one reference, which is no less. Source:
+    arXiv:1801.01401, there on Inception features; on others it is not a KID.
     """
-    fewest = min(len(features), len(reference))
-    if fewest < FEWEST:
-        raise HddmError(f"a kernel distance needs at least {FEWEST} images a side, not {fewest}")
     draws = np.random.default_rng(stream(seed, Use.KERNEL_SUBSETS))
-    size = min(fewest, subset_size)
+    size = min(len(features), len(reference), subset_size)
     repeats = 1 if size == len(features) == len(reference) else subsets
     values = [
         squared_mmd(*(side[draws.choice(len(side), size, replace=False)] for side in (features, reference)))
@@ -203,12 +198,10 @@ def precision_recall(
     The manifold of a set is the union of balls around its rows, with the distance to the row's k-th nearest
     other row as radius. Precision is the share of ``features`` (n, d) in the manifold of ``reference`` (m,
     d); recall the share of ``reference`` in that of ``features``. Both sides are cut to the same number of
-    random rows, at ``most``. Raises `HddmError` for no more than ``neighbours`` images on a side. Source:
-    arXiv:1904.06991, there on VGG-16 features.
+    random rows, at ``most``, and more than ``neighbours``. Source: arXiv:1904.06991, there on VGG-16
+    features.
     """
     num = min(len(features), len(reference), most)
-    if num <= neighbours:
-        raise HddmError(f"precision and recall need more than {neighbours} images a side, not {num}")
     draws = generator(seed, Use.PRECISION_ROWS)
     # Centred, since products of large means would hide small distances.
     ours, theirs = (
@@ -273,18 +266,12 @@ def diversity(features: Tensor, reference: Tensor) -> float:
     """Mean distance between pairs of ``features`` (n, d), over that of ``reference`` (m, d).
 
     1 is as varied as the reference, 0 all equal; it does not tell whether the *right* things vary. At most
-    `MOST_ROWS` random rows a side are used. Raises `HddmError` for fewer than 2 rows on a side, or a
-    reference without any variation.
+    `MOST_ROWS` random rows a side are used.
     """
-    spread = _mean_pair_distance(reference)
-    if spread == 0:
-        raise HddmError("all reference images have the same features: diversity has no scale")
-    return _mean_pair_distance(features) / spread
+    return _mean_pair_distance(features) / _mean_pair_distance(reference)
 
 
 def _mean_pair_distance(rows: Tensor) -> float:
-    if len(rows) < 2:
-        raise HddmError(f"diversity needs at least 2 images, not {len(rows)}")
     if len(rows) > MOST_ROWS:
         rows = rows[torch.randperm(len(rows), generator=generator(0, Use.DIVERSITY_ROWS))[:MOST_ROWS]]
     return torch.pdist(rows.float()).mean().item()
@@ -336,14 +323,8 @@ class Memorisation(OpenRecord):
 def memorisation(samples: Tensor, fresh: Tensor, mirrored: bool = False) -> Memorisation:
     """Memorisation from nearest training distances of samples (n,) and of held-out images (m,).
 
-    Raises `HddmError` for fewer than 2 distances a side, or if held-out images repeat training images
-    exactly.
+    Raises `HddmError` if held-out images repeat training images exactly.
     """
-    if min(len(samples), len(fresh)) < 2:
-        raise HddmError(
-            f"memorisation needs at least 2 samples and 2 held-out images, not {len(samples)} and "
-            f"{len(fresh)}"
-        )
     ours, theirs = samples.double(), fresh.double()
     if theirs.mean() == 0:
         raise HddmError("every held-out image is also a training image: hold others out")

@@ -12,7 +12,7 @@ from hddm.evaluation.features import FeaturesRecord
 from hddm.evaluation.images import DataRecord, SamplingRecord
 from hddm.evaluation.measures import Width
 from hddm.evaluation.scores import Scores
-from hddm.utils.errors import HddmError, did_you_mean
+from hddm.utils.errors import HddmError
 from hddm.utils.records import OpenRecord, read_record
 
 FORMAT = "2.0"
@@ -104,28 +104,21 @@ _UNKNOWN = "not recorded"
 def refuse_incomparable(groups: Sequence[ResultGroup], varies: Sequence[str] = ()) -> None:
     """Refuse results that differ in more than models, seeds and the sampling settings ``varies``.
 
-    Raises `HddmError` for a name in ``varies`` that is no sampling setting; with a line for every result
-    marked as not comparable, every field that differs, and every pair of equal images in a group.
+    Raises `HddmError` with a line for every result marked as not comparable, every field that differs, and
+    every pair of equal images in a group.
     """
     results = [result for group in groups for result in group.results]
     fields = [_fields(result.content) for result in results]
     names = list(dict.fromkeys(name for one in fields for name in one))
-    settings = [name for name in names if not _is_fixed(name)]
-    for name in varies:
-        if name not in settings:
-            raise HddmError(
-                f"`varies` {name}: is not a sampling setting of these results"
-                f"{did_you_mean(name, settings) or '; only those may differ on purpose'}"
-            )
     lines = [
         f"{result.path}: not comparable: {reason}"
         for result in results
         if not result.content.comparable
         for reason in result.content.reasons or ["no reason is recorded"]
     ]
-    lines += [*_listed_twice(groups), *_same_images(groups)]
+    lines += _same_images(groups)
     differing = []
-    for name in [name for name in names if name not in varies]:
+    for name in [name for name in names if name not in varies or _is_fixed(name)]:
         # In the order of the results; those of a benchmark share one file.
         files: dict[str, dict[str, None]] = {}
         for result, one in zip(results, fields, strict=True):
@@ -167,19 +160,6 @@ def _fields(content: Evaluation) -> dict[str, str]:
 def _is_fixed(name: str) -> bool:
     """True for a field that is no sampling setting, which `--varies` cannot free."""
     return name.startswith(("features.", "images", *_DATA))
-
-
-def _listed_twice(groups: Sequence[ResultGroup]) -> list[str]:
-    found: dict[Path, list[Path]] = {}
-    for group in groups:
-        # Seeds of a benchmark share one file.
-        for real, path in {result.path.resolve(): result.path for result in group.results}.items():
-            found.setdefault(real, []).append(path)
-    return [
-        f"{paths[0]}: is on {len(paths)} sides; name each result once"
-        for paths in found.values()
-        if len(paths) > 1
-    ]
 
 
 def _same_images(groups: Sequence[ResultGroup]) -> list[str]:

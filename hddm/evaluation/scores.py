@@ -13,6 +13,7 @@ from hddm.data.images import to_unit_range
 from hddm.evaluation.features import FeatureExtractor
 from hddm.evaluation.measures import (
     FEATURE_PAIRS,
+    FEWEST,
     LPIPS,
     PAIRS,
     ConditionDiversity,
@@ -215,7 +216,8 @@ class Scorer:
             real = torch.from_numpy(known)[torch.isin(side.labels, classes)]
             few = has_few(features.shape[1], (len(own), len(real)))
             distance = None if few else measure(own.numpy(), real.numpy(), self._resamples)
-            overlap = None if side.split == "training" else precision_recall(features, real)
+            is_measured = side.split != "training" and len(real) >= FEWEST
+            overlap = precision_recall(features, real) if is_measured else None
             splits.append(SplitScores(split=side.split, distance=distance, overlap=overlap))
         share = len(own) / len(features)
         return DomainScores(domain=name, images=len(own), share=share, splits=tuple(splits))

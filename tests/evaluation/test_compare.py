@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from hddm.evaluation.compare import lines
+from hddm.evaluation.compare import Contrast, Figure, Gap, gap_over_seeds, holm, lines, verdicts
 from hddm.evaluation.results import read_groups, refuse_incomparable
-from hddm.evaluation.verdict import Contrast, Figure, Gap, gap_over_seeds, holm, verdicts
 from tests.artefacts import Command
 
 SIDE = {"images": 500, "shape": [1, 8, 8], "modes": {"L": 500}, "made_colour": 0}
@@ -96,9 +95,8 @@ def test_settings_that_differ_on_purpose_are_declared(tmp_path: Path, hddm: Comm
     assert ("steps: 50" in err, "--varies NAME" in err) == (True, True)
     code, out, _ = hddm("compare", a, b, "--varies", "steps")
     assert (code, "within noise (+0.0)" in out) == (0, True)
-    assert "did you mean 'steps'" in _refused(hddm, a, b, "--varies", "stpes")
-    for fixed in ("images", "reference.hash", "features.hash"):
-        assert "only those may differ on purpose" in _refused(hddm, a, b, "--varies", fixed)
+    c = _write(tmp_path / "c.json", 3, data__reference__hash="s")
+    assert 'reference.hash: "r" in' in _refused(hddm, a, c, "--varies", "reference.hash")
 
 
 def test_a_setting_that_only_one_result_has_is_a_difference(tmp_path: Path, hddm: Command) -> None:
@@ -127,22 +125,15 @@ def test_the_same_images_count_once(tmp_path: Path, hddm: Command) -> None:
     side = tmp_path / "side"
     for name, number in enumerate((1, 2, 1)):
         _write(side / f"{name}.json", number)
-    err = _refused(hddm, side, b := _write(tmp_path / "b.json", 9))
+    err = _refused(hddm, side, _write(tmp_path / "b.json", 9))
     assert f"{side / '0.json'} and {side / '2.json'}: the same images" in err
-    assert f"\n  {b}: is on 2 sides; name each result once\n" in _refused(hddm, b, b)
 
 
 def test_what_is_no_result_is_refused(tmp_path: Path, hddm: Command) -> None:
     result, other = _write(tmp_path / "a.json", 1), tmp_path / "other.json"
-    contents: list[tuple[dict[str, str], str]] = [
-        ({"kind": "quickstart"}, "has no format version; was it written by hddm?"),
-        ({"kind": "evaluation", "format": "3.0"}, "format 3.0 is newer than 2.0"),
-        ({"kind": "evaluation", "format": "1.1"}, "format 1.1 is no longer read; evaluate the images again"),
-        ({"kind": "evaluation", "format": "2.0"}, "key 'features': is required"),
-    ]
-    for content, message in contents:
-        other.write_text(json.dumps(content))
-        assert message in _refused(hddm, other, result)
+    other.write_text(json.dumps({"kind": "evaluation", "format": "1.1"}))
+    told = "format 1.1 is no longer read; evaluate the images again"
+    assert told in _refused(hddm, other, result)
     (tmp_path / "empty").mkdir()
     assert "holds no results" in _refused(hddm, tmp_path / "empty", result)
 
@@ -162,21 +153,6 @@ def test_one_result_is_shown_alone_with_intervals_and_why_it_compares_with_nothi
     for seed in range(2):
         _write(tmp_path / "model" / f"{seed}.json", 2 + seed, diversity=0.5 + seed)
     assert "1.000 (s 0.71)" in hddm("compare", tmp_path / "model")[1]
-
-
-def test_a_result_of_other_values_is_refused_by_file_and_key(tmp_path: Path, hddm: Command) -> None:
-    good = _write(tmp_path / "good.json", 1)
-    for path, value, problem in (
-        ("splits__training__distance__value", float("inf"), "must be a finite number"),
-        ("splits__held_out__distance__half_width", -1, "must be 0 or more"),
-        ("splits__training__overlap__recall", 2, "must be 1 or less"),
-        ("splits__training__split", "test", "choose one of training, validation, held_out"),
-        ("data__images__hash", ["x"], "must be text"),
-    ):
-        bad = _write(tmp_path / "bad.json", 2, **{path: value})
-        key = path.replace("training", "0").replace("held_out", "1").replace("__", ".")
-        for pair in ((good, bad), (bad, good)):
-            assert _refused(hddm, *pair).startswith(f"hddm: {bad}: key '{key}' (is {value!r}): {problem}")
 
 
 def test_names_neither_end_a_cell_nor_become_html(tmp_path: Path, hddm: Command) -> None:
@@ -251,17 +227,6 @@ def test_a_share_of_all_or_none_has_an_interval_still(tmp_path: Path) -> None:
     found = {line.path: line.figures[0].half_width for line in lines(read_groups([a, b]))}
     assert found["splits.held_out.overlap.precision"] == pytest.approx(1.96**2 / 160 / (1 + 1.96**2 / 80))
     assert found["splits.held_out.overlap.recall"] == pytest.approx(0.1070, abs=1e-4)
-
-
-def test_many_sides_are_compared_with_the_first(tmp_path: Path, hddm: Command) -> None:
-    files = [
-        _write(tmp_path / f"{k}.json", k, splits__training__distance=_distance(value))
-        for k, value in enumerate((20.0, 25.0, 15.0))
-    ]
-    out = hddm("compare", *files)[1]
-    row = next(line for line in out.splitlines() if "to training images (lower" in line)
-    cells = ["20.00 ± 1.0", "25.00 ± 1.0", "15.00 ± 1.0", "worse (+5.0)", "better (-5.0)"]
-    assert [cell.strip() for cell in row.split("|")[2:-1]] == cells
 
 
 def _seeds(*values: float) -> dict[str, float]:

@@ -14,7 +14,6 @@ import torch
 from cleanfid import fid
 from cleanfid.inception_torchscript import InceptionV3W
 from PIL import Image
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
@@ -120,11 +119,6 @@ def test_clip_features_are_those_of_clean_fid(
     ours = clip_features(file, SMALL)(load_images(pictures).normalised)
     assert ours.shape == (12, 12)
     np.testing.assert_allclose(ours.numpy(), theirs, rtol=1e-4, atol=1e-5)
-    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
-    del tensors["visual_projection.weight"]
-    save_file(tensors, file)
-    told = "lacks 1 tensors of CLIP, as visual_projection.weight"
-    assert told in refusal(clip_features, file, SMALL)
 
 
 def test_the_defaults_of_transformers_are_vit_b_32() -> None:

@@ -92,9 +92,8 @@ def test_fewer_samples_than_features_give_the_true_real_distance(num: int, other
     assert distance == pytest.approx(expected, abs=1e-3)
 
 
-@pytest.mark.parametrize("features", [np.zeros((1, 4)), np.zeros(4), np.array([[0.0], [np.nan]])])
-def test_features_without_moments_are_refused(features: Array) -> None:
-    assert "features" in refusal(Gaussian.of, features)
+def test_features_that_are_not_finite_are_refused() -> None:
+    assert "features hold NaN or Inf" in refusal(Gaussian.of, np.array([[0.0], [np.nan]]))
 
 
 def test_the_half_width_is_how_far_other_samples_would_move_the_distance() -> None:
@@ -109,7 +108,7 @@ def test_the_half_width_is_how_far_other_samples_would_move_the_distance() -> No
     assert not measured.few_images
 
 
-@pytest.mark.parametrize(("num", "other"), [(8, 100), (100, 8), (3, 3)])
+@pytest.mark.parametrize(("num", "other"), [(8, 100), (100, 8)])
 def test_too_few_images_are_refused_or_marked(num: int, other: int) -> None:
     a, b = _features(0, num, 8), _features(1, other, 8)
     told = refusal(measure, a, b, resamples=2)
@@ -143,7 +142,6 @@ def test_a_kernel_distance_agrees_with_clean_fid() -> None:
     ours = kernel_distance(x, y, subsets=400, subset_size=100)
     assert ours.value == pytest.approx(theirs, rel=0.05)
     assert (found.subset_size, ours.subset_size) == (200, 100)
-    assert "at least 4 images a side, not 3" in refusal(kernel_distance, x[:3], y)
 
 
 def test_its_mean_is_the_same_at_any_number_of_images() -> None:
@@ -198,7 +196,6 @@ def test_both_sides_are_cut_to_one_number() -> None:
     assert precision_recall(fake, real).images == 90
     assert precision_recall(fake, real, most=50).images == 50
     assert precision_recall(fake, real, most=50) == precision_recall(fake, real, most=50)
-    assert "more than 3 images a side, not 3" in refusal(precision_recall, fake[:3], real)
 
 
 @pytest.mark.slow
