@@ -50,7 +50,7 @@ from hddm.evaluation.results import read_result
 from hddm.training.state import wait_for_run
 from hddm.utils.errors import HddmError, asked, counted, shown
 from hddm.utils.files import check_absent, read_json, remove, write_json, write_whole
-from hddm.utils.processes import require_main_guard, stoppable
+from hddm.utils.processes import stoppable
 from hddm.utils.progress import Progress, duration, heard
 from hddm.utils.records import BENCHMARK_FILE, RESULTS_FILE, SAMPLING_FILE
 from hddm.utils.work import Work, differences, machine
@@ -91,7 +91,6 @@ def run_benchmark(
             the step's name.
         Stopped: after a signal, with all finished work saved.
     """
-    require_main_guard()
     check_out(out, file, overwrite)
     work = Work(jobs or out / "jobs", other="another folder")
     plans = [SeedPlan(file, seed, work, data) for seed in file.seeds]

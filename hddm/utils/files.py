@@ -34,11 +34,11 @@ def inside(folder: Path, name: str) -> Path:
     """
     path = PurePosixPath(name)
     odd = not path.parts or ".." in path.parts or any(letter in name for letter in "\\\0\n\r")
-    if any(len(part.encode("utf-8", "surrogatepass")) > _LONGEST_NAME for part in path.parts):
-        raise HddmError(f"{folder}: the name {one_line(name, 60)!r} is too long for a file name")
+    odd |= any(len(part.encode("utf-8", "surrogatepass")) > _LONGEST_NAME for part in path.parts)
     # A colon after one letter is a drive on Windows.
     if odd or path.is_absolute() or name[1:2] == ":":
-        raise HddmError(f"{folder}: the name {name!r} points outside the folder")
+        shown = one_line(repr(name), 60)
+        raise HddmError(f"{folder}: the name {shown} points outside the folder, or is too long")
     try:
         root = folder.resolve()
         target = (root / name).resolve()
@@ -169,8 +169,6 @@ def put_in_place(draft: Path, target: Path, overwrite: bool) -> None:
         sync(path)
     old, gone = (target.parent / f".{target.name}.{kind}-{os.getpid()}" for kind in ("old", "part"))
     try:
-        if target.is_symlink():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
         if overwrite and target.exists():
             shutil.rmtree(old, ignore_errors=True)
             target.rename(old)
@@ -193,9 +191,6 @@ def check_result_file(path: Path, overwrite: bool = False) -> None:
     """Refuse a ``path`` without a folder, and an existing file, unless a result to ``overwrite``."""
     if not path.parent.is_dir():
         raise HddmError(f"`out` {path}: {path.parent} is not a folder; create it first")
-    if path.is_symlink():
-        to = os.readlink(path)
-        raise HddmError(f"`out` {path}: is a link to {to}; name the file itself, or remove the link")
     if not path.exists():
         return
     if not overwrite:
@@ -409,8 +404,6 @@ def kind_of(path: Path) -> Kind:
     """
     with opened(path) as file:
         head = file.read(16)
-    if not head:
-        raise HddmError(f"{path}: is empty; fetch it again")
     if head.startswith(b"PK\x03\x04"):
         return "torch-zip"
     pickled = head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")
@@ -420,12 +413,12 @@ def kind_of(path: Path) -> Kind:
     if pickled:
         return "pickle"
     if head.startswith(b"version https"):
-        raise HddmError(f"{path}: is a Git LFS pointer, not the weights; fetch them with git lfs pull")
-    if head.lstrip().startswith(b"{"):
-        raise HddmError(f"{path}: is JSON, not weights; name the folder that it belongs to")
-    raise HddmError(
-        f"{path}: is neither safetensors nor a PyTorch checkpoint (begins with {head[:8]!r}); fetch it again"
-    )
+        why = "is a Git LFS pointer, not the weights; fetch them with git lfs pull"
+    elif head.lstrip().startswith(b"{"):
+        why = "is JSON, not weights; name the folder that it belongs to"
+    else:
+        why = f"is neither safetensors nor a PyTorch checkpoint (begins with {head[:8]!r}); fetch it again"
+    raise HddmError(f"{path}: {why}")
 
 
 def refuse_pickle(path: Path, allow_pickle: bool) -> None:

@@ -35,33 +35,37 @@ def read_pickle(path: Path, allow_pickle: bool) -> dict[str, Any]:
     holes, for the format before torch 1.6, and for a file that is damaged, imports anything off torch's list,
     or costs much more than it holds.
     """
-    kind = kind_of(path)
     refuse_pickle(path, allow_pickle)
-    if TorchVersion(torch.__version__) < SAFE_TORCH:
-        raise HddmError(
-            f"{path}: reading pickles needs torch>={SAFE_TORCH}, whose unpickler has no known holes, "
-            f"and this is {torch.__version__}; upgrade torch or use a safetensors version"
-        )
-    # torch.load would go by this suffix, not by the content.
-    if path.suffix == ".safetensors":
-        raise HddmError(f"{path}: is a pickle ({kind}) under the name of safetensors; rename it to .pt")
-    # Tensors that such a file uses but does not list would stay uninitialised.
-    if kind == "pickle":
-        raise HddmError(
-            f"{path}: is no archive, as torch has written since 1.6; read it with torch.load(…, "
-            "weights_only=True) and write it again by torch.save"
-        )
     before = identity_of(path)
-    if problem := _problem(path):
-        raise HddmError(f"{path}: {problem}; fetch it again or use a safetensors version")
+    if problem := _known_problem(path) or _problem(path):
+        raise HddmError(f"{path}: {problem}")
     content: dict[str, Any] = _load(path)
     if identity_of(path) != before:
         raise HddmError(f"{path}: changed while it was read; wait until it is complete, and try again")
     return content
 
 
+def _known_problem(path: Path) -> str:
+    """Why the file is not loaded at all; empty if nothing is known of it."""
+    if TorchVersion(torch.__version__) < SAFE_TORCH:
+        return (
+            f"reading pickles needs torch>={SAFE_TORCH}, whose unpickler has no known holes, and this is "
+            f"{torch.__version__}; upgrade torch or use a safetensors version"
+        )
+    # torch.load would go by this suffix, not by the content.
+    if path.suffix == ".safetensors":
+        return "is a pickle under the name of safetensors; rename it to .pt"
+    # Tensors that such a file uses but does not list would stay uninitialised.
+    if kind_of(path) == "pickle":
+        return (
+            "is no archive, as torch has written since 1.6; read it with torch.load(…, "
+            "weights_only=True) and write it again by torch.save"
+        )
+    return ""
+
+
 def _problem(path: Path) -> str:
-    """What stops a child process from loading the file; empty if nothing does."""
+    """What stops a child process from loading the file, and the remedy; empty if nothing does."""
     # The working folder, which the file may have come with, is not searched for modules.
     places = [one for one in sys.path if Path(one).is_absolute()]
     code = f"import sys; sys.path[:] = {places!r}; "
@@ -79,7 +83,7 @@ def _problem(path: Path) -> str:
     except subprocess.TimeoutExpired:
         return f"takes more than {seconds} seconds to load"
     crash = f"ends a process that loads it (code {child.returncode})"
-    return (child.stdout or crash) if child.returncode else ""
+    return f"{child.stdout or crash}; fetch it again or use a safetensors version" if child.returncode else ""
 
 
 def _seconds(path: Path) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from hddm.utils.errors import HddmError, Stopped
+from hddm.utils.errors import Stopped
 
 TOGETHER = 1.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -140,13 +140,6 @@ def switched(module: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(module, name, before)
-
-
-def require_main_guard() -> None:
-    """Raise `HddmError` in a worker that is importing its own script, which would start workers again."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        text = 'put what it runs below if __name__ == "__main__":'
-        raise HddmError(f"worker processes import the script that starts them; {text}")
 
 
 def end_with_parent() -> None:

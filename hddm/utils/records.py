@@ -131,20 +131,23 @@ def parse_record(content: dict[str, Any] | bytes, record: type[AnyRecord], origi
         problems = error.errors()
         # An unknown key before others, since a misspelt key is missing too.
         first = next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
-        if origin == OPTIONS:
-            raise HddmError(_of_arguments(first)) from error
-        # pydantic lists our validators as steps on the way to the value.
-        place = [step for step in first["loc"] if step != "function-after"]
-        key = place and one_line(".".join(map(str, place)), 100)
-        if first["type"] == "extra_forbidden":
-            nearest = did_you_mean(str(place[-1]), _fields_at(record, place[:-1]))
-            raise HddmError(f"{origin}: unknown key {key!r}{nearest}") from error
-        is_shown = first["type"] != "missing" and not isinstance(first["input"], Mapping)
-        value = f" (is {one_line(repr(first['input']), 100)})" if is_shown else ""
-        # A problem of several values together names no key.
-        named = f"key {key!r}{value}: " if key else ""
-        # Keys of a file are not arguments.
-        raise HddmError(f"{origin}: {named}{words(first)}".replace("`", "")) from error
+        text = _of_arguments(first) if origin == OPTIONS else f"{origin}: {_of_keys(first, record)}"
+        raise HddmError(text) from error
+
+
+def _of_keys(problem: ErrorDetails, record: type[BaseModel]) -> str:
+    """Problem of a record that was read from a file."""
+    # pydantic lists our validators as steps on the way to the value.
+    place = [step for step in problem["loc"] if step != "function-after"]
+    key = place and one_line(".".join(map(str, place)), 100)
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {key!r}{did_you_mean(str(place[-1]), _fields_at(record, place[:-1]))}"
+    is_shown = problem["type"] != "missing" and not isinstance(problem["input"], Mapping)
+    value = f" (is {one_line(repr(problem['input']), 100)})" if is_shown else ""
+    # A problem of several values together names no key.
+    named = f"key {key!r}{value}: " if key else ""
+    # Keys of a file are not arguments.
+    return f"{named}{words(problem)}".replace("`", "")
 
 
 def _fields_at(record: type[BaseModel], place: Sequence[int | str]) -> Collection[str]:

@@ -134,8 +134,6 @@ class Work:
     @contextlib.contextmanager
     def held(self, patience: float = PATIENCE) -> Iterator[None]:
         """Keep other processes out within the block; raises as `locked`, and for something else's folder."""
-        if not self.folder.is_dir() and (self.folder.is_symlink() or self.folder.exists()):
-            raise HddmError(f"{self.folder}: is a link that leads nowhere, or a file; remove it")
         # A killed process may leave the lock and drafts of the identity.
         name = self._identity.name
         others = (path for path in self.folder.glob("*") if path.name != _LOCK)

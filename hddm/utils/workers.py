@@ -26,12 +26,10 @@ from hddm.utils.processes import (
     compute_environment,
     end_with_parent,
     environment,
-    require_main_guard,
     stoppable,
 )
 
 RETRIES = 3
-_VMSTAT = Path("/proc/vmstat")
 _MOST = 2**16
 """Bytes of output that are read at once."""
 
@@ -174,7 +172,6 @@ class Workers(Backend):
 
     def __init__(self, count: int = 1, retries: int = 0) -> None:
         super().__init__(count, retries)
-        require_main_guard()
         self._workers: dict[int, _Worker] = {}
 
     def start(self, call: Call) -> "_Worker":
@@ -214,7 +211,7 @@ class _Worker:
 
     def __init__(self, variables: dict[str, str]) -> None:
         self.variables, self.is_busy = variables, False
-        self._output, self._read, self._kills = tempfile.TemporaryFile(), 0, _kills_for_memory()  # noqa: SIM115
+        self._output, self._read = tempfile.TemporaryFile(), 0  # noqa: SIM115
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs,))
@@ -273,17 +270,10 @@ class _Worker:
         self._pass_on()
         code = self.process.exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        if code == -signal.SIGKILL and _kills_for_memory() > self._kills:
-            how += " because memory ran out; let fewer run at a time"
+        if code == -signal.SIGKILL:
+            how += ", probably because memory ran out; let fewer run at a time"
         text = os.pread(self._output.fileno(), _MOST, max(0, self._read - _MOST)).decode(errors="replace")
         return f"{how} ({one_line(text.strip().rpartition(chr(10))[2])})" if text.strip() else how
-
-
-def _kills_for_memory() -> int:
-    """Processes that the system has killed because memory ran out; 0 where it does not count them."""
-    with contextlib.suppress(OSError):
-        return int(_VMSTAT.read_text().partition("oom_kill ")[2].split()[0])
-    return 0
 
 
 def _serve(connection: Connection) -> None:

@@ -38,20 +38,8 @@ def stay_until_told(path: Path, report: Report) -> None:
         time.sleep(0.05)
 
 
-def surroundings(report: Report) -> tuple[int, int, str | None]:
-    import torch
-
-    return os.getpid(), torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
-
-
 def die(report: Report) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die_for_memory(counter: Path, report: Report) -> None:
-    """As the system does it, which counts such deaths."""
-    counter.write_text("oom_kill 8\n")
-    die(report)
 
 
 def give_up(report: Report) -> None:

@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
-from hddm.utils.errors import HddmError, one_line
-from hddm.utils.records import Record, parse_record, read_record
-from hddm_cli.usage import as_typed
+from hddm.utils.errors import HddmError
+from hddm.utils.records import Record, read_record
 
 KNOWN = "2.3"
 
@@ -33,7 +31,7 @@ GOOD: dict[str, Any] = {"format": KNOWN, "steps": 3, "parts": [{"colour": "red"}
 NO_VERSION = "has no format version; was it written by hddm?"
 
 
-@pytest.mark.parametrize("version", ["2.3", "2.0", "2.9", "1.0"])
+@pytest.mark.parametrize("version", ["2.3", "2.9", "1.0"])
 def test_a_format_of_a_known_major_is_read(version: str, tmp_path: Path) -> None:
     path = tmp_path / "thing.json"
     path.write_text(json.dumps(GOOD | {"format": version}))
@@ -52,7 +50,7 @@ def test_a_format_of_a_known_major_is_read(version: str, tmp_path: Path) -> None
         ({"format": KNOWN}, "key 'steps': is required"),
         (GOOD | {"steps": "many"}, "key 'steps' (is 'many'): must be a whole number"),
         ({"format": "3.0", "something_new": 1}, "format 3.0 is newer than 2.3; upgrade hddm-diffusion"),
-        *((GOOD | {"format": one}, NO_VERSION) for one in (None, 2, "", "two", "-1.0")),
+        *((GOOD | {"format": one}, NO_VERSION) for one in (None, "two", "-1.0")),
     ],
     ids=str,
 )
@@ -64,12 +62,6 @@ def test_an_odd_record_is_refused_by_file_and_key(
     with pytest.raises(HddmError) as caught:
         read_record(path, Thing, KNOWN)
     assert str(caught.value) == f"{path}: {problem}"
-
-
-def test_a_record_cannot_be_changed() -> None:
-    thing = parse_record(GOOD, Thing, "test")
-    with pytest.raises(ValidationError):
-        thing.steps = 4
 
 
 @pytest.mark.parametrize(
@@ -87,19 +79,3 @@ def test_an_error_is_the_same_out_of_another_process(message: str, details: list
     assert str(error) == str(again) == text
     assert (again.message, again.details) == (error.message, error.details)
     assert len(error.details) == len(details)
-
-
-@pytest.mark.parametrize(
-    ("text", "typed"),
-    [
-        ("out exists: pass `overwrite=True`", "out exists: pass --overwrite"),
-        ("`max_memory` of 2 MB: hddm assemble A --vae B", "--max-memory of 2 MB: hddm assemble A --vae B"),
-        ("a `b c` d", "a `b c` d"),
-    ],
-)
-def test_the_command_line_prints_arguments_as_options(text: str, typed: str) -> None:
-    assert as_typed(text) == typed
-
-
-def test_backticks_of_other_libraries_are_not_arguments() -> None:
-    assert as_typed(one_line(ValueError("set `weights_only`"))) == "set 'weights_only'"

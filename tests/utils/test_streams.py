@@ -13,7 +13,6 @@ from hddm.running import Seeded
 from hddm.sampling import sample
 from hddm.utils.errors import HddmError
 from hddm.utils.streams import DRAW, FRESH, NOISE, NUMBERS, Use, generator, seed_of, stream
-from tests.cases import ConditionSum
 
 ENDS = (0, 1, 2, 3, 7, 2**16, NUMBERS - 2, NUMBERS - 1)
 """Numbers at both ends of their range, and those that are uses as well."""
@@ -61,12 +60,6 @@ def test_numbers_outside_the_table_are_refused_in_one_line(wrong: int) -> None:
             generator(**{"seed": 0, "use": Use.WEIGHTS, name: wrong})
     with pytest.raises(HddmError):
         Seeded(wrong)
-    field = ConditionSum().field(sample_shape=(1, 2, 2))
-    with pytest.raises(HddmError, match="seed"):
-        sample(field, 1, seed=wrong)
-    if wrong > 0:
-        with pytest.raises(HddmError, match="index 4294967296: must be a whole number"):
-            sample(field, 2, start=NUMBERS - 1)
 
 
 def test_nothing_in_the_library_draws_beside_the_table() -> None:

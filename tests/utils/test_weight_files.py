@@ -254,20 +254,15 @@ def test_a_pickle_renamed_safetensors_is_refused_and_not_run(tmp_path: Path) -> 
 
 def test_what_is_no_file_of_weights_is_named(tmp_path: Path) -> None:
     contents = {
-        "empty": b"",
         "old": b"cposix\nsystem\n(S'true'\ntR.",
         "lfs": b"version https://git-lfs.github.com/spec/v1\n",
     }
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "circle").symlink_to("circle")
     for name, problem in (
-        ("absent", "no such file"),
-        ("circle", "cannot be read"),
         ("pipe", "is not a regular file"),
         ("/dev/zero", "is not a regular file"),
-        ("empty", "is empty"),
         ("old", "is neither safetensors nor a PyTorch checkpoint"),
         ("lfs", "is a Git LFS pointer, not the weights; fetch them with git lfs pull"),
     ):
@@ -302,10 +297,8 @@ def test_links_out_of_the_folder_or_of_a_hub_cache_repository_are_refused(tmp_pa
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ("{", "cannot be read as JSON"),
         ('{"weight_map": ["a"]}', "no weight_map"),
         ('{"weight_map": {"a": 1}}', "gives 'a' to 1"),
-        ('{"weight_map": {"a": "absent"}}', "absent: no such file"),
         ('{"weight_map": {"a": "sub/a.safetensors"}}', "not a plain file name"),
     ],
 )
@@ -342,21 +335,11 @@ def test_values_that_are_not_finite_are_refused_by_key_and_origin(tmp_path: Path
         assert not (tmp_path / "a").exists()
 
 
-def test_plans_that_no_file_can_hold_are_refused_before_one_is_made(tmp_path: Path) -> None:
-    def write(*plans: tuple[str, torch.dtype]) -> str:
-        planned = [Planned(name, (1,), dtype, lambda: torch.ones(1)) for name, dtype in plans]
-        return refusal(write_safetensors, tmp_path / "x", planned)
-
-    assert "two tensors would be 'a'" in write(("a", torch.float32), ("a", torch.float32))
-    assert "torch.complex128, which safetensors lacks" in write(("a", torch.complex128))
-    assert "__metadata__" in write(("__metadata__", torch.float32))
+def test_a_tensor_unlike_its_plan_leaves_no_file(tmp_path: Path) -> None:
     for value in (torch.ones(3), torch.ones(2).half()):
         plan = Planned("a", (2,), torch.float32, lambda value=value: value)
         assert "not (2,) in torch.float32 as planned" in refusal(write_safetensors, tmp_path / "x", [plan])
     assert not (tmp_path / "x").exists()
-    (tmp_path / "x").write_text("mine")
-    assert "exists" in write()
-    assert (tmp_path / "x").read_text() == "mine"
 
 
 def test_a_full_disk_leaves_no_file(tmp_path: Path) -> None:
@@ -364,9 +347,3 @@ def test_a_full_disk_leaves_no_file(tmp_path: Path) -> None:
     with largest_file(MIB):
         assert f"{tmp_path / 'x'}: cannot be written" in refusal(write_safetensors, tmp_path / "x", [plan])
     assert not (tmp_path / "x").exists()
-
-
-def test_the_limits_of_memory_notice_what_is_taken() -> None:
-    with address_space(64 * MIB), pytest.raises(MemoryError):
-        bytearray(1024 * MIB)
-    assert grown_by(lambda: bytes(1) * (64 * MIB) + b"x") > 60 * MIB

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from hddm.utils import workers as module
 from hddm.utils.errors import HddmError
 from hddm.utils.processes import SIGNALS, Interrupted, StopRequest, interruptible
 from hddm.utils.workers import Call, Workers
@@ -50,13 +49,6 @@ def test_results_come_in_the_order_of_the_calls(workers: Workers) -> None:
 
 
 @pytest.mark.integration
-def test_workers_are_other_processes_with_one_thread(workers: Workers) -> None:
-    for pid, *rest in workers.run([Call(chores.surroundings, {}, "a call")] * 3):
-        assert pid != os.getpid()
-        assert rest == [1, "1"]
-
-
-@pytest.mark.integration
 def test_an_error_comes_back_as_it_is_and_stops_what_did_not_start(workers: Workers, tmp_path: Path) -> None:
     later = [Call(chores.touch, {"path": tmp_path / str(n)}, "a call") for n in range(20)]
     with pytest.raises(HddmError, match=r"^a file is missing: add it$"):
@@ -78,9 +70,7 @@ def test_workers_that_are_told_to_stop_begin_nothing_more(tmp_path: Path) -> Non
 
 
 @pytest.mark.integration
-def test_a_worker_that_dies_is_quoted_and_memory_is_blamed_where_the_system_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_worker_that_dies_is_quoted(capfd: pytest.CaptureFixture[str]) -> None:
     with (
         pytest.raises(HddmError, match=r"^a call: its process ended with exit code 3 \(no more room\)$"),
         Workers(2) as pool,
@@ -89,11 +79,8 @@ def test_a_worker_that_dies_is_quoted_and_memory_is_blamed_where_the_system_says
             [Call(chores.square, {"value": 1, "seconds": 60}, "a call"), Call(chores.give_up, {}, "a call")]
         )
     assert capfd.readouterr().err.count("where it was\nno more room\n") == 1
-    counter = tmp_path / "vmstat"
-    counter.write_text("oom_kill 7\n")
-    monkeypatch.setattr(module, "_VMSTAT", counter)
-    with pytest.raises(HddmError, match="was killed by SIGKILL because memory ran out"), Workers(1) as pool:
-        pool.run([Call(chores.die_for_memory, {"counter": counter}, "a call")])
+    with pytest.raises(HddmError, match="was killed by SIGKILL, probably because memory"), Workers(1) as pool:
+        pool.run([Call(chores.die, {}, "a call")])
 
 
 @pytest.mark.integration
