@@ -1,9 +1,9 @@
 """Verbs that write, killed at any moment and run again; for `tests.soak`.
 
 A verb runs by its command line in a process that is forked after the imports, so that a life costs no more
-than its work. It is killed, or told to stop, at one of its changes of files, or after some time. What then
-lies where it writes is what lay there before, or what an undisturbed run writes. Run again until it lives to
-its end, it writes exactly that, and leaves nothing beside it.
+than its work. It is killed, or told to stop, at one of its changes of files. What then lies where it writes
+is what lay there before, or what an undisturbed run writes. Run again until it lives to its end, it writes
+exactly that, and leaves nothing beside it.
 """
 
 import contextlib
@@ -39,24 +39,18 @@ _NEW = f"{_TRAINING} --size tiny"
 
 @dataclass(frozen=True)
 class Verb:
-    """A command that writes ``target`` in a folder with ``inputs``; ``--resume`` goes on where it can.
-
-    With ``in_parts`` every folder in ``target`` appears by itself.
-    """
+    """A command that writes ``target`` in a folder with ``inputs``; ``--resume`` goes on where it can."""
 
     name: str
     command: str
     inputs: tuple[str, ...]
     target: str = "out"
     resumes: bool = False
-    in_parts: bool = False
-    weight: float = 1.0
 
 
 _EXPERT = "train expert shards/shard_0 --out out"
 _OLD = "experts/expert_0"
 _INIT = f"--init {_OLD} --objective flow"
-_ALL = "train all --shards shards --out out --objective flow"
 _SAMPLES = "--num-images 6 --batch-size 2 --steps 3"
 _REFERENCE = "--reference shards --allow-few"
 VERBS = (
@@ -66,7 +60,6 @@ VERBS = (
     Verb("train expert", f"{_EXPERT} --objective ddpm {_NEW}", ("shards",), resumes=True),
     Verb("train --init", f"{_EXPERT} {_INIT} {_TRAINING}", ("shards", "experts"), resumes=True),
     Verb("train router", f"train router shards --out out --calibrate {_NEW}", ("shards",), resumes=True),
-    Verb("train all", f"{_ALL} {_NEW}", ("shards",), resumes=True, in_parts=True, weight=0.2),
     Verb("distill", f"distill ensemble --data shards --out out {_NEW}", ("shards", "ensemble"), resumes=True),
     Verb("sample", f"sample ensemble --out out {_SAMPLES}", ("ensemble",), resumes=True),
     Verb("convert", "convert sd --out out", ("sd",)),
@@ -93,26 +86,19 @@ _INPUTS = (
 
 @dataclass(frozen=True)
 class Moment:
-    """The end of a life: ``number`` is sent at the change of that index, or after the seconds."""
+    """The end of a life: ``number`` is sent at the change of that index."""
 
     number: signal.Signals
-    change: int | None = None
-    seconds: float | None = None
-
-    def __str__(self) -> str:
-        when = f"change {self.change}" if self.seconds is None else f"{self.seconds:.3f} s"
-        return f"{self.number.name} at {when}"
+    change: int
 
 
 @dataclass(frozen=True)
 class Whole:
-    """What an undisturbed run of a verb writes, how many changes it makes, and how long it takes."""
+    """What an undisturbed run of a verb writes, and how many changes it makes."""
 
     content: dict[str, bytes]
     before: dict[str, bytes]
     changes: int
-    seconds: float
-    in_parts: bool
 
     def is_done(self, target: Path) -> bool:
         """True for the whole result, False for what lay there before; else a `Surprise`."""
@@ -123,13 +109,8 @@ class Whole:
         if found == self.before:
             return False
         names = found.keys() | self.content.keys()
-        if self.in_parts:
-            begun = {Path(name).parts[1] for name in found}
-            names = {name for name in names if Path(name).parts[1] in begun}
         other = sorted(name for name in names if found.get(name) != self.content.get(name))
-        if other:
-            raise Surprise(f"half-written: {', '.join(other[:5])}")
-        return False
+        raise Surprise(f"half-written: {', '.join(other[:5])}")
 
 
 class Surprise(Exception):
@@ -155,12 +136,11 @@ def write_inputs(folder: Path) -> None:
 def whole(verb: Verb, inputs: Path, place: Path) -> Whole:
     """Run a verb undisturbed."""
     _lay_out(verb, inputs, place)
-    before, start = _content(place / verb.target), time.monotonic()
+    before = _content(place / verb.target)
     code, said = life(place, verb.command, counted := place / ".changes")
     if code:
         raise RuntimeError(f"{verb.command}: {said}")
-    changes, seconds = int(counted.read_text()), time.monotonic() - start
-    return Whole(_content(place / verb.target), before, changes, seconds, verb.in_parts)
+    return Whole(_content(place / verb.target), before, int(counted.read_text()))
 
 
 def kill(
@@ -173,9 +153,10 @@ def kill(
     _lay_out(verb, inputs, place)
     target, is_done, command = place / verb.target, False, verb.command
     for _ in range(rng.randint(1, _MOST_LIVES)):
-        moment = _moment(expected, rng)
+        number = rng.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT))
+        moment = Moment(number, rng.randint(1, expected.changes))
         code, said = life(place, command, None, moment)
-        story.append(f"{command}: {moment}, ended with {code}\n{said}")
+        story.append(f"{command}: {number.name} at change {moment.change}, ended with {code}\n{said}")
         if code not in (0, -moment.number, 128 + moment.number):
             raise Surprise(f"exit code {code} after {moment.number.name}")
         is_done = expected.is_done(target)
@@ -192,13 +173,6 @@ def kill(
         left = [path.name for path in target.parent.iterdir() if path.name.startswith(f".{target.name}.")]
         if left:
             raise Surprise(f"left beside: {', '.join(one.split('-')[0] for one in sorted(left))}")
-
-
-def _moment(expected: Whole, rng: random.Random) -> Moment:
-    number = rng.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT))
-    if rng.random() < 0.25:
-        return Moment(number, seconds=rng.random() * expected.seconds)
-    return Moment(number, rng.randint(1, expected.changes))
 
 
 def _lay_out(verb: Verb, inputs: Path, place: Path) -> None:
@@ -238,19 +212,13 @@ def life(
     if child == 0:
         _live(place, command, words, counted, moment)
     end = time.monotonic() + SECONDS
-    alarm = None if moment is None or moment.seconds is None else time.monotonic() + moment.seconds
     ended = status = 0
     while True:
         if not ended:
             ended, status = os.waitpid(child, os.WNOHANG)
         if ended and not _lives(child):
             return os.waitstatus_to_exitcode(status), words.read_text(errors="replace")[-3000:]
-        now = time.monotonic()
-        if alarm is not None and moment is not None and now >= alarm:
-            alarm = None
-            if not ended:
-                os.kill(child, moment.number)
-        if now > end:
+        if time.monotonic() > end:
             os.killpg(child, signal.SIGKILL)
             raise Surprise(f"does not end within {SECONDS} s")
         time.sleep(0.005)

@@ -1,6 +1,5 @@
 """Kinds of artefacts that hddm reads, a valid one of each, and the public function that reads it."""
 
-import contextlib
 import hashlib
 import json
 import shutil
@@ -28,7 +27,6 @@ from hddm.data.sources import open_source
 from hddm.evaluation.compare import summary, table
 from hddm.evaluation.images import conditions, read_data, read_sampling
 from hddm.evaluation.results import read_groups, refuse_incomparable
-from hddm.experts.assembly import change
 from hddm.experts.records import read_expert, read_router
 from hddm.experts.topics import describe_topic
 from hddm.networks.prompts import PipelineText
@@ -40,8 +38,8 @@ from hddm.training.router import train_router
 from hddm.training.settings import DistillSettings, ExpertSettings, RouterSettings, RunOptions, settings_of
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
-from tests.artefacts import Died, ending_at, expert_settings, router_settings, write_images
-from tests.benchmark_files import CONTENT, file, finish, run_inline
+from tests.artefacts import expert_settings, router_settings, write_images
+from tests.benchmark_files import CONTENT
 from tests.checkpoint_files import dit, pipeline, pixart, plain_unet, text_unet
 from tests.component_files import write_clip, write_vae
 from tests.data.test_sources import IMAGE, encoded, rows_of, write_parquet, write_tar
@@ -150,10 +148,6 @@ def _read_ensemble(folder: Path) -> None:
     with torch.no_grad():
         given = pipe.encode(["a cat"]).given
         ensemble.velocity(torch.zeros(1, 4, 4, 4), torch.tensor([0.5]), **given)
-
-
-def _read_changed_ensemble(folder: Path) -> None:
-    change(folder, remove=["1"], out=folder.with_name(f"{folder.name}.changed"), overwrite=True)
 
 
 def _write_adapter(folder: Path) -> None:
@@ -287,32 +281,6 @@ def _read_results(folder: Path) -> None:
     _compare(folder / "a.json", folder / "b.json")
 
 
-def _write_benchmark_results(folder: Path) -> None:
-    made = finish(folder.parent / "benchmark")
-    content = json.loads((made.out / "results.json").read_text())
-    for row in content["scored"]:
-        row["evaluation"] |= {"comparable": True, "reasons": []}
-    for name in "ab":
-        (folder / name).mkdir(parents=True)
-        (folder / name / "results.json").write_text(json.dumps(content))
-
-
-def _read_benchmark_results(folder: Path) -> None:
-    inspected(folder / "a")
-    _compare(folder / "a", folder / "b")
-
-
-def _write_jobs(folder: Path) -> None:
-    """A benchmark of which the results are lost, so that they are collected from its jobs."""
-    made = finish(folder.parent / "benchmark-of-jobs")
-    made.out.rename(folder)
-    (folder / "results.json").unlink()
-
-
-def _read_jobs(folder: Path) -> None:
-    run_inline(file(), folder, folder.parent / "benchmark-of-jobs" / "data")
-
-
 def _write_settings(folder: Path) -> None:
     folder.mkdir()
     (folder / "benchmark.yaml").write_text(json.dumps(CONTENT, indent=1))
@@ -327,22 +295,6 @@ def _read_settings(folder: Path) -> None:
         values = {"objective": "flow", "steps": 3, "teacher": "shard"}
         known = {key: value for key, value in values.items() if key in kind.model_fields}
         settings_of(kind, folder / "run.yaml", known)
-
-
-def _train(folder: Path) -> None:
-    """Train until step 4 of 6, or go on from there."""
-    data = folder.parent / "run-data"
-    if not data.exists():
-        partition(write_images(folder.parent / "images-of-run"), data, 1)
-    options = RunOptions(checkpoint_every=2, resume=True)
-    chosen = expert_settings("flow", steps=6, threads=1, device="cpu")
-    with contextlib.suppress(Died):
-        train_expert(data / "shard_0", folder / "expert", chosen, run=options, on_step=ending_at(4))
-
-
-def _read_run(folder: Path) -> None:
-    inspected(folder / "expert.run")
-    _train(folder)
 
 
 def _write_samples(folder: Path) -> None:
@@ -390,21 +342,10 @@ def _write_described(folder: Path) -> None:
     (folder / "metadata.jsonl").write_text("\n".join(lines))
 
 
-def _write_features(folder: Path) -> None:
-    images = write_images(folder.parent / "images-of-features")
-    partition(images, folder.parent / "features-out", 2, cache=folder)
-
-
-def _read_features(folder: Path) -> None:
-    images, out = folder.parent / "images-of-features", folder.with_name(f"{folder.name}.shards")
-    partition(images, out, 2, cache=folder, overwrite=True)
-
-
 _KINDS = (
     Kind("expert", _write_expert, _read_expert, 4),
     Kind("router", _write_router, _read_router, 2),
     Kind("ensemble", _write_ensemble, _read_ensemble, 3, is_quick=False),
-    Kind("ensemble-to-change", _write_ensemble, _read_changed_ensemble, 1, is_quick=False),
     Kind("adapter", _write_adapter, _read_adapter, 2),
     Kind("lora", _write_lora, _read_lora, 2),
     Kind("paris", write_paris, _read_paris, 1, is_quick=False),
@@ -418,13 +359,9 @@ _KINDS = (
     Kind("vae", write_vae, _read_vae, 2),
     Kind("scheduler", _write_scheduler, _read_scheduler, 3),
     Kind("results", _write_results, _read_results, 4),
-    Kind("benchmark-results", _write_benchmark_results, _read_benchmark_results, 2, is_quick=False),
-    Kind("jobs", _write_jobs, _read_jobs, 0.3, is_quick=False),
     Kind("settings", _write_settings, _read_settings, 4),
-    Kind("run", _train, _read_run, 0.3, is_quick=False),
     Kind("samples", _write_samples, _read_samples, 1),
     Kind("tar", _write_tar, _read_source, 3),
     Kind("parquet", _write_parquet, _read_source, 2),
     Kind("metadata", _write_described, _read_source, 2),
-    Kind("features", _write_features, _read_features, 0.5, is_quick=False),
 )

@@ -90,7 +90,7 @@ def attack_writing(
     number = 0
     while goes_on(number):
         number += 1
-        (verb,) = rng.choices(chosen, [verb.weight for verb in chosen])
+        verb = rng.choice(chosen)
         own, story = random.Random(rng.randrange(2**62)), list[str]()
         if verb.name not in wholes:
             wholes[verb.name] = kills.whole(verb, inputs, place)
