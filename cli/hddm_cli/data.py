@@ -19,8 +19,7 @@ def check(
 ) -> None:
     """List corrupt, oversized and duplicate images.
 
-    Exits with 1 if more than --max-bad images are corrupt or oversized. Duplicates shared by both sides of a
-    split (train and test folders, or a partition's training and held-out images) are listed separately.
+    Exits with 1 if more than --max-bad images are corrupt or oversized.
     """
     from hddm.data.check import check_data
     from hddm.utils.errors import counted

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hddm.data.images import (
@@ -58,7 +59,7 @@ from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import refuse_full_disk, sha256_of, write_json, write_whole
 from hddm.utils.progress import Progress
 from hddm.utils.records import Record
-from hddm.utils.tensors import Planned, available_device, write_safetensors
+from hddm.utils.tensors import available_device
 from hddm.utils.work import open_draft
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ def _write_file(
             )
         advance(len(batch))
     tensors = {key: torch.cat([rows[key] for rows in encoded]) for key in encoder.layout}
-    write_whole(path, partial(_write_tensors, tensors=tensors))
+    write_whole(path, partial(save_file, tensors))
     facts = FileRecord(file=path.name, sha256=sha256_of(path), rows=len(indices) - len(skipped))
     return DataFile(facts=facts, skipped=tuple(skipped))
 
@@ -194,8 +195,7 @@ def _write_manifest(
     null = None
     if encoder.text is not None:
         tokens = encoder.narrowed(TOKENS, embed(*encoder.text, [""]).tokens, [])
-        (folder / NULL).unlink(missing_ok=True)
-        _write_tensors(folder / NULL, {TOKENS: tokens})
+        save_file({TOKENS: tokens}, folder / NULL)
         null = FileRecord(file=NULL, sha256=sha256_of(folder / NULL), rows=1)
     added = {
         "format": FORMAT,
@@ -209,12 +209,6 @@ def _write_manifest(
     manifest = source.model_copy(update=added)
     write_json(folder / MANIFEST, manifest.model_dump(mode="json"))
     return manifest
-
-
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    write_safetensors(
-        path, [Planned(name, tuple(one.shape), one.dtype, one.detach) for name, one in tensors.items()]
-    )
 
 
 @dataclass(frozen=True)

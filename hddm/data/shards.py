@@ -313,14 +313,9 @@ def joined(shards: Sequence[Shard], folder: Path) -> Shard:
     shards that differ in shape, classes, VAE or partition.
     """
     first = shards[0]
-    for name in ("shape", "classes", "vae", "partition"):
-        expected = getattr(first, name)
-        for other in shards:
-            if getattr(other, name) != expected:
-                raise HddmError(
-                    f"{folder}: its shards do not belong together: {name} of {other.folder.name} is "
-                    f"{getattr(other, name)}, and {expected} of {first.folder.name}"
-                )
+    if len({(one.shape, one.classes, one.vae, one.partition) for one in shards}) > 1:
+        text = "its shards do not belong together: they differ in shape, classes, VAE or partition"
+        raise HddmError(f"{folder}: {text}")
     labels = [one.labels for one in shards if one.labels is not None]
     digest = hashlib.sha256("\n".join(one.hash for one in shards).encode()).hexdigest()
     return Shard(

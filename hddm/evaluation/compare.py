@@ -363,11 +363,6 @@ def _notes(groups: Sequence[ResultGroup], judged: int) -> list[str]:
             notes.append(f"All results of {group.name} are of one model: s is over sampling seeds alone.")
         if None in group.sources:
             notes.append(f"How the images of {group.name} were sampled is not recorded.")
-    found = [result.content.versions for group in groups for result in group.results]
-    for package in dict.fromkeys(name for versions in found for name in versions):
-        others = sorted({str(versions.get(package)) for versions in found})
-        if len(others) > 1:
-            notes.append(f"Measured with different versions of {package}: {', '.join(others)}.")
     return notes
 
 

@@ -48,32 +48,15 @@ def test_modes_sizes_classes_and_bad_images_are_counted_and_named(tmp_path: Path
     assert all(str(tmp_path / bad.name) in bad.reason for bad in report.bad)
 
 
-def test_equal_images_on_both_sides_of_a_split_are_told_apart_from_copies(
-    tmp_path: Path, hddm: Command
-) -> None:
-    levels = {"train/cat/1": 1, "train/cat/2": 2, "train/dog/1": 1, "train/dog/3": 3, "test/cat/8": 8}
+def test_equal_images_are_listed_whatever_their_files(tmp_path: Path, hddm: Command) -> None:
+    levels = {"train/cat/1": 1, "train/cat/2": 2, "train/dog/1": 1, "train/dog/3": 3}
     write(tmp_path, {f"{name}.png": encoded(level) for name, level in levels.items()})
-    write(tmp_path, {"test/dog/9.bmp": encoded(2, "BMP"), "more/3.png": encoded(3)})
-    report = check_data(tmp_path)
-    assert report.split == ["test", "train"]
-    assert report.across_split == [["test/dog/9.bmp", "train/cat/2.png"]]
-    assert report.duplicates == [["more/3.png", "train/dog/3.png"], ["train/cat/1.png", "train/dog/1.png"]]
+    write(tmp_path, {"test/dog/9.bmp": encoded(2, "BMP")})
     code, out, _ = hddm("data", "check", tmp_path)
-    title = "equal images on several sides of the split (test, train): 1"
-    assert f"{title}\n  test/dog/9.bmp = train/cat/2.png\n" in out
-    assert out.endswith("7 images, 0 bad, 3 that occur more than once, 1 on several sides of the split\n")
-    assert "  sides of a split: test (2), train (4); training on them together learns them as classes" in out
-    assert (code, "  classes: " in out) == (0, False)
+    listed = "  test/dog/9.bmp = train/cat/2.png\n  train/cat/1.png = train/dog/1.png\n"
+    assert (code, f"equal images: 2\n{listed}" in out) == (0, True)
+    assert out.endswith("5 images, 0 bad, 2 that occur more than once\n")
     assert "  classes: 2, 2 images each\n" in hddm("data", "check", tmp_path / "train")[1]
-    (tmp_path / "test" / "dog" / "9.bmp").unlink()
-    assert hddm("data", "check", tmp_path)[1].endswith(", 0 on several sides of the split\n")
-
-
-@pytest.mark.parametrize("other", ["car", "bus", "validate"])
-def test_a_class_called_train_makes_no_split(other: str, tmp_path: Path, hddm: Command) -> None:
-    write(tmp_path, {"train/1.png": encoded(1), f"{other}/1.png": encoded(1)})
-    assert (check_data(tmp_path).split, check_data(tmp_path).across_split) == ([], [])
-    assert "split" not in hddm("data", "check", tmp_path)[1]
 
 
 def test_tar_and_parquet_are_checked_by_row(tmp_path: Path) -> None:
@@ -87,7 +70,7 @@ def test_tar_and_parquet_are_checked_by_row(tmp_path: Path) -> None:
     report = check_data(write_parquet(tmp_path / "a.parquet", {"image": images}, rows=7))
     assert [(bad.name, bad.kind) for bad in report.bad] == [("00000040.img", "unreadable")]
     assert report.duplicates == [[f"{i:08}.img" for i in (3, 70, 90)]]
-    assert (report.shared, report.parts[0].modes) == ([], {"L": 99})
+    assert report.parts[0].modes == {"L": 99}
 
 
 def test_each_shard_of_a_partition_is_a_part_and_shared_images_are_told(tmp_path: Path) -> None:
@@ -110,9 +93,7 @@ def test_each_shard_of_a_partition_is_a_part_and_shared_images_are_told(tmp_path
         ("images/001.png", "unreadable"),
     ]
     assert "changed since the partition" in report.bad[1].reason
-    assert (report.shared, report.duplicates) == ([], [])
-    assert report.split == ["training", "held_out"]
-    assert report.across_split == [["shard_1/images/000.png", "held_out/shard_1/images/000.png"]]
+    assert report.duplicates == [["shard_1/images/000.png", "held_out/shard_1/images/000.png"]]
     assert report.parts[0].classes == {"cat": 2, "dog": 1}
     assert check_data(tmp_path / "shard_0").kind == "shard"
 
