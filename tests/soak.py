@@ -1,8 +1,7 @@
-"""Attacks without end on what hddm reads and writes: ``python -m tests.soak --minutes 10 --seed 0``.
+"""Attacks without end on what hddm reads: ``python -m tests.soak --minutes 10 --seed 0``.
 
-Files of every kind are spoiled and read; verbs that write are killed and run again. An attack draws from a
-seed, which is printed, and keeps what surprised it in a folder: the spoiled artefact, or what a killed verb
-left; and a note of how. Exit code 1 if anything did.
+Files of every kind are spoiled and read. An attack draws from a seed, which is printed, and keeps what
+surprised it in a folder: the spoiled artefact, and a note of how. Exit code 1 if anything did.
 """
 
 import argparse
@@ -23,7 +22,6 @@ from pathlib import Path
 from types import FrameType
 
 from hddm.utils.errors import HddmError
-from tests import kills
 from tests.hostile import address_space
 from tests.mutations import spoil
 from tests.readers import Kind, kinds
@@ -73,36 +71,6 @@ def attack_reading(
         number += 1
         (kind,) = rng.choices(chosen, weights)
         _attack(kind, random.Random(rng.randrange(2**62)), kind.place, keep, found)
-    return found
-
-
-def attack_writing(
-    root: Path, keep: Path, seed: int, goes_on: Callable[[int], bool], only: str = ""
-) -> Findings:
-    """Kill one verb after another and run it again; arguments as in `attack_reading`, ``only`` chooses verbs.
-
-    A kill leaves nothing half-written, and the next run writes what an undisturbed one does (`tests.kills`).
-    """
-    found, rng, wholes = Findings(), random.Random(seed), dict[str, kills.Whole]()
-    chosen = [verb for verb in kills.VERBS if only in verb.name]
-    inputs, place = root / "inputs", root / "place"
-    kills.write_inputs(inputs)
-    number = 0
-    while goes_on(number):
-        number += 1
-        verb = rng.choice(chosen)
-        own, story = random.Random(rng.randrange(2**62)), list[str]()
-        if verb.name not in wholes:
-            wholes[verb.name] = kills.whole(verb, inputs, place)
-        try:
-            kills.kill(verb, wholes[verb.name], inputs, place, own, story)
-        except kills.Surprise as surprise:
-            what = f"{verb.name}: {surprise}"
-            found.surprises[what] += 1
-            if found.surprises[what] == 1:
-                kept = _kept(place, keep, verb.name.replace(" ", "-"), "\n\n".join([what, *story]))
-                print(f"SURPRISE {what}, kept in {kept}", flush=True)
-        found.tried[f"kills of {verb.name}"] += sum("SIG" in life for life in story)
     return found
 
 
@@ -183,36 +151,27 @@ def _limited() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-ATTACKS: dict[str, Callable[..., Findings]] = {"reading": attack_reading, "writing": attack_writing}
-"""Attacks by name."""
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run attacks for some minutes, and return the exit code."""
+    """Attack for some minutes, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=None, help="default: by the clock; it is printed")
-    parser.add_argument("--attack", choices=list(ATTACKS), action="append", help="default: one after another")
-    parser.add_argument("--only", default="", help="kinds of artefacts, or verbs, with this in their name")
+    parser.add_argument("--only", default="", help="kinds of artefacts with this in their name")
     parser.add_argument("--keep", type=Path, default=Path("soak"), help="folder for what fails")
     given = parser.parse_args(arguments)
     seed = int(time.time()) if given.seed is None else given.seed
-    chosen = given.attack or list(ATTACKS)
-    surprises = 0
-    for name in chosen:
-        minutes, end = given.minutes / len(chosen), list[float]()
-        print(f"attack on {name}: seed {seed}, {minutes:g} minutes", flush=True)
+    print(f"seed {seed}, {given.minutes:g} minutes", flush=True)
+    end: list[float] = []
 
-        def goes_on(number: int, minutes: float = minutes, end: list[float] = end) -> bool:
-            # The clock starts when the valid artefacts are made.
-            end[:] = end or [time.monotonic() + 60 * minutes]
-            return time.monotonic() < end[0]
+    def goes_on(number: int) -> bool:
+        # The clock starts when the valid artefacts are made.
+        end[:] = end or [time.monotonic() + 60 * given.minutes]
+        return time.monotonic() < end[0]
 
-        with tempfile.TemporaryDirectory() as root:
-            found = ATTACKS[name](Path(root), given.keep, seed, goes_on, given.only)
-        print(found, flush=True)
-        surprises += len(found.surprises)
-    return int(surprises > 0)
+    with tempfile.TemporaryDirectory() as root:
+        found = attack_reading(Path(root), given.keep, seed, goes_on, given.only)
+    print(found, flush=True)
+    return int(bool(found.surprises))
 
 
 if __name__ == "__main__":

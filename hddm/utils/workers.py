@@ -271,7 +271,7 @@ class _Worker:
         code = self.process.exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         if code == -signal.SIGKILL:
-            how += ", probably because memory ran out; let fewer run at a time"
+            how += ", probably because memory ran out, so let fewer run at a time"
         text = os.pread(self._output.fileno(), _MOST, max(0, self._read - _MOST)).decode(errors="replace")
         return f"{how} ({one_line(text.strip().rpartition(chr(10))[2])})" if text.strip() else how
 
