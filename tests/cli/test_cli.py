@@ -170,7 +170,7 @@ def test_a_result_replaces_no_link_and_no_other_file(images: Path, tmp_path: Pat
     (tmp_path / "link.json").symlink_to(mine)
     before = contents(tmp_path)
     for out, said in (
-        ("link.json", f"is a link to {mine}; name the file itself"),
+        ("link.json", "is not a result of an evaluation"),
         ("nowhere/a.json", f"{tmp_path / 'nowhere'} is not a folder; create it first"),
         ("mine.json", "is not a result of an evaluation"),
     ):
