@@ -1,7 +1,7 @@
 """hddm partition."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -17,9 +17,7 @@ def partition(
     ],
     out: Out,
     settings: PartitionSettings,
-    shards: Annotated[
-        str | None, typer.Option(metavar="NUMBER|auto", help="Number of shards; auto proposes 2 to 16.")
-    ] = None,
+    shards: Annotated[int | None, typer.Option(min=1, metavar="NUMBER", help="Number of shards.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Split images into shards of similar content, or by class.
@@ -28,7 +26,6 @@ def partition(
     """
     if (shards is None) == (not settings.classes):
         raise UsageError("--shards NUMBER splits by content, --classes NAME=CLASS,CLASS by class; pass one")
-    number = len(settings.classes) if shards is None else _number(shards)
     from hddm.data.partition import partition as divide
     from hddm.data.shard_records import (
         FORMAT,
@@ -43,12 +40,10 @@ def partition(
 
     cache, held_out = settings.cache, settings.held_out
     kept = cache or out.with_name(f"{out.name}.features")
-    options = settings.model_copy(update={"cache": kept})
+    options, number = settings.model_copy(update={"cache": kept}), shards or len(settings.classes)
     with Progress(None, "partition"):
         folders = divide(images, out, number, options, overwrite=overwrite, replace_cache=overwrite and cache is None)
     record = read_record(out / PARTITION_FILE, PartitionRecord, FORMAT)
-    for number, silhouette in (record.proposal or {}).items():
-        typer.echo(f"{counted(number, 'shard')}: silhouette {silhouette:.3f}")
     root = images[0] if len(images) == 1 else Path()
     for name in shown([f"{root / name}: cannot be read" for name in record.skipped]):
         typer.echo(f"skipped {name}", err=True)
@@ -75,9 +70,3 @@ def partition(
         typer.echo(f"{kept}: features, {again}; they can be deleted")
 
 
-def _number(text: str) -> int | Literal["auto"]:
-    if text == "auto":
-        return "auto"
-    if not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"--shards {text}: must be a whole number from 1, or auto")
-    return int(text)

@@ -6,7 +6,6 @@ distance. The two levels follow MoDE (arXiv:2404.16030), used by DDM (arXiv:2501
 random mini-batches, and all points are assigned once, at the end.
 """
 
-import math
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Protocol
@@ -251,47 +250,3 @@ def _assign(points: Array, centres: Array) -> Indices:
     _, taken = linear_sum_assignment(cost)
     chosen: Indices = places[taken]
     return chosen
-
-
-LARGEST = 16
-FINE = 240
-"""Fine clusters from which shards are tried; a multiple of most numbers up to 16."""
-SAMPLE = 8192
-"""Points that the criterion is measured on."""
-STARTS = 3
-
-
-def propose(points: Points, least: float, seed: int = 0) -> dict[int, float]:
-    """Mean simplified silhouettes, to four digits, for 2, 3, … up to `LARGEST` clusters.
-
-    The silhouette of a point is (b - a) / max(a, b), with a its cosine distance to the centre of its own
-    cluster and b to the nearest other: 1 for clusters that are points, 0 or less for arbitrary ones. Fine
-    clusters are made once and merged for each number of clusters from `STARTS` starts; the start with the
-    nearest centres counts. Source: Vendramin, Campello and Hruschka, "Relative clustering validity criteria"
-    (2010), which measures distances to centres instead of all points.
-
-    Clusters have at least ``least`` points on average; there are enough for two.
-    """
-    num = len(points)
-    most = min(LARGEST, math.floor(num / least + 1e-9))
-    assignment, centres = balanced_kmeans(points, min(FINE, num // 2), seed)
-    draws = np.random.default_rng(stream(seed, Use.SILHOUETTES))
-    rows = np.sort(draws.choice(num, min(SAMPLE, num), replace=False))
-    near = normalise(points[rows])
-    silhouettes = {}
-    for k in range(2, most + 1):
-        tries = [balanced_kmeans(centres, k, seed, run=1 + start) for start in range(STARTS)]
-        coarse, of_coarse = max(tries, key=lambda one: float((centres * one[1][one[0]]).sum()))
-        silhouettes[k] = round(silhouette(near, coarse[assignment[rows]], of_coarse), 4)
-    return silhouettes
-
-
-def silhouette(points: Array, assignment: np.ndarray, centres: Array) -> float:
-    """Mean simplified silhouette of unit ``points`` (N, d) under unit ``centres`` (k, d), k ≥ 2."""
-    distances = 1 - points @ centres.T
-    rows = np.arange(len(points))
-    own = distances[rows, assignment]
-    distances[rows, assignment] = np.inf
-    other = distances.min(1)
-    larger = np.maximum(own, other)
-    return float(np.mean(np.divide(other - own, larger, out=np.zeros_like(own), where=larger > 0)))

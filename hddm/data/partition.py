@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from hddm.data.clustering import Indices, cluster, propose
+from hddm.data.clustering import Indices, cluster
 from hddm.data.features import ImageFeatures, compute_features, open_feature_extractor
 from hddm.data.images import contact_sheet, lines_of, open_image
 from hddm.data.shard_records import (
@@ -49,7 +48,7 @@ _ROUNDING = 1e-9
 def partition(
     images: Path | Sequence[Path],
     out: Path,
-    num_shards: int | Literal["auto"],
+    num_shards: int,
     settings: PartitionSettings,
     *,
     overwrite: bool = False,
@@ -63,7 +62,7 @@ def partition(
     Args:
         images: source, as in `hddm.data.sources.open_source`, or several that are taken together.
         out: folder of the partition.
-        num_shards: a number, or "auto" for the largest silhouette (`hddm.data.clustering.propose`).
+        num_shards: number of shards.
         settings: its fields are keywords: see `hddm.settings.PartitionSettings`. Without a ``cache``,
             features are not kept.
         overwrite: replace an existing partition.
@@ -85,7 +84,7 @@ def partition(
     source = pick(sources, settings.only.split(",") if settings.only else ())
     # Images that a shard needs to expect `MIN_IMAGES` on both sides.
     needed = MIN_IMAGES / (min(held_out, 1 - held_out) if held_out else 1)
-    least = math.ceil(needed * (2 if num_shards == "auto" else num_shards) - _ROUNDING)
+    least = math.ceil(needed * num_shards - _ROUNDING)
     if len(source) < least:
         why = f" and `held_out` {held_out:g}, to have {MIN_IMAGES} on each side" if held_out else ""
         text = f"{len(source)} images are too few for `shards` {num_shards}{why}: it takes {least}"
@@ -97,24 +96,23 @@ def partition(
     passing = TemporaryDirectory(prefix=f".{out.name}.features-", dir=out.parent) if cache is None else None
     with passing or nullcontext(str(cache)) as place:
         found = compute_features(source, extractor, Path(place), settings.max_bad, replace_cache)
-        proposal = propose(found, needed, seed) if num_shards == "auto" else None
-        # Of equals, the smaller.
-        wanted = max(proposal, key=lambda k: (proposal[k], -k)) if proposal else int(num_shards)
-        fine = 0 if shard_of is not None else FINE_PER_SHARD * wanted
+        fine = 0 if shard_of is not None else FINE_PER_SHARD * num_shards
         if shard_of is None:
-            assignment = cluster(found, wanted, fine, seed)
+            assignment = cluster(found, num_shards, fine, seed)
         else:
             assignment = shard_of[np.asarray(source.labels)[found.rows]]
         # The first 8 bytes of each pixel hash, in [0, 1); images below the share are held out.
         numbers = np.ascontiguousarray(found.pixels[:, :8]).view(">u8")[:, 0] / 2.0**64
         is_held_out = numbers < held_out
         sizes, held = (
-            np.bincount(assignment[side], minlength=wanted).tolist() for side in (~is_held_out, is_held_out)
+            np.bincount(assignment[side], minlength=num_shards).tolist()
+            for side in (~is_held_out, is_held_out)
         )
         if (left := min(sizes)) < MIN_IMAGES:
-            text = f"{source.root}: with `shards` {wanted}, `held_out` {held_out:g} shard {sizes.index(left)}"
+            options = f"with `shards` {num_shards}, `held_out` {held_out:g}"
             needs = f"has {counted(left, 'image')} left to train on and needs {MIN_IMAGES}"
-            raise HddmError(f"{text} {needs}; use a smaller `held_out`, or fewer shards")
+            text = f"{options} shard {sizes.index(left)} {needs}; use a smaller `held_out`, or fewer shards"
+            raise HddmError(f"{source.root}: {text}")
         with new_folder(out, PARTITION_FILE, overwrite) as draft:
             record = PartitionRecord(
                 format=FORMAT,
@@ -124,21 +122,18 @@ def partition(
                 fine_clusters=fine,
                 seed=seed,
                 sizes=sizes,
-                hashes=_write_shards(source, found, assignment, is_held_out, wanted, draft, cache),
+                hashes=_write_shards(source, found, assignment, is_held_out, num_shards, draft, cache),
                 held_out_share=held_out,
                 held_out=tuple(held) if held_out else (),
                 copies=len(found) - len(np.unique(found.pixels, axis=0)),
                 skipped=tuple(source.files[row] for row in found.broken),
-                proposal=proposal,
             )
             write_json(draft / PARTITION_FILE, record.model_dump())
             write_report(draft, source, found, assignment, record)
-    return [out / f"shard_{k}" for k in range(wanted)]
+    return [out / f"shard_{k}" for k in range(num_shards)]
 
 
-def _shard_of_class(
-    source: ImageSource, classes: Sequence[Sequence[str]], num_shards: int | Literal["auto"]
-) -> Indices:
+def _shard_of_class(source: ImageSource, classes: Sequence[Sequence[str]], num_shards: int) -> Indices:
     """Shard of each class number; refuses ``classes`` that are not the source's, each once."""
     named = [name for names in classes for name in names]
     if source.labels is None or sorted(named) != sorted(source.classes) or len(classes) != num_shards:

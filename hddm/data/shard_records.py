@@ -152,7 +152,7 @@ class PartitionRecord(Record):
     copies: int | None = None
     """Images whose pixels all equal those of another counted image; None in older partitions."""
     proposal: dict[int, float] | None = None
-    """Silhouette by number of shards, if that number was proposed."""
+    """Silhouette by number of shards, in older partitions that chose that number by it."""
 
 
 def read_content(folder: Path, entry: ImageEntry) -> bytes:

@@ -57,14 +57,10 @@ class Use(IntEnum):
     """Images whose conditions trajectories have."""
     TOPICS = 20
     """Starts of the clusters of captions."""
-    CROPS = 21
-    """Random crops, by image."""
     CLUSTERS = 22
     """Orders and mini-batches of k-means, by run."""
     CLUSTER_STARTS = 23
     CLUSTER_START_POINTS = 24
-    SILHOUETTES = 25
-    """Points on which numbers of shards are compared."""
     FEATURE_IMAGES = 26
     """Images on which pixel components are fitted."""
     FEATURE_COMPONENTS = 27

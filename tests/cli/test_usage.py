@@ -60,7 +60,6 @@ SLIPS = [
 # … and what only the work itself finds.
 LATER = [
     ("sample {shard} --out {out} --guidance-interval 0.9 0.1", "--guidance-interval 0.9 0.1: must be two t"),
-    ("partition {shard} --out {out} --shards few", "--shards few: must be a whole number from 1"),
     ("sample {shard} --out {out} --max-memory=1,5GB", "--max-memory 1,5GB: is not an amount of memory"),
     ("partition {images} --out {out} --shards 2 --features dino", "or OWNER/NAME; did you mean 'dinov2'?"),
     ("encode {shard} --out {out} --dtype float32", "--dtype"),

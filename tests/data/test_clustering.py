@@ -12,8 +12,6 @@ from hddm.data.clustering import (
     balanced_kmeans,
     cluster,
     normalise,
-    propose,
-    silhouette,
     transport,
 )
 
@@ -117,23 +115,3 @@ def test_a_pass_reads_no_more_points_than_a_mini_batch() -> None:
 
     balanced_kmeans(Watched(), 5, batch=500, chunk=500, iterations=3, start=1000)
     assert Watched.largest <= 1000
-
-
-@pytest.mark.parametrize("k", [2, 5])
-def test_the_number_of_well_separated_clusters_is_proposed(k: int) -> None:
-    points, _ = _blobs([60] * k)
-    silhouettes = propose(points, 16)
-    assert max(silhouettes, key=silhouettes.__getitem__) == k
-    assert list(silhouettes) == list(range(2, min(16, 60 * k // 16) + 1))
-
-
-def test_the_silhouette_is_what_its_formula_says() -> None:
-    draws = np.random.default_rng(0)
-    points, centres = normalise(draws.normal(size=(20, 3))), normalise(draws.normal(size=(3, 3)))
-    assignment = draws.integers(0, 3, 20)
-    values = []
-    for point, own in zip(points, assignment, strict=True):
-        a = 1 - point @ centres[own]
-        b = min(1 - point @ centres[other] for other in range(3) if other != own)
-        values.append((b - a) / max(a, b))
-    assert silhouette(points, assignment, centres) == pytest.approx(np.mean(values))

@@ -1,6 +1,5 @@
 """Partitions of any source: what goes where, by features or class, and what is held out."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -64,23 +63,6 @@ def test_bad_images_are_skipped_by_name(many: Path, tmp_path: Path, hddm: Comman
     assert (code, f"skipped {bad}: cannot be read" in err) == (0, True)
     record = inspected(out)
     assert (list(record["skipped"]), record["images"]) == (["rows/bad.png"], 81)
-
-
-def test_the_number_of_shards_can_be_proposed(tmp_path: Path, hddm: Command) -> None:
-    """Three plain colours under noise, 24 images of each."""
-    draws = np.random.default_rng(0)
-    (tmp_path / "images").mkdir()
-    for number in range(72):
-        pixels = draws.integers(0, 40, (6, 6, 3)).astype(np.uint8)
-        pixels[..., number % 3] += 200
-        Image.fromarray(pixels).save(tmp_path / "images" / f"{number:02d}.png")
-    code, out, _ = hddm("partition", tmp_path / "images", "--out", tmp_path / "out", "--shards", "auto")
-    assert (code, "3 shards: silhouette 0." in out) == (0, True)
-    record = json.loads((tmp_path / "out" / "partition.json").read_text())
-    assert record["sizes"] == [24, 24, 24]
-    assert record["proposal"]["3"] > record["proposal"]["2"]
-    given = partition(tmp_path / "images", tmp_path / "given", 3)
-    assert [open_shard(folder).hash for folder in given] == record["hashes"]
 
 
 @pytest.mark.integration
@@ -193,14 +175,12 @@ def test_a_share_that_leaves_too_few_is_refused(
     many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     partition(many, tmp_path / "one", 1, held_out=0.2)
-    assert len(partition(many, tmp_path / "auto", "auto", held_out=0.4)) == 2
-    assert list(inspected(tmp_path / "auto")["proposal"]) == [2]
     monkeypatch.setattr("hddm.data.partition.compute_features", pytest.fail)
-    for shards, share in ((1, 0.19), (1, 0.81), (2, 0.399), ("auto", 0.2)):
+    for shards, share in ((1, 0.19), (1, 0.81), (2, 0.399)):
         told = refusal(partition, many, tmp_path / "none", shards, held_out=share)
         assert f"80 images are too few for `shards` {shards} and `held_out` {share:g}, to have 16 on" in told
     assert "`held_out` 1: must be" in refusal(partition, many, tmp_path / "none", 1, held_out=1.0)
-    assert {path.name for path in tmp_path.iterdir()} == {"one", "auto"}
+    assert {path.name for path in tmp_path.iterdir()} == {"one"}
 
 
 def _twins(folder: Path, is_held_out: bool, share: float) -> Path:
