@@ -1,7 +1,6 @@
 """Images to measure, from files, archives or shards, and their record in a result."""
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from hddm.data.images import ImageSet, read_image, stack, to_bytes, too_many_bad
+from hddm.data.images import ImageSet, read_image, stack, too_many_bad
 from hddm.data.shard_records import (
     HELD_OUT,
     PARTITION_FILE,
@@ -33,19 +32,13 @@ from hddm.utils.records import SAMPLING_FILE, Count, OpenRecord, parse_record
 
 Role = Literal["images", "reference", "validation", "held_out"]
 """Role of a path: samples, training images, or images that no model was trained on."""
-_ROWS = 4096
-"""Rows of an encoded shard converted to bytes at once."""
 
 
 class ReadImage(NamedTuple):
-    """An image (H, W) or (H, W, 3) in bytes, and its number among the classes, if it has one.
-
-    ``mode`` is Pillow's of the file, or L or RGB for an encoded shard.
-    """
+    """An image (H, W) or (H, W, 3) in bytes, and its number among the classes, if it has one."""
 
     name: str
     pixels: NDArray[np.uint8]
-    mode: str
     label: int | None
 
 
@@ -64,16 +57,13 @@ class SamplingRecord(OpenRecord):
 class DataRecord(OpenRecord):
     """Record of measured images; ``hash`` covers all pixels, whatever their order, names and encoding.
 
-    ``shape`` is (C, H, W); ``modes`` counts images by Pillow's mode of their files, ``made_colour`` gray ones
-    converted to RGB because others are in colour; ``skipped`` names unreadable ones.
+    ``shape`` is (C, H, W), with C = 3 where some images are in colour; ``skipped`` names unreadable ones.
     """
 
     path: str = ""
     images: Count
     hash: str
     shape: tuple[Count, ...] = ()
-    modes: dict[str, Count] = Field(default_factory=dict)
-    made_colour: Count = 0
     skipped: tuple[str, ...] = ()
 
 
@@ -122,7 +112,6 @@ def _group(
         )
     names, arrays = tuple(one.name for one in found), [one.pixels for one in found]
     pixels = stack(arrays, names, root)
-    gray = sum(array.ndim == 2 for array in arrays) if pixels.shape[1] == 3 else 0
     labels = [one.label for one in found if one.label is not None]
     tensor = torch.tensor(labels) if len(labels) == len(found) else None
     digests = [hashlib.sha256(f"{one.shape} ".encode() + one.tobytes()).digest() for one in arrays]
@@ -132,8 +121,6 @@ def _group(
         images=len(names),
         hash=digest,
         shape=tuple(pixels.shape[1:]),
-        modes=dict(Counter(one.mode for one in found)),
-        made_colour=gray,
         skipped=skipped,
     )
     return ImageGroup(ImageSet(root, names, pixels, tensor, classes), record)
@@ -155,8 +142,7 @@ def alike(groups: dict[str, ImageGroup]) -> dict[str, ImageGroup]:
     alike = {}
     for name, group in groups.items():
         pixels = group.images.pixels.expand(-1, 3, -1, -1)
-        made = group.record.images if group.record.shape[0] == 1 else group.record.made_colour
-        record = group.record.model_copy(update={"shape": tuple(pixels.shape[1:]), "made_colour": made})
+        record = group.record.model_copy(update={"shape": tuple(pixels.shape[1:])})
         alike[name] = ImageGroup(replace(group.images, pixels=pixels), record)
     return alike
 
@@ -239,13 +225,10 @@ def _read(
 ) -> Iterator[ReadImage]:
     """Read all images of a source; ``bad`` gets unreadable ones by name."""
     if isinstance(source, Shard):
-        for rows in torch.arange(len(source)).split(_ROWS):
-            pixels = to_bytes(source.take(rows)).permute(0, 2, 3, 1).numpy()
-            for row, image in zip(rows.tolist(), pixels, strict=True):
-                label = None if source.labels is None else int(source.labels[row])
-                is_gray = image.shape[2] == 1
-                mode = "L" if is_gray else "RGB"
-                yield ReadImage(f"{prefix}{row}", image[..., 0] if is_gray else image, mode, label)
+        for row in range(len(source)):
+            pixels = source.stored.main.take(torch.tensor([row]))[0].permute(1, 2, 0).numpy()
+            label = None if source.labels is None else int(source.labels[row])
+            yield ReadImage(f"{prefix}{row}", pixels[..., 0] if pixels.shape[2] == 1 else pixels, label)
         return
     for row, name in enumerate(source.files):
         path = source.root / name
@@ -257,4 +240,4 @@ def _read(
         if are_samples and image.format in ("JPEG", "MPO"):
             raise HddmError(f"{path}: JPEG compression changes a Fréchet distance; save samples as PNG")
         label = None if source.labels is None else source.labels[row]
-        yield ReadImage(f"{prefix}{name}", image.pixels, image.mode, label)
+        yield ReadImage(f"{prefix}{name}", image.pixels, label)

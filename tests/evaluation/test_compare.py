@@ -13,7 +13,7 @@ from hddm.evaluation.compare import Contrast, Figure, Gap, gap_over_seeds, holm,
 from hddm.evaluation.results import read_groups, refuse_incomparable
 from tests.artefacts import Command
 
-SIDE = {"images": 500, "shape": [1, 8, 8], "modes": {"L": 500}, "made_colour": 0}
+SIDE = {"images": 500, "shape": [1, 8, 8]}
 RESULT: dict[str, Any] = {
     "format": "2.0",
     "kind": "evaluation",
