@@ -62,7 +62,6 @@ LATER = [
     ("sample {shard} --out {out} --guidance-interval 0.9 0.1", "--guidance-interval 0.9 0.1: must be two t"),
     ("sample {shard} --out {out} --max-memory=1,5GB", "--max-memory 1,5GB: is not an amount of memory"),
     ("partition {images} --out {out} --shards 2 --features dino", "or OWNER/NAME; did you mean 'dinov2'?"),
-    ("encode {shard} --out {out} --dtype float32", "--dtype"),
     (TRAIN + " --init {expert} --config {fixed}", "--prediction: --init fixes it; leave it out"),
     (TRAIN + " --config {part}", "{part}: key 'noise_range' (is '0.5'): must be LOW:HIGH"),
     (TRAIN + " --lora-rank 2", "--lora-rank adapts an existing expert; pass --init"),

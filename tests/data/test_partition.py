@@ -179,7 +179,7 @@ def test_a_share_that_leaves_too_few_is_refused(
     for shards, share in ((1, 0.19), (1, 0.81), (2, 0.399)):
         told = refusal(partition, many, tmp_path / "none", shards, held_out=share)
         assert f"80 images are too few for `shards` {shards} and `held_out` {share:g}, to have 16 on" in told
-    assert "`held_out` 1: must be" in refusal(partition, many, tmp_path / "none", 1, held_out=1.0)
+    assert "`held_out` 1.0: must be below 1" in refusal(partition, many, tmp_path / "none", 1, held_out=1.0)
     assert {path.name for path in tmp_path.iterdir()} == {"one"}
 
 

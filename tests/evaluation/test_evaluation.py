@@ -256,10 +256,10 @@ def test_what_cannot_be_compared_is_refused(images: Path, home: Path, tmp_path: 
     for suffix in ("jpg", "png"):
         folder = tmp_path / suffix
         folder.mkdir()
-        for name in ("1", "2"):
+        for name in ("1", "2", "3", "4"):
             Image.fromarray(np.zeros((4, 4), np.uint8)).save(folder / f"{name}.{suffix}", "JPEG")
         assert f"1.{suffix}: JPEG compression" in refusal(evaluate, folder, images)
-        assert _side(folder).record.images == 2
+        assert _side(folder).record.images == 4
     domains = {"a": ("dogs",)}
     told = "no class dogs; classes are columns, rows"
     assert told in refusal(evaluate, images, images, features="classifier", domain=domains, allow_few=True)
@@ -305,7 +305,7 @@ def test_a_result_says_all_that_its_figures_depend_on(many: Path, home: Path, tm
 
 
 def test_gray_images_are_measured_in_colour_where_others_are(many: Path, tmp_path: Path) -> None:
-    for index in range(3):
+    for index in range(4):
         Image.new("RGB", (4, 4), (index, 0, 0)).save(tmp_path / f"{index}.png")
     groups = alike({"images": _side(many), "reference": _side(tmp_path)})
     assert groups["images"].images.pixels.shape == (160, 3, 4, 4)

@@ -159,7 +159,7 @@ def test_the_folder_in_the_environment_comes_first_and_another_file_is_refused(
     monkeypatch.setattr(extractors, "INCEPTION", INCEPTION)
     assert INCEPTION.find() == inception / INCEPTION.name
     told = refusal(open_extractor, "inception", load_images(images), 48)
-    assert re.search(f"is another file .*{INCEPTION.record.hash}", told)
+    assert re.search(f"is another file; fetch .*{INCEPTION.record.hash}", told)
     (tmp_path / INCEPTION.name).touch()
     monkeypatch.setenv("HDDM_INCEPTION", str(tmp_path))
     assert INCEPTION.find() == tmp_path / INCEPTION.name
