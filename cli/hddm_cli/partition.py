@@ -42,7 +42,9 @@ def partition(
     kept = cache or out.with_name(f"{out.name}.features")
     options, number = settings.model_copy(update={"cache": kept}), shards or len(settings.classes)
     with Progress(None, "partition"):
-        folders = divide(images, out, number, options, overwrite=overwrite, replace_cache=overwrite and cache is None)
+        folders = divide(
+            images, out, number, options, overwrite=overwrite, replace_cache=overwrite and cache is None
+        )
     record = read_record(out / PARTITION_FILE, PartitionRecord, FORMAT)
     root = images[0] if len(images) == 1 else Path()
     for name in shown([f"{root / name}: cannot be read" for name in record.skipped]):
@@ -68,5 +70,3 @@ def partition(
     if cache is None:
         again = f"kept for another partition of these images (--cache {kept})"
         typer.echo(f"{kept}: features, {again}; they can be deleted")
-
-
