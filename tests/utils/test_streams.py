@@ -10,7 +10,6 @@ import torch
 
 import hddm
 from hddm.running import Seeded
-from hddm.sampling import sample
 from hddm.utils.errors import HddmError
 from hddm.utils.streams import DRAW, FRESH, NOISE, NUMBERS, Use, generator, seed_of, stream
 
