@@ -38,7 +38,6 @@ from hddm.sampling import sample
 from hddm.training.distill import distill
 from hddm.training.expert import train_expert
 from hddm.training.loop import StepReport
-from hddm.training.mean_flow import SECOND_STAGE
 from hddm.training.router import train_router
 from hddm.training.settings import DistillSettings, ExpertSettings, RouterSettings, RunOptions, size_config
 from hddm.utils.errors import Stopped
@@ -369,14 +368,12 @@ def students(sizes: Sizes, device: str) -> Found:
                 on_step=lambda step, loss, taken, kept=seconds: kept.append(taken),  # type: ignore[misc]
                 init=experts[0],
             )
-            first = int(SECOND_STAGE * sizes.steps) if number == 1 else sizes.steps
-            # The first step of each stage makes what the others find made.
-            stages = [statistics.median(one[1:]) for one in (seconds[:first], seconds[first:]) if one]
+            # The first step makes what the others find made.
+            taken = statistics.median(seconds[1:])
             images = sample(load(out, device=device), IMAGES)
             fine = all(map(math.isfinite, losses)) and bool(images.isfinite().all())
             is_finite &= fine
-            cells = [f"{1000 * one:.1f}" for one in stages]
-            rows.append([str(number), *cells, *[""] * (2 - len(cells)), "yes" if fine else "**no**"])
-            each[str(number)] = {"seconds_a_step": stages, "finite": fine}
-    columns = ["steps of the student", "first stage, ms a step", "second stage", "losses and samples finite"]
+            rows.append([str(number), f"{1000 * taken:.1f}", "yes" if fine else "**no**"])
+            each[str(number)] = {"seconds_a_step": taken, "finite": fine}
+    columns = ["steps of the student", "ms a step", "losses and samples finite"]
     return Found(table(columns, rows), {"students": each}, is_finite)

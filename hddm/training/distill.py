@@ -32,7 +32,7 @@ from hddm.networks.transformers import ExpertTransformer
 from hddm.routers import Strategy
 from hddm.training.expert import data_of, new_record, read_init, saving, transformer_of
 from hddm.training.loop import Inputs, OnStep, Task, train
-from hddm.training.mean_flow import SECOND_STAGE, MeanFlow
+from hddm.training.mean_flow import MeanFlow
 from hddm.training.objectives import Objective, check_fit, drawing, labels_of, objective_of
 from hddm.training.resume import recipe_before
 from hddm.training.settings import (
@@ -215,8 +215,6 @@ def distill(
         drawn = _conditions_of_trajectories(recipe, record, union, conditions)
         flow = MeanFlow(on, record.prediction_type, recipe, record.sample_shape, drawn)
         task = Task(network, recipe.trajectories, flow.draw, flow.loss, key, prepare=flow.prepare)
-        if recipe.sampling_steps == 1:
-            task = replace(task, second_stage=SECOND_STAGE)
     student = Expert(network, record)
     write = saving(student, union, recipe, labels, {**origin, "teacher": teacher.record})
     data = {**data_of(shards), "teacher": teacher.record, **origin}

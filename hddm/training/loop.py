@@ -130,18 +130,16 @@ class Task:
     on the common path. ``loss(network, inputs)`` returns the loss of each sample (n,), in float32, also for a
     part of the batch; the mean over the batch is minimised. ``key`` tells apart trainings of one seed. The
     averages of step ``weak_step`` are kept to guide by, unless it is 0. ``prepare(device, folder)`` is called
-    before the first step, with the run's folder if there is one. After a share ``second_stage`` of the steps
-    ``loss`` also gets the averages of the trained parameters by name, as ``loss(network, inputs, averages)``.
+    before the first step, with the run's folder if there is one.
     """
 
     network: nn.Module
     num_samples: int
     draw: Draw
-    loss: Callable[..., Tensor]
+    loss: Callable[[nn.Module, Inputs], Tensor]
     key: Key = (Use.EXPERT_ORDER, Use.EXPERT_STEPS, 0)
     weak_step: int = 0
     prepare: Callable[[torch.device, Path | None], None] | None = None
-    second_stage: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -268,10 +266,9 @@ class _Losses(nn.Module):
         super().__init__()
         self.network, self._task = task.network, task
 
-    def forward(self, inputs: Inputs, averages: Mapping[str, Tensor] | None) -> Tensor:
-        """Losses (n,), of the second stage if there are ``averages``."""
-        further = () if averages is None else (averages,)
-        return self._task.loss(self.network, inputs, *further)
+    def forward(self, inputs: Inputs) -> Tensor:
+        """Losses (n,)."""
+        return self._task.loss(self.network, inputs)
 
 
 @dataclass
@@ -311,13 +308,8 @@ class _Trainer:
         """
         before: _Begun | None = None
         for step in range(self.state.step + 1, self.recipe.steps + 1):
-            is_second = step > self.task.second_stage * self.recipe.steps
-            if before is not None and is_second:
-                # Its loss reads the averages, which are complete once the step before is.
-                yield self._finished(before, stop, run)
-                before = None
             try:
-                begun = self._begun(step, is_second, stop, run)
+                begun = self._begun(step, stop, run)
             finally:
                 # An error belongs to the new step, and must not cost the one before.
                 if before is not None:
@@ -329,7 +321,7 @@ class _Trainer:
         if before is not None:
             yield self._finished(before, stop, run)
 
-    def _begun(self, step: int, is_second: bool, stop: StopRequest, run: Run | None) -> _Begun:
+    def _begun(self, step: int, stop: StopRequest, run: Run | None) -> _Begun:
         """Start to compute the gradients of ``step``."""
         state, device = self.state, self.device
         started = time.perf_counter()
@@ -339,7 +331,7 @@ class _Trainer:
         torch.manual_seed(seed)
         state.optimizer.zero_grad(set_to_none=True)
         inputs = device.moved(inputs)
-        losses = self._backward(inputs, state.ema.tensors() if is_second else None)
+        losses = self._backward(inputs)
         clipped = device.clip(state.optimizer, self.parameters, self.recipe.max_grad_norm)
         flags = Flags(stop.requested, device.is_main and run is not None and run.is_late())
         readings = device.gathered(losses, inputs.get("t"), clipped, flags)
@@ -375,7 +367,7 @@ class _Trainer:
             flags.stop,
         )
 
-    def _backward(self, inputs: Inputs, averages: Mapping[str, Tensor] | None) -> Tensor:
+    def _backward(self, inputs: Inputs) -> Tensor:
         """Return losses (batch,) of this process; gradients are summed over the parts of its batch."""
         number = self.recipe.gradient_accumulation_steps
         parts = zip(*(value.chunk(number) for value in inputs.values()), strict=True)
@@ -383,7 +375,7 @@ class _Trainer:
         for index, part in enumerate(parts, 1):
             with self.device.part(self.losses, last=index == number):
                 with self.device.precision():
-                    each = self.losses(dict(zip(inputs, part, strict=True)), averages)
+                    each = self.losses(dict(zip(inputs, part, strict=True)))
                 self.device.backward(each.sum() / len(next(iter(inputs.values()))))
             losses.append(each.detach())
         return torch.cat(losses)
