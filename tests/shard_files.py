@@ -95,9 +95,13 @@ def write_partition(root: Path, num: int = 20, held_out: int = 0, colour: bool =
         if held_out:
             place, kept = root / "held_out" / f"shard_{k}", noise(held_out, seed=100 + k, colour=colour)
             write_shard(place, kept, labels[:held_out], None, k, 2, hashes[k])
-    facts = {"format": "1.2", "images": 2 * num, "features": "pixel_pca", "fine_clusters": 2, "seed": 0}
-    record = {**facts, "sizes": [num, num], "hashes": hashes}
-    (root / "partition.json").write_text(json.dumps(record))
+    return write_partition_record(root, [num, num], hashes)
+
+
+def write_partition_record(root: Path, sizes: Sequence[int], hashes: Sequence[str]) -> Path:
+    """Make a partition of the shards in ``root``, which is returned."""
+    facts = {"format": "1.2", "images": sum(sizes), "features": "pixel_pca", "fine_clusters": 2, "seed": 0}
+    (root / "partition.json").write_text(json.dumps({**facts, "sizes": sizes, "hashes": hashes}))
     return root
 
 

@@ -155,6 +155,10 @@ def join_samples(parts: Sequence[Samples]) -> Samples:
     return Samples(rows, parts[0].vae, tuple(map(len, parts)))
 
 
+NO_CAPTION = -1
+"""Row that stands for the empty prompt."""
+
+
 @dataclass(frozen=True)
 class TokenStore:
     """Tokens (N, tokens, width) of captions, and of the empty prompt (tokens, width) in float32."""
@@ -163,8 +167,9 @@ class TokenStore:
     null: Tensor
 
     def take(self, rows: Tensor) -> Tensor:
-        """Tokens (n, tokens, width) in float32."""
-        return self.tokens.take(rows).float()
+        """Tokens (n, tokens, width) in float32, of the empty prompt where a row is `NO_CAPTION`."""
+        tokens = self.tokens.take(rows.clamp(min=0)).float()
+        return torch.where((rows == NO_CAPTION)[:, None, None], self.null, tokens)
 
 
 @dataclass(frozen=True)
@@ -309,14 +314,16 @@ def joined(shards: Sequence[Shard], folder: Path) -> Shard:
     """Join all ``shards`` of the partition in ``folder`` to one shard, index 0 of 1.
 
     Its hash and partition are the partition's hash, which no shard has, so a model of it cannot be mistaken
-    for an expert of one shard or combined with these. Captions and texts are left out. Raises `HddmError` for
-    shards that differ in shape, classes, VAE or partition.
+    for an expert of one shard or combined with these. Captions are left out, their tokens are kept. Raises
+    `HddmError` for shards that differ in shape, classes, VAE, text encoder or partition.
     """
     first = shards[0]
-    if len({(one.shape, one.classes, one.vae, one.partition) for one in shards}) > 1:
-        text = "its shards do not belong together: they differ in shape, classes, VAE or partition"
+    if len({(one.shape, one.classes, one.vae, one.text_encoder, one.partition) for one in shards}) > 1:
+        text = "its shards do not belong together: they differ in shape, classes, VAE, text encoder or partition"
         raise HddmError(f"{folder}: {text}")
     labels = [one.labels for one in shards if one.labels is not None]
+    texts = [one.texts for one in shards if one.texts is not None]
+    tokens = Rows(tuple(part for one in texts for part in one.tokens.parts))
     digest = hashlib.sha256("\n".join(one.hash for one in shards).encode()).hexdigest()
     return Shard(
         folder=folder,
@@ -328,5 +335,7 @@ def joined(shards: Sequence[Shard], folder: Path) -> Shard:
         labels=torch.cat(labels) if len(labels) == len(shards) else None,
         partition=first.partition or digest,
         vae=first.vae,
+        text_encoder=first.text_encoder,
+        texts=TokenStore(tokens, texts[0].null) if texts else None,
         sketch=sketch_of(one for shard in shards for one in shard.sketch),
     )

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hddm.conditions import LABELS
 from hddm.data.shard_records import find_shards
-from hddm.data.shards import Shard, joined, open_shard
+from hddm.data.shards import NO_CAPTION, Shard, joined, open_shard
 from hddm.ensemble import Ensemble
 from hddm.experts.compatibility import domains_of
 from hddm.experts.loading import OpenedEnsemble, open_ensemble
@@ -32,10 +32,11 @@ from hddm.networks.transformers import ExpertTransformer
 from hddm.routers import Strategy
 from hddm.training.expert import data_of, new_record, read_init, saving, transformer_of
 from hddm.training.loop import Inputs, OnStep, Task, train
-from hddm.training.mean_flow import MeanFlow
+from hddm.training.mean_flow import CAPTION, MeanFlow
 from hddm.training.objectives import Objective, check_fit, drawing, labels_of, objective_of
 from hddm.training.resume import recipe_before
 from hddm.training.settings import (
+    TEXT,
     DenoiserFields,
     DistillRecipe,
     DistillSettings,
@@ -71,6 +72,11 @@ class Teacher:
         """Names of the classes that its experts take labels of; empty where none does."""
         return next((one.facts.classes for one in self.opened.experts if one.facts.classes), ())
 
+    @property
+    def takes_text(self) -> bool:
+        """Whether an expert takes the tokens of a caption."""
+        return any(TEXT in one.facts.conditions for one in self.opened.experts)
+
 
 def open_teacher(
     folder: Path, union: Shard, shards: Sequence[Shard], settings: DistillSettings, strategy: str | None
@@ -83,8 +89,8 @@ def open_teacher(
 
     Raises:
         HddmError: for an unreadable folder, a shard without expert, a mixture without a router or of more
-            experts than there are, conditions other than classes, classes that the data lacks, or samples of
-            another shape or space.
+            experts than there are, conditions other than classes and captions, classes or captions that the
+            data lacks, or samples of another shape or space.
     """
     opened = open_ensemble(folder, torch.float32)
     if settings.teacher == "routed":
@@ -135,8 +141,10 @@ def _with_mixing_strategy(folder: Path, opened: OpenedEnsemble, strategy: str | 
 def _check_conditions(name: str, record: ExpertRecord, shard: Shard, dropout: float) -> None:
     """Refuse an expert, named ``name`` in errors, whose conditions a student of ``shard`` cannot learn."""
     record.refuse_student(name, "name the ensemble that it learned from as the teacher")
-    if others := [condition for condition in record.conditions if condition != LABELS]:
-        raise HddmError(f"{name}: takes {', '.join(others)}; a student can learn classes, but not text")
+    if others := [condition for condition in record.conditions if condition not in (LABELS, TEXT)]:
+        raise HddmError(f"{name}: takes {', '.join(others)}; a student can learn classes and captions alone")
+    if TEXT in record.conditions and shard.texts is None:
+        raise HddmError(f"{name}: takes text, and {shard.folder} holds no tokens of captions; encode it")
     if LABELS not in record.conditions:
         return
     labels_of(shard, record.classes, name)
@@ -189,12 +197,14 @@ def distill(
     start = Start() if initial is None else Start.of(initial.network, initial.facts.prediction_type)
     start = replace(start, strategy=teacher.record.get("strategy"))
     recipe = resolve(DistillRecipe, settings, start, before)
-    learned = _as_expert(recipe, bool(teacher.classes))
+    learned = _as_expert(recipe, bool(teacher.classes), teacher.takes_text)
     objective = objective_of(learned)
     record = new_record(union, learned, objective)
     labels = {LABELS: union.labels} if teacher.classes and union.labels is not None else {}
+    texts = union.texts if teacher.takes_text else None
+    null_text = {} if texts is None else {TEXT: texts.null}
     if initial is None:
-        network = transformer_of(recipe, record)
+        network = transformer_of(recipe, record, None if texts is None else texts.null.shape[-1])
     else:
         _check_start(f"`init` {init}", initial.facts, record)
         network = initial.network.requires_grad_(True)
@@ -208,40 +218,45 @@ def distill(
     on = functools.partial(teacher.opened.on, dtype=torch.float32)
     key = Use.STUDENT_ORDER, Use.STUDENT_STEPS, 0
     if recipe.sampling_steps is None:
-        draw = drawing(union, objective, learned, conditions, null_conditions(record.null_class))
+        nulls = null_conditions(record.null_class) | null_text
+        draw = drawing(union, objective, learned, conditions, nulls)
         task = Task(network, len(union), draw, matching(on, objective), key)
     else:
         network = with_interval(network, f"`init` {init}")
+        if texts is not None:
+            conditions[CAPTION] = torch.arange(len(union))
         drawn = _conditions_of_trajectories(recipe, record, union, conditions)
-        flow = MeanFlow(on, record.prediction_type, recipe, record.sample_shape, drawn)
+        flow = MeanFlow(on, record.prediction_type, recipe, record.sample_shape, drawn, texts)
         task = Task(network, recipe.trajectories, flow.draw, flow.loss, key, prepare=flow.prepare)
-    student = Expert(network, record)
+    student = Expert(network, record, None, null_text)
     write = saving(student, union, recipe, labels, {**origin, "teacher": teacher.record})
     data = {**data_of(shards), "teacher": teacher.record, **origin}
     watch = watching(field_of(student), union, learned.conditions)
     return train(task, recipe, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
 
 
-def _as_expert(recipe: DistillRecipe, class_conditional: bool) -> ExpertRecipe:
+def _as_expert(recipe: DistillRecipe, class_conditional: bool, text_conditional: bool) -> ExpertRecipe:
     """Return the recipe of the flow expert that a student is, learned by the error of its velocity."""
     same = recipe.model_dump(include=set(DenoiserFields.model_fields))
-    own = {"objective": "flow", "class_conditional": class_conditional, "weighting": "velocity"}
-    return ExpertRecipe.model_validate(same | own | {"noise_range": WHOLE, "weak_at": 0.0})
+    own = {"objective": "flow", "weighting": "velocity", "noise_range": WHOLE, "weak_at": 0.0}
+    takes = {"class_conditional": class_conditional, "text_conditional": text_conditional}
+    return ExpertRecipe.model_validate(same | own | takes)
 
 
 def _conditions_of_trajectories(
     recipe: DistillRecipe, record: ExpertRecord, union: Shard, conditions: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Draw conditions of trajectories from those (N,) of all samples; labels are dropped as in training."""
+    """Draw conditions of trajectories from those (N,) of all samples; some are dropped as in training."""
     _require_expert_by_class(conditions)
-    if recipe.guidance_scale != 1 and LABELS not in conditions:
-        raise UsageError("`guidance_scale`: the teacher takes no classes to guide by; drop the option")
+    if recipe.guidance_scale != 1 and not conditions.keys() & {LABELS, CAPTION}:
+        raise UsageError("`guidance_scale`: the teacher takes no conditions to guide by; drop the option")
     draws = generator(recipe.seed, Use.TRAJECTORY_IMAGES)
     rows = torch.randint(len(union), (recipe.trajectories,), generator=draws)
     chosen = {name: value[rows] for name, value in conditions.items()}
-    if record.null_class is not None:
-        is_dropped = torch.rand(len(rows), generator=draws) < recipe.condition_dropout
-        chosen[LABELS] = torch.where(is_dropped, record.null_class, chosen[LABELS])
+    is_dropped = torch.rand(len(rows), generator=draws) < recipe.condition_dropout
+    for name, null in ((LABELS, record.null_class), (CAPTION, NO_CAPTION)):
+        if name in chosen and null is not None:
+            chosen[name] = torch.where(is_dropped, null, chosen[name])
     return chosen
 
 
@@ -287,9 +302,10 @@ def matching(
 
     At x_t the teacher's velocity v means x_0 = x_t - t v and eps = x_t + (1 - t) v. The loss takes the
     student, of (x_t, 1000 t, **conditions), and ``x_0`` and ``eps`` (n, C, H, W), ``t`` (n,),
-    ``class_labels`` (n,) where there are classes, and unless the teacher is the mixture the index of the
-    ``expert`` to learn from (n,). It returns weighted means over each sample's elements (n,). The teacher
-    runs in float32, whatever the student's precision, and gets no gradients.
+    ``class_labels`` (n,) and ``encoder_hidden_states`` (n, tokens, width) where experts take them, and unless
+    the teacher is the mixture the index of the ``expert`` to learn from (n,). It returns weighted means over
+    each sample's elements (n,). The teacher runs in float32, whatever the student's precision, and gets no
+    gradients.
     """
     opened = functools.cache(teacher_on)
 
@@ -297,7 +313,7 @@ def matching(
         x_0, t = inputs["x_0"], inputs["t"]
         wide = append_dims(t, x_0.ndim).to(x_0)
         x_t = (1 - wide) * x_0 + wide * inputs["eps"]
-        conditions: dict[str, Any] = {LABELS: inputs[LABELS]} if LABELS in inputs else {}
+        conditions: dict[str, Any] = {name: inputs[name] for name in (LABELS, TEXT) if name in inputs}
         with torch.no_grad(), torch.autocast(x_t.device.type, enabled=False):
             v = opened(x_t.device).velocity(x_t, t, expert=inputs.get("expert"), **conditions)
         return objective.errors(network, x_t - wide * v, x_t + (1 - wide) * v, t, conditions)

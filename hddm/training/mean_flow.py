@@ -24,12 +24,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hddm.conditions import LABELS, Conditions
+from hddm.data.shards import TokenStore
 from hddm.ensemble import Ensemble
 from hddm.running import Seeded
 from hddm.sampling import integrate, plan
 from hddm.training.loop import Inputs
 from hddm.training.objectives import TIME_SCALE
-from hddm.training.settings import DistillRecipe
+from hddm.training.settings import TEXT, DistillRecipe
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import write_whole
 from hddm.utils.progress import Progress
@@ -47,6 +48,8 @@ POWER, FLOOR = 0.5, 1e-3
 """Exponent p and constant c of the loss."""
 _BATCH = 256
 FILE = "trajectories.safetensors"
+CAPTION = "caption"
+"""Name, among a trajectory's conditions, of its caption's row in the tokens."""
 
 log = logging.getLogger(__name__)
 
@@ -70,10 +73,12 @@ def solve(
     conditions: Mapping[str, Tensor],
     guidance_scale: float,
     file: Path | None = None,
+    texts: TokenStore | None = None,
 ) -> Trajectories:
     """Solve ``num`` trajectories of the teacher from noise, or read those in ``file`` if they are the same.
 
-    ``conditions`` (num,) are labels, and ``expert`` unless the teacher mixes. They depend on ``seed`` alone.
+    ``conditions`` (num,) are labels, `CAPTION` with its ``texts``, and ``expert`` unless the teacher mixes.
+    They depend on ``seed`` alone.
     The file is one teacher's. Raises `HddmError` as `hddm.sampling.integrate`.
     """
     times = plan(teacher, steps=GRID).times[list(SOLVED)]
@@ -96,12 +101,21 @@ def solve(
                 progress(len(rows))
                 return x
 
-            own = {name: value[rows].to(teacher.device) for name, value in conditions.items()}
+            own = _at(rows, conditions, texts)
             expert = own.pop("expert", None)
-            integrate(teacher, x, times, Conditions(own), expert, keep, guidance=guidance_scale)
+            asked = Conditions({name: value.to(teacher.device) for name, value in own.items()})
+            integrate(teacher, x, times, asked, expert, keep, guidance=guidance_scale)
     if file is not None:
         write_whole(file, lambda path: save_file({"states": states, **known}, path))
     return Trajectories(states, times)
+
+
+def _at(rows: Tensor, conditions: Mapping[str, Tensor], texts: TokenStore | None) -> dict[str, Tensor]:
+    """Conditions (n, …) of trajectories ``rows`` (n,), with tokens in place of captions."""
+    own = {name: value[rows] for name, value in conditions.items()}
+    if texts is not None:
+        own[TEXT] = texts.take(own.pop(CAPTION))
+    return own
 
 
 @dataclass
@@ -114,7 +128,8 @@ class MeanFlow:
             epsilon, which is singular at t = 1 (`hddm.velocity.velocity`).
         recipe: of the training, with its sampling steps, one of `STUDENT_STEPS`.
         shape: (C, H, W) of a sample.
-        conditions: of the trajectories (N,): labels, and the expert where each has one of its own.
+        conditions: of the trajectories (N,): labels, captions, and the expert where each has one of its own.
+        texts: tokens of the captions.
     """
 
     teacher_on: Callable[[torch.device], Ensemble]
@@ -122,6 +137,7 @@ class MeanFlow:
     recipe: DistillRecipe
     shape: tuple[int, ...]
     conditions: Mapping[str, Tensor]
+    texts: TokenStore | None = None
 
     def __post_init__(self) -> None:
         if self.prediction is PredictionType.EPSILON:
@@ -132,7 +148,9 @@ class MeanFlow:
         """Solve the teacher's trajectories on a device, or read them in the run's ``folder``."""
         recipe, file = self.recipe, None if folder is None else folder / FILE
         teacher, scale = self.teacher_on(device), recipe.guidance_scale
-        found = solve(teacher, recipe.trajectories, recipe.seed, self.shape, self.conditions, scale, file)
+        found = solve(
+            teacher, recipe.trajectories, recipe.seed, self.shape, self.conditions, scale, file, self.texts
+        )
         self._states, self._times = found
 
     def draw(self, rows: Tensor, noise: torch.Generator, own: slice) -> Inputs:
@@ -154,13 +172,13 @@ class MeanFlow:
             "x_r": self._states[mine, last],
             "t": self._times[first],
             "r": self._times[last],
-            **{name: value[mine] for name, value in self.conditions.items()},
+            **_at(mine, self.conditions, self.texts),
         }
 
     def loss(self, network: nn.Module, inputs: Inputs) -> Tensor:
         """The loss (n,)."""
         x_t, t, r = inputs["x_t"], inputs["t"], inputs["r"]
-        conditions = {LABELS: inputs[LABELS]} if LABELS in inputs else {}
+        conditions = {name: inputs[name] for name in (LABELS, TEXT) if name in inputs}
         target = (x_t - inputs["x_r"]) / _wide(t - r, x_t)
         u = self.mean_velocity(network, conditions)(x_t, t, t - r)
         errors = (u.float() - target).square().flatten(1).mean(1)

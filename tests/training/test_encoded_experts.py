@@ -29,7 +29,7 @@ from hddm.training.verify import verify_expert
 from hddm.utils.errors import HddmError, UsageError
 from tests.artefacts import Command, copied, edit_json, expert_settings, load_images, router_settings
 from tests.component_files import write_clip, write_vae
-from tests.shard_files import noise, write_shard
+from tests.shard_files import noise, write_partition_record, write_shard
 
 SCALE = 0.4
 
@@ -164,6 +164,28 @@ def test_an_expert_learns_what_captions_say_and_draws_what_prompts_ask(
     )
     assert code == 0, err
     drawn = load_images(tmp_path / "out").pixels.float().mean((1, 2, 3))
+    assert (drawn > 128).tolist() == [False, True] * 4
+
+    # Its student of one step, with the guidance inside.
+    student = DistillSettings(
+        teacher="routed",
+        sampling_steps=1,
+        trajectories=128,
+        guidance_scale=2,
+        steps=150,
+        batch_size=16,
+        learning_rate=1e-2,
+        ema_decay=0.5,
+    )
+    shard = open_shard(Path(shutil.copytree(captioned / "out", tmp_path / "parts" / "shard_0")))
+    write_partition_record(tmp_path / "parts", [len(shard)], [shard.hash])
+    given = (tmp_path / "all", tmp_path / "parts", tmp_path / "student", student)
+    distill(*given, init=tmp_path / "expert")
+    assemble([tmp_path / "student"], tmp_path / "fast", **components)
+    asked = ("--prompt", "black", "--prompt", "white", "--num-images", 8)
+    code, _, err = hddm("sample", tmp_path / "fast", "--out", tmp_path / "one step", *asked)
+    assert code == 0, err
+    drawn = load_images(tmp_path / "one step").pixels.float().mean((1, 2, 3))
     assert (drawn > 128).tolist() == [False, True] * 4
 
 

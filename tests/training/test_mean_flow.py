@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import hddm
+from hddm.data.shards import NO_CAPTION, Rows, TokenStore
 from hddm.ensemble import Ensemble
 from hddm.experts.assembly import assemble
 from hddm.experts.records import save_expert
@@ -20,9 +21,9 @@ from hddm.sampling import integrate, sample, time_grid
 from hddm.schedules import LinearSchedule
 from hddm.solvers import heun
 from hddm.training.distill import _require_expert_by_class, distill, with_interval
-from hddm.training.mean_flow import FILE, FLOOR, POWER, STUDENT_STEPS, MeanFlow, solve
+from hddm.training.mean_flow import CAPTION, FILE, FLOOR, POWER, STUDENT_STEPS, MeanFlow, solve
 from hddm.training.resume import run_folder_of
-from hddm.training.settings import DistillRecipe, DistillSettings, RunOptions, resolve
+from hddm.training.settings import TEXT, DistillRecipe, DistillSettings, RunOptions, resolve
 from hddm.utils.errors import HddmError
 from hddm.velocity import PredictionType, VelocityField
 from tests.artefacts import Command, Died, edit_json, ending_at, refusal
@@ -102,6 +103,35 @@ def test_the_loss_vanishes_at_the_mean_velocity_of_a_gaussians_flow_alone(kind: 
     assert flow.loss(Exact(kind), inputs).max() < 1e-9
     off = 0.01 / (0.01 + FLOOR) ** POWER
     assert flow.loss(Exact(kind, 0.1), inputs).mean().item() == pytest.approx(off, rel=0.02)
+
+
+class _Prompted(nn.Module):
+    """Velocities, or mean velocities, of a Gaussian whose mean is moved by a prompt's token (n, 1, 1)."""
+
+    def forward(
+        self, x: Tensor, timestep: Tensor, encoder_hidden_states: Tensor, interval: Tensor | None = None
+    ) -> Tensor:
+        t, moved = timestep.double() / 1000, _wide(encoder_hidden_states.flatten(), x)
+        at = x - (1 - _wide(t, x)) * moved
+        return (_velocity(at, t) if interval is None else _mean_velocity(at, t, interval)) - moved
+
+
+def test_a_student_learns_the_flow_of_each_prompt_and_of_none() -> None:
+    teacher = VelocityField(_Prompted(), LinearSchedule(), "flow_prediction", 1000, None, (TEXT,))
+    settings = DistillSettings(steps=1, sampling_steps=2, trajectories=60)
+    texts = TokenStore(Rows((torch.tensor([-2.0, 3.0])[:, None, None],)), torch.zeros(1, 1))
+    captions = torch.tensor([0, 1, NO_CAPTION]).repeat(20)
+    recipe = resolve(DistillRecipe, settings)
+    given = (PredictionType("flow_prediction"), recipe, SHAPE, {CAPTION: captions}, texts)
+    flow = MeanFlow(lambda device: Ensemble([teacher], None, "full"), *given)
+    flow.prepare(torch.device("cpu"), None)
+    means = flow._states[:, -1].unflatten(0, (20, 3)).mean((0, 2, 3, 4))
+    torch.testing.assert_close(means, MEAN + torch.tensor([-2.0, 3.0, 0.0]), rtol=0, atol=0.3)
+    inputs = flow.draw(torch.arange(60), torch.Generator().manual_seed(1), slice(None))
+    # The solver's error alone is left.
+    assert flow.loss(_Prompted(), inputs).max() < 0.02
+    wrong = flow.loss(_Prompted(), inputs | {TEXT: inputs[TEXT].roll(1, 0)})
+    assert wrong.min() > 0.5
 
 
 def test_trajectories_are_kept_for_the_same_seed_guidance_and_conditions(tmp_path: Path) -> None:
