@@ -87,6 +87,47 @@ def old_model(
     typer.echo(f"{out}: a DDPM pipeline of diffusers")
 
 
+def captions(
+    images: Annotated[Path, InputArgument(help="Class folders of `hddm data digits`.")], out: Out
+) -> None:
+    """Write digits with captions in three wordings, and a text encoder with random weights."""
+    import json
+    import shutil
+    import string
+
+    import torch
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+    from hddm.utils.files import new_folder
+
+    names = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+    begin, end = "<|startoftext|>", "<|endoftext|>"
+    words = [begin, end, *string.ascii_lowercase, *(f"{one}</w>" for one in string.ascii_lowercase)]
+    with new_folder(out, "metadata.jsonl") as draft:
+        lines = []
+        for number, path in enumerate(sorted(images.rglob("*.png"))):
+            shutil.copy(path, draft / f"{number:04d}.png")
+            name = names[int(path.parent.name)]
+            text = (name, f"the digit {name}", f"a picture of {name}")[number % 3]
+            lines.append(json.dumps({"file_name": f"{number:04d}.png", "text": text}) + "\n")
+        (draft / "metadata.jsonl").write_text("".join(lines))
+        vocabulary = {word: place for place, word in enumerate(words)}
+        tokenizer = CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=24)
+        tokenizer.save_pretrained(draft / "tokenizer")
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
+        ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+        config = CLIPTextConfig(
+            vocab_size=len(words), max_position_embeddings=24, num_hidden_layers=2, **sizes, **ends
+        )
+        encoder = CLIPTextModel(config)
+        for parameter in encoder.parameters():
+            parameter.data = parameter.data if parameter.ndim == 1 else 0.3 * torch.randn(parameter.shape)
+        encoder.save_pretrained(draft / "text_encoder")
+    typer.echo(f"{out}: {len(lines)} images with captions, text_encoder and tokenizer")
+
+
 add(group, check)
 add(group, digits)
 add(group, old_model, hidden=True)
+add(group, captions, hidden=True)
