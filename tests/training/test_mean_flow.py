@@ -131,7 +131,7 @@ def test_a_student_learns_the_flow_of_each_prompt_and_of_none() -> None:
     # The solver's error alone is left.
     assert flow.loss(_Prompted(), inputs).max() < 0.02
     wrong = flow.loss(_Prompted(), inputs | {TEXT: inputs[TEXT].roll(1, 0)})
-    assert wrong.min() > 0.5
+    assert wrong.mean() > 1
 
 
 def test_trajectories_are_kept_for_the_same_seed_guidance_and_conditions(tmp_path: Path) -> None:
