@@ -319,7 +319,7 @@ def joined(shards: Sequence[Shard], folder: Path) -> Shard:
     """
     first = shards[0]
     if len({(one.shape, one.classes, one.vae, one.text_encoder, one.partition) for one in shards}) > 1:
-        text = "its shards do not belong together: they differ in shape, classes, VAE, text encoder or partition"
+        text = "its shards differ in shape, classes, VAE, text encoder or partition"
         raise HddmError(f"{folder}: {text}")
     labels = [one.labels for one in shards if one.labels is not None]
     texts = [one.texts for one in shards if one.texts is not None]
