@@ -115,10 +115,16 @@ def captions(
         tokenizer = CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=24)
         tokenizer.save_pretrained(draft / "tokenizer")
         torch.manual_seed(0)
-        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
-        ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
         config = CLIPTextConfig(
-            vocab_size=len(words), max_position_embeddings=24, num_hidden_layers=2, **sizes, **ends
+            vocab_size=len(words),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=24,
+            bos_token_id=0,
+            eos_token_id=1,
+            pad_token_id=1,
         )
         encoder = CLIPTextModel(config)
         for parameter in encoder.parameters():
