@@ -3,8 +3,9 @@
     v(x, t) = sum_k w_k(x, t) v_k(x, t)
 
 With w_k = p(k | x_t), the posterior of the shard, this is exactly the velocity of all the data (DDM,
-arXiv:2501.05450, section 3.2), whatever each expert was trained to predict. A strategy (`hddm.routers`) sets
-small weights to 0, and experts of weight 0 do not run.
+arXiv:2501.05450, section 3.2). An expert of noise or of clean images counts too: its field converts what it
+predicts to a velocity (`VelocityField.guided`). A strategy (`hddm.routers`) sets small weights to 0, and
+experts of weight 0 do not run.
 
 Classes are numbered together, by name, and each expert gets them in its own numbering (`hddm.conditions`).
 
@@ -96,10 +97,10 @@ class Ensemble:
     Args:
         experts: velocity fields on the common path, one per shard, or a `Part` for each.
         router: ``router(x_t, t)`` to probabilities (batch, K). Not needed for ``draw``, or for one domain.
-        strategy: see `hddm.routers`; can be set later. The default holds for any number of experts; folders
-            record theirs (`hddm.experts.assembly.DEFAULT_STRATEGY`).
-        prior: K shard sizes or probabilities that ``draw`` draws from, in place of the parts' weights. Those
-            of a domain's experts add up.
+        strategy: see `hddm.routers`; can be set later. The default is valid for any number of experts; an
+            ensemble loaded from a folder uses the one recorded there.
+        prior: p(k) (K,) in any unit, in place of the parts' weights: ``draw`` draws from it, and the
+            correction by class divides by it. Values of a domain's experts add up.
         shift: of the time grid that its samples want (`hddm.sampling.time_grid`).
         topics: index of the text encoder whose output routes prompts in `hddm.HDDMPipeline`
             (`hddm.routers.PromptRouter`); None where nothing does.
@@ -362,14 +363,14 @@ class Ensemble:
         mixed = torch.zeros_like(x_t, dtype=torch.promote_types(x_t.dtype, torch.float32))
         parts = choice.parts(x_t.device)
 
-        def ask(k: int) -> Tensor:
+        def velocity_of(k: int) -> Tensor:
             here, _ = parts[k]
             own, rows = x_t if here is None else x_t[here], choice.rows[k]
             end = then if then is None or then.ndim == 0 else then[rows]
             return self.experts[k].guided(own.to(mixed.dtype), times[rows], inputs[k], end)
 
-        found = dict(self.ask_each(list(parts), ask))
-        # In one order, whoever ran first: sums round differently in another.
+        found = dict(self.each_of(list(parts), velocity_of))
+        # By index, so that rounding does not depend on which expert ran first.
         for k, (here, share) in sorted(parts.items()):
             weighted = share.view(-1, *[1] * (x_t.ndim - 1)).to(mixed) * found[k]
             if here is None:
@@ -378,10 +379,12 @@ class Ensemble:
                 mixed.index_add_(0, here, weighted)
         return mixed.to(x_t.dtype)
 
-    def ask_each(self, experts: Sequence[int], ask: Callable[[int], Tensor]) -> Iterable[tuple[int, Tensor]]:
-        """Velocities of ``experts``, one after the other, those with weights on the device first."""
+    def each_of(
+        self, experts: Sequence[int], velocity_of: Callable[[int], Tensor]
+    ) -> Iterable[tuple[int, Tensor]]:
+        """Velocities of ``experts``; those whose weights are already on the device run first."""
         for k in in_best_order({k: self.experts[k].network for k in experts}):
-            yield k, ask(k)
+            yield k, velocity_of(k)
 
     def check_range(self, labels: Tensor) -> None:
         """Raise an `HddmError` for class labels (batch,), on the CPU, beyond the classes of all experts."""
@@ -462,7 +465,7 @@ class Ensemble:
     def shares_of(
         self, num: int, conditions: Mapping[str, Tensor], prior: Tensor | None = None
     ) -> Tensor | None:
-        """`prior_of` where a class or prompt makes it differ from p(k), to correct the router; or None."""
+        """p(k | class or prompt) of each sample, to correct the router; None where only p(k) is known."""
         if prior is None and not (LABELS in conditions and self.knows_classes):
             return None
         return self.prior_of(num, conditions, prior)

@@ -3,7 +3,7 @@
 `hddm.running.run` integrates what is planned here: at each step it asks the ensemble which experts run
 (`Ensemble.routed`, or the sample's own expert), mixes their velocities (`Ensemble.mix`), and the solver takes
 the step. Sample i depends on (seed, i) alone: its noise, and the expert that ``draw`` chooses for it, come
-from generators of its own. The batch size changes rounding only.
+from generators of its own. The batch size changes rounding only, which a hard choice of experts can amplify.
 """
 
 import copy
@@ -118,13 +118,13 @@ def plan(
             students of few steps.
         shift: see `time_grid`.
         strategy: instead of the ensemble's own; see `hddm.routers`.
-        expert: use this expert alone; where it does not cover t, the expert of its domain that does runs.
+        expert: use this expert alone; at times outside its range, the other expert of its domain runs.
         guidance: 1 for none; another number is the scale of guidance by condition; or a `Guidance`.
         router_every: ask the router at every n-th call of the velocity, which Heun's method makes twice per
             step, and use its last answer in between.
         shape: (C, H, W) of a sample, where it is not the model's.
         noise: see `hddm.running`.
-        picture: what samples begin with, and what of it stays; see `hddm.editing`.
+        picture: the picture to start from, and the region of it to keep; see `hddm.editing`.
         times: in place of ``steps`` and ``shift``.
 
     Raises:
@@ -171,9 +171,9 @@ def plan(
 def batches(plan: Plan, numbers: Sequence[int], conditions: Conditions, size: int) -> Iterator[Batch]:
     """Group the samples ``numbers`` into batches of at most ``size``; ``draw`` draws their experts first.
 
-    Where there are several batches, samples of one domain follow each other, so that each expert gets large
-    batches. Samples of several kinds are never in one batch, nor are those of several domains where experts
-    are offloaded, so that each is brought to the device once.
+    If drawn samples need several batches, they are sorted by domain, so that each expert gets large batches.
+    A batch holds samples of one kind, and of one domain where experts are offloaded, so that each expert is
+    brought to the device once.
 
     Raises:
         HddmError: for conditions or a picture of another length than ``numbers``, and experts that cannot be
@@ -279,8 +279,8 @@ def sample(
         start: index i of the first sample: a run in several pieces is the run in one.
         expert: use this expert alone, instead of any strategy.
         router_every: ask the router at every n-th call of the velocity only.
-        picture: what samples begin with, and what of it stays; see `hddm.editing`. With ``draw`` and a router
-            that looks at states, each expert is drawn from p(k | x_s, s).
+        picture: the picture to start from, and the region of it to keep; see `hddm.editing`. With ``draw``
+            and a router that looks at states, each expert is drawn from p(k | x_s, s).
         use: a tally of how the experts were used, which the caller reads afterwards.
         on_step: see `hddm.solvers`; called for each batch in turn.
         conditions: keywords of the experts' networks, each (num, …); ``class_labels`` may be names.

@@ -378,7 +378,7 @@ class VelocityField:
         """The exact conversion, uncalibrated; ``x`` in float32 or float64, ``t`` (batch,) in float64."""
         is_flow = self.prediction_type is PredictionType.FLOW_PREDICTION
         if is_flow and isinstance(self.schedule, LinearSchedule):
-            return self.ask(x, t, conditions)
+            return self.output_of(x, t, conditions)
         low, high = self.range
         inside = t.clamp(low, high)
         native = self.schedule.match(inside)
@@ -396,7 +396,7 @@ class VelocityField:
             return wide(d_alpha), wide(d_sigma)
 
         y = wide(scale) * x
-        output = self.ask(y, native, conditions)
+        output = self.output_of(y, native, conditions)
         at = PathPoint(x, y, wide(inside), wide(alpha), wide(sigma), derivatives)
         v = velocity(self.prediction_type, output, at)
         if bool((t == inside).all()):
@@ -411,7 +411,7 @@ class VelocityField:
         v = torch.where(wide(is_above).bool(), above, v)
         return torch.where(wide(is_below).bool(), below, v)
 
-    def ask(self, y: Tensor, native: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
+    def output_of(self, y: Tensor, native: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
         """The network's own prediction for a state ``y`` on its path, at ``native`` times (batch,)."""
         dtype = parameter_dtype(self.network) or y.dtype
         timestep = sent(native * self.time_scale, y.device, y.dtype)

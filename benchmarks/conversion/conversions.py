@@ -17,6 +17,6 @@ class SameTimeField(VelocityField):
     """
 
     def raw_velocity(self, x: Tensor, t: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
-        eps = self.ask(x, t, conditions)
+        eps = self.output_of(x, t, conditions)
         wide = append_dims(t, x.ndim).to(x)
         return torch.where(wide == 1, x, (eps - x) / (1 - wide))

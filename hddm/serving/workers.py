@@ -257,13 +257,15 @@ class RemoteExpert(VelocityField):
 class RemoteEnsemble(Ensemble):
     """An ensemble of experts in other processes, which run at the same time.
 
-    ``ask`` returns the velocity of an expert, by its index and a job.
+    ``request`` returns the velocity of an expert, by its index and a job.
     """
 
-    def __init__(self, known: Ensemble, ask: Callable[[int, VelocityJob], Tensor]) -> None:
+    def __init__(self, known: Ensemble, request: Callable[[int, VelocityJob], Tensor]) -> None:
         vars(self).update(vars(known))
-        self.experts = [RemoteExpert(one, partial(ask, k)) for k, one in enumerate(known.experts)]
-        self._threads = ThreadPoolExecutor(thread_name_prefix="hddm-ask", max_workers=64)
+        self.experts = [RemoteExpert(one, partial(request, k)) for k, one in enumerate(known.experts)]
+        self._threads = ThreadPoolExecutor(thread_name_prefix="hddm-expert", max_workers=64)
 
-    def ask_each(self, experts: Sequence[int], ask: Callable[[int], Tensor]) -> Iterable[tuple[int, Tensor]]:
-        return zip(experts, self._threads.map(ask, experts), strict=True)
+    def each_of(
+        self, experts: Sequence[int], velocity_of: Callable[[int], Tensor]
+    ) -> Iterable[tuple[int, Tensor]]:
+        return zip(experts, self._threads.map(velocity_of, experts), strict=True)

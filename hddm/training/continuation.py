@@ -277,7 +277,7 @@ def _prediction_of(network: nn.Module, field: VelocityField, objective: Objectiv
     def predict(x: Tensor, timestep: Tensor, **conditions: Tensor) -> Tensor:
         native = timestep.double() / objective.time_scale
         if objective.name == "ddpm":
-            return field.ask(x, native, conditions)
+            return field.output_of(x, native, conditions)
         v = velocity(x, native, **conditions)
         if objective.prediction_type is PredictionType.FLOW_PREDICTION:
             return v
