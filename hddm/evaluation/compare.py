@@ -393,11 +393,8 @@ def _empty_lines(contents: Sequence[Evaluation]) -> list[Line]:
         for split in splits
     ]
     found.append(Line("diversity against training images", "diversity", says="1 is as varied as they are"))
-    # Distances of different kinds do not compare, within conditions and to nearest images alike.
-    kinds = {one.within_conditions.distance if one.within_conditions else "" for one in contents}
-    if len(kinds) == 1:
-        title, says = f"distance within conditions ({kinds.pop()})", "between two images of a class or prompt"
-        found.append(Line(title, "within_conditions.images", says=says))
+    says = "between two images of a class or prompt"
+    found.append(Line("distance within conditions", "within_conditions.images", says=says))
     if len({bool(one.memorisation and one.memorisation.mirrored) for one in contents}) == 1:
         says = "about 1 is right, well below 1 repeats training images"
         found.append(Line("nearest-image ratio", "memorisation.ratio", says=says))

@@ -1,12 +1,9 @@
 """Measures of two sets of images: distances, precision and recall, diversity, memorisation."""
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -14,7 +11,6 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from hddm.data.images import to_unit_range
 from hddm.utils.errors import HddmError
 from hddm.utils.records import Count, OpenRecord
 from hddm.utils.streams import Use, generator, stream
@@ -236,27 +232,18 @@ FEW = 40
 """With fewer images on a side, nearest distances say little."""
 _NEAR = 0.05
 _ROWS, _OTHERS = 1024, 8192
-TRUNK = "alexnet-owt-7be5be79.pth"
-"""torchvision's AlexNet, the trunk of LPIPS; the package ``lpips`` has the last layers."""
-SMALLEST = 32
-"""Fewest pixels a side; below this AlexNet's last feature maps vanish."""
-LPIPS = "LPIPS (AlexNet)"
-PAIRS, FEATURE_PAIRS = 100, 20_000
-"""Most pairs measured per condition, by LPIPS and in feature space."""
-_BATCH = 32
-Between = Callable[[Tensor, Tensor], Tensor]
-"""Distances (p,) between the images of two lists of row numbers (p,)."""
+PAIRS = 20_000
+"""Most pairs measured per condition."""
 
 
 class ConditionDiversity(OpenRecord):
-    """Mean distance between two images of one condition, averaged over ``conditions``.
+    """Mean distance between the features of two images of one condition, averaged over ``conditions``.
 
-    ``reference`` is that of training images of the same classes, if any. ``distance`` is "LPIPS (AlexNet)",
-    or "features" with the reason in ``why_not_lpips``.
+    ``reference`` is that of training images of the same classes, if any.
     """
 
-    distance: str
-    why_not_lpips: str | None = None
+    distance: Literal["features"] = "features"
+    """Older results may have another, which does not compare."""
     conditions: Count = 0
     images: Number
     reference: Number | None = None
@@ -277,8 +264,10 @@ def _mean_pair_distance(rows: Tensor) -> float:
     return torch.pdist(rows.float()).mean().item()
 
 
-def within_conditions(labels: Tensor, between: Between, pairs: int, seed: int = 0) -> dict[int, float]:
-    """Mean distance between two images of each condition in ``labels`` (n,) with two or more images.
+def within_conditions(
+    features: Tensor, labels: Tensor, pairs: int = PAIRS, seed: int = 0
+) -> dict[int, float]:
+    """Mean distance between ``features`` (n, d) of each condition in ``labels`` (n,) with two or more images.
 
     At most ``pairs`` random pairs per condition are measured.
     """
@@ -288,7 +277,7 @@ def within_conditions(labels: Tensor, between: Between, pairs: int, seed: int = 
         if len(rows) < 2:
             continue
         first, second = (rows[torch.from_numpy(part)] for part in _pairs(len(rows), pairs, seed))
-        found[int(label)] = between(first, second).double().mean().item()
+        found[int(label)] = (features[first] - features[second]).norm(dim=1).double().mean().item()
     return found
 
 
@@ -357,43 +346,3 @@ def nearest_distances(rows: Tensor, others: Tensor, mirrored: bool = False) -> T
                 best = best.minimum((flat - found).norm(dim=1))
         nearest.append(best)
     return torch.cat(nearest)
-
-
-def why_not_lpips(side: int) -> str | None:
-    """Reason why LPIPS does not work for images of ``side`` pixels, None if it does."""
-    if side < SMALLEST:
-        return f"LPIPS needs images of {SMALLEST} pixels a side, and these have {side}"
-    if find_spec("lpips") is None:
-        return "the package lpips is not installed"
-    if not _trunk().is_file():
-        return f"{TRUNK} is not in {_trunk().parent}"
-    return None
-
-
-def feature_distance(features: Tensor) -> Between:
-    """Euclidean distance between rows of ``features`` (n, d)."""
-    return lambda first, second: (features[first] - features[second]).norm(dim=1)
-
-
-def lpips_distance(pixels: Tensor) -> Between:
-    """LPIPS (arXiv:1801.03924, v0.1, AlexNet) between ``pixels`` (n, C, H, W) in bytes, C = 1 or 3."""
-    import lpips
-
-    with warnings.catch_warnings():
-        # lpips loads the trunk by a deprecated torchvision call.
-        warnings.simplefilter("ignore")
-        network: Any = lpips.LPIPS(net="alex", verbose=False).eval()
-
-    @torch.no_grad()
-    def between(first: Tensor, second: Tensor) -> Tensor:
-        found = [
-            network(*(to_unit_range(pixels[rows]).expand(-1, 3, -1, -1) for rows in both)).flatten()
-            for both in zip(first.split(_BATCH), second.split(_BATCH), strict=True)
-        ]
-        return torch.cat(found)
-
-    return between
-
-
-def _trunk() -> Path:
-    return Path(torch.hub.get_dir()) / "checkpoints" / TRUNK

@@ -12,10 +12,7 @@ from torch import Tensor
 from hddm.data.images import to_unit_range
 from hddm.evaluation.features import FeatureExtractor
 from hddm.evaluation.measures import (
-    FEATURE_PAIRS,
     FEWEST,
-    LPIPS,
-    PAIRS,
     ConditionDiversity,
     Distance,
     Features,
@@ -25,15 +22,12 @@ from hddm.evaluation.measures import (
     PrecisionRecall,
     Share,
     diversity,
-    feature_distance,
     has_few,
     kernel_distance,
-    lpips_distance,
     measure,
     memorisation,
     nearest_distances,
     precision_recall,
-    why_not_lpips,
     within_conditions,
 )
 from hddm.utils.progress import Progress
@@ -164,7 +158,7 @@ class Scorer:
             own = nearest_distances(pixels, self._sides[0].pixels, self._mirrored)
             further["memorisation"] = memorisation(own, fresh, self._mirrored)
         if self._complete and labels is not None:
-            further["within_conditions"] = self._within(pixels, features, labels)
+            further["within_conditions"] = self._within(torch.from_numpy(features), labels)
         return Scores(
             images=len(pixels),
             splits=tuple(
@@ -222,28 +216,16 @@ class Scorer:
         share = len(own) / len(features)
         return DomainScores(domain=name, images=len(own), share=share, splits=tuple(splits))
 
-    def _within(self, pixels: Tensor, features: Features, labels: Tensor) -> ConditionDiversity | None:
-        why = why_not_lpips(min(pixels.shape[-2:]))
-
-        def measured(pixels: Tensor, features: Features, conditions: Tensor) -> dict[int, float]:
-            between = feature_distance(torch.from_numpy(features)) if why else lpips_distance(pixels)
-            return within_conditions(conditions, between, FEATURE_PAIRS if why else PAIRS)
-
-        found = measured(pixels, features, labels)
+    def _within(self, features: Tensor, labels: Tensor) -> ConditionDiversity | None:
+        found, reference = within_conditions(features, labels), None
         if not found:
             return None
-        training, reference = self._sides[0], None
-        if training.labels is not None:
-            rows = torch.isin(training.labels, torch.tensor(list(found))).nonzero()[:, 0]
-            real = measured(training.pixels[rows], self._known[0][rows.numpy()], training.labels[rows])
-            reference = statistics.fmean(real.values()) if found.keys() <= real.keys() else None
-        return ConditionDiversity(
-            distance="features" if why else LPIPS,
-            why_not_lpips=why,
-            conditions=len(found),
-            images=statistics.fmean(found.values()),
-            reference=reference,
-        )
+        if (classes := self._sides[0].labels) is not None:
+            real = within_conditions(torch.from_numpy(self._known[0]), classes)
+            if found.keys() <= real.keys():
+                reference = statistics.fmean(real[label] for label in found)
+        images = statistics.fmean(found.values())
+        return ConditionDiversity(conditions=len(found), images=images, reference=reference)
 
     def _features(self, pixels: Tensor) -> Features:
         """Features (n, d) in float64."""

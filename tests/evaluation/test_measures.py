@@ -15,11 +15,9 @@ from hddm.evaluation.measures import (
     Gaussian,
     frechet_distance,
     kernel_distance,
-    lpips_distance,
     measure,
     precision_recall,
     squared_mmd,
-    why_not_lpips,
 )
 from tests.artefacts import refusal
 
@@ -196,24 +194,3 @@ def test_both_sides_are_cut_to_one_number() -> None:
     assert precision_recall(fake, real).images == 90
     assert precision_recall(fake, real, most=50).images == 50
     assert precision_recall(fake, real, most=50) == precision_recall(fake, real, most=50)
-
-
-@pytest.mark.slow
-def test_lpips_is_that_of_its_package(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    lpips = pytest.importorskip("lpips")
-    torchvision = pytest.importorskip("torchvision")
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    torch.manual_seed(0)
-    from hddm.evaluation.measures import _trunk
-
-    _trunk().parent.mkdir(parents=True)
-    torch.save(torchvision.models.alexnet().state_dict(), _trunk())
-    assert why_not_lpips(32) is None
-    pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (40, 1, 32, 32)).astype(np.uint8))
-    first, second = torch.arange(40), torch.arange(39, -1, -1)
-    found = lpips_distance(pixels)(first, second)
-    network = lpips.LPIPS(net="alex", verbose=False)
-    one = [pixels[k].float().expand(1, 3, -1, -1) / 127.5 - 1 for k in (3, 36)]
-    assert found.shape == (40,)
-    assert found[3].item() == pytest.approx(network(*one).item(), rel=1e-4)
-    assert (lpips_distance(pixels)(first, first) == 0).all()
