@@ -242,16 +242,16 @@ def _joined(conditions: Iterable[Tensors], device: torch.device) -> dict[str, Te
 
 
 class RemoteExpert(VelocityField):
-    """An expert whose network is in another process; ``ask`` returns its velocity."""
+    """An expert whose network is in another process; ``request`` returns its velocity."""
 
-    def __init__(self, known: VelocityField, ask: Callable[[VelocityJob], Tensor]) -> None:
+    def __init__(self, known: VelocityField, request: Callable[[VelocityJob], Tensor]) -> None:
         vars(self).update(vars(known))
         self.network = None  # type: ignore[assignment]
-        self._ask = ask
+        self._request = request
 
     def guided(self, x_t: Tensor, times: Tensor, inputs: Inputs, then: Tensor | None = None) -> Tensor:
         end = None if then is None or self.sampling_steps is None else float(then)
-        return self._ask(VelocityJob(x_t, times, inputs.guidance, inputs.negative, inputs.conditions, end))
+        return self._request(VelocityJob(x_t, times, inputs.guidance, inputs.negative, inputs.conditions, end))
 
 
 class RemoteEnsemble(Ensemble):
