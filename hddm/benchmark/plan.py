@@ -441,7 +441,9 @@ def _shape_of(path: Path) -> Any:
     configs = [read_json(one) for one in sorted(path.rglob("config.json"))]
     ensemble = path / ENSEMBLE_FILE
     strategy = read_json(ensemble)["strategy"] if ensemble.is_file() else None
-    return [configs, strategy] if configs else path.name
+    # Students of few steps take as many as they were trained for.
+    steps = [read_json(one).get("sampling_steps") for one in sorted(path.rglob(EXPERT_FILE))]
+    return [configs, strategy, steps] if configs else path.name
 
 
 def trained(step: Step) -> tuple[int, int]:

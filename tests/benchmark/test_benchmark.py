@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -19,13 +20,13 @@ import pytest
 import torch
 import yaml
 
-from hddm.benchmark.plan import SeedPlan, count_sampling, count_training
+from hddm.benchmark.plan import SeedPlan, Step, cost_key, count_sampling, count_training
 from hddm.benchmark.results import Results, read_results
 from hddm.training.settings import size_config
 from hddm.utils.processes import end_with_parent
 from hddm.utils.work import Work
 from hddm_cli.app import run_words
-from tests.artefacts import SIDE, refusal
+from tests.artefacts import SIDE, edit_json, refusal
 from tests.benchmark_files import (
     CONTENT,
     FLOW,
@@ -229,6 +230,19 @@ def test_a_training_step_costs_its_forward_and_twice_that_backward(objective: st
 def test_a_sample_costs_its_forwards(flow_expert: Path) -> None:
     sample = ["sample", str(flow_expert), "--solver", "euler", "--steps", "3"]
     assert count_sampling(sample, run_words) == pytest.approx(3 * _forward()[0], rel=0.02)
+
+
+def test_students_of_one_and_of_two_steps_are_counted_apart(flow_expert: Path, tmp_path: Path) -> None:
+    keys = set()
+    for steps in (1, 2):
+        student: Any = SimpleNamespace(path=shutil.copytree(flow_expert, tmp_path / str(steps)))
+        edit_json(student.path / "expert.json", sampling_steps=steps)
+        keys.add(
+            cost_key(
+                Step("images", "sample", ("$student",), {"student": student}, None, None, Work(tmp_path))
+            )
+        )
+    assert len(keys) == 2
 
 
 def _work(connection: Connection) -> None:
