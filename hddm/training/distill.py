@@ -43,7 +43,6 @@ from hddm.training.settings import (
     ExpertRecipe,
     RunOptions,
     Start,
-    kept,
     resolve,
 )
 from hddm.training.watching import watching
@@ -189,7 +188,7 @@ def distill(
     before = recipe_before(out, EXPERT_FILE, run, overwrite)
     shards = [open_shard(folder) for folder in find_shards(shards_folder)]
     union = joined(shards, shards_folder)
-    strategy = settings.strategy or kept("strategy", vars(settings), before)
+    strategy = settings.strategy or before.get("strategy")
     teacher = open_teacher(ensemble_folder, union, shards, settings, strategy)
     initial, origin = (None, {}) if init is None else read_init(init)
     if initial is None and settings.sampling_steps is not None:

@@ -299,21 +299,6 @@ class Start:
 
 
 NEW = Start()
-# A value of the run that is resumed belongs to the request in the second place, and to no other.
-_BELONGS_TO = {
-    "muon_learning_rate": "optimizer",
-    "prediction": "objective",
-    "weighting": "prediction",
-    "weak_at": "lora_rank",
-    "lora_alpha": "lora_rank",
-    "strategy": "teacher",
-}
-
-
-def kept(name: str, values: Mapping[str, Any], before: Mapping[str, Any]) -> Any:
-    """Return the value ``name`` of the resumed recipe ``before``; None if it is of another request."""
-    on = _BELONGS_TO.get(name)
-    return before.get(name) if on is None or values.get(on) == before.get(on) else None
 
 
 def resolve(
@@ -335,7 +320,11 @@ def resolve(
         decided = {"prediction": start.prediction, "weighting": None, "rotary": start.rotary}
         values |= {name: value for name, value in decided.items() if name in values}
     is_ddpm = values.get("objective") == "ddpm"
+    # A run of another kind is refused once the recipes are compared, with all differences.
+    of_kind = ("objective", "teacher", "lora_rank")
     recorded = before or {}
+    if any(values.get(name) != recorded.get(name) for name in of_kind):
+        recorded = {}
     optimizer = values["optimizer"] or recorded.get("optimizer") or ("muon" if start.is_new else "adamw")
     has_muon = optimizer == "muon"
     by_width = 0.2 if has_muon else 0.125 if issubclass(kind, RouterRecipe) else 0.5
@@ -358,7 +347,7 @@ def resolve(
     }
     for name, default in defaults.items():
         if name in values and values[name] is None:
-            known = kept(name, values, recorded)
+            known = recorded.get(name)
             values[name] = default if known is None else known
     if not has_muon:
         values["muon_learning_rate"] = None
