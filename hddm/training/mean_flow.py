@@ -53,9 +53,6 @@ CAPTION = "caption"
 
 log = logging.getLogger(__name__)
 
-MeanVelocity = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""u of states (n, C, H, W) at times t (n,), over intervals t - r (n,)."""
-
 
 class Trajectories(NamedTuple):
     """States (N, T, C, H, W) of a teacher's flow, from noise to data, at ``times`` (T,) from 1 to 0."""
@@ -180,22 +177,14 @@ class MeanFlow:
         x_t, t, r = inputs["x_t"], inputs["t"], inputs["r"]
         conditions = {name: inputs[name] for name in (LABELS, TEXT) if name in inputs}
         target = (x_t - inputs["x_r"]) / _wide(t - r, x_t)
-        u = self.mean_velocity(network, conditions)(x_t, t, t - r)
+        ahead = _wide(t, x_t)
+        output = network(x_t, TIME_SCALE * t.to(x_t), **conditions, interval=(t - r).to(x_t))
+        at = PathPoint(
+            x_t, x_t, ahead, 1 - ahead, ahead, lambda: (-torch.ones_like(ahead), torch.ones_like(ahead))
+        )
+        u = velocity(self.prediction, output.float(), at)
         errors = (u.float() - target).square().flatten(1).mean(1)
         return errors / (errors.detach() + FLOOR) ** POWER
-
-    def mean_velocity(self, network: Callable[..., Tensor], conditions: Mapping[str, Tensor]) -> MeanVelocity:
-        """The network's u under ``conditions``."""
-
-        def u(x_t: Tensor, t: Tensor, interval: Tensor) -> Tensor:
-            time, ahead = t.to(x_t), _wide(t, x_t)
-            output = network(x_t, TIME_SCALE * time, **conditions, interval=interval.to(x_t))
-            at = PathPoint(
-                x_t, x_t, ahead, 1 - ahead, ahead, lambda: (-torch.ones_like(ahead), torch.ones_like(ahead))
-            )
-            return velocity(self.prediction, output.float(), at)
-
-        return u
 
 
 def _wide(times: Tensor, x: Tensor) -> Tensor:
