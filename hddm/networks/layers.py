@@ -69,40 +69,13 @@ SMOOTH = 0.03
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """``x (1 + scale) + shift`` in one pass; x is (batch, tokens, width), the others broadcast to it."""
     # Under autocast x is float32 and the others may be bfloat16: they are the smaller to cast.
-    return _multiply_add(shift.to(x.dtype), x, 1 + scale.to(x.dtype))
+    return torch.addcmul(shift.to(x.dtype), x, 1 + scale.to(x.dtype))
 
 
 def add_gated(x: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
     """``x + gate branch`` in the dtype of x; gate broadcasts to (batch, tokens, width)."""
     # Cast first: on CPUs a pass over mixed dtypes takes longer than two passes.
-    return _multiply_add(x, branch.to(x.dtype), gate.to(x.dtype))
-
-
-def _multiply_add(start: Tensor, x: Tensor, factor: Tensor) -> Tensor:
-    if not torch.is_grad_enabled():
-        return torch.addcmul(start, x, factor)
-    added: Tensor = _MultiplyAdd.apply(start, x, factor)
-    return added
-
-
-class _MultiplyAdd(torch.autograd.Function):
-    """``start + x factor``; the gradient of ``torch.addcmul`` takes one more pass over x."""
-
-    @staticmethod
-    def forward(ctx: Any, start: Tensor, x: Tensor, factor: Tensor) -> Tensor:
-        ctx.save_for_backward(x, factor)
-        ctx.start_shape = start.shape
-        return torch.addcmul(start, x, factor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,), (x, factor) = gradients, ctx.saved_tensors
-        for_start, for_x, for_factor = ctx.needs_input_grad
-        return (
-            gradient.sum_to_size(ctx.start_shape) if for_start else None,
-            gradient * factor if for_x else None,
-            (gradient * x).sum_to_size(factor.shape) if for_factor else None,
-        )
+    return torch.addcmul(x, branch.to(x.dtype), gate.to(x.dtype))
 
 
 def sinusoid(

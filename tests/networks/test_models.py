@@ -13,9 +13,7 @@ from torch.nn import functional as F
 from hddm.networks.layers import (
     PatchEmbedding,
     TimeEmbedding,
-    add_gated,
     attend,
-    modulate,
     rotate,
     sinusoid,
     square_positions,
@@ -286,19 +284,3 @@ def test_attention_in_bfloat16_has_the_gradient_of_its_definition(
         error, usual = ((x.double() - truth).norm() / truth.norm() for x in (ours, theirs))
         assert error < 0.01
         assert error < 2 * usual
-
-
-@pytest.mark.parametrize("trained", [(True, True, True), (False, True, False), (True, False, True)])
-def test_modulation_and_gates_have_the_gradients_of_their_definitions(trained: tuple[bool, ...]) -> None:
-    noise = torch.Generator().manual_seed(4)
-    shapes = ((2, 5, 8), (2, 1, 8), (2, 1, 8)), ((2, 5, 8), (2, 1, 8), (2, 5, 8))
-    for function, shape in zip((modulate, add_gated), shapes, strict=True):
-        values = [torch.randn(s, generator=noise, dtype=torch.float64) for s in shape]
-        for value, wanted in zip(values, trained, strict=True):
-            value.requires_grad_(wanted)
-        assert torch.autograd.gradcheck(function, values)
-        assert torch.autograd.gradgradcheck(function, values)
-    x, shift, scale = (torch.randn(s, generator=noise) for s in shapes[0])
-    torch.testing.assert_close(modulate(x, shift, scale), x * (1 + scale) + shift)
-    branch = x.flip(0)
-    torch.testing.assert_close(add_gated(x, scale, branch), x + scale * branch)
