@@ -12,6 +12,7 @@ are made from these one by one, so that no more than one is there in full.
 """
 
 import itertools
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -63,13 +64,11 @@ class Shelf:
                 self._present.move_to_end(network)
                 return
             self._refuse_larger(network)
-            while self._present and not self._has_room(network.size):
+            limit = math.inf if self.budget is None else self.budget
+            while self._present and sum(self._present.values()) + network.size > limit:
                 self.forget(next(iter(self._present)))
             network.place(network.fetch())
             self._present[network] = network.size
-
-    def _has_room(self, size: int) -> bool:
-        return self.budget is None or sum(self._present.values()) + size <= self.budget
 
     def forget(self, network: "StoredNetwork") -> None:
         """Remove ``network`` from the device, if present."""

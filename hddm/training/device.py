@@ -7,7 +7,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -58,18 +58,18 @@ class Device:
 
         # A process may train twice, with another precision.
         AcceleratorState._reset_state()
-        self._accelerator = Accelerator(
+        self.accelerator = Accelerator(
             mixed_precision=recipe.mixed_precision,
             cpu=recipe.device == "cpu",
             step_scheduler_with_optimizer=False,
         )
-        self.target: torch.device = self._accelerator.device
+        self.target: torch.device = self.accelerator.device
         if recipe.device not in ("auto", self.target.type):
             raise HddmError(f"`device` {recipe.device}: not available; use cpu")
-        self.processes = int(self._accelerator.num_processes)
-        self.is_main = bool(self._accelerator.is_main_process)
+        self.processes = int(self.accelerator.num_processes)
+        self.is_main = bool(self.accelerator.is_main_process)
         self._threads = recipe.threads
-        self.scaler: torch.amp.GradScaler = self._accelerator.scaler or torch.amp.GradScaler(enabled=False)
+        self.scaler: torch.amp.GradScaler = self.accelerator.scaler or torch.amp.GradScaler(enabled=False)
         """Scales losses in fp16; in other precisions it is not enabled and does nothing."""
         parts = self.processes * recipe.gradient_accumulation_steps
         if recipe.batch_size % parts:
@@ -99,7 +99,7 @@ class Device:
     def share(self, batch_size: int) -> slice:
         """Return the samples of a batch that are this process's."""
         number = batch_size // self.processes
-        start = self._accelerator.process_index * number
+        start = self.accelerator.process_index * number
         return slice(start, start + number)
 
     def moved(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -110,18 +110,6 @@ class Device:
             name: value if value.dtype is stays else value.to(self.target, non_blocking=True)
             for name, value in inputs.items()
         }
-
-    def part(self, module: nn.Module, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Open a block for a part of a batch; gradients are exchanged after the ``last`` part only."""
-        return contextlib.nullcontext() if last else self._accelerator.no_sync(module)
-
-    def precision(self) -> contextlib.AbstractContextManager[None]:
-        """Open a block for a forward pass in the chosen precision."""
-        return cast(contextlib.AbstractContextManager[None], self._accelerator.autocast())
-
-    def backward(self, loss: Tensor) -> None:
-        """Compute gradients of ``loss``, scaled in fp16."""
-        self.scaler.scale(loss).backward()
 
     def clip(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], limit: float) -> Tensor:
         """Clip gradients to a norm of ``limit``; return their norm before that, not waiting for a GPU."""
@@ -151,7 +139,7 @@ class Device:
         own = torch.stack([losses, times], dim=1)
         # Read from the host without waiting, as the inputs are.
         raised = torch.tensor([[float(flag) for flag in flags]]).to(own, non_blocking=True)
-        rows: Tensor = self._accelerator.gather(torch.cat([own, raised]))
+        rows: Tensor = self.accelerator.gather(torch.cat([own, raised]))
         rows = rows.view(self.processes, -1, 2)
         norm = norm.float()
         is_fine = rows[:, :-1, 0].mean().isfinite() & norm.isfinite()
@@ -167,9 +155,6 @@ class Device:
     def agreed(self, now: bool, gathered: bool) -> bool:
         """What all processes act on: ``now`` for one process, else what they had ``gathered`` in the step."""
         return now if self.processes == 1 else gathered
-
-    def wait(self) -> None:
-        self._accelerator.wait_for_everyone()
 
 
 def default_attention(device: torch.device, mixed_precision: str) -> str:

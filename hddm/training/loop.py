@@ -253,7 +253,7 @@ def _keep(run: Run, report: StepReport, steps: int, device: Device, stop: StopRe
     if report.is_due or stopping:
         if device.is_main:
             run.save(state)
-        device.wait()
+        device.accelerator.wait_for_everyone()
     if stopping and state.step < steps:
         text = f"stopped after step {state.step} of {steps}; progress is saved, and `resume=True` continues"
         raise Stopped(f"{run.folder}: {text}", stop.number or 0)
@@ -373,10 +373,12 @@ class _Trainer:
         parts = zip(*(value.chunk(number) for value in inputs.values()), strict=True)
         losses = []
         for index, part in enumerate(parts, 1):
-            with self.device.part(self.losses, last=index == number):
-                with self.device.precision():
+            # Gradients are exchanged after the last part only.
+            is_last, accelerator = index == number, self.device.accelerator
+            with contextlib.nullcontext() if is_last else accelerator.no_sync(self.losses):
+                with accelerator.autocast():
                     each = self.losses(dict(zip(inputs, part, strict=True)))
-                self.device.backward(each.sum() / len(next(iter(inputs.values()))))
+                self.device.scaler.scale(each.sum() / len(next(iter(inputs.values())))).backward()
             losses.append(each.detach())
         return torch.cat(losses)
 

@@ -398,23 +398,19 @@ def settings_of(record: type[Settings], path: Path | None, given: Mapping[str, A
         HddmError: for a file that is unreadable or not a mapping, an unknown key, a value out of range, or a
             required value that neither has.
     """
-    content = {} if path is None else read_run_file(path, record)
-    content = {key: value for key, value in content.items() if key in record.model_fields}
+    content: dict[str, Any] = {}
     if path is not None:
+        known = {*record.model_fields, *(name for kind in KINDS for name in kind.model_fields)}
+        known -= {*RunOptions.__annotations__}
+        for key, value in read_yaml(path).items():
+            if key not in known:
+                raise HddmError(f"{path}: unknown key {key!r}{did_you_mean(key, known)}")
+            if key in record.model_fields:
+                content[key] = value
         # Alone, so that a bad value is reported as the file's.
         required = {name: one for name, one in _VALID.items() if name in record.model_fields}
         parse_record(required | content, record, str(path))
     return parse_record(content | dict(given), record, OPTIONS)
-
-
-def read_run_file(path: Path, record: type[Record]) -> dict[str, Any]:
-    """Read a run file, whose keys must be known to some kind of settings; raises as `settings_of`."""
-    content = read_yaml(path)
-    known = {name for kind in (record, *KINDS) for name in kind.model_fields} - {*RunOptions.__annotations__}
-    for key in content:
-        if key not in known:
-            raise HddmError(f"{path}: unknown key {key!r}{did_you_mean(str(key), known)}")
-    return content
 
 
 def parse_objectives(text: str, shards: int) -> list[str]:
