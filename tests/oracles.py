@@ -154,6 +154,16 @@ class OracleNetwork:
         return {"epsilon": eps, "sample": x_0, "v_prediction": a * eps - s * x_0}[self.prediction_type]
 
 
+class NoisyEpsilon(OracleNetwork):
+    """The exact noise of 16 numbers with a 2 % error, nearly white, a fixed function of state and time."""
+
+    def __call__(self, y: Tensor, timestep: Tensor) -> Tensor:
+        noise = torch.Generator().manual_seed(9)
+        mix = 20 * torch.randn(16, 16, generator=noise, dtype=torch.float64)
+        error = torch.sin(y.double().flatten(1) @ mix + 100 * timestep.double()[:, None])
+        return super().__call__(y, timestep) + 0.02 * 2**0.5 * error.view(y.shape)
+
+
 class BoundedNetwork:
     """Any network: smooth, wrong, with outputs in [-1, 1]; it keeps what it was fed and gave."""
 

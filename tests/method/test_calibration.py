@@ -15,23 +15,13 @@ from hddm.training.continuation import KAPPA, bounded_gain
 from hddm.utils.errors import HddmError
 from hddm.velocity import PredictionType, VelocityField
 from tests.cases import LINEAR, case_named, oracle_field
-from tests.oracles import BoundedNetwork, GaussianMixture, OracleNetwork, rms_error
+from tests.oracles import BoundedNetwork, GaussianMixture, NoisyEpsilon, OracleNetwork, rms_error
 
 DIM, SHAPE = 16, (1, 4, 4)
 SHARD = GaussianMixture.random(seed=0, modes=6, dim=DIM, spread=0.8)
 COSINE = case_named("cosine")
 HIGH_NOISE = [0.85, 0.93, 0.97, 0.99, 0.999, 1.0]
 ALL_NOISE = [0.0, 0.05, 0.2, 0.5, 0.65, 0.75, *HIGH_NOISE]
-
-
-class NoisyEpsilon(OracleNetwork):
-    """The exact noise with a 2 % error, nearly white, a fixed function of state and time."""
-
-    def __call__(self, y: Tensor, timestep: Tensor) -> Tensor:
-        noise = torch.Generator().manual_seed(9)
-        mix = 20 * torch.randn(DIM, DIM, generator=noise, dtype=torch.float64)
-        error = torch.sin(y.double().flatten(1) @ mix + 100 * timestep.double()[:, None])
-        return super().__call__(y, timestep) + 0.02 * 2**0.5 * error.view(y.shape)
 
 
 def _expert(calibration: Calibration | None = None) -> VelocityField:

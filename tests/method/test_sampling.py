@@ -342,18 +342,6 @@ def test_committing_before_the_first_step_is_drawing_and_after_the_last_is_mixin
     assert torch.equal(late, sample(ensemble, 8, steps=5, strategy="full"))
 
 
-@pytest.mark.parametrize("strategy", ["full", "top-1", "draw", "commit-0.6"])
-def test_a_run_in_pieces_is_the_run_in_one(strategy: str) -> None:
-    ensemble = _routed(strategy, ("class_labels",), class_prior=[[1, 2, 3], [3, 2, 1]])
-    labels = torch.arange(10) % 2
-    whole = sample(ensemble, 10, seed=3, steps=6, batch_size=2, class_labels=labels)
-    pieces = [
-        sample(ensemble, stop - start, 3, 6, batch_size=2, start=start, class_labels=labels[start:stop])
-        for start, stop in ((0, 4), (4, 6), (6, 10))
-    ]
-    assert torch.equal(torch.cat(pieces), whole)
-
-
 def test_conditions_are_rows_of_any_kind() -> None:
     ensemble = _routed("top-1", ("class_labels",))
     given = {"steps": 2, "guidance_scale": 2.0}

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import DDIMScheduler
-from torch import Tensor
 
 import hddm
 from hddm.calibration import FILE_NAME, Calibration, calibration_record
@@ -35,21 +34,11 @@ from tests.artefacts import (
     refusal,
 )
 from tests.cases import case_named
-from tests.oracles import BoundedNetwork, GaussianMixture, OracleNetwork, rms_error
+from tests.oracles import BoundedNetwork, GaussianMixture, NoisyEpsilon, OracleNetwork, rms_error
 
 DIM, SHAPE = 16, (1, 4, 4)
 GAUSSIAN = GaussianMixture.random(seed=0, modes=1, dim=DIM)
 NAMES = ["cosine", "sd-scaled-linear", "ddpm-linear", "squaredcos-cap-v2", "sd-scaled-linear-ztsnr"]
-
-
-class NoisyEpsilon(OracleNetwork):
-    """The exact noise with a 2 % error, nearly white, a fixed function of state and time."""
-
-    def __call__(self, y: Tensor, timestep: Tensor) -> Tensor:
-        noise = torch.Generator().manual_seed(9)
-        mix = 20 * torch.randn(DIM, DIM, generator=noise, dtype=torch.float64)
-        error = torch.sin(y.double().flatten(1) @ mix + 100 * timestep.double()[:, None])
-        return super().__call__(y, timestep) + 0.02 * 2**0.5 * error.view(y.shape)
 
 
 def _oracle(name: str, kind: str = "epsilon", shard: GaussianMixture = GAUSSIAN) -> VelocityField:

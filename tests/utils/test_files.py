@@ -112,14 +112,6 @@ def test_drafts_of_processes_that_are_gone_are_removed_and_those_of_others_are_n
     assert {path.name for path in tmp_path.glob(".file*")} == {f".file.part-{os.getpid()}", elsewhere.name}
 
 
-def test_overwriting_leaves_nothing_of_the_old_folder(tmp_path: Path) -> None:
-    for name in ("old", "new"):
-        with new_folder(tmp_path / "target", RECORD, overwrite=True) as draft:
-            (draft / name).write_bytes(b"")
-            (draft / RECORD).write_bytes(b'{"format": "1.0"}')
-    assert contents(tmp_path) == {"target/new": b"", f"target/{RECORD}": b'{"format": "1.0"}'}
-
-
 def test_overwriting_spares_what_hddm_did_not_write(tmp_path: Path) -> None:
     images = tmp_path / "images"
     images.mkdir()
@@ -177,18 +169,6 @@ def test_a_file_is_replaced_once_the_new_is_on_disk(tmp_path: Path, monkeypatch:
     # First the draft, while the old file has the name; then the folder, which lists the new one.
     assert events == [(inodes[0], "old"), (tmp_path.stat().st_ino, "new")]
     assert contents(tmp_path) == {"record.json": b"new"}
-
-
-def test_a_failed_write_leaves_the_file_that_was_there(tmp_path: Path) -> None:
-    (tmp_path / "record.json").write_text("old")
-
-    def write(draft: Path) -> None:
-        draft.write_text("half")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_whole(tmp_path / "record.json", write)
-    assert contents(tmp_path) == {"record.json": b"old"}
 
 
 def test_a_full_disk_is_one_line_with_the_file(tmp_path: Path) -> None:

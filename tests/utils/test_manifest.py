@@ -84,15 +84,6 @@ def test_a_spoilt_expert_is_refused(how: str, trio: Trio, tmp_path: Path) -> Non
     assert not verify_expert(spoilt).accepted
 
 
-def test_nothing_is_assembled_with_a_spoilt_expert(trio: Trio, tmp_path: Path, hddm: Command) -> None:
-    spoilt = copied(trio.experts[1], tmp_path)
-    SPOILT["zeroed weights"](spoilt)
-    before = contents(tmp_path)
-    code, _, err = hddm("assemble", trio.experts[0], spoilt, "--out", tmp_path / "out")
-    assert (code, str(spoilt) in err) == (1, True)
-    assert contents(tmp_path) == before
-
-
 @pytest.mark.parametrize("how", SPOILT_ROUTERS)
 def test_a_spoilt_router_is_refused(how: str, trio: Trio, ensemble: Path, tmp_path: Path) -> None:
     spoilt = copied(trio.router, tmp_path)
