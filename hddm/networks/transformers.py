@@ -1,6 +1,6 @@
 """Transformers of experts and router: DiTs with adaLN-Zero, AdaLN-Single or a form between them."""
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from diffusers import ConfigMixin, ModelMixin
@@ -37,29 +37,22 @@ class ExpertBlock(nn.Module):
         zero:    W h + b                 (DiT's adaLN-Zero, arXiv:2212.09748, section 3.2)
 
     in the order shift, scale, gate of the attention, then of the MLP. ``shared`` is common to all blocks, the
-    rest is each block's own; R has rank ``rank``. Cross-attention has no norm and no gate.
+    rest is each block's own; R has the config's rank. Cross-attention has no norm and no gate.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        cross_attention: bool,
-        own_modulation: bool,
-        rank: int,
-        norm_eps: float,
-        mlp_norm_eps: float,
-    ) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
-        if not own_modulation:
-            self.scale_shift_table = nn.Parameter(torch.randn(6, hidden_size) / hidden_size**0.5)
-        self.norm = layer_norm(hidden_size, norm_eps)
-        self.attn = Attention(hidden_size, num_heads)
-        self.cross_attn = Attention(hidden_size, num_heads, silent=True) if cross_attention else None
-        self.mlp_norm = layer_norm(hidden_size, mlp_norm_eps)
-        self.mlp = mlp(hidden_size)
-        self.modulation = linear(hidden_size, 6 * hidden_size, std=0) if own_modulation else None
-        self.residual = _residual(hidden_size, rank) if rank else None
+        width, heads, is_zero = config.hidden_size, config.num_heads, config.modulation == "zero"
+        if not is_zero:
+            self.scale_shift_table = nn.Parameter(torch.randn(6, width) / width**0.5)
+        self.norm = layer_norm(width, config.norm_eps)
+        self.attn = Attention(width, heads)
+        self.cross_attn = None if config.text_dim is None else Attention(width, heads, silent=True)
+        mlp_eps = config.norm_eps if config.mlp_norm_eps is None else config.mlp_norm_eps
+        self.mlp_norm = layer_norm(width, mlp_eps)
+        self.mlp = mlp(width)
+        self.modulation = linear(width, 6 * width, std=0) if is_zero else None
+        self.residual = _residual(width, config.modulation_rank) if config.modulation_rank else None
 
     def forward(
         self,
@@ -197,18 +190,7 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
         if self.class_embed is not None:
             nn.init.normal_(self.class_embed.weight, std=0.02)
         self.text_proj = linear(text_dim, hidden_size) if text_dim else None
-        self.layers = nn.ModuleList(
-            ExpertBlock(
-                hidden_size,
-                num_heads,
-                cross_attention=text_dim is not None,
-                own_modulation=zero,
-                rank=modulation_rank,
-                norm_eps=norm_eps,
-                mlp_norm_eps=norm_eps if mlp_norm_eps is None else mlp_norm_eps,
-            )
-            for _ in range(depth)
-        )
+        self.layers = nn.ModuleList(ExpertBlock(self.config) for _ in range(depth))
         patch_channels = patch_size**2 * (in_channels if out_channels is None else out_channels)
         own_final = zero or final_modulation == "linear"
         self.final_layer = FinalLayer(hidden_size, patch_channels, own_final, norm_eps)
