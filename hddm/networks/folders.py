@@ -84,16 +84,12 @@ def empty_network(
     """
     # Modules cost time and memory even on the meta device; a small file must not ask for a billion of them.
     layers = math.prod(max(_largest(arguments.get(key)) for key in keys) for keys in _DEPTHS)
-    if layers > min(num_tensors // _TENSORS_PER_LAYER, _MOST_LAYERS):
-        raise HddmError(
-            f"{origin}: its depth is {layers}, and there are {num_tensors} tensors; correct its config "
-            f"(at most {_MOST_LAYERS} layers, of {_TENSORS_PER_LAYER} tensors or more)"
-        )
+    if layers > (most := min(num_tensors // _TENSORS_PER_LAYER, _MOST_LAYERS)):
+        text = f"and its {num_tensors} tensors are enough for {most}; correct its config"
+        raise HddmError(f"{origin}: its depth is {layers}, {text}")
     for key, value in arguments.items():
         if isinstance(value, Sequence) and len(value) > _MOST_LAYERS:
-            raise HddmError(
-                f"{origin}: {key} has {len(value)} entries, and networks have {_MOST_LAYERS} at most"
-            )
+            raise HddmError(f"{origin}: {key} has {len(value)} entries, of {_MOST_LAYERS} at most")
     try:
         with torch.device("meta"):
             network: Network = kind(**arguments)
@@ -103,10 +99,8 @@ def empty_network(
         if name not in (_POSITIONS, *network.state_dict()):
             owner = name.rpartition(".")[0]
             block = type(network.get_submodule(owner)).__name__
-            raise HddmError(
-                f"{origin}: {owner} is a {block}, whose constants are in no file; such blocks are not "
-                f"supported"
-            )
+            text = "whose constants are in no file; such blocks are not supported"
+            raise HddmError(f"{origin}: {owner} is a {block}, {text}")
     return network
 
 
@@ -264,10 +258,8 @@ class WeightsReader:
     def stored(self) -> dict[str, Tensor]:
         """All tensors as stored, mapped."""
         if not self._path.exists():
-            raise HddmError(
-                f"{self._path}: was moved or deleted after the model was opened, and weights are read "
-                f"when they are first needed; keep the folder, or load the model from its new place"
-            )
+            text = "was moved or deleted after the model was opened; keep the folder, or load the model anew"
+            raise HddmError(f"{self._path}: {text}")
         # Another expert may have replaced the folder.
         if identity_of(self._path) != self._identity:
             raise HddmError(f"{self._path}: has changed since it was opened; load the model again")

@@ -82,10 +82,9 @@ class Shelf:
 
     def _refuse_larger(self, network: "StoredNetwork") -> None:
         if self._budget is not None and network.size > self._budget:
-            raise HddmError(
-                f"{network.origin}: its weights take {network.size / 1e6:.1f} MB, and `max_memory` leaves "
-                f"{self._budget / 1e6:.1f} MB for experts; raise it, or use a smaller dtype"
-            )
+            left = f"`max_memory` leaves {self._budget / 1e6:.1f} MB for experts"
+            text = f"its weights take {network.size / 1e6:.1f} MB, and {left}"
+            raise HddmError(f"{network.origin}: {text}; raise it, or use a smaller dtype")
 
 
 class StoredNetwork(nn.Module):

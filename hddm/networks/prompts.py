@@ -245,9 +245,7 @@ class PipelineText:
             return "there is no text_encoder/config.json beside"
         config = read_json(inside(self.folder, "text_encoder/config.json"))
         if pipeline is None and (self.folder / "text_encoder_2").exists():
-            return (
-                "there is a text_encoder_2 beside: one encoder is not the whole of what the network is given"
-            )
+            return "there is a text_encoder_2 beside, so one encoder is not all that the network is given"
         if pipeline is None and kind_of(config) is None:
             return f"the one beside is {str(config.get('architectures'))[:60]}, not a {CLIP} or {T5}"
         if pipeline is None and find_weights(encoder, STEM, self.variant) is None:

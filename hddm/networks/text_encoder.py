@@ -167,10 +167,8 @@ def embed(text_encoder: Any, tokenizer: Any, prompts: Sequence[str], warns: bool
     )
     ids, mask, vocabulary = found.input_ids, found.attention_mask, text_encoder.config.vocab_size
     if ids.max() >= vocabulary:
-        raise HddmError(
-            f"the tokenizer gives token {ids.max().item()}, and the text encoder has {vocabulary}; use "
-            f"the tokenizer that belongs to it"
-        )
+        text = f"and the text encoder has {vocabulary}; use the tokenizer that belongs to it"
+        raise HddmError(f"the tokenizer gives token {ids.max().item()}, {text}")
     is_clip, device = not hasattr(text_encoder, "shared"), text_encoder.device
     masked = {} if is_clip else {"attention_mask": mask.to(device)}
     with torch.no_grad():

@@ -36,9 +36,8 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     config = read_json(inside(folder, name) if _is_there(folder / name) else folder / name)
     for key in _CODE:
         if key in config:
-            raise HddmError(
-                f"{folder / name}: has a key {key!r}, which names code of its own; hddm does not run it"
-            )
+            text = "which names code of its own; hddm does not run it"
+            raise HddmError(f"{folder / name}: has a key {key!r}, {text}")
     return config
 
 
@@ -124,10 +123,8 @@ def encode(vae: "AutoencoderKL | AutoencoderTiny", images: Tensor) -> tuple[Tens
     """
     factor, channels = scale_of(vae), vae.config.in_channels
     if images.ndim != 4 or images.shape[1] != channels or any(side % factor for side in images.shape[2:]):
-        raise HddmError(
-            f"the VAE encodes images (N, {channels}, H, W) with H and W multiples of {factor}, not "
-            f"{tuple(images.shape)}"
-        )
+        sizes = f"images (N, {channels}, H, W) with H and W multiples of {factor}"
+        raise HddmError(f"the VAE encodes {sizes}, not {tuple(images.shape)}")
     with torch.no_grad():
         encoded = vae.encode(images.to(vae.device, vae.dtype))
     distribution = getattr(encoded, "latent_dist", None)
@@ -185,10 +182,8 @@ def _open(folder: Path, variant: str | None = None) -> tuple[Any, dict[str, Tens
     left = {old: value for old, value in stored.items() if old not in names.values()}
     refuse_other_tensors(network.state_dict(), weights | left, path)
     if stated := [key for key in _PER_CHANNEL if arguments.get(key) is not None]:
-        raise HddmError(
-            f"{origin}: states {' and '.join(stated)}, a scale for each channel; only one scaling_factor and "
-            "shift_factor for all is supported"
-        )
+        text = "a scale for each channel; only one scaling_factor and shift_factor for all is supported"
+        raise HddmError(f"{origin}: states {' and '.join(stated)}, {text}")
     scale_and_shift(network.config, origin)
     return network, weights, arguments, path
 
@@ -204,8 +199,6 @@ def scale_and_shift(config: Mapping[str, Any], origin: str = "the VAE's config")
 
 
 def _refuse_images(batch: Tensor, what: str, remedy: str) -> None:
-    broken = [i for i, one in enumerate(batch) if not one.isfinite().all()]
+    broken = [str(i) for i, one in enumerate(batch) if not one.isfinite().all()]
     if broken:
-        raise HddmError(
-            f"{what} {', '.join(map(str, broken[:10]))} of {len(batch)} hold NaN or Inf; {remedy}"
-        )
+        raise HddmError(f"{what} {', '.join(broken[:10])} of {len(batch)} hold NaN or Inf; {remedy}")

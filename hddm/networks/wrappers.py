@@ -56,10 +56,8 @@ def interface_of(name: str, config: Mapping[str, object], size: tuple[int, int] 
     stated = config.get("sample_size")
     height, width = _sides(name, size if stated is None else stated)
     if patch and (height % patch or width % patch):
-        raise HddmError(
-            f"{name} has patches of side {patch}, and a sample of {height}×{width} cannot "
-            f"be divided into them"
-        )
+        text = f"a sample of {height}×{width} cannot be divided into them"
+        raise HddmError(f"{name} has patches of side {patch}, and {text}")
     conditions, num_classes, null_class = _CONDITIONS[name](config)
     num_patches = height * width // patch**2 if patch else None
     shape, variance_head = (channels, height, width), has_variance_head(name, config)
@@ -94,26 +92,19 @@ def pooled_width(config: Mapping[str, Any]) -> int:
 def _channels(name: str, config: Mapping[str, object]) -> int:
     taken, given = _count(config, "in_channels") or 0, config.get("out_channels")
     if given not in (None, taken) and not has_variance_head(name, config):
-        raise HddmError(
-            f"{name} takes {taken} channels and gives {given}: that is not a plain denoiser "
-            "(an inpainting or upscaling model?)"
-        )
+        text = "that is not a plain denoiser (an inpainting or upscaling model?)"
+        raise HddmError(f"{name} takes {taken} channels and gives {given}: {text}")
     return taken // 4 if name == FLUX else taken
 
 
-def _sides(name: str, size: object) -> tuple[int, int]:
+def _sides(name: str, size: Any) -> tuple[int, int]:
     if size is None:
         raise HddmError(f"the config of {name} has no sample_size: pass `sample_size`, the side of its input")
     sides = (size, size) if isinstance(size, int) else size
-    if (
-        not isinstance(sides, Sequence)
-        or len(sides) != 2
-        or not all(isinstance(side, int) and 1 <= side <= LARGEST_SIDE for side in sides)
-    ):
-        raise HddmError(
-            f"the config of {name} has sample_size {str(size)[:40]}: it is a side, or a pair of sides, "
-            f"of 1 to {LARGEST_SIDE}; pass `sample_size`"
-        )
+    is_pair = isinstance(sides, Sequence) and len(sides) == 2
+    if not is_pair or not all(isinstance(side, int) and 1 <= side <= LARGEST_SIDE for side in sides):
+        text = f"it is a side, or a pair of sides, of 1 to {LARGEST_SIDE}; pass `sample_size`"
+        raise HddmError(f"the config of {name} has sample_size {str(size)[:40]}: {text}")
     return sides[0], sides[1]
 
 
@@ -147,10 +138,8 @@ def _pixart(config: Mapping[str, object]) -> _Conditions:
 
 
 def _unet(config: Mapping[str, object]) -> _Conditions:
-    if config.get("class_embed_type") is not None:
-        raise HddmError(
-            f"class_embed_type {config['class_embed_type']!r} is not supported; only num_class_embeds is"
-        )
+    if (kind := config.get("class_embed_type")) is not None:
+        raise HddmError(f"class_embed_type {kind!r} is not supported; only num_class_embeds is")
     classes = _count(config, "num_class_embeds")
     # Nothing in the config says whether the last class stands for none.
     return ("class_labels",) if classes else (), classes, None
@@ -182,22 +171,15 @@ def _sd3(config: Mapping[str, object]) -> _Conditions:
 
 
 def _flux(config: Mapping[str, object]) -> _Conditions:
-    if config.get("patch_size") != 1:
-        raise HddmError(
-            f"patch_size {str(config.get('patch_size'))[:40]} of {FLUX} is not supported; its rows are packed"
-        )
+    if (patch := config.get("patch_size")) != 1:
+        raise HddmError(f"patch_size {str(patch)[:40]} of {FLUX} is not supported; its rows are packed")
     # No tensor bounds these, and they take memory once the network runs.
     axes, width = config.get("axes_dims_rope"), config.get("attention_head_dim")
-    if (
-        not isinstance(axes, Sequence)
-        or len(axes) != 3
-        or not all(isinstance(axis, int) and axis >= 2 and axis % 2 == 0 for axis in axes)
-        or sum(axes) != width
-    ):
-        raise HddmError(
-            f"axes_dims_rope is {str(axes)[:40]}: it is three even numbers that sum to attention_head_dim, "
-            f"{str(width)[:40]}"
-        )
+    given = axes if isinstance(axes, Sequence) and len(axes) == 3 else ()
+    are_even = all(isinstance(one, int) and one >= 2 and one % 2 == 0 for one in given)
+    if not given or not are_even or sum(given) != width:
+        text = f"it is three even numbers that sum to attention_head_dim, {str(width)[:40]}"
+        raise HddmError(f"axes_dims_rope is {str(axes)[:40]}: {text}")
     return (*_TEXT, *(("guidance",) if config.get("guidance_embeds") else ())), None, None
 
 

@@ -54,10 +54,8 @@ def size_config(name: str) -> dict[str, int]:
     found = re.fullmatch(r"(\d{1,3})x(\d{1,5})/(\d{1,3})", name)
     depth, width, patch = (int(part) for part in found.groups()) if found else (0, 0, 0)
     if not (depth and patch and width % 8 == 0 and (0 < width < 64 or (width and width % 64 == 0))):
-        raise HddmError(
-            f"unknown model size {name!r}: choose one of {', '.join(SIZES)}, or depth x width / patch, as "
-            "6x192/2, the width a multiple of 64, or of 8 below 64"
-        )
+        own = "DEPTHxWIDTH/PATCH, as 6x192/2, the width a multiple of 64, or of 8 below 64"
+        raise HddmError(f"unknown model size {name!r}: choose one of {', '.join(SIZES)}, or {own}")
     return {"depth": depth, "hidden_size": width, "num_heads": max(1, width // 64), "patch_size": patch}
 
 

@@ -67,9 +67,8 @@ def optional(module: str, user: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise HddmError(
-            f"{user} needs {module.partition('.')[0]}: pip install '.[{extra}]' in a checkout of hddm"
-        ) from error
+        name = module.partition(".")[0]
+        raise HddmError(f"{user} needs {name}: pip install '.[{extra}]' in a checkout of hddm") from error
 
 
 _LONGEST_NAME = 100

@@ -208,10 +208,8 @@ def check_absent(target: Path, record: str, overwrite: bool = False) -> None:
     """
     recover(target)
     if target.is_symlink():
-        raise HddmError(
-            f"{target}: is a link to {os.readlink(target)}, which is not followed; name the folder "
-            f"itself, or remove the link"
-        )
+        text = "which is not followed; name the folder itself, or remove the link"
+        raise HddmError(f"{target}: is a link to {os.readlink(target)}, {text}")
     if not target.exists():
         above = next(folder for folder in target.absolute().parents if folder.exists())
         if not above.is_dir() or not os.access(above, os.W_OK):
@@ -223,10 +221,8 @@ def check_absent(target: Path, record: str, overwrite: bool = False) -> None:
     if not overwrite:
         raise HddmError(f"{target} exists: choose another folder, or pass `overwrite=True` to replace it")
     if "format" not in (read_json(target / record) if (target / record).is_file() else {}):
-        raise HddmError(
-            f"{target}: `overwrite=True` replaces only a folder of the same kind, and this one has no "
-            f"{record} of hddm's"
-        )
+        text = f"replaces only a folder of the same kind, and this one has no {record} of hddm's"
+        raise HddmError(f"{target}: `overwrite=True` {text}")
 
 
 def restore(target: Path) -> None:
@@ -424,10 +420,8 @@ def kind_of(path: Path) -> Kind:
 def refuse_pickle(path: Path, allow_pickle: bool) -> None:
     """Refuse a weights file that is a pickle, unless it is allowed; raises as `kind_of`."""
     if (kind := kind_of(path)) != "safetensors" and not allow_pickle:
-        raise HddmError(
-            f"{path}: is a pickle ({kind}), which can carry code; use the safetensors version, or pass "
-            f"`allow_pickle=True` to read only its tensors"
-        )
+        text = "use the safetensors version, or pass `allow_pickle=True` to read only its tensors"
+        raise HddmError(f"{path}: is a pickle ({kind}), which can carry code; {text}")
 
 
 def sha256_of(path: Path) -> str:
@@ -464,9 +458,8 @@ def sync(path: Path) -> None:
 
 
 def _made_meanwhile(path: Path) -> HddmError:
-    return HddmError(
-        f"{path}: was made by another process in the meantime, and stays as it is; choose another"
-    )
+    text = "was made by another process in the meantime, and stays as it is; choose another"
+    return HddmError(f"{path}: {text}")
 
 
 def _is_left(path: Path) -> bool:

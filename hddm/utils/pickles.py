@@ -48,19 +48,15 @@ def read_pickle(path: Path, allow_pickle: bool) -> dict[str, Any]:
 def _known_problem(path: Path) -> str:
     """Why the file is not loaded at all; empty if nothing is known of it."""
     if TorchVersion(torch.__version__) < SAFE_TORCH:
-        return (
-            f"reading pickles needs torch>={SAFE_TORCH}, whose unpickler has no known holes, and this is "
-            f"{torch.__version__}; upgrade torch or use a safetensors version"
-        )
+        known = f"torch>={SAFE_TORCH}, whose unpickler has no known holes, and this is {torch.__version__}"
+        return f"reading pickles needs {known}; upgrade torch or use a safetensors version"
     # torch.load would go by this suffix, not by the content.
     if path.suffix == ".safetensors":
         return "is a pickle under the name of safetensors; rename it to .pt"
     # Tensors that such a file uses but does not list would stay uninitialised.
     if kind_of(path) == "pickle":
-        return (
-            "is no archive, as torch has written since 1.6; read it with torch.load(…, "
-            "weights_only=True) and write it again by torch.save"
-        )
+        again = "read it with torch.load(…, weights_only=True) and write it again by torch.save"
+        return f"is no archive, as torch has written since 1.6; {again}"
     return ""
 
 

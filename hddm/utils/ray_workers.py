@@ -142,10 +142,8 @@ def connected(ray: Any, address: str, **own: Any) -> Iterator[None]:
     """
     has_tls = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
     if (mode := os.environ.get(AUTHENTICATION, "token")).lower() != "token" and not has_tls:
-        text = "Ray would run the code of whoever reaches one of its ports"
-        raise HddmError(
-            f"{AUTHENTICATION}={mode}: {text}; unset it, or set RAY_USE_TLS=1 and its certificates"
-        )
+        text = "Ray would run the code of whoever reaches one of its ports; unset it, or set RAY_USE_TLS=1"
+        raise HddmError(f"{AUTHENTICATION}={mode}: {text} and its certificates")
     if ray.is_initialized():
         yield
         return
@@ -168,9 +166,8 @@ def connected(ray: Any, address: str, **own: Any) -> Iterator[None]:
             ray.init(address=address, logging_level=logging.ERROR, **own)
         # Ray raises a bare one where a machine is too busy to start it.
         except Exception as error:
-            hint = (
-                "" if AUTHENTICATION in os.environ else f"; if it needs a token, set {AUTHENTICATION}=token"
-            )
+            remedy = f"; if it needs a token, set {AUTHENTICATION}=token"
+            hint = "" if AUTHENTICATION in os.environ else remedy
             raise HddmError(f"`ray` {address}: no cluster answers there ({one_line(error)}){hint}") from error
         try:
             # Ray's own handler of SIGTERM would exit in the middle of our work.
@@ -179,9 +176,7 @@ def connected(ray: Any, address: str, **own: Any) -> Iterator[None]:
             if is_local and (there := ray.util.get_node_ip_address()) not in LOOPBACK:
                 raise HddmError(f"`ray` {LOCAL}: Ray listens at {there}; use another version of it")
             if not (is_local or has_tls or AUTHENTICATION in os.environ):
-                text = (
-                    "`ray` %s: runs the code of whoever reaches one of its ports; see docs/guides/machines.md"
-                )
+                text = "`ray` %s: runs the code of whoever reaches its ports; see docs/guides/machines.md"
                 log.warning(text, address)
             yield
         finally:

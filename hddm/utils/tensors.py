@@ -130,11 +130,8 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """Shapes and dtypes by tensor name, and metadata, without tensors; raises as `read_safetensors`."""
-    kind = kind_of(path)
-    if kind != "safetensors":
-        raise HddmError(
-            f"{path}: cannot be read as safetensors (it is a pickle, {kind}); use a safetensors version"
-        )
+    if kind_of(path) != "safetensors":
+        raise HddmError(f"{path}: cannot be read as safetensors (it is a pickle); use a safetensors version")
     tensors = {}
     try:
         with safe_open(path, framework="numpy") as file:
@@ -217,16 +214,12 @@ def _header(tensors: Sequence[Planned], metadata: Mapping[str, str]) -> tuple[by
 
 def _write(file: IO[bytes], planned: Planned, path: Path, check_finite: bool) -> None:
     tensor = planned.read().detach()
-    if tuple(tensor.shape) != planned.shape or tensor.dtype != planned.dtype:
-        raise HddmError(
-            f"{planned.origin or path}: {planned.name!r} is {tuple(tensor.shape)} in {tensor.dtype}, "
-            f"not {planned.shape} in {planned.dtype} as planned; is the file being changed?"
-        )
+    name, stated = f"{planned.origin or path}: {planned.name!r}", f"{planned.shape} in {planned.dtype}"
+    if (found := f"{tuple(tensor.shape)} in {tensor.dtype}") != stated:
+        raise HddmError(f"{name} is {found}, not {stated} as planned; is the file being changed?")
     for piece in _pieces(tensor):
         if check_finite and not _is_finite(piece):
-            raise HddmError(
-                f"{planned.origin or path}: {planned.name!r} holds NaN or Inf; get the weights again"
-            )
+            raise HddmError(f"{name} holds NaN or Inf; get the weights again")
         file.write(piece.view(torch.uint8).numpy().data)
 
 

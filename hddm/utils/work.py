@@ -190,9 +190,8 @@ class Work:
         """Record of the part at ``path``; raises `HddmError` for one that is missing or was changed."""
         content = read_json(_record(path), LARGEST)
         if content.pop("seal", None) != hash_of(content):
-            raise HddmError(
-                f"{_record(path)}: was changed after it was written; delete it to repeat this part"
-            )
+            text = "was changed after it was written; delete it to repeat this part"
+            raise HddmError(f"{_record(path)}: {text}")
         return content
 
     def done(self, path: Path) -> dict[str, Any] | None:
