@@ -14,12 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from PIL import Image
 
 from hddm.benchmark.results import MARK, Comparison, Results, Row, number
-from hddm.data.images import save_png, tiled
+from hddm.data.images import contact_sheet
 from hddm.data.sources.base import SUFFIXES
 from hddm.evaluation.compare import escaped, markdown_table
 from hddm.evaluation.scores import LEARNED, RECOGNISED
@@ -30,7 +28,7 @@ REPORT_FILE = "report.html"
 PUBLISHED = 50_000
 LEAST = 0.02
 """Share of the samples of a model from which a class counts as made."""
-GRID_IMAGES, GRID_COLUMNS, ENLARGE = 64, 8, 4
+GRID_IMAGES, GRID_COLUMNS, CELL = 64, 8, 64
 _NONE = "–"
 _signed = partial(number, signed=True)
 
@@ -247,11 +245,10 @@ def _pictured(folder: Path, results: Results) -> Iterator[dict[str, Any]]:
 
 def _sheet(paths: Sequence[Path]) -> str:
     """The data address of the first images side by side; empty without any."""
-    pictures = [np.atleast_3d(np.asarray(Image.open(path))) for path in paths[:GRID_IMAGES]]
-    if len({one.shape for one in pictures}) != 1:
+    if not paths:
         return ""
-    pixels, sheet = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2), io.BytesIO()
-    save_png(tiled(pixels, GRID_COLUMNS, ENLARGE), sheet)
+    sheet = io.BytesIO()
+    contact_sheet(paths[:GRID_IMAGES], Image.open, GRID_COLUMNS, CELL).save(sheet, "png")
     return data_address(sheet.getvalue())
 
 

@@ -182,20 +182,21 @@ Key = TypeVar("Key")
 
 
 def contact_sheet(
-    rows: Sequence[Sequence[Key]], read: Callable[[Key], Image.Image], columns: int, cell: int = CELL
+    keys: Sequence[Key], read: Callable[[Key], Image.Image], columns: int, cell: int = CELL
 ) -> Image.Image:
-    """Grid of the images that ``read`` returns for the keys in ``rows``; one is in memory at a time.
+    """Grid of the images that ``read`` returns for ``keys``, ``columns`` a row; one is in memory at a time.
 
-    A row has at most ``columns`` images. Each is scaled to fit a square of ``cell`` pixels, small ones by an
+    Each is scaled to fit a square of ``cell`` pixels, small ones by an
     integer factor, so that their pixels stay sharp.
     """
     pitch = cell + _GAP
-    sheet = Image.new("RGB", (columns * pitch - _GAP, len(rows) * pitch - _GAP), _GRAY_LEVEL)
-    for line, row in enumerate(rows):
-        for column, key in enumerate(row):
-            image = _scaled(read(key).convert("RGB"), cell)
-            left, top = column * pitch, line * pitch
-            sheet.paste(image, (left + (cell - image.width) // 2, top + (cell - image.height) // 2))
+    size = columns * pitch - _GAP, -(-len(keys) // columns) * pitch - _GAP
+    sheet = Image.new("RGB", size, _GRAY_LEVEL)
+    for number, key in enumerate(keys):
+        image = _scaled(read(key).convert("RGB"), cell)
+        line, column = divmod(number, columns)
+        left, top = column * pitch, line * pitch
+        sheet.paste(image, (left + (cell - image.width) // 2, top + (cell - image.height) // 2))
     return sheet
 
 
@@ -206,11 +207,6 @@ def _scaled(image: Image.Image, side: int) -> Image.Image:
         return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
     size = tuple(max(1, round(one * side / longest)) for one in image.size)
     return image.resize((size[0], size[1]), Image.Resampling.LANCZOS)
-
-
-def lines_of(keys: Sequence[Key], columns: int) -> list[Sequence[Key]]:
-    """``keys`` in rows of ``columns``."""
-    return [keys[start : start + columns] for start in range(0, len(keys), columns)]
 
 
 @dataclass(frozen=True)

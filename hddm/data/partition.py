@@ -20,7 +20,7 @@ from PIL import Image
 
 from hddm.data.clustering import Indices, cluster
 from hddm.data.features import ImageFeatures, compute_features, open_feature_extractor
-from hddm.data.images import contact_sheet, lines_of, open_image
+from hddm.data.images import contact_sheet, open_image
 from hddm.data.shard_records import (
     FORMAT,
     HELD_OUT,
@@ -233,7 +233,7 @@ def write_report(
     for k in range(num_shards):
         members = np.flatnonzero(shard == k)
         chosen = np.sort(draws.choice(members, min(SHOWN, len(members)), replace=False))
-        sheet = contact_sheet(lines_of(features.rows[chosen].tolist(), COLUMNS), open_row, COLUMNS)
+        sheet = contact_sheet(features.rows[chosen].tolist(), open_row, COLUMNS)
         sheet.save(folder / "pictures" / f"shard_{k}.png")
     template = templates(is_html=True).get_template("data/partition_report.html.j2")
     classes = _classes(source, features.rows, shard, num_shards)

@@ -80,10 +80,8 @@ def evaluate(
         raise HddmError("`domain`: needs a classifier's features, and class folders of the same classes")
     scorer = Scorer(
         extractor,
-        sides[0],
-        sides[1] if len(sides) > 1 else None,
+        sides,
         RESAMPLES,
-        allow_few,
         complete=not settings.brief,
         mirrored=settings.mirrored,
         classes=training.classes,

@@ -75,17 +75,13 @@ class Distance(OpenRecord):
     """True if one side has no more images than features, so the distance does not compare."""
 
 
-def measure(
-    features: Features, reference: Features, resamples: int = 100, seed: int = 0, allow_few: bool = False
-) -> Distance:
+def measure(features: Features, reference: Features, resamples: int = 100, seed: int = 0) -> Distance:
     """Fréchet distance of ``features`` (n, d) from ``reference`` (m, d).
 
     The half-width is 1.96 standard errors over ``resamples`` bootstrap draws of ``features``: the variation
     over samples of the same model, not over trainings. (Percentiles of the draws are not used, since
-    resampling adds an upward bias.) Raises `HddmError` for no more images than features on a side, unless
-    ``allow_few``.
+    resampling adds an upward bias.)
     """
-    few = has_few(features.shape[1], (len(features), len(reference)), allow_few)
     target = Gaussian.of(reference)
     draws = np.random.default_rng(stream(seed, Use.BOOTSTRAP))
     resampled = [
@@ -94,6 +90,7 @@ def measure(
     ]
     spread = 1.96 * float(np.std(resampled, ddof=1)) if resamples > 1 else None
     value = frechet_distance(Gaussian.of(features), target)
+    few = has_few(features.shape[1], (len(features), len(reference)))
     return Distance(value=value, half_width=spread, few_images=few)
 
 

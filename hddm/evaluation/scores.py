@@ -2,7 +2,8 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -112,67 +113,60 @@ class Side:
     labels: Tensor | None = None
 
 
+@dataclass(frozen=True)
 class Scorer:
-    """Scores sets of images against ``training`` images and perhaps ``fresh`` ones, not trained on.
+    """Scores sets of images against ``sides``: training images first, and perhaps others, not trained on.
 
     Args:
         extractor: features that distances are measured on.
-        training: the images that models were trained on.
-        fresh: validation or held-out images.
+        sides: the images that models were trained on; perhaps validation or held-out images.
         resamples: number of the bootstrap.
-        allow_few: accept no more images than features, and mark the distances.
         complete: add the slower scores, see `Scores`.
         mirrored: models were trained on mirrored images too, so a mirrored copy is a copy.
         classes: names of the classes of training images, which the extractor's classifier knows.
-        domains: class numbers by domain; needs a classifier, and labels on both sides.
+        domains: class numbers by domain; needs a classifier, and labels on all sides.
     """
 
-    def __init__(
-        self,
-        extractor: FeatureExtractor,
-        training: Side,
-        fresh: Side | None = None,
-        resamples: int = 100,
-        allow_few: bool = False,
-        *,
-        complete: bool = False,
-        mirrored: bool = False,
-        classes: Sequence[str] = (),
-        domains: Mapping[str, Sequence[int]] | None = None,
-    ) -> None:
-        self._extractor, self._resamples, self._allow_few = extractor, resamples, allow_few
-        self._complete, self._mirrored, self._classes = complete, mirrored, classes
-        self._sides = [training, *([] if fresh is None else [fresh])]
-        self._known = [self._features(side.pixels) for side in self._sides]
-        self._domains = domains or {}
-        self._fresh = [nearest_distances(one.pixels, training.pixels, mirrored) for one in self._sides[1:]]
+    extractor: FeatureExtractor
+    sides: Sequence[Side]
+    resamples: int = 100
+    complete: bool = False
+    mirrored: bool = False
+    classes: Sequence[str] = ()
+    domains: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def score(self, pixels: Tensor, labels: Tensor | None = None) -> Scores:
         """Score images (n, C, H, W) in bytes, made under the conditions ``labels`` (n,).
 
-        Labels are class numbers of the training images, if these have some. Raises `HddmError` as
-        `hddm.evaluation.measures.measure`, for too few images.
+        Labels are class numbers of the training images, if these have some.
         """
-        features, further = self._features(pixels), dict[str, Any]()
-        for fresh in self._fresh:
-            own = nearest_distances(pixels, self._sides[0].pixels, self._mirrored)
-            further["memorisation"] = memorisation(own, fresh, self._mirrored)
-        if self._complete and labels is not None:
+        features, (training, *fresh) = self._features(pixels), self.sides
+        further = self._classified(torch.from_numpy(features), labels)
+        for side in fresh:
+            distances = (
+                nearest_distances(one, training.pixels, self.mirrored) for one in (pixels, side.pixels)
+            )
+            further["memorisation"] = memorisation(*distances, self.mirrored)
+        if self.complete and labels is not None:
             further["within_conditions"] = self._within(torch.from_numpy(features), labels)
         return Scores(
             images=len(pixels),
             splits=tuple(
                 self._against(side.split, features, known)
-                for side, known in zip(self._sides, self._known, strict=True)
+                for side, known in zip(self.sides, self._known, strict=True)
             ),
             diversity=diversity(*(torch.from_numpy(one) for one in (features, self._known[0]))),
             **further,
-            **self._classified(torch.from_numpy(features), labels),
         )
 
+    @cached_property
+    def _known(self) -> list[Features]:
+        """Features of all sides."""
+        return [self._features(side.pixels) for side in self.sides]
+
     def _against(self, split: Split, features: Features, known: Features) -> SplitScores:
-        distance = measure(features, known, self._resamples, allow_few=self._allow_few)
-        if not self._complete:
+        distance = measure(features, known, self.resamples)
+        if not self.complete:
             return SplitScores(split=split, distance=distance)
         kernel = kernel_distance(features, known)
         overlap = precision_recall(torch.from_numpy(features), torch.from_numpy(known))
@@ -180,24 +174,24 @@ class Scorer:
 
     def _classified(self, features: Tensor, labels: Tensor | None) -> dict[str, Any]:
         """What a classifier says of samples with ``features`` (n, d), where there is one."""
-        classifier = self._extractor.classifier
+        classifier = self.extractor.classifier
         if classifier is None:
             return {}
         probabilities = classifier.probabilities(features)
         real = classifier.probabilities(torch.from_numpy(self._known[-1]))
         share, of_real = ((one.amax(1) > RECOGNISED).double().mean().item() for one in (probabilities, real))
         found = probabilities.argmax(1)
-        names = self._classes or [str(k) for k in range(probabilities.shape[1])]
+        names = self.classes or [str(k) for k in range(probabilities.shape[1])]
         counts = found.bincount(minlength=len(names)).tolist()
         first = tuple(names[k] for k in found[:SHOWN].tolist())
         classes = dict(zip(names, counts, strict=False))
         more: dict[str, Any] = {
             "recognised": Recognised(share=share, real=of_real, classes=classes, first=first)
         }
-        if self._domains:
+        if self.domains:
             more["domains"] = tuple(
                 self._of_domain(name, features, found, torch.tensor(numbers))
-                for name, numbers in self._domains.items()
+                for name, numbers in self.domains.items()
             )
             if labels is not None:
                 more["label_accuracy"] = (found == labels).double().mean().item()
@@ -205,11 +199,11 @@ class Scorer:
 
     def _of_domain(self, name: str, features: Tensor, found: Tensor, classes: Tensor) -> DomainScores:
         own, splits = features[torch.isin(found, classes)], []
-        for side, known in zip(self._sides, self._known, strict=True):
+        for side, known in zip(self.sides, self._known, strict=True):
             assert side.labels is not None
             real = torch.from_numpy(known)[torch.isin(side.labels, classes)]
             few = has_few(features.shape[1], (len(own), len(real)))
-            distance = None if few else measure(own.numpy(), real.numpy(), self._resamples)
+            distance = None if few else measure(own.numpy(), real.numpy(), self.resamples)
             is_measured = side.split != "training" and len(real) >= FEWEST
             overlap = precision_recall(features, real) if is_measured else None
             splits.append(SplitScores(split=side.split, distance=distance, overlap=overlap))
@@ -220,7 +214,7 @@ class Scorer:
         found, reference = within_conditions(features, labels), None
         if not found:
             return None
-        if (classes := self._sides[0].labels) is not None:
+        if (classes := self.sides[0].labels) is not None:
             real = within_conditions(torch.from_numpy(self._known[0]), classes)
             if found.keys() <= real.keys():
                 reference = statistics.fmean(real[label] for label in found)
@@ -232,7 +226,7 @@ class Scorer:
         batches = []
         with Progress(len(pixels), "features") as progress:
             for batch in pixels.split(_BATCH):
-                batches.append(self._extractor.features(to_unit_range(batch)))
+                batches.append(self.extractor.features(to_unit_range(batch)))
                 progress(len(batch))
         features: Features = torch.cat(batches).double().numpy()
         return features

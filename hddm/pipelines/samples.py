@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hddm.conditions import LABELS, Conditions, check_labels, class_indices
-from hddm.data.images import CELL, contact_sheet, lines_of, open_image, save_png, to_bytes
+from hddm.data.images import CELL, contact_sheet, open_image, save_png, to_bytes
 from hddm.data.sources.base import LARGEST_FILE
 from hddm.evaluation.expert_use import ExpertUse
 from hddm.experts.loading import DTYPES
@@ -301,10 +301,11 @@ def sheet_path(out: Path) -> Path:
 def write_sheet(out: Path, images: Sequence[Path]) -> str:
     """Write images of one size as one PNG, a square if there are few; return a line about it for the user."""
     path = sheet_path(out)
-    rows = lines_of(images, min(math.ceil(math.sqrt(len(images))), COLUMNS))[:ROWS]
+    columns = min(math.ceil(math.sqrt(len(images))), COLUMNS)
+    chosen = images[: columns * ROWS]
     with Image.open(images[0]) as first:
         longest = max(first.size)
     cell = longest * max(1, CELL // longest) if longest <= LARGEST else LARGEST
-    sheet = contact_sheet(rows, Image.open, max(map(len, rows)), cell)
+    sheet = contact_sheet(chosen, Image.open, columns, cell)
     write_whole(path, lambda draft: sheet.save(draft, "png"), overwrite=False)
-    return f"{path}: {sum(map(len, rows))} of {len(images)}"
+    return f"{path}: {len(chosen)} of {len(images)}"

@@ -40,8 +40,8 @@ from tests.artefacts import CLASSES, Command, draw, load_images, refusal, write_
 def _scorer(
     features: FeatureExtractor, training: torch.Tensor, fresh: torch.Tensor | None, *rest: Any, **options: Any
 ) -> Scorer:
-    held_out = None if fresh is None else Side("held_out", fresh)
-    return Scorer(features, Side("training", training), held_out, *rest, **options)
+    sides = [Side("training", training), *([] if fresh is None else [Side("held_out", fresh)])]
+    return Scorer(features, sides, *rest, **options)
 
 
 NOISE = torch.Generator().manual_seed(0)
@@ -189,7 +189,7 @@ def test_a_complete_scorer_measures_more_and_the_same(home: Path) -> None:
     sides = [torch.cat([draw(name, 60, seed) for name in CLASSES]) for seed in (0, 10)]
     labels = torch.arange(2).repeat_interleave(60)
     training, held_out = Side("training", sides[0], labels), Side("held_out", sides[1])
-    complete = Scorer(FLAT, training, held_out, 3, complete=True)
+    complete = Scorer(FLAT, [training, held_out], 3, complete=True)
     samples = torch.cat([draw("columns", 90, 20), draw("rows", 30, 21)])
     scores = complete.score(samples, torch.tensor([0] * 90 + [1] * 30))
     plain = _scorer(FLAT, *sides, 3).score(samples)
@@ -211,8 +211,7 @@ def test_a_domain_has_the_samples_that_a_classifier_takes_for_its_classes(home: 
     fresh, truth = _labelled(80, seed=50)
     scorer = Scorer(
         extractor,
-        training,
-        Side("validation", to_bytes(fresh), truth),
+        [training, Side("validation", to_bytes(fresh), truth)],
         2,
         classes=CLASSES,
         domains={"c": [0], "r": [1]},

@@ -14,6 +14,7 @@ from sklearn.neighbors import NearestNeighbors
 from hddm.evaluation.measures import (
     Gaussian,
     frechet_distance,
+    has_few,
     kernel_distance,
     measure,
     precision_recall,
@@ -108,10 +109,9 @@ def test_the_half_width_is_how_far_other_samples_would_move_the_distance() -> No
 
 @pytest.mark.parametrize(("num", "other"), [(8, 100), (100, 8)])
 def test_too_few_images_are_refused_or_marked(num: int, other: int) -> None:
-    a, b = _features(0, num, 8), _features(1, other, 8)
-    told = refusal(measure, a, b, resamples=2)
+    told = refusal(has_few, 8, (num, other), False)
     assert re.search(f"8 features needs more images.*{num} and {other}.*allow_few=True", told)
-    measured = measure(a, b, resamples=2, allow_few=True)
+    measured = measure(_features(0, num, 8), _features(1, other, 8), resamples=2)
     assert measured.few_images
     assert measured.value >= 0
     assert not measure(_features(0, 9, 8), _features(1, 9, 8), resamples=2).few_images
