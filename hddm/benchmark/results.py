@@ -24,7 +24,7 @@ from hddm.utils.records import RESULTS_FILE, Record, read_record
 FORMAT = "4.0"
 LARGEST = 2**29
 MARK = "†"
-"""Mark of a spread over seeds that is one of samples alone (`Results.one_model`)."""
+"""Mark of a spread over seeds that is one of samples alone (`ResultGroup.is_one_model`)."""
 PERCENT_UNEQUAL = 2.0
 
 
@@ -221,17 +221,6 @@ class Results(Record):
         return [row for each in self.tables.values() for row in each]
 
     @property
-    def one_model(self) -> frozenset[str]:
-        """Models that are one set of weights in every seed, of which other samples alone were drawn."""
-        hashes: dict[str, list[str]] = {}
-        for one in self.models:
-            hashes.setdefault(one.model, []).append(one.hash)
-        untrained = {one.model for one in self.models if not one.parts}
-        return frozenset(
-            untrained | {name for name, each in hashes.items() if len(each) > len(set(each)) == 1}
-        )
-
-    @property
     def answers(self) -> list[Comparison]:
         """Rows against baselines, of the first table."""
         table = next(iter(self.tables))
@@ -263,7 +252,7 @@ class Results(Record):
         if found is None:
             return "–"
         half = "" if found.half_width is None else f" ± {number(found.half_width)}"
-        mark = MARK if row.one.model in self.one_model else ""
+        mark = MARK if row.group.is_one_model else ""
         spread = "" if found.spread is None else f" (s {number(found.spread)}{mark})"
         return f"{number(found.mean)}{half}{spread}"
 
@@ -316,7 +305,7 @@ def compare_rows(results: Results) -> Iterator[Comparison]:
 def _contrast(results: Results, ours: Row, base: Row) -> Contrast:
     why = None
     failed = [row.name for row in (ours, base) if not row.has_learned]
-    fixed = dict.fromkeys(row.one.of for row in (ours, base) if row.one.model in results.one_model)
+    fixed = dict.fromkeys(row.one.of for row in (ours, base) if row.group.is_one_model)
     if all(a.samples == b.samples for a, b in zip(ours.scored, base.scored, strict=True)):
         why = "the same samples in every seed"
     elif failed:

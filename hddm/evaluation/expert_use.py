@@ -1,6 +1,6 @@
 """Which experts a sampling used, over time, and what about it is worth a warning."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,56 +17,42 @@ class ExpertUse:
     """A tally of weights (samples, K) over time, in `BINS` even bins of t in [0, 1]."""
 
     def __init__(self, num_experts: int) -> None:
-        self._weight = torch.zeros(BINS, num_experts, dtype=torch.float64)
-        self._runs = torch.zeros(BINS, num_experts, dtype=torch.float64)
-        self._samples = torch.zeros(BINS, dtype=torch.float64)
+        self.tally = torch.zeros(3, BINS, num_experts, dtype=torch.float64)
+        """Weight, runs and samples, by bin and expert."""
         self.last = torch.zeros(0, num_experts)
         """Weights (samples, K) of the last call of the velocity."""
 
     def add(self, t: float, weights: Tensor) -> None:
         """Count one call of the velocity at ``t`` with ``weights`` (samples, K) on the CPU."""
         self.last = weights
-        place = min(int(t * BINS), BINS - 1)
-        self._weight[place] += weights.sum(0).double()
-        self._runs[place] += (weights != 0).sum(0).double()
-        self._samples[place] += len(weights)
-
-    def values(self) -> dict[str, Any]:
-        """The tally as plain values, exactly."""
-        return {name: tally.tolist() for name, tally in self._tallies.items()}
-
-    def load(self, values: Mapping[str, Any]) -> None:
-        """Count from the tally that `values` gave."""
-        for name, tally in self._tallies.items():
-            tally.copy_(torch.tensor(values[name], dtype=tally.dtype))
-
-    @property
-    def _tallies(self) -> dict[str, Tensor]:
-        return {"weight": self._weight, "runs": self._runs, "samples": self._samples}
+        each = torch.stack([weights, weights != 0, torch.ones_like(weights)])
+        self.tally[:, min(int(t * BINS), BINS - 1)] += each.sum(1)
 
     @property
     def shares(self) -> Tensor:
         """Share of each expert in all weight (K,); 0 where none ran."""
-        return (self._weight.sum(0) / self._weight.sum()).nan_to_num()
+        weight = self.tally[0]
+        return (weight.sum(0) / weight.sum()).nan_to_num()
 
     @property
     def experts_a_sample(self) -> float:
         """Experts that ran for a sample and call, on average; 0 where none ran."""
-        return float((self._runs.sum() / self._samples.sum()).nan_to_num())
+        _, runs, samples = self.tally
+        return float((runs.sum() / samples[:, 0].sum()).nan_to_num())
 
     def report(self) -> dict[str, Any]:
         """Plain values: one row per bin that was visited, from data to noise."""
-        visited = [place for place in range(BINS) if self._samples[place]]
+        weight, runs, samples = self.tally
         return {
             "experts_a_sample": round(self.experts_a_sample, 4),
             "shares": _rounded(self.shares),
             "by_time": [
                 {
                     "t": [place / BINS, (place + 1) / BINS],
-                    "shares": _rounded(self._weight[place] / self._weight[place].sum()),
-                    "runs": _rounded(self._runs[place] / self._samples[place]),
+                    "shares": _rounded(weight[place] / weight[place].sum()),
+                    "runs": _rounded(runs[place] / samples[place]),
                 }
-                for place in visited
+                for place in samples[:, 0].nonzero()[:, 0].tolist()
             ],
         }
 
@@ -84,7 +70,7 @@ class ExpertUse:
         lines = []
         first = torch.tensor(domains or range(len(self.shares)))
         same = (first[:, None] == first).double()
-        shares, runs = self.shares @ same, self._runs.sum(0) @ same
+        shares, runs = self.shares @ same, self.tally[1].sum(0) @ same
         wanted = None if expected is None else expected.double() @ same
         leads = first.unique().tolist()
         for k in leads:

@@ -176,15 +176,26 @@ def open_extractor(features: str, training: ImageSet, fewest: int) -> FeatureExt
     """Open the extractor that ``--features`` names.
 
     ``features`` is ``inception``, ``clip``, ``classifier`` (trained on ``training``), the file of a saved
-    classifier, or ``auto``, as `choose_extractor` with ``fewest``. Raises `HddmError` for anything else, for
-    weights missing on disk (with file name, URL, SHA-256 and folder), and for a classifier of fewer than two
-    classes.
+    classifier, or ``auto``: Inception if its weights are on disk and every side has more images than its 2048
+    features, otherwise a classifier, named as such, since its numbers do not compare with published FIDs.
+    ``choice`` of the extractor gives the reason. The smallest side to be measured has ``fewest`` images.
+
+    Raises `HddmError` for anything else, for weights missing on disk (with file name, URL, SHA-256 and
+    folder), and for a classifier of fewer than two classes.
     """
-    option = f"`features` {features}"
+    option, published = f"`features` {features}", {"inception": INCEPTION, "clip": CLIP}
     if features == "auto":
-        return choose_extractor(training, fewest)
-    if features in ("inception", "clip"):
-        return (INCEPTION if features == "inception" else CLIP).extractor(option)
+        few = INCEPTION.record.dimensions
+        if INCEPTION.find() is None:
+            why = f"its weights ({INCEPTION.name}) are not on disk"
+        elif fewest <= few:
+            why = f"it needs more than {few} images a side and there are {fewest}"
+        else:
+            choice = f"auto: its weights are on disk, and every side has more than {few} images"
+            return INCEPTION.extractor(option, choice)
+        return of_classifier(trained(training), f"auto: not Inception, since {why}")
+    if features in published:
+        return published[features].extractor(option)
     if features == "classifier":
         return of_classifier(trained(training))
     if features.endswith(".safetensors"):
@@ -193,24 +204,6 @@ def open_extractor(features: str, training: ImageSet, fewest: int) -> FeatureExt
         f"{option}: choose one of {', '.join(NAMES)}, or the .safetensors file of a saved classifier"
         f"{did_you_mean(features, NAMES)}"
     )
-
-
-def choose_extractor(training: ImageSet, fewest: int) -> FeatureExtractor:
-    """Inception if its weights are on disk and every side has more images than its 2048 features.
-
-    Otherwise a small classifier, trained on the labelled ``training`` images and named as such, since its
-    numbers do not compare with published FIDs. ``choice`` of the extractor gives the reason. The smallest
-    side to be measured has ``fewest`` images. Raises as `trained`.
-    """
-    few = INCEPTION.record.dimensions
-    if INCEPTION.find() is None:
-        why = f"its weights ({INCEPTION.name}) are not on disk"
-    elif fewest <= few:
-        why = f"it needs more than {few} images a side and there are {fewest}"
-    else:
-        choice = f"auto: its weights are on disk, and every side has more than {few} images"
-        return INCEPTION.extractor("`features` auto", choice)
-    return of_classifier(trained(training), f"auto: not Inception, since {why}")
 
 
 def trained(training: ImageSet) -> FeatureClassifier:

@@ -37,7 +37,7 @@ from hddm.utils.records import SAMPLING_FILE, content_hash
 from hddm.utils.tensors import available_device, read_safetensors
 from hddm.utils.work import Draft, differences, open_draft
 
-FORMAT = "1.4"
+FORMAT = "1.5"
 LATENTS_FILE = "latents.safetensors"
 IMAGE = "{:05d}.png"
 ROUND = 1024
@@ -143,7 +143,7 @@ class _Run:
             for name, batch in self._batches():
                 part = draft.parts / name
                 if (done := draft.done(part)) is not None:
-                    self.use.load(done["use"])
+                    self.use.tally = torch.tensor(done["use"], dtype=torch.float64)
                     progress.skip(len(batch.rows) * steps)
                 else:
                     if self.ready and not is_continued:
@@ -153,7 +153,7 @@ class _Run:
                     written = self._made(draft, name, batch, progress)
                     files = {path.relative_to(draft.folder).as_posix(): sha256_of(path) for path in written}
                     # The use of the experts up to the end of this batch.
-                    draft.finish(part, {"use": self.use.values()}, files)
+                    draft.finish(part, {"use": self.use.tally.tolist()}, files)
                 self.ready += len(batch.rows)
                 numbers += batch.numbers
                 paths.append(draft.parts / f"{name}.safetensors")

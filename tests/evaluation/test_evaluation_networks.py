@@ -22,7 +22,6 @@ from hddm.evaluation.features import (
     CLIP,
     INCEPTION,
     PublishedWeights,
-    choose_extractor,
     clip_features,
     open_extractor,
 )
@@ -142,7 +141,7 @@ def test_missing_weights_are_one_error_with_all_that_is_needed(
 
 def test_what_auto_took_and_why_is_said(images: Path, inception: Path, home: Path) -> None:
     training = load_images(images)
-    few, many = choose_extractor(training, 2048), choose_extractor(training, 2049)
+    few, many = (open_extractor("auto", training, n) for n in (2048, 2049))
     assert few.record.name == "small classifier of the training images"
     assert few.record.choice == (
         "auto: not Inception, since it needs more than 2048 images a side and there are 2048"
@@ -150,7 +149,7 @@ def test_what_auto_took_and_why_is_said(images: Path, inception: Path, home: Pat
     assert (many.record.name, many.record.choice[:5]) == ("Inception (clean-fid)", "auto:")
     assert "more than 2048 images" in many.record.choice
     (inception / INCEPTION.name).unlink()
-    assert "not on disk" in choose_extractor(training, 5000).record.choice
+    assert "not on disk" in open_extractor("auto", training, 5000).record.choice
 
 
 def test_the_folder_in_the_environment_comes_first_and_another_file_is_refused(

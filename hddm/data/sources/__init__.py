@@ -50,12 +50,12 @@ def open_source(
     Raises `HddmError` for a path without images or with several kinds, and as the opener of its kind.
     """
     columns = Columns(caption_column, label_column)
+    archives = {TAR: open_tars, PARQUET: open_parquet}
     if path.is_file():
-        if path.suffix == TAR:
-            return open_tars(path, [], columns)
-        if path.suffix == PARQUET:
-            return open_parquet(path, [], columns)
-        raise HddmError(f"{path}: is not a folder, .tar or .parquet of images; unpack other archives first")
+        if path.suffix not in archives:
+            text = "is not a folder, .tar or .parquet of images; unpack other archives first"
+            raise HddmError(f"{path}: {text}")
+        return archives[path.suffix](path, [""], columns)
     if not path.is_dir():
         raise HddmError(f"{path}: no such folder of images")
     found = find_files(path)
@@ -63,10 +63,9 @@ def open_source(
     held = [f"{len(names)} {kind} (as {names[0]})" for kind, names in kinds.items() if names]
     if len(held) > 1:
         raise HddmError(f"{path}: holds {' and '.join(held)}; name a folder with one kind of them")
-    if found.tars:
-        return open_tars(path, found.tars, columns)
-    if found.parquets:
-        return open_parquet(path, found.parquets, columns)
+    for suffix, open_archives in archives.items():
+        if kinds[suffix]:
+            return open_archives(path, kinds[suffix], columns)
     read = ", ".join(sorted(SUFFIXES))
     if found.others:
         left = ", ".join(f"{number} {suffix}" for suffix, number in Counter(found.others).most_common(9))
@@ -81,21 +80,15 @@ def open_source(
         return open_described_folder(path, found.images, columns)
     if not found.images:
         raise HddmError(f"{path}: holds no images ({read}, {TAR}, {PARQUET})")
-    return open_folder(path, found.images)
+    labels, classes, files = None, (), tuple(found.images)
+    if all("/" in name for name in files):
+        labels, classes = as_labels([name.split("/")[0] for name in files], files, path)
+    return ImageSource(path, files, classes, labels, None, [image_file(path / name) for name in files])
 
 
 def image_file(path: Path) -> SourceImage:
     """An image in a file of its own."""
     return SourceImage(partial(read_whole, path, LARGEST_FILE), path.stat().st_size, path)
-
-
-def open_folder(root: Path, files: Sequence[str]) -> ImageSource:
-    """Open the images ``files`` below ``root``; labelled if each is in the folder of its class."""
-    images = [image_file(root / name) for name in files]
-    if any("/" not in name for name in files):
-        return ImageSource(root, tuple(files), (), None, None, images)
-    labels, classes = as_labels([name.split("/")[0] for name in files], files, root)
-    return ImageSource(root, tuple(files), classes, labels, None, images)
 
 
 def open_described_folder(root: Path, found: Sequence[str], columns: Columns) -> ImageSource:
@@ -151,28 +144,19 @@ def pick(sources: Sequence[ImageSource], classes: Collection[str] = ()) -> Image
     if unknown := sorted(set(classes) - set(known)):
         raise HddmError(f"{sources[0].root}: has no class {unknown[0]}; it has {', '.join(known) or 'none'}")
     kept = tuple(sorted(classes) if classes else known)
-    is_one, root = len(sources) == 1, sources[0].root
-    if not is_one:
-        root = Path(os.path.commonpath([source.root.absolute() for source in sources]))
-    names, labels, captions, images = [], [], [], []
-    for source in sources:
-        for i, file in enumerate(source.files):
-            label = None if source.labels is None else source.classes[source.labels[i]]
-            if classes and label not in classes:
-                continue
-            names.append(file if is_one else (source.root.absolute() / file).relative_to(root).as_posix())
-            images.append(source.images[i])
-            if label is not None:
-                labels.append(kept.index(label))
-            if source.captions is not None:
-                captions.append(source.captions[i])
-    has_labels = len(labels) == len(images)
-    has_captions = bool(captions) and len(captions) == len(images)
+    number = {name: k for k, name in enumerate(kept)}
+    root = Path(os.path.commonpath([source.root.absolute() for source in sources]))
+    rows = [(source, i) for source in sources for i in range(len(source))]
+    if classes:
+        rows = [(source, i) for source, i in rows if source.class_of(i) in number]
+    labels = [number[name] for source, i in rows if (name := source.class_of(i)) is not None]
+    captions = [source.captions[i] for source, i in rows if source.captions is not None]
+    has_labels, has_captions = len(labels) == len(rows), bool(captions) and len(captions) == len(rows)
     return ImageSource(
         root,
-        names,
+        [(source.root.absolute() / source.files[i]).relative_to(root).as_posix() for source, i in rows],
         kept if has_labels else (),
         labels if has_labels else None,
         captions if has_captions else None,
-        images,
+        [source.images[i] for source, i in rows],
     )

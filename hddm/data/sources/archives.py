@@ -55,7 +55,7 @@ def _read(archive: Path, offset: int, length: int, name: Path) -> bytes:
 
 
 def open_tars(root: Path, archives: Sequence[str], columns: Columns) -> ImageSource:
-    """Open the images in ``root/<archive>`` for each of ``archives``, or in ``root`` if it is one archive.
+    """Open the images in ``root/<archive>`` for each of ``archives``, which is "" if ``root`` is one.
 
     Images are named ``<archive without .tar>/<name>``, in a single archive ``<name>``. Unless a column is
     requested, captions are ``txt``, else ``text`` or ``caption`` of the JSON objects, labels ``cls`` or
@@ -68,7 +68,7 @@ def open_tars(root: Path, archives: Sequence[str], columns: Columns) -> ImageSou
     """
     wanted = {*CAPTION_COLUMNS, "txt", "cls", "label", *columns}
     images: dict[str, tuple[SourceImage, dict[str, object]]] = {}
-    for archive in archives or [""]:
+    for archive in archives:
         prefix = f"{archive.removesuffix(TAR)}/" if archive else ""
         for name, member, values in _samples(root / archive):
             read = partial(_read, root / archive, member.offset_data, member.size, root / prefix / name)
@@ -227,26 +227,11 @@ class HeldImages:
 
         self._read = read
 
-    def __call__(self, path: Path, group: int) -> Any:
-        """Arrow array of the column."""
-        with self._lock:
-            return self._read(path, group)
-
-
-class RowGroup(NamedTuple):
-    """A row group of a file: its number, rows, and bytes of all columns."""
-
-    path: Path
-    number: int
-    rows: int
-    size: int
-    held: HeldImages
-
-    def read(self, row: int, name: Path) -> bytes:
+    def read(self, path: Path, group: int, row: int, name: Path) -> bytes:
         """Image in the row of that number in the group; ``name`` is for messages."""
-        images = self.held(self.path, self.number)
-        _refuse_other_rows(self.path, len(images), self.rows)
-        value = images[row].as_py()
+        with self._lock:
+            images = self._read(path, group)
+        value = images[row].as_py() if row < len(images) else None
         content = value.get("bytes") if isinstance(value, dict) else value
         if not isinstance(content, bytes):
             raise HddmError(f"{name}: its row holds no image; remove it or fetch it again")
@@ -254,7 +239,7 @@ class RowGroup(NamedTuple):
 
 
 def open_parquet(root: Path, names: Sequence[str], requested: Columns) -> ImageSource:
-    """Open the images in ``root/<name>`` for each of ``names``, or in ``root`` if it is a file.
+    """Open the images in ``root/<name>`` for each of ``names``, which is "" if ``root`` is a file.
 
     Image r of a file is named ``<file without .parquet>/<r, eight digits><suffix>``, in a single file without
     the folder; the suffix is that of the row's ``path``, else `UNKNOWN_SUFFIX`. Unless a column is
@@ -274,7 +259,7 @@ def open_parquet(root: Path, names: Sequence[str], requested: Columns) -> ImageS
     labels: list[object] = []
     captions: list[object] = []
     columns: TableColumns | None = None
-    for name in names or [""]:
+    for name in names:
         path, prefix = root / name, f"{name.removesuffix(PARQUET)}/" if name else ""
         with _open_table(path) as file:
             found = find_columns(file.schema_arrow, path, requested)
@@ -288,19 +273,20 @@ def open_parquet(root: Path, names: Sequence[str], requested: Columns) -> ImageS
             facts = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
             if (largest := max((one.total_byte_size for one in facts), default=0)) > LARGEST_ROW_GROUP:
                 raise HddmError(f"{path}: a row group has {largest} bytes; write the file with smaller ones")
-            groups = [
-                RowGroup(path, n, one.num_rows, one.total_byte_size, held) for n, one in enumerate(facts)
-            ]
             has_path = "path" in image_fields(file.schema_arrow.field(columns.image).type)
             read = [columns.label, columns.caption, f"{columns.image}.path" if has_path else None]
             table = file.read(columns=[one for one in read if one])
+            stated = sum(one.num_rows for one in facts)
             for rows in (len(table), file.metadata.num_rows):
-                _refuse_other_rows(path, rows, sum(group.rows for group in groups))
+                if rows != stated:
+                    raise HddmError(
+                        f"{path}: has {rows} rows where its row groups state {stated}; fetch it again"
+                    )
         paths = table[columns.image].to_pylist() if has_path else [None] * rows
         own = [f"{prefix}{row:08d}{_suffix(value)}" for row, value in enumerate(paths)]
-        places = [(group, row) for group in groups for row in range(group.rows)]
+        places = [(group, row) for group, one in enumerate(facts) for row in range(one.num_rows)]
         images += [
-            SourceImage(partial(group.read, row, root / one), group.size)
+            SourceImage(partial(held.read, path, group, row, root / one), facts[group].total_byte_size)
             for (group, row), one in zip(places, own, strict=True)
         ]
         files += own
@@ -310,11 +296,6 @@ def open_parquet(root: Path, names: Sequence[str], requested: Columns) -> ImageS
     numbers, classes = _labels(labels, columns, files, root)
     texts = as_captions(captions, files, root) if columns.caption else None
     return ImageSource(root, tuple(files), classes, numbers, texts, images)
-
-
-def _refuse_other_rows(path: Path, found: int, stated: int) -> None:
-    if found != stated:
-        raise HddmError(f"{path}: has {found} rows where its row groups state {stated}; fetch it again")
 
 
 def _suffix(value: object) -> str:

@@ -55,6 +55,10 @@ class ImageSource:
     def __len__(self) -> int:
         return len(self.files)
 
+    def class_of(self, i: int) -> str | None:
+        """Class name of image ``i``, None without labels."""
+        return None if self.labels is None else self.classes[self.labels[i]]
+
     def read(self, i: int) -> bytes:
         """Encoded bytes of image ``i``, as `SourceImage.read`."""
         return self.images[i].read()
