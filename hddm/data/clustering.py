@@ -6,8 +6,8 @@ distance. The two levels follow MoDE (arXiv:2404.16030), used by DDM (arXiv:2501
 random mini-batches, and all points are assigned once, at the end.
 """
 
+import itertools
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -51,7 +51,7 @@ def transport(values: Array) -> Indices:
         if (sizes == each).all():
             return chosen
         changed = _cheapest_chain(loss, sizes > each, sizes < each)
-        movers = [mover[a, b] for a, b in pairwise(changed)]
+        movers = [mover[a, b] for a, b in itertools.pairwise(changed)]
         chosen[movers] = changed[1:]
         sizes[changed[0]] -= 1
         sizes[changed[-1]] += 1
@@ -180,48 +180,33 @@ def balanced_kmeans(
     first = seed_of(seed, Use.CLUSTER_STARTS, run) % 2**32
     centres: Array = kmeans_plusplus(normalise(points[rows]), k, random_state=first)[0]
     size = max(chunk, 4 * k)
-    per_pass = max(batch, size, round(SHARE * num))
-    if per_pass >= num:
-        return _lloyd(points, centres, draws.permutation(num), iterations, size)
-    sums = np.zeros_like(centres)
-    batches = _batches(num, per_pass, draws)
-    for _ in range(iterations):
-        rows = next(batches)
+    per_pass = min(num, max(batch, size, round(SHARE * num)))
+    is_whole, order = per_pass == num, draws.permutation(num)
+    batches = itertools.repeat(order) if is_whole else _batches(order, per_pass, draws)
+    sums, assignment = np.zeros_like(centres), np.full(num, -1, dtype=np.int64)
+
+    for rows in itertools.islice(batches, iterations):
         sums *= 1 - per_pass / num
+        before = assignment.copy()
         for part in _chunks(rows, k, size):
             near = normalise(points[part])
-            np.add.at(sums, _assign(near, centres), near)
+            assignment[part] = _assign(near, centres)
+            np.add.at(sums, assignment[part], near)
+        if is_whole and (assignment == before).all():
+            return assignment, centres
         centres = normalise(sums)
-    assignment = np.empty(num, dtype=np.int64)
-    for part in _chunks(draws.permutation(num), k, size):
-        assignment[part] = _assign(normalise(points[part]), centres)
+    if not is_whole:
+        for part in _chunks(draws.permutation(num), k, size):
+            assignment[part] = _assign(normalise(points[part]), centres)
     return assignment, centres
 
 
-def _lloyd(
-    points: Points, centres: Array, order: Indices, iterations: int, size: int
-) -> tuple[Indices, Array]:
-    k = len(centres)
-    near = normalise(points[np.arange(len(points))])
-    assignment = np.full(len(near), -1, dtype=np.int64)
-    for _ in range(iterations):
-        before = assignment.copy()
-        for part in _chunks(order, k, size):
-            assignment[part] = _assign(near[part], centres)
-        if (assignment == before).all():
-            break
-        sums = np.zeros_like(centres)
-        np.add.at(sums, assignment, near)
-        centres = normalise(sums)
-    return assignment, centres
-
-
-def _batches(num: int, size: int, draws: np.random.Generator) -> Iterator[Indices]:
-    """Slices of random orders, so that no point repeats before nearly all were used."""
+def _batches(order: Indices, size: int, draws: np.random.Generator) -> Iterator[Indices]:
+    """Slices of ``order`` and of further random ones, so no point repeats before nearly all were used."""
     while True:
-        order = draws.permutation(num)
-        for start in range(0, num - size + 1, size):
+        for start in range(0, len(order) - size + 1, size):
             yield order[start : start + size]
+        order = draws.permutation(len(order))
 
 
 def _chunks(order: Indices, k: int, size: int) -> Iterator[Indices]:
@@ -231,7 +216,7 @@ def _chunks(order: Indices, k: int, size: int) -> Iterator[Indices]:
     units = (len(order) - tail) // k
     number = -(-units // (size // k))
     bounds = [k * (units * i // number) for i in range(number)] + [len(order) - tail]
-    for start, end in pairwise(bounds):
+    for start, end in itertools.pairwise(bounds):
         yield order[start:end]
     if tail:
         yield order[-tail:]
