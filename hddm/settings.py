@@ -385,7 +385,7 @@ class EvaluationSettings(Described):
     validation: Annotated[Path, READ, Shown("FOLDER")] | None = None
     """Images to choose settings by, in place of `held_out`; no model was trained on them."""
     features: str = "auto"
-    """Features: auto, inception, clip, classifier (trained on `reference`) or a file."""
+    """Features: auto, inception, classifier (trained on `reference`) or a file."""
     save_classifier: Path | None = None
     """File to save the trained classifier to, for other evaluations."""
     domain: (

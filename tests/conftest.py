@@ -140,8 +140,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home without weights of published networks, unless they lie in the system's own folder."""
     (tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    for name in ("HDDM_INCEPTION", "HDDM_CLIP"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("HDDM_INCEPTION", raising=False)
     return tmp_path / "home"
 
 

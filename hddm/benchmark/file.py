@@ -72,7 +72,7 @@ class Measuring(Record):
     held_out: str | None = None
     """Images that nothing is chosen by."""
     features: str = "auto"
-    """``classifier``, trained once on the reference; ``inception``, ``clip`` or the file of a classifier; or
+    """``classifier``, trained once on the reference; ``inception`` or the file of a classifier; or
     ``auto``: inception where its weights are on disk, else classifier."""
     domains: dict[str, str] = Field(default_factory=dict)
     """Classes of each domain, as ``0,1,2``, for scores by domain."""

@@ -29,7 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hddm.benchmark.file import RESERVED, BenchmarkFile, Table
 from hddm.calibration import LEVELS, STATES
-from hddm.evaluation.features import INCEPTION
+from hddm.evaluation.features import find_inception
 from hddm.experts.loading import load
 from hddm.experts.records import ROUTER_FILE, read_router
 from hddm.training.router import NOISED
@@ -276,7 +276,7 @@ class SeedPlan:
     def _features(self) -> str:
         chosen = self.file.evaluate.features
         if chosen == "auto":
-            return "classifier" if INCEPTION.find() is None else "inception"
+            return "classifier" if find_inception() is None else "inception"
         return chosen
 
     @property

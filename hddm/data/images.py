@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,16 +149,11 @@ def pixel_digest(pixels: NDArray[np.uint8]) -> bytes:
     return hashlib.sha256(f"{colour.shape}".encode() + colour.tobytes()).digest()
 
 
-def fit_image(
-    image: Image.Image,
-    resolution: int,
-    interpolation: Literal["bicubic", "lanczos"] = "lanczos",
-    name: object = "image",
-) -> Image.Image:
+def fit_image(image: Image.Image, resolution: int, name: object = "image") -> Image.Image:
     """Resize and crop ``image`` (mode L or RGB) to a square with sides of ``resolution`` pixels.
 
     The shorter side becomes ``resolution``, the longer one floor(resolution × longer / shorter), by Pillow's
-    filter ``interpolation``. The square is cut from the centre, where an odd pixel goes as in torchvision
+    Lanczos filter. The square is cut from the centre, where an odd pixel goes as in torchvision
     (half is rounded to even). An image of the right size is unchanged. Raises `HddmError`, with ``name``, for
     an image so long that it would have more than `LARGEST_IMAGE` pixels when scaled.
     """
@@ -168,7 +163,7 @@ def fit_image(
     if size[0] * size[1] > LARGEST_IMAGE:
         raise HddmError(f"{name}: {width}×{height} becomes {size[0]}×{size[1]}; crop it or remove it")
     if size != image.size:
-        image = image.resize(size, Image.Resampling[interpolation.upper()])
+        image = image.resize(size, Image.Resampling.LANCZOS)
     if size == (resolution, resolution):
         return image
     left, top = (round((side - resolution) / 2) for side in size)

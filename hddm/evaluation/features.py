@@ -1,7 +1,6 @@
-"""Image features for distances: Inception, CLIP, or a small classifier of the data.
+"""Image features for distances: Inception, or a small classifier of the data.
 
-Published weights are found on disk, checked, and never downloaded. Inception and CLIP are prepared and
-computed as in clean-fid.
+Inception's weights are found on disk, checked, and never downloaded; its features are those of clean-fid.
 """
 
 import hashlib
@@ -9,17 +8,14 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hddm.data.images import ImageSet, fit_image, to_bytes
+from hddm.data.images import ImageSet, to_bytes
 from hddm.utils.errors import HddmError, UsageError, did_you_mean
 from hddm.utils.files import sha256_of, write_whole
 from hddm.utils.progress import Progress
@@ -27,11 +23,9 @@ from hddm.utils.records import Count, OpenRecord
 from hddm.utils.streams import Use, generator, seed_of
 from hddm.utils.tensors import read_safetensors
 
-NAMES = ("auto", "inception", "clip", "classifier")
+NAMES = ("auto", "inception", "classifier")
 REQUESTED = "requested"
 _BATCH = 32
-# Statistics of CLIP's training images, from its own code.
-_MEAN, _DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 FEATURES = 64
 MOST_STEPS = 3000
@@ -175,7 +169,7 @@ class FeatureExtractor:
 def open_extractor(features: str, training: ImageSet, fewest: int) -> FeatureExtractor:
     """Open the extractor that ``--features`` names.
 
-    ``features`` is ``inception``, ``clip``, ``classifier`` (trained on ``training``), the file of a saved
+    ``features`` is ``inception``, ``classifier`` (trained on ``training``), the file of a saved
     classifier, or ``auto``: Inception if its weights are on disk and every side has more images than its 2048
     features, otherwise a classifier, named as such, since its numbers do not compare with published FIDs.
     ``choice`` of the extractor gives the reason. The smallest side to be measured has ``fewest`` images.
@@ -183,19 +177,19 @@ def open_extractor(features: str, training: ImageSet, fewest: int) -> FeatureExt
     Raises `HddmError` for anything else, for weights missing on disk (with file name, URL, SHA-256 and
     folder), and for a classifier of fewer than two classes.
     """
-    option, published = f"`features` {features}", {"inception": INCEPTION, "clip": CLIP}
+    option = f"`features` {features}"
     if features == "auto":
-        few = INCEPTION.record.dimensions
-        if INCEPTION.find() is None:
-            why = f"its weights ({INCEPTION.name}) are not on disk"
+        few = INCEPTION.dimensions
+        if find_inception() is None:
+            why = f"its weights ({INCEPTION_FILE}) are not on disk"
         elif fewest <= few:
             why = f"it needs more than {few} images a side and there are {fewest}"
         else:
             choice = f"auto: its weights are on disk, and every side has more than {few} images"
-            return INCEPTION.extractor(option, choice)
+            return open_inception(option, choice)
         return of_classifier(trained(training), f"auto: not Inception, since {why}")
-    if features in published:
-        return published[features].extractor(option)
+    if features == "inception":
+        return open_inception(option)
     if features == "classifier":
         return of_classifier(trained(training))
     if features.endswith(".safetensors"):
@@ -213,8 +207,7 @@ def trained(training: ImageSet) -> FeatureClassifier:
     """
     if training.labels is None or len(training.classes) < 2:
         raise HddmError(
-            f"{training.root}: has no class folders to train a classifier on; "
-            "use `features` inception or clip"
+            f"{training.root}: has no class folders to train a classifier on; use `features` inception"
         )
     content = [
         (one.numpy().tobytes(), tag)
@@ -231,124 +224,59 @@ def of_classifier(classifier: FeatureClassifier, choice: str = REQUESTED) -> Fea
     return FeatureExtractor(record, classifier.features, classifier)
 
 
-def inception_features(weights: Path) -> FeatureFunction:
+INCEPTION = FeaturesRecord(
+    name="Inception (clean-fid)",
+    dimensions=2048,
+    hash="f58cb9b6ec323ed63459aa4fb441fe750cfe39fafad6da5cb504a16f19e958f4",
+    resize="each channel by Pillow's bicubic filter to 299×299 in float32, not rounded",
+)
+"""The network of clean-fid, StyleGAN2-ADA and most published FIDs, as TorchScript; its hash is the file's."""
+INCEPTION_FILE = "inception-2015-12-05.pt"
+_URL = f"https://nvlabs-fi-cdn.nvidia.com/stylegan2-ada-pytorch/pretrained/metrics/{INCEPTION_FILE}"
+
+
+def find_inception() -> Path | None:
+    """Path of Inception's weights, None if absent; the content is not checked."""
+    return next((path for path in _places() if path.is_file()), None)
+
+
+def _places() -> list[Path]:
+    """Where Inception's weights may be: the folder that the environment names comes first."""
+    folders = [os.environ.get("HDDM_INCEPTION"), Path.home() / ".cache/clean-fid"]
+    return [Path(folder) / INCEPTION_FILE for folder in folders if folder]
+
+
+def open_inception(option: str, choice: str = REQUESTED) -> FeatureExtractor:
+    """Features of the checked file; ``option`` is the option that needs them, for the message.
+
+    Raises `HddmError` if it is missing, with all that is needed to add it, or has another hash.
+    """
+    path, sha256 = find_inception(), INCEPTION.hash
+    if path is None or sha256_of(path) != sha256:
+        problem = f"{INCEPTION_FILE} is not on disk" if path is None else f"{path} is another file"
+        remedy = f"fetch {_URL} (SHA-256 {sha256}) and put it into {_places()[0].parent}"
+        raise HddmError(f"{option}: {problem}; {remedy}")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    record = INCEPTION.model_copy(update={"choice": choice, "device": device})
+    return FeatureExtractor(record, inception_features(path, device))
+
+
+def inception_features(weights: Path, device: str) -> FeatureFunction:
     """clean-fid's network with its resizing ``clean``, one image at a time: (n, 2048) (arXiv:2104.11222)."""
     from cleanfid.inception_torchscript import InceptionV3W
     from cleanfid.resize import build_resizer
 
-    network = InceptionV3W(str(weights.parent), download=False, resize_inside=False).eval().to(device())
-    return _by_image(build_resizer("clean"), network)
+    network = InceptionV3W(str(weights.parent), download=False, resize_inside=False).eval().to(device)
+    resized = build_resizer("clean")
 
-
-def clip_features(weights: Path, config: Any = None) -> FeatureFunction:
-    """Projected CLIP image embeddings (n, 512), not normalised, prepared as in clean-fid's CLIP-FID.
-
-    ``weights`` are those of a CLIP model or its vision part, as transformers writes them; ``config`` is its
-    ``CLIPVisionConfig``, by default ViT-B/32. Source: arXiv:2203.06026 (CLIP features for Fréchet distances),
-    clean-fid's ``clip_vit_b_32``.
-    """
-    from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
-
-    network: Any = CLIPVisionModelWithProjection(config or CLIPVisionConfig())
-    # Its hash is known; it also holds the text encoder.
-    network.load_state_dict(read_safetensors(weights), strict=False)
-    network.eval().to(device())
-    mean, deviation = (torch.tensor(v).view(3, 1, 1).to(device()) for v in (_MEAN, _DEVIATION))
-
-    def middle(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        return np.asarray(fit_image(Image.fromarray(image), 224, "bicubic"))
-
-    def embed(pixels: Tensor) -> Tensor:
-        embedded: Tensor = network(pixel_values=(pixels / 255 - mean) / deviation).image_embeds
-        return embedded
-
-    return _by_image(middle, embed)
-
-
-def device() -> str:
-    """Device that these networks run on."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _by_image(
-    prepare: Callable[[NDArray[np.uint8]], NDArray[Any]], network: FeatureFunction
-) -> FeatureFunction:
     @torch.no_grad()
     def features(images: Tensor) -> Tensor:
         colour = to_bytes(images).expand(-1, 3, -1, -1).permute(0, 2, 3, 1).numpy()
         batches = []
         for start in range(0, len(colour), _BATCH):
-            ready = np.stack([prepare(np.ascontiguousarray(i)) for i in colour[start : start + _BATCH]])
-            pixels = torch.from_numpy(ready).permute(0, 3, 1, 2).float().to(device())
+            ready = np.stack([resized(np.ascontiguousarray(i)) for i in colour[start : start + _BATCH]])
+            pixels = torch.from_numpy(ready).permute(0, 3, 1, 2).float().to(device)
             batches.append(network(pixels).float().cpu())
         return torch.cat(batches)
 
     return features
-
-
-@dataclass(frozen=True)
-class PublishedWeights:
-    """A published file of weights: ``name`` in a folder, ``url``, and its features, with the file's SHA-256.
-
-    It is looked up in the folder of the environment variable ``variable``, then in ``folder`` of the user's
-    home.
-    """
-
-    name: str
-    url: str
-    variable: str
-    folder: str
-    record: FeaturesRecord
-    open: Callable[[Path], FeatureFunction]
-
-    def find(self) -> Path | None:
-        """Path of the file, None if absent; its content is not checked."""
-        return next((path for path in self._places() if path.is_file()), None)
-
-    def extractor(self, option: str, choice: str = REQUESTED) -> FeatureExtractor:
-        """Features of the checked file; ``option`` is the option that needs them, for the message.
-
-        Raises `HddmError` if it is missing, with all that is needed to add it, or has another hash.
-        """
-        path, sha256 = self.find(), self.record.hash
-        if path is None or sha256_of(path) != sha256:
-            problem = f"{self.name} is not on disk" if path is None else f"{path} is another file"
-            remedy = f"fetch {self.url} (SHA-256 {sha256}) and put it into {self._places()[0].parent}"
-            raise HddmError(f"{option}: {problem}; {remedy}")
-        record = self.record.model_copy(update={"choice": choice, "device": device()})
-        return FeatureExtractor(record, self.open(path))
-
-    def _places(self) -> list[Path]:
-        folders = [os.environ.get(self.variable), Path.home() / self.folder]
-        return [Path(folder) / self.name for folder in folders if folder]
-
-
-INCEPTION = PublishedWeights(
-    "inception-2015-12-05.pt",
-    "https://nvlabs-fi-cdn.nvidia.com/stylegan2-ada-pytorch/pretrained/metrics/inception-2015-12-05.pt",
-    "HDDM_INCEPTION",
-    ".cache/clean-fid",
-    FeaturesRecord(
-        name="Inception (clean-fid)",
-        dimensions=2048,
-        hash="f58cb9b6ec323ed63459aa4fb441fe750cfe39fafad6da5cb504a16f19e958f4",
-        resize="each channel by Pillow's bicubic filter to 299×299 in float32, not rounded",
-    ),
-    inception_features,
-)
-"""The network of clean-fid, StyleGAN2-ADA and most published FIDs, as TorchScript."""
-
-CLIP = PublishedWeights(
-    "model.safetensors",
-    "https://huggingface.co/openai/clip-vit-base-patch32/resolve/refs%2Fpr%2F15/model.safetensors",
-    "HDDM_CLIP",
-    ".cache/hddm/clip-vit-base-patch32",
-    FeaturesRecord(
-        name="CLIP ViT-B/32",
-        dimensions=512,
-        hash="99d28a652e6ec46629ab7047a0ac82c69b1fe11e0ce672c43af65d3a9a3fc05d",
-        resize="the shorter side by Pillow's bicubic filter to 224 in bytes, the middle 224×224",
-    ),
-    clip_features,
-)
-"""OpenAI's CLIP ViT-B/32 as safetensors."""

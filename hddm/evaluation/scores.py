@@ -143,10 +143,10 @@ class Scorer:
         features, (training, *fresh) = self._features(pixels), self.sides
         further = self._classified(torch.from_numpy(features), labels)
         for side in fresh:
-            distances = (
+            own, real = (
                 nearest_distances(one, training.pixels, self.mirrored) for one in (pixels, side.pixels)
             )
-            further["memorisation"] = memorisation(*distances, self.mirrored)
+            further["memorisation"] = memorisation(own, real, self.mirrored)
         if self.complete and labels is not None:
             further["within_conditions"] = self._within(torch.from_numpy(features), labels)
         return Scores(

@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -164,23 +163,16 @@ def _image(width: int, height: int, gray: bool = False) -> Image.Image:
     return Image.fromarray(np.random.default_rng(width).integers(0, 256, shape).astype(np.uint8))
 
 
-@pytest.mark.parametrize("interpolation", ["bicubic", "lanczos"])
 @pytest.mark.parametrize("size", SIZES)
-def test_scaling_and_centre_crop_are_those_of_torchvision(size: tuple[int, int], interpolation: Any) -> None:
+def test_scaling_and_centre_crop_are_those_of_torchvision(size: tuple[int, int]) -> None:
     transforms = pytest.importorskip("torchvision.transforms")
-    mode = transforms.InterpolationMode(interpolation)
+    mode = transforms.InterpolationMode.LANCZOS
     theirs = transforms.Compose([transforms.Resize(8, interpolation=mode), transforms.CenterCrop(8)])
     for gray in (False, True):
         image = _image(*size, gray)
-        ours = fit_image(image, 8, interpolation=interpolation)
+        ours = fit_image(image, 8)
         assert ours.size == (8, 8)
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs(image)))
-
-
-def test_a_centre_crop_without_scaling_takes_the_middle_by_hand() -> None:
-    pixels = np.arange(8 * 12, dtype=np.uint8).reshape(8, 12)
-    np.testing.assert_array_equal(np.asarray(fit_image(Image.fromarray(pixels), 8)), pixels[:, 2:10])
-    np.testing.assert_array_equal(np.asarray(fit_image(Image.fromarray(pixels.T), 8)), pixels.T[2:10])
 
 
 def test_a_strip_that_would_fill_the_memory_is_named() -> None:

@@ -80,10 +80,11 @@ def open_source(
         return open_described_folder(path, found.images, columns)
     if not found.images:
         raise HddmError(f"{path}: holds no images ({read}, {TAR}, {PARQUET})")
-    labels, classes, files = None, (), tuple(found.images)
-    if all("/" in name for name in files):
-        labels, classes = as_labels([name.split("/")[0] for name in files], files, path)
-    return ImageSource(path, files, classes, labels, None, [image_file(path / name) for name in files])
+    files, images = tuple(found.images), [image_file(path / name) for name in found.images]
+    if any("/" not in name for name in files):
+        return ImageSource(path, files, (), None, None, images)
+    labels, classes = as_labels([name.split("/")[0] for name in files], files, path)
+    return ImageSource(path, files, classes, labels, None, images)
 
 
 def image_file(path: Path) -> SourceImage:
