@@ -48,7 +48,7 @@ from hddm.schedules import DDPM_FAMILY, FLOW_MATCH_FAMILY
 from hddm.settings import Reading
 from hddm.utils.errors import HddmError, did_you_mean
 from hddm.utils.files import inside, read_json
-from hddm.utils.records import read_record, refuse_damaged
+from hddm.utils.records import damage, read_record, refuse_damaged
 from hddm.utils.tensors import read_safetensors
 
 LAYOUT = "hddm"
@@ -152,7 +152,7 @@ def open_expert(folder: Path, reading: Reading) -> Checkpoint:
         network, weights, arguments = open_adapted(folder, record.adapter, base, EXPERT_NETWORKS)
         record = without_adapter(record)
     choose_set({record.weights: None}, reading.weights, str(folder))
-    refuse_damaged(folder, EXPERT_FILE, FILES, remedy=remedy(folder))
+    refuse_damaged(folder, damage(folder, EXPERT_FILE, FILES), remedy(folder))
     return Checkpoint(
         path=folder,
         layout=LAYOUT,

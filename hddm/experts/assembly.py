@@ -63,7 +63,7 @@ from hddm.routers import Strategy
 from hddm.settings import AssemblySettings, keywords
 from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, is_draft, link_or_copy, new_folder, restore
-from hddm.utils.records import MANIFEST, read_record, refuse_damaged
+from hddm.utils.records import MANIFEST, damage, read_record, refuse_damaged
 from hddm.utils.tensors import read_safetensors, refuse_non_finite
 
 DEFAULT_STRATEGY = "draw"
@@ -357,7 +357,7 @@ def _check_files(experts: Sequence[Path], router: Path | None, bases: Mapping[st
                     refuse_non_finite(weights, read_safetensors(weights))
     if router is not None:
         with found.errors_of(str(router)):
-            refuse_damaged(router, ROUTER_FILE, sha256=sha256_once)
+            refuse_damaged(router, damage(router, ROUTER_FILE, sha256=sha256_once))
             read_router(router)
     found.refuse("files are not those that were written with them, and nothing was written:")
 

@@ -44,6 +44,7 @@ from hddm.utils.records import (
     Count,
     OlderFormat,
     Record,
+    damage,
     ensemble_around,
     has_manifest,
     read_record,
@@ -362,7 +363,7 @@ def _refuse_damaged_component(name: str, folder: Path) -> None:
         record = "tokenizer_config.json"
     else:
         record = "config.json" if family_in(folder) is None else PROMPTS_INDEX
-    refuse_damaged(folder, record)
+    refuse_damaged(folder, damage(folder, record))
 
 
 def refuse_damaged_ensemble(folder: Path, facts: EnsembleRecord, experts: Collection[int]) -> None:
@@ -371,7 +372,7 @@ def refuse_damaged_ensemble(folder: Path, facts: EnsembleRecord, experts: Collec
     Only ``experts``, by index, are checked; the folders of the others are not opened.
     """
     left_out = tuple(f"{one.folder}/" for k, one in enumerate(facts.experts) if k not in experts)
-    refuse_damaged(folder, ENSEMBLE_FILE, chosen=lambda name: not name.startswith(left_out))
+    refuse_damaged(folder, damage(folder, ENSEMBLE_FILE, chosen=lambda name: not name.startswith(left_out)))
 
 
 def write_ensemble_records(

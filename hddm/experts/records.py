@@ -416,7 +416,8 @@ def open_expert(
     nulls = read_nulls(folder)
     skipped = {*unheld, *(() if with_calibration else (CALIBRATION,))}
     known = [name for name in FILES if name not in skipped]
-    refuse_damaged(folder, EXPERT_FILE, known, chosen=lambda name: name not in skipped, remedy=remedy(folder))
+    changed = damage(folder, EXPERT_FILE, known, chosen=lambda name: name not in skipped)
+    refuse_damaged(folder, changed, remedy(folder))
     weak = None
     if (folder / WEAK).exists():
         weak = unread_network(folder, EXPERT_NETWORKS, folder / WEAK)
@@ -450,7 +451,7 @@ def read_router(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Route
     """Read a router folder; raises as `read_expert`."""
     unread, record = open_router(folder)
     network = unread.load(dtype)
-    refuse_damaged(folder, ROUTER_FILE)
+    refuse_damaged(folder, damage(folder, ROUTER_FILE))
     network.record = record
     return network, record
 

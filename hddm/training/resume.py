@@ -20,7 +20,7 @@ from hddm.data.shard_records import ShardManifest, read_manifest
 from hddm.training.settings import RunOptions
 from hddm.utils.errors import HddmError
 from hddm.utils.files import check_absent, read_json, recover, sha256_of
-from hddm.utils.records import OpenRecord, read_record, refuse_damaged
+from hddm.utils.records import OpenRecord, damage, read_record, refuse_damaged
 from hddm.utils.work import ABSENT, differences
 
 Change = dict[str, Any]
@@ -150,7 +150,7 @@ def is_finished(
         return False
     if before := recorded(out):
         compare_records(out, before, content, run)
-    refuse_damaged(out, record, sha256=sha256_of, remedy="`overwrite=True` trains it again")
+    refuse_damaged(out, damage(out, record, sha256=sha256_of), "`overwrite=True` trains it again")
     log.info("%s: is finished; there is nothing to resume", out)
     return True
 

@@ -294,16 +294,12 @@ def damage(
     return tuple(found)
 
 
-def refuse_damaged(
-    folder: Path,
-    record: str,
-    known: Collection[str] = (),
-    sha256: Callable[[Path], str] | None = None,
-    chosen: Callable[[str], bool] = lambda name: True,
-    remedy: str = "copy it again, whole, from where it was made",
-) -> None:
-    """Raise `HddmError` with the lines of `damage`, if any."""
-    if found := damage(folder, record, known, sha256, chosen):
+COPY_AGAIN = "copy it again, whole, from where it was made"
+
+
+def refuse_damaged(folder: Path, found: Sequence[str], remedy: str = COPY_AGAIN) -> None:
+    """Raise `HddmError` with the lines ``found`` by `damage`, if any."""
+    if found:
         raise HddmError(f"{folder}: differs from its {MANIFEST}; {remedy}", found)
 
 
