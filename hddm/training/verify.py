@@ -4,7 +4,7 @@ import contextlib
 import copy
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -143,47 +143,35 @@ def verify_expert(
         if path.is_file() and path.name != HASHES
     }
     found = Verification(folder=folder, files=files)
+    # A file may be a link, as in a hub cache.
+    hashes = {(folder / name).resolve(): sha256 for name, sha256 in files.items()}
     try:
-        _examine(found, shard, seed, known, place)
+        unread = open_expert(folder, known, unheld=(WEIGHTS, ADAPTER_WEIGHTS))
+        whole_components(folder)
+        record = unread.facts
+        with asked():
+            found.notes += [] if shard is None else _check_images(shard, unread)
+        found.problems += foreign_files(folder, lambda path: hashes[path.resolve()])
+        expert = unread.read(torch.float32)
+        if unread.weak is not None:
+            unread.weak.read(torch.float32)
+        reading = field_of(expert, place)
+        found.problems[:0] = _provenance(record)
+        if unread.calibration is None and record.sampling_steps is None and record.source is None:
+            found.notes.append(f"{CALIBRATION}: is missing; hddm calibrate makes one")
+        found.objective = record.objective
+        found.parameters = sum(p.numel() for p in expert.network.parameters())
+        found.base = record.adapter.base_sha256 if record.adapter else None
+        found.trained_on = record.shard.hash if record.shard else None
+        if shard is not None and not found.problems:
+            # Only where the record names the shard are wrong classes a fault of the expert.
+            with asked() if record.shard is None else contextlib.nullcontext():
+                judge(found, expert, reading, shard, seed)
     except UsageError:
         raise
     except HddmError as error:
         found.problems += (error.message, *error.details)
     return found
-
-
-def _examine(
-    found: Verification,
-    shard: Shard | None,
-    seed: int,
-    known: Mapping[str, Path] | None,
-    place: torch.device,
-) -> None:
-    """Add to ``found`` what an expert is, and what is wrong with it; an `HddmError` is a further problem."""
-    folder = found.folder
-    unread = open_expert(folder, known, unheld=(WEIGHTS, ADAPTER_WEIGHTS))
-    whole_components(folder)
-    record = unread.facts
-    with asked():
-        found.notes += [] if shard is None else _check_images(shard, unread)
-    # A file may be a link, as in a hub cache.
-    hashes = {(folder / name).resolve(): sha256 for name, sha256 in found.files.items()}
-    found.problems += foreign_files(folder, lambda path: hashes[path.resolve()])
-    expert = unread.read(torch.float32)
-    if unread.weak is not None:
-        unread.weak.read(torch.float32)
-    reading = field_of(expert, place)
-    found.problems[:0] = _provenance(record)
-    if unread.calibration is None and record.sampling_steps is None and record.source is None:
-        found.notes.append(f"{CALIBRATION}: is missing; hddm calibrate makes one")
-    found.objective = record.objective
-    found.parameters = sum(p.numel() for p in expert.network.parameters())
-    found.base = record.adapter.base_sha256 if record.adapter else None
-    found.trained_on = record.shard.hash if record.shard else None
-    if shard is not None and not found.problems:
-        # Only where the record names the shard are wrong classes a fault of the expert.
-        with asked() if record.shard is None else contextlib.nullcontext():
-            judge(found, expert, reading, shard, seed)
 
 
 def warn_of_misreading(folder: Path, shard: Shard) -> None:
@@ -211,10 +199,8 @@ def _provenance(record: ExpertRecord) -> list[str]:
 
 def _check_images(shard: Shard, expert: Expert) -> list[str]:
     """Notes on images of the expert's shard; refuse images of another shard, or a single one."""
-    expert.facts.refuse_student(
-        expert.name,
-        "`data` judges velocities, but a student of few steps predicts means over steps; leave it out",
-    )
+    why = "`data` judges velocities, but a student of few steps predicts means over steps; leave it out"
+    expert.facts.refuse_student(expert.name, why)
     if len(shard) < 2:
         raise HddmError(f"{shard.folder}: judging an expert needs at least 2 images, not {len(shard)}")
     check_fit(shard, expert.facts, expert.network)
@@ -222,9 +208,8 @@ def _check_images(shard: Shard, expert: Expert) -> list[str]:
         return [f"{shard.folder}: the expert does not record whether it was trained on such images"]
     check_own(shard, expert.facts)
     if shard.held_out_of is None:
-        return [
-            f"{shard.folder}: the expert was trained on these images; hddm partition --held-out keeps some"
-        ]
+        text = "the expert was trained on these images; hddm partition --held-out keeps some"
+        return [f"{shard.folder}: {text}"]
     return []
 
 
