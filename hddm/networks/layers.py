@@ -53,11 +53,8 @@ class _Attend(torch.autograd.Function):
         of_weights = gradient @ values.transpose(-1, -2)
         of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype)
         of_scores = scale * of_scores
-        return (
-            of_scores @ keys,
-            of_scores.transpose(-1, -2) @ queries,
-            weights.transpose(-1, -2) @ gradient,
-        )
+        of_keys, of_values = of_scores.transpose(-1, -2) @ queries, weights.transpose(-1, -2) @ gradient
+        return of_scores @ keys, of_keys, of_values
 
 
 LAYER_NORM_EPS = 1e-5
@@ -146,11 +143,8 @@ class TimeEmbedding(nn.Module):
     def __init__(self, hidden_size: int, frequency_shift: int = 0, smooth: bool = False) -> None:
         super().__init__()
         self.frequency_shift, self.smooth = frequency_shift, smooth
-        self.mlp = nn.Sequential(
-            linear(FREQUENCIES, hidden_size, std=0.02),
-            nn.SiLU(),
-            linear(hidden_size, hidden_size, std=0.02),
-        )
+        first = linear(FREQUENCIES, hidden_size, std=0.02)
+        self.mlp = nn.Sequential(first, nn.SiLU(), linear(hidden_size, hidden_size, std=0.02))
 
     def forward(self, times: Tensor) -> Tensor:
         dtype = next(self.mlp.parameters()).dtype
@@ -178,14 +172,12 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, context: Tensor | None = None, rotations: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        width = x.shape[-1]
+        width, weight, bias = x.shape[-1], self.in_proj_weight, self.in_proj_bias
         if context is None:
-            queries, keys, values = F.linear(x, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+            queries, keys, values = F.linear(x, weight, bias).chunk(3, -1)
         else:
-            queries = F.linear(x, self.in_proj_weight[:width], self.in_proj_bias[:width])
-            keys, values = F.linear(context, self.in_proj_weight[width:], self.in_proj_bias[width:]).chunk(
-                2, -1
-            )
+            queries = F.linear(x, weight[:width], bias[:width])
+            keys, values = F.linear(context, weight[width:], bias[width:]).chunk(2, -1)
         q, k, v = self._heads(queries), self._heads(keys), self._heads(values)
         if rotations is not None:
             q, k = rotate(q, rotations), rotate(k, rotations)

@@ -210,10 +210,8 @@ class StoredNetwork(nn.Module):
     def clear(self) -> None:
         """Free the tensors on the device."""
         tensors = itertools.chain(self.network.named_parameters(), self.network.named_buffers())
-        empty = (
-            (name, torch.empty(value.shape, dtype=value.dtype, device="meta")) for name, value in tensors
-        )
-        self.place(list(empty))
+        kinds = [(name, value.shape, value.dtype) for name, value in tensors]
+        self.place((name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape, dtype in kinds)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StoredNetwork":
         moved = fn(self.placement)

@@ -76,6 +76,7 @@ FAMILIES: Mapping[str, Family] = {
     "FluxPipeline": Family((CLIP, T5), "pooled_projections", 512),
 }
 """By the class of a pipeline."""
+_UNGUIDED = {"do_classifier_free_guidance": False}
 GUIDANCE = 3.5
 """Guidance that is embedded into a network, as of FLUX.1 [dev]; diffusers' default."""
 
@@ -149,15 +150,12 @@ class PromptEncoders(nn.Module):
             for _, cut in cuts(words, texts, family.t5_tokens if kind == "T5" else words.model_max_length):
                 warnings.warn(f"{kind}: {cut}" if family.t5_tokens else cut, UserWarning, stacklevel=2)
         others = {f"prompt_{number + 1}": None for number in range(1, len(family.encoders))}
+        is_flux = self.pipeline == "FluxPipeline"
+        own: Any = {"max_sequence_length": family.t5_tokens} if is_flux else _UNGUIDED
         with quiet():
-            if self.pipeline == "FluxPipeline":
-                tokens, pooled, _ = self._pipe.encode_prompt(
-                    texts, **others, device=self.device, max_sequence_length=family.t5_tokens
-                )
-            else:
-                tokens, _, pooled, _ = self._pipe.encode_prompt(
-                    texts, **others, device=self.device, do_classifier_free_guidance=False
-                )
+            tokens, *rest = self._pipe.encode_prompt(texts, **others, device=self.device, **own)
+        # The others return tokens of the negative prompt too.
+        pooled = rest[0 if is_flux else 1]
         if is_negative and self.empty_is_zero:
             given = torch.tensor([bool(text) for text in texts], device=tokens.device)
             tokens, pooled = tokens * given[:, None, None], pooled * given[:, None]

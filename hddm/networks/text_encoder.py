@@ -191,9 +191,7 @@ def refuse_non_finite_tokens(tokens: Tensor) -> None:
 
 def cuts(tokenizer: Any, prompts: Sequence[str], length: int) -> list[tuple[int, str]]:
     """Indices of the ``prompts`` of more than ``length`` tokens; warns of what each loses."""
-    tokens: list[list[int]] = tokenizer(
-        list(prompts), padding=False, truncation=False, verbose=False
-    ).input_ids
+    tokens: list[list[int]] = tokenizer(list(prompts), verbose=False).input_ids
     found = []
     for index, (prompt, ids) in enumerate(zip(prompts, tokens, strict=True)):
         if len(ids) > length:

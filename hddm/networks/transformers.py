@@ -230,9 +230,8 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
                 x = self._gradient_checkpointing_func(layer, x, shared, activated, text, rotations)
             else:
                 x = layer(x, shared, activated, text, rotations)
-        image: Tensor = rearrange(
-            self.final_layer(x, embedded), "b (h w) (p q c) -> b c (h p) (w q)", h=side, p=patch, q=patch
-        )
+        layout, patches = "b (h w) (p q c) -> b c (h p) (w q)", self.final_layer(x, embedded)
+        image: Tensor = rearrange(patches, layout, h=side, p=patch, q=patch)
         return image
 
 

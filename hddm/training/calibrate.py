@@ -263,9 +263,8 @@ def recalibrate(
     restore(folder.resolve())
     expert = open_expert(folder, with_calibration=False)
     record = expert.facts
-    record.refuse_student(
-        str(folder), "a calibration is for velocities, but a student of few steps predicts means over steps"
-    )
+    why = "a calibration is for velocities, but a student of few steps predicts means over steps"
+    record.refuse_student(str(folder), why)
     if record.training_calibration:
         raise HddmError(f"{folder}: was trained together with its calibration, which must not change")
     field = field_of(expert.read(torch.float32))

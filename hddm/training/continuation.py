@@ -204,14 +204,13 @@ def resolve_continued(
     record = expert.facts
     record.refuse_student(f"`init` {init}", "continue the expert that it began with, and distill again")
     schedule, kind = from_config(record.schedule), record.prediction_type
+    is_straight = isinstance(schedule, LinearSchedule) and kind is not PredictionType.EPSILON
     learned = kind
     if settings.objective == "flow":
         # x_0 is the same on every path, and its weights of velocity are bounded; all else learns velocity.
         of_sample = kind is PredictionType.SAMPLE and not record.training_calibration
         schedule, learned = LinearSchedule(), kind if of_sample else PredictionType.FLOW_PREDICTION
-    elif record.training_calibration or (
-        isinstance(schedule, LinearSchedule) and kind is not PredictionType.EPSILON
-    ):
+    elif record.training_calibration or is_straight:
         raise HddmError(f"{init}: was trained with flow matching, so only `objective` flow can continue it")
     start = Start.of(expert.network, kind, record.noise_range)
     recipe = resolve(ExpertRecipe, settings, start, before)

@@ -91,9 +91,8 @@ class Device:
         """Return ``module``, wrapped to average its gradients over processes."""
         if self.processes == 1:
             return module
-        wrapped: nn.Module = torch.nn.parallel.DistributedDataParallel(
-            module, device_ids=[self.target] if self.target.type == "cuda" else None
-        )
+        devices = [self.target] if self.target.type == "cuda" else None
+        wrapped: nn.Module = nn.parallel.DistributedDataParallel(module, device_ids=devices)
         return wrapped
 
     def share(self, batch_size: int) -> slice:
@@ -229,9 +228,8 @@ class _Muon(torch.optim.Muon):
         kept = []
         if self.found_inf is not None:
             is_skipped = self.found_inf > 0
-            for parameter in (
-                p for group in self.param_groups for p in group["params"] if p.grad is not None
-            ):
+            parameters = (p for group in self.param_groups for p in group["params"] if p.grad is not None)
+            for parameter in parameters:
                 gradient = parameter.grad
                 average = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(gradient))
                 # The average with itself is the average itself.

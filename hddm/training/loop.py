@@ -360,12 +360,8 @@ class _Trainer:
         # The clocks of several processes differ, and all must save together.
         is_due = run is not None and run.is_due(state, device.agreed(run.is_late(), flags.save))
         is_due |= step == self.recipe.steps
-        return StepReport(
-            *(step, losses, t, loss, norm, begun.rates, seconds, begun.waited, state),
-            lambda: stop.requested,
-            is_due,
-            flags.stop,
-        )
+        figures = (step, losses, t, loss, norm, begun.rates, seconds, begun.waited)
+        return StepReport(*figures, state, lambda: stop.requested, is_due, flags.stop)
 
     def _backward(self, inputs: Inputs) -> Tensor:
         """Return losses (batch,) of this process; gradients are summed over the parts of its batch."""

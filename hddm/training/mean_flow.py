@@ -144,11 +144,8 @@ class MeanFlow:
     def prepare(self, device: torch.device, folder: Path | None) -> None:
         """Solve the teacher's trajectories on a device, or read them in the run's ``folder``."""
         recipe, file = self.recipe, None if folder is None else folder / FILE
-        teacher, scale = self.teacher_on(device), recipe.guidance_scale
-        found = solve(
-            teacher, recipe.trajectories, recipe.seed, self.shape, self.conditions, scale, file, self.texts
-        )
-        self._states, self._times = found
+        of = (recipe.trajectories, recipe.seed, self.shape, self.conditions, recipe.guidance_scale)
+        self._states, self._times = solve(self.teacher_on(device), *of, file, self.texts)
 
     def draw(self, rows: Tensor, noise: torch.Generator, own: slice) -> Inputs:
         """Pairs of states ``x_t`` and ``x_r``, at ``t`` and ``r``, of trajectories ``rows``.
@@ -179,9 +176,8 @@ class MeanFlow:
         target = (x_t - inputs["x_r"]) / _wide(t - r, x_t)
         ahead = _wide(t, x_t)
         output = network(x_t, TIME_SCALE * t.to(x_t), **conditions, interval=(t - r).to(x_t))
-        at = PathPoint(
-            x_t, x_t, ahead, 1 - ahead, ahead, lambda: (-torch.ones_like(ahead), torch.ones_like(ahead))
-        )
+        one = torch.ones_like(ahead)
+        at = PathPoint(x_t, x_t, ahead, 1 - ahead, ahead, lambda: (-one, one))
         u = velocity(self.prediction, output.float(), at)
         errors = (u.float() - target).square().flatten(1).mean(1)
         return errors / (errors.detach() + FLOOR) ** POWER

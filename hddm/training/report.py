@@ -113,10 +113,8 @@ def _panel(title: str, pattern: str, logged: Curves) -> dict[str, Any] | None:
         axes.set_title(title, loc="left")
         plain_numbers(axes.yaxis)
         chart = as_element(canvas, re.sub(r"\W+", "-", pattern), f"{title}, over steps.")
-    return {
-        "chart": chart,
-        "legend": [(colour, one[0]) for colour, one in zip(colours, curves, strict=False)],
-    }
+    names = [name for name, *_ in curves]
+    return {"chart": chart, "legend": list(zip(colours, names, strict=False))}
 
 
 def _grids(folder: Path) -> list[dict[str, str]]:

@@ -133,9 +133,8 @@ class Figures:
         reports, self._reports = self._reports, []
         entry = {"train/loss": mean(report.state.losses[-self._every :])}
         finite = [one for one in reports if math.isfinite(one.loss)]
-        losses, t = (
-            torch.cat([torch.zeros(0), *(getattr(one, key) for one in finite)]) for key in ("losses", "t")
-        )
+        losses = torch.cat([torch.zeros(0), *(one.losses for one in finite)])
+        t = torch.cat([torch.zeros(0), *(one.t for one in finite)])
         # Of a sample without time NaN, which is in no bin.
         bins = (t * BINS).floor().clamp(max=BINS - 1)
         for index in range(BINS):

@@ -73,10 +73,8 @@ class StopRequest:
             raise Interrupted(number)
         handler: Callable[..., object] | int | None = self._before.get(number)
         owner = getattr(handler, "__self__", None)
-        raises = handler is signal.default_int_handler or (
-            isinstance(owner, StopRequest) and owner._interrupts
-        )
-        if callable(handler) and not raises:
+        interrupts = isinstance(owner, StopRequest) and owner._interrupts
+        if callable(handler) and handler is not signal.default_int_handler and not interrupts:
             handler(number, frame)
 
 

@@ -47,9 +47,8 @@ class RayWorkers(Backend):
         ray = self._ray
         self._connection.enter_context(connected(ray, self._address))
         # All other nodes may die.
-        here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
-            ray.get_runtime_context().get_node_id(), soft=False
-        )
+        node, on_node = ray.get_runtime_context().get_node_id(), ray.util.scheduling_strategies
+        here = on_node.NodeAffinitySchedulingStrategy(node, soft=False)
         options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
         self._reports = ray.remote(**options)(_Reports).remote()
         self._has_gpus = ray.cluster_resources().get("GPU", 0) > 0
@@ -78,10 +77,8 @@ class RayWorkers(Backend):
         done, _ = self._ray.wait(list(numbers), timeout=seconds)
         reports = self._ray.get(self._reports.take.remote())
         events: list[Event] = [(k, False, values) for k, values in reports if k in self._tasks]
-        return [
-            *events,
-            *((numbers[one], True, self._result(*self._tasks.pop(numbers[one]))) for one in done),
-        ]
+        ends = ((numbers[one], True, self._result(*self._tasks.pop(numbers[one]))) for one in done)
+        return [*events, *ends]
 
     def _result(self, call: Call, task: Any) -> Any:
         try:

@@ -201,11 +201,8 @@ def _header(tensors: Sequence[Planned], metadata: Mapping[str, str]) -> tuple[by
     start = 0
     for planned in ordered:
         end = start + torch.Size(planned.shape).numel() * planned.dtype.itemsize
-        entries[planned.name] = {
-            "dtype": _NAMES[planned.dtype],
-            "shape": list(planned.shape),
-            "data_offsets": [start, end],
-        }
+        kind = {"dtype": _NAMES[planned.dtype], "shape": list(planned.shape)}
+        entries[planned.name] = kind | {"data_offsets": [start, end]}
         start = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
