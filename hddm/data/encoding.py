@@ -119,12 +119,6 @@ def encode_shards(
     kept = "what is encoded is kept, and the same command continues"
     manifests: dict[Path, ShardManifest] = {}
     bad: list[str] = []
-
-    def skip(folder: Path, skipped: Sequence[Skipped]) -> None:
-        bad.extend(f"{folder / one.file}: {one.reason}" for one in skipped)
-        if len(bad) > settings.max_bad:
-            raise too_many_bad(source, bad, settings.max_bad)
-
     with (
         open_draft(out, record, identity, "encoding", lambda: kept, overwrite) as draft,
         ThreadPoolExecutor(THREADS) as pool,
@@ -140,14 +134,15 @@ def encode_shards(
                 indices = range(start, min(start + rows, len(shard.images)))
                 if (found := draft.done(draft.parts / name)) is not None:
                     done = DataFile.model_validate(found)
-                    skip(folder, done.skipped)
                     advance(len(indices))
                 else:
-                    done = _write_file(
-                        draft.whole / name, encoder, folder, shard.images, indices, pool, skip, advance
-                    )
+                    entries = shard.images[indices.start : indices.stop]
+                    done = _write_file(draft.whole / name, encoder, folder, entries, pool, advance)
                     hashes = {f"whole/{name.as_posix()}": done.facts.sha256}
                     draft.finish(draft.parts / name, done.model_dump(mode="json"), hashes)
+                bad += [f"{folder / one.file}: {one.reason}" for one in done.skipped]
+                if len(bad) > settings.max_bad:
+                    raise too_many_bad(source, bad, settings.max_bad)
                 files.append(done)
             manifests[out / place] = _write_manifest(draft.whole / place, encoder, shard, files)
         if is_partition:
@@ -160,31 +155,25 @@ def _write_file(
     encoder: "_Encoder",
     folder: Path,
     entries: Sequence[ImageEntry],
-    indices: range,
     pool: ThreadPoolExecutor,
-    skip: Callable[[Path, Sequence[Skipped]], None],
     advance: Callable[[int], None],
 ) -> DataFile:
-    """Encode the images ``indices`` of the shard in ``folder`` to the data file ``path``."""
+    """Encode the images ``entries`` of the shard in ``folder`` to the data file ``path``."""
     size = encoder.settings.batch_size
-    batches = [indices[start : start + size] for start in range(0, len(indices), size)]
+    batches = [entries[start : start + size] for start in range(0, len(entries), size)]
     # No rows at first, since every image may be skipped.
     encoded = [{key: torch.empty((0, *shape), dtype=dtype) for key, (shape, dtype) in encoder.layout.items()}]
     skipped: list[Skipped] = []
-    read = read_ahead(pool, lambda index: encoder.read(folder, entries[index]), batches, _AHEAD)
+    read = read_ahead(pool, partial(encoder.read, folder), batches, _AHEAD)
     for batch, images in zip(batches, read, strict=True):
-        bad = [image for image in images if isinstance(image, Skipped)]
-        skip(folder, bad)
-        skipped += bad
-        kept = [entries[k] for k, image in zip(batch, images, strict=True) if isinstance(image, Tensor)]
+        skipped += [image for image in images if isinstance(image, Skipped)]
+        kept = [(image, one) for image, one in zip(images, batch, strict=True) if isinstance(image, Tensor)]
         if kept:
-            encoded.append(
-                encoder.rows(torch.stack([one for one in images if isinstance(one, Tensor)]), kept)
-            )
+            encoded.append(encoder.rows(torch.stack([image for image, _ in kept]), [one for _, one in kept]))
         advance(len(batch))
     tensors = {key: torch.cat([rows[key] for rows in encoded]) for key in encoder.layout}
     write_whole(path, partial(save_file, tensors))
-    facts = FileRecord(file=path.name, sha256=sha256_of(path), rows=len(indices) - len(skipped))
+    facts = FileRecord(file=path.name, sha256=sha256_of(path), rows=len(entries) - len(skipped))
     return DataFile(facts=facts, skipped=tuple(skipped))
 
 

@@ -61,9 +61,10 @@ class FeatureClassifier(nn.Module):
         return logits
 
     @torch.no_grad()
-    def features(self, images: Tensor, batch_size: int = 512) -> Tensor:
+    def features(self, images: Tensor) -> Tensor:
         """Features (n, 64) of images (n, C, H, W) in [-1, 1]."""
-        return torch.cat([self.body(batch) for batch in images.split(batch_size)])
+        features: Tensor = self.body(images)
+        return features
 
     @torch.no_grad()
     def probabilities(self, features: Tensor) -> Tensor:

@@ -193,11 +193,9 @@ def _sources(root: Path, role: Role) -> list[tuple[str, Shard | ImageSource]]:
     """What holds the images at ``root``, each with the beginning of its images' names."""
     found = list[tuple[str, Shard | ImageSource]]()
     for folder in _shards(root, role):
-        prefix = "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
-        found.append(
-            (prefix, open_images(folder) if read_manifest(folder).encoding is None else open_shard(folder))
-        )
-        if isinstance(source := found[-1][1], Shard) and source.space != "pixels":
+        source = open_images(folder) if read_manifest(folder).encoding is None else open_shard(folder)
+        found.append(("" if folder == root else f"{folder.relative_to(root).as_posix()}/", source))
+        if isinstance(source, Shard) and source.space != "pixels":
             raise HddmError(
                 f"{folder}: holds latents, and figures are of pixels; name the partition of images"
             )

@@ -111,13 +111,11 @@ def has_few(dimensions: int, counts: Sequence[int], allow_few: bool = True) -> b
 class KernelDistance(OpenRecord):
     """Squared maximum mean discrepancy (may be negative for similar sets) and its standard error.
 
-    The error is over draws of the samples, with a fixed reference. ``subset_size`` is the number of images a
-    side in each of the averaged subsets.
+    The error is over draws of the samples, with a fixed reference.
     """
 
     value: Number
     standard_error: Width = 0.0
-    subset_size: Count = 0
 
 
 def kernel_distance(
@@ -138,7 +136,7 @@ def kernel_distance(
         for _ in range(repeats)
     ]
     error = _standard_error(features, reference, subset_size, draws)
-    return KernelDistance(value=float(np.mean(values)), standard_error=error, subset_size=size)
+    return KernelDistance(value=float(np.mean(values)), standard_error=error)
 
 
 def squared_mmd(x: Features, y: Features) -> float:

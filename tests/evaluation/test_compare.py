@@ -22,7 +22,7 @@ RESULT: dict[str, Any] = {
         {
             "split": "training",
             "distance": {"value": 20.0, "half_width": 1.0, "few_images": False},
-            "kernel": {"value": 0.02, "standard_error": 0.002, "subset_size": 500},
+            "kernel": {"value": 0.02, "standard_error": 0.002},
             "overlap": {"precision": 0.8, "recall": 0.5, "images": 400},
         },
         {"split": "held_out", "distance": {"value": 22.0, "half_width": 1.5, "few_images": False}},

@@ -155,7 +155,7 @@ def test_the_classifier_learns_what_can_be_told_apart() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     fresh, truth = _labelled(100, seed=50)
     assert (classifier(fresh).argmax(1) == truth).float().mean() >= 0.99
-    features = classifier.features(fresh, batch_size=30)
+    features = classifier.features(fresh)
     assert features.shape == (200, FEATURES)
     torch.testing.assert_close(classifier.head(features), classifier(fresh), rtol=1e-4, atol=1e-5)
     again = train_classifier(images, labels, epochs=20)

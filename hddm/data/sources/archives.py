@@ -87,7 +87,7 @@ def _samples(path: Path) -> Iterator[tuple[str, tarfile.TarInfo, dict[str, objec
     try:
         with opened(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
             for key, members in _members(archive, path).items():
-                images = [name for suffix, (name, _) in members.items() if suffix not in _TEXTS]
+                images = [one for suffix, one in members.items() if suffix not in _TEXTS]
                 if len(images) != 1:
                     found = " and ".join(sorted(name for name, _ in members.values()))
                     raise HddmError(f"{path}: holds {found}; a sample has one image, named {key}")
@@ -95,7 +95,7 @@ def _samples(path: Path) -> Iterator[tuple[str, tarfile.TarInfo, dict[str, objec
                 for suffix, (name, member) in members.items():
                     if suffix in _TEXTS:
                         values |= _values(archive, suffix, member, f"{path}: {name}")
-                yield images[0], next(one for name, one in members.values() if name == images[0]), values
+                yield *images[0], values
     except (tarfile.TarError, EOFError) as error:
         raise HddmError(
             f"{path}: is not a plain tar archive, or is damaged ({error}); unpack .tar.gz first"
