@@ -19,7 +19,7 @@ that the user names. Settings are chosen on ``seeds`` and validation images; the
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -47,10 +47,7 @@ def parse_seeds(text: str) -> tuple[int, ...]:
 
 
 def _seeds(value: Any) -> Any:
-    """A text parsed, and a list as a tuple, which JSON does not have."""
-    return (
-        parse_seeds(value) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
-    )
+    return parse_seeds(value) if isinstance(value, str) else value
 
 
 def _once(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -142,16 +139,13 @@ class BenchmarkFile(Record):
 
     @model_validator(mode="after")
     def _names_what_there_is(self) -> "BenchmarkFile":
-        if problem := next(self._problems(), None):
-            raise ValueError(problem)
-        return self
-
-    def _problems(self) -> Iterator[str]:
-        """What is wrong with names and seeds, which would go unnoticed or fail late."""
+        """Refuse names and seeds that would go unnoticed or fail late."""
         taken = (*RESERVED, "jobs", "samples", "scores", "real")
         for name in (*self.steps, *self.values):
             if re.fullmatch(r"[A-Za-z_][\w-]*", name) is None or name in taken:
-                yield f"{name!r} cannot be the name of a step or value; use letters, digits, - and _"
+                raise ValueError(
+                    f"{name!r} cannot be the name of a step or value; use letters, digits, - and _"
+                )
         listed = [name for table in self.tables.values() for name in table.rows]
         listed += [*self.compare.candidates, *self.compare.baselines, *self.captions]
         listed += [name for names in self.budgets.values() for name in names]
@@ -160,11 +154,12 @@ class BenchmarkFile(Record):
             ((*self.not_counted, *self.about), self.steps, "step"),
         ):
             if unknown := [name for name in names if name not in known]:
-                yield f"there is no {what} {unknown[0]!r}: {choose(unknown[0], list(known))}"
+                raise ValueError(f"there is no {what} {unknown[0]!r}: {choose(unknown[0], list(known))}")
         if getattr(self.evaluate, self.scored_on) is None:
-            yield f"evaluate.{self.scored_on}: is required; name the images that are scored on"
+            raise ValueError(f"evaluate.{self.scored_on}: is required; name the images that are scored on")
         if twice := sorted(set(self.seeds) & set(self.confirmation_seeds)):
-            yield f"seed {twice[0]} is in both seeds and confirmation_seeds; remove it from one"
+            raise ValueError(f"seed {twice[0]} is in both seeds and confirmation_seeds; remove it from one")
+        return self
 
 
 def preset_names() -> list[str]:

@@ -113,10 +113,6 @@ START = 16384
 class Points(Protocol):
     """Rows (N, d), in memory or on disk, such as an array."""
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(N, d)."""
-
     def __len__(self) -> int: ...
 
     def __getitem__(self, rows: Indices, /) -> NDArray[np.floating]:

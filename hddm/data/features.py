@@ -272,11 +272,6 @@ class ImageFeatures:
     def __len__(self) -> int:
         return len(self.rows)
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(M, d)."""
-        return len(self), self.features.shape[0]
-
     def __getitem__(self, rows: NDArray[np.int64], /) -> NDArray[np.float32]:
         found: NDArray[np.float32] = self.features.take(torch.from_numpy(rows)).numpy()
         return found

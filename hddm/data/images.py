@@ -221,11 +221,6 @@ class ImageSet:
     def __len__(self) -> int:
         return len(self.files)
 
-    @property
-    def normalised(self) -> "Tensor":
-        """Pixels in [-1, 1], float32: the training range of experts."""
-        return to_unit_range(self.pixels)
-
 
 def to_unit_range(pixels: "Tensor") -> "Tensor":
     """Bytes to float32 in [-1, 1]."""

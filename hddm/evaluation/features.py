@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hddm.data.images import ImageSet, to_bytes
+from hddm.data.images import ImageSet, to_bytes, to_unit_range
 from hddm.utils.errors import HddmError, UsageError, did_you_mean
 from hddm.utils.files import sha256_of, write_whole
 from hddm.utils.progress import Progress
@@ -215,7 +215,7 @@ def trained(training: ImageSet) -> FeatureClassifier:
         for one, tag in zip(training.pixels, training.labels.tolist(), strict=True)
     ]
     order = sorted(range(len(content)), key=content.__getitem__)
-    return train_classifier(training.normalised[order], training.labels[order])
+    return train_classifier(to_unit_range(training.pixels[order]), training.labels[order])
 
 
 def of_classifier(classifier: FeatureClassifier, choice: str = REQUESTED) -> FeatureExtractor:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 import hddm
 from hddm.calibration import FILE_NAME, Calibration, Moments
+from hddm.data.images import to_unit_range
 from hddm.experts.assembly import assemble
 from hddm.experts.records import (
     WEAK,
@@ -61,7 +62,7 @@ def test_a_loaded_expert_has_the_velocity_that_was_saved(
     }
     expert = new_expert(1, facts, in_channels=1, num_classes=3)
     if calibrated:
-        moments, times = Moments.of(load_images(images).normalised), torch.linspace(0, 1, 7)
+        moments, times = Moments.of(to_unit_range(load_images(images).pixels)), torch.linspace(0, 1, 7)
         expert = replace(
             expert, calibration=Calibration(moments, times, torch.rand(7, len(moments.variances)))
         )
