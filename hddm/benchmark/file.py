@@ -47,7 +47,10 @@ def parse_seeds(text: str) -> tuple[int, ...]:
 
 
 def _seeds(value: Any) -> Any:
-    return parse_seeds(value) if isinstance(value, str) else value
+    """A text parsed, and a list as a tuple, which JSON does not have."""
+    return (
+        parse_seeds(value) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+    )
 
 
 def _once(values: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ from hddm.networks.text_encoder import text_encoder_facts
 from hddm.networks.vae import vae_facts
 from hddm.utils.errors import HddmError
 from hddm.utils.work import Draft, open_draft
-from tests.artefacts import Command, contents, killed_at_every_change, largest_file, refusal
+from tests.artefacts import Command, contents, killed_at_every_change, refusal
 from tests.component_files import write_clip, write_vae
 from tests.shard_files import encode, noise, write_partition, write_shard
 
@@ -280,18 +280,6 @@ def _interrupted(root: Path, out: Path, after: int) -> Path:
     return out.parent / f".{out.name}.encoding"
 
 
-def test_a_file_that_a_power_failure_spoilt_is_made_again(root: Path, tmp_path: Path) -> None:
-    draft = _interrupted(root, tmp_path / "out", 13)
-    files = sorted((draft / "whole").rglob("data-*"))
-    assert len(files) == 3
-    files[1].write_bytes(files[1].read_bytes()[:-9] + bytes(9))
-    records = _records(tmp_path / "out")
-    records[2].write_text("{")
-    (draft / "whole" / "shard_0" / ".data-00003.safetensors.part-4711").write_bytes(b"half")
-    assert _encode(root, tmp_path / "out")[:5] == [4, 3, 1, 3, 1]
-    assert contents(tmp_path / "out") == contents(root / "whole")
-
-
 def test_an_unfinished_encoding_of_other_options_is_named(root: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     draft = _interrupted(root, out, 9)
@@ -326,20 +314,6 @@ def test_a_kill_at_any_change_of_a_draft_leaves_nothing_for_long(overwrite: bool
     if overwrite:
         write("old")
     assert killed_at_every_change(lambda: write("new"), check) > 8
-
-
-def test_a_full_disk_in_the_middle_leaves_what_is_done(root: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    draft = _interrupted(root, out, 9)
-    with largest_file(1000):
-        told = refusal(_encode, root, out)
-    remedy = "free some space; what is encoded is kept, and the same command continues"
-    assert told == f"{out}: cannot be written (File too large); {remedy}"
-    assert not out.exists()
-    assert len(_records(out)) == 2
-    assert not list(draft.rglob("*.part*"))
-    _encode(root, out)
-    assert contents(out) == contents(root / "whole")
 
 
 def test_an_output_larger_than_the_disk_is_refused(

@@ -18,7 +18,7 @@ from hddm.data.features import SIDE, ImageFeatures, PixelPca, compute_features, 
 from hddm.data.sources import open_source
 from hddm.data.sources.base import ImageSource
 from hddm.utils.streams import Use, stream
-from tests.artefacts import PER_CLASS, contents, copied, edit_json, largest_file, refusal
+from tests.artefacts import PER_CLASS, contents, copied, edit_json, refusal
 from tests.shard_files import noise
 from tests.vision_files import write_vision_model
 
@@ -172,18 +172,6 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(
     _compute(source, tmp_path / "cache", rest)
     assert rest.images == NUM - most // PART * PART
     assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
-
-
-def test_a_full_disk_leaves_whole_parts_only(source: ImageSource, tmp_path: Path) -> None:
-    _compute(source, tmp_path / "whole")
-    whole = contents(tmp_path / "whole")
-    # The basis fits, a part does not.
-    size = min(len(whole[f"part_{n:05d}.safetensors"]) for n in range(5)) - 1
-    with largest_file(size), pytest.raises(Exception, match="File too large"):
-        _compute(source, tmp_path / "cache")
-    assert not [name for name in contents(tmp_path / "cache") if "part" in name]
-    _compute(source, tmp_path / "cache")
-    assert contents(tmp_path / "cache") == whole
 
 
 def test_features_of_other_images_are_refused_unless_they_may_go(source: ImageSource, tmp_path: Path) -> None:
