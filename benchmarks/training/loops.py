@@ -8,11 +8,9 @@ from torch.nn import functional as F
 
 from benchmarks.timing import DTYPES
 from benchmarks.training.networks import Call, Settings, awake
-from hddm.schedules import LinearSchedule
 from hddm.training.loop import Fitted, StepReport, Task, Watcher, fit
-from hddm.training.objectives import TIME_SCALE, Objective
-from hddm.training.settings import LoopSettings, Recipe, resolve
-from hddm.velocity import PredictionType
+from hddm.training.objectives import TIME_SCALE, objective_of
+from hddm.training.settings import ExpertRecipe, ExpertSettings, LoopSettings, Recipe, resolve
 
 LEARNING_RATE, DECAY, MAX_NORM = 1e-4, 0.999, 1.0
 IMAGES = 4096
@@ -70,9 +68,9 @@ class OwnLoop:
     def __init__(self, network: nn.Module, settings: Settings, device: str, dtype: str, compiled: bool):
         self.network, self._settings = awake(network), settings
         self._images, self._labels = images_and_labels(settings)
-        self._objective = Objective(
-            "flow", LinearSchedule(), PredictionType.FLOW_PREDICTION, "prediction", "uniform"
-        )
+        chosen = {"prediction": "flow_prediction", "time_sampling": "uniform"}
+        requested = ExpertSettings.model_validate({"objective": "flow", "steps": 1, **chosen})
+        self._objective = objective_of(resolve(ExpertRecipe, requested))
         self._device, self._compiled = device, compiled
         self._precision = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype, "no")
         self.waits: list[float] = []

@@ -275,7 +275,7 @@ def _prediction_of(network: nn.Module, field: VelocityField, objective: Objectiv
 
     def predict(x: Tensor, timestep: Tensor, **conditions: Tensor) -> Tensor:
         native = timestep.double() / objective.time_scale
-        if objective.name == "ddpm":
+        if objective.recipe.objective == "ddpm":
             return field.output_of(x, native, conditions)
         v = velocity(x, native, **conditions)
         if objective.prediction_type is PredictionType.FLOW_PREDICTION:

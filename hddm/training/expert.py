@@ -195,7 +195,7 @@ def new_record(
         schedule=objective.schedule.config,
         schedule_source=schedule_source,
         time_scale=objective.time_scale,
-        noise_range=objective.noise_range,
+        noise_range=recipe.noise_range,
         sample_shape=shard.shape,
         space=shard.space,
         latent_scale=shard.vae.scale if shard.vae is not None else 1.0,
@@ -213,15 +213,10 @@ def record_of_shard(shard: Shard, classes: tuple[str, ...]) -> ShardRecord:
     counts: list[int] = []
     if shard.labels is not None and shard.classes == classes:
         counts = shard.labels.bincount(minlength=len(classes)).tolist()
-    return ShardRecord(
-        index=shard.index,
-        num_shards=shard.num_shards,
-        hash=shard.hash,
-        images=len(shard),
-        class_images=tuple(counts),
-        partition=shard.partition,
-        sketch=shard.sketch,
-    )
+    same: Any = {
+        name: getattr(shard, name) for name in ("index", "num_shards", "hash", "partition", "sketch")
+    }
+    return ShardRecord(**same, images=len(shard), class_images=tuple(counts))
 
 
 def read_init(init: Path) -> tuple[Expert, dict[str, Any]]:

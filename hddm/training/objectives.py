@@ -31,7 +31,6 @@ two experts whose ranges meet see together what one of both would.
 import functools
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -42,9 +41,9 @@ from hddm.experts.records import ExpertRecord
 from hddm.networks.wrappers import text_width
 from hddm.schedules import CosineSchedule, DiscreteSchedule, LinearSchedule, Schedule
 from hddm.training.loop import Draw, Inputs
-from hddm.training.settings import TEXT, ExpertRecipe, TimeSampling, Weighting
+from hddm.training.settings import TEXT, ExpertRecipe
 from hddm.utils.errors import HddmError, UsageError
-from hddm.utils.records import WHOLE, NoiseRange
+from hddm.utils.records import WHOLE
 from hddm.utils.tensors import append_dims
 from hddm.velocity import PredictionType, VelocityField
 
@@ -55,23 +54,19 @@ BOUND = 0.05
 
 @dataclass(frozen=True)
 class Objective:
-    """A prediction that a network learns, with its path, its weighting and the noise levels of training.
+    """A prediction that a network learns on a path; weighting and noise levels are the ``recipe``'s.
 
     ``schedule`` is linear for flow and for flow_prediction; else `UsageError` is raised. ``snr_gamma`` has an
     effect for epsilon alone.
     """
 
-    name: Literal["ddpm", "flow"]
+    recipe: ExpertRecipe
     schedule: Schedule
     prediction_type: PredictionType
-    weighting: Weighting
-    time_sampling: TimeSampling
-    snr_gamma: float | None = None
-    noise_range: NoiseRange = WHOLE
 
     def __post_init__(self) -> None:
-        is_straight = self.name == "flow" or self.prediction_type is PredictionType.FLOW_PREDICTION
-        if is_straight and not isinstance(self.schedule, LinearSchedule):
+        is_flow = self.prediction_type is PredictionType.FLOW_PREDICTION
+        if (is_flow or self.recipe.objective == "flow") and not isinstance(self.schedule, LinearSchedule):
             text = "`schedule` is for DDPM, and `prediction` flow_prediction for flow matching"
             raise UsageError(f"{text}; use another `objective`, or leave it out")
 
@@ -109,7 +104,7 @@ class Objective:
 
     def _weights(self, alpha: Tensor, sigma: Tensor) -> Tensor | None:
         """W (batch,) at signal and noise scales (batch,); None for 1."""
-        if self.weighting == "velocity":
+        if self.recipe.weighting == "velocity":
             t = sigma / (alpha + sigma)
             match self.prediction_type:
                 case PredictionType.EPSILON:
@@ -119,9 +114,10 @@ class Objective:
                 case PredictionType.V_PREDICTION:
                     return ((alpha + sigma) / (alpha.square() + sigma.square())).square()
             return None
-        if self.snr_gamma is None or self.prediction_type is not PredictionType.EPSILON:
+        gamma = self.recipe.snr_gamma
+        if gamma is None or self.prediction_type is not PredictionType.EPSILON:
             return None
-        return (self.snr_gamma * (sigma / alpha).square()).clamp(max=1)
+        return (gamma * (sigma / alpha).square()).clamp(max=1)
 
     def common_time(self, time: Tensor) -> Tensor:
         """Convert native times (batch,) to the common path: sigma/(alpha + sigma), in [0, 1]."""
@@ -132,7 +128,7 @@ class Objective:
         """Draw native times (num,), float64: whole indices for a discrete schedule."""
         first, last = self._native
         is_discrete = isinstance(self.schedule, DiscreteSchedule)
-        if self.time_sampling == "logit-normal":
+        if self.recipe.time_sampling == "logit-normal":
             native = self.schedule.match(self._logit_normal(num, noise))
             return native.round().clamp(first, last) if is_discrete else native
         if is_discrete:
@@ -142,11 +138,11 @@ class Objective:
     @functools.cached_property
     def _native(self) -> tuple[float, float]:
         """First and last native time of the noise range; whole indices of a discrete schedule."""
-        low, high = self.noise_range
-        if self.noise_range == WHOLE:
+        low, high = part = self.recipe.noise_range
+        if part == WHOLE:
             return 0.0, self.schedule.end
         if not isinstance(self.schedule, DiscreteSchedule):
-            first, last = self.schedule.match(torch.tensor(self.noise_range, dtype=torch.float64)).tolist()
+            first, last = self.schedule.match(torch.tensor(part, dtype=torch.float64)).tolist()
             return first, last
         t = self.common_time(torch.arange(self.schedule.end + 1, dtype=torch.float64))
         last = self.schedule.end if high == 1 else float((t < high).sum()) - 1
@@ -154,7 +150,7 @@ class Objective:
 
     def _logit_normal(self, num: int, noise: torch.Generator) -> Tensor:
         """Draw t (num,) of the noise range, or of all that is rounded to an index in it."""
-        low, high = self.noise_range
+        low, high = self.recipe.noise_range
         if isinstance(self.schedule, DiscreteSchedule):
             first, last = self._native
             low = self.schedule.common_time(first - 0.5) if first > 0 else 0.0
@@ -179,15 +175,7 @@ def objective_of(
         HddmError: as `Objective`.
     """
     default: Schedule = CosineSchedule() if recipe.objective == "ddpm" else LinearSchedule()
-    return Objective(
-        recipe.objective,
-        schedule or default,
-        learned or PredictionType(recipe.prediction),
-        recipe.weighting,
-        recipe.time_sampling,
-        recipe.snr_gamma,
-        recipe.noise_range,
-    )
+    return Objective(recipe, schedule or default, learned or PredictionType(recipe.prediction))
 
 
 _DRAWN = ("x_0", "eps", "time", "t")
