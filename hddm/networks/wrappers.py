@@ -198,15 +198,10 @@ EXPERT_NETWORKS = (ExpertTransformer, *(name for name in _CONDITIONS if name != 
 
 
 # Classes whose many instances in a network share one compiled graph.
-_REPEATED = frozenset(
-    {
-        "ExpertBlock",
-        "BasicTransformerBlock",
-        "JointTransformerBlock",
-        "FluxTransformerBlock",
-        "FluxSingleTransformerBlock",
-    }
-)
+_REPEATED = {
+    *("ExpertBlock", "BasicTransformerBlock", "JointTransformerBlock"),
+    *("FluxTransformerBlock", "FluxSingleTransformerBlock"),
+}
 
 
 def compile_blocks(network: nn.Module, **options: Any) -> None:

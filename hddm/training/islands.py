@@ -63,19 +63,11 @@ def make_islands(
 
     ``objectives`` has one per shard, and ``settings`` are by objective; ``schedule`` is for DDPM.
     """
-    return [
-        Island(
-            index,
-            shard,
-            out / f"expert_{index}",
-            settings[objective],
-            run,
-            schedule if objective == "ddpm" else None,
-            init,
-            overwrite,
-        )
-        for index, (shard, objective) in enumerate(zip(shards, objectives, strict=True))
-    ]
+    islands = []
+    for index, (shard, objective) in enumerate(zip(shards, objectives, strict=True)):
+        place, own = out / f"expert_{index}", schedule if objective == "ddpm" else None
+        islands.append(Island(index, shard, place, settings[objective], run, own, init, overwrite))
+    return islands
 
 
 def train_islands(

@@ -130,16 +130,13 @@ class _CoreLoader(yaml.SafeLoader):
         return _whole(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
 
 
+_FRACTION = r"(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
 _CoreLoader.add_constructor(f"{_TAG}int", _CoreLoader.construct_yaml_int)
 # ``$`` would leave out a final line end.
 for _name, _pattern, _first in (
     ("null", r"(?:null|Null|NULL|~|)\Z", ["n", "N", "~", ""]),
     ("bool", r"(?:true|True|TRUE|false|False|FALSE)\Z", list("tTfF")),
     ("int", r"(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)\Z", list("-+0123456789")),
-    (
-        "float",
-        r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z",
-        list("-+.0123456789"),
-    ),
+    ("float", rf"(?:[-+]?(?:{_FRACTION}|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN))\Z", list("-+.0123456789")),
 ):
     _CoreLoader.add_implicit_resolver(_TAG + _name, re.compile(_pattern), _first)
