@@ -102,8 +102,6 @@ class Ensemble:
         prior: p(k) (K,) in any unit, in place of the parts' weights: ``draw`` draws from it, and the
             correction by class divides by it. Values of a domain's experts add up.
         shift: of the time grid that its samples want (`hddm.sampling.time_grid`).
-        topics: index of the text encoder whose output routes prompts in `hddm.HDDMPipeline`
-            (`hddm.routers.PromptRouter`); None where nothing does.
 
     Raises:
         HddmError: for no experts or such that do not go together, a strategy that is unknown or not for them,
@@ -118,7 +116,6 @@ class Ensemble:
         prior: Sequence[float] | Tensor | None = None,
         *,
         shift: float = 1.0,
-        topics: int | None = None,
     ) -> None:
         parts = [one if isinstance(one, Part) else Part(one) for one in experts]
         weights = [one.weight for one in parts] if prior is None else prior
@@ -127,7 +124,6 @@ class Ensemble:
         self.parts = tuple(replace(part, weight=weight) for part, weight in pairs)
         """The experts with all that is known of them; domains and classes follow from it."""
         self.router = router
-        self.topics = topics
         for first in set(self.domains):
             of = [k for k, domain in enumerate(self.domains) if domain == first]
             if misfit := misfit_of([self.experts[k].noise_range for k in of]):

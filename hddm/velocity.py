@@ -225,8 +225,6 @@ class VelocityField:
         self.shift = shift
         self.weak = weak
         self.sampling_steps, self.inner_guidance = sampling_steps, inner_guidance
-        # What `hddm.experts` read it from, so that it can be written again with its licence and history.
-        self.source: object = None
         self.range = _exact_range(schedule, self.prediction_type)
         self.noise_range = low, high = noise_range
         if not (0 <= low < high <= 1 and low < self.range[1] and high > self.range[0]):

@@ -15,6 +15,7 @@ from hddm.checkpoints.plan import plan
 from hddm.experts.assembly import assemble
 from hddm.experts.ensemble_folders import EnsembleRecord, Member, read_ensemble_facts
 from hddm.experts.expert_set import ExpertSet
+from hddm.experts.loading import open_ensemble
 from hddm.experts.records import Expert, ExpertRecord, RouterRecord, save_expert, save_router
 from hddm.networks.offload import Shelf
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
@@ -239,7 +240,7 @@ def derived(folder: Path) -> Derived:
         record.router,
         model.texts,
         model.vaes,
-        model.topics,
+        open_ensemble(folder, torch.float32).topics,
         record.strategy,
         record.shift,
     )

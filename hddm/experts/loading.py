@@ -3,7 +3,6 @@
 All records are read and compared before any weights.
 """
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -242,8 +241,6 @@ def room_beside(models: Sequence[nn.Module], max_memory: int) -> int:
 
 def ensemble_of(experts: ExpertSet, router: Callable[..., Tensor] | None) -> Ensemble:
     """The velocity field of an ensemble's parts; `HddmError` where they contradict each other."""
-    if experts.ensemble is not None:
-        return experts.ensemble
     facts = experts.record
     parts, route = parts_of(experts.entries, experts.fields()), router
     weights = [part.weight for part in parts]
@@ -257,33 +254,7 @@ def ensemble_of(experts: ExpertSet, router: Callable[..., Tensor] | None) -> Ens
     elif router is None and facts.router == MOMENTS:
         moments = [part.field.calibration.moments for part in parts if part.field.calibration is not None]
         route = MomentsRouter(moments, weights, facts.evidence)
-    return Ensemble(parts, route, facts.strategy, shift=facts.shift, topics=experts.topics)
-
-
-def unpacked(model: Ensemble | VelocityField) -> tuple[ExpertSet, Callable[..., Tensor] | None]:
-    """The experts of an ensemble, or of one field, and its router.
-
-    Raises `HddmError` for samples of unknown shape, or of several kinds.
-    """
-    if isinstance(model, VelocityField):
-        model = Ensemble([model], strategy="draw", shift=model.shift)
-    shape = model.sample_shape
-    if not model.are_alike() or shape is None or len(shape) != 3:
-        stated = shape if model.are_alike() else model.describe_kinds()
-        raise HddmError(
-            f"a pipeline needs the one shape of all samples, and the experts state {stated}: pass "
-            "sample_shape=(C, H, W) to VelocityField, or assemble folders of several kinds"
-        )
-    fields = [copy.copy(one) for one in model.experts]
-    for one in fields:
-        one.sample_shape = shape
-    # What is changed on the ensemble afterwards is no part of the pipeline, and the other way round.
-    parts = [replace(part, field=own) for part, own in zip(model.parts, fields, strict=True)]
-    model = Ensemble(parts, model.router, model.strategy, shift=model.shift, topics=model.topics)
-    experts = ExpertSet(fields, topics=model.topics, ensemble=model)
-    chosen = {"strategy": model.strategy, "shift": model.shift}
-    experts.record = experts.record.model_copy(update=chosen)
-    return experts, model.router
+    return Ensemble(parts, route, facts.strategy, shift=facts.shift)
 
 
 def save_ensemble(
@@ -295,12 +266,11 @@ def save_ensemble(
 ) -> None:
     """Write an ensemble into ``draft``, which holds ``components``; the inverse of `open_ensemble`.
 
-    Raises `HddmError` for an ensemble that was made in Python, and for a router that is not hddm's.
+    Raises `HddmError` for a router that is not hddm's.
     """
-    if experts.ensemble is not None or not isinstance(router, RouterTransformer | None):
+    if not isinstance(router, RouterTransformer | None):
         raise HddmError(
-            "an ensemble or a router that was made in Python cannot be saved; write the experts into folders "
-            "with hddm.train or hddm.convert, and combine these with hddm.assemble"
+            "a router that was made in Python cannot be saved; put one of hddm train router in its place"
         )
     experts.save_pretrained(draft / "experts")
     members = []

@@ -170,7 +170,7 @@ def topics_number(entries: Sequence[Entry], found: Findings) -> int | None:
 
 def with_parts(entries: Sequence[Entry], parts: Sequence[Part]) -> list[Entry]:
     """``entries`` with all of ``parts`` that does not follow from their records set by hand."""
-    keys = [k if part.domain is None else ("in", part.domain) for k, part in enumerate(parts)]
+    keys = [part.domain for part in parts]
     domains = list(map(keys.index, keys))
     if domains != list(domains_of(entries)):
         entries = decide(entries, domain=[str(one) if domains.count(one) > 1 else None for one in domains])
@@ -178,7 +178,6 @@ def with_parts(entries: Sequence[Entry], parts: Sequence[Part]) -> list[Entry]:
         taken, found = identities(entries, name), []
         for part, one, its in zip(parts, entries, taken, strict=True):
             own = getattr(part, name)
-            # An identity that is no record distinguishes experts in memory alone.
             is_new = isinstance(own, kind) and own != its and getattr(one.record, name) is None
             found.append(own if is_new else getattr(one.member, name))
         entries = decide(entries, **{name: found})

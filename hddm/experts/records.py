@@ -313,7 +313,7 @@ def as_field(
     record = expert.facts
     nulls = null_conditions(record.null_class) | dict(expert.nulls)
     try:
-        field = VelocityField(
+        return VelocityField(
             network,
             from_config(record.schedule),
             record.prediction_type,
@@ -331,8 +331,6 @@ def as_field(
         )
     except HddmError as error:
         raise HddmError(f"{expert.name}: {error}") from error
-    field.source = expert
-    return field
 
 
 def field_of(expert: Expert, device: torch.device | str = "cpu") -> VelocityField:

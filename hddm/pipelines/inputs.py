@@ -81,9 +81,7 @@ class Encoding(Offloading):
         """Numbers of the text encoders that a prompt needs: for text experts, and for topics."""
         numbers = zip(self.experts.facts, self.ensemble.texts, strict=True)
         found = {number for record, number in numbers if _TEXT in record.conditions}
-        found |= set() if self._topics is None else {self._topics}
-        # Experts that declare no conditions may take text.
-        return found or ({0} if self.ensemble.conditions is None else set())
+        return found | (set() if self._topics is None else {self._topics})
 
     @property
     def takes_prompts(self) -> bool:
@@ -114,7 +112,7 @@ class Encoding(Offloading):
         self, texts: Sequence[str], is_negative: bool = False
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         """Conditions by the ensemble's names of them, and embeddings that topics compare."""
-        found, pooled, declared = dict[str, Tensor](), None, self.ensemble.conditions
+        found, pooled = dict[str, Tensor](), None
         for number in sorted(self.readers):
             if (reader := self._reader(number)) is None:
                 names = f"{numbered('text_encoder', number)} and {numbered('tokenizer', number)}"
@@ -128,7 +126,7 @@ class Encoding(Offloading):
             pooled = made.pooled if number == self._topics else pooled
             for keyword, value in made.conditions.items():
                 name = numbered(keyword, number)
-                if declared is None or name in declared:
+                if name in self.ensemble.conditions:
                     found[name] = value
         return found, pooled
 

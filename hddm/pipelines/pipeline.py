@@ -18,10 +18,9 @@ from hddm.conditions import Labels
 from hddm.editing import DEFAULT_RESAMPLING
 from hddm.ensemble import Ensemble
 from hddm.evaluation.expert_use import ExpertUse
-from hddm.experts.compatibility import takes_text
 from hddm.experts.ensemble_folders import COMPONENTS, ENSEMBLE_FILE, EnsembleRecord, shift_of
 from hddm.experts.expert_set import ExpertSet, carrying
-from hddm.experts.loading import ensemble_of, open_ensemble, room_beside, save_ensemble, unpacked
+from hddm.experts.loading import ensemble_of, open_ensemble, room_beside, save_ensemble
 from hddm.networks.offload import Offload
 from hddm.networks.prompts import PromptEncoders
 from hddm.networks.transformers import RouterTransformer
@@ -33,7 +32,7 @@ from hddm.running import Generated, Generators, Latents, Noise, Plan, Seeded, ga
 from hddm.sampling import batches, plan
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import new_folder, restore
-from hddm.velocity import Guidance, VelocityField
+from hddm.velocity import Guidance
 
 Callback = Callable[[Any, int, float, dict[str, Tensor]], Mapping[str, Tensor] | None]
 
@@ -131,30 +130,6 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         return cls(**pipeline.components | changes)
 
     @classmethod
-    def from_ensemble(
-        cls,
-        ensemble: Ensemble | VelocityField,
-        vae: Vae | None = None,
-        text_encoder: Any = None,
-        tokenizer: Any = None,
-        **others: Any,
-    ) -> "HDDMPipeline":
-        """Make a pipeline of an ensemble in memory, or of one expert, that shares its networks and router.
-
-        Its samples are those of `hddm.sample` with the same seed. ``others`` are further arguments of the
-        class. It cannot be saved: `hddm.assemble` combines experts in folders. Raises `HddmError` for samples
-        of unknown or several shapes, and for topics of experts whose network was replaced.
-        """
-        experts, router = unpacked(ensemble)
-        of_text = [one for one in experts.experts if takes_text(one.facts)]
-        if experts.topics is not None and not all(one.topic for one in of_text):
-            raise HddmError(
-                "topics route the prompts, but a network was replaced: set ensemble.topics = None"
-            )
-        scheduler = FlowMatchEulerDiscreteScheduler(shift=experts.record.shift)
-        return cls(experts, scheduler, router, vae, text_encoder, tokenizer, **others)
-
-    @classmethod
     def from_pretrained(
         cls,
         pretrained_model_name_or_path: str | Path,
@@ -230,7 +205,7 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
 
         Raises:
             HddmError: if the folder exists without ``overwrite`` and is not empty, if experts are read from
-                it, and for an ensemble in memory.
+                it, and for a router that is not hddm's.
         """
         folder, experts = Path(save_directory), self.experts.experts
         read_from = [path.resolve() for one in experts for path in (one.folder, one.base) if path]

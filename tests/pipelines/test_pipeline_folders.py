@@ -132,6 +132,12 @@ def test_experts_that_lie_on_no_disk_work_and_are_saved(tmp_path: Path) -> None:
         assert all(torch.equal(value, weights[name]) for name, value in one.network.state_dict().items())
 
 
+def test_a_router_that_was_made_in_python_cannot_be_saved(folder: Path, tmp_path: Path) -> None:
+    pipe = HDDMPipeline.from_pretrained(folder, router=lambda x, t: torch.ones(len(x), NUM) / NUM)
+    assert "put one of hddm train router in its place" in refusal(pipe.save_pretrained, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
 def test_a_folder_is_replaced_only_when_asked_and_never_one_s_own(folder: Path, tmp_path: Path) -> None:
     own, other = copied(folder, tmp_path), tmp_path / "other"
     pipe = load_pipeline(own)
