@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.solvers import by_diffusers
 from hddm.solvers import SOLVERS, Solver, euler
 from tests.cases import BETAS, discrete_case, oracle_field
-from tests.oracles import GaussianMixture, OracleNetwork, relative_error, rms_error
+from tests.oracles import GaussianMixture, OracleNetwork, relative_error
 
 SHARD = GaussianMixture.random(seed=0, modes=4, dim=8)
 ORDERS = [("euler", 1), ("heun", 2), ("adams-bashforth", 2), ("adams-moulton", 3)]
@@ -57,36 +56,6 @@ def test_error_falls_with_its_order(
         errors.append((found - _exact(times[0].item(), times[-1].item(), x)).abs().item())
     slopes = torch.tensor(errors).log2().diff()
     assert slopes[-1].item() == pytest.approx(-order, abs=0.1)
-
-
-def _narrow(mixture: GaussianMixture, deviation: float) -> GaussianMixture:
-    """The same modes with one deviation in all directions."""
-    unit = torch.eye(mixture.means.shape[1], dtype=torch.float64)
-    covariances = (deviation**2 * unit).expand_as(mixture.covariances).clone()
-    return GaussianMixture(mixture.weights, mixture.means, covariances)
-
-
-WIDE = GaussianMixture.random(seed=0, modes=5, dim=8, spread=2.0)
-MIXTURES = {"wide": WIDE, "narrow": _narrow(GaussianMixture.random(seed=0, modes=5, dim=8), 0.1)}
-
-
-@pytest.mark.parametrize("mixture", MIXTURES.values(), ids=MIXTURES)
-def test_solvers_with_a_memory_are_nearer_than_those_of_diffusers(mixture: GaussianMixture) -> None:
-    def velocity(x: Tensor, t: Tensor, then: Tensor) -> Tensor:
-        return mixture.velocity(x, t.expand(len(x)))
-
-    x = torch.randn(256, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    exact = SOLVERS["heun"](velocity, x, _even(300).flip(0))
-
-    def error(name: str, steps: int) -> float:
-        by_us = name in SOLVERS
-        found = SOLVERS[name](velocity, x, _even(steps).flip(0)) if by_us else None
-        return float(rms_error(by_diffusers(name, velocity, x, steps) if found is None else found, exact))
-
-    for steps in (8, 10, 15, 20, 30):
-        assert error("adams-moulton", steps) < min(
-            error(name, steps) for name in ("UniPC-2", "DPM-Solver++(2M)")
-        )
 
 
 @pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
