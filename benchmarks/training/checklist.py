@@ -245,7 +245,7 @@ def half_precision(settings: Settings, device: str) -> Found:
     def step_done(report: StepReport) -> None:
         scales.append(report.state.scaler.get_scale())
 
-    losses = _loop(settings, device, "float16").fit(HALF_STEPS, [step_done]).losses
+    losses = _loop(settings, device, "float16").fit(HALF_STEPS, [step_done]).state.losses
     finite = sum(map(math.isfinite, losses))
     lowered = sum(after < before for before, after in pairwise(scales))
     line = (

@@ -111,7 +111,7 @@ def saving(
         network = expert.network.requires_grad_(False)
         training = fitted.record(recipe, origin)
         facts = expert.facts.model_copy(update={"training": training})
-        weak = unread_as(network, fitted.weak) if fitted.weak else None
+        weak = unread_as(network, fitted.state.weak) if fitted.state.weak else None
         trained = replace(expert, facts=facts, weak=weak)
         if trained.calibration is None and facts.sampling_steps is None:
             with placed(network, fitted.device):

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -169,35 +169,28 @@ Watcher = Callable[[StepReport], None]
 
 @dataclass(frozen=True)
 class Fitted:
-    """Result of a training; ``changes`` are changes of its settings on the way (`hddm.training.resume`).
+    """A training's last state, and the changes of settings on the way (`hddm.training.resume`)."""
 
-    ``weak`` is the network at `Task.weak_step`, empty if that is 0.
-    """
-
-    losses: list[float]
-    seconds: float
+    state: TrainingState
     device: torch.device
     changes: Sequence[Change] = ()
-    weak: Mapping[str, Tensor] = field(default_factory=dict)
-    held_out: Sequence[Mapping[str, Any]] = ()
-    """As in `TrainingState`."""
 
     def record(self, recipe: Recipe, origin: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return plain values for the record beside the weights: the ``recipe``, and what came of it.
 
         ``origin`` says where the weights come from; with "init" the network is not of ``recipe.size``.
         """
-        origin = origin or {}
-        finite = {step: loss for step, loss in enumerate(self.losses, 1) if math.isfinite(loss)}
-        tail = list(finite.values())[-max(len(self.losses) // 20, 1) :]
+        origin, state = origin or {}, self.state
+        finite = {step: loss for step, loss in enumerate(state.losses, 1) if math.isfinite(loss)}
+        tail = list(finite.values())[-max(state.step // 20, 1) :]
         batches = (value_at(step, "batch_size", recipe.batch_size, self.changes) for step in finite)
         return {
             **recipe.model_dump(mode="json", exclude={"size"} if "init" in origin else None),
             "changes": list(self.changes),
             "images_seen": sum(batches),
             "final_loss": sum(tail) / len(tail),
-            "seconds": round(self.seconds, 1),
-            **({"held_out": list(self.held_out)} if self.held_out else {}),
+            "seconds": round(state.seconds, 1),
+            **({"held_out": state.held_out} if state.held_out else {}),
             **origin,
         }
 
@@ -242,8 +235,7 @@ def fit(task: Task, recipe: Recipe, run: Run | None = None, watchers: Sequence[W
         for module in task.network.modules():
             module._compiled_call_impl = None
         task.network.to("cpu")
-    changes = [] if run is None else run.changes
-    return Fitted(state.losses, state.seconds, device.target, changes, state.weak, state.held_out)
+    return Fitted(state, device.target, [] if run is None else run.changes)
 
 
 def _keep(run: Run, report: StepReport, steps: int, device: Device, stop: StopRequest) -> None:
@@ -454,7 +446,7 @@ def train(
             if kept is None:
                 raise
             raise Stopped(f"{kept.folder}: stopped; {kept.kept()}", stopped.number) from stopped
-    return fitted.losses
+    return fitted.state.losses
 
 
 def summary_of(losses: Sequence[float], name: str = "loss") -> str:

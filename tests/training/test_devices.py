@@ -117,7 +117,7 @@ def train_in_float64(
 
     def write(draft: Path, fitted: Fitted) -> None:
         save_file(network.state_dict(), draft / WEIGHTS)
-        write_json(draft / LOSSES, fitted.losses)
+        write_json(draft / LOSSES, fitted.state.losses)
 
     def stop(step: int, loss: float, seconds: float) -> None:
         if step == until:

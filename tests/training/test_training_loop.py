@@ -78,8 +78,8 @@ def test_training_leaves_the_averaged_weights(decay: float) -> None:
     torch.testing.assert_close(point.place.double(), _average(values, decay), rtol=1e-5, atol=1e-6)
     assert torch.equal(point.place, values[-1]) == (decay == 0)
     expected = [value.square().sum().item() for value in values[:-1]]
-    assert fitted.losses == pytest.approx(expected, rel=1e-6)
-    assert fitted.losses[-1] < fitted.losses[0]
+    assert fitted.state.losses == pytest.approx(expected, rel=1e-6)
+    assert fitted.state.losses[-1] < fitted.state.losses[0]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_a_last_step_that_was_not_finite_is_left_out_like_any_other() -> None:
     point, calls = _Point(), iter(range(1, 100))
     task = _task(point, lambda: point.place.sum() * (math.nan if next(calls) == 3 else 1))
     fitted = fit(task, recipe(steps=3))
-    assert [math.isfinite(loss) for loss in fitted.losses] == [True, True, False]
+    assert [math.isfinite(loss) for loss in fitted.state.losses] == [True, True, False]
     assert math.isfinite(fitted.record(recipe(steps=3))["final_loss"])
     assert point.place.isfinite().all()
     with pytest.raises(HddmError, match=r"^step 3: loss nan.*nothing was written; try a lower"):
@@ -200,8 +200,8 @@ def test_the_weak_model_is_the_average_of_its_step() -> None:
     task = replace(_task(point, lambda: point.place.square().sum()), weak_step=7)
     settings = recipe(steps=30, learning_rate=0.1, ema_decay=0.9)
     fitted = fit(task, settings, watchers=[lambda report: values.append(point.place.detach().clone())])
-    torch.testing.assert_close(fitted.weak["place"], _average(values[:8], 0.9).bfloat16())
-    assert fit(_task(point, lambda: point.place.sum()), settings).weak == {}
+    torch.testing.assert_close(fitted.state.weak["place"], _average(values[:8], 0.9).bfloat16())
+    assert fit(_task(point, lambda: point.place.sum()), settings).state.weak == {}
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_the_weak_model_is_the_average_of_its_step() -> None:
 )
 def test_the_weak_model_is_of_a_step_before_the_last(weak_at: float, steps: int, expected: int) -> None:
     settings = ExpertSettings(objective="flow", steps=steps, weak_at=weak_at)
-    assert resolve(ExpertRecipe, settings).weak_step == expected
+    assert resolve(ExpertRecipe, settings).state.weak_step == expected
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
