@@ -202,7 +202,8 @@ class SampleGrids:
         how = plan(field, steps=steps, noise=Seeded(SEED))
         conditions = self._conditions.map(lambda value: value.to(field.device))
         alone = Batch.of(self._num, conditions, torch.zeros(self._num, dtype=torch.long))
-        return grid_of(shown(run(how, alone, stop=report.should_stop).cpu(), self._space))
+        images = shown(run(how, alone, stop=report.should_stop).cpu(), self._space)
+        return tiled(images, COLUMNS, max(1, _SMALLEST // images.shape[-1]))
 
 
 STRATA = 10
@@ -274,11 +275,6 @@ def shown(x: Tensor, space: str) -> Tensor:
     if space == "latents":
         x = x / LATENT_RANGE
     return to_bytes(x[:, :3] if x.shape[1] >= 3 else x[:, :1])
-
-
-def grid_of(images: Tensor) -> Tensor:
-    """Tile images (N, C, H, W) in bytes to one (C, H', W'), small ones enlarged, with a border."""
-    return tiled(images, COLUMNS, max(1, _SMALLEST // images.shape[-1]))
 
 
 class Guarded(Generic[T]):

@@ -79,20 +79,16 @@ def locked(path: Path, busy: str, other: str = "another", patience: float = PATI
                 # Another process just removed the folder with its lock.
                 continue
             except Timeout:
-                text = f"{busy} ({_holder(path)}); wait for it, or choose {other}"
-                raise HddmError(text) from None
+                holder = "unknown"
+                with contextlib.suppress(OSError):
+                    holder = path.read_text().strip() or holder
+                raise HddmError(f"{busy} ({holder}); wait for it, or choose {other}") from None
     try:
         with contextlib.suppress(OSError):
             path.write_text(f"process {os.getpid()} on {platform.node()}\n")
         yield
     finally:
         lock.release()
-
-
-def _holder(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        return path.read_text().strip() or "unknown"
-    return "unknown"
 
 
 LARGEST_JSON = 16 * 2**20
