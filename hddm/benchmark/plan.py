@@ -13,6 +13,7 @@ count, as those of Muon's update. Sampling is counted on the first images of a r
 """
 
 import contextlib
+import itertools
 import re
 import shlex
 import tempfile
@@ -221,23 +222,15 @@ class SeedPlan:
     @cached_property
     def rows(self) -> list[PlannedRow]:
         """Rows of all tables."""
-        found, first = dict[str, PlannedRow](), next(iter(self.file.tables))
+        found = dict[str, PlannedRow]()
         for title, table in self.file.tables.items():
-            named = table.rows or tuple(self.file.rows)
-            for row, change in ((row, change) for row in named for change in _changes(table)):
+            for row, change in itertools.product(table.rows or self.file.rows, _changes(table)):
                 with asked(f"row {row!r}", HddmError):
-                    model = self._model(self._words(self.file.rows[row])[0])
-                    is_one = model.kind.is_alone or (Path(model.name) / EXPERT_FILE).is_file()
-                    varied = {key: one for key, one in change.items() if not is_one or key not in _ROUTED}
-                    texts = [f"{one} steps" if key == "steps" else one for key, one in varied.items()]
-                    name = ", ".join([*([row] if len(named) > 1 or not texts else []), *texts])
-                    is_plain = title == first or not (varied or table.sample)
-                    place = slug(name if is_plain else f"{title} {name}")
-                    made = self._row(title, name, row, varied, model, place)
+                    made = self._row(title, row, change)
                     # A network alone has one row for all strategies.
-                    other = found.setdefault(f"{title}/{place}", made)
-                    if not place or other.samples.identity != made.samples.identity:
-                        raise HddmError(f"{name!r} and {other.name!r} would share a folder; rename one")
+                    other = found.setdefault(f"{title}/{made.samples.name}", made)
+                    if other.samples.identity != made.samples.identity or made.samples.name == "samples/":
+                        raise HddmError(f"{made.name!r} and {other.name!r} would share a folder; rename one")
         return list(found.values())
 
     @property
@@ -260,17 +253,24 @@ class SeedPlan:
         path = _placed(source, {"data": str(self.data)})
         return Step(path, "", (path,), {}, None, None, self.work)
 
-    def _row(
-        self, table: str, name: str, row: str, varied: Mapping[str, str], model: Step, place: str
-    ) -> PlannedRow:
+    def _row(self, title: str, row: str, change: Mapping[str, str]) -> PlannedRow:
+        """The row of a table that samples ``row`` with the options ``change``."""
+        table = self.file.tables[title]
         source, *own = self._words(self.file.rows[row])
+        model = self._model(source)
+        is_one = model.kind.is_alone or (Path(model.name) / EXPERT_FILE).is_file()
+        varied = {key: one for key, one in change.items() if not is_one or key not in _ROUTED}
+        texts = [f"{one} steps" if key == "steps" else one for key, one in varied.items()]
+        name = ", ".join([*([row] if len(table.rows or self.file.rows) > 1 or not texts else []), *texts])
+        is_plain = title == next(iter(self.file.tables)) or not (varied or table.sample)
+        place = slug(name if is_plain else f"{title} {name}")
         changed = [word for key, value in varied.items() for word in (f"--{key.replace('_', '-')}", value)]
-        options = _merged(_merged(changed, self._words(self.file.tables[table].sample)), own)
+        options = _merged(_merged(changed, self._words(table.sample)), own)
         samples = self._step(f"samples/{place}", ["sample", source, *options])
         by = "$real.safetensors" if self._features == "classifier" else self._features
         words = ["evaluate", "$samples", *self._against, "--features", by]
         scores = self._step(f"scores/{place}", words, {"samples": samples, "real": self.real})
-        return PlannedRow(table, name, row, varied, model, samples, scores)
+        return PlannedRow(title, name, row, varied, model, samples, scores)
 
     @property
     def _features(self) -> str:

@@ -47,7 +47,25 @@ def open_feature_extractor(features: str, seed: int = 0) -> "Extractor":
     """
     if features == PIXELS:
         return PixelPca(seed=seed)
-    return _vision_model(SHORT_NAMES.get(features, features))
+    name = SHORT_NAMES.get(features, features)
+    if Path(name).is_dir():
+        folder = Path(name)
+    elif name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        folder = _from_hub(name)
+    else:
+        known = ("pixels", "dinov2", "clip")
+        raise UsageError(
+            f"`features` {name}: no such folder, and not a name on the hub; use {', '.join(known)}, a folder "
+            f"of a DINOv2 or CLIP model, or OWNER/NAME{did_you_mean(name, known)}"
+        )
+    kind = read_json(folder / _CONFIG).get("model_type")
+    processor = str(read_json(folder / _PROCESSOR).get("image_processor_type")).removesuffix("Fast")
+    if kind not in MODELS or processor not in _PROCESSORS:
+        raise HddmError(
+            f"{folder}: its model_type is {kind!r}, with {processor}; use one of {', '.join(MODELS)}, with "
+            f"{' or '.join(_PROCESSORS)}"
+        )
+    return VisionModel(folder, name, MODELS[kind], processor)
 
 
 SIDE = 32
@@ -209,28 +227,6 @@ class VisionModel:
 
 Extractor = PixelPca | VisionModel
 """Images → features (n, d) in float32, ``batch`` at once; equal settings give equal bits on a device."""
-
-
-def _vision_model(name: str) -> VisionModel:
-    """Model in the folder ``name``, or of that name on Hugging Face's hub."""
-    if Path(name).is_dir():
-        folder = Path(name)
-    elif name.count("/") == 1 and not name.startswith((".", "/", "~")):
-        folder = _from_hub(name)
-    else:
-        known = ("pixels", "dinov2", "clip")
-        raise UsageError(
-            f"`features` {name}: no such folder, and not a name on the hub; use {', '.join(known)}, a folder "
-            f"of a DINOv2 or CLIP model, or OWNER/NAME{did_you_mean(name, known)}"
-        )
-    kind = read_json(folder / _CONFIG).get("model_type")
-    processor = str(read_json(folder / _PROCESSOR).get("image_processor_type")).removesuffix("Fast")
-    if kind not in MODELS or processor not in _PROCESSORS:
-        raise HddmError(
-            f"{folder}: its model_type is {kind!r}, with {processor}; use one of {', '.join(MODELS)}, with "
-            f"{' or '.join(_PROCESSORS)}"
-        )
-    return VisionModel(folder, name, MODELS[kind], processor)
 
 
 def _from_hub(name: str) -> Path:

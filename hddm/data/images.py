@@ -173,22 +173,21 @@ def fit_image(image: Image.Image, resolution: int, name: object = "image") -> Im
 CELL = 96
 """Pixels of a cell's side."""
 _GAP, _GRAY_LEVEL, _BORDER = 2, (128, 128, 128), 96
-Key = TypeVar("Key")
 
 
 def contact_sheet(
-    keys: Sequence[Key], read: Callable[[Key], Image.Image], columns: int, cell: int = CELL
+    items: Sequence[Item], read: Callable[[Item], Image.Image], columns: int, cell: int = CELL
 ) -> Image.Image:
-    """Grid of the images that ``read`` returns for ``keys``, ``columns`` a row; one is in memory at a time.
+    """Grid of the images that ``read`` returns for ``items``, ``columns`` a row; one is in memory at a time.
 
     Each is scaled to fit a square of ``cell`` pixels, small ones by an
     integer factor, so that their pixels stay sharp.
     """
     pitch = cell + _GAP
-    size = columns * pitch - _GAP, -(-len(keys) // columns) * pitch - _GAP
+    size = columns * pitch - _GAP, -(-len(items) // columns) * pitch - _GAP
     sheet = Image.new("RGB", size, _GRAY_LEVEL)
-    for number, key in enumerate(keys):
-        image = _scaled(read(key).convert("RGB"), cell)
+    for number, item in enumerate(items):
+        image = _scaled(read(item).convert("RGB"), cell)
         line, column = divmod(number, columns)
         left, top = column * pitch, line * pitch
         sheet.paste(image, (left + (cell - image.width) // 2, top + (cell - image.height) // 2))

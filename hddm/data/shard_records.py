@@ -151,8 +151,6 @@ class PartitionRecord(Record):
     """Files that could not be read."""
     copies: int | None = None
     """Images whose pixels all equal those of another counted image; None in older partitions."""
-    proposal: dict[int, float] | None = None
-    """Silhouette by number of shards, in older partitions that chose that number by it."""
 
 
 def read_content(folder: Path, entry: ImageEntry) -> bytes:
