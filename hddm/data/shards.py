@@ -65,15 +65,12 @@ class Rows:
         if len(self.parts) == 1:
             return self.parts[0][rows]
         dtype = reduce(torch.promote_types, {part.dtype for part in self.parts})
-        taken, where = torch.empty((len(rows), *self.shape), dtype=dtype), self.part_of(rows)
+        taken = torch.empty((len(rows), *self.shape), dtype=dtype)
+        where = torch.searchsorted(self._ends, rows, right=True)
         for k in where.unique().tolist():
             here = where == k
             taken[here] = self.parts[k][rows[here] - (int(self._ends[k]) - len(self.parts[k]))].to(dtype)
         return taken
-
-    def part_of(self, rows: Tensor) -> Tensor:
-        """Index of the part of each of ``rows``."""
-        return torch.searchsorted(self._ends, rows, right=True)
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,10 @@ def evaluate(
     if out is not None:
         check_result_file(out, overwrite)
     features, domain, allow_few = settings.features, settings.domain or {}, settings.allow_few
-    if settings.save_classifier is not None:
-        _check_file(settings.save_classifier)
+    save = settings.save_classifier
+    if save is not None and (save.exists() or not os.access(save.parent, os.W_OK)):
+        text = "exists, or is in no writable folder; choose another file"
+        raise HddmError(f"`save_classifier` {save}: {text}")
     if settings.held_out is not None and settings.validation is not None:
         raise UsageError("`held_out` and `validation`: settings are chosen by one and confirmed by the other")
     paths: dict[Role, Path | None] = {"images": images, "reference": reference}
@@ -88,9 +90,9 @@ def evaluate(
         domains=_numbers(domain, training.classes),
     )
     scores = scorer.score(samples.pixels, labels)
-    if settings.save_classifier is not None and extractor.classifier is not None:
+    if save is not None and extractor.classifier is not None:
         # Last, so that a refusal leaves no file that would block the next run.
-        save_classifier(extractor.classifier, settings.save_classifier)
+        save_classifier(extractor.classifier, save)
     result = Evaluation(
         **dict(scores),
         kind="evaluation",
@@ -123,14 +125,6 @@ def _numbers(domains: Mapping[str, Sequence[str]], classes: Sequence[str]) -> di
         if unknown := sorted(set(names) - set(classes)):
             raise HddmError(f"`domain` {domain}: no class {unknown[0]}; classes are {', '.join(classes)}")
     return {domain: [classes.index(name) for name in names] for domain, names in domains.items()}
-
-
-def _check_file(classifier: Path) -> None:
-    """Refuse a path where no classifier can be saved, before the work."""
-    if classifier.exists() or not os.access(classifier.parent, os.W_OK):
-        raise HddmError(
-            f"`save_classifier` {classifier}: exists, or is in no writable folder; choose another file"
-        )
 
 
 def _reasons(

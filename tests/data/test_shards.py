@@ -188,15 +188,6 @@ def test_equal_samples_alone_have_equal_digests(tmp_path: Path) -> None:
         assert len(set(digests)) == 15
 
 
-def test_mirrored_pixels_are_reversed(tmp_path: Path) -> None:
-    write_shard(tmp_path / "source", noise(16))
-    shard = open_shard(encode(tmp_path / "source", tmp_path / "out"))
-    flip = torch.arange(16) % 2 == 0
-    found = shard.take(torch.arange(16), None, flip)
-    assert torch.equal(found[::2], shard.images[::2].flip(-1))
-    assert torch.equal(found[1::2], shard.images[1::2])
-
-
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
 def test_files_are_mapped_and_not_copied_into_memory(tmp_path: Path) -> None:
     def anonymous() -> int:
