@@ -209,7 +209,7 @@ def test_the_weak_model_is_the_average_of_its_step() -> None:
 )
 def test_the_weak_model_is_of_a_step_before_the_last(weak_at: float, steps: int, expected: int) -> None:
     settings = ExpertSettings(objective="flow", steps=steps, weak_at=weak_at)
-    assert resolve(ExpertRecipe, settings).state.weak_step == expected
+    assert resolve(ExpertRecipe, settings).weak_step == expected
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
