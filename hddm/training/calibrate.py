@@ -269,7 +269,12 @@ def recalibrate(
         raise HddmError(f"{folder}: was trained together with its calibration, which must not change")
     field = field_of(expert.read(torch.float32))
     if shard_folder is None:
-        calibration = _on_native_samples(folder, field, seed, num_images, steps)
+        if field.noise_range != WHOLE:
+            raise HddmError(f"{folder}: covers only a part of t, so it cannot sample alone; pass `data`")
+        conditions = native_conditions(field, num_images, seed)
+        images = native_samples(field, num_images, seed, steps, conditions)
+        origin = {"data": "native samples", "images": str(num_images), "seed": str(seed), "steps": str(steps)}
+        calibration = replace(calibrate(field.velocity, images, conditions, seed), record=origin)
     else:
         shard = open_shard(shard_folder)
         check_fit(shard, record, field.network)
@@ -278,13 +283,3 @@ def recalibrate(
         if (doubt := misread(field, shard, seed)) is not None:
             warnings.warn(f"{folder}: {doubt}", stacklevel=2)
     replace_file(folder, record, FILE_NAME, calibration.save)
-
-
-def _on_native_samples(folder: Path, field: VelocityField, seed: int, num: int, steps: int) -> Calibration:
-    if field.noise_range != WHOLE:
-        raise HddmError(f"{folder}: covers only a part of t, so it cannot sample alone; pass `data`")
-    conditions = native_conditions(field, num, seed)
-    images = native_samples(field, num, seed, steps, conditions)
-    calibration = calibrate(field.velocity, images, conditions, seed)
-    origin = {"data": "native samples", "images": str(num), "seed": str(seed), "steps": str(steps)}
-    return replace(calibration, record=origin)

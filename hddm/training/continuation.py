@@ -175,13 +175,9 @@ def continue_expert(
     task = Task(expert.network, len(shard), draw, loss, key, recipe.weak_step)
     if field.calibration is not None:
         origin["kappa"] = expert.facts.training.get("kappa", KAPPA)
-    changes = {
-        "format": FORMAT,
-        "objective": recipe.objective,
-        "weights": "ema",
-        "shard": record_of_shard(shard, expert.facts.classes),
-        "training_calibration": field.calibration is not None,
-    }
+    own = record_of_shard(shard, expert.facts.classes)
+    changes = {"format": FORMAT, "objective": recipe.objective, "weights": "ema", "shard": own}
+    changes["training_calibration"] = field.calibration is not None
     facts = expert.facts.model_copy(update=changes)
     expert = replace(expert, facts=facts, calibration=field.calibration)
     write = saving(expert, shard, recipe, conditions, origin, save)

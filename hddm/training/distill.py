@@ -99,14 +99,11 @@ def open_teacher(
         _check_conditions(f"{folder / name}", expert.facts, union, settings.condition_dropout)
     check_fit(union, opened.experts[0].facts, opened.experts[0].network)
     hashes = [one.facts.shard and one.facts.shard.hash for one in opened.experts]
-    record: dict[str, Any] = {
-        "ensemble": folder.resolve().name,
-        "kind": settings.teacher,
-        "experts": {
-            name: {"files": {} if one.folder is None else _file_hashes(one.folder), "shard": own}
-            for name, one, own in zip(names, opened.experts, hashes, strict=True)
-        },
+    experts = {
+        name: {"files": {} if one.folder is None else _file_hashes(one.folder), "shard": own}
+        for name, one, own in zip(names, opened.experts, hashes, strict=True)
     }
+    record: dict[str, Any] = {"ensemble": folder.resolve().name, "kind": settings.teacher, "experts": experts}
     if settings.teacher == "routed":
         record["strategy"] = opened.facts.strategy
         if opened.facts.learned is not None:
