@@ -82,11 +82,6 @@ class DataReport(Record):
     duplicates: list[list[str]]
 
     @property
-    def num_images(self) -> int:
-        """Images of all parts."""
-        return sum(part.images for part in self.parts)
-
-    @property
     def bad(self) -> list[BadImage]:
         """Bad images of all parts."""
         return [bad for part in self.parts for bad in part.bad]
@@ -101,7 +96,8 @@ class DataReport(Record):
         if repeated:
             lines.append(f"equal images: {repeated}")
             lines += [f"  {' = '.join(group)}" for group in self.duplicates]
-        counts = f"{counted(self.num_images, 'image')}, {len(self.bad)} bad, {repeated} that "
+        images = sum(part.images for part in self.parts)
+        counts = f"{counted(images, 'image')}, {len(self.bad)} bad, {repeated} that "
         counts += "occurs more than once" if repeated == 1 else "occur more than once"
         return [*lines, f"{self.path}: {counts}"]
 

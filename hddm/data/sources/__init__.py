@@ -70,8 +70,7 @@ def open_source(
     if found.others:
         left = ", ".join(f"{number} {suffix}" for suffix, number in Counter(found.others).most_common(9))
         log.warning("%s: left out %s; only %s are read as images", path, left, read)
-    other = [name for name in found.tables if name != METADATA]
-    if other:
+    if other := [name for name in found.tables if name != METADATA]:
         raise HddmError(
             f"{path / other[0]}: captions are read from {METADATA} in the folder that is named; name its "
             "folder, or write it there"
