@@ -166,13 +166,8 @@ def balanced_kmeans(
     """
     num = len(points)
     draws = np.random.default_rng(stream(seed, Use.CLUSTERS, run))
-    rows, most = np.arange(num), max(start, 4 * k)
-    if num > most:
-        rows = np.sort(
-            np.random.default_rng(stream(seed, Use.CLUSTER_START_POINTS, run)).choice(
-                num, most, replace=False
-            )
-        )
+    starts = np.random.default_rng(stream(seed, Use.CLUSTER_START_POINTS, run))
+    rows = np.sort(starts.choice(num, min(num, max(start, 4 * k)), replace=False))
     first = seed_of(seed, Use.CLUSTER_STARTS, run) % 2**32
     centres: Array = kmeans_plusplus(normalise(points[rows]), k, random_state=first)[0]
     size = max(chunk, 4 * k)
@@ -180,7 +175,6 @@ def balanced_kmeans(
     is_whole, order = per_pass == num, draws.permutation(num)
     batches = itertools.repeat(order) if is_whole else _batches(order, per_pass, draws)
     sums, assignment = np.zeros_like(centres), np.full(num, -1, dtype=np.int64)
-
     for rows in itertools.islice(batches, iterations):
         sums *= 1 - per_pass / num
         before = assignment.copy()

@@ -131,12 +131,11 @@ def encode_shards(
             (draft.whole / place).mkdir(parents=True, exist_ok=True)
             for number, start in enumerate(range(0, len(shard.images), rows)):
                 name = place / f"data-{number:05d}.safetensors"
-                indices = range(start, min(start + rows, len(shard.images)))
+                entries = shard.images[start : start + rows]
                 if (found := draft.done(draft.parts / name)) is not None:
                     done = DataFile.model_validate(found)
-                    advance(len(indices))
+                    advance(len(entries))
                 else:
-                    entries = shard.images[indices.start : indices.stop]
                     done = _write_file(draft.whole / name, encoder, folder, entries, pool, advance)
                     hashes = {f"whole/{name.as_posix()}": done.facts.sha256}
                     draft.finish(draft.parts / name, done.model_dump(mode="json"), hashes)

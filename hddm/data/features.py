@@ -117,11 +117,8 @@ class PixelPca:
 
     def _fitted(self, source: ImageSource) -> dict[str, np.ndarray]:
         count = min(self._sample, len(source))
-        rows = np.sort(
-            np.random.default_rng(stream(self._seed, Use.FEATURE_IMAGES)).choice(
-                len(source), count, replace=False
-            )
-        )
+        draws = np.random.default_rng(stream(self._seed, Use.FEATURE_IMAGES))
+        rows = np.sort(draws.choice(len(source), count, replace=False))
         # Each is shrunk when read, since a sample of full photographs would take gigabytes.
         small, sizes = [], []
         for row in rows.tolist():

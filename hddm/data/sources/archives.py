@@ -55,7 +55,7 @@ def _read(archive: Path, offset: int, length: int, name: Path) -> bytes:
 
 
 def open_tars(root: Path, archives: Sequence[str], columns: Columns) -> ImageSource:
-    """Open the images in ``root/<archive>`` for each of ``archives``, which is "" if ``root`` is one.
+    """Open the images in ``root/<archive>`` for each of ``archives``; "" stands for ``root`` itself.
 
     Images are named ``<archive without .tar>/<name>``, in a single archive ``<name>``. Unless a column is
     requested, captions are ``txt``, else ``text`` or ``caption`` of the JSON objects, labels ``cls`` or
@@ -239,7 +239,7 @@ class HeldImages:
 
 
 def open_parquet(root: Path, names: Sequence[str], requested: Columns) -> ImageSource:
-    """Open the images in ``root/<name>`` for each of ``names``, which is "" if ``root`` is a file.
+    """Open the images in ``root/<name>`` for each of ``names``; "" stands for ``root`` itself.
 
     Image r of a file is named ``<file without .parquet>/<r, eight digits><suffix>``, in a single file without
     the folder; the suffix is that of the row's ``path``, else `UNKNOWN_SUFFIX`. Unless a column is
