@@ -14,7 +14,6 @@ them, they must match a known scale.
 """
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +29,7 @@ from hddm.networks.transformers import ExpertTransformer
 from hddm.settings import Reading
 from hddm.training.settings import SIZES
 from hddm.utils.errors import HddmError
+from hddm.utils.tensors import count_blocks, shape_of
 
 LATENT_SCALE = 0.18215
 IMAGENET_CLASSES = 1000
@@ -68,20 +68,6 @@ class FileLayout:
     declared: Callable[[Weights, Mapping[str, Any], Reading, str], Declared]
     scheduler: Mapping[str, Any] | None
     nulls: Mapping[str, str] = field(default_factory=dict)
-
-
-def count_blocks(names: Weights, prefix: str) -> int:
-    """Count blocks: one more than the highest index after ``prefix``, limited to the number of tensors."""
-    found = [re.match(rf"{re.escape(prefix)}\.(\d{{1,6}})\.", name) for name in names]
-    return min(1 + max((int(match[1]) for match in found if match), default=-1), len(names))
-
-
-def shape_of(weights: Weights, name: str, ndim: int, origin: str) -> tuple[int, ...]:
-    """Shape of a tensor that sizes are read from; it must have ``ndim`` dimensions, none empty."""
-    shape = tuple(weights[name].shape) if name in weights else ()
-    if len(shape) != ndim or 0 in shape:
-        raise HddmError(f"{origin}: missing {name} of {ndim} dimensions (its shape is {shape})")
-    return shape
 
 
 class Modules:

@@ -20,12 +20,11 @@ from hddm.checkpoints.layouts import (
     Modules,
     UnstatedHeads,
     attend,
-    count_blocks,
-    shape_of,
 )
 from hddm.checkpoints.sources import Declared, Forward, KeyTable, Weights, WeightSet, same
 from hddm.settings import Reading
 from hddm.utils.errors import HddmError, shown
+from hddm.utils.tensors import count_blocks, shape_of
 
 UNET = "model.diffusion_model."
 EMA = "model_ema."

@@ -29,7 +29,7 @@ from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError, shown
 from hddm.utils.files import inside, read_json
 from hddm.utils.records import parse_record
-from hddm.utils.tensors import TensorInfo, read_header
+from hddm.utils.tensors import TensorInfo, count_blocks, read_header, shape_of
 from hddm.velocity import PredictionType
 
 EXPERT_HEAD, ROUTER_HEAD = 72, 64
@@ -100,40 +100,32 @@ def paris_router(folder: Path, experts: Sequence[Expert]) -> tuple[Unread[Router
 
 def expert_arguments(tensors: Shapes, path: Path) -> dict[str, Any]:
     """Arguments of `ExpertTransformer`; `HddmError` where the tensors' sizes make no network."""
-    text = _shape(tensors, "text_proj.weight", 2, path)[1]
+    text = shape_of(tensors, "text_proj.weight", 2, str(path))[1]
     return _sizes(tensors, EXPERT_HEAD, "scale_shift_table", path) | {"text_dim": text}
 
 
 def router_arguments(tensors: Shapes, path: Path) -> dict[str, Any]:
     """Arguments of `RouterTransformer`; raises as `expert_arguments`."""
-    num_experts = _shape(tensors, "head.4.weight", 2, path)[0]
+    num_experts = shape_of(tensors, "head.4.weight", 2, str(path))[0]
     sizes = _sizes(tensors, ROUTER_HEAD, "adaLN_modulation.1.weight", path)
     return {"num_experts": num_experts} | sizes
 
 
 def _sizes(tensors: Shapes, head: int, in_every_block: str, path: Path) -> dict[str, Any]:
     """Arguments that expert and router share."""
-    _, channels, patch, _ = _shape(tensors, "patch_embed.weight", 4, path)
-    _, tokens, width = _shape(tensors, "pos_embed", 3, path)
-    _shape(tensors, f"layers.0.{in_every_block}", 2, path)
+    _, channels, patch, _ = shape_of(tensors, "patch_embed.weight", 4, str(path))
+    _, tokens, width = shape_of(tensors, "pos_embed", 3, str(path))
+    shape_of(tensors, f"layers.0.{in_every_block}", 2, str(path))
     if width % head:
         raise HddmError(f"{path}: a width of {width} does not divide into heads of {head}, which Paris has")
-    layers = [re.match(r"layers\.(\d{1,6})\.", name, re.ASCII) for name in tensors]
     return {
         "sample_size": math.isqrt(tokens) * patch,
         "in_channels": channels,
         "patch_size": patch,
         "hidden_size": width,
-        "depth": 1 + max(int(match[1]) for match in layers if match),
+        "depth": count_blocks(tensors, "layers"),
         "num_heads": width // head,
     }
-
-
-def _shape(tensors: Shapes, name: str, ndim: int, path: Path) -> tuple[int, ...]:
-    shape = tuple(tensors[name].shape) if name in tensors else ()
-    if len(shape) != ndim or 0 in shape:
-        raise HddmError(f"{path}: lacks {name} of {ndim} dimensions, as Paris has it; fetch it again")
-    return shape
 
 
 def _expert_record(folder: Path, arguments: Mapping[str, Any]) -> ExpertRecord:

@@ -7,8 +7,9 @@ This module adds checks for files of another kind and dtypes that torch lacks, a
 
 import functools
 import json
+import re
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -143,6 +144,22 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     except Exception as error:
         raise _unreadable(path, error) from error
     return tensors, metadata
+
+
+def shape_of(
+    tensors: "Mapping[str, Tensor | TensorInfo]", name: str, ndim: int, origin: str
+) -> tuple[int, ...]:
+    """Shape of a tensor that sizes are read from; it must have ``ndim`` dimensions, none empty."""
+    shape = tuple(tensors[name].shape) if name in tensors else ()
+    if len(shape) != ndim or 0 in shape:
+        raise HddmError(f"{origin}: missing {name} of {ndim} dimensions (its shape is {shape})")
+    return shape
+
+
+def count_blocks(names: Collection[str], prefix: str) -> int:
+    """Count blocks: one more than the highest index after ``prefix``, limited to the number of tensors."""
+    found = [re.match(rf"{re.escape(prefix)}\.([0-9]{{1,6}})\.", name) for name in names]
+    return min(1 + max((int(match[1]) for match in found if match), default=-1), len(names))
 
 
 def _unreadable(path: Path, error: Exception) -> HddmError:
