@@ -42,7 +42,7 @@ from hddm.networks.folders import (
 )
 from hddm.networks.identity import VaeRecord
 from hddm.networks.prompts import PipelineText
-from hddm.networks.vae import read_config, scale_and_shift, vae_facts
+from hddm.networks.vae import STEM, read_config, scale_and_shift, vae_facts, weights_of_variant
 from hddm.networks.wrappers import EXPERT_NETWORKS, FLUX
 from hddm.schedules import DDPM_FAMILY, FLOW_MATCH_FAMILY
 from hddm.settings import Reading
@@ -63,7 +63,6 @@ DIFFUSERS_LAYOUTS: Mapping[str, type[ModelMixin]] = {
 PIPELINE = "model_index.json"
 DENOISERS = ("transformer", "unet")
 SCHEDULER = "scheduler_config.json"
-STEM = "diffusion_pytorch_model"
 _WEIGHTS = re.compile(rf"{STEM}(?:\.(\w+))?\.(?:safetensors|bin)(?:\.index(?:\.(\w+))?\.json)?")
 VAES = ("vae", "vqvae")
 # Scales of VAEs whose config omits it.
@@ -251,16 +250,8 @@ def _weight_files(folder: Path, variant: str | None) -> dict[WeightSet, str]:
 
 def _find(folder: Path, variant: str | None) -> str | None:
     """Name of the weights file or index of a variant, safetensors before pickles."""
-    dot = f".{variant}" if variant else ""
-    for ending in ("safetensors", "bin"):
-        for name in (
-            f"{STEM}{dot}.{ending}",
-            f"{STEM}.{ending}.index{dot}.json",
-            f"{STEM}{dot}.{ending}.index.json",
-        ):
-            if (folder / name).exists() or (folder / name).is_symlink():
-                return name
-    return None
+    found = (weights_of_variant(folder, STEM, variant, ending) for ending in ("safetensors", "bin"))
+    return next(filter(None, found), None)
 
 
 def _read_weights(folder: Path, name: str, allow_pickle: bool) -> tuple[dict[str, Tensor], list[Path]]:

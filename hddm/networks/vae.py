@@ -46,11 +46,17 @@ def find_weights(folder: Path, stem: str, variant: str | None = None) -> str | N
 
     Of weights in several files it is their index.
     """
-    names = []
-    for kind in dict.fromkeys((variant, None, "fp16")):
-        dot = f".{kind}" if kind else ""
-        names += [f"{stem}{dot}.safetensors", f"{stem}.safetensors.index{dot}.json"]
-        names += [f"{stem}{dot}.safetensors.index.json"]
+    found = (weights_of_variant(folder, stem, kind) for kind in dict.fromkeys((variant, None, "fp16")))
+    return next(filter(None, found), None)
+
+
+def weights_of_variant(
+    folder: Path, stem: str, variant: str | None, ending: str = "safetensors"
+) -> str | None:
+    """Name of the weights file of this ``variant``, or of its index."""
+    dot = f".{variant}" if variant else ""
+    plain, index = f"{stem}{dot}.{ending}", f"{stem}.{ending}.index{dot}.json"
+    names = (plain, index, f"{plain}.index.json")
     return next((one for one in names if _is_there(folder / one)), None)
 
 
