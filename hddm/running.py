@@ -10,7 +10,7 @@ in the order in which diffusers' pipelines draw it. `Latents` are states that th
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -95,24 +95,17 @@ class Generated:
 
 
 @dataclass(frozen=True)
-class Latents:
-    """States x (n, …) of samples ``start`` … ``start`` + n - 1 at the first time; ``other`` noise besides."""
+class Latents(Seeded):
+    """States x (n, …) of samples ``start`` … ``start`` + n - 1 at the first time; all else by the seed."""
 
-    x: Tensor
+    x: Tensor = field(kw_only=True)
     start: int = 0
-    other: Seeded = Seeded()
 
-    def initial(self, numbers: Sequence[int], shape: Shape) -> Tensor:
+    def initial(self, numbers: Sequence[int], shape: Shape, use: int = NOISE) -> Tensor:
         return self.x[[i - self.start for i in numbers]]
 
-    def draws(self, numbers: Sequence[int]) -> Tensor:
-        return self.other.draws(numbers)
 
-    def fresh(self, numbers: Sequence[int], shape: Shape) -> Callable[[], Tensor]:
-        return self.other.fresh(numbers, shape)
-
-
-Noise = Seeded | Generated | Latents
+Noise = Seeded | Generated
 """Random numbers of samples, on the CPU; the methods of `Seeded` say which."""
 
 

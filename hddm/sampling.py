@@ -356,7 +356,7 @@ def integrate(
     Raises:
         HddmError: as `plan` and `hddm.running.run`.
     """
-    planned = plan(model, times=times, noise=Latents(x.cpu()), **options)
+    planned = plan(model, times=times, noise=Latents(x=x.cpu()), **options)
     if expert is None and planned.model.strategy == "draw" and len(planned.model.experts) == 1:
         expert = torch.zeros(len(x), dtype=torch.long)
     batch = Batch.of(len(x), conditions or Conditions(), None if expert is None else expert.cpu())

@@ -356,7 +356,7 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         if seed is None:
             noise: Noise = Generated(generator, num, shape, latents)
         else:
-            noise = Seeded(seed) if latents is None else Latents(latents, start, Seeded(seed))
+            noise = Seeded(seed) if latents is None else Latents(seed, start, x=latents)
         how = replace(how, noise=noise)
         use = ExpertUse(len(self.ensemble.experts))
         images: Any = [None] * num

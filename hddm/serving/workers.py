@@ -209,7 +209,7 @@ class Worker:
             assert expert.sample_shape is not None
             drawn = [job for job in jobs if isinstance(job, SampleJob)]
             x = torch.cat([Seeded(job.seed).initial(job.indices, expert.sample_shape) for job in drawn])
-            how = plan(expert, **first.how, noise=Latents(x))
+            how = plan(expert, **first.how, noise=Latents(x=x))
             own = Batch.of(len(x), Conditions(conditions, negative), torch.zeros(len(x), dtype=torch.long))
             # When all clients of a batch have left, it ends.
             values = run(how, own, stop=lambda: all(one.done.done() for one in batch))
