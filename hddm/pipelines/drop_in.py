@@ -22,10 +22,11 @@ from diffusers import DiffusionPipeline
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
-from hddm.conditions import Guidance, Inputs
+from hddm.conditions import Conditions, Guidance, Inputs
 from hddm.ensemble import Ensemble
 from hddm.networks.wrappers import FLUX, has_variance_head, own_time_factor, pack, unpack
 from hddm.routers import Choice
+from hddm.running import pick_experts, posterior_of
 from hddm.schedules import LinearSchedule, Schedule, declared_prediction_type, from_diffusers
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import append_dims, sent, to_float64
@@ -234,12 +235,9 @@ class DropIn(nn.Module):
         if not is_drawn:
             return model.weights(x, times, conditions=conditions)
         if run.expert is None:
-            own = {name: value[: run.images] for name, value in conditions.items()}
-            if commits is None:
-                rows = model.prior_of(run.images, own)
-            else:
-                rows = model.under("full").weights(x[: run.images], times[: run.images], conditions=own)
-            run.expert = (rows.cumsum(1) <= run.places[:, None]).sum(1).clamp(max=len(model.experts) - 1)
+            own = Conditions({name: value[: run.images] for name, value in conditions.items()})
+            time = 1.0 if commits is None else float(times[0])
+            run.expert = pick_experts(posterior_of(model, x[: run.images], time, own), run.places)
         return model.weights(x, times, run.expert[torch.arange(len(x)) % run.images])
 
 
