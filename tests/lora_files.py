@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hddm.experts.lora import adapter_of
-from hddm.experts.records import Expert, ExpertRecord, read_expert, save_expert
+from hddm.experts.records import Expert, ExpertRecord, open_expert, save_expert
 from hddm.training.continuation import add_adapter, save_adapted, targets_of
 from tests.ensemble_files import flow_expert
 
@@ -31,7 +31,7 @@ def write_adapter(
     **changes: object,
 ) -> Path:
     """An adapter of the expert in ``base`` whose B is normal with deviation ``size``."""
-    expert = read_expert(base)
+    expert = open_expert(base).read()
     facts = adapter_of(base, out, rank, float(alpha or rank), targets_of(expert.network))
     add_adapter(expert.network, facts, seed)
     noise = torch.Generator().manual_seed(seed)

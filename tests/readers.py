@@ -27,7 +27,7 @@ from hddm.data.sources import open_source
 from hddm.evaluation.compare import summary, table
 from hddm.evaluation.images import conditions, read_data, read_sampling
 from hddm.evaluation.results import read_groups, refuse_incomparable
-from hddm.experts.records import read_expert, read_router
+from hddm.experts.records import open_expert, read_router
 from hddm.experts.topics import describe_topic
 from hddm.networks.prompts import PipelineText
 from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer, text_encoder_facts
@@ -166,7 +166,7 @@ def _read_adapter(folder: Path) -> None:
 def _write_lora(folder: Path) -> None:
     base = write_base(folder.parent / "base-of-lora")
     folder.mkdir()
-    save_file(kohya(read_expert(base).network, ranks=(2, 3)), folder / "kohya.safetensors")
+    save_file(kohya(open_expert(base).read().network, ranks=(2, 3)), folder / "kohya.safetensors")
     shapes = {"A": (2, 64), "B": (16, 2)}
     factors = {
         f"transformer.layers.0.mlp.2.lora_{part}.weight": torch.ones(one) for part, one in shapes.items()

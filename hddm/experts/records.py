@@ -225,7 +225,7 @@ class Expert:
         unread = unread_as(self.network, self.network.state_dict())
         return replace(self, network=unread.network, weights=unread.read)
 
-    def read(self, dtype: torch.dtype) -> "Expert":
+    def read(self, dtype: torch.dtype = torch.float32) -> "Expert":
         """The expert with its weights in memory, which then belong to no folder."""
         network, facts = self.unread.load(dtype), without_adapter(self.facts)
         return replace(self, network=network, facts=facts, weights=None, folder=None, base=None)
@@ -371,17 +371,6 @@ def without_adapter(facts: ExpertRecord) -> ExpertRecord:
     return facts.model_copy(update={"adapter": None})
 
 
-def read_expert(
-    folder: Path, dtype: torch.dtype = torch.float32, bases: Mapping[str, Path] | None = None
-) -> Expert:
-    """Read an expert folder; ``bases`` as for `open_expert`.
-
-    Raises `HddmError` for a record, network or weights that are unreadable or do not fit each other, an
-    adapter without its base, and files that differ from the manifest.
-    """
-    return open_expert(folder, bases).read(dtype)
-
-
 def open_expert(
     folder: Path,
     bases: Mapping[str, Path] | None = None,
@@ -391,8 +380,9 @@ def open_expert(
     """Read an expert folder except for its weights.
 
     ``bases`` is as for `base_of`. ``with_calibration=False`` skips the calibration, whatever is wrong with
-    it. ``unheld`` are files that the caller checks against the manifest. Raises `HddmError` as `read_expert`,
-    but not for NaN, Inf or another base.
+    it. ``unheld`` are files that the caller checks against the manifest. Raises `HddmError` for a record,
+    network or weights that are unreadable or do not fit each other, an adapter without its base, and files
+    that differ from the manifest; NaN, Inf and another base are found when weights are read.
     """
     record = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
     base = None if record.adapter is None else base_of(folder, record.adapter, bases)
@@ -446,7 +436,7 @@ def open_router(folder: Path) -> tuple[Unread[RouterTransformer], RouterRecord]:
 
 
 def read_router(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[RouterTransformer, RouterRecord]:
-    """Read a router folder; raises as `read_expert`."""
+    """Read a router folder; raises as `open_expert`."""
     unread, record = open_router(folder)
     network = unread.load(dtype)
     refuse_damaged(folder, damage(folder, ROUTER_FILE))

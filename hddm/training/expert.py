@@ -19,7 +19,7 @@ from hddm.experts.records import (
     ShardRecord,
     field_of,
     null_conditions,
-    read_expert,
+    open_expert,
     save_expert,
     unread_as,
     weights_in,
@@ -221,5 +221,5 @@ def record_of_shard(shard: Shard, classes: tuple[str, ...]) -> ShardRecord:
 
 def read_init(init: Path) -> tuple[Expert, dict[str, Any]]:
     """Read the expert that a training begins with, and its name and weight hash for records."""
-    expert, weights = read_expert(init), weights_in(init)
+    expert, weights = open_expert(init).read(), weights_in(init)
     return expert, {"init": init.resolve().name, "init_sha256": weights and sha256_of(weights)}

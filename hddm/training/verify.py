@@ -26,7 +26,6 @@ from hddm.experts.records import (
     field_of,
     foreign_files,
     open_expert,
-    read_expert,
 )
 from hddm.networks.folders import WEIGHTS
 from hddm.training.denoising import IMAGES, LOWEST, SURE, Denoising, denoising, misread
@@ -177,7 +176,7 @@ def verify_expert(
 def warn_of_misreading(folder: Path, shard: Shard) -> None:
     """Warn where another reading of an expert fits clearly better (`misread`), or none could be tried."""
     try:
-        doubt = misread(field_of(read_expert(folder)), shard, 0)
+        doubt = misread(field_of(open_expert(folder).read()), shard, 0)
     except HddmError as error:
         doubt = f"was not tried on images: {error}"
     if doubt is not None:

@@ -26,7 +26,7 @@ from hddm.checkpoints.convert import write
 from hddm.checkpoints.lora import convert_lora
 from hddm.checkpoints.plan import plan
 from hddm.experts.lora import ADAPTER_WEIGHTS
-from hddm.experts.records import read_expert
+from hddm.experts.records import open_expert
 from hddm.networks.wrappers import call
 from hddm.settings import Conversion
 from hddm.utils.files import sha256_of
@@ -109,7 +109,7 @@ def _outputs(*networks: ModelMixin) -> list[Tensor]:
 def _check(kind: str, path: Path, base: Path, out: Path) -> None:
     """Compare the expert's network with that of diffusers, and both with the base's."""
     convert_lora(path, base, out)
-    found, plain, expected = _outputs(read_expert(out).network, NETWORKS[kind](), _fused(kind, path))
+    found, plain, expected = _outputs(open_expert(out).read().network, NETWORKS[kind](), _fused(kind, path))
     size = expected.abs().max()
     assert (found - expected).abs().max() <= 1e-6
     assert (plain - expected).abs().max() > 0.01 * size
@@ -184,7 +184,7 @@ def test_every_layer_has_its_own_rank_and_alpha(bases: dict[str, Path], tmp_path
     del content[first]
     save_file(content, tmp_path / "lora.safetensors")
     convert_lora(tmp_path / "lora.safetensors", bases["unet"], tmp_path / "out")
-    merged, changed = read_expert(tmp_path / "out").network, 0
+    merged, changed = open_expert(tmp_path / "out").read().network, 0
     after = merged.state_dict()
     for name, weight in text_unet().state_dict().items():
         stem, expected = f"lora_unet_{name.removesuffix('.weight').replace('.', '_')}", weight.double()

@@ -19,7 +19,7 @@ from hddm.experts.records import (
     Expert,
     field_of,
     null_conditions,
-    read_expert,
+    open_expert,
     read_router,
     save_expert,
     save_router,
@@ -85,7 +85,7 @@ def test_a_loaded_expert_has_the_velocity_that_was_saved(
         assert v.isfinite().all()
     assert torch.equal(after.velocity(X, TIMES), before.velocity(X, TIMES))
     assert (after.classes, after.sample_shape) == (("a", "b", "c"), SHAPE)
-    assert read_expert(tmp_path).facts == expert.facts
+    assert open_expert(tmp_path).read().facts == expert.facts
 
 
 def test_a_loaded_router_has_the_logits_that_were_saved(tmp_path: Path) -> None:

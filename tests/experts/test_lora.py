@@ -20,7 +20,7 @@ from torch import Tensor
 
 import hddm
 from hddm.experts.lora import ADAPTER_WEIGHTS, adapter_of
-from hddm.experts.records import EXPERT_FILE, Expert, ExpertRecord, read_expert
+from hddm.experts.records import EXPERT_FILE, Expert, ExpertRecord, open_expert
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.wrappers import call
 from hddm.schedules import LinearSchedule
@@ -56,7 +56,7 @@ def test_merged_weights_are_the_bases_plus_alpha_over_rank_b_a(base: Path, tmp_p
         key.removeprefix("base_model.model.").replace("base_layer.", ""): value.double()
         for key, value in load_file(folder / ADAPTER_WEIGHTS).items()
     }
-    after = read_expert(folder).network.state_dict()
+    after = open_expert(folder).read().network.state_dict()
     changed = 0
     for name, weight in load_file(base / WEIGHTS).items():
         expected, module = weight.double(), name.rpartition(".")[0]
@@ -98,7 +98,7 @@ def _dit() -> Expert:
 def test_the_merged_network_is_that_of_peft(expert: Expert, given: dict[str, Tensor], tmp_path: Path) -> None:
     base = write_base(tmp_path / "base", expert)
     folder = write_adapter(base, tmp_path / "adapter", alpha=3.0, size=0.1)
-    mine, network = read_expert(folder), read_expert(base).network
+    mine, network = open_expert(folder).read(), open_expert(base).read().network
     x, t = states(mine.facts.sample_shape)
     found, plain = (call(one, x, 1000 * t, given) for one in (mine.network, network))
     of_peft = peft.PeftModel.from_pretrained(network, folder).get_base_model()
@@ -113,7 +113,7 @@ def test_an_adapter_of_zeros_leaves_every_bit(stored: torch.dtype, tmp_path: Pat
     run = torch.bfloat16
     base = write_base(tmp_path / "base", dtype=stored)
     folder = write_adapter(base, tmp_path / "adapter", size=0)
-    before, after = (read_expert(one, run).network.state_dict() for one in (base, folder))
+    before, after = (open_expert(one).read(run).network.state_dict() for one in (base, folder))
     for name, weight in before.items():
         assert weight.dtype == after[name].dtype == run
         assert torch.equal(weight, after[name])
@@ -123,7 +123,7 @@ def test_weights_are_merged_in_float32_and_rounded_once(tmp_path: Path) -> None:
     base = write_base(tmp_path / "base", dtype=torch.bfloat16)
     folder = write_adapter(base, tmp_path / "adapter")
     wide, narrow = (
-        read_expert(folder, dtype).network.state_dict() for dtype in (torch.float32, torch.bfloat16)
+        open_expert(folder).read(dtype).network.state_dict() for dtype in (torch.float32, torch.bfloat16)
     )
     assert any(not torch.equal(weight, weight.bfloat16().float()) for weight in wide.values())
     for name, weight in wide.items():
@@ -280,7 +280,7 @@ def _in_block(name: str) -> str:
 
 def test_a_new_adapter_depends_on_its_seed_alone(base: Path, tmp_path: Path) -> None:
     def drawn(seed: int) -> dict[str, Tensor]:
-        network = randomised(read_expert(base).network, 3)
+        network = randomised(open_expert(base).read().network, 3)
         add_adapter(network, adapter_of(base, tmp_path / "out", 2, 2.0, targets_of(network)), seed)
         return {name: p for name, p in network.named_parameters() if p.requires_grad}
 

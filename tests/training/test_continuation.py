@@ -18,7 +18,7 @@ from hddm.checkpoints.inspect_models import inspect_model
 from hddm.data.partition import partition
 from hddm.data.shards import open_shard
 from hddm.experts.lora import ADAPTER_WEIGHTS
-from hddm.experts.records import EXPERT_FILE, Expert, ExpertRecord, read_expert, save_expert
+from hddm.experts.records import EXPERT_FILE, Expert, ExpertRecord, open_expert, save_expert
 from hddm.networks.folders import WEIGHTS
 from hddm.training.calibrate import recalibrate
 from hddm.training.continuation import KAPPA, bounded_gain, continue_expert
@@ -280,7 +280,7 @@ def adapter(shards: Path, ddpm_expert: Path, tmp_path_factory: pytest.TempPathFa
 def test_only_attention_and_mlps_differ_from_the_base_and_by_the_rank(
     ddpm_expert: Path, adapter: Path
 ) -> None:
-    before, after = (read_expert(folder).network.state_dict() for folder in (ddpm_expert, adapter))
+    before, after = (open_expert(folder).read().network.state_dict() for folder in (ddpm_expert, adapter))
     targets = json.loads((adapter / EXPERT_FILE).read_text())["adapter"]["targets"]
     for name, weight in before.items():
         assert (name in targets) != torch.equal(weight, after[name])
@@ -321,7 +321,7 @@ def test_an_adapter_can_be_trained_on_as_a_whole_but_not_adapted(
     facts = json.loads((tmp_path / "out" / EXPERT_FILE).read_text())
     sha256 = hashlib.sha256((adapter / ADAPTER_WEIGHTS).read_bytes()).hexdigest()
     assert (facts["adapter"], facts["training"]["init_sha256"]) == (None, sha256)
-    merged = read_expert(adapter).network.state_dict()
+    merged = open_expert(adapter).read().network.state_dict()
     for name, weight in load_file(tmp_path / "out" / WEIGHTS).items():
         torch.testing.assert_close(weight, merged[name], rtol=1e-5, atol=1e-6)
     with pytest.raises(HddmError, match=r"holds no diffusion_pytorch_model.safetensors that could be"):
