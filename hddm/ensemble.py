@@ -119,7 +119,8 @@ class Ensemble:
     ) -> None:
         parts = [one if isinstance(one, Part) else Part(one) for one in experts]
         weights = [one.weight for one in parts] if prior is None else prior
-        self._prior = _normalised(weights, len(parts))
+        self.prior = _normalised(weights, len(parts))
+        """p(k) (K,) in float64: the weights, normalised to sum 1."""
         pairs = zip(parts, torch.as_tensor(weights, dtype=torch.float64).tolist(), strict=True)
         self.parts = tuple(replace(part, weight=weight) for part, weight in pairs)
         """The experts with all that is known of them; domains and classes follow from it."""
@@ -146,11 +147,6 @@ class Ensemble:
     def experts(self) -> list[VelocityField]:
         """The parts' velocity fields."""
         return [part.field for part in self.parts]
-
-    @property
-    def prior(self) -> Tensor:
-        """p(k) (K,) in float64: the weights, normalised to sum 1."""
-        return self._prior
 
     @functools.cached_property
     def domains(self) -> tuple[int, ...]:

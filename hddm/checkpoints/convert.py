@@ -142,8 +142,12 @@ def convert(
         return out
     with Progress(None, "convert"):
         verified = write(planned, out, verify, overwrite)
-    for line in verdict(planned, verified):
-        report(line)
+    if verified is None:
+        report("verify: skipped")
+    else:
+        difference, limit = verified.difference, LARGEST_DIFFERENCE
+        report(f"verify: outputs differ from the source's by at most {difference:.1e} (limit {limit:.0e})")
+        report(f"verify: velocity against the exact formula, relative error: {verified.errors}")
     if shard is not None:
         with Progress(None, "try it on images"):
             warn_of_misreading(out, shard)
@@ -168,7 +172,9 @@ def write(
         origin = plan.record.source
         assert origin is not None
         origin = origin.model_copy(update={"files": {name: one.result() for name, one in hashes.items()}})
-        _carry_calibration(plan, draft)
+        # Loading refuses NaN and values that no fit gives.
+        if plan.source.record is not None and Calibration.load(plan.source.path) is not None:
+            shutil.copyfile(plan.source.path / CALIBRATION, draft / CALIBRATION)
         if plan.extras:
             save_file({k: v.contiguous() for k, v in plan.extras.items()}, draft / EXTRAS_FILE)
         write_records(draft, plan.record.model_copy(update={"source": origin}), plan.nulls)
@@ -185,16 +191,6 @@ def write_network(folder: Path, built: Built) -> None:
     write_json(folder / "config.json", names | json.loads(json.dumps(config)))
     with Progress(len(built.tensors), "write the weights") as progress:
         write_safetensors(folder / WEIGHTS, built.tensors, {"format": "pt"}, True, progress)
-
-
-def _carry_calibration(plan: ConversionPlan, draft: Path) -> None:
-    """Copy the source expert's calibration."""
-    source = plan.source
-    if source.record is None:
-        return
-    # Loading refuses NaN and values that no fit gives.
-    if Calibration.load(source.path) is not None:
-        shutil.copyfile(source.path / CALIBRATION, draft / CALIBRATION)
 
 
 def _checked(plan: ConversionPlan, draft: Path) -> ConversionCheck:
@@ -357,14 +353,3 @@ def example_conditions(
             case _:
                 found[name] = torch.tensor([_FIXED[name]])
     return found
-
-
-def verdict(plan: ConversionPlan, verified: ConversionCheck | None) -> list[str]:
-    """Lines for the user on the check's result."""
-    if verified is None:
-        return ["verify: skipped"]
-    return [
-        f"verify: outputs differ from the source's by at most {verified.difference:.1e} "
-        f"(limit {LARGEST_DIFFERENCE:.0e})",
-        f"verify: velocity against the exact formula, relative error: {verified.errors}",
-    ]

@@ -37,16 +37,12 @@ def inspected(path: Path, allow_pickle: bool = False, variant: str | None = None
     ``read_by`` names the command that reads it, where it is another one. ``allow_pickle`` and ``variant`` are
     for checkpoints. Raises `HddmError` as `hddm.checkpoints.inspect_models.inspect_model`.
     """
-    if not any((path / record).exists() for record in (*_MODELS, PARTITION_FILE, MANIFEST)):
+    if not any((path / record).exists() for record in _MODELS):
         found = next((one for record, one in _RECORDS.items() if any(path.glob(record))), None)
         if found is None and _holds_images(path):
             found = _read_by("images", "hddm data check, hddm partition")
         if found is not None:
             return found(path)
-    if not any((path / record).exists() for record in _MODELS[:3]):
-        for record, described in {PARTITION_FILE: _partition, MANIFEST: _shard}.items():
-            if (path / record).exists():
-                return described(path)
     if path.is_file():
         refuse_pickle(path, allow_pickle)
     # Imported here: it imports torch.
@@ -110,6 +106,8 @@ def _holds_images(path: Path) -> bool:
 
 
 _RECORDS: dict[str, Describe] = {
+    PARTITION_FILE: _partition,
+    MANIFEST: _shard,
     RUN_FILE: _run,
     f"*/{EXPERT_FILE}": _read_by("experts", "hddm assemble, hddm verify"),
     f"shard_*/{MANIFEST}": _read_by("shards", "hddm verify EXPERT --data, hddm evaluate --held-out"),

@@ -3,6 +3,7 @@
 On request the network itself is changed: it gets attention to text.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -73,12 +74,7 @@ class ConversionPlan:
     @property
     def size(self) -> int:
         """Bytes of the weights."""
-        return sum(torch.Size(one.shape).numel() * one.dtype.itemsize for one in self.built.tensors)
-
-    @property
-    def parameters(self) -> int:
-        """Number of weights."""
-        return sum(torch.Size(one.shape).numel() for one in self.built.tensors)
+        return sum(math.prod(one.shape) * one.dtype.itemsize for one in self.built.tensors)
 
 
 def open_source(path: Path, reading: Reading) -> Checkpoint:
@@ -227,6 +223,7 @@ def summary(plan: ConversionPlan) -> list[str]:
     """Lines for the user on the source and on what will be written."""
     source, record, conventions = plan.source, plan.record, plan.conventions
     low, high = conventions.schedule.range
+    parameters = sum(math.prod(one.shape) for one in plan.built.tensors)
     weights = f"{source.chosen} (present: {', '.join(source.sets)})"
     if source.sets == ("unstated",):
         weights = "one set; the source does not say whether they are averaged"
@@ -240,7 +237,7 @@ def summary(plan: ConversionPlan) -> list[str]:
         + (f"{record.latent_scale:g}" if record.latent_scale is not None else "not stated"),
         f"conditions: {', '.join(record.conditions) or 'none'}"
         + (f" (null class {record.null_class})" if record.null_class is not None else ""),
-        f"network: {plan.built.network.__name__}, {plan.parameters:,} parameters, {plan.size / 1e6:,.1f} MB",
+        f"network: {plan.built.network.__name__}, {parameters:,} parameters, {plan.size / 1e6:,.1f} MB",
         f"licence: {record.licence or 'not stated by the source (`licence` records it)'}",
     ]
     if record.noise_range != WHOLE:
