@@ -220,11 +220,8 @@ def _pictured(folder: Path, results: Results) -> Iterator[dict[str, Any]]:
     (real,) = (shlex.split(step.command)[2] for step in results.steps if step.name == "scores/real")
     paths = [path for path in sorted((folder / real).rglob("*")) if path.suffix in SUFFIXES]
     # From all over, since they are sorted by class.
-    yield {
-        "name": f"real images, {results.images_of}",
-        "first": [],
-        "sheet": _sheet(paths[:: len(paths) // GRID_IMAGES or 1]),
-    }
+    sheet = _sheet(paths[:: len(paths) // GRID_IMAGES or 1])
+    yield {"name": f"real images, {results.images_of}", "first": [], "sheet": sheet}
     domains = results.settings.evaluate.domains
     number_of = {name: k for k, names in enumerate(domains.values()) for name in names.split(",")}
     for row in results.first:

@@ -188,8 +188,7 @@ def contact_sheet(
     sheet = Image.new("RGB", size, _GRAY_LEVEL)
     for number, item in enumerate(items):
         image = _scaled(read(item).convert("RGB"), cell)
-        line, column = divmod(number, columns)
-        left, top = column * pitch, line * pitch
+        top, left = (place * pitch for place in divmod(number, columns))
         sheet.paste(image, (left + (cell - image.width) // 2, top + (cell - image.height) // 2))
     return sheet
 

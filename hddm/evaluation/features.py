@@ -210,10 +210,8 @@ def trained(training: ImageSet) -> FeatureClassifier:
         raise HddmError(
             f"{training.root}: has no class folders to train a classifier on; use `features` inception"
         )
-    content = [
-        (one.numpy().tobytes(), tag)
-        for one, tag in zip(training.pixels, training.labels.tolist(), strict=True)
-    ]
+    labels = training.labels.tolist()
+    content = [(one.numpy().tobytes(), tag) for one, tag in zip(training.pixels, labels, strict=True)]
     order = sorted(range(len(content)), key=content.__getitem__)
     return train_classifier(to_unit_range(training.pixels[order]), training.labels[order])
 

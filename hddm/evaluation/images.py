@@ -116,13 +116,8 @@ def _group(
     tensor = torch.tensor(labels) if len(labels) == len(found) else None
     digests = [hashlib.sha256(f"{one.shape} ".encode() + one.tobytes()).digest() for one in arrays]
     digest = hashlib.sha256(b"".join(sorted(digests))).hexdigest()
-    record = DataRecord(
-        path=str(root),
-        images=len(names),
-        hash=digest,
-        shape=tuple(pixels.shape[1:]),
-        skipped=skipped,
-    )
+    shape = tuple(pixels.shape[1:])
+    record = DataRecord(path=str(root), images=len(names), hash=digest, shape=shape, skipped=skipped)
     return ImageGroup(ImageSet(root, names, pixels, tensor, classes), record)
 
 

@@ -185,9 +185,8 @@ class Scorer:
         counts = found.bincount(minlength=len(names)).tolist()
         first = tuple(names[k] for k in found[:SHOWN].tolist())
         classes = dict(zip(names, counts, strict=False))
-        more: dict[str, Any] = {
-            "recognised": Recognised(share=share, real=of_real, classes=classes, first=first)
-        }
+        recognised = Recognised(share=share, real=of_real, classes=classes, first=first)
+        more: dict[str, Any] = {"recognised": recognised}
         if self.domains:
             more["domains"] = tuple(
                 self._of_domain(name, features, found, torch.tensor(numbers))
