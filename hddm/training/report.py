@@ -71,16 +71,11 @@ def write_run_report(run: Path, step: int, batch_size: int) -> None:
     rate = logged[_RATE][1][-1] if _RATE in logged else None
     steps = record["settings"]["steps"]
     page = templates(is_html=True).get_template("training/report.html.j2")
-    text = page.render(
-        name=run.name,
-        step=step,
-        steps=steps,
-        rate=rate,
-        seconds_left=None if rate is None else (steps - step) * batch_size / rate,
-        panels=[chart for one in _PANELS if (chart := _panel(*one, logged))],
-        grids=_grids(run / SAMPLES),
-        settings={key: value for key, value in record["settings"].items() if value is not None},
-    )
+    left = None if rate is None else (steps - step) * batch_size / rate
+    head = {"name": run.name, "step": step, "steps": steps, "rate": rate, "seconds_left": left}
+    panels = [chart for one in _PANELS if (chart := _panel(*one, logged))]
+    settings = {key: value for key, value in record["settings"].items() if value is not None}
+    text = page.render(**head, panels=panels, grids=_grids(run / SAMPLES), settings=settings)
     write_whole(run / REPORT_FILE, lambda draft: draft.write_text(text, encoding="utf-8"))
 
 

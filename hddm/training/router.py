@@ -242,15 +242,10 @@ def calibrate_router(
         fresh = part == k
         crossed[fresh] = temperature_at(noised.t[fresh], noised.fit(~fresh, knots))
     after = noised.logits / crossed[:, None]
-    record = {
-        "noised_images": len(noised.t),
-        "knots": knots,
-        "seed": seed,
-        "ece_before": expected_calibration_error(noised.logits.softmax(1), noised.labels),
-        "ece_after": expected_calibration_error(after.softmax(1), noised.labels),
-        "cross_entropy_before": F.cross_entropy(noised.logits, noised.labels).item(),
-        "cross_entropy_after": F.cross_entropy(after, noised.labels).item(),
-    }
+    record: dict[str, Any] = {"noised_images": len(noised.t), "knots": knots, "seed": seed}
+    for when, logits in (("before", noised.logits), ("after", after)):
+        record[f"ece_{when}"] = expected_calibration_error(logits.softmax(1), noised.labels)
+        record[f"cross_entropy_{when}"] = F.cross_entropy(logits, noised.labels).item()
     return noised.fit(torch.ones_like(part, dtype=torch.bool), knots), record
 
 

@@ -347,16 +347,10 @@ class WandbLog:
         path = folder / "wandb.id"
         if not path.exists():
             path.write_text(secrets.token_hex(8))
-        self._run: Any = wandb.init(
-            project=project,
-            id=path.read_text(),
-            name=folder.stem,
-            dir=str(folder),
-            config=dict(settings),
-            resume="allow",
-            mode=_mode(),
-            settings=wandb.Settings(console="off", silent=True, init_timeout=TIMEOUT),
-        )
+        quiet = wandb.Settings(console="off", silent=True, init_timeout=TIMEOUT)
+        place = {"project": project, "id": path.read_text(), "name": folder.stem, "dir": str(folder)}
+        how = {"config": dict(settings), "resume": "allow", "mode": _mode(), "settings": quiet}
+        self._run: Any = wandb.init(**place, **how)
 
     def put(self, step: int, figures: Mapping[str, float], pictures: Mapping[str, Tensor]) -> None:
         # Of a step that a killed process had logged already, W&B keeps the first values.

@@ -66,16 +66,9 @@ def _problem(path: Path) -> str:
     places = [one for one in sys.path if Path(one).is_absolute()]
     code = f"import sys; sys.path[:] = {places!r}; "
     code += "from hddm.utils.pickles import try_to_load; sys.exit(try_to_load(sys.argv[1]))"
-    seconds = 10 * _seconds(path)
+    command, seconds = [sys.executable, "-c", code, str(path)], 10 * _seconds(path)
     try:
-        child = subprocess.run(
-            [sys.executable, "-c", code, path],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            errors="replace",
-            timeout=seconds,
-        )
+        child = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds)
     except subprocess.TimeoutExpired:
         return f"takes more than {seconds} seconds to load"
     crash = f"ends a process that loads it (code {child.returncode})"

@@ -60,14 +60,10 @@ class RayWorkers(Backend):
 
     def start(self, call: Call) -> int:
         threads, number = call.threads or 1, next(self._numbers)
-        task = self._ray.remote(_perform).options(
-            name=call.name,
-            num_cpus=threads,
-            num_gpus=int(self._has_gpus and call.uses_gpu),
-            # `run` starts it again.
-            max_retries=0,
-            runtime_env={"env_vars": compute_environment(threads)},
-        )
+        gpus, variables = int(self._has_gpus and call.uses_gpu), compute_environment(threads)
+        needs = {"num_cpus": threads, "num_gpus": gpus, "runtime_env": {"env_vars": variables}}
+        # `run` starts it again.
+        task = self._ray.remote(_perform).options(name=call.name, max_retries=0, **needs)
         arguments = call.function, call.arguments, os.getcwd(), self._reports, number
         self._tasks[number] = call, task.remote(*arguments)
         return number
