@@ -341,3 +341,22 @@ def test_a_signal_while_pictures_are_drawn_ends_that_within_a_solver_step(
     assert next(calls) == 44
     assert not (tmp_path / "out.run" / "samples").exists()
     assert (tmp_path / "out.run" / "checkpoints" / "step_00000002").is_dir()
+
+
+@pytest.mark.slow
+def test_a_training_on_few_images_shows_that_it_overfits(tmp_path: Path) -> None:
+    """The held-out error has its minimum early, and rises while the training loss still falls."""
+    images = write_images(tmp_path / "images", per_class=100, side=8)
+    partition(images, tmp_path / "shards", 1, held_out=0.8)
+    settings = expert_settings("flow", steps=3000, batch_size=40, size="mini", ema_decay=0.9)
+    run = RunOptions(held_out=tmp_path / "shards" / "held_out" / "shard_0", validate_every=100)
+    shard = tmp_path / "shards" / "shard_0"
+    assert 30 <= len(open_shard(shard)) <= 45
+    losses = train_expert(shard, tmp_path / "expert", settings, run=run)
+    entries = read_json(tmp_path / "expert" / "expert.json")["training"]["held_out"]
+    errors = [sum(one["ema"]) / STRATA for one in entries]
+    best = errors.index(min(errors))
+    assert best < len(errors) // 2
+    assert errors[-1] > 1.2 * errors[best]
+    early, late = (sum(losses[end - 300 : end]) for end in (100 * (best + 1) + 300, 3000))
+    assert late < early
