@@ -42,11 +42,14 @@ def address() -> Iterator[str]:
 
     # Processes of this cluster inherit it.
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", MARK: str(os.getpid())}
+    handler = signal.getsignal(signal.SIGTERM)
     cluster = Cluster()
     try:
         for k in range(NODES):
             options = {"include_dashboard": False} if k == 0 else {}
             cluster.add_node(num_cpus=2, resources={f"node{k}": 1}, **options)
+        # Ray's own handler would end the tests that signal this process.
+        signal.signal(signal.SIGTERM, handler)
         yield cluster.address
     finally:
         cluster.shutdown()

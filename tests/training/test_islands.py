@@ -164,8 +164,11 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     small = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 100 * 2**20}
+    handler = signal.getsignal(signal.SIGTERM)
     cluster = Cluster(initialize_head=True, head_node_args=small)
     ray.init(address=cluster.address, log_to_driver=False)
+    # Ray's own would end the tests that signal this process.
+    signal.signal(signal.SIGTERM, handler)
     yield cluster
     ray.shutdown()
     cluster.shutdown()
