@@ -99,9 +99,11 @@ def write_partition(root: Path, num: int = 20, held_out: int = 0, colour: bool =
 
 
 def write_partition_record(root: Path, sizes: Sequence[int], hashes: Sequence[str]) -> Path:
-    """Make a partition of the shards in ``root``, which is returned."""
+    """Make a partition of the shards in ``root``, which is returned, with a key that no version has now."""
     facts = {"format": "1.2", "images": sum(sizes), "features": "pixel_pca", "fine_clusters": 2, "seed": 0}
-    (root / "partition.json").write_text(json.dumps({**facts, "sizes": sizes, "hashes": hashes}))
+    (root / "partition.json").write_text(
+        json.dumps({**facts, "sizes": sizes, "hashes": hashes, "proposal": None})
+    )
     return root
 
 

@@ -26,7 +26,7 @@ from hddm.data.sources.base import LARGEST_FILE, ImageSource, SourceImage
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import inside, read_whole
-from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE, ROUTER_FILE, Record, read_record
+from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE, ROUTER_FILE, OpenRecord, Record, read_record
 
 FORMAT = "1.4"
 MANIFEST = "manifest.json"
@@ -131,7 +131,7 @@ class ShardManifest(Record):
         return len(self.images) - len(self.skipped)
 
 
-class PartitionRecord(Record):
+class PartitionRecord(OpenRecord):
     """``partition.json``: how shards were made; ``images`` includes held-out ones, not skipped ones."""
 
     format: str
