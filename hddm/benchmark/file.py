@@ -144,6 +144,8 @@ class BenchmarkFile(Record):
     def _names_what_there_is(self) -> "BenchmarkFile":
         """Refuse names and seeds that would go unnoticed or fail late."""
         taken = (*RESERVED, "jobs", "samples", "scores", "real")
+        if both := sorted(self.steps.keys() & self.values):
+            raise ValueError(f"{both[0]!r} is both a step and a value; rename one")
         for name in (*self.steps, *self.values):
             if re.fullmatch(r"[A-Za-z_][\w-]*", name) is None or name in taken:
                 raise ValueError(

@@ -114,6 +114,7 @@ def test_confirming_takes_other_seeds_and_held_out_images(data: Path, tmp_path: 
         ({"rows": {SINGLE: "$single"}}, "there is no row"),
         ({"evaluate": {"reference": "$all", "features": "classifier"}}, "evaluate.held_out: is required"),
         ({"confirmation_seeds": [0]}, "seed 0 is in both"),
+        ({"values": {"all": 1}}, "'all' is both a step and a value"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
