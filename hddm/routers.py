@@ -72,7 +72,8 @@ class Strategy:
 def sparse_weights(probabilities: Tensor, strategy: Strategy) -> Tensor:
     """Weights (batch, K), each row summing to 1, from ``probabilities`` (batch, K).
 
-    ``draw`` and ``commit-x`` have none: they choose an expert by index. Raises `HddmError` for a k above K.
+    Raises:
+        HddmError: for a k above K, and for ``draw`` and ``commit-x``, which choose one expert by its index.
     """
     strategy.check(probabilities.shape[1])
     if strategy.kind == "full":
@@ -85,10 +86,12 @@ def sparse_weights(probabilities: Tensor, strategy: Strategy) -> Tensor:
             chosen = (rank < strategy.value).expand_as(ranked)
         case "threshold":
             chosen = (ranked >= strategy.value) | (rank == 0)
-        case _:
+        case "nucleus":
             # An expert belongs to the set while those before it have not reached the share.
             before = ranked.cumsum(1).roll(1, dims=1)
             chosen = (before < strategy.value) | (rank == 0)
+        case other:
+            raise HddmError(f"strategy {other} chooses one expert per sample, and has no weights")
     kept = torch.zeros_like(probabilities).scatter(1, order, ranked * chosen)
     return kept / kept.sum(1, keepdim=True)
 

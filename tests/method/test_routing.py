@@ -90,10 +90,13 @@ def test_an_unknown_strategy_is_refused(name: str) -> None:
         Strategy.parse(name)
 
 
-def test_more_experts_than_there_are_is_refused() -> None:
+def test_more_experts_than_there_are_and_strategies_without_weights_are_refused() -> None:
     p = torch.full((2, 3), 1 / 3)
     with pytest.raises(HddmError, match="top-4 needs 4 experts and there are 3"):
         sparse_weights(p, Strategy.parse("top-4"))
+    for name in ("draw", "commit-0.8"):
+        with pytest.raises(HddmError, match="and has no weights"):
+            sparse_weights(p, Strategy.parse(name))
     sparse_weights(p, Strategy.parse("top-3"))
     assert sparse_weights(torch.tensor([[2.0, 6.0]]), Strategy.parse("full")).tolist() == [[0.25, 0.75]]
 
