@@ -10,11 +10,10 @@ step.
 
 import itertools
 from collections.abc import Callable
-from typing import Protocol, get_args
+from typing import Protocol
 
 from torch import Tensor
 
-from hddm.settings import SolverName
 from hddm.utils.errors import HddmError, choose
 
 Velocity = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -98,8 +97,13 @@ def _adams(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep, correc
     return x
 
 
-_IN_ORDER: tuple[Solver, ...] = (euler, heun, adams_bashforth, adams_moulton)
-SOLVERS: dict[str, Solver] = dict(zip(get_args(SolverName), _IN_ORDER, strict=True))
+SOLVERS: dict[str, Solver] = {
+    "euler": euler,
+    "heun": heun,
+    "adams-bashforth": adams_bashforth,
+    "adams-moulton": adams_moulton,
+}
+"""Solvers by name; `hddm.settings.SolverName` lists the names for the command line."""
 DEFAULT_SOLVER, DEFAULT_STEPS = "adams-moulton", 25
 
 
