@@ -121,7 +121,7 @@ def _checked(parse: Callable[[Any], object]) -> AfterValidator:
 
 
 StrategyName = Annotated[str, _checked(parse_strategy)]
-"""Name of a strategy (`hddm.ensemble`)."""
+"""Name of a strategy, such as ``nucleus-0.9``; see `hddm.routers`."""
 
 
 def _check_device(name: str) -> None:
@@ -133,8 +133,9 @@ Device = Annotated[str, _checked(_check_device)]
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 GuideBy = Literal["condition", "weak"]
 SolverName = Literal["euler", "heun", "adams-bashforth", "adams-moulton"]
-"""Names in `hddm.solvers`."""
-Prediction = Literal["epsilon", "sample", "v_prediction", "flow_prediction"]
+"""Keys of `hddm.solvers.SOLVERS`."""
+PredictionName = Literal["epsilon", "sample", "v_prediction", "flow_prediction"]
+"""Values of `hddm.velocity.PredictionType`, which also has their formulas."""
 
 
 def _whole_amount(text: Any) -> Any:
@@ -344,7 +345,7 @@ class Conversion(Reading):
 
     schedule: InputPath | None = None
     """Noise schedule, a scheduler_config.json. Default: as in the source."""
-    prediction_type: Prediction | None = None
+    prediction_type: PredictionName | None = None
     """Quantity that the network predicts. Default: as in the source."""
     noise_range: NoiseRange | None = None
     """Noise levels t (0 data, 1 noise) that the expert covers, such as 0.5:1. Default: all."""

@@ -62,7 +62,7 @@ DIFFUSERS_LAYOUTS: Mapping[str, type[ModelMixin]] = {
 }
 PIPELINE = "model_index.json"
 DENOISERS = ("transformer", "unet")
-SCHEDULER = "scheduler_config.json"
+SCHEDULER_FILE = "scheduler_config.json"
 _WEIGHTS = re.compile(rf"{STEM}(?:\.(\w+))?\.(?:safetensors|bin)(?:\.index(?:\.(\w+))?\.json)?")
 VAES = ("vae", "vqvae")
 # Scales of VAEs whose config omits it.
@@ -212,8 +212,8 @@ def _is_there(entry: object) -> TypeGuard[list[Any]]:
 
 def _scheduler(folder: Path, above: Path) -> Path | None:
     """The scheduler config beside the weights, or in the pipeline that contains them."""
-    nested = f"scheduler/{SCHEDULER}"
-    for root, name in ((folder, SCHEDULER), (folder, nested), (above, nested), (above, SCHEDULER)):
+    nested = f"scheduler/{SCHEDULER_FILE}"
+    for root, name in ((folder, SCHEDULER_FILE), (folder, nested), (above, nested), (above, SCHEDULER_FILE)):
         if (root / name).exists() or (root / name).is_symlink():
             inside(root, name)
             return root / name

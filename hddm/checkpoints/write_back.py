@@ -10,7 +10,7 @@ import diffusers
 import torch
 
 from hddm.checkpoints.convert import write_network
-from hddm.checkpoints.folders import DIFFUSERS_LAYOUTS, PIPELINE, SCHEDULER, open_expert
+from hddm.checkpoints.folders import DIFFUSERS_LAYOUTS, PIPELINE, SCHEDULER_FILE, open_expert
 from hddm.checkpoints.plan import Built
 from hddm.checkpoints.single_files import FILE_LAYOUTS
 from hddm.checkpoints.sources import Checkpoint, as_planned
@@ -133,7 +133,7 @@ def _write_pipeline(source: Checkpoint, record: ExpertRecord, layout: str, draft
         notes.append(f"note: no scheduler of diffusers has the schedule {record.schedule}; none written")
     else:
         (draft / "scheduler").mkdir()
-        write_json(draft / "scheduler" / SCHEDULER, json.loads(json.dumps(scheduler)))
+        write_json(draft / "scheduler" / SCHEDULER_FILE, json.loads(json.dumps(scheduler)))
         index["scheduler"] = ["diffusers", scheduler["_class_name"]]
     write_json(draft / PIPELINE, index)
     return notes

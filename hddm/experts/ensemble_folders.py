@@ -56,7 +56,7 @@ from hddm.utils.records import (
 MODEL_INDEX = "model_index.json"
 ROUTER = "router"
 PIPELINE = "HDDMPipeline"
-SCHEDULER = "FlowMatchEulerDiscreteScheduler"
+SCHEDULER_CLASS = "FlowMatchEulerDiscreteScheduler"
 SCHEDULER_FILE = "scheduler/scheduler_config.json"
 
 ClassName = tuple[str, str]
@@ -91,7 +91,7 @@ _KINDS: Mapping[str, tuple[ClassName, ...]] = {
 CLASSES: Mapping[str, tuple[ClassName, ...]] = {
     "experts": (("hddm", "ExpertSet"),),
     "router": (("hddm", "RouterTransformer"),),
-    "scheduler": (("diffusers", SCHEDULER),),
+    "scheduler": (("diffusers", SCHEDULER_CLASS),),
     **{name: _KINDS[unnumbered(name)] for name in COMPONENTS},
 }
 """Every part that an ensemble may have, and what it may be."""
@@ -253,7 +253,7 @@ def write_scheduler(folder: Path, shift: float) -> None:
     """Write ``scheduler/scheduler_config.json``."""
     path = folder / SCHEDULER_FILE
     path.parent.mkdir()
-    records = {"_class_name": SCHEDULER, "_diffusers_version": diffusers.__version__}
+    records = {"_class_name": SCHEDULER_CLASS, "_diffusers_version": diffusers.__version__}
     write_json(path, {**records, "num_train_timesteps": 1000, "shift": shift})
 
 
@@ -262,9 +262,9 @@ def shift_of(scheduler: "diffusers.FlowMatchEulerDiscreteScheduler") -> float:
     kind = type(scheduler).__name__
     if bent := [f"{key}={scheduler.config[key]}" for key in _OTHER_GRIDS if scheduler.config.get(key)]:
         kind += f" with {', '.join(bent)}"
-    if bent or kind != SCHEDULER:
+    if bent or kind != SCHEDULER_CLASS:
         problem = f"the scheduler is a {kind}, and hddm's time grid has the shift alone"
-        raise HddmError(f"{problem}: take a {SCHEDULER} for the shift, and choose by solver=")
+        raise HddmError(f"{problem}: take a {SCHEDULER_CLASS} for the shift, and choose by solver=")
     return float(scheduler.shift)
 
 

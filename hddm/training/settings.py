@@ -18,7 +18,7 @@ from typing import Annotated, Any, Generic, Literal, Never, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
-from hddm.settings import READ, Described, Positive, Share, Shown, StrategyName
+from hddm.settings import READ, Described, Positive, PredictionName, Share, Shown, StrategyName
 from hddm.utils.errors import HddmError, UsageError, did_you_mean
 from hddm.utils.files import read_yaml
 from hddm.utils.records import OPTIONS, WHOLE, NoiseRange, Record, Seed, parse_record
@@ -61,7 +61,6 @@ def size_config(name: str) -> dict[str, int]:
 
 Weighting = Literal["prediction", "velocity"]
 TimeSampling = Literal["uniform", "logit-normal"]
-Prediction = Literal["epsilon", "sample", "v_prediction", "flow_prediction"]
 Size = Annotated[str, AfterValidator(lambda name: size_config(name) and name)]
 # Options of the command line are words.
 SamplingSteps = Annotated[
@@ -123,7 +122,7 @@ class LoopFields(Described, Generic[Open]):
 class DenoiserFields(LoopFields[Open], Generic[Open]):
     """What experts and students have in common."""
 
-    prediction: Prediction | Open = OPEN
+    prediction: PredictionName | Open = OPEN
     """Quantity that the network predicts. Default: epsilon (DDPM), sample (flow)."""
     rotary: bool | Open = OPEN
     """Rotary position embeddings. Default: `rotary`."""
