@@ -245,10 +245,18 @@ _FIXED_BY_INIT = ("size", "prediction", "weighting", "rotary")
 class ExpertRecipe(ExpertFields[Never]):
     """The training of an expert."""
 
+    @model_validator(mode="after")
+    def _uses_all_values(self) -> "ExpertRecipe":
+        if self.lora_alpha is not None and self.lora_rank is None:
+            raise ValueError("`lora_alpha` is the scale of an adapter; pass `lora_rank` too")
+        if self.lora_rank is not None and self.weak_at:
+            raise ValueError("`weak_at`: an adapter (`lora_rank`) has no weak model; drop one of the two")
+        return self
+
     @property
     def weak_step(self) -> int:
-        """Step whose averages are kept, before the last one; 0 for none, as of an adapter."""
-        return 0 if self.lora_rank is not None else min(round(self.weak_at * self.steps), self.steps - 1)
+        """Step after which the averages are kept as the weak model, before the last step; 0 for none."""
+        return min(round(self.weak_at * self.steps), self.steps - 1)
 
 
 class RouterSettings(RouterFields[None]):
