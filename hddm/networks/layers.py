@@ -220,4 +220,5 @@ def mlp(hidden_size: int) -> nn.Sequential:
 
 def layer_norm(hidden_size: int, eps: float = LAYER_NORM_EPS) -> nn.LayerNorm:
     """Layer norm without affine parameters, since scale and shift come from the time embedding."""
-    return nn.LayerNorm(hidden_size, eps=eps, elementwise_affine=False)
+    # A config may hold anything; without float, a text would fail only once the network runs.
+    return nn.LayerNorm(hidden_size, eps=float(eps), elementwise_affine=False)

@@ -22,6 +22,7 @@ from hddm.networks.layers import (
     square_positions,
     square_rotations,
 )
+from hddm.utils.errors import HddmError
 from hddm.utils.records import Record
 
 INTERVAL_SCALE = 1000.0
@@ -140,13 +141,13 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
         final_modulation: with "single", "table" or "linear" in the final layer; "zero" implies linear.
         norm_eps: epsilon of the layer norms.
         mlp_norm_eps: that of the norms before MLPs, where it differs (diffusers' DiT).
-        frequency_shift: see `sinusoid`; 0 in DiT, 1 in diffusers' DiT.
+        frequency_shift: see `sinusoid`: 0, as in DiT, or 1, as in diffusers' DiT.
         out_channels: output channels, where not C, as with a learned variance.
         rotary: give queries and keys rotary positions, beside those that are added to patches.
         interval: take an interval of time too, for mean velocities over it (MeanFlow, arXiv:2505.13447): its
             embedding, zero at first, is added to that of time, and both are smooth.
 
-    Raises `HddmError` for heads that do not divide the width.
+    Raises `HddmError` for heads that do not divide the width, and for values other than those named above.
     Sources: DiT (arXiv:2212.09748), PixArt-α (arXiv:2310.00426).
     """
 
@@ -175,6 +176,13 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self.gradient_checkpointing = False
+        for name, value, known in (
+            ("modulation", modulation, ("single", "zero")),
+            ("final_modulation", final_modulation, ("table", "linear")),
+            ("frequency_shift", frequency_shift, (0, 1)),
+        ):
+            if value not in known:
+                raise HddmError(f"{name} is {str(value)[:40]}, and must be {known[0]} or {known[1]}")
         zero = modulation == "zero"
         side = sample_size // patch_size
         self.patch_embed = PatchEmbedding(in_channels, hidden_size, patch_size, side)

@@ -110,8 +110,8 @@ def _sides(name: str, size: Any) -> tuple[int, int]:
 
 def _count(config: Mapping[str, object], key: str) -> int | None:
     value = config.get(key)
-    # Anything else has built no network.
-    assert isinstance(value, int | None)
+    if not isinstance(value, int | None):
+        raise HddmError(f"{key} is {str(value)[:40]}, and must be a whole number")
     return value
 
 
