@@ -118,12 +118,10 @@ class OpenedEnsemble:
         dtype: torch.dtype,
         offload: Offload = "none",
         max_memory: int | None = None,
-        others: Sequence[nn.Module] = (),
     ) -> ExpertSet:
-        """The experts on their own shelf; router and ``others`` take their part of ``max_memory`` first."""
+        """The experts on their own shelf; the router takes its part of ``max_memory`` first."""
         if max_memory is not None:
-            beside = [part for part in (self.router, *others) if part is not None]
-            max_memory = room_beside(beside, max_memory)
+            max_memory = room_beside([] if self.router is None else [self.router], max_memory)
         shelf = Shelf(offload, max_memory)
         return ExpertSet(self.experts, dtype, device, shelf, self.facts, self.topics)
 

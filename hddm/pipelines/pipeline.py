@@ -166,9 +166,9 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         scheduler = FlowMatchEulerDiscreteScheduler(shift=opened.facts.shift)
         found = {"router": opened.router, "scheduler": scheduler}
         found |= read_parts(folder, opened.components, dtypes, parts)
-        beside = [part for name, part in found.items() if isinstance(part, nn.Module) and name != "router"]
-        made = cls(opened.expert_set("cpu", dtypes["experts"], offload, max_memory, beside), **found)
-        made.max_memory, made._folder = max_memory, folder
+        made = cls(opened.expert_set("cpu", dtypes["experts"], offload), **found)
+        made._folder = folder
+        made.limit_memory(max_memory)
         return made
 
     @classmethod
@@ -179,22 +179,38 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
 
     def to(self, *args: Any, **kwargs: Any) -> "HDDMPipeline":
         """Cast and move all parts, as in any diffusers pipeline."""
-        # A `hddm.routers.Router` is no module, but its network may be.
-        router = self.router if isinstance(self.router, nn.Module) else getattr(self.router, "network", None)
         dtype = kwargs.pop("dtype", None) or next((one for one in args if isinstance(one, torch.dtype)), None)
         if dtype is not None:
             # The casts of diffusers' own models warn for no reason.
-            parts = [router, *(getattr(self, name) for name in COMPONENTS)]
-            others = [part for part in parts if isinstance(part, nn.Module)]
-            for part in others:
+            for part in self._beside_experts():
                 nn.Module.to(part, dtype)
-            if self.max_memory is not None:
-                self.experts.offload(self.experts.shelf.offload, room_beside(others, self.max_memory))
+            self.limit_memory(self.max_memory)
             nn.Module.to(self.experts, dtype)
         moved: HDDMPipeline = super().to(*(one for one in args if one is not dtype), **kwargs)
-        if isinstance(router, nn.Module):
+        router = self._router_module()
+        if router is not None:
             nn.Module.to(router, self.experts.device)
         return moved
+
+    def _router_module(self) -> nn.Module | None:
+        # A `hddm.routers.Router` is no module, but its network may be.
+        router = self.router if isinstance(self.router, nn.Module) else getattr(self.router, "network", None)
+        return router if isinstance(router, nn.Module) else None
+
+    def _beside_experts(self) -> list[nn.Module]:
+        """Router, VAEs and text encoders."""
+        parts = [self._router_module(), *(getattr(self, name) for name in COMPONENTS)]
+        return [part for part in parts if isinstance(part, nn.Module)]
+
+    def limit_memory(self, max_memory: int | None) -> None:
+        """Limit the bytes of all weights on the device, as `from_pretrained` does; None for no limit.
+
+        Quantized experts count with their size in int8. Raises `HddmError` for an expert that does not fit.
+        """
+        self.max_memory = max_memory
+        if max_memory is not None:
+            room = room_beside(self._beside_experts(), max_memory)
+            self.experts.offload(self.experts.shelf.offload, room)
 
     def save_pretrained(self, save_directory: str | Path, *, overwrite: bool = False) -> None:
         """Write an ensemble folder, completely or not at all, with weights in the dtype that they run in.

@@ -76,10 +76,10 @@ def sample_to_folder(
     is_latent, device = settings.output_type == "latent", available_device(settings.device)
     # Latents have no sheet.
     grid = grid and not is_latent
-    pipeline = HDDMPipeline.from_pretrained(
-        source, dtype=DTYPES[settings.dtype], offload=settings.offload, max_memory=settings.max_memory
-    ).to(device)
-    pipeline.experts.prepare(settings)
+    pipeline = HDDMPipeline.from_pretrained(source, dtype=DTYPES[settings.dtype], offload=settings.offload)
+    pipeline.to(device).experts.prepare(settings)
+    # Only now, since quantized experts take less.
+    pipeline.limit_memory(settings.max_memory)
     image, mask = (
         None if path is None else open_image(read_whole(path, LARGEST_FILE), path)
         for path in (settings.init_image, settings.mask)
