@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import BeforeValidator, Field
 
+from hddm.benchmark.file import preset_names, read_benchmark
 from hddm.settings import Described, InputPath, Positive, Shown
 from hddm.utils.errors import HddmError, UsageError, optional
 from hddm.utils.records import BENCHMARK_FILE
@@ -50,7 +51,7 @@ def benchmark(
         str,
         typer.Argument(
             metavar="PRESET|FILE",
-            help="Preset (digits, photographs, cifar10, grow-digits, grow-cifar10, quickstart) or YAML file.",
+            help=f"Preset ({', '.join(preset_names())}) or YAML file.",
         ),
     ],
     options: BenchmarkOptions,
@@ -64,7 +65,6 @@ def benchmark(
     out = options.out
     if out is None and not options.dry_run:
         raise UsageError("--out is required, the folder to write")
-    from hddm.benchmark.file import read_benchmark
 
     file = read_benchmark(which, options.set, options.seeds, options.held_out, options.workers)
     if out is not None:
