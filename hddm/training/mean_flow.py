@@ -7,7 +7,7 @@ Through x_t a teacher's velocity leads to x_r at a time r < t. The mean velocity
 so a step x_r = x_t - (t - r) u of any length is exact (MeanFlow, arXiv:2505.13447). A network learns u from
 pairs (x_t, x_r) on trajectories of the teacher, solved from noise once and kept: a target that no network in
 training has a part in (arXiv:2605.17834, its warm-up by discrete solutions). MeanFlow's own target, which
-holds the derivative of the network, is not used: docs/notes/2026-11-24-few-steps.md compares the two.
+holds the derivative of the network, is not used: docs/notes/few-steps.md compares the two.
 
 The loss of a sample is e/(e + c)^p, of its mean squared error e and without gradient in the denominator
 (MeanFlow, section 4.2), as large errors are few.
