@@ -32,6 +32,7 @@ def _unet() -> nn.Module:
     return UNet2DModel(8, 1, 1, block_out_channels=(8, 8), norm_num_groups=2, num_class_embeds=3, **kinds)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("build", [_own, _dit, _unet])
 def test_all_blocks_share_a_graph_that_takes_batches_of_any_size(build: type[nn.Module]) -> None:
     torch.manual_seed(0)

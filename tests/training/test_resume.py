@@ -86,6 +86,7 @@ def _ended(whole: Path, folder: Path, moment: tuple[str, str] | None = None) -> 
     return process.exitcode
 
 
+@pytest.mark.integration
 def test_a_second_signal_exits_at_once_and_one_that_comes_by_two_ways_saves_as_one(
     whole: Path, tmp_path: Path
 ) -> None:

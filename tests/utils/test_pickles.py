@@ -22,6 +22,7 @@ def _refusal(path: Path, allow_pickle: bool = True) -> str:
     return message
 
 
+@pytest.mark.integration
 def test_a_training_checkpoint_is_read_as_it_was_saved(tmp_path: Path) -> None:
     network = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(network.parameters())
@@ -57,6 +58,7 @@ def test_a_training_checkpoint_is_read_as_it_was_saved(tmp_path: Path) -> None:
     assert empty.shape == (0, 3)
 
 
+@pytest.mark.integration
 def test_tensors_are_mapped(tmp_path: Path) -> None:
     path = save({"a": torch.zeros(64 * 2**20, dtype=torch.uint8)}, tmp_path / "a.pt")
     assert grown_by(lambda: read_pickle(path, allow_pickle=True)) < 8 * 2**20
@@ -159,6 +161,7 @@ HOSTILE: Mapping[str, tuple[Callable[[Path], Path], str]] = {
 }
 
 
+@pytest.mark.integration
 def test_what_weights_never_need_is_refused_and_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +176,7 @@ def test_what_weights_never_need_is_refused_and_not_run(
     assert not Path("ran").exists()
 
 
+@pytest.mark.integration
 def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
     content = save({"a": torch.ones(5), "b": {"c": torch.zeros(3)}}, tmp_path / "a.pt").read_bytes()
     paths = []
@@ -182,6 +186,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
     assert all("torch cannot load it" in said for said in attempts(paths))
 
 
+@pytest.mark.integration
 def test_what_crashes_the_process_is_refused_in_one_line(tmp_path: Path) -> None:
     """Hashing a tuple in a tuple in a tuple takes a part of the stack for each."""
     tuples = zipped(tmp_path / "a.pt", b"\x80\x02})" + b"\x85" * 2_000_000 + b"Ns.")
