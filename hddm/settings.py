@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 from hddm.utils.errors import HddmError, choose
 from hddm.utils.records import OPTIONS, Count, NoiseRange, Record, Seed, parse_record
 
-Result = TypeVar("Result")
+Returned = TypeVar("Returned")
 Report = Callable[[str], object]
 """Takes lines about what is done, as the command line prints them."""
 
@@ -49,7 +49,7 @@ class Described(Record):
     model_config = ConfigDict(use_attribute_docstrings=True, defer_build=True)
 
 
-def keywords(function: Callable[..., Result]) -> Callable[..., Result]:
+def keywords(function: Callable[..., Returned]) -> Callable[..., Returned]:
     """Let callers pass the fields of a function's settings as keywords, and paths as text.
 
     A parameter whose type is a record of settings may be passed whole, by its name, as well. Keywords are
@@ -62,7 +62,7 @@ def keywords(function: Callable[..., Result]) -> Callable[..., Result]:
     }
 
     @functools.wraps(function)
-    def called(*arguments: Any, **values: Any) -> Result:
+    def called(*arguments: Any, **values: Any) -> Returned:
         passed = signature.bind_partial(*arguments).arguments
         for name, record in records.items():
             if name not in values and name not in passed:
@@ -129,8 +129,8 @@ def _check_device(name: str) -> None:
         raise HddmError(choose(name, ("auto", "cpu", "cuda", "cuda:1", "mps")))
 
 
-Device = Annotated[str, _checked(_check_device)]
-Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+DeviceName = Annotated[str, _checked(_check_device)]
+DtypeName = Literal["float32", "bfloat16", "float16", "float64"]
 GuideBy = Literal["condition", "weak"]
 SolverName = Literal["euler", "heun", "adams-bashforth", "adams-moulton"]
 """Keys of `hddm.solvers.SOLVERS`."""
@@ -157,9 +157,9 @@ Interval = Annotated[tuple[float, float], _checked(_check_interval)]
 class Computing(Described):
     """Where networks run, and in which numbers."""
 
-    device: Device = "auto"
+    device: DeviceName = "auto"
     """Device: auto, cpu, cuda, cuda:1 or mps."""
-    dtype: Dtype = "float32"
+    dtype: DtypeName = "float32"
     """Number format that the networks compute in."""
     compile: bool = False
     """Compile the experts' blocks with torch.compile, at the first step."""
@@ -317,7 +317,7 @@ class EncodingSettings(Described):
     """Also encode mirrored images, for `random_flip=True` in training."""
     batch_size: Positive = 16
     """Images encoded together."""
-    device: Device = "auto"
+    device: DeviceName = "auto"
     """Device: auto, cpu, cuda, cuda:1 or mps."""
     dtype: Literal["float16", "bfloat16", "float32"] = "float16"
     """Number format of stored latents and text tokens."""

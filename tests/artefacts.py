@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from hddm.data.images import ImageSet, decode, save_png, stack
+from hddm.data.images import ImageSet, decode_image, save_png, stack
 from hddm.data.shard_records import read_manifest
 from hddm.data.shards import PIXELS, Rows, Samples, Shard, open_shard
 from hddm.data.sources import open_source
@@ -294,9 +294,9 @@ def ending_at(last: int) -> Callable[[int, float, float], None]:
 
 
 def load_images(root: Path) -> ImageSet:
-    """Read all images of a source in sorted order; raises as `open_source`, `decode` and `stack`."""
+    """Read all images of a source in sorted order; raises as `open_source`, `decode_image` and `stack`."""
     source = open_source(root)
     names = source.files
-    pixels = stack([decode(source.read(i), root / name) for i, name in enumerate(names)], names, root)
+    pixels = stack([decode_image(source.read(i), root / name) for i, name in enumerate(names)], names, root)
     labels = None if source.labels is None else torch.tensor(source.labels)
     return ImageSet(root, tuple(names), pixels, labels, source.classes)

@@ -11,7 +11,7 @@ from diffusers import DDIMScheduler, DDPMScheduler, FlowMatchEulerDiscreteSchedu
 
 import hddm
 from hddm.checkpoints.convert import write
-from hddm.checkpoints.plan import plan
+from hddm.checkpoints.plan import plan_conversion
 from hddm.experts.assembly import assemble
 from hddm.experts.ensemble_folders import EnsembleRecord, Member, read_ensemble_facts
 from hddm.experts.expert_set import ExpertSet
@@ -175,7 +175,7 @@ def write_mixed(root: Path) -> Path:
     scheduler = DDIMScheduler(**SD_BETAS, prediction_type="v_prediction")
     dit_source = pipeline(root / "dit", dit(2), scheduler)
     for name, source in (("unet", unet_source), ("dit", dit_source)):
-        write(plan(source, Conversion()), root / "converted" / name)
+        write(plan_conversion(source, Conversion()), root / "converted" / name)
     sizes = {"in_channels": 4, "sample_size": 8, "hidden_size": 48, "depth": 2, "num_classes": 5}
     flow = flow_expert(3, {"space": "latents", "latent_scale": None}, **sizes)
     write_vae(root / "vae")

@@ -19,7 +19,7 @@ from hddm.benchmark.results import read_compared
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.inspect import inspected
 from hddm.checkpoints.lora import convert_lora
-from hddm.checkpoints.plan import plan
+from hddm.checkpoints.plan import plan_conversion
 from hddm.data.partition import partition
 from hddm.data.shard_records import find_shards
 from hddm.data.shards import open_shard
@@ -217,7 +217,7 @@ def _read_encoded(folder: Path) -> None:
 def _read_checkpoint(folder: Path) -> None:
     out = folder.with_name(f"{folder.name}.converted")
     try:
-        write(plan(folder, Conversion(allow_pickle=True)), out)
+        write(plan_conversion(folder, Conversion(allow_pickle=True)), out)
     except HddmError:
         assert not out.exists()
         raise

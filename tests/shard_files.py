@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from hddm.data import encoding
-from hddm.data.shard_records import ImageEntry, content_hash
+from hddm.data.shard_records import ImageEntry, shard_hash
 
 
 def noise(num: int, height: int = 8, width: int = 8, seed: int = 0, colour: bool = True) -> list[np.ndarray]:
@@ -74,7 +74,7 @@ def write_shard(
         "shard": shard,
         "num_shards": num_shards,
         "classes": classes,
-        "hash": content_hash(entries, classes),
+        "hash": shard_hash(entries, classes),
         "partition": "of-all",
         "held_out_of": held_out_of,
         "channels": max(1 if one.ndim == 2 else 3 for one in arrays),

@@ -16,7 +16,7 @@ MOST = 20
 """Names of classes that are printed."""
 
 
-class Change(Described):
+class EnsembleChange(Described):
     """What an ensemble is made of, or what changes in one."""
 
     out: Path | None = None
@@ -31,7 +31,7 @@ class Change(Described):
 
 def assemble(
     experts: Annotated[list[Path], InputArgument(help="Expert folders, or one ensemble folder to change.")],
-    options: Change,
+    options: EnsembleChange,
     settings: AssemblySettings,
     overwrite: Overwrite = False,
 ) -> None:

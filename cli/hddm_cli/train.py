@@ -28,7 +28,7 @@ group = typer.Typer(help="Train one expert, all experts or the router.", no_args
 Init = Annotated[
     Path | None, InputOption(help="Expert to continue from, with its network, prediction and schedule.")
 ]
-Schedule = Annotated[
+ScheduleFile = Annotated[
     Path | None, InputOption(help="Noise schedule (DDPM only): a diffusers scheduler file. Default: cosine.")
 ]
 
@@ -47,7 +47,7 @@ def expert(
     settings: ExpertSettings,
     run: RunOptions,
     init: Init = None,
-    schedule: Schedule = None,
+    schedule: ScheduleFile = None,
     overwrite: Overwrite = False,
     config: Config = None,
 ) -> None:
@@ -120,7 +120,7 @@ def train_all(
     run: Annotated[RunOptions, Without(("held_out", "validate_every"))],
     where: IslandOptions,
     init: Init = None,
-    schedule: Schedule = None,
+    schedule: ScheduleFile = None,
     overwrite: Overwrite = False,
     config: Config = None,
 ) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hddm.settings import READ, Described, Device, InputPath
+from hddm.settings import READ, Described, DeviceName, InputPath
 from hddm.utils.errors import HddmError
 from hddm.utils.records import Seed
 from hddm_cli.options import AsJson, InputArgument
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class VerifySettings(Described):
     """How experts are checked."""
 
-    device: Device = "auto"
+    device: DeviceName = "auto"
     """Device: auto, cpu, cuda, cuda:1 or mps."""
     data: InputPath | None = None
     """Held-out shard to measure the denoising error on, or a folder of such shards."""

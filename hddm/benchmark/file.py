@@ -60,7 +60,7 @@ def _once(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 Names = Annotated[tuple[str, ...], AfterValidator(_once)]
 Seeds = Annotated[tuple[Seed, ...], BeforeValidator(_seeds), AfterValidator(_once)]
-Split = Literal["validation", "held_out"]
+DecidingSplit = Literal["validation", "held_out"]
 
 
 class Measuring(Record):
@@ -126,7 +126,7 @@ class BenchmarkFile(Record):
     """Steps that were there before, whose compute counts for no row."""
     same: dict[str, tuple[str, str]] = Field(default_factory=dict)
     """Pairs of sampled folders, of which the report says how many images are equal, byte for byte."""
-    split: Split | None = None
+    split: DecidingSplit | None = None
     """Images that are scored on; validation images where there are some."""
     seeds: Annotated[Seeds, Field(min_length=1)] = (0, 1, 2, 3, 4)
     """One training of everything per seed."""
@@ -136,7 +136,7 @@ class BenchmarkFile(Record):
     """Steps at a time, each with one CPU thread; results do not depend on it."""
 
     @property
-    def scored_on(self) -> Split:
+    def scored_on(self) -> DecidingSplit:
         """The split that decides."""
         return self.split or ("held_out" if self.evaluate.validation is None else "validation")
 

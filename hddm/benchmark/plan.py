@@ -41,13 +41,13 @@ from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE
 from hddm.utils.work import DONE, Work, content_of, hash_of
 from hddm.velocity import VelocityField
 
-Run = Callable[[list[str]], None]
+RunCommand = Callable[[list[str]], None]
 """Runs a command line of hddm, without ``hddm``."""
 NUMERICS = "3"
 """Part of every hash; raise it when verbs compute something else from the same options."""
 
 
-class Verb(NamedTuple):
+class StepKind(NamedTuple):
     """What a benchmark knows of a verb of hddm."""
 
     is_seeded: bool = False
@@ -62,17 +62,17 @@ class Verb(NamedTuple):
     """Progress of a step; a training has one unit per image that it sees."""
 
 
-VERBS = {
-    "train expert": Verb(is_seeded=True, is_alone=True, is_training=True),
-    "train router": Verb(is_seeded=True, is_training=True),
-    "train all": Verb(is_seeded=True, is_uncounted=True),
-    "distill": Verb(is_seeded=True, is_alone=True, is_training=True),
-    "convert": Verb(is_alone=True, is_uncounted=True),
-    "calibrate": Verb(is_alone=True),
-    "merge": Verb(is_alone=True),
-    "sample": Verb(is_seeded=True, units=10_000),
-    "evaluate": Verb(units=4_000),
-    "data old-model": Verb(is_uncounted=True),
+STEP_KINDS = {
+    "train expert": StepKind(is_seeded=True, is_alone=True, is_training=True),
+    "train router": StepKind(is_seeded=True, is_training=True),
+    "train all": StepKind(is_seeded=True, is_uncounted=True),
+    "distill": StepKind(is_seeded=True, is_alone=True, is_training=True),
+    "convert": StepKind(is_alone=True, is_uncounted=True),
+    "calibrate": StepKind(is_alone=True),
+    "merge": StepKind(is_alone=True),
+    "sample": StepKind(is_seeded=True, units=10_000),
+    "evaluate": StepKind(units=4_000),
+    "data old-model": StepKind(is_uncounted=True),
 }
 """Verbs that are not like any other."""
 _ROUTED = ("strategy", "router_every")
@@ -97,9 +97,9 @@ class Step:
     work: Work
 
     @property
-    def kind(self) -> Verb:
+    def kind(self) -> StepKind:
         """What its verb does."""
-        return VERBS.get(self.verb, Verb())
+        return STEP_KINDS.get(self.verb, StepKind())
 
     @property
     def options(self) -> list[list[str]]:
@@ -299,7 +299,7 @@ class SeedPlan:
         size = 2 if words[:1] in (["train"], ["data"]) else 1
         verb = " ".join(words[:size])
         words = [*words[:size], *_merged(words[size:], self._words(self.file.defaults.get(verb, "")))]
-        if VERBS.get(verb, Verb()).is_seeded and "--seed" not in words:
+        if STEP_KINDS.get(verb, StepKind()).is_seeded and "--seed" not in words:
             words = [*words, "--seed", "$seed"]
         names = dict.fromkeys(found for word in words for found in _NAME.findall(word))
         if "data" in names and self.data is None:
@@ -391,13 +391,13 @@ class _Enough(Exception):
     """Raised to end a training after some steps."""
 
 
-def count_training(words: Sequence[str], run: Run) -> tuple[int, int]:
+def count_training(words: Sequence[str], run: RunCommand) -> tuple[int, int]:
     """Count a training step of a command line: one image's part, and the part of any batch."""
     one, two = (_count_batch(words, run, size) for size in (1, 2))
     return two - one, 2 * one - two
 
 
-def _count_batch(words: Sequence[str], run: Run, batch_size: int) -> int:
+def _count_batch(words: Sequence[str], run: RunCommand, batch_size: int) -> int:
     """Count one step, forward, backward and update.
 
     Work that is done once before the first step, such as taking moments, does not count.
@@ -420,7 +420,7 @@ def _count_batch(words: Sequence[str], run: Run, batch_size: int) -> int:
     return totals[-1] - totals[-2]
 
 
-def count_sampling(words: Sequence[str], run: Run) -> int:
+def count_sampling(words: Sequence[str], run: RunCommand) -> int:
     """Count the operations of one image of a ``hddm sample``, over its first `IMAGES`."""
     size = ["--num-images", str(IMAGES), "--batch-size", str(IMAGES), "--device", "cpu"]
     with tempfile.TemporaryDirectory() as folder, counting() as counter:
@@ -446,7 +446,7 @@ def _shape_of(path: Path) -> Any:
     return [configs, strategy, steps] if configs else path.name
 
 
-def trained(step: Step) -> tuple[int, int]:
+def trained_size(step: Step) -> tuple[int, int]:
     """Steps and batch size of a finished training, as its record says; none of a calibration."""
     if not step.kind.is_training:
         return 0, 0

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from hddm.benchmark.file import BenchmarkFile, Split
+from hddm.benchmark.file import BenchmarkFile, DecidingSplit
 from hddm.evaluation.compare import SPLITS, Contrast, Figure, GapVerdict, figure_at, verdicts
 from hddm.evaluation.results import Evaluation, Result, ResultGroup, read_groups
 from hddm.evaluation.scores import LEARNED
@@ -170,7 +170,7 @@ class Results(Record):
     format: str = FORMAT
     kind: Literal["benchmark"] = "benchmark"
     name: str
-    split: Split
+    split: DecidingSplit
     seeds: tuple[int, ...]
     """Those that are in, of all in the file."""
     date: str

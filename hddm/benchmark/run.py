@@ -26,14 +26,14 @@ from typing import Any
 from hddm.benchmark.file import BenchmarkFile
 from hddm.benchmark.plan import (
     PlannedRow,
-    Run,
+    RunCommand,
     SeedPlan,
     Step,
     calibration_flop,
     cost_key,
     count_sampling,
     count_training,
-    trained,
+    trained_size,
 )
 from hddm.benchmark.report import tables_text, write_report
 from hddm.benchmark.results import (
@@ -62,9 +62,9 @@ _KEPT = "finished work is saved, and the same command continues"
 def run_benchmark(
     file: BenchmarkFile,
     out: Path,
-    run: Run,
+    run: RunCommand,
     *,
-    check: Run | None = None,
+    check: RunCommand | None = None,
     data: Path | None = None,
     jobs: Path | None = None,
     overwrite: bool = False,
@@ -125,14 +125,14 @@ def run_benchmark(
     return results
 
 
-def _check(plan: SeedPlan, check: Run | None) -> None:
+def _check(plan: SeedPlan, check: RunCommand | None) -> None:
     for step in plan.all:
         with asked(f"step {step.name!r}", HddmError):
             if check is not None:
                 check(step.command())
 
 
-def commands(file: BenchmarkFile, data: Path | None = None, check: Run | None = None) -> Iterator[str]:
+def commands(file: BenchmarkFile, data: Path | None = None, check: RunCommand | None = None) -> Iterator[str]:
     """The command lines of a benchmark, in order, to be run in an empty folder."""
     yielded: set[str] = set()
     for seed in file.seeds:
@@ -176,7 +176,7 @@ def _units(step: Step) -> int:
 
 
 def _do_all(
-    plan: SeedPlan, out: Path, run: Run, workers: Backend, progress: Progress, shows_commands: bool
+    plan: SeedPlan, out: Path, run: RunCommand, workers: Backend, progress: Progress, shows_commands: bool
 ) -> None:
     """Do the steps of a seed that are not done, then count their operations."""
     reported = Counter[str]()
@@ -224,7 +224,7 @@ def _cost(step: Step) -> Path:
     return step.work.path("cost", cost_key(step))
 
 
-def _do(step: Step, out: Path, run: Run, report: Callable[[float], None]) -> float:
+def _do(step: Step, out: Path, run: RunCommand, report: Callable[[float], None]) -> float:
     """Run a step, whose inputs have links in ``out``, and record it; return its seconds."""
     started, printed = time.perf_counter(), io.StringIO()
     if step.kind.is_training:
@@ -244,7 +244,7 @@ def _do(step: Step, out: Path, run: Run, report: Callable[[float], None]) -> flo
     return seconds
 
 
-def _count(step: Step, out: Path, run: Run, report: Callable[[float], None]) -> float:
+def _count(step: Step, out: Path, run: RunCommand, report: Callable[[float], None]) -> float:
     """Count the operations of one image of a training or of a sampling, and record them."""
     words = step.command(out)[:-2]
     with _started(step, io.StringIO()), heard(report):
@@ -315,7 +315,7 @@ def _model(plan: SeedPlan, step: Step, records: Mapping[str, Mapping[str, Any]])
     before = {one.identity for each in earlier for one in each.upstream}
     own = [one for one in step.upstream if one.identity not in before]
     parts = [one for one in own if one.kind.is_training or one.verb == "calibrate"]
-    sizes = [trained(one) for one in parts]
+    sizes = [trained_size(one) for one in parts]
     fitting = [calibration_flop(one) for one in parts]
     flop = list(fitting)
     for k, (one, (steps, batch_size)) in enumerate(zip(parts, sizes, strict=True)):

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Calibration
-from hddm.checkpoints.plan import TEXT, Built, ConversionPlan, plan, summary
+from hddm.checkpoints.plan import Built, ConversionPlan, plan_conversion, summary_lines
 from hddm.checkpoints.sources import Checkpoint, Forward
 from hddm.data.shards import open_shard
 from hddm.experts.ensemble_folders import keep_component
@@ -47,6 +47,7 @@ from hddm.networks.wrappers import EXPERT_NETWORKS, OPTIONAL_CONDITIONS, call, p
 from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule
 from hddm.settings import Conversion, Report, keywords, silent
 from hddm.training.objectives import check_fit
+from hddm.training.settings import TEXT
 from hddm.training.verify import warn_of_misreading
 from hddm.utils.errors import HddmError, asked, one_line
 from hddm.utils.files import check_absent, new_folder, refuse_full_disk, sha256_of, write_json
@@ -127,14 +128,14 @@ def convert(
             exactly those of the network, a failed comparison, or an existing ``out``.
     """
     with Progress(None, "read the checkpoint"):
-        planned = plan(source, settings)
+        planned = plan_conversion(source, settings)
     check_absent(out, EXPERT_FILE, overwrite)
     shard = None
     if data is not None:
         with asked():
             shard = open_shard(data)
             check_fit(shard, planned.record, None)
-    for line in summary(planned):
+    for line in summary_lines(planned):
         report(line)
     if dry_run:
         refuse_full_disk(out, planned.size)

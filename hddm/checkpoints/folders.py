@@ -60,7 +60,7 @@ DIFFUSERS_LAYOUTS: Mapping[str, type[ModelMixin]] = {
     "diffusers-unet2d": diffusers.UNet2DModel,
     "diffusers-unet2d-condition": diffusers.UNet2DConditionModel,
 }
-PIPELINE = "model_index.json"
+PIPELINE_FILE = "model_index.json"
 DENOISERS = ("transformer", "unet")
 SCHEDULER_FILE = "scheduler_config.json"
 _WEIGHTS = re.compile(rf"{STEM}(?:\.(\w+))?\.(?:safetensors|bin)(?:\.index(?:\.(\w+))?\.json)?")
@@ -74,16 +74,19 @@ def open_pipeline(folder: Path, reading: Reading) -> Checkpoint:
 
     Only the entries that are read must be classes of diffusers; a safety checker may be anything.
     """
-    index = read_config(folder, PIPELINE)
+    index = read_config(folder, PIPELINE_FILE)
     found = [name for name in DENOISERS if _is_there(index.get(name))]
     if len(found) != 1:
-        raise HddmError(f"{folder / PIPELINE}: needs one of {', '.join(DENOISERS)}, not {found or 'none'}")
+        raise HddmError(
+            f"{folder / PIPELINE_FILE}: needs one of {', '.join(DENOISERS)}, not {found or 'none'}"
+        )
     for name in (found[0], "scheduler", *VAES):
         entry = index.get(name)
         is_foreign = not _is_there(entry) or entry[0] != "diffusers"
         if is_foreign and entry not in (None, [None, None]):
             raise HddmError(
-                f"{folder / PIPELINE}: {name} is {entry!r}, not a class of diffusers; hddm runs no other code"
+                f"{folder / PIPELINE_FILE}: {name} is {entry!r}, not a class of diffusers; hddm runs no "
+                "other code"
             )
     # Some early pipelines of one model hold it at the root.
     model = folder / found[0]
@@ -94,7 +97,7 @@ def open_pipeline(folder: Path, reading: Reading) -> Checkpoint:
 
 def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Checkpoint:
     """Open one model folder of the pipeline ``root``, by default the one around it."""
-    above = root or (folder.parent if (folder.parent / PIPELINE).is_file() else folder)
+    above = root or (folder.parent if (folder.parent / PIPELINE_FILE).is_file() else folder)
     path = folder / "config.json"
     network, arguments = parse_config(read_config(folder), list(DIFFUSERS_LAYOUTS.values()), str(path))
     side, stated = reading.sample_size, arguments.get("sample_size")
@@ -107,7 +110,7 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Chec
     sets = _weight_files(folder, reading.variant)
     chosen = choose_set(sets, reading.weights, str(folder))
     weights, files = _read_weights(folder, sets[chosen], reading.allow_pickle)
-    index = read_json(inside(above, PIPELINE)) if (above / PIPELINE).is_file() else {}
+    index = read_json(inside(above, PIPELINE_FILE)) if (above / PIPELINE_FILE).is_file() else {}
     scheduler = _scheduler(folder, above)
     scale, is_latent, notes = _latents(above, any(_is_there(index.get(one)) for one in VAES), arguments)
     vae, more = _vae(above, reading.variant)
@@ -139,7 +142,7 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Chec
     )
 
 
-def open_expert(folder: Path, reading: Reading) -> Checkpoint:
+def open_expert_checkpoint(folder: Path, reading: Reading) -> Checkpoint:
     """Open an expert folder; an adapter is merged into its base."""
     record = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
     files: tuple[Path, ...] = (folder / WEIGHTS,)
@@ -197,7 +200,7 @@ def _refuse_other_family(entry: object, declared: Declared, above: Path) -> None
     # With flow sigmas a class of the other family means the same.
     if not config.get("use_flow_sigmas") and _family(entry[1]) != _family(name):
         raise HddmError(
-            f"{declared.scheduler_origin}: is a {name}, and {above / PIPELINE} says "
+            f"{declared.scheduler_origin}: is a {name}, and {above / PIPELINE_FILE} says "
             f"{entry[1]}, which means another schedule; correct one of them"
         )
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from hddm.data.shard_records import (
     FORMAT,
-    MANIFEST,
     PARTITION_FILE,
+    SHARD_FILE,
     PartitionRecord,
     find_shards,
     read_manifest,
@@ -86,7 +86,7 @@ def _shard(folder: Path) -> dict[str, Any]:
 def _partition(folder: Path) -> dict[str, Any]:
     """The partition's record, which `hddm encode` takes over, and the encoding of an encoded one's shards."""
     record = read_record(folder / PARTITION_FILE, PartitionRecord, FORMAT).model_dump()
-    shard = next((shard for shard in find_shards(folder) if (shard / MANIFEST).is_file()), None)
+    shard = next((shard for shard in find_shards(folder) if (shard / SHARD_FILE).is_file()), None)
     manifest = None if shard is None else read_manifest(shard)
     if manifest is None or manifest.encoding is None:
         return {"kind": "partition", **record}
@@ -107,10 +107,10 @@ def _holds_images(path: Path) -> bool:
 
 _RECORDS: dict[str, Describe] = {
     PARTITION_FILE: _partition,
-    MANIFEST: _shard,
+    SHARD_FILE: _shard,
     RUN_FILE: _run,
     f"*/{EXPERT_FILE}": _read_by("experts", "hddm assemble, hddm verify"),
-    f"shard_*/{MANIFEST}": _read_by("shards", "hddm verify EXPERT --data, hddm evaluate --held-out"),
+    f"shard_*/{SHARD_FILE}": _read_by("shards", "hddm verify EXPERT --data, hddm evaluate --held-out"),
     FEATURES_FILE: _read_by("features", "hddm partition --cache"),
     SAMPLING_FILE: _read_by("samples", "hddm evaluate"),
     RESULTS_FILE: _read_by("benchmark", "hddm compare"),

@@ -9,8 +9,8 @@ from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import calibration_record
 from hddm.checkpoints.layouts import UnstatedHeads
 from hddm.checkpoints.lora import is_lora, read_lora
-from hddm.checkpoints.plan import open_source
-from hddm.checkpoints.sources import resolve, with_shift
+from hddm.checkpoints.plan import open_checkpoint
+from hddm.checkpoints.sources import resolve_conventions, with_shift
 from hddm.conditions import join_classes
 from hddm.experts.assembly import PIPELINE_FILE, foreign_pipeline
 from hddm.experts.compatibility import read_entries
@@ -30,9 +30,9 @@ from hddm.routers import Topic
 from hddm.schedules import from_config
 from hddm.settings import Reading
 from hddm.utils.errors import HddmError, counted
-from hddm.utils.files import kind_of, read_json
+from hddm.utils.files import file_kind, read_json
 from hddm.utils.records import has_manifest, read_folder_manifest, read_record
-from hddm.utils.tensors import DTYPES, read_header
+from hddm.utils.tensors import SAFETENSORS_DTYPES, read_header
 
 _HEADS = ("num_heads", "num_attention_heads", "attention_head_dim")
 
@@ -49,7 +49,7 @@ def inspect_model(folder: Path, allow_pickle: bool = False, variant: str | None 
             return described(folder)
     if folder.is_dir() and is_paris(folder):
         return _paris(folder)
-    if folder.is_file() and kind_of(folder) == "safetensors" and is_lora(read_header(folder)[0]):
+    if folder.is_file() and file_kind(folder) == "safetensors" and is_lora(read_header(folder)[0]):
         return _lora(folder)
     return _checkpoint(folder, allow_pickle, variant)
 
@@ -72,10 +72,10 @@ def _checkpoint(path: Path, allow_pickle: bool, variant: str | None) -> dict[str
     reading = Reading(allow_pickle=allow_pickle, variant=variant)
     unstated = []
     try:
-        source = open_source(path, reading)
+        source = open_checkpoint(path, reading)
     except UnstatedHeads as missing:
         # Any number will do here: no shape depends on it.
-        source = open_source(path, reading.model_copy(update={"num_heads": 1}))
+        source = open_checkpoint(path, reading.model_copy(update={"num_heads": 1}))
         unstated.append(str(missing))
     network = source.network.__name__
     arguments = {k: v for k, v in source.arguments.items() if not (unstated and k in _HEADS)}
@@ -97,7 +97,7 @@ def _checkpoint(path: Path, allow_pickle: bool, variant: str | None) -> dict[str
     }
     notes = list(source.declared.notes)
     try:
-        found = resolve(source, None, None)
+        found = resolve_conventions(source, None, None)
         if shape or not found.scheduler.get("use_dynamic_shifting"):
             found = with_shift(found, source, interface)
             described["shift"] = found.shift
@@ -222,7 +222,7 @@ def _network(folder: Path, name: str = WEIGHTS) -> dict[str, Any]:
 def _numbers(path: Path) -> dict[str, Any]:
     """The count of numbers in a weights file, and their dtypes."""
     tensors = read_header(path)[0].values()
-    names = {dtype: name for name, dtype in DTYPES.items()}
+    names = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
     count = sum(math.prod(one.shape) for one in tensors)
     return {"parameters": count, "dtypes": sorted({names[one.dtype] for one in tensors})}
 

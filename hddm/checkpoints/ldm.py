@@ -185,7 +185,7 @@ def unet_heads(
     return found
 
 
-def table(names: Iterable[str], config: Mapping[str, Any], origin: str) -> KeyTable:
+def key_table(names: Iterable[str], config: Mapping[str, Any], origin: str) -> KeyTable:
     """Map the file's names to ``names``, those of the class; raises for one without a name in the layout."""
     blocks = {*config["down_block_types"], *config["up_block_types"], config.get("mid_block_type", _MIDDLE)}
     odd, layers, pairs = blocks - _BLOCKS, config["layers_per_block"], []
@@ -333,7 +333,7 @@ LDM = FileLayout(
     markers=(f"{UNET}input_blocks.0.0.weight", f"{UNET}time_embed.0.weight"),
     network=UNet2DConditionModel,
     arguments=arguments,
-    table=table,
+    table=key_table,
     forward=forward,
     declared=_declared,
     scheduler=None,

@@ -200,7 +200,7 @@ def _layers_of(network: ModelMixin) -> dict[str, str]:
     if isinstance(network, ldm.LDM.network):
         # Not every block of the class is one of latent diffusion.
         with contextlib.suppress(HddmError):
-            pairs = ldm.table([f"{layer}.weight" for layer in layers], network.config, "LoRA").pairs
+            pairs = ldm.key_table([f"{layer}.weight" for layer in layers], network.config, "LoRA").pairs
             foreign = (pair.foreign[0].removeprefix(ldm.UNET).removesuffix(".weight") for pair in pairs)
             names |= {name.replace(".", "_"): layer for name, layer in zip(foreign, layers, strict=True)}
     return names

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hddm.checkpoints.convert import write_network
-from hddm.checkpoints.folders import open_expert
+from hddm.checkpoints.folders import open_expert_checkpoint
 from hddm.checkpoints.plan import Built
 from hddm.checkpoints.sources import Checkpoint
 from hddm.experts.compatibility import SHARE_TOLERANCE, Entry, Findings, common_shift, compare_experts
@@ -21,7 +21,7 @@ from hddm.experts.ensemble_folders import keep_component, whole_components
 from hddm.experts.records import (
     EXPERT_FILE,
     EXTRAS_FILE,
-    WEAK,
+    WEAK_FILE,
     ExpertRecord,
     SourceRecord,
     joint_licence,
@@ -58,14 +58,14 @@ def merge_experts(
             conditions or classes, or was trained in its calibration; and for NaN and Inf.
     """
     shares = _shares(experts, weights)
-    parts, found = [open_expert(folder, Reading()) for folder in experts], Findings()
+    parts, found = [open_expert_checkpoint(folder, Reading()) for folder in experts], Findings()
     records = [one.record for one in parts if one.record is not None]
     entries = [Entry(str(folder), record) for folder, record in zip(experts, records, strict=True)]
     compare_experts(entries, found)
     _compare(parts, entries, found)
     found.refuse("these experts cannot be merged, and nothing was written:")
     check_absent(out, EXPERT_FILE, overwrite)
-    if weak := [str(folder) for folder in experts if (folder / WEAK).exists()]:
+    if weak := [str(folder) for folder in experts if (folder / WEAK_FILE).exists()]:
         found.note(
             f"the weak models are left out, of {', '.join(weak)}, so the result cannot be guided by one"
         )

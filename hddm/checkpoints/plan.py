@@ -14,7 +14,7 @@ import torch
 from diffusers import ModelMixin, UNet2DConditionModel
 from torch import Tensor
 
-from hddm.checkpoints.folders import PIPELINE, open_expert, open_model, open_pipeline
+from hddm.checkpoints.folders import PIPELINE_FILE, open_expert_checkpoint, open_model, open_pipeline
 from hddm.checkpoints.layouts import IMAGENET_LICENCE, UnstatedHeads
 from hddm.checkpoints.single_files import open_file
 from hddm.checkpoints.sources import (
@@ -22,7 +22,7 @@ from hddm.checkpoints.sources import (
     Conventions,
     Weights,
     as_planned,
-    resolve,
+    resolve_conventions,
     with_shift,
 )
 from hddm.experts.paris import is_paris
@@ -33,6 +33,7 @@ from hddm.networks.prompts import default_conditions
 from hddm.networks.transformers import ExpertTransformer
 from hddm.networks.wrappers import Interface, interface_of, pooled_width
 from hddm.settings import Conversion, Reading
+from hddm.training.settings import TEXT
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.records import WHOLE
 from hddm.utils.streams import Use, seed_of
@@ -40,7 +41,6 @@ from hddm.utils.tensors import Planned
 from hddm.velocity import PredictionType
 
 _ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
-TEXT = "encoder_hidden_states"
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class ConversionPlan:
         return sum(math.prod(one.shape) * one.dtype.itemsize for one in self.built.tensors)
 
 
-def open_source(path: Path, reading: Reading) -> Checkpoint:
+def open_checkpoint(path: Path, reading: Reading) -> Checkpoint:
     """Open the checkpoint at ``path`` after recognising its content.
 
     A folder without any config may hold one weights file. Raises `HddmError` for an unknown layout.
@@ -85,10 +85,10 @@ def open_source(path: Path, reading: Reading) -> Checkpoint:
     if not path.is_dir():
         return open_file(path, reading)
     if (path / EXPERT_FILE).exists():
-        return open_expert(path, reading)
+        return open_expert_checkpoint(path, reading)
     if is_paris(path):
         raise UsageError(f"{path}: is the Paris release, which needs no conversion: hddm sample {path}")
-    if (path / PIPELINE).exists():
+    if (path / PIPELINE_FILE).exists():
         return open_pipeline(path, reading)
     if (path / "config.json").exists():
         return open_model(path, reading)
@@ -106,19 +106,19 @@ def open_source(path: Path, reading: Reading) -> Checkpoint:
         return sources[0]
     found = [str(one.path) for one in sources] + [str(error) for error in refusals]
     raise HddmError(
-        f"{path}: holds none of {EXPERT_FILE}, {PIPELINE} and config.json, and not exactly one "
+        f"{path}: holds none of {EXPERT_FILE}, {PIPELINE_FILE} and config.json, and not exactly one "
         f"checkpoint file (found: {'; '.join(found) or 'none'})"
     )
 
 
-def plan(path: Path, conversion: Conversion) -> ConversionPlan:
+def plan_conversion(path: Path, conversion: Conversion) -> ConversionPlan:
     """Read a source and decide everything, without writing.
 
     Raises `HddmError` for an unreadable source, an unknown layout, unknown conventions, or tensors that are
     not exactly those of its network.
     """
-    source = open_source(path, conversion)
-    conventions = resolve(source, conversion.schedule, conversion.prediction_type)
+    source = open_checkpoint(path, conversion)
+    conventions = resolve_conventions(source, conversion.schedule, conversion.prediction_type)
     tensors, extras = _own_tensors(source)
     built = Built(source.network, dict(source.arguments), tensors)
     if conversion.text_dim is not None:
@@ -219,7 +219,7 @@ def _record(
     )
 
 
-def summary(plan: ConversionPlan) -> list[str]:
+def summary_lines(plan: ConversionPlan) -> list[str]:
     """Lines for the user on the source and on what will be written."""
     source, record, conventions = plan.source, plan.record, plan.conventions
     low, high = conventions.schedule.range

@@ -213,7 +213,9 @@ class Conventions:
     shift: float = 1.0
 
 
-def resolve(source: Checkpoint, schedule_file: Path | None, prediction_type: str | None) -> Conventions:
+def resolve_conventions(
+    source: Checkpoint, schedule_file: Path | None, prediction_type: str | None
+) -> Conventions:
     """Determine the conventions of a source.
 
     ``schedule_file`` is a diffusers scheduler config that the user vouches for in place of the source's;

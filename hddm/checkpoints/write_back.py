@@ -10,14 +10,14 @@ import diffusers
 import torch
 
 from hddm.checkpoints.convert import write_network
-from hddm.checkpoints.folders import DIFFUSERS_LAYOUTS, PIPELINE, SCHEDULER_FILE, open_expert
+from hddm.checkpoints.folders import DIFFUSERS_LAYOUTS, PIPELINE_FILE, SCHEDULER_FILE, open_expert_checkpoint
 from hddm.checkpoints.plan import Built
 from hddm.checkpoints.single_files import FILE_LAYOUTS
 from hddm.checkpoints.sources import Checkpoint, as_planned
 from hddm.experts.ensemble_folders import put_component
 from hddm.experts.parts import components_of
 from hddm.experts.records import EXPERT_FILE, ExpertRecord
-from hddm.networks.prompts import family_in, index_of, parts_of, zeros_in
+from hddm.networks.prompts import encoder_classes, family_in, index_content, zeros_in
 from hddm.networks.wrappers import own_time_factor
 from hddm.schedules import FLOW_MATCH_FAMILY, LinearSchedule, from_config, from_diffusers
 from hddm.settings import Reading
@@ -27,7 +27,7 @@ from hddm.utils.tensors import write_safetensors
 from hddm.velocity import PredictionType
 
 RECORD = "written_back.json"
-FILE = "checkpoint.safetensors"
+CHECKPOINT_FILE = "checkpoint.safetensors"
 _NETWORKS = {name: one.network for name, one in FILE_LAYOUTS.items()} | dict(DIFFUSERS_LAYOUTS)
 _PIPELINES = {
     "diffusers-dit": ("DiTPipeline", "transformer"),
@@ -53,7 +53,7 @@ def write_back(
         raise UsageError(f"`to_layout` {layout}: {choose(layout, tuple(_NETWORKS))}")
     if not (folder / EXPERT_FILE).is_file():
         raise UsageError(f"{folder}: not an expert folder; name one of an ensemble, or convert it first")
-    source = open_expert(folder, Reading())
+    source = open_expert_checkpoint(folder, Reading())
     record = source.record
     assert record is not None
     _refuse_misfit(source, record, layout)
@@ -67,7 +67,7 @@ def write_back(
         if layout in DIFFUSERS_LAYOUTS:
             lines += _write_pipeline(source, record, layout, draft)
         else:
-            _write_file(source, record, layout, draft / FILE)
+            _write_file(source, record, layout, draft / CHECKPOINT_FILE)
         write_json(draft / RECORD, {"format": "1.0", "layout": layout, "licence": record.licence})
     return [*lines, f"{out}: written back as {layout}", f"licence: {record.licence or 'not stated'}"]
 
@@ -125,9 +125,9 @@ def _write_pipeline(source: Checkpoint, record: ExpertRecord, layout: str, draft
         if inner is None:
             index[name] = put_component(draft, name, folder)
             continue
-        for part in parts_of(inner):
+        for part in encoder_classes(inner):
             put_component(draft, part, folder / part)
-        index |= index_of(inner, zeros_in(folder))
+        index |= index_content(inner, zeros_in(folder))
     scheduler, notes = _scheduler(record, own_time_factor(kind.__name__)), []
     if scheduler is None:
         notes.append(f"note: no scheduler of diffusers has the schedule {record.schedule}; none written")
@@ -135,7 +135,7 @@ def _write_pipeline(source: Checkpoint, record: ExpertRecord, layout: str, draft
         (draft / "scheduler").mkdir()
         write_json(draft / "scheduler" / SCHEDULER_FILE, json.loads(json.dumps(scheduler)))
         index["scheduler"] = ["diffusers", scheduler["_class_name"]]
-    write_json(draft / PIPELINE, index)
+    write_json(draft / PIPELINE_FILE, index)
     return notes
 
 

@@ -25,12 +25,12 @@ from hddm.data.images import (
 from hddm.data.shard_records import (
     DEVIATION,
     FORMAT,
-    MANIFEST,
     MEAN,
     MIRRORED,
     NULL,
     PARTITION_FILE,
     PIXELS,
+    SHARD_FILE,
     TOKENS,
     EncodingRecord,
     FileRecord,
@@ -115,7 +115,7 @@ def encode_shards(
         "rows_of_a_file": rows,
         "format": FORMAT,
     }
-    record = PARTITION_FILE if is_partition else MANIFEST
+    record = PARTITION_FILE if is_partition else SHARD_FILE
     kept = "what is encoded is kept, and the same command continues"
     manifests: dict[Path, ShardManifest] = {}
     bad: list[str] = []
@@ -195,7 +195,7 @@ def _write_manifest(
         "skipped": tuple(one for done in files for one in done.skipped),
     }
     manifest = source.model_copy(update=added)
-    write_json(folder / MANIFEST, manifest.model_dump(mode="json"))
+    write_json(folder / SHARD_FILE, manifest.model_dump(mode="json"))
     return manifest
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from safetensors.numpy import save_file
 
-from hddm.data.images import decode, in_colour, pixel_digest, too_many_bad
+from hddm.data.images import decode_image, in_colour, pixel_digest, too_many_bad
 from hddm.data.shards import Rows
 from hddm.data.sources.base import ImageSource
 from hddm.utils.errors import HddmError, UsageError, did_you_mean, one_line, optional
@@ -33,7 +33,7 @@ from hddm.utils.streams import Use, seed_of, stream
 from hddm.utils.tensors import read_safetensors
 from hddm.utils.work import Work
 
-PIXELS = "pixels"
+PIXEL_FEATURES = "pixels"
 SHORT_NAMES = {"dinov2": "facebook/dinov2-base", "clip": "openai/clip-vit-large-patch14"}
 """Short names of models on Hugging Face's hub."""
 
@@ -45,7 +45,7 @@ def open_feature_extractor(features: str, seed: int = 0) -> "Extractor":
     a model's name on Hugging Face's hub. Only hub names use the network. Raises `HddmError` for other names
     or types, and a failed download.
     """
-    if features == PIXELS:
+    if features == PIXEL_FEATURES:
         return PixelPca(seed=seed)
     name = SHORT_NAMES.get(features, features)
     if Path(name).is_dir():
@@ -123,7 +123,7 @@ class PixelPca:
         small, sizes = [], []
         for row in rows.tolist():
             try:
-                image = in_colour(decode(source.read(row), source.root / source.files[row]))
+                image = in_colour(decode_image(source.read(row), source.root / source.files[row]))
             except HddmError:
                 # Extraction reads every image and will count this one as broken.
                 continue
@@ -333,7 +333,7 @@ def _write_part(
             name = source.root / source.files[row]
             try:
                 content = source.read(row)
-                pixels = decode(content, name)
+                pixels = decode_image(content, name)
             except HddmError as error:
                 broken[row] = error.message
                 continue

@@ -88,7 +88,7 @@ def as_trained(image: Image.Image, name: object = "image") -> Image.Image:
     raise HddmError(f"{name}: mode {mode} has no 8-bit form; convert it to gray or RGB first")
 
 
-def decode(content: bytes, name: Path) -> NDArray[np.uint8]:
+def decode_image(content: bytes, name: Path) -> NDArray[np.uint8]:
     """Pixels (H, W) or (H, W, 3) of one encoded image; raises as `open_image`."""
     return read_image(content, name).pixels
 
@@ -118,14 +118,14 @@ def in_colour(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
 THREADS = 8
 """Threads that read and decode images; Pillow releases Python's lock."""
 Item = TypeVar("Item")
-Result = TypeVar("Result")
+Returned = TypeVar("Returned")
 
 
 def read_ahead(
-    pool: ThreadPoolExecutor, read: Callable[[Item], Result], batches: Iterable[Sequence[Item]], ahead: int
-) -> Iterator[list[Result]]:
+    pool: ThreadPoolExecutor, read: Callable[[Item], Returned], batches: Iterable[Sequence[Item]], ahead: int
+) -> Iterator[list[Returned]]:
     """Results of ``read`` for every item, in batches, while the next ``ahead`` batches are being read."""
-    waiting: deque[list[Future[Result]]] = deque()
+    waiting: deque[list[Future[Returned]]] = deque()
     for batch in batches:
         waiting.append([pool.submit(read, item) for item in batch])
         if len(waiting) > ahead:

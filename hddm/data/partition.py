@@ -24,14 +24,14 @@ from hddm.data.images import contact_sheet, open_image
 from hddm.data.shard_records import (
     FORMAT,
     HELD_OUT,
-    MANIFEST,
     MIN_IMAGES,
     PARTITION_FILE,
+    SHARD_FILE,
     ImageEntry,
     PartitionRecord,
     ShardManifest,
-    content_hash,
     holds_shard,
+    shard_hash,
 )
 from hddm.data.sources import open_source, pick
 from hddm.data.sources.base import ImageSource
@@ -161,7 +161,7 @@ def _write_shards(
         _write_images(source, features, rows, target, cache)
         for (_, target, _), rows in zip(parts, chosen, strict=True)
     ]
-    hashes = [content_hash(one, source.classes) for one in entries]
+    hashes = [shard_hash(one, source.classes) for one in entries]
     of_all = hashlib.sha256("\n".join(hashes[:num_shards]).encode()).hexdigest()
     for (k, target, is_kept), rows, images, digest in zip(parts, chosen, entries, hashes, strict=True):
         shapes = features.shapes[rows]
@@ -178,7 +178,7 @@ def _write_shards(
             size=(int(shapes[0, 0]), int(shapes[0, 1])) if is_one_size else None,
             images=images,
         )
-        write_json(target / MANIFEST, manifest.model_dump())
+        write_json(target / SHARD_FILE, manifest.model_dump())
     return hashes[:num_shards]
 
 

@@ -29,7 +29,7 @@ from hddm.utils.files import inside, read_whole
 from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE, ROUTER_FILE, OpenRecord, Record, read_record
 
 FORMAT = "1.4"
-MANIFEST = "manifest.json"
+SHARD_FILE = "manifest.json"
 PARTITION_FILE = "partition.json"
 HELD_OUT = "held_out"
 """Folder of a partition; its ``shard_k`` has the images that evaluate the expert of shard k."""
@@ -56,7 +56,7 @@ MEAN, DEVIATION = "mean", "std"
 MIRRORED = "mirrored_"
 TOKENS = "tokens"
 
-Dtype = Literal["float16", "bfloat16", "float32"]
+StoredDtype = Literal["float16", "bfloat16", "float32"]
 
 
 class EncodingRecord(Record):
@@ -69,12 +69,12 @@ class EncodingRecord(Record):
 
     space: Literal["pixels", "latents"]
     shape: tuple[int, int, int]
-    dtype: Literal["uint8"] | Dtype
+    dtype: Literal["uint8"] | StoredDtype
     resolution: int | None = None
     crop: Literal["center", "random"] | None = None
     interpolation: str | None = None
     mirrored: bool = False
-    text_dtype: Dtype | None = None
+    text_dtype: StoredDtype | None = None
     seed: int = 0
 
 
@@ -178,7 +178,7 @@ def find_held_out(folder: Path) -> list[Path]:
 
 def holds_shard(folder: Path) -> bool:
     """True for a shard's folder; a model's folder has a manifest of the same name."""
-    return (folder / MANIFEST).is_file() and not _holds_model(folder)
+    return (folder / SHARD_FILE).is_file() and not _holds_model(folder)
 
 
 def _holds_model(folder: Path) -> bool:
@@ -189,14 +189,14 @@ def _refuse_other_folder(folder: Path, record: str) -> None:
     """Refuse a folder without ``record``, and name its kind."""
     if (folder / record).exists() and not _holds_model(folder):
         return
-    kind = "shard" if record == MANIFEST else "partition"
+    kind = "shard" if record == SHARD_FILE else "partition"
     if not folder.is_dir():
         why = "no such folder"
     elif _holds_model(folder):
         why = f"is a model folder, not a {kind}; hddm partition writes one"
     elif (folder / PARTITION_FILE).exists():
         why = f"is a partition, not a shard; name one of its folders, as {folder / 'shard_0'}"
-    elif (folder / MANIFEST).exists():
+    elif (folder / SHARD_FILE).exists():
         why = "is a shard, not a partition; name the folder of all shards"
     else:
         why = f"is not a {kind} (it has no {record}); hddm partition writes one"
@@ -223,7 +223,7 @@ def overlap(mine: Sequence[str], theirs: Sequence[str], num_mine: int, num_their
     return min(1.0, similarity * (num_mine + num_theirs) / (1 + similarity) / max(1, num_mine))
 
 
-def labels_of(entries: Sequence[ImageEntry]) -> list[int] | None:
+def entry_labels(entries: Sequence[ImageEntry]) -> list[int] | None:
     """Labels (N,), None unless every entry has one."""
     labels = [entry.label for entry in entries if entry.label is not None]
     return labels if len(labels) == len(entries) else None
@@ -235,7 +235,7 @@ def captions_of(entries: Sequence[ImageEntry]) -> tuple[str, ...] | None:
     return captions if len(captions) == len(entries) else None
 
 
-def content_hash(entries: Sequence[ImageEntry], classes: Sequence[str]) -> str:
+def shard_hash(entries: Sequence[ImageEntry], classes: Sequence[str]) -> str:
     """SHA-256 of a shard's files, contents, labels and captions."""
     lines = [json.dumps(list(classes))]
     for one in entries:
@@ -250,10 +250,10 @@ def read_manifest(folder: Path) -> ShardManifest:
     Raises `HddmError` for a missing or newer manifest, a folder of another kind by its kind, and a list of
     images that does not match its hash.
     """
-    _refuse_other_folder(folder, MANIFEST)
-    path = folder / MANIFEST
+    _refuse_other_folder(folder, SHARD_FILE)
+    path = folder / SHARD_FILE
     manifest = read_record(path, ShardManifest, FORMAT, LARGEST_MANIFEST)
-    if content_hash(manifest.images, manifest.classes) != manifest.hash:
+    if shard_hash(manifest.images, manifest.classes) != manifest.hash:
         raise HddmError(f"{path}: its list of images does not match its hash; copy the shard again")
     return manifest
 
@@ -277,7 +277,7 @@ def open_images(folder: Path) -> ImageSource:
         folder,
         [entry.file for entry in entries],
         tuple(manifest.classes),
-        labels_of(entries),
+        entry_labels(entries),
         captions_of(entries),
         [SourceImage(partial(read_content, folder, entry), 0) for entry in entries],
     )

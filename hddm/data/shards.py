@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hddm.data.images import decode, stack, to_unit_range
+from hddm.data.images import decode_image, stack, to_unit_range
 from hddm.data.shard_records import (
     DEVIATION,
     MEAN,
@@ -25,7 +25,7 @@ from hddm.data.shard_records import (
     EncodingRecord,
     FileRecord,
     captions_of,
-    labels_of,
+    entry_labels,
     read_content,
     read_manifest,
     sketch_of,
@@ -255,9 +255,9 @@ def open_shard(folder: Path, is_outline: bool = False) -> Shard:
         verified.keep()
     else:
         read = entries[:1] if is_outline else entries
-        images = [decode(read_content(folder, entry), folder / entry.file) for entry in read]
+        images = [decode_image(read_content(folder, entry), folder / entry.file) for entry in read]
         tensors = {PIXELS: Rows((stack(images, [entry.file for entry in read], folder),))}
-    labels = labels_of(entries)
+    labels = entry_labels(entries)
     return Shard(
         folder,
         manifest.shard,

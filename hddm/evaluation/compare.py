@@ -26,7 +26,7 @@ from hddm.evaluation.scores import Split
 from hddm.utils.errors import counted
 from hddm.utils.records import Record
 
-FEWEST = 3
+FEWEST_SEEDS = 3
 """Fewest training seeds for a verdict."""
 LEVEL = 0.05
 Better = Literal["lower", "higher"]
@@ -157,7 +157,7 @@ def verdicts(contrasts: Sequence[Contrast], by_images: bool = False) -> list[Gap
     over_seeds = {
         k: gap_over_seeds(one.ours.values, one.base.values)
         for k, one in enumerate(contrasts)
-        if one.why_not is None and one.trainings >= FEWEST
+        if one.why_not is None and one.trainings >= FEWEST_SEEDS
     }
     levels = dict(zip(over_seeds, holm(list(over_seeds.values())), strict=True))
     found = []
@@ -166,7 +166,7 @@ def verdicts(contrasts: Sequence[Contrast], by_images: bool = False) -> list[Gap
         if k in over_seeds:
             spread, interval = over_seeds[k].spread, over_seeds[k].interval(levels[k])
         elif why is None and not by_images:
-            why = f"{counted(one.trainings, 'training seed')}, and {FEWEST} or more give a verdict"
+            why = f"{counted(one.trainings, 'training seed')}, and {FEWEST_SEEDS} or more give a verdict"
         elif why is None and None in (one.ours.half_width, one.base.half_width):
             why = "no interval"
         elif why is None:
@@ -194,10 +194,11 @@ SPLITS: dict[Split, str] = {"training": "training", "validation": "validation", 
 
 
 @dataclass(frozen=True)
-class Line:
-    """One figure of every group: its place in a result, which direction is better, if any, and what it says.
+class ComparedFigure:
+    """One figure of every group, a row of `table` and `summary`.
 
-    ``verdicts`` are on each group after the first, against the first.
+    ``path`` is its place in a result (`figure_at`), ``better`` the direction that is better, if any, and
+    ``says`` explains it in words. ``verdicts`` judge each group after the first against the first.
     """
 
     name: str
@@ -208,10 +209,10 @@ class Line:
     verdicts: tuple[GapVerdict | None, ...] = ()
 
 
-def lines(groups: Sequence[ResultGroup]) -> list[Line]:
-    """Lines for the figures that all results have; the verdicts are those of one table."""
+def compared_figures(groups: Sequence[ResultGroup]) -> list[ComparedFigure]:
+    """The figures that all results have, with verdicts that are corrected as one table's."""
     found = []
-    for line in _empty_lines([result.content for group in groups for result in group.results]):
+    for line in _figures_to_compare([result.content for group in groups for result in group.results]):
         figures = [one for group in groups if (one := figure_at(group, line.path)) is not None]
         if len(figures) == len(groups):
             found.append(replace(line, figures=tuple(figures)))
@@ -274,13 +275,13 @@ def _entry(items: tuple[Any, ...], key: str) -> Any:
 
 
 def table(groups: Sequence[ResultGroup]) -> str:
-    """Markdown table of `lines`, with notes on how verdicts are judged."""
+    """Markdown table of `compared_figures`, with notes on how verdicts are judged."""
     names = [group.name for group in groups]
     heads = ["", *names, *(f"{name} against {names[0]}" for name in names[1:])]
-    found = lines(groups)
+    found = compared_figures(groups)
     rows = [[_title(line), *map(_shown, line.figures), *map(_said, line.verdicts)] for line in found]
     judged = sum(
-        one is not None and min(base.trainings, ours.trainings) >= FEWEST and one.interval is not None
+        one is not None and min(base.trainings, ours.trainings) >= FEWEST_SEEDS and one.interval is not None
         for line in found
         for base in line.figures[:1]
         for ours, one in zip(line.figures[1:], line.verdicts, strict=True)
@@ -290,7 +291,7 @@ def table(groups: Sequence[ResultGroup]) -> str:
 
 def summary(group: ResultGroup) -> str:
     """Markdown table of one model's figures and what they say, with notes on what they depend on."""
-    found = lines([group])
+    found = compared_figures([group])
     rows = [[one.name, _shown(one.figures[0]), one.says] for one in found]
     content = group.results[0].content
     data, how = content.data, content.features
@@ -325,7 +326,7 @@ def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], align: s
     return [line(heads), f"|{rule}|", *map(line, rows)]
 
 
-def _title(line: Line) -> str:
+def _title(line: ComparedFigure) -> str:
     return line.name if line.better is None else f"{line.name} ({line.better} is better)"
 
 
@@ -356,7 +357,7 @@ def _notes(groups: Sequence[ResultGroup], judged: int) -> list[str]:
     else:
         notes.append(
             "Noise: the intervals over images. They say nothing about another training; "
-            f"{FEWEST} results of each, one a training seed, give a spread that does."
+            f"{FEWEST_SEEDS} results of each, one a training seed, give a spread that does."
         )
     for group in groups:
         if group.is_one_model:
@@ -378,8 +379,8 @@ def _wilson(share: float, images: int) -> float:
     return float(width / (1 + 1.96**2 / images))
 
 
-def _empty_lines(contents: Sequence[Evaluation]) -> list[Line]:
-    """The lines of a table, without figures."""
+def _figures_to_compare(contents: Sequence[Evaluation]) -> list[ComparedFigure]:
+    """The rows of a table before values are filled in: add a new score here."""
     splits = dict.fromkeys(one.split for content in contents for one in content.splits)
     scores: tuple[tuple[str, str, Better, str], ...] = (
         ("Fréchet distance to", "distance", "lower", "difference of the distributions; lower is better"),
@@ -388,19 +389,21 @@ def _empty_lines(contents: Sequence[Evaluation]) -> list[Line]:
         ("recall on", "overlap.recall", "higher", "share of these images with a sample close by"),
     )
     found = [
-        Line(f"{title} {SPLITS[split]} images", f"splits.{split}.{end}", better, says)
+        ComparedFigure(f"{title} {SPLITS[split]} images", f"splits.{split}.{end}", better, says)
         for title, end, better, says in scores
         for split in splits
     ]
-    found.append(Line("diversity against training images", "diversity", says="1 is as varied as they are"))
+    found.append(
+        ComparedFigure("diversity against training images", "diversity", says="1 is as varied as they are")
+    )
     says = "between two images of a class or prompt"
-    found.append(Line("distance within conditions", "within_conditions.images", says=says))
+    found.append(ComparedFigure("distance within conditions", "within_conditions.images", says=says))
     if len({bool(one.memorisation and one.memorisation.mirrored) for one in contents}) == 1:
         says = "about 1 is right, well below 1 repeats training images"
-        found.append(Line("nearest-image ratio", "memorisation.ratio", says=says))
+        found.append(ComparedFigure("nearest-image ratio", "memorisation.ratio", says=says))
     for domain in (one.domain for one in contents[0].domains):
-        found.append(Line(f"share of {domain}", f"domains.{domain}.share"))
+        found.append(ComparedFigure(f"share of {domain}", f"domains.{domain}.share"))
         for split in splits:
             title, path = f"{SPLITS[split]} images of {domain}", f"domains.{domain}.splits.{split}.distance"
-            found.append(Line(f"Fréchet distance to {title}", path, "lower", "lower is better"))
-    return [*found, Line("training, 1e12 operations", "training_tflop")]
+            found.append(ComparedFigure(f"Fréchet distance to {title}", path, "lower", "lower is better"))
+    return [*found, ComparedFigure("training, 1e12 operations", "training_tflop")]

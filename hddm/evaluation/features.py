@@ -188,11 +188,11 @@ def open_extractor(features: str, training: ImageSet, fewest: int) -> FeatureExt
         else:
             choice = f"auto: its weights are on disk, and every side has more than {few} images"
             return open_inception(option, choice)
-        return of_classifier(trained(training), f"auto: not Inception, since {why}")
+        return of_classifier(classifier_of(training), f"auto: not Inception, since {why}")
     if features == "inception":
         return open_inception(option)
     if features == "classifier":
-        return of_classifier(trained(training))
+        return of_classifier(classifier_of(training))
     if features.endswith(".safetensors"):
         return of_classifier(load_classifier(Path(features), training.pixels.shape[1]))
     raise UsageError(
@@ -201,7 +201,7 @@ def open_extractor(features: str, training: ImageSet, fewest: int) -> FeatureExt
     )
 
 
-def trained(training: ImageSet) -> FeatureClassifier:
+def classifier_of(training: ImageSet) -> FeatureClassifier:
     """Train a classifier on the ``training`` images; raises `HddmError` for fewer than two classes.
 
     It sees them in an order of their own, so it depends on the images and not on their names or shards.

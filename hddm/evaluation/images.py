@@ -25,7 +25,7 @@ from hddm.data.shard_records import (
 from hddm.data.shards import Shard, open_shard
 from hddm.data.sources import open_source
 from hddm.data.sources.base import ImageSource
-from hddm.evaluation.measures import FEWEST
+from hddm.evaluation.measures import FEWEST_IMAGES
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import read_json
 from hddm.utils.records import SAMPLING_FILE, Count, OpenRecord, parse_record
@@ -85,7 +85,7 @@ def read_data(paths: Mapping[Role, Path], max_bad: int = 0) -> dict[str, ImageGr
     Raises `HddmError`, before any image is read, as `open_source`, `open_shard` and
     `hddm.data.shard_records.find_shards`, for latents, and for a partition that holds nothing out as held-out
     images; for JPEG samples; for more than ``max_bad`` unreadable images in all, by name; for images of
-    several sizes, and fewer than `FEWEST` in a group.
+    several sizes, and fewer than `FEWEST_IMAGES` in a group.
     """
     sources = {role: _sources(path, role) for role, path in paths.items()}
     bad: dict[Role, dict[str, str]] = {role: {} for role in paths}
@@ -106,9 +106,9 @@ def read_data(paths: Mapping[Role, Path], max_bad: int = 0) -> dict[str, ImageGr
 def _group(
     root: Path, found: Sequence[ReadImage], classes: tuple[str, ...], skipped: tuple[str, ...]
 ) -> ImageGroup:
-    if len(found) < FEWEST:
+    if len(found) < FEWEST_IMAGES:
         raise HddmError(
-            f"{root}: holds {counted(len(found), 'image')}; a distance needs at least {FEWEST} a side"
+            f"{root}: holds {counted(len(found), 'image')}; a distance needs at least {FEWEST_IMAGES} a side"
         )
     names, arrays = tuple(one.name for one in found), [one.pixels for one in found]
     pixels = stack(arrays, names, root)

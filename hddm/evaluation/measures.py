@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
+from hddm.settings import Share
 from hddm.utils.errors import HddmError
 from hddm.utils.records import Count, OpenRecord
 from hddm.utils.streams import Use, generator, stream
@@ -19,8 +20,7 @@ Features = NDArray[np.float64]
 Number = Annotated[float, Field(ge=-1e30, le=1e30)]
 """A number whose square, and sums of it, are finite too."""
 Width = Annotated[Number, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-FEWEST = 4
+FEWEST_IMAGES = 4
 """Fewest images a side that all measures work for."""
 NEIGHBOURS = 3
 MOST_IMAGES = 10_000
@@ -123,9 +123,9 @@ def kernel_distance(
 ) -> KernelDistance:
     """KID: mean of `squared_mmd` over random subsets of at most ``subset_size`` images a side.
 
-    ``features`` are (n, d), ``reference`` (m, d), at least `FEWEST` each. The deviation over such subsets,
-    often reported, is no error of their mean, since they overlap. The standard error here is that of a mean
-    over ten or more disjoint blocks of ``features``, all against one reference, which is no less. Source:
+    ``features`` are (n, d), ``reference`` (m, d), at least `FEWEST_IMAGES` each. The deviation over such
+    subsets, often reported, is no error of their mean, since they overlap. The standard error here is of a
+    mean over ten or more disjoint blocks of ``features``, all against one reference, which is no less. Source:
     arXiv:1801.01401, there on Inception features; on others it is not a KID.
     """
     draws = np.random.default_rng(stream(seed, Use.KERNEL_SUBSETS))
@@ -150,7 +150,7 @@ def squared_mmd(x: Features, y: Features) -> float:
 def _standard_error(
     features: Features, reference: Features, subset_size: int, draws: np.random.Generator
 ) -> float:
-    size = min(subset_size, max(len(features) // _BLOCKS, FEWEST // 2))
+    size = min(subset_size, max(len(features) // _BLOCKS, FEWEST_IMAGES // 2))
     order = draws.permutation(len(features))
     target = reference[draws.permutation(len(reference))[: _BLOCKS * subset_size]]
     # The reference's own term is the same for all blocks.

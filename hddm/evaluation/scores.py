@@ -13,7 +13,7 @@ from torch import Tensor
 from hddm.data.images import to_unit_range
 from hddm.evaluation.features import FeatureExtractor
 from hddm.evaluation.measures import (
-    FEWEST,
+    FEWEST_IMAGES,
     ConditionDiversity,
     Distance,
     Features,
@@ -21,7 +21,6 @@ from hddm.evaluation.measures import (
     Memorisation,
     Number,
     PrecisionRecall,
-    Share,
     diversity,
     has_few,
     kernel_distance,
@@ -31,6 +30,7 @@ from hddm.evaluation.measures import (
     precision_recall,
     within_conditions,
 )
+from hddm.settings import Share
 from hddm.utils.progress import Progress
 from hddm.utils.records import Count, OpenRecord
 
@@ -203,7 +203,7 @@ class Scorer:
             real = torch.from_numpy(known)[torch.isin(side.labels, classes)]
             few = has_few(features.shape[1], (len(own), len(real)))
             distance = None if few else measure(own.numpy(), real.numpy(), self.resamples)
-            is_measured = side.split != "training" and len(real) >= FEWEST
+            is_measured = side.split != "training" and len(real) >= FEWEST_IMAGES
             overlap = precision_recall(features, real) if is_measured else None
             splits.append(SplitScores(split=side.split, distance=distance, overlap=overlap))
         share = len(own) / len(features)

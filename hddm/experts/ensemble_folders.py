@@ -29,9 +29,9 @@ from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord, Temperature,
 from hddm.networks.folders import WEIGHTS, sha256_once
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.networks.prompts import INDEX as PROMPTS_INDEX
-from hddm.networks.prompts import family_in, index_of, parts_of, refuse_other_parts, zeros_in
+from hddm.networks.prompts import encoder_classes, family_in, index_content, refuse_other_parts, zeros_in
 from hddm.networks.text_encoder import STEM as TEXT_STEM
-from hddm.networks.text_encoder import TOKENIZERS, kind_of
+from hddm.networks.text_encoder import TOKENIZERS, text_encoder_class
 from hddm.networks.vae import STEM as VAE_STEM
 from hddm.networks.vae import read_config, read_weights
 from hddm.utils.errors import HddmError, did_you_mean, one_line
@@ -55,7 +55,7 @@ from hddm.utils.records import (
 
 MODEL_INDEX = "model_index.json"
 ROUTER = "router"
-PIPELINE = "HDDMPipeline"
+PIPELINE_CLASS = "HDDMPipeline"
 SCHEDULER_CLASS = "FlowMatchEulerDiscreteScheduler"
 SCHEDULER_FILE = "scheduler/scheduler_config.json"
 
@@ -128,7 +128,7 @@ def bases_of(experts: Sequence[Path], given: Mapping[str, Path]) -> dict[str, Pa
     return found
 
 
-Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+ShareWeight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Member(Record):
@@ -137,7 +137,7 @@ class Member(Record):
     folder: str
     name: str | None = None
     """The name of the folder that it came from."""
-    share: Share | None = None
+    share: ShareWeight | None = None
     """Its share of all data, set by hand; None: by the size of its shard. If every expert has one, they are
     normalised; else each is a fraction of 1."""
     classes: tuple[ComposedName, ...] = ()
@@ -150,7 +150,7 @@ class Member(Record):
     """The VAE whose latents it is taken to make, where its record does not say."""
     text_encoder: TextEncoderRecord | None = None
     """The text encoder that it is taken to read, where its record does not say."""
-    class_shares: dict[ComposedName, Share] = Field(default_factory=dict)
+    class_shares: dict[ComposedName, ShareWeight] = Field(default_factory=dict)
     """p(k | class) by class name, set in Python; empty: counted from the experts' shards."""
 
     @property
@@ -220,9 +220,9 @@ def read_model_index(folder: Path) -> dict[str, ClassName | None]:
     """
     path = folder / MODEL_INDEX
     content = read_json(path)
-    if content.get("_class_name") != PIPELINE:
+    if content.get("_class_name") != PIPELINE_CLASS:
         stated = one_line(repr(content.get("_class_name")))
-        raise HddmError(f"{path}: _class_name is {stated}, not {PIPELINE!r}")
+        raise HddmError(f"{path}: _class_name is {stated}, not {PIPELINE_CLASS!r}")
     for key, value in content.items():
         if key not in CLASSES and key not in _RECORDS:
             near = did_you_mean(key, CLASSES)
@@ -235,7 +235,7 @@ def write_model_index(folder: Path, classes: Mapping[str, ClassName]) -> None:
     always = {part: CLASSES[part][0] for part in _NEEDED}
     parts = ("experts", "router", "scheduler", *KEPT, *classes)
     named = {part: (always | dict(classes)).get(part) for part in CLASSES if part in parts}
-    content = {"_class_name": PIPELINE, "_diffusers_version": diffusers.__version__}
+    content = {"_class_name": PIPELINE_CLASS, "_diffusers_version": diffusers.__version__}
     write_json(folder / MODEL_INDEX, content | {part: one or (None, None) for part, one in named.items()})
 
 
@@ -280,9 +280,9 @@ def put_component(draft: Path, name: str, folder: Path, variant: str | None = No
     target, kind = draft / name, unnumbered(name)
     if kind == "text_encoder" and (pipeline := family_in(folder)) is not None:
         refuse_other_parts(folder, pipeline)
-        for part in parts_of(pipeline):
+        for part in encoder_classes(pipeline):
             put_component(target, part, folder / part, variant)
-        write_json(target / PROMPTS_INDEX, index_of(pipeline, zeros_in(folder)))
+        write_json(target / PROMPTS_INDEX, index_content(pipeline, zeros_in(folder)))
         return "hddm", "PromptEncoders"
     target.mkdir(parents=True)
     if kind in _STEMS:
@@ -303,7 +303,7 @@ def put_component(draft: Path, name: str, folder: Path, variant: str | None = No
         stated = read_config(folder, "tokenizer_config.json").get("tokenizer_class", "CLIPTokenizer")
         return "transformers", TOKENIZERS[stated]
     if kind == "text_encoder":
-        return "transformers", str(kind_of(read_config(folder)))
+        return "transformers", str(text_encoder_class(read_config(folder)))
     return "diffusers", str(read_config(folder)["_class_name"])
 
 

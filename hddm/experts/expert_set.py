@@ -11,7 +11,7 @@ from torch import nn
 from hddm.experts.compatibility import Entry, entries_of
 from hddm.experts.ensemble_folders import EnsembleRecord, Member
 from hddm.experts.records import (
-    WEAK,
+    WEAK_FILE,
     Expert,
     ExpertRecord,
     as_field,
@@ -157,7 +157,7 @@ def _on_demand(expert: Expert, dtype: torch.dtype, device: torch.device | str, s
     weak = None
     network = stored(expert.unread, expert.facts, expert.name, dtype, device, shelf)
     if expert.weak is not None:
-        weak = stored(expert.weak, expert.facts, f"{expert.name}/{WEAK}", dtype, device, shelf)
+        weak = stored(expert.weak, expert.facts, f"{expert.name}/{WEAK_FILE}", dtype, device, shelf)
     return as_field(expert, network, weak)
 
 

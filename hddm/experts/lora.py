@@ -33,7 +33,7 @@ from hddm.networks.folders import (
 )
 from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, read_json, sha256_of, write_json
-from hddm.utils.records import MANIFEST, Positive, Record, ensemble_around, read_folder_manifest
+from hddm.utils.records import MANIFEST, AboveZero, Record, ensemble_around, read_folder_manifest
 from hddm.utils.tensors import promoted, read_header, refuse_non_finite
 
 BASES = "bases"
@@ -54,7 +54,7 @@ class AdapterRecord(Record):
     """The weights changed by the adapter beside an ``expert.json``, and their base."""
 
     rank: Annotated[int, Field(ge=1, le=2**16)]
-    alpha: Positive
+    alpha: AboveZero
     targets: Annotated[tuple[str, ...], Field(min_length=1)]
     """Names of the changed weights."""
     base: str
@@ -167,13 +167,13 @@ class Merged:
         scale = self._facts.alpha / self._facts.rank
         for name, (down, up) in self._factors.items():
             weight = weights[name]
-            weights[name] = merge(weight, factors[down], factors[up], scale).to(dtype or weight.dtype)
+            weights[name] = merged_weight(weight, factors[down], factors[up], scale).to(dtype or weight.dtype)
             merged = f"{name} merged with alpha {self._facts.alpha:g}"
             refuse_non_finite(self._folder / ADAPTER_WEIGHTS, {merged: weights[name]})
         return weights if dtype is None else cast(weights, dtype)
 
 
-def merge(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+def merged_weight(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
     """Compute ``weight + scale · up @ down`` (out, …) in the widest dtype of float32 and the operands.
 
     ``down`` is A (rank, …), ``up`` is B (out, rank) or (out, rank, 1, 1), and ``scale`` is alpha/rank.

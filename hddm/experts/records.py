@@ -33,10 +33,10 @@ from hddm.utils.records import EXPERT_FILE as EXPERT_FILE
 from hddm.utils.records import (
     MANIFEST,
     WHOLE,
+    AboveZero,
     ComposedName,
     Count,
     NoiseRange,
-    Positive,
     Record,
     damage,
     read_record,
@@ -51,7 +51,7 @@ FORMAT = "1.5"
 NULL_FILE = "null_conditions.safetensors"
 EXTRAS_FILE = "source_extras.safetensors"
 """Tensors of a source that its expert does not need, kept for write-back."""
-WEAK = "weak.safetensors"
+WEAK_FILE = "weak.safetensors"
 """Weights of an early step of the training, in bfloat16, to guide by (`hddm.velocity.Guidance`)."""
 FILES = (
     NULL_FILE,
@@ -59,7 +59,7 @@ FILES = (
     CALIBRATION,
     TOPIC,
     WEIGHTS,
-    WEAK,
+    WEAK_FILE,
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     "config.json",
@@ -120,15 +120,15 @@ class ExpertRecord(Record):
     prediction_type: PredictionType
     schedule: dict[str, Any]
     schedule_source: str
-    time_scale: Positive
+    time_scale: AboveZero
     sample_shape: tuple[int, int, int]
     space: Literal["pixels", "latents"] = "pixels"
-    latent_scale: Positive | None = 1.0
+    latent_scale: AboveZero | None = 1.0
     """Samples are data × this factor; 1 for pixels in [-1, 1], None where the source does not say."""
     vae: VaeRecord | None = None
     """None for pixels, and where the source does not hold its VAE."""
     text_encoder: TextEncoderRecord | None = None
-    shift: Positive = 1.0
+    shift: AboveZero = 1.0
     """Shift of the time grid that its samples want (`hddm.sampling.time_grid`)."""
     sampling_steps: Annotated[int, Field(ge=1)] | None = None
     """Steps of a student of few steps, whose network gives mean velocities (`hddm.training.mean_flow`)."""
@@ -175,7 +175,7 @@ class RouterRecord(Record):
     remedy = "train the router anew"
 
     format: str = FORMAT
-    time_scale: Positive
+    time_scale: AboveZero
     sample_shape: tuple[int, int, int]
     shard_hashes: tuple[str, ...]
     """One per shard, in the order of the router's outputs; none where the shards are not known."""
@@ -273,7 +273,7 @@ def save_expert(
     if expert.topic is not None:
         expert.topic.save(folder)
     if expert.weak is not None:
-        save_file(expert.weak.read(torch.bfloat16), folder / WEAK, {"format": "pt"})
+        save_file(expert.weak.read(torch.bfloat16), folder / WEAK_FILE, {"format": "pt"})
     write_records(folder, facts, expert.nulls)
 
 
@@ -338,7 +338,7 @@ def field_of(expert: Expert, device: torch.device | str = "cpu") -> VelocityFiel
     network = wrapped(expert.network, expert.facts).to(device)
     weak = None
     if expert.weak is not None:
-        weak = stored(expert.weak, expert.facts, WEAK, expert.network.dtype, device, Shelf())
+        weak = stored(expert.weak, expert.facts, WEAK_FILE, expert.network.dtype, device, Shelf())
     return as_field(expert, network, weak)
 
 
@@ -407,8 +407,8 @@ def open_expert(
     changed = damage(folder, EXPERT_FILE, known, chosen=lambda name: name not in skipped)
     refuse_damaged(folder, changed, remedy(folder))
     weak = None
-    if (folder / WEAK).exists():
-        weak = unread_network(folder, EXPERT_NETWORKS, folder / WEAK)
+    if (folder / WEAK_FILE).exists():
+        weak = unread_network(folder, EXPERT_NETWORKS, folder / WEAK_FILE)
     topic = Topic.load(folder)
     return Expert(unread.network, record, calibration, nulls, weak, unread.read, folder, base, topic)
 

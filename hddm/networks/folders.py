@@ -17,7 +17,7 @@ from diffusers import ModelMixin
 from torch import Tensor
 
 from hddm.utils.errors import HddmError, did_you_mean, one_line, shown
-from hddm.utils.files import identity_of, inside, kind_of, read_json, sha256_of
+from hddm.utils.files import file_kind, identity_of, inside, read_json, sha256_of
 from hddm.utils.pickles import read_pickle
 from hddm.utils.tensors import read_header, read_safetensors, refuse_non_finite
 
@@ -294,7 +294,9 @@ _HASHES: dict[tuple[int, ...], str] = {}
 
 def read_file(path: Path, allow_pickle: bool) -> dict[str, Any]:
     """The content of a weights file: tensors by name, or nested dictionaries for a pickle."""
-    return dict(read_safetensors(path)) if kind_of(path) == "safetensors" else read_pickle(path, allow_pickle)
+    return (
+        dict(read_safetensors(path)) if file_kind(path) == "safetensors" else read_pickle(path, allow_pickle)
+    )
 
 
 def read_index(path: Path, allow_pickle: bool = False) -> tuple[dict[str, Tensor], list[Path]]:

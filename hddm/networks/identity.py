@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from hddm.utils.records import Positive, Record
+from hddm.utils.records import AboveZero, Record
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +24,7 @@ class VaeRecord(Record):
 
     kind: str
     fingerprint: str
-    scale: Positive
+    scale: AboveZero
     shift: float = Field(default=0.0, allow_inf_nan=False)
 
 

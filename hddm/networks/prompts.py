@@ -28,17 +28,17 @@ from hddm.networks.identity import TextEncoderRecord
 from hddm.networks.text_encoder import (
     CLIP,
     CLIP_PROJECTED,
-    KINDS,
+    ENCODER_CLASSES,
     STEM,
     T5,
     Embedded,
     cuts,
     embed,
-    kind_of,
     quiet,
     read_text_encoder,
     read_tokenizer,
     refuse_non_finite_tokens,
+    text_encoder_class,
     text_encoder_facts,
 )
 from hddm.networks.vae import find_weights, read_config
@@ -81,7 +81,7 @@ GUIDANCE = 3.5
 """Guidance that is embedded into a network, as of FLUX.1 [dev]; diffusers' default."""
 
 
-def parts_of(pipeline: str) -> dict[str, str]:
+def encoder_classes(pipeline: str) -> dict[str, str]:
     """Class of each part of a pipeline's folder of prompts, by its name there."""
     found = {}
     for number, kind in enumerate(FAMILIES[pipeline].encoders):
@@ -99,21 +99,21 @@ def family_in(folder: Path) -> str | None:
 
 def refuse_other_parts(folder: Path, pipeline: str) -> None:
     """Raise an `HddmError` that names a text encoder or tokenizer which is missing or of another class."""
-    for name, kind in parts_of(pipeline).items():
+    for name, kind in encoder_classes(pipeline).items():
         stated = read_config(folder, INDEX).get(name)
         if not isinstance(stated, list) or len(stated) != 2 or str(stated[1]).removesuffix("Fast") != kind:
             raise HddmError(f"{folder / INDEX}: {name} is {str(stated)[:60]}, and must be a {kind}")
         place = inside(folder, name)
         if name.startswith("tokenizer"):
             read_config(place, "tokenizer_config.json")
-        elif kind_of(read_config(place)) != KINDS[kind]:
+        elif text_encoder_class(read_config(place)) != ENCODER_CLASSES[kind]:
             raise HddmError(f"{place}/config.json: is of no {kind}")
 
 
 class PromptEncoders(nn.Module):
     """The text encoders and tokenizers of a pipeline of a class in `FAMILIES`.
 
-    ``parts`` are named as in `parts_of`. With ``empty_is_zero`` the negative prompt "" becomes zeros.
+    ``parts`` are named as in `encoder_classes`. With ``empty_is_zero`` the negative prompt "" becomes zeros.
     """
 
     def __init__(self, pipeline: str, parts: Mapping[str, Any], empty_is_zero: bool) -> None:
@@ -166,13 +166,13 @@ class PromptEncoders(nn.Module):
         """Write the parts into ``folder``."""
         for name, part in (*self.encoders.items(), *self.tokenizers.items()):
             part.save_pretrained(Path(folder) / name)
-        write_json(Path(folder) / INDEX, index_of(self.pipeline, self.empty_is_zero))
+        write_json(Path(folder) / INDEX, index_content(self.pipeline, self.empty_is_zero))
 
 
-def index_of(pipeline: str, empty_is_zero: bool) -> dict[str, Any]:
+def index_content(pipeline: str, empty_is_zero: bool) -> dict[str, Any]:
     """What ``model_index.json`` says of a pipeline's prompts."""
     own = {ZEROS: empty_is_zero} if FAMILIES[pipeline].may_be_zeros else {}
-    classes = {name: ["transformers", kind] for name, kind in parts_of(pipeline).items()}
+    classes = {name: ["transformers", kind] for name, kind in encoder_classes(pipeline).items()}
     return {"_class_name": pipeline, **own, **classes}
 
 
@@ -195,7 +195,7 @@ def read_texts(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
         name: read_tokenizer(folder / name)
         if name.startswith("tokenizer")
         else read_text_encoder(folder / name, dtype, kind=kind)
-        for name, kind in parts_of(pipeline).items()
+        for name, kind in encoder_classes(pipeline).items()
     }
     return PromptEncoders(pipeline, parts, zeros_in(folder))
 
@@ -210,7 +210,7 @@ def texts_facts(folder: Path, tokenizer: Path | None = None, variant: str | None
         return text_encoder_facts(folder, read_tokenizer(tokenizer).model_max_length, variant)
     refuse_other_parts(folder, pipeline)
     family, records = FAMILIES[pipeline], []
-    for name, kind in parts_of(pipeline).items():
+    for name, kind in encoder_classes(pipeline).items():
         if not name.startswith("tokenizer"):
             words = folder / name.replace("text_encoder", "tokenizer")
             limit = read_config(words, "tokenizer_config.json").get("model_max_length")
@@ -244,7 +244,7 @@ class PipelineText:
         config = read_json(inside(self.folder, "text_encoder/config.json"))
         if pipeline is None and (self.folder / "text_encoder_2").exists():
             return "there is a text_encoder_2 beside, so one encoder is not all that the network is given"
-        if pipeline is None and kind_of(config) is None:
+        if pipeline is None and text_encoder_class(config) is None:
             return f"the one beside is {str(config.get('architectures'))[:60]}, not a {CLIP} or {T5}"
         if pipeline is None and find_weights(encoder, STEM, self.variant) is None:
             return f"there is no text_encoder/{STEM}.safetensors beside"
@@ -285,7 +285,7 @@ class PipelineText:
             facts = self.record if zeros_in(self.folder) else None
             return None if facts is None else torch.zeros(facts.tokens, facts.width)
         folder = self.folder / "text_encoder"
-        if kind_of(read_json(folder / "config.json")) == T5:
+        if text_encoder_class(read_json(folder / "config.json")) == T5:
             return None
         encoder = read_text_encoder(folder, variant=self.variant)
         return embed(encoder, read_tokenizer(self.folder / "tokenizer"), [""]).tokens[0]

@@ -22,7 +22,7 @@ from hddm.utils.tensors import refuse_non_finite
 
 STEM = "model"
 CLIP, CLIP_PROJECTED, T5 = "CLIPTextModel", "CLIPTextModelWithProjection", "T5EncoderModel"
-KINDS: Mapping[str, str] = {CLIP: CLIP, CLIP_PROJECTED: CLIP, T5: T5}
+ENCODER_CLASSES: Mapping[str, str] = {CLIP: CLIP, CLIP_PROJECTED: CLIP, T5: T5}
 """Class that reads a text encoder, by the class that its config names."""
 TOKENIZERS: Mapping[str, str] = {
     **dict.fromkeys(("CLIPTokenizer", "CLIPTokenizerFast"), "CLIPTokenizer"),
@@ -212,11 +212,11 @@ def prompt_length(limit: object, positions: int) -> int:
     return min(limit, positions) if isinstance(limit, int) and limit >= 2 else positions
 
 
-def kind_of(config: Mapping[str, Any]) -> str | None:
+def text_encoder_class(config: Mapping[str, Any]) -> str | None:
     """Class that reads the text encoder of a config; None for one that hddm does not know."""
     named = config.get("architectures")
     name = named[0] if isinstance(named, list) and len(named) == 1 else None
-    return KINDS.get(name) if isinstance(name, str) else None
+    return ENCODER_CLASSES.get(name) if isinstance(name, str) else None
 
 
 def _open(
@@ -227,7 +227,7 @@ def _open(
     import transformers
 
     origin, config = folder / "config.json", read_config(folder)
-    if (kind := kind_of(config)) is None:
+    if (kind := text_encoder_class(config)) is None:
         raise HddmError(f"{origin}: holds {str(config.get('architectures'))[:60]}, not a {CLIP} or {T5}")
     path, stored = read_weights(folder, STEM, variant)
     unused = _UNUSED[:-1] if wanted == CLIP_PROJECTED else _UNUSED

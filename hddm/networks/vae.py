@@ -81,7 +81,7 @@ def _is_there(path: Path) -> bool:
 
 
 STEM = "diffusion_pytorch_model"
-KINDS: Classes[ModelMixin] = ("AutoencoderKL", "AutoencoderTiny")
+VAE_CLASSES: Classes[ModelMixin] = ("AutoencoderKL", "AutoencoderTiny")
 LARGEST_SCALE = 1e6
 _ENCODER = ("encoder.", "quant_conv.")
 _PER_CHANNEL = ("latents_mean", "latents_std")
@@ -110,7 +110,7 @@ def vae_facts(folder: Path, variant: str | None = None) -> VaeRecord:
     return VaeRecord(kind=type(network).__name__, fingerprint=fingerprint(encoder), scale=scale, shift=shift)
 
 
-def kind_of(vae: nn.Module) -> str:
+def vae_class(vae: nn.Module) -> str:
     """Class of a VAE, compiled or not."""
     return type(getattr(vae, "_orig_mod", vae)).__name__
 
@@ -180,7 +180,7 @@ def _open(folder: Path, variant: str | None = None) -> tuple[Any, dict[str, Tens
     if config.get("_class_name") == "AutoencoderTiny":
         # Written besides the arguments, and derived from them.
         config.pop("block_out_channels", None)
-    kind, arguments = parse_config(config, KINDS, origin)
+    kind, arguments = parse_config(config, VAE_CLASSES, origin)
     path, stored = read_weights(folder, STEM, variant)
     network = empty_network(kind, arguments, len(stored), origin)
     names = stored_names(network.state_dict(), stored)

@@ -33,7 +33,7 @@ from hddm.utils.errors import HddmError, UsageError, counted, one_line, shown
 from hddm.utils.files import inside, restore
 from hddm.utils.pages import templates
 from hddm.utils.progress import Progress
-from hddm.utils.records import MANIFEST, PAPERS, content_hash, has_manifest, sealed_files
+from hddm.utils.records import MANIFEST, PAPERS, has_manifest, model_hash, sealed_files
 
 CARD = "README.md"
 MARK = "<!-- hddm push writes this card anew; without this line it is yours, and stays. -->"
@@ -263,7 +263,7 @@ def _measured(results: Path, folder: Path, title: str) -> str:
         return results.read_text(encoding="utf-8").strip()
     result = read_result(results)
     source = None if result.sampling is None else result.sampling.source_sha256
-    if source not in (None, content_hash(folder)):
+    if source not in (None, model_hash(folder)):
         raise HddmError(f"`results` {results}: measures another model; sample {folder}, and evaluate that")
     marks = [f"Not comparable: {reason}." for reason in result.reasons]
     shown = table([ResultGroup(title, (Result(results, result, title),))])

@@ -31,7 +31,7 @@ from hddm.running import Batch, Plan
 from hddm.utils.errors import HddmError
 from hddm.utils.records import EXPERT_FILE, composed
 
-_TEXT = TEXT_CONDITIONS[0]
+TEXT_TOKENS = TEXT_CONDITIONS[0]
 
 
 class Encoding(Offloading):
@@ -70,7 +70,7 @@ class Encoding(Offloading):
             _add(given, tokens)
             labels, prior = self._routed(texts, LABELS in given, pooled)
             given |= {} if labels is None else {LABELS: labels}
-            if guided and (negative_prompt is not None or _TEXT not in against):
+            if guided and (negative_prompt is not None or TEXT_TOKENS not in against):
                 negative = negative_prompt or ""
                 negative = [negative] * len(texts) if isinstance(negative, str) else negative
                 _add(against, self._embed(negative, is_negative=True)[0])
@@ -80,13 +80,13 @@ class Encoding(Offloading):
     def readers(self) -> set[int]:
         """Numbers of the text encoders that a prompt needs: for text experts, and for topics."""
         numbers = zip(self.experts.facts, self.ensemble.texts, strict=True)
-        found = {number for record, number in numbers if _TEXT in record.conditions}
+        found = {number for record, number in numbers if TEXT_TOKENS in record.conditions}
         return found | (set() if self._topics is None else {self._topics})
 
     @property
     def takes_prompts(self) -> bool:
         """True if an expert takes text, and all text encoders for it are there."""
-        is_read = any(_TEXT in record.conditions for record in self.experts.facts)
+        is_read = any(TEXT_TOKENS in record.conditions for record in self.experts.facts)
         return is_read and all(self._reader(number) is not None for number in self.readers)
 
     @property
@@ -99,7 +99,7 @@ class Encoding(Offloading):
     def _takes_classes(self) -> Tensor:
         """Which experts get the class that a prompt names (K,)."""
         conditions = (one.conditions for one in self.experts.facts)
-        return torch.tensor([LABELS in given and _TEXT not in given for given in conditions])
+        return torch.tensor([LABELS in given and TEXT_TOKENS not in given for given in conditions])
 
     def _reader(self, number: int) -> tuple[Any, Any] | None:
         """Text encoder and tokenizer of that number, None where one is missing; some have theirs inside."""

@@ -27,10 +27,10 @@ from hddm.utils.errors import HddmError, choose
 NETWORKS = ("experts", "router", "vae", "text_encoder")
 """Parts that have a dtype."""
 
-Dtype = torch.dtype | Mapping[str, torch.dtype] | None
+DtypeOfParts = torch.dtype | Mapping[str, torch.dtype] | None
 
 
-def dtypes_of(dtype: Dtype) -> dict[str, torch.dtype]:
+def dtypes_of(dtype: DtypeOfParts) -> dict[str, torch.dtype]:
     """Dtype of each of `NETWORKS`: one for all, or a dictionary by part, as diffusers' loaders take it.
 
     Parts that a dictionary leaves out get its ``default``, else float32. Raises `HddmError` for another part.

@@ -24,10 +24,10 @@ from hddm.experts.loading import ensemble_of, open_ensemble, room_beside, save_e
 from hddm.networks.offload import Offload
 from hddm.networks.prompts import PromptEncoders
 from hddm.networks.transformers import RouterTransformer
-from hddm.networks.vae import kind_of
+from hddm.networks.vae import vae_class
 from hddm.pipelines.hub import plan_upload, upload
 from hddm.pipelines.inputs import Begin, Encoding, Images, Pictures, Vae, repeated
-from hddm.pipelines.parts import Dtype, dtypes_of, parts_for_loader, read_parts
+from hddm.pipelines.parts import DtypeOfParts, dtypes_of, parts_for_loader, read_parts
 from hddm.running import Generated, Generators, Latents, Noise, Plan, Seeded, gathered, run
 from hddm.sampling import batches, plan
 from hddm.utils.errors import HddmError, UsageError
@@ -134,8 +134,8 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         cls,
         pretrained_model_name_or_path: str | Path,
         *,
-        dtype: Dtype = None,
-        torch_dtype: Dtype = None,
+        dtype: DtypeOfParts = None,
+        torch_dtype: DtypeOfParts = None,
         experts: Sequence[int] | None = None,
         offload: Offload = "none",
         max_memory: int | None = None,
@@ -235,7 +235,7 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
                     library = "hddm" if isinstance(part, PromptEncoders) else "transformers"
                     kinds[name] = (library, type(part).__name__.removesuffix("Fast"))
                     if name.startswith("vae"):
-                        kinds[name] = ("diffusers", kind_of(part))
+                        kinds[name] = ("diffusers", vae_class(part))
             save_ensemble(draft, self.experts, self.router, self.facts, kinds)
 
     def push_to_hub(

@@ -21,7 +21,7 @@ from hddm.conditions import LABELS, Conditions, check_labels, class_indices
 from hddm.data.images import CELL, contact_sheet, open_image, save_png, to_bytes
 from hddm.data.sources.base import LARGEST_FILE
 from hddm.evaluation.expert_use import ExpertUse
-from hddm.experts.loading import DTYPES
+from hddm.experts.loading import DTYPE_BY_NAME
 from hddm.networks.folders import sha256_once
 from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.pipelines.inputs import Begin
@@ -33,7 +33,7 @@ from hddm.settings import SampleSettings, keywords
 from hddm.utils.errors import HddmError, asked
 from hddm.utils.files import read_json, read_whole, sha256_of, write_json, write_whole
 from hddm.utils.progress import Progress
-from hddm.utils.records import SAMPLING_FILE, content_hash
+from hddm.utils.records import SAMPLING_FILE, model_hash
 from hddm.utils.tensors import available_device, read_safetensors
 from hddm.utils.work import Draft, differences, open_draft
 
@@ -76,7 +76,9 @@ def sample_to_folder(
     is_latent, device = settings.output_type == "latent", available_device(settings.device)
     # Latents have no sheet.
     grid = grid and not is_latent
-    pipeline = HDDMPipeline.from_pretrained(source, dtype=DTYPES[settings.dtype], offload=settings.offload)
+    pipeline = HDDMPipeline.from_pretrained(
+        source, dtype=DTYPE_BY_NAME[settings.dtype], offload=settings.offload
+    )
     pipeline.to(device).experts.prepare(settings)
     # Only now, since quantized experts take less.
     pipeline.limit_memory(settings.max_memory)
@@ -221,7 +223,7 @@ def _record(
         "format": FORMAT,
         "hddm": version("hddm-diffusion"),
         "source": str(source),
-        "source_sha256": content_hash(source, sha256_once),
+        "source_sha256": model_hash(source, sha256_once),
         **settings.model_dump(mode="json"),
         **{f"{name}_sha256": sha256_of(path) for name, path in files.items() if path is not None},
         "device": str(available_device(settings.device)),

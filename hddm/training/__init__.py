@@ -1,7 +1,7 @@
 """Training of experts, routers and students: settings, loop, exact resume, calibration, verification.
 
-`expert`, `continuation`, `distill` and `router` each prepare a `Task`, and return what `loop.train` makes of
-it: it fits the network step by step and calls back to write the folder.
+`expert`, `continuation`, `distill` and `router` each prepare a `Task` and pass it to `loop.run_task`, which
+fits the network step by step and calls back to write the folder.
 
 settings                              what is requested; the recipe, with every default filled in
 expert, continuation, distill, router      the four trainings

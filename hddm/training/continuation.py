@@ -55,14 +55,14 @@ from hddm.schedules import LinearSchedule, from_config
 from hddm.settings import Report, keywords, silent
 from hddm.training.calibrate import CALIBRATION_COST, calibration_origin, calibration_rows
 from hddm.training.expert import read_init, record_of_shard, saving, train_expert
-from hddm.training.loop import OnStep, Task, summary_of
-from hddm.training.loop import train as run_task
+from hddm.training.loop import OnTrainingStep, Task, summary_of
+from hddm.training.loop import run_task as run_task
 from hddm.training.objectives import (
     Objective,
     check_conditions,
     check_fit,
     drawing,
-    labels_of,
+    labels_of_shard,
     loss_of,
     objective_of,
 )
@@ -136,7 +136,7 @@ def continue_expert(
     out: Path,
     settings: ExpertSettings,
     overwrite: bool = False,
-    on_step: OnStep | None = None,
+    on_step: OnTrainingStep | None = None,
     run: RunOptions | None = None,
 ) -> list[float]:
     """Train the expert in ``init`` on one shard and write the result to ``out``; return all losses.
@@ -214,7 +214,7 @@ def resolve_continued(
     check_fit(shard, record, expert.network)
     check_conditions(shard, recipe)
     if recipe.class_conditional:
-        labels_of(shard, record.classes, str(init), ", or drop `class_conditional=True`")
+        labels_of_shard(shard, record.classes, str(init), ", or drop `class_conditional=True`")
     return recipe, objective
 
 

@@ -31,9 +31,9 @@ from hddm.networks.folders import sha256_once
 from hddm.networks.transformers import ExpertTransformer
 from hddm.routers import Strategy
 from hddm.training.expert import data_of, new_record, read_init, saving, transformer_of
-from hddm.training.loop import Inputs, OnStep, Task, train
+from hddm.training.loop import OnTrainingStep, StepInputs, Task, run_task
 from hddm.training.mean_flow import CAPTION, MeanFlow
-from hddm.training.objectives import Objective, check_fit, drawing, labels_of, objective_of
+from hddm.training.objectives import Objective, check_fit, drawing, labels_of_shard, objective_of
 from hddm.training.resume import recipe_before
 from hddm.training.settings import (
     TEXT,
@@ -143,7 +143,7 @@ def _check_conditions(name: str, record: ExpertRecord, shard: Shard, dropout: fl
         raise HddmError(f"{name}: takes text, and {shard.folder} holds no tokens of captions; encode it")
     if LABELS not in record.conditions:
         return
-    labels_of(shard, record.classes, name)
+    labels_of_shard(shard, record.classes, name)
     if dropout and record.null_class != len(record.classes):
         raise HddmError(f"{name}: null class {record.null_class} is not the last; pass `condition_dropout` 0")
 
@@ -160,7 +160,7 @@ def distill(
     out: Path,
     settings: DistillSettings,
     overwrite: bool = False,
-    on_step: OnStep | None = None,
+    on_step: OnTrainingStep | None = None,
     run: RunOptions | None = None,
     init: Path | None = None,
 ) -> list[float]:
@@ -228,7 +228,7 @@ def distill(
     write = saving(student, union, recipe, labels, {**origin, "teacher": teacher.record})
     data = {**data_of(shards), "teacher": teacher.record, **origin}
     watch = watching(field_of(student), union, learned.conditions)
-    return train(task, recipe, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
+    return run_task(task, recipe, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
 
 
 def _as_expert(recipe: DistillRecipe, class_conditional: bool, text_conditional: bool) -> ExpertRecipe:
@@ -293,7 +293,7 @@ def _check_start(name: str, start: ExpertRecord, record: ExpertRecord) -> None:
 
 def matching(
     teacher_on: Callable[[torch.device], Ensemble], objective: Objective
-) -> Callable[[nn.Module, Inputs], Tensor]:
+) -> Callable[[nn.Module, StepInputs], Tensor]:
     """Return the student's loss: that of ``objective``, the teacher on a device standing for the truth.
 
     At x_t the teacher's velocity v means x_0 = x_t - t v and eps = x_t + (1 - t) v. The loss takes the
@@ -305,7 +305,7 @@ def matching(
     """
     opened = functools.cache(teacher_on)
 
-    def loss(network: nn.Module, inputs: Inputs) -> Tensor:
+    def loss(network: nn.Module, inputs: StepInputs) -> Tensor:
         x_0, t = inputs["x_0"], inputs["t"]
         wide = append_dims(t, x_0.ndim).to(x_0)
         x_t = (1 - wide) * x_0 + wide * inputs["eps"]

@@ -28,7 +28,7 @@ from hddm.networks.transformers import ExpertTransformer
 from hddm.schedules import Schedule, declared_prediction_type, from_diffusers
 from hddm.training.calibrate import fit_on_shard
 from hddm.training.device import placed
-from hddm.training.loop import Fitted, OnStep, Task, train
+from hddm.training.loop import Fitted, OnTrainingStep, Task, run_task
 from hddm.training.objectives import Objective, check_conditions, drawing, loss_of, objective_of
 from hddm.training.resume import encoding_of, recipe_before
 from hddm.training.settings import (
@@ -59,7 +59,7 @@ def train_expert(
     settings: ExpertSettings,
     schedule: Schedule | Path | None = None,
     overwrite: bool = False,
-    on_step: OnStep | None = None,
+    on_step: OnTrainingStep | None = None,
     run: RunOptions | None = None,
 ) -> list[float]:
     """Train an expert on one shard, calibrate it there, and write its folder; return the loss of every step.
@@ -90,7 +90,7 @@ def train_expert(
     write = saving(expert, shard, recipe, labels)
     data = {"shard": shard.hash, **encoding_of([shard.folder]), "schedule": objective.schedule.config}
     watch = watching(field_of(expert), shard, recipe.conditions, run)
-    return train(task, recipe, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
+    return run_task(task, recipe, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
 
 
 def saving(
@@ -101,7 +101,7 @@ def saving(
     origin: Mapping[str, Any] | None = None,
     save: Callable[[Path, Expert], None] = save_expert,
 ) -> Callable[[Path, Fitted], None]:
-    """Return what writes an ``expert`` after its training; see `hddm.training.loop.train`.
+    """Return what writes an ``expert`` after its training; see `hddm.training.loop.run_task`.
 
     Its record gets the ``recipe`` and the ``origin`` of the weights. Unless it was trained in a calibration,
     or is a student of few steps, one is fitted to ``shard`` and the ``conditions`` (N, …) of its samples.

@@ -12,7 +12,7 @@ from hddm.data.shards import open_shard
 from hddm.experts.records import EXPERT_FILE, open_expert
 from hddm.training.continuation import continue_expert, resolve_continued
 from hddm.training.expert import resolve_new, train_expert
-from hddm.training.loop import OnStep, summary_of
+from hddm.training.loop import OnTrainingStep, summary_of
 from hddm.training.resume import has_run, recipe_before, refuse_run
 from hddm.training.settings import ExpertSettings, RunOptions
 from hddm.training.state import discard_runs, wait_for_run
@@ -106,7 +106,7 @@ def train_islands(
         return workers.run(calls, report, keep_going=True)
 
 
-def _train(island: Island, report: OnStep) -> str:
+def _train(island: Island, report: OnTrainingStep) -> str:
     """Train an island in a process of its own, which writes its log to its standard error."""
     logging.basicConfig(format=f"hddm: {island.name}: %(message)s", force=True)
     logging.getLogger("hddm").setLevel(logging.INFO)
@@ -147,7 +147,7 @@ def _check(island: Island) -> None:
         resolve_continued(island.init, open_expert(island.init), shard, island.settings, before)
 
 
-def train_island(island: Island, on_step: OnStep | None = None) -> list[float]:
+def train_island(island: Island, on_step: OnTrainingStep | None = None) -> list[float]:
     """Train an island in this process, after `prepare`; return the loss of every step.
 
     Raises `HddmError` as `train_expert` and `continue_expert`, and for a disk that is full or fails;

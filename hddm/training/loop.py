@@ -1,4 +1,4 @@
-"""The training loop that experts, routers and students share; `train` runs it from record to folder.
+"""The training loop that experts, routers and students share; `run_task` runs it from record to folder.
 
 The samples of step s (`Order`) and all random numbers in it depend on (seed, key, s) alone, so checkpoints
 hold no random state. A killed and resumed run computes what the uninterrupted one does, bit for bit on a CPU
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hddm.networks.wrappers import compile_blocks
 from hddm.training.device import Device, Flags, Readings, default_attention, optimizer_of
-from hddm.training.resume import Change, is_finished, run_folder_of, value_at
+from hddm.training.resume import SettingsChange, is_finished, run_folder_of, value_at
 from hddm.training.settings import Recipe, RunOptions
 from hddm.training.state import Ema, Run, TrainingState, open_run
 from hddm.utils.errors import HddmError, Stopped, counted
@@ -61,8 +61,8 @@ class Order:
         return torch.randperm(self.num_samples, generator=generator(self._seed, use, epoch, part))
 
 
-Inputs = dict[str, Tensor]
-Draw = Callable[[Tensor, torch.Generator, slice], Inputs]
+StepInputs = dict[str, Tensor]
+Draw = Callable[[Tensor, torch.Generator, slice], StepInputs]
 """Draws the inputs of a step; see `Task`."""
 AHEAD = 2
 """Number of steps whose inputs are drawn ahead of a GPU.
@@ -72,7 +72,7 @@ waiting actively, and a step takes up to 1.6 times as long.
 """
 
 
-StepInputs = tuple[Tensor, Inputs, int]
+NumberedInputs = tuple[Tensor, StepInputs, int]
 """The samples of a step, this process's inputs of it, and the seed of what the network draws itself."""
 
 
@@ -86,7 +86,7 @@ class Loader:
 
     def __init__(self, order: Order, draw: Draw, last: int, own: slice, ahead: int) -> None:
         self._order, self._draw, self._last, self._own, self._ahead = order, draw, last, own, ahead
-        self._coming: dict[int, Future[StepInputs]] = {}
+        self._coming: dict[int, Future[NumberedInputs]] = {}
         # Its few operations take one core, beside the step.
         self._thread = ThreadPoolExecutor(1, "hddm-loader", torch.set_num_threads, (1,))
         if ahead:
@@ -95,7 +95,7 @@ class Loader:
             # Torch gives the number that was set last to threads that begin later.
             torch.set_num_threads(threads)
 
-    def take(self, step: int) -> StepInputs:
+    def take(self, step: int) -> NumberedInputs:
         """Return the inputs of ``step``, and begin to draw the next ones."""
         if not self._ahead:
             return self._drawn(step)
@@ -108,13 +108,13 @@ class Loader:
         """Drop what is drawn ahead."""
         self._thread.shutdown(cancel_futures=True)
 
-    def _drawn(self, step: int) -> StepInputs:
+    def _drawn(self, step: int) -> NumberedInputs:
         rows, draws = self._order.rows(step), self._order.draws(step)
         inputs = self._draw(rows, draws, self._own)
         return rows, inputs, int(torch.randint(2**62, (), generator=draws))
 
 
-OnStep = Callable[[int, float, float], None]
+OnTrainingStep = Callable[[int, float, float], None]
 """Called with a step, its loss, and its seconds, without the time between steps."""
 
 log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class Task:
     network: nn.Module
     num_samples: int
     draw: Draw
-    loss: Callable[[nn.Module, Inputs], Tensor]
+    loss: Callable[[nn.Module, StepInputs], Tensor]
     key: Key = (Use.EXPERT_ORDER, Use.EXPERT_STEPS, 0)
     weak_step: int = 0
     prepare: Callable[[torch.device, Path | None], None] | None = None
@@ -173,7 +173,7 @@ class Fitted:
 
     state: TrainingState
     device: torch.device
-    changes: Sequence[Change] = ()
+    changes: Sequence[SettingsChange] = ()
 
     def record(self, recipe: Recipe, origin: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return plain values for the record beside the weights: the ``recipe``, and what came of it.
@@ -258,7 +258,7 @@ class _Losses(nn.Module):
         super().__init__()
         self.network, self._task = task.network, task
 
-    def forward(self, inputs: Inputs) -> Tensor:
+    def forward(self, inputs: StepInputs) -> Tensor:
         """Losses (n,)."""
         return self._task.loss(self.network, inputs)
 
@@ -355,7 +355,7 @@ class _Trainer:
         figures = (step, losses, t, loss, norm, begun.rates, seconds, begun.waited)
         return StepReport(*figures, state, lambda: stop.requested, is_due, flags.stop)
 
-    def _backward(self, inputs: Inputs) -> Tensor:
+    def _backward(self, inputs: StepInputs) -> Tensor:
         """Return losses (batch,) of this process; gradients are summed over the parts of its batch."""
         number = self.recipe.gradient_accumulation_steps
         parts = zip(*(value.chunk(number) for value in inputs.values()), strict=True)
@@ -392,7 +392,7 @@ def learning_rate_factor(step: int, recipe: Recipe) -> float:
 Watch = Callable[[Run], contextlib.AbstractContextManager[Watcher]]
 
 
-def train(
+def run_task(
     task: Task,
     recipe: Recipe,
     out: Path,
@@ -400,7 +400,7 @@ def train(
     write: Callable[[Path, Fitted], None],
     data: Mapping[str, Any],
     overwrite: bool = False,
-    on_step: OnStep | None = None,
+    on_step: OnTrainingStep | None = None,
     run: RunOptions | None = None,
     watch: Watch | None = None,
 ) -> list[float]:

@@ -28,7 +28,7 @@ from hddm.data.shards import TokenStore
 from hddm.ensemble import Ensemble
 from hddm.running import Seeded
 from hddm.sampling import integrate, plan
-from hddm.training.loop import Inputs
+from hddm.training.loop import StepInputs
 from hddm.training.objectives import TIME_SCALE
 from hddm.training.settings import TEXT, DistillRecipe
 from hddm.utils.errors import HddmError, counted
@@ -47,7 +47,7 @@ OWN_STEPS = 0.5
 POWER, FLOOR = 0.5, 1e-3
 """Exponent p and constant c of the loss."""
 _BATCH = 256
-FILE = "trajectories.safetensors"
+TRAJECTORIES_FILE = "trajectories.safetensors"
 CAPTION = "caption"
 """Name, among a trajectory's conditions, of its caption's row in the tokens."""
 
@@ -143,11 +143,11 @@ class MeanFlow:
 
     def prepare(self, device: torch.device, folder: Path | None) -> None:
         """Solve the teacher's trajectories on a device, or read them in the run's ``folder``."""
-        recipe, file = self.recipe, None if folder is None else folder / FILE
+        recipe, file = self.recipe, None if folder is None else folder / TRAJECTORIES_FILE
         of = (recipe.trajectories, recipe.seed, self.shape, self.conditions, recipe.guidance_scale)
         self._states, self._times = solve(self.teacher_on(device), *of, file, self.texts)
 
-    def draw(self, rows: Tensor, noise: torch.Generator, own: slice) -> Inputs:
+    def draw(self, rows: Tensor, noise: torch.Generator, own: slice) -> StepInputs:
         """Pairs of states ``x_t`` and ``x_r``, at ``t`` and ``r``, of trajectories ``rows``.
 
         Steps of the student, or any two.
@@ -169,7 +169,7 @@ class MeanFlow:
             **_at(mine, self.conditions, self.texts),
         }
 
-    def loss(self, network: nn.Module, inputs: Inputs) -> Tensor:
+    def loss(self, network: nn.Module, inputs: StepInputs) -> Tensor:
         """The loss (n,)."""
         x_t, t, r = inputs["x_t"], inputs["t"], inputs["r"]
         conditions = {name: inputs[name] for name in (LABELS, TEXT) if name in inputs}

@@ -40,7 +40,7 @@ from hddm.data.shards import Shard
 from hddm.experts.records import ExpertRecord
 from hddm.networks.wrappers import text_width
 from hddm.schedules import CosineSchedule, DiscreteSchedule, LinearSchedule, Schedule
-from hddm.training.loop import Draw, Inputs
+from hddm.training.loop import Draw, StepInputs
 from hddm.training.settings import TEXT, ExpertRecipe
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.records import WHOLE
@@ -195,7 +195,7 @@ def drawing(
     which come from the shard; ``nulls`` are null values without batch dimension.
     """
 
-    def draw(rows: Tensor, noise: torch.Generator, own: slice) -> Inputs:
+    def draw(rows: Tensor, noise: torch.Generator, own: slice) -> StepInputs:
         number, mine = len(rows), rows[own]
         flip = torch.rand(number, generator=noise) < 0.5 if recipe.random_flip else None
         x_0 = shard.take(rows, noise, flip, own)
@@ -216,10 +216,10 @@ def drawing(
 
 def loss_of(
     objective: Objective, predict: Callable[..., Callable[..., Tensor]]
-) -> Callable[[nn.Module, Inputs], Tensor]:
+) -> Callable[[nn.Module, StepInputs], Tensor]:
     """Return the loss on inputs of `drawing`; ``predict(network)`` takes (y, timestep, **conditions)."""
 
-    def loss(network: nn.Module, inputs: Inputs) -> Tensor:
+    def loss(network: nn.Module, inputs: StepInputs) -> Tensor:
         conditions = {name: value for name, value in inputs.items() if name not in _DRAWN}
         return objective.errors(predict(network), inputs["x_0"], inputs["eps"], inputs["time"], conditions)
 
@@ -281,10 +281,10 @@ def conditions_of(shard: Shard, field: VelocityField) -> dict[str, Tensor]:
     """Return the conditions that ``field`` takes for the images of ``shard``: their labels, or none."""
     if not field.classes:
         return {}
-    return {LABELS: labels_of(shard, field.classes, "the expert")}
+    return {LABELS: labels_of_shard(shard, field.classes, "the expert")}
 
 
-def labels_of(shard: Shard, classes: tuple[str, ...], name: str, remedy: str = "") -> Tensor:
+def labels_of_shard(shard: Shard, classes: tuple[str, ...], name: str, remedy: str = "") -> Tensor:
     """Return the labels of a shard, which must be of these ``classes``, those of ``name``.
 
     The `HddmError` asks for images of the same classes ``remedy``, which is another way out.

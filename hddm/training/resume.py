@@ -23,11 +23,13 @@ from hddm.utils.files import check_absent, read_json, recover, sha256_of
 from hddm.utils.records import OpenRecord, damage, read_record, refuse_damaged
 from hddm.utils.work import ABSENT, differences
 
-Change = dict[str, Any]
+SettingsChange = dict[str, Any]
 """Record of one change, as plain values of JSON."""
 
 
-def with_changes(before: Sequence[Change], new: Sequence[Change], step: int) -> list[Change]:
+def with_changes(
+    before: Sequence[SettingsChange], new: Sequence[SettingsChange], step: int
+) -> list[SettingsChange]:
     """Return changes ``before``, in order, and those ``new`` at the resumed checkpoint of ``step``.
 
     Steps beyond ``step`` are computed again, so changes that were made there count from ``step`` on. Changes
@@ -38,7 +40,7 @@ def with_changes(before: Sequence[Change], new: Sequence[Change], step: int) -> 
     return [one for one in changes if one["step"] > 0]
 
 
-def value_at(step: int, key: str, today: Any, changes: Sequence[Change]) -> Any:
+def value_at(step: int, key: str, today: Any, changes: Sequence[SettingsChange]) -> Any:
     """Return the value of setting ``key`` in ``step``, from 1; ``today`` is its value now."""
     return next((one["was"] for one in changes if one["key"] == key and step <= one["step"]), today)
 
@@ -74,7 +76,7 @@ def step_of(path: Path) -> int:
 
 
 class RecordedChange(OpenRecord):
-    """A `Change`."""
+    """A `SettingsChange`."""
 
     step: int
     key: str
@@ -157,7 +159,7 @@ def is_finished(
 
 def compare_records(
     out: Path, before: Mapping[str, Any], record: Mapping[str, Any], options: RunOptions
-) -> list[Change]:
+) -> list[SettingsChange]:
     """Refuse to resume a run of record ``before`` with another; return changes of settings, without steps.
 
     ``options.allow_config_change`` allows other settings, but no other data, objective or network. The

@@ -23,7 +23,7 @@ from hddm.routers import temperature_at
 from hddm.training.denoising import IMAGES, SURE
 from hddm.training.device import placed
 from hddm.training.expert import data_of, new_network
-from hddm.training.loop import Fitted, Inputs, OnStep, Task, train
+from hddm.training.loop import Fitted, OnTrainingStep, StepInputs, Task, run_task
 from hddm.training.objectives import TIME_SCALE, evenly_spaced
 from hddm.training.resume import recipe_before
 from hddm.training.settings import RouterRecipe, RouterSettings, RunOptions, resolve
@@ -41,7 +41,7 @@ def train_router(
     out: Path,
     settings: RouterSettings,
     overwrite: bool = False,
-    on_step: OnStep | None = None,
+    on_step: OnTrainingStep | None = None,
     run: RunOptions | None = None,
 ) -> list[float]:
     """Train a router on all shards of one or more partitions and write its folder; return all losses.
@@ -76,7 +76,7 @@ def train_router(
     shape = shards[0].shape
     network = new_network(RouterTransformer, recipe.size, shape, recipe.seed, num_experts=len(shards))
 
-    def draw(chosen: Tensor, noise: torch.Generator, own: slice) -> Inputs:
+    def draw(chosen: Tensor, noise: torch.Generator, own: slice) -> StepInputs:
         number = len(chosen)
         flip = torch.rand(number, generator=noise) < 0.5 if recipe.random_flip else None
         x_0 = stored.take(rows[chosen], noise, flip, own)
@@ -84,7 +84,7 @@ def train_router(
         eps = torch.randn(number, *x_0.shape[1:], generator=noise)[own]
         return {"x_0": x_0, "eps": eps, "t": t, "shard": labels[rows[chosen[own]]]}
 
-    def loss(module: nn.Module, inputs: Inputs) -> Tensor:
+    def loss(module: nn.Module, inputs: StepInputs) -> Tensor:
         wide = append_dims(inputs["t"], inputs["x_0"].ndim)
         x_t = (1 - wide) * inputs["x_0"] + wide * inputs["eps"]
         logits = module(x_t, inputs["t"] * TIME_SCALE)
@@ -122,7 +122,9 @@ def train_router(
         save_router(draft, network, record)
 
     task = Task(network, len(rows), draw, loss, (Use.ROUTER_ORDER, Use.ROUTER_STEPS, 0))
-    return train(task, recipe, out, ROUTER_FILE, write, data_of(shards), overwrite, on_step, run, watching())
+    return run_task(
+        task, recipe, out, ROUTER_FILE, write, data_of(shards), overwrite, on_step, run, watching()
+    )
 
 
 def _check_alike(shards: Sequence[Shard]) -> None:

@@ -279,7 +279,7 @@ WEAK_AT = 0.25
 MUON_RATE = 0.02
 LONGEST_WARMUP = 100
 
-Kind = TypeVar("Kind", bound=LoopFields[Never])
+RecipeKind = TypeVar("RecipeKind", bound=LoopFields[Never])
 
 
 @dataclass(frozen=True)
@@ -307,8 +307,8 @@ NEW = Start()
 
 
 def resolve(
-    kind: type[Kind], requested: Record, start: Start = NEW, before: Mapping[str, Any] | None = None
-) -> Kind:
+    kind: type[RecipeKind], requested: Record, start: Start = NEW, before: Mapping[str, Any] | None = None
+) -> RecipeKind:
     """Return the recipe of a training.
 
     Args:
@@ -389,7 +389,7 @@ class RunOptions(Keeping):
 
 Settings = TypeVar("Settings", bound=Record)
 # A file may serve several verbs, so keys of any kind of settings are allowed.
-KINDS: tuple[type[Record], ...] = (Keeping, ExpertSettings, RouterSettings, DistillSettings)
+SETTINGS_IN_FILES: tuple[type[Record], ...] = (Keeping, ExpertSettings, RouterSettings, DistillSettings)
 
 
 _VALID = {"steps": 1, "objective": "flow"}
@@ -405,7 +405,7 @@ def settings_of(record: type[Settings], path: Path | None, given: Mapping[str, A
     """
     content: dict[str, Any] = {}
     if path is not None:
-        known = {*record.model_fields, *(name for kind in KINDS for name in kind.model_fields)}
+        known = {*record.model_fields, *(name for kind in SETTINGS_IN_FILES for name in kind.model_fields)}
         known -= {*RunOptions.__annotations__}
         for key, value in read_yaml(path).items():
             if key not in known:

@@ -27,12 +27,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hddm.training import resume
-from hddm.training.resume import CHECKPOINTS, RUN_FILE, Change, checkpoints_in, run_folder_of, step_of
+from hddm.training.resume import CHECKPOINTS, RUN_FILE, SettingsChange, checkpoints_in, run_folder_of, step_of
 from hddm.training.settings import Keeping, RunOptions
 from hddm.utils.errors import HddmError
 from hddm.utils.files import new_folder, read_json, remove, sha256_of, write_json, writing
 from hddm.utils.records import (
     MANIFEST,
+    Count,
     OpenRecord,
     damage,
     parse_record,
@@ -93,7 +94,6 @@ WEAK = "weak"
 PROGRESS = "progress.json"
 COMPLETE = {PROGRESS, *(f"{name}.safetensors" for name in (WEIGHTS, EMA, OPTIMIZER, LOSSES))}
 """Files of every checkpoint."""
-Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 class ProgressRecord(OpenRecord):
@@ -203,7 +203,7 @@ class Run:
 
     def __init__(self, folder: Path, options: RunOptions) -> None:
         self.folder, self.options = folder, options
-        self.changes: list[Change] = []
+        self.changes: list[SettingsChange] = []
         self._checkpoints = folder / CHECKPOINTS
         self._saved, self._took = time.monotonic(), 0.0
 

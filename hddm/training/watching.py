@@ -45,7 +45,7 @@ def watching(
     conditions: Collection[str] = (),
     options: RunOptions | None = None,
 ) -> Watch:
-    """Return what opens the watcher of a run, by its options; see `hddm.training.loop.train`.
+    """Return what opens the watcher of a run, by its options; see `hddm.training.loop.run_task`.
 
     ``field`` is the network in training, ``shard`` its data, and ``conditions`` name what it is trained
     with; without field and shard there are no pictures. ``options`` name the held-out images, if any.
@@ -202,7 +202,7 @@ class SampleGrids:
         how = plan(field, steps=steps, noise=Seeded(SEED))
         conditions = self._conditions.map(lambda value: value.to(field.device))
         alone = Batch.of(self._num, conditions, torch.zeros(self._num, dtype=torch.long))
-        images = shown(run(how, alone, stop=report.should_stop).cpu(), self._space)
+        images = to_shown_bytes(run(how, alone, stop=report.should_stop).cpu(), self._space)
         return tiled(images, COLUMNS, max(1, _SMALLEST // images.shape[-1]))
 
 
@@ -270,7 +270,7 @@ def undisturbed(network: nn.Module) -> Iterator[None]:
                 module.training = mode
 
 
-def shown(x: Tensor, space: str) -> Tensor:
+def to_shown_bytes(x: Tensor, space: str) -> Tensor:
     """Convert samples (N, C, H, W), pixels or latents, to bytes (N, 1 or 3, H, W); NaN or Inf raises."""
     if space == "latents":
         x = x / LATENT_RANGE
@@ -355,8 +355,8 @@ class WandbLog:
     def put(self, step: int, figures: Mapping[str, float], pictures: Mapping[str, Tensor]) -> None:
         # Of a step that a killed process had logged already, W&B keeps the first values.
         image = self._wandb.Image
-        shown = {name: image(pixels.permute(1, 2, 0).numpy()) for name, pixels in pictures.items()}
-        self._run.log({**figures, **shown}, step=step)
+        to_shown_bytes = {name: image(pixels.permute(1, 2, 0).numpy()) for name, pixels in pictures.items()}
+        self._run.log({**figures, **to_shown_bytes}, step=step)
 
     def close(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))

@@ -377,7 +377,7 @@ def read_whole(path: Path, largest: int) -> bytes:
     return content
 
 
-Kind = Literal["safetensors", "torch-zip", "pickle"]
+FileKind = Literal["safetensors", "torch-zip", "pickle"]
 
 _LARGEST_HEADER = 100_000_000
 """Bytes of the largest safetensors header that the library accepts."""
@@ -389,7 +389,7 @@ def identity_of(path: Path) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def kind_of(path: Path) -> Kind:
+def file_kind(path: Path) -> FileKind:
     """``"safetensors"``, ``"torch-zip"`` (by `torch.save`) or ``"pickle"`` (before torch 1.6).
 
     Raises `HddmError` for a missing, empty or unknown file, and for anything but a regular one.
@@ -414,8 +414,8 @@ def kind_of(path: Path) -> Kind:
 
 
 def refuse_pickle(path: Path, allow_pickle: bool) -> None:
-    """Refuse a weights file that is a pickle, unless it is allowed; raises as `kind_of`."""
-    if (kind := kind_of(path)) != "safetensors" and not allow_pickle:
+    """Refuse a weights file that is a pickle, unless it is allowed; raises as `file_kind`."""
+    if (kind := file_kind(path)) != "safetensors" and not allow_pickle:
         text = "use the safetensors version, or pass `allow_pickle=True` to read only its tensors"
         raise HddmError(f"{path}: is a pickle ({kind}), which can carry code; {text}")
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from hddm.utils.errors import HddmError, one_line
-from hddm.utils.files import identity_of, kind_of, refuse_pickle
+from hddm.utils.files import file_kind, identity_of, refuse_pickle
 
 SAFE_TORCH = "2.10"
 """First torch whose weights-only unpickler has no known hole (CVE-2025-32434, CVE-2026-24747)."""
@@ -54,7 +54,7 @@ def _known_problem(path: Path) -> str:
     if path.suffix == ".safetensors":
         return "is a pickle under the name of safetensors; rename it to .pt"
     # Tensors that such a file uses but does not list would stay uninitialised.
-    if kind_of(path) == "pickle":
+    if file_kind(path) == "pickle":
         again = "read it with torch.load(…, weights_only=True) and write it again by torch.save"
         return f"is no archive, as torch has written since 1.6; {again}"
     return ""

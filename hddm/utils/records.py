@@ -84,7 +84,7 @@ Count = Annotated[int, Field(ge=0, le=10**12)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 """A seed of random numbers, or the number of a sample (`hddm.utils.streams`)."""
 LARGEST = 1e9
-Positive = Annotated[float, Field(gt=0, le=LARGEST)]
+AboveZero = Annotated[float, Field(gt=0, le=LARGEST)]
 
 
 def composed(name: str) -> str:
@@ -303,7 +303,7 @@ def refuse_damaged(folder: Path, found: Sequence[str], remedy: str = COPY_AGAIN)
         raise HddmError(f"{folder}: differs from its {MANIFEST}; {remedy}", found)
 
 
-def content_hash(folder: Path, sha256: Callable[[Path], str] = sha256_of) -> str:
+def model_hash(folder: Path, sha256: Callable[[Path], str] = sha256_of) -> str:
     """SHA-256 of a model's folder: of its manifest, or of the relevant files of one that has none."""
     if has_manifest(folder):
         return sha256_of(folder / MANIFEST)

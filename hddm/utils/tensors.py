@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hddm.utils.errors import HddmError, one_line
-from hddm.utils.files import kind_of, writing
+from hddm.utils.files import file_kind, writing
 
 
 def append_dims(values: Tensor, ndim: int) -> Tensor:
@@ -97,7 +97,7 @@ def refuse_other_kinds(
         raise HddmError(f"{path}: is not what was written (holds {one_line(listed)}); remove it")
 
 
-DTYPES = {
+SAFETENSORS_DTYPES = {
     **{"U64": torch.uint64, "I64": torch.int64, "F64": torch.float64, "C64": torch.complex64},
     **{"F32": torch.float32, "U32": torch.uint32, "I32": torch.int32},
     **{"BF16": torch.bfloat16, "F16": torch.float16, "U16": torch.uint16, "I16": torch.int16},
@@ -131,7 +131,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """Shapes and dtypes by tensor name, and metadata, without tensors; raises as `read_safetensors`."""
-    if kind_of(path) != "safetensors":
+    if file_kind(path) != "safetensors":
         raise HddmError(f"{path}: cannot be read as safetensors (it is a pickle); use a safetensors version")
     tensors = {}
     try:
@@ -139,7 +139,7 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
             metadata = dict(file.metadata() or {})
             for name in file.keys():  # noqa: SIM118 - no mapping
                 entry = file.get_slice(name)
-                tensors[name] = TensorInfo(tuple(entry.get_shape()), DTYPES[entry.get_dtype()])
+                tensors[name] = TensorInfo(tuple(entry.get_shape()), SAFETENSORS_DTYPES[entry.get_dtype()])
     # KeyError is a dtype that torch lacks.
     except Exception as error:
         raise _unreadable(path, error) from error
@@ -166,7 +166,7 @@ def _unreadable(path: Path, error: Exception) -> HddmError:
     return HddmError(f"{path}: cannot be read as safetensors ({one_line(error)}); fetch it again")
 
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 _ORDER = {dtype: index for index, dtype in enumerate(_NAMES)}
 _PIECE = 4 * 2**20
 """Bytes checked and written at once: about a cache's size, so memory is read once."""

@@ -15,7 +15,7 @@ from transformers import CLIPTokenizer
 
 import hddm as library
 from hddm.checkpoints import convert
-from hddm.checkpoints.plan import plan
+from hddm.checkpoints.plan import plan_conversion
 from hddm.experts.records import Expert, ExpertRecord, save_expert
 from hddm.schedules import CosineSchedule, LinearSchedule, Schedule, from_diffusers
 from hddm.settings import Conversion
@@ -273,7 +273,7 @@ def test_the_check_reads_what_was_written(tmp_path: Path, monkeypatch: pytest.Mo
         lambda folder, facts, nulls: true(folder, facts.model_copy(update=change), nulls),
     )
     with pytest.raises(HddmError, match="is not the source's"):
-        convert.write(plan(source, Conversion()), tmp_path / "out")
+        convert.write(plan_conversion(source, Conversion()), tmp_path / "out")
     assert list(tmp_path.iterdir()) == [source]
 
 
@@ -285,4 +285,4 @@ def test_short_schedules_pass_the_check(kind: str, steps: int, tmp_path: Path) -
     for rescaled in (False, True):
         schedule = from_diffusers({**config, "rescale_betas_zero_snr": rescaled})
         expert = _dit_expert(tmp_path / f"{rescaled}", schedule, kind)
-        assert convert.write(plan(expert, Conversion()), tmp_path / f"out-{rescaled}") is not None
+        assert convert.write(plan_conversion(expert, Conversion()), tmp_path / f"out-{rescaled}") is not None

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.lora import convert_lora
-from hddm.checkpoints.plan import plan
+from hddm.checkpoints.plan import plan_conversion
 from hddm.experts.lora import ADAPTER_WEIGHTS
 from hddm.experts.records import open_expert
 from hddm.networks.wrappers import call
@@ -81,7 +81,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             write_vae(source / "vae")
             write_clip(source)
         found[name] = root / name
-        write(plan(source, Conversion(sample_size=8)), found[name])
+        write(plan_conversion(source, Conversion(sample_size=8)), found[name])
     return found
 
 

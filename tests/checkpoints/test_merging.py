@@ -13,8 +13,8 @@ import hddm as library
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.merging import merge_experts
-from hddm.checkpoints.plan import plan
-from hddm.experts.records import EXTRAS_FILE, WEAK
+from hddm.checkpoints.plan import plan_conversion
+from hddm.experts.records import EXTRAS_FILE, WEAK_FILE
 from hddm.settings import Conversion
 from hddm.training.expert import train_expert
 from hddm.utils.errors import HddmError, UsageError
@@ -130,7 +130,7 @@ def test_the_record_says_of_what_it_is_made(make: Make, tmp_path: Path) -> None:
     facts = [{"licence": "mit", "shift": 2.0}, {"licence": "cc-by-4.0", "shift": 2.0}, {"shift": 2.0}]
     parts = [make(f"part{k}", k, facts=one) for k, one in enumerate(facts)]
     # As a training leaves it, whose average has no place for it.
-    shutil.copyfile(parts[1] / WEIGHTS, parts[1] / WEAK)
+    shutil.copyfile(parts[1] / WEIGHTS, parts[1] / WEAK_FILE)
     seal(parts[1])
     notes = merge_experts(parts, tmp_path / "out", (0.5, 0.25, 0.25))
     assert any(f"the weak models are left out, of {parts[1]}, so" in note for note in notes)
@@ -141,7 +141,7 @@ def test_the_record_says_of_what_it_is_made(make: Make, tmp_path: Path) -> None:
     assert record["source"]["files"] == files
     told = {"experts": ["part0", "part1", "part2"], "weights": [0.5, 0.25, 0.25]}
     assert record["source"]["options"] == told
-    assert not (tmp_path / "out" / WEAK).exists()
+    assert not (tmp_path / "out" / WEAK_FILE).exists()
 
 
 @pytest.mark.integration
@@ -184,7 +184,7 @@ def test_all_differences_are_listed_at_once(make: Make, tmp_path: Path, hddm: Co
 def test_another_network_or_prediction_is_told(
     make: Make, ddpm_expert: Path, flow_expert: Path, tmp_path: Path
 ) -> None:
-    write(plan(pipeline(tmp_path / "source", text_unet()), Conversion()), tmp_path / "unet")
+    write(plan_conversion(pipeline(tmp_path / "source", text_unet()), Conversion()), tmp_path / "unet")
     with pytest.raises(HddmError) as caught:
         merge_experts([make("one", 0), tmp_path / "unet"], tmp_path / "out")
     assert "network UNet2DConditionModel, not ExpertTransformer" in str(caught.value)

@@ -10,7 +10,7 @@ from PIL import Image
 
 from hddm.data.images import (
     OversizedImageError,
-    decode,
+    decode_image,
     fit_image,
     read_image,
     to_bytes,
@@ -58,7 +58,7 @@ def test_16_bit_gray_is_scaled_to_8_bits_by_rounding(kind: str) -> None:
     deep = np.arange(65536, dtype=np.uint16).reshape(256, 256)
     expected = np.round(deep / 257).astype(np.uint8)
     assert (expected.min(), expected.max()) == (0, 255)
-    np.testing.assert_array_equal(decode(as_file(deep, kind), Path("deep")), expected)
+    np.testing.assert_array_equal(decode_image(as_file(deep, kind), Path("deep")), expected)
 
 
 # What each orientation asks for, by the EXIF standard: first row and first column of the upright image.
@@ -83,13 +83,13 @@ def test_exif_orientation_is_applied(orientation: int, pixels: np.ndarray) -> No
     exif[0x0112] = orientation
     content = as_file(pixels, "PNG", exif=exif)
     expected = TURNS[orientation](GRAY if pixels.dtype == np.uint16 else pixels)
-    np.testing.assert_array_equal(decode(content, Path("a")), expected)
+    np.testing.assert_array_equal(decode_image(content, Path("a")), expected)
 
 
 def test_transparency_is_dropped_and_shows_the_colours_below() -> None:
     alpha = NOISE.integers(0, 256, (5, 7, 1)).astype(np.uint8)
     content = as_file(np.concatenate([COLOUR, alpha], 2), "PNG")
-    np.testing.assert_array_equal(decode(content, Path("a")), COLOUR)
+    np.testing.assert_array_equal(decode_image(content, Path("a")), COLOUR)
     found, opaque = read_image(content, Path("a")), read_image(as_file(COLOUR, "PNG"), Path("a"))
     assert (found.mode, found.format, found.is_transparent) == ("RGBA", "PNG", True)
     assert not opaque.is_transparent
@@ -101,18 +101,18 @@ def test_a_palette_with_several_transparent_colours_gives_its_colours_and_no_war
     image = Image.fromarray(GRAY % 4, "P")
     image.putpalette(palette.tobytes())
     content = as_file(image, "PNG", transparency=bytes([0, 255, 128, 7]))
-    np.testing.assert_array_equal(decode(content, Path("a")), palette[GRAY % 4])
+    np.testing.assert_array_equal(decode_image(content, Path("a")), palette[GRAY % 4])
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize(("width", "told"), [(9460, "is 9460×9460, more than"), (10**6, "has more than")])
 def test_a_decompression_bomb_is_named_before_it_is_decoded(width: int, told: str) -> None:
     with pytest.raises(OversizedImageError, match=f"bomb.png: {told} 89478485 pixels"):
-        decode(bomb(width, 9460), Path("bomb.png"))
+        decode_image(bomb(width, 9460), Path("bomb.png"))
 
 
 def test_formats_of_other_programs_are_not_handed_to_them() -> None:
-    assert "a.png: cannot be read as an image" in refusal(decode, as_file(COLOUR, "EPS"), Path("a.png"))
+    assert "a.png: cannot be read as an image" in refusal(decode_image, as_file(COLOUR, "EPS"), Path("a.png"))
 
 
 def test_an_image_of_another_size_and_a_broken_one_are_named(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_damage_of_any_kind_is_an_error_that_names_the_file(kind: str) -> None:
         damaged.append(bytes(content))
     for content in damaged:
         try:
-            decode(content, Path("some.file"))
+            decode_image(content, Path("some.file"))
         except HddmError as error:
             assert str(error).startswith("some.file: ")  # noqa: PT017
             refused += 1

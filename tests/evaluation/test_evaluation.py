@@ -17,9 +17,9 @@ from hddm.evaluation.features import (
     FEATURES,
     FeatureExtractor,
     FeaturesRecord,
+    classifier_of,
     of_classifier,
     train_classifier,
-    trained,
     weights_hash,
 )
 from hddm.evaluation.images import ImageGroup, alike, conditions, read_data, read_sampling
@@ -166,9 +166,9 @@ def test_a_classifier_does_not_depend_on_the_order_of_images(many: Path) -> None
     images, order = load_images(many), torch.randperm(160, generator=NOISE)
     assert images.labels is not None
     other = replace(images, pixels=images.pixels[order], labels=images.labels[order])
-    first, second = (weights_hash(trained(one).state_dict()) for one in (images, other))
+    first, second = (weights_hash(classifier_of(one).state_dict()) for one in (images, other))
     assert first == second
-    assert "has no class folders" in refusal(trained, load_images(many / "rows"))
+    assert "has no class folders" in refusal(classifier_of, load_images(many / "rows"))
 
 
 def test_scores_compare_with_both_sides() -> None:

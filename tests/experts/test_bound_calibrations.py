@@ -7,7 +7,7 @@ import pytest
 
 from hddm.calibration import FILE_NAME
 from hddm.checkpoints.convert import write
-from hddm.checkpoints.plan import plan
+from hddm.checkpoints.plan import plan_conversion
 from hddm.experts.records import foreign_files
 from hddm.settings import Conversion
 from hddm.training.calibrate import recalibrate
@@ -26,7 +26,7 @@ def _bound(folder: Path) -> bool:
 def test_all_that_calibrates_records_the_hash(shards: Path, ddpm_expert: Path, tmp_path: Path) -> None:
     """A second conversion keeps the calibration of the first expert."""
     assert _bound(ddpm_expert)
-    write(plan(ddpm_expert, Conversion()), tmp_path / "converted")
+    write(plan_conversion(ddpm_expert, Conversion()), tmp_path / "converted")
     continue_expert(ddpm_expert, shards / "shard_1", tmp_path / "on", expert_settings("flow", steps=1))
     again = copied(ddpm_expert, tmp_path)
     recalibrate(again, shards / "shard_0", seed=8)
@@ -41,7 +41,7 @@ def test_no_conversion_takes_over_a_calibration(ddpm_expert: Path, flow_expert: 
     before = contents(tmp_path)
     message = rf"differs from its manifest\.json(?s:.*){FILE_NAME}: has changed"
     with pytest.raises(HddmError, match=message):
-        write(plan(expert, Conversion()), tmp_path / "out")
+        write(plan_conversion(expert, Conversion()), tmp_path / "out")
     assert contents(tmp_path) == before
 
 
@@ -81,5 +81,5 @@ def test_an_expert_is_calibrated_on_its_own_shard(shards: Path, ddpm_expert: Pat
     edit_json(kept / "manifest.json", held_out_of=own)
     recalibrate(expert, kept)
     assert verify_expert(expert).accepted
-    write(plan(expert, Conversion()), tmp_path / "converted")
+    write(plan_conversion(expert, Conversion()), tmp_path / "converted")
     continue_expert(expert, shards / "shard_0", tmp_path / "on", expert_settings("flow", steps=1))

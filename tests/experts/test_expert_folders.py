@@ -15,7 +15,7 @@ from hddm.calibration import FILE_NAME, Calibration, Moments
 from hddm.data.images import to_unit_range
 from hddm.experts.assembly import assemble
 from hddm.experts.records import (
-    WEAK,
+    WEAK_FILE,
     Expert,
     field_of,
     null_conditions,
@@ -189,16 +189,16 @@ def _with_weak(seed: int) -> Expert:
 def test_a_weaker_self_is_kept_in_bfloat16_and_guides(tmp_path: Path) -> None:
     expert = _with_weak(0)
     save_expert(tmp_path, expert)
-    assert all(value.dtype == torch.bfloat16 for value in load_file(tmp_path / WEAK).values())
-    rounded = {name: value.float() for name, value in load_file(tmp_path / WEAK).items()}
+    assert all(value.dtype == torch.bfloat16 for value in load_file(tmp_path / WEAK_FILE).values())
+    rounded = {name: value.float() for name, value in load_file(tmp_path / WEAK_FILE).items()}
     weak = new_expert(0, in_channels=1)
     weak.network.load_state_dict(rounded)
     loaded = hddm.load(tmp_path)
     strong_v, weak_v = (field_of(one).velocity(X, TIMES) for one in (replace(expert, weak=None), weak))
     found = loaded.velocity(X, TIMES, Guidance(3.0, by="weak"))
     torch.testing.assert_close(found, weak_v + 3 * (strong_v - weak_v))
-    (tmp_path / WEAK).write_bytes((tmp_path / WEAK).read_bytes()[:-1] + b"\0")
-    assert re.search(WEAK, refusal(hddm.load, tmp_path))
+    (tmp_path / WEAK_FILE).write_bytes((tmp_path / WEAK_FILE).read_bytes()[:-1] + b"\0")
+    assert re.search(WEAK_FILE, refusal(hddm.load, tmp_path))
 
 
 @torch.no_grad()

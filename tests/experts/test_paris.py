@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import hddm
-from hddm.checkpoints.plan import open_source
+from hddm.checkpoints.plan import open_checkpoint
 from hddm.experts.assembly import change
 from hddm.experts.ensemble_folders import SCHEDULER_FILE
 from hddm.experts.paris import expert_arguments, is_paris, paris_experts, paris_router, router_arguments
@@ -265,4 +265,4 @@ def test_a_release_is_not_converted(release: Path) -> None:
     with pytest.raises(
         HddmError, match=f"is the Paris release, which needs no conversion: hddm sample {release}"
     ):
-        open_source(release, Conversion())
+        open_checkpoint(release, Conversion())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import hddm
 from hddm.checkpoints.convert import write
-from hddm.checkpoints.plan import plan
+from hddm.checkpoints.plan import plan_conversion
 from hddm.running import Seeded
 from hddm.sampling import sample
 from hddm.settings import Conversion
@@ -178,7 +178,7 @@ def test_three_guided_channels_are_what_dit_published(tmp_path: Path) -> None:
     pipeline(tmp_path / "source", network)
     config = {"_class_name": "DDPMScheduler", "beta_schedule": "linear"}
     (tmp_path / "source" / "scheduler" / "scheduler_config.json").write_text(json.dumps(config))
-    write(plan(tmp_path / "source", Conversion()), tmp_path / "expert")
+    write(plan_conversion(tmp_path / "source", Conversion()), tmp_path / "expert")
     field = hddm.load(tmp_path / "expert", torch.float64)
     network.double()
 

@@ -12,7 +12,7 @@ import hddm
 from hddm.calibration import FILE_NAME, Calibration, calibration_record
 from hddm.data.shards import open_shard
 from hddm.experts.ensemble_folders import replace_file
-from hddm.experts.records import WEAK, open_expert
+from hddm.experts.records import WEAK_FILE, open_expert
 from hddm.networks.transformers import ExpertTransformer
 from hddm.training.calibrate import (
     calibrate,
@@ -157,7 +157,7 @@ def test_what_cannot_be_calibrated_stays_as_it_was(
     """An expert of prompts or for a part of t without data, and an expert on a full disk."""
     prompts = copied(flow_expert, tmp_path)
     new_network(ExpertTransformer, "tiny", SHAPE, 0, text_dim=8).save_pretrained(prompts)
-    (prompts / WEAK).unlink()
+    (prompts / WEAK_FILE).unlink()
     edit_json(prompts / "expert.json", conditions=["encoder_hidden_states"])
     full, part = copied(ddpm_expert, tmp_path), copied(ddpm_expert, tmp_path / "part")
     edit_json(part / "expert.json", noise_range=[0.75, 1])

@@ -23,7 +23,7 @@ from hddm.data.shards import PIXELS, Rows, Samples, open_shard
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.transformers import ExpertTransformer
 from hddm.training.expert import new_network, train_expert
-from hddm.training.loop import Fitted, Task, train
+from hddm.training.loop import Fitted, Task, run_task
 from hddm.training.objectives import drawing, loss_of, objective_of
 from hddm.training.resume import run_folder_of
 from hddm.training.settings import ExpertRecipe, ExpertSettings, RunOptions, resolve
@@ -124,7 +124,7 @@ def train_in_float64(
             signal.raise_signal(signal.SIGTERM)
 
     with contextlib.suppress(Stopped):
-        train(task, chosen, out, LOSSES, write, {}, on_step=stop, run=run)
+        run_task(task, chosen, out, LOSSES, write, {}, on_step=stop, run=run)
     out.with_name(f"{out.name}.rows{os.environ.get('RANK', '')}").write_text(json.dumps(noted.read))
 
 

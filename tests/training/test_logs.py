@@ -31,7 +31,7 @@ from hddm.networks.transformers import ExpertTransformer
 from hddm.sampling import sample
 from hddm.training.denoising import velocity_errors
 from hddm.training.expert import train_expert
-from hddm.training.loop import Inputs, OnStep, StepReport, Task, fit
+from hddm.training.loop import OnTrainingStep, StepInputs, StepReport, Task, fit
 from hddm.training.settings import RunOptions
 from hddm.training.state import open_run
 from hddm.training.watching import SEED, STRATA, _mode, watching
@@ -65,7 +65,7 @@ def _lasting(scalars: Scalars) -> Scalars:
     return {tag: values for tag, values in scalars.items() if not tag.startswith(OF_A_PROCESS)}
 
 
-def _at(step: int, act: Callable[[], None]) -> OnStep:
+def _at(step: int, act: Callable[[], None]) -> OnTrainingStep:
     def on_step(number: int, loss: float, seconds: float) -> None:
         if number == step:
             act()
@@ -117,11 +117,11 @@ def test_figures_are_those_of_the_steps_since_the_last_entry(tmp_path: Path) -> 
     seen: list[StepReport] = []
     steps = itertools.count(1)
 
-    def draw(rows: Tensor, noise: torch.Generator, own: slice) -> Inputs:
+    def draw(rows: Tensor, noise: torch.Generator, own: slice) -> StepInputs:
         t = torch.rand(len(rows), generator=noise) * 0.55
         return {"t": torch.where(t > 0.5, 1.0, t), "rows": rows.float()}
 
-    def loss(network: nn.Module, inputs: Inputs) -> Tensor:
+    def loss(network: nn.Module, inputs: StepInputs) -> Tensor:
         each = (network(inputs["rows"][:, None])[:, 0] - inputs["t"]).square()
         return each * (math.nan if next(steps) == 5 else 1)
 

@@ -21,7 +21,7 @@ from hddm.sampling import integrate, sample, time_grid
 from hddm.schedules import LinearSchedule
 from hddm.solvers import heun
 from hddm.training.distill import _require_expert_by_class, distill, with_interval
-from hddm.training.mean_flow import CAPTION, FILE, FLOOR, POWER, STUDENT_STEPS, MeanFlow, solve
+from hddm.training.mean_flow import CAPTION, FLOOR, POWER, STUDENT_STEPS, TRAJECTORIES_FILE, MeanFlow, solve
 from hddm.training.resume import run_folder_of
 from hddm.training.settings import TEXT, DistillRecipe, DistillSettings, RunOptions, resolve
 from hddm.utils.errors import HddmError
@@ -209,7 +209,7 @@ def test_a_killed_training_goes_on_to_the_same_student_and_with_no_other_teacher
     options = RunOptions(checkpoint_every=2)
     with pytest.raises(Died):
         distill(*given, out, _settings(), on_step=ending_at(7), run=options, init=flow_expert)
-    kept, resumed, steps = run_folder_of(out) / FILE, RunOptions(resume=True), list[int]()
+    kept, resumed, steps = run_folder_of(out) / TRAJECTORIES_FILE, RunOptions(resume=True), list[int]()
     written = kept.stat().st_mtime_ns
     assemble([ddpm_expert, flow_expert], tmp_path / "other", router, strategy="top-1")
     with pytest.raises(HddmError, match="used other data, another"):

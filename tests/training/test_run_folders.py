@@ -20,7 +20,7 @@ from hddm.experts.records import EXPERT_FILE
 from hddm.networks.folders import WEIGHTS
 from hddm.training import state
 from hddm.training.expert import train_expert
-from hddm.training.loop import Inputs, Task, fit
+from hddm.training.loop import StepInputs, Task, fit
 from hddm.training.resume import run_folder_of, value_at, with_changes
 from hddm.training.settings import ExpertSettings, RunOptions
 from hddm.training.state import open_run
@@ -202,7 +202,7 @@ def test_a_run_that_stays_without_a_finite_loss_keeps_its_good_checkpoint(
     monkeypatch.setattr(state, "_SPACING", 0)
     point, calls = torch.nn.Linear(1, 1), iter(range(1, 1000))
 
-    def loss(network: torch.nn.Module, inputs: Inputs) -> torch.Tensor:
+    def loss(network: torch.nn.Module, inputs: StepInputs) -> torch.Tensor:
         return network(inputs["x"])[:, 0].square() * (math.nan if next(calls) > 7 else 1)
 
     task = Task(point, 50, lambda rows, noise, own: {"x": rows[:, None].float()}, loss)

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from hddm.experts.records import WEAK
+from hddm.experts.records import WEAK_FILE
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.training.device import optimizer_of
 from hddm.training.expert import train_expert
-from hddm.training.loop import Inputs, Loader, Order, StepReport, Task, fit
+from hddm.training.loop import Loader, Order, StepInputs, StepReport, Task, fit
 from hddm.training.settings import ExpertRecipe, ExpertSettings, RunOptions, resolve, size_config
 from hddm.training.state import Ema
 from hddm.utils.errors import HddmError
@@ -37,7 +37,7 @@ class _Point(nn.Module):
 def _task(point: _Point, loss: Callable[[], Tensor]) -> Task:
     """One loss for every sample."""
 
-    def draw(rows: Tensor, noise: torch.Generator, own: slice) -> Inputs:
+    def draw(rows: Tensor, noise: torch.Generator, own: slice) -> StepInputs:
         return {"rows": rows}
 
     return Task(point, 1000, draw, lambda network, inputs: loss().expand(len(inputs["rows"])))
@@ -119,7 +119,7 @@ def test_a_step_that_is_not_finite_is_left_out_and_named_with_its_samples(
     """Twelve samples make one epoch of four steps, of which one sees the broken sample."""
     point = _Point()
 
-    def loss(network: nn.Module, inputs: Inputs) -> Tensor:
+    def loss(network: nn.Module, inputs: StepInputs) -> Tensor:
         return point.place.sum() * torch.where(inputs["rows"] == 5, bad, 1.0)
 
     task = Task(point, 12, lambda rows, noise, own: {"rows": rows}, loss)
@@ -140,7 +140,7 @@ def test_a_skipped_step_changes_no_weight_moment_or_average(optimizer: str) -> N
     bad = {1, 4}
     steps = iter(range(1, 100))
 
-    def loss(network: nn.Module, inputs: Inputs) -> Tensor:
+    def loss(network: nn.Module, inputs: StepInputs) -> Tensor:
         factor = math.nan if next(steps) in bad else 1.0
         each: Tensor = network(torch.ones(len(inputs["rows"]), 2)).square().sum(1)
         return each * factor
@@ -216,7 +216,7 @@ def test_the_weak_model_is_of_a_step_before_the_last(weak_at: float, steps: int,
 def test_inputs_are_those_of_their_step_drawn_ahead_or_not_and_end_with_the_last(ahead: int) -> None:
     asked: list[int] = []
 
-    def draw(rows: Tensor, noise: torch.Generator, own: slice) -> Inputs:
+    def draw(rows: Tensor, noise: torch.Generator, own: slice) -> StepInputs:
         asked.append(threading.get_ident())
         return {"rows": rows, "eps": torch.randn(4, generator=noise)}
 
@@ -273,6 +273,6 @@ def test_a_training_by_muon_resumes_to_the_last_bit(whole: Path, tmp_path: Path)
     with pytest.raises(Died):
         train_expert(whole, tmp_path / "two", MUON, on_step=ending_at(7), run=run)
     assert train_expert(whole, tmp_path / "two", MUON, run=run) == losses
-    for file in (WEIGHTS, WEAK):
+    for file in (WEIGHTS, WEAK_FILE):
         one, two = (load_file(tmp_path / name / file) for name in ("one", "two"))
         assert all(torch.equal(one[name], two[name]) for name in one)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.checkpoints.convert import write
-from hddm.checkpoints.plan import plan
+from hddm.checkpoints.plan import plan_conversion
 from hddm.data.images import save_png
 from hddm.data.partition import partition
 from hddm.data.shards import open_shard
@@ -135,7 +135,7 @@ def unet(tmp_path_factory: pytest.TempPathFactory, whole: Path) -> Path:
             loss.backward()
             optimizer.step()
     source = pipeline(folder / "source", network, scheduler)
-    write(plan(source, Conversion()), folder / "unet")
+    write(plan_conversion(source, Conversion()), folder / "unet")
     return folder / "unet"
 
 
@@ -193,7 +193,7 @@ def test_no_reading_is_taken_for_better_by_chance_or_for_want_of_training(
 ) -> None:
     few = open_shard(held_out)
     source = pipeline(tmp_path / "random", plain_unet(in_channels=1, out_channels=1, sample_size=4))
-    write(plan(source, Conversion()), tmp_path / "unet")
+    write(plan_conversion(source, Conversion()), tmp_path / "unet")
     for objective, steps in (("ddpm", 1), ("ddpm", 30), ("flow", 30)):
         settings = expert_settings(objective, steps=steps, prediction="epsilon")
         train_expert(whole, tmp_path / f"{objective}{steps}", settings)

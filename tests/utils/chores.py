@@ -6,26 +6,26 @@ import time
 from pathlib import Path
 
 from hddm.utils.errors import HddmError
-from hddm.utils.processes import Report
+from hddm.utils.processes import ReportNumber
 
 
-def square(value: int, seconds: float, report: Report) -> int:
+def square(value: int, seconds: float, report: ReportNumber) -> int:
     """Work that takes a while."""
     time.sleep(seconds)
     report(value)
     return value**2
 
 
-def refuse(report: Report) -> None:
+def refuse(report: ReportNumber) -> None:
     raise HddmError("a file is missing: add it")
 
 
-def touch(path: Path, report: Report) -> None:
+def touch(path: Path, report: ReportNumber) -> None:
     time.sleep(0.2)
     path.touch()
 
 
-def stay_until_told(path: Path, report: Report) -> None:
+def stay_until_told(path: Path, report: ReportNumber) -> None:
     """Work that saves when it is told to stop, as a training does, and that has an end of its own."""
     told: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
@@ -38,16 +38,16 @@ def stay_until_told(path: Path, report: Report) -> None:
         time.sleep(0.05)
 
 
-def die(report: Report) -> None:
+def die(report: ReportNumber) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def give_up(report: Report) -> None:
+def give_up(report: ReportNumber) -> None:
     os.write(2, b"where it was\nno more room\n")
     os._exit(3)
 
 
-def fail(path: Path, report: Report) -> int:
+def fail(path: Path, report: ReportNumber) -> int:
     """A bug, but for the second start."""
     with path.open("a") as file:
         file.write(".")
@@ -56,7 +56,7 @@ def fail(path: Path, report: Report) -> int:
     return 5
 
 
-def die_with_all(path: Path, report: Report) -> None:
+def die_with_all(path: Path, report: ReportNumber) -> None:
     """As where a scheduler sends a signal to all processes."""
     with path.open("a") as file:
         file.write(".")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hddm.networks.folders import read_index
 from hddm.utils.errors import HddmError
-from hddm.utils.files import inside, kind_of
+from hddm.utils.files import file_kind, inside
 from hddm.utils.tensors import Planned, TensorInfo, read_header, read_safetensors, write_safetensors
 from tests.artefacts import largest_file, refusal
 from tests.hostile import Calls, address_space, attempts, grown_by, save, zipped
@@ -103,14 +103,14 @@ def test_large_finite_values_pass_the_check_for_finite_ones(tmp_path: Path) -> N
 
 
 def test_a_file_is_known_by_its_content(tmp_path: Path) -> None:
-    assert kind_of(save({}, tmp_path / "a.safetensors")) == "torch-zip"
+    assert file_kind(save({}, tmp_path / "a.safetensors")) == "torch-zip"
     torch.save({}, tmp_path / "b.safetensors", _use_new_zipfile_serialization=False)
-    assert kind_of(tmp_path / "b.safetensors") == "pickle"
+    assert file_kind(tmp_path / "b.safetensors") == "pickle"
     # A header whose length looks like a pickle.
     write_safetensors(tmp_path / "c.pt", [], {"note": "x" * (0x280 - 29)})
     assert (tmp_path / "c.pt").read_bytes()[:2] == b"\x80\x02"
     (tmp_path / "link").symlink_to("c.pt")
-    assert kind_of(tmp_path / "link") == "safetensors"
+    assert file_kind(tmp_path / "link") == "safetensors"
 
 
 def _index(folder: Path, weight_map: dict[str, str]) -> Path:
@@ -244,7 +244,7 @@ def test_what_is_no_file_of_weights_is_named(tmp_path: Path) -> None:
         ("old", "is neither safetensors nor a PyTorch checkpoint"),
         ("lfs", "is a Git LFS pointer, not the weights; fetch them with git lfs pull"),
     ):
-        assert f"{tmp_path / name}: {problem}" in refusal(kind_of, tmp_path / name)
+        assert f"{tmp_path / name}: {problem}" in refusal(file_kind, tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_links_out_of_the_folder_or_of_a_hub_cache_repository_are_refused(tmp_pa
     assert f"is a link to {tmp_path / 'secret'}, outside the folder" in refusal(inside, folder, "file")
     assert "outside the folder" in refusal(inside, folder, "above/secret")
     assert "outside the folder" in refusal(inside, tmp_path / "models--org--name", "snapshots/0123abc/file")
-    assert "circle" in refusal(lambda: kind_of(inside(folder, "circle")))
+    assert "circle" in refusal(lambda: file_kind(inside(folder, "circle")))
 
 
 @pytest.mark.parametrize(
