@@ -41,7 +41,7 @@ from hddm.networks.folders import (
     stored_names,
 )
 from hddm.networks.identity import VaeRecord
-from hddm.networks.prompts import PipelineText
+from hddm.networks.prompts import INDEX, PipelineText
 from hddm.networks.vae import STEM, read_config, scale_and_shift, vae_facts, weights_of_variant
 from hddm.networks.wrappers import EXPERT_NETWORKS, FLUX
 from hddm.schedules import DDPM_FAMILY, FLOW_MATCH_FAMILY
@@ -60,7 +60,6 @@ DIFFUSERS_LAYOUTS: Mapping[str, type[ModelMixin]] = {
     "diffusers-unet2d": diffusers.UNet2DModel,
     "diffusers-unet2d-condition": diffusers.UNet2DConditionModel,
 }
-PIPELINE_FILE = "model_index.json"
 DENOISERS = ("transformer", "unet")
 SCHEDULER_FILE = "scheduler_config.json"
 _WEIGHTS = re.compile(rf"{STEM}(?:\.(\w+))?\.(?:safetensors|bin)(?:\.index(?:\.(\w+))?\.json)?")
@@ -74,19 +73,16 @@ def open_pipeline(folder: Path, reading: Reading) -> Checkpoint:
 
     Only the entries that are read must be classes of diffusers; a safety checker may be anything.
     """
-    index = read_config(folder, PIPELINE_FILE)
+    index = read_config(folder, INDEX)
     found = [name for name in DENOISERS if _is_there(index.get(name))]
     if len(found) != 1:
-        raise HddmError(
-            f"{folder / PIPELINE_FILE}: needs one of {', '.join(DENOISERS)}, not {found or 'none'}"
-        )
+        raise HddmError(f"{folder / INDEX}: needs one of {', '.join(DENOISERS)}, not {found or 'none'}")
     for name in (found[0], "scheduler", *VAES):
         entry = index.get(name)
         is_foreign = not _is_there(entry) or entry[0] != "diffusers"
         if is_foreign and entry not in (None, [None, None]):
             raise HddmError(
-                f"{folder / PIPELINE_FILE}: {name} is {entry!r}, not a class of diffusers; hddm runs no "
-                "other code"
+                f"{folder / INDEX}: {name} is {entry!r}, not a class of diffusers; hddm runs no other code"
             )
     # Some early pipelines of one model hold it at the root.
     model = folder / found[0]
@@ -97,7 +93,7 @@ def open_pipeline(folder: Path, reading: Reading) -> Checkpoint:
 
 def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Checkpoint:
     """Open one model folder of the pipeline ``root``, by default the one around it."""
-    above = root or (folder.parent if (folder.parent / PIPELINE_FILE).is_file() else folder)
+    above = root or (folder.parent if (folder.parent / INDEX).is_file() else folder)
     path = folder / "config.json"
     network, arguments = parse_config(read_config(folder), list(DIFFUSERS_LAYOUTS.values()), str(path))
     side, stated = reading.sample_size, arguments.get("sample_size")
@@ -110,7 +106,7 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Chec
     sets = _weight_files(folder, reading.variant)
     chosen = choose_set(sets, reading.weights, str(folder))
     weights, files = _read_weights(folder, sets[chosen], reading.allow_pickle)
-    index = read_json(inside(above, PIPELINE_FILE)) if (above / PIPELINE_FILE).is_file() else {}
+    index = read_json(inside(above, INDEX)) if (above / INDEX).is_file() else {}
     scheduler = _scheduler(folder, above)
     scale, is_latent, notes = _latents(above, any(_is_there(index.get(one)) for one in VAES), arguments)
     vae, more = _vae(above, reading.variant)
@@ -200,7 +196,7 @@ def _refuse_other_family(entry: object, declared: Declared, above: Path) -> None
     # With flow sigmas a class of the other family means the same.
     if not config.get("use_flow_sigmas") and _family(entry[1]) != _family(name):
         raise HddmError(
-            f"{declared.scheduler_origin}: is a {name}, and {above / PIPELINE_FILE} says "
+            f"{declared.scheduler_origin}: is a {name}, and {above / INDEX} says "
             f"{entry[1]}, which means another schedule; correct one of them"
         )
 

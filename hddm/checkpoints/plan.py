@@ -14,7 +14,7 @@ import torch
 from diffusers import ModelMixin, UNet2DConditionModel
 from torch import Tensor
 
-from hddm.checkpoints.folders import PIPELINE_FILE, open_expert_checkpoint, open_model, open_pipeline
+from hddm.checkpoints.folders import open_expert_checkpoint, open_model, open_pipeline
 from hddm.checkpoints.layouts import IMAGENET_LICENCE, UnstatedHeads
 from hddm.checkpoints.single_files import open_file
 from hddm.checkpoints.sources import (
@@ -29,7 +29,7 @@ from hddm.experts.paris import is_paris
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
 from hddm.networks.folders import empty_network, refuse_other_tensors
 from hddm.networks.layers import Attention, linear
-from hddm.networks.prompts import default_conditions
+from hddm.networks.prompts import INDEX, default_conditions
 from hddm.networks.transformers import ExpertTransformer
 from hddm.networks.wrappers import Interface, interface_of, pooled_width
 from hddm.settings import Conversion, Reading
@@ -88,7 +88,7 @@ def open_checkpoint(path: Path, reading: Reading) -> Checkpoint:
         return open_expert_checkpoint(path, reading)
     if is_paris(path):
         raise UsageError(f"{path}: is the Paris release, which needs no conversion: hddm sample {path}")
-    if (path / PIPELINE_FILE).exists():
+    if (path / INDEX).exists():
         return open_pipeline(path, reading)
     if (path / "config.json").exists():
         return open_model(path, reading)
@@ -106,7 +106,7 @@ def open_checkpoint(path: Path, reading: Reading) -> Checkpoint:
         return sources[0]
     found = [str(one.path) for one in sources] + [str(error) for error in refusals]
     raise HddmError(
-        f"{path}: holds none of {EXPERT_FILE}, {PIPELINE_FILE} and config.json, and not exactly one "
+        f"{path}: holds none of {EXPERT_FILE}, {INDEX} and config.json, and not exactly one "
         f"checkpoint file (found: {'; '.join(found) or 'none'})"
     )
 

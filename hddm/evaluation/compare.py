@@ -194,7 +194,7 @@ SPLITS: dict[Split, str] = {"training": "training", "validation": "validation", 
 
 
 @dataclass(frozen=True)
-class ComparedFigure:
+class FigureRow:
     """One figure of every group, a row of `table` and `summary`.
 
     ``path`` is its place in a result (`figure_at`), ``better`` the direction that is better, if any, and
@@ -209,10 +209,10 @@ class ComparedFigure:
     verdicts: tuple[GapVerdict | None, ...] = ()
 
 
-def compared_figures(groups: Sequence[ResultGroup]) -> list[ComparedFigure]:
+def figure_rows(groups: Sequence[ResultGroup]) -> list[FigureRow]:
     """The figures that all results have, with verdicts that are corrected as one table's."""
     found = []
-    for line in _figures_to_compare([result.content for group in groups for result in group.results]):
+    for line in _empty_rows([result.content for group in groups for result in group.results]):
         figures = [one for group in groups if (one := figure_at(group, line.path)) is not None]
         if len(figures) == len(groups):
             found.append(replace(line, figures=tuple(figures)))
@@ -275,10 +275,10 @@ def _entry(items: tuple[Any, ...], key: str) -> Any:
 
 
 def table(groups: Sequence[ResultGroup]) -> str:
-    """Markdown table of `compared_figures`, with notes on how verdicts are judged."""
+    """Markdown table of `figure_rows`, with notes on how verdicts are judged."""
     names = [group.name for group in groups]
     heads = ["", *names, *(f"{name} against {names[0]}" for name in names[1:])]
-    found = compared_figures(groups)
+    found = figure_rows(groups)
     rows = [[_title(line), *map(_shown, line.figures), *map(_said, line.verdicts)] for line in found]
     judged = sum(
         one is not None and min(base.trainings, ours.trainings) >= FEWEST_SEEDS and one.interval is not None
@@ -291,7 +291,7 @@ def table(groups: Sequence[ResultGroup]) -> str:
 
 def summary(group: ResultGroup) -> str:
     """Markdown table of one model's figures and what they say, with notes on what they depend on."""
-    found = compared_figures([group])
+    found = figure_rows([group])
     rows = [[one.name, _shown(one.figures[0]), one.says] for one in found]
     content = group.results[0].content
     data, how = content.data, content.features
@@ -326,7 +326,7 @@ def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], align: s
     return [line(heads), f"|{rule}|", *map(line, rows)]
 
 
-def _title(line: ComparedFigure) -> str:
+def _title(line: FigureRow) -> str:
     return line.name if line.better is None else f"{line.name} ({line.better} is better)"
 
 
@@ -379,7 +379,7 @@ def _wilson(share: float, images: int) -> float:
     return float(width / (1 + 1.96**2 / images))
 
 
-def _figures_to_compare(contents: Sequence[Evaluation]) -> list[ComparedFigure]:
+def _empty_rows(contents: Sequence[Evaluation]) -> list[FigureRow]:
     """The rows of a table before values are filled in: add a new score here."""
     splits = dict.fromkeys(one.split for content in contents for one in content.splits)
     scores: tuple[tuple[str, str, Better, str], ...] = (
@@ -389,21 +389,21 @@ def _figures_to_compare(contents: Sequence[Evaluation]) -> list[ComparedFigure]:
         ("recall on", "overlap.recall", "higher", "share of these images with a sample close by"),
     )
     found = [
-        ComparedFigure(f"{title} {SPLITS[split]} images", f"splits.{split}.{end}", better, says)
+        FigureRow(f"{title} {SPLITS[split]} images", f"splits.{split}.{end}", better, says)
         for title, end, better, says in scores
         for split in splits
     ]
     found.append(
-        ComparedFigure("diversity against training images", "diversity", says="1 is as varied as they are")
+        FigureRow("diversity against training images", "diversity", says="1 is as varied as they are")
     )
     says = "between two images of a class or prompt"
-    found.append(ComparedFigure("distance within conditions", "within_conditions.images", says=says))
+    found.append(FigureRow("distance within conditions", "within_conditions.images", says=says))
     if len({bool(one.memorisation and one.memorisation.mirrored) for one in contents}) == 1:
         says = "about 1 is right, well below 1 repeats training images"
-        found.append(ComparedFigure("nearest-image ratio", "memorisation.ratio", says=says))
+        found.append(FigureRow("nearest-image ratio", "memorisation.ratio", says=says))
     for domain in (one.domain for one in contents[0].domains):
-        found.append(ComparedFigure(f"share of {domain}", f"domains.{domain}.share"))
+        found.append(FigureRow(f"share of {domain}", f"domains.{domain}.share"))
         for split in splits:
             title, path = f"{SPLITS[split]} images of {domain}", f"domains.{domain}.splits.{split}.distance"
-            found.append(ComparedFigure(f"Fréchet distance to {title}", path, "lower", "lower is better"))
-    return [*found, ComparedFigure("training, 1e12 operations", "training_tflop")]
+            found.append(FigureRow(f"Fréchet distance to {title}", path, "lower", "lower is better"))
+    return [*found, FigureRow("training, 1e12 operations", "training_tflop")]

@@ -125,8 +125,8 @@ def kernel_distance(
 
     ``features`` are (n, d), ``reference`` (m, d), at least `FEWEST_IMAGES` each. The deviation over such
     subsets, often reported, is no error of their mean, since they overlap. The standard error here is of a
-    mean over ten or more disjoint blocks of ``features``, all against one reference, which is no less. Source:
-    arXiv:1801.01401, there on Inception features; on others it is not a KID.
+    mean over ten or more disjoint blocks of ``features``, all against one reference, which is no less.
+    Source: arXiv:1801.01401, there on Inception features; on others it is not a KID.
     """
     draws = np.random.default_rng(stream(seed, Use.KERNEL_SUBSETS))
     size = min(len(features), len(reference), subset_size)

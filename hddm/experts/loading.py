@@ -54,7 +54,7 @@ from hddm.velocity import VelocityField
 
 _MISFIT = "the parts of this ensemble do not fit together; assemble it anew:"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-DTYPE_BY_NAME = {str(one).removeprefix("torch."): one for one in _DTYPES}
+DTYPES = {str(one).removeprefix("torch."): one for one in _DTYPES}
 
 
 def load(
@@ -88,7 +88,7 @@ def load(
     restore(folder)
     device = available_device(device)
     if isinstance(dtype, str):
-        dtype = DTYPE_BY_NAME[dtype]
+        dtype = DTYPES[dtype]
     if not (folder / EXPERT_FILE).exists():
         return open_ensemble(folder, dtype, experts).on(device, dtype, offload, max_memory)
     bases = None if base is None else bases_in([Path(base)])

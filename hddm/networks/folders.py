@@ -294,9 +294,8 @@ _HASHES: dict[tuple[int, ...], str] = {}
 
 def read_file(path: Path, allow_pickle: bool) -> dict[str, Any]:
     """The content of a weights file: tensors by name, or nested dictionaries for a pickle."""
-    return (
-        dict(read_safetensors(path)) if file_kind(path) == "safetensors" else read_pickle(path, allow_pickle)
-    )
+    is_safe = file_kind(path) == "safetensors"
+    return dict(read_safetensors(path)) if is_safe else read_pickle(path, allow_pickle)
 
 
 def read_index(path: Path, allow_pickle: bool = False) -> tuple[dict[str, Tensor], list[Path]]:

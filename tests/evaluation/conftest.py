@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hddm.evaluation.features import save_classifier, train_classifier
+from hddm.evaluation.features import classifier_of, save_classifier
 from tests.artefacts import load_images, write_images
 
 
@@ -18,5 +18,5 @@ def many(root: Path) -> Path:
 def classifier(root: Path, many: Path) -> str:
     """File of a classifier of these images."""
     file = root / "evaluated" / "classifier.safetensors"
-    save_classifier(train_classifier(load_images(many)), file)
+    save_classifier(classifier_of(load_images(many)), file)
     return str(file)

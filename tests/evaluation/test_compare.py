@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from hddm.evaluation.compare import Contrast, Figure, Gap, compared_figures, gap_over_seeds, holm, verdicts
+from hddm.evaluation.compare import Contrast, Figure, Gap, figure_rows, gap_over_seeds, holm, verdicts
 from hddm.evaluation.results import read_groups, refuse_incomparable
 from tests.artefacts import Command
 
@@ -179,7 +179,7 @@ def test_seeds_of_a_model_give_a_spread_apart_from_the_intervals(tmp_path: Path,
             _write(tmp_path / name / f"{seed}.json", len(name) * 10 + seed, **changes)
     groups = read_groups([tmp_path / "flow", tmp_path / "mixed"])
     refuse_incomparable(groups)
-    line = next(one for one in compared_figures(groups) if "held-out" in one.name)
+    line = next(one for one in figure_rows(groups) if "held-out" in one.name)
     for figure, found in zip(line.figures, values.values(), strict=True):
         assert figure.mean == pytest.approx(np.mean(found))
         assert figure.spread == pytest.approx(np.std(found, ddof=1))
@@ -204,7 +204,7 @@ def test_several_results_of_one_model_say_nothing_about_training(tmp_path: Path,
 
 def test_figures_that_a_result_lacks_and_nearest_ratios_of_two_kinds_are_left_out(tmp_path: Path) -> None:
     def named(*files: Path) -> list[str]:
-        return [line.name for line in compared_figures(read_groups(files))]
+        return [line.name for line in figure_rows(read_groups(files))]
 
     a = _write(tmp_path / "a.json", 1)
     b = _write(tmp_path / "b.json", 2, splits__held_out__distance=None, within_conditions=None)
@@ -220,7 +220,7 @@ def test_a_share_of_all_or_none_has_an_interval_still(tmp_path: Path) -> None:
     """Wilson's: of 80 of 80, the half-width is 1.96 / 160 times 1.96 / (1 + 1.96² / 80)."""
     all_in = {"precision": 1.0, "recall": 0.5, "images": 80}
     a, b = (_write(tmp_path / f"{k}.json", k, splits__held_out__overlap=all_in) for k in (1, 2))
-    found = {line.path: line.figures[0].half_width for line in compared_figures(read_groups([a, b]))}
+    found = {line.path: line.figures[0].half_width for line in figure_rows(read_groups([a, b]))}
     assert found["splits.held_out.overlap.precision"] == pytest.approx(1.96**2 / 160 / (1 + 1.96**2 / 80))
     assert found["splits.held_out.overlap.recall"] == pytest.approx(0.1070, abs=1e-4)
 
