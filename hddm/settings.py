@@ -168,7 +168,7 @@ class Computing(Described):
 
 
 class SamplingSettings(Described):
-    """How samples are drawn, as ``hddm sample``, a request to a service and a benchmark state it."""
+    """How samples are drawn: the options of ``hddm sample`` that requests to a service have, too."""
 
     steps: Positive | None = None
     """Solver steps. Default: 25, or a distilled student's own."""
@@ -356,7 +356,7 @@ class Conversion(Reading):
 
 
 class AssemblySettings(Described):
-    """What is decided on the experts of an ensemble, and what its folder holds besides them."""
+    """Decisions on the experts of an ensemble, and its other components."""
 
     strategy: StrategyName | None = None
     """Recommended strategy. Default: draw."""
@@ -379,7 +379,7 @@ class AssemblySettings(Described):
 
 
 class EvaluationSettings(Described):
-    """What images are compared with, and how."""
+    """Images to compare with, and the measures to take."""
 
     held_out: Annotated[Path, READ, Shown("FOLDER")] | None = None
     """Images that no model was trained on, or their partition folder."""
@@ -404,7 +404,7 @@ class EvaluationSettings(Described):
 
 
 class CalibrationSettings(Described):
-    """What an expert is calibrated on, where no shard is at hand."""
+    """Samples to calibrate an expert on, without a shard."""
 
     num_images: Annotated[int, Field(ge=16)] = 512
     """Samples to draw, without `data`."""
@@ -415,7 +415,7 @@ class CalibrationSettings(Described):
 
 
 class Limits(Described):
-    """Bounds of what a service accepts, and of what it computes together."""
+    """Limits of a service: of its requests, and of the images that it computes together."""
 
     batch_size: Positive = 16
     """Maximum number of images that an expert computes together."""

@@ -22,9 +22,10 @@ from hddm.networks.folders import empty_network, read_file
 from hddm.settings import Reading
 from hddm.utils.errors import HddmError
 
-# Latent diffusion's own prefix stays, so its files are recognised before prefixes are stripped.
-_STRIPPED = (FACEBOOK_DIT, PIXART_ORIGINAL)
-FILE_LAYOUTS: dict[str, FileLayout] = {one.name: one for one in (*_STRIPPED, LDM)}
+_WITHOUT_PREFIX = (FACEBOOK_DIT, PIXART_ORIGINAL)
+"""Layouts that are recognised after removing prefixes which wrappers put before all names, as ``module.``."""
+FILE_LAYOUTS: dict[str, FileLayout] = {one.name: one for one in (*_WITHOUT_PREFIX, LDM)}
+"""All layouts by name. The names of latent diffusion begin with a prefix of their own: it is tried first."""
 _RAW, _EMA = ("model", "state_dict"), ("ema", "state_dict_ema", "model_ema", "ema_model", "ema_state_dict")
 _SETS: dict[str, WeightSet] = {**dict.fromkeys(_RAW, "raw"), **dict.fromkeys(_EMA, "ema")}
 # Keys and prefixes that wrappers for averaging or distributing weights put around a set.
@@ -115,7 +116,7 @@ def _sources(
 
 
 def _known(tensors: Collection[str]) -> list[FileLayout]:
-    return [layout for layout in _STRIPPED if set(layout.markers) <= set(tensors)]
+    return [layout for layout in _WITHOUT_PREFIX if set(layout.markers) <= set(tensors)]
 
 
 def _has_tensors(value: object) -> bool:

@@ -51,32 +51,34 @@ ZEROS = "force_zeros_for_empty_prompt"
 
 
 class Family(NamedTuple):
-    """What a pipeline class encodes prompts with, and what comes of it.
-
-    ``encoders`` are classes of the text encoders, in order. ``pooled`` is the condition that gets one vector
-    per prompt. T5 pads prompts to ``t5_tokens``; with ``joins``, CLIP's tokens come before T5's. ``network``
-    is the pipeline's keyword for its network; with ``may_be_zeros``, `ZEROS` is part of its index.
-    """
+    """How a pipeline class encodes prompts, and which conditions of its network come from them."""
 
     encoders: tuple[str, ...]
+    """Classes of the text encoders, in order."""
     pooled: str
+    """Condition that holds one vector per prompt, beside the tokens in ``encoder_hidden_states``."""
     t5_tokens: int = 0
+    """Tokens that T5 pads prompts to; 0 without T5."""
     joins: bool = False
+    """True if the tokens of CLIP come before those of T5; otherwise T5's are the only ones."""
     network: str = "transformer"
-    may_be_zeros: bool = False
+    """The pipeline's keyword for its network."""
+    has_zeros_key: bool = False
+    """True if the pipeline can replace the empty negative prompt by zeros, as `ZEROS` in its index says."""
+    encodes_negatives: bool = True
+    """True if ``encode_prompt`` returns tokens and vectors of prompts and negative prompts in turn."""
 
 
 FAMILIES: Mapping[str, Family] = {
     "StableDiffusionXLPipeline": Family(
-        (CLIP, CLIP_PROJECTED), "text_embeds", network="unet", may_be_zeros=True
+        (CLIP, CLIP_PROJECTED), "text_embeds", network="unet", has_zeros_key=True
     ),
     "StableDiffusion3Pipeline": Family(
         (CLIP_PROJECTED, CLIP_PROJECTED, T5), "pooled_projections", 256, joins=True
     ),
-    "FluxPipeline": Family((CLIP, T5), "pooled_projections", 512),
+    "FluxPipeline": Family((CLIP, T5), "pooled_projections", 512, encodes_negatives=False),
 }
-"""By the class of a pipeline."""
-_UNGUIDED = {"do_classifier_free_guidance": False}
+"""By the class of a pipeline. A class that is not here has one text encoder, or cannot be read."""
 GUIDANCE = 3.5
 """Guidance that is embedded into a network, as of FLUX.1 [dev]; diffusers' default."""
 
@@ -150,12 +152,12 @@ class PromptEncoders(nn.Module):
             for _, cut in cuts(words, texts, family.t5_tokens if kind == "T5" else words.model_max_length):
                 warnings.warn(f"{kind}: {cut}" if family.t5_tokens else cut, UserWarning, stacklevel=2)
         others = {f"prompt_{number + 1}": None for number in range(1, len(family.encoders))}
-        is_flux = self.pipeline == "FluxPipeline"
-        own: Any = {"max_sequence_length": family.t5_tokens} if is_flux else _UNGUIDED
+        own: Any = {"max_sequence_length": family.t5_tokens}
+        if family.encodes_negatives:
+            own = {"do_classifier_free_guidance": False}
         with quiet():
             tokens, *rest = self._pipe.encode_prompt(texts, **others, device=self.device, **own)
-        # The others return tokens of the negative prompt too.
-        pooled = rest[0 if is_flux else 1]
+        pooled = rest[1 if family.encodes_negatives else 0]
         if is_negative and self.empty_is_zero:
             given = torch.tensor([bool(text) for text in texts], device=tokens.device)
             tokens, pooled = tokens * given[:, None, None], pooled * given[:, None]
@@ -171,16 +173,16 @@ class PromptEncoders(nn.Module):
 
 def index_content(pipeline: str, empty_is_zero: bool) -> dict[str, Any]:
     """What ``model_index.json`` says of a pipeline's prompts."""
-    own = {ZEROS: empty_is_zero} if FAMILIES[pipeline].may_be_zeros else {}
+    own = {ZEROS: empty_is_zero} if FAMILIES[pipeline].has_zeros_key else {}
     classes = {name: ["transformers", kind] for name, kind in encoder_classes(pipeline).items()}
     return {"_class_name": pipeline, **own, **classes}
 
 
 def zeros_in(folder: Path) -> bool:
-    """True where the negative prompt "" becomes zeros, as it does by default in a family that knows this."""
+    """True where the negative prompt "" becomes zeros; the default of a family whose index has `ZEROS`."""
     pipeline = family_in(folder)
-    may_be_zeros = pipeline is not None and FAMILIES[pipeline].may_be_zeros
-    return may_be_zeros and bool(read_config(folder, INDEX).get(ZEROS, True))
+    has_key = pipeline is not None and FAMILIES[pipeline].has_zeros_key
+    return has_key and bool(read_config(folder, INDEX).get(ZEROS, True))
 
 
 def read_texts(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -216,7 +218,7 @@ def texts_facts(folder: Path, tokenizer: Path | None = None, variant: str | None
             limit = read_config(words, "tokenizer_config.json").get("model_max_length")
             records.append(text_encoder_facts(folder / name, limit, variant, kind))
     clip, last = records[0], records[-1]
-    of_empty = str(zeros_in(folder)) if family.may_be_zeros else ""
+    of_empty = str(zeros_in(folder)) if family.has_zeros_key else ""
     joined = ("".join(one.fingerprint for one in records) + of_empty).encode()
     return TextEncoderRecord(
         kind=pipeline,

@@ -17,15 +17,16 @@ in the scale of y alone. By default they differ in prediction, weighting, noise 
 | uniform | uniform in native time: the default of ddpm, unless it predicts x_0 |
 | logit-normal | the logit of t = sigma/(alpha + sigma) is normal (SD3, arXiv:2403.03206, section 3.1) |
 
-An expert for a part of t, low <= t < high or up to 1, draws from the same distribution given that t is in it:
-two experts whose ranges meet see together what one of both would.
+An expert for a noise range (low <= t < high; a high of 1 is included) draws t from the same distribution,
+conditioned on the range: within it, noise levels are as frequent, relative to each other, as in a training on
+all of t.
 
 | weighting | w |
 |---|---|
-| prediction | 1; for epsilon min(SNR, gamma)/SNR where a gamma is given (arXiv:2303.09556) |
-| velocity | that of the velocity's error at t: 1/(1 - t)² for epsilon, 1/t² for sample (arXiv:2511.13720), |
-| | ((alpha + sigma)/(alpha² + sigma²))² for v_prediction, 1 for flow_prediction; t and 1 - t count as |
-| | `BOUND` at least |
+| prediction | 1; for epsilon min(SNR, gamma)/SNR with a gamma (arXiv:2303.09556) |
+| velocity | makes it the error of the velocity: 1/(1 - t)² for epsilon, 1/t² for sample (arXiv:2511.13720), |
+| | ((alpha + sigma)/(alpha² + sigma²))² for v_prediction, 1 for flow_prediction; t and 1 - t are replaced |
+| | by `BOUND` where they are smaller |
 """
 
 import functools

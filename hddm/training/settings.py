@@ -5,9 +5,10 @@
     mixed_precision: bf16
     checkpoint_every: 1000
 
-Every key of a run file is checked. Every field is declared once. In the settings that a caller makes a value
-may be left open (None); in the recipe, which `resolve` makes of them, none is. The text
-below a field is the help of its option on the command line.
+Settings are what a caller requests; a value of None is left open. `resolve` fills in the defaults and returns
+the recipe, in which no value is open. Settings and recipe of a training share the declaration of their fields
+(`LoopFields` and the classes derived from it). The text below a field is the help of its option on the
+command line. Unknown keys of a run file are errors.
 """
 
 import re
@@ -70,7 +71,7 @@ TEXT = "encoder_hidden_states"
 """Keyword of a network for the tokens of captions."""
 
 Open = TypeVar("Open")
-"""None in settings, where a value may be left open; Never in a recipe, where every value is known."""
+"""None in settings, where a value may be left open; Never in a recipe, so that None is no valid value."""
 OPEN: Any = None
 
 
@@ -120,7 +121,7 @@ class LoopFields(Described, Generic[Open]):
 
 
 class DenoiserFields(LoopFields[Open], Generic[Open]):
-    """What experts and students have in common."""
+    """Fields of experts and students."""
 
     prediction: PredictionName | Open = OPEN
     """Quantity that the network predicts. Default: epsilon (DDPM), sample (flow)."""
@@ -136,7 +137,7 @@ class DenoiserFields(LoopFields[Open], Generic[Open]):
 
 
 class ExpertFields(DenoiserFields[Open], Generic[Open]):
-    """An expert."""
+    """Fields of experts."""
 
     objective: Literal["ddpm", "flow"]
     """Training objective. Required, here or in `config`."""
@@ -173,7 +174,7 @@ class ExpertFields(DenoiserFields[Open], Generic[Open]):
 
 
 class RouterFields(LoopFields[Open], Generic[Open]):
-    """A router, and the calibration of its probabilities."""
+    """Fields of routers."""
 
     size: Size = "tiny"
     """Network size: tiny, mini, small, S/2 to XL/8, or DEPTHxWIDTH/PATCH as 6x192/2."""
@@ -184,7 +185,7 @@ class RouterFields(LoopFields[Open], Generic[Open]):
 
 
 class DistillFields(DenoiserFields[Open], Generic[Open]):
-    """A student."""
+    """Fields of students."""
 
     teacher: Literal["shard", "routed"] = "shard"
     """Teacher: the expert of each image's shard (shard) or the mixture (routed)."""
@@ -214,11 +215,11 @@ Recipe = LoopFields[Never]
 
 
 class ExpertSettings(ExpertFields[None]):
-    """What is requested of the training of an expert."""
+    """Settings of the training of an expert."""
 
 
 class AllSettings(ExpertFields[None]):
-    """What is requested of the trainings of the experts of all shards."""
+    """Settings of the trainings of the experts of all shards."""
 
     objective: str  # type: ignore[assignment]
     """Objective: ddpm or flow, or one per shard, such as 0=ddpm,3=ddpm,*=flow."""
@@ -243,7 +244,7 @@ _FIXED_BY_INIT = ("size", "prediction", "weighting", "rotary")
 
 
 class ExpertRecipe(ExpertFields[Never]):
-    """The training of an expert."""
+    """The recipe of an expert."""
 
     @model_validator(mode="after")
     def _uses_all_values(self) -> "ExpertRecipe":
@@ -260,19 +261,19 @@ class ExpertRecipe(ExpertFields[Never]):
 
 
 class RouterSettings(RouterFields[None]):
-    """What is requested of the training of a router."""
+    """Settings of the training of a router."""
 
 
 class RouterRecipe(RouterFields[Never]):
-    """The training of a router."""
+    """The recipe of a router."""
 
 
 class DistillSettings(DistillFields[None]):
-    """What is requested of the training of a student."""
+    """Settings of the training of a student."""
 
 
 class DistillRecipe(DistillFields[Never]):
-    """The training of a student."""
+    """The recipe of a student."""
 
 
 WEAK_AT = 0.25
@@ -284,18 +285,16 @@ RecipeKind = TypeVar("RecipeKind", bound=LoopFields[Never])
 
 @dataclass(frozen=True)
 class Start:
-    """What a training begins with, as far as its defaults depend on that.
-
-    A network with random weights (``is_new``) predicts ``prediction``, which its schedule may state, unless
-    another one is requested. Of a network that goes on, ``prediction``, ``rotary`` and ``noise_range`` are
-    its own, and the first two cannot be requested. ``strategy`` is a routed teacher's.
-    """
+    """What the defaults of a training depend on, besides the settings."""
 
     is_new: bool = True
+    """True for random weights; False for an init, whose prediction and rotary positions stay."""
     prediction: str | None = None
+    """The init's, or of a new network the one that its scheduler file states."""
     rotary: bool = True
     noise_range: NoiseRange = WHOLE
     strategy: str | None = None
+    """The strategy of a routed teacher."""
 
     @classmethod
     def of(cls, network: object, prediction: str, noise_range: NoiseRange = WHOLE) -> "Start":
@@ -360,7 +359,7 @@ def resolve(
 
 
 class Keeping(Described):
-    """Intervals at which a run is saved, logged and pictured."""
+    """How often a run is saved, logged and sampled."""
 
     checkpoint_every: Positive = 500
     """Steps between checkpoints; one is also saved every two minutes."""
@@ -375,7 +374,7 @@ class Keeping(Described):
 
 
 class RunOptions(Keeping):
-    """How a run is kept, and what one start of it does."""
+    """How a run is saved, and how it is started or resumed."""
 
     resume: bool = False
     """Resume the run in OUT.run."""
