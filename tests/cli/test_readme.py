@@ -68,6 +68,19 @@ STORIES = [
 ]
 
 
+def test_contributing_names_files_and_objects_that_exist() -> None:
+    rows = re.findall(r"^\| .*", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    assert len(rows) > 20
+    for row in rows:
+        names = re.findall(r"`([^`\s]+)`", row)
+        files = [ROOT / name for name in names if "/" in name]
+        assert [file for file in files if not file.exists()] == []
+        code = " ".join(file.read_text() for file in files if file.suffix == ".py")
+        objects = [name for name in names if re.fullmatch(r"[A-Za-z_][\w.]*", name)]
+        parts = {part for name in objects for part in name.split(".")}
+        assert [part for part in parts if not re.search(rf"\b{part}\b", code)] == [], row
+
+
 @pytest.mark.parametrize("line", HDDM, ids=shlex.join)
 def test_its_commands_are_accepted(line: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     # Files that a line reads are the reader's own.
