@@ -142,7 +142,7 @@ class Moments:
         return -(squares + variances[:, :-1].log().sum(1) + others * variances[:, -1].log()) / 2
 
     def directions(self, t: Tensor) -> Tensor:
-        """Number of directions (N,) that tell data from noise: the sum of (1 - t)² C / ((1 - t)² C + t²)."""
+        """Number of directions (N,) in which data exceed noise: the sum of (1 - t)² C / ((1 - t)² C + t²)."""
         t = t[:, None]
         shares = (1 - t) ** 2 * self.variances / ((1 - t) ** 2 * self.variances + t**2)
         return shares[:, :-1].sum(1) + (len(self.mean) - self.basis.shape[1]) * shares[:, -1]
@@ -274,7 +274,7 @@ class Calibration:
 
 
 def _is_possible(variances: Tensor, times: Tensor, weights: Tensor) -> bool:
-    """True for numbers that a fit may give."""
+    """True for numbers that a fit can have as its result."""
     is_grid = bool(times[0] == 0 and times[-1] == 1 and (times.diff() > 0).all())
     return is_grid and bool((variances > 0).all() and ((weights >= 0) & (weights <= 1)).all())
 

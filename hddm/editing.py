@@ -120,7 +120,7 @@ class Picture:
 def inpainting(
     solver: Solver, x_0: Tensor, mask: Tensor, resampling: int, fresh: Callable[[], Tensor]
 ) -> Solver:
-    """A solver that samples what a mask leaves open, given the rest (RePaint, arXiv:2201.09865).
+    """A solver that samples the masked part, conditioned on the rest (RePaint, arXiv:2201.09865).
 
     Before each step the part that stays is set to (1 - t) x_0 + t eps, with new noise. A step from t down to
     t' is taken ``resampling`` times; between, new noise brings x back up to t:

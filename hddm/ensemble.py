@@ -123,7 +123,7 @@ class Ensemble:
         """p(k) (K,) in float64: the weights, normalised to sum 1."""
         pairs = zip(parts, torch.as_tensor(weights, dtype=torch.float64).tolist(), strict=True)
         self.parts = tuple(replace(part, weight=weight) for part, weight in pairs)
-        """The experts with all that is known of them; domains and classes follow from it."""
+        """The experts, each with its weight, classes and domain."""
         self.router = router
         for first in set(self.domains):
             of = [k for k, domain in enumerate(self.domains) if domain == first]
@@ -177,7 +177,7 @@ class Ensemble:
 
     @property
     def strategy(self) -> str:
-        """Name of the strategy in force."""
+        """Name of the current strategy."""
         return self._name
 
     @strategy.setter
@@ -209,12 +209,12 @@ class Ensemble:
 
     @property
     def num_domains(self) -> int:
-        """Number of domains; that of experts, where each covers all of t."""
+        """Number of domains; equal to the number of experts where each covers all of t."""
         return len(set(self.domains))
 
     @property
     def sample_shape(self) -> tuple[int, ...] | None:
-        """Shape (C, H, W) of a sample, None where no expert has one or they are of several kinds."""
+        """Shape (C, H, W) of a sample, None where no expert has one or their samples differ in kind."""
         shapes = (e.sample_shape for e in self.experts if e.sample_shape is not None)
         return next(shapes, None) if self.are_alike() else None
 
@@ -247,12 +247,12 @@ class Ensemble:
 
     @property
     def device(self) -> torch.device:
-        """Where the first expert is; all experts are taken to be there."""
+        """Device of the first expert; all experts must be on it."""
         return self.experts[0].device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The widest of the experts'."""
+        """The widest dtype of the experts."""
         return functools.reduce(torch.promote_types, (expert.dtype for expert in self.experts))
 
     @property
@@ -413,7 +413,7 @@ class Ensemble:
     def prior_of(self, num: int, conditions: Mapping[str, Tensor], prior: Tensor | None = None) -> Tensor:
         """The distribution that ``draw`` draws the expert of each of ``num`` samples from, (num, K).
 
-        It is ``prior`` (num, K) where provided, as a prompt gives it, else p(k | class) where that is known,
+        It is ``prior`` (num, K) where provided, such as by a prompt, else p(k | class) where that is known,
         else p(k); and 0 for an expert that does not know the class. A label beyond the classes counts as no
         class. Raises `HddmError` for a class known only to experts of share 0.
         """
@@ -487,7 +487,7 @@ class Ensemble:
         return sparse_weights(self.at(t, probabilities), strategy)
 
     def at(self, t: Tensor, weights: Tensor) -> Tensor:
-        """``weights`` (batch, K), those of each domain given to its expert that covers t (batch,)."""
+        """``weights`` (batch, K), moved within each domain to the expert that covers t (batch,)."""
         if self.num_domains == len(self.experts):
             return weights
         domains = torch.tensor(self.domains)

@@ -1,4 +1,4 @@
-"""Strategies, which choose the experts that run, and routers, which give them each expert's probability.
+"""Strategies, which choose the experts that run, and routers, which compute each expert's probability.
 
 `Router` runs a network that was trained on all shards. `MomentsRouter` (by the image) and `PromptRouter` (by
 the prompt) need no training and no data: they have one row per expert, so that adding or removing an expert
@@ -205,7 +205,7 @@ def given_condition(probabilities: Tensor, prior: Tensor, shares: Tensor) -> Ten
     # A shard of no size has no images of any class.
     product = probabilities * torch.where(prior > 0, shares / prior, 0).to(probabilities)
     total = product.sum(1, keepdim=True)
-    # The router may give every shard of a class 0; the requested class decides.
+    # The router may set every shard of a class to 0; the requested class decides.
     return torch.where(total > 0, product / total, shares.to(probabilities))
 
 

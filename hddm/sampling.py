@@ -1,6 +1,6 @@
 """From noise to samples: `plan` decides how samples are drawn, `batches` groups them, `sample` does it all.
 
-`hddm.running.run` integrates what is planned here: at each step it asks the ensemble which experts run
+`hddm.running.run` integrates what is planned here: at each step the ensemble decides which experts run
 (`Ensemble.routed`, or the sample's own expert), mixes their velocities (`Ensemble.mix`), and the solver takes
 the step. Sample i depends on (seed, i) alone: its noise, and the expert that ``draw`` chooses for it, come
 from generators of its own. The batch size changes rounding only, which a hard choice of experts can amplify.
@@ -120,7 +120,7 @@ def plan(
         strategy: instead of the ensemble's own; see `hddm.routers`.
         expert: use this expert alone; at times outside its range, the other expert of its domain runs.
         guidance: 1 for none; another number is the scale of guidance by condition; or a `Guidance`.
-        router_every: ask the router at every n-th call of the velocity, which Heun's method makes twice per
+        router_every: call the router at every n-th call of the velocity, which Heun's method makes twice per
             step, and use its last answer in between.
         shape: (C, H, W) of a sample, where it is not the model's.
         noise: see `hddm.running`.
@@ -278,7 +278,7 @@ def sample(
         shape: (C, H, W) of a sample, for a model that has none of its own.
         start: index i of the first sample: a run in several pieces is the run in one.
         expert: use this expert alone, instead of any strategy.
-        router_every: ask the router at every n-th call of the velocity only.
+        router_every: call the router only at every n-th call of the velocity.
         picture: the picture to start from, and the region of it to keep; see `hddm.editing`. With ``draw``
             and a router that looks at states, each expert is drawn from p(k | x_s, s).
         use: a tally of how the experts were used, which the caller reads afterwards.

@@ -62,7 +62,7 @@ class Schedule(ABC):
     """Native time of the most noise; the least is at 0."""
 
     def alpha(self, time: Tensor) -> Tensor:
-        """Signal scale at native ``time``, any shape; integer times give float32.
+        """Signal scale at native ``time``, any shape; float32 for integer times.
 
         Raises:
             HddmError: for a time outside [0, ``end``].

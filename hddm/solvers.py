@@ -4,7 +4,7 @@ They are plain functions and know nothing of diffusion: ``solver(velocity, x, ti
 dx/dt = velocity(x, now, then) from ``times[0]`` to ``times[-1]`` through every time between, upwards or
 downwards, and returns the last x. ``velocity`` gets x and two scalar float64 tensors: the time of x, and the
 time at which the step ends. Only a velocity that is a mean over the step depends on the second. After step i,
-from 0, the state goes through ``on_step(i, x)``. Each docstring gives the order of the global error in the
+from 0, the state goes through ``on_step(i, x)``. Each docstring states the order of the global error in the
 step.
 """
 
@@ -108,7 +108,7 @@ DEFAULT_SOLVER, DEFAULT_STEPS = "adams-moulton", 25
 
 
 def solver_named(name: str) -> Solver:
-    """The solver called ``name``; `HddmError` lists those that exist."""
+    """The solver called ``name``; `HddmError` lists the known names."""
     if name not in SOLVERS:
         raise HddmError(f"unknown solver {name!r}: {choose(name, list(SOLVERS))}")
     return SOLVERS[name]

@@ -85,7 +85,7 @@ class PathPoint:
     """One state in both coordinates; every tensor broadcasts against ``x``.
 
     ``x`` is on the common path at ``t``, ``y = (alpha + sigma) x`` on the expert's own path at its native
-    time, where ``derivatives`` gives (d alpha, d sigma).
+    time, where ``derivatives`` is (d alpha, d sigma).
     """
 
     x: Tensor

@@ -61,7 +61,7 @@ for name in VERBS.split():
 def app() -> None:
     """Run the command line; exit 0 on success, 1 for a failed run, 2 for wrong usage.
 
-    What was told to stop exits with 128 plus the signal's number: 130, 138 or 143.
+    A run that a signal stopped exits with 128 plus the signal's number: 130, 138 or 143.
 
     ``--debug`` anywhere shows the traceback of a failure.
     """

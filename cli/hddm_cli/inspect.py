@@ -97,4 +97,4 @@ def _scalar(value: Any) -> str:
 
 
 def _rest(values: Sequence[Any]) -> str:
-    return f"… ({len(values)} in all; --json tells them)"
+    return f"… ({len(values)} in all; --json shows them)"

@@ -64,7 +64,7 @@ DecidingSplit = Literal["validation", "held_out"]
 
 
 class Measuring(Record):
-    """What samples are measured against, as for ``hddm evaluate``."""
+    """Images to measure samples against, as in ``hddm evaluate``."""
 
     reference: str
     validation: str | None = None
@@ -81,7 +81,7 @@ class Measuring(Record):
 
 
 class Table(Record):
-    """Rows as they are, or with one option of ``hddm sample`` after the other varied."""
+    """A table of the report: rows of the file, each also with other values of sampling options."""
 
     rows: Names = ()
     """By name; all, if empty."""
@@ -110,7 +110,7 @@ class BenchmarkFile(Record):
     values: dict[str, str | int | float] = Field(default_factory=dict)
     """Texts for ``$name`` in any command line, which ``--set`` changes."""
     defaults: dict[str, str] = Field(default_factory=dict)
-    """Options by verb, of every step with this verb that does not give them itself."""
+    """Default options by verb, for steps whose command line does not state them."""
     steps: Annotated[dict[str, str], Field(min_length=1)]
     about: dict[str, str] = Field(default_factory=dict)
     """Sentences that introduce steps."""
@@ -183,7 +183,7 @@ def read_benchmark(
 
     ``values``, ``seeds`` and ``workers`` of one start replace the file's. ``held_out`` confirms on held-out
     images, by default with the confirmation seeds. Seeds that would both choose settings and confirm them,
-    unknown values and presets, and whatever the file gets wrong raise `HddmError`.
+    unknown values and presets, and mistakes in the file raise `HddmError`.
     """
     path = Path(which)
     if "/" not in which and not path.suffix:

@@ -93,7 +93,7 @@ class Step:
     inputs: Mapping[str, "Step"]
     data: Path | None
     seed: int | None
-    """The seed that it depends on, itself or by an input."""
+    """The seed of this step or of one of its inputs."""
     work: Work
 
     @property
@@ -134,7 +134,7 @@ class Step:
 
     @property
     def written(self) -> dict[str, Path]:
-        """All that it has written by names, as `label`; an evaluation may write a second file."""
+        """Its outputs by label; an evaluation may write a second file."""
         found = {
             path.name.removeprefix(self.path.name): path
             for path in self.path.parent.glob(f"{self.path.name}*")
@@ -143,12 +143,12 @@ class Step:
 
     @property
     def is_done(self) -> bool:
-        """True if it needs not be done again."""
+        """True if its result exists."""
         return self.work.has(self.path)
 
     @property
     def label(self) -> str:
-        """Its name in folders: those of one seed lie together, of seed 0 with what no seed decides."""
+        """Its path in the output folder: ``seed_N/name``, or the name alone for seed 0 and without a seed."""
         return f"seed_{self.seed}/{self.name}" if self.seed else self.name
 
     def command(self, root: Path | None = None) -> list[str]:
@@ -170,7 +170,7 @@ class Step:
 
     @cached_property
     def upstream(self) -> list["Step"]:
-        """This step and all that it depends on, each once, the first first."""
+        """This step and all steps that it depends on, each once, in the order in which they run."""
         found = {one.identity: one for step in self.inputs.values() for one in step.upstream}
         return [*found.values(), self]
 
@@ -235,7 +235,7 @@ class SeedPlan:
 
     @property
     def all(self) -> list[Step]:
-        """All steps, each once, those that others need first."""
+        """All steps, each once; inputs come before the steps that need them."""
         ends = [*self.steps.values(), self.real, *(row.scores for row in self.rows)]
         found = {one.identity: one for end in ends for one in end.upstream}
         return list(found.values())

@@ -172,7 +172,7 @@ class Results(Record):
     name: str
     split: DecidingSplit
     seeds: tuple[int, ...]
-    """Those that are in, of all in the file."""
+    """The seeds with results, of all seeds in the file."""
     date: str
     settings: BenchmarkFile
     machine: dict[str, Any]
@@ -258,7 +258,7 @@ class Results(Record):
 
 
 def number(value: float, signed: bool = False) -> str:
-    """A figure with as many decimals as its size asks for."""
+    """A figure, rounded by its size."""
     size = abs(value)
     decimals = 1 if size >= 10 else 2 if size >= 0.1 or size == 0 else 3 if size >= 0.01 else 4
     return f"{value:{'+' if signed else ''}.{decimals}f}".replace("-", "−")

@@ -8,7 +8,7 @@ The training code of facebookresearch/DiT (arXiv:2212.09748) and of PixArt-α (a
 betas, 1,000 steps, noise prediction with a learned variance, and latents of Stable Diffusion's VAE × 0.18215.
 
 DiT has classes and adaLN-Zero; the last row of its class table is the null class. SiT files have the same
-names with another meaning, and nothing in them tells the two apart. PixArt has text and AdaLN-Single;
+names with another meaning, and nothing in them distinguishes the two. PixArt has text and AdaLN-Single;
 ``y_embedder.y_embedding`` is the null text. Its positions are computed, so a file may lack them; where it has
 them, they must match a known scale.
 """

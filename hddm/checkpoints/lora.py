@@ -72,7 +72,7 @@ class LoraFile:
 
 
 def is_lora(names: Collection[str]) -> bool:
-    """True for tensor names of a LoRA file, or of another kind of small change to a network."""
+    """True for tensor names of a LoRA file, or of a similar small change to a network."""
     return any(_FACTOR.fullmatch(name) or _OTHER.search(name) for name in names)
 
 

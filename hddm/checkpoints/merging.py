@@ -37,7 +37,7 @@ _ALIKE = {
     *("prediction_type", "schedule", "time_scale", "variance_head"),
     *("conditions", "classes", "null_class", "text_encoder", "noise_range"),
 }
-"""Keys of a record in which experts agree, besides those that `compare_experts` compares."""
+"""Keys of a record that must be equal, besides what `compare_experts` compares."""
 
 
 def merge_experts(

@@ -66,7 +66,7 @@ class ConversionPlan:
 
     @property
     def components(self) -> dict[str, Path]:
-        """Components of the source that the expert keeps: those that it records."""
+        """Components that the expert copies from the source: the ones in its record."""
         record = self.record
         known = {"vae": record.vae, "text_encoder": record.text_encoder, "tokenizer": record.text_encoder}
         return {name: folder for name, folder in self.source.components.items() if known[name] is not None}

@@ -105,7 +105,7 @@ BATCH = 4096
 _MANY = 128
 """Clusters up to which chains between them are faster than the Hungarian method."""
 _TAIL = 256
-"""Points that are assigned together with those that do not divide evenly."""
+"""Points that are assigned together with the remainder, which does not divide evenly."""
 START = 16384
 """Points, drawn at random, among which the initial centres are chosen."""
 

@@ -201,7 +201,7 @@ def _write_manifest(
 
 @dataclass(frozen=True)
 class _Encoder:
-    """Settings and networks; ``images`` is the shape (C, H, W) of what is stored or given to the VAE."""
+    """Settings and networks; ``images`` is the shape (C, H, W) of stored pixels, or of the VAE's input."""
 
     settings: EncodingSettings
     encoding: EncodingRecord

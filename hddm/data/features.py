@@ -223,7 +223,7 @@ class VisionModel:
 
 
 Extractor = PixelPca | VisionModel
-"""Images → features (n, d) in float32, ``batch`` at once; equal settings give equal bits on a device."""
+"""Images → features (n, d) in float32, ``batch`` at once; equal settings lead to equal bits on a device."""
 
 
 def _from_hub(name: str) -> Path:

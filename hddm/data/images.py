@@ -2,7 +2,7 @@
 
 Pixels equal those of Hugging Face's ``datasets`` and diffusers' training scripts: EXIF orientation is
 applied; palettes and CMYK become RGB; an alpha channel is dropped, which shows the colours below it; colour
-profiles are ignored; an animation gives its first frame. Gray images stay gray. `fit_image` resizes as
+profiles are ignored; of an animation, the first frame is read. Gray images stay gray. `fit_image` resizes as
 ``train_text_to_image`` does. torch is imported lazily, so that ``hddm data check`` runs without it.
 """
 

@@ -63,7 +63,7 @@ class EncodingRecord(Record):
     """How images became rows of tensors.
 
     ``shape`` is (C, H, W) of a row. ``resolution`` is the side of the square that images were fitted to, None
-    if unchanged; ``crop`` tells which part of a longer side was kept. ``mirrored`` adds latents of the
+    if unchanged; ``crop`` is the part of a longer side that was kept. ``mirrored`` adds latents of the
     mirrored images. In older shards crops may be random, by ``seed``.
     """
 

@@ -38,7 +38,7 @@ class Figure:
     """One number of one model over its results: ``values`` by training seed.
 
     ``half_width`` is the mean half-width of the 95 % intervals over images, if known. ``is_one_model``: all
-    results are of one set of weights, so they tell nothing about other trainings. ``few_images``: measured on
+    results are of one set of weights, so they say nothing about other trainings. ``few_images``: measured on
     no more images than features.
     """
 
@@ -113,7 +113,7 @@ class Contrast:
 
     @property
     def why_not(self) -> str | None:
-        """Reason why no number of seeds would give a verdict."""
+        """Reason why there is no verdict with any number of seeds."""
         return self.why or ("too few images" if self.ours.few_images or self.base.few_images else None)
 
     @property
@@ -152,7 +152,7 @@ def verdicts(contrasts: Sequence[Contrast], by_images: bool = False) -> list[Gap
     """Judge all ``contrasts`` of one table.
 
     ``by_images`` also judges single results, by their intervals over images: a gap is significant beyond
-    (h_a² + h_b²)^½ with half-widths h, which tells nothing about other trainings.
+    (h_a² + h_b²)^½ with half-widths h, which says nothing about other trainings.
     """
     over_seeds = {
         k: gap_over_seeds(one.ours.values, one.base.values)

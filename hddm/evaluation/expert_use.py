@@ -10,7 +10,7 @@ BINS = 10
 MOST = 0.9
 """Share of the weight that one expert may take without a warning."""
 FEWEST_EXPECTED = 3
-"""Samples that ``draw`` must be expected to give an expert before it warns that there were none."""
+"""Expected samples of an expert from which on ``draw`` warns that it made none."""
 
 
 class ExpertUse:

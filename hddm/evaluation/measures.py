@@ -21,7 +21,7 @@ Number = Annotated[float, Field(ge=-1e30, le=1e30)]
 """A number whose square, and sums of it, are finite too."""
 Width = Annotated[Number, Field(ge=0)]
 FEWEST_IMAGES = 4
-"""Fewest images a side that all measures work for."""
+"""Fewest images per side that all measures work for."""
 NEIGHBOURS = 3
 MOST_IMAGES = 10_000
 _BLOCKS = 10
@@ -247,7 +247,7 @@ class ConditionDiversity(OpenRecord):
 def diversity(features: Tensor, reference: Tensor) -> float:
     """Mean distance between pairs of ``features`` (n, d), over that of ``reference`` (m, d).
 
-    1 is as varied as the reference, 0 all equal; it does not tell whether the *right* things vary. At most
+    1 is as varied as the reference, 0 all equal; it does not show whether the *right* things vary. At most
     `MOST_ROWS` random rows a side are used.
     """
     return _mean_pair_distance(features) / _mean_pair_distance(reference)

@@ -36,7 +36,7 @@ from hddm.utils.records import Count, OpenRecord
 
 _BATCH = 512
 RECOGNISED = 0.9
-"""A classifier recognises an image that it gives a class with more than this probability."""
+"""An image is recognised if the classifier's probability of some class is above this."""
 LEARNED = 0.5
 """Samples of a model that has learned are recognised at least this many times as often as real images."""
 SHOWN = 24

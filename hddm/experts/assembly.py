@@ -67,7 +67,7 @@ from hddm.utils.records import MANIFEST, damage, read_record, refuse_damaged
 from hddm.utils.tensors import read_safetensors, refuse_non_finite
 
 DEFAULT_STRATEGY = "draw"
-"""What a new folder recommends: no strategy that asks the router is nearer to real images (docs/results.md).
+"""Strategy that a new folder recommends: none with a router is nearer to real images (docs/results.md).
 
 An `hddm.Ensemble` in memory has ``nucleus-0.9`` instead: its callers rely on a default that looks at x_t.
 """

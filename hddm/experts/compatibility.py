@@ -1,7 +1,7 @@
 """Experts among others: what a user decides on them, and whether they fit together, by their records.
 
 They are compared before weights are read. All differences are collected and reported together, one line per
-part. A value that one part records and another does not gives a note, not a difference.
+part. A value that one part records and another does not leads to a note, not to a difference.
 """
 
 import itertools
@@ -181,7 +181,7 @@ def decided(
 
 
 def _spread(shares: Sequence[float | None], domains: Sequence[int]) -> list[float | None]:
-    """Shares of domains, each the sum of those given for its experts, divided equally among these."""
+    """Shares of domains (the sum over a domain's experts), divided equally among the experts."""
     found: list[float | None] = []
     for domain in domains:
         own = [share for share, other in zip(shares, domains, strict=True) if other == domain]

@@ -131,7 +131,7 @@ class ExpertRecord(Record):
     shift: AboveZero = 1.0
     """Shift of the time grid that its samples want (`hddm.sampling.time_grid`)."""
     sampling_steps: Annotated[int, Field(ge=1)] | None = None
-    """Steps of a student of few steps, whose network gives mean velocities (`hddm.training.mean_flow`)."""
+    """Steps of a student of few steps, whose network predicts mean velocities (`hddm.training.mean_flow`)."""
     noise_range: NoiseRange = WHOLE
     """The part of t that it was trained for (`hddm.velocity`)."""
     variance_head: bool = False

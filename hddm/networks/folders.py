@@ -79,10 +79,10 @@ def empty_network(
 ) -> Network:
     """Build the network on the meta device: shapes without memory.
 
-    Raises `HddmError` where the arguments build nothing, or ask for more layers than the tensors can fill, or
+    Raises `HddmError` where the arguments build nothing, or have more layers than the tensors can fill, or
     for blocks with constants that no file holds.
     """
-    # Modules cost time and memory even on the meta device; a small file must not ask for a billion of them.
+    # Modules cost time and memory even on the meta device; a small file must not create a billion of them.
     layers = math.prod(max(_largest(arguments.get(key)) for key in keys) for keys in _DEPTHS)
     if layers > (most := min(num_tensors // _TENSORS_PER_LAYER, _MOST_LAYERS)):
         text = f"and its {num_tensors} tensors are enough for {most}; correct its config"
@@ -121,7 +121,7 @@ _POSITIONS = "pos_embed.pos_embed"
 
 
 def _largest(value: Any, levels: int = 3) -> int:
-    """Largest number of layers that one config entry asks for."""
+    """Largest number of layers that one config entry creates."""
     if isinstance(value, Sequence) and not isinstance(value, str) and levels:
         return max([len(value), *(_largest(inner, levels - 1) for inner in value)])
     return min(max(value, 1), 10**12) if isinstance(value, int) else 1
@@ -154,7 +154,7 @@ def misfits(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list
 
 
 def fill(network: Network, weights: Mapping[str, Tensor], arguments: Mapping[str, Any], origin: str) -> None:
-    """Give an `empty_network` its tensors, and compute positions that no file holds.
+    """Fill an `empty_network` with its tensors, and compute positions that no file holds.
 
     Raises `HddmError` for positions that are much larger than the weights.
     """

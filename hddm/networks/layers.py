@@ -105,7 +105,7 @@ def square_rotations(head_dim: int, side: int, like: Tensor) -> tuple[Tensor, Te
     """Cosines and sines (side², head_dim/2) of rotary positions of a square, row by row.
 
     The angles of a token are its row, then its column, times 100^(-i/n) for i < n = head_dim/4 (axial form of
-    arXiv:2104.09864). ``like`` gives device and dtype.
+    arXiv:2104.09864). Device and dtype are those of ``like``.
     """
     number = head_dim // 4
     frequencies = 100 ** (-torch.arange(number, device=like.device, dtype=torch.float32) / number)
@@ -156,7 +156,7 @@ class TimeEmbedding(nn.Module):
 class Attention(nn.Module):
     """Multi-head attention from ``x`` to ``context`` (default: itself), both of one width.
 
-    With ``silent`` the output starts at zero. ``rotations`` give the tokens of ``x`` rotary positions.
+    With ``silent`` the output starts at zero. ``rotations`` are rotary positions of the tokens of ``x``.
     """
 
     def __init__(self, hidden_size: int, num_heads: int, silent: bool = False) -> None:

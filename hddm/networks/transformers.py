@@ -140,10 +140,10 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
             ``hidden_size`` for a full matrix. Only experts of earlier versions have one.
         final_modulation: with "single", "table" or "linear" in the final layer; "zero" implies linear.
         norm_eps: epsilon of the layer norms.
-        mlp_norm_eps: that of the norms before MLPs, where it differs (diffusers' DiT).
+        mlp_norm_eps: epsilon of the norms before MLPs; None for ``norm_eps`` (diffusers' DiT differs).
         frequency_shift: see `sinusoid`: 0, as in DiT, or 1, as in diffusers' DiT.
         out_channels: output channels, where not C, as with a learned variance.
-        rotary: give queries and keys rotary positions, beside those that are added to patches.
+        rotary: add rotary positions to queries and keys, beside the positions that are added to patches.
         interval: take an interval of time too, for mean velocities over it (MeanFlow, arXiv:2505.13447): its
             embedding, zero at first, is added to that of time, and both are smooth.
 

@@ -31,7 +31,7 @@ _CODE = ("auto_map", "custom_pipeline", "trust_remote_code")
 def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     """Read a component's JSON file ``name``.
 
-    Raises `HddmError` for a file that is missing, leaves the folder or asks for foreign code.
+    Raises `HddmError` for a file that is missing, leaves the folder or names foreign code.
     """
     config = read_json(inside(folder, name) if _is_there(folder / name) else folder / name)
     for key in _CODE:

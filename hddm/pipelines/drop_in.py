@@ -1,7 +1,7 @@
 """An ensemble or an expert in place of the network of a diffusers pipeline.
 
 The pipeline calls its network with a state y = a x_0 + s eps on its scheduler's path, at a timestep. The
-stand-in takes both to the common path, lets the experts give the velocity v there, and returns what the
+stand-in takes both to the common path, computes the experts' velocity v there, and returns what the
 scheduler expects:
 
     t = s/(a + s),  x = y/(a + s),  x_0 = x - t v,  eps = x + (1 - t) v
@@ -50,7 +50,7 @@ def drop_in(model: VelocityField | Ensemble, pipe: DiffusionPipeline) -> "DropIn
 
     With one expert that was made of the pipeline's own weights, images equal those of the pipeline up to
     rounding. Under ``draw`` the initial noise of an image decides which expert makes it, so that the same
-    generator gives the same image.
+    generator makes the same image.
 
     Args:
         model: an expert, or an ensemble with any strategy. Its samples are what the pipeline's network

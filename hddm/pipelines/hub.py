@@ -247,7 +247,7 @@ def licence_of(licences: Licences) -> tuple[str, str | None, list[str]]:
     is_free, unknown = not said, [name for name, one in licences.items() if one is None]
     if unknown:
         said.append(f"Licence unknown: ask the owner of {', '.join(unknown)}.")
-    # A remark in brackets tells the source of the licence.
+    # A remark in brackets names the source of the licence.
     stated = {each for one in licences.values() if one for each in one.lower().split(" and ")}
     joint = " and ".join(sorted({re.sub(r" \(.*", "", one) for one in stated}))
     if not unknown and joint in _HUB_LICENCES:

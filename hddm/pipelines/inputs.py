@@ -50,7 +50,7 @@ class Encoding(Offloading):
     ) -> Conditions:
         """Conditions by network keyword, and p(k | prompt), one row per prompt or class.
 
-        Arguments are those of a call; ``guided`` tells that guidance uses a negative branch. Each text expert
+        Arguments are those of a call; ``guided`` is true if guidance uses a negative branch. Each text expert
         gets the tokens of its own text encoder. A class expert gets the longest class name in the prompt, and
         p = 0 for prompts that name no class of its own; without a topic, its share of the other prompts is
         its share of all images.
@@ -91,7 +91,7 @@ class Encoding(Offloading):
 
     @property
     def _topics(self) -> int | None:
-        """Number of the text encoder that tells experts apart by prompts; None for one expert alone."""
+        """Number of the text encoder that prompts are routed by; None for one expert alone."""
         number: int | None = self.experts.topics
         return number if len(self.experts.facts) > 1 else None
 

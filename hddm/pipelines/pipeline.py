@@ -52,13 +52,13 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         experts: in the router's order.
         router: for these experts' shards, with its ``record``, or a function as in `hddm.Ensemble`; optional
             only for ``draw``.
-        scheduler: gives the ``shift`` of the time grid; the solver is hddm's own (`hddm.solvers`).
+        scheduler: holds the ``shift`` of the time grid; the solver is hddm's own (`hddm.solvers`).
         vae: decodes latents; without it only ``output_type="latent"`` is possible.
         text_encoder: encodes prompts; without it, pass embeddings.
         tokenizer: belongs to the text encoder.
         vae_2, text_encoder_2, tokenizer_2, vae_3, text_encoder_3, tokenizer_3: for experts of other latent
             spaces or text encoders, as ``facts`` numbers them.
-        facts: strategy and priors; by default those that ``experts`` carry, or ``draw`` with equal shares.
+        facts: strategy and priors; by default those of ``experts``, or ``draw`` with equal shares.
 
     Raises:
         HddmError: for parts that contradict each other.

@@ -43,7 +43,7 @@ IMAGE = "{:05d}.png"
 ROUND = 1024
 """Images whose experts are drawn together, so that each expert gets large batches."""
 ENOUGH = 32
-"""Images from which on a router that uses one expert for all is doubted."""
+"""Number of images from which on a router is doubted if it uses one expert for all."""
 NEGATIVE = "negative_"
 COLUMNS, ROWS = 20, 40
 """Maximum numbers of images side by side, and of rows."""
@@ -202,7 +202,7 @@ class _Run:
         if self.cycles.prior is not None:
             for k in (self.expected == 0).nonzero()[:, 0].tolist():
                 warnings.warn(f"expert {k}: no prompt is for it (p = 0)", stacklevel=3)
-        # Fewer images than experts tell nothing, and a picture may belong to one expert.
+        # Fewer images than experts show nothing, and a picture may belong to one expert.
         if settings.init_image is None and settings.num_images >= len(ensemble.experts):
             is_drawn = (settings.strategy or ensemble.strategy) == "draw"
             is_learned = not (is_drawn or isinstance(ensemble.router, MomentsRouter))

@@ -63,7 +63,7 @@ TRIES = 20
 BODY = 10.0
 """Seconds until a body must be complete; until then a request occupies one of Ray Serve's calls."""
 WAIT = 2.0
-"""Seconds until a silent worker is checked, and that it has to answer."""
+"""Seconds until a silent worker is checked, and also the time limit of its answer."""
 RESTART = 60.0
 """Seconds that a lost worker has to come back before its requests are refused."""
 

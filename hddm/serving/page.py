@@ -68,7 +68,7 @@ _PARTS: Any = _TEMPLATES.get_template("serving/page.html.j2").module
 def strip(image: Painted, panel: Panel, legend: Sequence[str]) -> str:
     """Who painted an image, as HTML: weights from noise to image, each expert's letter and share in percent.
 
-    The place of a name in ``legend`` gives its letter and colour. A share is the mean over the steps.
+    Letter and colour of an expert follow from its place in ``legend``. A share is the mean over the steps.
     """
     marks, bars, at = [_mark(legend.index(name)) for name in panel.names], [], 0
     for row, same in groupby(weights.tolist() for weights in image.weights):

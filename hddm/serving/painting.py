@@ -187,7 +187,7 @@ def preview(x: Tensor, following: Tensor, t: float, then: float) -> Tensor:
 
 
 def paint(panels: Sequence[Panel], edit: Edit, stopped: threading.Event) -> Iterator[None]:
-    """Paint all panels in a thread; yields after changes, as often as the caller asks.
+    """Paint all panels in a thread; yields after changes, as often as the caller iterates.
 
     ``edit`` has a starting picture and its mask, as ``image`` and ``mask_image`` of a pipeline's call. An
     error of one panel is kept in its ``error``, and the others go on. All end a step after ``stopped``.

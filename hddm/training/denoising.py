@@ -153,11 +153,11 @@ def usual_schedules() -> list[Schedule]:
 
 READ_IMAGES = 64
 CLEARLY = 0.95
-"""Part of the recorded reading's error below which that of the true one lies."""
+"""Another reading is clearly right if its error is below this part of the recorded reading's error."""
 
 
 class _Cached(nn.Module):
-    """A network that several readings ask the same."""
+    """A network and its outputs, kept for several readings of its record."""
 
     def __init__(self, network: Callable[..., Tensor]) -> None:
         super().__init__()

@@ -128,9 +128,9 @@ class Task:
     batch, of the ``num_samples`` samples; only its part ``own``, this process's, is read and returned.
     Everything random comes from ``noise``, and is drawn for the whole batch; "t" among the inputs is the time
     on the common path. ``loss(network, inputs)`` returns the loss of each sample (n,), in float32, also for a
-    part of the batch; the mean over the batch is minimised. ``key`` tells apart trainings of one seed. The
-    averages of step ``weak_step`` are kept to guide by, unless it is 0. ``prepare(device, folder)`` is called
-    before the first step, with the run's folder if there is one.
+    part of the batch; the mean over the batch is minimised. ``key`` separates the random numbers
+    of trainings with one seed. The averages of step ``weak_step`` are kept to guide by, unless it is 0.
+    ``prepare(device, folder)`` is called before the first step, with the run's folder if there is one.
     """
 
     network: nn.Module
@@ -415,7 +415,7 @@ def run_task(
         HddmError: as `fit` and `hddm.training.state.open_run`.
         Stopped: after a signal, with the run saved.
     """
-    # A network that goes on is not of the recipe's size.
+    # The size of a network that is trained further is not the recipe's.
     settings = recipe.model_dump(mode="json", exclude={"size"} if "init" in data else None)
     content = {"settings": settings, "data": dict(data)}
     if is_finished(out, record, content, run, overwrite):

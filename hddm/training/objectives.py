@@ -104,7 +104,7 @@ class Objective:
         return errors if weights is None else errors * weights.to(errors)
 
     def _weights(self, alpha: Tensor, sigma: Tensor) -> Tensor | None:
-        """W (batch,) at signal and noise scales (batch,); None for 1."""
+        """The weights w (batch,) at signal and noise scales (batch,); None if all are 1."""
         if self.recipe.weighting == "velocity":
             t = sigma / (alpha + sigma)
             match self.prediction_type:
@@ -192,7 +192,7 @@ def drawing(
     """Return the function that draws the inputs of a step (`hddm.training.loop.Task.draw`).
 
     With probability ``recipe.condition_dropout`` a sample has null values for all its conditions at once,
-    as guidance asks the network. ``given`` are conditions (N, …) of all samples, by keyword, without tokens,
+    as guidance calls the network. ``given`` are conditions (N, …) of all samples, by keyword, without tokens,
     which come from the shard; ``nulls`` are null values without batch dimension.
     """
 
@@ -246,7 +246,7 @@ def check_conditions(shard: Shard, recipe: ExpertRecipe) -> None:
 def check_fit(shard: Shard, record: ExpertRecord, network: object) -> None:
     """Refuse a shard of samples in another space or shape, of another VAE or scale, or another text encoder.
 
-    Values that ``record`` leaves open are no difference. The config of ``network`` gives the width of its
+    Values that ``record`` leaves open are no difference. The config of ``network`` states the width of its
     tokens.
     """
     size = f"hddm encode SHARDS --out FOLDER --resolution {record.sample_shape[1]} brings them to its size"

@@ -104,7 +104,7 @@ def read_run(path: Path) -> dict[str, Any]:
 
 
 def has_run(out: Path) -> bool:
-    """Tell whether ``out`` has a run already."""
+    """Return whether ``out`` has a run already."""
     return (run_folder_of(out) / RUN_FILE).exists()
 
 
@@ -121,7 +121,7 @@ def refuse_run(out: Path) -> None:
 
 
 def is_kept(out: Path, record: str, run: RunOptions | None, overwrite: bool = False) -> bool:
-    """Tell whether ``out`` holds a model already and this start, a resumed one, leaves it there."""
+    """Return whether ``out`` holds a model already and this start, a resumed one, leaves it there."""
     if run is None or not run.resume or overwrite:
         return False
     recover(out)
@@ -144,7 +144,7 @@ def recipe_before(out: Path, record: str, run: RunOptions | None, overwrite: boo
 def is_finished(
     out: Path, record: str, content: Mapping[str, Any], run: RunOptions | None, overwrite: bool = False
 ) -> bool:
-    """Tell whether a resumed training has written ``out``, and nothing is left to do.
+    """Return whether a resumed training has written ``out``, and nothing is left to do.
 
     Raises `HddmError` for a run of another ``content``, as `compare_records`, and for damaged files.
     """

@@ -187,7 +187,7 @@ def accuracy_of(network: Callable[[Tensor, Tensor], Tensor], evidence: Evidence,
 
 
 def is_better_than_chance(found: dict[str, Any]) -> bool:
-    """Tell whether the accuracy lies more than `SURE` deviations above chance."""
+    """Return whether the accuracy lies more than `SURE` deviations above chance."""
     return bool(found["accuracy"] > found["chance"] + SURE * found["deviation"])
 
 

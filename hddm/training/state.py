@@ -169,7 +169,7 @@ class TrainingState:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Mapping[str, Tensor]], progress: ProgressRecord) -> None:
-        """Load what `tensors` and `progress` gave, of the same network."""
+        """Load what `tensors` and `progress` returned for the same network."""
         live, trained = self.tensors(), self._trained()
         for file in (WEIGHTS, EMA):
             for key, value in live[file].items():
@@ -193,7 +193,7 @@ class TrainingState:
 
 
 LATEST = 120.0
-"""Most seconds without a checkpoint, unless one takes so long to write that `_SPACING` asks for more."""
+"""Most seconds without a checkpoint, unless writing takes so long that `_SPACING` requires more."""
 _SPACING = 10
 """Least time between checkpoints by the clock, as a multiple of the time that one takes."""
 

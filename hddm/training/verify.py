@@ -126,7 +126,7 @@ def verify_expert(
     It is read as for sampling: no code is run, and every weight must be finite. Its record must name its
     shard and training, or the checkpoint that it was converted from. `hddm.training.denoising.judge` uses the
     images in ``data``, held out from its shard or not. ``bases`` are folders of weights that an adapter may
-    change, where they are not where it says. A wrong call gives no verdict.
+    change, where they are not where it says. A wrong call has no verdict.
 
     Raises:
         UsageError: for a missing device, and images that are missing, damaged, too few, or not the expert's;

@@ -163,7 +163,7 @@ class SampleGrids:
 
     Class-conditional networks draw the classes in turn, text-conditional ones the first captions of the
     shard, others null conditions. Latents are not decoded: their first three channels are shown as colours.
-    ``conditions`` are the names of those that the network is trained with.
+    ``conditions`` are the names of the conditions that the network is trained with.
     """
 
     def __init__(self, field: VelocityField, shard: Shard, conditions: Collection[str], folder: Path) -> None:
@@ -278,7 +278,7 @@ def to_shown_bytes(x: Tensor, space: str) -> Tensor:
 
 
 class Guarded(Generic[T]):
-    """What a training goes on without: its failure is one warning, after which it is not used again.
+    """Something that a training does not need: its failure is one warning, after which it is not used again.
 
     ``start`` opens it.
     """

@@ -356,7 +356,7 @@ class HashCache:
         """
         path, now = self._folder / name, time.time_ns()
         with opened(path) as file:
-            # Status of the open file: opening asks a network file system anew; stat alone may use a cache.
+            # Status of the open file: opening queries a network file system anew; stat alone may use a cache.
             status = os.fstat(file.fileno())
         state = [sha256, status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
         is_known = self._known.get(name) == state

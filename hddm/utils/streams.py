@@ -26,7 +26,7 @@ NOISE, DRAW, FRESH = 0, 1, 2
 
 
 class Use(IntEnum):
-    """What random numbers are for; a number is never given to another use. See the module."""
+    """What random numbers are for; a number is never used twice. See the module."""
 
     EXPERT_ORDER = 3
     """Order of the samples, by epoch."""

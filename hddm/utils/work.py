@@ -124,7 +124,7 @@ def machine() -> dict[str, Any]:
 class Work:
     """The work in ``folder``, which the JSON file ``identity`` marks, if any; paths name its parts.
 
-    ``busy`` and ``other`` tell a second process what the first one does, and what else to choose.
+    ``busy`` and ``other`` are texts for a second process: what the first one does, and what to choose.
     """
 
     def __init__(self, folder: Path, identity: str = "", busy: str = "", other: str = "another") -> None:

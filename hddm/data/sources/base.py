@@ -26,7 +26,7 @@ class SourceImage:
     """Where an encoded image is."""
 
     read: Callable[[], bytes]
-    """Gives the encoded bytes; raises `HddmError` with the image's name if it is no longer readable."""
+    """Returns the encoded bytes; raises `HddmError` with the image's name if it is no longer readable."""
     size: int
     """Bytes of the image, or of its row group, when opened: a check for changes that reads no content."""
     path: Path | None = None
