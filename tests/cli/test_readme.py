@@ -69,15 +69,12 @@ STORIES = [
 
 
 def test_contributing_names_files_and_objects_that_exist() -> None:
-    rows = re.findall(r"^\| .*", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
-    assert len(rows) > 20
-    for row in rows:
+    for row in re.findall(r"^\| .*", (ROOT / "CONTRIBUTING.md").read_text(), re.M):
         names = re.findall(r"`([^`\s]+)`", row)
         files = [ROOT / name for name in names if "/" in name]
         assert [file for file in files if not file.exists()] == []
         code = " ".join(file.read_text() for file in files if file.suffix == ".py")
-        objects = [name for name in names if re.fullmatch(r"[A-Za-z_][\w.]*", name)]
-        parts = {part for name in objects for part in name.split(".")}
+        parts = {part for name in names if re.fullmatch(r"[\w.]+", name) for part in name.split(".")}
         assert [part for part in parts if not re.search(rf"\b{part}\b", code)] == [], row
 
 

@@ -95,10 +95,8 @@ _NONE = "no network can be built from it"
         *(({"hidden_size": "wide"}, _NONE), ({"sample_size": [4, 4]}, _NONE), ({"depth": None}, _NONE)),
         ({"hidden_size": 10**30}, _NONE),
         *(({"frequency_shift": value}, f"{_NONE} (frequency_shift is") for value in ("1", 10**30)),
-        *(
-            ({"norm_eps": "small"}, _NONE),
-            ({"modulation": "one"}, f"{_NONE} (modulation is one, and must be"),
-        ),
+        ({"norm_eps": "small"}, _NONE),
+        ({"modulation": "one"}, f"{_NONE} (modulation is one, and must be"),
     ],
     ids=str,
 )
