@@ -1,14 +1,16 @@
 """hddm verify."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hddm.settings import READ, Described, DeviceName, InputPath
-from hddm.utils.errors import HddmError
-from hddm.utils.records import Seed
+from hddm.utils.errors import HddmError, UsageError
+from hddm.utils.files import read_json
+from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE, MANIFEST, Seed
 from hddm_cli.options import AsJson, InputArgument
 from hddm_cli.usage import say
 
@@ -39,11 +41,11 @@ def verify(
     All files of an ensemble are checked, including a pipeline.py, which diffusers would run. Exits with 0 if
     every expert is accepted, 1 if one is refused, 2 for wrong usage.
     """
-    from hddm.training.verify import experts_in, images_for, problems_around, verify_expert
+    from hddm.training.verify import problems_around, verify_expert
     from hddm.utils.progress import Progress
 
-    data, experts = settings.data, experts_in(expert)
-    images = [None] * len(experts) if data is None else images_for(experts, data)
+    data, experts = settings.data, _experts_in(expert)
+    images = [None] * len(experts) if data is None else _images_for(experts, data)
     is_one = experts == [expert]
     verdicts = []
     for folder, shard in zip(experts, images, strict=True):
@@ -67,6 +69,48 @@ def verify(
     if not (as_json or is_one):
         hint = "" if data else "; pass --data to measure the denoising error too"
         typer.echo(f"{expert}: all {len(experts)} experts passed{hint}")
+
+
+def _experts_in(folder: Path) -> list[Path]:
+    """Return ``folder`` if it is an expert, else the experts of an ensemble, or those right below by number.
+
+    Raises `UsageError` for any other folder.
+    """
+    if (folder / EXPERT_FILE).exists():
+        return [folder]
+    if (folder / ENSEMBLE_FILE).exists():
+        from hddm.experts.ensemble_folders import read_ensemble_facts
+
+        return [folder / one.folder for one in read_ensemble_facts(folder).experts]
+    found = [path.parent for path in folder.glob(f"*/{EXPERT_FILE}")]
+    if not found:
+        text = "nor does a folder in it; name the folder of an expert, an ensemble, or experts"
+        raise UsageError(f"{folder}: holds no {EXPERT_FILE}, {text}")
+    return sorted(found, key=lambda path: (len(path.name), path.name))
+
+
+def _images_for(experts: Sequence[Path], data: Path) -> Sequence[Path | None]:
+    """Return the shard folder to judge each of ``experts`` by.
+
+    ``data`` is one shard folder for all, or a folder of shards, of which each expert gets its own; where
+    there is none, `UsageError` is raised. Of several experts one that was converted gets None.
+    """
+    below = sorted(p.parent for p in data.glob(f"*/{MANIFEST}") if not (p.parent / EXPERT_FILE).exists())
+    if (data / MANIFEST).exists() or not below:
+        return [data] * len(experts)
+    from hddm.data.shard_records import LARGEST_MANIFEST
+
+    records = {folder: read_json(folder / MANIFEST, LARGEST_MANIFEST) for folder in below}
+    shards = {str(one.get("held_out_of") or one.get("hash")): folder for folder, one in records.items()}
+    found: list[Path | None] = []
+    for expert in experts:
+        own = (read_json(expert / EXPERT_FILE).get("shard") or {}).get("hash")
+        if own not in shards and (own is not None or len(experts) == 1):
+            origin = "does not say what it was trained on" if own is None else f"is of shard {str(own)[:16]}…"
+            text = f"none of its {len(shards)} shards is that of {expert}, which {origin}"
+            raise UsageError(f"`data` {data}: {text}")
+        found.append(None if own is None else shards[own])
+    return found
 
 
 def _show(verdict: "Verification") -> None:

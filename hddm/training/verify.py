@@ -13,7 +13,6 @@ import torch
 
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import START
-from hddm.data.shard_records import LARGEST_MANIFEST
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.assembly import foreign_pipeline
 from hddm.experts.ensemble_folders import ENSEMBLE_FILE, read_ensemble_facts, whole_components
@@ -31,26 +30,10 @@ from hddm.networks.folders import WEIGHTS
 from hddm.training.denoising import IMAGES, LOWEST, SURE, Denoising, denoising, misread
 from hddm.training.objectives import check_fit, check_own, conditions_of, conditions_of_rows, evenly_spaced
 from hddm.utils.errors import HddmError, UsageError, asked
-from hddm.utils.files import read_json, sha256_of
-from hddm.utils.records import HASHES, MANIFEST, damage
+from hddm.utils.files import sha256_of
+from hddm.utils.records import HASHES, damage
 from hddm.utils.tensors import available_device
 from hddm.velocity import VelocityField
-
-
-def experts_in(folder: Path) -> list[Path]:
-    """Return ``folder`` if it is an expert, else the experts of an ensemble, or those right below by number.
-
-    Raises `UsageError` for any other folder.
-    """
-    if (folder / EXPERT_FILE).exists():
-        return [folder]
-    if (folder / ENSEMBLE_FILE).exists():
-        return [folder / one.folder for one in read_ensemble_facts(folder).experts]
-    found = [path.parent for path in folder.glob(f"*/{EXPERT_FILE}")]
-    if not found:
-        text = "nor does a folder in it; name the folder of an expert, an ensemble, or experts"
-        raise UsageError(f"{folder}: holds no {EXPERT_FILE}, {text}")
-    return sorted(found, key=lambda path: (len(path.name), path.name))
 
 
 def problems_around(folder: Path) -> list[str]:
@@ -61,28 +44,6 @@ def problems_around(folder: Path) -> list[str]:
     if (router := record.learned) is not None:
         found += [f"{router}/{line}" for line in damage(folder / router, ROUTER_FILE, sha256=sha256_of)]
     return [f"{folder}/{line}" for line in (*found, foreign_pipeline(folder)) if line]
-
-
-def images_for(experts: Sequence[Path], data: Path) -> Sequence[Path | None]:
-    """Return the shard folder to judge each of ``experts`` by.
-
-    ``data`` is one shard folder for all, or a folder of shards, of which each expert gets its own; where
-    there is none, `UsageError` is raised. Of several experts one that was converted gets None.
-    """
-    below = sorted(p.parent for p in data.glob(f"*/{MANIFEST}") if not (p.parent / EXPERT_FILE).exists())
-    if (data / MANIFEST).exists() or not below:
-        return [data] * len(experts)
-    records = {folder: read_json(folder / MANIFEST, LARGEST_MANIFEST) for folder in below}
-    shards = {str(one.get("held_out_of") or one.get("hash")): folder for folder, one in records.items()}
-    found: list[Path | None] = []
-    for expert in experts:
-        own = (read_json(expert / EXPERT_FILE).get("shard") or {}).get("hash")
-        if own not in shards and (own is not None or len(experts) == 1):
-            origin = "does not say what it was trained on" if own is None else f"is of shard {str(own)[:16]}…"
-            text = f"none of its {len(shards)} shards is that of {expert}, which {origin}"
-            raise UsageError(f"`data` {data}: {text}")
-        found.append(None if own is None else shards[own])
-    return found
 
 
 @dataclass(kw_only=True)
