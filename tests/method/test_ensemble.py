@@ -11,6 +11,7 @@ from hddm.ensemble import Ensemble, Part
 from hddm.routers import Strategy, sparse_weights
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
+from tests.artefacts import refusal
 from tests.cases import LINEAR, Case, ConditionSum, case_named, in_parts, oracle_field
 from tests.oracles import GaussianMixture, exact_router, relative_error
 
@@ -97,8 +98,7 @@ def test_draw_needs_the_experts_that_were_drawn() -> None:
     networks = [ConditionSum(k) for k in range(3)]
     ensemble = _of(networks, strategy="draw")
     x_t, t = torch.zeros(4, *SHAPE), torch.full((4,), 0.5)
-    with pytest.raises(HddmError, match="expert="):
-        ensemble.velocity(x_t, t)
+    assert "expert=" in refusal(ensemble.velocity, x_t, t)
     v = ensemble.velocity(x_t, t, expert=torch.tensor([2, 0, 2, 2]))
     assert v[:, 0, 0, 0].tolist() == [2, 0, 2, 2]
     assert [[len(y) for y in network.states] for network in networks] == [[1], [], [3]]
@@ -147,16 +147,14 @@ def test_an_expert_without_conditions_or_of_settings_alone_takes_part_unguided()
     v = ensemble.velocity(x_t, t, 2.0, null, time_ids=sizes, **labels)
     expected = 0.5 * (1 + sizes + 2 * 3) + 0.25 * 1 + 0.25 * (1 + sizes)
     torch.testing.assert_close(v[:, 0, 0, 0], expected)
-    with pytest.raises(HddmError, match="guidance needs a condition"):
-        ensemble.velocity(x_t, t, 2.0)
+    assert "guidance needs a condition" in refusal(ensemble.velocity, x_t, t, 2.0)
 
 
 @pytest.mark.parametrize(
     "prior", [[1.0], [1.0, -0.1], [0.0, 0.0], [1.0, float("nan")], [1.0, float("inf")]], ids=str
 )
 def test_a_prior_that_is_none_is_refused(prior: list[float]) -> None:
-    with pytest.raises(HddmError, match="prior"):
-        _of([ConditionSum()] * 2, prior=prior)
+    assert "prior" in refusal(_of, [ConditionSum()] * 2, prior=prior)
 
 
 def test_prior_is_normalised_shard_sizes_and_uniform_by_default() -> None:
@@ -164,8 +162,7 @@ def test_prior_is_normalised_shard_sizes_and_uniform_by_default() -> None:
     assert _of([ConditionSum()] * 2).prior.tolist() == [0.5, 0.5]
     parts = [Part(ConditionSum().field(), weight=0.0) for _ in range(2)]
     assert Ensemble(parts, strategy="draw", prior=[1, 3]).prior.tolist() == [0.25, 0.75]
-    with pytest.raises(HddmError, match="prior"):
-        Ensemble(parts, strategy="draw")
+    assert "prior" in refusal(Ensemble, parts, strategy="draw")
 
 
 def test_experts_of_unlike_samples_are_for_draw_only() -> None:

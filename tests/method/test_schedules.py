@@ -20,6 +20,7 @@ from hddm.schedules import (
     from_diffusers,
 )
 from hddm.utils.errors import HddmError
+from tests.artefacts import refusal
 from tests.cases import BETAS, Case, case_named, each_case, each_discrete
 from tests.oracles import slopes
 
@@ -111,8 +112,7 @@ def test_signal_is_exactly_zero_only_where_the_definition_says(case: Case) -> No
 def test_derivatives_are_those_of_the_path_and_discrete_schedules_have_none(case: Case) -> None:
     time = _native(case.schedule)
     if isinstance(case.schedule, DiscreteSchedule):
-        with pytest.raises(HddmError, match="no time derivative"):
-            case.schedule.derivatives(time)
+        assert "no time derivative" in refusal(case.schedule.derivatives, time)
     else:
         torch.testing.assert_close(case.schedule.derivatives(time), slopes(case.alpha_sigma, time))
 
@@ -122,8 +122,7 @@ def test_derivatives_are_those_of_the_path_and_discrete_schedules_have_none(case
 def test_times_outside_the_schedule_are_refused(case: Case, beyond: float) -> None:
     time = beyond if beyond < 0 else case.schedule.end + beyond
     for method in (case.schedule.alpha, case.schedule.sigma, case.schedule.log_snr):
-        with pytest.raises(HddmError, match="native times"):
-            method(torch.tensor([0.5, time], dtype=torch.float64))
+        assert "native times" in refusal(method, torch.tensor([0.5, time], dtype=torch.float64))
 
 
 @pytest.mark.parametrize(
@@ -132,8 +131,7 @@ def test_times_outside_the_schedule_are_refused(case: Case, beyond: float) -> No
     ids=str,
 )
 def test_bad_betas_are_refused(betas: list[float]) -> None:
-    with pytest.raises(HddmError, match="betas must be"):
-        DiscreteSchedule(torch.tensor(betas))
+    assert "betas must be" in refusal(DiscreteSchedule, torch.tensor(betas))
 
 
 SD = BETAS["sd-scaled-linear"] | {
@@ -239,5 +237,4 @@ def test_betas_can_be_recorded() -> None:
     own = DiscreteSchedule(torch.linspace(0.01, 0.3, 20, dtype=torch.float64))
     again = from_config(json.loads(json.dumps(own.config)))
     assert torch.equal(_alphas(again), _alphas(own))
-    with pytest.raises(HddmError, match="not numbers"):
-        from_config({"name": "discrete", "betas": [None, "a"]})
+    assert "not numbers" in refusal(from_config, {"name": "discrete", "betas": [None, "a"]})

@@ -22,7 +22,7 @@ from hddm.settings import Computing
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import read_safetensors
 from hddm.velocity import Guidance
-from tests.artefacts import copied
+from tests.artefacts import copied, refusal
 from tests.cases import in_parts
 from tests.ensemble_files import WEIGHTS, flow_expert, write_ensemble
 
@@ -257,11 +257,9 @@ def test_several_threads_may_sample_one_model(folder: Path, mode: Offload) -> No
 def test_what_cannot_be_kept_is_refused(folder: Path) -> None:
     with pytest.raises(HddmError, match=r"experts/0: its weights take .* `max_memory` leaves"):
         _loaded(folder, "disk", _limit(folder, 1) - 1)
-    with pytest.raises(HddmError, match="`max_memory` needs `offload` ram or disk"):
-        _loaded(folder, "none", 10**9)
+    assert "`max_memory` needs `offload` ram or disk" in refusal(_loaded, folder, "none", 10**9)
     held = ExpertSet([flow_expert(0)])
-    with pytest.raises(HddmError, match="in memory only; load them from folders"):
-        held.offload("disk")
+    assert "in memory only; load them from folders" in refusal(held.offload, "disk")
 
 
 def test_a_file_that_changed_since_it_was_opened_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -294,6 +292,5 @@ def test_quantized_experts_take_a_third_of_the_memory_and_make_nearly_the_same(
         for field, exact in zip(pipe.ensemble.experts, plain, strict=True):
             error = (field.velocity(x, t) - exact).norm() / exact.norm()
             assert 1e-5 < error < 0.05
-    with pytest.raises(HddmError, match="quantized experts cannot be saved"):
-        pipe.save_pretrained(tmp_path / "saved")
+    assert "quantized experts cannot be saved" in refusal(pipe.save_pretrained, tmp_path / "saved")
     assert not (tmp_path / "saved").exists()

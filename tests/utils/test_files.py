@@ -144,8 +144,7 @@ def test_a_file_larger_than_any_json_is_not_read(tmp_path: Path) -> None:
         file.truncate(2**40)
 
     def read() -> None:
-        with pytest.raises(HddmError, match="has more than 16777216 bytes"):
-            read_json(tmp_path / "config.json")
+        assert "has more than 16777216 bytes" in refusal(read_json, tmp_path / "config.json")
 
     assert grown_by(read) < 64 * 2**20
 

@@ -186,8 +186,7 @@ def test_a_chosen_expert_is_loaded_though_another_is_spoilt(trio: Trio, tmp_path
 
 def test_names_that_lead_out_of_the_folder_are_refused(expert: Path) -> None:
     _change(expert / MANIFEST, lambda record: {"files": record["files"] | {"../secret": "0" * 64}})
-    with pytest.raises(HddmError, match="points outside"):
-        load(expert)
+    assert "points outside" in refusal(load, expert)
 
 
 def test_a_spoilt_training_is_not_taken_for_finished(shards: Path, tmp_path: Path, hddm: Command) -> None:
