@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 
 from hddm.data.shard_records import overlap
 from hddm.experts.ensemble_folders import Member, label
-from hddm.experts.records import EXPERT_FILE, FORMAT, Expert, ExpertRecord, RouterRecord
+from hddm.experts.records import Expert, ExpertRecord, RouterRecord, read_facts
 from hddm.routers import Topic
 from hddm.utils.errors import HddmError, UsageError, did_you_mean, one_line
 from hddm.utils.files import read_yaml
-from hddm.utils.records import WHOLE, composed, read_record
+from hddm.utils.records import WHOLE, composed
 from hddm.velocity import misfit_of
 
 SHARE_TOLERANCE = 1e-6
@@ -94,10 +94,7 @@ class Entry:
 
 def read_entries(folders: Sequence[Path], members: Sequence[Member]) -> list[Entry]:
     """Read the records of expert folders; ``members`` are what was decided on them."""
-    return [
-        Entry(str(folder), read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT), member)
-        for folder, member in zip(folders, members, strict=True)
-    ]
+    return [Entry(str(one), read_facts(one), member) for one, member in zip(folders, members, strict=True)]
 
 
 def entries_of(experts: Sequence[Expert], members: Sequence[Member]) -> list[Entry]:

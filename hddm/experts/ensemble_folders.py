@@ -25,7 +25,7 @@ import diffusers
 from pydantic import Field
 
 from hddm.experts.lora import BASES, base_of, check_base
-from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord, Temperature, write_records
+from hddm.experts.records import EXPERT_FILE, ExpertRecord, Temperature, read_facts, write_records
 from hddm.networks.folders import WEIGHTS, sha256_once
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.networks.prompts import INDEX as PROMPTS_INDEX
@@ -120,7 +120,7 @@ def bases_of(experts: Sequence[Path], given: Mapping[str, Path]) -> dict[str, Pa
     """
     found = {}
     for folder in experts:
-        adapter = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT).adapter
+        adapter = read_facts(folder).adapter
         if adapter is not None and adapter.base_sha256 not in found:
             base = given.get(adapter.base_sha256) or base_of(folder, adapter)
             check_base(folder, adapter, base / WEIGHTS)

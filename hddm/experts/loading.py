@@ -39,6 +39,7 @@ from hddm.experts.records import (
     Expert,
     RouterRecord,
     field_of,
+    not_a_model,
     open_expert,
     read_router,
     save_router,
@@ -46,7 +47,7 @@ from hddm.experts.records import (
 from hddm.networks.offload import Offload, Shelf
 from hddm.networks.transformers import RouterTransformer
 from hddm.routers import MomentsRouter, Router, Strategy
-from hddm.utils.errors import HddmError, UsageError
+from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, restore
 from hddm.utils.records import WHOLE
 from hddm.utils.tensors import available_device
@@ -156,15 +157,7 @@ def open_ensemble(folder: Path, dtype: torch.dtype, experts: Sequence[int] | Non
         return _ensemble(folder, dtype, experts)
     if is_paris(folder):
         return _paris(folder, dtype, experts)
-    if not folder.is_dir():
-        remedy = "there is no such folder"
-    elif folder.suffix == ".run":
-        remedy = f"it is the run of a training, and its expert is {folder.with_suffix('')}"
-    else:
-        remedy = "hddm convert makes an expert of a checkpoint"
-    raise UsageError(
-        f"{folder}: neither an expert folder ({EXPERT_FILE}) nor an ensemble ({ENSEMBLE_FILE}); {remedy}"
-    )
+    raise not_a_model(folder, f"neither an expert folder ({EXPERT_FILE}) nor an ensemble ({ENSEMBLE_FILE})")
 
 
 def _ensemble(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) -> OpenedEnsemble:
@@ -190,6 +183,8 @@ def _subset(
     facts: EnsembleRecord, whole: Sequence[Entry], chosen: Sequence[int]
 ) -> tuple[EnsembleRecord, dict[str, str]]:
     """The record of an ensemble reduced to these experts, and by new names those of its components."""
+    if unknown := [k for k in chosen if not 0 <= k < len(whole)]:
+        raise HddmError(f"`experts` {unknown}: there are 0 … {len(whole) - 1}")
     parts = parts_of(whole)
     domains = {parts[k].domain for k in chosen}
     if parted := [k for k, part in enumerate(parts) if part.domain in domains and k not in chosen]:

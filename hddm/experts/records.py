@@ -27,10 +27,10 @@ from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.networks.wrappers import EXPERT_NETWORKS, NetworkWrapper, interface_of
 from hddm.routers import TOPIC, Topic
 from hddm.schedules import from_config
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import link_or_copy, write_json
-from hddm.utils.records import EXPERT_FILE as EXPERT_FILE
 from hddm.utils.records import (
+    ENSEMBLE_FILE,
     MANIFEST,
     WHOLE,
     AboveZero,
@@ -43,6 +43,7 @@ from hddm.utils.records import (
     refuse_damaged,
     write_manifest,
 )
+from hddm.utils.records import EXPERT_FILE as EXPERT_FILE
 from hddm.utils.records import ROUTER_FILE as ROUTER_FILE
 from hddm.utils.tensors import read_safetensors, refuse_non_finite
 from hddm.velocity import PredictionType, VelocityField
@@ -371,6 +372,26 @@ def without_adapter(facts: ExpertRecord) -> ExpertRecord:
     return facts.model_copy(update={"adapter": None})
 
 
+def not_a_model(folder: Path, found: str) -> UsageError:
+    """The error for a folder that a model was expected in, with a remedy; ``found`` says what is missing."""
+    if not folder.is_dir():
+        remedy = "there is no such folder"
+    elif folder.suffix == ".run":
+        remedy = f"it is the run of a training, and its expert is {folder.with_suffix('')}"
+    elif (folder / ENSEMBLE_FILE).exists():
+        remedy = "it is an ensemble; name one of its experts"
+    else:
+        remedy = "hddm convert makes an expert of a checkpoint"
+    return UsageError(f"{folder}: {found}; {remedy}")
+
+
+def read_facts(folder: Path) -> ExpertRecord:
+    """The record of an expert folder; raises as `read_record`, and `not_a_model`."""
+    if not (folder / EXPERT_FILE).exists():
+        raise not_a_model(folder, f"no expert folder ({EXPERT_FILE})")
+    return read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
+
+
 def open_expert(
     folder: Path,
     bases: Mapping[str, Path] | None = None,
@@ -384,7 +405,7 @@ def open_expert(
     network or weights that are unreadable or do not fit each other, an adapter without its base, and files
     that differ from the manifest; NaN, Inf and another base are found when weights are read.
     """
-    record = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
+    record = read_facts(folder)
     base = None if record.adapter is None else base_of(folder, record.adapter, bases)
     unread = unread_network(folder, EXPERT_NETWORKS, base and base / WEIGHTS)
     if record.adapter is not None and base is not None:

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from hddm.data.shard_records import captions_of, read_images_manifest
 from hddm.experts.ensemble_folders import kept_components, read_ensemble_facts, replace_file
-from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord
+from hddm.experts.records import read_facts
 from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer, text_encoder_facts
 from hddm.routers import TOPIC, Topic, TopicRecord
 from hddm.utils.errors import HddmError, UsageError, counted, optional
 from hddm.utils.files import read_whole, restore
 from hddm.utils.progress import Progress
-from hddm.utils.records import ensemble_around, read_record
+from hddm.utils.records import ensemble_around
 from hddm.utils.streams import Use, seed_of
 from hddm.utils.tensors import to_float64
 
@@ -46,7 +46,7 @@ def describe_topic(
     if sum(one is not None for one in (captions, data, text)) != 1:
         raise UsageError("`captions`, `data`, `text`: pass one of the three")
     restore(folder.resolve())
-    record = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
+    record = read_facts(folder)
     texts, source = _texts(captions, data, text)
     encoder, words = _encoder(folder, text_encoder, tokenizer)
     network, tokens = read_text_encoder(encoder), read_tokenizer(words)
