@@ -333,7 +333,7 @@ class Reading(Described):
     num_heads: Positive | None = None
     """Number of attention heads, for networks of unusual size."""
     sample_size: Positive | None = None
-    """Height and width of a sample. Default: as in the source."""
+    """Side of a sample; in latents, 128 for pictures of 1024 pixels. Default: as in the source."""
     weights: Literal["ema", "raw"] | None = None
     """Set of weights. Default: ema if the source has it."""
     variant: str | None = None

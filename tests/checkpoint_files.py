@@ -99,6 +99,7 @@ def pipeline(
     scheduler = scheduler or DDIMScheduler()
     unet = isinstance(network, UNet2DModel | UNet2DConditionModel)
     part, name = ("unet", "StableDiffusionPipeline") if unet else ("transformer", "DiTPipeline")
+    name = "PixArtAlphaPipeline" if isinstance(network, PixArtTransformer2DModel) else name
     network.save_pretrained(folder / part, **saving)
     scheduler.save_pretrained(folder / "scheduler")
     index = {

@@ -37,7 +37,8 @@ _WORDS = {
     "FILE": "config schedule conditions init_image mask captions classes picture results save_classifier",
     "STEPS": "warmup checkpoint_every sample_every",
     "IMAGES": "batch_size max_bad",
-    "PIXELS": "resolution sample_size",
+    "PIXELS": "resolution",
+    "SIDE": "sample_size",
     "NUMBER": "start parallel retries workers max_queue router_every resampling_steps expert text_dim "
     "gradient_accumulation_steps trajectories",
     "SHARE": "condition_dropout weak_at strength guidance_rescale",

@@ -25,8 +25,7 @@ from hddm.experts.records import (
     EXPERT_FILE,
     EXTRAS_FILE,
     FILES,
-    FORMAT,
-    ExpertRecord,
+    read_facts,
     read_nulls,
     remedy,
     without_adapter,
@@ -46,9 +45,9 @@ from hddm.networks.vae import STEM, read_config, scale_and_shift, vae_facts, wei
 from hddm.networks.wrappers import EXPERT_NETWORKS, FLUX
 from hddm.schedules import DDPM_FAMILY, FLOW_MATCH_FAMILY
 from hddm.settings import Reading
-from hddm.utils.errors import HddmError, did_you_mean
+from hddm.utils.errors import HddmError, did_you_mean, one_line, shown
 from hddm.utils.files import inside, read_json
-from hddm.utils.records import damage, read_record, refuse_damaged
+from hddm.utils.records import damage, refuse_damaged
 from hddm.utils.tensors import read_safetensors
 
 LAYOUT = "hddm"
@@ -64,6 +63,13 @@ DENOISERS = ("transformer", "unet")
 SCHEDULER_FILE = "scheduler_config.json"
 _WEIGHTS = re.compile(rf"{STEM}(?:\.(\w+))?\.(?:safetensors|bin)(?:\.index(?:\.(\w+))?\.json)?")
 VAES = ("vae", "vqvae")
+_PARTS = re.compile(r"unet|transformer|vae|vqvae|(text_encoder|tokenizer)(_\d)?")
+"""Parts of a pipeline that are read."""
+_OTHER_TASKS = {
+    "makes videos": "Animate|Video|[TI]2V|^(Allegro|ConsisID|Helios|Latte|LTX|Mochi|PIA|SkyReels|Wan)",
+    "changes a given picture": "Kontext|Fill|Edit|Pix2Pix|Upscale|Depth2Img|Variation|Control(?!Net)",
+}
+"""Classes of pipelines, by what their network does instead of making a picture from noise."""
 # Scales of VAEs whose config omits it.
 _DEFAULT_SCALES = {"AutoencoderKL": LATENT_SCALE, "VQModel": LATENT_SCALE, "AutoencoderTiny": 1.0}
 
@@ -73,7 +79,7 @@ def open_pipeline(folder: Path, reading: Reading) -> Checkpoint:
 
     Only the entries that are read must be classes of diffusers; a safety checker may be anything.
     """
-    index = read_config(folder, INDEX)
+    index = _index(folder)
     found = [name for name in DENOISERS if _is_there(index.get(name))]
     if len(found) != 1:
         raise HddmError(f"{folder / INDEX}: needs one of {', '.join(DENOISERS)}, not {found or 'none'}")
@@ -85,16 +91,32 @@ def open_pipeline(folder: Path, reading: Reading) -> Checkpoint:
                 f"{folder / INDEX}: {name} is {entry!r}, not a class of diffusers; hddm runs no other code"
             )
     # Some early pipelines of one model hold it at the root.
+    at_root = found if (folder / "config.json").exists() else []
+    parts = [name for name in index if _PARTS.fullmatch(name) and _is_there(index[name])]
+    if missing := [name for name in parts if name not in at_root and not (folder / name).is_dir()]:
+        others = ", ".join(shown(sorted(one.name for one in folder.iterdir() if one.is_dir())))
+        hint = "" if found[0] in missing else f", or convert {folder / found[0]} to do without"
+        text = f"no {'/, '.join(missing)}/ beside it (found {others or 'none'}); fetch or rename it{hint}"
+        raise HddmError(f"{folder / INDEX}: {text}")
     model = folder / found[0]
     if model.is_dir():
         inside(folder, found[0])  # Refuses a link that leaves.
     return open_model(model if model.is_dir() else folder, reading, root=folder)
 
 
+def _index(folder: Path) -> dict[str, Any]:
+    """The index of the pipeline in ``folder``, empty where there is none; refuses `_OTHER_TASKS`."""
+    index = read_config(folder, INDEX) if (folder / INDEX).is_file() else {}
+    name = one_line(index.get("_class_name"), 60)
+    if task := next((one for one, names in _OTHER_TASKS.items() if re.search(names, name)), None):
+        raise HddmError(f"{folder / INDEX}: {name} {task}; hddm makes pictures from text or a class")
+    return index
+
+
 def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Checkpoint:
     """Open one model folder of the pipeline ``root``, by default the one around it."""
     above = root or (folder.parent if (folder.parent / INDEX).is_file() else folder)
-    path = folder / "config.json"
+    path, index = folder / "config.json", _index(above)
     network, arguments = parse_config(read_config(folder), list(DIFFUSERS_LAYOUTS.values()), str(path))
     side, stated = reading.sample_size, arguments.get("sample_size")
     # The config of Flux has no place for it.
@@ -106,7 +128,6 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Chec
     sets = _weight_files(folder, reading.variant)
     chosen = choose_set(sets, reading.weights, str(folder))
     weights, files = _read_weights(folder, sets[chosen], reading.allow_pickle)
-    index = read_json(inside(above, INDEX)) if (above / INDEX).is_file() else {}
     scheduler = _scheduler(folder, above)
     scale, is_latent, notes = _latents(above, any(_is_there(index.get(one)) for one in VAES), arguments)
     vae, more = _vae(above, reading.variant)
@@ -140,7 +161,7 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Chec
 
 def open_expert_checkpoint(folder: Path, reading: Reading) -> Checkpoint:
     """Open an expert folder; an adapter is merged into its base."""
-    record = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
+    record = read_facts(folder)
     files: tuple[Path, ...] = (folder / WEIGHTS,)
     if record.adapter is None:
         network, weights, arguments = open_network(folder, EXPERT_NETWORKS)

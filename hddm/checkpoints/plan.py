@@ -255,7 +255,8 @@ def summary_lines(plan: ConversionPlan) -> list[str]:
         tokens = "×".join(map(str, plan.nulls[TEXT].shape))
         lines.append(f"no text: {tokens} tokens of the source's own, for guidance and calibration")
     if plan.components:
-        lines.append(f"kept: {', '.join(plan.components)}; so hddm sample makes pictures of it")
+        makes = "so hddm sample makes pictures of it" if record.vae else "but no VAE to make pictures with"
+        lines.append(f"kept: {', '.join(plan.components)}; {makes}")
     if source.prefix:
         lines.append(f"prefix: {source.prefix!r} stripped from every key")
     for name, reason in source.table.benign.items():

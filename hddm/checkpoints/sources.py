@@ -21,7 +21,7 @@ from torch import Tensor
 from hddm.experts.records import ExpertRecord
 from hddm.networks.identity import VaeRecord
 from hddm.networks.prompts import PipelineText
-from hddm.networks.wrappers import Interface, own_time_factor
+from hddm.networks.wrappers import IN_LATENTS, Interface, own_time_factor
 from hddm.schedules import (
     MOST_STEPS,
     DiscreteSchedule,
@@ -299,6 +299,7 @@ def with_shift(conventions: Conventions, source: Checkpoint, interface: Interfac
     if not isinstance(conventions.schedule, LinearSchedule):
         return conventions
     config, origin = conventions.scheduler, conventions.schedule_source
+    size = "×".join(map(str, interface.sample_shape[1:]))
     notes = [
         f"{origin}: {key} is {str(config[key])[:40]}; the sampler's time grid is kept without it"
         for key in _OTHER_GRIDS
@@ -314,15 +315,16 @@ def with_shift(conventions: Conventions, source: Checkpoint, interface: Interfac
             shift = _dynamic(config, interface.num_patches)
         except (TypeError, ArithmeticError):
             shift = math.nan
-        size = "×".join(map(str, interface.sample_shape[1:]))
         notes.append(
             f"{origin}: use_dynamic_shifting, so the shift is {shift:.4g} at {size}, of "
             f"{interface.num_patches} patches; at another size it is another"
         )
     if not isinstance(shift, int | float) or not 1 / LARGEST_SHIFT <= shift <= LARGEST_SHIFT:
+        is_told = source.arguments.get("sample_size") is None
+        remedy = f"pass another `sample_size` {IN_LATENTS}, or " if is_told else ""
         raise HddmError(
-            f"{origin}: shifts times by {str(shift)[:40]}; a shift is from {1 / LARGEST_SHIFT:g} to "
-            f"{LARGEST_SHIFT:g}: correct the config"
+            f"{origin}: shifts times by {str(shift)[:40]} at {size}; a shift is from "
+            f"{1 / LARGEST_SHIFT:g} to {LARGEST_SHIFT:g}: {remedy}correct the config"
         )
     return replace(conventions, shift=float(shift), notes=(*conventions.notes, *notes))
 

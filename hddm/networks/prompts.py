@@ -14,6 +14,7 @@ encoder.
 
 import functools
 import hashlib
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ from hddm.networks.text_encoder import (
     text_encoder_facts,
 )
 from hddm.networks.vae import find_weights, read_config
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, one_line
 from hddm.utils.files import inside, read_json, write_json
 
 INDEX = "model_index.json"
@@ -78,7 +79,10 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "FluxPipeline": Family((CLIP, T5), "pooled_projections", 512, encodes_negatives=False),
 }
-"""By the class of a pipeline. A class that is not here has one text encoder, or cannot be read."""
+"""By the class of a pipeline with several text encoders."""
+ONE_ENCODER = ("StableDiffusionPipeline", "PixArtAlphaPipeline", "PixArtSigmaPipeline")
+"""Classes of pipelines whose prompts one text encoder encodes."""
+_TASKS = re.compile("(ControlNet|Union|XS|PAG|Adapter|Img2Img|Inpaint|Inpainting)+(?=Pipeline$)")
 GUIDANCE = 3.5
 """Guidance that is embedded into a network, as of FLUX.1 [dev]; diffusers' default."""
 
@@ -93,10 +97,20 @@ def encoder_classes(pipeline: str) -> dict[str, str]:
     return found
 
 
+def class_in(folder: Path) -> str | None:
+    """Class of the pipeline, or of its prompts alone, in ``folder``; None without an index.
+
+    Classes for another task with the same parts count as the plain one: ``FluxImg2ImgPipeline`` is a
+    ``FluxPipeline``.
+    """
+    is_there = (folder / INDEX).is_file()
+    return _TASKS.sub("", str(read_config(folder, INDEX).get("_class_name"))) if is_there else None
+
+
 def family_in(folder: Path) -> str | None:
-    """Class in `FAMILIES` of the pipeline, or of its prompts alone, in ``folder``; None for any other."""
-    name = read_config(folder, INDEX).get("_class_name") if (folder / INDEX).is_file() else None
-    return name if isinstance(name, str) and name in FAMILIES else None
+    """The `class_in` a folder if it is in `FAMILIES`, else None."""
+    name = class_in(folder)
+    return name if name in FAMILIES else None
 
 
 def refuse_other_parts(folder: Path, pipeline: str) -> None:
@@ -240,12 +254,13 @@ class PipelineText:
         """Reason why they cannot be read; empty where they can. `HddmError` for one outside the folder."""
         if self.folder is None:
             return "no pipeline with a text encoder lies around it"
-        encoder, pipeline = self.folder / "text_encoder", family_in(self.folder)
+        encoder, name, pipeline = self.folder / "text_encoder", class_in(self.folder), family_in(self.folder)
         if not (encoder / "config.json").exists():
             return "there is no text_encoder/config.json beside"
         config = read_json(inside(self.folder, "text_encoder/config.json"))
-        if pipeline is None and (self.folder / "text_encoder_2").exists():
-            return "there is a text_encoder_2 beside, so one encoder is not all that the network is given"
+        if pipeline is None and name not in (None, *ONE_ENCODER):
+            known = ", ".join((*ONE_ENCODER, *FAMILIES))
+            return f"{one_line(name, 60)} is no class whose prompts hddm can encode (those are {known})"
         if pipeline is None and text_encoder_class(config) is None:
             return f"the one beside is {str(config.get('architectures'))[:60]}, not a {CLIP} or {T5}"
         if pipeline is None and find_weights(encoder, STEM, self.variant) is None:

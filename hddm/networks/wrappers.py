@@ -25,6 +25,7 @@ TEXT_CONDITIONS = ("encoder_hidden_states", "encoder_attention_mask", "pooled_pr
 LARGEST_SIDE = 4096
 """Of a sample. A UNet has no tensor that would bound what its config declares."""
 FLUX = "FluxTransformer2DModel"
+IN_LATENTS = "(in latents: 128 for pictures of 1024 pixels)"
 _TEXT_WIDTHS = ("caption_channels", "text_dim", "joint_attention_dim", "cross_attention_dim")
 
 
@@ -99,7 +100,8 @@ def _channels(name: str, config: Mapping[str, object]) -> int:
 
 def _sides(name: str, size: Any) -> tuple[int, int]:
     if size is None:
-        raise HddmError(f"the config of {name} has no sample_size: pass `sample_size`, the side of its input")
+        text = f"pass `sample_size`, the side of its input {IN_LATENTS}"
+        raise HddmError(f"the config of {name} has no sample_size: {text}")
     sides = (size, size) if isinstance(size, int) else size
     is_pair = isinstance(sides, Sequence) and len(sides) == 2
     if not is_pair or not all(isinstance(side, int) and 1 <= side <= LARGEST_SIDE for side in sides):

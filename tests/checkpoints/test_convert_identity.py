@@ -13,7 +13,7 @@ from hddm.experts.records import NULL_FILE
 from hddm.networks.text_encoder import embed, text_encoder_facts
 from hddm.networks.vae import vae_facts
 from hddm.pipelines.pipeline import HDDMPipeline
-from tests.artefacts import Command
+from tests.artefacts import Command, edit_json
 from tests.checkpoint_files import converted, facts_of, pipeline, refused, text_unet
 from tests.component_files import save_by_transformers, write_clip, write_vae
 from tests.networks.test_vae import FILE, HALF
@@ -46,6 +46,8 @@ def test_vae_and_text_encoder_of_a_pipeline_are_recorded_and_kept(hddm: Command,
     assert f"text encoder: CLIPTextModel {encoder.fingerprint}, 6×16 tokens" in text
     shown = json.loads(hddm("inspect", tmp_path / "sd-expert", "--json")[1])
     again, _ = _converted(hddm, tmp_path / "sd-expert")
+    edit_json(source / "model_index.json", _class_name="MyPipeline")
+    assert "not recorded, since MyPipeline is no class whose" in converted(hddm, source, tmp_path / "mine")
     for found in (facts, shown, again):
         assert (found["vae"], found["text_encoder"]) == (vae.model_dump(), encoder.model_dump())
 
@@ -70,6 +72,7 @@ def test_a_vae_that_cannot_be_read_is_no_hindrance_and_a_note(hddm: Command, tmp
     facts, text = _converted(hddm, source)
     assert (facts["vae"], facts["space"], facts["latent_scale"]) == (None, "latents", 0.5)
     assert text.count(NOT_SAID) == 1
+    assert "kept: text_encoder, tokenizer; but no VAE to make pictures with" in text
 
 
 @pytest.mark.integration

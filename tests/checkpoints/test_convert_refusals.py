@@ -146,6 +146,18 @@ CHANGES: list[tuple[str, dict[str, Any], str]] = [
     (PIPELINE, {"transformer": ["evil.module", "DiTTransformer2DModel"]}, "not a class of diffusers"),
     (PIPELINE, {"vae": ["evil", "AutoencoderKL"]}, "not a class of diffusers"),
     (PIPELINE, {"unet": ["diffusers", "UNet2DModel"]}, "needs one of"),
+    (
+        PIPELINE,
+        {"transformer": None, "unet": ["diffusers", "UNet2DModel"]},
+        "no unet/ beside it (found sched",
+    ),
+    (
+        PIPELINE,
+        {"vae": ["diffusers", "AutoencoderKL"]},
+        "no vae/ beside it (found scheduler, transformer); f",
+    ),
+    (PIPELINE, {"_class_name": "CogVideoXPipeline"}, "CogVideoXPipeline makes videos; hddm makes"),
+    (PIPELINE, {"_class_name": "FluxKontextPipeline"}, "changes a given picture; hddm makes pictures"),
     (SCHEDULER, {"num_train_timesteps": 10**12}, "num_train_timesteps"),
     (SCHEDULER, {"beta_schedul": "linear"}, "did you mean 'beta_schedule'"),
     (SCHEDULER, {"_class_name": "evil.Scheduler"}, "evil.Scheduler"),

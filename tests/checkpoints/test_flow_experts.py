@@ -279,6 +279,8 @@ def test_the_time_grid_of_samples_is_the_pipelines(
 
 def test_flux_dev_at_1024_pixels_has_the_shift_that_is_known_of_it(hddm: Command, tmp_path: Path) -> None:
     source = flow_pipeline(tmp_path / "source", flux(), **DYNAMIC)
+    assert "at 1024×1024" in (said := refused(hddm, source, "--sample-size", 1024))
+    assert "pass another --sample-size (in latents: 128 for pictures of 1024 pixels)" in said
     converted(hddm, source, tmp_path / "expert", "--sample-size", 128, "--no-verify")
     assert facts_of(tmp_path / "expert")["shift"] == pytest.approx(math.exp(1.15))
 

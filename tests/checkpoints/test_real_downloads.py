@@ -59,7 +59,8 @@ def test_stable_diffusion_with_absent_parts_and_a_silent_scheduler(hddm: Command
     )
     (source / "vae").mkdir()
     (source / "vae" / "config.json").write_text('{"_class_name": "AutoencoderKL", "latent_channels": 4}')
-    text = converted(hddm, source, tmp_path / "expert")
+    assert "no text_encoder/, tokenizer/ beside it (found scheduler, unet, vae)" in refused(hddm, source)
+    text = converted(hddm, source / "unet", tmp_path / "expert")
     assert "no prediction_type, so PNDMScheduler's default epsilon" in text
     assert "AutoencoderKL's default 0.18215" in text
     assert facts_of(tmp_path / "expert")["latent_scale"] == 0.18215
@@ -168,7 +169,7 @@ def test_latents_of_every_kind_of_vae(hddm: Command, tmp_path: Path) -> None:
         if config is not None:
             (source / name).mkdir()
             (source / name / "config.json").write_text(json.dumps(config))
-        assert said in converted(hddm, source, tmp_path / "expert", "--overwrite", "--no-verify")
+        assert said in converted(hddm, source / "unet", tmp_path / "expert", "--overwrite", "--no-verify")
         facts = facts_of(tmp_path / "expert")
         assert (facts["space"], facts["latent_scale"]) == ("latents", scale)
         shutil.rmtree(source)

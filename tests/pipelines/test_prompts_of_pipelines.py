@@ -195,7 +195,8 @@ LAYOUTS = {"sdxl": "diffusers-unet2d-condition", "sd3": "diffusers-sd3", "flux":
 def test_an_expert_goes_back_to_a_pipeline_of_its_class_with_the_same_conditions(
     pipe: DiffusionPipeline, source: Path, name: str, tmp_path: Path
 ) -> None:
-    folder = copied(source, tmp_path)
+    folder, sibling = copied(source, tmp_path), type(pipe).__name__.replace("Pipeline", "Img2ImgPipeline")
+    edit_json(folder / "model_index.json", _class_name=sibling)
     if name == "sdxl":
         edit_json(folder / "model_index.json", force_zeros_for_empty_prompt=False)
     size = {"sample_size": SIDE} if name == "flux" else {}
