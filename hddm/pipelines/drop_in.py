@@ -15,6 +15,7 @@ import hashlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from torch import Tensor, nn
 
 from hddm.conditions import Conditions, Guidance, Inputs
 from hddm.ensemble import Ensemble
-from hddm.networks.wrappers import FLUX, has_variance_head, own_time_factor, pack, unpack
+from hddm.experts.loading import load
+from hddm.networks.wrappers import FLUX, has_variance_head, own_time_factor, pack, text_width, unpack
 from hddm.routers import Choice
 from hddm.running import pick_experts, posterior_of
 from hddm.schedules import LinearSchedule, Schedule, declared_prediction_type, from_diffusers
@@ -43,7 +45,7 @@ _RESIDUALS = {
 """What a ControlNet adds inside a network, by the network's class."""
 
 
-def drop_in(model: VelocityField | Ensemble, pipe: DiffusionPipeline) -> "DropIn":
+def drop_in(model: VelocityField | Ensemble | str | Path, pipe: DiffusionPipeline) -> "DropIn":
     """A module that stands in for ``pipe.unet`` or ``pipe.transformer``.
 
         pipe.unet = hddm.drop_in(hddm.load("ensemble"), pipe)
@@ -53,17 +55,17 @@ def drop_in(model: VelocityField | Ensemble, pipe: DiffusionPipeline) -> "DropIn
     generator makes the same image.
 
     Args:
-        model: an expert, or an ensemble with any strategy. Its samples are what the pipeline's network
-            denoises: pixels or latents of the same number of channels.
+        model: an expert, or an ensemble with any strategy, or the folder of one. Its samples are what the
+            pipeline's network denoises: pixels or latents of the same number of channels.
         pipe: a diffusers pipeline with a network of `hddm.networks.wrappers.EXPERT_NETWORKS`. Its scheduler
             is read at each call.
 
     Raises:
-        HddmError: for a pipeline without such a network, or experts of other channels or of several kinds.
-            When called: for a scheduler outside the DDPM and flow-match families, a time outside the range
-            of every expert, or an input that no expert takes.
+        HddmError: for a pipeline without such a network, or experts of other channels, another width of
+            text or several kinds. When called: for a scheduler outside the DDPM and flow-match families, a
+            time outside the range of every expert, or an input that no expert takes.
     """
-    return DropIn(model, pipe)
+    return DropIn(load(model) if isinstance(model, str | Path) else model, pipe)
 
 
 @dataclass
@@ -110,6 +112,13 @@ class DropIn(nn.Module):
             raise HddmError(
                 f"the experts' samples have {ensemble.sample_shape[0]} channels, and {type(pipe).__name__}'s "
                 f"{name} takes {channels}"
+            )
+        wanted = text_width(network.config)
+        widths = [text_width(getattr(one.network, "config", {})) for one in ensemble.experts]
+        if other := next((one for one in widths if one not in (None, wanted)), None):
+            raise HddmError(
+                f"an expert takes text of width {other}, and {type(pipe).__name__} gives its {name} width "
+                f"{wanted}: they were trained with different text encoders"
             )
         modules = [one.network for one in ensemble.experts if isinstance(one.network, nn.Module)]
         self.networks = nn.ModuleList(modules)

@@ -322,17 +322,19 @@ def test_what_cannot_stand_in_is_refused_in_one_line(
     pipe = sd_pipeline(StableDiffusionPipeline, sd)
     schedule = from_diffusers(sd.scheduler)
     pixels = VelocityField(NetworkWrapper(plain_unet()), schedule, "epsilon", conditions=[])
-    with pytest.raises(
-        HddmError, match="samples have 3 channels, and StableDiffusionPipeline's unet takes 4"
-    ):
-        drop_in(pixels, pipe)
+    refused = refusal(drop_in, pixels, pipe)
+    assert "samples have 3 channels, and StableDiffusionPipeline's unet takes 4" in refused
+    wide = NetworkWrapper(text_unet(cross_attention_dim=32))
+    other = VelocityField(wide, schedule, "epsilon", conditions=["encoder_hidden_states"])
+    assert "an expert takes text of width 32, and StableDiffusionPipeline gives" in refusal(
+        drop_in, other, pipe
+    )
+    assert "no: neither an expert folder" in refusal(drop_in, tmp_path / "no", pipe)
     assert "AutoencoderKL has no unet and no transformer" in refusal(drop_in, experts[0], pipe.vae)
     zero_snr = DDIMScheduler(**SD, rescale_betas_zero_snr=True, prediction_type="v_prediction")
     pipe.unet, pipe.scheduler = drop_in(experts[0], pipe), zero_snr
-    with pytest.raises(
-        HddmError, match=r"t = 1 of the pipeline's scheduler lies outside the range of all exp"
-    ):
-        pipe.unet(numbers(1, 4, 8, 8), 999, encoder_hidden_states=numbers(1, 7, 16))
+    refused = refusal(pipe.unet, numbers(1, 4, 8, 8), 999, encoder_hidden_states=numbers(1, 7, 16))
+    assert "t = 1 of the pipeline's scheduler lies outside the range of all experts" in refused
     pipe.scheduler = sd.scheduler
     with pytest.raises(HddmError, match="cross_attention_kwargs: the experts have no such input"):
         pipe.unet(
