@@ -30,6 +30,7 @@ from hddm.editing import Picture
 from hddm.ensemble import Ensemble
 from hddm.evaluation.expert_use import ExpertUse
 from hddm.networks.offload import is_offloaded
+from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.running import Batch, Latents, Noise, Plan, Seeded, pick_experts, posterior_of, run
 from hddm.settings import SampleSettings, SamplingSettings
 from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, OnStep, Solver, euler, solver_named, unchanged
@@ -220,10 +221,12 @@ def _chosen(plan: Plan, numbers: Sequence[int], conditions: Conditions, size: in
     if model.strategy != "draw":
         return None
     is_known = prior is not None or (model.knows_classes and set(given) == {LABELS})
-    if given and not is_known and len(model.experts) > 1:
+    if given and not is_known and model.num_domains > 1:
+        is_text = TEXT_CONDITIONS[0] in given
+        what = "the prompt does" if is_text else f"{', '.join(sorted(given))} do"
+        remedy = "; hddm describe changes that" if is_text else ""
         warnings.warn(
-            "draw picks experts by the prior alone: p(k | condition) is not known for "
-            f"{', '.join(sorted(given))}",
+            f"{what} not decide which expert makes an image, only the shares do{remedy}",
             # Up to the user: this function, no_grad's wrapper, `batches`, `sample`, its wrapper, the user.
             stacklevel=6,
         )

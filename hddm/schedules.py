@@ -269,8 +269,8 @@ def from_diffusers(source: object) -> Schedule:
     name = config.get("_class_name") or _family(config, origin)
     if name not in DDPM_FAMILY + FLOW_MATCH_FAMILY:
         raise HddmError(
-            f"{origin}: scheduler class {name!r} is neither of the DDPM nor of the flow-match family; "
-            f"known are {', '.join(DDPM_FAMILY + FLOW_MATCH_FAMILY)}"
+            f"{origin}: {name!r} is neither of the DDPM nor of the flow-match family (such as "
+            f"DDIMScheduler, EulerDiscreteScheduler and FlowMatchEulerDiscreteScheduler)"
         )
     _refuse_unknown_keys(config, origin)
     if name in FLOW_MATCH_FAMILY or config.get("use_flow_sigmas"):

@@ -74,13 +74,16 @@ def assemble(
     written = out or experts[0]
     ensemble = read_ensemble_facts(written)
     typer.echo(f"{written}: {counted(len(ensemble.experts), 'expert')}, strategy {ensemble.strategy}")
-    if ensemble.strategy == "draw":
+    entries = read_entries([written / one.folder for one in ensemble.experts], ensemble.experts)
+    parts, shares_of = parts_of(entries), []
+    domains = dict.fromkeys(part.domain for part in parts)
+    if len(domains) == 1 < len(parts):
+        typer.echo("these experts make each image together, each at its own noise levels")
+    elif ensemble.strategy == "draw":
         typer.echo("draw: one expert makes each image from beginning to end, drawn by the shares")
         if ensemble.learned is not None:
             typer.echo("the router is for other strategies, such as hddm sample --strategy commit-0.92")
-    entries = read_entries([written / one.folder for one in ensemble.experts], ensemble.experts)
-    parts, shares_of = parts_of(entries), []
-    for first in dict.fromkeys(part.domain for part in parts):
+    for first in domains:
         own = [k for k, part in enumerate(parts) if part.domain == first]
         total = sum(parts[k].weight for k in own) / sum(part.weight for part in parts)
         shares_of.append(f"{' with '.join(entries[k].member.label for k in own)} {total:.3g}")

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from hddm.settings import Described, InputPath
+from hddm.utils.errors import counted
 from hddm_cli.options import InputArgument
 
 
@@ -17,7 +18,7 @@ class Captions(Described):
     data: InputPath | None = None
     """Shard folder of images with captions."""
     text: str | None = None
-    """Phrases to use as captions, such as "oil paintings, portraits"."""
+    """Phrases to use as captions, with commas between them: "oil paintings, portraits"."""
     text_encoder: InputPath | None = None
     """Folder of the text encoder. Default: the expert's own."""
     tokenizer: InputPath | None = None
@@ -34,4 +35,5 @@ def describe(
     from hddm.experts.topics import describe_topic
 
     made = describe_topic(expert, **dict(source))
-    typer.echo(f"{expert}: described by {made.count} captions, {made.source}")
+    what = counted(made.count, "caption" if source.text is None else "phrase")
+    typer.echo(f"{expert}: described by {what}: {made.source}")

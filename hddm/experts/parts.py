@@ -67,9 +67,9 @@ def _weights_of(entries: Sequence[Entry], domains: Sequence[int], found: Finding
     if unknown := [entries[k].name for k in free if k not in sizes]:
         if len({domains[k] for k in free}) > 1:
             others = " whose share is not given" if fixed else ""
-            if sizes:
-                others += "; the sizes of the other shards are not used; `share` EXPERT=0.3 sets a part"
-            found.note(f"{', '.join(unknown)}: no shard is recorded, so p(k) is equal for all{others}")
+            unused = ", not by the sizes of the other shards" if sizes else ""
+            text = f"so all experts{others} get equal shares{unused}; `share` EXPERT=0.3 changes them"
+            found.note(f"{', '.join(unknown)}: no shard is recorded, {text}")
         sizes = dict.fromkeys(free, 1.0)
     experts = Counter(domains)
     sizes = {k: size / experts[domains[k]] for k, size in sizes.items()}

@@ -298,7 +298,7 @@ class Pictures(Offloading):
             if strength is not None or mask_image is not None or begin.edit_from is not None:
                 lone = "`edit_from`" if mask_image is None else "`mask`"
                 lone = lone if strength is None else f"`strength` {strength:g}"
-                raise HddmError(f"{lone}: changes a picture; pass one (`init_image`, image=)")
+                raise HddmError(f"{lone} needs a picture: pass image= (`init_image` on the command line)")
             return None
         if strength is None:
             strength = 0.8 if mask_image is None else 1.0

@@ -201,7 +201,9 @@ class _Run:
             return
         if self.cycles.prior is not None:
             for k in (self.expected == 0).nonzero()[:, 0].tolist():
-                warnings.warn(f"expert {k}: no prompt is for it (p = 0)", stacklevel=3)
+                name = self.pipeline.facts.experts[k].name or "unnamed"
+                text = f"expert {k} ({name}) made no image: no prompt fits its description"
+                warnings.warn(text, stacklevel=3)
         # Fewer images than experts show nothing, and a picture may belong to one expert.
         if settings.init_image is None and settings.num_images >= len(ensemble.experts):
             is_drawn = (settings.strategy or ensemble.strategy) == "draw"

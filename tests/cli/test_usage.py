@@ -67,6 +67,11 @@ LATER = [
     (TRAIN + " --lora-rank 2", "--lora-rank adapts an existing expert; pass --init"),
     ("sample {expert} --out {out} --prompt cat", "--prompt: the model is unconditional; drop the option"),
     ("push {expert} model", "model: write OWNER/NAME"),
+    (TRAIN + " --init {none}", "{none}: no expert folder (expert.json); hddm convert makes an expert of a"),
+    ("assemble {expert} {none} --out {out}", "{none}: no expert folder (expert.json); hddm convert makes an"),
+    ("merge {none} {expert} --out {out}", "{none}: no expert folder (expert.json); hddm convert makes an"),
+    ("describe {ensemble} --text cats", "(expert.json); it is an ensemble; name one of its experts"),
+    ("partition {digits} --out {out} --shards 2", "holds train and held_out; name {digits}/train"),
     ("train expert {shards} --out {out} --objective flow --steps 3", "{shards}: is a partition, not a shard"),
     ("train router {shard} --out {out} --steps 2", "{shard}: is a shard, not a partition"),
     ("sample {expert} --out {out} --class-labels 3", "--class-labels 3: no class '3'; the model's classes"),
@@ -89,10 +94,11 @@ def names(images: Path, shards: Path, ensemble: Path, tmp_path: Path) -> dict[st
     files = {"run": "size: smal", "fixed": "steps: 3\nprediction: epsilon", "part": 'noise_range: "0.5"'}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    (tmp_path / "none").mkdir()
+    for name in ("none", "digits/train", "digits/held_out"):
+        (tmp_path / name).mkdir(parents=True)
     made = {"images": images, "shards": shards, "shard": shards / "shard_0", "ensemble": ensemble}
     made["expert"] = ensemble / "experts" / "0"
-    return made | {name: tmp_path / name for name in (*files, "out", "gone", "none")}
+    return made | {name: tmp_path / name for name in (*files, "out", "gone", "none", "digits")}
 
 
 @pytest.mark.integration

@@ -133,7 +133,7 @@ def test_experts_without_a_shard_are_a_domain_where_that_is_said(
     # There is one domain, so nothing has to be known of its share.
     assert (code, err) == (0, "")
     shares = "shares: experts/0 (nameless_high) with experts/1 (nameless_low) 1"
-    assert text.startswith(f"{out}: 2 experts, strategy draw\n")
+    assert text.startswith(f"{out}: 2 experts, strategy draw\nthese experts make each image together, each")
     assert text.endswith(f"\n{shares}\n")
     assert (derived(out).domains, derived(out).prior) == ((0, 0), (0.5, 0.5))
     model = load_ensemble(out)

@@ -194,7 +194,7 @@ def test_topics_of_two_text_encoders_are_refused(two_encoders: Path, tmp_path: P
     for expert, text in ((sd, "cats"), (px, "dogs")):
         notes += assemble([sd, px], tmp_path / f"both_{text}")
         code, out, err = hddm("describe", expert, "--text", text)
-        assert (code, out) == (0, f"{expert}: described by 1 captions, {text}\n")
+        assert (code, out) == (0, f"{expert}: described by 1 phrase: {text}\n")
     assert any(f"since {px} has no topic; hddm describe makes one" in note for note in notes)
     message = refusal(assemble, [sd, px], tmp_path / "no")
     assert f"{px}: is described by another text encoder than {sd}; describe both by one" in message

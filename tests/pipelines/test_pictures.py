@@ -109,8 +109,8 @@ def test_pictures_of_latents_are_encoded_and_keep_their_pixels(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"strength": 0.5}, "`strength` 0.5: changes a picture; pass one"),
-        ({"mask_image": white(MASK)}, "`mask`: changes a picture; pass one"),
+        ({"strength": 0.5}, "`strength` 0.5 needs a picture: pass image="),
+        ({"mask_image": white(MASK)}, "`mask` needs a picture: pass image="),
         (
             {"image": torch.zeros(1, 3, 8, 8)},
             r"the picture is \(1, 3, 8, 8\), and 1 samples need \(1, 3, 4, 4\)",
@@ -145,7 +145,7 @@ def test_the_command_line_makes_the_same(pipe: HDDMPipeline, tmp_path: Path, hdd
     picture(1).save(tmp_path / "old.png")
     assert "init_image_sha256" in hddm(*base, *begin, "--out", tmp_path / "out", "--resume")[2]
     code, _, error = hddm(*base, "--strength", 0.5, "--out", tmp_path / "no")
-    assert (code, "--strength 0.5: changes a picture; pass one (--init-image" in error) == (2, True)
+    assert (code, "--strength 0.5 needs a picture: pass image= (--init-image" in error) == (2, True)
     assert not (tmp_path / "no").exists()
 
 
@@ -165,4 +165,4 @@ def test_an_edit_goes_from_one_prompt_to_another(tmp_path: Path, hddm: Command) 
     printed(hddm, "sample", tmp_path / "model", *begin, "--prompt", f"a {second}", *options)
     with Image.open(tmp_path / "out" / "00000.png") as found:
         assert found.tobytes() == made.tobytes()
-    assert "`edit_from`: changes a picture; pass one" in refusal(pipe, edit_from=first, **STEPS)
+    assert "`edit_from` needs a picture: pass image=" in refusal(pipe, edit_from=first, **STEPS)
