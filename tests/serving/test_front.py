@@ -152,7 +152,7 @@ WAYS: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
 
 
 @pytest.mark.integration
-@pytest.mark.filterwarnings("ignore:class_labels do not decide")
+@pytest.mark.filterwarnings("ignore:.*only the shares do")
 @pytest.mark.parametrize("kind", WAYS)
 def test_images_are_those_of_hddm_sample(kind: str, classes: Path, text: Path, tmp_path: Path) -> None:
     """By class, by prompt, and of DDPM beside flow, each with its own numbering of classes."""
