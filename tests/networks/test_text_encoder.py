@@ -15,7 +15,7 @@ from hddm.networks.prompts import PipelineText
 from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer, text_encoder_facts
 from hddm.networks.vae import read_config
 from hddm.utils.errors import HddmError
-from tests.artefacts import edit_json
+from tests.artefacts import edit_json, refusal
 from tests.component_files import write_clip, write_t5, write_tokenizer
 
 PROMPTS = ["a cat", "", "A dog, 2 cats & ünïcödé  spaces", "cat " * 3]
@@ -135,8 +135,7 @@ def test_a_float16_copy_is_the_same_encoder_and_another_is_another(tmp_path: Pat
 
 def test_a_tokenizer_of_another_encoder_is_refused(tmp_path: Path) -> None:
     write_clip(tmp_path, vocab_size=100)
-    with pytest.raises(HddmError, match="and the text encoder has 100; use the tokenizer that belongs"):
-        _ours(tmp_path)
+    assert "and the text encoder has 100; use the tokenizer that belongs" in refusal(_ours, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -164,10 +163,7 @@ def test_an_encoder_that_cannot_be_trusted_is_refused(
     write_clip(tmp_path)
     edit_json(tmp_path / "text_encoder" / "config.json", **change)
     for read in (read_text_encoder, lambda folder: text_encoder_facts(folder, 77)):
-        with pytest.raises(HddmError) as refused:
-            read(tmp_path / "text_encoder")
-        assert message in str(refused.value)
-        assert "\n" not in str(refused.value)
+        assert message in refusal(read, tmp_path / "text_encoder")
 
 
 @pytest.mark.parametrize(
@@ -215,8 +211,7 @@ def test_a_link_that_leaves_its_folder_is_refused(name: str, tmp_path: Path) -> 
     write_clip(tmp_path / "pipeline")
     (tmp_path / "pipeline" / name).rename(tmp_path / "outside")
     os.symlink(tmp_path / "outside", tmp_path / "pipeline" / name)
-    with pytest.raises(HddmError, match="outside the folder"):
-        _ours(tmp_path / "pipeline")
+    assert "outside the folder" in refusal(_ours, tmp_path / "pipeline")
 
 
 def test_t5_masks_its_padding_and_is_the_one_of_transformers(tmp_path: Path) -> None:
