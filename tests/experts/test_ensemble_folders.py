@@ -98,7 +98,7 @@ def test_a_link_inside_the_enclosing_hub_cache_is_followed(ensemble: Path, tmp_p
         ({"format": "3.0"}, "format 3.0 is newer"),
         ({"format": "1.5"}, "format 1.5 is no longer read; assemble it anew from its parts: hddm a"),
         ({"strategy": "top-3"}, "top-3 needs 3 experts"),
-        ({"experts": [{"folder": "experts/0"}, {"folder": "experts/2"}]}, "no such file"),
+        ({"experts": [{"folder": "experts/0"}, {"folder": "experts/2"}]}, "there is no such folder"),
         ({"experts": [{"folder": "experts/0", "share": -0.5}]}, "key 'experts.0.share'"),
     ],
     ids=str,

@@ -161,7 +161,7 @@ Change = Callable[[Path], object]
 
 
 def _refused(release: Path, *said: str) -> None:
-    line = refusal(paris_router, release, paris_experts(release))
+    line = refusal(lambda: paris_router(release, paris_experts(release)))
     for part in said:
         assert part in line, line
 
