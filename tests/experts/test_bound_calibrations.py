@@ -8,15 +8,14 @@ import pytest
 from hddm.calibration import FILE_NAME
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import plan_conversion
-from hddm.experts.records import foreign_files
 from hddm.settings import Conversion
 from hddm.training.calibrate import recalibrate
 from hddm.training.continuation import continue_expert
 from hddm.training.verify import verify_expert
 from hddm.utils.errors import HddmError
-from hddm.utils.files import read_json, restore, sha256_of
+from hddm.utils.files import read_json, sha256_of
 from hddm.utils.records import MANIFEST
-from tests.artefacts import contents, copied, edit_json, expert_settings, killed_at_every_change
+from tests.artefacts import contents, copied, edit_json, expert_settings
 
 
 def _bound(folder: Path) -> bool:
@@ -43,31 +42,6 @@ def test_no_conversion_takes_over_a_calibration(ddpm_expert: Path, flow_expert: 
     with pytest.raises(HddmError, match=message):
         write(plan_conversion(expert, Conversion()), tmp_path / "out")
     assert contents(tmp_path) == before
-
-
-@pytest.mark.slow
-def test_a_calibrating_that_is_killed_leaves_the_old_expert_or_the_new_one(
-    shards: Path, ddpm_expert: Path, tmp_path: Path
-) -> None:
-    expert, shard = copied(ddpm_expert, tmp_path), shards / "shard_0"
-    recalibrate(expert, shard, seed=8)
-    wholes = [contents(ddpm_expert), contents(expert)]
-    assert wholes[0] != wholes[1]
-    found = []
-
-    def check() -> None:
-        restore(expert)
-        found.append(wholes.index(contents(expert)))
-        assert foreign_files(expert, sha256_of) == ()
-        shutil.rmtree(expert)
-        shutil.copytree(ddpm_expert, expert)
-
-    check()
-    # One file and three folders get other names.
-    assert killed_at_every_change(lambda: recalibrate(expert, shard, seed=8), check, ["os.rename"]) >= 4
-    assert contents(expert) == wholes[1]
-    assert found[1:] == sorted(found[1:])
-    assert set(found) == {0, 1}
 
 
 @pytest.mark.integration

@@ -24,6 +24,7 @@ from tests.oracles import (
     AlphaSigma,
     BoundedNetwork,
     GaussianMixture,
+    OracleNetwork,
     Recorder,
     relative_error,
     slopes,
@@ -62,6 +63,17 @@ def test_time_scale_multiplies_what_the_network_is_fed(case: Case, prediction_ty
     x_t = SHARD.states(t, seed=4, shape=SHAPE)
     torch.testing.assert_close(scaled.velocity(x_t, t), plain.velocity(x_t, t), rtol=1e-8, atol=0)
     torch.testing.assert_close(scaled.network.fed[0][1], 1000 * plain.network.fed[0][1])
+
+
+@pytest.mark.parametrize("prediction_type", ["epsilon", "sample", "v_prediction"])
+def test_the_same_x_at_the_same_t_would_be_wrong(prediction_type: str) -> None:
+    # The reading of the paper that skips matching: the oracle must tell it from the exact one.
+    case = case_named("cosine")
+    t = torch.full((256,), 0.25, dtype=torch.float64)
+    x_t = SHARD.states(t, seed=5, shape=SHAPE)
+    output = OracleNetwork(SHARD, case.alpha_sigma, prediction_type)(x_t, t)
+    unmatched = VelocityField(lambda y, u: output, LINEAR.schedule, prediction_type)
+    assert relative_error(unmatched.velocity(x_t, t), SHARD.velocity(x_t, t)) > 0.1
 
 
 @pytest.mark.parametrize(
