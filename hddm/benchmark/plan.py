@@ -57,7 +57,7 @@ class StepKind(NamedTuple):
     is_training: bool = False
     """Its operations are counted."""
     is_uncounted: bool = False
-    """It trains, or what it reads was trained elsewhere, at a cost that is not known."""
+    """The cost of what it trains, or of the model that it reads, is not known."""
     units: int = 1_000
     """Progress of a step; a training has one unit per image that it sees."""
 

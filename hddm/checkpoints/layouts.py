@@ -49,7 +49,7 @@ class FileLayout:
 
     Args:
         name: as in ``--to-layout``.
-        markers: keys that all files of this layout have, and together no other.
+        markers: keys that every file of this layout has; no file of another layout has all of them.
         network: class that computes the same function.
         arguments: its arguments, from the tensors and the user's options.
         table: maps names of both sides, from the network's names, its arguments and the origin for errors.

@@ -81,7 +81,8 @@ def _weight_sets(
 ) -> dict[WeightSet, dict[str, Tensor]]:
     """Weight sets by kind: nested ones, or all tensors as one set.
 
-    A single set under the raw set's name is unstated, since published files do not mean raw weights by it.
+    If ``state_dict`` is the only set, its kind is unstated: published files use that name for averaged
+    weights too.
     """
     sources = _sources(content, lambda one: bool(_known(_strip(one)[0])), reading, path)
     found = {_SETS.get(name, "unstated"): tensors for name, tensors in sources.items()}

@@ -309,7 +309,7 @@ class PipelineText:
 
 
 def default_conditions(names: Sequence[str], sample_shape: tuple[int, int, int]) -> dict[str, Tensor]:
-    """Conditions that a pipeline derives from the size of an image, or has a default of, without batch.
+    """Conditions, without batch, that no prompt provides: of the size of an image, or a pipeline's default.
 
     ``time_ids`` (6,) of SDXL are the size, no crop, and the size again; ``guidance`` of Flux is `GUIDANCE`.
     """

@@ -4,8 +4,8 @@ One family: a network predicts p from y = alpha_u x_0 + sigma_u eps at native ti
 
     E_u  w(u) || network(y, u) - p ||²
 
-With ``sample`` both objectives learn x_0 by the error of the velocity at the same noise levels: they differ
-in the scale of y alone. By default they differ in prediction, weighting, noise levels and path.
+If both objectives predict x_0 (``sample``), their losses and noise levels are equal, and only the scale of y
+differs. By default they differ in prediction, weighting, noise levels and path.
 
 | objective | path | p, the first by default |
 |---|---|---|

@@ -48,7 +48,8 @@ def value_at(step: int, key: str, today: Any, changes: Sequence[SettingsChange])
 RUN_FILE = "run.json"
 RUN_FORMAT = "3.0"
 CHECKPOINTS = "checkpoints"
-# Keys that make it another expert; a run that continued with others would have an untrue record.
+# Settings that no resumed run may change, even if changes are allowed: the record would then be untrue for
+# its first steps.
 _IDENTITY = (
     *("objective", "prediction", "size", "rotary", "class_conditional", "text_conditional"),
     *("lora_rank", "lora_alpha", "teacher", "strategy", "optimizer", "weak_at", "noise_range"),
