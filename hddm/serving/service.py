@@ -167,13 +167,14 @@ def serve(
 
 
 def names_of(folder: Path) -> list[str]:
-    """Names of an ensemble's experts, by which they are requested and placed.
+    """Names of an ensemble's experts, all different, by which they are requested and placed.
 
     Raises `HddmError` as `hddm.load`, and for an expert without the VAE or text encoder that it needs.
     """
     opened = open_ensemble(folder, torch.float32)
     entries = opened.entries
-    names = [one.member.name or str(k) for k, one in enumerate(entries)]
+    own = [one.member.name or str(k) for k, one in enumerate(entries)]
+    names = [f"{one}-{k}" if own.count(one) > 1 or one == FRONT else one for k, one in enumerate(own)]
     vaes, texts = numbers_of(entries, "vae"), numbers_of(entries, "text_encoder")
     has_classes = any(one.classes for one in entries)
     for name, one, vae, text in zip(names, entries, vaes, texts, strict=True):

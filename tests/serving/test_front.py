@@ -27,7 +27,7 @@ from starlette.requests import Request
 from hddm.experts.assembly import assemble
 from hddm.pipelines.samples import sample_to_folder
 from hddm.serving.front import Front
-from hddm.serving.service import serve
+from hddm.serving.service import names_of, serve
 from hddm.serving.workers import SampleJob, VelocityJob, Worker
 from hddm.settings import SampleSettings, ServeSettings
 from hddm.utils.errors import UsageError
@@ -68,9 +68,9 @@ class Handle:
 
 def front_of(folder: Path, deaths: int = 0, token: str | None = None, **limits: Any) -> Front:
     settings = ServeSettings(device="cpu", **limits)
-    names = [one["name"] for one in json.loads((folder / "ensemble.json").read_text())["experts"]]
-    workers = {name: Handle(Worker(str(folder), k, settings, 1), deaths) for k, name in enumerate(names)}
-    assert [asyncio.run(handle.worker.ready()) for handle in workers.values()] == [""] * len(names)
+    names = enumerate(names_of(folder))
+    workers = {name: Handle(Worker(str(folder), k, settings, 1), deaths) for k, name in names}
+    assert {asyncio.run(handle.worker.ready()) for handle in workers.values()} == {""}
     return Front(str(folder), settings, 1, token, workers)
 
 
@@ -195,6 +195,16 @@ def test_experts_of_several_sizes_and_pairs_by_noise_are_served(tmp_path: Path) 
     small, low, high = (handle.jobs for handle in front.workers)
     assert len(small) == 1
     assert min(len(low), len(high)) > 1
+
+
+def test_experts_of_one_name_have_a_worker_each(tmp_path: Path) -> None:
+    experts = [tmp_path / owner / "x" for owner in ("a", "b")]
+    for seed, folder in enumerate(experts):
+        saved(folder, flow_expert(seed))
+    assemble(experts, tmp_path / "whole")
+    front = front_of(tmp_path / "whole")
+    images = [files_in(ask(front, model=f"whole/x-{k}")) for k in range(2)]
+    assert images[0] != images[1]
 
 
 def test_requests_of_one_moment_are_one_batch_and_change_an_image_by_rounding_only(classes: Path) -> None:
