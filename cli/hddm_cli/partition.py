@@ -26,11 +26,6 @@ def partition(
     """
     if (shards is None) == (not settings.classes):
         raise UsageError("--shards NUMBER splits by content, --classes NAME=CLASS,CLASS by class; pass one")
-    for one in images:
-        if one.is_dir() and {inner.name for inner in one.iterdir()} == {"train", "held_out"}:
-            raise UsageError(
-                f"{one}: holds train and held_out; name {one / 'train'}, and keep the rest for tests"
-            )
     from hddm.data.partition import partition as divide
     from hddm.data.shard_records import (
         FORMAT,

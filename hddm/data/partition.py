@@ -36,7 +36,7 @@ from hddm.data.shard_records import (
 from hddm.data.sources import open_source, pick
 from hddm.data.sources.base import ImageSource
 from hddm.settings import PartitionSettings, keywords
-from hddm.utils.errors import HddmError, counted
+from hddm.utils.errors import HddmError, UsageError, counted
 from hddm.utils.files import check_absent, link_or_copy, new_folder, sha256_of, write_json
 from hddm.utils.streams import Use, stream
 
@@ -80,6 +80,10 @@ def partition(
         # A partition's pictures and held-out images would be trained on, and a shard has no class folders.
         if (folder / PARTITION_FILE).is_file() or holds_shard(folder):
             raise HddmError(f"{folder}: is already a partition or a shard; name the original images")
+        # As `hddm data digits` writes. The two are looked for first: a folder may hold a million images.
+        train = folder / "train"
+        if train.exists() and (folder / HELD_OUT).exists() and len(list(folder.iterdir())) == 2:
+            raise UsageError(f"{folder}: holds train and held_out; name {train}, and keep the rest for tests")
     sources = [open_source(one, settings.caption_column, settings.label_column) for one in folders]
     source = pick(sources, settings.only.split(",") if settings.only else ())
     # Images that a shard needs to expect `MIN_IMAGES` on both sides.
