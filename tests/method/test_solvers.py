@@ -2,18 +2,24 @@
 
 import math
 from collections.abc import Callable
+from typing import get_args
 
 import diffusers
 import pytest
 import torch
 from torch import Tensor
 
+from hddm.settings import SolverName
 from hddm.solvers import SOLVERS, Solver, euler
 from tests.cases import BETAS, discrete_case, oracle_field
 from tests.oracles import GaussianMixture, OracleNetwork, relative_error
 
 SHARD = GaussianMixture.random(seed=0, modes=4, dim=8)
 ORDERS = [("euler", 1), ("heun", 2), ("adams-bashforth", 2), ("adams-moulton", 3)]
+
+
+def test_settings_name_the_solvers_that_there_are() -> None:
+    assert list(SOLVERS) == list(get_args(SolverName))
 
 
 def _swing(x: Tensor, t: Tensor, then: Tensor) -> Tensor:
