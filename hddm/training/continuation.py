@@ -55,8 +55,7 @@ from hddm.schedules import LinearSchedule, from_config
 from hddm.settings import Report, keywords, silent
 from hddm.training.calibrate import CALIBRATION_COST, calibration_origin, calibration_rows
 from hddm.training.expert import read_init, record_of_shard, saving, train_expert
-from hddm.training.loop import OnTrainingStep, Task, summary_of
-from hddm.training.loop import run_task as run_task
+from hddm.training.loop import OnTrainingStep, Task, run_task, summary_of
 from hddm.training.objectives import (
     Objective,
     check_conditions,

@@ -355,8 +355,8 @@ class WandbLog:
     def put(self, step: int, figures: Mapping[str, float], pictures: Mapping[str, Tensor]) -> None:
         # Of a step that a killed process had logged already, W&B keeps the first values.
         image = self._wandb.Image
-        to_shown_bytes = {name: image(pixels.permute(1, 2, 0).numpy()) for name, pixels in pictures.items()}
-        self._run.log({**figures, **to_shown_bytes}, step=step)
+        logged = {name: image(pixels.permute(1, 2, 0).numpy()) for name, pixels in pictures.items()}
+        self._run.log({**figures, **logged}, step=step)
 
     def close(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
