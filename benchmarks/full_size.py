@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import torch
@@ -149,8 +150,22 @@ def conditions_of(model: Model) -> dict[str, torch.Tensor]:
     }
 
 
-def stock(name: str, folder: Path, calls: int) -> None:
-    """Open the network by diffusers, and print the processor's seconds of ``calls`` calls on one sample."""
+def calls(name: str, number: int, **folders: Path) -> None:
+    """Open the network of each folder, call them in turn, and print the processor's seconds of each call.
+
+    A machine's speed changes from minute to minute, so only calls that follow one another can be compared.
+    """
+    opened = {way: (_stock if way == "diffusers" else _ours)(name, folder) for way, folder in folders.items()}
+    with torch.inference_mode():
+        for _ in range(number):
+            for way, call in opened.items():
+                began = time.process_time()
+                call()
+                print(f"{way} {time.process_time() - began}")
+
+
+def _stock(name: str, folder: Path) -> Callable[[], object]:
+    """A call of diffusers' network on one sample."""
     import diffusers
 
     model = MODELS[name]
@@ -164,11 +179,11 @@ def stock(name: str, folder: Path, calls: int) -> None:
     if added or "PixArt" in model.network:
         given["added_cond_kwargs"] = added
     state = torch.randn(1, network.config.in_channels, model.side, model.side).to(dtype)
-    _time_calls(calls, lambda: network(state, timestep=torch.tensor([500]), return_dict=False, **given))
+    return lambda: network(state, timestep=torch.tensor([500]), return_dict=False, **given)
 
 
-def ours(name: str, folder: Path, calls: int) -> None:
-    """Open the expert or ensemble by hddm, and print the processor's seconds of ``calls`` velocities."""
+def _ours(name: str, folder: Path) -> Callable[[], object]:
+    """A velocity of an expert or an ensemble, whose experts take turns, on one sample."""
     import hddm
 
     model = MODELS[name]
@@ -181,15 +196,7 @@ def ours(name: str, folder: Path, calls: int) -> None:
     if not isinstance(opened, hddm.Ensemble):
         turns = itertools.repeat({})
     state = torch.randn(1, *shape).to(dtype)
-    _time_calls(calls, lambda: opened.velocity(state, torch.tensor([0.5]), **next(turns), **given))
-
-
-def _time_calls(calls: int, call: Callable[[], object]) -> None:
-    with torch.inference_mode():
-        for _ in range(calls):
-            began = time.process_time()
-            call()
-            print(f"call: {time.process_time() - began}")
+    return lambda: opened.velocity(state, torch.tensor([0.5]), **next(turns), **given)
 
 
 def copy(source: Path, target: Path) -> None:
@@ -233,14 +240,15 @@ def _watched(pid: int) -> int:
         time.sleep(0.02)
 
 
-def part_of(name: str, *arguments: object) -> tuple[Taken, str]:
+def part_of(name: str, *arguments: object, **named: Path) -> tuple[Taken, str]:
     """Run one of this module's functions by its name, in a process of its own."""
-    words = ", ".join(f"Path({str(one)!r})" if isinstance(one, Path) else repr(one) for one in arguments)
-    code = f"from pathlib import Path; from benchmarks import full_size; full_size.{name}({words})"
+    code = (
+        f"from pathlib import *; from benchmarks import full_size; full_size.{name}(*{arguments}, **{named})"
+    )
     return taken(sys.executable, "-c", code)
 
 
-def measure(name: str, work: Path, calls: int) -> dict[str, Any]:
+def measure(name: str, work: Path, number: int) -> dict[str, Any]:
     """All measurements of one model; its folders are deleted in the end."""
     work.mkdir(parents=True, exist_ok=True)
     source, expert, both = work / "source", work / "expert", work / "both"
@@ -255,14 +263,11 @@ def measure(name: str, work: Path, calls: int) -> dict[str, Any]:
     shutil.copytree(expert, work / "second", copy_function=os.link)
     row["assemble"], _ = taken(HDDM, "assemble", expert, work / "second", "--out", both)
     row["added by assembling"] = _bytes(work) - _bytes(source) - _bytes(expert)
-    for way, function, folder in (
-        ("diffusers", "stock", source),
-        ("expert", "ours", expert),
-        ("two experts", "ours", both),
-    ):
-        whole, shown = part_of(function, name, folder, calls)
-        seconds = [float(line.removeprefix("call: ")) for line in shown.splitlines() if "call: " in line]
-        row[way] = {"process": whole, "calls": seconds}
+    folders = {"diffusers": source, "expert": expert, "two experts": both}
+    for way, folder in folders.items():
+        row[way], _ = part_of("calls", name, 2, **{way: folder})
+    _, shown = part_of("calls", name, number, diffusers=source, expert=expert)
+    row["calls"] = [(way, float(seconds)) for way, seconds in map(str.split, shown.splitlines())]
     shutil.rmtree(work)
     return row
 
@@ -289,8 +294,12 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     yield f"|---|{'---:|' * len(names)}"
     for name, row in rows.items():
         hashed, made = row["copy and hash"], row["convert"]
-        quick, slow = (min(row[way]["calls"]) for way in ("diffusers", "expert"))
-        memory = {way: row[way]["process"].resident for way in ("diffusers", "expert", "two experts")}
+        # The first call of each loads the weights.
+        theirs, own = (
+            [took for who, took in row["calls"] if who == way][1:] for way in ("diffusers", "expert")
+        )
+        times = sorted(b / a for a, b in zip(theirs, own, strict=True))
+        memory = {way: row[way].resident for way in ("diffusers", "expert", "two experts")}
         cells = [
             name,
             f"{row['bytes'] / 1e9:.2f}",
@@ -300,8 +309,8 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             f"{made.resident / 1e9:.2f} GB",
             f"{row['inspect'].cpu:.1f} s",
             f"{row['assemble'].cpu:.1f} s",
-            f"{quick:.2f} s",
-            f"{slow:.2f} s ({slow / quick:.2f})",
+            f"{median(theirs):.2f} s",
+            f"{median(own):.2f} s ({median(times):.2f}, {times[0]:.2f} to {times[-1]:.2f})",
             f"{memory['diffusers'] / 1e9:.2f} GB",
             f"{memory['expert'] / 1e9:.2f} GB",
             f"{memory['two experts'] / 1e9:.2f} GB ({memory['two experts'] / memory['expert']:.2f})",
@@ -315,7 +324,9 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def full_size(
     model: Annotated[list[Name] | None, typer.Option("--model", help="Default: all.")] = None,
-    calls: Annotated[int, typer.Option("--calls", min=2, help="Timed calls; the fastest counts.")] = 3,
+    number: Annotated[
+        int, typer.Option("--calls", min=2, help="Calls of each network, in turn; the median counts.")
+    ] = 8,
     results: ResultsOption = RESULTS,
     work: WorkOption = Path("runs"),
 ) -> None:
@@ -323,7 +334,7 @@ def full_size(
     start, rows = Start(results, work), {}
     for name in model or list(Name):
         typer.echo(f"{name} ...", err=True)
-        rows[name.value] = measure(name.value, work / "full-size", calls)
+        rows[name.value] = measure(name.value, work / "full-size", number)
         typer.echo(list(table(rows))[-1], err=True)
     typer.echo(
         start.write(
