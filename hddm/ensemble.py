@@ -378,13 +378,15 @@ class Ensemble:
         for k in in_best_order({k: self.experts[k].network for k in experts}):
             yield k, velocity_of(k)
 
-    def check_range(self, labels: Tensor) -> None:
-        """Raise an `HddmError` for class labels (batch,), on the CPU, beyond the classes of all experts."""
-        nulls = [one.null_conditions[LABELS] for one in self.experts if LABELS in one.null_conditions]
-        # In the joint numbering, what is beyond the classes is no class.
-        beyond = [len(self.classes)] if self.joint.numbers is not None else list(map(int, nulls))
-        if self.classes:
-            check_label_range(labels, len(self.classes), max(beyond, default=None))
+    def check_range(self, labels: Tensor, expert: Tensor | None) -> None:
+        """Raise an `HddmError` for class labels (batch,), on the CPU, that an expert of their row lacks."""
+        if self.joint.numbers is not None:
+            # In the joint numbering, what is beyond the classes is no class.
+            check_label_range(labels, len(self.classes), len(self.classes))
+            return
+        domains = torch.tensor(self.domains)
+        for k, one in enumerate(self.experts):
+            one.check_range({LABELS: labels if expert is None else labels[domains[expert] == domains[k]]})
 
     def require(self, guidance: Guidance, conditions: Collection[str], expert: Tensor | None) -> None:
         """Check that the experts ``expert``, by default all, have what they need for samples.
@@ -470,7 +472,7 @@ class Ensemble:
         strategy = self._strategy
         if strategy.kind == "commit" and (t > strategy.value).all():
             strategy = Strategy("full")
-        if strategy.kind in ("draw", "commit"):
+        if self.num_domains > 1 and strategy.kind in ("draw", "commit"):
             raise HddmError(
                 f"strategy {self.strategy!r} keeps one expert per sample: pass expert= indices, or use "
                 "hddm.sample, which draws them"

@@ -342,7 +342,7 @@ class _Walk:
         for branch in (conditions.given, conditions.negative):
             check_names(branch, model.conditions)
             if LABELS in branch:
-                model.check_range(branch[LABELS].cpu())
+                model.check_range(branch[LABELS].cpu(), expert)
         self.labels = conditions.given[LABELS].cpu() if LABELS in conditions.given else None
         if expert is None:
             self.shares = model.shares_of(len(self.batch.rows), conditions.given, conditions.prior)

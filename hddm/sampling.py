@@ -360,7 +360,5 @@ def integrate(
         HddmError: as `plan` and `hddm.running.run`.
     """
     planned = plan(model, times=times, noise=Latents(x=x.cpu()), **options)
-    if expert is None and planned.model.strategy == "draw" and len(planned.model.experts) == 1:
-        expert = torch.zeros(len(x), dtype=torch.long)
     batch = Batch.of(len(x), conditions or Conditions(), None if expert is None else expert.cpu())
     return run(replace(planned, shape=tuple(x.shape[1:])), batch, on_step)

@@ -365,9 +365,9 @@ class VelocityField:
         if self.calibration is None:
             return raw
         if self.sample_shape is not None and x_t.shape[1:] != self.sample_shape:
-            # Callers that know the requested size name it.
-            raise ValueError(
-                f"its calibration is of samples {self.sample_shape}, not of {tuple(x_t.shape[1:])}"
+            raise HddmError(
+                f"its calibration is of samples {self.sample_shape}, not of {tuple(x_t.shape[1:])}; "
+                "sample at that size"
             )
         bound = MAX_GAIN if self.prediction_type is PredictionType.EPSILON else None
         return self.calibration.apply(raw, x, t, conditions.get(LABELS), bound)

@@ -43,11 +43,12 @@ def assemble(
     whole = [one for one in experts if (one / ENSEMBLE_FILE).is_file()]
     changes = bool(options.add or options.remove or whole)
     if changes and len(experts) != 1:
-        changed = (whole or experts)[0]
-        rest = " ".join(f"--add {one}" for one in experts if one != changed)
+        if not whole:
+            raise UsageError("--add and --remove change one ensemble; name it alone")
+        rest = " ".join(f"--add {one}" for one in experts if one != whole[0])
         raise UsageError(
-            f"{changed}: is an ensemble and takes no other experts; to add them: hddm "
-            f"assemble {changed} {rest}"
+            f"{whole[0]}: is an ensemble and takes no other experts; to add them: hddm "
+            f"assemble {whole[0]} {rest}"
         )
     if out is None and not changes:
         raise UsageError("--out is required, the folder to write")

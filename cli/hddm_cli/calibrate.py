@@ -29,7 +29,7 @@ def calibrate(
     from hddm.training.calibrate import recalibrate
 
     with contextlib.nullcontext(expert) if out is None else _copied(expert, out) as folder:
-        recalibrate(folder, data, **dict(settings))
+        recalibrate(folder, data, settings=settings)
     typer.echo(f"{out or expert}: calibrated on {data or f'{settings.num_images} samples of its own'}")
 
 

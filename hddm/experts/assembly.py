@@ -23,6 +23,7 @@ from hddm.experts.compatibility import (
     decided,
     domains_of,
     index_of,
+    kinds_of,
     note_overlaps,
     read_entries,
     router_outputs,
@@ -237,7 +238,7 @@ def _kept_router(
         if one.member.output is None and (one.record.shard is None or one.record.shard.hash not in known)
     ]
     # Experts of several kinds are drawn, and nothing routes.
-    can_route = len({one.kind for one in entries}) == 1
+    can_route = len(set(kinds_of(entries))) == 1
     can_route = can_route and all((one.folder / CALIBRATION).is_file() for one in entries)
     if unknown and (can_route or strategy == "draw"):
         instead = "the experts' moments route" if can_route else "draw needs none"
@@ -285,8 +286,7 @@ def write_ensemble(
         parts, entries = arrange(entries, given, own, stay, found)
         if routing.folder is not None:
             entries = _with_outputs(entries, routing.folder, found)
-        vaes = {one.record.vae for one in entries} - {None}
-        if len({one.kind[:2] for one in entries}) > 1 or len(vaes) > 1:
+        if len(set(kinds_of(entries))) > 1:
             found.note(
                 "experts make samples of several kinds, so one is drawn per sample, and none are mixed"
             )

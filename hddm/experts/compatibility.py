@@ -86,11 +86,6 @@ class Entry:
         """Names of its classes, in its own numbering."""
         return self.member.classes or self.record.classes
 
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """Shape, space and VAE of its samples: those of one kind can be mixed."""
-        return self.record.sample_shape, self.record.space, self.record.vae
-
 
 def read_entries(folders: Sequence[Path], members: Sequence[Member]) -> list[Entry]:
     """Read the records of expert folders; ``members`` are what was decided on them."""
@@ -120,6 +115,25 @@ def takes_text(record: ExpertRecord) -> bool:
 def takes_classes(record: ExpertRecord) -> bool:
     """True for an expert of classes."""
     return "class_labels" in record.conditions
+
+
+def identities(entries: Sequence[Entry], name: str) -> list[Hashable]:
+    """Record of each expert's ``vae`` or ``text_encoder``; None for an expert of pixels, or without text.
+
+    An expert that does not record its own has the first that is known, or else one called ``unknown``.
+    """
+    needs = [
+        takes_text(one.record) if name == "text_encoder" else one.record.space == "latents" for one in entries
+    ]
+    known = [getattr(one.record, name) or getattr(one.member, name) for one in entries]
+    first = next((own for own, need in zip(known, needs, strict=True) if need and own), "unknown")
+    return [own or first if need else None for own, need in zip(known, needs, strict=True)]
+
+
+def kinds_of(entries: Sequence[Entry]) -> list[Hashable]:
+    """Shape, space and VAE of each expert's samples; samples of one kind can be mixed."""
+    vaes = identities(entries, "vae")
+    return [(one.record.sample_shape, one.record.space, vae) for one, vae in zip(entries, vaes, strict=True)]
 
 
 def domains_of(entries: Sequence[Entry]) -> tuple[int, ...]:
@@ -307,9 +321,10 @@ def compare_domains(entries: Sequence[Entry], found: Findings) -> None:
 
     Several domains of one shard need shares that say how they divide it.
     """
-    domains, first = domains_of(entries), dict[str, Entry]()
+    domains, kinds, first = domains_of(entries), kinds_of(entries), dict[str, Entry]()
     for domain in dict.fromkeys(domains):
-        of = [one for one, own in zip(entries, domains, strict=True) if own == domain]
+        numbers = [k for k, own in enumerate(domains) if own == domain]
+        of = [entries[k] for k in numbers]
         name, ranges = " and ".join(one.name for one in of), [one.record.noise_range for one in of]
         if misfit := misfit_of(ranges):
             parts = " and ".join(f"{low:g}:{high:g}" for low, high in ranges)
@@ -318,10 +333,10 @@ def compare_domains(entries: Sequence[Entry], found: Findings) -> None:
         for what, values in (
             ("shards", {one.record.shard.hash for one in of if one.record.shard}),
             ("classes", {one.classes for one in of}),
-            ("samples or latents", {one.kind for one in of}),
+            ("samples or latents", {kinds[k] for k in numbers}),
         ):
             if len(values) > 1:
-                found.differ(name, f"are of one domain, and of different {what}")
+                found.differ(name, f"are of one domain, and of different {what}; leave one out")
         mine, shard = of[0], of[0].record.shard
         if shard is not None and (other := first.setdefault(shard.hash, mine)) is not mine:
             without = [one.name for one in (mine, other) if one.member.share is None]

@@ -25,7 +25,7 @@ import diffusers
 from pydantic import Field
 
 from hddm.experts.lora import BASES, base_of, check_base
-from hddm.experts.records import EXPERT_FILE, ExpertRecord, Temperature, read_facts, write_records
+from hddm.experts.records import EXPERT_FILE, ExpertRecord, read_facts, write_records
 from hddm.networks.folders import WEIGHTS, sha256_once
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.networks.prompts import INDEX as PROMPTS_INDEX
@@ -40,6 +40,7 @@ from hddm.utils.records import ENSEMBLE_FILE as ENSEMBLE_FILE
 from hddm.utils.records import (
     HASHES,
     MANIFEST,
+    AboveZero,
     ComposedName,
     Count,
     OlderFormat,
@@ -171,10 +172,10 @@ class EnsembleRecord(Record):
     experts: Annotated[tuple[Member, ...], Field(min_length=1)]
     router: str | None = None
     """Folder of a learned router, `MOMENTS`, or None."""
-    evidence: Temperature = MOMENTS_EVIDENCE
+    evidence: AboveZero = MOMENTS_EVIDENCE
     """Evidence of a router by moments (`hddm.routers.MomentsRouter`)."""
     strategy: str = "draw"
-    shift: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    shift: AboveZero = 1.0
     """Shift of the time grid (`hddm.sampling.time_grid`)."""
 
     @property

@@ -6,7 +6,7 @@ All records are read and compared before any weights.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -47,15 +47,14 @@ from hddm.experts.records import (
 from hddm.networks.offload import Offload, Shelf
 from hddm.networks.transformers import RouterTransformer
 from hddm.routers import MomentsRouter, Router, Strategy
-from hddm.utils.errors import HddmError
+from hddm.settings import DtypeName
+from hddm.utils.errors import HddmError, UsageError, choose
 from hddm.utils.files import inside, restore
 from hddm.utils.records import WHOLE
 from hddm.utils.tensors import available_device
 from hddm.velocity import VelocityField
 
 _MISFIT = "the parts of this ensemble do not fit together; assemble it anew:"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-DTYPES = {str(one).removeprefix("torch."): one for one in _DTYPES}
 
 
 def load(
@@ -88,12 +87,13 @@ def load(
     folder = Path(path)
     restore(folder)
     device = available_device(device)
-    if isinstance(dtype, str):
-        dtype = DTYPES[dtype]
+    if isinstance(dtype, str) and dtype not in get_args(DtypeName):
+        raise UsageError(f"`dtype={dtype!r}`: {choose(dtype, get_args(DtypeName))}")
+    number_type: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     if not (folder / EXPERT_FILE).exists():
-        return open_ensemble(folder, dtype, experts).on(device, dtype, offload, max_memory)
+        return open_ensemble(folder, number_type, experts).on(device, number_type, offload, max_memory)
     bases = None if base is None else bases_in([Path(base)])
-    return field_of(open_expert(folder, bases).read(dtype), device)
+    return field_of(open_expert(folder, bases).read(number_type), device)
 
 
 @dataclass(frozen=True)

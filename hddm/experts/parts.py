@@ -11,14 +11,22 @@ Each VAE and text encoder is stored once: the first is called ``vae`` and ``text
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hddm.conditions import join_classes
 from hddm.ensemble import Part, numbered_by_first, numbered_vaes
-from hddm.experts.compatibility import Entry, Findings, decide, domains_of, read_entries, takes_text
+from hddm.experts.compatibility import (
+    Entry,
+    Findings,
+    decide,
+    domains_of,
+    identities,
+    read_entries,
+    takes_text,
+)
 from hddm.experts.ensemble_folders import COMPONENTS, KEPT, MOST_ENCODERS, held_by, kept_components, numbered
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.networks.prompts import family_in, texts_facts
@@ -115,19 +123,6 @@ def _class_shares_of(
         by_size = [know * weight for know, weight in zip(knows, weights, strict=True)]
         rows[name] = by_size if sum(by_size) else knows
     return [{name: row[k] / sum(row) for name, row in rows.items()} for k in range(len(entries))]
-
-
-def identities(entries: Sequence[Entry], name: str) -> list[Hashable]:
-    """Record of each expert's ``vae`` or ``text_encoder``; None for an expert of pixels, or without text.
-
-    An expert that does not record its own has the first that is known, or else one called ``unknown``.
-    """
-    needs = [
-        takes_text(one.record) if name == "text_encoder" else one.record.space == "latents" for one in entries
-    ]
-    known = [getattr(one.record, name) or getattr(one.member, name) for one in entries]
-    first = next((own for own, need in zip(known, needs, strict=True) if need and own), "unknown")
-    return [own or first if need else None for own, need in zip(known, needs, strict=True)]
 
 
 def numbers_of(entries: Sequence[Entry], name: str) -> tuple[int, ...]:

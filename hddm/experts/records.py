@@ -166,9 +166,6 @@ class ExpertRecord(Record):
         return self.space == "pixels" and self.sample_shape[0] in (1, 3)
 
 
-Temperature = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
 class RouterRecord(Record):
     """``router.json``: the shards that a router distinguishes, and its time scale."""
 
@@ -181,7 +178,7 @@ class RouterRecord(Record):
     shard_hashes: tuple[str, ...]
     """One per shard, in the order of the router's outputs; none where the shards are not known."""
     shard_images: tuple[Count, ...]
-    temperatures: Annotated[tuple[Temperature, ...], Field(min_length=1)] = (1.0,)
+    temperatures: Annotated[tuple[AboveZero, ...], Field(min_length=1)] = (1.0,)
     """Logits are divided by these, at times spread evenly over [0, 1] and linearly between."""
     calibration: dict[str, Any] = Field(default_factory=dict)
     """The fit of the temperatures, with the expected calibration error before and after."""

@@ -21,7 +21,6 @@ from hddm.conditions import LABELS, Conditions, check_labels, class_indices
 from hddm.data.images import CELL, contact_sheet, open_image, save_png, to_bytes
 from hddm.data.sources.base import LARGEST_FILE
 from hddm.evaluation.expert_use import ExpertUse
-from hddm.experts.loading import DTYPES
 from hddm.networks.folders import sha256_once
 from hddm.networks.wrappers import TEXT_CONDITIONS
 from hddm.pipelines.inputs import Begin
@@ -76,7 +75,9 @@ def sample_to_folder(
     is_latent, device = settings.output_type == "latent", available_device(settings.device)
     # Latents have no sheet.
     grid = grid and not is_latent
-    pipeline = HDDMPipeline.from_pretrained(source, dtype=DTYPES[settings.dtype], offload=settings.offload)
+    pipeline = HDDMPipeline.from_pretrained(
+        source, dtype=getattr(torch, settings.dtype), offload=settings.offload
+    )
     pipeline.to(device).experts.prepare(settings)
     # Only now, since quantized experts take less.
     pipeline.limit_memory(settings.max_memory)

@@ -41,7 +41,6 @@ from torch import Tensor
 
 from hddm.data.images import save_png, to_bytes
 from hddm.evaluation.expert_use import ExpertUse
-from hddm.experts.loading import DTYPES
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.running import Batch, NotFinite, Plan, Seeded, gathered, run
 from hddm.sampling import batches, guidance_of, plan, plan_arguments
@@ -148,7 +147,7 @@ class Front:
         self.experts, self.workers = list(workers), list(workers.values())
         self.name = Path(folder).name
         # Reads no weights of experts, since their networks never run here.
-        self.pipeline = HDDMPipeline.from_pretrained(folder, dtype=DTYPES[settings.dtype])
+        self.pipeline = HDDMPipeline.from_pretrained(folder, dtype=getattr(torch, settings.dtype))
         self.ensemble = RemoteEnsemble(self.pipeline.ensemble, self._velocity)
         self.threads = ThreadPoolExecutor(
             settings.max_queue + 1, "hddm-front", initializer=torch.set_num_threads, initargs=(threads,)

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from hddm.data.images import save_png, to_bytes
 from hddm.evaluation.expert_use import ExpertUse
-from hddm.experts.loading import DTYPES
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.pipelines.samples import planned, read_cycles
 from hddm.running import Batch, Plan, run
@@ -58,7 +57,7 @@ class Opened:
         self._without = functools.lru_cache(1)(self._pipeline)
 
     def _pipeline(self, experts: tuple[int, ...] | None) -> HDDMPipeline:
-        dtype = DTYPES[self._settings.dtype]
+        dtype = getattr(torch, self._settings.dtype)
         made = HDDMPipeline.from_pretrained(self.source, dtype=dtype, experts=experts)
         made.set_progress_bar_config(disable=True)
         made.experts.prepare(self._settings)

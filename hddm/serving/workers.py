@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hddm.conditions import Conditions, Inputs
 from hddm.ensemble import Ensemble
-from hddm.experts.loading import DTYPES, open_ensemble
+from hddm.experts.loading import open_ensemble
 from hddm.networks.offload import StoredNetwork
 from hddm.running import Batch, Latents, Seeded, run
 from hddm.sampling import plan
@@ -219,7 +219,7 @@ class Worker:
 
 def _read(folder: Path, index: int, settings: ServeSettings) -> VelocityField:
     """The expert, with its weights; weights of the others are not read."""
-    dtype = DTYPES[settings.dtype]
+    dtype = getattr(torch, settings.dtype)
     experts = open_ensemble(folder, dtype).expert_set(available_device(settings.device), dtype)
     experts.prepare(settings)
     found = experts.fields()[index]

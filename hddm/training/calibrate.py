@@ -21,6 +21,7 @@ from hddm.experts.records import field_of, open_expert
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.running import Seeded
 from hddm.schedules import DiscreteSchedule
+from hddm.settings import CalibrationSettings, keywords
 from hddm.solvers import euler
 from hddm.training.denoising import misread
 from hddm.training.objectives import check_fit, check_own, conditions_of, conditions_of_rows, evenly_spaced
@@ -238,28 +239,21 @@ def native_conditions(field: VelocityField, num: int, seed: int = 0) -> dict[str
     return conditions
 
 
-NUM_IMAGES, STEPS = 512, 50
-
-
-def recalibrate(
-    folder: Path,
-    shard_folder: Path | None = None,
-    seed: int = 0,
-    num_images: int = NUM_IMAGES,
-    steps: int = STEPS,
-) -> None:
+@keywords
+def recalibrate(folder: Path, shard_folder: Path | None = None, *, settings: CalibrationSettings) -> None:
     """Fit ``calibration.safetensors`` of an expert folder, which is replaced as a whole with its manifest.
 
     An ensemble around it is replaced as a whole with its own, so that a process that is killed at any moment
     leaves all as before or as after. Other files are hard-linked where the file system allows.
 
     Without a ``shard_folder`` the fit is to ``num_images`` `native_samples`; their mean, which alone counts
-    at t = 1, is off by sqrt(variance/num_images). ``seed`` is that of the noise and of the samples.
+    at t = 1, is off by sqrt(variance/num_images). Fields of ``settings`` are keywords.
 
     Raises:
         HddmError: for a folder that is no expert or has changed since it was written, images of another shape
             or another shard, or an expert that was trained in its calibration.
     """
+    num_images, steps, seed = settings.num_images, settings.steps, settings.seed
     restore(folder.resolve())
     expert = open_expert(folder, with_calibration=False)
     record = expert.facts

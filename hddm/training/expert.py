@@ -1,6 +1,5 @@
 """Train one expert alone on its shard; what it has in common with students and experts that go on."""
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -49,8 +48,6 @@ from hddm.utils.streams import Use, seed_of
 
 DEFAULT_SCHEDULE = "default of the objective"
 Network = TypeVar("Network", bound=ModelMixin)
-
-log = logging.getLogger(__name__)
 
 
 def train_expert(

@@ -277,7 +277,7 @@ class _Begun:
 
 class _Trainer:
     def __init__(self, task: Task, recipe: Recipe, device: Device) -> None:
-        self.task, self.recipe, self.device = task, recipe, device
+        self.recipe, self.device = recipe, device
         network: Any = task.network
         if recipe.gradient_checkpointing:
             network.enable_gradient_checkpointing()

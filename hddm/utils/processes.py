@@ -103,8 +103,6 @@ def stoppable(kept: str) -> Iterator[None]:
         raise Stopped(kept, error.number) from error
 
 
-ReportNumber = Callable[[int], None]
-
 # Without these glibc returns large blocks to the system, which costs page faults in every step.
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 31)}
 

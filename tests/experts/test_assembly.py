@@ -160,6 +160,9 @@ def test_what_is_not_recorded_is_no_difference_but_said(trio: Trio, tmp_path: Pa
     notes = assemble([known, unknown], tmp_path / "out")
     for what in ("VAE", "text encoder", "latent_scale"):
         assert f"{unknown} does not record its {what}; taken on trust" in notes
+    high = _latent(trio.experts[0], tmp_path / "high", shard=None, noise_range=(0.6, 1.0))
+    low = _latent(trio.experts[1], tmp_path / "low", shard=None, noise_range=(0.0, 0.6), vae=None)
+    assemble([high, low], tmp_path / "pair", domain=[["high", "low"]])
 
 
 def test_encoders_taken_on_trust_stay_with_chosen_experts(trio: Trio, tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from hddm.ensemble import Ensemble
 from hddm.networks.wrappers import declared_shape
+from hddm.sampling import sample
 from hddm.utils.errors import HddmError
 from hddm.velocity import PathPoint, PredictionType, VelocityField, velocity, x_0_and_eps
 from tests.cases import (
@@ -221,6 +223,12 @@ def test_labels_that_are_no_classes_are_refused(labels: Tensor) -> None:
     with pytest.raises(HddmError, match="whole numbers from 0 to 2"):
         field.velocity(_states()[:2], T[:2], class_labels=labels)
     assert field.velocity(_states()[:2], T[:2], class_labels=torch.tensor([0, 2])).isfinite().all()
+    # Two classes alone, beside an expert whose third number is no class: the larger range covers the labels.
+    alone = ConditionSum().field("class_labels", classes=classes)
+    told = "whole numbers from 0 to 1"
+    given = {"class_labels": torch.tensor([0, 1]), "negative": {"class_labels": torch.tensor([2, 2])}}
+    with pytest.raises(HddmError, match=told):
+        sample(Ensemble([alone, field]), 2, steps=1, expert=0, guidance_scale=2.0, shape=(3, 8, 8), **given)
 
 
 WIDE = (3, 4, 4)

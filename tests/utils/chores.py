@@ -3,10 +3,12 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from hddm.utils.errors import HddmError
-from hddm.utils.processes import ReportNumber
+
+ReportNumber = Callable[[int], None]
 
 
 def square(value: int, seconds: float, report: ReportNumber) -> int:
