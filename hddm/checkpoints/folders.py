@@ -10,15 +10,7 @@ from diffusers import ModelMixin
 from torch import Tensor
 
 from hddm.checkpoints.layouts import IMAGENET_CLASSES, IMAGENET_LICENCE, LATENT_SCALE
-from hddm.checkpoints.sources import (
-    Checkpoint,
-    Declared,
-    KeyTable,
-    Weights,
-    WeightSet,
-    choose_set,
-    same,
-)
+from hddm.checkpoints.sources import Checkpoint, Declared, KeyTable, Weights, WeightSet, choose_set, same
 from hddm.experts.ensemble_folders import kept_components
 from hddm.experts.lora import ADAPTER_WEIGHTS, base_of, open_adapted
 from hddm.experts.records import (

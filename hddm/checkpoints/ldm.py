@@ -15,12 +15,7 @@ from diffusers.schedulers.scheduling_ddpm import rescale_zero_terminal_snr
 from torch import Tensor
 from torch.nn import functional as F
 
-from hddm.checkpoints.layouts import (
-    FileLayout,
-    Modules,
-    UnstatedHeads,
-    attend,
-)
+from hddm.checkpoints.layouts import FileLayout, Modules, UnstatedHeads, attend
 from hddm.checkpoints.sources import Declared, Forward, KeyTable, Weights, WeightSet, same
 from hddm.settings import Reading
 from hddm.utils.errors import HddmError, shown

@@ -8,13 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from hddm.data.images import THREADS, OversizedImageError, pixel_digest, read_ahead, read_image
-from hddm.data.shard_records import (
-    PARTITION_FILE,
-    find_held_out,
-    find_shards,
-    holds_shard,
-    open_images,
-)
+from hddm.data.shard_records import PARTITION_FILE, find_held_out, find_shards, holds_shard, open_images
 from hddm.data.sources import open_source
 from hddm.data.sources.base import ImageSource
 from hddm.utils.errors import TO_ONE_SIZE, HddmError, counted, shown

@@ -14,14 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hddm.data.images import (
-    THREADS,
-    fit_image,
-    open_image,
-    read_ahead,
-    to_unit_range,
-    too_many_bad,
-)
+from hddm.data.images import THREADS, fit_image, open_image, read_ahead, to_unit_range, too_many_bad
 from hddm.data.shard_records import (
     DEVIATION,
     FORMAT,
@@ -82,11 +75,7 @@ class DataFile(Record):
 
 
 def encode_shards(
-    source: Path,
-    out: Path,
-    settings: EncodingSettings,
-    overwrite: bool = False,
-    rows: int | None = None,
+    source: Path, out: Path, settings: EncodingSettings, overwrite: bool = False, rows: int | None = None
 ) -> dict[Path, ShardManifest]:
     """Encode a shard of images, or a partition and its held-out images, to ``out``; manifests by folder.
 
@@ -261,10 +250,7 @@ class _Encoder:
         return stored
 
 
-def _open_encoder(
-    shards: Mapping[Path, ShardManifest],
-    settings: EncodingSettings,
-) -> _Encoder:
+def _open_encoder(shards: Mapping[Path, ShardManifest], settings: EncodingSettings) -> _Encoder:
     """Check the options against ``shards`` by folder, and open the networks; raises as `encode_shards`."""
     vae, text_encoder, tokenizer = settings.vae, settings.text_encoder, settings.tokenizer
     device = available_device(settings.device)

@@ -187,11 +187,7 @@ def _write_shards(
 
 
 def _write_images(
-    source: ImageSource,
-    features: ImageFeatures,
-    chosen: Indices,
-    folder: Path,
-    cache: Path | None,
+    source: ImageSource, features: ImageFeatures, chosen: Indices, folder: Path, cache: Path | None
 ) -> list[ImageEntry]:
     """Write images as hard links if the source has files and the file system allows, else as copies."""
     entries = []

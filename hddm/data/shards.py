@@ -211,11 +211,7 @@ class Shard:
         return self.take(torch.arange(len(self)))
 
     def take(
-        self,
-        rows: Tensor,
-        noise: torch.Generator | None = None,
-        flip: Tensor | None = None,
-        own: Own = ALL,
+        self, rows: Tensor, noise: torch.Generator | None = None, flip: Tensor | None = None, own: Own = ALL
     ) -> Tensor:
         """Samples (n, C, H, W) in model space, float32, at indices ``rows`` (n,).
 

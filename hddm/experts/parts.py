@@ -51,9 +51,7 @@ class _TextEncoder(NamedTuple):
 
 
 def parts_of(
-    entries: Sequence[Entry],
-    fields: Sequence[VelocityField] | None = None,
-    found: Findings | None = None,
+    entries: Sequence[Entry], fields: Sequence[VelocityField] | None = None, found: Findings | None = None
 ) -> list[Part]:
     """The experts' parts, of which ``fields`` are None where they are not needed; notes go into ``found``."""
     found, domains = found or Findings(), domains_of(entries)

@@ -245,10 +245,7 @@ def null_conditions(null_class: int | None) -> dict[str, Tensor]:
 
 
 def save_expert(
-    folder: Path,
-    expert: Expert,
-    dtype: torch.dtype = torch.float32,
-    keeps_adapter: bool = False,
+    folder: Path, expert: Expert, dtype: torch.dtype = torch.float32, keeps_adapter: bool = False
 ) -> None:
     """Write an expert into an existing empty ``folder``.
 

@@ -10,11 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, ModelCardData, get_token
-from huggingface_hub.utils.tqdm import (
-    are_progress_bars_disabled,
-    disable_progress_bars,
-    enable_progress_bars,
-)
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from hddm.conditions import join_classes
 from hddm.evaluation.compare import escaped, table

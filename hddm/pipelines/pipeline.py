@@ -339,12 +339,7 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         if not guidance.by_condition:
             negative_prompt = negative_conditions = None
         encoded = self.encode(
-            prompt,
-            class_labels,
-            negative_prompt,
-            guidance.by_condition,
-            conditions,
-            negative_conditions,
+            prompt, class_labels, negative_prompt, guidance.by_condition, conditions, negative_conditions
         )
         asked, num = repeated(encoded, num_images_per_prompt, batch_size)
         self._interrupt = False

@@ -160,13 +160,7 @@ CHANGES: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("file", "changes", "said"), CHANGES, ids=lambda value: str(value)[:40])
 def test_configs_that_lie_or_ask_for_code(
-    hddm: Command,
-    tmp_path: Path,
-    whole: Path,
-    text: Path,
-    file: str,
-    changes: dict[str, Any],
-    said: str,
+    hddm: Command, tmp_path: Path, whole: Path, text: Path, file: str, changes: dict[str, Any], said: str
 ) -> None:
     source = copied(text if file == UNET else whole, tmp_path)
     edit_json(source / file, **changes)

@@ -32,14 +32,7 @@ from hddm.settings import Conversion
 from hddm.utils.files import sha256_of
 from hddm.utils.tensors import read_header
 from tests.artefacts import Command, edit_json
-from tests.checkpoint_files import (
-    SD_BETAS,
-    conditions_of,
-    facts_of,
-    pipeline,
-    refused,
-    text_unet,
-)
+from tests.checkpoint_files import SD_BETAS, conditions_of, facts_of, pipeline, refused, text_unet
 from tests.component_files import write_clip, write_vae
 from tests.flow_models import flow_pipeline, flux, sd3
 from tests.flow_models import text as flow_text

@@ -92,10 +92,7 @@ def test_an_expert_merged_with_itself_stays_itself(
 
 @pytest.mark.parametrize(
     ("dtypes", "wanted"),
-    [
-        ((torch.bfloat16, torch.bfloat16), torch.bfloat16),
-        ((torch.float16, torch.float32), torch.float32),
-    ],
+    [((torch.bfloat16, torch.bfloat16), torch.bfloat16), ((torch.float16, torch.float32), torch.float32)],
     ids=str,
 )
 def test_the_dtype_is_that_of_the_parts(

@@ -7,13 +7,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from hddm.data.clustering import (
-    Indices,
-    balanced_kmeans,
-    cluster,
-    normalise,
-    transport,
-)
+from hddm.data.clustering import Indices, balanced_kmeans, cluster, normalise, transport
 
 Array = NDArray[np.float64]
 

@@ -168,10 +168,7 @@ def test_options_that_do_not_fit_are_refused(source: Path, tmp_path: Path) -> No
     write_clip(tmp_path)
     text, words, out = tmp_path / "text_encoder", tmp_path / "tokenizer", tmp_path / "out"
     cases: list[tuple[str, dict[str, Any]]] = [
-        (
-            "multiples of 8, not 12×12; change `resolution`",
-            {"vae": tmp_path / "vae", "resolution": 12},
-        ),
+        ("multiples of 8, not 12×12; change `resolution`", {"vae": tmp_path / "vae", "resolution": 12}),
         ("`tokenizer`: text needs", {"text_encoder": text}),
         ("`text_encoder`: text needs", {"tokenizer": words}),
         ("not all of its images have captions", {"text_encoder": text, "tokenizer": words}),

@@ -8,14 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from hddm.data.images import (
-    OversizedImageError,
-    decode_image,
-    fit_image,
-    read_image,
-    to_bytes,
-    to_unit_range,
-)
+from hddm.data.images import OversizedImageError, decode_image, fit_image, read_image, to_bytes, to_unit_range
 from hddm.utils.errors import HddmError
 from tests.artefacts import load_images, refusal
 from tests.shard_files import as_file, bomb

@@ -150,13 +150,7 @@ def test_every_difference_is_told_at_once_a_line_an_expert(trio: Trio, tmp_path:
 
 def test_what_is_not_recorded_is_no_difference_but_said(trio: Trio, tmp_path: Path) -> None:
     known = _latent(trio.experts[0], tmp_path / "known")
-    unknown = _latent(
-        trio.experts[1],
-        tmp_path / "unknown",
-        vae=None,
-        text_encoder=None,
-        latent_scale=None,
-    )
+    unknown = _latent(trio.experts[1], tmp_path / "unknown", vae=None, text_encoder=None, latent_scale=None)
     notes = assemble([known, unknown], tmp_path / "out")
     for what in ("VAE", "text encoder", "latent_scale"):
         assert f"{unknown} does not record its {what}; taken on trust" in notes

@@ -16,12 +16,7 @@ from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.errors import HddmError
 from tests.artefacts import Command, contents, edit_json, largest_file, refusal, variant
 from tests.conftest import Trio
-from tests.ensemble_files import (
-    derived,
-    edit_members,
-    load_ensemble,
-    random_router,
-)
+from tests.ensemble_files import derived, edit_members, load_ensemble, random_router
 
 X = torch.randn(5, 1, 4, 4, generator=torch.Generator().manual_seed(1))
 TIMES = torch.tensor([0.02, 0.3, 0.6, 0.9, 1.0])

@@ -9,12 +9,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from diffusers import (
-    FluxTransformer2DModel,
-    ModelMixin,
-    SD3Transformer2DModel,
-    UNet2DConditionModel,
-)
+from diffusers import FluxTransformer2DModel, ModelMixin, SD3Transformer2DModel, UNet2DConditionModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

@@ -21,14 +21,7 @@ from hddm.utils.records import write_manifest
 from tests.artefacts import Command, contents, printed, refusal
 from tests.checkpoint_files import SD_BETAS, converted, pipeline, pixart, text_unet
 from tests.component_files import texts_in, write_clip, write_t5, write_vae
-from tests.ensemble_files import (
-    derived,
-    flow_expert,
-    load_ensemble,
-    saved,
-    shard_of,
-    text_experts,
-)
+from tests.ensemble_files import derived, flow_expert, load_ensemble, saved, shard_of, text_experts
 
 STEPS = {"num_inference_steps": 3, "output_type": "pt"}
 

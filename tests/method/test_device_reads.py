@@ -87,11 +87,7 @@ def _ensemble(pair: bool) -> Ensemble:
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("strategy", "pair", "guidance"),
-    [
-        ("draw", True, 2.0),
-        ("commit-0.5", True, 1.0),
-        ("nucleus-0.5", False, Guidance(2.0, by="weak")),
-    ],
+    [("draw", True, 2.0), ("commit-0.5", True, 1.0), ("nucleus-0.5", False, Guidance(2.0, by="weak"))],
 )
 def test_a_step_reads_the_routers_answer_alone(strategy: str, pair: bool, guidance: float | Guidance) -> None:
     how = plan(_ensemble(pair), steps=STEPS, guidance=guidance, strategy=strategy)

@@ -73,8 +73,7 @@ def test_a_straight_path_is_exact_in_one_step(solver: Solver) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "calls"),
-    [("euler", 7), ("heun", 14), ("adams-bashforth", 7), ("adams-moulton", 7)],
+    ("name", "calls"), [("euler", 7), ("heun", 14), ("adams-bashforth", 7), ("adams-moulton", 7)]
 )
 def test_calls_a_step(name: str, calls: int) -> None:
     seen: list[tuple[Tensor, Tensor]] = []

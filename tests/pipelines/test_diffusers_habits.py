@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import (
-    FlowMatchEulerDiscreteScheduler,
-)
+from diffusers import FlowMatchEulerDiscreteScheduler
 
 from hddm.pipelines.pipeline import HDDMPipeline
 from tests.artefacts import copied, refusal

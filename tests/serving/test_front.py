@@ -32,15 +32,7 @@ from hddm.serving.workers import SampleJob, VelocityJob, Worker
 from hddm.settings import SampleSettings, ServeSettings
 from hddm.utils.errors import UsageError
 from tests.artefacts import refusal
-from tests.ensemble_files import (
-    CLASSES,
-    WEIGHTS,
-    flow_expert,
-    saved,
-    write_ensemble,
-    write_mixed,
-    write_text,
-)
+from tests.ensemble_files import CLASSES, WEIGHTS, flow_expert, saved, write_ensemble, write_mixed, write_text
 from tests.paris_files import write_paris
 
 IMAGES = "/v1/images/generations"

@@ -14,25 +14,12 @@ from hddm.data.shards import open_shard
 from hddm.experts.ensemble_folders import replace_file
 from hddm.experts.records import WEAK_FILE, open_expert
 from hddm.networks.transformers import ExpertTransformer
-from hddm.training.calibrate import (
-    calibrate,
-    native_conditions,
-    native_samples,
-    native_times,
-    recalibrate,
-)
+from hddm.training.calibrate import calibrate, native_conditions, native_samples, native_times, recalibrate
 from hddm.training.expert import new_network
 from hddm.utils.errors import HddmError
 from hddm.utils.streams import Use, generator
 from hddm.velocity import VelocityField
-from tests.artefacts import (
-    contents,
-    copied,
-    edit_json,
-    killed_at_every_change,
-    largest_file,
-    refusal,
-)
+from tests.artefacts import contents, copied, edit_json, killed_at_every_change, largest_file, refusal
 from tests.cases import case_named
 from tests.oracles import BoundedNetwork, GaussianMixture, NoisyEpsilon, OracleNetwork, rms_error
 

@@ -39,15 +39,7 @@ from hddm.utils.errors import Stopped
 from hddm.utils.files import read_json
 from hddm.utils.streams import Use, generator
 from hddm.velocity import VelocityField
-from tests.artefacts import (
-    Died,
-    contents,
-    ending_at,
-    expert_settings,
-    recipe,
-    refusal,
-    write_images,
-)
+from tests.artefacts import Died, contents, ending_at, expert_settings, recipe, refusal, write_images
 from tests.killed_runs import checkpoint
 
 Scalars = dict[str, list[tuple[int, float]]]

@@ -27,14 +27,7 @@ from hddm.training.router import (
     is_better_than_chance,
     train_router,
 )
-from tests.artefacts import (
-    Command,
-    contents,
-    pixels_of,
-    router_settings,
-    with_pixels,
-    write_images,
-)
+from tests.artefacts import Command, contents, pixels_of, router_settings, with_pixels, write_images
 from tests.oracles import GaussianMixture, exact_router
 
 OPTIONS = ("--steps", 100, "--batch-size", 32, "--learning-rate", 3e-3, "--seed", 7)

@@ -30,15 +30,7 @@ from hddm.training.denoising import denoising
 from hddm.training.expert import train_expert
 from hddm.training.verify import verify_expert
 from hddm.velocity import PredictionType, VelocityField
-from tests.artefacts import (
-    CLASSES,
-    Command,
-    copied,
-    draw,
-    edit_json,
-    expert_settings,
-    seal,
-)
+from tests.artefacts import CLASSES, Command, copied, draw, edit_json, expert_settings, seal
 from tests.checkpoint_files import pipeline, plain_unet
 from tests.conftest import Trio
 
