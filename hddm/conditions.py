@@ -95,7 +95,8 @@ class JointClasses:
         """Raise an `HddmError` where an expert of weight (N, K) above 0 does not know a label (N,)."""
         if labels is not None and (known := self.known(labels)) is not None:
             for row, k in ((weights != 0) & ~known).nonzero()[:1].tolist():
-                raise HddmError(f"expert {k} knows no class {self.names[int(labels[row])]!r}")
+                name = self.names[int(labels[row])]
+                raise HddmError(f"expert {k} knows no class {name!r}; choose another class or expert")
 
     def own(self, labels: Tensor, expert: int, null: int) -> Tensor:
         """The labels (N,) in an expert's numbering; ``null`` for no class, and for one unknown to it."""
@@ -146,7 +147,7 @@ def check_rows(num: int, conditions: Mapping[str, Tensor]) -> None:
     for name, value in conditions.items():
         if value.ndim == 0 or len(value) != num:
             rows = len(value) if value.ndim else "no"
-            raise HddmError(f"condition {name!r} has {rows} rows for {num} samples")
+            raise HddmError(f"condition {name!r} has {rows} rows for {num} samples; pass one row per sample")
 
 
 def can_guide(conditions: Mapping[str, Tensor], negative: Mapping[str, Tensor]) -> bool:

@@ -133,7 +133,10 @@ class Ensemble:
                     "once, and Part(field, domain=...) says which experts are one"
                 )
             if not self.are_alike(of):
-                raise HddmError(f"experts of one domain are of several kinds ({self.describe_kinds()})")
+                kinds = self.describe_kinds()
+                raise HddmError(
+                    f"experts of one domain need one shape and VAE, and these have several ({kinds})"
+                )
         students = [str(k) for k, one in enumerate(self.experts) if one.sampling_steps is not None]
         if 0 < len(students) < len(self.experts):
             raise HddmError(
@@ -434,7 +437,9 @@ class Ensemble:
             total = rows.sum(1, keepdim=True)
             if unknown := labels[total[:, 0] == 0].unique().tolist():
                 some = ", ".join(joint.names[k] for k in unknown[:5])
-                raise HddmError(f"no expert with a share of the data knows class {some}")
+                raise HddmError(
+                    f"no expert with a share of the data knows class {some}; give one of its experts a share"
+                )
             rows = rows / total
         return rows
 

@@ -142,7 +142,7 @@ def plan(
     if expert is not None and strategy is not None:
         raise HddmError(f"expert {expert} and strategy {strategy!r}: choose one of the two")
     if expert is not None and not 0 <= expert < len(model.experts):
-        raise HddmError(f"`expert` {expert}: there are 0 … {len(model.experts) - 1}")
+        raise HddmError(f"`expert` {expert}: choose from 0 to {len(model.experts) - 1}")
     # A copy, so that another thread's sampling keeps its own strategy.
     model = model.under(strategy or model.strategy)
     guidance = Guidance.of(guidance)

@@ -420,7 +420,7 @@ class Limits(Described):
     batch_size: Positive = 16
     """Maximum number of images that an expert computes together."""
     batching: bool = True
-    """Batch images of several requests. Default: `batching`."""
+    """Batch images of several requests. Default: on."""
     max_images: Positive = 10
     """Maximum number of images per request."""
     max_steps: Positive = 250

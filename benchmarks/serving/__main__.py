@@ -84,7 +84,7 @@ def serving(folder: Path, batch: int) -> Iterator[httpx.Client]:
 
 
 def measure(settings: Settings) -> dict[str, Any]:
-    """Seconds of a request for one batch, and images a second of a crowd, each beside the library's."""
+    """Seconds of a request for one batch, and images per second of a crowd, each beside the library's."""
     with tempfile.TemporaryDirectory() as root:
         folder = write_experts(Path(root), settings)
         model = hddm.load(folder)

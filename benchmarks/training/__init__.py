@@ -1,1 +1,1 @@
-"""How many images a second a training step takes in, beside a plain loop around diffusers' DiT."""
+"""How many images per second a training step takes in, beside a plain loop around diffusers' DiT."""

@@ -18,7 +18,7 @@ MOST_WAIT = 3
 
 def lines(settings: Settings, content: Mapping[str, Any], times: Mapping[str, Times]) -> list[str]:
     """The report, its title first."""
-    text = ["# Training: images a second, beside a plain loop around diffusers' DiT"]
+    text = ["# Training: images per second, beside a plain loop around diffusers' DiT"]
     text += _method(settings, content)
     for dtype, each in times.items():
         target = TARGETS.get((content["device"].split(":")[0], dtype))
@@ -92,7 +92,7 @@ def gain_line(times: Times, target: float | None) -> str:
     """Images a second of hddm's loop over those of diffusers' DiT, and whether they reach ``target``."""
     low, gain, high = quartiles(ratios(times, DIFFUSERS, OWN))
     aim = "" if target is None else f"; target at least {target:g}: {met(gain, target, at_most=False)}"
-    return f"- {OWN} takes in {gain:.2f} [{low:.2f}, {high:.2f}] × the images a second of {DIFFUSERS}{aim}."
+    return f"- {OWN} takes in {gain:.2f} [{low:.2f}, {high:.2f}] × the images per second of {DIFFUSERS}{aim}."
 
 
 def _verdicts(times: Times, target: float | None) -> list[str]:

@@ -1,1 +1,1 @@
-"""The `hddm` command: a file a verb; each parses, calls one library function and prints."""
+"""The `hddm` command: one file per subcommand, which parses, calls one library function and prints."""

@@ -25,7 +25,7 @@ def merge(
     try:
         numbers = None if weights is None else [float(one) for one in weights.split(",")]
     except ValueError as error:
-        raise UsageError(f"--weights {weights}: write one number an expert, as 0.5,0.5") from error
+        raise UsageError(f"--weights {weights}: write one number per expert, as 0.5,0.5") from error
 
     from hddm.checkpoints.merging import merge_experts
     from hddm.utils.progress import Progress

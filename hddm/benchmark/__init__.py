@@ -1,4 +1,4 @@
 """The comparison of ensembles at equal compute: a file of steps, their jobs, samples, scores and the report.
 
-May import every other room. Start with `file` and `run`.
+May import every other package. Start with `file` and `run`.
 """

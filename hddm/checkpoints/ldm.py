@@ -189,7 +189,9 @@ def key_table(names: Iterable[str], config: Mapping[str, Any], origin: str) -> K
         odd |= {name} if foreign is None else set()
         pairs.append(same(f"{UNET}{foreign}", name))
     if odd or not pairs:
-        raise HddmError(f"{origin}: has no names for {', '.join(sorted(odd)) or f'{layers} layers a block'}")
+        raise HddmError(
+            f"{origin}: has no names for {', '.join(sorted(odd)) or f'{layers} layers per block'}"
+        )
     return KeyTable(pairs)
 
 

@@ -357,7 +357,7 @@ def _notes(groups: Sequence[ResultGroup], judged: int) -> list[str]:
     else:
         notes.append(
             "Noise: the intervals over images. They say nothing about another training; "
-            f"{FEWEST_SEEDS} results of each, one a training seed, give a spread that does."
+            f"{FEWEST_SEEDS} results of each, one per training seed, give a spread that does."
         )
     for group in groups:
         if group.is_one_model:

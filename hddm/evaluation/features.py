@@ -184,7 +184,7 @@ def open_extractor(features: str, training: ImageSet, fewest: int) -> FeatureExt
         if find_inception() is None:
             why = f"its weights ({INCEPTION_FILE}) are not on disk"
         elif fewest <= few:
-            why = f"it needs more than {few} images a side and there are {fewest}"
+            why = f"it needs more than {few} images per side and there are {fewest}"
         else:
             choice = f"auto: its weights are on disk, and every side has more than {few} images"
             return open_inception(option, choice)

@@ -108,7 +108,7 @@ def _group(
 ) -> ImageGroup:
     if len(found) < FEWEST_IMAGES:
         raise HddmError(
-            f"{root}: holds {counted(len(found), 'image')}; a distance needs at least {FEWEST_IMAGES} a side"
+            f"{root}: holds {counted(len(found), 'image')}; a distance needs {FEWEST_IMAGES} per side"
         )
     names, arrays = tuple(one.name for one in found), [one.pixels for one in found]
     pixels = stack(arrays, names, root)

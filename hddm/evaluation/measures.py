@@ -102,7 +102,7 @@ def has_few(dimensions: int, counts: Sequence[int], allow_few: bool = True) -> b
     few = min(counts) <= dimensions
     if few and not allow_few:
         raise HddmError(
-            f"a Fréchet distance over {dimensions} features needs more images a side than "
+            f"a Fréchet distance over {dimensions} features needs more images per side than "
             f"{' and '.join(map(str, counts))}; `allow_few=True` computes a number that is not comparable"
         )
     return few
@@ -121,7 +121,7 @@ class KernelDistance(OpenRecord):
 def kernel_distance(
     features: Features, reference: Features, subsets: int = 100, subset_size: int = 1000, seed: int = 0
 ) -> KernelDistance:
-    """KID: mean of `squared_mmd` over random subsets of at most ``subset_size`` images a side.
+    """KID: mean of `squared_mmd` over random subsets of at most ``subset_size`` images per side.
 
     ``features`` are (n, d), ``reference`` (m, d), at least `FEWEST_IMAGES` each. The deviation over such
     subsets, often reported, is no error of their mean, since they overlap. The standard error here is of a
@@ -174,7 +174,7 @@ def _kernel(a: Features, b: Features) -> Features:
 
 
 class PrecisionRecall(OpenRecord):
-    """Shares in [0, 1]; both depend on the number of ``images`` a side, so only equal numbers compare."""
+    """Shares in [0, 1]; both depend on the number of ``images`` per side, so only equal numbers compare."""
 
     precision: Share
     recall: Share
@@ -248,7 +248,7 @@ def diversity(features: Tensor, reference: Tensor) -> float:
     """Mean distance between pairs of ``features`` (n, d), over that of ``reference`` (m, d).
 
     1 is as varied as the reference, 0 all equal; it does not show whether the *right* things vary. At most
-    `MOST_ROWS` random rows a side are used.
+    `MOST_ROWS` random rows per side are used.
     """
     return _mean_pair_distance(features) / _mean_pair_distance(reference)
 

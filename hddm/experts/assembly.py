@@ -19,14 +19,14 @@ from hddm.experts.compatibility import (
     compare_classes,
     compare_domains,
     compare_experts,
-    decide,
-    decided,
     domains_of,
     index_of,
     kinds_of,
     note_overlaps,
     read_entries,
     router_outputs,
+    with_decisions,
+    with_settings,
 )
 from hddm.experts.ensemble_folders import (
     COMPONENTS,
@@ -196,7 +196,7 @@ def change(
         routing, notes = _kept_router(ensemble, record, everyone, chosen)
     else:
         routing, notes = named_router(router), []
-        everyone = decide(everyone, output=[None] * len(everyone))
+        everyone = with_decisions(everyone, output=[None] * len(everyone))
     notes += [f"removed {record.experts[k].label}" for k in sorted(gone)]
     # In place, the folder itself and not a link to it is exchanged.
     target, before = ensemble.resolve() if out is None else out, Changed(ensemble, record, entries, kept)
@@ -207,8 +207,8 @@ def change(
 def _left(entries: Sequence[Entry], domains: Sequence[int], kept: Sequence[int]) -> list[Entry]:
     """The experts that are left, with what was decided on them.
 
-    Of a domain of which an expert goes, the others stand for all of it, so that another one may take its
-    place; that they are one is no longer said.
+    If an expert leaves a domain, the remaining ones keep the domain's whole share, so that another can take
+    its place; their ``domain`` is cleared.
     """
     shares = [one.member.share for one in entries]
     total = math.fsum(share or 0.0 for share in shares)
@@ -221,7 +221,7 @@ def _left(entries: Sequence[Entry], domains: Sequence[int], kept: Sequence[int])
         if share is not None:
             share = (share if are_parts else share / total) * before / now
         domain = one.member.domain if now == before else None
-        updated += decide([one], class_shares=[{}], vae=[None], share=[share], domain=[domain])
+        updated += with_decisions([one], class_shares=[{}], vae=[None], share=[share], domain=[domain])
     return updated
 
 
@@ -267,7 +267,7 @@ def write_ensemble(
     given = {name: folder for name in KEPT if (folder := getattr(settings, name)) is not None}
     router = routing.folder if routing.is_new else None
     bases = bases_of(folders, bases_in(settings.base))
-    entries = decided(entries, settings.share, settings.classes, settings.domain)
+    entries = with_settings(entries, settings.share, settings.classes, settings.domain)
     Strategy.parse(strategy).check(len(set(domains_of(entries))))
     is_drawn = routing.folder is None and routing.evidence is None
     if is_drawn and strategy != "draw":
@@ -301,7 +301,7 @@ def write_ensemble(
         if common_shift(before.experts, Findings()) != before.record.shift:
             shift = before.record.shift
         refuse_damaged_ensemble(before.folder, before.record, before.kept)
-    entries = decide(entries, folder=[f"experts/{k}" for k in range(len(entries))])
+    entries = with_decisions(entries, folder=[f"experts/{k}" for k in range(len(entries))])
     record = EnsembleRecord(
         experts=tuple(one.member for one in entries),
         router=MOMENTS if routing.evidence is not None else None if is_drawn else ROUTER,
@@ -337,7 +337,9 @@ def _with_outputs(entries: Sequence[Entry], folder: Path, found: Findings) -> li
     if len(outputs) < len(entries):
         return list(entries)
     is_found = [one.record.shard is not None and bool(known.shard_hashes) for one in entries]
-    return decide(entries, output=[None if has else own for has, own in zip(is_found, outputs, strict=True)])
+    return with_decisions(
+        entries, output=[None if has else own for has, own in zip(is_found, outputs, strict=True)]
+    )
 
 
 def _check_files(experts: Sequence[Path], router: Path | None, bases: Mapping[str, Path]) -> None:

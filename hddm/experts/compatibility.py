@@ -99,7 +99,7 @@ def entries_of(experts: Sequence[Expert], members: Sequence[Member]) -> list[Ent
     ]
 
 
-def decide(entries: Sequence[Entry], **decisions: Sequence[Any]) -> list[Entry]:
+def with_decisions(entries: Sequence[Entry], **decisions: Sequence[Any]) -> list[Entry]:
     """``entries`` with fields of their `Member` replaced, one value per expert."""
     return [
         replace(one, member=one.member.model_copy(update=dict(zip(decisions, values, strict=True))))
@@ -148,7 +148,7 @@ def domains_of(entries: Sequence[Entry]) -> tuple[int, ...]:
     return tuple(map(keys.index, keys))
 
 
-def decided(
+def with_settings(
     entries: Sequence[Entry],
     share: Mapping[str, float] | None,
     classes: Path | Mapping[str, ClassNames] | None,
@@ -163,7 +163,7 @@ def decided(
     """
     classes = read_classes(classes) if isinstance(classes, Path) else classes
     names = _by_index(classes, entries, "`classes`")
-    entries = decide(
+    entries = with_decisions(
         entries,
         classes=[
             _names_of(names[k], one) if k in names else one.member.classes for k, one in enumerate(entries)
@@ -179,7 +179,7 @@ def decided(
             text += " '"
         for k in group:
             taken[k] = text
-    entries = decide(entries, domain=taken)
+    entries = with_decisions(entries, domain=taken)
     domains, shares = domains_of(entries), _by_index(share, entries, "`share`")
     before = [one.member.share for one in entries]
     known = [one for one in before if one is not None]
@@ -188,7 +188,7 @@ def decided(
         now = [one / math.fsum(known) for one in known]
     now = _spread([old if new is None else new for new, old in zip(now, before, strict=True)], domains)
     _check_shares(entries, now)
-    return decide(entries, share=now)
+    return with_decisions(entries, share=now)
 
 
 def _spread(shares: Sequence[float | None], domains: Sequence[int]) -> list[float | None]:

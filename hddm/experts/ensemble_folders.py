@@ -144,7 +144,7 @@ class Member(Record):
     classes: tuple[ComposedName, ...] = ()
     """Names of its classes, set by hand; empty: those in its record."""
     domain: str | None = None
-    """The same for experts that divide t among them, set by hand; None: those of one shard are a domain."""
+    """Name shared by the experts of one domain, set by hand; None: experts of one shard form a domain."""
     output: Count | None = None
     """Its output of the router, set by hand or by its place; None: found by the hash of its shard."""
     vae: VaeRecord | None = None

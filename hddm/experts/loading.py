@@ -182,9 +182,9 @@ def _ensemble(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) ->
 def _subset(
     facts: EnsembleRecord, whole: Sequence[Entry], chosen: Sequence[int]
 ) -> tuple[EnsembleRecord, dict[str, str]]:
-    """The record of an ensemble reduced to these experts, and by new names those of its components."""
+    """The ensemble's record for these experts only, and the old name of each component by its new name."""
     if unknown := [k for k in chosen if not 0 <= k < len(whole)]:
-        raise HddmError(f"`experts` {unknown}: there are 0 … {len(whole) - 1}")
+        raise HddmError(f"`experts` {unknown}: choose from 0 to {len(whole) - 1}")
     parts = parts_of(whole)
     domains = {parts[k].domain for k in chosen}
     if parted := [k for k, part in enumerate(parts) if part.domain in domains and k not in chosen]:

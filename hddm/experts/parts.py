@@ -21,11 +21,11 @@ from hddm.ensemble import Part, numbered_by_first, numbered_vaes
 from hddm.experts.compatibility import (
     Entry,
     Findings,
-    decide,
     domains_of,
     identities,
     read_entries,
     takes_text,
+    with_decisions,
 )
 from hddm.experts.ensemble_folders import COMPONENTS, KEPT, MOST_ENCODERS, held_by, kept_components, numbered
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
@@ -166,19 +166,21 @@ def with_parts(entries: Sequence[Entry], parts: Sequence[Part]) -> list[Entry]:
     keys = [part.domain for part in parts]
     domains = list(map(keys.index, keys))
     if domains != list(domains_of(entries)):
-        entries = decide(entries, domain=[str(one) if domains.count(one) > 1 else None for one in domains])
+        entries = with_decisions(
+            entries, domain=[str(one) if domains.count(one) > 1 else None for one in domains]
+        )
     for name, kind in _ENCODERS.items():
         taken, found = identities(entries, name), []
         for part, one, its in zip(parts, entries, taken, strict=True):
             own = getattr(part, name)
             is_new = isinstance(own, kind) and own != its and getattr(one.record, name) is None
             found.append(own if is_new else getattr(one.member, name))
-        entries = decide(entries, **{name: found})
+        entries = with_decisions(entries, **{name: found})
     weights, derived = [part.weight for part in parts], parts_of(entries)
     total, other = sum(weights), sum(part.weight for part in derived)
     pairs = zip(weights, derived, strict=True)
     if not all(math.isclose(one * other, part.weight * total, rel_tol=1e-12) for one, part in pairs):
-        entries = decide(entries, share=weights)
+        entries = with_decisions(entries, share=weights)
         derived = parts_of(entries)
     shares = [part.class_shares for part in parts]
     if any(
@@ -189,7 +191,7 @@ def with_parts(entries: Sequence[Entry], parts: Sequence[Part]) -> list[Entry]:
         # Where p(k | class) is not known, it is p(k).
         names = [] if any(shares) else derived[0].class_shares
         rows = [own or dict.fromkeys(names, one) for own, one in zip(shares, weights, strict=True)]
-        entries = decide(entries, class_shares=rows)
+        entries = with_decisions(entries, class_shares=rows)
     return list(entries)
 
 
@@ -309,7 +311,7 @@ def _arrange_texts(
                 width_of = f"tokens {part.record.width} wide"
                 found.differ(str(part.folder), f"{width_of}, and {one.name} takes {width}")
             taken[k] = part.record
-    entries = decide(entries, text_encoder=taken)
+    entries = with_decisions(entries, text_encoder=taken)
     if len(takers) > 1 and not known and len(silent) == len(takers):
         found.note("no expert records its text encoder; that all share one is taken on trust")
     order = [one for one in dict.fromkeys(identities(entries, "text_encoder")) if one is not None]

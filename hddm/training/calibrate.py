@@ -53,7 +53,7 @@ def calibrate(
         conditions: of the images, each (N, …). Of them the moments know ``class_labels`` alone; the more
             others say, the less weight the moments get.
         seed: of the noise.
-        batch_size: states a call; `STATES` states are drawn at each of `LEVELS` times.
+        batch_size: states per call; `STATES` states are drawn at each of `LEVELS` times.
         noise_range: the part of t that the expert covers; elsewhere the weights mean nothing.
     """
     labels = (conditions or {}).get(LABELS)
@@ -111,8 +111,8 @@ def _weights(sums: Tensor, coordinates: Tensor) -> Tensor:
     """Least-squares weights (levels, directions), shrunk by their sampling error, clipped to [0, 1].
 
     ``sums`` (levels, 3, directions) of target·gauss, gauss² and target²; ``coordinates`` says over how many
-    numbers a state each direction sums. Neighbouring levels are pooled, since weights change slowly with
-    t and a level alone is noisy.
+    numbers per state each direction sums. Neighbouring levels are pooled, since weights change slowly with
+    t and a single level is noisy.
     """
     reach = len(POOL) // 2
     offsets = torch.arange(len(sums))[None] - torch.arange(len(sums))[:, None] + reach

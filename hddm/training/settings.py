@@ -124,7 +124,7 @@ class DenoiserFields(LoopFields[Open], Generic[Open]):
     prediction: PredictionName | Open = OPEN
     """Quantity that the network predicts. Default: epsilon (DDPM), sample (flow)."""
     rotary: bool | Open = OPEN
-    """Rotary position embeddings. Default: `rotary`."""
+    """Rotary position embeddings. Default: on."""
     time_sampling: TimeSampling | Open = OPEN
     """Distribution of noise levels. Default: logit-normal; uniform for DDPM, unless `prediction` is
     sample."""

@@ -1,4 +1,5 @@
-"""Files, records, tensors, errors, progress and processes: what every room uses, and nothing of diffusion.
+"""Files, records, tensors, errors, progress and processes: what every package uses. Nothing of diffusion.
 
-Imports no other room. Start with `files` (everything is written complete or not at all), then `records`.
+Imports no other package of hddm. Start with `files` (everything is written complete or not at all), then
+`records`.
 """

@@ -80,7 +80,7 @@ NoiseRange = Annotated[tuple[float, float], BeforeValidator(parse_noise_range)]
 """Part [low, high] of t that an expert covers, on the common path: 0 is data, 1 noise."""
 WHOLE: NoiseRange = (0.0, 1.0)
 Count = Annotated[int, Field(ge=0, le=10**12)]
-"""A number of images, or of what there are fewer of."""
+"""A count, at most 10^12."""
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 """A seed of random numbers, or the number of a sample (`hddm.utils.streams`)."""
 LARGEST = 1e9

@@ -147,7 +147,7 @@ def test_embeddings_in_files_stand_for_prompts(latents: Latents, sources: list[P
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--prompt", "x", "--expert", "2"], "--expert 2: there are 0 … 1"),
+        (["--prompt", "x", "--expert", "2"], "--expert 2: choose from 0 to 1"),
         (["--prompt", "x", "--offload", "disk", "--max-memory", "1KB"], "text encoder alone take"),
         (["--conditions", "gone.safetensors"], "gone.safetensors: no such file"),
     ],

@@ -55,7 +55,7 @@ SLIPS = [
     (ALL + " --objective 0=ddpm", "--objective 0=ddpm: name ddpm or flow once for each of shards 0 to 1, as"),
     (TRAIN + " --init {shard} --size tiny", "--size: --init fixes it; leave it out"),
     ("convert {shard} --out {out} --base {shard} --variant fp16", "--variant: --base converts a LoRA file"),
-    ("merge {shard} {shard} --out {out} --weights a,b", "--weights a,b: write one number an expert, as 0.5"),
+    ("merge {shard} {shard} --out {out} --weights a,b", "--weights a,b: write one number per expert, as 0.5"),
 ]
 # … and what only the work itself finds.
 LATER = [

@@ -92,7 +92,7 @@ def test_what_auto_took_and_why_is_said(images: Path, inception: Path, home: Pat
     few, many = (open_extractor("auto", training, n) for n in (2048, 2049))
     assert few.record.name == "small classifier of the training images"
     assert few.record.choice == (
-        "auto: not Inception, since it needs more than 2048 images a side and there are 2048"
+        "auto: not Inception, since it needs more than 2048 images per side and there are 2048"
     )
     assert (many.record.name, many.record.choice[:5]) == ("Inception (clean-fid)", "auto:")
     assert "more than 2048 images" in many.record.choice

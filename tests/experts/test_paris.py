@@ -82,7 +82,7 @@ def test_networks_of_a_release_come_back_as_they_were_saved(tmp_path: Path) -> N
         assert torch.equal(field.velocity(X, T, encoder_hidden_states=PROMPT), given)
     probabilities = classifier(X, 1000 * T).softmax(1)
     assert torch.equal(model.router(X, T), probabilities)
-    assert "`experts` [5, -1]: there are 0 … 2" in refusal(hddm.load, tmp_path, experts=[2, 5, -1])
+    assert "`experts` [5, -1]: choose from 0 to 2" in refusal(hddm.load, tmp_path, experts=[2, 5, -1])
     some = hddm.load(tmp_path, experts=[2, 0])
     kept = probabilities[:, [2, 0]]
     torch.testing.assert_close(some.router(X, T), kept / kept.sum(1, keepdim=True))

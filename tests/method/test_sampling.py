@@ -184,7 +184,7 @@ def test_samples_are_float32_of_the_asked_shape() -> None:
         ({"start": -1}, "index -1: must be a whole number from 0"),
         ({"expert": 1, "strategy": "draw"}, "choose one of the two"),
         ({"solver": "dpm"}, "euler, heun, adams-bashforth"),
-        ({"expert": 1}, "`expert` 1: there are 0 … 0"),
+        ({"expert": 1}, "`expert` 1: choose from 0 to 0"),
         ({"strategy": "best"}, "unknown strategy"),
         ({"class_labels": torch.zeros(3)}, "3 rows for 2"),
     ],

@@ -161,7 +161,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "start": ({"start": 4}, "start 4 counts the images of a seed; pass one"),
     "seeds": ({"seed": 1, "generator": torch.Generator()}, "a seed or a generator, not both"),
     "few": ({"class_labels": [0, 1], "batch_size": 3}, "condition 'class_labels' has 2 rows for 3 samples"),
-    "experts": ({"expert": 3}, "`expert` 3: there are 0 … 2"),
+    "experts": ({"expert": 3}, "`expert` 3: choose from 0 to 2"),
     "condition": ({"conditions": {"caption": torch.zeros(1)}}, "this model takes no condition"),
 }
 
