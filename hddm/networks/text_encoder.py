@@ -31,7 +31,7 @@ TOKENIZERS: Mapping[str, str] = {
 """Class that reads a tokenizer, by the class that its config names."""
 T5_TOKENS = 300
 """Tokens of a prompt for T5, which has no limit of its own: as of PixArt-Σ. Padding is masked."""
-# The loader hands every key to the class, and some name files or positional arguments.
+# The loader hands every key of both files to the class, and some name files or positional arguments.
 _KEYS = {
     *("__type", "add_prefix_space", "added_tokens_decoder", "additional_special_tokens", "backend"),
     *("bos_token", "clean_up_tokenization_spaces", "do_lower_case", "eos_token", "errors"),
@@ -40,6 +40,10 @@ _KEYS = {
     *("padding_side", "processor_class", "special_tokens_map_file", "split_special_tokens", "stride"),
     *("tokenizer_class", "truncation_side", "truncation_strategy", "unk_token"),
     *("extra_ids", "legacy", "sp_model_kwargs"),
+}
+_SPECIAL_KEYS = {
+    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+    *("additional_special_tokens", "extra_special_tokens"),
 }
 _SIZES = {
     CLIP: (
@@ -62,23 +66,28 @@ _UNUSED = ("embeddings.position_ids", "encoder.embed_tokens.weight", "text_proje
 def read_tokenizer(folder: Path) -> Any:
     """Read the tokenizer in ``folder`` from ``tokenizer.json``, or ``vocab.json`` and ``merges.txt`` of CLIP.
 
-    Raises `HddmError` for missing files, entries that leave the folder, another class, a config key not known
-    to be harmless, and files that make no tokenizer.
+    Raises `HddmError` for missing files, entries that leave the folder, another class, a key of the config or
+    the special tokens that is not known to be harmless, and files that make no tokenizer.
     """
     # Imported here: it takes seconds.
     import transformers
 
-    config, path = read_config(folder, "tokenizer_config.json"), folder / "tokenizer_config.json"
+    settings, special = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
+    config = read_config(folder, settings.name)
     stated = config.get("tokenizer_class", "CLIPTokenizer")
     if not isinstance(stated, str) or stated not in TOKENIZERS:
         known = " or ".join(dict.fromkeys(TOKENIZERS.values()))
-        raise HddmError(f"{path}: holds a {str(stated)[:40]}, not a {known}")
+        raise HddmError(f"{settings}: holds a {str(stated)[:40]}, not a {known}")
     kind = TOKENIZERS[stated]
-    for key in config:
-        if key not in _KEYS:
-            raise HddmError(f"{path}: has an unknown key {key!r}{did_you_mean(key, _KEYS)}; delete it there")
-    for entry in folder.iterdir():
-        inside(folder, entry.name)
+    # All folders below: chat templates are read from one.
+    for entry in folder.rglob("*"):
+        inside(folder, entry.relative_to(folder).as_posix())
+    tokens = read_config(folder, special.name) if special.exists() else {}
+    for path, keys, allowed in ((settings, config, _KEYS), (special, tokens, _SPECIAL_KEYS)):
+        for key in keys:
+            if key not in allowed:
+                hint = did_you_mean(key, allowed)
+                raise HddmError(f"{path}: has an unknown key {key!r}{hint}; delete it there")
     parts = ("vocab.json", "merges.txt") if kind == "CLIPTokenizer" else ("spiece.model",)
     missing = [name for name in parts if not (folder / name).is_file()]
     # Without any of these, the class makes a tokenizer of three words.

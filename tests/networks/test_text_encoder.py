@@ -1,6 +1,5 @@
 """Prompts as tokens, against transformers' own encoder and tokenizer on the same files."""
 
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from tests.component_files import write_clip, write_t5, write_tokenizer
 
 PROMPTS = ["a cat", "", "A dog, 2 cats & ünïcödé  spaces", "cat " * 3]
 FILE = "text_encoder/model.safetensors"
+TEMPLATE = "tokenizer/additional_chat_templates/a.jinja"
 
 
 def _ours(root: Path, prompts: list[str] = PROMPTS) -> torch.Tensor:
@@ -205,12 +205,16 @@ def test_a_broken_or_missing_file_of_a_tokenizer_is_named(name: str, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "name", ["text_encoder/config.json", FILE, "tokenizer/vocab.json", "tokenizer/tokenizer_config.json"]
+    "name",
+    ["text_encoder/config.json", FILE, "tokenizer/vocab.json", "tokenizer/tokenizer_config.json", TEMPLATE],
 )
 def test_a_link_that_leaves_its_folder_is_refused(name: str, tmp_path: Path) -> None:
     write_clip(tmp_path / "pipeline")
-    (tmp_path / "pipeline" / name).rename(tmp_path / "outside")
-    os.symlink(tmp_path / "outside", tmp_path / "pipeline" / name)
+    path = tmp_path / "pipeline" / name
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    path.rename(tmp_path / "outside")
+    path.symlink_to(tmp_path / "outside")
     assert "outside the folder" in refusal(_ours, tmp_path / "pipeline")
 
 

@@ -228,11 +228,19 @@ def test_a_pipeline_samples_by_prompt_in_two_commands_and_keeps_its_encoders(
     assert all(torch.equal(again.given[key], value) for key, value in pipe.encode(PROMPTS).given.items())
 
 
+MAP = "tokenizer_2/special_tokens_map.json"
+"""Read beside a config that does not list the added tokens, as transformers saves it."""
 HOSTILE = {
     "foreign class": ("model_index.json", {"text_encoder_2": ["mine", "Evil"]}, "must be a"),
     "foreign code": ("text_encoder_2/config.json", {"auto_map": {"AutoModel": "evil.Evil"}}, "auto_map"),
     "other class": ("text_encoder_2/config.json", {"architectures": ["Evil"]}, "is of no"),
     "remote file": ("tokenizer_2/tokenizer_config.json", {"vocab_file": "http://evil/vocab"}, "unknown key"),
+    "hub's file": (
+        MAP,
+        {"gguf_file": "x", "name_or_path": "a/b", "local_files_only": False},
+        "key 'gguf_file'",
+    ),
+    "file outside": (MAP, {"vocab_file": "/evil/v.json", "merges_file": "/evil/m.txt"}, "key 'vocab_file'"),
 }
 
 
@@ -243,6 +251,8 @@ def test_hostile_encoders_are_refused_in_one_line_and_nothing_is_fetched(
     file, changes, words = HOSTILE[case]
     folder = copied(expert, tmp_path)
     path = folder / "text_encoder" / file
+    if not path.exists():
+        path.write_text("{}")
     edit_json(path, **changes)
     write_manifest(folder / "text_encoder")
     seal(folder)
@@ -251,4 +261,5 @@ def test_hostile_encoders_are_refused_in_one_line_and_nothing_is_fetched(
         raise AssertionError("opens a socket")
 
     monkeypatch.setattr(socket.socket, "connect", no_network)
+    monkeypatch.setattr(socket, "getaddrinfo", no_network)
     assert words in refusal(HDDMPipeline.from_pretrained, folder)
