@@ -166,9 +166,8 @@ class Conditions:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Conditions":
         """The same conditions with every tensor changed."""
-        given, negative = (
-            {name: change(value) for name, value in branch.items()} for branch in (self.given, self.negative)
-        )
+        branches = (self.given, self.negative)
+        given, negative = ({name: change(one) for name, one in branch.items()} for branch in branches)
         return Conditions(given, negative, None if self.prior is None else change(self.prior))
 
     def rows(self, rows: Tensor, device: torch.device | None = None) -> "Conditions":

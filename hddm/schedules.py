@@ -44,14 +44,8 @@ FLOW_MATCH_FAMILY = (
 )
 MOST_STEPS = 100_000
 # The keys that fix a training schedule; all others of these classes belong to sampling.
-_SCHEDULE_KEYS = (
-    "num_train_timesteps",
-    "beta_start",
-    "beta_end",
-    "beta_schedule",
-    "trained_betas",
-    "rescale_betas_zero_snr",
-)
+_BETAS = ("beta_start", "beta_end", "beta_schedule", "trained_betas")
+_SCHEDULE_KEYS = ("num_train_timesteps", *_BETAS, "rescale_betas_zero_snr")
 _FROM_OLD_VERSIONS = {"tensor_format", "predict_epsilon"}
 
 

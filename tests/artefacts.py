@@ -26,7 +26,7 @@ from hddm.data.sources import open_source
 from hddm.experts.records import EXPERT_FILE
 from hddm.schedules import Schedule
 from hddm.training.objectives import Objective, objective_of
-from hddm.training.settings import ExpertRecipe, ExpertSettings, LoopSettings, Recipe, RouterSettings, resolve
+from hddm.training.settings import ExpertRecipe, ExpertSettings, LoopFields, Recipe, RouterSettings, resolve
 from hddm.utils.errors import HddmError
 from hddm.utils.records import MANIFEST, write_manifest
 
@@ -63,7 +63,7 @@ def expert_settings(objective: str, **changes: Any) -> ExpertSettings:
 
 def recipe(**values: Any) -> Recipe:
     """A training's recipe with these values and defaults."""
-    return resolve(Recipe, LoopSettings.model_validate(values))
+    return resolve(Recipe, LoopFields[None].model_validate(values))
 
 
 def expert_recipe(objective: str, **changes: Any) -> ExpertRecipe:

@@ -10,7 +10,7 @@ from benchmarks.timing import DTYPES
 from benchmarks.training.networks import Call, Settings, awake
 from hddm.training.loop import Fitted, StepReport, Task, Watcher, fit
 from hddm.training.objectives import TIME_SCALE, objective_of
-from hddm.training.settings import ExpertRecipe, ExpertSettings, LoopSettings, Recipe, resolve
+from hddm.training.settings import ExpertRecipe, ExpertSettings, LoopFields, Recipe, resolve
 
 LEARNING_RATE, DECAY, MAX_NORM = 1e-4, 0.999, 1.0
 IMAGES = 4096
@@ -88,7 +88,7 @@ class OwnLoop:
 
     def fit(self, steps: int, watchers: Sequence[Watcher]) -> Fitted:
         """``steps`` of them, with calls of ``watchers`` after each."""
-        requested = LoopSettings(
+        requested = LoopFields[None](
             steps=steps,
             batch_size=self._settings.batch,
             optimizer="adamw",

@@ -104,7 +104,7 @@ class Step:
     @property
     def options(self) -> list[list[str]]:
         """Its arguments one by one, and each option with its words."""
-        return list(_grouped(self.words))
+        return _grouped(self.words)
 
     @cached_property
     def identity(self) -> str:
@@ -322,17 +322,14 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
 
 
-def _grouped(words: Sequence[str]) -> Iterator[list[str]]:
+def _grouped(words: Sequence[str]) -> list[list[str]]:
     """Arguments one by one, and each option with the words up to the next."""
-    group: list[str] = []
+    groups: list[list[str]] = []
     for word in words:
-        if word.startswith("--") or not group or not group[0].startswith("--"):
-            if group:
-                yield group
-            group = []
-        group.append(word)
-    if group:
-        yield group
+        if word.startswith("--") or not groups or not groups[-1][0].startswith("--"):
+            groups.append([])
+        groups[-1].append(word)
+    return groups
 
 
 def _merged(own: Sequence[str], defaults: Sequence[str]) -> list[str]:
@@ -462,9 +459,8 @@ def calibration_flop(step: Step) -> int:
             return 0
         network, _ = read_router(step.path)
         side = network.config.sample_size
-        return NOISED * forward_flop(
-            network, torch.zeros(1, network.config.in_channels, side, side), torch.ones(1)
-        )
+        x = torch.zeros(1, network.config.in_channels, side, side)
+        return NOISED * forward_flop(network, x, torch.ones(1))
     # A calibration that was trained in was not fitted afterwards.
     if read_json(step.path / EXPERT_FILE).get("training_calibration"):
         return 0

@@ -87,15 +87,9 @@ def _rendered(name: str, results: Results, **values: Any) -> str:
     """The template called ``name``; only HTML is escaped as such."""
     pages = templates(is_html="html" in name)
     pages.filters["escaped"] = escaped
-    words = {
-        "LEARNED": LEARNED,
-        "RECOGNISED": RECOGNISED,
-        "MARK": MARK,
-        "LEAST": LEAST,
-        "PUBLISHED": PUBLISHED,
-    }
-    numbers = {"number": number, "signed": _signed}
-    return pages.get_template(f"benchmark/{name}").render(results=results, **words, **numbers, **values)
+    limits = {"LEARNED": LEARNED, "RECOGNISED": RECOGNISED, "LEAST": LEAST, "PUBLISHED": PUBLISHED}
+    signs = {"MARK": MARK, "number": number, "signed": _signed}
+    return pages.get_template(f"benchmark/{name}").render(results=results, **limits, **signs, **values)
 
 
 def _markdown(table: CellTable) -> str:
@@ -137,9 +131,7 @@ def domain_table(results: Results, name: str) -> CellTable:
         (f"to {results.images_of} images", results.decides),
         ("recall", f"splits.{results.split}.overlap.recall"),
     )
-    figures = [
-        (f"{domain}: {title}", f"domains.{domain}.{path}") for domain in domains for title, path in of_each
-    ]
+    figures = [(f"{one}: {title}", f"domains.{one}.{path}") for one in domains for title, path in of_each]
     columns = _figures(results, [*figures, ("label accuracy", "label_accuracy")])
     rows = results.tables[name] if domains else ()
     return _table(f"{name}, by domain", rows, [("classes made", _classes_made), *columns])
@@ -288,10 +280,9 @@ def costs(results: Results) -> dict[str, Any]:
         )
         return as_element(canvas, f"cost{number}", alt)
 
+    numbers = sorted({row.one.evaluation.images for row in rows}, reverse=True)
     with charts() as figure:
-        panels = tuple(
-            panel(number) for number in sorted({row.one.evaluation.images for row in rows}, reverse=True)
-        )
+        panels = tuple(map(panel, numbers))
     legend = [(colour, "━", name) for name, colour in colours.items()]
     legend += [("black", _MARKERS[marker], strategy) for strategy, marker in markers.items()]
     return {"panels": panels, "legend": legend}

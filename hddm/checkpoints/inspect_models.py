@@ -32,7 +32,7 @@ from hddm.settings import Reading
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import file_kind, read_json
 from hddm.utils.records import has_manifest, read_folder_manifest, read_record
-from hddm.utils.tensors import SAFETENSORS_DTYPES, read_header
+from hddm.utils.tensors import DTYPE_NAMES, read_header
 
 _HEADS = ("num_heads", "num_attention_heads", "attention_head_dim")
 
@@ -222,9 +222,8 @@ def _network(folder: Path, name: str = WEIGHTS) -> dict[str, Any]:
 def _numbers(path: Path) -> dict[str, Any]:
     """The count of numbers in a weights file, and their dtypes."""
     tensors = read_header(path)[0].values()
-    names = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
     count = sum(math.prod(one.shape) for one in tensors)
-    return {"parameters": count, "dtypes": sorted({names[one.dtype] for one in tensors})}
+    return {"parameters": count, "dtypes": sorted({DTYPE_NAMES[one.dtype] for one in tensors})}
 
 
 _FOLDERS: dict[str, Callable[[Path], dict[str, Any]]] = {

@@ -313,9 +313,8 @@ class _Unet(Modules):
             own = self.layer_norm(h, f"{block}.norm1")
             h = h + self.attention(own, own, f"{block}.attn1", heads)
             h = h + self.attention(self.layer_norm(h, f"{block}.norm2"), text, f"{block}.attn2", heads)
-            value, gate = self.affine(self.layer_norm(h, f"{block}.norm3"), f"{block}.ff.net.0.proj").chunk(
-                2, -1
-            )
+            both = self.affine(self.layer_norm(h, f"{block}.norm3"), f"{block}.ff.net.0.proj")
+            value, gate = both.chunk(2, -1)
             h = h + self.affine(value * F.gelu(gate), f"{block}.ff.net.2")
         h = self._project(h, f"{name}.proj_out")
         return x + h.mT.reshape(x.shape)

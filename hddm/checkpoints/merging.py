@@ -66,9 +66,8 @@ def merge_experts(
     found.refuse("these experts cannot be merged, and nothing was written:")
     check_absent(out, EXPERT_FILE, overwrite)
     if weak := [str(folder) for folder in experts if (folder / WEAK_FILE).exists()]:
-        found.note(
-            f"the weak models are left out, of {', '.join(weak)}, so the result cannot be guided by one"
-        )
+        of = ", ".join(weak)
+        found.note(f"the weak models are left out, of {of}, so the result cannot be guided by one")
     found.note(f"{out} has no calibration, since its weights are new; hddm calibrate {out} fits one")
     extras = {
         name: one.contiguous()
@@ -119,9 +118,8 @@ def _compare(parts: Sequence[Checkpoint], entries: Sequence[Entry], found: Findi
             if value != first.get(key, value):
                 found.differ(name, f"{key} {one_line(value, 60)}, not {one_line(first[key], 60)}")
         if record.training_calibration:
-            found.differ(
-                name, "was trained together with its calibration, so its weights cannot be merged alone"
-            )
+            text = "was trained together with its calibration, so its weights cannot be merged alone"
+            found.differ(name, text)
 
 
 def _qualities(part: Checkpoint, record: ExpertRecord) -> dict[str, Any]:

@@ -124,9 +124,8 @@ def plan_conversion(path: Path, conversion: Conversion) -> ConversionPlan:
     if conversion.text_dim is not None:
         if source.network is not ExpertTransformer or source.arguments.get("text_dim") is not None:
             raise HddmError(f"`text_dim`: {path} is no DiT without text in facebook's layout or hddm's own")
-        weights, config = add_text(
-            {one.name: one.read() for one in tensors}, built.arguments, conversion.text_dim
-        )
+        named = {one.name: one.read() for one in tensors}
+        weights, config = add_text(named, built.arguments, conversion.text_dim)
         built = Built(ExpertTransformer, config, [as_planned(*item) for item in weights.items()])
     # For a network whose config does not state it.
     side = conversion.sample_size

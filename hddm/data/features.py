@@ -285,9 +285,8 @@ def compute_features(
     extractor. A part has ``part`` images. Raises `HddmError` for a ``folder`` of something else, more than
     ``max_bad`` broken images, and features that are not finite.
     """
-    work = Work(
-        folder, FEATURES_FILE, f"{folder}: another process computes features in it", "another `cache`"
-    )
+    busy = f"{folder}: another process computes features in it"
+    work = Work(folder, FEATURES_FILE, busy, "another `cache`")
     identity = {
         "format": FORMAT,
         "images": len(source),
@@ -312,9 +311,8 @@ def compute_features(
                 raise too_many_bad(source.root, list(broken.values()), max_bad)
             advance(len(rows))
         read = [one for one in map(read_safetensors, paths) if len(one["sound"])]
-    numbers, files, pixels, shapes = (
-        torch.cat([one[name] for one in read]).numpy() for name in ("sound", "files", "pixels", "shapes")
-    )
+    names = ("sound", "files", "pixels", "shapes")
+    numbers, files, pixels, shapes = (torch.cat([one[name] for one in read]).numpy() for name in names)
     return ImageFeatures(numbers, files, pixels, shapes, broken, Rows(tuple(one["features"] for one in read)))
 
 

@@ -150,9 +150,8 @@ def _fields(content: Evaluation) -> dict[str, str]:
         sampling = content.sampling.model_dump(mode="json", exclude_unset=True, exclude=OWN)
         labels, names = sampling.get("class_labels"), sampling.pop("class_names", None)
         if labels and names:
-            sampling["class_labels"] = [
-                f"{label} ({name})" for label, name in zip(labels, names, strict=False)
-            ]
+            pairs = zip(labels, names, strict=False)
+            sampling["class_labels"] = [f"{label} ({name})" for label, name in pairs]
         fields |= {"sampling": "recorded", **sampling}
     return {name: json.dumps(value, sort_keys=True) for name, value in fields.items()}
 

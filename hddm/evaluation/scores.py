@@ -143,9 +143,8 @@ class Scorer:
         features, (training, *fresh) = self._features(pixels), self.sides
         further = self._classified(torch.from_numpy(features), labels)
         for side in fresh:
-            own, real = (
-                nearest_distances(one, training.pixels, self.mirrored) for one in (pixels, side.pixels)
-            )
+            both = (pixels, side.pixels)
+            own, real = (nearest_distances(one, training.pixels, self.mirrored) for one in both)
             further["memorisation"] = memorisation(own, real, self.mirrored)
         if self.complete and labels is not None:
             further["within_conditions"] = self._within(torch.from_numpy(features), labels)

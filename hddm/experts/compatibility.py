@@ -24,7 +24,6 @@ from hddm.velocity import misfit_of
 
 SHARE_TOLERANCE = 1e-6
 _NEW = Member(folder="")
-_NO_SHIFT = 1.0
 Value = TypeVar("Value")
 
 ClassNames = Sequence[str] | Mapping[int | str, str]
@@ -94,9 +93,8 @@ def read_entries(folders: Sequence[Path], members: Sequence[Member]) -> list[Ent
 
 def entries_of(experts: Sequence[Expert], members: Sequence[Member]) -> list[Entry]:
     """The entries of experts whose folders were opened, or that are in memory."""
-    return [
-        Entry(one.name, one.facts, member, one.topic) for one, member in zip(experts, members, strict=True)
-    ]
+    pairs = zip(experts, members, strict=True)
+    return [Entry(one.name, one.facts, member, one.topic) for one, member in pairs]
 
 
 def with_decisions(entries: Sequence[Entry], **decisions: Sequence[Any]) -> list[Entry]:
@@ -122,9 +120,8 @@ def identities(entries: Sequence[Entry], name: str) -> list[Hashable]:
 
     An expert that does not record its own has the first that is known, or else one called ``unknown``.
     """
-    needs = [
-        takes_text(one.record) if name == "text_encoder" else one.record.space == "latents" for one in entries
-    ]
+    is_text = name == "text_encoder"
+    needs = [takes_text(one.record) if is_text else one.record.space == "latents" for one in entries]
     known = [getattr(one.record, name) or getattr(one.member, name) for one in entries]
     first = next((own for own, need in zip(known, needs, strict=True) if need and own), "unknown")
     return [own or first if need else None for own, need in zip(known, needs, strict=True)]
@@ -426,5 +423,5 @@ def common_shift(entries: Sequence[Entry], found: Findings) -> float:
     if len(set(shifts)) == 1:
         return shifts[0]
     listed = ", ".join(f"{one.record.shift:g} ({one.name})" for one in entries)
-    found.note(f"experts want different shifts of the time grid, so it has {_NO_SHIFT:g}: {listed}")
-    return _NO_SHIFT
+    found.note(f"experts want different shifts of the time grid, so it has 1: {listed}")
+    return 1.0

@@ -113,9 +113,10 @@ class ExpertSet(nn.Module):
             network.move_to(shelf)
 
     def prepare(self, computing: Computing) -> None:
-        """Quantize and compile the experts' networks, where the settings say so."""
+        """Quantize and compile the networks, where the settings say so; quantized ones cannot be saved."""
         if computing.quantize:
-            self.quantize()
+            for network in self._networks:
+                network.quantize()
         if computing.compile:
             self.compile(dynamic=True)
 
@@ -123,11 +124,6 @@ class ExpertSet(nn.Module):
         """Compile the blocks of every network at its first run; see `compile_blocks`."""
         for network in self._networks:
             compile_blocks(network.network, **options)
-
-    def quantize(self) -> None:
-        """Hold linear layers in int8; see `StoredNetwork.quantize`. These experts can then not be saved."""
-        for network in self._networks:
-            network.quantize()
 
     def save_pretrained(self, folder: str | Path, **_: object) -> None:
         """Write one expert folder per expert, ``0``, ``1``, …, with weights in the dtype that they run in.

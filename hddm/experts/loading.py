@@ -168,9 +168,8 @@ def _ensemble(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) ->
         whole = read_entries([folder / member.folder for member in written.experts], written.experts)
         facts, renamed = _subset(written, whole, chosen)
         components = {new: old for new, old in renamed.items() if old in components}
-    opened = OpenedEnsemble(
-        [open_expert(folder / one.folder) for one in facts.experts], router, facts, components
-    )
+    experts = [open_expert(folder / one.folder) for one in facts.experts]
+    opened = OpenedEnsemble(experts, router, facts, components)
     found = Findings()
     number = topics_number(opened.entries, found)
     found.refuse(_MISFIT)

@@ -54,17 +54,8 @@ EXTRAS_FILE = "source_extras.safetensors"
 """Tensors of a source that its expert does not need, kept for write-back."""
 WEAK_FILE = "weak.safetensors"
 """Weights of an early step of the training, in bfloat16, to guide by (`hddm.velocity.Guidance`)."""
-FILES = (
-    NULL_FILE,
-    EXTRAS_FILE,
-    CALIBRATION,
-    TOPIC,
-    WEIGHTS,
-    WEAK_FILE,
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    "config.json",
-)
+_ADAPTER = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+FILES = (NULL_FILE, EXTRAS_FILE, CALIBRATION, TOPIC, WEIGHTS, WEAK_FILE, *_ADAPTER, "config.json")
 """Files of an expert folder that are read, besides its record."""
 
 
@@ -255,7 +246,7 @@ def save_expert(
     expert.network.save_config(folder)
     facts, tensors = expert.facts, expert.network.state_dict()
     if keeps_adapter and facts.adapter and expert.folder:
-        for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        for name in _ADAPTER:
             link_or_copy(expert.folder / name, folder / name)
     else:
         facts = without_adapter(facts)

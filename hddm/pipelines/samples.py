@@ -75,9 +75,8 @@ def sample_to_folder(
     is_latent, device = settings.output_type == "latent", available_device(settings.device)
     # Latents have no sheet.
     grid = grid and not is_latent
-    pipeline = HDDMPipeline.from_pretrained(
-        source, dtype=getattr(torch, settings.dtype), offload=settings.offload
-    )
+    dtype = getattr(torch, settings.dtype)
+    pipeline = HDDMPipeline.from_pretrained(source, dtype=dtype, offload=settings.offload)
     pipeline.to(device).experts.prepare(settings)
     # Only now, since quantized experts take less.
     pipeline.limit_memory(settings.max_memory)

@@ -251,9 +251,8 @@ class RemoteExpert(VelocityField):
 
     def guided(self, x_t: Tensor, times: Tensor, inputs: Inputs, then: Tensor | None = None) -> Tensor:
         end = None if then is None or self.sampling_steps is None else float(then)
-        return self._request(
-            VelocityJob(x_t, times, inputs.guidance, inputs.negative, inputs.conditions, end)
-        )
+        job = VelocityJob(x_t, times, inputs.guidance, inputs.negative, inputs.conditions, end)
+        return self._request(job)
 
 
 class RemoteEnsemble(Ensemble):

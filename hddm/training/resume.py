@@ -167,9 +167,8 @@ def compare_records(
     `HddmError` lists differences that are never allowed, or else all that were refused.
     """
     folder = run_folder_of(out)
-    found = differences(
-        *({key: one.get(key, {}) for key in ("settings", "data")} for one in (before, record))
-    )
+    parts = ({key: one.get(key, {}) for key in ("settings", "data")} for one in (before, record))
+    found = differences(*parts)
     # A value that the run did not record is no reason to refuse it for good.
     known = [one for one in found if one.was != ABSENT]
     fixed = [one for one in known if one.key in FIXED or one.key.startswith("data.")]

@@ -122,9 +122,8 @@ def train_router(
         save_router(draft, network, record)
 
     task = Task(network, len(rows), draw, loss, (Use.ROUTER_ORDER, Use.ROUTER_STEPS, 0))
-    return run_task(
-        task, recipe, out, ROUTER_FILE, write, data_of(shards), overwrite, on_step, run, watching()
-    )
+    data = data_of(shards)
+    return run_task(task, recipe, out, ROUTER_FILE, write, data, overwrite, on_step, run, watching())
 
 
 def _check_alike(shards: Sequence[Shard]) -> None:

@@ -208,7 +208,6 @@ class DistillFields(DenoiserFields[Open], Generic[Open]):
         return self
 
 
-LoopSettings = LoopFields[None]
 Recipe = LoopFields[Never]
 
 

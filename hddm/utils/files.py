@@ -322,10 +322,9 @@ def writing(path: Path, kept: Callable[[], str] = nothing) -> Iterator[None]:
         yield
     except (OSError, SafetensorError, Unwritten) as error:
         why = error.__cause__ if isinstance(error, Unwritten) else error
+        number, words = getattr(why, "errno", 0), str(why)
         # safetensors gives the number in words.
-        full = next(
-            (one for one in FULL if getattr(why, "errno", 0) == one or f"(os error {one})" in str(why)), None
-        )
+        full = next((one for one in FULL if number == one or f"(os error {one})" in words), None)
         text = f"{one_line(why)}); choose another place"
         if full is not None:
             text = f"{os.strerror(full)}); free some space; {kept()}"

@@ -166,8 +166,8 @@ def _unreadable(path: Path, error: Exception) -> HddmError:
     return HddmError(f"{path}: cannot be read as safetensors ({one_line(error)}); fetch it again")
 
 
-_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
-_ORDER = {dtype: index for index, dtype in enumerate(_NAMES)}
+DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+_ORDER = {dtype: index for index, dtype in enumerate(DTYPE_NAMES)}
 _PIECE = 4 * 2**20
 """Bytes checked and written at once: about a cache's size, so memory is read once."""
 
@@ -218,7 +218,7 @@ def _header(tensors: Sequence[Planned], metadata: Mapping[str, str]) -> tuple[by
     start = 0
     for planned in ordered:
         end = start + torch.Size(planned.shape).numel() * planned.dtype.itemsize
-        kind = {"dtype": _NAMES[planned.dtype], "shape": list(planned.shape)}
+        kind = {"dtype": DTYPE_NAMES[planned.dtype], "shape": list(planned.shape)}
         entries[planned.name] = kind | {"data_offsets": [start, end]}
         start = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()

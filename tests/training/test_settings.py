@@ -11,7 +11,7 @@ from hddm.training.settings import (
     DistillSettings,
     ExpertRecipe,
     ExpertSettings,
-    LoopSettings,
+    LoopFields,
     Recipe,
     Start,
     resolve,
@@ -118,13 +118,13 @@ def test_an_expert_has_its_defaults(requested: Any, start: Start, expected: dict
 
 def test_a_resumed_run_goes_before_defaults_and_a_request_before_both() -> None:
     before = {"optimizer": "muon", "learning_rate": 7.0, "muon_learning_rate": 0.5, "warmup": 3, "threads": 9}
-    found = resolve(Recipe, LoopSettings(steps=100, warmup=4), before=before)
+    found = resolve(Recipe, LoopFields[None](steps=100, warmup=4), before=before)
     assert found.model_dump().items() >= (before | {"warmup": 4}).items()
     # Another optimizer is not refused for the rates of the one before.
-    found = resolve(Recipe, LoopSettings(steps=100, optimizer="adamw"), before=before)
+    found = resolve(Recipe, LoopFields[None](steps=100, optimizer="adamw"), before=before)
     assert (found.muon_learning_rate, found.learning_rate) == (None, 7.0)
     with pytest.raises(HddmError, match="`threads` many: must be a whole number"):
-        resolve(Recipe, LoopSettings(steps=100), before={"threads": "many"})
+        resolve(Recipe, LoopFields[None](steps=100), before={"threads": "many"})
 
 
 def test_a_recorded_value_of_another_request_is_not_taken() -> None:
