@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,6 +47,13 @@ def quick_pickles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     """Pickles are checked by forks, except where fresh processes are what is tested."""
     if "pickle" not in request.path.name:
         monkeypatch.setattr(pickles, "_problem", _forked_problem)
+
+
+@pytest.fixture
+def nothing_compiled_before() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
 
 
 @pytest.fixture(scope="session")

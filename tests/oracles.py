@@ -74,6 +74,11 @@ class GaussianMixture:
         t = t.double().view(-1, *[1] * (x_0.ndim - 1))
         return (1 - t) * x_0 + t * eps
 
+    def states_at(self, t: float, num: int, seed: int, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """`states` (num, *shape) of one time, and the times (num,)."""
+        times = torch.full((num,), t, dtype=torch.float64)
+        return self.states(times, seed, shape), times
+
     def x_0_and_eps(self, y: Tensor, a: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
         """(E[x_0 | y], E[eps | y]), both in y's shape; neither is singular at a = 0 or s = 0."""
         along, variance, log_share = self._modes(y, a, s)

@@ -22,7 +22,7 @@ from hddm.schedules import LinearSchedule
 from hddm.training.continuation import add_adapter, targets_of
 from hddm.utils.errors import HddmError
 from hddm.utils.files import sha256_of
-from tests.artefacts import contents, edit_json, seal
+from tests.artefacts import contents, edit_json, refusal, seal
 from tests.checkpoint_files import dit, facts_of, randomised
 from tests.ensemble_files import flow_expert
 from tests.lora_files import states, write_adapter, write_base
@@ -218,10 +218,9 @@ MLP = "base_model.model.layers.0.mlp.0.lora_A.weight"
 )
 def test_an_adapter_must_fit_its_record(spoil: Callable[[Path], None], message: str, adapter: Path) -> None:
     spoil(adapter)
-    with pytest.raises(HddmError) as caught:
-        hddm.load(adapter)
-    assert message in str(caught.value)
-    assert str(adapter) in str(caught.value)
+    said = refusal(hddm.load, adapter)
+    assert message in said
+    assert str(adapter) in said
 
 
 def _small(kind: type[ModelMixin], **config: object) -> ModelMixin:

@@ -13,7 +13,6 @@ from hddm.experts.ensemble_folders import (
     write_model_index,
     write_scheduler,
 )
-from hddm.utils.errors import HddmError
 from tests.artefacts import copied, edit_json, refusal
 
 
@@ -24,12 +23,7 @@ def folder(ensemble: Path, tmp_path: Path) -> Path:
 
 
 def _refusal(folder: Path) -> str:
-    found = set()
-    for load in (hddm.load, hddm.HDDMPipeline.from_pretrained):
-        with pytest.raises(HddmError) as caught:
-            load(folder)
-        found.add(str(caught.value))
-    (message,) = found
+    (message,) = {refusal(load, folder) for load in (hddm.load, hddm.HDDMPipeline.from_pretrained)}
     assert "\n" not in message
     return message
 

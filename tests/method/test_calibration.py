@@ -19,6 +19,7 @@ from tests.oracles import BoundedNetwork, GaussianMixture, NoisyEpsilon, OracleN
 
 DIM, SHAPE = 16, (1, 4, 4)
 SHARD = GaussianMixture.random(seed=0, modes=6, dim=DIM, spread=0.8)
+HELD_OUT: dict[str, Any] = {"num": 2048, "seed": 77, "shape": SHAPE}
 COSINE = case_named("cosine")
 HIGH_NOISE = [0.85, 0.93, 0.97, 0.99, 0.999, 1.0]
 ALL_NOISE = [0.0, 0.05, 0.2, 0.5, 0.65, 0.75, *HIGH_NOISE]
@@ -34,11 +35,6 @@ def calibration() -> Calibration:
     return calibrate(_expert().velocity, SHARD.sample(4096, seed=1, shape=SHAPE))
 
 
-def _held_out(t: float, num: int = 2048) -> tuple[Tensor, Tensor]:
-    times = torch.full((num,), t, dtype=torch.float64)
-    return SHARD.states(times, seed=77, shape=SHAPE), times
-
-
 def _clamped(x_t: Tensor, t: Tensor) -> Tensor:
     """The rule that the calibration replaces: alpha held at 0.01 or more, x_0 clamped to ±20."""
     t_ = t.view(-1, 1, 1, 1)
@@ -51,7 +47,7 @@ def _clamped(x_t: Tensor, t: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("t", HIGH_NOISE)
 def test_calibrated_beats_the_clamps_at_high_noise(calibration: Calibration, t: float) -> None:
-    x_t, times = _held_out(t)
+    x_t, times = SHARD.states_at(t, **HELD_OUT)
     truth = SHARD.velocity(x_t, times)
     error = rms_error(_expert(calibration).velocity(x_t, times), truth)
     assert error < 0.8 * rms_error(_clamped(x_t, times), truth)
@@ -59,7 +55,7 @@ def test_calibrated_beats_the_clamps_at_high_noise(calibration: Calibration, t: 
 
 
 def test_calibrated_is_exact_at_full_noise(calibration: Calibration) -> None:
-    x_t, times = _held_out(1.0)
+    x_t, times = SHARD.states_at(1.0, **HELD_OUT)
     v = _expert(calibration).velocity(x_t, times)
     mean = SHARD.sample(4096, seed=1).mean(0).view(SHAPE)
     torch.testing.assert_close(v, x_t - mean, atol=1e-5, rtol=0)
@@ -68,7 +64,7 @@ def test_calibrated_is_exact_at_full_noise(calibration: Calibration) -> None:
 
 @pytest.mark.parametrize("t", ALL_NOISE)
 def test_calibrated_is_worse_than_raw_by_sampling_error_at_most(calibration: Calibration, t: float) -> None:
-    x_t, times = _held_out(t)
+    x_t, times = SHARD.states_at(t, **HELD_OUT)
     truth = SHARD.velocity(x_t, times)
     error = rms_error(_expert(calibration).velocity(x_t, times), truth)
     raw = rms_error(_expert().velocity(x_t, times), truth)
@@ -95,7 +91,7 @@ def test_a_part_of_t_is_calibrated_within_it(part: tuple[float, float]) -> None:
     assert (weights == 0).all() == (high <= 0.5)
     raw = _expert()
     for t in (low, low + 0.07, (low + high) / 2, high - 0.01, high):
-        x_t, times = _held_out(t)
+        x_t, times = SHARD.states_at(t, **HELD_OUT)
         truth = SHARD.velocity(x_t, times)
         error = rms_error(field.velocity(x_t, times), truth)
         assert error**2 < (1.03 * rms_error(raw.velocity(x_t, times), truth)) ** 2 + 1.5**2 / STATES
@@ -127,7 +123,7 @@ def test_an_exact_expert_of_many_modes_stays_nearly_exact(name: str) -> None:
     field = oracle_field(SHARD, case_named(name), "flow_prediction" if name == "linear" else "epsilon")
     field.calibration = calibrate(field.velocity, SHARD.sample(2048, seed=1, shape=SHAPE))
     for t in (0.1, 0.3, 0.5, 0.7, 0.9, 0.97, 1.0):
-        x_t, times = _held_out(t)
+        x_t, times = SHARD.states_at(t, **HELD_OUT)
         assert rms_error(field.velocity(x_t, times), SHARD.velocity(x_t, times)) < 1.5 / STATES**0.5
 
 
@@ -376,16 +372,11 @@ def _blended(network: Any, case: str, kind: str, kappa: float | None = KAPPA) ->
     return field
 
 
-def _gaussian_states(t: float, num: int = 64) -> tuple[Tensor, Tensor]:
-    times = torch.full((num,), t, dtype=torch.float64)
-    return GAUSSIAN.states(times, seed=3, shape=SHAPE), times
-
-
 @pytest.mark.parametrize("t", TIMES[1:])
 @pytest.mark.parametrize("kind", ["epsilon", "sample"])
 @pytest.mark.parametrize("kappa", [2.0, 8.0])
 def test_the_velocity_is_the_hand_written_blend(kind: str, kappa: float, t: float) -> None:
-    x, times = _gaussian_states(t)
+    x, times = GAUSSIAN.states_at(t, 64, 3, SHAPE)
     network = BoundedNetwork()
     found = _blended(network, "linear", kind, kappa).velocity(x, times)
     output = network.calls[-1][2]
@@ -407,7 +398,7 @@ def test_no_output_of_the_network_counts_more_than_the_bound(case: str, kind: st
 
     def gain(t: float) -> float:
         """By automatic differentiation: the norm of dv/d output."""
-        x, times = _gaussian_states(t, 1)
+        x, times = GAUSSIAN.states_at(t, 1, 3, SHAPE)
 
         def velocity(value: Tensor) -> Tensor:
             return _blended(lambda y, u: value, case, kind, kappa).velocity(x, times)
@@ -427,7 +418,7 @@ def test_no_output_of_the_network_counts_more_than_the_bound(case: str, kind: st
 def test_an_exact_network_stays_exact_on_gaussian_data(case: str, kind: str) -> None:
     oracle = OracleNetwork(GAUSSIAN, case_named(case).alpha_sigma, kind)
     for t in TIMES:
-        x, times = _gaussian_states(t)
+        x, times = GAUSSIAN.states_at(t, 64, 3, SHAPE)
         assert rms_error(_blended(oracle, case, kind).velocity(x, times), GAUSSIAN.velocity(x, times)) < 1e-6
 
 
@@ -436,7 +427,7 @@ def test_beyond_the_trained_range_the_gaussian_takes_over(kind: str) -> None:
     oracle = OracleNetwork(GAUSSIAN, case_named("sd-scaled-linear").alpha_sigma, kind)
     raw, blended = (_blended(oracle, "sd-scaled-linear", kind, kappa) for kappa in (None, 16.0))
     for t in (0.94, 0.96, 0.99, 1.0):
-        x, times = _gaussian_states(t)
+        x, times = GAUSSIAN.states_at(t, 64, 3, SHAPE)
         truth = GAUSSIAN.velocity(x, times)
         assert rms_error(blended.velocity(x, times), truth) <= rms_error(raw.velocity(x, times), truth)
     assert rms_error(blended.velocity(x, times), truth) < 1e-6

@@ -1,7 +1,5 @@
 """Compiled blocks: one graph for all of a class, for batches of any size, with the same output."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from diffusers import DiTTransformer2DModel, UNet2DModel
@@ -10,12 +8,7 @@ from torch import Tensor, nn
 from hddm.networks.transformers import ExpertTransformer
 from hddm.networks.wrappers import NetworkWrapper, compile_blocks
 
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled_before() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 
 
 def _own() -> nn.Module:

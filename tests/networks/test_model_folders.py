@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 from hddm.networks.folders import WEIGHTS, empty_network, unread_network
 from hddm.networks.transformers import ExpertTransformer
 from hddm.training.settings import size_config
-from hddm.utils.errors import HddmError
-from tests.artefacts import edit_json
+from tests.artefacts import edit_json, refusal
 from tests.checkpoint_files import DIT, UNCONDITIONAL, UNET
 from tests.hostile import grown_by
 
@@ -37,10 +36,9 @@ def folder(network: ExpertTransformer, tmp_path: Path) -> Path:
 
 
 def _refusal(folder: Path) -> str:
-    with pytest.raises(HddmError) as caught:
-        unread_network(folder, [ExpertTransformer]).load(torch.float32)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    message = refusal(lambda: unread_network(folder, [ExpertTransformer]).load(torch.float32))
+    assert "\n" not in message
+    return message
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16])
@@ -138,13 +136,8 @@ for _ in range(900):
 def _grown_refusal(kind: type[ModelMixin], arguments: dict[str, Any], num_tensors: int) -> tuple[str, int]:
     """The message of a refusal, and the bytes that it takes."""
     said: list[str] = []
-
-    def build() -> None:
-        with pytest.raises(HddmError) as refused:
-            empty_network(kind, arguments, num_tensors, "config.json")
-        said.append(str(refused.value))
-
-    grown = grown_by(build)
+    asked = (kind, arguments, num_tensors, "config.json")
+    grown = grown_by(lambda: said.append(refusal(empty_network, *asked)))
     assert "\n" not in said[0]
     return said[0], grown
 

@@ -37,9 +37,8 @@ def _theirs(root: Path, length: int = 77, prompts: list[str] = PROMPTS) -> torch
 
 def _rename(root: Path, prefix: str) -> None:
     weights = load_file(root / FILE)
-    save_file(
-        {prefix + key.removeprefix("text_model."): value for key, value in weights.items()}, root / FILE
-    )
+    renamed = {prefix + key.removeprefix("text_model."): value for key, value in weights.items()}
+    save_file(renamed, root / FILE)
 
 
 @pytest.mark.parametrize(("width", "prefix"), [(16, ""), (768, "text_model.")])
@@ -98,9 +97,8 @@ def test_special_tokens_and_a_choice_of_attention_change_no_hidden_state_and_war
     assert capfd.readouterr() == ("", "")
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         assert getattr(encoder.config, name) in (None, *range(size))
-    assert (
-        embed(encoder, read_tokenizer(tmp_path / "tokenizer"), PROMPTS).tokens - expected
-    ).abs().max() < 1e-6
+    found = embed(encoder, read_tokenizer(tmp_path / "tokenizer"), PROMPTS).tokens
+    assert (found - expected).abs().max() < 1e-6
 
 
 def test_a_projection_is_left_aside(tmp_path: Path) -> None:
@@ -185,9 +183,7 @@ def test_a_tokenizer_that_names_code_or_files_is_refused(
 ) -> None:
     write_tokenizer(tmp_path / "tokenizer")
     edit_json(tmp_path / "tokenizer" / "tokenizer_config.json", **change)
-    with pytest.raises(HddmError) as refused:
-        read_tokenizer(tmp_path / "tokenizer")
-    assert message in str(refused.value)
+    assert message in refusal(read_tokenizer, tmp_path / "tokenizer")
 
 
 @pytest.mark.parametrize("name", ["vocab.json", "merges.txt", "tokenizer_config.json"])

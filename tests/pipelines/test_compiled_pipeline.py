@@ -1,7 +1,7 @@
 """torch.compile on experts that come and go: the same images, and no compiling anew for weights read anew."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from hddm.settings import ServeSettings
 from tests.ensemble_files import flow_expert, load_pipeline, write_ensemble
 
 LABELS = [0, 1, 2, 0, 1, 2]
+pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 
 
 @pytest.fixture(scope="module")
@@ -23,13 +24,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three experts of two sizes."""
     experts = [flow_expert(seed, num_classes=3, depth=1 + seed % 2) for seed in range(3)]
     return write_ensemble(tmp_path_factory.mktemp("compiled"), experts)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled_before() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 class Backend:

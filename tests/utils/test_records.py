@@ -9,6 +9,7 @@ import pytest
 
 from hddm.utils.errors import HddmError
 from hddm.utils.records import Record, read_record
+from tests.artefacts import refusal
 
 KNOWN = "2.3"
 
@@ -59,9 +60,7 @@ def test_an_odd_record_is_refused_by_file_and_key(
 ) -> None:
     path = tmp_path / "thing.json"
     path.write_text(json.dumps(content))
-    with pytest.raises(HddmError) as caught:
-        read_record(path, Thing, KNOWN)
-    assert str(caught.value) == f"{path}: {problem}"
+    assert refusal(read_record, path, Thing, KNOWN) == f"{path}: {problem}"
 
 
 @pytest.mark.parametrize(
