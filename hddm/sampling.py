@@ -148,9 +148,8 @@ def plan(
     guidance = Guidance.of(guidance)
     scale, inner = guidance.scale, max(one.inner_guidance for one in model.experts)
     if scale != 1 and inner != 1:
-        raise HddmError(
-            f"`guidance_scale` {scale:g}: this student has guidance of scale {inner:g} inside; drop it"
-        )
+        text = f"this student has guidance of scale {inner:g} inside; drop it"
+        raise HddmError(f"`guidance_scale` {scale:g}: {text}")
     solver_name, solver = resolve_solver(model, solver)
     if times is None:
         grid_steps = steps if steps is not None else model.sampling_steps or DEFAULT_STEPS

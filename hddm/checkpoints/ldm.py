@@ -189,9 +189,8 @@ def key_table(names: Iterable[str], config: Mapping[str, Any], origin: str) -> K
         odd |= {name} if foreign is None else set()
         pairs.append(same(f"{UNET}{foreign}", name))
     if odd or not pairs:
-        raise HddmError(
-            f"{origin}: has no names for {', '.join(sorted(odd)) or f'{layers} layers per block'}"
-        )
+        text = f"has no names for {', '.join(sorted(odd)) or f'{layers} layers per block'}"
+        raise HddmError(f"{origin}: {text}")
     return KeyTable(pairs)
 
 

@@ -38,9 +38,8 @@ def open_file(path: Path, reading: Reading) -> Checkpoint:
     """Open the checkpoint in one file; refuses an unknown layout."""
     content = read_file(path, reading.allow_pickle)
     if is_lora(content):
-        raise HddmError(
-            f"{path}: is a LoRA, which changes another network; pass that network's expert as `base`"
-        )
+        text = "is a LoRA, which changes another network; pass that network's expert as `base`"
+        raise HddmError(f"{path}: {text}")
     networks = _sources(content, lambda one: set(LDM.markers) <= set(one), reading, path)
     # A file of latent diffusion has averaged copies beside the weights, in one set.
     _refuse_several(networks, len(networks) > 1, path)
@@ -128,9 +127,8 @@ def _has_tensors(value: object) -> bool:
 def _refuse_several(names: Iterable[str], is_unclear: bool, path: Path) -> None:
     if is_unclear:
         listed = " and ".join(repr(name) if name != _TOP else "its top level" for name in names)
-        raise HddmError(
-            f"{path}: holds weights under {listed}, and does not say which; save one set in a file"
-        )
+        text = f"holds weights under {listed}, and does not say which; save one set in a file"
+        raise HddmError(f"{path}: {text}")
 
 
 def _tensors(content: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -75,9 +75,8 @@ def write_back(
 def _refuse_misfit(source: Checkpoint, record: ExpertRecord, layout: str) -> None:
     """Refuse a layout that cannot hold the network, or in which its weights would mean something else."""
     if record.training_calibration:
-        raise HddmError(
-            f"{source.path}: was trained together with its calibration, which layout {layout} cannot hold"
-        )
+        text = f"was trained together with its calibration, which layout {layout} cannot hold"
+        raise HddmError(f"{source.path}: {text}")
     is_folder = layout in DIFFUSERS_LAYOUTS
     is_other = source.network is not _NETWORKS[layout]
     if is_other or (layout == "facebook-dit" and source.arguments.get("modulation") != "zero"):

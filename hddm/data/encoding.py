@@ -306,7 +306,6 @@ def _shape(shards: Mapping[Path, ShardManifest], resolution: int | None) -> tupl
     sizes = {(resolution, resolution) if resolution else shard.size for shard in shards.values()}
     size = sizes.pop()
     if sizes or size is None:
-        raise HddmError(
-            f"{next(iter(shards))}: holds images of several sizes; bring them to one with `resolution`"
-        )
+        text = "holds images of several sizes; bring them to one with `resolution`"
+        raise HddmError(f"{next(iter(shards))}: {text}")
     return max(shard.channels for shard in shards.values()), *size

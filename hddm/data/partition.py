@@ -203,9 +203,8 @@ def _write_images(
         sha256 = sha256_of(copy)
         if sha256 != features.files[place].tobytes().hex():
             remedy = f"remove {cache}, or name another folder with `cache`" if cache else "partition again"
-            raise HddmError(
-                f"{source.root / source.files[row]}: changed since its features were computed; {remedy}"
-            )
+            text = f"changed since its features were computed; {remedy}"
+            raise HddmError(f"{source.root / source.files[row]}: {text}")
         label = None if source.labels is None else int(source.labels[row])
         caption = None if source.captions is None else source.captions[row]
         entries.append(ImageEntry(file=name, sha256=sha256, label=label, caption=caption))

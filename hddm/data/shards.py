@@ -233,9 +233,8 @@ def open_shard(folder: Path, is_outline: bool = False) -> Shard:
     """
     manifest = read_manifest(folder)
     if manifest.num_rows < MIN_IMAGES and manifest.held_out_of is None:
-        raise HddmError(
-            f"{folder}: has {manifest.num_rows} images; an expert needs at least {MIN_IMAGES} to train on"
-        )
+        text = f"has {manifest.num_rows} images; an expert needs at least {MIN_IMAGES} to train on"
+        raise HddmError(f"{folder}: {text}")
     skipped, texts = {one.file for one in manifest.skipped}, None
     entries = [entry for entry in manifest.images if entry.file not in skipped]
     if manifest.encoding is not None:

@@ -207,9 +207,8 @@ def classifier_of(training: ImageSet) -> FeatureClassifier:
     It sees them in an order of their own, so it depends on the images and not on their names or shards.
     """
     if training.labels is None or len(training.classes) < 2:
-        raise HddmError(
-            f"{training.root}: has no class folders to train a classifier on; use `features` inception"
-        )
+        text = "has no class folders to train a classifier on; use `features` inception"
+        raise HddmError(f"{training.root}: {text}")
     labels = training.labels.tolist()
     content = [(one.numpy().tobytes(), tag) for one, tag in zip(training.pixels, labels, strict=True)]
     order = sorted(range(len(content)), key=content.__getitem__)

@@ -107,9 +107,8 @@ def _group(
     root: Path, found: Sequence[ReadImage], classes: tuple[str, ...], skipped: tuple[str, ...]
 ) -> ImageGroup:
     if len(found) < FEWEST_IMAGES:
-        raise HddmError(
-            f"{root}: holds {counted(len(found), 'image')}; a distance needs {FEWEST_IMAGES} per side"
-        )
+        text = f"holds {counted(len(found), 'image')}; a distance needs {FEWEST_IMAGES} per side"
+        raise HddmError(f"{root}: {text}")
     names, arrays = tuple(one.name for one in found), [one.pixels for one in found]
     pixels = stack(arrays, names, root)
     labels = [one.label for one in found if one.label is not None]
@@ -191,9 +190,8 @@ def _sources(root: Path, role: Role) -> list[tuple[str, Shard | ImageSource]]:
         source = open_images(folder) if read_manifest(folder).encoding is None else open_shard(folder)
         found.append(("" if folder == root else f"{folder.relative_to(root).as_posix()}/", source))
         if isinstance(source, Shard) and source.space != "pixels":
-            raise HddmError(
-                f"{folder}: holds latents, and figures are of pixels; name the partition of images"
-            )
+            text = "holds latents, and figures are of pixels; name the partition of images"
+            raise HddmError(f"{folder}: {text}")
     return found or [("", open_source(root))]
 
 

@@ -148,9 +148,8 @@ def open_ensemble(folder: Path, dtype: torch.dtype, experts: Sequence[int] | Non
     if (folder / EXPERT_FILE).exists():
         expert = open_expert(folder)
         if (part := expert.facts.noise_range) != WHOLE:
-            raise HddmError(
-                f"{folder}: is made for t in {part[0]:g}:{part[1]:g} alone; sample it in an ensemble"
-            )
+            text = f"is made for t in {part[0]:g}:{part[1]:g} alone; sample it in an ensemble"
+            raise HddmError(f"{folder}: {text}")
         facts = EnsembleRecord(experts=(Member(folder="."),), shift=expert.facts.shift)
         return OpenedEnsemble([expert], None, facts, {name: name for name in whole_components(folder)})
     if (folder / ENSEMBLE_FILE).exists():

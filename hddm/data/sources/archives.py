@@ -279,9 +279,8 @@ def open_parquet(root: Path, names: Sequence[str], requested: Columns) -> ImageS
             stated = sum(one.num_rows for one in facts)
             for rows in (len(table), file.metadata.num_rows):
                 if rows != stated:
-                    raise HddmError(
-                        f"{path}: has {rows} rows where its row groups state {stated}; fetch it again"
-                    )
+                    text = f"has {rows} rows where its row groups state {stated}; fetch it again"
+                    raise HddmError(f"{path}: {text}")
         paths = table[columns.image].to_pylist() if has_path else [None] * rows
         own = [f"{prefix}{row:08d}{_suffix(value)}" for row, value in enumerate(paths)]
         places = [(group, row) for group, one in enumerate(facts) for row in range(one.num_rows)]

@@ -168,9 +168,8 @@ def as_captions(values: Sequence[object], names: Sequence[str], origin: Path) ->
     captions = []
     for value, name in zip(values, names, strict=True):
         if not isinstance(value, str):
-            raise HddmError(
-                f"{origin}: {name} has caption {_short(value)}; write a text, empty for no caption"
-            )
+            text = f"{name} has caption {_short(value)}; write a text, empty for no caption"
+            raise HddmError(f"{origin}: {text}")
         captions.append(value)
     return tuple(captions)
 
@@ -187,9 +186,8 @@ def as_labels(
     for value, name in zip(values, names, strict=True):
         if not (isinstance(value, str) if are_texts else type(value) is int and 0 <= value <= LARGEST_LABEL):
             wanted = "a text" if are_texts else f"a number from 0 to {LARGEST_LABEL}"
-            raise HddmError(
-                f"{origin}: {name} has label {_short(value)}; give each image {wanted}, or none a label"
-            )
+            problem = f"{name} has label {_short(value)}; give each image {wanted}, or none a label"
+            raise HddmError(f"{origin}: {problem}")
     if are_texts:
         texts = [composed(str(value)) for value in values]
         classes = tuple(sorted(set(texts)))
