@@ -313,6 +313,20 @@ def declared_prediction_type(source: object) -> str | None:
     return next(iter(stated.values()), None)
 
 
+def flow_steps(config: Mapping[str, Any], origin: str) -> int:
+    """Number of timesteps in all of t, by a flow-match scheduler's config; ``origin`` names it in errors.
+
+    Raises:
+        HddmError: for a number that is not sound, or times that run the other way.
+    """
+    steps = config.get("num_train_timesteps", 1000)
+    if not isinstance(steps, int) or not 1 <= steps <= MOST_STEPS:
+        raise HddmError(f"{origin}: num_train_timesteps is {str(steps)[:40]}, and must be 1 to {MOST_STEPS}")
+    if config.get("invert_sigmas"):
+        raise HddmError(f"{origin}: invert_sigmas turns time around, which is not supported")
+    return steps
+
+
 def default_prediction_type(source: object) -> str:
     """The default prediction type of a scheduler config's class, for a config that states none.
 

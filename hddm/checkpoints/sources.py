@@ -23,12 +23,12 @@ from hddm.networks.identity import VaeRecord
 from hddm.networks.prompts import PipelineText
 from hddm.networks.wrappers import IN_LATENTS, Interface, own_time_factor
 from hddm.schedules import (
-    MOST_STEPS,
     DiscreteSchedule,
     LinearSchedule,
     Schedule,
     declared_prediction_type,
     default_prediction_type,
+    flow_steps,
     from_config,
     from_diffusers,
 )
@@ -42,7 +42,6 @@ Weights = Mapping[str, Tensor]
 Forward = Callable[[Tensor, Tensor, Weights], Tensor]
 """A source's own network: (x, timestep, conditions) to its raw output."""
 
-FLOW_STEPS = 1000
 LARGEST_SHIFT = 1e3
 # Of diffusers' flow-match schedulers, and of its pipelines of Flux and SD3.
 _DEFAULTS = {"base_image_seq_len": 256, "max_image_seq_len": 4096, "base_shift": 0.5, "max_shift": 1.15}
@@ -276,12 +275,7 @@ def _time_scale(schedule: Schedule, config: Mapping[str, Any], source: Checkpoin
         return source.record.time_scale
     if isinstance(schedule, DiscreteSchedule):
         return 1.0
-    steps = config.get("num_train_timesteps", FLOW_STEPS)
-    if not isinstance(steps, int) or not 1 <= steps <= MOST_STEPS:
-        raise HddmError(f"{origin}: num_train_timesteps is {str(steps)[:40]}, and must be 1 to {MOST_STEPS}")
-    if config.get("invert_sigmas"):
-        raise HddmError(f"{origin}: invert_sigmas turns time around, which is not supported")
-    return steps / own_time_factor(source.network.__name__)
+    return flow_steps(config, origin) / own_time_factor(source.network.__name__)
 
 
 def with_shift(conventions: Conventions, source: Checkpoint, interface: Interface) -> Conventions:
