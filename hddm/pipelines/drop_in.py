@@ -23,20 +23,26 @@ from diffusers import DiffusionPipeline
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 
-from hddm.conditions import Conditions, Guidance, Inputs
+from hddm.conditions import LABELS, Conditions, Guidance, Inputs, check_names
 from hddm.ensemble import Ensemble
 from hddm.experts.loading import load
-from hddm.networks.wrappers import FLUX, has_variance_head, own_time_factor, pack, text_width, unpack
+from hddm.networks.wrappers import (
+    EXPERT_NETWORKS,
+    FLUX,
+    has_variance_head,
+    own_time_factor,
+    pack,
+    text_width,
+    unpack,
+)
 from hddm.routers import Choice
 from hddm.running import pick_experts, posterior_of
-from hddm.schedules import LinearSchedule, Schedule, declared_prediction_type, from_diffusers
+from hddm.schedules import LinearSchedule, Schedule, declared_prediction_type, flow_steps, from_diffusers
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import append_dims, sent, to_float64
 from hddm.velocity import ROUNDING, PredictionType, VelocityField
 
 _NETWORKS = ("unet", "transformer")
-_FLOW_STEPS = 1000.0
-"""Timesteps of a flow-match scheduler in all of t."""
 _RESIDUALS = {
     "UNet2DConditionModel": ("down_block_additional_residuals", "mid_block_additional_residual"),
     "SD3Transformer2DModel": ("block_controlnet_hidden_states",),
@@ -51,21 +57,31 @@ def drop_in(model: VelocityField | Ensemble | str | Path, pipe: DiffusionPipelin
         pipe.unet = hddm.drop_in(hddm.load("ensemble"), pipe)
 
     With one expert that was made of the pipeline's own weights, images equal those of the pipeline up to
-    rounding. Under ``draw`` the initial noise of an image decides which expert makes it, so that the same
-    generator makes the same image.
+    rounding. Under ``draw`` the signs of the state at the first call of a sampling decide which expert makes
+    an image. Without a picture to start from, these are the signs of the initial noise, so that the same
+    generator draws the same expert with any scheduler and number of steps. A batch of two or three equal
+    parts is taken for the branches of guidance: images of equal noise without guidance have the expert that
+    the class or prompt of the first of them draws.
 
     Args:
-        model: an expert, or an ensemble with any strategy, or the folder of one. Its samples are what the
-            pipeline's network denoises: pixels or latents of the same number of channels.
+        model: an expert, or an ensemble with any strategy, or the folder of one, which is loaded with the
+            dtype and onto the device of the pipeline's network. Its samples are what that network denoises:
+            pixels or latents of the same number of channels.
         pipe: a diffusers pipeline with a network of `hddm.networks.wrappers.EXPERT_NETWORKS`. Its scheduler
-            is read at each call.
+            is read at each call, so make one for each pipeline, also where pipelines share their parts.
 
     Raises:
         HddmError: for a pipeline without such a network, or experts of other channels, another width of
-            text or several kinds. When called: for a scheduler outside the DDPM and flow-match families, a
-            time outside the range of every expert, or an input that no expert takes.
+            text, several text encoders or several kinds. When called: for a scheduler outside the DDPM and
+            flow-match families or of a learned variance, a time outside the range of every expert, an input
+            that no expert takes, a class that an expert does not know, or what a ControlNet adds inside a
+            network of another class. For a method that changes layers, as those of PAG and FreeU.
     """
-    return DropIn(load(model) if isinstance(model, str | Path) else model, pipe)
+    return DropIn(model, pipe)
+
+
+class _LayersError(HddmError, AttributeError):
+    """Of an attribute that a stand-in lacks, so that ``hasattr`` of diffusers is False."""
 
 
 @dataclass
@@ -92,28 +108,37 @@ class _Call:
 
 
 class DropIn(nn.Module):
-    """See `drop_in`. ``config`` and ``dtype`` are those of the network that it replaces."""
+    """See `drop_in`. ``config`` is that of the network that it replaces, and so is ``dtype`` until `to`."""
 
     model: Ensemble
-    dtype: torch.dtype
+    placement: Tensor
     _replaced: nn.Module
 
-    def __init__(self, model: VelocityField | Ensemble, pipe: DiffusionPipeline) -> None:
+    def __init__(self, model: VelocityField | Ensemble | str | Path, pipe: DiffusionPipeline) -> None:
         super().__init__()
         name = next((one for one in _NETWORKS if getattr(pipe, one, None) is not None), None)
         if name is None:
             raise HddmError(f"{type(pipe).__name__} has no {' and no '.join(_NETWORKS)} to stand in for")
         network = getattr(pipe, name)
+        # torch.compile, or another stand-in, holds the network itself.
+        inner = getattr(network, "_orig_mod", network)
+        replaced = getattr(inner, "_replaced", inner)
+        if (kind := type(replaced).__name__) not in EXPERT_NETWORKS:
+            raise HddmError(f"{type(pipe).__name__}'s {name} is of class {kind}, which is no expert's")
+        if isinstance(model, str | Path):
+            model = load(model, network.dtype, network.device)
         ensemble = model if isinstance(model, Ensemble) else Ensemble([model], strategy="full")
         if not ensemble.are_alike():
             raise HddmError(f"a pipeline has one latent space, and {ensemble.describe_kinds()}")
-        channels = network.config.in_channels // (4 if _is_flux(network) else 1)
+        channels = replaced.config.in_channels // (4 if kind == FLUX else 1)
         if ensemble.sample_shape is not None and ensemble.sample_shape[0] != channels:
             raise HddmError(
                 f"the experts' samples have {ensemble.sample_shape[0]} channels, and {type(pipe).__name__}'s "
                 f"{name} takes {channels}"
             )
-        wanted = text_width(network.config)
+        if any(ensemble.texts):
+            raise HddmError("a pipeline has one text encoder, and these experts were trained with several")
+        wanted = text_width(replaced.config)
         widths = [text_width(getattr(one.network, "config", {})) for one in ensemble.experts]
         if other := next((one for one in widths if one not in (None, wanted)), None):
             raise HddmError(
@@ -122,16 +147,24 @@ class DropIn(nn.Module):
             )
         modules = [one.network for one in ensemble.experts if isinstance(one.network, nn.Module)]
         self.networks = nn.ModuleList(modules)
-        self.model, self.pipe, self.dtype = ensemble, pipe, network.dtype
-        # No submodule: the pipeline moves the experts alone.
-        vars(self)["_replaced"] = _without_weights(network)
+        self.model, self.pipe = ensemble, pipe
+        # Empty, with the dtype of the replaced network: casting the module casts this.
+        self.register_buffer("placement", torch.empty(0, dtype=network.dtype), persistent=False)
+        # No submodule: the pipeline moves the experts alone. No weights, so that theirs can be freed.
+        with torch.device("meta"):
+            vars(self)["_replaced"] = type(replaced).from_config(replaced.config)
         self._sampling: _Sampling | None = None
-        self._path: tuple[object, Schedule, PredictionType] | None = None
+        self._path: tuple[object, Schedule, PredictionType, float] | None = None
 
     @property
     def config(self) -> Any:
         """The config of the network that this one replaces."""
         return self._replaced.config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the replaced network, or what this one was cast to since."""
+        return self.placement.dtype
 
     @property
     def device(self) -> torch.device:
@@ -149,14 +182,16 @@ class DropIn(nn.Module):
             if name == "_replaced":
                 raise
             # Pipelines read sizes off their network's layers.
-            return getattr(self._replaced, name)
+            value = getattr(self._replaced, name)
+        is_method = callable(value) and not isinstance(value, nn.Module) and name != "cache_context"
+        if is_method or name == "attn_processors":
+            raise _LayersError(f"{name} needs layers of {self._kind} that the experts do not have")
+        return value
 
     def forward(self, *args: Any, return_dict: bool = True, **kwargs: Any) -> Any:
         """Called as the replaced network is; the output has the state's shape and dtype."""
         call = self._read(*args, **kwargs)
-        schedule, prediction_type = self._scheduler()
-        is_flow = isinstance(schedule, LinearSchedule)
-        per_unit = _FLOW_STEPS / own_time_factor(self._kind) if is_flow else 1.0
+        schedule, prediction_type, per_unit = self._scheduler()
         native = to_float64(call.timestep).cpu().expand(len(call.state)) / per_unit
         alpha, sigma = schedule.alpha_sigma(native)
         times = sigma / (alpha + sigma)
@@ -180,7 +215,7 @@ class DropIn(nn.Module):
                 output = v
         if has_variance_head(self._kind, self.config):
             output = torch.cat([output, torch.zeros_like(output)], dim=1)
-        output = (pack(output) if _is_flux(self._replaced) else output).to(call.state.dtype)
+        output = (pack(output) if self._kind == FLUX else output).to(call.state.dtype)
         return Transformer2DModelOutput(sample=output) if return_dict else (output,)
 
     def _read(self, *args: Any, **kwargs: Any) -> _Call:
@@ -189,8 +224,8 @@ class DropIn(nn.Module):
         (_, _), (_, state), *rest = bound.arguments.items()
         given = dict(rest)
         given |= given.pop("added_cond_kwargs", None) or {}
-        given = {name: value for name, value in given.items() if value is not None and value != {}}
         timestep = torch.as_tensor(given.pop("timestep"))
+        given = {name: one for name, one in given.items() if not (one is None or one is False or one == {})}
         if "txt_ids" in given:
             del given["txt_ids"]
             height, width = (given.pop("img_ids")[..., 1:].flatten(0, -2).amax(0) + 1).long().tolist()
@@ -203,12 +238,18 @@ class DropIn(nn.Module):
             raise HddmError(f"{', '.join(odd)}: the experts have no such input; leave it out")
         return _Call(state, timestep, given, residuals)
 
-    def _scheduler(self) -> tuple[Schedule, PredictionType]:
-        """Path and prediction type of the scheduler that the pipeline has now."""
-        config = self.pipe.scheduler.config
+    def _scheduler(self) -> tuple[Schedule, PredictionType, float]:
+        """Path, prediction type and timesteps per native time of the scheduler that the pipeline has now."""
+        scheduler, config = self.pipe.scheduler, self.pipe.scheduler.config
         if self._path is None or self._path[0] is not config:
-            predicts = declared_prediction_type(self.pipe.scheduler) or PredictionType.EPSILON
-            self._path = config, from_diffusers(self.pipe.scheduler), PredictionType.parse(predicts)
+            name, variance = type(scheduler).__name__, config.get("variance_type")
+            if variance in ("learned", "learned_range"):
+                raise HddmError(f"{name}: variance_type is {variance}, and experts predict no variance")
+            schedule = from_diffusers(scheduler)
+            predicts = declared_prediction_type(scheduler) or PredictionType.EPSILON
+            is_flow = isinstance(schedule, LinearSchedule)
+            per_unit = flow_steps(config, name) / own_time_factor(self._kind) if is_flow else 1.0
+            self._path = config, schedule, PredictionType.parse(predicts), per_unit
         return self._path[1:]
 
     def _refuse_beyond(self, times: Tensor) -> None:
@@ -224,8 +265,16 @@ class DropIn(nn.Module):
 
     def _velocity(self, x: Tensor, times: Tensor, call: _Call) -> Tensor:
         model, conditions = self.model, call.conditions
+        check_names(conditions, model.conditions)
+        if call.residuals and any(_kind_of(one.network) != self._kind for one in model.experts):
+            raise HddmError(
+                f"a ControlNet adds to layers of {self._kind}, and an expert's network is of another class"
+            )
         choice = Choice(self._weights(x, times, conditions))
+        model.joint.check(choice.weights, conditions.get(LABELS))
         inputs = model.inputs_by_expert(x, choice, Guidance(1.0), {}, conditions)
+        for k, own in inputs.items():
+            model.experts[k].check_range(own.conditions)
         if call.residuals:
             here = {k: rows for k, (rows, _) in choice.parts(x.device).items()}
             inputs = {
@@ -252,8 +301,9 @@ class DropIn(nn.Module):
 
 def _new_sampling(timesteps: object, x: Tensor) -> _Sampling:
     """Images of a batch whose rows may be repeated, once per branch of guidance, and their places."""
-    branches = next(n for n in (3, 2, 1) if len(x) % n == 0 and all(map(x.chunk(n)[0].equal, x.chunk(n))))
-    own = x[: len(x) // branches].float().cpu()
+    branches = next(n for n in (2, 3, 1) if len(x) % n == 0 and all(map(x.chunk(n)[0].equal, x.chunk(n))))
+    # A scheduler scales its states; signs stay.
+    own = (x[: len(x) // branches] > 0).cpu()
     digests = [hashlib.sha256(row.numpy().tobytes()).digest() for row in own]
     places = [int.from_bytes(one[:6], "big") / 2**48 for one in digests]
     return _Sampling(timesteps, len(own), torch.tensor(places, dtype=torch.float64))
@@ -268,13 +318,7 @@ def _rows(residuals: Mapping[str, tuple[Tensor, ...] | Tensor], rows: Tensor | N
     }
 
 
-def _is_flux(network: object) -> bool:
-    return type(network).__name__ == FLUX
-
-
-def _without_weights(network: Any) -> Any:
-    """The same network without memory for its weights, so that the original one can be freed."""
-    if isinstance(network, DropIn):
-        return network._replaced
-    with torch.device("meta"):
-        return type(network).from_config(network.config)
+def _kind_of(network: object) -> str:
+    """Class of an expert's network within its wrappers."""
+    inner = getattr(network, "network", network)
+    return type(getattr(inner, "model", inner)).__name__

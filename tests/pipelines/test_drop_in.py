@@ -3,37 +3,17 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import diffusers
 import pytest
 import torch
-from diffusers import (
-    ControlNetModel,
-    DDIMScheduler,
-    DDPMPipeline,
-    DiffusionPipeline,
-    DiTPipeline,
-    DPMSolverMultistepScheduler,
-    EulerAncestralDiscreteScheduler,
-    EulerDiscreteScheduler,
-    FlowMatchEulerDiscreteScheduler,
-    FluxPipeline,
-    FluxTransformer2DModel,
-    HeunDiscreteScheduler,
-    PixArtAlphaPipeline,
-    PNDMScheduler,
-    SD3Transformer2DModel,
-    StableDiffusion3Pipeline,
-    StableDiffusionControlNetPipeline,
-    StableDiffusionImg2ImgPipeline,
-    StableDiffusionInpaintPipeline,
-    StableDiffusionPipeline,
-    StableDiffusionXLPipeline,
-    UniPCMultistepScheduler,
-)
+from diffusers import DDIMScheduler, DiffusionPipeline, SD3Transformer2DModel, StableDiffusionPipeline
 from torch import Tensor
 
-from hddm import Ensemble, HddmError, VelocityField, drop_in, load
+from hddm import Ensemble, VelocityField, drop_in, load
+from hddm.ensemble import Part
 from hddm.networks.wrappers import NetworkWrapper
 from hddm.schedules import CosineSchedule, LinearSchedule, from_diffusers
 from tests.artefacts import Command, printed, refusal
@@ -88,34 +68,34 @@ FAMILIES = {
         {"requires_safety_checker": False},
     ),
     "sdxl": Family(
-        StableDiffusionXLPipeline,
+        diffusers.StableDiffusionXLPipeline,
         "unet",
         lambda: text_unet(**XL),
-        EulerDiscreteScheduler(**SD_BETAS),
+        diffusers.EulerDiscreteScheduler(**SD_BETAS),
         texts("prompt_embeds", "pooled_prompt_embeds"),
         ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
     ),
     "sd3": Family(
-        StableDiffusion3Pipeline,
+        diffusers.StableDiffusion3Pipeline,
         "transformer",
         lambda: randomised(SD3Transformer2DModel(sample_size=8, in_channels=4, out_channels=4, **SD3)),
-        FlowMatchEulerDiscreteScheduler(shift=3.0),
+        diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         texts("prompt_embeds", "pooled_prompt_embeds"),
         ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3"),
     ),
     "flux": Family(
-        FluxPipeline,
+        diffusers.FluxPipeline,
         "transformer",
-        lambda: randomised(FluxTransformer2DModel(in_channels=16, num_single_layers=1, **FLUX)),
-        FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        lambda: randomised(diffusers.FluxTransformer2DModel(in_channels=16, num_single_layers=1, **FLUX)),
+        diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
         {**texts("prompt_embeds", "pooled_prompt_embeds"), "true_cfg_scale": 2.0},
         ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
     ),
     "pixart": Family(
-        PixArtAlphaPipeline,
+        diffusers.PixArtAlphaPipeline,
         "transformer",
         pixart,
-        DPMSolverMultistepScheduler(),
+        diffusers.DPMSolverMultistepScheduler(),
         {
             **texts("prompt_embeds", tokens=6, width=12),
             "negative_prompt": None,
@@ -129,11 +109,21 @@ FAMILIES = {
 
 V_PREDICTION = DDIMScheduler(**SD, prediction_type="v_prediction", rescale_betas_zero_snr=True)
 FAMILIES["sd-v"] = replace(FAMILIES["sd"], scheduler=V_PREDICTION)
+HALF_TIMES = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, num_train_timesteps=500)
+FAMILIES["sd3 of 500 steps"] = replace(FAMILIES["sd3"], scheduler=HALF_TIMES)
+FLUX_CONTROL = randomised(diffusers.FluxControlNetModel(in_channels=16, num_single_layers=1, **FLUX))
+FAMILIES["flux with ControlNet"] = replace(
+    FAMILIES["flux"],
+    pipeline=diffusers.FluxControlNetPipeline,
+    inputs=FAMILIES["flux"].inputs | {"control_image": numbers(2, 3, 16, 16).clamp(-1, 1)},
+    more={"controlnet": FLUX_CONTROL},
+)
 
 
 def stock(name: str, folder: Path) -> DiffusionPipeline:
     family = FAMILIES[name]
-    parts = {family.part: family.network(), "scheduler": family.scheduler, "vae": write_vae(folder / "vae")}
+    vae = write_vae(folder / "vae", shift_factor=0.0)
+    parts = {family.part: family.network(), "scheduler": family.scheduler, "vae": vae}
     pipe = family.pipeline(**parts, **dict.fromkeys(family.empty), **family.more)
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -164,7 +154,7 @@ def test_an_expert_of_the_pipelines_own_weights_makes_its_images(
 ) -> None:
     family, pipe = FAMILIES[name], stock(name, tmp_path)
     theirs = latents(pipe, **family.inputs)
-    field = converted(pipe, tmp_path, hddm, *(["--sample-size", "8"] if name == "flux" else []))
+    field = converted(pipe, tmp_path, hddm, *(["--sample-size", "8"] if "flux" in name else []))
     setattr(pipe, family.part, drop_in(field, pipe))
     ours = latents(pipe, **family.inputs)
     assert (ours - theirs).abs().max() < 2e-5 * theirs.abs().max()
@@ -173,7 +163,7 @@ def test_an_expert_of_the_pipelines_own_weights_makes_its_images(
 def test_images_of_classes_are_those_of_the_stock_dit_pipeline(tmp_path: Path, hddm: Command) -> None:
     """Its network also predicts a variance, which the scheduler does not use."""
     network = dit(num_embeds_ada_norm=1000, in_channels=4, out_channels=8, sample_size=8)
-    pipe = DiTPipeline(network, write_vae(tmp_path / "vae"), DDIMScheduler())
+    pipe = diffusers.DiTPipeline(network, write_vae(tmp_path / "vae"), DDIMScheduler())
     pipe.set_progress_bar_config(disable=True)
 
     def images() -> Tensor:
@@ -211,24 +201,17 @@ def experts(sd: DiffusionPipeline) -> list[VelocityField]:
     return [own, VelocityField(flow, LinearSchedule(), "flow_prediction", 1000.0, conditions=conditions)]
 
 
-SCHEDULERS = [
-    EulerDiscreteScheduler,
-    EulerAncestralDiscreteScheduler,
-    HeunDiscreteScheduler,
-    DPMSolverMultistepScheduler,
-    UniPCMultistepScheduler,
-    PNDMScheduler,
-]
+SCHEDULERS = "EulerDiscrete EulerAncestralDiscrete HeunDiscrete DPMSolverMultistep UniPCMultistep PNDM"
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("name", SCHEDULERS.split())
 def test_the_scheduler_may_be_exchanged(
-    scheduler: Any, sd: DiffusionPipeline, experts: list[VelocityField]
+    name: str, sd: DiffusionPipeline, experts: list[VelocityField]
 ) -> None:
     inputs = FAMILIES["sd"].inputs
     pipe = sd_pipeline(StableDiffusionPipeline, sd)
     stand_in = drop_in(experts[0], pipe)
-    pipe.scheduler = scheduler.from_config(sd.scheduler.config)
+    pipe.scheduler = getattr(diffusers, f"{name}Scheduler").from_config(sd.scheduler.config)
     theirs = latents(pipe, **inputs)
     pipe.unet = stand_in
     assert (latents(pipe, **inputs) - theirs).abs().max() < 2e-5 * theirs.abs().max()
@@ -238,18 +221,18 @@ def test_image_to_image_inpainting_and_controlnet_work(
     sd: DiffusionPipeline, experts: list[VelocityField]
 ) -> None:
     inputs, picture = FAMILIES["sd"].inputs, numbers(2, 3, 16, 16).clamp(-1, 1)
-    control = ControlNetModel.from_unet(sd.unet, conditioning_embedding_out_channels=(8, 8))
+    control = diffusers.ControlNetModel.from_unet(sd.unet, conditioning_embedding_out_channels=(8, 8))
     mask = (torch.arange(16) < 8).float().expand(2, 1, 16, 16)
-    cases: list[tuple[type[DiffusionPipeline], dict[str, Any], dict[str, Any]]] = [
-        (StableDiffusionImg2ImgPipeline, {}, {"image": picture, "strength": 0.5}),
-        (StableDiffusionInpaintPipeline, {}, {"image": picture, "mask_image": mask, "strength": 0.8}),
-        (StableDiffusionControlNetPipeline, {"controlnet": randomised(control)}, {"image": picture}),
+    cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("Img2Img", {}, {"image": picture, "strength": 0.5}),
+        ("Inpaint", {}, {"image": picture, "mask_image": mask, "strength": 0.8}),
+        ("ControlNet", {"controlnet": randomised(control)}, {"image": picture}),
     ]
-    for kind, parts, more in cases:
-        pipe = sd_pipeline(kind, sd, **parts)
+    for name, parts, more in cases:
+        pipe = sd_pipeline(getattr(diffusers, f"StableDiffusion{name}Pipeline"), sd, **parts)
         theirs = latents(pipe, **inputs, **more)
         pipe.unet = drop_in(experts[0], pipe)
-        assert (latents(pipe, **inputs, **more) - theirs).abs().max() < 2e-5 * theirs.abs().max(), kind
+        assert (latents(pipe, **inputs, **more) - theirs).abs().max() < 2e-5 * theirs.abs().max(), name
         pipe.unet = drop_in(Ensemble(experts, strategy="draw"), pipe)
         assert latents(pipe, **inputs, **more).isfinite().all()
 
@@ -257,20 +240,51 @@ def test_image_to_image_inpainting_and_controlnet_work(
 def test_under_draw_the_noise_decides_which_expert_makes_an_image(
     sd: DiffusionPipeline, experts: list[VelocityField]
 ) -> None:
-    inputs, pipe = FAMILIES["sd"].inputs, sd_pipeline(StableDiffusionPipeline, sd)
-    pipe.unet = drop_in(Ensemble(experts, strategy="draw", prior=[0.5, 0.5]), pipe)
-    drawn = [latents(pipe, seed=seed, **inputs) for seed in (0, 1, 2, 0)]
-    assert drawn[0].equal(drawn[3])
-    alone = []
-    for one in experts:
-        pipe.unet = drop_in(one, pipe)
-        alone.append([latents(pipe, seed=seed, **inputs) for seed in (0, 1, 2)])
-    by = [
-        [k for k in (0, 1) if (image - alone[k][seed][row]).abs().max() < 2e-5 * image.abs().max()]
-        for seed in (0, 1, 2)
-        for row, image in enumerate(drawn[seed])
-    ]
-    assert {k for (k,) in by} == {0, 1}
+    inputs, pipe, found = FAMILIES["sd"].inputs, sd_pipeline(StableDiffusionPipeline, sd), []
+    # The second one scales its states, and starts at another timestep.
+    trailing = diffusers.EulerDiscreteScheduler.from_config(sd.scheduler.config, timestep_spacing="trailing")
+
+    def images(model: VelocityField | Ensemble) -> list[Tensor]:
+        pipe.unet = drop_in(model, pipe)
+        return [latents(pipe, seed=seed, **inputs) for seed in (0, 1, 2, 0)]
+
+    for pipe.scheduler in (sd.scheduler, trailing):
+        drawn = images(Ensemble(experts, strategy="draw", prior=[0.5, 0.5]))
+        assert drawn[0].equal(drawn[3])
+        alone = list(map(images, experts))
+        by = [
+            [k for k in (0, 1) if (image - alone[k][seed][row]).abs().max() < 2e-5 * image.abs().max()]
+            for seed in (0, 1, 2)
+            for row, image in enumerate(drawn[seed])
+        ]
+        assert {k for (k,) in by} == {0, 1}
+        found.append(by)
+    assert found[0] == found[1]
+
+
+def test_an_expert_that_does_not_know_a_class_is_refused() -> None:
+    pipe = diffusers.DDPMPipeline(plain_unet(num_class_embeds=3), DDIMScheduler(**SD))
+    network, schedule = NetworkWrapper(pipe.unet), from_diffusers(pipe.scheduler)
+    declared = {"conditions": ["class_labels"], "null_conditions": {"class_labels": torch.tensor(2)}}
+    one, other = (
+        VelocityField(network, schedule, "epsilon", **declared, classes=own) for own in ("ab", "bc")
+    )
+    x, labels = numbers(1, 3, 8, 8), torch.tensor([0, 2])
+    assert "from 0 to 2 here (2 is no class), not [3]" in refusal(drop_in(one, pipe), x, 500, labels[1:] + 1)
+    mixed = Ensemble([one, other], strategy="draw")
+    # Three images of equal noise, with guidance away from no class: two branches, and each has its expert.
+    drop_in(mixed, pipe)(x.repeat(6, 1, 1, 1), 500, torch.tensor([0, 2, 2, 9, 9, 9]))
+    assert "expert 0 knows no class 'c'" in refusal(drop_in(mixed, pipe), x.repeat(2, 1, 1, 1), 500, labels)
+
+
+def test_it_is_loaded_as_the_network_was_and_cast_with_the_pipeline(tmp_path: Path, hddm: Command) -> None:
+    pipe = stock("sd", tmp_path)
+    converted(pipe, tmp_path, hddm)
+    pipe.to(torch.bfloat16)
+    pipe.unet = drop_in(tmp_path / "expert", pipe)
+    assert pipe.unet.dtype == pipe.unet.model.dtype == torch.bfloat16
+    pipe.to(torch.float32)
+    assert pipe.unet.dtype == pipe.unet.model.dtype == torch.float32
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "sample", "v_prediction"])
@@ -292,7 +306,7 @@ def test_predictions_are_the_mixtures_in_closed_form(prediction: str) -> None:
         "full",
         prior,
     )
-    pipe = DDPMPipeline(plain_unet(in_channels=3, out_channels=3), scheduler)
+    pipe = diffusers.DDPMPipeline(plain_unet(in_channels=3, out_channels=3), scheduler)
     stand_in, y = drop_in(mixed, pipe), numbers(4, 3, 1, 1).double()
     for step in (20, 400, 930):
         a, s = table(torch.full((4,), float(step), dtype=torch.float64))
@@ -303,17 +317,20 @@ def test_predictions_are_the_mixtures_in_closed_form(prediction: str) -> None:
 
 
 def test_it_looks_like_the_network_that_it_replaces(
-    sd: DiffusionPipeline, experts: list[VelocityField], tmp_path: Path
+    sd: DiffusionPipeline, experts: list[VelocityField]
 ) -> None:
     pipe = sd_pipeline(StableDiffusionPipeline, sd)
-    half = pipe.unet = drop_in(experts[0], pipe)
-    assert (half.config, half.dtype, half.device.type) == (sd.unet.config, torch.float32, "cpu")
-    assert sum(one.numel() for one in half.parameters()) == sum(one.numel() for one in sd.unet.parameters())
+    own = pipe.unet = drop_in(experts[0], pipe)
+    assert (own.config, own.dtype, own.device.type) == (sd.unet.config, torch.float32, "cpu")
+    assert sum(one.numel() for one in own.parameters()) == sum(one.numel() for one in sd.unet.parameters())
     state, text = numbers(1, 4, 8, 8).bfloat16(), numbers(1, 7, 16)
-    (output,) = half(state, 500, encoder_hidden_states=text, return_dict=False)
+    (output,) = own(state, 500, encoder_hidden_states=text, return_dict=False)
     assert (output.dtype, output.shape) == (torch.bfloat16, state.shape)
-    # A stand-in takes the place of another one.
-    assert drop_in(experts[1], pipe).config == sd.unet.config
+    # It takes the place of another stand-in, and of a compiled network.
+    for pipe.unet in (own, torch.compile(sd.unet, backend="eager")):
+        again = drop_in(experts[0], pipe)
+        assert again.config == sd.unet.config
+        assert again(state, 500, encoder_hidden_states=text).sample.equal(output)
 
 
 def test_what_cannot_stand_in_is_refused_in_one_line(
@@ -333,11 +350,41 @@ def test_what_cannot_stand_in_is_refused_in_one_line(
     pipe.unet, pipe.scheduler = drop_in(experts[0], pipe), zero_snr
     refused = refusal(pipe.unet, numbers(1, 4, 8, 8), 999, encoder_hidden_states=numbers(1, 7, 16))
     assert "t = 1 of the pipeline's scheduler lies outside the range of all experts" in refused
-    pipe.scheduler = sd.scheduler
-    with pytest.raises(HddmError, match="cross_attention_kwargs: the experts have no such input"):
-        pipe.unet(
-            numbers(1, 4, 8, 8),
-            999,
-            encoder_hidden_states=numbers(1, 7, 16),
-            cross_attention_kwargs={"scale": 0.5},
-        )
+    parts = [Part(one, text_encoder=k) for k, one in enumerate(experts)]
+    assert "trained with several" in refusal(drop_in, Ensemble(parts, strategy="draw"), pipe)
+    assert "unet is of class AutoencoderKL" in refusal(drop_in, experts[0], SimpleNamespace(unet=pipe.vae))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "scheduler", "said"),
+    [
+        ({"cross_attention_kwargs": {"scale": 0.5}}, None, "cross_attention_kwargs: the experts have no"),
+        ({"timestep_cond": numbers(1, 8)}, None, "takes no condition 'timestep_cond'"),
+        ({"mid_block_additional_residual": numbers(1)}, None, "adds to layers of UNet2DConditionModel"),
+        ({}, diffusers.DDPMScheduler(variance_type="learned_range"), "variance_type is learned_range"),
+        (
+            {},
+            diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True),
+            "invert_sigmas turns time around",
+        ),
+    ],
+)
+def test_what_would_be_lost_in_a_call_is_refused_in_one_line(
+    inputs: dict[str, Any], scheduler: Any, said: str, sd: DiffusionPipeline
+) -> None:
+    pipe = sd_pipeline(StableDiffusionPipeline, sd)
+    other = NetworkWrapper(plain_unet(in_channels=4, out_channels=4))
+    field = VelocityField(other, LinearSchedule(), "flow_prediction", conditions=["encoder_hidden_states"])
+    pipe.unet, pipe.scheduler = drop_in(field, pipe), scheduler or pipe.scheduler
+    assert said in refusal(pipe.unet, numbers(1, 4, 8, 8), 500, numbers(1, 7, 16), **inputs)
+
+
+def test_what_changes_layers_is_refused_before_it_does(
+    sd: DiffusionPipeline, experts: list[VelocityField]
+) -> None:
+    pipe = sd_pipeline(diffusers.StableDiffusionPAGPipeline, sd, pag_applied_layers=["mid"])
+    before = set(sd.unet.attn_processors.values())
+    pipe.unet = drop_in(experts[0], pipe)
+    assert "attn_processors needs layers of" in refusal(latents, pipe, **FAMILIES["sd"].inputs)
+    assert set(sd.unet.attn_processors.values()) == before
+    assert "enable_freeu needs layers of" in refusal(pipe.enable_freeu, 0.9, 0.2, 1.2, 1.4)
