@@ -32,8 +32,8 @@ from hddm.networks.folders import (
     stored_names,
 )
 from hddm.networks.identity import VaeRecord
-from hddm.networks.prompts import INDEX, PipelineText
-from hddm.networks.vae import STEM, read_config, scale_and_shift, vae_facts, weights_of_variant
+from hddm.networks.prompts import PipelineText
+from hddm.networks.vae import INDEX, STEM, read_config, scale_and_shift, vae_facts, weights_of_variant
 from hddm.networks.wrappers import EXPERT_NETWORKS, FLUX
 from hddm.schedules import DDPM_FAMILY, FLOW_MATCH_FAMILY
 from hddm.settings import Reading

@@ -29,8 +29,9 @@ from hddm.experts.paris import is_paris
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
 from hddm.networks.folders import empty_network, refuse_other_tensors
 from hddm.networks.layers import Attention, linear
-from hddm.networks.prompts import INDEX, default_conditions
+from hddm.networks.prompts import default_conditions
 from hddm.networks.transformers import ExpertTransformer
+from hddm.networks.vae import INDEX
 from hddm.networks.wrappers import Interface, interface_of, pooled_width
 from hddm.settings import Conversion, Reading
 from hddm.training.settings import TEXT

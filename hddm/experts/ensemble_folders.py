@@ -28,10 +28,9 @@ from hddm.experts.lora import BASES, base_of, check_base
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, read_facts, write_records
 from hddm.networks.folders import WEIGHTS, sha256_once
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
-from hddm.networks.prompts import INDEX as PROMPTS_INDEX
 from hddm.networks.prompts import encoder_classes, family_in, index_content, refuse_other_parts, zeros_in
 from hddm.networks.text_encoder import STEM as TEXT_STEM
-from hddm.networks.text_encoder import TOKENIZERS, text_encoder_class
+from hddm.networks.text_encoder import text_encoder_class, text_encoder_config, tokenizer_class
 from hddm.networks.vae import STEM as VAE_STEM
 from hddm.networks.vae import read_config, read_weights
 from hddm.utils.errors import HddmError, did_you_mean, one_line
@@ -283,7 +282,7 @@ def put_component(draft: Path, name: str, folder: Path, variant: str | None = No
         refuse_other_parts(folder, pipeline)
         for part in encoder_classes(pipeline):
             put_component(target, part, folder / part, variant)
-        write_json(target / PROMPTS_INDEX, index_content(pipeline, zeros_in(folder)))
+        write_json(target / MODEL_INDEX, index_content(pipeline, zeros_in(folder)))
         return "hddm", "PromptEncoders"
     target.mkdir(parents=True)
     if kind in _STEMS:
@@ -301,10 +300,13 @@ def put_component(draft: Path, name: str, folder: Path, variant: str | None = No
         if is_text and not is_other and inside(folder, path.name).is_file():
             link_or_copy(path, target / path.name)
     if kind == "tokenizer":
-        stated = read_config(folder, "tokenizer_config.json").get("tokenizer_class", "CLIPTokenizer")
-        return "transformers", TOKENIZERS[stated]
+        return "transformers", tokenizer_class(read_config(folder, "tokenizer_config.json"))
     if kind == "text_encoder":
-        return "transformers", str(text_encoder_class(read_config(folder)))
+        # An expert has no index of the pipeline.
+        if (config := text_encoder_config(folder)) != read_config(folder):
+            (target / "config.json").unlink()
+            write_json(target / "config.json", config)
+        return "transformers", str(text_encoder_class(config))
     return "diffusers", str(read_config(folder)["_class_name"])
 
 
@@ -360,10 +362,8 @@ def whole_components(expert: Path) -> dict[str, Path]:
 
 def _refuse_damaged_component(name: str, folder: Path) -> None:
     """Refuse a component whose files are not those that were written with its manifest."""
-    if name.startswith("tokenizer"):
-        record = "tokenizer_config.json"
-    else:
-        record = "config.json" if family_in(folder) is None else PROMPTS_INDEX
+    own = "config.json" if family_in(folder) is None else MODEL_INDEX
+    record = "tokenizer_config.json" if name.startswith("tokenizer") else own
     refuse_damaged(folder, damage(folder, record))
 
 

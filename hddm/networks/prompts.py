@@ -14,7 +14,6 @@ encoder.
 
 import functools
 import hashlib
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,11 +41,10 @@ from hddm.networks.text_encoder import (
     text_encoder_class,
     text_encoder_facts,
 )
-from hddm.networks.vae import find_weights, read_config
+from hddm.networks.vae import INDEX, class_in, find_weights, read_config
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.files import inside, read_json, write_json
 
-INDEX = "model_index.json"
 ZEROS = "force_zeros_for_empty_prompt"
 """Key of `INDEX`: True where the negative prompt "" becomes zeros."""
 
@@ -82,7 +80,6 @@ FAMILIES: Mapping[str, Family] = {
 """By the class of a pipeline with several text encoders."""
 ONE_ENCODER = ("StableDiffusionPipeline", "PixArtAlphaPipeline", "PixArtSigmaPipeline")
 """Classes of pipelines whose prompts one text encoder encodes."""
-_TASKS = re.compile("(ControlNet|Union|XS|PAG|Adapter|Img2Img|Inpaint|Inpainting)+(?=Pipeline$)")
 GUIDANCE = 3.5
 """Guidance that is embedded into a network, as of FLUX.1 [dev]; diffusers' default."""
 
@@ -95,16 +92,6 @@ def encoder_classes(pipeline: str) -> dict[str, str]:
         found[f"text_encoder{end}"] = kind
         found[f"tokenizer{end}"] = "T5Tokenizer" if kind == T5 else "CLIPTokenizer"
     return found
-
-
-def class_in(folder: Path) -> str | None:
-    """Class of the pipeline, or of its prompts alone, in ``folder``; None without an index.
-
-    Classes for another task with the same parts count as the plain one: ``FluxImg2ImgPipeline`` is a
-    ``FluxPipeline``.
-    """
-    is_there = (folder / INDEX).is_file()
-    return _TASKS.sub("", str(read_config(folder, INDEX).get("_class_name"))) if is_there else None
 
 
 def family_in(folder: Path) -> str | None:

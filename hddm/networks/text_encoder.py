@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hddm.networks.folders import refuse_other_tensors
 from hddm.networks.identity import TextEncoderRecord, fingerprint
-from hddm.networks.vae import read_config, read_weights
+from hddm.networks.vae import class_in, read_config, read_weights
 from hddm.utils.errors import HddmError, did_you_mean, one_line
 from hddm.utils.files import inside
 from hddm.utils.tensors import refuse_non_finite
@@ -24,13 +24,14 @@ STEM = "model"
 CLIP, CLIP_PROJECTED, T5 = "CLIPTextModel", "CLIPTextModelWithProjection", "T5EncoderModel"
 ENCODER_CLASSES: Mapping[str, str] = {CLIP: CLIP, CLIP_PROJECTED: CLIP, T5: T5}
 """Class that reads a text encoder, by the class that its config names."""
-TOKENIZERS: Mapping[str, str] = {
-    **dict.fromkeys(("CLIPTokenizer", "CLIPTokenizerFast"), "CLIPTokenizer"),
-    **dict.fromkeys(("T5Tokenizer", "T5TokenizerFast"), "T5Tokenizer"),
-}
-"""Class that reads a tokenizer, by the class that its config names."""
+TOKENIZERS = ("CLIPTokenizer", "T5Tokenizer")
+"""Classes that read a tokenizer; its config may name them with "Fast" at the end."""
 T5_TOKENS = 300
 """Tokens of a prompt for T5, which has no limit of its own: as of PixArt-Σ. Padding is masked."""
+PIXART_TOKENS: Mapping[str, int] = {"PixArtAlphaPipeline": 120, "PixArtSigmaPipeline": T5_TOKENS}
+"""Tokens of a prompt by class of PixArt's pipelines, which encode it in lower case and stripped."""
+PIPELINE = "pipeline"
+"""Key that an expert keeps in the config of PixArt's text encoder: the class of its pipeline."""
 # The loader hands every key of both files to the class, and some name files or positional arguments.
 _KEYS = {
     *("__type", "add_prefix_space", "added_tokens_decoder", "additional_special_tokens", "backend"),
@@ -51,7 +52,7 @@ _SIZES = {
         *("max_position_embeddings", "hidden_act", "layer_norm_eps", "projection_dim"),
     ),
     T5: (
-        *("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads", "layer_norm_epsilon"),
+        *("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads", "layer_norm_epsilon", PIPELINE),
         *("relative_attention_num_buckets", "relative_attention_max_distance", "feed_forward_proj"),
     ),
 }
@@ -72,22 +73,18 @@ def read_tokenizer(folder: Path) -> Any:
     # Imported here: it takes seconds.
     import transformers
 
-    settings, special = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
-    config = read_config(folder, settings.name)
-    stated = config.get("tokenizer_class", "CLIPTokenizer")
-    if not isinstance(stated, str) or stated not in TOKENIZERS:
-        known = " or ".join(dict.fromkeys(TOKENIZERS.values()))
-        raise HddmError(f"{settings}: holds a {str(stated)[:40]}, not a {known}")
-    kind = TOKENIZERS[stated]
+    config = read_config(folder, "tokenizer_config.json")
+    if (kind := tokenizer_class(config)) not in TOKENIZERS:
+        known = " or ".join(TOKENIZERS)
+        raise HddmError(f"{folder}/tokenizer_config.json: holds a {kind[:40]}, not a {known}")
     # All folders below: chat templates are read from one.
     for entry in folder.rglob("*"):
         inside(folder, entry.relative_to(folder).as_posix())
-    tokens = read_config(folder, special.name) if special.exists() else {}
-    for path, keys, allowed in ((settings, config, _KEYS), (special, tokens, _SPECIAL_KEYS)):
-        for key in keys:
+    for name, allowed in (("tokenizer_config.json", _KEYS), ("special_tokens_map.json", _SPECIAL_KEYS)):
+        for key in read_config(folder, name) if (folder / name).exists() else ():
             if key not in allowed:
                 hint = did_you_mean(key, allowed)
-                raise HddmError(f"{path}: has an unknown key {key!r}{hint}; delete it there")
+                raise HddmError(f"{folder / name}: has an unknown key {key!r}{hint}; delete it there")
     parts = ("vocab.json", "merges.txt") if kind == "CLIPTokenizer" else ("spiece.model",)
     missing = [name for name in parts if not (folder / name).is_file()]
     # Without any of these, the class makes a tokenizer of three words.
@@ -138,7 +135,7 @@ def text_encoder_facts(
     """
     model, weights, _ = _open(folder, variant, kind)
     return TextEncoderRecord(
-        kind=type(model).__name__,
+        kind=getattr(model.config, PIPELINE, type(model).__name__),
         fingerprint=fingerprint(weights),
         tokens=prompt_length(tokens, _positions(model.config)),
         width=model.config.hidden_size,
@@ -165,10 +162,12 @@ class Embedded(NamedTuple):
 def embed(text_encoder: Any, tokenizer: Any, prompts: Sequence[str], warns: bool = True) -> Embedded:
     """Encode prompts, padded to `prompt_length` tokens.
 
-    Longer ones are cut, with a warning that names what was left out. Raises `HddmError` for tokens that the
-    encoder lacks.
+    Longer ones are cut, with a warning that names what was left out. PixArt's are encoded in lower case.
+    Raises `HddmError` for tokens that the encoder lacks.
     """
     length = prompt_length(tokenizer.model_max_length, _positions(text_encoder.config))
+    if hasattr(text_encoder.config, PIPELINE):
+        prompts = [prompt.lower().strip() for prompt in prompts]
     for _, cut in cuts(tokenizer, prompts, length) if warns else ():
         warnings.warn(cut, UserWarning, stacklevel=2)
     found = tokenizer(
@@ -212,13 +211,26 @@ def cuts(tokenizer: Any, prompts: Sequence[str], length: int) -> list[tuple[int,
 
 
 def _positions(config: Any) -> int:
-    return getattr(config, "max_position_embeddings", None) or T5_TOKENS
+    of_t5 = PIXART_TOKENS.get(getattr(config, PIPELINE, ""), T5_TOKENS)
+    return getattr(config, "max_position_embeddings", None) or of_t5
 
 
 def prompt_length(limit: object, positions: int) -> int:
     """Tokens per prompt: the tokenizer's ``model_max_length``, limited by the encoder's positions."""
     # Tokenizers without a limit say 10^30.
     return min(limit, positions) if isinstance(limit, int) and limit >= 2 else positions
+
+
+def tokenizer_class(config: Mapping[str, Any]) -> str:
+    """Class that reads the tokenizer of a config, known (`TOKENIZERS`) or not."""
+    return str(config.get("tokenizer_class", TOKENIZERS[0])).removesuffix("Fast")
+
+
+def text_encoder_config(folder: Path) -> dict[str, Any]:
+    """Config of a text encoder; one of PixArt has the key `PIPELINE`, or is in its pipeline and gets it."""
+    config = read_config(folder)
+    pipeline = config.pop(PIPELINE, class_in(folder.parent))
+    return config | ({PIPELINE: pipeline} if pipeline in list(PIXART_TOKENS) else {})
 
 
 def text_encoder_class(config: Mapping[str, Any]) -> str | None:
@@ -235,7 +247,7 @@ def _open(
     # Imported here: it takes seconds, and few sources need it.
     import transformers
 
-    origin, config = folder / "config.json", read_config(folder)
+    origin, config = folder / "config.json", text_encoder_config(folder)
     if (kind := text_encoder_class(config)) is None:
         raise HddmError(f"{origin}: holds {str(config.get('architectures'))[:60]}, not a {CLIP} or {T5}")
     path, stored = read_weights(folder, STEM, variant)

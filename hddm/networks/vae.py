@@ -1,5 +1,6 @@
 """The VAE of a latent expert: read strictly, identified by its encoder, decoding latents to images."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ from hddm.utils.tensors import read_safetensors, refuse_non_finite
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL, AutoencoderTiny
 
+INDEX = "model_index.json"
+_TASKS = re.compile("(ControlNet|Union|XS|PAG|Adapter|Img2Img|Inpaint|Inpainting)+(?=Pipeline$)")
 _CODE = ("auto_map", "custom_pipeline", "trust_remote_code")
 
 
@@ -39,6 +42,16 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
             text = "which names code of its own; hddm does not run it"
             raise HddmError(f"{folder / name}: has a key {key!r}, {text}")
     return config
+
+
+def class_in(folder: Path) -> str | None:
+    """Class of the pipeline, or of its prompts alone, in ``folder``; None without an index.
+
+    Classes for another task with the same parts count as the plain one: ``FluxImg2ImgPipeline`` is a
+    ``FluxPipeline``.
+    """
+    is_there = (folder / INDEX).is_file()
+    return _TASKS.sub("", str(read_config(folder, INDEX).get("_class_name"))) if is_there else None
 
 
 def find_weights(folder: Path, stem: str, variant: str | None = None) -> str | None:

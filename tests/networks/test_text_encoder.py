@@ -13,7 +13,6 @@ from transformers.utils import logging as transformers_logging
 from hddm.networks.prompts import PipelineText
 from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer, text_encoder_facts
 from hddm.networks.vae import read_config
-from hddm.utils.errors import HddmError
 from tests.artefacts import edit_json, refusal
 from tests.component_files import write_clip, write_t5, write_tokenizer
 
@@ -192,12 +191,10 @@ def test_a_broken_or_missing_file_of_a_tokenizer_is_named(name: str, tmp_path: P
     folder = tmp_path / "tokenizer"
     (folder / name).write_text("[")
     if name != "merges.txt":
-        with pytest.raises(HddmError, match=r"do not make a tokenizer|cannot be read as JSON") as refused:
-            read_tokenizer(folder)
-        assert "\n" not in str(refused.value)
+        said = refusal(read_tokenizer, folder)
+        assert "do not make a tokenizer" in said or "cannot be read as JSON" in said
     (folder / name).unlink()
-    with pytest.raises(HddmError, match=name):
-        read_tokenizer(folder)
+    assert name in refusal(read_tokenizer, folder)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from diffusers import (
@@ -26,7 +27,7 @@ from hddm.networks.prompts import texts_facts
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.records import write_manifest
 from tests.artefacts import Command, copied, edit_json, printed, refusal, seal
-from tests.checkpoint_files import SD_BETAS, randomised, text_unet
+from tests.checkpoint_files import SD_BETAS, pixart, randomised, text_unet
 from tests.component_files import write_clip, write_t5, write_vae
 
 PROMPTS = ["a cat", "two dogs on a lawn"]
@@ -228,6 +229,19 @@ def test_a_pipeline_samples_by_prompt_in_two_commands_and_keeps_its_encoders(
     assert all(torch.equal(again.given[key], value) for key, value in pipe.encode(PROMPTS).given.items())
 
 
+@pytest.mark.parametrize("kind", ["PixArtAlphaPipeline", "PixArtSigmaPipeline"])
+def test_pixart_reads_prompts_in_lower_case_and_cuts_them_as_its_pipeline(kind: str, tmp_path: Path) -> None:
+    parts = _numbered([_t5(tmp_path / "t5", 12)]) | {"vae": write_vae(tmp_path / "vae")}
+    pipe = getattr(diffusers, kind)(**parts, transformer=pixart(), scheduler=EulerDiscreteScheduler())
+    pipe.save_pretrained(tmp_path / "pipeline")
+    library.convert(tmp_path / "pipeline", tmp_path / "expert")
+    HDDMPipeline.from_pretrained(tmp_path / "expert").save_pretrained(tmp_path / "saved")
+    prompts = ["A Cat ", "A cat on 2 DOGS " * 40]
+    with pytest.warns(UserWarning, match="is cut to"):
+        ours = HDDMPipeline.from_pretrained(tmp_path / "saved").encode(prompts).given
+    assert all(map(torch.equal, ours.values(), pipe.encode_prompt(prompts, False)))
+
+
 MAP = "tokenizer_2/special_tokens_map.json"
 """Read beside a config that does not list the added tokens, as transformers saves it."""
 HOSTILE = {
@@ -235,12 +249,8 @@ HOSTILE = {
     "foreign code": ("text_encoder_2/config.json", {"auto_map": {"AutoModel": "evil.Evil"}}, "auto_map"),
     "other class": ("text_encoder_2/config.json", {"architectures": ["Evil"]}, "is of no"),
     "remote file": ("tokenizer_2/tokenizer_config.json", {"vocab_file": "http://evil/vocab"}, "unknown key"),
-    "hub's file": (
-        MAP,
-        {"gguf_file": "x", "name_or_path": "a/b", "local_files_only": False},
-        "key 'gguf_file'",
-    ),
-    "file outside": (MAP, {"vocab_file": "/evil/v.json", "merges_file": "/evil/m.txt"}, "key 'vocab_file'"),
+    "hub": (MAP, {"gguf_file": "x", "name_or_path": "a/b", "local_files_only": False}, "key 'gguf_file'"),
+    "outside": (MAP, {"vocab_file": "/evil/v.json", "merges_file": "/evil/m.txt"}, "key 'vocab_file'"),
 }
 
 
