@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -37,6 +38,7 @@ from hddm.networks.vae import INDEX, STEM, read_config, scale_and_shift, vae_fac
 from hddm.networks.wrappers import EXPERT_NETWORKS, FLUX
 from hddm.schedules import DDPM_FAMILY, FLOW_MATCH_FAMILY
 from hddm.settings import Reading
+from hddm.utils.documents import parse_yaml
 from hddm.utils.errors import HddmError, did_you_mean, one_line, shown
 from hddm.utils.files import inside, read_json
 from hddm.utils.records import damage, refuse_damaged
@@ -233,14 +235,17 @@ def _scheduler(folder: Path, above: Path) -> Path | None:
 
 
 def _licence(above: Path, layout: str, arguments: dict[str, Any]) -> str | None:
-    """The licence in the model card, else that of known released weights."""
+    """The licence in the front matter of the model card, else that of known released weights."""
     if (above / "README.md").is_file():
         with inside(above, "README.md").open(encoding="utf-8", errors="replace") as file:
-            front = file.read(65536)
-        for key in ("license_name", "license"):
-            match = re.search(rf"\A---\n.*?^{key}:\s*([^\n]+)$.*?^---$", front, re.MULTILINE | re.DOTALL)
-            if match:
-                return match[1].strip().strip("'\"")
+            card = re.match("---\n(.*?)^---$", file.read(65536), re.MULTILINE | re.DOTALL)
+        # A card that is no YAML states nothing.
+        with suppress(HddmError):
+            front = parse_yaml(card[1].encode(), "README.md") if card else {}
+            stated = front.get("license_name") or front.get("license")
+            names: list[Any] = stated if isinstance(stated, list) else [stated]
+            if names and all(isinstance(one, str) for one in names):
+                return " AND ".join(names)
     if layout == "diffusers-dit" and arguments.get("num_embeds_ada_norm") == IMAGENET_CLASSES:
         return IMAGENET_LICENCE
     return None

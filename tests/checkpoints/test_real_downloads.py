@@ -20,6 +20,7 @@ from diffusers import (
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from hddm.checkpoints.layouts import IMAGENET_LICENCE
 from tests.artefacts import Command, edit_json
 from tests.checkpoint_files import (
     DDPM_BETAS,
@@ -148,8 +149,12 @@ def test_the_licence_of_a_model_card_and_of_imagenet(hddm: Command, tmp_path: Pa
     (source / "README.md").write_bytes(card.replace("\n", "\r\n").encode())
     assert "licence: openrail++" in converted(hddm, source, tmp_path / "other")
     assert facts_of(tmp_path / "other")["licence"] == "openrail++"
-    (source / "README.md").write_text("---\nlicense: other\nlicense_name: dev-non-commercial\n---\n")
-    assert "licence: dev-non-commercial" in converted(hddm, source, tmp_path / "named")
+    named = {"license: x\nlicense_name: own": "own", "license: mit # y": "mit", "license: [a, b]": "a AND b"}
+    none = dict.fromkeys(("license:\ntags:\n- a", "license: [mit, 3]", "license: a: b"), IMAGENET_LICENCE)
+    for k, (front, licence) in enumerate((named | none).items()):
+        (source / "README.md").write_text(f"---\n{front}\n---\n")
+        converted(hddm, source, tmp_path / str(k))
+        assert facts_of(tmp_path / str(k))["licence"] == licence
     (source / "README.md").write_bytes(card.encode())
     assert "states 'openrail++'" in refused(hddm, source, "--licence", "mine")
 
