@@ -28,8 +28,8 @@ commands = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         typer.echo(f"hddm {metadata.version('hddm-diffusion')}")
         raise typer.Exit
 

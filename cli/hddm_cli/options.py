@@ -17,7 +17,7 @@ from pydantic import BeforeValidator
 
 from hddm.settings import READ, Shown
 from hddm.training.settings import settings_of
-from hddm.utils.errors import HddmError, UsageError, asked
+from hddm.utils.errors import HddmError, UsageError, errors_as
 from hddm.utils.files import check_absent, restore
 from hddm.utils.records import EXPERT_FILE, Record
 from hddm_cli.usage import Verb, as_typed
@@ -142,7 +142,7 @@ def takes(command: Callable[..., None]) -> Callable[..., None]:
 
     def made_of(requested: Mapping[str, Any], config: Path | None = None) -> dict[str, Record]:
         """The records of a verb, by its parameters."""
-        with asked():
+        with errors_as(UsageError):
             return {
                 name: settings_of(
                     record, config, {k: v for k, v in requested.items() if k in record.model_fields}

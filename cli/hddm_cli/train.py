@@ -17,7 +17,7 @@ from hddm.training.settings import (
     parse_objectives,
     refuse_fixed,
 )
-from hddm.utils.errors import asked, counted
+from hddm.utils.errors import UsageError, counted, errors_as
 from hddm_cli.options import Config, InputArgument, InputOption, Out, Overwrite, Without, add
 from hddm_cli.usage import say
 
@@ -134,7 +134,7 @@ def train_all(
     from hddm.data.shard_records import find_shards
 
     folders = find_shards(shards)
-    with asked():
+    with errors_as(UsageError):
         objectives = parse_objectives(settings.objective, len(folders))
     of = {name: settings.with_objective(name) for name in set(objectives)}
     refuse_unfinished(out, run, overwrite)
@@ -142,7 +142,7 @@ def train_all(
     from hddm.training.islands import make_islands, refuse_failed
     from hddm.utils.files import alone
 
-    with asked():
+    with errors_as(UsageError):
         islands = make_islands(folders, out, objectives, of, run, schedule, init, overwrite)
     # Two of these with one --out would each train some of the experts.
     with alone(out):

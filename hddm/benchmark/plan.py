@@ -34,7 +34,7 @@ from hddm.evaluation.features import find_inception
 from hddm.experts.loading import load
 from hddm.experts.records import ROUTER_FILE, read_router
 from hddm.training.router import NOISED
-from hddm.utils.errors import HddmError, asked, did_you_mean
+from hddm.utils.errors import HddmError, did_you_mean, errors_as
 from hddm.utils.files import read_json
 from hddm.utils.progress import Progress, TrainingProgress, heard
 from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE
@@ -207,7 +207,7 @@ class SeedPlan:
     def __post_init__(self) -> None:
         self.steps: dict[str, Step] = {}
         for name, line in self.file.steps.items():
-            with asked(f"step {name!r}", HddmError):
+            with errors_as(HddmError, f"step {name!r}"):
                 self.steps[name] = self._step(name, self._words(line))
 
     @cached_property
@@ -215,7 +215,7 @@ class SeedPlan:
         """The scores of real images of the split, which also train the classifier that measures samples."""
         images, features = getattr(self.file.evaluate, self.file.scored_on), self._features
         save = ["--save-classifier", "$out.safetensors"] if features == "classifier" else []
-        with asked("evaluate", HddmError):
+        with errors_as(HddmError, "evaluate"):
             words = ["evaluate", *self._words(images), *self._against, "--features", features, *save]
             return self._step("scores/real", words)
 
@@ -225,7 +225,7 @@ class SeedPlan:
         found = dict[str, PlannedRow]()
         for title, table in self.file.tables.items():
             for row, change in itertools.product(table.rows or self.file.rows, _changes(table)):
-                with asked(f"row {row!r}", HddmError):
+                with errors_as(HddmError, f"row {row!r}"):
                     made = self._row(title, row, change)
                     # A network alone has one row for all strategies.
                     other = found.setdefault(f"{title}/{made.samples.name}", made)

@@ -48,7 +48,7 @@ from hddm.benchmark.results import (
 )
 from hddm.evaluation.results import read_result
 from hddm.training.state import wait_for_run
-from hddm.utils.errors import HddmError, asked, counted, shown
+from hddm.utils.errors import HddmError, counted, errors_as, shown
 from hddm.utils.files import check_absent, read_json, remove, write_json, write_whole
 from hddm.utils.processes import stoppable
 from hddm.utils.progress import Progress, duration, heard
@@ -127,7 +127,7 @@ def run_benchmark(
 
 def _check(plan: SeedPlan, check: RunCommand | None) -> None:
     for step in plan.all:
-        with asked(f"step {step.name!r}", HddmError):
+        with errors_as(HddmError, f"step {step.name!r}"):
             if check is not None:
                 check(step.command())
 
@@ -258,7 +258,7 @@ def _count(step: Step, out: Path, run: RunCommand, report: Callable[[float], Non
 @contextlib.contextmanager
 def _started(step: Step, printed: io.StringIO) -> Iterator[None]:
     """Block in which a step runs: its errors have its name, and what it prints is kept."""
-    with asked(f"step {step.name!r} ({step.shown})", HddmError), contextlib.redirect_stdout(printed):
+    with errors_as(HddmError, f"step {step.name!r} ({step.shown})"), contextlib.redirect_stdout(printed):
         yield
 
 

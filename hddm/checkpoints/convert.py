@@ -49,7 +49,7 @@ from hddm.settings import Conversion, Report, keywords, silent
 from hddm.training.objectives import check_fit
 from hddm.training.settings import TEXT
 from hddm.training.verify import warn_of_misreading
-from hddm.utils.errors import HddmError, asked, one_line
+from hddm.utils.errors import HddmError, UsageError, errors_as, one_line
 from hddm.utils.files import check_absent, new_folder, refuse_full_disk, sha256_of, write_json
 from hddm.utils.progress import Progress
 from hddm.utils.records import read_record
@@ -132,7 +132,7 @@ def convert(
     check_absent(out, EXPERT_FILE, overwrite)
     shard = None
     if data is not None:
-        with asked():
+        with errors_as(UsageError):
             shard = open_shard(data)
             check_fit(shard, planned.record, None)
     for line in summary_lines(planned):

@@ -183,16 +183,16 @@ class Checkpoint:
     """Of an expert folder."""
 
 
-def choose_set(sets: Mapping[WeightSet, Any], asked: WeightSet | None, origin: str) -> WeightSet:
+def choose_set(sets: Mapping[WeightSet, Any], chosen: WeightSet | None, origin: str) -> WeightSet:
     """Choose the set of weights: as requested, else the averaged one, else the only one."""
     order: tuple[WeightSet, ...] = ("ema", "unstated", "raw")
-    if asked is None:
+    if chosen is None:
         return next(name for name in order if name in sets)
-    if asked not in sets:
+    if chosen not in sets:
         raise HddmError(
-            f"`weights` {asked}: {origin} holds {', '.join(sets)}; drop the option or name one of these"
+            f"`weights` {chosen}: {origin} holds {', '.join(sets)}; drop the option or name one of these"
         )
-    return asked
+    return chosen
 
 
 @dataclass(frozen=True)

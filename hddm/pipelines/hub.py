@@ -101,8 +101,8 @@ def plan_upload(
     own, sheet = folder / CARD, None
     is_own = own.is_file() and MARK not in own.read_text(encoding="utf-8", errors="replace")
     given = {"licence": licence, "picture": picture, "results": results}
-    if is_own and (asked := [name for name, one in given.items() if one is not None]):
-        raise UsageError(f"`{asked[0]}`: is for a card that hddm writes, and {own} is yours; drop one")
+    if is_own and (requested := [name for name, one in given.items() if one is not None]):
+        raise UsageError(f"`{requested[0]}`: is for a card that hddm writes, and {own} is yours; drop one")
     if picture is not None:
         sheet = f"picture{picture.suffix.lower()}"
         files[sheet] = picture

@@ -184,20 +184,20 @@ def _add(into: dict[str, Tensor], new: Mapping[str, Tensor]) -> None:
     into |= new
 
 
-def repeated(asked: Conditions, times: int, batch: int | None = None) -> tuple[Conditions, int]:
+def repeated(conditions: Conditions, times: int, batch: int | None = None) -> tuple[Conditions, int]:
     """Repeat each row of the conditions ``times`` times; also return the resulting number of images.
 
     Single rows are expanded to the number of rows of the others, and to ``batch`` rows if provided.
     """
-    values = [*asked.given.values(), *asked.negative.values()]
-    values += [] if asked.prior is None else [asked.prior]
+    values = [*conditions.given.values(), *conditions.negative.values()]
+    values += [] if conditions.prior is None else [conditions.prior]
     found = max(map(len, values), default=1) if batch is None else batch
 
     def spread(value: Tensor) -> Tensor:
         value = value.expand(found, *value.shape[1:]) if len(value) == 1 else value
         return value.repeat_interleave(times, dim=0)
 
-    return asked.map(spread), found * times
+    return conditions.map(spread), found * times
 
 
 Vae: TypeAlias = AutoencoderKL | AutoencoderTiny

@@ -341,7 +341,7 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         encoded = self.encode(
             prompt, class_labels, negative_prompt, guidance.by_condition, conditions, negative_conditions
         )
-        asked, num = repeated(encoded, num_images_per_prompt, batch_size)
+        repeats, num = repeated(encoded, num_images_per_prompt, batch_size)
         self._interrupt = False
         how = self.plan(
             Begin(image, mask_image, strength, resampling_steps, edit_from),
@@ -381,7 +381,7 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
             outcome = callback_on_step_end(self, index, 1000 * float(how.times[index]), {"latents": x})
             return (outcome or {}).get("latents", x).to(x)
 
-        for batch in batches(how, range(start, start + num), asked, num):
+        for batch in batches(how, range(start, start + num), repeats, num):
             with self.progress_bar(total=how.steps) as bar:
                 samples = run(how, batch, on_step, lambda: self._interrupt, use)
             if is_apart and self._interrupt:

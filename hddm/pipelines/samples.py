@@ -29,7 +29,7 @@ from hddm.routers import MomentsRouter
 from hddm.running import Batch, Plan, Seeded, run
 from hddm.sampling import batches, guidance_of, plan_arguments
 from hddm.settings import SampleSettings, keywords
-from hddm.utils.errors import HddmError, asked
+from hddm.utils.errors import HddmError, UsageError, errors_as
 from hddm.utils.files import read_json, read_whole, sha256_of, write_json, write_whole
 from hddm.utils.progress import Progress
 from hddm.utils.records import SAMPLING_FILE, model_hash
@@ -84,7 +84,7 @@ def sample_to_folder(
         None if path is None else open_image(read_whole(path, LARGEST_FILE), path)
         for path in (settings.init_image, settings.mask)
     )
-    with asked():
+    with errors_as(UsageError):
         how = planned(pipeline, settings, image, mask)
     of_one_kind = {"init_image": settings.init_image, "output_type": is_latent, "grid": grid}
     pipeline.check_output(settings.expert, not is_latent, of_one_kind)
@@ -266,16 +266,16 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> Conditions:
     guidance, path = guidance_of(settings), settings.conditions
     classes, text = pipeline.ensemble.classes, TEXT_CONDITIONS[0]
     tensors = {} if path is None else read_safetensors(path)
-    with asked(f"`conditions` {path}", HddmError):
+    with errors_as(HddmError, f"`conditions` {path}"):
         check_labels(tensors, classes)
     against = {
         name.removeprefix(NEGATIVE): tensors.pop(name) for name in [*tensors] if name.startswith(NEGATIVE)
     }
     labels = None
     if settings.class_labels is not None:
-        with asked(f"`class_labels` {settings.class_labels}"):
+        with errors_as(UsageError, f"`class_labels` {settings.class_labels}"):
             labels = class_indices([part.strip() for part in settings.class_labels.split(",")], classes)
-    with asked():
+    with errors_as(UsageError):
         found = pipeline.encode(
             settings.prompts or None,
             labels,

@@ -285,12 +285,12 @@ class Front:
         pipeline, prompt = self.pipeline, wanted.prompt
         labels = [prompt] if prompt in pipeline.ensemble.classes else None
         texts = prompt if labels is None and (prompt or pipeline.takes_prompts) else None
-        asked = pipeline.encode(texts, labels, wanted.negative_prompt, guidance_of(wanted).by_condition)
+        conditions = pipeline.encode(texts, labels, wanted.negative_prompt, guidance_of(wanted).by_condition)
         how = plan(self.ensemble, **plan_arguments(wanted), expert=expert, noise=Seeded(wanted.seed))
         refuse_more("steps", how.steps, self.limits.max_steps)
         numbers = range(wanted.start, wanted.start + wanted.n)
         pieces = list[Piece]()
-        for batch in batches(how, numbers, asked.cycled(range(wanted.n)), self.limits.batch_size):
+        for batch in batches(how, numbers, conditions.cycled(range(wanted.n)), self.limits.batch_size):
             for k in [None] if batch.expert is None else batch.expert.unique().tolist():
                 own = batch if k is None else batch.part((batch.expert == k).nonzero()[:, 0])
                 pieces.append((own, k))
@@ -319,8 +319,8 @@ class Front:
         """Samples (n, C, H, W) of a batch: one message for one expert alone, else one per step and expert."""
         if k is not None and how.model.experts[k].noise_range == WHOLE:
             given, negative = batch.conditions.given, batch.conditions.negative
-            asked = how.model.conditions_by_expert(how.guidance, negative, given)
-            guidance, *conditions = asked[k]
+            shared = how.model.conditions_by_expert(how.guidance, negative, given)
+            guidance, *conditions = shared[k]
             settings = {"steps": how.grid_steps, "shift": how.model.shift, "solver": how.solver_name}
             seed = cast(Seeded, how.noise).seed
             job = SampleJob(seed, tuple(batch.numbers), settings | {"guidance": guidance}, *conditions)

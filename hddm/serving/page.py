@@ -125,16 +125,16 @@ class Play:
         ``values`` are the inputs' values, by ``names``.
         """
         idle, busy = (self.gradio.update(interactive=one) for one in (False, True))
-        asked: dict[str, Any] = dict(zip(names, values, strict=True)) | self._shared
+        inputs: dict[str, Any] = dict(zip(names, values, strict=True)) | self._shared
         self._stopped = stopped = threading.Event()
-        picture, mask = self._pictures(asked.pop("canvas"))
+        picture, mask = self._pictures(inputs.pop("canvas"))
         files = {name: one for name, one in ((START, picture), (MASK, mask)) if one is not None}
-        asked |= {"init_image": Path(START) if picture else None, "mask": Path(MASK) if mask else None}
+        inputs |= {"init_image": Path(START) if picture else None, "mask": Path(MASK) if mask else None}
         # Painted areas are all new, which is the default with a mask.
-        asked["strength"] = None if mask or not picture or asked["strength"] == 0.8 else asked["strength"]
-        show, left_out, expert = (asked.pop(name) for name in ("show", "left_out", "expert"))
+        inputs["strength"] = None if mask or not picture or inputs["strength"] == 0.8 else inputs["strength"]
+        show, left_out, expert = (inputs.pop(name) for name in ("show", "left_out", "expert"))
         try:
-            panels = self._panels(show, left_out, self._settings(asked), self._model.leads.get(expert))
+            panels = self._panels(show, left_out, self._settings(inputs), self._model.leads.get(expert))
         except HddmError as error:
             yield str(_PARTS.error(" ".join([error.message, *error.details]))), idle
             return
@@ -147,14 +147,14 @@ class Play:
         state = f"{counted(done, 'image')} in {time.monotonic() - began:.1f} s" if images else ""
         yield results(panels, state if done == len(images) else f"Stopped: {state}", files), idle
 
-    def _settings(self, asked: dict[str, Any]) -> SampleSettings:
+    def _settings(self, inputs: dict[str, Any]) -> SampleSettings:
         ensemble = self._model.pipeline.ensemble
         # Commas separate names.
         names = {one: str(k) if "," in one else one for k, one in enumerate(ensemble.classes)}
-        asked["class_labels"] = ",".join(names[one] for one in asked["class_labels"] or ()) or None
-        asked["prompts"] = (prompt,) if (prompt := (asked["prompts"] or "").strip()) else ()
-        asked["strategy"] = None if asked["strategy"] in ("", ensemble.strategy) else asked["strategy"]
-        return parse_record(asked, SampleSettings, OPTIONS)
+        inputs["class_labels"] = ",".join(names[one] for one in inputs["class_labels"] or ()) or None
+        inputs["prompts"] = (prompt,) if (prompt := (inputs["prompts"] or "").strip()) else ()
+        inputs["strategy"] = None if inputs["strategy"] in ("", ensemble.strategy) else inputs["strategy"]
+        return parse_record(inputs, SampleSettings, OPTIONS)
 
     def _panels(self, show: str, left_out: str, settings: SampleSettings, expert: int | None) -> list[Panel]:
         model = self._model
@@ -194,7 +194,7 @@ class Play:
 
     def blocks(self) -> Any:
         """The page in Gradio's parts; inputs have the names of settings."""
-        gr, asked = self.gradio, dict[str, Any]()
+        gr, inputs = self.gradio, dict[str, Any]()
         model, several, wide = self._model, len(self._model.leads) > 1, {"min_width": 300}
         ensemble, experts = model.pipeline.ensemble, [*model.leads]
         shows = [WHOLE, *([EVERY, LESS] if several else []), *([GROWN] if self.models[1:] else [])]
@@ -205,49 +205,49 @@ class Play:
             with gr.Row():
                 with gr.Column(scale=2, **wide):
                     first = shows[-1] if self.models[1:] else WHOLE
-                    asked["show"] = gr.Radio(shows, value=first, label="What to see", visible=len(shows) > 1)
-                    asked["left_out"] = gr.Dropdown(experts, label="Leave out", visible=False)
-                    asked["class_labels"] = gr.Dropdown(
+                    inputs["show"] = gr.Radio(shows, value=first, label="What to see", visible=len(shows) > 1)
+                    inputs["left_out"] = gr.Dropdown(experts, label="Leave out", visible=False)
+                    inputs["class_labels"] = gr.Dropdown(
                         names, value=names[:1], multiselect=True, label="Class", visible=bool(names),
                         info="Several take turns.",
                     )  # fmt: skip
-                    asked["prompts"] = gr.Textbox(label="Prompt", lines=2, visible=reads)
-                    asked["strategy"] = gr.Dropdown(
+                    inputs["prompts"] = gr.Textbox(label="Prompt", lines=2, visible=reads)
+                    inputs["strategy"] = gr.Dropdown(
                         list(strategies), label="Which experts paint", info=_STRATEGIES, visible=several,
                         allow_custom_value=True,
                     )  # fmt: skip
-                    asked["num_images"] = gr.Slider(1, 16, 4, step=1, label="How many images")
-                    asked["seed"] = gr.Number(0, label="Seed, the number of the noise", precision=0)
+                    inputs["num_images"] = gr.Slider(1, 16, 4, step=1, label="How many images")
+                    inputs["seed"] = gr.Number(0, label="Seed, the number of the noise", precision=0)
                     with gr.Row():
                         other = gr.Button("New seed", min_width=90)
                         stop = gr.Button("Stop", min_width=90, interactive=False)
                     make = gr.Button("Make images", variant="primary")
                     with gr.Accordion("Begin with a picture", open=False):
                         gr.HTML("Drop one, and paint over what is to change.", js_on_load=None)
-                        asked["canvas"] = gr.ImageEditor(
+                        inputs["canvas"] = gr.ImageEditor(
                             type="pil", format="png", label="Picture", sources=("upload", "clipboard"),
                             layers=False, transforms=(), buttons=[], height=360,
                             brush=gr.Brush(default_size=48, colors=["#ff2d78"], color_mode="fixed"),
                         )  # fmt: skip
                         new = "How much is new, if nothing is painted over"
-                        asked["strength"] = gr.Slider(0, 1, 0.8, step=0.05, label=new)
+                        inputs["strength"] = gr.Slider(0, 1, 0.8, step=0.05, label=new)
                     with gr.Accordion("Advanced", open=False):
-                        asked["steps"] = gr.Slider(1, 100, own.steps, step=1, label="Steps")
-                        asked["solver"] = gr.Dropdown(list(SOLVERS), value=own.solver_name, label="Solver")
+                        inputs["steps"] = gr.Slider(1, 100, own.steps, step=1, label="Steps")
+                        inputs["solver"] = gr.Dropdown(list(SOLVERS), value=own.solver_name, label="Solver")
                         alone = ["all", *experts]
-                        asked["expert"] = gr.Dropdown(alone, label="One expert alone", visible=several)
+                        inputs["expert"] = gr.Dropdown(alone, label="One expert alone", visible=several)
                         guides = bool(names) or reads
-                        asked["guidance_scale"] = gr.Slider(1, 15, 1, label="Guidance scale", visible=guides)
+                        inputs["guidance_scale"] = gr.Slider(1, 15, 1, label="Guidance scale", visible=guides)
                 with gr.Column(scale=5, **wide):
                     start = '<div class="hddm"><p>Images appear here while they form.</p></div>'
                     result = gr.HTML(start, elem_id="result", js_on_load=None)
             quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-            show, canvas = asked["show"], asked["canvas"]
-            show.change(lambda one: gr.update(visible=one == LESS), show, asked["left_out"], **quiet)
-            other.click(lambda: random.randrange(10_000), None, asked["seed"], **quiet)
+            show, canvas = inputs["show"], inputs["canvas"]
+            show.change(lambda one: gr.update(visible=one == LESS), show, inputs["left_out"], **quiet)
+            other.click(lambda: random.randrange(10_000), None, inputs["seed"], **quiet)
             canvas.upload(self._enlarged, canvas, canvas, **quiet)
-            run = functools.partial(self.run, [*asked])
-            make.click(run, [*asked.values()], [result, stop], concurrency_limit=1, **quiet)
+            run = functools.partial(self.run, [*inputs])
+            make.click(run, [*inputs.values()], [result, stop], concurrency_limit=1, **quiet)
             make.click(None, js=_TO_RESULT)
             stop.click(self.stop, queue=False, **quiet)
         return page

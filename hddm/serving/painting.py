@@ -143,8 +143,8 @@ class Panel:
         settings, pipeline = self.settings, self.pipeline
         how = planned(pipeline, settings, edit.get("image"), edit.get("mask_image"))
         self.steps = how.steps
-        asked = read_cycles(pipeline, settings).cycled(settings.numbers)
-        for batch in batches(how, settings.numbers, asked, settings.batch_size):
+        requested = read_cycles(pipeline, settings).cycled(settings.numbers)
+        for batch in batches(how, settings.numbers, requested, settings.batch_size):
             use = ExpertUse(len(how.model.experts))
             run(how, batch, self._watched(how, batch, use, show), stopped.is_set, use)
             if stopped.is_set():

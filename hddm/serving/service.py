@@ -219,10 +219,10 @@ def _refuse_taken(host: str, port: int) -> None:
         raise HddmError(f"`port` {port}: cannot listen on {host} ({error.strerror})") from error
 
 
-def _refuse_lack(there: Mapping[str, float], asked: Sequence[Mapping[str, float]]) -> None:
+def _refuse_lack(there: Mapping[str, float], needed: Sequence[Mapping[str, float]]) -> None:
     """Raise an `HddmError` if a cluster has less of a resource than all workers together need."""
     total = Counter[str]()
-    for resources in asked:
+    for resources in needed:
         total.update(resources)
     for key, value in total.items():
         name = {"num_cpus": "CPU", "num_gpus": "GPU"}.get(key, key)

@@ -46,7 +46,7 @@ from hddm.training.settings import (
     resolve,
 )
 from hddm.training.watching import watching
-from hddm.utils.errors import HddmError, UsageError, asked
+from hddm.utils.errors import HddmError, UsageError, errors_as
 from hddm.utils.records import MANIFEST, WHOLE
 from hddm.utils.streams import Use, generator, seed_of
 from hddm.utils.tensors import append_dims
@@ -129,7 +129,7 @@ def _with_mixing_strategy(folder: Path, opened: OpenedEnsemble, strategy: str | 
     if strategy is None and keeps_one and not is_alone:
         log.info("%s: keeps one expert per sample; the student learns their full mixture", folder)
     chosen = strategy or ("full" if keeps_one else facts.strategy)
-    with asked():
+    with errors_as(UsageError):
         Strategy.parse(chosen).check(len(set(domains_of(opened.entries))))
     return replace(opened, facts=facts.model_copy(update={"strategy": chosen}))
 

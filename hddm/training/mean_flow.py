@@ -100,8 +100,8 @@ def solve(
 
             own = _at(rows, conditions, texts)
             expert = own.pop("expert", None)
-            asked = Conditions({name: value.to(teacher.device) for name, value in own.items()})
-            integrate(teacher, x, times, asked, expert, keep, guidance=guidance_scale)
+            moved = Conditions({name: value.to(teacher.device) for name, value in own.items()})
+            integrate(teacher, x, times, moved, expert, keep, guidance=guidance_scale)
     if file is not None:
         write_whole(file, lambda path: save_file({"states": states, **known}, path))
     return Trajectories(states, times)

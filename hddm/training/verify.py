@@ -29,7 +29,7 @@ from hddm.experts.records import (
 from hddm.networks.folders import WEIGHTS
 from hddm.training.denoising import IMAGES, LOWEST, SURE, Denoising, denoising, misread
 from hddm.training.objectives import check_fit, check_own, conditions_of, conditions_of_rows, evenly_spaced
-from hddm.utils.errors import HddmError, UsageError, asked
+from hddm.utils.errors import HddmError, UsageError, errors_as
 from hddm.utils.files import sha256_of
 from hddm.utils.records import HASHES, damage
 from hddm.utils.tensors import available_device
@@ -93,7 +93,7 @@ def verify_expert(
         UsageError: for a missing device, and images that are missing, damaged, too few, or not the expert's;
             all else is a problem of the `Verification`.
     """
-    with asked():
+    with errors_as(UsageError):
         place = available_device(device)
         shard = None if data is None else open_shard(data)
         known = bases_in(bases) if bases else None
@@ -109,7 +109,7 @@ def verify_expert(
         unread = open_expert(folder, known, unheld=(WEIGHTS, ADAPTER_WEIGHTS))
         whole_components(folder)
         record = unread.facts
-        with asked():
+        with errors_as(UsageError):
             found.notes += [] if shard is None else _check_images(shard, unread)
         found.problems += foreign_files(folder, lambda path: hashes[path.resolve()])
         expert = unread.read(torch.float32)
@@ -125,7 +125,7 @@ def verify_expert(
         found.trained_on = record.shard.hash if record.shard else None
         if shard is not None and not found.problems:
             # Only where the record names the shard are wrong classes a fault of the expert.
-            with asked() if record.shard is None else contextlib.nullcontext():
+            with errors_as(UsageError) if record.shard is None else contextlib.nullcontext():
                 judge(found, expert, reading, shard, seed)
     except UsageError:
         raise

@@ -48,8 +48,8 @@ class Stopped(HddmError):
 
 
 @contextlib.contextmanager
-def asked(option: str | None = None, kind: type[HddmError] = UsageError) -> Iterator[None]:
-    """Check a caller's arguments in this block: an `HddmError` in it becomes a `UsageError`, or a ``kind``.
+def errors_as(kind: type[HddmError], option: str | None = None) -> Iterator[None]:
+    """Raise an `HddmError` of this block as one of ``kind``, such as a `UsageError` for wrong arguments.
 
     Its message then begins with ``option``, an argument and its value, or a step. `Stopped` stays as it is.
     """
