@@ -174,8 +174,7 @@ def test_encoders_taken_on_trust_stay_with_chosen_experts(trio: Trio, tmp_path: 
 def test_chosen_experts_need_a_share(trio: Trio, tmp_path: Path) -> None:
     assemble(trio.experts[:2], tmp_path / "out", share={"e0": 0.0, "e1": 1.0})
     assert load_ensemble(tmp_path / "out", experts=[1]).prior.tolist() == [1.0]
-    with pytest.raises(HddmError, match="prior must be 1 non-negative numbers with a positive sum"):
-        load_ensemble(tmp_path / "out", experts=[0])
+    assert "prior must be 1 non-negative numbers" in refusal(load_ensemble, tmp_path / "out", experts=[0])
 
 
 def _components(root: Path, vae: dict[str, Any], clip: dict[str, Any]) -> dict[str, Path]:
