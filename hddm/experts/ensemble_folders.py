@@ -39,10 +39,10 @@ from hddm.utils.records import ENSEMBLE_FILE as ENSEMBLE_FILE
 from hddm.utils.records import (
     HASHES,
     MANIFEST,
-    AboveZero,
     ComposedName,
     Count,
     OlderFormat,
+    PositiveNumber,
     Record,
     damage,
     ensemble_around,
@@ -171,10 +171,10 @@ class EnsembleRecord(Record):
     experts: Annotated[tuple[Member, ...], Field(min_length=1)]
     router: str | None = None
     """Folder of a learned router, `MOMENTS`, or None."""
-    evidence: AboveZero = MOMENTS_EVIDENCE
+    evidence: PositiveNumber = MOMENTS_EVIDENCE
     """Evidence of a router by moments (`hddm.routers.MomentsRouter`)."""
     strategy: str = "draw"
-    shift: AboveZero = 1.0
+    shift: PositiveNumber = 1.0
     """Shift of the time grid (`hddm.sampling.time_grid`)."""
 
     @property

@@ -37,6 +37,7 @@ from hddm.utils.records import (
     ComposedName,
     Count,
     NoiseRange,
+    PositiveNumber,
     Record,
     damage,
     read_record,
@@ -169,7 +170,7 @@ class RouterRecord(Record):
     shard_hashes: tuple[str, ...]
     """One per shard, in the order of the router's outputs; none where the shards are not known."""
     shard_images: tuple[Count, ...]
-    temperatures: Annotated[tuple[AboveZero, ...], Field(min_length=1)] = (1.0,)
+    temperatures: Annotated[tuple[PositiveNumber, ...], Field(min_length=1)] = (1.0,)
     """Logits are divided by these, at times spread evenly over [0, 1] and linearly between."""
     calibration: dict[str, Any] = Field(default_factory=dict)
     """The fit of the temperatures, with the expected calibration error before and after."""

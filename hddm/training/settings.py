@@ -22,7 +22,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_v
 from hddm.settings import READ, Described, Positive, PredictionName, Share, Shown, StrategyName
 from hddm.utils.errors import HddmError, UsageError, did_you_mean
 from hddm.utils.files import read_yaml
-from hddm.utils.records import OPTIONS, WHOLE, AboveZero, NoiseRange, Record, Seed, parse_record
+from hddm.utils.records import OPTIONS, WHOLE, NoiseRange, PositiveNumber, Record, Seed, parse_record
 
 # Depth, width and heads.
 _WIDTHS = {"S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16)}
@@ -87,16 +87,16 @@ class LoopFields(Described, Generic[Open]):
     """Network size: tiny, mini, small, S/2 to XL/8, or DEPTHxWIDTH/PATCH as 6x192/2."""
     optimizer: Literal["adamw", "muon"] | Open = OPEN
     """Optimizer for weight matrices; AdamW trains the rest. Default: muon; adamw with `init`."""
-    learning_rate: AboveZero | Open = OPEN
+    learning_rate: PositiveNumber | Open = OPEN
     """Peak learning rate of AdamW. Default: 0.2/width with Muon, 0.5/width without (router: 0.125/width),
     1e-4 with `init`."""
-    muon_learning_rate: AboveZero | None = None
+    muon_learning_rate: PositiveNumber | None = None
     """Learning rate of the matrices that Muon trains. Default: 0.02."""
     warmup: Annotated[int, Field(ge=0)] | Open = OPEN
     """Steps of warm-up. Default: a tenth of `steps`, at most 100."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """Weight decay of both optimizers."""
-    max_grad_norm: AboveZero = 1.0
+    max_grad_norm: PositiveNumber = 1.0
     """Norm that gradients are clipped to."""
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.999
     """Decay of the weights' moving average."""
@@ -144,7 +144,7 @@ class ExpertFields(DenoiserFields[Open], Generic[Open]):
     noise_range: NoiseRange | Open = OPEN
     """Noise levels t (0 data, 1 noise) that the expert covers, such as 0.5:1. Default: all; with `init` those
     of the init."""
-    snr_gamma: AboveZero | None = None
+    snr_gamma: PositiveNumber | None = None
     """Gamma of min-SNR loss weights (DDPM only), such as 5. Default: no weights."""
     class_conditional: bool = False
     """Train on the labels of class folders."""
@@ -155,7 +155,7 @@ class ExpertFields(DenoiserFields[Open], Generic[Open]):
     `init`."""
     lora_rank: Positive | None = None
     """Rank of a LoRA adapter of `init` to train; `out` holds only it."""
-    lora_alpha: AboveZero | None = None
+    lora_alpha: PositiveNumber | None = None
     """Scale of the adapter, as ALPHA/RANK. Default: the rank."""
 
     @property
