@@ -317,9 +317,7 @@ class Ensemble:
         self.joint.check(choice.weights, conditions.get(LABELS))
         self.refuse_kinds(choice.rows)
         inputs = self.inputs_by_expert(x_t, choice, Guidance.of(guidance_scale), negative or {}, conditions)
-        for k, own in inputs.items():
-            for branch in (own.conditions, own.negative):
-                self.experts[k].check_range(branch)
+        self.check_inputs(inputs)
         return self.mix(x_t, times, choice, inputs, then)
 
     def inputs_by_expert(
@@ -337,6 +335,12 @@ class Ensemble:
             whole = self.experts[k].inputs(x_t, *shared[k])
             found[k] = whole if here is None else whole.rows(here)
         return found
+
+    def check_inputs(self, inputs: Mapping[int, Inputs]) -> None:
+        """Raise an `HddmError` for class labels that their expert has no embedding of; reads the device."""
+        for k, own in inputs.items():
+            for branch in (own.conditions, own.negative):
+                self.experts[k].check_range(branch)
 
     def mix(
         self,

@@ -273,8 +273,7 @@ class DropIn(nn.Module):
         choice = Choice(self._weights(x, times, conditions))
         model.joint.check(choice.weights, conditions.get(LABELS))
         inputs = model.inputs_by_expert(x, choice, Guidance(1.0), {}, conditions)
-        for k, own in inputs.items():
-            model.experts[k].check_range(own.conditions)
+        model.check_inputs(inputs)
         if call.residuals:
             here = {k: rows for k, (rows, _) in choice.parts(x.device).items()}
             inputs = {
