@@ -73,18 +73,20 @@ def read_tokenizer(folder: Path) -> Any:
     # Imported here: it takes seconds.
     import transformers
 
-    config = read_config(folder, "tokenizer_config.json")
+    settings, special = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
+    config = read_config(folder, settings.name)
     if (kind := tokenizer_class(config)) not in TOKENIZERS:
         known = " or ".join(TOKENIZERS)
-        raise HddmError(f"{folder}/tokenizer_config.json: holds a {kind[:40]}, not a {known}")
+        raise HddmError(f"{settings}: holds a {kind[:40]}, not a {known}")
     # All folders below: chat templates are read from one.
     for entry in folder.rglob("*"):
         inside(folder, entry.relative_to(folder).as_posix())
-    for name, allowed in (("tokenizer_config.json", _KEYS), ("special_tokens_map.json", _SPECIAL_KEYS)):
-        for key in read_config(folder, name) if (folder / name).exists() else ():
+    tokens = read_config(folder, special.name) if special.exists() else {}
+    for path, keys, allowed in ((settings, config, _KEYS), (special, tokens, _SPECIAL_KEYS)):
+        for key in keys:
             if key not in allowed:
                 hint = did_you_mean(key, allowed)
-                raise HddmError(f"{folder / name}: has an unknown key {key!r}{hint}; delete it there")
+                raise HddmError(f"{path}: has an unknown key {key!r}{hint}; delete it there")
     parts = ("vocab.json", "merges.txt") if kind == "CLIPTokenizer" else ("spiece.model",)
     missing = [name for name in parts if not (folder / name).is_file()]
     # Without any of these, the class makes a tokenizer of three words.
