@@ -34,7 +34,7 @@ from hddm.networks.folders import (
 )
 from hddm.networks.identity import VaeRecord
 from hddm.networks.prompts import PipelineText
-from hddm.networks.vae import INDEX, STEM, read_config, scale_and_shift, vae_facts, weights_of_variant
+from hddm.networks.vae import MODEL_INDEX, STEM, read_config, scale_and_shift, vae_facts, weights_of_variant
 from hddm.networks.wrappers import EXPERT_NETWORKS, FLUX
 from hddm.schedules import DDPM_FAMILY, FLOW_MATCH_FAMILY
 from hddm.settings import Reading
@@ -76,14 +76,13 @@ def open_pipeline(folder: Path, reading: Reading) -> Checkpoint:
     index = _index(folder)
     found = [name for name in DENOISERS if _is_there(index.get(name))]
     if len(found) != 1:
-        raise HddmError(f"{folder / INDEX}: needs one of {', '.join(DENOISERS)}, not {found or 'none'}")
+        raise HddmError(f"{folder / MODEL_INDEX}: needs one of {', '.join(DENOISERS)}, not {found or 'none'}")
     for name in (found[0], "scheduler", *VAES):
         entry = index.get(name)
         is_foreign = not _is_there(entry) or entry[0] != "diffusers"
         if is_foreign and entry not in (None, [None, None]):
-            raise HddmError(
-                f"{folder / INDEX}: {name} is {entry!r}, not a class of diffusers; hddm runs no other code"
-            )
+            text = f"{name} is {entry!r}, not a class of diffusers; hddm runs no other code"
+            raise HddmError(f"{folder / MODEL_INDEX}: {text}")
     # Some early pipelines of one model hold it at the root.
     at_root = found if (folder / "config.json").exists() else []
     parts = [name for name in index if _PARTS.fullmatch(name) and _is_there(index[name])]
@@ -91,7 +90,7 @@ def open_pipeline(folder: Path, reading: Reading) -> Checkpoint:
         others = ", ".join(shown(sorted(one.name for one in folder.iterdir() if one.is_dir())))
         hint = "" if found[0] in missing else f", or convert {folder / found[0]} to do without"
         text = f"no {'/, '.join(missing)}/ beside it (found {others or 'none'}); fetch or rename it{hint}"
-        raise HddmError(f"{folder / INDEX}: {text}")
+        raise HddmError(f"{folder / MODEL_INDEX}: {text}")
     model = folder / found[0]
     if model.is_dir():
         inside(folder, found[0])  # Refuses a link that leaves.
@@ -100,16 +99,16 @@ def open_pipeline(folder: Path, reading: Reading) -> Checkpoint:
 
 def _index(folder: Path) -> dict[str, Any]:
     """The index of the pipeline in ``folder``, empty where there is none; refuses `_OTHER_TASKS`."""
-    index = read_config(folder, INDEX) if (folder / INDEX).is_file() else {}
+    index = read_config(folder, MODEL_INDEX) if (folder / MODEL_INDEX).is_file() else {}
     name = one_line(index.get("_class_name"), 60)
     if task := next((one for one, names in _OTHER_TASKS.items() if re.search(names, name)), None):
-        raise HddmError(f"{folder / INDEX}: {name} {task}; hddm makes pictures from text or a class")
+        raise HddmError(f"{folder / MODEL_INDEX}: {name} {task}; hddm makes pictures from text or a class")
     return index
 
 
 def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Checkpoint:
     """Open one model folder of the pipeline ``root``, by default the one around it."""
-    above = root or (folder.parent if (folder.parent / INDEX).is_file() else folder)
+    above = root or (folder.parent if (folder.parent / MODEL_INDEX).is_file() else folder)
     path, index = folder / "config.json", _index(above)
     network, arguments = parse_config(read_config(folder), list(DIFFUSERS_LAYOUTS.values()), str(path))
     side, stated = reading.sample_size, arguments.get("sample_size")
@@ -211,7 +210,7 @@ def _refuse_other_family(entry: object, declared: Declared, above: Path) -> None
     # With flow sigmas a class of the other family means the same.
     if not config.get("use_flow_sigmas") and _family(entry[1]) != _family(name):
         raise HddmError(
-            f"{declared.scheduler_origin}: is a {name}, and {above / INDEX} says "
+            f"{declared.scheduler_origin}: is a {name}, and {above / MODEL_INDEX} says "
             f"{entry[1]}, which means another schedule; correct one of them"
         )
 

@@ -31,7 +31,7 @@ from hddm.networks.folders import empty_network, refuse_other_tensors
 from hddm.networks.layers import Attention, linear
 from hddm.networks.prompts import default_conditions
 from hddm.networks.transformers import ExpertTransformer
-from hddm.networks.vae import INDEX
+from hddm.networks.vae import MODEL_INDEX
 from hddm.networks.wrappers import Interface, interface_of, pooled_width
 from hddm.settings import Conversion, Reading
 from hddm.training.settings import TEXT
@@ -89,7 +89,7 @@ def open_checkpoint(path: Path, reading: Reading) -> Checkpoint:
         return open_expert_checkpoint(path, reading)
     if is_paris(path):
         raise UsageError(f"{path}: is the Paris release, which needs no conversion: hddm sample {path}")
-    if (path / INDEX).exists():
+    if (path / MODEL_INDEX).exists():
         return open_pipeline(path, reading)
     if (path / "config.json").exists():
         return open_model(path, reading)
@@ -107,7 +107,7 @@ def open_checkpoint(path: Path, reading: Reading) -> Checkpoint:
         return sources[0]
     found = [str(one.path) for one in sources] + [str(error) for error in refusals]
     raise HddmError(
-        f"{path}: holds none of {EXPERT_FILE}, {INDEX} and config.json, and not exactly one "
+        f"{path}: holds none of {EXPERT_FILE}, {MODEL_INDEX} and config.json, and not exactly one "
         f"checkpoint file (found: {'; '.join(found) or 'none'})"
     )
 

@@ -14,10 +14,11 @@ from hddm.checkpoints.folders import DIFFUSERS_LAYOUTS, SCHEDULER_FILE, open_exp
 from hddm.checkpoints.plan import Built
 from hddm.checkpoints.single_files import FILE_LAYOUTS
 from hddm.checkpoints.sources import Checkpoint, as_planned
-from hddm.experts.ensemble_folders import MODEL_INDEX, put_component
+from hddm.experts.ensemble_folders import put_component
 from hddm.experts.parts import components_of
 from hddm.experts.records import EXPERT_FILE, ExpertRecord
 from hddm.networks.prompts import encoder_classes, family_in, index_content, zeros_in
+from hddm.networks.vae import MODEL_INDEX
 from hddm.networks.wrappers import own_time_factor
 from hddm.schedules import FLOW_MATCH_FAMILY, LinearSchedule, from_config, from_diffusers
 from hddm.settings import Reading

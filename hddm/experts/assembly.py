@@ -32,7 +32,6 @@ from hddm.experts.ensemble_folders import (
     COMPONENTS,
     ENSEMBLE_FILE,
     KEPT,
-    MODEL_INDEX,
     MOMENTS,
     MOMENTS_EVIDENCE,
     ROUTER,
@@ -60,6 +59,7 @@ from hddm.experts.records import (
     weights_in,
 )
 from hddm.networks.folders import sha256_once
+from hddm.networks.vae import MODEL_INDEX
 from hddm.routers import Strategy
 from hddm.settings import AssemblySettings, keywords
 from hddm.utils.errors import HddmError

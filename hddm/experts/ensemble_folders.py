@@ -31,8 +31,8 @@ from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.networks.prompts import encoder_classes, family_in, index_content, refuse_other_parts, zeros_in
 from hddm.networks.text_encoder import STEM as TEXT_STEM
 from hddm.networks.text_encoder import text_encoder_class, text_encoder_config, tokenizer_class
+from hddm.networks.vae import MODEL_INDEX, read_config, read_weights
 from hddm.networks.vae import STEM as VAE_STEM
-from hddm.networks.vae import read_config, read_weights
 from hddm.utils.errors import HddmError, did_you_mean, one_line
 from hddm.utils.files import alone, inside, is_draft, link_or_copy, new_folder, read_json, write_json
 from hddm.utils.records import ENSEMBLE_FILE as ENSEMBLE_FILE
@@ -53,7 +53,6 @@ from hddm.utils.records import (
     write_manifest,
 )
 
-MODEL_INDEX = "model_index.json"
 ROUTER = "router"
 PIPELINE_CLASS = "HDDMPipeline"
 SCHEDULER_CLASS = "FlowMatchEulerDiscreteScheduler"

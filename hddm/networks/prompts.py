@@ -41,12 +41,12 @@ from hddm.networks.text_encoder import (
     text_encoder_class,
     text_encoder_facts,
 )
-from hddm.networks.vae import INDEX, class_in, find_weights, read_config
+from hddm.networks.vae import MODEL_INDEX, class_in, find_weights, read_config
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.files import inside, read_json, write_json
 
 ZEROS = "force_zeros_for_empty_prompt"
-"""Key of `INDEX`: True where the negative prompt "" becomes zeros."""
+"""Key of `MODEL_INDEX`: True where the negative prompt "" becomes zeros."""
 
 
 class Family(NamedTuple):
@@ -103,9 +103,9 @@ def family_in(folder: Path) -> str | None:
 def refuse_other_parts(folder: Path, pipeline: str) -> None:
     """Raise an `HddmError` that names a text encoder or tokenizer which is missing or of another class."""
     for name, kind in encoder_classes(pipeline).items():
-        stated = read_config(folder, INDEX).get(name)
+        stated = read_config(folder, MODEL_INDEX).get(name)
         if not isinstance(stated, list) or len(stated) != 2 or str(stated[1]).removesuffix("Fast") != kind:
-            raise HddmError(f"{folder / INDEX}: {name} is {str(stated)[:60]}, and must be a {kind}")
+            raise HddmError(f"{folder / MODEL_INDEX}: {name} is {str(stated)[:60]}, and must be a {kind}")
         place = inside(folder, name)
         if name.startswith("tokenizer"):
             read_config(place, "tokenizer_config.json")
@@ -169,7 +169,7 @@ class PromptEncoders(nn.Module):
         """Write the parts into ``folder``."""
         for name, part in (*self.encoders.items(), *self.tokenizers.items()):
             part.save_pretrained(Path(folder) / name)
-        write_json(Path(folder) / INDEX, index_content(self.pipeline, self.empty_is_zero))
+        write_json(Path(folder) / MODEL_INDEX, index_content(self.pipeline, self.empty_is_zero))
 
 
 def index_content(pipeline: str, empty_is_zero: bool) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def zeros_in(folder: Path) -> bool:
     """True where the negative prompt "" becomes zeros; the default of a family whose index has `ZEROS`."""
     pipeline = family_in(folder)
     has_key = pipeline is not None and FAMILIES[pipeline].has_zeros_key
-    return has_key and bool(read_config(folder, INDEX).get(ZEROS, True))
+    return has_key and bool(read_config(folder, MODEL_INDEX).get(ZEROS, True))
 
 
 def read_texts(folder: Path, dtype: torch.dtype = torch.float32) -> Any:

@@ -26,7 +26,7 @@ from hddm.utils.tensors import read_safetensors, refuse_non_finite
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL, AutoencoderTiny
 
-INDEX = "model_index.json"
+MODEL_INDEX = "model_index.json"
 _TASKS = re.compile("(ControlNet|Union|XS|PAG|Adapter|Img2Img|Inpaint|Inpainting)+(?=Pipeline$)")
 _CODE = ("auto_map", "custom_pipeline", "trust_remote_code")
 
@@ -50,8 +50,8 @@ def class_in(folder: Path) -> str | None:
     Classes for another task with the same parts count as the plain one: ``FluxImg2ImgPipeline`` is a
     ``FluxPipeline``.
     """
-    is_there = (folder / INDEX).is_file()
-    return _TASKS.sub("", str(read_config(folder, INDEX).get("_class_name"))) if is_there else None
+    is_there = (folder / MODEL_INDEX).is_file()
+    return _TASKS.sub("", str(read_config(folder, MODEL_INDEX).get("_class_name"))) if is_there else None
 
 
 def find_weights(folder: Path, stem: str, variant: str | None = None) -> str | None:
