@@ -19,7 +19,7 @@ from hddm.evaluation.measures import Distance
 from hddm.evaluation.scores import SplitScores
 from hddm.utils.records import parse_record
 from hddm.utils.workers import Backend, Call, Event
-from hddm_cli.app import check_words, run_words
+from hddm_cli.lines import LINES
 from tests.artefacts import killing, write_images
 from tests.killed_runs import in_a_process
 
@@ -138,7 +138,7 @@ def inline() -> Iterator[list[list[str]]]:
 def run_inline(chosen: BenchmarkFile, out: Path, data: Path | None = None, **options: Any) -> Results:
     """The benchmark in this process alone."""
     with inline():
-        return run.run_benchmark(chosen, out, run_words, check=check_words, data=data, **options)
+        return run.run_benchmark(chosen, out, LINES, data=data, **options)
 
 
 def finish(folder: Path) -> Finished:

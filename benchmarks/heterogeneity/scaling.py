@@ -20,7 +20,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from benchmarks.harness import Start, digit_shards
 from benchmarks.reports import COLOURS
 from hddm.benchmark.file import BenchmarkFile, read_benchmark
-from hddm.benchmark.plan import count_training
+from hddm.benchmark.costs import count_training
 from hddm.benchmark.results import PERCENT_UNEQUAL
 from hddm.benchmark.run import run_benchmark
 from hddm.calibration import LEVELS, STATES
@@ -28,6 +28,7 @@ from hddm.training.router import NOISED
 from hddm.training.settings import size_config
 from hddm.utils.records import parse_record
 from hddm_cli.app import run_words
+from hddm_cli.lines import LINES
 
 SINGLE = "single model"
 SHARDS, BATCH = 4, 32
@@ -74,7 +75,7 @@ def scaling(sweep: Sweep, start: Start) -> Path:
             file = file_of(sweep, size, factor, shared, start.workers)
             typer.echo(file.name, err=True)
             out = place / f"{size.replace('/', '-')}_{factor:g}"
-            results = run_benchmark(file, out, run_words, jobs=place / "jobs")
+            results = run_benchmark(file, out, LINES, jobs=place / "jobs")
             distances = {
                 row.name: tuple(row.figure(results.decides).values.values()) for row in results.first
             }

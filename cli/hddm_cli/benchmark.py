@@ -73,15 +73,15 @@ def benchmark(
     from hddm.benchmark.report import REPORT_FILE, tables_text
     from hddm.benchmark.run import commands, run_benchmark
     from hddm.utils.ray_workers import RayWorkers
-    from hddm_cli.app import check_words, run_words
+    from hddm_cli.lines import LINES
 
     if options.dry_run:
-        for command in commands(file, options.data, check_words):
+        for command in commands(file, LINES, options.data):
             typer.echo(command)
         return
     assert out is not None
     backend = None if options.ray is None else RayWorkers(options.ray)
     where: dict[str, Any] = {"data": options.data, "jobs": options.jobs, "overwrite": options.overwrite}
-    results = run_benchmark(file, out, run_words, check=check_words, backend=backend, **where)
+    results = run_benchmark(file, out, LINES, backend=backend, **where)
     typer.echo(tables_text(results))
     typer.echo(f"\nreport: {out / REPORT_FILE}\nfigures: {out / 'results.json'}")

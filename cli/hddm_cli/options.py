@@ -18,7 +18,7 @@ from pydantic import BeforeValidator
 from hddm.settings import READ, Shown
 from hddm.training.settings import settings_of
 from hddm.utils.errors import HddmError, UsageError, errors_as
-from hddm.utils.files import check_absent, restore
+from hddm.utils.files import check_absent, is_empty, restore
 from hddm.utils.records import EXPERT_FILE, Record
 from hddm_cli.usage import Verb, as_typed
 
@@ -54,7 +54,7 @@ def absent(context: typer.Context, value: Path) -> Path:
 
 def refuse_other(out: Path, record: str, kind: str) -> None:
     """Refuse a folder with content but no file ``record``, which marks the ``kind`` that goes on there."""
-    if out.is_dir() and any(out.iterdir()) and not (out / record).is_file():
+    if out.is_dir() and not is_empty(out) and not (out / record).is_file():
         raise HddmError(f"{out} exists and holds no {kind}: choose another folder")
 
 

@@ -37,10 +37,10 @@ def quickstart(
     from hddm.benchmark.file import read_benchmark
     from hddm.benchmark.report import REPORT_FILE, tables_text
     from hddm.benchmark.run import run_benchmark
-    from hddm_cli.app import run_words
+    from hddm_cli.lines import LINES
 
     file = read_benchmark("quickstart", seeds=f"0-{seeds - 1}")
-    results = run_benchmark(file, out, run_words, overwrite=overwrite, shows_commands=True, headline=headline)
+    results = run_benchmark(file, out, LINES, overwrite=overwrite, shows_commands=True, headline=headline)
     typer.echo(f"\n{headline(results)}\n\n{tables_text(results)}\nreport: {out / REPORT_FILE}")
 
 

@@ -18,6 +18,7 @@ that the user names. Settings are chosen on ``seeds`` and validation images; the
 ``confirmation_seeds`` and held-out images.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +32,8 @@ from hddm.utils.records import Record, Seed, parse_record
 
 _PRESETS = Path(__file__).with_name("presets")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+MOST_SEEDS, MOST_ROWS, MOST_WORKERS = 1_000, 1_000, 1_000
+"""Bounds of one benchmark, far above any that anybody runs."""
 RESERVED = ("data", "out", "seed")
 """Names that stand for the user's folder, for what a step writes and for the training seed."""
 
@@ -42,15 +45,20 @@ def parse_seeds(text: str) -> tuple[int, ...]:
         match = _RANGE.fullmatch(part.strip())
         if match is None or (match[2] and int(match[2]) < int(match[1])):
             raise HddmError(f"{part.strip()!r} is not a seed; write 0-4 or 5,6")
-        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last - first + 1 + len(found) > MOST_SEEDS:
+            raise HddmError(f"{part.strip()!r}: a benchmark has at most {MOST_SEEDS} seeds; name fewer")
+        found += range(first, last + 1)
     return tuple(found)
 
 
 def _seeds(value: Any) -> Any:
-    """A text parsed, and a list as a tuple, which JSON does not have."""
-    return (
-        parse_seeds(value) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
-    )
+    """A text or one number parsed, and a list as a tuple, which JSON does not have."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return (value,)
+    if isinstance(value, str):
+        return parse_seeds(value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _once(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -59,8 +67,27 @@ def _once(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 Names = Annotated[tuple[str, ...], AfterValidator(_once)]
-Seeds = Annotated[tuple[Seed, ...], BeforeValidator(_seeds), AfterValidator(_once)]
+Seeds = Annotated[
+    tuple[Seed, ...], Field(max_length=MOST_SEEDS), BeforeValidator(_seeds), AfterValidator(_once)
+]
+Text = Annotated[str, Field(min_length=1, max_length=200)]
+"""A name of a row or table."""
 DecidingSplit = Literal["validation", "held_out"]
+
+
+def _domains(domains: dict[str, str]) -> dict[str, str]:
+    """Refuse names and classes that ``--domain NAME=CLASS,CLASS`` reads as others."""
+    seen: dict[str, str] = {}
+    for name, classes in domains.items():
+        if "=" in name or name != name.strip():
+            raise ValueError(f"domain {name!r}: its name has no = and no space at its ends; rename it")
+        for one in classes.split(","):
+            if not one or one != one.strip():
+                raise ValueError(f"domain {name!r}: write its classes as 0,1,2, not {classes!r}")
+            if one in seen:
+                raise ValueError(f"class {one!r} is in domain {name!r} and in {seen[one]!r}; name it once")
+            seen[one] = name
+    return domains
 
 
 class Measuring(Record):
@@ -74,7 +101,7 @@ class Measuring(Record):
     features: str = "auto"
     """``classifier``, trained once on the reference; ``inception`` or the file of a classifier; or
     ``auto``: inception where its weights are on disk, else classifier."""
-    domains: dict[str, str] = Field(default_factory=dict)
+    domains: Annotated[dict[Text, Text], AfterValidator(_domains)] = Field(default_factory=dict)
     """Classes of each domain, as ``0,1,2``, for scores by domain."""
     options: str = ""
     """Further options of ``hddm evaluate``, such as ``--mirrored``."""
@@ -87,10 +114,20 @@ class Table(Record):
     """By name; all, if empty."""
     sample: str = ""
     """Options of ``hddm sample`` for all rows."""
-    vary: dict[str, tuple[str | int | float, ...]] = Field(default_factory=dict)
+    vary: dict[str, Annotated[tuple[str | int | float, ...], Field(min_length=1)]] = Field(
+        default_factory=dict
+    )
     """Values to try by option; with several options, the rows as they are come first."""
     product: bool = False
     """Combine all values instead of changing one at a time."""
+
+    @model_validator(mode="after")
+    def _is_a_table(self) -> "Table":
+        sizes = [len(values) for values in self.vary.values()]
+        number = math.prod(sizes) if self.product else sum(sizes)
+        if number > MOST_ROWS:
+            raise ValueError(f"a table has at most {MOST_ROWS} variations, and these are {number}; vary less")
+        return self
 
 
 class Compare(Record):
@@ -114,10 +151,14 @@ class BenchmarkFile(Record):
     steps: Annotated[dict[str, str], Field(min_length=1)]
     about: dict[str, str] = Field(default_factory=dict)
     """Sentences that introduce steps."""
-    rows: Annotated[dict[str, Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+    rows: Annotated[
+        dict[Text, Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MOST_ROWS)
+    ]
     captions: dict[str, str] = Field(default_factory=dict)
     """What the first samples of a row show."""
-    tables: dict[str, Table] = Field(default_factory=lambda: {"models": Table()})
+    tables: Annotated[dict[Text, Table], Field(min_length=1)] = Field(
+        default_factory=lambda: {"models": Table()}
+    )
     evaluate: Measuring
     compare: Compare = Compare()
     budgets: dict[str, Names] = Field(default_factory=dict)
@@ -132,7 +173,7 @@ class BenchmarkFile(Record):
     """One training of everything per seed."""
     confirmation_seeds: Seeds = ()
     """Fresh ones, for held-out images."""
-    workers: Annotated[int, Field(ge=1)] = 2
+    workers: Annotated[int, Field(ge=1, le=MOST_WORKERS)] = 2
     """Steps at a time, each with one CPU thread; results do not depend on it."""
 
     @property
@@ -151,6 +192,10 @@ class BenchmarkFile(Record):
                 raise ValueError(
                     f"{name!r} cannot be the name of a step or value; use letters, digits, - and _"
                 )
+            if other := next(
+                (one for one in self.steps if one != name and one.lower() == name.lower()), None
+            ):
+                raise ValueError(f"steps {name!r} and {other!r} are one folder on some disks; rename one")
         listed = [name for table in self.tables.values() for name in table.rows]
         listed += [*self.compare.candidates, *self.compare.baselines, *self.captions]
         listed += [name for names in self.budgets.values() for name in names]

@@ -15,7 +15,7 @@ import contextlib
 import datetime
 import io
 import itertools
-import os
+import logging
 import sys
 import time
 from collections import Counter
@@ -23,18 +23,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hddm.benchmark.costs import calibration_flop, cost_key, count_sampling, count_training, trained_size
 from hddm.benchmark.file import BenchmarkFile
-from hddm.benchmark.plan import (
-    PlannedRow,
-    RunCommand,
-    SeedPlan,
-    Step,
-    calibration_flop,
-    cost_key,
-    count_sampling,
-    count_training,
-    trained_size,
-)
+from hddm.benchmark.lines import CommandLine, RunCommand
+from hddm.benchmark.plan import PlannedRow, SeedPlan
 from hddm.benchmark.report import tables_text, write_report
 from hddm.benchmark.results import (
     FORMAT,
@@ -46,25 +38,26 @@ from hddm.benchmark.results import (
     StepRecord,
     compare_rows,
 )
+from hddm.benchmark.steps import Contents, Step, link_to
 from hddm.evaluation.results import read_result
 from hddm.training.state import wait_for_run
 from hddm.utils.errors import HddmError, counted, errors_as, shown
-from hddm.utils.files import check_absent, read_json, remove, write_json, write_whole
+from hddm.utils.files import alone, check_absent, is_empty, read_json, remove, write_json, write_whole
 from hddm.utils.processes import stoppable
 from hddm.utils.progress import Progress, duration, heard
-from hddm.utils.records import BENCHMARK_FILE, RESULTS_FILE, SAMPLING_FILE
+from hddm.utils.records import BENCHMARK_FILE, RESULTS_FILE, SAMPLING_FILE, HashCache
 from hddm.utils.work import Work, differences, machine
 from hddm.utils.workers import Backend, Call, Workers
 
+log = logging.getLogger(__name__)
 _KEPT = "finished work is saved, and the same command continues"
 
 
 def run_benchmark(
     file: BenchmarkFile,
     out: Path,
-    run: RunCommand,
+    lines: CommandLine,
     *,
-    check: RunCommand | None = None,
     data: Path | None = None,
     jobs: Path | None = None,
     overwrite: bool = False,
@@ -77,8 +70,7 @@ def run_benchmark(
     Args:
         file: the benchmark.
         out: its folder.
-        run: runs a command line of hddm in a worker process; importable by name.
-        check: raises `HddmError` for a command line that cannot be run; all are checked first.
+        lines: parses the command lines of steps, and runs them in worker processes; all are parsed first.
         data: the folder of the user's images, ``$data``.
         jobs: what steps wrote, by default ``out/jobs``; benchmarks that share it share their steps.
         overwrite: replace results of another file in ``out``; jobs stay.
@@ -91,54 +83,79 @@ def run_benchmark(
             the step's name.
         Stopped: after a signal, with all finished work saved.
     """
-    check_out(out, file, overwrite)
     work = Work(jobs or out / "jobs", other="another folder")
-    plans = [SeedPlan(file, seed, work, data) for seed in file.seeds]
-    _check(plans[0], check)
-    out.mkdir(parents=True, exist_ok=True)
-    with stoppable(f"{out}: stopped; {_KEPT}"), work.held():
-        before = read_json(out / RESULTS_FILE, LARGEST) if (out / RESULTS_FILE).is_file() else {}
+    plans = _plans(file, work, lines, data)
+    with stoppable(f"{out}: stopped; {_KEPT}"), alone(out):
+        check_out(out, file, overwrite)
+        out.mkdir(parents=True, exist_ok=True)
+        # Before the jobs, without which this folder would be one of files that nobody knows.
         content = {"format": FORMAT, "settings": file.model_dump(mode="json")}
         write_whole(out / BENCHMARK_FILE, lambda draft: write_json(draft, content))
-        steps = {step.identity: step for plan in plans for step in plan.all}
-        planned, left = (sum(map(_units, each)) for each in (steps.values(), _left(steps.values())))
-        missing = counted(len(_left(steps.values())), "step")
-        where = f", {file.workers} at a time" if backend is None else ""
-        text = f"{missing} to run{where}" if left else f"was finished on {before.get('date')}"
-        print(f"{out}: {text}", file=sys.stderr, flush=True)
+        with work.held():
+            return _run(file, plans, out, lines.run, shows_commands, headline, backend)
 
-        def now() -> list[str]:
-            return [f"now {'; '.join(shown(workers.running, 8))}"] if workers.running else []
 
-        progress = Progress(planned, file.name, more=now)
-        with backend or Workers(file.workers) as workers, progress:
-            progress.skip(planned - left)
-            for k, plan in enumerate(plans, 1):
-                _do_all(plan, out, run, workers, progress, shows_commands)
-                results = collect(file, plans[:k])
-                if {**before, "date": results.date} == results.model_dump(mode="json"):
-                    # Nothing else is new.
-                    results = results.model_copy(update={"date": before["date"]})
-                # Results of fewer seeds than before are not written: the others follow.
-                if not set(results.seeds) < set(before.get("seeds", ())):
-                    _write(out, results, headline)
+def _plans(file: BenchmarkFile, work: Work, lines: CommandLine, data: Path | None) -> list[SeedPlan]:
+    """Plans of all seeds, the first of which is checked; the others differ from it in their seed alone."""
+    contents = Contents()
+    plans = [SeedPlan(file, seed, work, lines, data, contents) for seed in file.seeds]
+    plans[0].check()
+    return plans
+
+
+def _run(
+    file: BenchmarkFile,
+    plans: Sequence[SeedPlan],
+    out: Path,
+    run: RunCommand,
+    shows_commands: bool,
+    headline: Callable[[Results], str] | None,
+    backend: Backend | None,
+) -> Results:
+    before = read_json(out / RESULTS_FILE, LARGEST) if (out / RESULTS_FILE).is_file() else {}
+    steps = list({step.identity: step for plan in plans for step in plan.all}.values())
+    _forget_damaged(steps)
+    left = _left(steps)
+    planned, missing = sum(map(_units, steps)), sum(map(_units, left))
+    where = f", {file.workers} at a time" if backend is None else ""
+    text = f"{counted(len(left), 'step')} to run{where}" if left else f"was finished on {before.get('date')}"
+    print(f"{out}: {text}", file=sys.stderr, flush=True)
+
+    def now() -> list[str]:
+        return [f"now {'; '.join(shown(workers.running, 8))}"] if workers.running else []
+
+    progress = Progress(planned, file.name, more=now)
+    with backend or Workers(file.workers) as workers, progress:
+        progress.skip(planned - missing)
+        for k, plan in enumerate(plans, 1):
+            _do_all(plan, out, run, workers, progress, shows_commands)
+            results = collect(file, plans[:k])
+            if {**before, "date": results.date} == results.model_dump(mode="json"):
+                # Nothing else is new.
+                results = results.model_copy(update={"date": before["date"]})
+            # Results of fewer seeds than before are not written: the others follow.
+            if not set(results.seeds) < set(before.get("seeds", ())):
+                _write(out, results, headline)
     return results
 
 
-def _check(plan: SeedPlan, check: RunCommand | None) -> None:
-    for step in plan.all:
-        with errors_as(HddmError, f"step {step.name!r}"):
-            if check is not None:
-                check(step.command())
+def _forget_damaged(steps: Sequence[Step]) -> None:
+    """Remove what steps wrote if it was changed or removed since, so that they run again."""
+    if not (done := [step for step in steps if step.is_done]):
+        return
+    hashes = HashCache(done[0].work.folder)
+    for step in done:
+        if problem := step.damage(hashes):
+            log.warning("%s: %s since it was written; this step runs again", step.label, problem)
+            step.forget()
+    hashes.keep()
 
 
-def commands(file: BenchmarkFile, data: Path | None = None, check: RunCommand | None = None) -> Iterator[str]:
+def commands(file: BenchmarkFile, lines: CommandLine, data: Path | None = None) -> Iterator[str]:
     """The command lines of a benchmark, in order, to be run in an empty folder."""
     yielded: set[str] = set()
-    for seed in file.seeds:
-        yield f"mkdir -p scores{f' seed_{seed}/scores' if seed else ''}"
-        plan = SeedPlan(file, seed, Work(Path("jobs")), data)
-        _check(plan, check)
+    for plan in _plans(file, Work(Path("jobs")), lines, data):
+        yield f"mkdir -p scores{f' seed_{plan.seed}/scores' if plan.seed else ''}"
         for step in plan.all:
             if step.label not in yielded:
                 yield step.shown
@@ -147,6 +164,10 @@ def commands(file: BenchmarkFile, data: Path | None = None, check: RunCommand | 
 
 def check_out(out: Path, file: BenchmarkFile, overwrite: bool = False) -> None:
     """Refuse a folder of another kind, and without ``overwrite`` results of another file or other seeds."""
+    if is_empty(out):
+        for draft in out.iterdir():
+            # Of a process that was killed before it had written anything else.
+            remove(draft)
     check_absent(out.absolute(), BENCHMARK_FILE, overwrite=True)
     if overwrite or not (out / RESULTS_FILE).is_file():
         return
@@ -172,7 +193,8 @@ def _units(step: Step) -> int:
     """About how long a step takes, in images of a small training."""
     if not step.kind.is_training:
         return step.kind.units
-    return max(step.kind.units, int(step.option("steps") or 0) * int(step.option("batch-size") or 128))
+    images: int = step.values["steps"] * step.values["batch_size"]
+    return max(step.kind.units, images)
 
 
 def _do_all(
@@ -199,17 +221,17 @@ def _do_all(
             progress.say(f"    {call.name}: {duration(seconds)}")
 
     def call(function: Callable[..., float], step: Step, name: str, **more: Any) -> Call:
-        arguments = {"step": step, "out": out, "run": run}
-        return Call(function, arguments, name, uses_gpu=step.option("device") != "cpu", **more)
+        arguments = {"step": step, "run": run}
+        return Call(function, arguments, name, uses_gpu=step.values.get("device") != "cpu", **more)
 
-    steps = plan.all
+    steps = {step.identity: step for step in plan.all}.values()
     for depth in range(1 + max(step.depth for step in steps)):
         wave = [step for step in steps if step.depth == depth]
         # The longest first, so that no worker is idle at the end.
         todo = sorted(_left(wave), key=lambda step: -_units(step))
         calls = [call(_do, one, one.label, units=_units(one), writes=one.result) for one in todo]
         workers.run(calls, report, start, end)
-        _link(out, wave)
+        _link(out, [step for step in plan.all if step.depth == depth])
     uncounted = {_cost(step): step for step in steps if step.kind.is_training or step.verb == "sample"}
     counts = [
         call(_count, step, f"operations of {step.label}")
@@ -224,8 +246,8 @@ def _cost(step: Step) -> Path:
     return step.work.path("cost", cost_key(step))
 
 
-def _do(step: Step, out: Path, run: RunCommand, report: Callable[[float], None]) -> float:
-    """Run a step, whose inputs have links in ``out``, and record it; return its seconds."""
+def _do(step: Step, run: RunCommand, report: Callable[[float], None]) -> float:
+    """Run a step, whose inputs are done, and record it; return its seconds."""
     started, printed = time.perf_counter(), io.StringIO()
     if step.kind.is_training:
         wait_for_run(step.path)
@@ -234,19 +256,23 @@ def _do(step: Step, out: Path, run: RunCommand, report: Callable[[float], None])
         for remains in step.written.values():
             remove(remains)
     step.path.parent.mkdir(parents=True, exist_ok=True)
+    step.link_inputs()
     with _started(step, printed), heard(report):
-        run([*step.command(out), *(["--resume"] if step.kind.is_seeded else [])])
+        run([*step.command(), *(["--resume"] if step.kind.is_seeded else [])])
+        if not step.result.exists():
+            raise HddmError("wrote nothing; a step of a benchmark writes a file or folder")
     for ending in (".run", ".features"):
         remove(step.path.with_name(step.path.name + ending))
     seconds = round(time.perf_counter() - started, 1)
     record = {"command": step.shown, "seconds": seconds, "machine": machine(), "said": printed.getvalue()}
-    step.work.finish(step.path, record)
+    step.work.finish(step.path, record, step.files)
     return seconds
 
 
-def _count(step: Step, out: Path, run: RunCommand, report: Callable[[float], None]) -> float:
+def _count(step: Step, run: RunCommand, report: Callable[[float], None]) -> float:
     """Count the operations of one image of a training or of a sampling, and record them."""
-    words = step.command(out)[:-2]
+    step.link_inputs()
+    words = step.command()[:-2]
     with _started(step, io.StringIO()), heard(report):
         image, update = (
             (count_sampling(words, run), 0) if step.verb == "sample" else count_training(words, run)
@@ -263,22 +289,16 @@ def _started(step: Step, printed: io.StringIO) -> Iterator[None]:
 
 
 def _link(out: Path, steps: Iterable[Step]) -> None:
-    """Link to what steps wrote by their names; the links are relative, so they move along."""
-    for label, path in (pair for step in steps for pair in step.written.items()):
-        link = out / label
-        to = os.path.relpath(path.resolve(), link.parent.resolve())
-        if link.is_symlink():
-            if os.readlink(link) == to:
-                continue
-            link.unlink()
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(to)
+    """Link to what steps wrote by their names, for people to look at."""
+    for step in steps:
+        for ending, path in step.written.items():
+            link_to(out / (step.label + ending), path)
 
 
 def collect(file: BenchmarkFile, plans: Sequence[SeedPlan]) -> Results:
     """Results of the seeds that are done."""
-    steps = {step.identity: step for plan in plans for step in plan.all}
-    records = {identity: step.work.record(step.path) for identity, step in steps.items()}
+    steps = {step.label: step for plan in plans for step in plan.all}
+    records = {step.identity: step.work.record(step.path) for step in steps.values()}
     models = {
         (row.model.label, plan.seed): _model(plan, row.model, records) for plan in plans for row in plan.rows
     }

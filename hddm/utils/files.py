@@ -268,6 +268,11 @@ def is_draft(name: str) -> bool:
     return re.fullmatch(r"\..+\.(part|old)-(.+-)?\d+", name) is not None
 
 
+def is_empty(folder: Path) -> bool:
+    """True for a folder that holds nothing but drafts of processes that were killed."""
+    return folder.is_dir() and all(is_draft(path.name) for path in folder.iterdir())
+
+
 def remove(path: Path) -> None:
     """Remove a file, a folder with its content, or a link alone."""
     if path.is_dir() and not path.is_symlink():

@@ -15,7 +15,6 @@ hidden beside it:
 """
 
 import contextlib
-import functools
 import hashlib
 import json
 import os
@@ -57,18 +56,6 @@ def hash_of(content: Any) -> str:
     """SHA-256 of plain values, whatever the order of their keys."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-@functools.cache
-def content_of(path: Path) -> str:
-    """SHA-256 of a file, or of the names and contents of all files in a folder that are not hidden."""
-    if not path.exists():
-        raise HddmError(f"{path}: no such file or folder")
-    if path.is_file():
-        return sha256_of(path)
-    files = sorted(one for one in path.rglob("*") if one.is_file() and not one.name.startswith("."))
-    lines = [f"{one.relative_to(path).as_posix()} {sha256_of(one)}" for one in files]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 ABSENT = "not recorded"
@@ -193,6 +180,10 @@ class Work:
             text = "was changed after it was written; delete it to repeat this part"
             raise HddmError(f"{_record(path)}: {text}")
         return content
+
+    def forget(self, path: Path) -> None:
+        """Remove the record of the part at ``path``, which is then made again."""
+        _record(path).unlink(missing_ok=True)
 
     def done(self, path: Path) -> dict[str, Any] | None:
         """Record of the part at ``path``, or None if it or one of its files is missing or damaged."""

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import platform
 import shlex
 import shutil
 import signal
@@ -12,7 +13,6 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -20,13 +20,16 @@ import pytest
 import torch
 import yaml
 
-from hddm.benchmark.plan import SeedPlan, Step, cost_key, count_sampling, count_training
+from hddm.benchmark.costs import cost_key, count_sampling, count_training
+from hddm.benchmark.plan import SeedPlan
 from hddm.benchmark.results import Results, read_results
 from hddm.training.settings import size_config
+from hddm.utils.files import alone
 from hddm.utils.processes import end_with_parent
 from hddm.utils.work import Work
 from hddm_cli.app import run_words
-from tests.artefacts import SIDE, edit_json, refusal
+from hddm_cli.lines import LINES
+from tests.artefacts import SIDE, edit_json, refusal, write_images
 from tests.benchmark_files import (
     CONTENT,
     FLOW,
@@ -144,20 +147,122 @@ def test_a_failing_step_is_named_and_the_others_stay(miniature: Finished, tmp_pa
     assert again(miniature, tmp_path / "out", file()).seeds == (0,)
 
 
+def _damage_record(jobs: Path) -> None:
+    record = next(jobs.glob("partition-*.done.json"))
+    record.write_text(record.read_text().replace('"seconds"', '"second"'))
+
+
+def _edit_weights(jobs: Path) -> None:
+    weights = next(jobs.glob("train-expert-*/diffusion_pytorch_model.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+
+
+def _edit_scores(jobs: Path) -> None:
+    scores = next(path for path in jobs.glob("evaluate-*.json") if not path.name.endswith(".done.json"))
+    scores.write_text(scores.read_text().replace('"value": ', '"value": 1'))
+
+
+def _remove_samples(jobs: Path) -> None:
+    shutil.rmtree(next(path for path in jobs.glob("sample-*") if path.is_dir()))
+
+
+def _add_a_sample(jobs: Path) -> None:
+    samples = next(path for path in jobs.glob("sample-*") if path.is_dir())
+    shutil.copy(next(samples.glob("*.png")), samples / "another.png")
+
+
+def _remove_record(jobs: Path) -> None:
+    # As a kill between the end of a step and its record does.
+    next(jobs.glob("partition-*.done.json")).unlink()
+
+
 @pytest.mark.integration
-def test_a_damaged_record_is_refused_and_half_a_step_is_done_again(
-    miniature: Finished, tmp_path: Path
+@pytest.mark.parametrize(
+    ("change", "verb"),
+    [
+        (_damage_record, "partition"),
+        (_edit_weights, "train"),
+        (_edit_scores, "evaluate"),
+        (_remove_samples, "sample"),
+        (_add_a_sample, "sample"),
+        (_remove_record, "partition"),
+    ],
+)
+def test_what_was_changed_or_removed_after_a_step_is_made_again(
+    change: Callable[[Path], None], verb: str, miniature: Finished, tmp_path: Path
 ) -> None:
     out = Path(shutil.copytree(miniature.out, tmp_path / "out", symlinks=True))
-    record = next((out / "jobs").glob("partition-*.done.json"))
-    content = record.read_text()
-    record.write_text(content.replace('"seconds"', '"second"'))
-    assert "was changed after it was written" in refusal(run_inline, miniature.file, out, miniature.data)
-    # Killed between the end of a step and its record.
-    record.unlink()
+    change(out / "jobs")
     with inline() as told:
-        run_inline(miniature.file, out, miniature.data)
-    assert [words[0] for words in told] == ["partition"]
+        results = run_inline(miniature.file, out, miniature.data)
+    assert [words[0] for words in told] == [verb]
+    assert _without_times(results) == _without_times(miniature.results)
+
+
+@pytest.mark.integration
+def test_two_starts_with_one_output_folder_take_turns(miniature: Finished, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with alone(out):
+        told = refusal(run_inline, file(), out, miniature.data, jobs=tmp_path / "jobs")
+    assert "another process is writing it" in told
+    assert not (tmp_path / "jobs").exists()
+
+
+def test_steps_read_the_store_and_never_the_links_for_people(miniature: Finished) -> None:
+    plan = SeedPlan(file(), 0, Work(miniature.out / "jobs"), LINES, miniature.data)
+    for step in plan.all:
+        places = [word for word in step.command() if str(miniature.out) in word]
+        assert all(word.startswith(str(miniature.out / "jobs")) for word in places)
+
+
+@pytest.mark.integration
+def test_a_folder_of_a_start_that_was_killed_before_its_record_goes_on(
+    miniature: Finished, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / f".benchmark.json.part-{platform.node()}-4194303").write_text("{")
+    assert again(miniature, out, file()).seeds == (0,)
+
+
+@pytest.mark.integration
+def test_rows_whose_names_have_one_slug_are_measured_apart(miniature: Finished, tmp_path: Path) -> None:
+    """And equal steps and rows are found under each of their names."""
+    changes: dict[str, Any] = {
+        "steps": {**CONTENT["steps"], "mixed-again": "assemble $ddpm-0 $flow-1"},
+        "rows": {"one": "$mixed", "other": "$mixed-again", "ONE": "$mixed --steps 3"},
+        "tables": {
+            "A": {"rows": ["one", "ONE"], "sample": "--num-images 20"},
+            "a": {"rows": ["one"], "sample": "--steps 4 --num-images 20"},
+            "equal": {"rows": ["one", "other"]},
+            "all": {"rows": ["one"]},
+        },
+        "compare": {},
+        "budgets": {},
+    }
+    out = tmp_path / "out"
+    results = again(miniature, out, file(**changes))
+    steps = {}
+    for table, rows in results.tables.items():
+        steps |= {(table, row.name): row.setting("steps") for row in rows}
+    assert steps == {
+        ("A", "one"): 2,
+        ("A", "ONE"): 3,
+        ("a", "one"): 4,
+        ("equal", "one"): 2,
+        ("equal", "other"): 2,
+        ("all", "one"): 2,
+    }
+    hashes = {}
+    for one in results.scored:
+        folder = out / shlex.split(one.command)[-1]
+        assert len(list(folder.glob("*.png"))) == one.evaluation.images
+        hashes[one.table, one.row] = one.evaluation.data.images.hash
+    assert len({hashes[key] for key in (("A", "one"), ("A", "ONE"), ("a", "one"))}) == 3
+    assert hashes["equal", "one"] == hashes["equal", "other"] == hashes["all", "one"]
+    assert (out / "mixed-again").resolve().is_dir()
 
 
 @pytest.mark.slow
@@ -175,7 +280,7 @@ def test_killed_at_any_moment_it_comes_to_the_same_results(
 @pytest.mark.integration
 def test_its_commands_give_the_same_by_hand(miniature: Finished, tmp_path: Path) -> None:
     """Any row can be repeated in an empty folder by the commands of --dry-run."""
-    plan = SeedPlan(miniature.file, 0, Work(Path("jobs")), miniature.data)
+    plan = SeedPlan(miniature.file, 0, Work(Path("jobs")), LINES, miniature.data)
     (tmp_path / "scores").mkdir()
     with pytest.MonkeyPatch.context() as patch, inline():
         patch.chdir(tmp_path)
@@ -232,17 +337,38 @@ def test_a_sample_costs_its_forwards(flow_expert: Path) -> None:
     assert count_sampling(sample, run_words) == pytest.approx(3 * _forward()[0], rel=0.02)
 
 
-def test_students_of_one_and_of_two_steps_are_counted_apart(flow_expert: Path, tmp_path: Path) -> None:
-    keys = set()
+def _costs(folder: Path, data: Path, **steps: str) -> dict[str, str]:
+    """Keys of the costs of steps."""
+    plan = SeedPlan(file(steps={**CONTENT["steps"], **steps}), 0, Work(folder), LINES, data)
+    return {name: cost_key(plan.steps[name]) for name in steps}
+
+
+@pytest.mark.integration
+def test_operations_are_shared_by_trainings_of_one_shape_alone(
+    shards: Path, flow_expert: Path, tmp_path: Path
+) -> None:
+    large = tmp_path / "large"
+    write_images(large, per_class=8, side=8)
+    run_words(["partition", str(large), "--shards", "1", "--out", str(tmp_path / "x8")])
+    students = {}
     for steps in (1, 2):
-        student: Any = SimpleNamespace(path=shutil.copytree(flow_expert, tmp_path / str(steps)))
-        edit_json(student.path / "expert.json", sampling_steps=steps)
-        keys.add(
-            cost_key(
-                Step("images", "sample", ("$student",), {"student": student}, None, None, Work(tmp_path))
-            )
-        )
-    assert len(keys) == 2
+        students[steps] = shutil.copytree(flow_expert, tmp_path / f"student_{steps}")
+        edit_json(students[steps] / "expert.json", sampling_steps=steps)
+    train = "train expert --threads 2 {} --size tiny --objective flow"
+    keys = _costs(
+        tmp_path / "jobs",
+        large,
+        first=train.format(shards / "shard_0"),
+        second=train.format(shards / "shard_1") + " --seed=5",
+        large=train.format(tmp_path / "x8" / "shard_0"),
+        small=train.format(shards / "shard_0") + " --size=mini",
+        router=f"train router {shards} --steps 4",
+        router_of_one=f"train router {tmp_path / 'x8'} --steps 4",
+        one=f"sample {students[1]}",
+        two=f"sample {students[2]}",
+    )
+    assert keys["first"] == keys["second"]
+    assert len(set(keys.values())) == len(keys) - 1
 
 
 def _work(connection: Connection) -> None:

@@ -8,9 +8,10 @@ import pytest
 import yaml
 
 from hddm.benchmark.file import BenchmarkFile, preset_names, read_benchmark
-from hddm.benchmark.plan import SeedPlan, Step
-from hddm.utils.errors import HddmError
+from hddm.benchmark.plan import SeedPlan
+from hddm.benchmark.steps import Step
 from hddm.utils.work import Work
+from hddm_cli.lines import LINES
 from tests.artefacts import Command, refusal
 from tests.benchmark_files import CONTENT, MIXED, SINGLE, file, write_sides
 
@@ -25,7 +26,7 @@ def _yaml(content: dict[str, Any]) -> str:
 
 
 def _plan(data: Path, seed: int = 0, **changes: Any) -> SeedPlan:
-    return SeedPlan(file(**changes), seed, Work(Path("jobs")), data)
+    return SeedPlan(file(**changes), seed, Work(Path("jobs")), LINES, data)
 
 
 def _steps(data: Path, seed: int = 0, **changes: Any) -> dict[str, Step]:
@@ -40,10 +41,10 @@ def test_a_step_is_a_command_line_with_defaults_seed_and_folders(data: Path) -> 
         "--batch-size 8 --learning-rate 3e-3 --ema-decay 0.9 --checkpoint-every 2 --threads 1 --seed 3 "
         "--out seed_3/single"
     )
-    command = steps["flow"].command(Path("out"))
-    assert command[:3] == ["assemble", "out/seed_3/flow-0", "out/seed_3/flow-1"]
+    command, inputs = steps["flow"].command(), f"jobs/inputs/{steps['flow'].path.name}"
+    assert command[:3] == ["assemble", f"{inputs}/flow-0", f"{inputs}/flow-1"]
     assert command[-1] == str(steps["flow"].path)
-    assert steps["scores/mixed-1-1"].command(Path("out"))[-1] == f"{steps['scores/mixed-1-1'].path}.json"
+    assert steps["scores/mixed-1-1"].command()[-1] == f"{steps['scores/mixed-1-1'].path}.json"
     assert {step.label for step in _plan(data).all} >= {"flow", "scores/real", "samples/single-model"}
 
 
@@ -79,7 +80,7 @@ def test_rows_vary_one_option_after_the_other_or_all_together(data: Path) -> Non
     plan = _plan(data, tables={"models": table})
     # One network has no strategy to vary.
     assert [row.name for row in plan.rows] == [SINGLE, f"{MIXED}, draw", f"{MIXED}, full"]
-    commands = [row.samples.option("strategy") for row in plan.rows]
+    commands = [row.samples.values["strategy"] for row in plan.rows]
     assert commands == [None, "draw", "full"]
 
 
@@ -88,8 +89,8 @@ def test_options_of_a_table_come_before_those_of_a_row_and_these_before_defaults
     table = {"sample": "--steps 4 --seed 9", "vary": {"steps": [5]}}
     changes = {"rows": rows, "compare": {}, "budgets": {}, "tables": {"models": table}}
     (row,) = _plan(data, **changes).rows
-    options = {name: row.samples.option(name) for name in ("steps", "num-images", "solver", "seed")}
-    assert options == {"steps": "5", "num-images": "30", "solver": "euler", "seed": "9"}
+    options = {name: row.samples.values[name] for name in ("steps", "num_images", "solver", "seed")}
+    assert options == {"steps": 5, "num_images": 30, "solver": "euler", "seed": 9}
 
 
 def test_confirming_takes_other_seeds_and_held_out_images(data: Path, tmp_path: Path) -> None:
@@ -98,8 +99,8 @@ def test_confirming_takes_other_seeds_and_held_out_images(data: Path, tmp_path: 
     chosen, confirmed = read_benchmark(str(path)), read_benchmark(str(path), held_out=True)
     assert (chosen.scored_on, chosen.seeds) == ("validation", (0,))
     assert (confirmed.scored_on, confirmed.seeds) == ("held_out", (5,))
-    scores = SeedPlan(confirmed, 5, Work(Path("jobs")), data).rows[0].scores
-    assert (scores.option("held-out"), scores.option("validation")) == ("$data/test", None)
+    scores = SeedPlan(confirmed, 5, Work(Path("jobs")), LINES, data).rows[0].scores
+    assert (scores.values["held_out"], scores.values["validation"]) == (data / "test", None)
     assert "is used to choose settings" in refusal(read_benchmark, str(path), {}, "0-2", True)
     assert "is reserved for confirmation" in refusal(read_benchmark, str(path), {}, "4,5")
     assert read_benchmark(str(path), {"steps": "9"}, "7-8,8,10").seeds == (7, 8, 10)
@@ -115,6 +116,19 @@ def test_confirming_takes_other_seeds_and_held_out_images(data: Path, tmp_path: 
         ({"evaluate": {"reference": "$all", "features": "classifier"}}, "evaluate.held_out: is required"),
         ({"confirmation_seeds": [0]}, "seed 0 is in both"),
         ({"values": {"all": 1}}, "'all' is both a step and a value"),
+        ({"steps": {**CONTENT["steps"], "ALL": "data digits"}}, "are one folder on some disks"),
+        ({"tables": {}}, "tables"),
+        ({"tables": {"models": {"vary": {"steps": []}}}}, "vary.steps"),
+        (
+            {"tables": {"models": {"vary": {str(k): [*range(20)] for k in range(8)}, "product": True}}},
+            "at most",
+        ),
+        ({"rows": {"a" * 300: "$flow"}}, "rows"),
+        ({"seeds": "0-3000000000"}, "at most 1000 seeds"),
+        ({"workers": 1_000_000_000}, "workers"),
+        ({"evaluate": {**CONTENT["evaluate"], "domains": {"a=b": "columns"}}}, "has no ="),
+        ({"evaluate": {**CONTENT["evaluate"], "domains": {"a": "columns,,rows"}}}, "write its classes as"),
+        ({"evaluate": {**CONTENT["evaluate"], "domains": {"a": "rows", "b": "rows"}}}, "name it once"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -128,6 +142,15 @@ def test_what_a_file_gets_wrong_is_told(change: dict[str, Any], message: str) ->
         ({"single": "train expert $whole/shard_0"}, "step 'single': $whole: no such step or value above"),
         ({"parts": "partition $data/train --shrads 2"}, "step 'parts': --shrads: no such option"),
         ({"part": "sample"}, "step 'part': SOURCE is required"),
+        ({"part": " "}, "step 'part': hddm: needs a command"),
+        ({"part": "train"}, "step 'part': hddm train: needs a command"),
+        ({"part": "sample --help"}, "step 'part': --help: is no step"),
+        ({"part": "sample $mixed --out elsewhere"}, "step 'part': --out: is set by the benchmark"),
+        ({"part": "sample $mixed --expert '1"}, "a quote is not closed"),
+        ({"part": "sample $parts/../secret"}, "leads out of the step's folder"),
+        ({"part": "sample nowhere"}, "step 'part': nowhere: no such file or folder"),
+        ({"part": "inspect $mixed"}, "--out: no such option"),
+        ({"single": "train expert $all/shard_0 --config $all/x.yaml"}, "no step can write it"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -141,11 +164,145 @@ def test_a_command_line_that_cannot_be_run_is_told_before_anything_runs(
     assert not (out / "jobs").exists()
 
 
-def test_two_rows_of_one_folder_are_refused(data: Path) -> None:
-    rest = {"compare": {}, "budgets": {}, "tables": {"models": {}}}
-    with pytest.raises(HddmError, match="would share a folder"):
-        _plan(data, rows={"a b": "$flow", "a-b": "$mixed"}, **rest).rows  # noqa: B018
-    assert "is the folder of your images" in refusal(SeedPlan, file(), 0, Work(Path("jobs")), None)
+_ROWS_ALONE: dict[str, Any] = {"compare": {}, "budgets": {}, "tables": {"models": {}}}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows": {"a": " "}}, "row 'a': names no model"),
+        ({"rows": {"a": "$flow --steps '3"}}, "a quote is not closed"),
+        ({"rows": {"a": "$flow $mixed"}}, "row 'a': unexpected argument"),
+        ({"tables": {"t": {"sample": "$mixed"}}}, "only options can stand here"),
+        ({"tables": {"t": {"vary": {"stpes": [1]}}}}, "--stpes: no such option"),
+        ({"tables": {"t": {"vary": {"steps": ["x"]}}}}, "--steps"),
+        ({"same": {"x": ["part", "alnoe"]}}, "same 'x': $alnoe: no such step"),
+        ({"same": {"x": ["part", "parts"]}}, "is no step that samples"),
+        ({"evaluate": {**CONTENT["evaluate"], "options": "--features x"}}, "has a key of its own"),
+        ({"evaluate": {**CONTENT["evaluate"], "options": "--held-out x"}}, "has a key of its own"),
+        ({"defaults": {"sample": "--sede 3"}}, "defaults of sample: --sede: no such option"),
+        ({"defaults": {"smaple": "--seed 3"}}, "defaults of smaple: smaple is not a command"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_a_row_or_a_key_gets_wrong_is_told_before_anything_runs(
+    change: dict[str, Any], message: str, data: Path
+) -> None:
+    def check() -> None:
+        _plan(data, **_ROWS_ALONE | change).check()
+
+    assert message in refusal(check)
+
+
+def test_rows_of_one_slug_or_of_none_have_folders_of_their_own(data: Path) -> None:
+    rows = {
+        "a b": "$flow",
+        "a-b": "$mixed",
+        "..": "$flow --steps 3",
+        "real": "$flow --steps 4",
+        "猫": "$single",
+    }
+    found = _plan(data, rows=rows, **_ROWS_ALONE).rows
+    names = [row.samples.name.removeprefix("samples/") for row in found]
+    assert names == ["a-b", "a-b-2", "row", "real-2", "row-2"]
+    long = _plan(
+        data, rows={f"{'x' * 199}{k}": f"$flow --steps {k + 1}" for k in range(2)}, **_ROWS_ALONE
+    ).rows
+    assert len({row.samples.name for row in long}) == 2
+    assert all(len(row.samples.name) < 100 for row in long)
+
+
+def _identity(data: Path, line: str, **steps: str) -> str:
+    return _steps(data, steps={**CONTENT["steps"], **steps, "x": line})["x"].identity
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (
+            "train expert $parts/shard_1 --threads 1 --objective flow",
+            "train expert --objective flow $parts/shard_1",
+        ),
+        (
+            "train expert $parts/shard_1 --objective=flow --steps 6",
+            "train expert $parts/shard_1 --objective flow",
+        ),
+        ("sample $mixed --num-images 016", "sample --num-images=16 $mixed"),
+        ("sample $mixed --shift 1e0 --device cpu", "sample $mixed --shift 1"),
+        ("train expert $parts/shard_1 --objective flow --no-random-flip", None),
+        ("partition $data/train --shards 2 --cache somewhere", "partition $data/train --shards 2"),
+    ],
+)
+def test_the_spelling_of_a_line_decides_nothing(one: str, other: str | None, data: Path) -> None:
+    if other is None:
+        assert "no such option" in refusal(_identity, data, one)
+        return
+    assert _identity(data, one) == _identity(data, other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (
+            "train expert --threads 1 $parts/shard_1 --objective flow",
+            "train expert --threads 1 $parts/shard_0 --objective flow",
+        ),
+        (
+            "train expert $parts/shard_1 --objective flow --steps=9",
+            "train expert $parts/shard_1 --objective flow --steps=8",
+        ),
+        (
+            "train expert $parts/shard_1 --objective flow --seed=5",
+            "train expert $parts/shard_1 --objective flow",
+        ),
+        ("sample $mixed --class-labels 1,2", "sample $mixed --class-labels 2,1"),
+        ("sample $mixed --guidance-interval 0 1", "sample $mixed --guidance-interval 0 0.5"),
+        (
+            "assemble $ddpm-0 $flow-1 --share $ddpm-0=0.3 --share $flow-1=0.7",
+            "assemble $ddpm-0 $flow-1 --share $ddpm-0=0.7 --share $flow-1=0.3",
+        ),
+        ("assemble $ddpm-0 $flow-1", "assemble $flow-1 $ddpm-0"),
+        ("partition $data/train --shards 2", "partition $data/test --shards 2"),
+    ],
+)
+def test_what_a_verb_gets_decides_what_a_step_is(one: str, other: str, data: Path) -> None:
+    assert _identity(data, one) != _identity(data, other)
+
+
+def test_an_own_option_comes_before_a_default_and_a_seed_before_the_benchmarks(data: Path) -> None:
+    line = "train expert --steps=9 --seed=5 $parts/shard_0 --objective flow"
+    step = _steps(data, 3, steps={**CONTENT["steps"], "x": line})["x"]
+    assert (step.values["steps"], step.values["seed"], step.seed) == (9, 5, None)
+    assert step.shown.count("--steps") == step.shown.count("--seed") == 1
+
+
+def test_changed_data_is_noticed_however_it_is_named(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_sides(tmp_path / "photos")
+    (tmp_path / "linked").symlink_to("photos")
+    (tmp_path / "around").mkdir()
+    (tmp_path / "around" / "inner").symlink_to("../photos")
+    lines = [
+        "partition photos --shards 2",
+        "partition linked --shards 2",
+        "partition around --shards 2",
+        "evaluate $alone --reference $all --validation=./photos",
+        "partition $data-more/train --shards 2",
+        "sample $flow-1 --init-image photos/test/columns/00.png",
+        "partition $data/train --shards 2 --features photos",
+    ]
+    more = {"data-more": "partition photos --shards 1"}
+    before = [_identity(data, line, **more) for line in lines]
+    assert before == [_identity(data, line, **more) for line in lines]
+    (tmp_path / "photos" / "test" / "columns" / "00.png").write_bytes(b"another")
+    after = [_identity(data, line, **more) for line in lines]
+    assert [one != other for one, other in zip(before, after, strict=True)] == [True] * len(lines)
+
+
+def test_without_a_folder_of_images_data_is_told(data: Path) -> None:
+    assert "is the folder of your images" in refusal(SeedPlan, file(), 0, Work(Path("jobs")), LINES, None)
 
 
 def test_a_finished_model_from_elsewhere_is_a_row(data: Path, flow_expert: Path) -> None:

@@ -14,7 +14,7 @@ from hddm.benchmark.run import run_benchmark
 from hddm.ensemble import Ensemble
 from hddm.experts.loading import load
 from hddm.running import Seeded, pick_experts
-from hddm_cli.app import run_words
+from hddm_cli.lines import LINES
 from hddm_cli.quickstart import OTHERWISE, headline
 from tests.benchmark_files import inline
 
@@ -36,7 +36,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     out = tmp_path_factory.mktemp("quickstart") / "out"
     file = read_benchmark("quickstart", {name: str(value) for name, value in VALUES.items()})
     with inline(), contextlib.redirect_stderr(io.StringIO()) as printed:
-        results = run_benchmark(file, out, run_words, shows_commands=True, headline=headline)
+        results = run_benchmark(file, out, LINES, shows_commands=True, headline=headline)
     return Made(out, printed.getvalue(), results)
 
 

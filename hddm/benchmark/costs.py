@@ -1,0 +1,174 @@
+"""Counted operations of trainings and of sampling, a multiply-add being two.
+
+    training = steps × (batch × one image's step + the optimiser's update) + calibration
+    calibration = states that it looks at × one evaluation
+
+Real steps of each network are counted, by running its command line for a few steps; only matrix products
+count, as those of Muon's update. Sampling is counted on the first images of a row.
+"""
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from hddm.benchmark.lines import RunCommand, placed
+from hddm.benchmark.steps import Contents, Step
+from hddm.calibration import LEVELS, STATES
+from hddm.data.shard_records import PARTITION_FILE, find_shards, holds_shard, read_manifest
+from hddm.experts.loading import load
+from hddm.experts.records import ROUTER_FILE, read_router
+from hddm.training.router import NOISED
+from hddm.utils.files import read_json
+from hddm.utils.progress import Progress, TrainingProgress, heard
+from hddm.utils.records import EXPERT_FILE
+from hddm.utils.work import hash_of
+from hddm.velocity import VelocityField
+
+IMAGES = 32
+"""Images of a row that are sampled to count operations."""
+_STEPS = 3
+# Late enough for a calibration to take part.
+_TIME = 0.75
+# Counted in float32 on the CPU, so that the count is the same everywhere.
+_PLAIN = "--device cpu --threads 1 --mixed-precision no --gradient-accumulation-steps 1"
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[FlopCounterMode]:
+    """Count floating-point operations within the block."""
+    # The fused attention kernels for the CPU have no entry in torch's counter.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        yield counter
+
+
+def evaluation_flop(field: VelocityField, **conditions: Tensor) -> int:
+    """Count one velocity of one image, with the expert's calibration and without guidance."""
+    assert field.sample_shape is not None
+    x = torch.zeros(1, *field.sample_shape, device=field.device)
+    t = torch.full((1,), _TIME, dtype=torch.float64, device=field.device)
+    return forward_flop(field.velocity, x, t, **conditions)
+
+
+@torch.no_grad()
+def forward_flop(function: Callable[..., object], x: Tensor, t: Tensor, **conditions: Tensor) -> int:
+    """Count one call of a network or of a function like one."""
+    with counting() as counter:
+        function(x, t, **conditions)
+    return int(counter.get_total_flops())
+
+
+class _Enough(Exception):
+    """Raised to end a training after some steps."""
+
+
+def count_training(words: Sequence[str], run: RunCommand) -> tuple[int, int]:
+    """Count a training step of a command line: one image's part, and the part of any batch."""
+    one, two = (_count_batch(words, run, size) for size in (1, 2))
+    return two - one, 2 * one - two
+
+
+def _count_batch(words: Sequence[str], run: RunCommand, batch_size: int) -> int:
+    """Count one step, forward, backward and update.
+
+    Work that is done once before the first step, such as taking moments, does not count.
+    """
+    totals: list[int] = []
+
+    def hear(part: float) -> None:
+        if isinstance(Progress.opened[-1], TrainingProgress):
+            totals.append(counter.get_total_flops())
+            if len(totals) == _STEPS:
+                raise _Enough
+
+    length = ["--steps", str(_STEPS + 1), "--batch-size", str(batch_size)]
+    if "--sampling-steps" in words:
+        # Drawn before the first step.
+        length += ["--trajectories", "16"]
+    enough = contextlib.suppress(_Enough)
+    with tempfile.TemporaryDirectory() as folder, heard(hear), counting() as counter, enough:
+        run([*words, *_PLAIN.split(), *length, "--out", f"{folder}/out"])
+    return totals[-1] - totals[-2]
+
+
+def count_sampling(words: Sequence[str], run: RunCommand) -> int:
+    """Count the operations of one image of a ``hddm sample``, over its first `IMAGES`."""
+    size = ["--num-images", str(IMAGES), "--batch-size", str(IMAGES), "--device", "cpu"]
+    with tempfile.TemporaryDirectory() as folder, counting() as counter:
+        run([*words, *size, "--out", f"{folder}/out"])
+    return counter.get_total_flops() // IMAGES
+
+
+def cost_key(step: Step) -> str:
+    """Hash of what the counted operations of an image depend on.
+
+    A training's depend on its values, but for the seed, and on the shapes of networks and images that it
+    reads. How many experts run for a sample can depend on everything.
+    """
+    if not step.kind.is_training:
+        return hash_of(["cost", step.identity])
+    values = {name: value for name, value in step.values.items() if name not in ("seed", "out")}
+    paths = step.read_from()
+    return hash_of(["cost", step.verb, {name: _shape_of(value, paths) for name, value in values.items()}])
+
+
+def _shape_of(value: Any, paths: Mapping[str, str]) -> Any:
+    """A value with the shapes of what its paths name."""
+    if isinstance(value, Mapping):
+        return sorted([str(key), _shape_of(one, paths)] for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return [_shape_of(one, paths) for one in value]
+    if not isinstance(value, Path):
+        return value
+    return _shape_at(Path(placed(str(value), paths)))
+
+
+def _shape_at(path: Path) -> Any:
+    """What decides the cost of a shard, a partition or an expert; of anything else its whole content."""
+    if (path / PARTITION_FILE).is_file():
+        return [_shape_at(shard) for shard in find_shards(path)]
+    if holds_shard(path):
+        manifest = read_manifest(path)
+        encoding = manifest.encoding
+        shape = None if encoding is None else encoding.shape
+        text = None if manifest.text_encoder is None else manifest.text_encoder.model_dump(mode="json")
+        return [manifest.channels, manifest.size, len(manifest.classes), shape, text]
+    if (path / EXPERT_FILE).is_file():
+        configs = [read_json(one) for one in sorted(path.rglob("config.json"))]
+        # Students of few steps take as many as they were trained for.
+        return [configs, read_json(path / EXPERT_FILE).get("sampling_steps")]
+    return Contents().of(path)
+
+
+def trained_size(step: Step) -> tuple[int, int]:
+    """Steps and batch size of a finished training, as its record says; none of a calibration."""
+    if not step.kind.is_training:
+        return 0, 0
+    record = step.path / (ROUTER_FILE if step.verb == "train router" else EXPERT_FILE)
+    found = read_json(record)["training"]
+    return found["steps"], found["batch_size"]
+
+
+def calibration_flop(step: Step) -> int:
+    """Count the calibration that ends a finished training or that is one; 0 where there was none."""
+    if step.verb == "train router":
+        if not step.values["calibrate"]:
+            return 0
+        network, _ = read_router(step.path)
+        side = network.config.sample_size
+        x = torch.zeros(1, network.config.in_channels, side, side)
+        return NOISED * forward_flop(network, x, torch.ones(1))
+    # A calibration that was trained in was not fitted afterwards.
+    if read_json(step.path / EXPERT_FILE).get("training_calibration"):
+        return 0
+    field = load(step.path)
+    assert isinstance(field, VelocityField)
+    field.calibration = None
+    labels = {"class_labels": torch.zeros(1, dtype=torch.long)} if field.classes else {}
+    return LEVELS * STATES * evaluation_flop(field, **labels)

@@ -1,0 +1,287 @@
+"""A step of a benchmark: one command line of hddm, known by all that its result depends on.
+
+A step's identity is the hash of what its verb gets: the values that the verb itself parses, with defaults,
+where the identity of a step stands for its folder and the content of a file or folder for its path. So the
+spelling of a command line decides nothing, and equal steps of rows, seeds and files are done once.
+"""
+
+import hashlib
+import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hddm.benchmark.lines import Line, Settings, names_in, placed
+from hddm.utils.errors import HddmError
+from hddm.utils.files import remove, sha256_of
+from hddm.utils.records import HashCache
+from hddm.utils.work import DONE, Work, hash_of
+
+NUMERICS = "4"
+"""Part of every identity; raise it when verbs compute something else from the same values."""
+
+
+class StepKind(NamedTuple):
+    """What a benchmark knows of a verb of hddm."""
+
+    is_seeded: bool = False
+    """It gets ``--seed``, and continues with ``--resume`` after it was killed."""
+    is_alone: bool = False
+    """It writes one network, which has no strategy and no router."""
+    is_training: bool = False
+    """Its operations are counted."""
+    is_uncounted: bool = False
+    """The cost of what it trains, or of the model that it reads, is not known."""
+    units: int = 1_000
+    """Progress of a step; a training has one unit per image that it sees."""
+
+
+STEP_KINDS = {
+    "train expert": StepKind(is_seeded=True, is_alone=True, is_training=True),
+    "train router": StepKind(is_seeded=True, is_training=True),
+    "train all": StepKind(is_seeded=True, is_uncounted=True),
+    "distill": StepKind(is_seeded=True, is_alone=True, is_training=True),
+    "convert": StepKind(is_alone=True, is_uncounted=True),
+    "calibrate": StepKind(is_alone=True),
+    "merge": StepKind(is_alone=True),
+    "sample": StepKind(is_seeded=True, units=10_000),
+    "evaluate": StepKind(units=4_000),
+    "data old-model": StepKind(is_uncounted=True),
+}
+"""Verbs that are not like any other."""
+_FREE = frozenset(
+    {"device", "threads", "checkpoint_every", "keep", "log_every", "offload", "max_memory", "cache"}
+    | {"out", "overwrite", "resume", "allow_config_change"}
+)
+"""Parameters that decide no result."""
+SCORES = ".json"
+"""Ending of what ``hddm evaluate`` writes, which is a file."""
+INPUTS = "inputs"
+"""Folder in that of all jobs, with a folder per step of links to what it reads."""
+
+
+class Contents:
+    """Hashes of the files and folders that a benchmark reads, each computed once in a run."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, str] = {}
+
+    def of(self, path: Path) -> str:
+        """SHA-256 of a file, or of the names and contents of all files in a folder that are not hidden.
+
+        Links are followed. Raises `HddmError` for a path that is not there.
+        """
+        if path not in self._known:
+            if not path.exists():
+                raise HddmError(f"{path}: no such file or folder")
+            self._known[path] = sha256_of(path) if path.is_file() else self._of_folder(path)
+        return self._known[path]
+
+    @staticmethod
+    def _of_folder(path: Path) -> str:
+        lines, seen = [], set[str]()
+        for place, folders, files in os.walk(path, followlinks=True):
+            real = os.path.realpath(place)
+            if real in seen:
+                # A circle of links, or a folder that is linked twice.
+                lines.append(f"{Path(place).relative_to(path).as_posix()} -> {real}")
+                folders.clear()
+                continue
+            seen.add(real)
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            for name in files:
+                one = Path(place, name)
+                if not name.startswith(".") and one.is_file():
+                    lines.append(f"{one.relative_to(path).as_posix()} {sha256_of(one)}")
+        return hashlib.sha256("\n".join(sorted(lines)).encode(errors="surrogateescape")).hexdigest()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command line, with ``$name`` for its ``inputs``, by name."""
+
+    name: str
+    line: Line
+    settings: Settings
+    inputs: Mapping[str, "Step"]
+    seed: int | None
+    """The seed of this step or of one of its inputs."""
+    work: Work
+    contents: Contents = field(default_factory=Contents)
+
+    @property
+    def verb(self) -> str:
+        """As in ``train expert``; empty for a finished model, which is no step."""
+        return self.line.verb
+
+    @property
+    def kind(self) -> StepKind:
+        """What its verb does."""
+        return STEP_KINDS.get(self.verb, StepKind())
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """What its verb gets, by parameter."""
+        return self.settings.values
+
+    def refuse_missing(self) -> None:
+        """Refuse paths that it reads and that neither are there nor are written by a step."""
+        for name in self.settings.inputs:
+            value = self.values[name]
+            for path in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(path, Path) and not self._names(str(path)) and not path.exists():
+                    raise HddmError(f"{path}: no such file or folder")
+
+    @cached_property
+    def identity(self) -> str:
+        """SHA-256 of all that its result depends on."""
+        kept = {name: value for name, value in self.values.items() if name not in _FREE}
+        return hash_of([NUMERICS, self.verb, self._seen(kept)])
+
+    def _seen(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Values by parameter, with identities and contents for paths."""
+        inputs = self.settings.inputs
+        return {name: self._identified(value, name in inputs) for name, value in values.items()}
+
+    def _identified(self, value: Any, is_input: bool) -> Any:
+        if isinstance(value, Mapping):
+            pairs = []
+            for key, one in value.items():
+                pairs.append([self._identified(key, False), self._identified(one, is_input)])
+            return sorted(pairs, key=repr)
+        if isinstance(value, list | tuple):
+            return [self._identified(one, is_input) for one in value]
+        if not isinstance(value, str | Path):
+            return value
+        text = str(value)
+        if self._names(text):
+            return self._placed_identities(text)
+        if isinstance(value, Path) and is_input:
+            return self.contents.of(value)
+        # Some options take a name or a path, such as the features of an evaluation.
+        return [text, self.contents.of(Path(text))] if os.path.exists(text) else text
+
+    def _placed_identities(self, text: str) -> str:
+        """A text with the identities of its inputs; the last part of a path is a name that verbs record."""
+        identities = {name: step.identity for name, step in self.inputs.items()}
+        last = Path(text).name
+        return f"{placed(text, identities)} {last if self._names(last) else ''}"
+
+    def _names(self, text: str) -> list[str]:
+        return [name for name in names_in(text) if name in self.inputs]
+
+    @cached_property
+    def path(self) -> Path:
+        """Where its result lies, ``$out`` in its line."""
+        return self.work.path(self.verb.replace(" ", "-"), self.identity)
+
+    @property
+    def result(self) -> Path:
+        """What it writes."""
+        return self.path.with_name(self.path.name + SCORES) if self.verb == "evaluate" else self.path
+
+    @property
+    def written(self) -> dict[str, Path]:
+        """Its outputs by their endings; an evaluation may write a second file."""
+        found = {}
+        for path in sorted(self.path.parent.glob(f"{self.path.name}*")):
+            ending = path.name.removeprefix(self.path.name)
+            if ending != DONE:
+                found[ending] = path
+        return found
+
+    @property
+    def is_done(self) -> bool:
+        """True if its result exists."""
+        return self.work.has(self.path)
+
+    @property
+    def files(self) -> dict[str, str]:
+        """SHA-256 of all files that it wrote, by their paths in the folder of all jobs."""
+        return {name: sha256_of(self.work.folder / name) for name in sorted(self._file_names)}
+
+    @property
+    def _file_names(self) -> set[str]:
+        found = set()
+        for path in self.written.values():
+            for one in sorted(path.rglob("*")) if path.is_dir() else [path]:
+                # Hidden files are caches, which readers write.
+                if one.is_file() and not one.name.startswith("."):
+                    found.add(one.relative_to(self.work.folder).as_posix())
+        return found
+
+    def damage(self, hashes: HashCache) -> str | None:
+        """How what it wrote differs from its record; None if nothing does."""
+        try:
+            known = self.work.record(self.path).get("files", {})
+        except HddmError:
+            return "its record has changed"
+        present = self._file_names
+        if missing := sorted(known.keys() - present):
+            return f"{missing[0]} was removed"
+        if added := sorted(present - known.keys()):
+            return f"{added[0]} was added"
+        changed = [name for name, sha256 in known.items() if not hashes.matches(name, sha256)]
+        return f"{changed[0]} has changed" if changed else None
+
+    def forget(self) -> None:
+        """Remove its record and what it wrote."""
+        self.work.forget(self.path)
+        for path in self.written.values():
+            remove(path)
+
+    @property
+    def label(self) -> str:
+        """Its path in the output folder: ``seed_N/name``, or the name alone for seed 0 and without a seed."""
+        return f"seed_{self.seed}/{self.name}" if self.seed else self.name
+
+    def read_from(self, root: Path | None = None) -> dict[str, str]:
+        """Paths of its inputs by name: links of its own, or their labels in ``root``."""
+        if root is not None:
+            return {name: str(root / step.label) for name, step in self.inputs.items()}
+        return {name: str(self.work.folder / INPUTS / self.path.name / name) for name in self.inputs}
+
+    def link_inputs(self) -> None:
+        """Make the links to its inputs, which carry their names, beside all jobs."""
+        for name, place in self.read_from().items():
+            for ending, path in self.inputs[name].written.items():
+                link_to(Path(place + ending), path)
+
+    def command(self) -> list[str]:
+        """Words that make its result in the folder of all jobs."""
+        return self._command(self.read_from(), str(self.path))
+
+    @property
+    def shown(self) -> str:
+        """Its command line by labels, to be run in a folder where those of its inputs were."""
+        return f"hddm {shlex.join(self._command(self.read_from(Path()), self.label))}"
+
+    def _command(self, places: Mapping[str, str], out: str) -> list[str]:
+        known = {**places, "out": out}
+        ending = SCORES if self.verb == "evaluate" else ""
+        return [*(placed(word, known) for word in self.line.words), "--out", out + ending]
+
+    @cached_property
+    def upstream(self) -> list["Step"]:
+        """This step and all steps that it depends on, each once, in the order in which they run."""
+        found = {one.identity: one for step in self.inputs.values() for one in step.upstream}
+        return [*found.values(), self]
+
+    @cached_property
+    def depth(self) -> int:
+        """Number of steps that must be done before, in the longest chain."""
+        return 1 + max((step.depth for step in self.inputs.values()), default=-1)
+
+
+def link_to(link: Path, path: Path) -> None:
+    """Make or replace a relative link to ``path``; both can be moved together."""
+    to = os.path.relpath(path.resolve(), link.parent.resolve())
+    if link.is_symlink():
+        if os.readlink(link) == to:
+            return
+        link.unlink()
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(to)
