@@ -1,6 +1,7 @@
 """A benchmark in miniature: 4×4 images, networks of two blocks, some steps."""
 
 import contextlib
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -158,17 +159,30 @@ def life(chosen: BenchmarkFile, out: Path, data: Path, moment: tuple[str, str] |
     It is killed at ``moment``: an audit event of Python and a part of its arguments, as ("os.rename",
     "sample-").
     """
-    process = in_a_process(_live, chosen, out, data, moment)
+    process = in_a_process(live, chosen, out, data, moment)
     process.join()
     assert process.exitcode is not None
     return process.exitcode
 
 
-def _live(chosen: BenchmarkFile, out: Path, data: Path, moment: tuple[str, str] | None) -> None:
+def live(chosen: BenchmarkFile, out: Path, data: Path, moment: tuple[str, str] | None) -> None:
     torch.set_num_threads(1)
     if moment is not None:
         sys.addaudithook(killing(*moment))
     run_inline(chosen, out, data)
+
+
+def without_times(results: Results) -> dict[str, Any]:
+    """Results without what differs between two runs: seconds, also those in a model's record, and folders."""
+    times = ("seconds", "path", "source", "source_sha256")
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(one) for key, one in value.items() if key not in times}
+        return [plain(one) for one in value] if isinstance(value, list) else value
+
+    content: dict[str, Any] = plain(json.loads(results.model_dump_json()))
+    return content
 
 
 def more_seeds(

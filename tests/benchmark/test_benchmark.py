@@ -22,7 +22,7 @@ import yaml
 
 from hddm.benchmark.costs import cost_key, count_sampling, count_training
 from hddm.benchmark.plan import SeedPlan
-from hddm.benchmark.results import Results, read_results
+from hddm.benchmark.results import read_results
 from hddm.training.settings import size_config
 from hddm.utils.files import alone
 from hddm.utils.processes import end_with_parent
@@ -41,21 +41,9 @@ from tests.benchmark_files import (
     inline,
     life,
     run_inline,
+    without_times,
     write_sides,
 )
-
-
-def _without_times(results: Results) -> dict[str, Any]:
-    """Results without what differs between two runs: seconds, also those in a model's record, and folders."""
-    times = ("seconds", "path", "source", "source_sha256")
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(one) for key, one in value.items() if key not in times}
-        return [plain(one) for one in value] if isinstance(value, list) else value
-
-    content: dict[str, Any] = plain(json.loads(results.model_dump_json()))
-    return content
 
 
 @pytest.mark.integration
@@ -198,7 +186,7 @@ def test_what_was_changed_or_removed_after_a_step_is_made_again(
     with inline() as told:
         results = run_inline(miniature.file, out, miniature.data)
     assert [words[0] for words in told] == [verb]
-    assert _without_times(results) == _without_times(miniature.results)
+    assert without_times(results) == without_times(miniature.results)
 
 
 @pytest.mark.integration
@@ -273,7 +261,7 @@ def test_killed_at_any_moment_it_comes_to_the_same_results(
     moment = ("os.rename", written)
     assert life(miniature.file, tmp_path / "out", miniature.data, moment) == -signal.SIGKILL
     assert life(miniature.file, tmp_path / "out", miniature.data, None) == 0
-    assert _without_times(read_results(tmp_path / "out")) == _without_times(miniature.results)
+    assert without_times(read_results(tmp_path / "out")) == without_times(miniature.results)
     assert not [path for path in (tmp_path / "out" / "jobs").iterdir() if ".part-" in path.name]
 
 
