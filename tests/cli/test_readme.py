@@ -78,6 +78,34 @@ def test_contributing_names_files_and_objects_that_exist() -> None:
         assert [part for part in parts if not re.search(rf"\b{part}\b", code)] == [], row
 
 
+def test_its_first_screen_shows_the_two_commands_that_set_up_a_fresh_machine() -> None:
+    first = next(code for code in BLOCKS if code.page == "README.md")
+    assert [words[:2] for words in _words(first)] == [["make", "quickstart"], ["make", "test"]]
+    text = (ROOT / "README.md").read_text()
+    assert text.partition(first.text)[0].count("\n") < 20
+    assert "pip install '.[train]'" in text
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make on PATH")
+@pytest.mark.parametrize(
+    ("target", "runs"), [("quickstart", "/hddm quickstart"), ("test", "-m pytest"), ("check", "-m pytest")]
+)
+def test_each_target_of_make_installs_first_what_it_runs(target: str, runs: str, tmp_path: Path) -> None:
+    made = ["make", "--dry-run", target, f"VENV={tmp_path / 'new'}"]
+    lines = subprocess.run(made, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    order = [next(k for k, line in enumerate(lines) if part in line) for part in ("-m venv", "pip install")]
+    assert order == sorted(order)
+    # What `make check` runs in the end is `make test`.
+    assert order[-1] < max(k for k, line in enumerate(lines) if runs in line)
+
+
+def test_continuous_integration_runs_what_a_developer_runs() -> None:
+    commands = [line.strip() for line in (ROOT / ".ci/run").read_text().splitlines()]
+    assert commands[-1] == "make check"
+    check = (ROOT / "Makefile").read_text().partition("\ncheck:")[2].partition("\n\n")[0]
+    assert "$(MAKE) test " in check.splitlines()[-1]
+
+
 @pytest.mark.parametrize("line", HDDM, ids=shlex.join)
 def test_its_commands_are_accepted(line: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     # Files that a line reads are the reader's own.
