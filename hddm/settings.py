@@ -7,7 +7,7 @@ command line. The settings of trainings are in `hddm.training.settings`. Nothing
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import AfterValidator, BeforeValidator, ByteSize, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from hddm.utils.errors import HddmError, choose
+from hddm.utils.errors import HddmError, UsageError, choose, did_you_mean
 from hddm.utils.records import OPTIONS, Count, NoiseRange, Record, Seed, parse_record
 
 Returned = TypeVar("Returned")
@@ -53,7 +53,7 @@ def keywords(function: Callable[..., Returned]) -> Callable[..., Returned]:
     """Let callers pass the fields of a function's settings as keywords, and paths as text.
 
     A parameter whose type is a record of settings may be passed whole, by its name, as well. Keywords are
-    checked as the options of the command line are; a wrong one raises `HddmError`.
+    checked as the options of the command line are; an unknown or a wrong one raises `HddmError`.
     """
     signature = inspect.signature(function)
     kinds = {name: one.annotation for name, one in signature.parameters.items()}
@@ -63,11 +63,17 @@ def keywords(function: Callable[..., Returned]) -> Callable[..., Returned]:
 
     @functools.wraps(function)
     def called(*arguments: Any, **values: Any) -> Returned:
+        # Before anything that is missing: a misspelt keyword is missing too.
+        _refuse_unknown(function, values, {*called.__signature__.parameters, *records})  # type: ignore[attr-defined]
         passed = signature.bind_partial(*arguments).arguments
         for name, record in records.items():
+            own = {key: values.pop(key) for key in record.model_fields if key in values}
             if name not in values and name not in passed:
-                own = {key: values.pop(key) for key in record.model_fields if key in values}
                 values[name] = parse_record(own, record, OPTIONS)
+            elif own:
+                raise UsageError(
+                    f"`{next(iter(own))}`: is one of `{name}`, which was passed whole; use one of the two"
+                )
         bound = signature.bind(*arguments, **values)
         for name, value in bound.arguments.items():
             types = (kinds[name], *get_args(kinds[name]))
@@ -90,6 +96,15 @@ def keywords(function: Callable[..., Returned]) -> Callable[..., Returned]:
     ]
     called.__signature__ = signature.replace(parameters=given)  # type: ignore[attr-defined]
     return called
+
+
+def _refuse_unknown(
+    function: Callable[..., object], keywords: Collection[str], known: Collection[str]
+) -> None:
+    """Refuse the first of ``keywords`` that ``function`` does not take."""
+    for name in keywords:
+        if name not in known:
+            raise UsageError(f"{function.__name__} takes no argument {name!r}{did_you_mean(name, known)}")
 
 
 def parse_strategy(name: str) -> tuple[str, float]:

@@ -55,7 +55,7 @@ def open_feature_extractor(features: str, seed: int = 0) -> "Extractor":
     else:
         known = ("pixels", "dinov2", "clip")
         raise UsageError(
-            f"`features` {name}: no such folder, and not a name on the hub; use {', '.join(known)}, a folder "
+            f"`features` {name}: no folder, and not a name on the hub; use {', '.join(known)}, a folder "
             f"of a DINOv2 or CLIP model, or OWNER/NAME{did_you_mean(name, known)}"
         )
     kind = read_json(folder / _CONFIG).get("model_type")

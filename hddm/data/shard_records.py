@@ -190,7 +190,9 @@ def _refuse_other_folder(folder: Path, record: str) -> None:
     if (folder / record).exists() and not _holds_model(folder):
         return
     kind = "shard" if record == SHARD_FILE else "partition"
-    if not folder.is_dir():
+    if folder.is_file():
+        why = f"is a file, and a {kind} is a folder; hddm partition writes one"
+    elif not folder.is_dir():
         why = "no such folder"
     elif _holds_model(folder):
         why = f"is a model folder, not a {kind}; hddm partition writes one"

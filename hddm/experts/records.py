@@ -360,7 +360,9 @@ def without_adapter(facts: ExpertRecord) -> ExpertRecord:
 
 def not_a_model(folder: Path, found: str) -> UsageError:
     """The error for a folder that a model was expected in, with a remedy; ``found`` says what is missing."""
-    if not folder.is_dir():
+    if folder.is_file():
+        remedy = "it is a file, and a model is a folder; " + _remedy_for_file(folder)
+    elif not folder.is_dir():
         remedy = "there is no such folder"
     elif folder.suffix == ".run":
         remedy = f"it is the run of a training, and its expert is {folder.with_suffix('')}"
@@ -369,6 +371,13 @@ def not_a_model(folder: Path, found: str) -> UsageError:
     else:
         remedy = "hddm convert makes an expert of a checkpoint"
     return UsageError(f"{folder}: {found}; {remedy}")
+
+
+def _remedy_for_file(path: Path) -> str:
+    """What to name in place of a file: the model's folder that it belongs to, or an expert made of it."""
+    if any((path.parent / record).exists() for record in (EXPERT_FILE, ENSEMBLE_FILE)):
+        return f"name {path.parent}"
+    return f"hddm convert {path} --out EXPERT makes an expert of a checkpoint"
 
 
 def read_facts(folder: Path) -> ExpertRecord:

@@ -160,7 +160,7 @@ class HDDMPipeline(Encoding, Pictures, DiffusionPipeline):  # type: ignore[misc]
         dtypes = dtypes_of(torch_dtype if dtype is None else dtype)
         folder = Path(pretrained_model_name_or_path)
         restore(folder)
-        if not folder.is_dir():
+        if not folder.exists():
             raise HddmError(f"{folder}: no such folder; nothing is downloaded, so fetch the ensemble first")
         opened = open_ensemble(folder, dtypes["router"], experts)
         scheduler = FlowMatchEulerDiscreteScheduler(shift=opened.facts.shift)

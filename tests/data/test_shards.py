@@ -97,6 +97,13 @@ def test_a_changed_or_missing_image_is_refused_by_name(shard: Path) -> None:
     assert f"{shard / name}: no such file" in refusal(open_shard, shard)
 
 
+def test_a_file_in_place_of_a_shard_is_called_one(shard: Path) -> None:
+    file = shard / "manifest.json"
+    assert (
+        refusal(open_shard, file) == f"{file}: is a file, and a shard is a folder; hddm partition writes one"
+    )
+
+
 def test_a_changed_manifest_is_refused(shard: Path) -> None:
     for key in ("label", "file", "sha256"):
         entries = _entries(shard)

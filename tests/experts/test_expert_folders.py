@@ -20,6 +20,7 @@ from hddm.experts.records import (
     field_of,
     null_conditions,
     open_expert,
+    read_facts,
     read_router,
     save_expert,
     save_router,
@@ -118,6 +119,17 @@ def test_a_folder_is_sampled_as_what_it_holds(flow_expert: Path, ensemble: Path)
     for folder in (flow_expert, str(ensemble)):
         assert torch.equal(hddm.sample(folder, 2, steps=1), hddm.sample(hddm.load(folder), 2, steps=1))
     assert "there is no such folder" in refusal(hddm.sample, "nowhere", 2)
+
+
+def test_a_file_in_place_of_a_model_is_called_one(flow_expert: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "model.safetensors"
+    checkpoint.write_bytes(b"")
+    readers = (hddm.load, hddm.HDDMPipeline.from_pretrained, read_facts)
+    for read in readers:
+        message = refusal(read, checkpoint)
+        assert "it is a file, and a model is a folder" in message
+        assert message.endswith(f"hddm convert {checkpoint} --out EXPERT makes an expert of a checkpoint")
+        assert refusal(read, flow_expert / WEIGHTS).endswith(f"a model is a folder; name {flow_expert}")
 
 
 @pytest.mark.parametrize(
