@@ -253,6 +253,8 @@ class _Encoder:
 def _open_encoder(shards: Mapping[Path, ShardManifest], settings: EncodingSettings) -> _Encoder:
     """Check the options against ``shards`` by folder, and open the networks; raises as `encode_shards`."""
     vae, text_encoder, tokenizer = settings.vae, settings.text_encoder, settings.tokenizer
+    # Networks take minutes to read, so what needs none is checked first.
+    captions = _captions(shards, settings)
     device = available_device(settings.device)
     settings = settings.model_copy(update={"device": str(device)})
     _, height, width = shape = images = _shape(shards, settings.resolution)
@@ -270,23 +272,17 @@ def _open_encoder(shards: Mapping[Path, ShardManifest], settings: EncodingSettin
         images = own, height, width
         shape = int(network.config.latent_channels), height // factor, width // factor
     text, text_record = None, None
-    if text_encoder is not None or tokenizer is not None:
-        if text_encoder is None or tokenizer is None:
-            lacking = "`tokenizer`" if tokenizer is None else "`text_encoder`"
-            raise UsageError(f"{lacking}: text needs a text encoder and its tokenizer; name both folders")
-        text = (read_text_encoder(text_encoder), read_tokenizer(tokenizer))
-        nn.Module.to(text[0], device)
-        text_record = text_encoder_facts(text_encoder, text[1].model_max_length)
+    if text_encoder is not None and tokenizer is not None:
+        words = read_tokenizer(tokenizer)
+        text_record = text_encoder_facts(text_encoder, words.model_max_length)
         if text_record.kind != CLIP:
             raise HddmError(f"{text_encoder}: is a {text_record.kind}, but captions need a {CLIP}")
-        for folder, shard in shards.items():
-            captions = captions_of(shard.images)
-            if captions is None:
-                remedy = "drop `text_encoder` or partition images with captions"
-                raise HddmError(f"{folder}: not all of its images have captions; {remedy}")
-            if cut := len(cuts(text[1], captions, text_record.tokens)):
+        for folder, own in captions.items():
+            if cut := len(cuts(words, own, text_record.tokens)):
                 message = "%s: %d of %d captions have more than %d tokens and are cut"
-                log.warning(message, folder, cut, len(captions), text_record.tokens)
+                log.warning(message, folder, cut, len(own), text_record.tokens)
+        text = (read_text_encoder(text_encoder), words)
+        nn.Module.to(text[0], device)
     is_fitted = settings.resolution is not None
     encoding = EncodingRecord(
         space="pixels" if network is None else "latents",
@@ -299,6 +295,25 @@ def _open_encoder(shards: Mapping[Path, ShardManifest], settings: EncodingSettin
         text_dtype=None if text is None else settings.dtype,
     )
     return _Encoder(settings, encoding, images, network, vae_record, text, text_record)
+
+
+def _captions(
+    shards: Mapping[Path, ShardManifest], settings: EncodingSettings
+) -> dict[Path, tuple[str, ...]]:
+    """Captions of all images by shard, where they are to be encoded; raises as `encode_shards`."""
+    if settings.text_encoder is None and settings.tokenizer is None:
+        return {}
+    if settings.text_encoder is None or settings.tokenizer is None:
+        lacking = "`tokenizer`" if settings.tokenizer is None else "`text_encoder`"
+        raise UsageError(f"{lacking}: text needs a text encoder and its tokenizer; name both folders")
+    found = {}
+    for folder, shard in shards.items():
+        captions = captions_of(shard.images)
+        if captions is None:
+            remedy = "drop `text_encoder` or partition images with captions"
+            raise HddmError(f"{folder}: not all of its images have captions; {remedy}")
+        found[folder] = captions
+    return found
 
 
 def _shape(shards: Mapping[Path, ShardManifest], resolution: int | None) -> tuple[int, int, int]:

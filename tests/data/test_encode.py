@@ -181,6 +181,15 @@ def test_options_that_do_not_fit_are_refused(source: Path, tmp_path: Path) -> No
     assert not out.exists()
 
 
+def test_missing_captions_are_found_before_any_network_is_read(source: Path, tmp_path: Path) -> None:
+    """The folders hold nothing, which reading them would find out."""
+    names = ("vae", "text_encoder", "tokenizer")
+    for name in names:
+        (tmp_path / name).mkdir()
+    networks = {name: tmp_path / name for name in names}
+    assert "not all of its images have captions" in refusal(encode, source, tmp_path / "out", **networks)
+
+
 def test_the_command_encodes_inspects_and_replaces(source: Path, tmp_path: Path, hddm: Command) -> None:
     write_vae(tmp_path / "vae")
     out = tmp_path / "out"
