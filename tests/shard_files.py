@@ -1,6 +1,5 @@
 """Shards of images, written by hand: what is in them depends on no clustering."""
 
-import contextlib
 import hashlib
 import io
 import json
@@ -16,6 +15,7 @@ from PIL import Image
 
 from hddm.data import encoding
 from hddm.data.shard_records import ImageEntry, shard_hash
+from hddm.utils.progress import Progress
 
 
 def noise(num: int, height: int = 8, width: int = 8, seed: int = 0, colour: bool = True) -> list[np.ndarray]:
@@ -117,10 +117,20 @@ def encode(
 ) -> Path:
     """Encode a shard or a partition, ``rows`` a data file; options are `EncodingSettings`.
 
-    ``on_images`` is called with the number of images done.
+    ``on_images`` is called with the number of images done, those of an earlier start too.
     """
+
+    class Heard(Progress):
+        def __call__(self, units: int) -> None:
+            super().__call__(units)
+            on_images(units)
+
+        def skip(self, units: int) -> None:
+            super().skip(units)
+            on_images(units)
+
     settings = encoding.EncodingSettings.model_validate(options)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(encoding, "Progress", lambda total, name: contextlib.nullcontext(on_images))
+        patched.setattr(encoding, "Progress", Heard)
         encoding.encode_shards(source, out, settings, overwrite, rows)
     return out

@@ -32,16 +32,13 @@ def distill(
         refuse_fixed(settings)
     refuse_unfinished(out, run, overwrite)
 
-    from hddm.training.calibrate import CALIBRATION_COST
     from hddm.training.distill import distill as train
     from hddm.training.loop import summary_of
     from hddm.utils.progress import TrainingProgress
 
-    is_of_velocities = settings.sampling_steps is None
-    # A student of few steps gets no calibration.
-    after = CALIBRATION_COST if is_of_velocities else 0
-    with TrainingProgress(settings.steps, settings.batch_size, "distill", after) as progress:
+    with TrainingProgress(settings.steps, settings.batch_size, "distill") as progress:
         losses = train(ensemble, data, out, settings, overwrite, progress.reach, run, init)
     if losses:
+        is_of_velocities = settings.sampling_steps is None
         name = "distance to the teacher's velocity" if is_of_velocities else "loss"
         typer.echo(f"{out}: {summary_of(losses, name)}")

@@ -155,7 +155,6 @@ def train_all(
 
 def _trained(islands: Sequence["Island"], where: IslandOptions) -> list["Outcome"]:
     """Train ``islands`` with a bar each, and return how each ended."""
-    from hddm.training.calibrate import CALIBRATION_COST
     from hddm.training.islands import train_islands
     from hddm.utils.progress import Progress, TrainingProgress
     from hddm.utils.ray_workers import RayWorkers
@@ -171,7 +170,7 @@ def _trained(islands: Sequence["Island"], where: IslandOptions) -> list["Outcome
         def on_step(index: int, step: int, loss: float, seconds: float) -> None:
             if index not in bars:
                 of = by_index[index]
-                bar = TrainingProgress(of.settings.steps, of.settings.batch_size, of.name, CALIBRATION_COST)
+                bar = TrainingProgress(of.settings.steps, of.settings.batch_size, of.name)
                 bars[index] = stack.enter_context(bar)
             bars[index].reach(step, loss, seconds)
 

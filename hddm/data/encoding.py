@@ -91,7 +91,8 @@ def encode_shards(
     is_partition = (source / PARTITION_FILE).is_file()
     folders = [*find_shards(source), *find_held_out(source)] if is_partition else [source]
     shards = {folder: read_images_manifest(folder) for folder in folders}
-    encoder = _open_encoder(shards, settings)
+    with Progress(None, "read the networks", is_drawn=False):
+        encoder = _open_encoder(shards, settings)
     row_bytes = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in encoder.layout.values())
     rows, total = rows or max(1, FILE_BYTES // row_bytes), sum(len(one.images) for one in shards.values())
     # Plain values that decide the content, apart from rounding: batches may become smaller. The format
@@ -123,7 +124,7 @@ def encode_shards(
                 entries = shard.images[start : start + rows]
                 if (found := draft.done(draft.parts / name)) is not None:
                     done = DataFile.model_validate(found)
-                    advance(len(entries))
+                    advance.skip(len(entries))
                 else:
                     done = _write_file(draft.whole / name, encoder, folder, entries, pool, advance)
                     hashes = {f"whole/{name.as_posix()}": done.facts.sha256}

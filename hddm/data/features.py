@@ -309,7 +309,8 @@ def compute_features(
             broken |= {int(row): str(reason) for row, reason in found.items()}
             if len(broken) > max_bad:
                 raise too_many_bad(source.root, list(broken.values()), max_bad)
-            advance(len(rows))
+            count = advance.skip if path in known else advance
+            count(len(rows))
         read = [one for one in map(read_safetensors, paths) if len(one["sound"])]
     names = ("sound", "files", "pixels", "shapes")
     numbers, files, pixels, shapes = (torch.cat([one[name] for one in read]).numpy() for name in names)

@@ -136,8 +136,6 @@ def _inner(moments: Moments, a: Tensor, b: Tensor) -> Tensor:
     return torch.cat([along, to_float64(a_rest * b_rest).sum()[None]]).cpu()
 
 
-CALIBRATION_COST = LEVELS * STATES // 4
-"""Images whose training takes about as long as a calibration: a state is one call of the network."""
 CALIBRATION_IMAGES, CALIBRATION_BYTES = 4096, 2**30
 """Most images, and most bytes of them, in a calibration: samples in float64, tokens in float32."""
 

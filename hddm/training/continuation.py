@@ -53,7 +53,7 @@ from hddm.experts.records import EXPERT_FILE, FORMAT, Expert, field_of, save_exp
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.schedules import LinearSchedule, from_config
 from hddm.settings import Report, keywords, silent
-from hddm.training.calibrate import CALIBRATION_COST, calibration_origin, calibration_rows
+from hddm.training.calibrate import calibration_origin, calibration_rows
 from hddm.training.expert import read_init, record_of_shard, saving, train_expert
 from hddm.training.loop import OnTrainingStep, Task, run_task, summary_of
 from hddm.training.objectives import (
@@ -119,7 +119,7 @@ def train(
     """
     if init is not None:
         refuse_fixed(settings, schedule)
-    with TrainingProgress(settings.steps, settings.batch_size, "train", CALIBRATION_COST) as progress:
+    with TrainingProgress(settings.steps, settings.batch_size, "train") as progress:
         if init is not None:
             losses = continue_expert(init, shard, out, settings, overwrite, progress.reach, run)
         else:

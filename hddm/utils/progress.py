@@ -6,6 +6,7 @@ import shutil
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import ClassVar, Self
 
@@ -13,12 +14,54 @@ from tqdm import tqdm
 
 _SHORT = 5.0
 """Seconds; work expected to take less prints no lines."""
+_EVIDENCE, _SHARE, _LATEST = 5.0, 0.05, 30.0
+"""The remaining time is estimated from so many seconds of counting on, which saw this share of the work, and
+at the latest from so many seconds on."""
 _OFTEN, _SELDOM, _FIRST_MINUTES = 10.0, 60.0, 180.0
 """Most seconds between lines in the first minutes of a work and after them; seconds of the first minutes."""
 _DRAW = 0.1
 """Seconds between drawings of a bar."""
 _BEAT = 1.0
 """Seconds between looks at the clock."""
+
+
+class _Pace:
+    """How fast a work goes, by what was counted recently.
+
+    Recent is the later half of what was counted since the first count, and of the time since then, whichever
+    is shorter: one forgets slow parts soon, the other fast ones. The time before the first count is not
+    typical, since files are opened and code is compiled.
+    """
+
+    _MARKS = 200
+    """About as many marks are kept."""
+
+    def __init__(self) -> None:
+        self._first: tuple[float, int] | None = None
+        self._marks: deque[tuple[float, int]] = deque()
+
+    def mark(self, now: float, units: int) -> None:
+        """Note how many ``units`` are counted by ``now``."""
+        if self._first is None:
+            self._first = now, units
+        start, uncounted = self._first
+        if self._marks and now - self._marks[-1][0] < (now - start) / self._MARKS:
+            return
+        self._marks.append((now, units))
+        half = (start + now) / 2, (uncounted + units) / 2
+        while len(self._marks) > 2 and (self._marks[1][0] <= half[0] or self._marks[1][1] <= half[1]):
+            self._marks.popleft()
+
+    def seconds(self, now: float, units: int, further: int) -> float | None:
+        """How long ``further`` units take after ``units`` by ``now``; None without enough evidence."""
+        if self._first is None:
+            return None
+        start, uncounted = self._first
+        counting, counted = now - start, units - uncounted
+        if counting < _EVIDENCE or (counting < _LATEST and counted < _SHARE * (counted + further)):
+            return None
+        since, before = self._marks[0]
+        return (now - since) / (units - before) * further if units > before else None
 
 
 class Progress:
@@ -40,7 +83,7 @@ class Progress:
     ) -> None:
         self._total, self._label, self._more, self._done = total, label, more, 0
         self._start = self._spoke = time.perf_counter()
-        self._first: tuple[float, int] | None = None
+        self._pace, self._skipped = _Pace(), 0
         self._lock, self._ended = threading.RLock(), threading.Event()
         self._bar: tqdm[None] | None = None
         if is_drawn:
@@ -87,8 +130,7 @@ class Progress:
                     Progress.heard(self._done / self._total)
                 return
             now, total = time.perf_counter(), self._total or self._done
-            # What was done before this start may be counted at once.
-            self._first = self._first or (now, self._done)
+            self._pace.mark(now, self._done - self._skipped)
             is_tenth = 10 * before // total != 10 * self._done // total
             is_short = self._bar is None and (now - self._start) * total < _SHORT * self._done
             if is_tenth and not is_short:
@@ -100,8 +142,7 @@ class Progress:
         """Count ``units`` that were done before; they do not count for the remaining time."""
         with self._lock:
             self._done += units
-            if self._first is not None:
-                self._first = (self._first[0], self._first[1] + units)
+            self._skipped += units
 
     def say(self, text: str) -> None:
         """Print lines of their own, above the bar."""
@@ -135,27 +176,57 @@ class Progress:
             self._bar.set_description_str(text)
 
     def _details(self) -> list[str]:
-        """Further parts of a line: the time that is left at the pace so far."""
+        """Further parts of a line: the time that is left, or that was spent while that is not known."""
         if self._done == self._total:
             return []
-        if self._total is None or self._first is None or self._done <= self._first[1]:
-            return [f"{duration(self._spoke - self._start)} so far"]
-        pace = (self._spoke - self._first[0]) / (self._done - self._first[1])
-        return [f"{duration(pace * (self._total - self._done))} left"]
+        left = self._left(self._spoke)
+        return [f"{duration(self._spoke - self._start)} so far" if left is None else f"{duration(left)} left"]
+
+    def _left(self, now: float) -> float | None:
+        """Seconds until the end, at the recent pace; None at the end, and before there is evidence."""
+        if self._total is None or self._done >= self._total:
+            return None
+        return self._pace.seconds(now, self._done - self._skipped, self._total - self._done)
+
+
+class Start(Progress):
+    """The start of a command: libraries take seconds to load, and on a busy machine a minute."""
+
+    def __init__(self, label: str) -> None:
+        super().__init__(None, label, is_drawn=False)
+
+    def _details(self) -> list[str]:
+        library = _loading()
+        return [f"loading {library}" if library else "preparing", *super()._details()]
+
+
+def _loading() -> str | None:
+    """The library that is being imported, by another thread perhaps."""
+    for name, module in sys.modules.copy().items():
+        library = name.partition(".")[0]
+        if library in sys.stdlib_module_names or library in _OWN:
+            continue
+        # Not getattr, which would import parts of a module that loads them when asked.
+        spec = getattr(module, "__dict__", {}).get("__spec__")
+        if getattr(spec, "_initializing", False):
+            return library
+    return None
+
+
+_OWN = ("hddm", "hddm_cli", "__main__")
 
 
 class TrainingProgress(Progress):
     """``with TrainingProgress(steps, batch_size, "train") as progress: progress.reach(step, loss, seconds)``.
 
-    A line gives the step and, over the steps since the previous line, mean loss, images per second, and the
-    remaining time at that rate; a bar gives these over all steps, and is drawn from the first one on. Waits
-    between steps do not count. ``after`` is the number of images whose training takes as long as what follows
-    the last step, and is a part of the remaining time.
+    A line gives the step, mean loss and images per second over the steps since the previous line, and the
+    time that is left of the training; a bar gives loss and rate over all steps, and is drawn from the first
+    one on. Waits between steps, as for a checkpoint, do not count in the rate.
     """
 
-    def __init__(self, steps: int, batch_size: int, label: str, after: float = 0.0) -> None:
+    def __init__(self, steps: int, batch_size: int, label: str) -> None:
         super().__init__(steps, label, is_drawn=False)
-        self._batch_size, self._after, self._begun = batch_size, after, False
+        self._batch_size, self._begun = batch_size, False
         self._forget()
 
     def _forget(self) -> None:
@@ -174,6 +245,7 @@ class TrainingProgress(Progress):
                 if not self._begun:
                     self._draw()
                 self._begun, steps = True, 1
+                self._pace = _Pace()
                 self._forget()
             elif math.isfinite(seconds):
                 self._seconds, self._timed = self._seconds + seconds, self._timed + steps
@@ -198,10 +270,8 @@ class TrainingProgress(Progress):
         if self._timed and self._seconds > 0:
             rate = self._batch_size * self._timed / self._seconds
             details.append(f"{rate:.0f} images/s" if rate >= 100 else f"{rate:.3g} images/s")
-            images = ((self._total or 0) - self._done) * self._batch_size + self._after
-            if images > 0:
-                details.append(f"{duration(images / rate)} left")
-        return details
+        left = self._left(self._spoke)
+        return details if left is None else [*details, f"{duration(left)} left"]
 
 
 @contextlib.contextmanager

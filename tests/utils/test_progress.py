@@ -1,11 +1,14 @@
 """Lines of a training as it runs, and in the end."""
 
+import importlib
 import io
 import math
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -35,14 +38,14 @@ def lines(capsys: pytest.CaptureFixture[str]) -> Lines:
     return written
 
 
-def test_a_line_says_the_step_the_mean_loss_the_rate_and_what_is_left(lines: Lines) -> None:
+def test_a_line_says_the_step_the_mean_loss_and_the_rate(lines: Lines) -> None:
     """A step of 8 images takes a quarter of a second, and in the second half a minute."""
     reached = [(step, float(step), 0.25 if step <= 10 else 60) for step in range(1, 21)]
     written = lines(20, 8, *reached)
     assert len(written) == 10
-    assert written[0] == "train: 10 %, step 2 of 20, loss 1.5000, 32 images/s, 4 s left"
-    assert written[1] == "train: 20 %, step 4 of 20, loss 3.5000, 32 images/s, 4 s left"
-    assert written[5] == "train: 60 %, step 12 of 20, loss 11.5000, 0.133 images/s, 8 min left"
+    assert written[0] == "train: 10 %, step 2 of 20, loss 1.5000, 32 images/s"
+    assert written[1] == "train: 20 %, step 4 of 20, loss 3.5000, 32 images/s"
+    assert written[5] == "train: 60 %, step 12 of 20, loss 11.5000, 0.133 images/s"
     assert written[9] == "train: 100 %, step 20 of 20, loss 19.5000, 0.133 images/s"
 
 
@@ -55,6 +58,139 @@ def test_losses_that_come_for_several_steps_count_as_often(lines: Lines) -> None
         "train: 60 %, step 60 of 100",
         "train: 41 %, step 41 of 100, loss 7.0000",
         "train: 50 %, step 50 of 100, loss 3.0000",
+    ]
+
+
+Clock = Callable[[float], float]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Let seconds pass; returns the time."""
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[-1])
+
+    def passing(seconds: float) -> float:
+        now.append(now[-1] + seconds)
+        return now[-1]
+
+    return passing
+
+
+def _left(line: str) -> float | None:
+    """Seconds that a line says are left."""
+    found = re.search(r"(\d+) (s|min) left", line)
+    return found and int(found[1]) * {"s": 1, "min": 60}[found[2]]
+
+
+def test_time_left_is_right_for_work_that_gets_slower_or_faster(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After two fifths of the work a unit takes another time, which a quarter of the work later is known."""
+    for before, after in ((0.1, 1.0), (1.0, 0.1)):
+        with progress.Progress(200, "encode") as advance:
+            for unit in range(1, 201):
+                clock(before if unit <= 80 else after)
+                advance(1)
+                said = _left(capsys.readouterr().err)
+                if said is not None and unit <= 80:
+                    assert said == pytest.approx(before * (200 - unit), abs=30.1, rel=0.05)
+                if said is not None and unit >= 160:
+                    assert said == pytest.approx(after * (200 - unit), abs=1, rel=0.25)
+
+
+def test_time_left_includes_the_waits_of_a_training_and_nothing_that_follows_it(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step computes for half a second, and waits for one and a half."""
+    with TrainingProgress(60, 8, "train") as training:
+        for step in range(1, 61):
+            clock(2.0)
+            training.reach(step, 1.0, 0.5)
+        written = capsys.readouterr().err.splitlines()
+        clock(100.0)
+    assert "train: 50 %, step 30 of 60, loss 1.0000, 16 images/s, 60 s left" in written
+    assert written[-1] == "train: 100 %, step 60 of 60, loss 1.0000, 16 images/s"
+
+
+def test_no_time_left_is_said_before_there_is_evidence(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A step that takes long begins, and the first counts say nothing of it.
+    with progress.Progress(1000, "benchmark") as advance:
+        for _ in range(4):
+            clock(6.0)
+            advance(5)
+        assert "left" not in capsys.readouterr().err
+        clock(8.0)
+        advance(480)
+        assert capsys.readouterr().err == "benchmark: 50 %, 8 s left\n"
+    with progress.Progress(100, "encode") as advance:
+        advance(0)
+        clock(4.0)
+        advance(50)
+        assert capsys.readouterr().err == "encode: 50 %, 4 s so far\n"
+
+
+def test_what_was_done_before_this_start_says_nothing_of_the_pace(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with progress.Progress(100, "sample") as advance:
+        advance.skip(40)
+        for _ in range(10):
+            clock(2.0)
+            advance(1)
+        advance.skip(9)
+        clock(2.0)
+        advance(1)
+    assert capsys.readouterr().err.splitlines()[-1] == "sample: 60 %, 80 s left"
+
+
+class _Log(io.StringIO):
+    """A log that tells when a line is complete, and a clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spoken, self.now = threading.Semaphore(0), [0.0]
+
+    def write(self, text: str) -> int:
+        count = super().write(text)
+        if text.endswith("\n"):
+            self.spoken.release()
+        return count
+
+
+def _logged(monkeypatch: pytest.MonkeyPatch) -> _Log:
+    """What is spoken from here on, also while nothing is counted."""
+    made = _Log()
+    monkeypatch.setattr(sys, "stderr", made)
+    monkeypatch.setattr(progress, "_BEAT", 0.001)
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: made.now[-1])
+    return made
+
+
+SLOW = """
+import sys
+sys.stderr.now.append(10.5)
+assert sys.stderr.spoken.acquire(timeout=60)
+"""
+
+
+def test_the_first_line_of_a_command_says_which_library_it_loads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log = _logged(monkeypatch)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "slow_library").mkdir()
+    (tmp_path / "slow_library/__init__.py").write_text("from slow_library import part")
+    (tmp_path / "slow_library/part.py").write_text(SLOW)
+    with progress.Start("hddm train"):
+        importlib.import_module("slow_library")
+        log.now.append(21.0)
+        assert log.spoken.acquire(timeout=60)
+    assert log.getvalue().splitlines() == [
+        "hddm train: loading slow_library, 10 s so far",
+        "hddm train: preparing, 21 s so far",
     ]
 
 
@@ -73,7 +209,7 @@ def test_short_work_has_no_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         for seconds in (0.1, 0.1, 9.8):
             now.append(now[-1] + seconds)
             advance(1)
-    assert capsys.readouterr().err == "check: 30 %, 35 s left\n"
+    assert capsys.readouterr().err == "check: 30 %, 69 s left\n"
 
 
 def test_long_work_speaks_less_often_later(
@@ -95,35 +231,18 @@ def test_long_work_speaks_less_often_later(
     assert capsys.readouterr().err == "a line of its own\n"
 
 
-class _Log(io.StringIO):
-    """A log that tells when a line is complete."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spoken = threading.Semaphore(0)
-
-    def write(self, text: str) -> int:
-        count = super().write(text)
-        if text.endswith("\n"):
-            self.spoken.release()
-        return count
-
-
 def test_work_that_counts_nothing_speaks_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, log = [0.0], _Log()
-    monkeypatch.setattr(sys, "stderr", log)
-    monkeypatch.setattr(progress, "_BEAT", 0.001)
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[-1])
+    log = _logged(monkeypatch)
     with progress.Progress(None, "hash weights"):
         for seconds in (10.5, 71.0):
-            now.append(seconds)
+            log.now.append(seconds)
             assert log.spoken.acquire(timeout=60)
     with progress.Progress(4, "score", more=lambda: ["2 h in all"]) as advance:
-        now.append(72.0)
+        log.now.append(72.0)
         advance(1)
-        now.append(81.0)
+        log.now.append(81.0)
         assert log.spoken.acquire(timeout=60)
-        now.append(100.0)
+        log.now.append(100.0)
         advance(1)
     assert log.getvalue().splitlines() == [
         "hash weights: 10 s so far",
