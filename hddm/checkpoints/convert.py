@@ -202,10 +202,11 @@ def _checked(plan: ConversionPlan, draft: Path) -> ConversionCheck:
         raise
     except Exception as error:
         # A network may raise anything for inconsistent sizes.
-        raise HddmError(
-            f"{source.path}: its {network} does not run ({type(error).__name__}: {one_line(error)}); correct "
-            "its config"
-        ) from error
+        text = f"its {network} does not run ({type(error).__name__}: {one_line(error)})"
+        remedy = "correct its config"
+        if source.path.is_file():
+            remedy = "its tensors do not belong together, or `num_heads` or `sample_size` is not its own"
+        raise HddmError(f"{source.path}: {text}; {remedy}") from error
     # A comparison with NaN is false.
     is_close = all(error <= LARGEST_VELOCITY_ERROR for error in found.velocity_errors.values())
     if not (found.difference <= LARGEST_DIFFERENCE and is_close):

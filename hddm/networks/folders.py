@@ -6,6 +6,7 @@ checked against the file's tensors before anything takes memory.
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,9 @@ def parse_config(
     for key in config:
         if key in _RECORDS:
             del arguments[key]
+        elif key == "quantization_config":
+            method = config[key].get("quant_method") if isinstance(config[key], Mapping) else config[key]
+            raise HddmError(f"{origin}: is of weights quantised by {one_line(method, 40)}, {_UNQUANTISED}")
         elif config["_class_name"] == _OLD_TRANSFORMER and key not in parameters and key in _OLD_INERT:
             if config[key] not in _OLD_INERT[key]:
                 raise HddmError(f"{origin}: {key} is {config[key]!r}, which {name} does not support")
@@ -85,8 +89,9 @@ def empty_network(
     # Modules cost time and memory even on the meta device; a small file must not create a billion of them.
     layers = math.prod(max(_largest(arguments.get(key)) for key in keys) for keys in _DEPTHS)
     if layers > (most := min(num_tensors // _TENSORS_PER_LAYER, _MOST_LAYERS)):
-        text = f"and its {num_tensors} tensors are enough for {most}; correct its config"
-        raise HddmError(f"{origin}: its depth is {layers}, {text}")
+        text = f"and its {num_tensors} tensors are enough for {most}"
+        remedy = "fetch it again, or correct its config if it has one"
+        raise HddmError(f"{origin}: its depth is {layers}, {text}; {remedy}")
     for key, value in arguments.items():
         if isinstance(value, Sequence) and len(value) > _MOST_LAYERS:
             raise HddmError(f"{origin}: {key} has {len(value)} entries, of {_MOST_LAYERS} at most")
@@ -239,9 +244,35 @@ def fitting(
 def refuse_other_tensors(
     expected: Mapping[str, Tensor], found: Mapping[str, Tensor], path: Path, config: str = "config.json"
 ) -> None:
-    """Raise an `HddmError` that lists all `misfits` of the file ``path``, if any."""
+    """Raise an `HddmError` that lists all `misfits` of the file ``path``, if any, or says it is quantised."""
     if problems := misfits(expected, found):
+        refuse_quantised(found, path)
         raise HddmError(f"{path}: does not fit its {config}: {'; '.join(shown(problems))}")
+
+
+_UNQUANTISED = "which hddm does not read; use the version in float16 or float32"
+# What bitsandbytes, ComfyUI, GPTQ, nunchaku and quanto call the scales, tables and numbers of a layer.
+_QUANTISED = re.compile(
+    r"(?:^|.*\.)(?:SCB|weight_format|absmax|nested_absmax|quant_map|nested_quant_map|quant_state\..+|"
+    r"scaled_fp8|comfy_quant|weight_scale|weight_scale_2|scale_weight|scale_input|input_scale|output_scale|"
+    r"qweight|qzeros|g_idx|wscales|wzeros|_data|_scale)"
+)
+
+
+def refuse_quantised(weights: Mapping[str, Tensor], path: Path) -> None:
+    """Raise an `HddmError` if the weights of ``path`` are whole numbers, or have scales of their own.
+
+    Plain float8 is no such quantisation: it is read as other floats are.
+    """
+    found = [name for name in weights if _QUANTISED.fullmatch(name)]
+    for name, value in weights.items():
+        if name.endswith("weight") and not (value.is_floating_point() or value.is_complex()):
+            found.append(name)
+    if found:
+        kind = str(weights[found[-1]].dtype).removeprefix("torch.")
+        count = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        text = f"holds quantised weights ({found[-1]!r} in {kind}{count})"
+        raise HddmError(f"{path}: {text}, {_UNQUANTISED}")
 
 
 class WeightsReader:

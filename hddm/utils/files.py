@@ -410,6 +410,8 @@ def file_kind(path: Path) -> FileKind:
         return "pickle"
     if head.startswith(b"version https"):
         why = "is a Git LFS pointer, not the weights; fetch them with git lfs pull"
+    elif head.startswith(b"GGUF"):
+        why = "is a quantised file (GGUF), which hddm does not read; use the version in float16 or float32"
     elif head.lstrip().startswith(b"{"):
         why = "is JSON, not weights; name the folder that it belongs to"
     else:
