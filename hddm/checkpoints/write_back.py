@@ -1,4 +1,4 @@
-"""Experts written back to the layouts of other tools, as safetensors, bit for bit."""
+"""Experts written back to the layouts of other tools, as safetensors; the network's weights keep all bits."""
 
 import json
 from collections.abc import Mapping
@@ -9,17 +9,20 @@ from typing import Any
 import diffusers
 import torch
 
+from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.checkpoints.convert import write_network
 from hddm.checkpoints.folders import DIFFUSERS_LAYOUTS, SCHEDULER_FILE, open_expert_checkpoint
+from hddm.checkpoints.ldm import LDM
 from hddm.checkpoints.plan import Built
 from hddm.checkpoints.single_files import FILE_LAYOUTS
 from hddm.checkpoints.sources import Checkpoint, as_planned
 from hddm.experts.ensemble_folders import put_component
 from hddm.experts.parts import components_of
-from hddm.experts.records import EXPERT_FILE, ExpertRecord
+from hddm.experts.records import EXPERT_FILE, WEAK_FILE, ExpertRecord
 from hddm.networks.prompts import encoder_classes, family_in, index_content, zeros_in
 from hddm.networks.vae import MODEL_INDEX
 from hddm.networks.wrappers import own_time_factor
+from hddm.routers import TOPIC
 from hddm.schedules import FLOW_MATCH_FAMILY, LinearSchedule, from_config, from_diffusers
 from hddm.settings import Reading
 from hddm.utils.errors import HddmError, UsageError, choose
@@ -29,6 +32,8 @@ from hddm.velocity import PredictionType
 
 RECORD = "written_back.json"
 CHECKPOINT_FILE = "checkpoint.safetensors"
+_OWN = (CALIBRATION, TOPIC, WEAK_FILE)
+"""Files of an expert that only hddm has."""
 _NETWORKS = {name: one.network for name, one in FILE_LAYOUTS.items()} | dict(DIFFUSERS_LAYOUTS)
 _PIPELINES = {
     "diffusers-dit": ("DiTPipeline", "transformer"),
@@ -61,9 +66,9 @@ def write_back(
     check_absent(out, RECORD, overwrite)
     size = sum(tensor.numel() * tensor.itemsize for tensor in source.weights.values())
     refuse_full_disk(out, size)
+    lines = _notes(folder, layout)
     if dry_run:
-        return [f"{out}: {layout}, {size / 1e6:,.1f} MB; nothing written (`dry_run`)"]
-    lines = []
+        return [*lines, f"{out}: {layout}, {size / 1e6:,.1f} MB; nothing written (`dry_run`)"]
     with new_folder(out, RECORD, overwrite) as draft:
         if layout in DIFFUSERS_LAYOUTS:
             lines += _write_pipeline(source, record, layout, draft)
@@ -71,6 +76,20 @@ def write_back(
             _write_file(source, record, layout, draft / CHECKPOINT_FILE)
         write_json(draft / RECORD, {"format": "1.0", "layout": layout, "licence": record.licence})
     return [*lines, f"{out}: written back as {layout}", f"licence: {record.licence or 'not stated'}"]
+
+
+def _notes(folder: Path, layout: str) -> list[str]:
+    """Lines on what the expert has, or a file of this layout usually has, and is not written."""
+    kept, lines = components_of(folder), list[str]()
+    if layout in FILE_LAYOUTS and kept:
+        text = f"the file holds the network alone, without the expert's {', '.join(kept)}"
+        lines.append(f"note: {text}; a layout of diffusers (`to_layout`) takes them too")
+    elif layout == LDM.name:
+        lines.append("note: the file holds the network alone, without a whole file's VAE and text encoder")
+    own = [name for name in _OWN if (folder / name).is_file()]
+    if own:
+        lines.append(f"note: layout {layout} has no place for {', '.join(own)} of the expert")
+    return lines
 
 
 def _refuse_misfit(source: Checkpoint, record: ExpertRecord, layout: str) -> None:
