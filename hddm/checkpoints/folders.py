@@ -10,6 +10,7 @@ import diffusers
 from diffusers import ModelMixin
 from torch import Tensor
 
+from hddm.checkpoints.headers import Header, read_headers
 from hddm.checkpoints.layouts import IMAGENET_CLASSES, IMAGENET_LICENCE, LATENT_SCALE
 from hddm.checkpoints.sources import Checkpoint, Declared, KeyTable, Weights, WeightSet, choose_set, same
 from hddm.experts.ensemble_folders import kept_components
@@ -30,6 +31,7 @@ from hddm.networks.folders import (
     parse_config,
     read_file,
     read_index,
+    refuse_quantised,
     stored_names,
 )
 from hddm.networks.identity import VaeRecord
@@ -121,15 +123,21 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Chec
     sets = _weight_files(folder, reading.variant)
     chosen = choose_set(sets, reading.weights, str(folder))
     weights, files = _read_weights(folder, sets[chosen], reading.allow_pickle)
+    refuse_quantised(weights, files[0])
     scheduler = _scheduler(folder, above)
     scale, is_latent, notes = _latents(above, any(_is_there(index.get(one)) for one in VAES), arguments)
     vae, more = _vae(above, reading.variant)
+    header = read_headers(files)
+    licence = _licence(above, layout, arguments, header)
+    if header.licence not in (None, licence):
+        text = f"the header of the weights states the licence {header.licence!r}, and the model card another"
+        more = (*more, f"{text}, which is recorded")
     declared = Declared(
         read_json(scheduler) if scheduler else None,
         str(scheduler or ""),
         is_latent=is_latent,
         latent_scale=scale,
-        notes=(*notes, *more),
+        notes=(*notes, *more, *header.notes),
     )
     _refuse_other_family(index.get("scheduler"), declared, above)
     text = PipelineText(above, reading.variant)
@@ -144,7 +152,8 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Chec
         declared=declared,
         sets=tuple(sets),
         chosen=chosen,
-        licence=_licence(above, layout, arguments),
+        header=header,
+        licence=licence,
         vae=vae,
         text=text,
         components={**({"vae": above / "vae"} if vae else {}), **text.components},
@@ -177,6 +186,7 @@ def open_expert_checkpoint(folder: Path, reading: Reading) -> Checkpoint:
             record.schedule,
             str(folder / EXPERT_FILE),
             prediction_type=record.prediction_type,
+            prediction_origin=str(folder / EXPERT_FILE),
             is_latent=record.space == "latents",
             latent_scale=record.latent_scale,
             kept=read_safetensors(folder / EXTRAS_FILE) if (folder / EXTRAS_FILE).exists() else {},
@@ -233,8 +243,17 @@ def _scheduler(folder: Path, above: Path) -> Path | None:
     return None
 
 
-def _licence(above: Path, layout: str, arguments: dict[str, Any]) -> str | None:
-    """The licence in the front matter of the model card, else that of known released weights."""
+def _licence(above: Path, layout: str, arguments: dict[str, Any], header: Header) -> str | None:
+    """The licence that the model card or the weights' header states, else that of known released weights."""
+    if (stated := _licence_of_card(above) or header.licence) is not None:
+        return stated
+    if layout == "diffusers-dit" and arguments.get("num_embeds_ada_norm") == IMAGENET_CLASSES:
+        return IMAGENET_LICENCE
+    return None
+
+
+def _licence_of_card(above: Path) -> str | None:
+    """The licence in the front matter of the model card."""
     if (above / "README.md").is_file():
         with inside(above, "README.md").open(encoding="utf-8", errors="replace") as file:
             card = re.match("---\n(.*?)^---$", file.read(65536), re.MULTILINE | re.DOTALL)
@@ -245,8 +264,6 @@ def _licence(above: Path, layout: str, arguments: dict[str, Any]) -> str | None:
             names: list[Any] = stated if isinstance(stated, list) else [stated]
             if names and all(isinstance(one, str) for one in names):
                 return " AND ".join(names)
-    if layout == "diffusers-dit" and arguments.get("num_embeds_ada_norm") == IMAGENET_CLASSES:
-        return IMAGENET_LICENCE
     return None
 
 

@@ -1,15 +1,14 @@
 """Descriptions of a folder or a checkpoint in plain values, without loading weights into memory."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import calibration_record
-from hddm.checkpoints.layouts import UnstatedHeads
 from hddm.checkpoints.lora import is_lora, read_lora
-from hddm.checkpoints.plan import open_checkpoint
+from hddm.checkpoints.plan import open_unstated
 from hddm.checkpoints.sources import resolve_conventions, with_shift
 from hddm.conditions import join_classes
 from hddm.experts.assembly import PIPELINE_FILE, foreign_pipeline
@@ -34,7 +33,11 @@ from hddm.utils.files import file_kind, read_json
 from hddm.utils.records import has_manifest, read_folder_manifest, read_record
 from hddm.utils.tensors import DTYPE_NAMES, read_header
 
-_HEADS = ("num_heads", "num_attention_heads", "attention_head_dim")
+_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+    "num_heads": ("num_heads", "num_attention_heads", "attention_head_dim"),
+    "sample_size": ("sample_size",),
+}
+"""A network's arguments that an option states."""
 
 
 def inspect_model(folder: Path, allow_pickle: bool = False, variant: str | None = None) -> dict[str, Any]:
@@ -59,6 +62,7 @@ def _lora(path: Path) -> dict[str, Any]:
     return {
         "kind": "LoRA",
         "names_of": lora.naming,
+        "licence": lora.licence,
         "layers": len(lora.layers),
         "layers_by_rank": lora.ranks,
         "text_encoder_tensors": len(lora.text),
@@ -70,30 +74,29 @@ def _lora(path: Path) -> dict[str, Any]:
 
 def _checkpoint(path: Path, allow_pickle: bool, variant: str | None) -> dict[str, Any]:
     reading = Reading(allow_pickle=allow_pickle, variant=variant)
-    unstated = []
-    try:
-        source = open_checkpoint(path, reading)
-    except UnstatedHeads as missing:
-        # Any number will do here: no shape depends on it.
-        source = open_checkpoint(path, reading.model_copy(update={"num_heads": 1}))
-        unstated.append(str(missing))
-    network = source.network.__name__
-    arguments = {k: v for k, v in source.arguments.items() if not (unstated and k in _HEADS)}
+    source, missing = open_unstated(path, reading)
+    network, unstated = source.network.__name__, [str(one) for one in missing]
+    arguments = dict(source.arguments)
+    for one in missing:
+        for key in _ARGUMENTS[one.option]:
+            arguments.pop(key, None)
     empty = empty_network(source.network, source.arguments, len(source.weights), str(path))
     shape: list[int] | None = None
     try:
         interface = interface_of(network, empty.config)
-        shape = list(interface.sample_shape)
-    except HddmError as missing:
+        if "sample_size" not in [one.option for one in missing]:
+            shape = list(interface.sample_shape)
+    except HddmError as error:
         # Any height and width will do here: they are not part of the result.
         interface = interface_of(network, empty.config, (64, 64))
-        unstated.append(str(missing))
+        unstated.append(str(error))
     described: dict[str, Any] = {
         "kind": "checkpoint",
         "layout": source.layout,
         "files": [file.name for file in source.files],
         "weights": list(source.sets),
-        **dict.fromkeys(("prediction_type", "schedule", "schedule_source", "schedule_range", "shift")),
+        **dict.fromkeys(("prediction_type", "prediction_source", "schedule", "schedule_source")),
+        **dict.fromkeys(("schedule_range", "shift")),
     }
     notes = list(source.declared.notes)
     try:
@@ -105,6 +108,7 @@ def _checkpoint(path: Path, allow_pickle: bool, variant: str | None) -> dict[str
             "prediction_type": found.prediction_type.value,
             "schedule": found.schedule.config,
             "schedule_source": found.schedule_source,
+            "prediction_source": found.prediction_source,
             "schedule_range": list(found.schedule.range),
         }
         notes += found.notes

@@ -28,7 +28,7 @@ from hddm.checkpoints.sources import Declared, Forward, KeyTable, Pair, Weights,
 from hddm.networks.transformers import ExpertTransformer
 from hddm.settings import Reading
 from hddm.training.settings import SIZES
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, Unstated
 from hddm.utils.tensors import count_blocks, shape_of
 
 LATENT_SCALE = 0.18215
@@ -37,10 +37,6 @@ IMAGENET_LICENCE = (
     "CC-BY-NC-4.0 (assumed: it has the 1,000 classes of the released ImageNet DiT weights, which are "
     "non-commercial; `licence` states another)"
 )
-
-
-class UnstatedHeads(HddmError):
-    """Raised where neither a tensor nor the user states the number of attention heads."""
 
 
 @dataclass(frozen=True)
@@ -133,10 +129,8 @@ def _sizes(weights: Weights, reading: Reading, origin: str) -> tuple[int, int, i
         published = {(one["hidden_size"], one["depth"]): one["num_heads"] for one in SIZES.values()}
         heads = published.get((width, depth))
     if heads is None:
-        raise UnstatedHeads(
-            f"{origin}: {depth} blocks of width {width} are not a published size, and no tensor shows "
-            f"the number of attention heads: pass `num_heads`"
-        )
+        text = f"{depth} blocks of width {width} are not a published size, and no tensor shows the number"
+        raise Unstated(origin, f"{text} of attention heads: pass `num_heads`", "num_heads")
     if heads < 1 or width % heads:
         raise HddmError(f"`num_heads` {heads}: the width {width} is not a multiple of it")
     sizes = {"in_channels": channels, "out_channels": rows // patch**2, "patch_size": patch}
@@ -206,7 +200,8 @@ def _positions(
     """The input's side and the scale of its positions, which the network computes itself."""
     if "pos_embed" not in weights:
         if reading.sample_size is None:
-            raise HddmError(f"{origin}: has no pos_embed; pass `sample_size`, the side of its latents")
+            text = "has no pos_embed; pass `sample_size`, the side of its latents"
+            raise Unstated(origin, text, "sample_size")
         return reading.sample_size, None
     stored, side = weights["pos_embed"].float(), _side(weights, patch, origin)
     for scale in _SCALES:

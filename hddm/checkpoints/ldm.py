@@ -15,10 +15,10 @@ from diffusers.schedulers.scheduling_ddpm import rescale_zero_terminal_snr
 from torch import Tensor
 from torch.nn import functional as F
 
-from hddm.checkpoints.layouts import FileLayout, Modules, UnstatedHeads, attend
+from hddm.checkpoints.layouts import FileLayout, Modules, attend
 from hddm.checkpoints.sources import Declared, Forward, KeyTable, Weights, WeightSet, same
 from hddm.settings import Reading
-from hddm.utils.errors import HddmError, shown
+from hddm.utils.errors import HddmError, Unstated, shown
 from hddm.utils.tensors import count_blocks, shape_of
 
 UNET = "model.diffusion_model."
@@ -85,10 +85,6 @@ def _declared(content: Weights, config: Mapping[str, Any], reading: Reading, ori
     others, notes = sum(name.startswith(OTHER_PARTS) for name in content), []
     if others:
         notes.append(f"{others} tensors of its VAE and text encoder are left alone")
-    if "ztsnr" in content:
-        notes.append(
-            "ztsnr means training down to zero signal: `schedule` must contain rescale_betas_zero_snr"
-        )
     if reading.sample_size is None:
         notes.append(f"samples of side {config['sample_size']} are assumed; `sample_size` changes that")
     schedule, place = None, "the betas in the file"
@@ -103,6 +99,8 @@ def _declared(content: Weights, config: Mapping[str, Any], reading: Reading, ori
         schedule,
         place,
         prediction_type="v_prediction" if "v_pred" in content else None,
+        prediction_origin="its tensor v_pred",
+        is_zero_snr="ztsnr" in content,
         latent_scale=None if scale is None or scale.numel() != 1 else float(scale),
         notes=tuple(notes),
         kept=buffers,
@@ -172,11 +170,11 @@ def unet_heads(
         return number
     found = _HEADS.get((tuple(channels), context, is_linear))
     if found is None:
-        raise UnstatedHeads(
-            f"{origin}: widths {channels} with text of width {context} do not match Stable Diffusion 1, "
-            "2 or XL, and no tensor shows the number of attention heads: pass `num_heads`, the same number "
-            "at every level"
+        text = f"widths {channels} with text of width {context} do not match Stable Diffusion 1, 2 or XL, and"
+        remedy = (
+            "no tensor shows the number of attention heads: pass `num_heads`, the same number at every level"
         )
+        raise Unstated(origin, f"{text} {remedy}", "num_heads")
     return found
 
 

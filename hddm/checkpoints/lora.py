@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from hddm.checkpoints import ldm
+from hddm.checkpoints.headers import licence_in, predictions_in
 from hddm.experts.ensemble_folders import keep_component, whole_components
 from hddm.experts.lora import (
     AdapterRecord,
@@ -38,8 +39,11 @@ from hddm.utils.errors import HddmError, UsageError, counted, one_line, shown
 from hddm.utils.files import check_absent, new_folder, sha256_of
 from hddm.utils.records import LARGEST
 from hddm.utils.tensors import TensorInfo, promoted, read_header, read_safetensors, refuse_non_finite
+from hddm.velocity import PredictionType
 
 _FACTOR = re.compile(r"(.+)\.lora_(down|up|A|B)\.weight")
+_UNREAD = re.compile(r".+[._]lora\.(down|up)\.weight|(unet|text_encoder):\d+:(up|down)")
+"""Names of diffusers' own training scripts, of its processors of 2023, and of cloneofsimo's tool."""
 _ALPHA = re.compile(r"(.+)\.(alpha)")
 _PARTS = {"A": "down", "B": "up"}
 _NETWORK = re.compile(r"^(lora_unet_|lora_transformer_|unet\.|transformer\.)")
@@ -59,6 +63,11 @@ class LoraFile:
     text: list[str] = field(default_factory=list)
 
     @property
+    def licence(self) -> str | None:
+        """The licence that the header states."""
+        return licence_in(self.metadata)
+
+    @property
     def naming(self) -> str:
         """The tool whose names these are."""
         return "kohya" if any(name.startswith("lora_") for name in self.header) else "diffusers"
@@ -73,12 +82,16 @@ class LoraFile:
 
 def is_lora(names: Collection[str]) -> bool:
     """True for tensor names of a LoRA file, or of a similar small change to a network."""
-    return any(_FACTOR.fullmatch(name) or _OTHER.search(name) for name in names)
+    return any(_FACTOR.fullmatch(one) or _UNREAD.fullmatch(one) or _OTHER.search(one) for one in names)
 
 
 def read_lora(path: Path) -> LoraFile:
     """Read the header of a LoRA file; `HddmError` for a pickle, another kind, and tensors of no LoRA."""
     found = LoraFile(path, *read_header(path))
+    if unread := [name for name in found.header if _UNREAD.fullmatch(name)]:
+        text = f"has names of diffusers' training scripts or of an older tool ({unread[0]!r}, …)"
+        remedy = "load and fuse it in diffusers (load_lora_weights, fuse_lora), and convert what that saves"
+        raise HddmError(f"{path}: {text}, which hddm does not read yet; {remedy}")
     for name in found.header:
         match = _FACTOR.fullmatch(name) or _ALPHA.fullmatch(name)
         if _TEXT.match(name):
@@ -107,7 +120,8 @@ def convert_lora(
 
     The new expert means what its base means (schedule, prediction, conditions, VAE, text encoder), and keeps
     the base's components. All layers get the largest rank, by zeros, and where their alpha/rank differ it is
-    multiplied into B. ``licence``, of the LoRA's weights, and the base's hold both.
+    multiplied into B. ``licence``, of the LoRA's weights, and the base's hold both; by default it is the one
+    in the LoRA's header. A line notes where that says that it was trained on another kind of prediction.
 
     Raises:
         UsageError: for a ``base`` that is no expert.
@@ -126,6 +140,8 @@ def convert_lora(
             f"({lora.text[0]!r}, …), but an adapter changes only the expert's network; use a LoRA "
             f"without them"
         )
+    if licence is not None and lora.licence not in (None, licence):
+        raise HddmError(f"`licence` {licence}: the header of {path} states {lora.licence!r}; drop the option")
     network: Any = expert.network
     targets = _targets(lora, network, base)
     adapter, tensors = _adapter(lora, targets, base, out)
@@ -135,7 +151,7 @@ def convert_lora(
         "shard": None,
         "training": {},
         "adapter": adapter,
-        "licence": joint_licence((expert.facts.licence, licence)),
+        "licence": joint_licence((expert.facts.licence, licence or lora.licence)),
         "source": SourceRecord(
             layout="lora",
             files={path.name: sha256_of(path)},
@@ -150,6 +166,11 @@ def convert_lora(
         f"base: {base} (SHA-256 {adapter.base_sha256[:16]}…)",
         f"licence: {facts.licence or 'not stated (`licence` records it)'}",
     ]
+    if expert.facts.prediction_type is not PredictionType.FLOW_PREDICTION:
+        for place, kind in predictions_in(lora.metadata, path.name).items():
+            if kind != expert.facts.prediction_type:
+                own = f"{base} predicts {expert.facts.prediction_type.value}"
+                lines.append(f"note: {place} says that the LoRA was trained on {kind}, and {own}")
     if dry_run:
         return [*lines, f"{out}: nothing written (`dry_run`)"]
     with new_folder(out, EXPERT_FILE, overwrite) as draft:
@@ -184,12 +205,27 @@ def _targets(lora: LoraFile, network: ModelMixin, base: Path) -> dict[str, dict[
             if not fits or not 1 <= rank <= max(len(weight), weight[0].numel()):
                 given = " and ".join(f"{one.shape} in {one.dtype}" for one in factors)
                 problems.append(f"{layer!r} has factors {given} for a weight {tuple(weight.shape)}")
+    prefix = _prefix_before(known, lora.layers) if problems else None
+    if prefix is not None:
+        text = f"its names have {prefix!r} before those of the {type(network).__name__} of {base}"
+        raise HddmError(f"{lora.path}: {text}, which hddm does not read yet; rename its tensors")
     if problems:
         raise HddmError(
             f"{lora.path}: does not fit the {type(network).__name__} of {base}, so it is a LoRA of another "
             f"base: {'; '.join(shown(problems, 5))}"
         )
     return found
+
+
+def _prefix_before(known: Collection[str], layers: Collection[str]) -> str | None:
+    """What stands before the name of every one of ``layers``, none of which is ``known`` with it."""
+    first = next(iter(layers), "")
+    for match in re.finditer(r"[._]", first):
+        prefix = first[: match.end()]
+        rests = [name.removeprefix(prefix) for name in layers if name.startswith(prefix)]
+        if len(rests) == len(layers) and all(rest in known for rest in rests):
+            return prefix
+    return None
 
 
 def _layers_of(network: ModelMixin) -> dict[str, str]:

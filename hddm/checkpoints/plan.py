@@ -3,19 +3,20 @@
 On request the network itself is changed: it gets attention to text.
 """
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from diffusers import ModelMixin, UNet2DConditionModel
 from torch import Tensor
 
 from hddm.checkpoints.folders import open_expert_checkpoint, open_model, open_pipeline
-from hddm.checkpoints.layouts import IMAGENET_LICENCE, UnstatedHeads
+from hddm.checkpoints.layouts import IMAGENET_LICENCE
 from hddm.checkpoints.single_files import open_file
 from hddm.checkpoints.sources import (
     Checkpoint,
@@ -35,12 +36,13 @@ from hddm.networks.vae import MODEL_INDEX
 from hddm.networks.wrappers import Interface, interface_of, pooled_width
 from hddm.settings import Conversion, Reading
 from hddm.training.settings import TEXT
-from hddm.utils.errors import HddmError, UsageError
+from hddm.utils.errors import HddmError, Unstated, UsageError
 from hddm.utils.records import WHOLE
 from hddm.utils.streams import Use, seed_of
 from hddm.utils.tensors import Planned
 from hddm.velocity import PredictionType
 
+Decided = TypeVar("Decided")
 _ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 
 
@@ -99,7 +101,7 @@ def open_checkpoint(path: Path, reading: Reading) -> Checkpoint:
     for file in sorted(one for one in path.iterdir() if one.suffix in _ENDINGS):
         try:
             sources.append(open_file(file, reading))
-        except UnstatedHeads:
+        except Unstated:
             raise
         except HddmError as error:
             refusals.append(error)
@@ -112,14 +114,42 @@ def open_checkpoint(path: Path, reading: Reading) -> Checkpoint:
     )
 
 
+_ANY: Mapping[str, int] = {"num_heads": 1, "sample_size": 64}
+"""Values of options with which a source opens that does not state them; no tensor's shape depends on them."""
+
+
+def open_unstated(path: Path, reading: Reading) -> tuple[Checkpoint, list[Unstated]]:
+    """The checkpoint at ``path``, and what it and ``reading`` leave open, in place of which it has any value.
+
+    Raises `HddmError` as `open_checkpoint`.
+    """
+    missing: list[Unstated] = []
+    while True:
+        try:
+            return open_checkpoint(path, reading), missing
+        except Unstated as error:
+            if getattr(reading, error.option, None) is not None or error.option not in _ANY:
+                raise
+            missing.append(error)
+            reading = reading.model_copy(update={error.option: _ANY[error.option]})
+
+
+def refuse_unstated(path: Path, missing: Sequence[Unstated]) -> None:
+    """Raise one `HddmError` that names all options that are ``missing``."""
+    if len(missing) == 1:
+        raise missing[0]
+    if missing:
+        texts = "; ".join(one.text for one in missing)
+        raise HddmError(f"{path}: does not state {len(missing)} things that a conversion needs: {texts}")
+
+
 def plan_conversion(path: Path, conversion: Conversion) -> ConversionPlan:
     """Read a source and decide everything, without writing.
 
-    Raises `HddmError` for an unreadable source, an unknown layout, unknown conventions, or tensors that are
-    not exactly those of its network.
+    Raises `HddmError` for an unreadable source, an unknown layout, contradictory conventions, all missing
+    options at once, or tensors that are not exactly those of its network.
     """
-    source = open_checkpoint(path, conversion)
-    conventions = resolve_conventions(source, conversion.schedule, conversion.prediction_type)
+    source, missing = open_unstated(path, conversion)
     tensors, extras = _own_tensors(source)
     built = Built(source.network, dict(source.arguments), tensors)
     if conversion.text_dim is not None:
@@ -131,7 +161,12 @@ def plan_conversion(path: Path, conversion: Conversion) -> ConversionPlan:
     # For a network whose config does not state it.
     side = conversion.sample_size
     size = source.record.sample_shape[1:] if source.record else None if side is None else (side, side)
-    interface = _interface(built, source, size)
+    interface = _stated(lambda: _interface(built, source, size), missing)
+    resolve = functools.partial(resolve_conventions, source, conversion.schedule, conversion.prediction_type)
+    conventions = _stated(resolve, missing)
+    refuse_unstated(path, missing)
+    assert interface is not None
+    assert conventions is not None
     conventions = with_shift(conventions, source, interface)
     if built.network is source.network:
         extras |= source.declared.kept
@@ -144,6 +179,15 @@ def plan_conversion(path: Path, conversion: Conversion) -> ConversionPlan:
         nulls["text_embeds"] = torch.zeros(pooled_width(built.arguments))
     record = _record(source, conventions, interface, conversion)
     return ConversionPlan(source, conventions, built, interface, record, nulls, extras)
+
+
+def _stated(decide: Callable[[], Decided], missing: list[Unstated]) -> Decided | None:
+    """What is decided, or None where an option for it is missing, which is added to ``missing``."""
+    try:
+        return decide()
+    except Unstated as error:
+        missing.append(error)
+        return None
 
 
 def _licence(source: Checkpoint, stated: str | None) -> str | None:
@@ -170,6 +214,8 @@ def _interface(built: Built, source: Checkpoint, size: tuple[int, int] | None) -
     network = empty_network(built.network, built.arguments, len(built.tensors), "architecture")
     try:
         return interface_of(built.network.__name__, network.config, size)
+    except Unstated as error:
+        raise Unstated(source.path, f"{error.origin} {error.text}", error.option) from error
     except HddmError as error:
         raise HddmError(f"{source.path}: {error}") from error
 
@@ -177,7 +223,7 @@ def _interface(built: Built, source: Checkpoint, size: tuple[int, int] | None) -
 def _record(
     source: Checkpoint, conventions: Conventions, interface: Interface, conversion: Conversion
 ) -> ExpertRecord:
-    own, origin = source.record, conventions.schedule_source
+    own = source.record
     is_flow = conventions.prediction_type is PredictionType.FLOW_PREDICTION
     text_encoder = own.text_encoder if own else source.text.record if TEXT in interface.conditions else None
     scheduler = None if source.declared.is_layout_rule else source.declared.scheduler
@@ -188,8 +234,7 @@ def _record(
         objective="flow" if is_flow or (own and own.objective == "flow") else "ddpm",
         prediction_type=conventions.prediction_type,
         schedule=conventions.schedule.config,
-        # The last two parts of a path; other text as it is.
-        schedule_source="/".join(Path(origin).parts[-2:]) if origin.endswith(".json") else origin,
+        schedule_source=_short(conventions.schedule_source),
         time_scale=conventions.time_scale,
         sample_shape=interface.sample_shape,
         space="latents" if source.declared.is_latent else "pixels",
@@ -210,6 +255,7 @@ def _record(
             layout=source.layout,
             files={},
             scheduler=dict(scheduler) if scheduler and "_class_name" in scheduler else None,
+            prediction_source=_short(conventions.prediction_source),
             prefix=source.prefix,
             options={key: value for key, value in options.items() if value is not None},
             hddm=version("hddm-diffusion"),
@@ -217,6 +263,11 @@ def _record(
         ),
         licence=_licence(source, conversion.licence),
     )
+
+
+def _short(origin: str) -> str:
+    """The last two parts of a path; other text as it is, without the marks of an option."""
+    return "/".join(Path(origin).parts[-2:]) if origin.endswith(".json") else origin.replace("`", "")
 
 
 def summary_lines(plan: ConversionPlan) -> list[str]:

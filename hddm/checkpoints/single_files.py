@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from hddm.checkpoints import ldm
+from hddm.checkpoints.headers import read_headers
 from hddm.checkpoints.layouts import (
     FACEBOOK_DIT,
     IMAGENET_CLASSES,
@@ -18,7 +19,7 @@ from hddm.checkpoints.layouts import (
 from hddm.checkpoints.ldm import LDM
 from hddm.checkpoints.lora import is_lora
 from hddm.checkpoints.sources import Checkpoint, WeightSet, choose_set
-from hddm.networks.folders import empty_network, read_file
+from hddm.networks.folders import empty_network, read_file, refuse_quantised
 from hddm.settings import Reading
 from hddm.utils.errors import HddmError
 
@@ -51,12 +52,16 @@ def open_file(path: Path, reading: Reading) -> Checkpoint:
         sets = {name: one for name, one in sets.items() if set(layout.markers) <= set(one[0])}
     chosen = choose_set(sets, reading.weights, str(path))
     weights, prefix = sets[chosen]
+    refuse_quantised(weights, path)
     arguments = layout.arguments(weights, reading, str(path))
     names = empty_network(layout.network, arguments, len(weights), str(path)).state_dict()
     declared = layout.declared({**rest, **weights}, arguments, reading, str(path))
+    header = read_headers([path])
+    declared = replace(declared, notes=(*declared.notes, *header.notes))
     if layout.scheduler is not None:
         origin = f"the code of layout {layout.name}"
         declared = replace(declared, scheduler=layout.scheduler, scheduler_origin=origin, is_layout_rule=True)
+    has_imagenet = arguments.get("num_classes") == IMAGENET_CLASSES
     return Checkpoint(
         path=path,
         layout=layout.name,
@@ -71,7 +76,8 @@ def open_file(path: Path, reading: Reading) -> Checkpoint:
         chosen=chosen,
         prefix=prefix,
         nulls={name: weights[key] for name, key in layout.nulls.items() if key in weights},
-        licence=IMAGENET_LICENCE if arguments.get("num_classes") == IMAGENET_CLASSES else None,
+        header=header,
+        licence=header.licence or (IMAGENET_LICENCE if has_imagenet else None),
     )
 
 
@@ -151,6 +157,8 @@ def _layout(sets: Mapping[WeightSet, tuple[dict[str, Tensor], str]], path: Path)
     """The only layout that a file's weight sets fit."""
     candidates = {one.name: one for tensors, _ in sets.values() for one in _known(tensors)}
     if len(candidates) != 1:
+        for tensors, _ in sets.values():
+            refuse_quantised(tensors, path)
         names = sorted(name for tensors, _ in sets.values() for name in tensors)
         some = ", ".join(names[:5]) or "no tensors at all"
         raise HddmError(

@@ -1,10 +1,11 @@
 """Pretrained checkpoints, read but not converted, and their conventions, which are never guessed.
 
 Schedule and prediction type come from the first of: the user (``--schedule``, ``--prediction-type``); the
-scheduler config beside the weights (a missing key has its class's documented default, which is printed); the
-one rule of a layout's code. Where statements contradict each other, or there is none, the conversion stops
-and asks. The shift in a flow-match scheduler's config is applied once, by `hddm.sampling.time_grid`; no
-training schedule depends on it.
+scheduler config beside the weights (a missing key has its class's documented default, which is printed); what
+the file's own tensors and header say; the one rule of a layout's code. Where statements contradict each
+other, or there is none, the conversion stops and asks. Only a header gives way to the user, with a note:
+tools copy it from file to file. The shift in a flow-match scheduler's config is applied once, by
+`hddm.sampling.time_grid`; no training schedule depends on it.
 """
 
 import functools
@@ -12,12 +13,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from diffusers import ModelMixin
 from torch import Tensor
 
+from hddm.checkpoints.headers import Header
 from hddm.experts.records import ExpertRecord
 from hddm.networks.identity import VaeRecord
 from hddm.networks.prompts import PipelineText
@@ -32,7 +34,7 @@ from hddm.schedules import (
     from_config,
     from_diffusers,
 )
-from hddm.utils.errors import HddmError, shown
+from hddm.utils.errors import HddmError, Unstated, shown
 from hddm.utils.files import read_json
 from hddm.utils.tensors import Planned
 from hddm.velocity import PredictionType
@@ -136,14 +138,17 @@ def _divided(tensors: Sequence[Tensor], targets: Sequence[str], origin: str) -> 
 class Declared:
     """What a checkpoint's files, or their layout's code, say besides the network; None where unstated.
 
-    ``scheduler`` is a diffusers scheduler config, or hddm's own record of a schedule; ``kept`` are tensors
-    that no network needs, for the way back.
+    ``scheduler`` is a diffusers scheduler config, or hddm's own record of a schedule; with ``is_zero_snr``
+    the file says that the network was trained down to zero signal. ``kept`` are tensors that no network
+    needs, for the way back.
     """
 
     scheduler: Mapping[str, Any] | None = None
     scheduler_origin: str = ""
     is_layout_rule: bool = False
     prediction_type: str | None = None
+    prediction_origin: str = ""
+    is_zero_snr: bool = False
     is_latent: bool = True
     latent_scale: float | None = None
     notes: tuple[str, ...] = ()
@@ -172,6 +177,7 @@ class Checkpoint:
     prefix: str = ""
     nulls: Weights = field(default_factory=dict)
     """Tensors that stand for no condition, by condition."""
+    header: Header = field(default_factory=Header)
     licence: str | None = None
     vae: VaeRecord | None = None
     text: PipelineText = field(default_factory=PipelineText)
@@ -197,7 +203,7 @@ def choose_set(sets: Mapping[WeightSet, Any], chosen: WeightSet | None, origin: 
 
 @dataclass(frozen=True)
 class Conventions:
-    """Schedule and prediction type, their origin, and what was filled in.
+    """Schedule and prediction type, the origin of each, and what was filled in.
 
     ``scheduler`` is the config that the schedule was read from, ``shift`` that of the sampling time grid
     (`with_shift`).
@@ -207,9 +213,17 @@ class Conventions:
     prediction_type: PredictionType
     time_scale: float
     schedule_source: str
+    prediction_source: str
     notes: tuple[str, ...]
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     shift: float = 1.0
+
+
+class Stated(NamedTuple):
+    """What a network predicts, None where unstated, and the place that says so."""
+
+    value: str | None
+    place: str
 
 
 def resolve_conventions(
@@ -225,41 +239,47 @@ def resolve_conventions(
             f"{source.path}: an expert folder states its own schedule and prediction type; drop `schedule` "
             "and `prediction_type`"
         )
-    declared, notes = source.declared, []
+    declared, notes = source.declared, list[str]()
     config, origin, is_rule = declared.scheduler, declared.scheduler_origin, declared.is_layout_rule
     if schedule_file is not None:
         if config is not None and not is_rule:
             notes.append(f"{schedule_file} instead of {origin}")
         config, origin, is_rule = read_json(schedule_file), str(schedule_file), False
     if config is None:
-        raise HddmError(
-            f"{source.path}: says nothing about the schedule that it was trained on; pass `schedule` with "
-            "its scheduler_config.json"
-        )
-    stated = [(prediction_type, "`prediction_type`"), (declared.prediction_type, str(source.path))]
+        text = "says nothing about the schedule that it was trained on; pass `schedule` with its"
+        key = ", which says rescale_betas_zero_snr" if declared.is_zero_snr else ""
+        raise Unstated(source.path, f"{text} scheduler_config.json{key}", "schedule")
     try:
         schedule = from_config(config) if "name" in config else from_diffusers(config)
         own = None if "name" in config or is_rule else declared_prediction_type(config)
-        stated.append((own and PredictionType.parse(own), origin))
+        in_config = own and PredictionType.parse(own)
     except HddmError as error:
         raise HddmError(f"{origin}: {error}") from error
-    stated = [(value, where) for value, where in stated if value is not None]
-    for value, where in stated[1:]:
-        if value != stated[0][0]:
-            raise HddmError(
-                f"{stated[0][1]} {stated[0][0]} contradicts {where}, which says {value}; drop the option, or "
-                "pass `schedule` with a config that says what is true"
-            )
-    found = stated[0][0] if stated else None
+    _refuse_signal(source, schedule, origin)
+    stated = [
+        Stated(prediction_type, "`prediction_type`"),
+        Stated(declared.prediction_type, declared.prediction_origin),
+        Stated(in_config, origin),
+    ]
+    by_user = prediction_type or (None if schedule_file is None else in_config)
+    for place, value in source.header.predictions.items():
+        if by_user is None:
+            stated.append(Stated(value, place))
+        elif value != by_user:
+            notes.append(f"{by_user} as you say, although {place} says {value}")
+    if is_rule and by_user is None:
+        stated.append(Stated(default_prediction_type(config), origin))
+    found, place = _agreed(source, stated, by_user is not None)
     if found is None:
         if "name" in config:
-            raise HddmError(
-                f"{source.path}: does not say what it predicts; pass `prediction_type` epsilon (Stable "
-                "Diffusion 1, 2-base) or v_prediction (Stable Diffusion 2 at 768)"
-            )
+            kinds = "epsilon (Stable Diffusion 1, 2-base) or v_prediction (Stable Diffusion 2 at 768)"
+            text = f"does not say what it predicts; pass `prediction_type` {kinds}"
+            raise Unstated(source.path, text, "prediction_type")
         found, name = default_prediction_type(config), config.get("_class_name", "DDPMScheduler")
-        silent = f"{origin}: no prediction_type, so {name}'s default {found}"
-        notes.append(f"{found} by {origin}" if is_rule else silent)
+        place = f"the default of {name}"
+        notes.append(f"{origin}: no prediction_type, so {name}'s default {found}")
+    elif place in source.header.predictions or (is_rule and place == origin):
+        notes.append(f"{found} by {place}")
     kind = PredictionType.parse(found)
     is_flow = isinstance(schedule, LinearSchedule)
     if is_flow != (kind is PredictionType.FLOW_PREDICTION) and source.record is None:
@@ -267,7 +287,40 @@ def resolve_conventions(
             f"{origin}: a schedule of {type(schedule).__name__} contradicts prediction type {kind}"
         )
     scale = _time_scale(schedule, config, source, origin)
-    return Conventions(schedule, kind, scale, origin, tuple(notes), config)
+    return Conventions(schedule, kind, scale, origin, place, tuple(notes), config)
+
+
+def _agreed(source: Checkpoint, stated: Sequence[Stated], by_user: bool) -> Stated:
+    """The first of what is stated, with which all others must agree; no value where nothing is stated.
+
+    ``by_user`` is true where the user states one of them.
+    """
+    known = [one for one in stated if one.value is not None]
+    if not known:
+        return Stated(None, "")
+    first = known[0]
+    for other in known[1:]:
+        if other.value != first.value:
+            text = (
+                f"{first.place} says {first.value}, which contradicts {other.place}, which says {other.value}"
+            )
+            remedy = "pass `prediction_type` with what is true"
+            if by_user:
+                remedy = "drop the option, or pass `schedule` with a config that says what is true"
+            raise HddmError(f"{source.path}: {text}; {remedy}")
+    if first.value not in list(PredictionType):
+        text = f"{first.place} says {first.value!r}, which hddm does not know"
+        raise HddmError(f"{source.path}: {text}; pass `prediction_type` with what it means")
+    return first
+
+
+def _refuse_signal(source: Checkpoint, schedule: Schedule, origin: str) -> None:
+    """Refuse a schedule that keeps signal to its end for a network that was trained down to none."""
+    has_none = isinstance(schedule, DiscreteSchedule) and schedule.betas[-1] == 1
+    if source.declared.is_zero_snr and not has_none:
+        text = "its ztsnr says that it was trained down to zero signal, which contradicts the schedule of"
+        remedy = "pass `schedule` with a config of DDPM's family that has rescale_betas_zero_snr"
+        raise HddmError(f"{source.path}: {text} {origin}; {remedy}")
 
 
 def _time_scale(schedule: Schedule, config: Mapping[str, Any], source: Checkpoint, origin: str) -> float:

@@ -49,7 +49,7 @@ from hddm.utils.records import ROUTER_FILE as ROUTER_FILE
 from hddm.utils.tensors import read_safetensors, refuse_non_finite
 from hddm.velocity import PredictionType, VelocityField
 
-FORMAT = "1.5"
+FORMAT = "1.6"
 NULL_FILE = "null_conditions.safetensors"
 EXTRAS_FILE = "source_extras.safetensors"
 """Tensors of a source that its expert does not need, kept for write-back."""
@@ -83,6 +83,8 @@ class SourceRecord(Record):
     """SHA-256 by file name."""
     scheduler: dict[str, Any] | None = None
     """The scheduler config beside the weights, with the keys of sampling."""
+    prediction_source: str = ""
+    """What says what the network predicts; empty in records before format 1.6."""
     prefix: str = ""
     """Stripped from every key, as a data-parallel or compiled module leaves it."""
     options: dict[str, Any] = Field(default_factory=dict)

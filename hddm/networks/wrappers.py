@@ -16,7 +16,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from hddm.networks.transformers import ExpertTransformer
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, Unstated
 
 # Conditions that a network can do without.
 OPTIONAL_CONDITIONS = frozenset({"encoder_attention_mask"})
@@ -100,8 +100,8 @@ def _channels(name: str, config: Mapping[str, object]) -> int:
 
 def _sides(name: str, size: Any) -> tuple[int, int]:
     if size is None:
-        text = f"pass `sample_size`, the side of its input {IN_LATENTS}"
-        raise HddmError(f"the config of {name} has no sample_size: {text}")
+        text = f"has no sample_size: pass `sample_size`, the side of its input {IN_LATENTS}"
+        raise Unstated(f"the config of {name}", text, "sample_size")
     sides = (size, size) if isinstance(size, int) else size
     is_pair = isinstance(sides, Sequence) and len(sides) == 2
     if not is_pair or not all(isinstance(side, int) and 1 <= side <= LARGEST_SIDE for side in sides):

@@ -36,6 +36,20 @@ class UsageError(HddmError):
     exit_code = 2
 
 
+class Unstated(HddmError):
+    """A value that neither a file nor the caller states; ``option`` is the argument that states it.
+
+    The message is ``origin``, the file, and ``text``, which names the option.
+    """
+
+    def __init__(self, origin: object, text: str, option: str) -> None:
+        super().__init__(f"{origin}: {text}")
+        self.origin, self.text, self.option = str(origin), text, option
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.origin, self.text, self.option)
+
+
 class Stopped(HddmError):
     """Raised once work is saved after a signal; ``exit_code`` is 128 plus the signal's number."""
 

@@ -96,7 +96,8 @@ def test_links_that_lead_out_of_the_folder(hddm: Command, tmp_path: Path, whole:
 def test_two_words_on_what_is_predicted(hddm: Command, tmp_path: Path, whole: Path) -> None:
     source = copied(whole, tmp_path)
     error = refused(hddm, source, "--prediction-type", "v_prediction")
-    assert "--prediction-type v_prediction contradicts" in error
+    assert "--prediction-type says v_prediction, which contradicts" in error
+    assert "says epsilon; drop the option" in error
     for scheduler in (DDIMScheduler(prediction_type="sample"), FlowMatchEulerDiscreteScheduler()):
         scheduler.save_pretrained(tmp_path / "other")
         file = tmp_path / "other" / "scheduler_config.json"

@@ -29,6 +29,7 @@ from hddm.experts.lora import ADAPTER_WEIGHTS
 from hddm.experts.records import open_expert
 from hddm.networks.wrappers import call
 from hddm.settings import Conversion
+from hddm.utils.errors import HddmError
 from hddm.utils.files import sha256_of
 from hddm.utils.tensors import read_header
 from tests.artefacts import Command, edit_json
@@ -255,6 +256,50 @@ def test_what_is_no_lora_of_the_base_is_refused(
     change(content)
     save_file(content, tmp_path / "lora.safetensors")
     assert said in refused(hddm, tmp_path / "lora.safetensors", "--base", bases["unet"])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_k.lora.down.weight",
+        "mid_block.attentions.0.transformer_blocks.0.attn1.processor.to_k_lora.down.weight",
+        "unet:0:down",
+    ],
+)
+def test_names_of_diffusers_scripts_are_called_so(
+    name: str, bases: dict[str, Path], tmp_path: Path, hddm: Command
+) -> None:
+    save_file(
+        {name: torch.ones(2, 32), name.replace("down", "up"): torch.ones(32, 2)}, tmp_path / "a.safetensors"
+    )
+    error = refused(hddm, tmp_path / "a.safetensors", "--base", bases["unet"])
+    assert "has names of diffusers' training scripts or of an older tool" in error
+    assert "which hddm does not read yet; load and fuse it in diffusers" in error
+    assert "is a LoRA, which changes another network" in refused(hddm, tmp_path / "a.safetensors")
+
+
+def test_a_prefix_before_all_names_is_no_other_base(
+    bases: dict[str, Path], tmp_path: Path, hddm: Command
+) -> None:
+    content = {name.replace("lora_unet_", "lora_unet_unet_"): one for name, one in kohya(text_unet()).items()}
+    save_file(content, tmp_path / "lora.safetensors")
+    error = refused(hddm, tmp_path / "lora.safetensors", "--base", bases["unet"])
+    assert "its names have 'unet_' before those of the UNet2DConditionModel" in error
+    assert "another base" not in error
+
+
+def test_the_header_of_a_lora_file_says_its_licence_and_what_it_was_trained_on(
+    bases: dict[str, Path], tmp_path: Path
+) -> None:
+    header = {"modelspec.license": "CC-BY-4.0", "modelspec.prediction_type": "v"}
+    save_file(kohya(text_unet()), tmp_path / "lora.safetensors", header)
+    lines = convert_lora(tmp_path / "lora.safetensors", bases["unet"], tmp_path / "out")
+    assert facts_of(tmp_path / "out")["licence"] == "CC-BY-4.0"
+    (note,) = [line for line in lines if line.startswith("note: ")]
+    assert "says that the LoRA was trained on v_prediction" in note
+    assert "predicts epsilon" in note
+    with pytest.raises(HddmError, match=r"`licence` mit: the header of .* states 'CC-BY-4.0'"):
+        convert_lora(tmp_path / "lora.safetensors", bases["unet"], tmp_path / "other", "mit")
 
 
 @pytest.mark.parametrize(

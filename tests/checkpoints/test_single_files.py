@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DDPMScheduler, EulerDiscreteScheduler
+from diffusers import DDPMScheduler, EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import hddm as library
 from hddm.checkpoints import ldm
-from hddm.checkpoints.layouts import UnstatedHeads
 from hddm.checkpoints.single_files import open_file
 from hddm.checkpoints.sources import Checkpoint
 from hddm.settings import Reading
+from hddm.utils.errors import Unstated
 from tests.artefacts import Command, refusal
 from tests.checkpoint_files import (
     DDPM_BETAS,
@@ -69,6 +69,9 @@ def test_stable_diffusion_in_one_file_and_back(
     others = ("first_stage_model.", "cond_stage_model.")
     kept = {name: tensor for name, tensor in load_file(source).items() if not name.startswith(others)}
     assert "betas" in kept
+    code, said, _ = hddm("convert", tmp_path / "expert", "--out", tmp_path / "b", "--to-layout", "ldm")
+    assert code == 0
+    assert "note: the file holds the network alone, without a whole file's VAE and text encoder" in said
     _check_back(hddm, tmp_path / "expert", "ldm", kept)
 
 
@@ -271,7 +274,7 @@ def test_heads_are_known_of_published_networks_alone() -> None:
     ):
         assert ldm.unet_heads(widths, context, is_linear, None, "a") == heads
     for widths, context, is_linear in ((sd, 1024, False), (sd, 1280, False), ([384, 768, 1536], 1280, True)):
-        with pytest.raises(UnstatedHeads):
+        with pytest.raises(Unstated):
             ldm.unet_heads(widths, context, is_linear, None, "a")
 
 
@@ -285,8 +288,141 @@ def test_a_marker_of_zero_terminal_snr_is_followed(hddm: Command, tmp_path: Path
     save_file(content, tmp_path / "sd.safetensors")
     text = converted(hddm, tmp_path / "sd.safetensors", tmp_path / "expert", *SIDE, *HEADS)
     assert ("rescaled to no signal" in text) != is_rescaled
-    assert "--schedule must contain rescale_betas_zero_snr" in text
+    assert "note: ztsnr" not in text
     facts = facts_of(tmp_path / "expert")
     assert facts["prediction_type"] == "v_prediction"
     torch.testing.assert_close(torch.tensor(facts["schedule"]["betas"]), betas, rtol=0, atol=1e-5)
     assert facts["schedule"]["betas"][-1] == 1
+
+
+def test_a_schedule_that_keeps_signal_is_refused_for_a_network_trained_down_to_none(
+    hddm: Command, tmp_path: Path
+) -> None:
+    source, file = tmp_path / "sd.safetensors", tmp_path / "other" / "scheduler_config.json"
+    save_file(ldm_file(text_unet(attention_head_dim=8)) | {"ztsnr": torch.zeros(0)}, source)
+    for scheduler in (DDPMScheduler(**SD_BETAS), FlowMatchEulerDiscreteScheduler()):
+        scheduler.save_pretrained(file.parent)
+        error = refused(hddm, source, *SIDE, *HEADS, "--schedule", file)
+        assert f"trained down to zero signal, which contradicts the schedule of {file}" in error
+        assert "pass --schedule with a config of DDPM's family that has rescale_betas_zero_snr" in error
+    DDPMScheduler(**SD_BETAS, rescale_betas_zero_snr=True).save_pretrained(file.parent)
+    text = converted(hddm, source, tmp_path / "expert", *SIDE, *HEADS, "--schedule", file)
+    assert "zero signal" not in text
+
+
+V = {"modelspec.prediction_type": "v"}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [V, {"modelspec.predict_key": "v"}, {"modelspec.architecture": "stable-diffusion-v2-768-v"}],
+    ids=lambda header: next(iter(header)),
+)
+def test_what_a_header_says_of_prediction_and_licence_is_used_and_recorded(
+    hddm: Command, tmp_path: Path, header: dict[str, str]
+) -> None:
+    network, source = text_unet(attention_head_dim=8), tmp_path / "sd.safetensors"
+    save_file(ldm_file(network), source, {**header, "modelspec.license": "CreativeML Open RAIL-M"})
+    text = converted(hddm, source, tmp_path / "expert", *SIDE, *HEADS)
+    check_velocity(tmp_path / "expert", network, SD, "v_prediction")
+    place = f"{next(iter(header))} in the header of sd.safetensors"
+    assert f"note: v_prediction by {place}" in text
+    assert "licence: CreativeML Open RAIL-M" in text
+    facts = facts_of(tmp_path / "expert")
+    assert facts["licence"] == "CreativeML Open RAIL-M"
+    assert facts["source"]["prediction_source"] == place
+    assert "states 'CreativeML Open RAIL-M'" in refused(hddm, source, *SIDE, *HEADS, "--licence", "mit")
+
+
+def test_a_header_that_contradicts_a_file_or_a_layout_is_refused_unless_the_user_decides(
+    hddm: Command, tmp_path: Path
+) -> None:
+    source, options = tmp_path / "sd.safetensors", (*SIDE, *HEADS)
+    content = ldm_file(text_unet(attention_head_dim=8))
+    save_file(content | {"v_pred": torch.zeros(0)}, source, {"modelspec.prediction_type": "epsilon"})
+    error = refused(hddm, source, *options)
+    assert "its tensor v_pred says v_prediction, which contradicts modelspec.prediction_type in the" in error
+    assert "header of sd.safetensors, which says epsilon; pass --prediction-type" in error
+    converted(hddm, source, tmp_path / "v", *options, "--prediction-type", "v_prediction")
+
+    save_file(dit_file(dit_network()), tmp_path / "dit.safetensors", V)
+    error = refused(hddm, tmp_path / "dit.safetensors", "--num-heads", 4)
+    assert "which contradicts the code of layout facebook-dit, which says epsilon; pass" in error
+
+    save_file(content, source, {"modelspec.prediction_type": "edm"})
+    assert "says 'edm', which hddm does not know; pass --prediction-type" in refused(hddm, source, *options)
+
+    save_file(content, source, V)
+    text = converted(hddm, source, tmp_path / "epsilon", *options, *EPSILON)
+    assert "note: epsilon as you say, although modelspec.prediction_type in the header of" in text
+    assert facts_of(tmp_path / "epsilon")["source"]["prediction_source"] == "prediction_type"
+
+    DDPMScheduler(**SD_BETAS, prediction_type="epsilon").save_pretrained(tmp_path / "scheduler")
+    file = tmp_path / "scheduler" / "scheduler_config.json"
+    assert "although" in converted(hddm, source, tmp_path / "file", *options, "--schedule", file)
+
+
+def test_all_options_that_are_missing_are_named_at_once(hddm: Command, tmp_path: Path) -> None:
+    source = tmp_path / "sd.safetensors"
+    save_file(ldm_file(text_unet(attention_head_dim=8)), source)
+    error = refused(hddm, source, *SIDE)
+    assert "does not state 2 things that a conversion needs" in error
+    assert "--num-heads" in error
+    assert "--prediction-type epsilon" in error
+
+    save_file({key: one for key, one in load_file(source).items() if key != "betas"}, source)
+    assert {"--num-heads", "--schedule"} <= set(refused(hddm, source, *SIDE).replace(",", "").split())
+
+    torch.save(pixart_file(pixart(), positions=False), tmp_path / "pixart.pth")
+    error = refused(hddm, tmp_path / "pixart.pth", "--allow-pickle")
+    assert "--num-heads" in error
+    assert "--sample-size" in error
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda name, one: {name: (100 * one).to(torch.int8), f"{name}_scale": torch.ones(1)}, "and 1 more"),
+        (lambda name, one: {name: one.to(torch.float8_e4m3fn), f"{name}_scale": torch.ones(1)}, "_scale'"),
+        (
+            lambda name, one: {name: one.flatten()[:, None].byte(), f"{name}.absmax": torch.ones(1)},
+            "int8 and",
+        ),
+    ],
+    ids=["int8", "scaled float8", "4 bits"],
+)
+def test_quantised_files_are_called_so(
+    hddm: Command, tmp_path: Path, change: Callable[[str, Tensor], dict[str, Tensor]], said: str
+) -> None:
+    unet = "model.diffusion_model.input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"
+    for content, name in (
+        (ldm_file(text_unet()), unet),
+        (dit_file(dit_network()), "blocks.0.attn.qkv.weight"),
+    ):
+        source = tmp_path / "quantised.safetensors"
+        save_file(content | change(name, content[name]), source)
+        error = refused(hddm, source, *SIDE)
+        assert "holds quantised weights (" in error
+        assert said in error
+        assert "which hddm does not read; use the version in float16 or float32" in error
+
+
+def test_plain_float8_is_no_quantisation(tmp_path: Path) -> None:
+    content = {name: one.to(torch.float8_e4m3fn) for name, one in dit_file(dit_network()).items()}
+    save_file(content, tmp_path / "a.safetensors")
+    assert open_file(tmp_path / "a.safetensors", Reading(num_heads=4)).layout == "facebook-dit"
+
+
+def test_a_single_file_is_never_told_to_correct_its_config(hddm: Command, tmp_path: Path) -> None:
+    source = tmp_path / "xl.safetensors"
+    content = ldm_unet(text_unet(**XL))
+    label = "model.diffusion_model.label_emb.0.0.weight"
+    # Narrower than its six numbers alone.
+    save_file(content | {label: content[label][:, :100].contiguous()}, source)
+    DDPMScheduler(**SD_BETAS).save_pretrained(tmp_path)
+    options = ("--schedule", tmp_path / "scheduler_config.json", *SIDE, "--num-heads", 2)
+    error = refused(hddm, source, *options)
+    assert "does not run" in error
+    assert "its tensors do not belong together, or --num-heads or --sample-size is not its own" in error
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(100))
+    assert "is a quantised file (GGUF)" in refused(hddm, tmp_path / "model.gguf")
