@@ -11,7 +11,7 @@ from diffusers import ModelMixin
 from torch import Tensor
 
 from hddm.checkpoints.headers import Header, read_headers
-from hddm.checkpoints.layouts import IMAGENET_CLASSES, IMAGENET_LICENCE, LATENT_SCALE
+from hddm.checkpoints.layouts import IMAGENET_CLASSES, IMAGENET_LICENCE
 from hddm.checkpoints.sources import Checkpoint, Declared, KeyTable, Weights, WeightSet, choose_set, same
 from hddm.experts.ensemble_folders import kept_components
 from hddm.experts.lora import ADAPTER_WEIGHTS, base_of, open_adapted
@@ -34,9 +34,17 @@ from hddm.networks.folders import (
     refuse_quantised,
     stored_names,
 )
-from hddm.networks.identity import VaeRecord
+from hddm.networks.identity import UnreadVae, VaeRecord
 from hddm.networks.prompts import PipelineText
-from hddm.networks.vae import MODEL_INDEX, STEM, read_config, scale_and_shift, vae_facts, weights_of_variant
+from hddm.networks.vae import (
+    DEFAULT_SCALES,
+    MODEL_INDEX,
+    STEM,
+    identify_vae,
+    read_config,
+    scale_and_shift,
+    weights_of_variant,
+)
 from hddm.networks.wrappers import EXPERT_NETWORKS, FLUX
 from hddm.schedules import DDPM_FAMILY, FLOW_MATCH_FAMILY
 from hddm.settings import Reading
@@ -66,8 +74,6 @@ _OTHER_TASKS = {
     "changes a given picture": "Kontext|Fill|Edit|Pix2Pix|Upscale|Depth2Img|Variation|Control(?!Net)",
 }
 """Classes of pipelines, by what their network does instead of making a picture from noise."""
-# Scales of VAEs whose config omits it.
-_DEFAULT_SCALES = {"AutoencoderKL": LATENT_SCALE, "VQModel": LATENT_SCALE, "AutoencoderTiny": 1.0}
 
 
 def open_pipeline(folder: Path, reading: Reading) -> Checkpoint:
@@ -126,12 +132,14 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Chec
     refuse_quantised(weights, files[0])
     scheduler = _scheduler(folder, above)
     scale, is_latent, notes = _latents(above, any(_is_there(index.get(one)) for one in VAES), arguments)
-    vae, more = _vae(above, reading.variant)
+    vae, more = _vae(above, reading.variant), list[str]()
+    if isinstance(vae, UnreadVae):
+        more.append(f"its VAE is an {vae}, so it makes no pictures by itself, and another VAE is refused")
     header = read_headers(files)
     licence = _licence(above, layout, arguments, header)
     if header.licence not in (None, licence):
-        text = f"the header of the weights states the licence {header.licence!r}, and the model card another"
-        more = (*more, f"{text}, which is recorded")
+        stated = f"the header of the weights states the licence {header.licence!r}"
+        more.append(f"{stated}, and the model card another, which is recorded")
     declared = Declared(
         read_json(scheduler) if scheduler else None,
         str(scheduler or ""),
@@ -156,7 +164,7 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Chec
         licence=licence,
         vae=vae,
         text=text,
-        components={**({"vae": above / "vae"} if vae else {}), **text.components},
+        components={**({"vae": above / "vae"} if isinstance(vae, VaeRecord) else {}), **text.components},
         variant=reading.variant,
     )
 
@@ -313,18 +321,14 @@ def _latents(
     kind = config.get("_class_name")
     if "scaling_factor" in config:
         return scale_and_shift(config, str(path))[0], True, ()
-    if kind in _DEFAULT_SCALES:
-        default = _DEFAULT_SCALES[kind]
+    if kind in DEFAULT_SCALES:
+        default = DEFAULT_SCALES[kind]
         return default, True, (f"{path}: no scaling_factor, so {kind}'s default {default}",)
     return None, True, (f"{path}: no scaling_factor, and the default of a {str(kind)[:40]} is not known",)
 
 
-def _vae(above: Path, variant: str | None) -> tuple[VaeRecord | None, tuple[str, ...]]:
-    """Identity of the VAE in the pipeline ``above``, or the reason why it is unknown."""
+def _vae(above: Path, variant: str | None) -> VaeRecord | UnreadVae | None:
+    """Identity of the VAE in the pipeline ``above``; None without one."""
     # A VAE that was not fetched, or that hddm cannot use, must not block the denoiser.
-    if not (above / "vae" / "config.json").exists():
-        return None, ()
-    try:
-        return vae_facts(above / "vae", variant), ()
-    except HddmError as error:
-        return None, (f"the expert does not say which VAE made its latents: {error}",)
+    name = next((one for one in VAES if (above / one / "config.json").exists()), None)
+    return None if name is None else identify_vae(above / name, variant)

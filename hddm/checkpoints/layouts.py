@@ -26,12 +26,13 @@ from torch.nn import functional as F
 
 from hddm.checkpoints.sources import Declared, Forward, KeyTable, Pair, Weights, module, same
 from hddm.networks.transformers import ExpertTransformer
+from hddm.networks.vae import DEFAULT_SCALES
 from hddm.settings import Reading
 from hddm.training.settings import SIZES
 from hddm.utils.errors import HddmError, Unstated
 from hddm.utils.tensors import count_blocks, shape_of
 
-LATENT_SCALE = 0.18215
+LATENT_SCALE = DEFAULT_SCALES["AutoencoderKL"]
 IMAGENET_CLASSES = 1000
 IMAGENET_LICENCE = (
     "CC-BY-NC-4.0 (assumed: it has the 1,000 classes of the released ImageNet DiT weights, which are "

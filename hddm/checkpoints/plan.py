@@ -29,6 +29,7 @@ from hddm.checkpoints.sources import (
 from hddm.experts.paris import is_paris
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
 from hddm.networks.folders import empty_network, refuse_other_tensors
+from hddm.networks.identity import UnreadVae, VaeRecord
 from hddm.networks.layers import Attention, linear
 from hddm.networks.prompts import default_conditions
 from hddm.networks.transformers import ExpertTransformer
@@ -224,6 +225,7 @@ def _record(
     source: Checkpoint, conventions: Conventions, interface: Interface, conversion: Conversion
 ) -> ExpertRecord:
     own = source.record
+    vae = source.vae if own is None else own.latent_space
     is_flow = conventions.prediction_type is PredictionType.FLOW_PREDICTION
     text_encoder = own.text_encoder if own else source.text.record if TEXT in interface.conditions else None
     scheduler = None if source.declared.is_layout_rule else source.declared.scheduler
@@ -239,7 +241,8 @@ def _record(
         sample_shape=interface.sample_shape,
         space="latents" if source.declared.is_latent else "pixels",
         latent_scale=source.declared.latent_scale,
-        vae=own.vae if own else source.vae,
+        vae=vae if isinstance(vae, VaeRecord) else None,
+        unread_vae=vae if isinstance(vae, UnreadVae) else None,
         text_encoder=text_encoder,
         shift=conventions.shift,
         noise_range=conversion.noise_range or (own.noise_range if own else WHOLE),

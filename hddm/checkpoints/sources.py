@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hddm.checkpoints.headers import Header
 from hddm.experts.records import ExpertRecord
-from hddm.networks.identity import VaeRecord
+from hddm.networks.identity import UnreadVae, VaeRecord
 from hddm.networks.prompts import PipelineText
 from hddm.networks.wrappers import IN_LATENTS, Interface, own_time_factor
 from hddm.schedules import (
@@ -179,7 +179,7 @@ class Checkpoint:
     """Tensors that stand for no condition, by condition."""
     header: Header = field(default_factory=Header)
     licence: str | None = None
-    vae: VaeRecord | None = None
+    vae: VaeRecord | UnreadVae | None = None
     text: PipelineText = field(default_factory=PipelineText)
     components: Mapping[str, Path] = field(default_factory=dict)
     """VAE, text encoder and tokenizer that its expert keeps, by name."""

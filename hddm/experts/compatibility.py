@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from hddm.data.shard_records import overlap
 from hddm.experts.ensemble_folders import Member, label
 from hddm.experts.records import Expert, ExpertRecord, RouterRecord, read_facts
+from hddm.networks.identity import UnreadVae, VaeRecord
 from hddm.routers import Topic
 from hddm.utils.errors import HddmError, UsageError, did_you_mean, one_line
 from hddm.utils.files import read_yaml
@@ -118,13 +119,25 @@ def takes_classes(record: ExpertRecord) -> bool:
 def identities(entries: Sequence[Entry], name: str) -> list[Hashable]:
     """Record of each expert's ``vae`` or ``text_encoder``; None for an expert of pixels, or without text.
 
-    An expert that does not record its own has the first that is known, or else one called ``unknown``.
+    An expert that does not record its own has the first that is known, or else one called ``unknown``. One
+    whose VAE could not be read has another expert's that could be it, or else that one.
     """
     is_text = name == "text_encoder"
     needs = [takes_text(one.record) if is_text else one.record.space == "latents" for one in entries]
     known = [getattr(one.record, name) or getattr(one.member, name) for one in entries]
+    if not is_text:
+        read = [own for own in known if isinstance(own, VaeRecord)]
+        known = [own or _vae_among(one.record, read) for own, one in zip(known, entries, strict=True)]
     first = next((own for own, need in zip(known, needs, strict=True) if need and own), "unknown")
     return [own or first if need else None for own, need in zip(known, needs, strict=True)]
+
+
+def _vae_among(record: ExpertRecord, read: Sequence[VaeRecord]) -> VaeRecord | UnreadVae | None:
+    """The first of the VAEs ``read`` that could be one that was not, else that one."""
+    unread = record.unread_vae
+    if unread is None:
+        return None
+    return next((vae for vae in read if unread.misfit(vae) is None), unread)
 
 
 def kinds_of(entries: Sequence[Entry]) -> list[Hashable]:
@@ -276,16 +289,20 @@ def _names_of(given: ClassNames, expert: Entry) -> tuple[str, ...]:
     return tuple(given)
 
 
-def _qualities(record: ExpertRecord) -> dict[str, Any]:
-    """Properties that experts must share; None where one does not record it, or it does not apply."""
-    return {
+def _qualities(record: ExpertRecord, vae: Hashable) -> dict[str, Any]:
+    """Properties that experts must share; None where one does not record it, or it does not apply.
+
+    ``vae`` is its identity among the others' (`identities`).
+    """
+    found: dict[str, Any] = {
         "sample_shape": record.sample_shape,
         "space": record.space,
         "latent_scale": record.latent_scale,
-        "VAE": record.vae and record.vae.fingerprint,
-        "VAE's scale": record.vae and record.vae.scale,
-        "VAE's shift": record.vae and record.vae.shift,
     }
+    own = record.vae if record.unread_vae is None else vae
+    if isinstance(own, VaeRecord):
+        return found | {"VAE": own.fingerprint, "VAE's scale": own.scale, "VAE's shift": own.shift}
+    return found | {"VAE": None if own is None else str(own), "VAE's scale": None, "VAE's shift": None}
 
 
 def compare_experts(entries: Sequence[Entry], found: Findings, is_drawn: bool = False) -> None:
@@ -293,8 +310,10 @@ def compare_experts(entries: Sequence[Entry], found: Findings, is_drawn: bool = 
 
     Experts that are drawn, one per sample, may make samples of several kinds.
     """
-    for key in _qualities(entries[0].record):
-        values = [_qualities(one.record)[key] for one in entries]
+    vaes = identities(entries, "vae")
+    qualities = [_qualities(one.record, vae) for one, vae in zip(entries, vaes, strict=True)]
+    for key in qualities[0]:
+        values = [one[key] for one in qualities]
         known = Counter(value for value in values if value is not None)
         usual = known.most_common(1)[0][0] if known else None
         silent = []

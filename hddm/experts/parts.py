@@ -11,7 +11,7 @@ Each VAE and text encoder is stored once: the first is called ``vae`` and ``text
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from hddm.experts.compatibility import (
     with_decisions,
 )
 from hddm.experts.ensemble_folders import COMPONENTS, KEPT, MOST_ENCODERS, held_by, kept_components, numbered
-from hddm.networks.identity import TextEncoderRecord, VaeRecord
+from hddm.networks.identity import TextEncoderRecord, UnreadVae, VaeRecord
 from hddm.networks.prompts import family_in, texts_facts
 from hddm.networks.vae import read_config, vae_facts
 from hddm.networks.wrappers import text_width
@@ -247,7 +247,7 @@ def _arrange_vaes(
     known = known if named is None else [named, *known]
     parts = dict[str, Path]()
     for number, space in enumerate(groups):
-        chosen = next((folder for folder in known if vae_facts(folder) == space), None)
+        chosen = next((folder for folder in known if _is_of(space, folder)), None)
         if len(groups) == 1 and known and (chosen is None or named is not None):
             chosen = known[0]
         if chosen is not None:
@@ -259,6 +259,12 @@ def _arrange_vaes(
     return parts
 
 
+def _is_of(space: Hashable, folder: Path) -> bool:
+    """True for the VAE of latents of this identity, or one that could be it."""
+    vae = vae_facts(folder)
+    return space.misfit(vae) is None if isinstance(space, UnreadVae) else vae == space
+
+
 def _compare_vae(entries: Sequence[Entry], folder: Path, found: Findings) -> None:
     """Compare a VAE with what experts of its latents record."""
     vae, name = vae_facts(folder), str(folder)
@@ -267,7 +273,13 @@ def _compare_vae(entries: Sequence[Entry], folder: Path, found: Findings) -> Non
         record = one.record
         if channels != record.sample_shape[0]:
             found.differ(name, f"{channels} latent channels, and {one.name} has {record.sample_shape[0]}")
-        if record.vae is None:
+        if (unread := record.unread_vae) is not None:
+            if (misfit := unread.misfit(vae)) is not None:
+                remedy = "convert it anew beside a VAE of its own that can be read"
+                found.differ(name, f"{misfit}, but {one.name} has an {unread}; {remedy}")
+            elif unread.fingerprint != vae.fingerprint:
+                found.note(f"{one.name} has an {unread}; {name} is taken on trust")
+        elif record.vae is None:
             found.note(f"{one.name} does not record its VAE; taken on trust")
             if vae.kind != "AutoencoderTiny" and record.latent_scale not in (None, vae.scale):
                 found.differ(name, f"scale {vae.scale:g}, and {one.name} has {record.latent_scale:g}")

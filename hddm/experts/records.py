@@ -21,7 +21,7 @@ from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Calibration
 from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterRecord, Merged, base_of
 from hddm.networks.folders import WEIGHTS, Unread, cast, unread_network
-from hddm.networks.identity import TextEncoderRecord, VaeRecord
+from hddm.networks.identity import TextEncoderRecord, UnreadVae, VaeRecord
 from hddm.networks.offload import Shelf, StoredNetwork
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.networks.wrappers import EXPERT_NETWORKS, NetworkWrapper, interface_of
@@ -122,6 +122,8 @@ class ExpertRecord(Record):
     """Samples are data × this factor; 1 for pixels in [-1, 1], None where the source does not say."""
     vae: VaeRecord | None = None
     """None for pixels, and where the source does not hold its VAE."""
+    unread_vae: UnreadVae | None = None
+    """The VAE that the source holds, where hddm cannot read it; none in records before format 1.6."""
     text_encoder: TextEncoderRecord | None = None
     shift: AboveZero = 1.0
     """Shift of the time grid that its samples want (`hddm.sampling.time_grid`)."""
@@ -153,6 +155,11 @@ class ExpertRecord(Record):
         """Raise an `HddmError` that says ``why`` ``name``, if it is a student of few steps, is refused."""
         if self.sampling_steps is not None:
             raise HddmError(f"{name}: is a student of few steps; {why}")
+
+    @property
+    def latent_space(self) -> VaeRecord | UnreadVae | None:
+        """The VAE whose latents its samples are, read or not; None where that is not recorded."""
+        return self.vae or self.unread_vae
 
     @property
     def makes_pictures(self) -> bool:

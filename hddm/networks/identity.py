@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
@@ -26,6 +26,41 @@ class VaeRecord(Record):
     fingerprint: str
     scale: AboveZero
     shift: float = Field(default=0.0, allow_inf_nan=False)
+
+
+class UnreadVae(Record):
+    """The VAE of an expert of latents that hddm could not read, and why.
+
+    ``fingerprint`` is that of a `VaeRecord`, or of all weights where none are called an encoder's; None where
+    the weights could not be read. ``scale`` and ``shift`` are None unless one number is for all channels.
+    """
+
+    kind: str
+    reason: str
+    fingerprint: str | None = None
+    scale: AboveZero | None = None
+    shift: Annotated[float, Field(allow_inf_nan=False)] | None = None
+
+    def misfit(self, vae: VaeRecord) -> str | None:
+        """How ``vae`` differs from this one, in words; None where it is this one, or could be.
+
+        Where the weights could not be read, another one of the same class and scale could be; and an
+        AutoencoderTiny, which has a scale of its own, in place of an AutoencoderKL with one scale.
+        """
+        if self.scale is None or self.shift is None:
+            return "its latents are not scaled by one number"
+        if self.kind == "AutoencoderKL" and vae.kind == "AutoencoderTiny":
+            return None
+        if self.fingerprint is not None and self.fingerprint != vae.fingerprint:
+            return f"fingerprint {vae.fingerprint}, not {self.fingerprint}"
+        if self.fingerprint is None and self.kind != vae.kind:
+            return f"is an {vae.kind}"
+        if (vae.scale, vae.shift) != (self.scale, self.shift):
+            return f"scale {vae.scale:g} and shift {vae.shift:g}, not {self.scale:g} and {self.shift:g}"
+        return None
+
+    def __str__(self) -> str:
+        return f"unreadable {self.kind} ({self.reason})"
 
 
 class TextEncoderRecord(Record):

@@ -1,5 +1,6 @@
 """The VAE of a latent expert: read strictly, identified by its encoder, decoding latents to images."""
 
+import contextlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,8 +19,8 @@ from hddm.networks.folders import (
     refuse_other_tensors,
     stored_names,
 )
-from hddm.networks.identity import VaeRecord, fingerprint
-from hddm.utils.errors import HddmError
+from hddm.networks.identity import UnreadVae, VaeRecord, fingerprint
+from hddm.utils.errors import HddmError, one_line
 from hddm.utils.files import inside, read_json
 from hddm.utils.tensors import read_safetensors, refuse_non_finite
 
@@ -97,6 +98,8 @@ STEM = "diffusion_pytorch_model"
 VAE_CLASSES: Classes[ModelMixin] = ("AutoencoderKL", "AutoencoderTiny")
 LARGEST_SCALE = 1e6
 _ENCODER = ("encoder.", "quant_conv.")
+DEFAULT_SCALES = {"AutoencoderKL": 0.18215, "VQModel": 0.18215, "AutoencoderTiny": 1.0}
+"""Scales of classes whose config omits it."""
 _PER_CHANNEL = ("latents_mean", "latents_std")
 
 
@@ -121,6 +124,30 @@ def vae_facts(folder: Path, variant: str | None = None) -> VaeRecord:
     encoder = {key: value for key, value in weights.items() if key.startswith(_ENCODER)}
     scale, shift = scale_and_shift(network.config)
     return VaeRecord(kind=type(network).__name__, fingerprint=fingerprint(encoder), scale=scale, shift=shift)
+
+
+def identify_vae(folder: Path, variant: str | None = None) -> VaeRecord | UnreadVae:
+    """As `vae_facts`; of a VAE that cannot be read, its class and content as far as they can be."""
+    try:
+        return vae_facts(folder, variant)
+    except HddmError as error:
+        return _unread(folder, variant, one_line(error.message.replace(str(folder), folder.name), 300))
+
+
+def _unread(folder: Path, variant: str | None, reason: str) -> UnreadVae:
+    config: dict[str, Any] = {}
+    with contextlib.suppress(HddmError):
+        config = read_config(folder)
+    kind = one_line(config.get("_class_name"), 60)
+    scale, shift = None, None
+    if not any(config.get(key) is not None for key in _PER_CHANNEL):
+        with contextlib.suppress(HddmError):
+            scale, shift = scale_and_shift({"scaling_factor": DEFAULT_SCALES.get(kind)} | config)
+    found = None
+    with contextlib.suppress(HddmError):
+        _, weights = read_weights(folder, STEM, variant)
+        found = fingerprint({key: one for key, one in weights.items() if key.startswith(_ENCODER)} or weights)
+    return UnreadVae(kind=kind, reason=reason, fingerprint=found, scale=scale, shift=shift)
 
 
 def vae_class(vae: nn.Module) -> str:

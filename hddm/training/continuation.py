@@ -222,7 +222,7 @@ def _with_missing_facts(expert: Expert, shard: Shard, recipe: ExpertRecipe) -> E
     record, nulls = expert.facts, dict(expert.nulls)
     found: dict[str, object] = {"noise_range": recipe.noise_range}
     if shard.vae is not None and record.vae is None:
-        found |= {"vae": shard.vae, "latent_scale": shard.vae.scale}
+        found |= {"vae": shard.vae, "unread_vae": None, "latent_scale": shard.vae.scale}
     if TEXT in record.conditions and recipe.text_conditional and shard.texts is not None:
         if record.text_encoder is None:
             found["text_encoder"] = shard.text_encoder

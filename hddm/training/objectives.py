@@ -255,6 +255,9 @@ def check_fit(shard: Shard, record: ExpertRecord, network: object) -> None:
         ("shape", shard.shape, record.sample_shape, size if record.space == "pixels" else ""),
     ]
     if (vae := shard.vae) is not None:
+        unread = record.unread_vae
+        if unread is not None and (misfit := unread.misfit(vae)) is not None:
+            raise HddmError(f"{shard.folder}: its VAE is not the expert's, an {unread}: {misfit}")
         remedy = "encode with the VAE that the expert was trained with"
         parts += [("VAE", vae, record.vae, remedy), ("scale", vae.scale, record.latent_scale, remedy)]
     if (encoder := shard.text_encoder) is not None and TEXT in record.conditions:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,25 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hddm.experts.records import NULL_FILE
+import hddm
+from hddm.checkpoints.convert import write
+from hddm.checkpoints.plan import plan_conversion
+from hddm.data.shards import MEAN, Rows, Samples, Shard
+from hddm.experts.assembly import assemble
+from hddm.experts.records import NULL_FILE, read_facts
+from hddm.networks.identity import VaeRecord
 from hddm.networks.text_encoder import embed, text_encoder_facts
 from hddm.networks.vae import vae_facts
 from hddm.pipelines.pipeline import HDDMPipeline
-from tests.artefacts import Command, edit_json
+from hddm.settings import Conversion
+from hddm.training.objectives import check_fit
+from hddm.utils.records import write_manifest
+from tests.artefacts import Command, edit_json, refusal
 from tests.checkpoint_files import converted, facts_of, pipeline, refused, text_unet
 from tests.component_files import save_by_transformers, write_clip, write_vae
 from tests.networks.test_vae import FILE, HALF
 
-NOT_SAID = "note: the expert does not say which VAE made its latents"
+NOT_SAID = "note: its VAE is an unreadable AutoencoderKL"
 
 
 def _text_pipeline(folder: Path, **vae: Any) -> Path:
@@ -71,6 +81,8 @@ def test_a_vae_that_cannot_be_read_is_no_hindrance_and_a_note(hddm: Command, tmp
     (source / "vae" / FILE).unlink()
     facts, text = _converted(hddm, source)
     assert (facts["vae"], facts["space"], facts["latent_scale"]) == (None, "latents", 0.5)
+    unread = facts["unread_vae"]
+    assert (unread["kind"], unread["fingerprint"], unread["scale"]) == ("AutoencoderKL", None, 0.5)
     assert text.count(NOT_SAID) == 1
     assert "kept: text_encoder, tokenizer; but no VAE to make pictures with" in text
 
@@ -113,3 +125,83 @@ def test_weights_of_a_vae_outside_its_folder_are_not_opened(hddm: Command, tmp_p
     facts, text = _converted(hddm, source)
     assert facts["vae"] is None
     assert "outside the folder" in text
+
+
+def _quantised(folder: Path) -> None:
+    weights = load_file(folder / FILE)
+    name = "encoder.conv_in.weight"
+    save_file(weights | {name: (100 * weights[name]).to(torch.int8)}, folder / FILE)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "reason"),
+    [
+        (lambda vae: edit_json(vae / "config.json", latents_mean=[0.0] * 4), "AutoencoderKL", "each channel"),
+        (lambda vae: edit_json(vae / "config.json", _class_name="VQModel"), "VQModel", "holds a VQModel"),
+        (_quantised, "AutoencoderKL", "holds quantised weights"),
+        (lambda vae: edit_json(vae / "config.json", new_key=1), "AutoencoderKL", "no key 'new_key'"),
+    ],
+    ids=["per channel", "another class", "quantised", "newer config"],
+)
+def test_a_vae_that_cannot_be_read_is_recorded_and_another_one_is_refused(
+    change: Callable[[Path], object], kind: str, reason: str, tmp_path: Path
+) -> None:
+    source, expert, out = _text_pipeline(tmp_path / "sd"), tmp_path / "expert", tmp_path / "ensemble"
+    change(source / "vae")
+    write(plan_conversion(source, Conversion()), expert, check=False)
+    unread = facts_of(expert)["unread_vae"]
+    assert (facts_of(expert)["vae"], unread["kind"]) == (None, kind)
+    assert reason in unread["reason"]
+    assert str(tmp_path) not in unread["reason"]
+
+    # Of the same class and scale.
+    write_vae(tmp_path / "other", seed=1)
+    error = refusal(assemble, [expert], out, vae=tmp_path / "other")
+    assert f"{expert} has an unreadable {kind} (" in error
+    assert "convert it anew beside a VAE of its own that can be read" in error
+    assert not out.exists()
+
+    # An expert of the other VAE is of another latent space, so the two are never mixed.
+    other = _text_pipeline(tmp_path / "sd2", seed=1)
+    write(plan_conversion(other, Conversion()), tmp_path / "expert2", check=False)
+    assemble([expert, tmp_path / "expert2"], out)
+    pair = hddm.load(out)
+    assert isinstance(pair, hddm.Ensemble)
+    assert not pair.are_alike()
+
+
+def test_the_same_vae_is_taken_once_it_can_be_read(tmp_path: Path) -> None:
+    source, expert = _text_pipeline(tmp_path / "sd"), tmp_path / "expert"
+    edit_json(source / "vae" / "config.json", new_key=1)
+    write(plan_conversion(source, Conversion()), expert, check=False)
+    write_vae(tmp_path / "own")
+    assemble([expert], tmp_path / "out", vae=tmp_path / "own")
+    assert vae_facts(tmp_path / "out" / "vae") == vae_facts(tmp_path / "own")
+
+
+def test_shards_of_another_vae_are_refused_for_an_expert_whose_own_cannot_be_read(tmp_path: Path) -> None:
+    source, expert = _text_pipeline(tmp_path / "sd"), tmp_path / "expert"
+    edit_json(source / "vae" / "config.json", _class_name="VQModel")
+    write(plan_conversion(source, Conversion()), expert, check=False)
+    record = read_facts(expert)
+    assert record.unread_vae is not None
+    write_vae(tmp_path / "other", seed=1)
+    other, latents = vae_facts(tmp_path / "other"), torch.zeros(2, *record.sample_shape)
+    same = other.model_copy(update={"fingerprint": record.unread_vae.fingerprint})
+
+    def shard_of(vae: VaeRecord) -> Shard:
+        return Shard(tmp_path, 0, 1, "a", (), Samples({MEAN: Rows((latents,))}, vae), None, vae=vae)
+
+    check_fit(shard_of(same), record, None)
+    error = refusal(check_fit, shard_of(other), record, None)
+    assert "its VAE is not the expert's, an unreadable VQModel" in error
+
+
+def test_a_folder_of_format_1_5_opens_without_these_fields(tmp_path: Path) -> None:
+    expert = tmp_path / "expert"
+    write(plan_conversion(_text_pipeline(tmp_path / "sd"), Conversion()), expert, check=False)
+    facts = facts_of(expert) | {"format": "1.5"}
+    del facts["unread_vae"], facts["source"]["prediction_source"]
+    (expert / "expert.json").write_text(json.dumps(facts))
+    write_manifest(expert)
+    assert read_facts(expert).latent_space == vae_facts(tmp_path / "sd" / "vae")
