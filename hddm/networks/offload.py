@@ -148,9 +148,10 @@ class StoredNetwork(nn.Module):
     def quantize(self) -> None:
         """Hold the weights of linear layers in int8, with one scale per output, from the next call on.
 
-        The layers compute in the network's dtype. Raises `HddmError` without torchao.
+        The layers compute in the network's dtype. Raises `HddmError` without torchao, and in float64.
         """
         optional("torchao", "`quantize`", "quantize")
+        _refuse_float64(self.dtype)
         self.shelf.forget(self)
         linear = {
             f"{name}.weight" for name, module in self.network.named_modules() if isinstance(module, nn.Linear)
@@ -216,6 +217,8 @@ class StoredNetwork(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StoredNetwork":
         moved = fn(self.placement)
         if (moved.dtype, moved.device) != (self.placement.dtype, self.placement.device):
+            if self.is_quantized:
+                _refuse_float64(moved.dtype)
             self.shelf.forget(self)
             if moved.dtype != self.placement.dtype:
                 self._host = None
@@ -226,6 +229,12 @@ class StoredNetwork(nn.Module):
         """Weights, brought to the device."""
         self.shelf.bring(self)
         return self.network.parameters(recurse)
+
+
+def _refuse_float64(dtype: torch.dtype) -> None:
+    """Refuse the one dtype of floats that torchao does not compute in."""
+    if dtype == torch.float64:
+        raise UsageError("`quantize` int8: does not run in `dtype` float64; choose float32 or bfloat16")
 
 
 def _int8(weight: Tensor) -> Tensor:

@@ -140,16 +140,16 @@ class PromptEncoders(nn.Module):
         return next(self.parameters()).device
 
     @torch.no_grad()
-    def embed(self, prompts: Sequence[str], is_negative: bool = False) -> Embedded:
+    def embed(self, prompts: Sequence[str], is_negative: bool = False, warns: bool = True) -> Embedded:
         """Encode prompts as the pipeline does, padded to its number of tokens.
 
-        Longer ones are cut, with a warning for CLIP and one for T5. Raises `HddmError` for tokens that are
-        not finite.
+        Longer ones are cut; with ``warns`` CLIP and T5 each warn of it. Raises `HddmError` for tokens that
+        are not finite.
         """
         family, texts = self.family, list(prompts)
         # Several CLIPs cut alike.
         readers = {"T5" if "T5" in type(one).__name__ else "CLIP": one for one in self.tokenizers.values()}
-        for kind, words in readers.items():
+        for kind, words in readers.items() if warns else ():
             for _, cut in cuts(words, texts, family.t5_tokens if kind == "T5" else words.model_max_length):
                 warnings.warn(f"{kind}: {cut}" if family.t5_tokens else cut, UserWarning, stacklevel=2)
         others = {f"prompt_{number + 1}": None for number in range(1, len(family.encoders))}

@@ -42,10 +42,14 @@ _KEYS = {
     *("tokenizer_class", "truncation_side", "truncation_strategy", "unk_token"),
     *("extra_ids", "legacy", "sp_model_kwargs"),
 }
+_LISTS = ("additional_special_tokens", "extra_special_tokens")
 _SPECIAL_KEYS = {
     *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
-    *("additional_special_tokens", "extra_special_tokens"),
+    *_LISTS,
 }
+MOST_ADDED = 1000
+"""Tokens that a tokenizer adds to its vocabulary at most; T5 adds 100."""
+_INPUTS = ("input_ids", "attention_mask")
 _SIZES = {
     CLIP: (
         *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -82,6 +86,7 @@ def read_tokenizer(folder: Path) -> Any:
     for entry in folder.rglob("*"):
         inside(folder, entry.relative_to(folder).as_posix())
     tokens = read_config(folder, special.name) if special.exists() else {}
+    _refuse_many(folder, config, tokens)
     for path, keys, allowed in ((settings, config, _KEYS), (special, tokens, _SPECIAL_KEYS)):
         for key in keys:
             if key not in allowed:
@@ -96,11 +101,31 @@ def read_tokenizer(folder: Path) -> Any:
         tokenizer = getattr(transformers, kind).from_pretrained(str(folder), local_files_only=True)
         # It keeps settings of any kind, and fails on them at the first prompt.
         cuts(tokenizer, ["a"], length=2)
-        tokenizer(["a"], padding="max_length", max_length=2, truncation=True, return_tensors="pt")
+        found = _tokenized(tokenizer, ["a"], 2)
     except Exception as error:  # it may raise anything for broken files
         reason = one_line(error, 300)
         raise HddmError(f"{folder}: its files do not make a tokenizer ({reason})") from error
+    if missing := [name for name in _INPUTS if name not in found]:
+        stated = one_line(config.get("model_input_names"), 60)
+        raise HddmError(f"{settings}: model_input_names is {stated}, without {missing[0]}; delete it there")
     return tokenizer
+
+
+def _refuse_many(folder: Path, config: Mapping[str, Any], special: Mapping[str, Any]) -> None:
+    """Refuse very many tokens beside the vocabulary: adding them takes time that grows as their square."""
+    lists = [one.get(key) for one in (config, special) for key in _LISTS]
+    lists.append(config.get("added_tokens_decoder"))
+    for name, key in (("added_tokens.json", None), ("tokenizer.json", "added_tokens")):
+        if (folder / name).exists():
+            content = read_config(folder, name)
+            lists.append(content if key is None else content.get(key))
+    number = sum(len(one) for one in lists if isinstance(one, list | dict))
+    extra = config.get("extra_ids")
+    if isinstance(extra, int):
+        number += extra
+    if number > MOST_ADDED:
+        text = f"adds {number:,} tokens to its vocabulary, of {MOST_ADDED:,} at most"
+        raise HddmError(f"{folder}: {text}; delete those that no prompt needs")
 
 
 def read_text_encoder(
@@ -172,10 +197,8 @@ def embed(text_encoder: Any, tokenizer: Any, prompts: Sequence[str], warns: bool
         prompts = [prompt.lower().strip() for prompt in prompts]
     for _, cut in cuts(tokenizer, prompts, length) if warns else ():
         warnings.warn(cut, UserWarning, stacklevel=2)
-    found = tokenizer(
-        list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="pt"
-    )
-    ids, mask, vocabulary = found.input_ids, found.attention_mask, text_encoder.config.vocab_size
+    ids, mask = (_tokenized(tokenizer, prompts, length)[name] for name in _INPUTS)
+    vocabulary = text_encoder.config.vocab_size
     if ids.max() >= vocabulary:
         text = f"and the text encoder has {vocabulary}; use the tokenizer that belongs to it"
         raise HddmError(f"the tokenizer gives token {ids.max().item()}, {text}")
@@ -191,6 +214,13 @@ def embed(text_encoder: Any, tokenizer: Any, prompts: Sequence[str], warns: bool
     weights = mask.to(tokens)[..., None]
     found = {_TOKENS: tokens, "encoder_attention_mask": mask.to(device)}
     return Embedded(found, (tokens * weights).sum(1) / weights.sum(1))
+
+
+def _tokenized(tokenizer: Any, prompts: Sequence[str], length: int) -> Any:
+    """Inputs of an encoder by name, each (N, length)."""
+    return tokenizer(
+        list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+    )
 
 
 def refuse_non_finite_tokens(tokens: Tensor) -> None:

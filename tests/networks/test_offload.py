@@ -22,7 +22,7 @@ from hddm.settings import Computing
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import read_safetensors
 from hddm.velocity import Guidance
-from tests.artefacts import copied, refusal
+from tests.artefacts import Command, copied, refusal
 from tests.cases import in_parts
 from tests.ensemble_files import WEIGHTS, flow_expert, write_ensemble
 
@@ -294,3 +294,16 @@ def test_quantized_experts_take_a_third_of_the_memory_and_make_nearly_the_same(
             assert 1e-5 < error < 0.05
     assert "quantized experts cannot be saved" in refusal(pipe.save_pretrained, tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_int8_in_float64_is_refused_by_name(tmp_path: Path, hddm: Command) -> None:
+    pytest.importorskip("torchao")
+    folder = write_ensemble(tmp_path, [flow_expert(seed) for seed in range(2)])
+    options = ("--num-images", 1, "--steps", 1, "--quantize", "int8", "--dtype", "float64")
+    code, _, error = hddm("sample", folder, "--out", tmp_path / "samples", *options)
+    assert (code, error.count("\n")) == (2, 1)
+    assert "--quantize int8: does not run in --dtype float64; choose float32 or bfloat16" in error
+    pipe = HDDMPipeline.from_pretrained(folder)
+    pipe.experts.prepare(Computing(quantize="int8"))
+    assert "does not run in `dtype` float64" in refusal(pipe.to, torch.float64)

@@ -1,5 +1,6 @@
 """Prompts as tokens, against transformers' own encoder and tokenizer on the same files."""
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -174,8 +175,12 @@ def test_an_encoder_that_cannot_be_trusted_is_refused(
         ({"fast_tokenizer_files": ["../x.json"]}, "has an unknown key 'fast_tokenizer_files'"),
         ({"model_max_lenght": 77}, "did you mean 'model_max_length'"),
         ({"model_max_length": "x"}, "its files do not make a tokenizer"),
+        ({"model_input_names": ["x"]}, "model_input_names is ['x'], without attention_mask; delete it"),
+        ({"additional_special_tokens": [f"<{n}>" for n in range(20_000)]}, "adds 20,000 tokens to its voc"),
+        ({"added_tokens_decoder": {str(n): {} for n in range(1001)}}, "adds 1,001 tokens to its vocabulary"),
+        ({"extra_ids": 10**9}, "tokens to its vocabulary, of 1,000 at most; delete those"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_a_tokenizer_that_names_code_or_files_is_refused(
     change: dict[str, Any], message: str, tmp_path: Path
@@ -183,6 +188,23 @@ def test_a_tokenizer_that_names_code_or_files_is_refused(
     write_tokenizer(tmp_path / "tokenizer")
     edit_json(tmp_path / "tokenizer" / "tokenizer_config.json", **change)
     assert message in refusal(read_tokenizer, tmp_path / "tokenizer")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("special_tokens_map.json", {"additional_special_tokens": [f"<{n}>" for n in range(1001)]}),
+        ("added_tokens.json", {f"<{n}>": 600 + n for n in range(1001)}),
+        ("tokenizer.json", {"added_tokens": [{"content": f"<{n}>"} for n in range(1001)]}),
+    ],
+    ids=["map", "added", "tokenizer"],
+)
+def test_very_many_added_tokens_are_refused_in_every_file(
+    name: str, content: dict[str, Any], tmp_path: Path
+) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / name).write_text(json.dumps(content))
+    assert "adds 1,001 tokens to its vocabulary" in refusal(read_tokenizer, tmp_path / "tokenizer")
 
 
 @pytest.mark.parametrize("name", ["vocab.json", "merges.txt", "tokenizer_config.json"])
