@@ -11,7 +11,8 @@ from torch import Tensor
 from hddm.data.shard_records import captions_of, read_images_manifest
 from hddm.experts.ensemble_folders import kept_components, read_ensemble_facts, replace_file
 from hddm.experts.records import read_facts
-from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer, text_encoder_facts
+from hddm.networks.prompts import family_in, read_texts, texts_facts
+from hddm.networks.text_encoder import embed, read_tokenizer
 from hddm.routers import TOPIC, Topic, TopicRecord
 from hddm.utils.errors import HddmError, UsageError, counted, optional
 from hddm.utils.files import read_whole, restore
@@ -49,14 +50,20 @@ def describe_topic(
     record = read_facts(folder)
     texts, source = _texts(captions, data, text)
     encoder, words = _encoder(folder, text_encoder, tokenizer)
-    network, tokens = read_text_encoder(encoder), read_tokenizer(words)
+    network = read_texts(encoder)
+    tokens = None if words is None else read_tokenizer(words)
     embedded, counts = [], Counter(texts)
     distinct = list(counts)
     with Progress(len(distinct), "encode captions") as progress:
         for batch in (distinct[start : start + BATCH] for start in range(0, len(distinct), BATCH)):
-            embedded.append(embed(network, tokens, batch, warns=False).pooled)
+            if tokens is None:
+                made = network.embed(batch, warns=False)
+            else:
+                made = embed(network, tokens, batch, warns=False)
+            embedded.append(made.pooled)
             progress(len(batch))
-    facts = text_encoder_facts(encoder, tokens.model_max_length)
+    # Topics compare one vector per caption, which several text encoders make narrower than their tokens.
+    facts = texts_facts(encoder, words).model_copy(update={"width": embedded[0].shape[1]})
     topic = topic_of(torch.cat(embedded), list(counts.values()))
     known = TopicRecord(count=len(texts), source=source, variance=topic.variance, text_encoder=facts)
     if (whole := ensemble_around(folder.resolve())) is not None:
@@ -105,13 +112,17 @@ def _texts(captions: Path | None, data: Path | None, text: str | None) -> tuple[
     return kept, source
 
 
-def _encoder(folder: Path, text_encoder: Path | None, tokenizer: Path | None) -> tuple[Path, Path]:
+def _encoder(folder: Path, text_encoder: Path | None, tokenizer: Path | None) -> tuple[Path, Path | None]:
+    """Folders of the text encoder and its tokenizer; a folder of prompts has the latter inside."""
+    if text_encoder is not None and tokenizer is None and family_in(text_encoder) is not None:
+        return text_encoder, None
     if (text_encoder is None) != (tokenizer is None):
         raise UsageError("`text_encoder` and `tokenizer` go together; pass both, or none")
-    if text_encoder is not None and tokenizer is not None:
+    if text_encoder is not None:
         return text_encoder, tokenizer
     for place in (folder, ensemble_around(folder.resolve())):
         kept = {} if place is None else kept_components(place)
-        if {"text_encoder", "tokenizer"} <= kept.keys():
-            return kept["text_encoder"], kept["tokenizer"]
+        encoder, words = kept.get("text_encoder"), kept.get("tokenizer")
+        if encoder is not None and (words is not None or family_in(encoder) is not None):
+            return encoder, words
     raise HddmError(f"{folder}: keeps no text encoder; pass `text_encoder` and `tokenizer`")

@@ -23,6 +23,7 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokeni
 
 import hddm as library
 from hddm.checkpoints.write_back import write_back
+from hddm.experts.assembly import assemble
 from hddm.networks.prompts import texts_facts
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.records import write_manifest
@@ -136,6 +137,23 @@ def test_prompts_become_the_pipelines_own_conditions(
     for ours, theirs in zip((encoded.given, encoded.negative), _theirs(pipe, name), strict=True):
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_an_expert_is_described_by_the_text_encoders_that_it_keeps(
+    expert: Path, tmp_path: Path, hddm: Command
+) -> None:
+    texts = {"one": "a cat, cats", "other": "dogs on a lawn"}
+    for name, text in texts.items():
+        shutil.copytree(expert, tmp_path / name)
+        assert hddm("describe", tmp_path / name, "--text", text)[0] == 0
+    # A folder of prompts has its tokenizers inside.
+    given = ("--text-encoder", expert / "text_encoder")
+    assert hddm("describe", tmp_path / "one", "--text", texts["one"], *given)[0] == 0
+    assemble([tmp_path / name for name in texts], tmp_path / "both")
+    pipe = HDDMPipeline.from_pretrained(tmp_path / "both")
+    prior = pipe.encode(["a cat", "dogs on a lawn"]).prior
+    assert prior is not None
+    assert prior.argmax(1).tolist() == [0, 1]
 
 
 def test_one_call_of_the_expert_is_one_of_the_pipelines_network(
