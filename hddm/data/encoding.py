@@ -278,10 +278,10 @@ def _open_encoder(shards: Mapping[Path, ShardManifest], settings: EncodingSettin
         text_record = text_encoder_facts(text_encoder, words.model_max_length)
         if text_record.kind != CLIP:
             raise HddmError(f"{text_encoder}: is a {text_record.kind}, but captions need a {CLIP}")
-        for folder, own in captions.items():
-            if cut := len(cuts(words, own, text_record.tokens)):
+        for folder, texts in captions.items():
+            if cut := len(cuts(words, texts, text_record.tokens)):
                 message = "%s: %d of %d captions have more than %d tokens and are cut"
-                log.warning(message, folder, cut, len(own), text_record.tokens)
+                log.warning(message, folder, cut, len(texts), text_record.tokens)
         text = (read_text_encoder(text_encoder), words)
         nn.Module.to(text[0], device)
     is_fitted = settings.resolution is not None
