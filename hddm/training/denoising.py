@@ -172,9 +172,26 @@ class _Cached(nn.Module):
         return self.answers[-1][2]
 
 
-@torch.no_grad()
 def misread(field: VelocityField, shard: Shard, seed: int) -> str | None:
-    """Say, in words, how the weights of ``field`` are to be read, if another reading fits clearly better.
+    """Say how the weights of ``field`` are to be read, if another reading fits clearly better (`judged`)."""
+    return judged(field, shard, seed).doubt
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What images tell of the reading of weights that a record states.
+
+    ``doubt`` says how they are to be read, if that is clearly better; ``is_shown`` is true if the recorded
+    reading denoises better than a Gaussian, as surely as `SURE` deviations are.
+    """
+
+    doubt: str | None
+    is_shown: bool
+
+
+@torch.no_grad()
+def judged(field: VelocityField, shard: Shard, seed: int) -> Judgement:
+    """Try several readings of the weights of ``field`` on images of ``shard``.
 
     Readings differ in prediction type, schedule and time scale: the four types, the recorded schedule and
     `usual_schedules`, half and double the recorded scale. All see the same images and noise, at levels that
@@ -185,7 +202,7 @@ def misread(field: VelocityField, shard: Shard, seed: int) -> str | None:
     """
     rows, (low, high) = evenly_spaced(shard, READ_IMAGES), field.noise_range
     if len(rows) < 2:
-        return None
+        return Judgement(None, is_shown=False)
     given, images = conditions_of_rows(rows, conditions_of(shard, field), shard, field), shard.take(rows)
     times = [low + (high - low) * share for share in TIMES[::2]]
     scales = [(field.schedule, field.time_scale * factor) for factor in (1.0, 0.5, 2.0)]
@@ -197,6 +214,8 @@ def misread(field: VelocityField, shard: Shard, seed: int) -> str | None:
         return velocity_errors(reading, images, given, times, generator(seed, Use.DENOISING))
 
     recorded, nulls = errors_of(field), field.null_conditions
+    gain, deviation = _mean_and_deviation(recorded[:, 1] - _capped(recorded))
+    is_shown = bool(gain > stdtrit(len(rows) - 1, ndtr(SURE)) * deviation)
     for (schedule, scale), kind in itertools.product(scales, PredictionType):
         if kind is PredictionType.FLOW_PREDICTION and isinstance(schedule, DiscreteSchedule):
             continue
@@ -214,12 +233,13 @@ def misread(field: VelocityField, shard: Shard, seed: int) -> str | None:
             words = zip(_description(other), _description(field), strict=True)
             fits.append((math.prod(parts_of), [one for one in words if one[0] != one[1]], shown))
     if not fits:
-        return None
+        return Judgement(None, is_shown)
     as_good = (fit for fit in fits if 0.96 * fit[0] <= min(fits)[0])
     _, differences, shown = min(as_good, key=lambda fit: (len(fit[1]), fit[0]))
     true, stated = (" and ".join(pair[k] for pair in differences) for k in (0, 1))
     verb = "predict" if differences[0][0] in list(PredictionType) else "take"
-    return f"these weights {verb} {true}, the record says {stated}: {shown[1]:.2f} against {shown[0]:.2f}"
+    figures = f"{shown[1]:.2f} against {shown[0]:.2f}"
+    return Judgement(f"these weights {verb} {true}, the record says {stated}: {figures}", is_shown)
 
 
 def _capped(errors: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from hddm.experts.records import (
     open_expert,
 )
 from hddm.networks.folders import WEIGHTS
-from hddm.training.denoising import IMAGES, LOWEST, SURE, Denoising, denoising, misread
+from hddm.training.denoising import IMAGES, LOWEST, SURE, Denoising, denoising, judged, misread
 from hddm.training.objectives import check_fit, check_own, conditions_of, conditions_of_rows, evenly_spaced
 from hddm.utils.errors import HddmError, UsageError, errors_as
 from hddm.utils.files import sha256_of
@@ -135,9 +135,17 @@ def verify_expert(
 
 
 def warn_of_misreading(folder: Path, shard: Shard) -> None:
-    """Warn where another reading of an expert fits clearly better (`misread`), or none could be tried."""
+    """Warn where another reading of an expert fits clearly better, or images could not tell (`judged`)."""
     try:
-        doubt = misread(field_of(open_expert(folder).read()), shard, 0)
+        found = judged(field_of(open_expert(folder).read()), shard, 0)
+        doubt = found.doubt
+        if doubt is None and not found.is_shown:
+            text = (
+                "whether it is read as it was trained could not be told from these images, which no reading"
+            )
+            doubt = (
+                f"{text} denoises clearly better than a Gaussian does; pass more, like those of its training"
+            )
     except HddmError as error:
         doubt = f"was not tried on images: {error}"
     if doubt is not None:

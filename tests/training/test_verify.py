@@ -175,8 +175,17 @@ def test_convert_tries_what_a_source_states_on_images(
         out = tmp_path / str(is_told)
         code, _, err = hddm("convert", source, "--out", out, "--data", whole, *options)
         assert (code, re.search(found, err) is not None) == (0, is_told), err
+        assert "could not be told" not in err
     assert hddm("convert", source, "--out", tmp_path / "no", "--data", images)[0] == 2
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.integration
+def test_convert_says_where_images_cannot_tell(whole: Path, tmp_path: Path, hddm: Command) -> None:
+    source = pipeline(tmp_path / "random", plain_unet(in_channels=1, out_channels=1, sample_size=4))
+    code, _, err = hddm("convert", source, "--out", tmp_path / "unet", "--data", whole)
+    assert code == 0
+    assert "could not be told from these images" in err
 
 
 @pytest.mark.slow
