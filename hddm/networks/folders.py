@@ -260,13 +260,13 @@ _QUANTISED = re.compile(
 
 
 def refuse_quantised(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Raise an `HddmError` if the weights of ``path`` are whole numbers, or have scales of their own.
+    """Raise an `HddmError` if the weights of ``path`` are int8 or uint8, or have scales of their own.
 
     Plain float8 is no such quantisation: it is read as other floats are.
     """
     found = [name for name in weights if _QUANTISED.fullmatch(name)]
     for name, value in weights.items():
-        if name.endswith("weight") and not (value.is_floating_point() or value.is_complex()):
+        if name.endswith("weight") and value.dtype in (torch.int8, torch.uint8):
             found.append(name)
     if found:
         kind = str(weights[found[-1]].dtype).removeprefix("torch.")
