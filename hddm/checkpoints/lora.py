@@ -90,7 +90,7 @@ def read_lora(path: Path) -> LoraFile:
     found = LoraFile(path, *read_header(path))
     if unread := [name for name in found.header if _UNREAD.fullmatch(name)]:
         text = f"has names of diffusers' training scripts or of an older tool ({unread[0]!r}, …)"
-        remedy = "load and fuse it in diffusers (load_lora_weights, fuse_lora), and convert what that saves"
+        remedy = "merge it into its base with diffusers or the tool that made it, and convert the result"
         raise HddmError(f"{path}: {text}, which hddm does not read yet; {remedy}")
     for name in found.header:
         match = _FACTOR.fullmatch(name) or _ALPHA.fullmatch(name)

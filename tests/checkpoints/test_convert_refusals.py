@@ -11,7 +11,7 @@ from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 from safetensors.torch import load_file, save_file
 
 from tests.artefacts import Command, copied, edit_json
-from tests.checkpoint_files import dit, pipeline, refused, text_unet
+from tests.checkpoint_files import converted, dit, pipeline, refused, text_unet
 from tests.hostile import Calls
 from tests.soak import attack_reading
 from tests.transformer_files import dit_file, dit_network
@@ -102,6 +102,18 @@ def test_two_words_on_what_is_predicted(hddm: Command, tmp_path: Path, whole: Pa
         scheduler.save_pretrained(tmp_path / "other")
         file = tmp_path / "other" / "scheduler_config.json"
         assert "contradicts" in refused(hddm, source, "--schedule", file, "--prediction-type", "epsilon")
+
+
+def test_a_header_that_contradicts_the_scheduler_beside_it(
+    hddm: Command, tmp_path: Path, whole: Path
+) -> None:
+    source = copied(whole, tmp_path)
+    save_file(load_file(source / MODEL), source / MODEL, {"modelspec.prediction_type": "v"})
+    error = refused(hddm, source)
+    assert "scheduler_config.json says epsilon, which contradicts modelspec.prediction_type in the" in error
+    assert "which says v_prediction; pass --prediction-type with what is true" in error
+    text = converted(hddm, source, tmp_path / "out", "--prediction-type", "epsilon")
+    assert "note: epsilon as you say, although modelspec.prediction_type in the header of" in text
 
 
 def test_no_word_on_the_schedule(hddm: Command, tmp_path: Path, whole: Path) -> None:

@@ -274,7 +274,7 @@ def test_names_of_diffusers_scripts_are_called_so(
     )
     error = refused(hddm, tmp_path / "a.safetensors", "--base", bases["unet"])
     assert "has names of diffusers' training scripts or of an older tool" in error
-    assert "which hddm does not read yet; load and fuse it in diffusers" in error
+    assert "which hddm does not read yet; merge it into its base with diffusers or the tool" in error
     assert "is a LoRA, which changes another network" in refused(hddm, tmp_path / "a.safetensors")
 
 
