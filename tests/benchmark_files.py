@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 
 from hddm.benchmark import run
+from hddm.benchmark.costs import TrainingCost
 from hddm.benchmark.file import BenchmarkFile
 from hddm.benchmark.results import Results, compare_rows
 from hddm.evaluation import evaluate
@@ -129,7 +130,7 @@ def inline() -> Iterator[list[list[str]]]:
             (run, "Workers", Inline),
             (run, "_do", note),
             (evaluate, "RESAMPLES", 2),
-            (run, "count_training", lambda *_: (30, 1)),
+            (run, "count_training", lambda *_: TrainingCost(30, 1)),
             (run, "count_sampling", lambda *_: 7),
         ):
             stack.enter_context(mock.patch.object(module, name, value))

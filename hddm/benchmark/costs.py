@@ -11,7 +11,7 @@ import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from hddm.velocity import VelocityField
 IMAGES = 32
 """Images of a row that are sampled to count operations."""
 _STEPS = 3
+_TRAJECTORIES = 16
 # Late enough for a calibration to take part.
 _TIME = 0.75
 # Counted in float32 on the CPU, so that the count is the same everywhere.
@@ -68,17 +69,37 @@ class _Enough(Exception):
     """Raised to end a training after some steps."""
 
 
-def count_training(words: Sequence[str], run: RunCommand) -> tuple[int, int]:
-    """Count a training step of a command line: one image's part, and the part of any batch."""
+class TrainingCost(NamedTuple):
+    """Counted operations of a training, in parts."""
+
+    image: int
+    """Of one image in a step."""
+    update: int
+    """Of a step, whatever its batch."""
+    trajectory: int = 0
+    """Of one of the teacher's trajectories, which a student of few steps learns from."""
+
+
+def count_training(words: Sequence[str], run: RunCommand) -> TrainingCost:
+    """Count a training step of a command line."""
     one, two = (_count_batch(words, run, size) for size in (1, 2))
-    return two - one, 2 * one - two
+    image, update = two.step - one.step, 2 * one.step - two.step
+    if "--sampling-steps" not in words:
+        return TrainingCost(image, update)
+    more = _count_batch(words, run, 1, 2 * _TRAJECTORIES)
+    return TrainingCost(image, update, (more.before - one.before) // _TRAJECTORIES)
 
 
-def _count_batch(words: Sequence[str], run: RunCommand, batch_size: int) -> int:
-    """Count one step, forward, backward and update.
+class _Counted(NamedTuple):
+    before: int
+    """Work that is done once before the first step, such as taking moments."""
+    step: int
+    """One step, forward, backward and update."""
 
-    Work that is done once before the first step, such as taking moments, does not count.
-    """
+
+def _count_batch(
+    words: Sequence[str], run: RunCommand, batch_size: int, trajectories: int = _TRAJECTORIES
+) -> _Counted:
     totals: list[int] = []
 
     def hear(part: float) -> None:
@@ -89,12 +110,17 @@ def _count_batch(words: Sequence[str], run: RunCommand, batch_size: int) -> int:
 
     length = ["--steps", str(_STEPS + 1), "--batch-size", str(batch_size)]
     if "--sampling-steps" in words:
-        # Drawn before the first step.
-        length += ["--trajectories", "16"]
+        length += ["--trajectories", str(trajectories)]
+    # What is measured on the way would fall between the counted steps.
+    if words[:2] != ["train", "router"]:
+        length += ["--sample-every", "0"]
+    if words[:2] == ["train", "expert"]:
+        length += ["--validate-every", "1000000"]
     enough = contextlib.suppress(_Enough)
     with tempfile.TemporaryDirectory() as folder, heard(hear), counting() as counter, enough:
         run([*words, *_PLAIN.split(), *length, "--out", f"{folder}/out"])
-    return totals[-1] - totals[-2]
+    step = totals[-1] - totals[-2]
+    return _Counted(totals[0] - step, step)
 
 
 def count_sampling(words: Sequence[str], run: RunCommand) -> int:
@@ -114,7 +140,7 @@ def cost_key(step: Step) -> str:
     if not step.kind.is_training:
         return hash_of(["cost", step.identity])
     values = {name: value for name, value in step.values.items() if name not in ("seed", "out")}
-    paths = step.read_from()
+    paths = {name: str(one.path) for name, one in step.inputs.items()}
     return hash_of(["cost", step.verb, {name: _shape_of(value, paths) for name, value in values.items()}])
 
 

@@ -30,6 +30,9 @@ from hddm.utils.errors import HddmError, UsageError, choose
 from hddm.utils.files import read_yaml
 from hddm.utils.records import Record, Seed, parse_record
 
+_TAKEN = ("jobs", "samples", "scores", "real", "benchmark", "results", "tables", "report")
+"""Names in the output folder that no step can have."""
+_OF_SEED = re.compile(r"seed_\d+")
 _PRESETS = Path(__file__).with_name("presets")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 MOST_SEEDS, MOST_ROWS, MOST_WORKERS = 1_000, 1_000, 1_000
@@ -121,13 +124,11 @@ class Table(Record):
     product: bool = False
     """Combine all values instead of changing one at a time."""
 
-    @model_validator(mode="after")
-    def _is_a_table(self) -> "Table":
+    @property
+    def variations(self) -> int:
+        """Rows that one row of the file becomes, at most."""
         sizes = [len(values) for values in self.vary.values()]
-        number = math.prod(sizes) if self.product else sum(sizes)
-        if number > MOST_ROWS:
-            raise ValueError(f"a table has at most {MOST_ROWS} variations, and these are {number}; vary less")
-        return self
+        return math.prod(sizes) if self.product else sum(sizes) + 1
 
 
 class Compare(Record):
@@ -184,18 +185,23 @@ class BenchmarkFile(Record):
     @model_validator(mode="after")
     def _names_what_there_is(self) -> "BenchmarkFile":
         """Refuse names and seeds that would go unnoticed or fail late."""
-        taken = (*RESERVED, "jobs", "samples", "scores", "real")
+        taken = (*RESERVED, *_TAKEN)
         if both := sorted(self.steps.keys() & self.values):
             raise ValueError(f"{both[0]!r} is both a step and a value; rename one")
         for name in (*self.steps, *self.values):
-            if re.fullmatch(r"[A-Za-z_][\w-]*", name) is None or name in taken:
-                raise ValueError(
-                    f"{name!r} cannot be the name of a step or value; use letters, digits, - and _"
-                )
-            if other := next(
-                (one for one in self.steps if one != name and one.lower() == name.lower()), None
-            ):
-                raise ValueError(f"steps {name!r} and {other!r} are one folder on some disks; rename one")
+            if name in taken or _OF_SEED.fullmatch(name):
+                raise ValueError(f"{name!r} is taken by the benchmark itself; choose another name")
+            if re.fullmatch(r"[A-Za-z_][\w-]*", name) is None:
+                text = "cannot be the name of a step or value; use letters, digits, - and _"
+                raise ValueError(f"{name!r} {text}")
+            alike = [one for one in self.steps if one != name and one.lower() == name.lower()]
+            if alike:
+                raise ValueError(f"steps {name!r} and {alike[0]!r} are one folder on some disks; rename one")
+        sizes = [len(table.rows or self.rows) * table.variations for table in self.tables.values()]
+        if sum(sizes) > MOST_ROWS:
+            raise ValueError(
+                f"a benchmark has at most {MOST_ROWS} rows, and these are {sum(sizes)}; vary less"
+            )
         listed = [name for table in self.tables.values() for name in table.rows]
         listed += [*self.compare.candidates, *self.compare.baselines, *self.captions]
         listed += [name for names in self.budgets.values() for name in names]
@@ -244,7 +250,9 @@ def read_benchmark(
     changes: dict[str, Any] = {"values": file.values | dict(values or {})}
     if workers is not None:
         changes["workers"] = workers
-    if held_out and file.evaluate.held_out is not None:
+    if held_out:
+        if file.evaluate.held_out is None:
+            raise UsageError(f"`held_out`: {which} names no images as `evaluate.held_out`; add them there")
         changes["split"] = "held_out"
     is_confirmed = changes.get("split", file.scored_on) == "held_out" and file.evaluate.validation is not None
     wanted = file.confirmation_seeds if is_confirmed else ()

@@ -12,6 +12,7 @@ from hddm.benchmark.lines import CommandLine, Line, Settings, names_in, placed, 
 from hddm.benchmark.steps import STEP_KINDS, Contents, Step, StepKind
 from hddm.evaluation.features import find_inception
 from hddm.utils.errors import HddmError, did_you_mean, errors_as
+from hddm.utils.files import read_yaml
 from hddm.utils.records import EXPERT_FILE
 from hddm.utils.work import Work
 
@@ -52,10 +53,13 @@ class SeedPlan:
 
     def __post_init__(self) -> None:
         self.steps: dict[str, Step] = {}
-        self._places: dict[str, Step] = {}
+        self._places: dict[str, Line] = {}
         self._defaults: dict[str, Line] = {}
         for verb, text in self.file.defaults.items():
-            self._defaults[verb] = self._options(f"defaults of {verb}", verb, split(self._with_values(text)))
+            line = self._options(f"defaults of {verb}", verb, split(self._with_values(text)))
+            if line.verb != verb:
+                raise HddmError(f"defaults of {verb!r}: name the verb alone, as {line.verb!r}")
+            self._defaults[verb] = line
         for name, text in self.file.steps.items():
             with errors_as(HddmError, f"step {name!r}"):
                 self.steps[name] = self._step(name, self.lines.read(split(self._with_values(text))))
@@ -80,7 +84,7 @@ class SeedPlan:
                     made = self._row(title, row, change)
                     # A network alone has one row for all strategies.
                     other = found.setdefault((title, made.name), made)
-                    if other is not made and other.samples.identity != made.samples.identity:
+                    if other.samples.line != made.samples.line:
                         raise HddmError(f"table {title!r} has two rows called {made.name!r}; rename one")
         return list(found.values())
 
@@ -93,7 +97,11 @@ class SeedPlan:
         return sorted(found.values(), key=lambda step: step.depth)
 
     def check(self) -> None:
-        """Plan all rows, and refuse pairs of ``same`` that have no samples."""
+        """Plan all rows, and refuse what could only fail once work was done."""
+        for name in names_in(str(self.data)):
+            if name in self.steps:
+                text = f"is also the name of a step, ${name}; rename the step or the folder"
+                raise HddmError(f"`data` {self.data}: {text}")
         for step in self.all:
             with errors_as(HddmError, f"step {step.name!r}"):
                 step.refuse_missing()
@@ -111,10 +119,14 @@ class SeedPlan:
 
     def _model(self, source: str) -> Step:
         """The step that a row samples; a finished model's folder is one that is never run."""
-        if source.startswith("$") and (names := names_in(source)) and source == f"${names[0]}":
+        names = names_in(source)
+        if names and source == f"${names[0]}" and names[0] not in RESERVED:
             return self.find(names[0])
-        settings = Settings({"source": Path(source)}, frozenset({"source"}))
-        return Step(source, Line("", {}), settings, {}, None, self.work, self.contents)
+        inputs = {name: self.find(name) for name in names if name not in RESERVED}
+        path = placed(source, {"data": str(self.data)})
+        settings = Settings({"source": Path(path)}, frozenset({"source"}))
+        seed = next((step.seed for step in inputs.values() if step.seed is not None), None)
+        return Step(path, Line("", {}), settings, inputs, seed, self.work, self.data, self.contents)
 
     def _row(self, title: str, row: str, change: Mapping[str, str]) -> PlannedRow:
         """The row of a table that samples ``row`` with the options ``change``."""
@@ -132,21 +144,23 @@ class SeedPlan:
         is_plain = title == next(iter(self.file.tables)) or not (varied or table.sample)
         options = self._options(f"tables.{title}", "sample", split(self._with_values(table.sample)))
         changed = self._options(f"tables.{title}", "sample", _words_of(varied))
-        samples = self._step("samples/", changed.or_else(options).or_else(own))
-        place = self._place(name if is_plain else f"{title} {name}", samples)
+        line = self._with_defaults(changed.or_else(options).or_else(own))
+        samples = self._step("samples/", line)
+        place = self._place(name if is_plain else f"{title} {name}", line)
         samples = replace(samples, name=f"samples/{place}")
         by = f"${_REAL}.safetensors" if self._features == "classifier" else self._features
         known = {"samples": samples, _REAL: self.real}
         scores = self._step(f"scores/{place}", self._evaluation(["$samples", "--features", by]), known)
         return PlannedRow(title, name, row, varied, model, samples, scores)
 
-    def _place(self, name: str, samples: Step) -> str:
+    def _place(self, name: str, line: Line) -> str:
         """Part of a path for a row, which no other samples of the plan have."""
         first = slug(name) or "row"
         numbers = itertools.count(2)
         place = first
-        # Two names may have one slug, and equal rows of two tables share their samples.
-        while place == _REAL or self._places.setdefault(place, samples).identity != samples.identity:
+        # Two names may have one slug, and equal rows of two tables share their samples. Lines are compared
+        # with $seed in them, so that a row has one place in the plans of all seeds.
+        while place == _REAL or self._places.setdefault(place, line) != line:
             place = f"{first}-{next(numbers)}"
         return place
 
@@ -189,10 +203,7 @@ class SeedPlan:
 
     def _step(self, name: str, line: Line, known: Mapping[str, Step] | None = None) -> Step:
         """The step of a line whose names are in ``known`` or those of steps."""
-        if line.verb in self._defaults:
-            line = line.or_else(self._defaults[line.verb])
-        if STEP_KINDS.get(line.verb, StepKind()).is_seeded:
-            line = line.or_else(Line(line.verb, {"seed": ("--seed", "$seed")}))
+        line = self._with_defaults(line)
         names = dict.fromkeys(found for word in line.words for found in names_in(word))
         if "data" in names and self.data is None:
             raise HddmError("$data: is the folder of your images; name it by `data`")
@@ -201,11 +212,26 @@ class SeedPlan:
             if found not in RESERVED:
                 inputs[found] = (known or {}).get(found) or self.find(found)
         is_seeded = "seed" in names or any(step.seed is not None for step in inputs.values())
-        line = line.placed({"seed": str(self.seed), "data": str(self.data)})
+        line = line.placed({"seed": str(self.seed)})
         for word in line.words:
             _refuse_outside(word, inputs)
-        settings, seed = self.lines.settings(line), self.seed if is_seeded else None
-        return Step(name, line, settings, inputs, seed, self.work, self.contents)
+        settings = self.lines.settings(line.placed({"data": str(self.data)}))
+        seed = self.seed if is_seeded else None
+        step = Step(name, line, settings, inputs, seed, self.work, self.data, self.contents)
+        # Computed here, where those of its inputs are known: a chain may be long.
+        _ = step.depth, step.upstream
+        return step
+
+    def _with_defaults(self, line: Line) -> Line:
+        """A line with the file's options and the seed, unless it or its file of settings has them."""
+        further = self._defaults.get(line.verb, Line(line.verb, {}))
+        if STEP_KINDS.get(line.verb, StepKind()).is_seeded:
+            further = further.or_else(Line(line.verb, {"seed": ("--seed", "$seed")}))
+        config = line.given.get("config") or further.given.get("config")
+        if config is not None and "$" not in (path := placed(config[1], {"data": str(self.data)})):
+            own = read_yaml(Path(path))
+            further = Line(line.verb, {name: one for name, one in further.given.items() if name not in own})
+        return line.or_else(further)
 
 
 def _refuse_outside(word: str, inputs: Mapping[str, Step]) -> None:

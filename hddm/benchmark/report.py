@@ -209,8 +209,10 @@ def _flop(value: float | None) -> Cell:
 
 def _pictured(folder: Path, results: Results) -> Iterator[dict[str, Any]]:
     """Sheets of real images and of each row of the first table, with what the first samples show."""
-    (real,) = (shlex.split(step.command)[2] for step in results.steps if step.name == "scores/real")
-    paths = [path for path in sorted((folder / real).rglob("*")) if path.suffix in SUFFIXES]
+    real = next(shlex.split(step.command)[2] for step in results.steps if step.name.endswith("scores/real"))
+    # Images of the user may be named by a path from where the benchmark was started.
+    place = folder / real if (folder / real).exists() else Path(real)
+    paths = [path for path in sorted(place.rglob("*")) if path.suffix in SUFFIXES]
     # From all over, since they are sorted by class.
     sheet = _sheet(paths[:: len(paths) // GRID_IMAGES or 1])
     yield {"name": f"real images, {results.images_of}", "first": [], "sheet": sheet}

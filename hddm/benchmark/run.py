@@ -23,7 +23,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hddm.benchmark.costs import calibration_flop, cost_key, count_sampling, count_training, trained_size
+from hddm.benchmark.costs import (
+    TrainingCost,
+    calibration_flop,
+    cost_key,
+    count_sampling,
+    count_training,
+    trained_size,
+)
 from hddm.benchmark.file import BenchmarkFile
 from hddm.benchmark.lines import CommandLine, RunCommand
 from hddm.benchmark.plan import PlannedRow, SeedPlan
@@ -112,13 +119,14 @@ def _run(
     headline: Callable[[Results], str] | None,
     backend: Backend | None,
 ) -> Results:
-    before = read_json(out / RESULTS_FILE, LARGEST) if (out / RESULTS_FILE).is_file() else {}
+    before = _results_before(out, file)
     steps = list({step.identity: step for plan in plans for step in plan.all}.values())
     _forget_damaged(steps)
     left = _left(steps)
     planned, missing = sum(map(_units, steps)), sum(map(_units, left))
     where = f", {file.workers} at a time" if backend is None else ""
-    text = f"{counted(len(left), 'step')} to run{where}" if left else f"was finished on {before.get('date')}"
+    was_finished = f"was finished on {before['date']}" if before else "all its steps are done"
+    text = f"{counted(len(left), 'step')} to run{where}" if left else was_finished
     print(f"{out}: {text}", file=sys.stderr, flush=True)
 
     def now() -> list[str]:
@@ -130,13 +138,24 @@ def _run(
         for k, plan in enumerate(plans, 1):
             _do_all(plan, out, run, workers, progress, shows_commands)
             results = collect(file, plans[:k])
+            is_last = k == len(plans)
             if {**before, "date": results.date} == results.model_dump(mode="json"):
                 # Nothing else is new.
                 results = results.model_copy(update={"date": before["date"]})
-            # Results of fewer seeds than before are not written: the others follow.
-            if not set(results.seeds) < set(before.get("seeds", ())):
+            # While seeds that were there before follow, theirs stay.
+            if is_last or not set(results.seeds) < set(before.get("seeds", ())):
                 _write(out, results, headline)
     return results
+
+
+def _results_before(out: Path, file: BenchmarkFile) -> dict[str, Any]:
+    """Results of an earlier start of the same file, perhaps of other seeds; empty without any."""
+    if not (out / RESULTS_FILE).is_file():
+        return {}
+    before = read_json(out / RESULTS_FILE, LARGEST)
+    settings = [before.get("settings", {}), file.model_dump(mode="json")]
+    now_and_then = [{k: one for k, one in each.items() if k not in ("seeds", "workers")} for each in settings]
+    return before if now_and_then[0] == now_and_then[1] and "date" in before else {}
 
 
 def _forget_damaged(steps: Sequence[Step]) -> None:
@@ -258,9 +277,17 @@ def _do(step: Step, run: RunCommand, report: Callable[[float], None]) -> float:
     step.path.parent.mkdir(parents=True, exist_ok=True)
     step.link_inputs()
     with _started(step, printed), heard(report):
-        run([*step.command(), *(["--resume"] if step.kind.is_seeded else [])])
+        # Of equal steps only options that change no result can differ from those of the interrupted start.
+        more = ["--resume"] if step.kind.is_seeded else []
+        more += ["--allow-config-change"] if step.kind.is_training else []
+        run([*step.command(), *more])
         if not step.result.exists():
             raise HddmError("wrote nothing; a step of a benchmark writes a file or folder")
+        try:
+            step.refuse_changed()
+        except HddmError:
+            step.forget()
+            raise
     for ending in (".run", ".features"):
         remove(step.path.with_name(step.path.name + ending))
     seconds = round(time.perf_counter() - started, 1)
@@ -274,10 +301,9 @@ def _count(step: Step, run: RunCommand, report: Callable[[float], None]) -> floa
     step.link_inputs()
     words = step.command()[:-2]
     with _started(step, io.StringIO()), heard(report):
-        image, update = (
-            (count_sampling(words, run), 0) if step.verb == "sample" else count_training(words, run)
-        )
-    step.work.finish(_cost(step), {"image": image, "update": update})
+        is_sample = step.verb == "sample"
+        cost = TrainingCost(count_sampling(words, run), 0) if is_sample else count_training(words, run)
+    step.work.finish(_cost(step), cost._asdict())
     return 0.0
 
 
@@ -333,7 +359,8 @@ def _model(plan: SeedPlan, step: Step, records: Mapping[str, Mapping[str, Any]])
     """What the training of a model took, without the steps that were there before."""
     earlier = [plan.steps[name] for name in plan.file.not_counted if plan.steps[name] is not step]
     before = {one.identity for each in earlier for one in each.upstream}
-    own = [one for one in step.upstream if one.identity not in before]
+    # Of a model without a verb, such as an expert within a step's ensemble, nothing is known.
+    own = [one for one in step.upstream if step.verb and one.identity not in before]
     parts = [one for one in own if one.kind.is_training or one.verb == "calibrate"]
     sizes = [trained_size(one) for one in parts]
     fitting = [calibration_flop(one) for one in parts]
@@ -342,7 +369,9 @@ def _model(plan: SeedPlan, step: Step, records: Mapping[str, Mapping[str, Any]])
         if steps:
             cost = one.work.record(_cost(one))
             flop[k] += steps * (batch_size * cost["image"] + cost["update"])
-    is_known = bool(parts) and not any(one.kind.is_uncounted for one in own)
+            if cost["trajectory"]:
+                flop[k] += one.values["trajectories"] * cost["trajectory"]
+    is_known = bool(parts) and not any(one.kind.is_uncounted or one.reads_a_finished_model for one in own)
     routers = [one.verb == "train router" for one in parts]
     return ModelResult(
         model=step.name,

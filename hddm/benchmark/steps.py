@@ -5,7 +5,6 @@ where the identity of a step stands for its folder and the content of a file or 
 spelling of a command line decides nothing, and equal steps of rows, seeds and files are done once.
 """
 
-import hashlib
 import os
 import shlex
 from collections.abc import Mapping
@@ -16,11 +15,11 @@ from typing import Any, NamedTuple
 
 from hddm.benchmark.lines import Line, Settings, names_in, placed
 from hddm.utils.errors import HddmError
-from hddm.utils.files import remove, sha256_of
-from hddm.utils.records import HashCache
+from hddm.utils.files import is_draft, remove, sha256_of
+from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE, HASHES, ROUTER_FILE, HashCache
 from hddm.utils.work import DONE, Work, hash_of
 
-NUMERICS = "4"
+NUMERICS = "5"
 """Part of every identity; raise it when verbs compute something else from the same values."""
 
 
@@ -53,7 +52,7 @@ STEP_KINDS = {
 }
 """Verbs that are not like any other."""
 _FREE = frozenset(
-    {"device", "threads", "checkpoint_every", "keep", "log_every", "offload", "max_memory", "cache"}
+    {"device", "threads", "checkpoint_every", "keep", "log_every", "offload", "max_memory", "cache", "wandb"}
     | {"out", "overwrite", "resume", "allow_config_change"}
 )
 """Parameters that decide no result."""
@@ -63,45 +62,89 @@ INPUTS = "inputs"
 """Folder in that of all jobs, with a folder per step of links to what it reads."""
 
 
+_MODELS = (EXPERT_FILE, ROUTER_FILE, ENSEMBLE_FILE)
+_NAMES = {("assemble", "router"): ("moments",), ("evaluate", "features"): ("auto", "inception", "classifier")}
+"""Parameters that are a path or one of these names, by verb."""
+
+
 class Contents:
     """Hashes of the files and folders that a benchmark reads, each computed once in a run."""
 
     def __init__(self) -> None:
-        self._known: dict[Path, str] = {}
+        self._known: dict[Path, tuple[str, str]] = {}
 
     def of(self, path: Path) -> str:
-        """SHA-256 of a file, or of the names and contents of all files in a folder that are not hidden.
+        """SHA-256 of a file, or of the names and contents of all files in a folder; links are followed.
 
-        Links are followed. Raises `HddmError` for a path that is not there.
+        Raises `HddmError` for a path that is not there.
         """
         if path not in self._known:
-            if not path.exists():
-                raise HddmError(f"{path}: no such file or folder")
-            self._known[path] = sha256_of(path) if path.is_file() else self._of_folder(path)
-        return self._known[path]
+            state = self._state(path)
+            self._known[path] = _content_of(path), state
+        return self._known[path][0]
+
+    def refuse_changed(self, path: Path) -> None:
+        """Raise `HddmError` if a file of ``path`` was written, added or removed since `of`."""
+        if path in self._known and self._state(path) != self._known[path][1]:
+            text = "has changed since the benchmark was started; start it again, and leave the data alone"
+            raise HddmError(f"{path}: {text}")
 
     @staticmethod
-    def _of_folder(path: Path) -> str:
-        lines, seen = [], set[str]()
-        for place, folders, files in os.walk(path, followlinks=True):
-            real = os.path.realpath(place)
-            if real in seen:
-                # A circle of links, or a folder that is linked twice.
-                lines.append(f"{Path(place).relative_to(path).as_posix()} -> {real}")
-                folders.clear()
-                continue
-            seen.add(real)
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
-            for name in files:
-                one = Path(place, name)
-                if not name.startswith(".") and one.is_file():
-                    lines.append(f"{one.relative_to(path).as_posix()} {sha256_of(one)}")
-        return hashlib.sha256("\n".join(sorted(lines)).encode(errors="surrogateescape")).hexdigest()
+    def _state(path: Path) -> str:
+        """Hash of what a change of a file changes: its size, its number and when it was written."""
+        lines = []
+        for name, file in _files_in(path):
+            if file is not None:
+                status = file.stat()
+                # Not when its status changed: shards hold hard links to images.
+                name += f" {status.st_size} {status.st_ino} {status.st_mtime_ns}"
+            lines.append(name)
+        return hash_of(lines)
+
+
+def _content_of(path: Path) -> str:
+    if path.is_file():
+        return sha256_of(path)
+    return hash_of([[name, None if file is None else sha256_of(file)] for name, file in _files_in(path)])
+
+
+def _files_in(path: Path) -> list[tuple[str, Path | None]]:
+    """Files of a folder by name, or a file itself, without hddm's caches; of circles of links the names."""
+    if not path.exists():
+        raise HddmError(f"{path}: no such file or folder")
+    if path.is_file():
+        return [(path.name, path)]
+    found: list[tuple[str, Path | None]] = []
+    seen = set[str]()
+    for place, folders, files in os.walk(path, followlinks=True):
+        real = os.path.realpath(place)
+        if real in seen:
+            # A circle, or a folder that is linked twice.
+            found.append((f"{Path(place).relative_to(path).as_posix()} -> {real}", None))
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = [name for name in folders if not _is_cache(name)]
+        for name in files:
+            one = Path(place, name)
+            if not _is_cache(name) and one.is_file():
+                found.append((_printable(one.relative_to(path)), one))
+    return sorted(found, key=lambda pair: pair[0])
+
+
+def _printable(path: Path) -> str:
+    # Names may be of any bytes.
+    return os.fsencode(path.as_posix()).decode(errors="backslashreplace")
+
+
+def _is_cache(name: str) -> bool:
+    """True for what processes of hddm write beside the files that they read."""
+    return name == HASHES or is_draft(name) or (name.startswith(".") and name.endswith(".lock"))
 
 
 @dataclass(frozen=True)
 class Step:
-    """One command line, with ``$name`` for its ``inputs``, by name."""
+    """One command line, with ``$name`` for its ``inputs``, by name, and ``$data`` for the user's folder."""
 
     name: str
     line: Line
@@ -110,6 +153,7 @@ class Step:
     seed: int | None
     """The seed of this step or of one of its inputs."""
     work: Work
+    data: Path | None = None
     contents: Contents = field(default_factory=Contents)
 
     @property
@@ -127,13 +171,32 @@ class Step:
         """What its verb gets, by parameter."""
         return self.settings.values
 
+    @property
+    def sources(self) -> list[Path]:
+        """Paths that it reads and that no step writes."""
+        found = []
+        for name, value in self.values.items():
+            known = _NAMES.get((self.verb, name))
+            if name in self.settings.inputs or (known is not None and value not in known):
+                values = value if isinstance(value, list | tuple) else [value]
+                found += [Path(one) for one in values if isinstance(one, str | Path)]
+        return [path for path in found if not self._names(str(path))]
+
     def refuse_missing(self) -> None:
         """Refuse paths that it reads and that neither are there nor are written by a step."""
-        for name in self.settings.inputs:
-            value = self.values[name]
-            for path in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(path, Path) and not self._names(str(path)) and not path.exists():
-                    raise HddmError(f"{path}: no such file or folder")
+        for path in self.sources:
+            if not path.exists():
+                raise HddmError(f"{path}: no such file or folder")
+
+    def refuse_changed(self) -> None:
+        """Refuse what it wrote if what it read was changed since the identity was computed."""
+        for path in self.sources:
+            self.contents.refuse_changed(path)
+
+    @property
+    def reads_a_finished_model(self) -> bool:
+        """True if it reads a model that no step made, whose training cost is not known."""
+        return any((path / record).is_file() for path in self.sources for record in _MODELS)
 
     @cached_property
     def identity(self) -> str:
@@ -160,7 +223,8 @@ class Step:
         if self._names(text):
             return self._placed_identities(text)
         if isinstance(value, Path) and is_input:
-            return self.contents.of(value)
+            # Verbs call experts by the names of their folders.
+            return [self.contents.of(value), value.name]
         # Some options take a name or a path, such as the features of an evaluation.
         return [text, self.contents.of(Path(text))] if os.path.exists(text) else text
 
@@ -207,9 +271,8 @@ class Step:
     def _file_names(self) -> set[str]:
         found = set()
         for path in self.written.values():
-            for one in sorted(path.rglob("*")) if path.is_dir() else [path]:
-                # Hidden files are caches, which readers write.
-                if one.is_file() and not one.name.startswith("."):
+            for one in path.rglob("*") if path.is_dir() else [path]:
+                if one.is_file() and not _is_cache(one.name):
                     found.add(one.relative_to(self.work.folder).as_posix())
         return found
 
@@ -228,10 +291,10 @@ class Step:
         return f"{changed[0]} has changed" if changed else None
 
     def forget(self) -> None:
-        """Remove its record and what it wrote."""
-        self.work.forget(self.path)
+        """Remove what it wrote, and then its record: a start that is killed in between finds it damaged."""
         for path in self.written.values():
             remove(path)
+        self.work.forget(self.path)
 
     @property
     def label(self) -> str:
@@ -260,14 +323,14 @@ class Step:
         return f"hddm {shlex.join(self._command(self.read_from(Path()), self.label))}"
 
     def _command(self, places: Mapping[str, str], out: str) -> list[str]:
-        known = {**places, "out": out}
+        known = {**places, "out": out, "data": str(self.data)}
         ending = SCORES if self.verb == "evaluate" else ""
         return [*(placed(word, known) for word in self.line.words), "--out", out + ending]
 
     @cached_property
     def upstream(self) -> list["Step"]:
         """This step and all steps that it depends on, each once, in the order in which they run."""
-        found = {one.identity: one for step in self.inputs.values() for one in step.upstream}
+        found = {one.name: one for step in self.inputs.values() for one in step.upstream}
         return [*found.values(), self]
 
     @cached_property

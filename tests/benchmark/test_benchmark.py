@@ -308,7 +308,7 @@ def test_a_training_step_costs_its_forward_and_twice_that_backward(objective: st
     words = ["train", "expert", str(shards / "shard_0"), "--objective", objective, "--size", "tiny"]
     forward, idle = _forward()
     step = 3 * forward - idle
-    assert count_training([*words, "--optimizer", "adamw", "--steps", "90"], run_words) == (step, 0)
+    assert count_training([*words, "--optimizer", "adamw", "--steps", "90"], run_words) == (step, 0, 0)
 
     def update(m: int, n: int) -> int:
         """Five iterations, for G of shape (m, n), n <= m: G^T G, its square, and the product with G."""
@@ -316,7 +316,7 @@ def test_a_training_step_costs_its_forward_and_twice_that_backward(objective: st
 
     muon = DEPTH * (update(3 * WIDTH, WIDTH) + update(WIDTH, WIDTH) + 2 * update(4 * WIDTH, WIDTH))
     muon += update(FREQUENCIES, WIDTH) + update(WIDTH, WIDTH) + update(6 * WIDTH, WIDTH)
-    assert count_training([*words, "--optimizer", "muon", "--batch-size", "64"], run_words) == (step, muon)
+    assert count_training([*words, "--optimizer", "muon", "--batch-size", "64"], run_words) == (step, muon, 0)
 
 
 @pytest.mark.integration

@@ -1,0 +1,364 @@
+"""Ways in which a benchmark could report a wrong number, or end after all its work."""
+
+import json
+import shlex
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hddm.benchmark import run
+from hddm.benchmark.costs import count_training
+from hddm.benchmark.file import BenchmarkFile, read_benchmark
+from hddm.benchmark.lines import Line, RunCommand, Settings
+from hddm.benchmark.plan import SeedPlan
+from hddm.benchmark.results import read_results
+from hddm.utils.errors import HddmError
+from hddm.utils.records import parse_record
+from hddm.utils.work import Work
+from hddm_cli.app import run_words
+from hddm_cli.lines import LINES
+from tests.artefacts import refusal
+from tests.benchmark_files import inline, life, run_inline, write_sides
+
+pytestmark = pytest.mark.integration
+SMALL: dict[str, Any] = {
+    "name": "small",
+    "values": {"steps": 2},
+    "defaults": {
+        "train expert": "--batch-size 8 --objective flow --steps $steps --threads 1",
+        "sample": "--num-images 12 --solver euler --steps 1",
+    },
+    "steps": {
+        "all": "partition $data/train --shards 1 --held-out 0.4",
+        "single": "train expert $all/shard_0 --size tiny",
+    },
+    "rows": {"single": "$single"},
+    "evaluate": {
+        "reference": "$all",
+        "held_out": "$data/test",
+        "features": "classifier",
+        "options": "--allow-few --brief",
+    },
+    "seeds": [0],
+}
+
+
+def small(**changes: Any) -> BenchmarkFile:
+    return parse_record(SMALL | changes, BenchmarkFile, "small")
+
+
+def plan_of(data: Path, jobs: Path, **changes: Any) -> SeedPlan:
+    return SeedPlan(small(**changes), 0, Work(jobs), LINES, data)
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_sides(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+    """The small benchmark of seeds 0 and 1."""
+    out = tmp_path_factory.mktemp("finished") / "out"
+    run_inline(small(seeds=[0, 1]), out, data)
+    return out
+
+
+@pytest.fixture
+def out(finished: Path, tmp_path: Path) -> Path:
+    """A copy of the finished benchmark."""
+    return Path(shutil.copytree(finished, tmp_path / "finished", symlinks=True))
+
+
+@pytest.fixture
+def jobs(out: Path) -> Path:
+    return out / "jobs"
+
+
+@pytest.fixture
+def model(jobs: Path, data: Path, tmp_path: Path) -> Path:
+    """A finished model, that the benchmark did not train."""
+    return Path(shutil.copytree(plan_of(data, jobs).steps["single"].path, tmp_path / "model"))
+
+
+# 1. --overwrite with fewer seeds: the old results stay, without a word.
+
+
+def test_fewer_seeds_with_overwrite_replace_the_results(out: Path, data: Path) -> None:
+    results = run_inline(small(values={"steps": 3}), out, data, overwrite=True)
+    assert results.settings.values == {"steps": 3}
+    # results.json, tables.md and report.html are still those of 2 steps.
+    assert read_results(out) == results
+
+
+# 2. A store gives a benchmark the result of an ensemble with other shares.
+
+
+def test_names_of_finished_experts_that_options_use_are_part_of_the_identity(
+    jobs: Path, data: Path, tmp_path: Path
+) -> None:
+    first, second = (SeedPlan(small(), seed, Work(jobs), LINES, data).steps["single"].path for seed in (0, 1))
+    identities, shares = [], []
+    for place, names in (("one", "xy"), ("two", "yx")):
+        folders = []
+        for source, name in zip((first, second), names, strict=True):
+            folders.append(shutil.copytree(source, tmp_path / place / name))
+        line = f"assemble {folders[0]} {folders[1]} --share x=0.9 --share y=0.1"
+        plan = plan_of(data, jobs, steps={**SMALL["steps"], "both": line})
+        run_words([*plan.steps["both"].command()[:-2], "--out", str(tmp_path / place / "both")])
+        record = json.loads((tmp_path / place / "both" / "ensemble.json").read_text())
+        shares.append([one["share"] for one in record["experts"]])
+        identities.append(plan.steps["both"].identity)
+    assert shares == [[0.9, 0.1], [0.1, 0.9]]
+    assert identities[0] != identities[1]
+
+
+# 3. Hidden images are read by `partition` and `evaluate`, but are not in the identity.
+
+
+def test_a_change_of_a_hidden_image_is_noticed(data: Path, tmp_path: Path) -> None:
+    mine = Path(shutil.copytree(data, tmp_path / "data"))
+    image = next((mine / "train").rglob("*.png"))
+    shutil.copy(image, image.with_name(".hidden.png"))
+    step, before = (plan_of(one, tmp_path / "jobs").steps["all"] for one in (mine, data))
+    run_words(step.command())
+    if json.loads((step.path / "partition.json").read_text())["images"] == 129:
+        assert step.identity != before.identity
+
+
+# 4. Data that changes while a benchmark runs: the store keeps the scores under the old data's identity.
+
+
+class Changing:
+    """Verbs of hddm, before the first evaluation of which somebody removes half of the test images."""
+
+    def __init__(self, images: Path) -> None:
+        self.images = images
+
+    def read(self, words: Sequence[str]) -> Line:
+        return LINES.read(words)
+
+    def settings(self, line: Line) -> Settings:
+        return LINES.settings(line)
+
+    @property
+    def run(self) -> RunCommand:
+        return self._run
+
+    def _run(self, words: list[str]) -> None:
+        if words[0] == "evaluate":
+            for path in sorted(self.images.rglob("*.png"))[::2]:
+                path.unlink()
+        LINES.run(words)
+
+
+def test_scores_of_data_that_changed_meanwhile_are_not_kept_for_the_old_data(
+    finished: Path, data: Path, tmp_path: Path
+) -> None:
+    mine, jobs = tmp_path / "data", tmp_path / "jobs"
+    shutil.copytree(data, mine)
+    with inline():
+        told = refusal(
+            run.run_benchmark, small(), tmp_path / "out", Changing(mine / "test"), data=mine, jobs=jobs
+        )
+    assert f"{mine}/test: has changed since the benchmark was started" in told
+    shutil.rmtree(mine)
+    shutil.copytree(data, mine)
+    results = run_inline(small(), tmp_path / "again", mine, jobs=jobs)
+    right = next(one for one in read_results(finished).scored if one.seed == 0)
+    assert results.scored[0].evaluation.splits == right.evaluation.splits
+
+
+# 5. A kill between the removal of a damaged step's record and of its files: the damage becomes the result.
+
+
+@pytest.mark.parametrize("name", ["samples/single", "single"])
+def test_damage_is_repaired_whenever_the_repair_is_killed(name: str, out: Path, data: Path) -> None:
+    plan = plan_of(data, out / "jobs")
+    step = next(one for one in plan.all if one.name == name)
+    path = next(one for one in step.path.glob("*") if one.suffix in (".png", ".safetensors"))
+    before = path.read_bytes()
+    path.unlink()
+    path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    assert life(small(seeds=[0, 1]), out, data, ("shutil.rmtree", step.path.name)) == -9
+    # Of a sample the damaged image is recorded as good; a training refuses to go on, each time.
+    run_inline(small(seeds=[0, 1]), out, data)
+    assert path.read_bytes() == before
+
+
+# 6. Operations of pictures and of validation, made within the counted steps, are taken for all steps'.
+
+
+@pytest.mark.parametrize("more", ["--sample-every 2", "--validate-every 2 --held-out $all/held_out/shard_0"])
+def test_what_is_measured_on_the_way_is_no_cost_of_training(more: str, jobs: Path, data: Path) -> None:
+    shard = plan_of(data, jobs).steps["all"].path / "shard_0"
+    more = more.replace("$all/held_out", f"{shard.parent}/held_out")
+    words = ["train", "expert", str(shard), *["--size", "tiny", "--objective", "flow", "--steps", "20"]]
+    assert count_training([*words, *more.split()], run_words) == count_training(words, run_words)
+
+
+# 7. Training cost that is not known, or not counted, is shown as if it were all.
+
+
+def test_the_cost_of_an_ensemble_with_a_finished_expert_is_not_known(
+    model: Path, jobs: Path, data: Path, tmp_path: Path
+) -> None:
+    steps = {
+        **SMALL["steps"],
+        "both": f"assemble {model} $single --share {model}=0.5 --share $single=0.5",
+        "more": f"train expert $all/shard_0 --init {model}",
+    }
+    rows = {"model": str(model), "both": "$both", "more": "$more"}
+    results = run_inline(small(steps=steps, rows=rows), tmp_path / "new", data, jobs=jobs)
+    assert {one.model: one.training_flop for one in results.models if one.model != str(model)} == {
+        "both": None,
+        "more": None,
+    }
+
+
+def test_trajectories_of_the_teacher_are_a_cost_of_a_student(jobs: Path, data: Path, tmp_path: Path) -> None:
+    single = plan_of(data, jobs).steps["single"].path
+    both = tmp_path / "both"
+    run_words(["assemble", str(single), "--out", str(both)])
+    shards = str(plan_of(data, jobs).steps["all"].path)
+    words = [
+        "distill",
+        str(both),
+        "--data",
+        shards,
+        "--init",
+        str(single),
+        "--steps",
+        "2",
+        "--batch-size",
+        "8",
+    ]
+    found = count_training([*words, "--sampling-steps", "2"], run_words)
+    # A trajectory of the teacher takes several evaluations, each a forward pass of at most a third of a step.
+    assert found.trajectory > found.image / 3
+    assert count_training(words, run_words).trajectory == 0
+
+
+# 8. Options that are ignored without a word.
+
+
+def test_held_out_without_such_images_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    evaluate = {**SMALL["evaluate"], "validation": "$data/test"}
+    del evaluate["held_out"]
+    path.write_text(json.dumps(SMALL | {"evaluate": evaluate}))
+    with pytest.raises(HddmError):
+        read_benchmark(str(path), held_out=True)
+
+
+@pytest.mark.parametrize("verb", ["train  expert", "train expert ", "train expert --batch-size 4"])
+def test_defaults_of_a_verb_that_is_spelt_oddly_are_used_or_refused(
+    verb: str, data: Path, tmp_path: Path
+) -> None:
+    steps = {**SMALL["steps"], "single": "train expert $all/shard_0 --objective flow --steps 2"}
+    defaults = {"sample": SMALL["defaults"]["sample"], verb: "--ema-decay 0.5"}
+    try:
+        plan = plan_of(data, tmp_path, defaults=defaults, steps=steps)
+    except HddmError:
+        return
+    assert plan.steps["single"].values["ema_decay"] == 0.5
+
+
+def test_a_file_of_settings_that_a_step_names_comes_before_defaults_and_the_seed(
+    data: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "mine.yaml"
+    config.write_text("steps: 9\nseed: 7\n")
+    steps = {**SMALL["steps"], "single": f"train expert $all/shard_0 --config {config}"}
+    values = plan_of(data, tmp_path / "jobs", steps=steps).steps["single"].values
+    assert (values["steps"], values["seed"]) == (9, 7)
+
+
+# 9. A command and a link in OUT that lead to another row's samples.
+
+
+def test_no_two_samples_have_one_folder_in_out(model: Path, jobs: Path, data: Path, tmp_path: Path) -> None:
+    chosen = small(rows={"x": str(model), "X": f"{model} --seed 5"}, seeds=[0, 5])
+    results = run_inline(chosen, tmp_path / "new", data, jobs=jobs)
+    for one in results.scored:
+        folder = tmp_path / "new" / shlex.split(one.command)[-1]
+        assert folder.resolve().name == one.samples
+
+
+# 11. Mistakes that pass --dry-run, or are none, and end the run after all the work.
+
+
+def test_a_store_serves_a_file_in_which_a_step_has_another_name(
+    jobs: Path, data: Path, tmp_path: Path
+) -> None:
+    steps = {"images": SMALL["steps"]["all"], "single": "train expert $images/shard_0 --size tiny"}
+    evaluate = {**SMALL["evaluate"], "reference": "$images"}
+    run_inline(small(steps=steps, evaluate=evaluate), tmp_path / "new", data, jobs=jobs)
+
+
+def test_two_names_of_one_step_can_both_be_trained_on(jobs: Path, data: Path, tmp_path: Path) -> None:
+    again = {"again": SMALL["steps"]["all"], "other": "train expert $again/shard_0 --size tiny"}
+    rows = {"single": "$single", "other": "$other"}
+    run_inline(small(steps={**again, **SMALL["steps"]}, rows=rows), tmp_path / "new", data, jobs=jobs)
+
+
+def test_a_row_of_an_expert_within_a_step(jobs: Path, data: Path, tmp_path: Path) -> None:
+    chosen = small(steps={**SMALL["steps"], "both": "assemble $single"}, rows={"single": "$both/experts/0"})
+    run_inline(chosen, tmp_path / "new", data, jobs=jobs)
+
+
+def test_a_row_of_a_finished_model_below_the_data(
+    model: Path, jobs: Path, data: Path, tmp_path: Path
+) -> None:
+    mine = Path(shutil.copytree(data, tmp_path / "data"))
+    model.rename(mine / "model")
+    run_inline(small(rows={"single": "$data/model"}), tmp_path / "new", mine, jobs=jobs)
+
+
+@pytest.mark.parametrize("name", ["benchmark", "results", "seed_1", "jobs"])
+def test_a_step_that_is_called_as_a_part_of_the_benchmark_is_refused(name: str) -> None:
+    steps = {**SMALL["steps"], name: "partition $data/test --shards 1"}
+    assert "is taken by the benchmark itself" in refusal(small, steps=steps)
+
+
+def test_a_reference_of_each_seed_in_a_benchmark_without_seed_0(
+    jobs: Path, data: Path, tmp_path: Path
+) -> None:
+    steps = {**SMALL["steps"], "all": SMALL["steps"]["all"] + " --seed $seed"}
+    run_inline(small(steps=steps, seeds=[3]), tmp_path / "new", data, jobs=jobs)
+
+
+def test_a_router_that_is_not_there_is_refused_at_once(data: Path, tmp_path: Path) -> None:
+    steps = {**SMALL["steps"], "both": "assemble $single --router ./no-such-router --strategy full"}
+    with pytest.raises(HddmError):
+        plan_of(data, tmp_path, steps=steps, rows={"both": "$both"}).check()
+
+
+def test_a_long_chain_of_steps_can_be_planned(data: Path, tmp_path: Path) -> None:
+    steps, last = dict(SMALL["steps"]), "single"
+    for k in range(300):
+        steps[f"step-{k}"] = f"train expert $all/shard_0 --init ${last}"
+        last = f"step-{k}"
+    plan_of(data, tmp_path, steps=steps, rows={"last": f"${last}"}).check()
+
+
+# 12. Small ones.
+
+
+def test_data_in_a_folder_with_a_dollar_is_read_from_there(data: Path, tmp_path: Path) -> None:
+    mine = Path(shutil.copytree(data, tmp_path / "my$out"))
+    command = plan_of(mine, tmp_path / "jobs").steps["all"].command()
+    assert command[1] == str(mine / "train")
+
+
+def test_real_images_are_shown_where_data_is_a_relative_path(
+    jobs: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(data.parent)
+    run_inline(small(), tmp_path / "relative", Path(data.name), jobs=jobs)
+    run_inline(small(), tmp_path / "absolute", data, jobs=jobs)
+    pages = [(tmp_path / name / "report.html").read_text() for name in ("absolute", "relative")]
+    assert pages[0].count("data:image") == pages[1].count("data:image")
